@@ -1,0 +1,179 @@
+"""The graph: immutable values, nodes in topological order, edges are tensor names.
+
+A tensor keeps the name it has in the ONNX file from import to response. A node's `origin` lists the ONNX nodes it
+stands for, so that whatever a pass merges can still be told to the user. A fused node holds the nodes it replaces in
+`body`, in order: the body *is* its meaning.
+
+    Fused(x, w, b, r) -> y    body: t0 = Conv(x, w, b); t1 = Add(t0, r); y = Relu(t1)
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.errors import GraphError
+
+Dim = int | str                 # a str is a symbolic extent
+BATCH = "batch"                 # the one symbolic extent that the compiler knows today: the leading axis of a request
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class QParams:
+    """real = scale * (stored - zero_point), per tensor (axis None, one scale) or per index of `axis`."""
+    scale: tuple[float, ...]
+    zero_point: tuple[int, ...]
+    dtype: str                  # "uint8" or "int8": how the tensor is stored
+    axis: int | None = None
+
+    def __str__(self) -> str:
+        many = f"[{len(self.scale)}@{self.axis}]" if self.axis is not None else f"({self.scale[0]:.4g}, {self.zero_point[0]})"
+        return f"{self.dtype}{many}"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """dtype and shape of the values; `quant` says that they are stored quantised."""
+    dtype: np.dtype[Any]
+    shape: tuple[Dim, ...]
+    quant: QParams | None = None
+
+    def __str__(self) -> str:
+        shape = ",".join(map(str, self.shape))
+        return f"{self.quant or self.dtype}[{shape}]"
+
+
+def type_of(array: Array, quant: QParams | None = None) -> TensorType:
+    return TensorType(array.dtype, array.shape, quant)
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation, named as in ONNX. An input of "" is an absent optional input."""
+    op: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+    origin: tuple[str, ...] = ()        # names of the ONNX nodes it stands for
+    body: tuple[Node, ...] = ()         # of a Fused node
+    precision: str = "fp32"             # arithmetic: fp32, bf16, fp16 or int8; set by passes/precision
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "attrs", MappingProxyType(dict(self.attrs)))
+
+    @property
+    def anchor(self) -> Node:
+        """The node that does the heavy work: the first of the body, or the node itself."""
+        return self.body[0] if self.body else self
+
+    def __str__(self) -> str:
+        attrs = "".join(f" {key}={value}" for key, value in self.attrs.items())
+        text = f"{', '.join(self.outputs)} = {self.op}({', '.join(self.inputs)}){attrs}"
+        if self.precision != "fp32":
+            text += f" [{self.precision}]"
+        return "\n".join([text, *(f"    {inner}" for inner in self.body)])
+
+
+@dataclass(frozen=True)
+class Graph:
+    """`types` covers every tensor: inputs, constants and all that nodes produce (bodies' inner tensors too)."""
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    nodes: tuple[Node, ...]
+    constants: Mapping[str, Array]
+    types: Mapping[str, TensorType] = field(default_factory=dict)
+
+    @cached_property
+    def producer(self) -> Mapping[str, Node]:
+        """Tensor -> the node that makes it; inputs and constants have none."""
+        return MappingProxyType({output: node for node in self.nodes for output in node.outputs})
+
+    @cached_property
+    def consumers(self) -> Mapping[str, tuple[Node, ...]]:
+        """Tensor -> the nodes that read it, in order; a graph output that nobody reads has ()."""
+        readers: dict[str, list[Node]] = {}
+        for node in self.nodes:
+            for name in dict.fromkeys(node.inputs):
+                readers.setdefault(name, []).append(node)
+        known = [*self.inputs, *self.constants, *(o for n in self.nodes for o in n.outputs)]
+        return MappingProxyType({name: tuple(readers.get(name, ())) for name in known})
+
+    def is_constant(self, name: str) -> bool:
+        return name in self.constants
+
+    def shape(self, name: str) -> tuple[Dim, ...]:
+        return self.types[name].shape
+
+    def rebuild(self, nodes: Iterable[Node], constants: Mapping[str, Array] | None = None,
+                types: Mapping[str, TensorType] | None = None) -> Graph:
+        """This graph with other nodes; what no output needs any more (nodes, constants, types) is dropped.
+
+        `constants` and `types` are additions, or replacements of the same name.
+        """
+        table = {**self.constants, **(constants or {})}
+        every = {**self.types, **{n: type_of(c) for n, c in (constants or {}).items()}, **(types or {})}
+        kept: list[Node] = []
+        needed = set(self.outputs)
+        for node in reversed(tuple(nodes)):
+            if needed.intersection(node.outputs):
+                kept.append(node)
+                needed.update(node.inputs)
+        inner = {o for node in kept for part in (node, *node.body) for o in part.outputs}
+        alive = needed | inner | set(self.inputs)
+        return replace(self, nodes=tuple(reversed(kept)),
+                       constants={n: c for n, c in table.items() if n in needed},
+                       types={n: t for n, t in every.items() if n in alive})
+
+    def __str__(self) -> str:
+        def typed(name: str) -> str:
+            return f"{name}: {self.types[name]}" if name in self.types else name
+
+        head = f"graph {self.name}({', '.join(map(typed, self.inputs))}) -> {', '.join(map(typed, self.outputs))}"
+        lines = [f"  {line}" for node in self.nodes for line in
+                 f"{node}  : {', '.join(str(self.types.get(o, '?')) for o in node.outputs)}".split("\n")]
+        return "\n".join([head, *lines])
+
+
+def verify(graph: Graph) -> Graph:
+    """The graph itself, after checking that it is one: every pass is followed by this.
+
+    Raises GraphError: a tensor read before it is made, made twice, never made, or without a type; a Fused node whose
+    body reads or makes something else than the node says.
+    """
+    known = {*graph.inputs, *graph.constants, ""}
+    for node in graph.nodes:
+        for name in node.inputs:
+            if name not in known:
+                raise GraphError(f"{graph.name}: node '{node}' reads '{name}', which nothing before it produces")
+        for name in node.outputs:
+            if name in known:
+                raise GraphError(f"{graph.name}: '{name}' is produced twice; the second time by '{node}'")
+            if graph.types and name not in graph.types:
+                raise GraphError(f"{graph.name}: '{name}', made by '{node}', has no type")
+        _verify_body(graph, node)
+        known.update(node.outputs)
+    for name in graph.outputs:
+        if name not in known:
+            raise GraphError(f"{graph.name}: graph output '{name}' is never produced")
+    return graph
+
+
+def _verify_body(graph: Graph, node: Node) -> None:
+    if not node.body:
+        return
+    inside = {*node.inputs, ""}
+    for part in node.body:
+        if missing := set(part.inputs) - inside:
+            raise GraphError(f"{graph.name}: in the body of '{node.name}', '{part}' reads {sorted(missing)}, "
+                             "which is neither an input of the fused node nor made before")
+        inside.update(part.outputs)
+    if missing := set(node.outputs) - inside:
+        raise GraphError(f"{graph.name}: the body of '{node.name}' never makes {sorted(missing)}")
