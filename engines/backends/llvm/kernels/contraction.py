@@ -184,6 +184,9 @@ class Contraction(KernelSpec):
         return tuple(replace(best, block=block, prefetch=prefetch) for block in blocks
                      for prefetch in ((False, True) if weights >= 1 << 16 else (False,)))
 
+    def packing(self, tactic: Tile) -> int:
+        return tactic.vectors
+
     # ---- code
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tile) -> None:
         _Emitter(self.flat, module, name, isa, tactic).kernel(self.by_batch)
