@@ -247,13 +247,7 @@ def _as_float(dtype: str, stored: Array) -> Array:
 
 def tile_shapes(isa: Isa, precision: str) -> Sequence[tuple[int, int]]:
     """(pixels, vectors) worth trying on a machine, the usual winner first."""
-    if isa.registers == 32 and isa.lanes == 16:
-        return (14, 2), (12, 2), (6, 4), (4, 4), (7, 2), (8, 2), (16, 1)
-    if isa.registers == 32:
-        return (6, 4), (4, 4), (12, 2), (8, 2), (16, 1)
-    if precision == "int8":
-        return (4, 2), (5, 2), (6, 2), (2, 4), (8, 1)
-    return (6, 2), (5, 2), (4, 2), (3, 4), (12, 1)
+    return isa.tiles if precision == "int8" else isa.float_tiles or isa.tiles
 
 
 def _most_pixels(isa: Isa, precision: str, vectors: int) -> int:
