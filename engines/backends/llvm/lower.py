@@ -54,7 +54,7 @@ def _fallback(ctx: Context, node: Node, reason: str) -> Call:
 
 def copy_call(node: Node, source: Place, target: Place) -> Call:
     """Moves a tensor from place to place, bit for bit. Both hold the same shape and stored dtype."""
-    spec = Pointwise((source.view,), target.view, Program(operands=1, accumulator=False))
+    spec = Pointwise((source.view,), target.view, Program(operands=1, accumulator=False), uniform=True)
     return Call(node, spec, (source,), (target,), {"program": []})
 
 
