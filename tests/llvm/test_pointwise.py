@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
 
+from engines.backends.llvm.access import BLOCK
 from engines.backends.llvm.isa import ALL, PORTABLE
-from engines.backends.llvm.kernels.pointwise import BLOCK, Pointwise
+from engines.backends.llvm.kernels.pointwise import Pointwise
 from engines.backends.llvm.program import INSTRUCTIONS, Instruction, Program, ProgramBuilder, Ref
 from engines.backends.llvm.spec import View, dense_view
 from tests.llvm.harness import EVERY_ISA, check, gapped, random_array, requantise, run
@@ -47,7 +48,7 @@ def test_a_dense_tensor_is_one_run_cut_in_blocks(isa):
     b.add("max", b.add("fma", b.operand(), 0.5, 3.0), 10.0)
     view = dense_view("uint8", (3, 41, 2 * BLOCK // 100))
     spec = Pointwise((view,), view, b.program(), uniform=True)
-    assert len(spec.views[0].shape) == 1 and spec.blocks == 3
+    assert len(spec.runs.shape) == 1 and spec.runs.blocks == 3
     check(spec, isa, inputs_of(spec), {"program": b.constants}, pieces=2)
 
 

@@ -5,15 +5,18 @@ constants of the panel, run the program, store. A *panel* is as many channels as
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from engines.backends.llvm.emit import I32, Value
+from engines.backends.llvm.emit import I32, Function, Value
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import ELEMENTS, Lanes, from_float, to_float
 from engines.backends.llvm.program import Program
 from engines.backends.llvm.spec import View
 
-PANEL = 4       # vectors
+PANEL = 4           # vectors
+BLOCK = 1 << 13     # elements of a row of the grid: enough to pay for its call, few enough to share out
 
 
 # ---- axes
@@ -63,6 +66,64 @@ def offset(address: Value, places: Sequence[Value], strides: Sequence[int]) -> V
 
 def item_addresses(addresses: Sequence[Value], views: Sequence[View], item: Value) -> list[Value]:
     return [offset(address, [item], [view.item]) for address, view in zip(addresses, views, strict=True)]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Joined views as runs along the innermost axis, and their cut into rows of the grid of about BLOCK elements.
+
+    With one axis a row of the grid is a block of it; otherwise it is a block of neighbours on the last axis but one.
+    """
+    views: tuple[View, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.views[0].shape
+
+    @property
+    def block(self) -> int:
+        if len(self.shape) == 1:
+            return min(BLOCK, self.shape[0])
+        return min(max(BLOCK // self.shape[-1], 1), self.shape[-2])
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.shape[max(len(self.shape) - 2, 0)] // self.block)
+
+    @property
+    def rows(self) -> int:
+        """Of the grid, for an item."""
+        return math.prod(self.shape[:-2]) * self.blocks
+
+    def emit(self, f: Function, addresses: Sequence[Value], begin: Value, end: Value, width: int,
+             body: Callable[[list[Value], Value, int], None]) -> None:
+        """body(addresses of the run, start, count) for each `width` elements, and for a run's tail.
+
+        width divides BLOCK. The addresses are those of element 0 of the run.
+        """
+        outer = self.shape[:-2]
+        for row in f.range("row", begin, end):
+            at = item_addresses(addresses, self.views, row.divided(self.rows))
+            *places, block = unravel(row.remainder(self.rows), (*outer, self.blocks))
+            at = [offset(a, places, view.strides[:len(outer)]) for a, view in zip(at, self.views, strict=True)]
+            if len(self.shape) == 1:
+                self._part_of_run(f, at, block * self.block, width, body)
+                continue
+            last = (block * self.block + self.block).at_most(self.shape[-2])
+            for pixel in f.range("pixel", block * self.block, last):
+                here = [offset(a, [pixel], [view.strides[-2]]) for a, view in zip(at, self.views, strict=True)]
+                for start, count in f.tiles("element", self.shape[-1], width):
+                    body(here, start, count)
+
+    def _part_of_run(self, f: Function, at: list[Value], first: Value, width: int,
+                     body: Callable[[list[Value], Value, int], None]) -> None:
+        extent, tail = self.shape[0], self.shape[0] % width
+        last = (first + self.block).at_most(extent - tail)
+        for start in f.range("element", first, last, width):
+            body(at, start, width)
+        if tail:
+            with f.when((first + self.block).compare("uge", extent)):
+                body(at, first.like(extent - tail), tail)
 
 
 # ---- channels

@@ -10,7 +10,6 @@ is thus one long run of elements.
 """
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +17,7 @@ from typing import Any
 
 from engines.backends.llvm.access import (
     PANEL,
-    item_addresses,
+    Runs,
     joined,
     load_channels,
     load_constants,
@@ -26,15 +25,12 @@ from engines.backends.llvm.access import (
     panels,
     run_program,
     store_channels,
-    unravel,
 )
-from engines.backends.llvm.emit import Function, Module, Value
+from engines.backends.llvm.emit import Module, Value
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import Lanes
 from engines.backends.llvm.program import Program, load_meaning, store_meaning
 from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, begin_kernel, pack_channels
-
-BLOCK = 1 << 13     # elements of a row of the grid: enough to pay for its call, few enough to share out
 
 
 @dataclass(frozen=True)
@@ -61,95 +57,51 @@ class Pointwise(KernelSpec):
     def macs(self) -> int:
         return 0
 
-    # ---- how the elements are cut
     @cached_property
-    def views(self) -> tuple[View, ...]:
+    def runs(self) -> Runs:
         """Inputs, then the output, on as few axes as possible."""
-        return joined((*self.sources, self.output), keep_last=not self.uniform)
-
-    @property
-    def channels(self) -> int:
-        return self.views[-1].shape[-1]
-
-    @property
-    def block(self) -> int:
-        """Pixels of a row of the grid, or elements where the tensor is one run."""
-        shape = self.views[-1].shape
-        if len(shape) == 1:
-            return min(BLOCK, shape[0])
-        return min(max(BLOCK // shape[-1], 1), shape[-2])
-
-    @property
-    def blocks(self) -> int:
-        shape = self.views[-1].shape
-        return -(-shape[max(len(shape) - 2, 0)] // self.block)
+        return Runs(joined((*self.sources, self.output), keep_last=not self.uniform and self.program.constants > 0))
 
     @property
     def packed(self) -> bool:
         """Packed order makes u8 -> u8 cheap; from floats, one shuffle after the packs is cheaper."""
-        return self.output.dtype == "uint8" and all(v.dtype == "uint8" or v.strides[-1] == 0 for v in self.views)
+        views = self.runs.views
+        return self.output.dtype == "uint8" and all(v.dtype == "uint8" or v.strides[-1] == 0 for v in views)
 
     def tactics(self, isa: Isa) -> Sequence[Tactic]:
         return (Tactic(),)
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
-        return Grid(math.prod(self.views[-1].shape[:-2]) * self.blocks)
+        return Grid(self.runs.rows)
 
     # ---- code
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
         f, addresses, (begin, end, *_) = begin_kernel(module, name, len(self.sources) + 2)
         *inputs, constants, output = addresses
-        shape = self.views[-1].shape
-        outer = shape[:-2]
-        rows = math.prod(outer) * self.blocks
-        for row in f.range("row", begin, end):
-            at = item_addresses([*inputs, output], self.views, row.divided(rows))
-            *places, block = unravel(row.remainder(rows), (*outer, self.blocks)) if outer else [row.remainder(rows)]
-            at = [offset(a, places, view.strides[:len(outer)]) for a, view in zip(at, self.views, strict=True)]
-            first = block * self.block
-            if len(shape) == 1:
-                self._run(f, isa, at, constants, first)
-                continue
-            last = (first + self.block).at_most(shape[-2])
-            for pixel in f.range("pixel", first, last):
-                here = [offset(a, [pixel], [view.strides[-2]]) for a, view in zip(at, self.views, strict=True)]
-                for start, count in f.tiles("channel", self.channels, PANEL * isa.lanes):
-                    self._panel(isa, here, constants + start * self._constants_step, start, count)
-
-    def _run(self, f: Function, isa: Isa, at: list[Value], constants: Value, first: Value) -> None:
-        """Elements first .. first + block of one long run."""
-        extent, width = self.channels, PANEL * isa.lanes
-        last = (first + self.block).at_most(extent - extent % width)
-        for start in f.range("element", first, last, width):
-            self._panel(isa, at, constants + start * self._constants_step, start, width)
-        if extent % width:
-            with f.when((first + self.block).compare("uge", extent)):
-                start = first.like(extent - extent % width)
-                self._panel(isa, at, constants + start * self._constants_step, start, extent % width)
-
-    @property
-    def _constants_step(self) -> int:
-        """Bytes of constants of a channel."""
-        return 0 if self.uniform else 4 * self.program.constants
+        step = 0 if self.uniform else 4 * self.program.constants
+        self.runs.emit(f, [*inputs, output], begin, end, PANEL * isa.lanes, lambda at, start, count: self._panel(
+            isa, at, constants + start * step, start, count))
 
     def _panel(self, isa: Isa, at: list[Value], constants: Value, start: Value, count: int) -> None:
         """`count` channels from `start` on."""
         lanes = Lanes(isa, count, self.packed)
-        here = [offset(a, [start], [view.strides[-1]]) for a, view in zip(at, self.views, strict=True)]
-        operands = [load_channels(lanes, view, a) for view, a in zip(self.views[:-1], here[:-1], strict=True)]
+        *inputs, output = self.runs.views
+        *sources, target = (offset(a, [start], [v.strides[-1]]) for a, v in zip(at, self.runs.views, strict=True))
+        operands = [load_channels(lanes, view, a) for view, a in zip(inputs, sources, strict=True)]
         if self.uniform:        # one number, repeated: the same lanes serve every vector
             few = load_constants(Lanes(isa, isa.lanes, False), constants, self.program.constants)
             numbers = few * lanes.vectors
         else:
             numbers = load_constants(lanes, constants, self.program.constants)
-        store_channels(lanes, self.views[-1], [run_program(lanes, self.program, None, operands, numbers)], here[-1:])
+        store_channels(lanes, output, [run_program(lanes, self.program, None, operands, numbers)], [target])
 
     # ---- constants and meaning
     def pack(self, isa: Isa, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         """"program": a sequence of float32 [1] or [channels] -> [panel][constant][vector][lane]."""
         if self.uniform:
             return (pack_channels(constants["program"], isa.lanes, panels(isa, isa.lanes, False)),)
-        return (pack_channels(constants["program"], self.channels, panels(isa, self.channels, self.packed)),)
+        channels = self.output.shape[-1]
+        return (pack_channels(constants["program"], channels, panels(isa, channels, self.packed)),)
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         operands = [load_meaning(view.dtype, x) for view, x in zip(self.sources, inputs, strict=True)]
