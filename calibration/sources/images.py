@@ -16,7 +16,7 @@ from engines.ir import Array
 
 def is_image(path: Path) -> bool:
     """Whether the file's ending is one of a picture that Pillow reads."""
-    return path.suffix.lower() in Image.registered_extensions()
+    return Image.registered_extensions().get(path.suffix.lower()) in Image.OPEN
 
 
 def from_images(source: str, files: Sequence[Path], inputs: Sequence[Input],
