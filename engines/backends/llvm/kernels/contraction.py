@@ -49,6 +49,11 @@ class Tile(Tactic):
     block: int = 0          # rows of tiles in a block of pixels; 0: all of them
     prefetch: bool = False  # ask for the next panel's weights, a line at every k
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(pixels, vectors)"""
+        return self.rows * self.cols, self.vectors
+
     def __str__(self) -> str:
         block = f" block {self.block}" if self.block else ""
         return f"tile {self.rows}x{self.cols}x{self.vectors}{block}{' prefetch' if self.prefetch else ''}"
