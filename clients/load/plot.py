@@ -35,7 +35,7 @@ def write_plot(report: Report, path: Path) -> None:
     latency.legend()
     throughput.plot(loads, [level.client.throughput for level in levels], marker="o", color="black")
     throughput.set_ylabel("throughput [infer/s]")
-    throughput.set_ylim(bottom=0)
+    throughput.set_ylim(0, 1.1 * max(level.client.throughput for level in levels) or 1)
     throughput.set_xlabel("requests in flight" if closed else "requests sent a second")
     if closed:
         throughput.set_xscale("log", base=2)
