@@ -1,6 +1,7 @@
 """Kernels of specs: compiled once each, their tactics timed on this machine, the fastest taken."""
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.elf import LoadedObject
+from engines.backends.llvm.elf import LoadedCode
 from engines.backends.llvm.emit import Module
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.jit import compile_object
@@ -17,6 +18,7 @@ from engines.backends.llvm.spec import Array, KernelSpec, View
 from engines.tactics import TimingCache
 from engines.version import COMPILER_VERSION
 
+KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, *[ctypes.c_int64] * 4)
 SECONDS = 0.004             # spent on timing one tactic, in rounds among its rivals
 ROUNDS = 3
 
@@ -95,10 +97,10 @@ class Tuner:
     def _bound(self, spec: KernelSpec, tactic: Any, packed: Sequence[Array]) -> Callable[[], None]:
         """A call of the tactic's kernel on one item of zeros."""
         kernel, grid = self.kernel(spec, tactic), spec.grid(self.isa, tactic)
-        loaded = LoadedObject(kernel.code)
+        loaded = LoadedCode([kernel.code])
         arrays = [*map(_memory, spec.inputs), *packed, *map(_memory, spec.outputs)]
         table = np.array([array.ctypes.data for array in arrays], np.int64)
-        function = loaded.kernel(kernel.symbol)
+        function = KERNEL(loaded.addresses[kernel.symbol])
         address, keep = table.ctypes.data, (arrays, table, loaded)
 
         def call(keep: Any = keep) -> None:
