@@ -123,9 +123,10 @@ class _Assembler:
     def finish(self) -> Compiled:
         isa, cpu = self.tuner.isa, detect()
         self.constants.extend(bytes(ALIGNMENT * 4))     # a prefetch or the last vector may look past the end
+        made_for = {"features": sorted(isa.requires), "model": cpu.model,
+                    "architecture": _architecture(isa, cpu.architecture)}
         return Compiled(
-            target=isa.name,
-            cpu={"features": sorted(isa.requires), "model": cpu.model, "architecture": _architecture(isa, cpu.architecture)},
+            target=isa.name, cpu=made_for,
             buffers=tuple(self._buffers()), fills=tuple(self._fills()), steps=tuple(self.steps),
             code=(*self.code.values(), scheduler_object(isa)), constants=bytes(self.constants),
             inputs=tuple(map(self._io, self.graph.inputs)), outputs=tuple(map(self._io, self.graph.outputs)))

@@ -51,7 +51,8 @@ def padded_input(ctx: Context, conv: Node, taps: Sequence[int]) -> tuple[Place, 
     stride_h, stride_w = (int(s) for s in conv.attrs.get("strides") or (1, 1))
     dilation_h, dilation_w = (int(d) for d in conv.attrs.get("dilations") or (1, 1))
     rows, cols = (int(extent) for extent in ctx.type(conv.outputs[0]).shape[1:3])
-    reach = ((rows - 1) * stride_h + (taps[0] - 1) * dilation_h + 1, (cols - 1) * stride_w + (taps[1] - 1) * dilation_w + 1)
+    reach = ((rows - 1) * stride_h + (taps[0] - 1) * dilation_h + 1,
+             (cols - 1) * stride_w + (taps[1] - 1) * dilation_w + 1)
     place = ctx.places[conv.inputs[0]].moved(-top, -left, 0)
     view = replace(place.view, shape=(*reach, place.view.shape[2]))
     return replace(place, view=view), (stride_h, stride_w), (dilation_h, dilation_w)
