@@ -33,7 +33,6 @@ from engines.tables import (
     WORKER_WORDS,
     ControlRow,
     RunRow,
-    WorkerRow,
 )
 
 SPIN_US = 50.0          # a helper's wait before it sleeps: less than this between requests costs no wake-up (6-7 us)
@@ -145,9 +144,9 @@ class ParallelExecution:
         return time_steps(self._program, self._arenas[self._pick_arena()], batch, repeats)
 
     @property
-    def counts(self) -> Words:
-        """[workers, 2]: chunks that each worker has run, and run again because they were late."""
-        return self._crew.counts
+    def workers(self) -> Words:
+        """What each worker, the caller first, is doing and has done: [workers, WORKER_WORDS], see WorkerRow."""
+        return self._crew.workers
 
     def close(self) -> None:
         """Send the helpers home; from then on the caller runs alone."""
@@ -160,6 +159,7 @@ class Crew:
     def __init__(self, program: Program, workers: int, ticks_per_us: float, arenas: int, keep: object) -> None:
         """keep: what a late helper may still read or write; it must outlive the threads."""
         self.control = words(CONTROL_WORDS + workers * WORKER_WORDS)
+        self.workers = self.control[CONTROL_WORDS:].reshape(workers, WORKER_WORDS)
         self.control[ControlRow.WORKERS], self.control[ControlRow.ARENAS] = workers, arenas
         self.control[ControlRow.SYSCALL] = ctypes.cast(libc().syscall, ctypes.c_void_p).value or 0
         self.control[ControlRow.SPIN] = round(SPIN_US * ticks_per_us)
@@ -174,11 +174,6 @@ class Crew:
         # A crew that is forgotten, or alive when the interpreter ends, goes home before its memory does.
         self._finalizer = weakref.finalize(self, _dismiss, program.function("dismiss", 1), self.control,
                                            self._threads)
-
-    @property
-    def counts(self) -> Words:
-        rows = self.control[CONTROL_WORDS:].reshape(-1, WORKER_WORDS)
-        return rows[:, [WorkerRow.DONE, WorkerRow.REPEATED]]
 
     def keep_off_this_cpu(self) -> None:
         """Let helpers use every CPU but the caller's: Linux may wake one there, and it would wait for milliseconds."""
