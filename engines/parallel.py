@@ -87,25 +87,25 @@ class ParallelExecution:
         self._shared, self._program = shared, shared.program
         program, workers = shared.program, shared.workers
         first = Arena(program, program.separate_layout)
-        self._arenas = [first, *(Arena(program, program.separate_layout, inputs=first) for _ in range(workers - 1))]
+        self.arenas = [first, *(Arena(program, program.separate_layout, inputs=first) for _ in range(workers - 1))]
         first.prepare(1)
         shared.calibrate(first)
 
         self._statuses = [words(max((most_chunks(s, workers) for s in program.spans), default=1), STATUS_WORDS)
-                          for _ in self._arenas]
+                          for _ in self.arenas]
         # One row for each span: a helper that is late in one span must not see its row change under it.
-        self._runs = [words(len(program.spans), RUN_WORDS) for _ in self._arenas]
+        self.runs = [words(len(program.spans), RUN_WORDS) for _ in self.arenas]
         self._epoch = 0
-        self._crew = Crew(program, workers, shared.ticks_per_us, len(self._arenas),
-                          (self._arenas, self._statuses, self._runs, shared))
+        self._crew = Crew(program, workers, shared.ticks_per_us, len(self.arenas),
+                          (self.arenas, self._statuses, self.runs, shared))
         self._run_chunks = program.function("run_chunks", 2)
         self._free_arena = program.function("free_arena", 1)
         slots = program.plan.batch_slots
         self._outputs = {io.view.name: np.empty_like(first.array(io.view, slots)) for io in program.plan.outputs}
 
     def input(self, view: TensorView, batch: int) -> Array:
-        self._arenas[0].prepare(batch)
-        return self._arenas[0].array(view, batch)
+        self.arenas[0].prepare(batch)
+        return self.arenas[0].array(view, batch)
 
     def output(self, view: TensorView, batch: int) -> Array:
         output = self._outputs[view.name]
@@ -113,7 +113,7 @@ class ParallelExecution:
 
     def run(self, batch: int) -> None:
         arena_index = self._pick_arena()
-        arena = self._arenas[arena_index]
+        arena = self.arenas[arena_index]
         arena.prepare(batch)
         self._crew.keep_off_this_cpu()
         control = self._crew.control.ctypes.data
@@ -132,16 +132,16 @@ class ParallelExecution:
     def _run_row(self, arena: int, span: int, schedule: Schedule) -> Words:
         """The RunRow of a span in an arena, filled for this run; nobody reads it until it is published."""
         self._epoch += 1
-        row: Words = self._runs[arena][span]
+        row: Words = self.runs[arena][span]
         row[RunRow.ARENA], row[RunRow.EPOCH], row[RunRow.WORKERS] = arena, self._epoch, self._shared.workers
         row[RunRow.CHUNKS], row[RunRow.STATUS] = schedule.chunks.ctypes.data, self._statuses[arena].ctypes.data
-        row[RunRow.OPERANDS] = self._arenas[arena].operands
+        row[RunRow.OPERANDS] = self.arenas[arena].operands
         row[RunRow.STAGES], row[RunRow.DEPENDS] = schedule.stages.ctypes.data, schedule.depends.ctypes.data
         row[RunRow.STAGE_COUNT], row[RunRow.STAGE_BYTES] = len(schedule.stages) - 1, schedule.stages.strides[0]
         return row
 
     def profile(self, batch: int, repeats: int) -> list[float]:
-        return time_steps(self._program, self._arenas[self._pick_arena()], batch, repeats)
+        return time_steps(self._program, self.arenas[self._pick_arena()], batch, repeats)
 
     @property
     def workers(self) -> Words:

@@ -113,6 +113,25 @@ def test_a_forked_child_runs_alone() -> None:
     execution.close()
 
 
+@pytest.mark.usefixtures("eager")
+def test_a_request_stays_out_of_the_arena_in_which_a_late_helper_is() -> None:
+    plan, reads, outputs = random_plan(np.random.default_rng(5))
+    execution = ParallelExecution(ParallelProgram(Program(plan), workers=3))
+    execution.close()       # from here on the test plays the helpers
+    x = np.arange(ROWS * COLUMNS, dtype=np.int32).reshape(1, ROWS, COLUMNS)
+    for busy in ([], [0], [0, 1], [1, 2]):
+        for number, arena in enumerate(busy, 1):
+            execution.workers[number, WorkerRow.INSIDE] = execution.runs[arena][0].ctypes.data
+        before = [arena.array(plan.outputs[-1].view, 1).copy() for arena in execution.arenas]
+        x += 1
+        got = run(execution, plan, x)
+        for name, want in mix_reference(reads, outputs, x).items():
+            np.testing.assert_array_equal(got[name], want)
+        changed = [arena for arena in range(3)
+                   if (execution.arenas[arena].array(plan.outputs[-1].view, 1) != before[arena]).any()]
+        assert len(changed) == 1 and changed[0] not in busy
+
+
 def test_idle_helpers_sleep() -> None:
     plan, _, _ = random_plan(np.random.default_rng(4))
     execution = ParallelExecution(ParallelProgram(Program(plan), workers=3))

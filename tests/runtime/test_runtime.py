@@ -188,7 +188,7 @@ import numpy as np
 from engines import load_engine
 for threads in (1, 2):
     print(load_engine(sys.argv[1], threads=threads).run({"x": np.ones((2, 6, 10), np.int32)})["t5"].sum())
-heavy = [name for name in sys.modules if name.split(".")[0] in ("onnx", "llvmlite") or name.startswith("engines.passes")]
+heavy = [name for name in sys.modules if name.startswith(("onnx", "llvmlite", "engines.passes", "engines.frontend"))]
 print("loaded:", heavy)
 """
     result = subprocess.run([sys.executable, "-W", "error", "-c", program, str(tmp_path / "m.plan")],
