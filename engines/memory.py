@@ -45,7 +45,8 @@ def plan_memory(buffers: Sequence[Buffer], fills: Sequence[Fill], reuse: bool = 
     """Offsets such that no two buffers alive together overlap (except in place), and no step overwrites a halo.
 
     Offsets are multiples of 64. Buffers of a page and more have pages of their own, and begin at different lines of
-    their first one: tensors of equal shape would otherwise meet in the same few cache sets. Inputs keep their memory to the end, so that a context may run on them again.
+    their first one: tensors of equal shape would otherwise meet in the same few cache sets. Inputs keep their memory to
+    the end, so that a context may run on them again.
     """
     blocks = _share(buffers, fills) if reuse else [_Block((i,), b.bytes, 0, 0) for i, b in enumerate(buffers)]
     order = sorted(blocks, key=lambda block: (-block.bytes, block.first)) if reuse else blocks
