@@ -15,7 +15,7 @@ from engines.backends.llvm.elf import LoadedCode
 from engines.errors import PlanCorruptError
 from engines.ir import Array
 from engines.memory import LINE, Layout, Memory, array_at, plan_memory
-from engines.plan import Fallback, Fill, Plan, TensorView
+from engines.plan import Fallback, Fill, Plan, TensorView, verify
 from engines.tables import STEP_WORDS, WORD, StepRow
 
 Words = NDArray[np.int64]
@@ -34,7 +34,7 @@ class Program:
     """A plan made ready to run: code loaded, tables filled. Read-only after that, and shared by every context."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+        self.plan = verify(plan)
         self._code = LoadedCode(plan.code)
         self._constants, self._constants_address = _aligned(plan.constants)
         self.run_steps = self.function("run_steps", 5)
