@@ -170,3 +170,11 @@ def test_large_weights_are_cut_by_columns_and_short_steps_not_at_all() -> None:
     assert cut(step, 1, 50.0, 2) == [(0, 28, 0, 256), (28, 56, 0, 256)]
     large = Step("k", (), rows_per_item=56, columns=256, column_step=64, constant_bytes=1 << 20)
     assert cut(large, 1, 50.0, 2) == [(0, 56, 0, 128), (0, 56, 128, 256)]
+
+
+def test_every_worker_gets_an_equal_share_if_either_axis_allows_it() -> None:
+    seven_rows = Step("k", (), rows_per_item=7, columns=256, column_step=64)
+    assert cut(seven_rows, 1, 50.0, 2) == [(0, 7, 0, 128), (0, 7, 128, 256)]
+    one_column = Step("k", (), rows_per_item=7, columns=256, column_step=256, constant_bytes=1 << 20)
+    assert cut(one_column, 1, 50.0, 2) == [(0, 3, 0, 256), (3, 7, 0, 256)]
+    assert len(cut(Step("k", (), rows_per_item=56), 1, 110.0, 2)) == 6, "a multiple of the workers"
