@@ -68,7 +68,7 @@ class ParallelProgram:
                 self._step_us = [s * 1e6 for s in time_steps(self.program, arena, 1, CALIBRATION_RUNS, fallbacks=False)]
 
     def schedules(self, batch: int) -> tuple[Schedule | None, ...]:
-        """For each span its tables, or None for a fallback."""
+        """For each span its tables; None if the caller runs it alone: a fallback, or steps too short to be shared."""
         found = self._schedules.get(batch)
         if found is None:
             assert self._step_us is not None, "calibrate first"

@@ -74,13 +74,18 @@ def most_chunks(span: Span, workers: int) -> int:
 
 
 def make_schedule(program: Program, span: Span, batch: int, workers: int, step_us: Sequence[float],
-                  ticks_per_us: float) -> Schedule:
-    """step_us: microseconds of each step of the plan at batch 1, on one thread."""
+                  ticks_per_us: float) -> Schedule | None:
+    """The tables of a native span; None if all of its steps are too short to be shared.
+
+    step_us: microseconds of each step of the plan at batch 1, on one thread.
+    """
     steps = program.plan.steps[span.first:span.last]
     pieces = []
     for index, step in enumerate(steps, span.first):
         us = step_us[index] * (batch if step.rows_per_item else 1)
         pieces.append((us, cut(step, batch, us, workers)))
+    if all(len(grid) <= 1 for _, grid in pieces):
+        return None
     starts = np.cumsum([0, *(len(grid) for _, grid in pieces)])
 
     chunks = words(int(starts[-1]), CHUNK_WORDS)

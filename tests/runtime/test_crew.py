@@ -51,15 +51,6 @@ def busy_neighbour() -> Iterator[None]:
         child.wait()
 
 
-@pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny chunks that count as late at once: most of what a bad day brings, all the time."""
-    monkeypatch.setattr(schedule, "WHOLE_US", 0.0)
-    monkeypatch.setattr(schedule, "CHUNK_US", 0.2)
-    monkeypatch.setattr(schedule, "LATE_FACTOR", 0.5)
-    monkeypatch.setattr(schedule, "LATE_SLACK_US", 0.0)
-
-
 @pytest.mark.usefixtures("eager", "busy_neighbour")
 def test_every_byte_is_that_of_one_thread_whatever_the_neighbours_do() -> None:
     rng = np.random.default_rng(1)
