@@ -40,7 +40,8 @@ def cut(step: Step, batch: int, us: float, workers: int) -> list[Piece]:
     if not rows or not step.columns:
         return []
     row_units, column_units = -(-rows // step.row_step), -(-step.columns // step.column_step)
-    wanted = 1 if us < WHOLE_US else workers * min(math.ceil(us / CHUNK_US / workers), PIECES_PER_WORKER)
+    each = min(max(math.ceil(us / CHUNK_US / workers), 1), PIECES_PER_WORKER)
+    wanted = 1 if us < WHOLE_US else workers * each
     by_rows = _prefers_rows(step, row_units, column_units, workers)
     main, other = (row_units, column_units) if by_rows else (column_units, row_units)
     main_pieces = min(main, wanted)
