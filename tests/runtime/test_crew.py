@@ -140,8 +140,9 @@ def test_the_halo_of_an_input_is_written_before_the_input_and_never_again() -> N
         np.testing.assert_array_equal(got["t1"], mixed(padded, padded))
 
 
-def test_a_request_ends_when_its_last_chunk_does() -> None:
-    """Each chunk takes milliseconds and the helper begins later than the caller, so the caller is done first."""
+def test_a_request_ends_when_its_last_chunk_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two chunks of a millisecond; the helper begins later than the caller, so the caller is done first."""
+    monkeypatch.setattr(schedule, "CHUNK_US", 1e6)
     plan = mix_plan([(0, 0)], [1], ROWS, COLUMNS)
     plan = replace(plan, code=(mix_object("mix", ROWS, COLUMNS, repeats=5000), executor()))
     execution = ParallelExecution(ParallelProgram(Program(plan), workers=2))
