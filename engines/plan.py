@@ -1,12 +1,16 @@
 """The plan: all that is decided about a model on one machine, and the file that holds it.
 
-A plan is a list of steps over one arena. A step calls one kernel (or, where nothing is compiled, the reference):
+A plan is a list of steps over buffers. A step calls one kernel (or, where nothing is compiled, the reference):
 
     void kernel(ptr operands, i64 row_begin, i64 row_end, i64 column_begin, i64 column_end)
 
 `operands` is an array of addresses, in the kernel's own order, made from `Operand`s when a context is created. The
 work of a step is a grid: rows_per_item * batch rows by `columns`; any cut of it (rows at multiples of row_step,
-columns at multiples of column_step) may run on any thread, in any order.
+columns at multiples of column_step) may run on any thread, in any order, and even twice. So a kernel keeps its scratch
+on its stack, and what it writes depends on nothing but what it reads from other buffers.
+
+Where a buffer lies is not decided here: a context of one thread lets buffers share memory (engines/memory.py), one of
+several threads must not, because there a late thread may still run a piece of an earlier step.
 """
 from __future__ import annotations
 
@@ -14,22 +18,37 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engines.ir import QParams
+from engines.ir import Array, QParams
 
 
 @dataclass(frozen=True)
 class Operand:
-    """An address: `offset` bytes into the arena of a context, or into the constants of the plan."""
-    section: str                # "arena" or "constants"
-    offset: int
+    """An address: `offset` bytes into a buffer, or into the constants of the plan."""
+    buffer: int | None          # index in Plan.buffers; None: the constants
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A piece of memory of a context, for the time between two steps.
+
+    Inputs of the plan have first = -1, and no step writes them; outputs have last = len(steps).
+    """
+    name: str                   # of the (first) tensor in it, for whoever reads a plan
+    bytes: int                  # at max_batch, with whatever a kernel may read past the end
+    first: int                  # index of the first step that writes it
+    last: int                   # index of the last step that reads it
+    in_place_of: int | None = None      # a buffer of as many bytes whose last reader, step `first`, may write this one
+                                        # over it; without this, what a step reads and what it writes never overlap
 
 
 @dataclass(frozen=True)
 class TensorView:
-    """Where a tensor lies in the arena. Element [n, i, j, ...] is at offset + n * item_stride + i * strides[0] + ..."""
+    """Where a tensor lies. Element [n, i, j, ...] is at buffer + offset + n * item_stride + i * strides[0] + ..."""
     name: str
-    dtype: str                  # numpy's name of the stored dtype
+    dtype: str                  # numpy's name of the stored dtype, or "bfloat16"
     shape: tuple[int, ...]      # of one item: without the batch axis if `batched`
+    buffer: int                 # index in Plan.buffers
     offset: int                 # bytes, for batch slot 0
     strides: tuple[int, ...]    # bytes, one for each axis of shape
     item_stride: int            # bytes from one item of the batch to the next
@@ -39,26 +58,37 @@ class TensorView:
 
 @dataclass(frozen=True)
 class Fill:
-    """Bytes that a context sets once, when it is made, and that no step writes: the halo of a padded tensor.
+    """Bytes that a context sets once and that no step writes: the halo of a padded tensor.
 
-    Every item of `view`'s batch slots is filled wholly with `value` (one element of its dtype).
+    Every item of `view` (the tensor with its halo) is filled wholly with `value`, one element of its dtype as stored.
+    Buffers share memory only if their fills are the same but for the names, so the halo survives them all.
     """
     view: TensorView
     value: float
+    halo: tuple[tuple[int, int], ...]       # cells before and after the tensor proper, for each axis of view.shape
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """A node that no kernel runs: engines.reference does, in real numbers, on copies of what lies in the buffers."""
+    node: Mapping[str, Any]                     # as engines.serialize writes it
+    inputs: tuple[TensorView | str, ...]        # a str names one of Plan.graph_arrays; "" is an absent optional input
+    outputs: tuple[TensorView, ...]
 
 
 @dataclass(frozen=True)
 class Step:
     """One kernel call. The first group is what runs; the second is what inspect-engine shows."""
-    symbol: str                             # of the kernel in the code section; "" runs `reference` in Python
+    symbol: str                             # of the kernel in the code section; "" runs `fallback` in Python
     operands: tuple[Operand, ...]
     rows_per_item: int                      # 0: the step does not depend on the batch and has `rows` rows
     rows: int = 0
     row_step: int = 1
     columns: int = 1
     column_step: int = 1
-    depends: tuple[int, ...] = ()           # earlier steps whose results it reads (or whose memory it takes over)
-    reference: Mapping[str, Any] | None = None      # a node for engines.reference: {"node": ..., "inputs": [...], "outputs": [...]}
+    depends: tuple[int, ...] = ()           # earlier steps that write what this one reads
+    constant_bytes: int = 0                 # of weights read by every row: they decide which axis is cut for threads
+    fallback: Fallback | None = None
 
     name: str = ""
     fuses: tuple[str, ...] = ()             # ONNX node names
@@ -84,15 +114,21 @@ class Plan:
     """Decided, frozen, and equal to its file."""
     name: str                               # of the model
     target: str                             # name of the instruction set, e.g. "avx512_vnni"
-    cpu: Mapping[str, Any]                  # features that the code needs, and the machine it was timed on
+    cpu: Mapping[str, Any]                  # "features" that the code needs (list of str), "model" it was timed on
     precision: str                          # as asked for: int8, fp16, bf16, fp32, best
     max_batch: int                          # 0: the model has no batch axis
     inputs: tuple[IoTensor, ...]
     outputs: tuple[IoTensor, ...]
+    buffers: tuple[Buffer, ...]
     steps: tuple[Step, ...]
     fills: tuple[Fill, ...]
-    arena_bytes: int                        # at max_batch
-    code: tuple[bytes, ...]                 # ELF objects, position-independent, self-contained
+    code: tuple[bytes, ...]                 # ELF objects, position-independent, self-contained: kernels and scheduler
     constants: bytes | memoryview           # weights and epilogue constants, aligned, in order of execution
-    graph: Mapping[str, Any] = field(default_factory=dict)       # serialised Graph that it was lowered from
-    metadata: Mapping[str, Any] = field(default_factory=dict)    # preprocessing, calibration, compiler version, report
+    graph: Mapping[str, Any] = field(default_factory=dict)          # serialised Graph that it was lowered from ...
+    graph_arrays: Mapping[str, Array] = field(default_factory=dict, compare=False)      # ... and its constants
+    metadata: Mapping[str, Any] = field(default_factory=dict)       # preprocessing, calibration, versions, report
+
+    @property
+    def batch_slots(self) -> int:
+        """Items that the buffers hold: a model without a batch axis is one item."""
+        return max(self.max_batch, 1)

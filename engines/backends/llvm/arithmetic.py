@@ -1,0 +1,127 @@
+"""The inner step of a contraction, one table per arithmetic: what one turn of the K loop reads and accumulates.
+
+    int8   4 bytes of u8 x 4 of s8 -> int32      exact
+    fp32   1 float32 -> float32
+    bf16   2 bfloat16 -> float32 where the machine has vdpbf16ps; else 1 bfloat16 widened to float32
+    fp16   1 float16 widened to float32
+
+A step reads `step_bytes` of a pixel, the same for all lanes, and `step_bytes` of weights for each lane.
+"""
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.backends.llvm.emit import FLOAT, I32, Value, vector
+from engines.backends.llvm.isa import Isa
+from engines.backends.llvm.lanes import ELEMENTS, SIZES, to_float
+from engines.backends.llvm.program import store_meaning
+
+Operand = tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Arithmetic(ABC):
+    dtype: str                  # of x as stored
+    weights_dtype: str
+    elements: int = 1           # of x in a step
+
+    @property
+    def step_bytes(self) -> int:
+        return self.elements * SIZES[self.dtype]
+
+    def zero(self, isa: Isa, of: Value) -> Value:
+        return of.f.constant(0, isa.floats)
+
+    @abstractmethod
+    def pixel(self, isa: Isa, address: Value) -> Operand:
+        """One step of one pixel, in every lane."""
+
+    @abstractmethod
+    def weights(self, isa: Isa, address: Value) -> Operand:
+        """One step of weights, each lane its own."""
+
+    @abstractmethod
+    def dot(self, isa: Isa, acc: Value, pixel: Operand, weights: Operand) -> Value:
+        ...
+
+    def finish(self, isa: Isa, acc: Value) -> Value:
+        """The accumulator as float32."""
+        return acc
+
+    def store_weights(self, weights: NDArray[Any]) -> NDArray[Any]:
+        """Weights as the kernel reads them."""
+        return store_meaning(self.weights_dtype, np.asarray(weights, np.float32))
+
+
+class Int8(Arithmetic):
+    def zero(self, isa: Isa, of: Value) -> Value:
+        return of.f.constant(0, isa.ints)
+
+    def pixel(self, isa: Isa, address: Value) -> Operand:
+        return isa.pixel(address)
+
+    def weights(self, isa: Isa, address: Value) -> Operand:
+        return isa.weights(address)
+
+    def dot(self, isa: Isa, acc: Value, pixel: Operand, weights: Operand) -> Value:
+        return isa.dot4(acc, pixel, weights)
+
+    def finish(self, isa: Isa, acc: Value) -> Value:
+        return isa.to_float(acc)
+
+    def store_weights(self, weights: NDArray[Any]) -> NDArray[Any]:
+        return np.asarray(weights, np.int8)
+
+
+class Widened(Arithmetic):
+    """float32 arithmetic on any stored float: the loads widen."""
+
+    def pixel(self, isa: Isa, address: Value) -> Operand:
+        one = address.f.load(ELEMENTS[self.dtype], address, hint="element")
+        return (to_float(isa, self.dtype, address.f.splat(one, isa.lanes)),)
+
+    def weights(self, isa: Isa, address: Value) -> Operand:
+        stored = vector(isa.lanes, ELEMENTS[self.weights_dtype])
+        loaded = address.f.load(stored, address, isa.lanes * SIZES[self.weights_dtype], "weights")
+        return (to_float(isa, self.weights_dtype, loaded),)
+
+    def dot(self, isa: Isa, acc: Value, pixel: Operand, weights: Operand) -> Value:
+        return isa.fma(pixel[0], weights[0], acc)
+
+
+class PairsOfBfloat(Arithmetic):
+    """vdpbf16ps: two products a lane."""
+
+    def _pairs(self, isa: Isa, words: Value) -> Operand:
+        return (words.f.cast("bitcast", words, vector(2 * isa.lanes, "bfloat"), "pairs"),)
+
+    def pixel(self, isa: Isa, address: Value) -> Operand:
+        return self._pairs(isa, address.f.splat(address.f.load(I32, address, hint="word"), isa.lanes))
+
+    def weights(self, isa: Isa, address: Value) -> Operand:
+        return self._pairs(isa, address.f.load(isa.ints, address, isa.bytes, "weights"))
+
+    def dot(self, isa: Isa, acc: Value, pixel: Operand, weights: Operand) -> Value:
+        name = f"llvm.x86.avx512bf16.dpbf16ps.{8 * isa.bytes}"
+        return acc.f.call(vector(isa.lanes, FLOAT), name, acc, *pixel, *weights, hint="acc")
+
+
+INT8 = Int8("uint8", "int8", 4)
+_FLOATS = {"fp32": Widened("float32", "float32"), "fp16": Widened("float16", "float16"),
+           "bf16": Widened("bfloat16", "bfloat16")}
+_PAIRS = PairsOfBfloat("bfloat16", "bfloat16", 2)
+
+
+def arithmetic_for(precision: str, isa: Isa, run: int) -> Arithmetic:
+    """The step for a precision. `run`: elements of x that follow each other (a pair must not read past them: what lies
+    there may be a NaN, and NaN times a zero weight is NaN)."""
+    if precision == "int8":
+        return INT8
+    if precision == "bf16" and isa.bf16 and run % 2 == 0:
+        return _PAIRS
+    return _FLOATS[precision]

@@ -1,0 +1,450 @@
+"""Convolution and matrix product: one register-tiled kernel for every arithmetic.
+
+    y[n, i, j, o] = program(sum over p, q, c of x[n, i * stride + p * dilation, j * stride + q * dilation, c] * w[o, c, p, q])
+
+    for block of pixels:                           its rows of x stay in cache while the panels pass
+      for panel of couts:                          its weights stay in cache while the tiles pass
+        for tile of pixels:                        a call of the micro-kernel:
+          for tap: for k: for pixel: for vector:
+            acc[pixel, vector] = dot(acc[pixel, vector], x[pixel, k], w[vector, k])       all in registers
+          program, store
+
+x and y are NHWC; x's address is that of tap (0, 0) of output pixel (0, 0), and around it lies a halo of zero points, so
+that no tap needs a test. Where the taps of a kernel row and their channels are one run of bytes, the run is one K loop;
+it is rounded up to whole steps with zero weights, so x needs up to 3 readable bytes past its end. The matrix product
+x[M, K] w[N, K]' is the 1x1 convolution of one row of M pixels.
+
+Two ways to cut the pixels into rows of the grid:
+  by item   the blocks of each item's image; every tail is known when the kernel is written
+  by batch  items of few pixels (a matrix product of one row each) follow each other as one long row of pixels, whose
+            length is known at run time: its tail is cut into tiles of 8, 4, 2, 1 pixels
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from engines.backends.llvm.access import load_channels, load_constants, run_program
+from engines.backends.llvm.arithmetic import Arithmetic, arithmetic_for
+from engines.backends.llvm.emit import PTR, Function, Module, Value
+from engines.backends.llvm.isa import Isa
+from engines.backends.llvm.lanes import Lanes
+from engines.backends.llvm.program import Program, load_meaning, store_meaning
+from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, begin_kernel, pack_channels
+
+FEW_PIXELS = 8          # items of no more pixels than this are cut by batch
+
+
+@dataclass(frozen=True)
+class Tile(Tactic):
+    """rows x cols pixels by `vectors` of couts are a micro-kernel; its accumulators must fit the registers."""
+    rows: int
+    cols: int
+    vectors: int            # 1, 2 or 4
+    block: int = 0          # rows of tiles in a block of pixels; 0: all of them
+    prefetch: bool = False  # ask for the next panel's weights, a line at every k
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(pixels, vectors)"""
+        return self.rows * self.cols, self.vectors
+
+    def __str__(self) -> str:
+        block = f" block {self.block}" if self.block else ""
+        return f"tile {self.rows}x{self.cols}x{self.vectors}{block}{' prefetch' if self.prefetch else ''}"
+
+
+@dataclass(frozen=True)
+class Contraction(KernelSpec):
+    """Views of one item are [rows, columns, channels]; x's includes all that the taps reach."""
+    x: View
+    y: View
+    operands: tuple[View, ...]      # of the program, shaped as y
+    program: Program
+    precision: str                  # int8, fp32, bf16, fp16
+    taps: tuple[int, int] = (1, 1)
+    stride: tuple[int, int] = (1, 1)
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+    family = "contraction"
+
+    @property
+    def inputs(self) -> tuple[View, ...]:
+        return (self.x, *self.operands)
+
+    @property
+    def outputs(self) -> tuple[View, ...]:
+        return (self.y,)
+
+    @property
+    def rows(self) -> int:
+        return self.y.shape[0]
+
+    @property
+    def cols(self) -> int:
+        return self.y.shape[1]
+
+    @property
+    def cout(self) -> int:
+        """Of one group."""
+        return self.y.shape[2] // self.groups
+
+    @property
+    def cin(self) -> int:
+        """Of one group."""
+        return self.x.shape[2] // self.groups
+
+    @property
+    def macs(self) -> int:
+        return math.prod(self.y.shape) * self.cin * math.prod(self.taps)
+
+    # ---- how x is walked
+    @cached_property
+    def one_run(self) -> bool:
+        """The taps of a kernel row are neighbours in memory, and nothing lies between them."""
+        return self.groups == 1 and (self.taps[1] == 1 or (
+            self.dilation[1] == 1 and self.x.strides[1] == self.cin * self.x.size))
+
+    @property
+    def run(self) -> int:
+        """Elements of x that one K loop walks."""
+        return self.cin * self.taps[1] if self.one_run else self.cin
+
+    def arithmetic(self, isa: Isa) -> Arithmetic:
+        return arithmetic_for(self.precision, isa, self.run)
+
+    def steps(self, isa: Isa) -> int:
+        """Turns of one K loop."""
+        return -(-self.run // self.arithmetic(isa).elements)
+
+    def turns(self, isa: Isa) -> int:
+        """Turns of all K loops of a pixel."""
+        return self.steps(isa) * self.taps[0] * (1 if self.one_run else self.taps[1])
+
+    # ---- how the pixels are cut
+    @cached_property
+    def flat(self) -> Contraction:
+        """The same with each image as one long row of pixels, where its rows follow each other without a gap."""
+        def joined(view: View) -> View:
+            return replace(view, shape=(1, view.shape[0] * view.shape[1], view.shape[2]))
+
+        views = (self.x, self.y, *self.operands)
+        together = all(v.strides[0] == v.shape[1] * v.strides[1] for v in views)
+        if self.taps != (1, 1) or self.stride != (1, 1) or not together or self.rows == 1:
+            return self
+        return replace(self, x=joined(self.x), y=joined(self.y), operands=tuple(map(joined, self.operands)))
+
+    @cached_property
+    def by_batch(self) -> bool:
+        """The items' pixels are one long row as well, and an item has too few of them to fill tiles."""
+        views = (self.flat.x, self.flat.y, *self.flat.operands)
+        return (self.flat.rows == 1 and self.flat.cols <= FEW_PIXELS and self.taps == (1, 1) and self.stride == (1, 1)
+                and all(v.item == v.shape[1] * v.strides[1] for v in views))
+
+    def block_shape(self, tile: Tile) -> tuple[int, int]:
+        """Pixels of a block: (rows, columns)."""
+        if self.flat.rows == 1:
+            return 1, min(tile.block * tile.cols, self.flat.cols) if tile.block else self.flat.cols
+        return min(tile.block * tile.rows, self.rows) if tile.block else self.rows, self.cols
+
+    def blocks(self, tile: Tile) -> int:
+        """Blocks of an item."""
+        rows, cols = self.block_shape(tile)
+        return -(-self.flat.rows // rows) * -(-self.flat.cols // cols)
+
+    def grid(self, isa: Isa, tactic: Tile) -> Grid:
+        columns = self.groups if self.groups > 1 else -(-self.cout // self._panel(isa, tactic))
+        if self.by_batch:
+            return Grid(self.flat.cols, tactic.cols * max(tactic.block, 1), columns)
+        return Grid(self.blocks(tactic), 1, columns)
+
+    def _panel(self, isa: Isa, tile: Tile) -> int:
+        return tile.vectors * isa.lanes
+
+    # ---- tactics
+    def tactics(self, isa: Isa) -> Sequence[Tile]:
+        """Tile shapes; `refinements` then cuts the blocks of the fastest."""
+        widest = isa.vectors_for(self.cout)
+        few = self.flat.cols if self.flat.rows == 1 else 0
+        found: dict[Tile, None] = {}
+        for cols, vectors in tile_shapes(isa, self.precision):
+            vectors = min(vectors, widest)
+            cols = min(cols, self.flat.cols)
+            if self.by_batch:
+                cols = min(cols, 8)
+            found[Tile(1, cols, vectors)] = None
+            if not few and cols == self.cols and 2 * cols <= _most_pixels(isa, self.precision, vectors):
+                found[Tile(2, cols, vectors)] = None
+        return tuple(found)
+
+    def refinements(self, isa: Isa, best: Tile) -> Sequence[Tile]:
+        """The best tile with its pixels cut into blocks, with and without prefetch."""
+        tiles = -(-self.flat.cols // best.cols) if self.flat.rows == 1 else -(-self.rows // best.rows)
+        blocks = [0] if self.by_batch else [0, *(b for b in (1, 2, 4, 8, 16) if b < tiles)]
+        weights = self.turns(isa) * self.cout * self.arithmetic(isa).step_bytes
+        return tuple(replace(best, block=block, prefetch=prefetch) for block in blocks
+                     for prefetch in ((False, True) if weights >= 1 << 16 else (False,)))
+
+    def packing(self, tactic: Tile) -> int:
+        return tactic.vectors
+
+    # ---- code
+    def emit(self, module: Module, name: str, isa: Isa, tactic: Tile) -> None:
+        _Emitter(self.flat, module, name, isa, tactic).kernel(self.by_batch)
+
+    # ---- constants
+    def pack(self, isa: Isa, tactic: Tile, constants: Mapping[str, Any]) -> tuple[Array, Array]:
+        """"weights": [cout of all groups, cin, *taps] (s8 or float) -> [panel][tap][k][vector][lane][element];
+        "program": a sequence of float32 [1] or [channels] -> [panel][constant][vector][lane]."""
+        arithmetic = self.arithmetic(isa)
+        taps_last = np.asarray(constants["weights"]).reshape(-1, self.cin, *self.taps).transpose(0, 2, 3, 1)
+        runs = arithmetic.store_weights(taps_last).reshape(len(taps_last), -1, self.run)
+        runs = np.pad(runs, ((0, 0), (0, 0), (0, -self.run % arithmetic.elements)))
+        steps = runs.reshape(len(runs), -1, arithmetic.elements)        # [cout][turn][element]
+        steps = np.concatenate([steps, np.zeros_like(steps[:1])])       # absent channels read the last, zeros
+        panels = [steps[np.minimum(order, len(steps) - 1)].transpose(2, 0, 1, 3).ravel()
+                  for order in self._panels(isa, tactic)]
+        channels = self.y.shape[2]
+        return (np.concatenate(panels),
+                pack_channels(constants["program"], channels, [o.tolist() for o in self._panels(isa, tactic)]))
+
+    def _panels(self, isa: Isa, tile: Tile) -> list[Array]:
+        """For each panel [vectors][lanes] -> absolute channel, or one past the last where there is none."""
+        panels, width = [], self._panel(isa, tile)
+        for group in range(self.groups):
+            for start in range(0, self.cout, width):
+                lanes = Lanes(isa, min(width, self.cout - start), self.y.dtype == "uint8")
+                order = np.asarray(lanes.order())
+                panels.append(np.where(order < lanes.channels, order + group * self.cout + start, self.y.shape[2]))
+        return panels
+
+    # ---- meaning
+    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        x, *operands = inputs
+        wide = np.int64 if self.precision == "int8" else np.float32
+        arithmetic = arithmetic_for(self.precision, _ANY_MACHINE, self.run)
+        weights = load_meaning(arithmetic.weights_dtype, arithmetic.store_weights(constants["weights"])).astype(wide)
+        weights = weights.reshape(self.groups, self.cout, self.cin, *self.taps)
+        x = load_meaning(self.x.dtype, x).astype(wide).reshape(*x.shape[:3], self.groups, self.cin)
+        sums = np.zeros((len(x), self.rows, self.cols, self.groups, self.cout), wide)
+        for p in range(self.taps[0]):
+            for q in range(self.taps[1]):
+                pixels = x[:, p * self.dilation[0]:, q * self.dilation[1]:]
+                pixels = pixels[:, ::self.stride[0], ::self.stride[1]][:, :self.rows, :self.cols]
+                sums += np.einsum("nijgc,goc->nijgo", pixels, weights[..., p, q], optimize=True)
+        accumulator = sums.reshape(len(x), *self.y.shape).astype(np.float32)
+        others = [load_meaning(view.dtype, operand) for view, operand in zip(self.operands, operands, strict=True)]
+        return (store_meaning(self.y.dtype, self.program.meaning(accumulator, others, constants["program"])),)
+
+
+_ANY_MACHINE = Isa("reference", 4, 16, "", "", frozenset())
+
+
+def tile_shapes(isa: Isa, precision: str) -> Sequence[tuple[int, int]]:
+    """(pixels, vectors) worth trying on a machine, the usual winner first."""
+    return isa.tiles if precision == "int8" else isa.float_tiles or isa.tiles
+
+
+def _most_pixels(isa: Isa, precision: str, vectors: int) -> int:
+    return max((cols for cols, v in tile_shapes(isa, precision) if v >= vectors), default=1)
+
+
+@dataclass(frozen=True)
+class _Pointers:
+    """What a micro-kernel is given: addresses of its first pixel and panel."""
+    x: Value
+    operands: tuple[Value, ...]
+    y: Value
+
+
+class _Emitter:
+    """Writes one kernel: the loops around, and the micro-kernels they call."""
+
+    def __init__(self, spec: Contraction, module: Module, name: str, isa: Isa, tile: Tile) -> None:
+        self.spec, self.module, self.name, self.isa, self.tile = spec, module, name, isa, tile
+        self.arithmetic = spec.arithmetic(isa)
+        self.panel = tile.vectors * isa.lanes
+
+    # ---- the loops around
+    def kernel(self, by_batch: bool) -> None:
+        spec, count = self.spec, len(self.spec.operands)
+        f, addresses, bounds = begin_kernel(self.module, self.name, 1 + count + 2 + 1)
+        x, *operands = addresses[:1 + count]
+        weights, constants, y = addresses[1 + count:]
+        self.weights, self.constants, self.bounds = weights, constants, bounds
+        here = _Pointers(x, tuple(operands), y)
+        if by_batch:
+            self._pixels_of_the_batch(f, here)
+        else:
+            self._blocks(f, here)
+
+    def _blocks(self, f: Function, base: _Pointers) -> None:
+        """Row u of the grid is block u % blocks of item u // blocks."""
+        spec = self.spec
+        (rows, cols), blocks = spec.block_shape(self.tile), spec.blocks(self.tile)
+        across = -(-spec.cols // cols)
+        for u in f.range("block", self.bounds[0], self.bounds[1]):
+            item = self._advance(base, *(u.divided(blocks) * view.item for view in self._views()))
+            block = u.remainder(blocks)
+            row, col = block.divided(across) * rows, block.remainder(across) * cols
+
+            def body(height: int, width: int, row: Value = row, col: Value = col, item: _Pointers = item) -> None:
+                self._panels(f, self._pixel(item, row, col), self._tiles(f, height, width))
+
+            self._whole_or_tail(f, row, spec.rows, rows, lambda height, body=body, col=col: self._whole_or_tail(
+                f, col, spec.cols, cols, lambda width, body=body, height=height: body(height, width)))
+
+    @staticmethod
+    def _whole_or_tail(f: Function, start: Value, extent: int, step: int, body: Callable[[int], None]) -> None:
+        """body(step) for a whole block, body(the tail's size) for the last one."""
+        if extent % step == 0:
+            body(step)
+            return
+        if extent > step:
+            with f.when(start.below(extent - extent % step)):
+                body(step)
+        with f.when(start.compare("uge", extent - extent % step)):
+            body(extent % step)
+
+    def _tiles(self, f: Function, height: int, width: int) -> Callable[[Callable[..., None]], None]:
+        """The tiles of a block, each with the size of its micro-kernel."""
+        def visit(call: Callable[..., None]) -> None:
+            across = -(-width // self.tile.cols)
+            for i, rows in f.tiles("row", height, self.tile.rows):
+                for j, cols in f.tiles("column", width, self.tile.cols):
+                    call(i, j, rows, cols, i.divided(self.tile.rows) * across + j.divided(self.tile.cols))
+        return visit
+
+    def _pixels_of_the_batch(self, f: Function, base: _Pointers) -> None:
+        """Rows of the grid are pixels; full tiles, then one of 8, 4, 2, 1 for each bit of what remains."""
+        step, cols = self.tile.cols * max(self.tile.block, 1), self.tile.cols
+        for start in f.range("pixels", self.bounds[0], self.bounds[1], step):
+            count = (self.bounds[1] - start).at_most(step)
+            whole, rest = count.divided(cols), count.remainder(cols)
+
+            def visit(call: Callable[..., None], whole: Value = whole, rest: Value = rest) -> None:
+                for t in f.range("tile", whole.like(0), whole):
+                    call(whole.like(0), t * cols, 1, cols, t)
+                for size in (8, 4, 2, 1):
+                    if size < cols:
+                        with f.when(rest.binary("and", size).compare("ne", 0)):
+                            call(whole.like(0), whole * cols + rest.binary("and", -2 * size), 1, size, whole)
+
+            self._panels(f, self._pixel(base, start.like(0), start), visit)
+
+    def _panels(self, f: Function, block: _Pointers, visit: Callable[[Callable[..., None]], None]) -> None:
+        """The panels of couts that this call was given, over the tiles of a block."""
+        spec, begin, end = self.spec, *self.bounds[2:]
+        whole, tail = divmod(spec.cout, self.panel)
+        if spec.groups > 1:
+            for group in f.range("group", begin, end):
+                inputs = self._advance(block, group * (spec.cin * spec.x.size), *self._channels(group * spec.cout))
+                for start, channels in f.tiles("panel", spec.cout, self.panel):
+                    self._panel(f, inputs, group * spec.cout, start, channels, visit)
+            return
+        if whole:
+            for p in f.range("panel", begin, end.at_most(whole)):
+                self._panel(f, block, p.like(0), p * self.panel, self.panel, visit)
+        if tail:
+            with f.when(end.compare("ugt", whole)):
+                self._panel(f, block, end.like(0), end.like(whole * self.panel), tail, visit)
+
+    def _panel(self, f: Function, block: _Pointers, first: Value, start: Value, channels: int,
+               visit: Callable[[Callable[..., None]], None]) -> None:
+        """One panel over all tiles; `first`: the group's first cout, `start`: the panel's, inside the group."""
+        spec, isa = self.spec, self.isa
+        bytes_of_cout = spec.turns(isa) * self.arithmetic.step_bytes
+        # A last panel of fewer vectors is narrower in memory too, so a group's couts take this many places.
+        places = sum(isa.vectors_for(min(self.panel, spec.cout - s)) * isa.lanes for s in range(0, spec.cout, self.panel))
+        before = first.divided(spec.cout) * places + start
+        weights = self.weights + before * bytes_of_cout
+        constants = self.constants + before * (4 * spec.program.constants)
+        here = self._advance(block, start.like(0), *self._channels(start))
+        following = weights + self.panel * bytes_of_cout
+
+        def call(i: Value, j: Value, rows: int, cols: int, tile: Value) -> None:
+            pixel, ahead = self._pixel(here, i, j), following
+            if self.tile.prefetch:      # a tile asks for a line a turn; the panel is asked for after `vectors` tiles
+                ahead += tile.at_most(self.tile.vectors) * (spec.turns(isa) * 64)
+            f.run(self._microkernel(rows, cols, channels), pixel.x, weights, constants, *pixel.operands, pixel.y, ahead)
+
+        visit(call)
+
+    # ---- addresses
+    def _views(self) -> tuple[View, ...]:
+        return (self.spec.x, *self.spec.operands, self.spec.y)
+
+    @staticmethod
+    def _advance(base: _Pointers, x: Value, *others: Value) -> _Pointers:
+        """Bytes added to each pointer."""
+        *operands, y = others
+        return _Pointers(base.x + x, tuple(a + b for a, b in zip(base.operands, operands, strict=True)), base.y + y)
+
+    def _channels(self, first: Value) -> list[Value]:
+        return [first * view.strides[2] for view in self._views()[1:]]
+
+    def _pixel(self, base: _Pointers, i: Value, j: Value) -> _Pointers:
+        """Output pixel (i, j)."""
+        x, stride = self.spec.x, self.spec.stride
+        return self._advance(base, i * (x.strides[0] * stride[0]) + j * (x.strides[1] * stride[1]),
+                             *(i * view.strides[0] + j * view.strides[1] for view in self._views()[1:]))
+
+    # ---- the micro-kernel
+    def _microkernel(self, rows: int, cols: int, channels: int) -> str:
+        """rows x cols pixels of `channels` couts, all of K in registers; its name."""
+        name = f"{self.name}_{rows}x{cols}x{channels}"
+        if name in self.module.functions:
+            return name
+        spec, isa, arithmetic = self.spec, self.isa, self.arithmetic
+        operands = {f"operand{i}": PTR for i in range(len(spec.operands))}
+        f = self.module.function(name, internal=True, x=PTR, w=PTR, constants=PTR, **operands, y=PTR, ahead=PTR)
+        lanes = Lanes(isa, channels, spec.y.dtype == "uint8")
+        vectors, pixels = lanes.vectors, [(i, j) for i in range(rows) for j in range(cols)]
+        (x_row, x_pixel, _), step = spec.x.strides, arithmetic.step_bytes
+
+        acc = {(p, v): arithmetic.zero(isa, f.parameters["x"]) for p in range(len(pixels)) for v in range(vectors)}
+        at = {key: f.parameters[key] for key in ("x", "w", "ahead")}
+        for _ in f.loop("tap row", spec.taps[0], acc=acc, at=at):
+            for _ in f.loop("tap column", 1 if spec.one_run else spec.taps[1], acc=acc, at=at):
+                for _ in f.loop("k", spec.steps(isa), acc=acc, at=at):
+                    weights = [arithmetic.weights(isa, at["w"] + v * step * isa.lanes) for v in range(vectors)]
+                    for p, (i, j) in enumerate(pixels):
+                        offset = i * x_row * spec.stride[0] + j * x_pixel * spec.stride[1]
+                        pixel = arithmetic.pixel(isa, at["x"] + offset)
+                        for v in range(vectors):
+                            acc[p, v] = arithmetic.dot(isa, acc[p, v], pixel, weights[v])
+                    at["x"] += step
+                    at["w"] += vectors * step * isa.lanes
+                    if self.tile.prefetch:
+                        isa.prefetch(at["ahead"])
+                        at["ahead"] += 64
+                if not spec.one_run:
+                    at["x"] += x_pixel * spec.dilation[1] - spec.steps(isa) * step
+            walked = spec.steps(isa) * step if spec.one_run else spec.taps[1] * x_pixel * spec.dilation[1]
+            at["x"] += x_row * spec.dilation[0] - walked
+        self._epilogue(f, lanes, acc, pixels)
+        return name
+
+    def _epilogue(self, f: Function, lanes: Lanes, acc: dict[tuple[int, int], Value],
+                  pixels: list[tuple[int, int]]) -> None:
+        """acc {(pixel, vector)} -> program -> y."""
+        spec, isa = self.spec, self.isa
+        constants = load_constants(lanes, f.parameters["constants"], spec.program.constants)
+
+        def result(p: int, i: int, j: int) -> list[Value]:
+            f.write(f"; pixel {p}: {spec.program}")
+            sums = [self.arithmetic.finish(isa, acc[p, v]) for v in range(lanes.vectors)]
+            others = [load_channels(lanes, view, f.parameters[f"operand{n}"] + (i * view.strides[0] + j * view.strides[1]))
+                      for n, view in enumerate(spec.operands)]
+            return run_program(lanes, spec.program, sums, others, constants)
+
+        y, together = f.parameters["y"], 4 // lanes.vectors
+        for first in range(0, len(pixels), together):
+            group = pixels[first:first + together]
+            values = [result(first + n, i, j) for n, (i, j) in enumerate(group)]
+            lanes.store(spec.y.dtype, values, [y + (i * spec.y.strides[0] + j * spec.y.strides[1]) for i, j in group])

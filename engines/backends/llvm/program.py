@@ -1,0 +1,283 @@
+"""What happens to a value on its way to memory: a straight line of float32 instructions, shared by every kernel.
+
+    value 0 = the accumulator (of a contraction or a pool)            conv + bias + residual + ReLU:
+    value i = instruction i of values, operands and constants           1: fma(acc, scale, bias)
+                                                                        2: fma(operand 0, its scale, value 1)
+                                                                        3: max(value 2, 0)
+An *operand* is another tensor read at the same position (already widened to float32, not yet dequantised). A *constant*
+is a vector of one float32 per channel in memory (a number is repeated), so that a kernel's text depends on shapes only.
+
+Each instruction says what it means (numpy, float32) and how it is emitted; both round alike, so that a kernel equals
+its reference bit for bit on every machine. A new pointwise function is a new instruction here, never a change to a
+kernel.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.backends.llvm.emit import Value
+from engines.backends.llvm.isa import Isa
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Ref:
+    """Where an instruction finds an argument: kind is "value", "operand" or "constant"."""
+    kind: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.kind[0]}{self.index}"
+
+
+@dataclass(frozen=True)
+class Instruction:
+    op: str
+    args: tuple[Ref, ...]
+
+    def __str__(self) -> str:
+        return f"{self.op}({', '.join(map(str, self.args))})"
+
+
+@dataclass(frozen=True)
+class Program:
+    """`accumulator`: value 0 is given by the kernel. The result is the last value (or operand 0 if there is none)."""
+    instructions: tuple[Instruction, ...] = ()
+    operands: int = 0
+    constants: int = 0
+    accumulator: bool = True
+
+    @property
+    def result(self) -> Ref:
+        values = len(self.instructions) + self.accumulator
+        return Ref("value", values - 1) if values else Ref("operand", 0)
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.instructions))
+
+    def meaning(self, accumulator: Floats | None, operands: Sequence[Floats], constants: Sequence[Floats]) -> Floats:
+        """The reference: arrays [..., channels], constants [channels] -> the result before it is stored."""
+        values: list[Any] = [np.asarray(accumulator, np.float32)] if self.accumulator else []
+        found = {"value": values, "operand": operands, "constant": constants}
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            for instruction in self.instructions:
+                arguments = [np.asarray(found[a.kind][a.index], np.float32) for a in instruction.args]
+                values.append(INSTRUCTIONS[instruction.op].meaning(*arguments))
+        return np.asarray(found[self.result.kind][self.result.index], np.float32)
+
+    def emit(self, isa: Isa, accumulator: Value | None, operands: Sequence[Value], constants: Sequence[Value]) -> Value:
+        """The same on one vector of channels."""
+        values = [accumulator] if self.accumulator else []
+        found: dict[str, Sequence[Any]] = {"value": values, "operand": operands, "constant": constants}
+        for instruction in self.instructions:
+            arguments = [found[a.kind][a.index] for a in instruction.args]
+            values.append(INSTRUCTIONS[instruction.op].emit(isa, *arguments))
+        result: Value = found[self.result.kind][self.result.index]
+        return result
+
+
+class ProgramBuilder:
+    """Writes a program an instruction at a time; constants of equal bytes are kept once."""
+
+    def __init__(self, accumulator: bool) -> None:
+        self._accumulator = accumulator
+        self._instructions: list[Instruction] = []
+        self._operands = 0
+        self.constants: list[Floats] = []       # each [1] or [channels]
+
+    @property
+    def accumulator(self) -> Ref:
+        assert self._accumulator, "this program has no accumulator"
+        return Ref("value", 0)
+
+    def operand(self) -> Ref:
+        self._operands += 1
+        return Ref("operand", self._operands - 1)
+
+    def constant(self, numbers: Any) -> Ref:
+        array = np.atleast_1d(np.asarray(numbers, np.float32))
+        for i, known in enumerate(self.constants):
+            if known.tobytes() == array.tobytes():
+                return Ref("constant", i)
+        self.constants.append(array)
+        return Ref("constant", len(self.constants) - 1)
+
+    def add(self, op: str, *args: Ref | float) -> Ref:
+        refs = tuple(a if isinstance(a, Ref) else self.constant(a) for a in args)
+        assert op in INSTRUCTIONS, f"no instruction named {op}"
+        self._instructions.append(Instruction(op, refs))
+        return Ref("value", len(self._instructions) - 1 + self._accumulator)
+
+    def program(self, result: Ref | None = None) -> Program:
+        """The program as written; `result` is what it gives, if that is not what was written last."""
+        written = Program(tuple(self._instructions), self._operands, len(self.constants), self._accumulator)
+        if result is not None and result != written.result:
+            self.add("mul", result, self.constant(1.0))
+        return Program(tuple(self._instructions), self._operands, len(self.constants), self._accumulator)
+
+
+# ---- instructions
+@dataclass(frozen=True)
+class Meaning:
+    meaning: Callable[..., Any]
+    emit: Callable[..., Value]
+
+
+def fma(a: Any, b: Any, c: Any) -> Any:
+    """a * b + c rounded once to float32: the product of two float32 is exact in float64."""
+    return (np.float64(a) * np.float64(b) + np.float64(c)).astype(np.float32)
+
+
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0)
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
+
+
+def _exp_meaning(x: Any) -> Any:
+    x = np.minimum(np.maximum(x, np.float32(-87.3)), np.float32(88))
+    n = np.rint(x * np.float32(1 / np.log(2))).astype(np.float32)
+    r = fma(n, np.float32(-_LN2_LOW), fma(n, np.float32(-_LN2_HIGH), x))
+    p = fma(r, np.float32(_EXP[0]), np.float32(_EXP[1]))
+    for coefficient in _EXP[2:]:
+        p = fma(p, r, np.float32(coefficient))
+    return p * ((n.astype(np.int32) + 127) << 23).view(np.float32)
+
+
+def _exp_emit(isa: Isa, x: Value) -> Value:
+    """e**x = 2**n * e**r with n = round(x / ln 2), |r| <= ln(2) / 2; Cephes' polynomial, error below 2e-7."""
+    x = isa.min(isa.max(x, -87.3), 88)      # so that 2**n is a normal number
+    n = isa.round(x * (1 / np.log(2)))
+    turns = isa.to_float(n)
+    r = isa.fma(turns, -_LN2_HIGH, x)       # ln 2 in two pieces: this product is exact
+    r = isa.fma(turns, -_LN2_LOW, r)
+    p = isa.fma(r, _EXP[0], _EXP[1])
+    for coefficient in _EXP[2:]:
+        p = isa.fma(p, r, coefficient)
+    return p * x.f.cast("bitcast", (n + 127) * (1 << 23), isa.floats, "power")
+
+
+def _sigmoid_meaning(x: Any) -> Any:
+    return np.float32(1) / (np.float32(1) + _exp_meaning(-x))
+
+
+def _sigmoid_emit(isa: Isa, x: Value) -> Value:
+    return 1 / (_exp_emit(isa, x * -1) + 1)
+
+
+def _tanh_meaning(x: Any) -> Any:
+    return fma(_sigmoid_meaning(x * np.float32(2)), np.float32(2), np.float32(-1))
+
+
+def _tanh_emit(isa: Isa, x: Value) -> Value:
+    """tanh x = 2 sigmoid(2 x) - 1: absolute error below 3e-7."""
+    return isa.fma(_sigmoid_emit(isa, x * 2), 2, -1)
+
+
+# erf by Abramowitz & Stegun 7.1.26 is too coarse (1.5e-7 only in exact arithmetic), so 1 - (polynomial in t)**-16:
+# A&S 7.1.28, |error| <= 3e-7.
+_ERF = (0.0000430638, 0.0002765672, 0.0001520143, 0.0092705272, 0.0422820123, 0.0705230784, 1.0)
+
+
+def _erf_meaning(x: Any) -> Any:
+    a = np.minimum(np.abs(x), np.float32(4))
+    p = fma(a, np.float32(_ERF[0]), np.float32(_ERF[1]))
+    for coefficient in _ERF[2:]:
+        p = fma(p, a, np.float32(coefficient))
+    for _ in range(4):
+        p = p * p
+    y = np.float32(1) - np.float32(1) / p
+    return np.where(x < 0, -y, y)
+
+
+def _erf_emit(isa: Isa, x: Value) -> Value:
+    a = isa.min(isa.unary("fabs", x), 4)
+    p = isa.fma(a, _ERF[0], _ERF[1])
+    for coefficient in _ERF[2:]:
+        p = isa.fma(p, a, coefficient)
+    for _ in range(4):
+        p = p * p
+    y = p.like(1) - 1 / p
+    return x.f.select(x.compare("olt", 0), y * -1, y)
+
+
+# log x: x = 2**n * m with m in [sqrt(1/2), sqrt(2)); Cephes' logf.
+_LOG = (7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1,
+        2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1)
+
+
+def _log_meaning(x: Any) -> Any:
+    bits = np.ascontiguousarray(np.maximum(x, np.float32(1.17549435e-38)), np.float32).view(np.int32)
+    n = ((bits - 0x3F3504F3) >> 23).astype(np.int32)
+    m = (bits - (n << 23)).view(np.float32) - np.float32(1)
+    p = fma(m, np.float32(_LOG[0]), np.float32(_LOG[1]))
+    for coefficient in _LOG[2:]:
+        p = fma(p, m, np.float32(coefficient))
+    y = fma(m * m, np.float32(-0.5), p * m * (m * m))
+    turns = n.astype(np.float32)
+    y = fma(turns, np.float32(_LN2_LOW), y)
+    return fma(turns, np.float32(_LN2_HIGH), m + y)
+
+
+def _log_emit(isa: Isa, x: Value) -> Value:
+    f = x.f
+    bits = f.cast("bitcast", isa.max(x, 1.17549435e-38), isa.ints, "bits")
+    n = (bits - 0x3F3504F3).binary("ashr", 23)
+    m = f.cast("bitcast", bits - n.binary("shl", 23), isa.floats, "mantissa") - 1
+    p = isa.fma(m, _LOG[0], _LOG[1])
+    for coefficient in _LOG[2:]:
+        p = isa.fma(p, m, coefficient)
+    y = isa.fma(m * m, -0.5, p * m * (m * m))
+    turns = isa.to_float(n)
+    y = isa.fma(turns, _LN2_LOW, y)
+    return isa.fma(turns, _LN2_HIGH, m + y)
+
+
+def _unary(numpy_function: Callable[..., Any], word: str) -> Meaning:
+    return Meaning(numpy_function, lambda isa, x: isa.unary(word, x))
+
+
+INSTRUCTIONS: dict[str, Meaning] = {
+    "add": Meaning(lambda a, b: a + b, lambda isa, a, b: a + b),
+    "sub": Meaning(lambda a, b: a - b, lambda isa, a, b: a - b),
+    "mul": Meaning(lambda a, b: a * b, lambda isa, a, b: a * b),
+    "div": Meaning(lambda a, b: a / b, lambda isa, a, b: a / b),
+    "fma": Meaning(fma, lambda isa, a, b, c: isa.fma(a, b, c)),
+    # a > b ? a : b, as the machine does it (numpy's maximum differs for NaN and for -0)
+    "max": Meaning(lambda a, b: np.where(a > b, a, b), lambda isa, a, b: isa.max(a, b)),
+    "min": Meaning(lambda a, b: np.where(a < b, a, b), lambda isa, a, b: isa.min(a, b)),
+    "where_positive": Meaning(lambda t, a, b: np.where(t > 0, a, b),
+                              lambda isa, t, a, b: t.f.select(t.compare("ogt", 0), a, b)),
+    "sqrt": _unary(np.sqrt, "sqrt"),
+    "abs": _unary(np.abs, "fabs"),
+    "floor": _unary(np.floor, "floor"),
+    "ceil": _unary(np.ceil, "ceil"),
+    "round": _unary(np.rint, "rint"),
+    "exp": Meaning(_exp_meaning, _exp_emit),
+    "log": Meaning(_log_meaning, _log_emit),
+    "sigmoid": Meaning(_sigmoid_meaning, _sigmoid_emit),
+    "tanh": Meaning(_tanh_meaning, _tanh_emit),
+    "erf": Meaning(_erf_meaning, _erf_emit),
+}
+
+
+def load_meaning(dtype: str, stored: NDArray[Any]) -> Floats:
+    """What is stored -> float32, as Lanes.load does it; bfloat16 is stored as uint16."""
+    if dtype == "bfloat16":
+        return (stored.astype(np.uint32) << 16).view(np.float32)
+    return stored.astype(np.float32)
+
+
+def store_meaning(dtype: str, result: Floats) -> NDArray[Any]:
+    """float32 -> the stored dtype, as Lanes.store does it: halves to even, integers saturated."""
+    if dtype in ("uint8", "int8", "bool"):
+        low, high = {"uint8": (0, 255), "int8": (-128, 127), "bool": (0, 1)}[dtype]
+        return np.clip(np.rint(result), low, high).astype(dtype)
+    if dtype == "bfloat16":
+        bits = result.view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return result.astype(dtype)

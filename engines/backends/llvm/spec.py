@@ -1,0 +1,146 @@
+"""The contract of a kernel family: what a kernel computes, in shapes only, and how a tactic makes code of it.
+
+Every kernel is called as
+
+    void name(ptr operands, i64 row_begin, i64 row_end, i64 column_begin, i64 column_end)
+
+operands: the addresses of its inputs, then of its packed constants, then of its outputs. Its work is a grid of
+`rows_per_item * batch` rows by `columns`; the caller may cut it at multiples of the steps and run the pieces anywhere.
+The batch is thus a run-time extent: row r belongs to item r // rows_per_item.
+"""
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.backends.llvm.emit import I64, PTR, Function, Module, Value
+from engines.backends.llvm.isa import Isa
+from engines.backends.llvm.lanes import SIZES
+
+Array = NDArray[Any]
+ALIGNMENT = 64                  # of packed constants: a cache line, and the widest vector
+
+
+@dataclass(frozen=True)
+class View:
+    """How a kernel sees a tensor: element [n, i, j, ...] is n * item + i * strides[0] + ... bytes from its address.
+
+    shape is one item's. A stride of 0 repeats an element (broadcasting). The address is that of element 0.
+    """
+    dtype: str                  # numpy's name of the stored dtype; "bfloat16" too
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]    # bytes
+    item: int                   # bytes from one item of the batch to the next
+
+    @property
+    def size(self) -> int:
+        """Bytes of an element."""
+        return SIZES[self.dtype]
+
+    @property
+    def dense(self) -> bool:
+        """The axes follow each other without a gap, and so do the items: the tensor is one long run of elements."""
+        return self == dense_view(self.dtype, self.shape)
+
+
+def dense_view(dtype: str, shape: Sequence[int]) -> View:
+    """A tensor whose elements follow each other in row-major order."""
+    strides, step = [], SIZES[dtype]
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= extent
+    return View(dtype, tuple(shape), tuple(reversed(strides)), step)
+
+
+@dataclass(frozen=True)
+class Grid:
+    rows_per_item: int
+    row_step: int = 1
+    columns: int = 1
+    column_step: int = 1
+
+
+@dataclass(frozen=True)
+class Tactic:
+    """One way to cut the loops of a kernel. Families extend it; str() is what a user reads."""
+
+    def __str__(self) -> str:
+        return "default"
+
+
+class KernelSpec(ABC):
+    """A frozen dataclass: equal specs are one kernel, and repr() is the key of the timing cache."""
+    family: str = ""
+
+    @property
+    @abstractmethod
+    def inputs(self) -> tuple[View, ...]:
+        """In the order of the operands."""
+
+    @property
+    @abstractmethod
+    def outputs(self) -> tuple[View, ...]:
+        ...
+
+    @property
+    @abstractmethod
+    def macs(self) -> int:
+        """Multiply-accumulates an item (0 where there are none)."""
+
+    @abstractmethod
+    def tactics(self, isa: Isa) -> Sequence[Any]:
+        """Candidates, the likely best first: without timing, the first is taken."""
+
+    def refinements(self, isa: Isa, best: Any) -> Sequence[Any]:
+        """Variants of the fastest of `tactics`, to be timed in a second round."""
+        return ()
+
+    def packing(self, tactic: Any) -> Any:
+        """What of a tactic decides how constants are packed: tactics equal in it share packed constants."""
+        return tactic
+
+    @abstractmethod
+    def grid(self, isa: Isa, tactic: Any) -> Grid:
+        ...
+
+    @abstractmethod
+    def emit(self, module: Module, name: str, isa: Isa, tactic: Any) -> None:
+        """Write the kernel, and the micro-kernels it calls, into the module."""
+
+    @abstractmethod
+    def pack(self, isa: Isa, tactic: Any, constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        """The named constants (each family says which) in the order and layout that the kernel reads."""
+
+    @abstractmethod
+    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        """The exact meaning: arrays [batch, *shape] as stored -> the same. Integers bit for bit."""
+
+    @property
+    def bytes(self) -> int:
+        """Moved an item: inputs and outputs, each once."""
+        return sum(view.size * int(np.prod(view.shape)) for view in (*self.inputs, *self.outputs))
+
+
+def begin_kernel(module: Module, name: str, count: int) -> tuple[Function, list[Value], list[Value]]:
+    """A kernel with `count` operands: (its function, their addresses, [row_begin, row_end, column_begin, column_end])."""
+    f = module.function(name, operands=PTR, row_begin=I64, row_end=I64, column_begin=I64, column_end=I64)
+    table, *bounds = f.parameters.values()
+    addresses = [f.load(PTR, table + 8 * i, align=8, hint=f"operand {i}") for i in range(count)]
+    return f, addresses, bounds
+
+
+def pack_channels(constants: Sequence[Array], channels: int, panels: Sequence[Sequence[Sequence[int]]]) -> Array:
+    """Per-channel float32 constants -> [panel][constant][vector][lane].
+
+    `panels`: for each panel its Lanes.order() shifted to absolute channels; absent channels become 0.
+    """
+    table = np.zeros((len(constants), channels + 1), np.float32)
+    for row, constant in zip(table, constants, strict=True):
+        row[:channels] = constant
+    flat = [table[:, np.minimum(np.asarray(order), channels)].ravel() for order in panels]
+    return np.concatenate(flat) if flat else np.zeros(0, np.float32)
