@@ -19,8 +19,16 @@ if TYPE_CHECKING:
     import onnx
 
 
+_RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform",
+                     "RandomUniformLike"})
+
+
 class Fallback(Op, abstract=True):
     """Any operator of the onnx package that has no subgraph."""
+
+    @classmethod
+    def known(cls, node: Node, inputs: Inputs, values: Values) -> tuple[Array, ...] | None:
+        return None if node.op in _RANDOM else super().known(node, inputs, values)
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
