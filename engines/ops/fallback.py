@@ -27,8 +27,8 @@ class Fallback(Op, abstract=True):
     """Any operator of the onnx package that has no subgraph."""
 
     @classmethod
-    def known(cls, node: Node, inputs: Inputs, values: Values) -> tuple[Array, ...] | None:
-        return None if node.op in _RANDOM else super().known(node, inputs, values)
+    def random(cls, node: Node) -> bool:
+        return node.op in _RANDOM
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
