@@ -55,7 +55,7 @@ def test_a_fallback_computes_with_what_quantised_tensors_and_constants_mean() ->
     stored = np.array([[130, 128, 140], [0, 255, 1]], np.uint8)
     real = (stored.astype(float) - 128) * 0.5 @ (w * 0.25)
     want = np.clip(np.rint(real) + 10, 0, 255)
-    assert want.min() == 0 and want.max() > 100
+    assert want.min() == 0 and want.max() > 50
     np.testing.assert_array_equal(Engine(plan).run({"x": stored})["y"], want)
 
 
