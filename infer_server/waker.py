@@ -7,7 +7,7 @@ import time
 from infer_server.batcher import Batcher
 
 _QUIET_TURNS = 8            # of the loop without a new request; about 20 us when there is nothing else to do
-_LIMIT_NS = 2_000_000       # while requests keep coming; only a loop that is busy reading them gets this far
+_LIMIT_NS = 5_000_000       # while requests keep coming; only a loop that is busy reading them gets this far
 
 
 class Waker:

@@ -111,7 +111,7 @@ def test_a_model_without_a_batch_axis_takes_its_shape_as_it_is(client: triton.In
 @pytest.mark.parametrize(("model", "datatype", "dtype"), [("half", "FP16", np.float16), ("small", "INT8", np.int8)])
 def test_other_datatypes_pass_unchanged(
         client: triton.InferenceServerClient, model: str, datatype: str, dtype: type) -> None:
-    x = np.array([[1, -2, 3, 0]], dtype)
+    x: np.ndarray[Any, Any] = np.array([[1, -2, 3, 0]], dtype)
     np.testing.assert_array_equal(client.infer(model, [infer_input("x", x, datatype)]).as_numpy("y"), x * 2 + 1)
 
 
