@@ -5,6 +5,7 @@ compiler that crashes must not take the other models with it. The engine cache m
 """
 from __future__ import annotations
 
+import hashlib
 import logging
 import subprocess
 import sys
@@ -20,7 +21,7 @@ _REASON_LINES = 5           # of build-engine's errors, for the index
 
 
 class OnnxBuilder:
-    """Thread-safe."""
+    """Runs builds, any number at a time. Thread-safe."""
 
     def __init__(self, cache_dir: Path) -> None:
         self._cache_dir = cache_dir
@@ -30,7 +31,9 @@ class OnnxBuilder:
 
     def build(self, source: Source, threads: int) -> Path:
         """Builds a plan from the ONNX file of `source`. Raises RepositoryError with what build-engine said."""
-        plan = self._cache_dir / "served" / f"{source.name}-{source.version}.plan"
+        # Servers of several repositories may share the cache: models of one name must not meet in one file.
+        where = hashlib.sha256(str(source.file.resolve()).encode()).hexdigest()[:16]
+        plan = self._cache_dir / "served" / f"{source.name}-{source.version}-{where}.plan"
         plan.parent.mkdir(parents=True, exist_ok=True)
         log.info("building %s", source.file)
         said, status = self._run(build_command(source, plan, self._cache_dir, threads))

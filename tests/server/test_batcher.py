@@ -92,7 +92,7 @@ def test_a_closed_queue_gives_out_what_it_has_at_once_and_takes_nothing_more(loo
     waiting = request(loop)
     queue.submit(waiting)
     queue.close()
-    with pytest.raises(UnavailableError, match="being unloaded"):
+    with pytest.raises(UnavailableError, match="takes no more requests"):
         queue.submit(request(loop))
     assert queue.take() == [waiting]
     assert queue.take() is None
