@@ -54,6 +54,10 @@ def _complete_max_batch_size(completed: model_config.ModelConfig, engine: Engine
 
 def _complete_tensors(kind: str, given: Any, tensors: Sequence[Tensor], batched: bool) -> None:
     """Checks the tensors that the configuration gives and appends those that it leaves out."""
+    for tensor in tensors:
+        if batched and (not tensor.shape or isinstance(tensor.shape[0], int)):
+            raise ModelConfigError(f"{kind} '{tensor.name}' has no batch axis, but other tensors of the model have: such a "
+                                   "model is not served; give every input and output the batch axis when exporting it")
     declared = {tensor.name: tensor for tensor in tensors}
     for spec in given:
         tensor = declared.get(spec.name)

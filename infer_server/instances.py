@@ -42,6 +42,7 @@ class Instance:
                 log.exception("%s failed on a batch of %d requests", self._thread.name, len(batch))
                 outcomes = self._failed(batch, error)
             self._deliver(outcomes)
+        self._context.close()
 
     def _execute(self, batch: list[Request]) -> list[Outcome]:
         started_ns = time.monotonic_ns()

@@ -47,6 +47,9 @@ class NumpyContext:
     def output(self, name: str, batch: int) -> NDArray[Any]:
         return self._outputs[name][:batch] if self._engine.max_batch else self._outputs[name]
 
+    def close(self) -> None:
+        """Nothing to end."""
+
 
 @dataclass
 class NumpyEngine:
