@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from google.protobuf import text_format
@@ -14,7 +15,7 @@ from infer_server.layout import read_model
 from infer_server.pbtxt import read_config
 from infer_server.policy import BatchPolicy, QueuePolicy
 from protos import model_config
-from tests.server.numpy_engine import NumpyEngine, write_model
+from tests.server.numpy_engine import NumpyEngine, NumpyTensor, write_model
 
 
 def parsed(text: str) -> model_config.ModelConfig:
@@ -104,6 +105,14 @@ def test_what_the_configuration_says_is_kept() -> None:
 def test_a_contradiction_between_configuration_and_model_is_named(text: str, refusal: str) -> None:
     with pytest.raises(ModelConfigError, match=refusal):
         complete(parsed(text), "m", NumpyEngine(), "model.plan")
+
+
+def test_a_model_with_a_tensor_out_of_the_batch_is_refused() -> None:
+    engine = NumpyEngine()
+    outputs = [NumpyTensor("anchors", "float32", (4,))]
+    with (patch.object(NumpyEngine, "outputs", outputs),
+          pytest.raises(ModelConfigError, match="output 'anchors' has no batch axis")):
+        complete(parsed(""), "m", engine, "model.plan")
 
 
 def test_versions_are_those_of_the_policy_highest_first(tmp_path: Path) -> None:
