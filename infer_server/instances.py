@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 def copy_into(slots: NDArray[Any], rows: NDArray[Any]) -> None:
     """Copies rows into slots of the same shape without letting go of the interpreter lock.
 
-    numpy releases it for every large copy, and then waits for the event loop to give it back: with images of 600 KB that
+    numpy releases it for every large copy and then waits for the event loop to give it back: with images of 600 KB that
     took ten times as long as the copies, of a batch's time in which nothing is computed.
     """
     plain = slots.dtype == rows.dtype and not slots.dtype.hasobject
