@@ -221,7 +221,7 @@ def test_a_health_watcher_sees_the_server_go(tmp_path: Path) -> None:
         begin = time.monotonic()
         server.stop()
         assert next(seen).status == health.HealthCheckResponse.NOT_SERVING
-        assert time.monotonic() - begin < 10, "a watcher must not hold the server up"
+        assert time.monotonic() - begin < 4, "a watcher must not hold the server up"
 
 
 def test_metrics_have_tritons_names_and_count(tmp_path: Path) -> None:
