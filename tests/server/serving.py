@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 import uvloop
 
 from infer_server.server import Ports, Server, ServerOptions
-from tests.server.numpy_engine import load_numpy_engine
+from tests.server.numpy_engine import TIMEOUT_SECS, load_numpy_engine
 
 T = TypeVar("T")
-TIMEOUT_SECS = 30
 
 
 class RunningServer:

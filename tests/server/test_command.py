@@ -13,7 +13,7 @@ import pytest
 import tritonclient.grpc as triton
 
 from infer_server.cli.serve import main
-from tests.server.serving import TIMEOUT_SECS
+from tests.server.numpy_engine import TIMEOUT_SECS
 
 
 @contextmanager
