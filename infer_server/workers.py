@@ -2,11 +2,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+def post(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
+    """Calls a function on the loop, from any thread. A loop that is closed has given up whoever waited for the call."""
+    try:
+        loop.call_soon_threadsafe(function, *arguments)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+        log.debug("%s came after the end of the event loop", function)
 
 
 async def in_daemon_thread(function: Callable[[], T]) -> T:
@@ -32,8 +44,7 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
             result = function()
         except BaseException as caught:     # handed to whoever awaits
             error = caught
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(complete, result, error)
+        post(loop, complete, result, error)
 
     threading.Thread(target=run, name=f"worker {getattr(function, '__qualname__', '')}", daemon=True).start()
     return await done

@@ -1,6 +1,7 @@
 """What the server promises under load, with clients that misbehave, and when it is told to stop."""
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -22,9 +23,10 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 import protos
+from infer_server.server import Server
 from protos import health
-from tests.server.numpy_engine import GATES, TIMEOUT_SECS, Gate, write_model
-from tests.server.serving import RunningServer, serving
+from tests.server.numpy_engine import GATES, TIMEOUT_SECS, Gate, load_numpy_engine, write_model
+from tests.server.serving import RunningServer, options, serving
 
 ONE = np.ones((1, 4), np.float32)
 
@@ -228,11 +230,37 @@ def test_stopping_under_load_answers_all_that_was_accepted(tmp_path: Path) -> No
     assert model.statistics.snapshot().success.count == len(answered), "an answer that was computed did not arrive"
 
 
+def test_stopping_waits_for_no_model_that_is_still_loading(
+        tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
+    write_model(tmp_path, "m", gate=request.node.name)
+
+    async def start_and_stop() -> bool:
+        server = Server(options(tmp_path), load_numpy_engine)
+        await server.start()
+        await asyncio.to_thread(gate.holds, 1)
+        return await server.stop()
+
+    with gate.closed():
+        assert asyncio.run(start_and_stop())
+
+
+def test_an_execution_that_does_not_end_is_given_up_and_reported(
+        tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
+    write_model(tmp_path, "m", gate=request.node.name)
+    with serving(tmp_path, exit_timeout_secs=0.1) as server, ThreadPoolExecutor(1) as clients:
+        with triton.InferenceServerClient(server.address) as client, gate.closed():
+            stuck = clients.submit(infer, client)
+            assert gate.holds(1)
+            assert server.stop() is False
+        with pytest.raises(InferenceServerException):
+            stuck.result()
+
+
 def test_readiness_drops_before_requests_are_refused(tmp_path: Path) -> None:
     write_model(tmp_path, "m")
     with serving(tmp_path, drain_grace_secs=1.0) as server, triton.InferenceServerClient(server.address) as client:
         assert client.is_server_ready() and page(server, "/v2/health/ready") == 200
-        stopping: Future[None] = ThreadPoolExecutor(1).submit(server.stop)
+        stopping: Future[bool] = ThreadPoolExecutor(1).submit(server.stop)
         assert eventually(lambda: not client.is_server_ready())
         assert page(server, "/v2/health/ready") == 503 and page(server, "/v2/health/live") == 200
         assert infer(client).all(), "it still answers those who have not noticed yet"
