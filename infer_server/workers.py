@@ -5,6 +5,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
@@ -27,24 +28,14 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
     Unlike an executor's threads it is not joined at exit: a load that hangs in native code, which nothing can cancel,
     must not keep the process alive after everything accepted is answered.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def complete(result: T | None, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result)     # type: ignore[arg-type]    # a T, as there was no error
+    outcome: Future[T] = Future()
+    outcome.set_running_or_notify_cancel()      # from here on, who gives up waiting does not stop it
 
     def run() -> None:
-        result, error = None, None
         try:
-            result = function()
-        except BaseException as caught:     # handed to whoever awaits
-            error = caught
-        post(loop, complete, result, error)
+            outcome.set_result(function())
+        except BaseException as error:          # raised where it is awaited
+            outcome.set_exception(error)
 
     threading.Thread(target=run, name=f"worker {getattr(function, '__qualname__', '')}", daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(outcome)
