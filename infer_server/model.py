@@ -71,6 +71,8 @@ class Model:
         self._batcher.close()
         for instance in self._instances:
             instance.join()
+        # They refer to this model, too: without this their contexts' memory would wait for the cycle collector.
+        self._instances.clear()
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
         post(self._loop, finish, outcomes)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,6 +57,7 @@ class Gate:
             self._changed.notify_all()
 
 
+CONTEXTS: weakref.WeakSet[NumpyContext] = weakref.WeakSet()        # whose memory is still held
 GATES: defaultdict[str, Gate] = defaultdict(Gate)
 
 
@@ -69,6 +71,7 @@ class NumpyTensor:
 class NumpyContext:
     def __init__(self, engine: NumpyEngine) -> None:
         self._engine = engine
+        CONTEXTS.add(self)
         self._inputs = {tensor.name: engine.slots(tensor) for tensor in engine.inputs}
         self._outputs = {tensor.name: engine.slots(tensor) for tensor in engine.outputs}
 

@@ -1,6 +1,7 @@
 """Loading, reloading and unloading while others are served."""
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from tests.server.numpy_engine import GATES, write_model
+from tests.server.numpy_engine import CONTEXTS, GATES, write_model
 from tests.server.serving import RunningServer, serving
 from tests.server.test_serving import eventually, infer
 
@@ -121,6 +122,22 @@ def test_unloading_answers_what_was_accepted(server: RunningServer, client: trit
                 infer(client, "slow")
         assert all(future.result().all() for future in accepted)
         unloading.result()
+
+
+def test_an_unloaded_model_gives_back_its_memory_at_once(
+        client: triton.InferenceServerClient, tmp_path: Path) -> None:
+    gc.collect()
+    before = len(CONTEXTS)
+    write_model(tmp_path, "large", config="instance_group { count: 3 }")
+    gc.disable()
+    try:
+        client.load_model("large")
+        infer(client, "large")
+        assert len(CONTEXTS) == before + 3
+        client.unload_model("large")
+        assert len(CONTEXTS) == before
+    finally:
+        gc.enable()
 
 
 def test_a_load_may_bring_its_configuration(client: triton.InferenceServerClient) -> None:
