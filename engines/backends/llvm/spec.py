@@ -45,7 +45,7 @@ class View:
     @property
     def dense(self) -> bool:
         """The axes follow each other without a gap, and so do the items: the tensor is one long run of elements."""
-        return self.item == self.size * int(np.prod(self.shape)) and self == dense_view(self.dtype, self.shape)
+        return self == dense_view(self.dtype, self.shape)
 
 
 def dense_view(dtype: str, shape: Sequence[int]) -> View:
@@ -96,6 +96,14 @@ class KernelSpec(ABC):
     def tactics(self, isa: Isa) -> Sequence[Any]:
         """Candidates, the likely best first: without timing, the first is taken."""
 
+    def refinements(self, isa: Isa, best: Any) -> Sequence[Any]:
+        """Variants of the fastest of `tactics`, to be timed in a second round."""
+        return ()
+
+    def packing(self, tactic: Any) -> Any:
+        """What of a tactic decides how constants are packed: tactics equal in it share packed constants."""
+        return tactic
+
     @abstractmethod
     def grid(self, isa: Isa, tactic: Any) -> Grid:
         ...
@@ -119,7 +127,7 @@ class KernelSpec(ABC):
 
 
 def begin_kernel(module: Module, name: str, count: int) -> tuple[Function, list[Value], list[Value]]:
-    """The function of a kernel with `count` operands: (f, operand addresses, [row_begin, row_end, column_begin, _end])."""
+    """A kernel with `count` operands: (its function, their addresses, [row_begin, row_end, column_begin, column_end])."""
     f = module.function(name, operands=PTR, row_begin=I64, row_end=I64, column_begin=I64, column_end=I64)
     table, *bounds = f.parameters.values()
     addresses = [f.load(PTR, table + 8 * i, align=8, hint=f"operand {i}") for i in range(count)]
@@ -134,5 +142,5 @@ def pack_channels(constants: Sequence[Array], channels: int, panels: Sequence[Se
     table = np.zeros((len(constants), channels + 1), np.float32)
     for row, constant in zip(table, constants, strict=True):
         row[:channels] = constant
-    flat = [table[:, np.minimum(np.asarray(order), channels)].reshape(len(constants), -1).ravel() for order in panels]
+    flat = [table[:, np.minimum(np.asarray(order), channels)].ravel() for order in panels]
     return np.concatenate(flat) if flat else np.zeros(0, np.float32)
