@@ -1,7 +1,7 @@
 """Choose among calibrators by the error that each makes: no rule is the best for every model.
 
     choose(tables, evaluate)        the calibrator whose table gives the least error on the network's outputs
-    refine(table, others, ...)      tensor by tensor, the worst first: take another calibrator's range where it helps
+    refine(table, others, evaluate) tensor by tensor, from the last: take another calibrator's range where it helps
 
 `evaluate` builds and runs the quantised model on calibration items and compares its outputs with the float model's
 (`compare`). The score is the SQNR of the outputs: with a few dozen items, top-1 agreement moves in steps of 1 or 2 %
@@ -15,11 +15,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from calibration.accuracy import cosine, mean_db, sqnr_db, top1_agreement
+from calibration.calibrators import Range
 from calibration.table import CalibrationTable
 from engines.ir import Array
 
 TIE_DB = 0.1        # SQNRs nearer than this are equal
 MIN_GAIN_DB = 0.01  # what a changed range must bring
+ALIKE = 0.01        # of its width: how far two ranges may differ and still be one
 MIN_CLASSES = 3     # an output of [items, classes] with at least so many is taken for a classifier's
 
 
@@ -102,25 +104,34 @@ class Refinement:
                 f"calibrators, found in {self.evaluations} evaluations")
 
 
-def refine(table: CalibrationTable, others: Mapping[str, CalibrationTable], worst_first: Iterable[str],
-           evaluate: Evaluate, evaluations: int = 32) -> Refinement:
+def refine(table: CalibrationTable, others: Mapping[str, CalibrationTable], evaluate: Evaluate,
+           evaluations: int = 32, order: Iterable[str] | None = None) -> Refinement:
     """Greedily give tensors the ranges of other calibrators wherever that raises the outputs' SQNR.
 
-    worst_first: the tensors in the order in which to try them, say by SqnrMeter. At most `evaluations` are spent,
-    the first on the table as it is. Greedy and measured on the calibration items: it can only get better on these,
-    and the gain elsewhere is smaller.
+    order: the tensors in the order in which to try them; None is from the table's last, nearest to the outputs, to its
+    first. At most `evaluations` are spent, the first on the table as it is.
+
+    MobileNetV2, percentiles 99.9 and 99.999 beside 99.99: 60 evaluations on 16 calibration photos give seven of its
+    last tensors other ranges; 18.9 -> 21.4 dB on these, 18.9 -> 20.6 dB and 89.8 -> 93.2 % top-1 agreement on unseen
+    ones.
     """
     best = before = evaluate(table)
     ranges, changes, spent = dict(table.ranges), {}, 1
-    for tensor in worst_first:
-        tried = {ranges[tensor]}
+    for tensor in reversed(list(table.ranges)) if order is None else order:
+        tried = [ranges[tensor]]
         for name, other in others.items():
-            if other.ranges[tensor] in tried or spent == evaluations:
+            range_ = other.ranges[tensor]
+            if spent == evaluations or any(_alike(range_, known) for known in tried):
                 continue
-            tried.add(other.ranges[tensor])
-            errors = evaluate(replace(table, ranges={**ranges, tensor: other.ranges[tensor]}))
+            tried.append(range_)
+            errors = evaluate(replace(table, ranges={**ranges, tensor: range_}))
             spent += 1
             if errors.sqnr_db > best.sqnr_db + MIN_GAIN_DB:
-                best, ranges[tensor], changes[tensor] = errors, other.ranges[tensor], name
+                best, ranges[tensor], changes[tensor] = errors, range_, name
     name = f"{table.calibrator}, refined" if changes else table.calibrator
     return Refinement(replace(table, calibrator=name, ranges=ranges), changes, before, best, spent)
+
+
+def _alike(a: Range, b: Range) -> bool:
+    """Whether two ranges are so near that trying both is a waste."""
+    return abs(a[0] - b[0]) + abs(a[1] - b[1]) <= ALIKE * max(a[1] - a[0], b[1] - b[0])

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -100,7 +102,7 @@ def test_items_of_a_batch_count_each():
 def test_refining_takes_the_better_range_where_it_helps_and_reports_it():
     network = TwoLayers(outlier=300.0)
     tables = network.tables()
-    refinement = refine(tables["minmax"], tables, ["x", "hidden"], network.evaluate)
+    refinement = refine(tables["minmax"], tables, network.evaluate)
     assert "x" in refinement.changes
     assert refinement.after.sqnr_db > refinement.before.sqnr_db + 3
     assert network.evaluate(refinement.table) == refinement.after
@@ -115,6 +117,21 @@ def test_refining_never_makes_the_measured_error_worse_and_keeps_to_its_budget()
         calls.append(table)
         return network.evaluate(table)
 
-    refinement = refine(tables["mse"], tables, ["x", "hidden"], evaluate, evaluations=3)
+    refinement = refine(tables["mse"], tables, evaluate, evaluations=3)
     assert len(calls) == refinement.evaluations == 3
     assert refinement.after.sqnr_db >= refinement.before.sqnr_db
+
+
+def test_refining_begins_at_the_outputs_and_skips_ranges_that_are_nearly_the_same():
+    base = CalibrationTable("base", "", 1, {"first": (0.0, 1.0), "last": (0.0, 1.0)})
+    near = replace(base, ranges={"first": (0.0, 0.8), "last": (0.0, 0.995)})
+    far = replace(base, ranges={"first": (0.0, 0.8), "last": (0.0, 0.5)})
+    tried = []
+
+    def evaluate(table):
+        tried.append((table.ranges["first"][1], table.ranges["last"][1]))
+        return Errors(20.0, 1.0, None)
+
+    refinement = refine(base, {"near": near, "far": far}, evaluate)
+    assert tried == [(1.0, 1.0), (1.0, 0.5), (0.8, 1.0)]
+    assert refinement.table == base and not refinement.changes
