@@ -17,6 +17,7 @@ import numpy as np
 from calibration.accuracy import cosine, mean_db, peak_snr_db, sqnr_db, top1_agreement
 from calibration.calibrators import Range
 from calibration.table import CalibrationTable
+from engines.errors import CalibrationError
 from engines.ir import Array
 
 TIE_DB = 0.1        # scores nearer than this are equal
@@ -64,7 +65,7 @@ class Choice:
 def compare(reference: Sequence[Mapping[str, Array]], outputs: Iterable[Mapping[str, Array]]) -> Errors:
     """The errors of `outputs` against `reference`: runs of the same feeds in the same order.
 
-    Items lie on the leading axis of an output. Only floating point outputs count; there must be one.
+    Items lie on the leading axis of an output. Only floating point outputs count; CalibrationError if there is none.
     """
     measures = (peak_snr_db, sqnr_db, cosine)
     measured: dict[str, list[list[float]]] = {}
@@ -76,6 +77,9 @@ def compare(reference: Sequence[Mapping[str, Array]], outputs: Iterable[Mapping[
             measured.setdefault(name, []).extend(rows)
             if a.ndim == 2 and a.shape[1] >= MIN_CLASSES:
                 agreements += [top1_agreement(row, other) for row, other in zip(a, b, strict=True)]
+    if not measured:
+        raise CalibrationError("calibrators cannot be compared: the model has no floating point output; choose one "
+                               "yourself (--calibrator)")
     peak, sqnr, angle = np.mean([
         [mean_db(peaks), mean_db(sqnrs), np.mean(cosines)]
         for peaks, sqnrs, cosines in (zip(*rows, strict=True) for rows in measured.values())], axis=0)

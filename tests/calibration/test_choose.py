@@ -6,6 +6,7 @@ import pytest
 from calibration.choose import Errors, choose, compare, refine
 from calibration.histogram import Histogram
 from calibration.table import CalibrationTable, make_table
+from engines.errors import CalibrationError
 
 CALIBRATORS = ("entropy", "percentile", "minmax", "mse")
 
@@ -90,6 +91,11 @@ def test_only_floating_outputs_are_compared_and_agreement_needs_a_classifier():
     assert errors.top1 == 0.0
     assert errors.sqnr_db == pytest.approx((100 + 10 * np.log10(14 / 2)) / 2)
     assert compare([{"map": reference[0]["map"]}], [{"map": reference[0]["map"]}]).top1 is None
+
+
+def test_a_model_that_gives_only_integers_cannot_be_judged():
+    with pytest.raises(CalibrationError, match="--calibrator"):
+        compare([{"index": np.int64([2])}], [{"index": np.int64([1])}])
 
 
 def test_a_clipped_peak_loses_to_noise_of_the_same_energy():
