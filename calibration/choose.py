@@ -4,8 +4,8 @@
     refine(table, others, evaluate) tensor by tensor, from the last: take another calibrator's range where it helps
 
 `evaluate` builds and runs the quantised model on calibration items and compares its outputs with the float model's
-(`compare`). The score is the outputs' signal to noise ratio in the 4-norm, which the peaks dominate; top-1 agreement
-moves in steps of 1 or 2 % with a few dozen items, and only breaks ties.
+(`compare`). The score is the worst output's signal to noise ratio in the 4-norm, which the peaks dominate; top-1
+agreement moves in steps of 1 or 2 % with a few dozen items, and only breaks ties.
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from calibration.accuracy import cosine, mean_db, peak_snr_db, sqnr_db, top1_agreement
+from calibration.accuracy import Powers, cosine, powers, top1_agreement, typical
 from calibration.calibrators import Range
 from calibration.table import CalibrationTable
 from engines.errors import CalibrationError
@@ -28,11 +28,11 @@ MIN_CLASSES = 3     # an output of [items, classes] with at least so many is tak
 
 @dataclass(frozen=True)
 class Errors:
-    """How far the quantised outputs are from the float ones: means over items, then over outputs.
+    """How far the worst of the quantised outputs is from its float counterpart, over all items.
 
     peak_db     signal to noise ratio in the 4-norm: what choices go by
     sqnr_db     signal to quantisation noise ratio
-    cosine      of the angle between them
+    cosine      of the angle between them, mean over items
     top1        share of items with the same largest element, 0..1; None if no output looks like a classifier's
     """
     peak_db: float
@@ -65,25 +65,26 @@ class Choice:
 def compare(reference: Sequence[Mapping[str, Array]], outputs: Iterable[Mapping[str, Array]]) -> Errors:
     """The errors of `outputs` against `reference`: runs of the same feeds in the same order.
 
-    Items lie on the leading axis of an output. Only floating point outputs count; CalibrationError if there is none.
+    Items lie on the leading axis of an output. Only floating point outputs count; CalibrationError if there is none,
+    or nothing but zeros in them.
     """
-    measures = (peak_snr_db, sqnr_db, cosine)
-    measured: dict[str, list[list[float]]] = {}
+    items: dict[str, list[Powers]] = {}
+    cosines: dict[str, list[float]] = {}
     agreements: list[float] = []
     for expected, found in zip(reference, outputs, strict=True):
         for name in (name for name, array in expected.items() if array.dtype.kind == "f"):
             a, b = (np.atleast_1d(run[name]) for run in (expected, found))
-            rows = [[measure(x, y) for measure in measures] for x, y in zip(a, b, strict=True)]
-            measured.setdefault(name, []).extend(rows)
+            items.setdefault(name, []).extend(map(powers, a, b))
+            cosines.setdefault(name, []).extend(map(cosine, a, b))
             if a.ndim == 2 and a.shape[1] >= MIN_CLASSES:
                 agreements += [top1_agreement(row, other) for row, other in zip(a, b, strict=True)]
+    measured = [found for found in map(typical, items.values()) if found]
     if not measured:
-        raise CalibrationError("calibrators cannot be compared: the model has no floating point output; choose one "
-                               "yourself (--calibrator)")
-    peak, sqnr, angle = np.mean([
-        [mean_db(peaks), mean_db(sqnrs), np.mean(cosines)]
-        for peaks, sqnrs, cosines in (zip(*rows, strict=True) for rows in measured.values())], axis=0)
-    return Errors(float(peak), float(sqnr), float(angle), float(np.mean(agreements)) if agreements else None)
+        raise CalibrationError("calibrators cannot be compared: the model has no floating point output, or only zeros "
+                               "in it; choose one yourself (--calibrator)")
+    return Errors(min(found.peak_snr_db for found in measured), min(found.sqnr_db for found in measured),
+                  min(float(np.mean(values)) for values in cosines.values()),
+                  float(np.mean(agreements)) if agreements else None)
 
 
 def choose(candidates: Mapping[str, CalibrationTable], evaluate: Evaluate) -> Choice:

@@ -57,7 +57,7 @@ def test_min_max_loses_where_one_value_is_far_out():
     network = TwoLayers(outlier=300.0)
     choice = choose(network.tables(), network.evaluate)
     assert choice.name != "minmax"
-    assert choice.errors[choice.name].peak_db > choice.errors["minmax"].peak_db + 3
+    assert choice.errors[choice.name].sqnr_db > choice.errors["minmax"].sqnr_db + 3
 
 
 def table(name):
@@ -89,8 +89,14 @@ def test_only_floating_outputs_are_compared_and_agreement_needs_a_classifier():
     found = [{**reference[0], "scores": np.float32([[1, 3, 2]]), "index": np.int64([1])}]
     errors = compare(reference, found)
     assert errors.top1 == 0.0
-    assert errors.sqnr_db == pytest.approx((100 + 10 * np.log10(14 / 2)) / 2)
+    assert errors.sqnr_db == pytest.approx(10 * np.log10(14 / 2))       # of "scores"; "map" is exact
     assert compare([{"map": reference[0]["map"]}], [{"map": reference[0]["map"]}]).top1 is None
+
+
+def test_the_worst_output_counts():
+    good, bad = np.full((1, 2), 1.01, np.float32), np.full((1, 2), 1.1, np.float32)
+    ones = np.ones((1, 2), np.float32)
+    assert compare([{"a": ones, "b": ones}], [{"a": good, "b": bad}]).peak_db == pytest.approx(20, abs=1e-3)
 
 
 def test_a_model_that_gives_only_integers_cannot_be_judged():
@@ -121,7 +127,7 @@ def test_refining_takes_the_better_range_where_it_helps_and_reports_it():
     tables = network.tables()
     refinement = refine(tables["minmax"], tables, network.evaluate)
     assert "x" in refinement.changes
-    assert refinement.after.peak_db > refinement.before.peak_db + 3
+    assert refinement.after.sqnr_db > refinement.before.sqnr_db + 3
     assert network.evaluate(refinement.table) == refinement.after
     assert refinement.table.calibrator == "minmax, refined"
 
