@@ -179,11 +179,12 @@ def _typed(key: str, value: Any) -> Any:
 
 
 IMAGENET = Preprocess(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+MINUS_ONE_TO_ONE = Preprocess(interpolation="bilinear", scale=1 / 127.5, mean=(1.0,))
 
 PRESETS: Mapping[str, Preprocess] = MappingProxyType({
     "imagenet": IMAGENET,                                                               # torchvision, timm, ONNX zoo
-    "inception": Preprocess(interpolation="bilinear", scale=1 / 127.5, mean=(1.0,)),   # TensorFlow's: -1 to 1
-    "imagenet-tf": Preprocess(interpolation="bilinear", scale=1 / 127.5, mean=(1.0,)),
+    "inception": MINUS_ONE_TO_ONE,
+    "imagenet-tf": MINUS_ONE_TO_ONE,                                                    # TensorFlow's, Keras' "tf" mode
     "caffe": Preprocess(interpolation="bilinear", color="BGR", scale=1.0, mean=(103.939, 116.779, 123.68)),
     "unit": Preprocess(resize="exact", crop=1.0, interpolation="bilinear"),             # 0 to 1
     "gray": Preprocess(resize="exact", crop=1.0, interpolation="bilinear", color="GRAY"),
