@@ -31,7 +31,7 @@ def peak_snr_db(reference: Array, value: Array) -> float:
 
 def cosine(reference: Array, value: Array) -> float:
     """Cosine of the angle between the arrays as flat vectors; 1 if both are zero."""
-    a, b = _doubles(reference).ravel(), _doubles(value).ravel()
+    a, b = _comparable(reference, value)
     norms = float(np.linalg.norm(a) * np.linalg.norm(b))
     return float(a @ b) / norms if norms else float(np.array_equal(a, b))
 
@@ -85,7 +85,9 @@ class Powers:
 
 
 def powers(reference: Array, value: Array) -> Powers:
-    r2, e2 = _doubles(reference) ** 2, (_doubles(reference) - _doubles(value)) ** 2
+    """The sums for one pair of arrays; elements that are infinite in the reference (masked scores) are left out."""
+    r, v = _comparable(reference, value)
+    r2, e2 = r ** 2, (r - v) ** 2
     return Powers(float(r2.sum()), float(e2.sum()), float((r2 ** 2).sum()), float((e2 ** 2).sum()))
 
 
@@ -105,8 +107,10 @@ def typical(items: Sequence[Powers]) -> Powers | None:
     return Powers(1.0, float(e2), 1.0, float(e4))
 
 
-def _doubles(array: Array) -> NDArray[np.float64]:
-    return np.asarray(array, np.float64)
+def _comparable(reference: Array, value: Array) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Both arrays' elements, flat, where the reference is finite."""
+    known = np.isfinite(reference)
+    return np.asarray(reference[known], np.float64), np.asarray(value[known], np.float64)
 
 
 def _decibel(signal: float, noise: float) -> float:

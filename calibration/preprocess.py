@@ -217,7 +217,8 @@ def _read(path: str | Path) -> Image.Image:
     try:
         with Image.open(path) as image:
             image.load()
-            return image.copy()
+            # A palette with transparency becomes RGB by way of RGBA only.
+            return image.convert("RGBA") if "transparency" in image.info else image.copy()
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise CalibrationError(f"{path} cannot be read as an image: {error}; "
                                "repair it or take it out of the folder") from error

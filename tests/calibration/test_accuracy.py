@@ -38,6 +38,12 @@ def test_cosine_does_not_see_scale():
     assert cosine(X * 0, X * 0) == 1
 
 
+def test_scores_that_are_masked_with_infinity_are_left_out():
+    masked = np.where(X > 1, -np.inf, X)
+    assert sqnr_db(masked, masked * 1.1) == pytest.approx(20, abs=1e-3)
+    assert cosine(masked, masked) == pytest.approx(1)
+
+
 def test_top1_counts_rows_with_the_same_largest_element():
     other = X.copy()
     other[0] = -other[0]
