@@ -256,8 +256,8 @@ class Net:
         if ceil_mode and self.opset >= 10:
             attrs["ceil_mode"] = 1
         shape = (x.channels, *windows(x.shape, kernel, stride, pads, ceil_mode=ceil_mode and self.opset >= 10))
-        return self.op(op, x, shape=shape, kernel_shape=[kernel] * 2, pads=four_pads(pads), strides=[stride] * 2,
-                       **attrs)
+        return self.ops(op, x, shapes=[shape], kernel_shape=[kernel] * 2, pads=four_pads(pads), strides=[stride] * 2,
+                        **attrs)[0]
 
     def global_avg_pool(self, x: Tensor) -> Tensor:
         return self.op("GlobalAveragePool", x, shape=(x.channels, 1, 1))
