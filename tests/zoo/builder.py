@@ -252,7 +252,8 @@ class Net:
                  count_include_pad: bool = True) -> Tensor:
         return self._pool("AveragePool", x, kernel, stride, pads, ceil_mode, count_include_pad=int(count_include_pad))
 
-    def _pool(self, op: str, x: Tensor, kernel: int, stride: int, pads: Pads, ceil_mode: bool, **attrs: int) -> Tensor:
+    def _pool(self, op: str, x: Tensor, kernel: int, stride: int, pads: Pads, ceil_mode: bool,
+              **attrs: Any) -> Tensor:
         if ceil_mode and self.opset >= 10:
             attrs["ceil_mode"] = 1
         shape = (x.channels, *windows(x.shape, kernel, stride, pads, ceil_mode=ceil_mode and self.opset >= 10))
