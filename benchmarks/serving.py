@@ -13,7 +13,6 @@ import argparse
 import json
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,16 +21,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import numpy as np
-import onnx
-
 from benchmarks.document import Cell, machine, markdown_table, write_section
+from benchmarks.models import build, run, source_of
 from clients import ClientError, InferenceClient
-from tests.zoo import ZOO, images
 
-CALIBRATION_ITEMS = 32
 READY_TIMEOUT_S = 120
 
 
@@ -44,34 +40,7 @@ class Point:
     p99_ms: float
     mean_batch: float
     engine: float               # items/s of run-engine at the rounded mean batch
-
-    @property
-    def ratio(self) -> float:
-        return self.served / self.engine
-
-
-def run(module: str, *arguments: object) -> None:
-    """A command of ours, by its module; its output goes to our stderr, its failure ends the benchmark."""
-    subprocess.run([sys.executable, "-m", module, *map(str, arguments)], check=True, stdout=sys.stderr)
-
-
-def build(model: str, precision: str, max_batch: int, folder: Path) -> Path:
-    """The plan of a model of the zoo (by name) or of an ONNX file, as a repository's only version; its path."""
-    source = Path(model)
-    if model in ZOO:
-        source = folder / f"{model}.onnx"
-        onnx.save(ZOO[model](), source)
-    plan = folder / "repository" / source.stem / "1" / "model.plan"
-    plan.parent.mkdir(parents=True)
-    options: list[object] = [f"--{precision}", "--max-batch", max_batch]
-    if precision == "int8":
-        value, = onnx.load(source, load_external_data=False).graph.input[:1]
-        _, channels, size, _ = (extent.dim_value for extent in value.type.tensor_type.shape.dim)
-        feeds: dict[str, Any] = {value.name: images(CALIBRATION_ITEMS, channels, size)}
-        np.savez(folder / "calibration.npz", **feeds)
-        options += ["--calib", folder / "calibration.npz"]
-    run("infer_server.cli.build_engine", source, "-o", plan, *options)
-    return plan
+    ratios: list[float]         # served / engine of each repetition, ascending
 
 
 def free_port() -> int:
@@ -135,20 +104,21 @@ def measure(plan: Path, options: argparse.Namespace, folder: Path) -> list[Point
             batch = max(1, round(levels[-1]["server"]["mean_batch"]))
             engines.append(alone(plan, batch, options.threads, options.duration))
         points.append(Point(
-            concurrency, *(statistics.median(values) for values in (
-                [level["throughput"] for level in levels], [level["latency_ms"]["p50"] for level in levels],
-                [level["latency_ms"]["p99"] for level in levels], [level["server"]["mean_batch"] for level in levels],
-                engines))))
+            concurrency, served=median(level["throughput"] for level in levels),
+            p50_ms=median(level["latency_ms"]["p50"] for level in levels),
+            p99_ms=median(level["latency_ms"]["p99"] for level in levels),
+            mean_batch=median(level["server"]["mean_batch"] for level in levels), engine=median(engines),
+            ratios=sorted(level["throughput"] / engine for level, engine in zip(levels, engines, strict=True))))
     return points
 
 
 def section(points: list[Point], options: argparse.Namespace) -> str:
     """The result as a section of docs/benchmarks.md."""
     header = ["concurrency", "served, infer/s", "p50, ms", "p99, ms", "mean batch", "run-engine, infer/s", "ratio"]
-    rows: list[list[Cell]] = [[p.concurrency, p.served, p.p50_ms, p.p99_ms, p.mean_batch, p.engine, f"{p.ratio:.0%}"]
-                              for p in points]
+    rows: list[list[Cell]] = [[p.concurrency, p.served, p.p50_ms, p.p99_ms, p.mean_batch, p.engine,
+                               f"{median(p.ratios):.0%} ({p.ratios[0]:.0%} to {p.ratios[-1]:.0%})"] for p in points]
     command = "python -m benchmarks.serving " + " ".join(options.arguments)
-    return (f"## Serving: {options.model}, {options.precision}, {options.threads} threads\n\n"
+    return (f"## Serving: {Path(options.model).stem}, {options.precision}, {options.threads} threads\n\n"
             f"`{command.strip()}` on {machine()}; median of {options.repeats}. Clients send single items; run-engine\n"
             f"runs the rounded mean batch. The load test runs on the same machine.\n\n{markdown_table(header, rows)}")
 
@@ -174,11 +144,13 @@ def main(arguments: list[str]) -> None:
     options = parse(arguments)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        text = section(measure(build(options.model, options.precision, options.max_batch, folder), options, folder),
-                       options)
+        source = source_of(options.model, folder)
+        plan = folder / "repository" / source.stem / "1" / "model.plan"
+        build(source, plan, options.precision, options.max_batch)
+        text = section(measure(plan, options, folder), options)
     print(text)
     if options.write:
-        write_section(f"serving {options.model} {options.precision}", text)
+        write_section(f"serving {Path(options.model).stem} {options.precision}", text)
 
 
 if __name__ == "__main__":
