@@ -1,10 +1,11 @@
-"""One inference against OpenVINO and ONNX Runtime, one thread each, in user-mode cycles.
+"""One inference against OpenVINO and ONNX Runtime, one thread each, by the work that it takes.
 
     python -m benchmarks.peers                                        # ResNet-50, INT8, batch 1
     python -m benchmarks.peers --model mobilenet_v2 --precision fp32 --batch 8 --write
 
 For INT8 the peers run the Q/DQ model that build-engine exports: the same weights, the same ranges. The runtimes take
-turns in one process, and each is judged by its best turn (benchmarks/cycles.py says why). Needs the extra "bench".
+turns in one process, and each is judged by its best one, in user-mode cycles (benchmarks/cycles.py). It needs the
+extra "bench".
 """
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.cycles import CycleCounter, interleaved
+from benchmarks.cycles import Counter, interleaved
 from benchmarks.document import Cell, machine, markdown_table, write_section
 from benchmarks.models import build, source_of
 from engines import load_engine
@@ -72,7 +73,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> None:
     options = parse(arguments)
-    counter = CycleCounter()            # before any runtime makes threads
+    counter = Counter()            # before any runtime makes threads
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         source, plan = source_of(options.model, folder), folder / "model.plan"
@@ -85,14 +86,14 @@ def main(arguments: list[str]) -> None:
         calls = {OURS: ours(plan, x), "OpenVINO": openvino(model, x, options.precision),
                  "ONNX Runtime": onnx_runtime(model, x)}
         rounds = [interleaved(counter, calls, options.seconds / options.repeats) for _ in range(options.repeats)]
-    text = section(rounds, options)
+    text = section(rounds, counter.unit, options)
     print(text)
     if options.write:
         write_section(f"peers {Path(options.model).stem} {options.precision} batch {options.batch}", text)
 
 
-def section(rounds: list[dict[str, int]], options: argparse.Namespace) -> str:
-    """The result as a section of docs/benchmarks.md; cycles in millions, best of all rounds, and each round's ratio."""
+def section(rounds: list[dict[str, int]], unit: str, options: argparse.Namespace) -> str:
+    """The result as a section of docs/benchmarks.md: the best of all rounds, and the spread of the rounds' ratios."""
     rows: list[list[Cell]] = []
     for name in rounds[0]:
         ratios = sorted(counts[name] / counts[OURS] for counts in rounds)
@@ -100,7 +101,7 @@ def section(rounds: list[dict[str, int]], options: argparse.Namespace) -> str:
     command = " ".join(["python -m benchmarks.peers", *options.arguments])
     return (f"## One inference: {Path(options.model).stem}, {options.precision}, batch {options.batch}, one thread\n\n"
             f"`{command}` on {machine()}; {options.repeats} rounds.\n\n"
-            + markdown_table(["runtime", "million cycles", f"times {OURS}"], rows))
+            + markdown_table(["runtime", f"million {unit}", f"times {OURS}"], rows))
 
 
 if __name__ == "__main__":
