@@ -3,13 +3,16 @@ from __future__ import annotations
 
 import csv
 import json
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from clients.load.cli import CANNOT_RUN, FAILED, FINE, main
+from clients.load.cli import CANNOT_RUN, FAILED, FINE, INTERRUPTED, main
 from clients.load.report import CSV_COLUMNS
 from tests.clients.server import Doubler, serving
 
@@ -160,3 +163,19 @@ def test_a_plot_without_matplotlib_is_refused_before_the_test(monkeypatch, capsy
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["-m", "doubler", "-u", "127.0.0.1:1", "--plot", "x.png"]) == CANNOT_RUN
     assert "infer-server[plot]" in capsys.readouterr().err
+
+
+def test_an_interrupted_test_ends_at_once_and_reports_nothing(tmp_path: Path) -> None:
+    model = Doubler()
+    with serving(model) as url:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "clients.load.cli", "-m", "doubler", "-u", url, "--rate", "50", "--duration", "60",
+             "--json", str(tmp_path / "r.json")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while len(model.received) < 10:     # until the load runs
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=20)
+    assert process.returncode == INTERRUPTED
+    assert (output, errors) == ("", "load-test: interrupted; nothing is reported\n")
+    assert not (tmp_path / "r.json").exists()
