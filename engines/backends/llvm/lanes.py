@@ -47,16 +47,19 @@ class Lanes:
 
     def widen(self, dtype: str, row: Value) -> list[Value]:
         """A pixel as stored, all its channels in one vector -> `vectors` registers of float32."""
-        f, result = row.f, []
-        for picks in self.order():
-            picks = [min(pick, self.channels) for pick in picks]
-            if dtype == "uint8":
-                # Each byte and three zeros make a lane: one byte shuffle instead of a shuffle and a widening.
-                mask = [i for pick in picks for i in (pick, self.channels, self.channels, self.channels)]
-                lanes = f.shuffle(row, row.like(0), mask, "lanes")
-                result.append(self.isa.to_float(f.cast("bitcast", lanes, self.isa.ints, "channels")))
-            else:
-                result.append(self._to_float(dtype, f.shuffle(row, row.like(0), picks, "lanes")))
+        if dtype == "uint8":
+            return [self.isa.to_float(ints) for ints in self.integers(row)]
+        picks = [[min(pick, self.channels) for pick in order] for order in self.order()]
+        return [to_float(self.isa, dtype, row.f.shuffle(row, row.like(0), mask, "lanes")) for mask in picks]
+
+    def integers(self, row: Value) -> list[Value]:
+        """A pixel of u8, all its channels in one vector -> `vectors` registers of int32; absent channels are 0."""
+        result, absent = [], self.channels
+        for order in self.order():
+            # Each byte and three zeros make a lane: one byte shuffle instead of a shuffle and a widening.
+            mask = [i for pick in order for i in (min(pick, absent), absent, absent, absent)]
+            lanes = row.f.shuffle(row, row.like(0), mask, "lanes")
+            result.append(row.f.cast("bitcast", lanes, self.isa.ints, "channels"))
         return result
 
     def _load_natural(self, dtype: str, address: Value, count: int) -> Value:
@@ -66,10 +69,7 @@ class Lanes:
         part = f.load(vector(min(count, lanes), ELEMENTS[dtype]), address, hint="part")
         if count < lanes:
             part = f.shuffle(part, part.like(0), [min(i, count) for i in range(lanes)], "part")
-        return self._to_float(dtype, part)
-
-    def _to_float(self, dtype: str, stored: Value) -> Value:
-        return to_float(self.isa, dtype, stored)
+        return to_float(self.isa, dtype, part)
 
     # ---- float32 -> memory
     def store(self, dtype: str, pixels: Sequence[Sequence[Value]], addresses: Sequence[Value]) -> None:
