@@ -84,8 +84,11 @@ class Lanes:
             return
         for values, address in zip(pixels, addresses, strict=True):
             for v, value in enumerate(values):
-                self._store_natural(dtype, value, address + v * self.isa.lanes * SIZES[dtype],
-                                    self.channels - v * self.isa.lanes)
+                if self.packed:
+                    self._store_quads(dtype, value, address, v)
+                else:
+                    self._store_natural(dtype, value, address + v * self.isa.lanes * SIZES[dtype],
+                                        self.channels - v * self.isa.lanes)
 
     def _store_packed(self, values: Sequence[Value], addresses: Sequence[Value]) -> None:
         f, vectors = values[0].f, self.vectors
@@ -99,13 +102,21 @@ class Lanes:
                 mask.append(part * 16 + (slot * vectors + v) * 4 + element)
             f.store(f.shuffle(packed, None, mask, "pixel"), address)
 
+    def _store_quads(self, dtype: str, value: Value, address: Value, v: int) -> None:
+        """Packed order keeps four neighbours together."""
+        stored = from_float(self.isa, dtype, value)
+        for lane in range(0, self.isa.lanes, 4):
+            channel = self.channel(v, lane)
+            count = min(4, self.channels - channel)
+            if count > 0:
+                part = value.f.shuffle(stored, None, range(lane, lane + count), "part")
+                value.f.store(part, address + channel * SIZES[dtype])
+
     def _store_natural(self, dtype: str, value: Value, address: Value, count: int) -> None:
         if count <= 0:
             return
         f, lanes = address.f, self.isa.lanes
         stored = from_float(self.isa, dtype, value)
-        if self.packed:
-            raise AssertionError("packed lanes hold u8 only")
         if count < lanes:
             stored = f.shuffle(stored, None, range(count), "part")
         f.store(stored, address)
