@@ -114,7 +114,11 @@ class ProgramBuilder:
         self._instructions.append(Instruction(op, refs))
         return Ref("value", len(self._instructions) - 1 + self._accumulator)
 
-    def program(self) -> Program:
+    def program(self, result: Ref | None = None) -> Program:
+        """The program as written; `result` is what it gives, if that is not what was written last."""
+        written = Program(tuple(self._instructions), self._operands, len(self.constants), self._accumulator)
+        if result is not None and result != written.result:
+            self.add("mul", result, self.constant(1.0))
         return Program(tuple(self._instructions), self._operands, len(self.constants), self._accumulator)
 
 

@@ -45,7 +45,7 @@ class View:
     @property
     def dense(self) -> bool:
         """The axes follow each other without a gap, and so do the items: the tensor is one long run of elements."""
-        return self.item == self.size * int(np.prod(self.shape)) and self == dense_view(self.dtype, self.shape)
+        return self == dense_view(self.dtype, self.shape)
 
 
 def dense_view(dtype: str, shape: Sequence[int]) -> View:
@@ -95,6 +95,14 @@ class KernelSpec(ABC):
     @abstractmethod
     def tactics(self, isa: Isa) -> Sequence[Any]:
         """Candidates, the likely best first: without timing, the first is taken."""
+
+    def refinements(self, isa: Isa, best: Any) -> Sequence[Any]:
+        """Variants of the fastest of `tactics`, to be timed in a second round."""
+        return ()
+
+    def packing(self, tactic: Any) -> Any:
+        """What of a tactic decides how constants are packed: tactics equal in it share packed constants."""
+        return tactic
 
     @abstractmethod
     def grid(self, isa: Isa, tactic: Any) -> Grid:

@@ -1,0 +1,85 @@
+"""Graph -> kernel calls: each node by the rule of its anchor; what no rule takes runs on the reference, with the reason."""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from engines.backends.llvm import rules  # noqa: F401  (fills RULES)
+from engines.backends.llvm.calls import RULES, Call, Context, Refused
+from engines.backends.llvm.isa import Isa
+from engines.backends.llvm.kernels.layout import Permute
+from engines.backends.llvm.places import Place, Places
+from engines.backends.llvm.spec import dense_view
+from engines.ir import Graph, Node
+
+VIEWS = ("Split", "Slice", "Reshape")
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A graph as kernel calls, in order of execution."""
+    graph: Graph
+    places: Places
+    calls: tuple[Call, ...]
+
+
+def lower(graph: Graph, isa: Isa) -> Lowered:
+    """The graph that passes.pipeline made, with stored types decided, as calls of kernels for this machine."""
+    places = Places(graph)
+    ctx = Context(graph, places, isa)
+    return Lowered(graph, places, tuple(call for node in graph.nodes for call in _calls(ctx, node)))
+
+
+def _calls(ctx: Context, node: Node) -> Sequence[Call]:
+    try:
+        if node.op == "Concat":
+            return tuple(_gather_parts(ctx, node))
+        if node.op in VIEWS and all(ctx.places.is_view(output, node.inputs[0]) for output in node.outputs):
+            return ()
+        if node.op == "Reshape":
+            return (_reshaped_copy(ctx, node),)
+        rule = RULES.get(node.anchor.op)
+        if rule is None:
+            raise Refused(f"no kernel for {node.anchor.op}")
+        return tuple(rule(ctx, node))
+    except Refused as reason:
+        return (_fallback(ctx, node, str(reason)),)
+
+
+def _fallback(ctx: Context, node: Node, reason: str) -> Call:
+    inputs = tuple(ctx.places[name] for name in node.inputs if name and name not in ctx.graph.constants)
+    return Call(node, None, inputs, tuple(ctx.places[name] for name in node.outputs), reason=reason)
+
+
+def copy_call(node: Node, source: Place, target: Place) -> Call:
+    """Moves a tensor from place to place, bit for bit. Both hold the same shape and stored dtype."""
+    spec = Permute(source.view, target.view)
+    return Call(node, spec, (source,), (target,), {"program": []})
+
+
+def _gather_parts(ctx: Context, node: Node) -> Iterator[Call]:
+    """Concat: the inputs that do not already lie in their part of the output are copied there."""
+    output = ctx.places[node.outputs[0]]
+    axis = node.attrs["axis"] % len(ctx.type(node.outputs[0]).shape) - 1
+    if axis < 0:
+        raise Refused("Concat along the batch axis")
+    quant, start = ctx.type(node.outputs[0]).quant, 0
+    for name in node.inputs:
+        if name in ctx.graph.constants:
+            raise Refused(f"'{name}' is a constant")
+        if ctx.type(name).quant != quant:
+            raise Refused(f"'{name}' is quantised otherwise than the result")
+        extent = int(ctx.type(name).shape[axis + 1])
+        if not ctx.places.is_view(name, node.outputs[0]):
+            yield copy_call(node, ctx.places[name], output.part(axis, start, start + extent))
+        start += extent
+
+
+def _reshaped_copy(ctx: Context, node: Node) -> Call:
+    """Reshape of a tensor with gaps: its elements, one after the other, into the output's dense memory."""
+    source, output = ctx.places[node.inputs[0]], ctx.places[node.outputs[0]]
+    if output.view != dense_view(output.view.dtype, output.view.shape) or source.items != output.items:
+        raise Refused("the reshaped tensor does not lie in one piece")
+    if source.view.dtype != output.view.dtype:
+        raise Refused("Reshape between tensors stored differently")
+    return copy_call(node, source, replace(output, view=dense_view(output.view.dtype, source.view.shape)))

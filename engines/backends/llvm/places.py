@@ -1,0 +1,284 @@
+"""Where tensors lie: buffers with halos, and views instead of copies.
+
+A buffer holds one tensor, or several that share it:
+  Split, Slice     each output is a part of its input
+  Concat           each input is a part of the output, if it is free to be: its producer then writes into its slice
+  Reshape          the output is the input seen otherwise, where its elements follow each other without a gap
+
+A convolution reads its padding from memory: the tensors that it pads have a halo of their zero point around each image.
+Tensors that share a buffer share its halo.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from engines.backends.llvm.spec import View, dense_view
+from engines.ir import BATCH, Dim, Graph, Node, TensorType
+
+SLACK = 128         # bytes past every buffer that a kernel may read (never use): the end of its last vector
+
+
+@dataclass(frozen=True)
+class Halo:
+    """Rows and columns of padding around each image of a buffer."""
+    top: int = 0
+    left: int = 0
+    bottom: int = 0
+    right: int = 0
+
+    def __or__(self, other: Halo) -> Halo:
+        return Halo(*(max(a, b) for a, b in zip(self._sides(), other._sides(), strict=True)))
+
+    def __bool__(self) -> bool:
+        return any(self._sides())
+
+    def _sides(self) -> tuple[int, int, int, int]:
+        return self.top, self.left, self.bottom, self.right
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A buffer: `whole` is the view of all of it, halo included, one item; `pad` fills the halo."""
+    name: str                   # of the tensor that it was made for
+    whole: View
+    items: Dim                  # BATCH, or how many
+    halo: Halo = Halo()
+    pad: float = 0.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor in a buffer: `offset` is of element 0 of item 0."""
+    buffer: int
+    offset: int
+    view: View
+    items: Dim
+
+    def part(self, axis: int, start: int, stop: int, step: int = 1) -> Place:
+        """Indices start, start + step, ... below stop of an axis of the item."""
+        shape, strides = list(self.view.shape), list(self.view.strides)
+        shape[axis] = -(-(stop - start) // step)
+        offset = self.offset + start * strides[axis]
+        strides[axis] *= step
+        return replace(self, offset=offset, view=replace(self.view, shape=tuple(shape), strides=tuple(strides)))
+
+    def moved(self, *steps: int) -> Place:
+        """The same view, its origin moved by so many indices along each axis."""
+        offset = sum(n * stride for n, stride in zip(steps, self.view.strides, strict=True))
+        return replace(self, offset=self.offset + offset)
+
+
+def items_of(tensor: TensorType) -> Dim:
+    """The leading extent: BATCH, a number, or 1 for a scalar."""
+    return tensor.shape[0] if tensor.shape else 1
+
+
+def item_shape(tensor: TensorType) -> tuple[int, ...]:
+    """The shape without its leading axis. Only the leading axis may be symbolic."""
+    assert all(isinstance(extent, int) for extent in tensor.shape[1:]), f"symbolic extent in {tensor}"
+    return tuple(int(extent) for extent in tensor.shape[1:])
+
+
+def stored_dtype(tensor: TensorType) -> str:
+    """numpy's name of the dtype in memory; bool and small integers as they are, bfloat16 by its own name."""
+    return tensor.quant.dtype if tensor.quant else str(np.dtype(tensor.dtype).name)
+
+
+def pads_of(node: Node) -> tuple[int, int, int, int]:
+    """(top, left, bottom, right) of a 2-D convolution or pool, zeros where it says nothing."""
+    pads = node.attrs.get("pads") or (0, 0, 0, 0)
+    return tuple(int(p) for p in pads)  # type: ignore[return-value]
+
+
+def halo_wanted(graph: Graph, node: Node) -> Mapping[str, Halo]:
+    """Input -> the halo that a convolution reads around it."""
+    conv = node.anchor
+    if conv.op != "Conv" or not conv.attrs.get("channels_last"):
+        return {}
+    return {conv.inputs[0]: Halo(*pads_of(conv))}
+
+
+class Places:
+    """Tensor -> Place for a whole graph. `buffers` in the order of their making."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.buffers: list[Storage] = []
+        self._places: dict[str, Place] = {}
+        self._wanted = self._halos_wanted()
+        self._parent: dict[str, _Inside] = {}
+        for node in graph.nodes:
+            self._see_views(node)
+        for node in reversed(graph.nodes):
+            self._see_concat(node)
+        self._drop_reshapes_of_gappy_tensors()
+        self._group_halos = self._halos_of_groups()
+        for name in self._tensors():
+            self.place(name)
+
+    def __getitem__(self, name: str) -> Place:
+        return self._places[name]
+
+    def is_view(self, child: str, parent: str) -> bool:
+        """Child lies inside parent's buffer: nothing has to be copied between them."""
+        inside = self._parent.get(child)
+        return inside is not None and inside.parent == parent
+
+    # ---- which tensors are parts of which
+    def _tensors(self) -> Iterator[str]:
+        yield from self.graph.inputs
+        for node in self.graph.nodes:
+            yield from node.outputs
+
+    def _halos_wanted(self) -> dict[str, Halo]:
+        wanted: dict[str, Halo] = {}
+        for node in self.graph.nodes:
+            for name, halo in halo_wanted(self.graph, node).items():
+                wanted[name] = wanted.get(name, Halo()) | halo
+        return wanted
+
+    def _alike(self, a: str, b: str) -> bool:
+        """Stored alike: one may be a part of the other."""
+        types = self.graph.types
+        return (types[a].quant == types[b].quant and stored_dtype(types[a]) == stored_dtype(types[b])
+                and items_of(types[a]) == items_of(types[b]))
+
+    def _see_views(self, node: Node) -> None:
+        if node.op not in ("Split", "Slice", "Reshape") or node.inputs[0] in self.graph.constants:
+            return
+        source, types = node.inputs[0], self.graph.types
+        if not all(self._alike(source, output) for output in node.outputs):
+            return
+        if node.op == "Reshape":
+            self._parent[node.outputs[0]] = _Inside(source, reshape=item_shape(types[node.outputs[0]]))
+            return
+        cuts = _cuts(node, types[source], [types[o] for o in node.outputs])
+        for output, cut in zip(node.outputs, cuts, strict=True):
+            rank = len(types[source].shape) - 1
+            moves_rows = any(axis < rank - 1 for axis, *_ in cut or ())
+            strided = any(axis == rank - 1 and step != 1 for axis, _, _, step in cut or ())
+            if cut is not None and not strided and not (moves_rows and self._wanted.get(output)):
+                self._parent[output] = _Inside(source, cuts=tuple(cut))
+
+    def _see_concat(self, node: Node) -> None:
+        if node.op != "Concat":
+            return
+        output, types = node.outputs[0], self.graph.types
+        rank = len(types[output].shape)
+        axis = node.attrs["axis"] % rank - 1
+        start = 0
+        for name in node.inputs:
+            extent = int(types[name].shape[axis + 1]) if axis >= 0 else 0
+            free = (axis >= 0 and name in self.graph.producer and name not in self._parent
+                    and self._alike(name, output) and (axis == rank - 2 or not self._wanted.get(name))
+                    and node.inputs.count(name) == 1)
+            if free:
+                self._parent[name] = _Inside(output, cuts=((axis, start, start + extent, 1),))
+            start += extent
+
+    def _drop_reshapes_of_gappy_tensors(self) -> None:
+        for name, inside in list(self._parent.items()):
+            if inside.reshape is not None and (
+                    inside.parent in self._parent or self._group_halo(inside.parent) or self._wanted.get(name)):
+                del self._parent[name]
+
+    def _root(self, name: str) -> str:
+        while name in self._parent:
+            name = self._parent[name].parent
+        return name
+
+    def _group_halo(self, name: str) -> Halo:
+        root, halo = self._root(name), Halo()
+        for other, wanted in self._wanted.items():
+            if self._root(other) == root:
+                halo |= wanted
+        return halo
+
+    def _halos_of_groups(self) -> dict[str, Halo]:
+        halos: dict[str, Halo] = {}
+        for name, wanted in self._wanted.items():
+            root = self._root(name)
+            halos[root] = halos.get(root, Halo()) | wanted
+        return halos
+
+    # ---- places
+    def place(self, name: str) -> Place:
+        if name not in self._places:
+            inside = self._parent.get(name)
+            self._places[name] = inside.derive(self.place(inside.parent)) if inside else self._new_buffer(name)
+        return self._places[name]
+
+    def _new_buffer(self, name: str) -> Place:
+        tensor, halo = self.graph.types[name], self._group_halos.get(name, Halo())
+        dtype, shape = stored_dtype(tensor), item_shape(tensor)
+        if halo:
+            height, width, channels = shape
+            outer = (halo.top + height + halo.bottom, halo.left + width + halo.right, channels)
+        else:
+            outer = shape
+        whole = dense_view(dtype, outer)
+        pad = float(tensor.quant.zero_point[0]) if tensor.quant else 0.0
+        self.buffers.append(Storage(name, whole, items_of(tensor), halo, pad))
+        place = Place(len(self.buffers) - 1, 0, whole, items_of(tensor))
+        if halo:
+            place = place.moved(halo.top, halo.left, 0)
+        return replace(place, view=replace(whole, shape=shape))
+
+
+@dataclass(frozen=True)
+class _Inside:
+    """How a tensor lies in another: cut along axes of the item, or seen in another shape."""
+    parent: str
+    cuts: tuple[tuple[int, int, int, int], ...] = ()        # (axis, start, stop, step)
+    reshape: tuple[int, ...] | None = None
+
+    def derive(self, place: Place) -> Place:
+        if self.reshape is not None:
+            return replace(place, view=dense_view(place.view.dtype, self.reshape))
+        for cut in self.cuts:
+            place = place.part(*cut)
+        return place
+
+
+def _cuts(node: Node, source: TensorType, outputs: list[TensorType]) -> list[list[tuple[int, int, int, int]] | None]:
+    """For each output of a Split or Slice its cuts in the item, or None where it is no view."""
+    rank = len(source.shape)
+    if node.op == "Split":
+        axis = node.attrs.get("axis", 0) % rank
+        if axis == 0:
+            return [None] * len(outputs)
+        result: list[list[tuple[int, int, int, int]] | None] = []
+        start = 0
+        for output in outputs:
+            extent = int(output.shape[axis])
+            result.append([(axis - 1, start, start + extent, 1)])
+            start += extent
+        return result
+    axes, starts, steps = (list(node.attrs[key]) for key in ("axes", "starts", "steps"))
+    cut: list[tuple[int, int, int, int]] = []
+    for axis, start, step in zip(axes, starts, steps, strict=True):
+        axis %= rank
+        if axis == 0 or step < 1:
+            return [None]
+        extent = int(source.shape[axis])
+        start = min(max(start + extent if start < 0 else start, 0), extent)
+        count = int(outputs[0].shape[axis])
+        cut.append((axis - 1, start, start + (count - 1) * step + 1, step))
+    return [cut]
+
+
+def strided(memory: Any, place: Place, items: int) -> Any:
+    """The tensor as a numpy array [items, *shape] over its buffer's bytes (a view)."""
+    dtype = np.dtype("uint16" if place.view.dtype == "bfloat16" else place.view.dtype)
+    return np.ndarray((items, *place.view.shape), dtype, memory, place.offset, (place.view.item, *place.view.strides))
+
+
+def buffer_bytes(storage: Storage, max_batch: int) -> int:
+    items = max_batch if storage.items == BATCH else int(storage.items)
+    return items * storage.whole.item + SLACK
+
+

@@ -1,0 +1,100 @@
+"""Conv, Gemm and MatMul by constant weights -> Contraction."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from engines.backends.llvm.calls import Call, Context, Refused, Written, broadcast, image, lowers, write_body
+from engines.backends.llvm.kernels.contraction import Contraction
+from engines.backends.llvm.places import Place, pads_of
+from engines.backends.llvm.spec import Array, View
+from engines.ir import Node
+
+
+@lowers("Conv")
+def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
+    conv = node.anchor
+    if not conv.attrs.get("channels_last"):
+        raise Refused("only a 2-D convolution in NHWC is compiled")
+    weights = ctx.constant(conv.inputs[1])
+    x, stride, dilation = padded_input(ctx, conv, weights.shape[2:])
+    groups, taps = int(conv.attrs.get("group", 1)), (int(weights.shape[2]), int(weights.shape[3]))
+    weights, groups = _merge_small_groups(weights, groups, ctx.isa.lanes)
+    written = write_body(ctx, node, accumulator_of(ctx, conv, weights.sum(axis=(1, 2, 3), dtype=np.float64)))
+    y = ctx.places[node.outputs[0]]
+    spec = Contraction(x.view, y.view, operand_views(ctx, node, written), written.program, node.precision,
+                       taps, stride, dilation, groups)
+    return [contraction_call(ctx, node, spec, x, written, weights)]
+
+
+@lowers("Gemm", "MatMul")
+def lower_matmul(ctx: Context, node: Node) -> Sequence[Call]:
+    product = node.anchor
+    weights = ctx.constant(product.inputs[1])
+    if weights.ndim != 2 or product.attrs.get("transA"):
+        raise Refused("only a product with constant weights [N, K] is compiled")
+    if product.op == "MatMul" or not product.attrs.get("transB"):
+        weights = weights.T
+    x = ctx.places[product.inputs[0]]
+    written = write_body(ctx, node, accumulator_of(ctx, product, weights.sum(axis=1, dtype=np.float64)))
+    spec = Contraction(image(x.view), image(ctx.places[node.outputs[0]].view), operand_views(ctx, node, written),
+                       written.program, node.precision)
+    return [contraction_call(ctx, node, spec, replace(x, view=spec.x), written, weights[:, :, None, None])]
+
+
+def padded_input(ctx: Context, conv: Node, taps: Sequence[int]) -> tuple[Place, tuple[int, int], tuple[int, int]]:
+    """The input seen from tap (0, 0) of output pixel (0, 0), its halo included; stride; dilation."""
+    top, left, _, _ = pads_of(conv)
+    stride_h, stride_w = (int(s) for s in conv.attrs.get("strides") or (1, 1))
+    dilation_h, dilation_w = (int(d) for d in conv.attrs.get("dilations") or (1, 1))
+    rows, cols = (int(extent) for extent in ctx.type(conv.outputs[0]).shape[1:3])
+    reach = ((rows - 1) * stride_h + (taps[0] - 1) * dilation_h + 1, (cols - 1) * stride_w + (taps[1] - 1) * dilation_w + 1)
+    place = ctx.places[conv.inputs[0]].moved(-top, -left, 0)
+    view = replace(place.view, shape=(*reach, place.view.shape[2]))
+    return replace(place, view=view), (stride_h, stride_w), (dilation_h, dilation_w)
+
+
+def accumulator_of(ctx: Context, anchor: Node, weight_sums: Array) -> tuple[Any, Any]:
+    """(scale, offset) that make real numbers of the sum: scales of x and w, x's zero point, the bias.
+
+    real = sx * sw[o] * (sum of xq * wq - zx * sum of wq) + bias[o]
+    """
+    bias = ctx.constant(anchor.inputs[2]).reshape(-1) if len(anchor.inputs) > 2 and anchor.inputs[2] else np.float64(0)
+    x, w = ctx.type(anchor.inputs[0]).quant, ctx.type(anchor.inputs[1]).quant
+    if x is None or w is None:
+        if x is not None or w is not None:
+            raise Refused("only one of its operands is quantised")
+        return 1.0, bias.astype(np.float64)
+    scale = x.scale[0] * np.asarray(w.scale, np.float64)
+    return scale, bias.astype(np.float64) - scale * x.zero_point[0] * weight_sums
+
+
+def operand_views(ctx: Context, node: Node, written: Written) -> tuple[View, ...]:
+    return tuple(image(broadcast(ctx, name, node.outputs[0])) for name in written.operands)
+
+
+def contraction_call(ctx: Context, node: Node, spec: Any, x: Place, written: Written, weights: Array) -> Call:
+    places = ctx.places
+    return Call(node, spec, (x, *(places[name] for name in written.operands)), (places[node.outputs[0]],),
+                {"weights": weights, "program": written.constants})
+
+
+def _merge_small_groups(weights: Array, groups: int, lanes: int) -> tuple[Array, int]:
+    """Groups of fewer couts than a vector, several as one: its weights are block diagonal.
+
+    [groups * cout, cin, p, q] -> [merged * (k * cout), k * cin, p, q], k groups in one. The zeros cost multiplications
+    that the empty lanes would have wasted anyway.
+    """
+    cout, cin = weights.shape[0] // groups, weights.shape[1]
+    k = next((k for k in range(1, groups + 1) if groups % k == 0 and k * cout >= lanes), groups)
+    if groups == 1 or k == 1:
+        return weights, groups
+    merged = np.zeros((groups // k, k, cout, k, cin, *weights.shape[2:]), weights.dtype)
+    blocks = weights.reshape(groups // k, k, cout, cin, *weights.shape[2:])
+    for i in range(k):
+        merged[:, i, :, i] = blocks[:, i]
+    return merged.reshape(groups * cout, k * cin, *weights.shape[2:]), groups // k
+

@@ -1,0 +1,133 @@
+"""The compiler's front door: a model and a configuration -> a plan.
+
+    builder = Builder(BuildConfig(precision="int8"))
+    graph = builder.graph("m.onnx")                     # imported, simplified, fused; all float
+    ranges = ...                                        # of builder.edges(graph), from calibration
+    plan = builder.plan(graph, ranges)
+
+A Builder keeps its kernels and their times: building again with other ranges only packs other constants.
+"""
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from engines.backends.llvm.backend import Progress, compile_graph, make_tuner
+from engines.backends.llvm.tuner import Tuner
+from engines.errors import ConfigError
+from engines.frontend.onnx_import import graph_from_onnx
+from engines.ir import BATCH, Graph
+from engines.passes.pipeline import optimise, simplify
+from engines.passes.quantize import edges_to_calibrate, quantize, set_float_precision
+from engines.plan import Plan
+from engines.serialize import graph_from_json, graph_to_json
+from engines.tactics import TimingCache
+from engines.version import COMPILER_VERSION
+
+PRECISIONS = ("fp32", "fp16", "bf16", "int8", "best")
+DEFAULT_MAX_BATCH = 32
+TRIAL_BATCH = 4             # of the plans that calibration runs: every tensor is an output, so a batch is large
+Ranges = Mapping[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class BuildConfig:
+    """What a user decides about a build; all of it is part of the engine cache's key."""
+    precision: str = "fp32"
+    max_batch: int | None = None            # None: 32 where the model has a batch axis
+    target: str = ""                        # name of an instruction set; "" is this machine's best
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)     # of inputs whose extents are symbolic
+    keep_float: tuple[str, ...] = ()        # ONNX nodes that an int8 build leaves in float
+    timing: bool = True                     # time the tactics; without it the first candidate is taken
+    timing_cache: str = ""                  # a file; "" keeps times for this build only
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise ConfigError(f"unknown precision '{self.precision}'; it is one of {', '.join(PRECISIONS)}")
+        if self.max_batch is not None and self.max_batch < 1:
+            raise ConfigError(f"--max-batch {self.max_batch}: a batch has at least one item")
+
+
+class Builder:
+    """One configuration, any number of builds."""
+
+    def __init__(self, config: BuildConfig, progress: Progress | None = None) -> None:
+        self.config, self.progress = config, progress
+        self.cache = TimingCache(config.timing_cache or None)
+        self._tuner = make_tuner(config.target, self.cache, config.timing)
+        self._here = make_tuner("", self.cache, timing=False)       # for what the build itself runs: calibration, trials
+        self.log: list[Any] = []            # what the passes did and refused, for build-engine -v
+
+    @property
+    def target(self) -> str:
+        return self._tuner.isa.name
+
+    # ---- graphs
+    def graph(self, model: str | Path) -> Graph:
+        """The model as one optimised float graph. ModelError says what cannot be read, and where."""
+        imported = graph_from_onnx(model, shapes=self.config.shapes)
+        return optimise(simplify(imported), self.log)
+
+    def edges(self, graph: Graph) -> tuple[str, ...]:
+        """The tensors whose ranges an int8 build asks for."""
+        return edges_to_calibrate(graph)
+
+    def stored(self, graph: Graph, ranges: Ranges | None = None) -> Graph:
+        """The graph with the stored type of every tensor, and every node's arithmetic, decided."""
+        precision = self.config.precision
+        if precision in ("int8", "best") and ranges is not None:
+            return quantize(graph, ranges, keep_float=self.config.keep_float, log=self.log)
+        if precision == "int8":
+            raise ConfigError("an int8 build needs calibration: give --calib, or --calib-cache with a cache that exists")
+        return set_float_precision(graph, "fp32" if precision == "best" else precision)
+
+    # ---- plans
+    def plan(self, graph: Graph, ranges: Ranges | None = None, metadata: Mapping[str, Any] | None = None) -> Plan:
+        """A plan of an optimised graph; an int8 one needs the ranges of its edges."""
+        plan = self._compile(self.stored(graph, ranges), self._tuner, self._max_batch(graph), metadata)
+        self.cache.save()
+        return plan
+
+    def trial(self, graph: Graph, ranges: Ranges) -> Plan:
+        """The same for this machine without timing: to measure what ranges do to the results."""
+        return self._compile(self.stored(graph, ranges), self._here, min(self._max_batch(graph), TRIAL_BATCH))
+
+    def watching(self, graph: Graph, tensors: Collection[str]) -> Plan:
+        """A float32 plan of a float graph that also gives these tensors as outputs: what calibration runs."""
+        outputs = (*graph.outputs, *(name for name in tensors if name not in graph.outputs))
+        watched = set_float_precision(replace(graph, outputs=outputs), "fp32")
+        return self._compile(watched, self._here, min(self._max_batch(graph), TRIAL_BATCH))
+
+    def _compile(self, graph: Graph, tuner: Tuner, max_batch: int, metadata: Mapping[str, Any] | None = None) -> Plan:
+        compiled = compile_graph(graph, tuner, max_batch, self.progress if tuner is self._tuner else None)
+        document, arrays = graph_to_json(graph)
+        return Plan(
+            name=graph.name, target=compiled.target, cpu=compiled.cpu, precision=self.config.precision, max_batch=max_batch,
+            inputs=compiled.inputs, outputs=compiled.outputs, buffers=compiled.buffers, steps=compiled.steps,
+            fills=compiled.fills, code=compiled.code, constants=compiled.constants, graph=document,
+            graph_arrays=arrays, metadata={"compiler": COMPILER_VERSION, **(metadata or {})})
+
+    def _max_batch(self, graph: Graph) -> int:
+        """0 for a model of fixed shape."""
+        if any(graph.shape(name)[:1] == (BATCH,) for name in graph.inputs):
+            return self.config.max_batch or DEFAULT_MAX_BATCH
+        if (self.config.max_batch or 1) > 1:
+            raise ConfigError(f"--max-batch {self.config.max_batch}: the model's inputs have no symbolic batch axis, so it "
+                              "takes exactly the shape it declares; export it with a dynamic batch axis")
+        return 0
+
+
+def relower(plan: Plan, target: str = "") -> Plan:
+    """The same model for this machine (or `target`), from the graph in the plan: no timing, seconds.
+
+    The quantised graph is in the plan, so neither the ONNX file nor calibration data are needed; integers come out the
+    same bit for bit.
+    """
+    graph = graph_from_json(plan.graph, plan.graph_arrays)
+    tuner = make_tuner(target, TimingCache(), timing=False)
+    compiled = compile_graph(graph, tuner, plan.max_batch)
+    return replace(plan, target=compiled.target, cpu=compiled.cpu, inputs=compiled.inputs, outputs=compiled.outputs,
+                   buffers=compiled.buffers, steps=compiled.steps, fills=compiled.fills, code=compiled.code,
+                   constants=compiled.constants)

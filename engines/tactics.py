@@ -1,0 +1,59 @@
+"""Choosing among tactics by timing them, and remembering what was measured.
+
+A tactic's time is that of one item on this machine. Times are kept in a TimingCache, keyed by all that changes them:
+the kernel's spec, the tactic, the instruction set, the processor and the compiler's version. A build that finds every
+time in the cache chooses exactly as the build that measured them did.
+"""
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from engines.errors import ConfigError
+
+FORMAT = 1
+
+
+class TimingCache:
+    """{key: microseconds}, kept in a JSON file; without a path it lives as long as the build."""
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self.path = Path(path) if path else None
+        self._times: dict[str, float] = {}
+        if self.path and self.path.exists():
+            self._times = self._read(self.path)
+
+    @staticmethod
+    def _read(path: Path) -> dict[str, float]:
+        try:
+            content: Any = json.loads(path.read_text())
+            if content["format"] != FORMAT:
+                raise ConfigError(f"timing cache '{path}' has format {content['format']}, this compiler writes {FORMAT}; "
+                                  "delete it or name another file with --timing-cache")
+            return {str(key): float(time) for key, time in content["times_us"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"'{path}' is no timing cache ({error}); delete it or name another file with "
+                              "--timing-cache") from error
+
+    def get(self, key: str) -> float | None:
+        return self._times.get(key)
+
+    def put(self, key: str, microseconds: float) -> None:
+        self._times[key] = microseconds
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    def save(self) -> None:
+        """Write the file whole or not at all; what another build added in the meantime is kept."""
+        if self.path is None:
+            return
+        if self.path.exists():
+            self._times = {**self._read(self.path), **self._times}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=self.path.parent, prefix=self.path.name, delete=False) as file:
+            json.dump({"format": FORMAT, "times_us": dict(sorted(self._times.items()))}, file, indent=0)
+        os.replace(file.name, self.path)

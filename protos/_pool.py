@@ -1,0 +1,60 @@
+"""The messages of protos/*.proto, built at import from their serialised descriptors in a descriptor pool of our own.
+
+protobuf's default pool admits one definition of a full name in a process, and tritonclient registers the same names
+there (`inference.ModelInferRequest`, ...). A pool of our own lets Triton's client and this server live together. It
+also frees us from generated Python, which is tied to the protobuf release that generated it; descriptors are not.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
+from google.protobuf.message import Message
+
+DESCRIPTORS = "descriptors.binpb"       # a FileDescriptorSet, written by scripts/generate_protos.py
+
+
+@dataclass(frozen=True)
+class Method:
+    """A call of a gRPC service."""
+    name: str                           # "ModelInfer"
+    path: str                           # "/inference.GRPCInferenceService/ModelInfer"
+    request: type[Message]
+    response: type[Message]
+    client_streaming: bool
+    server_streaming: bool
+
+
+@functools.cache
+def _pool() -> descriptor_pool.DescriptorPool:
+    pool = descriptor_pool.DescriptorPool()
+    files = descriptor_pb2.FileDescriptorSet.FromString(resources.files("protos").joinpath(DESCRIPTORS).read_bytes())
+    for file in files.file:             # dependencies come first
+        pool.AddSerializedFile(file.SerializeToString())
+    return pool
+
+
+def definitions(proto: str) -> Mapping[str, Any]:
+    """What the file `proto` ("health.proto") defines at its top level: message classes, enums and their values."""
+    file = _pool().FindFileByName(proto)
+    found: dict[str, Any] = {}
+    for name, message in file.message_types_by_name.items():
+        found[name] = message_factory.GetMessageClass(message)
+    for name, enum in file.enum_types_by_name.items():
+        found[name] = EnumTypeWrapper(enum)
+        found.update((value.name, value.number) for value in enum.values)
+    return found
+
+
+def methods(service: str) -> tuple[Method, ...]:
+    """The calls of a service by its full name, e.g. "inference.GRPCInferenceService", in the order of its .proto."""
+    return tuple(
+        Method(method.name, f"/{service}/{method.name}",
+               message_factory.GetMessageClass(method.input_type), message_factory.GetMessageClass(method.output_type),
+               method.client_streaming, method.server_streaming)
+        for method in _pool().FindServiceByName(service).methods)

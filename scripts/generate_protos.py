@@ -1,0 +1,39 @@
+"""Regenerates protos/descriptors.binpb and protos/*.pyi from protos/*.proto. Needs grpcio-tools.
+
+    python scripts/generate_protos.py
+"""
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+from grpc_tools import protoc
+
+PROTOS = Path(__file__).resolve().parent.parent / "protos"
+
+
+def main() -> int:
+    sources = sorted(path.name for path in PROTOS.glob("*.proto"))
+    with tempfile.TemporaryDirectory() as stubs:
+        status = protoc.main([
+            "protoc", f"--proto_path={PROTOS}", f"--pyi_out={stubs}", "--include_imports",
+            f"--descriptor_set_out={PROTOS / 'descriptors.binpb'}", *sources])
+        if status:
+            return int(status)
+        for source in sources:
+            stem = source.removesuffix(".proto")
+            stub = (Path(stubs) / f"{stem}_pb2.pyi").read_text()
+            # protoc writes stubs for modules named *_pb2 at the top level; ours are modules of the package `protos`.
+            stub = re.sub(r"^import (\w+)_pb2 as (\w+)$", r"from protos import \1 as \2", stub, flags=re.MULTILINE)
+            # What strict type checking misses in protoc's stubs: the types of a message given as a dict, and of `global`.
+            imports, body = stub.split("DESCRIPTOR", 1)
+            body = re.sub(r"\b_Mapping\b(?!\[)", "_Mapping[str, object]", body).replace("**kwargs)", "**kwargs: object)")
+            stub = f"{imports}DESCRIPTOR{body}"
+            (PROTOS / f"{stem}.pyi").write_text(stub)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""scripts/venv.sh: what scripts/demo and scripts/test install themselves with."""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+def bash(command: str, cwd: Path, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", "-euo", "pipefail", "-c", f"source '{SCRIPTS / 'venv.sh'}'; {command}"], cwd=cwd,
+                          env={**os.environ, "PYTHON": python}, capture_output=True, text=True)
+
+
+def test_a_python_that_is_new_enough_is_found(tmp_path: Path) -> None:
+    assert bash("find_python", tmp_path).stdout.strip() == sys.executable
+
+
+def test_no_python_that_is_new_enough_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    old = tmp_path / "python"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    done = bash("find_python", tmp_path, python=str(old))
+    assert done.returncode != 0
+    assert "Python 3.11 or newer" in done.stderr and "PYTHON=" in done.stderr
+
+
+@pytest.mark.slow
+def test_an_environment_is_reused_until_a_file_changes(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("a")
+    (tmp_path / "requirements.txt").write_text("")
+    make = "make_venv env '-r requirements.txt' pyproject.toml"
+    mark = tmp_path / "env" / "mark"
+
+    assert "installing" in bash(make, tmp_path).stderr
+    mark.touch()
+    assert bash(make, tmp_path).stderr == ""
+    assert mark.exists()
+
+    (tmp_path / "pyproject.toml").write_text("b")
+    assert "installing" in bash(make, tmp_path).stderr
+    assert not mark.exists()
+
+
+@pytest.mark.slow
+def test_a_failed_installation_is_an_error_and_is_not_taken_for_a_good_one(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("")
+    make = "make_venv env '-r missing.txt' pyproject.toml"
+    done = bash(make, tmp_path)
+    assert done.returncode != 0
+    assert "could not install -r missing.txt" in done.stderr
+    assert not (tmp_path / "env" / "stamp").exists()

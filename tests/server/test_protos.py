@@ -1,0 +1,51 @@
+"""The protocol is Triton's, byte for byte, and both definitions live in one process."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from google.protobuf import text_format
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from tritonclient.grpc import model_config_pb2, service_pb2
+
+import protos
+from protos import health, inference, model_config
+
+
+def _shape_of(message: Any) -> dict[str, Any]:
+    """Every field of a message type and of the types nested in it, as the wire sees them."""
+    return {
+        "fields": {(f.number, f.name, f.type, f.is_repeated, f.message_type and f.message_type.full_name,
+                    f.containing_oneof and f.containing_oneof.name) for f in message.fields},
+        "nested": {nested.name: _shape_of(nested) for nested in message.nested_types},
+        "enums": {enum.name: {value.name: value.number for value in enum.values} for enum in message.enum_types},
+    }
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(inference, service_pb2), (model_config, model_config_pb2)])
+def test_every_message_has_the_fields_of_the_message_that_tritons_client_sends(ours: Any, theirs: Any) -> None:
+    for name, message in theirs.DESCRIPTOR.message_types_by_name.items():
+        assert _shape_of(getattr(ours, name).DESCRIPTOR) == _shape_of(message), name
+
+
+def test_a_request_of_tritons_client_is_read_back_unchanged() -> None:
+    theirs = service_pb2.ModelInferRequest(model_name="m", id="7", raw_input_contents=[b"\0\1"])
+    theirs.inputs.add(name="x", datatype="FP32", shape=[-1, 3])
+    theirs.parameters["timeout"].int64_param = 5
+    ours = inference.ModelInferRequest.FromString(theirs.SerializeToString())
+    assert text_format.MessageToString(ours) == text_format.MessageToString(theirs)
+
+
+def test_the_service_has_the_calls_of_tritons_service() -> None:
+    file = FileDescriptorProto()
+    service_pb2.DESCRIPTOR.CopyToProto(file)
+    assert [m.name for m in protos.methods(protos.INFERENCE_SERVICE)] == [m.name for m in file.service[0].method]
+    infer = next(m for m in protos.methods(protos.INFERENCE_SERVICE) if m.name == "ModelInfer")
+    assert infer.path == "/inference.GRPCInferenceService/ModelInfer"
+    assert (infer.request, infer.response) == (inference.ModelInferRequest, inference.ModelInferResponse)
+
+
+def test_enums_are_known_by_name_and_by_number() -> None:
+    assert model_config.TYPE_FP32 == 11
+    assert model_config.DataType.Name(model_config.TYPE_FP32) == "TYPE_FP32"
+    assert health.HealthCheckResponse.SERVING == 1

@@ -1,0 +1,83 @@
+"""What a reader of the repository may rely on: no address of one machine in it, and a map that is the territory."""
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("engines", "calibration", "infer_server", "protos", "clients")
+
+# A home or a workplace: somebody else's machine has none of it. Registries are the installer's configuration.
+MACHINE_PATH = re.compile(r"(?<![\w.~/-])/(?:work|home|root|opt|mnt|Users)/\w")
+REGISTRY = re.compile(r"\b(?:pypi\.org|pythonhosted\.org|registry\.npmjs|npmjs\.com|deb\.debian\.org|proxy\.golang|"
+                      r"download\.pytorch\.org|index-url)")
+
+
+def files() -> list[Path]:
+    """What is tracked, or would be if it were added."""
+    listing = subprocess.run(["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z", "-co", "--exclude-standard"],
+                             cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [path for name in listing.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def modules() -> list[Path]:
+    """Every hand-written module that is installed; an empty __init__.py only marks a folder."""
+    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))
+            if not path.stem.endswith(("_pb2", "_pb2_grpc")) and path.stat().st_size]
+
+
+def local_addresses(text: str) -> list[str]:
+    return [found.group() for pattern in (MACHINE_PATH, REGISTRY) for found in pattern.finditer(text)]
+
+
+def listed(architecture: str) -> dict[str, str]:
+    """{path: what is said of it} from the lines 'path/of/module.py   text' under '## Modules'."""
+    section = architecture.split("## Modules", 1)[1].split("\n## ", 1)[0]
+    lines = re.findall(r"^\s*`?([\w/]+\.py)`?[ ]+(\S.*)$", section, re.MULTILINE)
+    return dict(lines)
+
+
+def test_no_file_holds_an_address_of_one_machine_or_registry() -> None:
+    found = {}
+    for path in files():
+        if path == Path(__file__):
+            continue                    # it has to spell what it looks for
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:
+            continue                    # an image or a model
+        if addresses := local_addresses(text):
+            found[str(path.relative_to(ROOT))] = addresses
+    assert not found
+
+
+@pytest.mark.parametrize("text", ["see /home/me/model.onnx", 'open("/work/x")', "pip --index-url x", "https://pypi.org/x"])
+def test_a_local_address_is_caught(text: str) -> None:
+    assert local_addresses(text)
+
+
+@pytest.mark.parametrize("text", ["engines/work/x", "/path/to/model", "http://localhost:8000/v2/models", "~/work/x"])
+def test_other_paths_are_not_taken_for_local_addresses(text: str) -> None:
+    assert not local_addresses(text)
+
+
+def test_every_module_says_what_it_holds() -> None:
+    silent = [str(path.relative_to(ROOT)) for path in modules()
+              if not path.name.startswith("_") and not ast.get_docstring(ast.parse(path.read_text()))]
+    assert not silent
+
+
+def test_the_architecture_names_every_module_and_no_other() -> None:
+    said = set(listed((ROOT / "ARCHITECTURE.md").read_text()))
+    there = {str(path.relative_to(ROOT)) for path in modules()}
+    assert not there - said, f"no line in ARCHITECTURE.md: {sorted(there - said)}"
+    assert not said - there, f"in ARCHITECTURE.md, but not there: {sorted(said - there)}"
+
+
+def test_a_line_of_the_module_list_needs_a_path_and_a_text() -> None:
+    text = "# A\n## Modules\n    engines/ir.py   the graph\n    engines/bare.py\n\n## Next\n    engines/later.py   no\n"
+    assert listed(text) == {"engines/ir.py": "the graph"}

@@ -1,0 +1,63 @@
+"""Batch normalisation statistics for random weights: each layer gets the mean and the variance of what reaches it.
+
+A trained network has this property, and a random one with mean 0 and variance 1 does not: its activations drift by a
+factor a layer. One pass of data is enough, because each layer is normalised by its own batch before the next sees it.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from tests.zoo.oracle import run_onnx
+
+MINIMUM_VARIANCE = 1e-2     # of a channel that is dead on this data: dividing by less would blow up its noise
+
+
+def measure(model: onnx.ModelProto, data: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
+    """{name of a running mean or variance: its value on `data`}, for every BatchNormalization of `model`."""
+    probe = onnx.ModelProto()
+    probe.CopyFrom(model)
+    del probe.graph.node[:], probe.graph.output[:]
+    measured: dict[str, str] = {}
+    for node in model.graph.node:
+        if node.op_type == "BatchNormalization":
+            mean, variance = _normalise_by_batch(probe, node)
+            measured |= {mean: node.input[3], variance: node.input[4]}
+        else:
+            probe.graph.node.append(node)
+    if not measured:
+        return {}
+    constants = {"flat": np.array([-1], np.int64), "all_but_channels": np.array([0, 2, 3], np.int64),
+                 "minimum_variance": np.array([MINIMUM_VARIANCE], np.float32)}
+    probe.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
+    probe.graph.output.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in measured)
+    values = run_onnx(probe, {model.graph.input[0].name: data}, outputs=list(measured))
+    return {measured[name]: value for name, value in values.items()}
+
+
+def _normalise_by_batch(probe: onnx.ModelProto, node: onnx.NodeProto) -> tuple[str, str]:
+    """Adds `node` with the statistics of its own input; returns the names of mean and variance, float32 [channels]."""
+    x, gamma, beta = node.input[:3]
+    prefix = node.output[0]
+
+    def add(op: str, *inputs: str, **attrs: Any) -> str:
+        output = f"{prefix}.{len(probe.graph.node)}"
+        probe.graph.node.append(helper.make_node(op, list(inputs), [output], **attrs))
+        return output
+
+    def mean_of(value: str) -> str:
+        if probe.opset_import[0].version < 18:
+            return add("ReduceMean", value, axes=[0, 2, 3], keepdims=1)
+        return add("ReduceMean", value, "all_but_channels", keepdims=1)
+
+    mean = mean_of(x)
+    centred = add("Sub", x, mean)
+    mean, variance = (add("Reshape", value, "flat") for value in (mean, mean_of(add("Mul", centred, centred))))
+    variance = add("Max", variance, "minimum_variance")
+    normalised = helper.make_node("BatchNormalization", [x, gamma, beta, mean, variance], [prefix], epsilon=1e-5)
+    probe.graph.node.append(normalised)
+    return mean, variance

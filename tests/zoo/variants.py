@@ -1,0 +1,38 @@
+"""The same model in the other ways that a file can say it."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+from onnx import helper
+
+SMALL = 128     # bytes; shape inference wants to read the shapes and axes without opening another file
+
+
+def with_initializers_as_inputs(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Every initialiser is listed among the graph's inputs too, as files before IR version 4 have it."""
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    result.graph.input.extend(helper.make_tensor_value_info(i.name, i.data_type, i.dims)
+                              for i in model.graph.initializer)
+    return result
+
+
+def with_constant_nodes(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Initialisers become Constant nodes."""
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    constants = [helper.make_node("Constant", [], [i.name], name=f"/{i.name}/Constant", value=i)
+                 for i in model.graph.initializer]
+    nodes = [*constants, *model.graph.node]
+    del result.graph.node[:], result.graph.initializer[:]
+    result.graph.node.extend(nodes)
+    return result
+
+
+def save_with_external_data(model: onnx.ModelProto, path: Path) -> Path:
+    """Writes `path` and its weights beside it, in one file with the suffix .data."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)            # saving moves the weights out of the message
+    onnx.save(copy, path, save_as_external_data=True, location=f"{path.name}.data", size_threshold=SMALL)
+    return path
