@@ -37,13 +37,13 @@ def data(spec):
 
 
 @EVERY_ISA
-@pytest.mark.parametrize("channels", [1, 3, 17, 24, 33, 116])
+@pytest.mark.parametrize("channels", [1, 3, 17, 33, 116])
 def test_3x3_of_any_number_of_channels(channels, isa):
     spec, constants = depthwise(channels, (3, 3), outputs=(3, 5))
     check(spec, isa, data(spec), constants, pieces=2)
 
 
-@EVERY_ISA
+@EVERY_WIDTH
 @pytest.mark.parametrize("taps, stride, dilation", [
     ((3, 3), (2, 2), (1, 1)), ((5, 5), (1, 1), (1, 1)), ((5, 3), (2, 1), (1, 1)), ((3, 3), (1, 1), (2, 2)),
     ((7, 7), (1, 1), (1, 1)), ((1, 4), (1, 2), (1, 1)), ((4, 1), (1, 1), (1, 1))])
@@ -66,8 +66,6 @@ def test_every_tactic_is_the_same_function(stride, residual, isa):
     ("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16"), ("int8", "float32"), ("fp32", "uint8")])
 def test_floats_are_added_in_the_order_of_the_reference(precision, target, isa):
     spec, constants = depthwise(24, (3, 3), outputs=(3, 5), precision=precision, target=target)
-    check(spec, isa, data(spec), constants)
-    spec, constants = depthwise(33, (3, 3), (2, 2), outputs=(3, 5), precision=precision, target=target)
     check(spec, isa, data(spec), constants)
 
 
