@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.access import BLOCK, Runs, item_addresses, joined, offset, unravel
+from engines.backends.llvm.access import BLOCK, Runs, copy_bytes, item_addresses, joined, offset, unravel
 from engines.backends.llvm.emit import FLOAT, I8, I16, I32, I64, Function, Module, Value, vector
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.kernels.pointwise import Pointwise
@@ -133,10 +133,7 @@ class Permute(KernelSpec):
     def _copy(self, isa: Isa, at: list[Value], start: Value, count: int) -> None:
         """`count` neighbours from `start` on."""
         x, y = (offset(a, [start], [v.strides[-1]]) for a, v in zip(at, self.views, strict=True))
-        size, f = self.x.size, x.f
-        for first in range(0, count, isa.bytes // size):
-            type_ = vector(min(count - first, isa.bytes // size), _INTEGERS[size])
-            f.store(f.load(type_, x + first * size), y + first * size)
+        copy_bytes(isa, x, y, count * self.x.size)
 
     def _tiles(self, f: Function, isa: Isa, x: Value, y: Value, begin: Value, end: Value,
                body: Callable[[Value, Value, int], None]) -> None:
