@@ -128,7 +128,7 @@ def to_float(isa: Isa, dtype: str, stored: Value) -> Value:
     if dtype == "float32":
         return stored
     if dtype == "float16":
-        return f.cast("fpext", stored, isa.floats, "float")
+        return isa.half_to_float(stored)
     if dtype == "bfloat16":     # the upper half of a float32
         wide = f.cast("zext", stored, isa.ints, "wide").binary("shl", 16)
         return f.cast("bitcast", wide, isa.floats, "float")
@@ -145,7 +145,7 @@ def from_float(isa: Isa, dtype: str, value: Value) -> Value:
     if dtype == "float32":
         return value
     if dtype == "float16":
-        return f.cast("fptrunc", value, vector(isa.lanes, "half"), "half")
+        return isa.float_to_half(value)
     if dtype == "bfloat16":     # add half of the last kept bit, less one where that bit is 0: halves to even
         bits = f.cast("bitcast", value, isa.ints, "bits")
         odd = bits.binary("lshr", 16).binary("and", 1)
