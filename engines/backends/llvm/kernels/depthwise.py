@@ -96,15 +96,15 @@ class Depthwise(KernelSpec):
     def tactics(self, isa: Isa) -> Sequence[DepthwiseTile]:
         overlap = -(-((self.taps[1] - 1) * self.dilation[1] + 1) // self.stride[1])
         widest = isa.vectors_for(self.channels)
-        found: dict[DepthwiseTile, None] = {}
-        for vectors in (4, 2, 1):
-            # Output rows share loads only if the rows of x that they read are neighbours too.
-            for rows in (2, 1) if self.dilation[0] == 1 and self.y.shape[0] > 1 else (1,):
-                fits = overlap * rows * vectors <= isa.registers - self._other_registers(isa, vectors)
-                if vectors > widest or not fits and (rows, vectors) != (1, 1):
-                    continue
-                for cols in (14, 7, 4):
-                    found[DepthwiseTile(rows, min(cols, self.y.shape[1]), vectors)] = None
+        # Output rows share loads only if the rows of x that they read are neighbours too.
+        together = (2, 1) if self.dilation[0] == 1 and self.y.shape[0] > 1 else (1,)
+        fitting = [(rows, vectors) for vectors in (4, 2, 1) for rows in together if vectors <= widest
+                   and overlap * rows * vectors <= isa.registers - self._other_registers(isa, vectors)]
+        # The most vectors that fit share most; one step below may suit the number of channels better.
+        best = sorted({vectors for _, vectors in fitting}, reverse=True)[:2]
+        shapes = [(rows, vectors) for rows, vectors in fitting if vectors in best] or [(1, 1)]
+        found = dict.fromkeys(DepthwiseTile(rows, min(cols, self.y.shape[1]), vectors)
+                              for rows, vectors in shapes for cols in (14, 7))
         return tuple(found)
 
     def _other_registers(self, isa: Isa, vectors: int) -> int:
