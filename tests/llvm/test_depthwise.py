@@ -56,7 +56,7 @@ def test_any_window(taps, stride, dilation, isa):
 @pytest.mark.parametrize("stride, residual", [(1, True), (2, False)])
 def test_every_tactic_is_the_same_function(stride, residual, isa):
     spec, constants = depthwise(80, (3, 3), (stride, stride), outputs=(3, 5), residual=residual)
-    assert len(spec.tactics(isa)) >= 3
+    assert len(spec.tactics(isa)) >= 2
     for tactic in (spec.tactics(isa)[-1], DepthwiseTile(1, 4, 2), DepthwiseTile(2, 3, 1)):
         check(spec, isa, data(spec), constants, tactic=tactic)
 
