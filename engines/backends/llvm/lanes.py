@@ -100,7 +100,11 @@ class Lanes:
             for v, lane in (places[channel] for channel in range(self.channels)):
                 part, element = divmod(lane, 4)
                 mask.append(part * 16 + (slot * vectors + v) * 4 + element)
-            f.store(f.shuffle(packed, None, mask, "pixel"), address)
+            if self.channels % 4 == 0:      # neighbours by four stay together: a shuffle of words is cheaper
+                words = f.cast("bitcast", packed, self.isa.ints, "words")
+                f.store(f.shuffle(words, None, [i // 4 for i in mask[::4]], "pixel"), address)
+            else:
+                f.store(f.shuffle(packed, None, mask, "pixel"), address)
 
     def _store_quads(self, dtype: str, value: Value, address: Value, v: int) -> None:
         """Packed order keeps four neighbours together."""
