@@ -202,9 +202,15 @@ class _Bytes(_Arithmetic):
     @staticmethod
     def _spread(lanes: Lanes, row: Value) -> Value:
         """A row of channels, so that part k of 128 bits begins with the channels that the vectors hold in part k."""
-        wide, isa = 4 * lanes.vectors, lanes.isa
-        mask = [part * wide + min(i, wide - 1) for part in range(isa.lanes // 4) for i in range(16)]
-        return row.f.shuffle(row, None, [min(i, lanes.channels - 1) for i in mask], "spread")
+        f, wide, parts = row.f, 4 * lanes.vectors, lanes.isa.lanes // 4
+        if lanes.channels < wide * parts:
+            row = f.shuffle(row, None, [i if i < lanes.channels else -1 for i in range(wide * parts)], "row")
+        if wide == 16:
+            return row
+        # As words: LLVM would merge a shuffle of bytes with the zips into something far longer.
+        words = f.cast("bitcast", row, vector(parts, f"i{8 * wide}"), "words")
+        mask = [part if i == 0 else -1 for part in range(parts) for i in range(16 // wide)]
+        return f.cast("bitcast", f.shuffle(words, None, mask, "spread"), vector(16 * parts, I8), "spread")
 
     def dot(self, isa: Isa, acc: Value, operand: Operand, weights: Value) -> Value:
         return isa.dot4(acc, operand, isa.ready_weights(weights))
