@@ -1,4 +1,4 @@
-"""Small real engines in numpy, behind the server's seam: what they compute is easy to check, and how long it takes is known.
+"""Small real engines in numpy, behind the server's seam: what they compute and how long it takes is known.
 
 A plan is a JSON file, e.g. {"kind": "affine", "shape": [4], "max_batch": 8, "seconds": 0.01}.
 """
@@ -46,6 +46,9 @@ class NumpyContext:
 
     def output(self, name: str, batch: int) -> NDArray[Any]:
         return self._outputs[name][:batch] if self._engine.max_batch else self._outputs[name]
+
+    def close(self) -> None:
+        """Nothing to end."""
 
 
 @dataclass
