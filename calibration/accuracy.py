@@ -51,13 +51,13 @@ class SqnrMeter:
 def layer_report(sqnr: Mapping[str, float], limit: int = 10) -> str:
     """The `limit` worst tensors as a table for people."""
     worst = sorted(sqnr.items(), key=lambda item: item[1])[:limit]
-    width = max((len(tensor) for tensor, _ in worst), default=0)
+    width = max(len("tensor"), *(len(tensor) for tensor, _ in worst))
     return "\n".join([f"{'tensor':{width}}  SQNR dB", *(f"{tensor:{width}}  {db:7.1f}" for tensor, db in worst)])
 
 
-def mean_db(values: Iterable[float], cap: float = 100.0) -> float:
-    """The mean of ratios in dB, each at most `cap`, so that one exact item doesn't hide the others."""
-    return float(np.mean([min(value, cap) for value in values]))
+def mean_db(values: Iterable[float]) -> float:
+    """The mean of ratios in dB, each cut to -20..100: an item without error, or without signal, decides nothing."""
+    return float(np.mean(np.clip(list(values), -20.0, 100.0)))
 
 
 def _signal_and_noise(reference: Array, value: Array) -> tuple[float, float]:
@@ -69,4 +69,6 @@ def _signal_and_noise(reference: Array, value: Array) -> tuple[float, float]:
 def _decibel(signal: float, noise: float) -> float:
     if noise == 0.0:
         return math.inf
-    return 10.0 * math.log10(signal / noise) if signal else -math.inf
+    if signal == 0.0 or not math.isfinite(noise):       # a quantised run that gave NaN is as bad as can be
+        return -math.inf
+    return 10.0 * math.log10(signal / noise)
