@@ -14,6 +14,7 @@ from infer_server.request import Outcome, Request, finish
 from infer_server.signature import Signature
 from infer_server.statistics import Failure, Statistics
 from infer_server.waker import Waker
+from infer_server.workers import post
 from protos import model_config
 
 
@@ -70,9 +71,11 @@ class Model:
         self._batcher.close()
         for instance in self._instances:
             instance.join()
+        # They refer to this model, too: without this their contexts' memory would wait for the cycle collector.
+        self._instances.clear()
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
-        self._loop.call_soon_threadsafe(finish, outcomes)
+        post(self._loop, finish, outcomes)
 
     def _refuse(self, expired: list[Request]) -> None:
         now_ns = time.monotonic_ns()

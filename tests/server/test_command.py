@@ -13,7 +13,7 @@ import pytest
 import tritonclient.grpc as triton
 
 from infer_server.cli.serve import main
-from tests.server.serving import TIMEOUT_SECS
+from tests.server.numpy_engine import TIMEOUT_SECS
 
 
 @contextmanager
@@ -65,3 +65,10 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
 def test_a_repository_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model-repository", str(tmp_path / "nowhere")]) == 2
     assert "nowhere: no such folder" in capsys.readouterr().err
+
+
+def test_serving_needs_neither_compiler_nor_calibration() -> None:
+    script = "import sys, infer_server.cli.serve, engines.runtime; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert "engines.runtime" in loaded
+    assert not {"onnx", "llvmlite", "calibration", "engines.passes", "engines.builder"} & set(loaded)

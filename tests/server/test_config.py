@@ -52,6 +52,8 @@ def test_the_settings_of_the_dynamic_batcher_are_read() -> None:
     ("response_cache { enable: true }", "response_cache"),
     ("dynamic_batching { priority_levels: 2 }", "priority_levels"),
     ("instance_group { kind: KIND_GPU }", "use KIND_CPU"),
+    ("instance_group { rate_limiter {} }", "rate_limiter is not served"),
+    ("instance_group { count: 2 } dynamic_batching { preserve_ordering: true }", "count of 1"),
     ('input { name: "x" dims: 1 }', "data_type is missing"),
     ('input { name: "x" data_type: TYPE_FP32 dims: 0 }', "must be positive"),
     ('input { name: "x" data_type: TYPE_FP32 reshape { shape: 1 } }', "reshape is not served"),

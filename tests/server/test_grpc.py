@@ -23,7 +23,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     write_model(repository, "fixed", shape=[2, 2], max_batch=0)
     write_model(repository, "half", dtype="float16")
     write_model(repository, "small", dtype="int8")
-    write_model(repository, "flag", dtype="bool")
     write_model(repository, "fragile", kind="fails_on_negative")
     write_model(repository, "versions", 1, 'version_policy { all {} }', shape=[1])
     write_model(repository, "versions", 2, shape=[2])

@@ -1,8 +1,8 @@
 """Loading, reloading and unloading while others are served."""
 from __future__ import annotations
 
+import gc
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +12,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from tests.server.numpy_engine import write_model
+from tests.server.numpy_engine import CONTEXTS, GATES, write_model
 from tests.server.serving import RunningServer, serving
 from tests.server.test_serving import eventually, infer
 
@@ -109,14 +109,35 @@ def test_a_reload_under_load_refuses_nobody(client: triton.InferenceServerClient
 
 def test_unloading_answers_what_was_accepted(server: RunningServer, client: triton.InferenceServerClient,
                                              tmp_path: Path) -> None:
-    write_model(tmp_path, "slow", config="max_batch_size: 1", seconds=0.1)
+    write_model(tmp_path, "slow", config="max_batch_size: 1", gate="unloading")
     client.load_model("slow")
     model = server.server.repository.find("slow")
-    with ThreadPoolExecutor(4) as clients:
-        accepted = [clients.submit(infer, client, "slow") for _ in range(4)]
-        assert eventually(lambda: model.pending == 3)
-        client.unload_model("slow")
-        assert all(future.result(10).all() for future in accepted)
+    with ThreadPoolExecutor(5) as clients:
+        with GATES["unloading"].closed():
+            accepted = [clients.submit(infer, client, "slow") for _ in range(4)]
+            assert eventually(lambda: model.pending == 3)
+            unloading = clients.submit(client.unload_model, "slow")
+            assert eventually(lambda: states(client)["slow/1"] == "UNLOADING")
+            with pytest.raises(InferenceServerException, match="is not ready: unloading"):
+                infer(client, "slow")
+        assert all(future.result().all() for future in accepted)
+        unloading.result()
+
+
+def test_an_unloaded_model_gives_back_its_memory_at_once(
+        client: triton.InferenceServerClient, tmp_path: Path) -> None:
+    gc.collect()
+    before = len(CONTEXTS)
+    write_model(tmp_path, "large", config="instance_group { count: 3 }")
+    gc.disable()
+    try:
+        client.load_model("large")
+        infer(client, "large")
+        assert len(CONTEXTS) == before + 3
+        client.unload_model("large")
+        assert len(CONTEXTS) == before
+    finally:
+        gc.enable()
 
 
 def test_a_load_may_bring_its_configuration(client: triton.InferenceServerClient) -> None:
@@ -131,17 +152,18 @@ def test_a_load_may_bring_its_configuration(client: triton.InferenceServerClient
 
 
 def test_a_model_that_loads_slowly_holds_up_nobody(
-        server: RunningServer, client: triton.InferenceServerClient, tmp_path: Path) -> None:
-    write_model(tmp_path, "slow", seconds=0.5)      # warming up executes it twice
+        client: triton.InferenceServerClient, tmp_path: Path) -> None:
+    write_model(tmp_path, "slow", gate="loading")
     with ThreadPoolExecutor(1) as loader:
-        loading = loader.submit(client.load_model, "slow")
-        assert eventually(lambda: states(client).get("slow/1") == "LOADING")
-        begin = time.monotonic()
-        assert infer(client, "good").all()
-        assert time.monotonic() - begin < 0.5 and not loading.done()
-        with pytest.raises(InferenceServerException, match="is not ready: loading"):
-            infer(client, "slow")
-        loading.result(10)
+        with GATES["loading"].closed():
+            loading = loader.submit(client.load_model, "slow")
+            assert GATES["loading"].holds(1), "warming up executes it"
+            assert states(client)["slow/1"] == "LOADING"
+            assert infer(client, "good").all()
+            with pytest.raises(InferenceServerException, match="is not ready: loading"):
+                infer(client, "slow")
+            assert not loading.done()
+        loading.result()
     assert client.is_model_ready("slow")
 
 

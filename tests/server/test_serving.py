@@ -1,6 +1,7 @@
 """What the server promises under load, with clients that misbehave, and when it is told to stop."""
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -22,9 +23,10 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 import protos
+from infer_server.server import Server
 from protos import health
-from tests.server.numpy_engine import write_model
-from tests.server.serving import TIMEOUT_SECS, RunningServer, serving
+from tests.server.numpy_engine import GATES, TIMEOUT_SECS, Gate, load_numpy_engine, write_model
+from tests.server.serving import RunningServer, options, serving
 
 ONE = np.ones((1, 4), np.float32)
 
@@ -54,20 +56,40 @@ def executions(server: RunningServer, model: str = "m") -> int:
     return server.server.repository.find(model).statistics.snapshot().execution_count
 
 
-def test_requests_of_many_clients_share_batches(tmp_path: Path) -> None:
+@pytest.fixture
+def gate(request: pytest.FixtureRequest) -> Gate:
+    """Of the models that are written with gate=request.node.name."""
+    return GATES[request.node.name]
+
+
+def test_what_gathers_while_an_instance_is_busy_is_one_batch(
+        tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
+    write_model(tmp_path, "m", max_batch=32, gate=request.node.name)
+    with (serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client,
+          ThreadPoolExecutor(32) as clients):
+        with gate.closed():
+            first = clients.submit(infer, client)
+            assert gate.holds(1)
+            others = [clients.submit(infer, client) for _ in range(31)]
+            assert eventually(lambda: pending(server) == 31)
+        assert all((future.result() == 3).all() for future in (first, *others))
+        stats = client.get_inference_statistics("m").model_stats[0]
+    assert [(batch.batch_size, batch.compute_infer.count) for batch in stats.batch_stats] == [(1, 1), (31, 1)]
+    assert (stats.inference_count, stats.execution_count) == (32, 2)
+
+
+def test_many_clients_that_ask_again_and_again_share_batches(tmp_path: Path) -> None:
     write_model(tmp_path, "m", max_batch=32, seconds=0.01)
     with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
         with ThreadPoolExecutor(32) as clients:
-            results = list(clients.map(lambda _: infer(client), range(320)))
-        assert all((result == 3).all() for result in results)
+            assert all((y == 3).all() for y in clients.map(lambda _: infer(client), range(320)))
         stats = client.get_inference_statistics("m").model_stats[0]
     assert stats.inference_count == 320
     assert stats.inference_count / stats.execution_count > 4
-    assert sum(batch.batch_size * batch.compute_infer.count for batch in stats.batch_stats) == 320
 
 
-def test_each_request_of_a_batch_gets_its_own_rows(tmp_path: Path) -> None:
-    write_model(tmp_path, "m", max_batch=32, seconds=0.01)
+def test_each_request_of_a_batch_gets_its_own_rows(tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
+    write_model(tmp_path, "m", max_batch=32, gate=request.node.name)
 
     def ask(client: triton.InferenceServerClient, i: int) -> bool:
         x = np.full((1 + i % 3, 4), i, np.float32)
@@ -78,59 +100,73 @@ def test_each_request_of_a_batch_gets_its_own_rows(tmp_path: Path) -> None:
 
     with (serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client,
           ThreadPoolExecutor(16) as clients):
-        assert all(clients.map(lambda i: ask(client, i), range(100)))
-        assert executions(server) < 60
+        with gate.closed():
+            first = clients.submit(ask, client, 0)
+            assert gate.holds(1)
+            others = [clients.submit(ask, client, i) for i in range(1, 13)]
+            assert eventually(lambda: pending(server) == 12)
+        assert all(future.result() for future in (first, *others))
+        assert executions(server) == 2
 
 
-def test_two_instances_execute_at_the_same_time(tmp_path: Path) -> None:
-    write_model(tmp_path, "m", config="instance_group { count: 2 } max_batch_size: 1", seconds=0.2)
+def test_two_instances_execute_at_the_same_time(tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
+    write_model(tmp_path, "m", config="instance_group { count: 2 } max_batch_size: 1", gate=request.node.name)
     with (serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client,
-          ThreadPoolExecutor(2) as clients):
-        infer(client)
-        begin = time.monotonic()
-        list(clients.map(lambda _: infer(client), range(2)))
-        assert time.monotonic() - begin < 0.4, "one after the other takes at least 0.4 s"
+          ThreadPoolExecutor(3) as clients, gate.closed()):
+        for _ in range(3):
+            clients.submit(infer, client)
+        assert gate.holds(2)
+        assert eventually(lambda: pending(server) == 1)
 
 
-def test_a_full_queue_refuses_at_once_and_the_waiting_are_answered(tmp_path: Path) -> None:
-    write_model(tmp_path, "m", seconds=0.3, config="""
+def test_a_full_queue_refuses_at_once_and_the_waiting_are_answered(
+        tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
+    write_model(tmp_path, "m", gate=request.node.name, config="""
         max_batch_size: 1 dynamic_batching { default_queue_policy { max_queue_size: 1 } }""")
     with (serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client,
           ThreadPoolExecutor(2) as clients):
-        executing = clients.submit(infer, client)
-        time.sleep(0.05)
-        waiting = clients.submit(infer, client)
-        assert eventually(lambda: pending(server) == 1)
-        with pytest.raises(InferenceServerException, match="Exceeds maximum queue size") as caught:
-            infer(client)
+        with gate.closed():
+            executing = clients.submit(infer, client)
+            assert gate.holds(1)
+            waiting = clients.submit(infer, client)
+            assert eventually(lambda: pending(server) == 1)
+            with pytest.raises(InferenceServerException, match="Exceeds maximum queue size") as caught:
+                infer(client)
         assert caught.value.status() == "StatusCode.UNAVAILABLE"
         assert executing.result().all() and waiting.result().all()
         assert 'reason="REJECTED"} 1' in scrape(server)
 
 
-def test_a_request_whose_timeout_passes_in_the_queue_is_refused(tmp_path: Path) -> None:
-    write_model(tmp_path, "m", seconds=0.1, config="""
+def test_a_request_whose_timeout_passes_in_the_queue_is_refused(
+        tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
+    write_model(tmp_path, "m", gate=request.node.name, config="""
         max_batch_size: 1 dynamic_batching { default_queue_policy { allow_timeout_override: true } }""")
     with (serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client,
-          ThreadPoolExecutor(1) as clients):
-        executing = clients.submit(infer, client)
-        time.sleep(0.03)
+          ThreadPoolExecutor(2) as clients):
+        with gate.closed():
+            executing = clients.submit(infer, client)
+            assert gate.holds(1)
+            late = clients.submit(infer, client, timeout=1)
+            assert eventually(lambda: pending(server) == 1)
+            time.sleep(0.001)
         with pytest.raises(InferenceServerException, match="timeout expired"):
-            infer(client, timeout=1000)
+            late.result()
         assert executing.result().all()
 
 
-def test_a_request_that_its_client_gives_up_is_dropped_from_the_queue(tmp_path: Path) -> None:
-    write_model(tmp_path, "m", seconds=0.3, config="max_batch_size: 1")
+def test_a_request_that_its_client_gives_up_is_dropped_from_the_queue(
+        tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
+    write_model(tmp_path, "m", gate=request.node.name, config="max_batch_size: 1")
     with (serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client,
           ThreadPoolExecutor(1) as clients):
-        executing = clients.submit(infer, client)
-        time.sleep(0.05)
-        with pytest.raises(InferenceServerException) as caught:
-            infer(client, client_timeout=0.05)
+        with gate.closed():
+            executing = clients.submit(infer, client)
+            assert gate.holds(1)
+            with pytest.raises(InferenceServerException) as caught:
+                infer(client, client_timeout=0.2)
+            assert eventually(lambda: pending(server) == 0)
         assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"
         assert executing.result().all()
-        assert eventually(lambda: pending(server) == 0)
         assert executions(server) == 1
         assert 'reason="CANCELED"} 1' in scrape(server)
 
@@ -151,7 +187,7 @@ def test_garbage_on_the_ports_harms_nobody(tmp_path: Path) -> None:
 
 
 def test_a_client_that_is_killed_mid_request_takes_nobody_with_it(tmp_path: Path) -> None:
-    write_model(tmp_path, "m", seconds=0.2)
+    write_model(tmp_path, "m", seconds=0.1)
     with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
         script = textwrap.dedent(f"""
             import numpy, sys, threading, tritonclient.grpc as triton
@@ -194,11 +230,37 @@ def test_stopping_under_load_answers_all_that_was_accepted(tmp_path: Path) -> No
     assert model.statistics.snapshot().success.count == len(answered), "an answer that was computed did not arrive"
 
 
+def test_stopping_waits_for_no_model_that_is_still_loading(
+        tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
+    write_model(tmp_path, "m", gate=request.node.name)
+
+    async def start_and_stop() -> bool:
+        server = Server(options(tmp_path), load_numpy_engine)
+        await server.start()
+        await asyncio.to_thread(gate.holds, 1)
+        return await server.stop()
+
+    with gate.closed():
+        assert asyncio.run(start_and_stop())
+
+
+def test_an_execution_that_does_not_end_is_given_up_and_reported(
+        tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
+    write_model(tmp_path, "m", gate=request.node.name)
+    with serving(tmp_path, exit_timeout_secs=0.1) as server, ThreadPoolExecutor(1) as clients:
+        with triton.InferenceServerClient(server.address) as client, gate.closed():
+            stuck = clients.submit(infer, client)
+            assert gate.holds(1)
+            assert server.stop() is False
+        with pytest.raises(InferenceServerException):
+            stuck.result()
+
+
 def test_readiness_drops_before_requests_are_refused(tmp_path: Path) -> None:
     write_model(tmp_path, "m")
     with serving(tmp_path, drain_grace_secs=1.0) as server, triton.InferenceServerClient(server.address) as client:
         assert client.is_server_ready() and page(server, "/v2/health/ready") == 200
-        stopping: Future[None] = ThreadPoolExecutor(1).submit(server.stop)
+        stopping: Future[bool] = ThreadPoolExecutor(1).submit(server.stop)
         assert eventually(lambda: not client.is_server_ready())
         assert page(server, "/v2/health/ready") == 503 and page(server, "/v2/health/live") == 200
         assert infer(client).all(), "it still answers those who have not noticed yet"
@@ -221,7 +283,7 @@ def test_a_health_watcher_sees_the_server_go(tmp_path: Path) -> None:
         begin = time.monotonic()
         server.stop()
         assert next(seen).status == health.HealthCheckResponse.NOT_SERVING
-        assert time.monotonic() - begin < 10, "a watcher must not hold the server up"
+        assert time.monotonic() - begin < 4, "a watcher must not hold the server up"
 
 
 def test_metrics_have_tritons_names_and_count(tmp_path: Path) -> None:
