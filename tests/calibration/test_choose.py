@@ -6,6 +6,7 @@ import pytest
 from calibration.choose import Errors, choose, compare, refine
 from calibration.histogram import Histogram
 from calibration.table import CalibrationTable, make_table
+from engines.errors import CalibrationError
 
 CALIBRATORS = ("entropy", "percentile", "minmax", "mse")
 
@@ -46,8 +47,8 @@ class TwoLayers:
 def test_the_chosen_calibrator_has_the_least_measured_error():
     network = TwoLayers()
     choice = choose(network.tables(), network.evaluate)
-    measured = {name: network.evaluate(table).sqnr_db for name, table in network.tables().items()}
-    assert choice.errors[choice.name].sqnr_db >= max(measured.values()) - 0.1
+    measured = {name: network.evaluate(table).peak_db for name, table in network.tables().items()}
+    assert choice.errors[choice.name].peak_db >= max(measured.values()) - 0.1
     assert list(choice.errors) == sorted(measured, key=measured.get, reverse=True)
     assert choice.table == network.tables()[choice.name]
 
@@ -56,7 +57,7 @@ def test_min_max_loses_where_one_value_is_far_out():
     network = TwoLayers(outlier=300.0)
     choice = choose(network.tables(), network.evaluate)
     assert choice.name != "minmax"
-    assert choice.errors[choice.name].sqnr_db > choice.errors["minmax"].sqnr_db + 3
+    assert choice.errors[choice.name].peak_db > choice.errors["minmax"].peak_db + 3
 
 
 def table(name):
@@ -68,19 +69,19 @@ def chosen(**errors):
 
 
 def test_ties_go_to_agreement_and_then_to_the_first_candidate():
-    assert chosen(a=Errors(20.0, 1, 0.9), b=Errors(20.05, 1, 0.8)) == "a"
-    assert chosen(a=Errors(20.0, 1, 0.8), b=Errors(20.05, 1, 0.9)) == "b"
-    assert chosen(a=Errors(20.0, 1, None), b=Errors(20.05, 1, None)) == "a"
-    assert chosen(a=Errors(20.0, 1, 0.99), b=Errors(21.0, 1, 0.5)) == "b"
+    assert chosen(a=Errors(20.0, 0, 1, 0.9), b=Errors(20.05, 0, 1, 0.8)) == "a"
+    assert chosen(a=Errors(20.0, 0, 1, 0.8), b=Errors(20.05, 0, 1, 0.9)) == "b"
+    assert chosen(a=Errors(20.0, 0, 1, None), b=Errors(20.05, 0, 1, None)) == "a"
+    assert chosen(a=Errors(20.0, 0, 1, 0.99), b=Errors(21.0, 0, 1, 0.5)) == "b"
 
 
 def test_the_report_marks_the_choice():
     choice = choose({name: table(name) for name in ("entropy", "mse")},
-                    lambda table: Errors(12.5 if table.calibrator == "entropy" else 17.25, 0.98765, 0.875))
+                    lambda table: Errors(12.5 if table.calibrator == "entropy" else 17.25, 18.0, 0.98765, 0.875))
     assert str(choice).splitlines() == [
-        "  calibrator        SQNR  cosine     top-1",
-        "* mse           17.25 dB  0.98765   87.5 %",
-        "  entropy       12.50 dB  0.98765   87.5 %"]
+        "  calibrator    peak SNR        SQNR  cosine     top-1",
+        "* mse           17.25 dB    18.00 dB  0.98765   87.5 %",
+        "  entropy       12.50 dB    18.00 dB  0.98765   87.5 %"]
 
 
 def test_only_floating_outputs_are_compared_and_agreement_needs_a_classifier():
@@ -90,6 +91,22 @@ def test_only_floating_outputs_are_compared_and_agreement_needs_a_classifier():
     assert errors.top1 == 0.0
     assert errors.sqnr_db == pytest.approx((100 + 10 * np.log10(14 / 2)) / 2)
     assert compare([{"map": reference[0]["map"]}], [{"map": reference[0]["map"]}]).top1 is None
+
+
+def test_a_model_that_gives_only_integers_cannot_be_judged():
+    with pytest.raises(CalibrationError, match="--calibrator"):
+        compare([{"index": np.int64([2])}], [{"index": np.int64([1])}])
+
+
+def test_a_clipped_peak_loses_to_noise_of_the_same_energy():
+    """As a detector's scores: the SQNR is equal, but what is read from the output is gone."""
+    scores = np.full((1, 1000), 0.01, np.float32)
+    scores[0, 0] = 0.8
+    clipped, noisy = scores.copy(), scores + np.float32(0.4 / 1000 ** 0.5)
+    clipped[0, 0] = 0.4
+    peak, noise = (compare([{"y": scores}], [{"y": array}]) for array in (clipped, noisy))
+    assert peak.sqnr_db == pytest.approx(noise.sqnr_db, abs=0.01)
+    assert peak.peak_db < noise.peak_db - 10
 
 
 def test_items_of_a_batch_count_each():
@@ -104,7 +121,7 @@ def test_refining_takes_the_better_range_where_it_helps_and_reports_it():
     tables = network.tables()
     refinement = refine(tables["minmax"], tables, network.evaluate)
     assert "x" in refinement.changes
-    assert refinement.after.sqnr_db > refinement.before.sqnr_db + 3
+    assert refinement.after.peak_db > refinement.before.peak_db + 3
     assert network.evaluate(refinement.table) == refinement.after
     assert refinement.table.calibrator == "minmax, refined"
 
@@ -117,9 +134,9 @@ def test_refining_never_makes_the_measured_error_worse_and_keeps_to_its_budget()
         calls.append(table)
         return network.evaluate(table)
 
-    refinement = refine(tables["mse"], tables, evaluate, evaluations=3)
-    assert len(calls) == refinement.evaluations == 3
-    assert refinement.after.sqnr_db >= refinement.before.sqnr_db
+    refinement = refine(tables["mse"], tables, evaluate, evaluations=2)
+    assert len(calls) == refinement.evaluations == 2
+    assert refinement.after.peak_db >= refinement.before.peak_db
 
 
 def test_refining_begins_at_the_outputs_and_skips_ranges_that_are_nearly_the_same():
@@ -130,7 +147,7 @@ def test_refining_begins_at_the_outputs_and_skips_ranges_that_are_nearly_the_sam
 
     def evaluate(table):
         tried.append((table.ranges["first"][1], table.ranges["last"][1]))
-        return Errors(20.0, 1.0, None)
+        return Errors(20.0, 20.0, 1.0, None)
 
     refinement = refine(base, {"near": near, "far": far}, evaluate)
     assert tried == [(1.0, 1.0), (1.0, 0.5), (0.8, 1.0)]
