@@ -10,6 +10,7 @@ write; outputs are copied out. After a fork the child has no helpers: it runs al
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import sys
 import threading
@@ -34,6 +35,8 @@ from engines.tables import (
     ControlRow,
     RunRow,
 )
+
+_log = logging.getLogger(__name__)
 
 SPIN_US = 50.0          # a helper's wait before it sleeps: less than this between requests costs no wake-up (6-7 us)
 CALIBRATION_RUNS = 3
@@ -163,7 +166,7 @@ class Crew:
         self.control[ControlRow.WORKERS], self.control[ControlRow.ARENAS] = workers, arenas
         self.control[ControlRow.SYSCALL] = ctypes.cast(libc().syscall, ctypes.c_void_p).value or 0
         self.control[ControlRow.SPIN] = round(SPIN_US * ticks_per_us)
-        self._cpus = os.sched_getaffinity(0)
+        self._cpus = os.sched_getaffinity(0)        # of the thread that makes the context; helpers inherit it
         self._cpu = -1
         help_ = program.function("help", 2)
         self._threads = [threading.Thread(target=_live, args=(help_, self.control, number, (program, keep)),
@@ -182,10 +185,14 @@ class Crew:
         if cpu == self._cpu or not others:
             return
         self._cpu = cpu
-        for thread in self._threads:
-            # A thread of before a fork is not alive in the child, and its id may be somebody else's.
-            if thread.is_alive() and thread.native_id is not None:
-                os.sched_setaffinity(thread.native_id, others)
+        try:
+            for thread in self._threads:
+                # A thread of before a fork is not alive in the child, and its id may be somebody else's.
+                if thread.is_alive() and thread.native_id is not None:
+                    os.sched_setaffinity(thread.native_id, others)
+        except OSError as error:
+            _log.warning("helper threads go wherever the system puts them, for it refuses to be told (%s)", error)
+            self._cpus = set()
 
     def close(self) -> None:
         self._finalizer()

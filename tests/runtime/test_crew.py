@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,10 +15,10 @@ from engines import schedule
 from engines.execution import Program
 from engines.ir import Array
 from engines.parallel import ParallelExecution, ParallelProgram
-from engines.plan import Plan, Step
+from engines.plan import Fill, IoTensor, Plan, Step, TensorView
 from engines.schedule import cut
 from engines.tables import WorkerRow
-from tests.runtime.tiny import mix_plan, mix_reference
+from tests.runtime.tiny import executor, mix_object, mix_plan, mix_reference, mixed
 
 ROWS, COLUMNS, MAX_BATCH = 12, 16, 4
 
@@ -121,6 +122,34 @@ def test_a_request_stays_out_of_the_arena_in_which_a_late_helper_is() -> None:
         changed = [arena for arena in range(3)
                    if (execution.arenas[arena].array(plan.outputs[-1].view, 1) != before[arena]).any()]
         assert len(changed) == 1 and changed[0] not in busy
+
+
+def test_the_halo_of_an_input_is_written_before_the_input_and_never_again() -> None:
+    whole = TensorView("x", "int32", (2, 6), 0, 0, (24, 4), 48)
+    inner = replace(whole, shape=(2, 4), offset=4)
+    plan = mix_plan([(0, 0)], [1], rows=2, columns=6)
+    plan = replace(plan, inputs=(IoTensor("x", "int32", ("batch", 2, 4), inner),),
+                   fills=(Fill(whole, -7, ((0, 0), (1, 1))),))
+    execution = ParallelExecution(ParallelProgram(Program(plan), workers=2))
+    execution.close()
+    padded = np.full((2, 2, 6), -7, np.int32)
+    for busy in (0, 1, 0):
+        execution.workers[1, WorkerRow.INSIDE] = execution.runs[busy][0].ctypes.data
+        padded[:, :, 1:5] += 1
+        got = run(execution, plan, padded[:, :, 1:5])
+        np.testing.assert_array_equal(got["t1"], mixed(padded, padded))
+
+
+def test_a_request_ends_when_its_last_chunk_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two chunks of a millisecond; the helper begins later than the caller, so the caller is done first."""
+    monkeypatch.setattr(schedule, "CHUNK_US", 1e6)
+    plan = mix_plan([(0, 0)], [1], ROWS, COLUMNS)
+    plan = replace(plan, code=(mix_object("mix", ROWS, COLUMNS, repeats=5000), executor()))
+    execution = ParallelExecution(ParallelProgram(Program(plan), workers=2))
+    for turn in range(20):
+        x = np.full((1, ROWS, COLUMNS), turn, np.int32)
+        np.testing.assert_array_equal(run(execution, plan, x)["t1"], mixed(x, x))
+    execution.close()
 
 
 def test_idle_helpers_sleep() -> None:

@@ -92,6 +92,12 @@ def test_large_buffers_begin_at_different_cache_sets() -> None:
     assert len({offset % 4096 for offset in offsets}) == 16
 
 
+def test_a_buffer_that_is_still_read_or_of_another_size_is_not_taken_over() -> None:
+    for source in (Buffer("a", 4096, 0, 2), Buffer("a", 8192, 0, 1)):
+        buffers = [source, Buffer("y", 4096, 1, 2, in_place_of=0)]
+        assert not conflicts(buffers, [], plan_memory(buffers, []))
+
+
 def test_an_input_is_never_taken_over() -> None:
     buffers = [Buffer("x", 4096, -1, 0), Buffer("y", 4096, 0, 1, in_place_of=0), Buffer("z", 4096, 1, 2)]
     offsets = plan_memory(buffers, []).offsets

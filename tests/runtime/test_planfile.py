@@ -83,6 +83,13 @@ def test_a_file_cut_short_anywhere_is_refused(path: Path) -> None:
             read_all(path)
 
 
+def test_a_file_with_something_behind_its_end_is_refused(path: Path) -> None:
+    with open(path, "ab") as file:
+        file.write(b"\0")
+    with pytest.raises(PlanCorruptError, match=r"bytes, but \d+ were written"):
+        read_plan(path)
+
+
 def test_a_flipped_bit_in_any_section_is_found(path: Path) -> None:
     data = path.read_bytes()
     for name, (offset, size) in sections(path).items():

@@ -23,7 +23,8 @@ ISA = best_isa(host_features())
 
 
 @cache
-def mix_object(name: str, rows: int, columns: int) -> bytes:
+def mix_object(name: str, rows: int, columns: int, repeats: int = 1) -> bytes:
+    """repeats: compute every element so often, to take longer."""
     module = Module()
     f, (a, b, y), (row_begin, row_end, column_begin, column_end) = begin_kernel(module, name, 3)
     for row in f.range("row", row_begin, row_end):
@@ -32,8 +33,9 @@ def mix_object(name: str, rows: int, columns: int) -> bytes:
         for column in f.range("column", column_begin, column_end):
             mirrored = mirrored_row * columns + (f.constant(columns - 1, column.type) - column)
             here = (row * columns + column) * 4
-            value = f.load(I32, a + mirrored * 4, 4) * 3 + f.load(I32, b + here, 4) + 1
-            f.store(value, y + here, 4)
+            for _ in f.loop("repeat", repeats):
+                value = f.load(I32, a + mirrored * 4, 4) * 3 + f.load(I32, b + here, 4) + 1
+                f.store(value, y + here, 4)
     return compile_object(module.text(), ISA)
 
 
