@@ -4,6 +4,7 @@ import pytest
 
 from engines.backends.llvm.isa import PORTABLE
 from engines.backends.llvm.kernels import softmax
+from engines.backends.llvm.kernels.lrn import Lrn
 from engines.backends.llvm.kernels.norm import Norm
 from engines.backends.llvm.kernels.reduce import Reduce
 from engines.backends.llvm.kernels.softmax import Softmax
@@ -18,6 +19,8 @@ FAMILIES = {
     "layer norm": lambda *a, **k: Norm(*a, **k),
     "rms norm": lambda *a, **k: Norm(*a, **k, kind="rms"),
     "l2 norm": lambda *a, **k: Norm(*a, **k, kind="l2"),
+    "lrn": lambda *a, **k: Lrn(*a, **k, alpha=0.3),
+    "lrn of an even window": lambda *a, **k: Lrn(*a, **k, size=4, alpha=0.3, beta=0.5, bias=2.0),
 }
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
@@ -95,6 +98,9 @@ def test_the_references_agree_with_float64(family, shift):
         e = np.exp(wide - wide.max(-1, keepdims=True))
         expected = e / e.sum(-1, keepdims=True)
         expected = np.log(expected) if spec.log else expected
+    elif isinstance(spec, Lrn):
+        near = [sum(wide[..., max(c - (spec.size - 1) // 2, 0):c + spec.size // 2 + 1].T ** 2).T for c in range(100)]
+        expected = wide / (spec.bias + spec.alpha / spec.size * np.stack(near, -1)) ** spec.beta
     elif spec.kind == "layer":
         expected = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + spec.epsilon)
     elif spec.kind == "rms":

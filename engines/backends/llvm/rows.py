@@ -54,15 +54,24 @@ class Row:
         values = [self._load(view, source, at) for view, source in zip(self.spec.sources, self._sources, strict=True)]
         return self.spec.prologue.emit(self.isa, None, values, self._constants(self.spec.prologue, self._prologue, at))
 
-    def keep(self, value: Value, at: At) -> Value:
-        """Remember a vector until a later pass asks for it."""
-        assert self._scratch is not None, f"{self.spec.family} has no scratch"
-        self.f.store(value, self._scratch + at.column * 4, self.isa.bytes)
+    def keep(self, value: Value, at: At, shift: int = 0) -> Value:
+        """Remember a vector until a later pass asks for it, `shift` elements (whole vectors) further on."""
+        self.f.store(value, self._kept_at(at, shift), self.isa.bytes)
         return value
 
-    def kept(self, at: At) -> Value:
+    def kept(self, at: At, shift: int = 0) -> Value:
+        align = self.isa.bytes if shift % self.isa.lanes == 0 else 4
+        return self.f.load(self.isa.floats, self._kept_at(at, shift), align, "kept")
+
+    def _kept_at(self, at: At, shift: int) -> Value:
         assert self._scratch is not None, f"{self.spec.family} has no scratch"
-        return self.f.load(self.isa.floats, self._scratch + at.column * 4, self.isa.bytes, "kept")
+        return self._scratch + at.column * 4 + shift * 4
+
+    def visit(self, body: Callable[[At], Value]) -> None:
+        """A pass for what the body does by itself."""
+        for column, count in self.f.tiles("column", self.width, PARTIALS):
+            for at in self._vectors(column, count):
+                body(at)
 
     def store(self, body: Callable[[At], Value]) -> None:
         """y = program(body(at)), over the row."""
@@ -83,7 +92,7 @@ class Row:
         partial = {i: neutral for i in range(PARTIALS // self.isa.lanes)}
         for column, count in self.f.tiles("column", self.width, PARTIALS, partial=partial):
             for i, at in enumerate(self._vectors(column, count)):
-                partial[i] = self._combine(kind, partial[i], self._live(body(at), at, neutral))
+                partial[i] = self._combine(kind, partial[i], self.live(body(at), at, NEUTRAL[kind]))
         values = list(partial.values())
         while len(values) > 1:
             half = len(values) // 2
@@ -114,13 +123,13 @@ class Row:
         lanes = self.isa.lanes
         return [At(column + first, min(lanes, count - first)) for first in range(0, count, lanes)]
 
-    def _live(self, value: Value, at: At, neutral: Value) -> Value:
+    def live(self, value: Value, at: At, neutral: float) -> Value:
         """The value, neutral in the lanes past the row."""
         lanes = self.isa.lanes
         if at.count == lanes:
             return value
         mask = ", ".join(f"{I1} {int(lane < at.count)}" for lane in range(lanes))
-        return self.f.select(Value(self.f, vector(lanes, I1), f"<{mask}>"), value, neutral)
+        return self.f.select(Value(self.f, vector(lanes, I1), f"<{mask}>"), value, value.like(neutral))
 
     def _combine(self, kind: str, a: Value, b: Value) -> Value:
         return a + b if kind == "sum" else self.isa.max(a, b) if kind == "max" else self.isa.min(a, b)
