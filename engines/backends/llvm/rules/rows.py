@@ -43,7 +43,7 @@ def lower_lrn(ctx: Context, node: Node) -> Sequence[Call]:
     lrn = node.anchor.attrs
     if not lrn.get("channels_last"):
         raise Refused("only LRN in NHWC is compiled")
-    numbers = {key: float(lrn[key]) for key in ("alpha", "beta", "bias") if key in lrn}
+    numbers: dict[str, Any] = {key: float(lrn[key]) for key in ("alpha", "beta", "bias") if key in lrn}
     return [row_call(ctx, node, Lrn, size=int(lrn["size"]), **numbers)]
 
 
