@@ -134,6 +134,15 @@ def test_a_constant_index_picks(index: Any, axis: int) -> None:
     np.testing.assert_array_equal(execute(graph, PORTABLE, x), np.take(x, index, axis))
 
 
+@pytest.mark.parametrize("groups", [2, 3, 4])
+def test_a_shuffle_of_channels_is_a_permutation_of_axes(groups: int) -> None:
+    index = np.arange(24).reshape(groups, -1).T.ravel()
+    graph = gather(TensorType(np.dtype(np.float32), (BATCH, 3, 24)), index, 2)
+    assert [call.spec.family for call in lower(graph, PORTABLE).calls if call.spec] == ["permute"]
+    x = np.random.default_rng(0).standard_normal((ITEMS, 3, 24)).astype(np.float32)
+    np.testing.assert_array_equal(execute(graph, PORTABLE, x), x[:, :, index])
+
+
 def test_a_depthwise_convolution_has_a_kernel_of_its_own() -> None:
     weights = np.random.default_rng(0).standard_normal((12, 1, 3, 3)).astype(np.float32)
     attrs = {"group": 12, "kernel_shape": (3, 3), "pads": (1, 1, 1, 1), "channels_last": 1}
