@@ -41,11 +41,15 @@ CASES: dict[str, tuple[str, tuple[int, ...], dict[str, Any], dict[str, Any]]] = 
     "cubic": ("Resize", IMAGE, {"sizes": (BATCH, 12, 9, 16), "mode": "cubic"}, {}),
     "depth to space": ("DepthToSpace", IMAGE, {"blocksize": 2}, {}),
     "depth to space, columns first": ("DepthToSpace", IMAGE, {"blocksize": 2, "mode": "CRD"}, {}),
+    "slice with a step": ("Slice", (9, 12), {"axes": (2,), "starts": (1,), "ends": (11,), "steps": (3,)}, {}),
+    "expand": ("Expand", (1, 1, 12), {"shape": (1, 4, 5, 12)}, {}),
+    "pad": ("Pad", IMAGE, {"pads": (0, 1, 2, 0, 0, 0, 1, 3), "value": 0.7}, {}),
+    "pad that cuts": ("Pad", (9, 7), {"pads": (0, -2, 1, 0, 1, -3)}, {}),
     "space to depth": ("SpaceToDepth", IMAGE, {"blocksize": 2}, {}),
 }
-ANY_RANK = ("Reduce", "Softmax", "LogSoftmax", "LayerNormalization", "LpNormalization")
+ANY_RANK = ("Reduce", "Slice", "Expand", "Pad", "Softmax", "LogSoftmax", "LayerNormalization", "LpNormalization")
 # Whose result is stored as its input is, where a graph is quantised.
-MOVING = ("MaxPool", "GlobalMaxPool", "DepthToSpace", "SpaceToDepth")
+MOVING = ("Slice", "MaxPool", "GlobalMaxPool", "DepthToSpace", "SpaceToDepth")
 
 
 def graph_of(case: Any, quantised: bool) -> Graph:

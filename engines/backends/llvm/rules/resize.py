@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.backends.llvm.calls import Call, Context, Refused, copy_node, lowers, write_body
-from engines.backends.llvm.kernels.layout import Permute
+from engines.backends.llvm.calls import Call, Context, Refused, lowers
 from engines.backends.llvm.kernels.resize import Resize, taps_of
 from engines.backends.llvm.places import Place
 from engines.backends.llvm.rules.contraction import operand_views
+from engines.backends.llvm.rules.copies import moved
 from engines.backends.llvm.rules.pointwise import FLOATS
 from engines.backends.llvm.rules.pool import pool_call, write_pooled
 from engines.ir import Array, Node
@@ -57,8 +57,10 @@ def lower_blocks(ctx: Context, node: Node) -> Sequence[Call]:
     x, y = ctx.places[anchor.inputs[0]], ctx.places[node.outputs[0]]
     inner = anchor.attrs.get("mode", "DCR") == "CRD"
     if anchor.op == "DepthToSpace":
-        return [_moved(ctx, node, _deep(x, block, inner), _spread(y, block))]
-    return [_moved(ctx, node, _spread(x, block), _deep(y, block, inner=False))]
+        seen, target = _deep(x, block, inner), _spread(y, block)
+    else:
+        seen, target = _spread(x, block), _deep(y, block, inner=False)
+    return [moved(ctx, node, node.inputs[0], seen, node.outputs[0], target)]
 
 
 def _spread(place: Place, block: int) -> Place:
@@ -77,9 +79,3 @@ def _deep(place: Place, block: int, inner: bool) -> Place:
     steps = (block * size, size, block ** 2 * size) if inner else (block * channels * size, channels * size, size)
     return replace(place, view=replace(view, shape=(rows, block, cols, block, channels), strides=(
         by_row, steps[0], by_col, steps[1], steps[2])))
-
-
-def _moved(ctx: Context, node: Node, source: Place, target: Place) -> Call:
-    written = write_body(ctx, copy_node(node.inputs[0], node.outputs[0]), None)
-    spec = Permute(source.view, target.view, written.program, all(c.size == 1 for c in written.constants))
-    return Call(node, spec, (source,), (target,), {"program": written.constants})
