@@ -8,8 +8,8 @@ import pytest
 
 from engines.backends.llvm.isa import AVX512_VNNI, PORTABLE
 from engines.backends.llvm.lower import lower
-from engines.backends.llvm.places import buffer_bytes, strided
-from engines.ir import BATCH, Graph, Node, QParams, TensorType
+from engines.backends.llvm.places import Place, buffer_bytes, strided
+from engines.ir import BATCH, Graph, Node, QParams, TensorType, type_of
 from engines.ops import OPS
 from tests.llvm.harness import constants_of, guarded, loaded
 
@@ -45,6 +45,12 @@ CASES: dict[str, tuple[str, tuple[int, ...], dict[str, Any], dict[str, Any]]] = 
     "expand": ("Expand", (1, 1, 12), {"shape": (1, 4, 5, 12)}, {}),
     "pad": ("Pad", IMAGE, {"pads": (0, 1, 2, 0, 0, 0, 1, 3), "value": 0.7}, {}),
     "pad that cuts": ("Pad", (9, 7), {"pads": (0, -2, 1, 0, 1, -3)}, {}),
+    "transposed": ("ConvTranspose", IMAGE, {"kernel_shape": (2, 2), "strides": (2, 2)}, {"w": (12, 5, 2, 2)}),
+    "transposed, overlapping": ("ConvTranspose", IMAGE, {
+        "kernel_shape": (3, 4), "strides": (2, 3), "pads": (1, 0, 1, 2), "output_padding": (1, 0)},
+        {"w": (12, 5, 3, 4), "b": (5,)}),
+    "transposed, stride 1": ("ConvTranspose", IMAGE, {"kernel_shape": (3, 3), "pads": (1, 1, 1, 1)},
+                             {"w": (12, 5, 3, 3)}),
     "space to depth": ("SpaceToDepth", IMAGE, {"blocksize": 2}, {}),
 }
 ANY_RANK = ("Reduce", "Slice", "Expand", "Pad", "Softmax", "LogSoftmax", "LayerNormalization", "LpNormalization")
@@ -58,10 +64,15 @@ def graph_of(case: Any, quantised: bool) -> Graph:
     if not op.startswith(ANY_RANK):
         attrs = {**attrs, "channels_last": 1}
     arrays = {name: random.standard_normal(extents).astype(np.float32) for name, extents in constants.items()}
-    node = Node(op, ("x", *arrays), ("y",), attrs, name=op)
+    integers = quantised and "w" in arrays
+    node = Node(op, ("x", *arrays), ("y",), attrs, name=op, precision="int8" if integers else "fp32")
     x = TensorType(np.dtype(np.float32), (BATCH, *shape), U8 if quantised else None)
     types = {name: TensorType(array.dtype, array.shape) for name, array in arrays.items()}
     y = OPS[op].infer(node, (TensorType(x.dtype, x.shape), *types.values()))[0]
+    if integers:
+        arrays["w"] = random.integers(-128, 128, arrays["w"].shape).astype(np.int8)
+        couts = arrays["w"].shape[1]
+        types["w"] = type_of(arrays["w"], QParams(tuple(np.linspace(0.001, 0.003, couts)), (0,) * couts, "int8", 1))
     out = U8 if op in MOVING else OUT
     return Graph("g", ("x",), ("y",), (node,), arrays,
                  {"x": x, "y": TensorType(y.dtype, y.shape, out if quantised else None), **types})
@@ -71,6 +82,8 @@ def execute(graph: Graph, isa: Any, x: Any) -> Any:
     """The graph's one output as it is stored."""
     lowered = lower(graph, isa)
     memory = [guarded(buffer_bytes(storage, ITEMS)) for storage in lowered.places.buffers]
+    for i, storage in enumerate(lowered.places.buffers):        # the halos
+        strided(memory[i], Place(i, 0, storage.whole, storage.items), ITEMS)[...] = storage.pad
     place = lowered.places["x"]
     strided(memory[place.buffer], place, ITEMS)[...] = x
     for call in lowered.calls:
@@ -87,7 +100,11 @@ def execute(graph: Graph, isa: Any, x: Any) -> Any:
 
 def reference(graph: Graph, x: Any) -> Any:
     node, = graph.nodes
-    return OPS[node.op].reference(node, x, *(graph.constants[name] for name in node.inputs[1:]))[0]
+    constants = [graph.constants[name] for name in node.inputs[1:]]
+    quant = graph.types[node.inputs[1]].quant if constants else None
+    if quant:       # of the weights, by output channel
+        constants[0] = constants[0] * np.array(quant.scale, np.float32).reshape(1, -1, 1, 1)
+    return OPS[node.op].reference(node, x, *constants)[0]
 
 
 @pytest.mark.parametrize("isa", [AVX512_VNNI, PORTABLE], ids=lambda isa: isa.name)

@@ -10,13 +10,14 @@ Tensors that share a buffer share its halo.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from engines.backends.llvm.spec import View, dense_view
+from engines.backends.llvm.transposed import Phase, phases
 from engines.ir import BATCH, Dim, Graph, Node, TensorType
 
 SLACK = 128         # bytes past every buffer that a kernel may read (never use): the end of its last vector
@@ -97,9 +98,18 @@ def pads_of(node: Node) -> tuple[int, int, int, int]:
 def halo_wanted(graph: Graph, node: Node) -> Mapping[str, Halo]:
     """Input -> the halo that a convolution reads around it."""
     conv = node.anchor
-    if conv.op != "Conv" or not conv.attrs.get("channels_last"):
+    if not conv.attrs.get("channels_last"):
         return {}
-    return {conv.inputs[0]: Halo(*pads_of(conv))}
+    if conv.op == "ConvTranspose" and conv.inputs[1] in graph.constants:
+        (top, bottom), (left, right) = (_beside(axis, int(extent)) for axis, extent in zip(
+            phases(graph, conv), graph.types[conv.inputs[0]].shape[1:3], strict=True))
+        return {conv.inputs[0]: Halo(top, left, bottom, right)}
+    return {conv.inputs[0]: Halo(*pads_of(conv))} if conv.op == "Conv" else {}
+
+
+def _beside(axis: Sequence[Phase], extent: int) -> tuple[int, int]:
+    """How far before and behind an axis the phases of a transposed convolution read."""
+    return max(0, *(-phase.first for phase in axis)), max(0, *(phase.end - extent for phase in axis))
 
 
 class Places:
