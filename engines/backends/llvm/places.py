@@ -10,13 +10,14 @@ Tensors that share a buffer share its halo.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from engines.backends.llvm.spec import View, dense_view
+from engines.backends.llvm.transposed import Phase, phases
 from engines.ir import BATCH, Dim, Graph, Node, TensorType
 
 SLACK = 128         # bytes past every buffer that a kernel may read (never use): the end of its last vector
@@ -97,9 +98,18 @@ def pads_of(node: Node) -> tuple[int, int, int, int]:
 def halo_wanted(graph: Graph, node: Node) -> Mapping[str, Halo]:
     """Input -> the halo that a convolution reads around it."""
     conv = node.anchor
-    if conv.op != "Conv" or not conv.attrs.get("channels_last"):
+    if not conv.attrs.get("channels_last"):
         return {}
-    return {conv.inputs[0]: Halo(*pads_of(conv))}
+    if conv.op == "ConvTranspose" and conv.inputs[1] in graph.constants:
+        (top, bottom), (left, right) = (_beside(axis, int(extent)) for axis, extent in zip(
+            phases(graph, conv), graph.types[conv.inputs[0]].shape[1:3], strict=True))
+        return {conv.inputs[0]: Halo(top, left, bottom, right)}
+    return {conv.inputs[0]: Halo(*pads_of(conv))} if conv.op == "Conv" else {}
+
+
+def _beside(axis: Sequence[Phase], extent: int) -> tuple[int, int]:
+    """How far before and behind an axis the phases of a transposed convolution read."""
+    return max(0, *(-phase.first for phase in axis)), max(0, *(phase.end - extent for phase in axis))
 
 
 class Places:
@@ -156,7 +166,7 @@ class Places:
         if node.op == "Reshape":
             self._parent[node.outputs[0]] = _Inside(source, reshape=item_shape(types[node.outputs[0]]))
             return
-        cuts = _cuts(node, types[source], [types[o] for o in node.outputs])
+        cuts = cuts_of(node, types[source], [types[o] for o in node.outputs])
         for output, cut in zip(node.outputs, cuts, strict=True):
             rank = len(types[source].shape) - 1
             moves_rows = any(axis < rank - 1 for axis, *_ in cut or ())
@@ -243,7 +253,7 @@ class _Inside:
         return place
 
 
-def _cuts(node: Node, source: TensorType, outputs: list[TensorType]) -> list[list[tuple[int, int, int, int]] | None]:
+def cuts_of(node: Node, source: TensorType, outputs: list[TensorType]) -> list[list[tuple[int, int, int, int]] | None]:
     """For each output of a Split or Slice its cuts in the item, or None where it is no view."""
     rank = len(source.shape)
     if node.op == "Split":
