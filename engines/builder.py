@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.backends.llvm.backend import Progress, compile_graph, make_tuner
+from engines.backends.llvm.tuner import Tuner
 from engines.errors import ConfigError
 from engines.frontend.onnx_import import graph_from_onnx
 from engines.ir import BATCH, Graph
@@ -27,6 +28,7 @@ from engines.version import COMPILER_VERSION
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "best")
 DEFAULT_MAX_BATCH = 32
+TRIAL_BATCH = 4             # of the plans that calibration runs: every tensor is an output, so a batch is large
 Ranges = Mapping[str, tuple[float, float]]
 
 
@@ -55,6 +57,7 @@ class Builder:
         self.config, self.progress = config, progress
         self.cache = TimingCache(config.timing_cache or None)
         self._tuner = make_tuner(config.target, self.cache, config.timing)
+        self._here = make_tuner("", self.cache, timing=False)       # for what the build itself runs: calibration, trials
         self.log: list[Any] = []            # what the passes did and refused, for build-engine -v
 
     @property
@@ -83,22 +86,25 @@ class Builder:
     # ---- plans
     def plan(self, graph: Graph, ranges: Ranges | None = None, metadata: Mapping[str, Any] | None = None) -> Plan:
         """A plan of an optimised graph; an int8 one needs the ranges of its edges."""
-        plan = self._compile(self.stored(graph, ranges), self.config.precision, metadata)
+        plan = self._compile(self.stored(graph, ranges), self._tuner, self._max_batch(graph), metadata)
         self.cache.save()
         return plan
+
+    def trial(self, graph: Graph, ranges: Ranges) -> Plan:
+        """The same for this machine without timing: to measure what ranges do to the results."""
+        return self._compile(self.stored(graph, ranges), self._here, min(self._max_batch(graph), TRIAL_BATCH))
 
     def watching(self, graph: Graph, tensors: Collection[str]) -> Plan:
         """A float32 plan of a float graph that also gives these tensors as outputs: what calibration runs."""
         outputs = (*graph.outputs, *(name for name in tensors if name not in graph.outputs))
         watched = set_float_precision(replace(graph, outputs=outputs), "fp32")
-        return self._compile(watched, "fp32", None)
+        return self._compile(watched, self._here, min(self._max_batch(graph), TRIAL_BATCH))
 
-    def _compile(self, graph: Graph, precision: str, metadata: Mapping[str, Any] | None) -> Plan:
-        max_batch = self._max_batch(graph)
-        compiled = compile_graph(graph, self._tuner, max_batch, self.progress)
+    def _compile(self, graph: Graph, tuner: Tuner, max_batch: int, metadata: Mapping[str, Any] | None = None) -> Plan:
+        compiled = compile_graph(graph, tuner, max_batch, self.progress if tuner is self._tuner else None)
         document, arrays = graph_to_json(graph)
         return Plan(
-            name=graph.name, target=compiled.target, cpu=compiled.cpu, precision=precision, max_batch=max_batch,
+            name=graph.name, target=compiled.target, cpu=compiled.cpu, precision=self.config.precision, max_batch=max_batch,
             inputs=compiled.inputs, outputs=compiled.outputs, buffers=compiled.buffers, steps=compiled.steps,
             fills=compiled.fills, code=compiled.code, constants=compiled.constants, graph=document,
             graph_arrays=arrays, metadata={"compiler": COMPILER_VERSION, **(metadata or {})})

@@ -13,6 +13,18 @@
 """
 
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown name: "; did you mean 'size'?", or all that is known if none is near."""
+    known = list(known)
+    if near := get_close_matches(name, known, n=1):
+        return f"; did you mean '{near[0]}'?"
+    return f"; known are {', '.join(known)}"
+
+
 class EngineError(Exception):
     """The root: catch this to catch everything that is not a bug of ours."""
 

@@ -126,7 +126,7 @@ class Plan:
     constants: bytes | memoryview           # weights and epilogue constants, aligned, in order of execution
     graph: Mapping[str, Any] = field(default_factory=dict)          # serialised Graph that it was lowered from ...
     graph_arrays: Mapping[str, Array] = field(default_factory=dict, compare=False)      # ... and its constants
-    metadata: Mapping[str, Any] = field(default_factory=dict)       # preprocessing, calibration, compiler version, report
+    metadata: Mapping[str, Any] = field(default_factory=dict)       # preprocessing, calibration, versions, report
 
     @property
     def batch_slots(self) -> int:

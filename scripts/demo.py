@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc as triton
-from calibration.preprocess import load_images
 from numpy.typing import NDArray
 
+from calibration.preprocess import load_preprocess
 from engines import load_engine
 from engines.errors import EngineError
 
@@ -86,7 +86,9 @@ def run(*command: str | Path | float) -> str:
 def test_images() -> tuple[Array, Array]:
     """(images float32 [n, 1, 28, 28], labels int64 [n]); a file is called LABEL-INDEX.png."""
     paths = sorted((DATA / "test").glob("*.png"))
-    return load_images(paths, DATA / "preprocess.toml"), np.array([int(path.name.split("-")[0]) for path in paths])
+    preprocess = load_preprocess(DATA / "preprocess.toml")
+    images = np.concatenate([preprocess.apply(path, ["N", 1, 28, 28]) for path in paths])
+    return images, np.array([int(path.name.split("-")[0]) for path in paths])
 
 
 def build_and_measure(precision: str, plan: Path, images: Array, labels: Array, seconds: float) -> Measured:
@@ -194,9 +196,9 @@ def summary(engines: dict[str, Measured], mean_batch: float, load: list[dict[str
         row("p50 latency, batch 1, ms", lambda m: f"{m.single_p50_ms:.3f}", int8.single_p50_ms / fp32.single_p50_ms),
         row(f"images/s, batch {MAX_BATCH}", lambda m: f"{m.batched:,.0f}", int8.batched / fp32.batched),
     ]
-    rows += [(f"served images/s, {point['concurrency']} in flight", "", f"{point['throughput']:,.0f}",
-              f"p99 {point['latency_ms']['p99']:.1f} ms") for point in load]
-    rows.append((f"mean batch, {CLIENTS} clients of one image", "", f"{mean_batch:.1f}"))
+    rows += [(f"served images/s, {level['concurrency']} in flight", "", f"{level['throughput']:,.0f}",
+              f"p99 {level['latency_ms']['p99']:.1f} ms") for level in load]
+    rows.append((f"mean batch of {CLIENTS} tritonclients", "", f"{mean_batch:.1f}"))
     return table(rows)
 
 
@@ -222,7 +224,7 @@ def demo(work: Path, results: Path, seconds: float) -> str:
         report = results / "load-test.json"
         print(run("load-test", "-m", MODEL, "-u", address, "--concurrency", ",".join(map(str, CONCURRENCY)),
                   "--duration", seconds, "--json", report, "--plot", results / "load-test.png"))
-        load = json.loads(report.read_text())["points"]
+        load = json.loads(report.read_text())["levels"]
     return summary(engines, mean_batch, load)
 
 

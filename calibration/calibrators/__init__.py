@@ -1,0 +1,45 @@
+"""The calibrators, by the name that --calibrator takes. To add one: a file, and a line here."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from types import MappingProxyType
+
+from calibration.calibrators.base import Calibrator, Range
+from calibration.calibrators.entropy import Entropy
+from calibration.calibrators.minmax import MinMax
+from calibration.calibrators.mse import MeanSquaredError
+from calibration.calibrators.percentile import Percentile
+from engines.errors import ConfigError, did_you_mean
+
+__all__ = ["CALIBRATORS", "DEFAULT", "Calibrator", "Range", "make_calibrator"]
+
+CALIBRATORS: Mapping[str, type[Calibrator]] = MappingProxyType({
+    "entropy": Entropy,
+    "percentile": Percentile,
+    "minmax": MinMax,
+    "mse": MeanSquaredError,
+})
+DEFAULT = "entropy"
+
+
+def make_calibrator(text: str) -> Calibrator:
+    """The calibrator that `text` names; "percentile:99.9" sets its one parameter.
+
+    Raises ConfigError: no such calibrator, or it has no parameter, or not that value.
+    """
+    name, colon, value = text.partition(":")
+    if name not in CALIBRATORS:
+        raise ConfigError(f"no calibrator '{name}'{did_you_mean(name, CALIBRATORS)}")
+    made = CALIBRATORS[name]
+    if not colon:
+        return made()
+    parameters = [parameter.name for parameter in fields(made)]     # type: ignore[arg-type]
+    if not parameters:
+        raise ConfigError(f"calibrator '{text}': {name} has no parameter to set; write '{name}'")
+    try:
+        number = float(value)
+    except ValueError:
+        raise ConfigError(f"calibrator '{text}': '{value}' is not a number; write for instance "
+                          f"'{name}:{getattr(made(), parameters[0])}'") from None
+    return made(**{parameters[0]: number})

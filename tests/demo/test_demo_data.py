@@ -11,6 +11,8 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
+from calibration.preprocess import load_preprocess
+
 DATA = Path(__file__).resolve().parents[2] / "scripts" / "demo_data"
 
 
@@ -49,9 +51,10 @@ def test_the_model_keeps_its_batch_norms_and_has_a_symbolic_batch() -> None:
 
 
 def test_the_model_reads_the_test_digits_as_well_as_promised() -> None:
-    found = images("test")
-    labels = np.array([int(name.split("-")[0]) for name in found])
-    pixels = np.stack(list(found.values()))[:, None].astype(np.float32) / 255
+    paths = sorted((DATA / "test").glob("*.png"))
+    labels = np.array([int(path.name.split("-")[0]) for path in paths])
+    preprocess = load_preprocess(DATA / "preprocess.toml")
+    pixels = np.concatenate([preprocess.apply(path, ["N", 1, 28, 28]) for path in paths])
     session = onnxruntime.InferenceSession(DATA / "model.onnx", providers=["CPUExecutionProvider"])
-    (logits,) = session.run(None, {"image": (pixels - np.float32(0.1307)) / np.float32(0.3081)})
+    (logits,) = session.run(None, {"image": pixels})
     assert (logits.argmax(1) == labels).mean() == pytest.approx(0.99, abs=0.002)

@@ -43,8 +43,11 @@ class Lanes:
         if not self.packed:
             return [self._load_natural(dtype, address + v * self.isa.lanes * SIZES[dtype],
                                        self.channels - v * self.isa.lanes) for v in range(self.vectors)]
-        row = f.load(vector(self.channels, element), address, hint="row")
-        result = []
+        return self.widen(dtype, f.load(vector(self.channels, element), address, hint="row"))
+
+    def widen(self, dtype: str, row: Value) -> list[Value]:
+        """A pixel as stored, all its channels in one vector -> `vectors` registers of float32."""
+        f, result = row.f, []
         for picks in self.order():
             picks = [min(pick, self.channels) for pick in picks]
             if dtype == "uint8":
@@ -71,7 +74,9 @@ class Lanes:
     # ---- float32 -> memory
     def store(self, dtype: str, pixels: Sequence[Sequence[Value]], addresses: Sequence[Value]) -> None:
         """Each pixel's `vectors` registers to its address; u8 and integers are rounded half to even and saturated."""
-        if dtype == "uint8" and self.packed:
+        if dtype == "uint8":
+            if not self.packed:     # the packs take an int32; beyond its range a float must saturate before
+                pixels = [[self.isa.min(value, 255) for value in pixel] for pixel in pixels]
             together = 4 // self.vectors    # pixels whose vectors fill one register of u8
             for first in range(0, len(pixels), together):
                 group = slice(first, first + together)
@@ -86,10 +91,13 @@ class Lanes:
         f, vectors = values[0].f, self.vectors
         ints = [self.isa.round(value) for value in values]
         packed = self.isa.pack_u8((ints * 4)[:4])
+        places = {channel: (v, lane) for v, row in enumerate(self.order()) for lane, channel in enumerate(row)}
         for slot, address in enumerate(addresses):
-            first = slot * 4 * vectors
-            mask = [part + first + i for part in range(0, 4 * self.isa.lanes, 16) for i in range(4 * vectors)]
-            f.store(f.shuffle(packed, None, mask[:self.channels], "pixel"), address)
+            mask = []
+            for v, lane in (places[channel] for channel in range(self.channels)):
+                part, element = divmod(lane, 4)
+                mask.append(part * 16 + (slot * vectors + v) * 4 + element)
+            f.store(f.shuffle(packed, None, mask, "pixel"), address)
 
     def _store_natural(self, dtype: str, value: Value, address: Value, count: int) -> None:
         if count <= 0:

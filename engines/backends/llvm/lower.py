@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from engines.backends.llvm import rules  # noqa: F401  (fills RULES)
 from engines.backends.llvm.calls import RULES, Call, Context, Refused
 from engines.backends.llvm.isa import Isa
-from engines.backends.llvm.kernels.pointwise import Pointwise
+from engines.backends.llvm.kernels.layout import Permute
 from engines.backends.llvm.places import Place, Places
-from engines.backends.llvm.program import Program
 from engines.backends.llvm.spec import dense_view
 from engines.ir import Graph, Node
 
@@ -54,7 +53,7 @@ def _fallback(ctx: Context, node: Node, reason: str) -> Call:
 
 def copy_call(node: Node, source: Place, target: Place) -> Call:
     """Moves a tensor from place to place, bit for bit. Both hold the same shape and stored dtype."""
-    spec = Pointwise((source.view,), target.view, Program(operands=1, accumulator=False))
+    spec = Permute(source.view, target.view)
     return Call(node, spec, (source,), (target,), {"program": []})
 
 

@@ -7,8 +7,9 @@
 An *operand* is another tensor read at the same position (already widened to float32, not yet dequantised). A *constant*
 is a vector of one float32 per channel in memory (a number is repeated), so that a kernel's text depends on shapes only.
 
-Each instruction says what it means (numpy, float32) and how it is emitted; both round alike, so that a kernel equals its
-reference bit for bit on every machine. A new pointwise function is a new instruction here, never a change to a kernel.
+Each instruction says what it means (numpy, float32) and how it is emitted; both round alike, so that a kernel equals
+its reference bit for bit on every machine. A new pointwise function is a new instruction here, never a change to a
+kernel.
 """
 from __future__ import annotations
 
@@ -262,6 +263,13 @@ INSTRUCTIONS: dict[str, Meaning] = {
     "tanh": Meaning(_tanh_meaning, _tanh_emit),
     "erf": Meaning(_erf_meaning, _erf_emit),
 }
+
+
+def load_meaning(dtype: str, stored: NDArray[Any]) -> Floats:
+    """What is stored -> float32, as Lanes.load does it; bfloat16 is stored as uint16."""
+    if dtype == "bfloat16":
+        return (stored.astype(np.uint32) << 16).view(np.float32)
+    return stored.astype(np.float32)
 
 
 def store_meaning(dtype: str, result: Floats) -> NDArray[Any]:

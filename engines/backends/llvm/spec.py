@@ -127,7 +127,7 @@ class KernelSpec(ABC):
 
 
 def begin_kernel(module: Module, name: str, count: int) -> tuple[Function, list[Value], list[Value]]:
-    """The function of a kernel with `count` operands: (f, operand addresses, [row_begin, row_end, column_begin, _end])."""
+    """A kernel with `count` operands: (its function, their addresses, [row_begin, row_end, column_begin, column_end])."""
     f = module.function(name, operands=PTR, row_begin=I64, row_end=I64, column_begin=I64, column_end=I64)
     table, *bounds = f.parameters.values()
     addresses = [f.load(PTR, table + 8 * i, align=8, hint=f"operand {i}") for i in range(count)]
@@ -142,5 +142,5 @@ def pack_channels(constants: Sequence[Array], channels: int, panels: Sequence[Se
     table = np.zeros((len(constants), channels + 1), np.float32)
     for row, constant in zip(table, constants, strict=True):
         row[:channels] = constant
-    flat = [table[:, np.minimum(np.asarray(order), channels)].reshape(len(constants), -1).ravel() for order in panels]
+    flat = [table[:, np.minimum(np.asarray(order), channels)].ravel() for order in panels]
     return np.concatenate(flat) if flat else np.zeros(0, np.float32)

@@ -29,11 +29,12 @@ from typing import Any
 
 import numpy as np
 
+from engines.backends.llvm.access import load_channels, load_constants, run_program
 from engines.backends.llvm.arithmetic import Arithmetic, arithmetic_for
 from engines.backends.llvm.emit import PTR, Function, Module, Value
 from engines.backends.llvm.isa import Isa
-from engines.backends.llvm.lanes import ELEMENTS, Lanes, to_float
-from engines.backends.llvm.program import Program, store_meaning
+from engines.backends.llvm.lanes import Lanes
+from engines.backends.llvm.program import Program, load_meaning, store_meaning
 from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, begin_kernel, pack_channels
 
 FEW_PIXELS = 8          # items of no more pixels than this are cut by batch
@@ -47,6 +48,11 @@ class Tile(Tactic):
     vectors: int            # 1, 2 or 4
     block: int = 0          # rows of tiles in a block of pixels; 0: all of them
     prefetch: bool = False  # ask for the next panel's weights, a line at every k
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(pixels, vectors)"""
+        return self.rows * self.cols, self.vectors
 
     def __str__(self) -> str:
         block = f" block {self.block}" if self.block else ""
@@ -222,9 +228,9 @@ class Contraction(KernelSpec):
         x, *operands = inputs
         wide = np.int64 if self.precision == "int8" else np.float32
         arithmetic = arithmetic_for(self.precision, _ANY_MACHINE, self.run)
-        weights = _as_float(arithmetic.weights_dtype, arithmetic.store_weights(constants["weights"])).astype(wide)
+        weights = load_meaning(arithmetic.weights_dtype, arithmetic.store_weights(constants["weights"])).astype(wide)
         weights = weights.reshape(self.groups, self.cout, self.cin, *self.taps)
-        x = _as_float(self.x.dtype, x).astype(wide).reshape(*x.shape[:3], self.groups, self.cin)
+        x = load_meaning(self.x.dtype, x).astype(wide).reshape(*x.shape[:3], self.groups, self.cin)
         sums = np.zeros((len(x), self.rows, self.cols, self.groups, self.cout), wide)
         for p in range(self.taps[0]):
             for q in range(self.taps[1]):
@@ -232,28 +238,16 @@ class Contraction(KernelSpec):
                 pixels = pixels[:, ::self.stride[0], ::self.stride[1]][:, :self.rows, :self.cols]
                 sums += np.einsum("nijgc,goc->nijgo", pixels, weights[..., p, q], optimize=True)
         accumulator = sums.reshape(len(x), *self.y.shape).astype(np.float32)
-        others = [_as_float(view.dtype, operand) for view, operand in zip(self.operands, operands, strict=True)]
+        others = [load_meaning(view.dtype, operand) for view, operand in zip(self.operands, operands, strict=True)]
         return (store_meaning(self.y.dtype, self.program.meaning(accumulator, others, constants["program"])),)
 
 
 _ANY_MACHINE = Isa("reference", 4, 16, "", "", frozenset())
 
 
-def _as_float(dtype: str, stored: Array) -> Array:
-    if dtype == "bfloat16":
-        return (stored.astype(np.uint32) << 16).view(np.float32)
-    return stored.astype(np.float32)
-
-
 def tile_shapes(isa: Isa, precision: str) -> Sequence[tuple[int, int]]:
     """(pixels, vectors) worth trying on a machine, the usual winner first."""
-    if isa.registers == 32 and isa.lanes == 16:
-        return (14, 2), (12, 2), (6, 4), (4, 4), (7, 2), (8, 2), (16, 1)
-    if isa.registers == 32:
-        return (6, 4), (4, 4), (12, 2), (8, 2), (16, 1)
-    if precision == "int8":
-        return (4, 2), (5, 2), (6, 2), (2, 4), (8, 1)
-    return (6, 2), (5, 2), (4, 2), (3, 4), (12, 1)
+    return isa.tiles if precision == "int8" else isa.float_tiles or isa.tiles
 
 
 def _most_pixels(isa: Isa, precision: str, vectors: int) -> int:
@@ -440,29 +434,17 @@ class _Emitter:
                   pixels: list[tuple[int, int]]) -> None:
         """acc {(pixel, vector)} -> program -> y."""
         spec, isa = self.spec, self.isa
-        constants = [[f.load(isa.floats, f.parameters["constants"] + (c * lanes.vectors + v) * isa.bytes, isa.bytes,
-                             "constant") for c in range(spec.program.constants)] for v in range(lanes.vectors)]
+        constants = load_constants(lanes, f.parameters["constants"], spec.program.constants)
 
         def result(p: int, i: int, j: int) -> list[Value]:
             f.write(f"; pixel {p}: {spec.program}")
-            others = [self._operand(lanes, view, f.parameters[f"operand{n}"], i, j)
+            sums = [self.arithmetic.finish(isa, acc[p, v]) for v in range(lanes.vectors)]
+            others = [load_channels(lanes, view, f.parameters[f"operand{n}"] + (i * view.strides[0] + j * view.strides[1]))
                       for n, view in enumerate(spec.operands)]
-            return [spec.program.emit(isa, self.arithmetic.finish(isa, acc[p, v]), [other[v] for other in others],
-                                      constants[v]) for v in range(lanes.vectors)]
+            return run_program(lanes, spec.program, sums, others, constants)
 
         y, together = f.parameters["y"], 4 // lanes.vectors
         for first in range(0, len(pixels), together):
             group = pixels[first:first + together]
             values = [result(first + n, i, j) for n, (i, j) in enumerate(group)]
             lanes.store(spec.y.dtype, values, [y + (i * spec.y.strides[0] + j * spec.y.strides[1]) for i, j in group])
-
-    @staticmethod
-    def _operand(lanes: Lanes, view: View, address: Value, i: int, j: int) -> list[Value]:
-        """The operand's channels at pixel (i, j), in the lanes of the accumulators."""
-        address = address + (i * view.strides[0] + j * view.strides[1])
-        if view.strides[2]:
-            return lanes.load(view.dtype, address)
-        one = address.f.splat(address.f.load(ELEMENTS[view.dtype], address, hint="element"), lanes.isa.lanes)
-        return [to_float(lanes.isa, view.dtype, one)] * lanes.vectors
-
-

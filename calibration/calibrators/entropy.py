@@ -1,0 +1,80 @@
+"""Entropy calibration (Migacz, "8-bit Inference with TensorRT", GTC 2017, S7310): clip where least information is lost.
+
+    bins    |x| in 2048 bins over [0, amax]
+    for m in 128 .. 2048:
+        P = bins[0:m], the outliers bins[m:] added to its last bin
+        Q = bins[0:m], no outliers, merged to 128 levels and spread again over the bins that are not empty
+        D(m) = sum P log(P / Q), both normalised
+    threshold = (m + 0.5) * amax / 2048, m the argument of the least D
+
+Bin 0 is left out of both distributions: it holds the zeros that ReLU makes and everything that rounds to zero anyway,
+and with its weight the divergence would favour thresholds far too low (MobileNetV2: 9.5 % top-1 agreement with it).
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from calibration.calibrators.base import Range
+from calibration.histogram import Floats, Histogram
+
+BINS = 2048
+LEVELS = 128
+EPSILON = 1e-12     # Q where outliers fall into an empty bin: a large but finite divergence. S7310 leaves this open
+
+
+@dataclass(frozen=True)
+class Entropy:
+    """The threshold on |x| of S7310. It is one number: a signed tensor is clipped at it on both sides."""
+
+    def range(self, histogram: Histogram) -> Range:
+        """[-T, T], no side wider than the values on it; the larger side is T itself, as TensorRT's scale has it."""
+        amax = histogram.magnitude
+        if amax == 0.0:
+            return 0.0, 0.0
+        threshold = (best_bin_count(histogram.magnitudes(BINS)) + 0.5) * amax / BINS
+        low, high = histogram.low, histogram.high
+        return (-threshold if -low == amax else max(low, -threshold),
+                threshold if high == amax else min(high, threshold))
+
+
+def best_bin_count(bins: Floats) -> int:
+    """The m in LEVELS..len(bins) of least divergence, for the histogram of |x| whose bin 0 is ignored."""
+    return LEVELS + int(np.argmin(divergences(bins)))
+
+
+def divergences(bins: Floats) -> Floats:
+    """D(m) for every m in LEVELS..len(bins), at once.
+
+    Q is constant within a level, c_j its filled bins and s_j their sum: Q = s_j / c_j. So the sum of P log Q needs only
+    the 128 levels' totals, and these are differences of running sums. What is left is, for P' and Q not yet normalised
+    (sums p and q),  D = (sum P' log P' - sum P' log Q) / p - log p + log q.
+    """
+    bins = bins.copy()
+    bins[0] = 0.0
+    m = np.arange(LEVELS, len(bins) + 1)
+    total = bins.sum()
+    if not total:
+        return np.where(m == len(bins), 0.0, np.inf)    # all in bin 0: nothing to weigh, keep everything
+
+    below = np.concatenate([[0.0], np.cumsum(bins)])
+    filled = np.concatenate([[0], np.cumsum(bins > 0)])
+    starts = -(-m[:, None] * np.arange(LEVELS + 1) // LEVELS)       # first bin of each level: ceil(j m / 128)
+    sums, counts = np.diff(below[starts]), np.diff(filled[starts])
+    log_q = _log(sums / np.maximum(counts, 1))
+
+    last, outliers = bins[m - 1], total - below[m]
+    outliers[-1] = 0.0                                              # exactly: running sums leave a rounding error
+    p_log_p = (np.concatenate([[0.0], np.cumsum(bins * _log(bins))])[m - 1]
+               + (last + outliers) * _log(last + outliers))
+    log_q_sum = _log(below[m])
+    log_q_last = np.where(last > 0.0, log_q[:, -1], np.log(EPSILON) + log_q_sum)
+    p_log_q = (sums * log_q).sum(axis=1) + outliers * log_q_last
+    result: Floats = (p_log_p - p_log_q) / total - np.log(total) + log_q_sum
+    return result
+
+
+def _log(x: Floats) -> Floats:
+    """log x where x > 0, else 0: the limit that x log x wants."""
+    return np.log(x, out=np.zeros_like(x), where=x > 0)

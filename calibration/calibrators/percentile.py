@@ -1,0 +1,27 @@
+"""Percentile calibration: cut off a fixed share of the values, the most extreme ones."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from calibration.calibrators.base import Range
+from calibration.histogram import Histogram
+from engines.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Percentile:
+    """Keep `percentile` per cent of the values: the rest is cut from the top of a one-sided tensor, or in equal
+    parts from both ends of a signed one. Raises ConfigError unless 50 < percentile <= 100."""
+    percentile: float = 99.99
+
+    def __post_init__(self) -> None:
+        if not 50.0 < self.percentile <= 100.0:
+            raise ConfigError(f"percentile {self.percentile:g}: must be above 50 and at most 100, for instance 99.99")
+
+    def range(self, histogram: Histogram) -> Range:
+        cut = 1.0 - self.percentile / 100.0
+        low, high = histogram.low, histogram.high
+        if low < 0.0 < high:
+            cut /= 2
+        return (min(histogram.quantile(cut), 0.0) if low < 0.0 else 0.0,
+                max(histogram.quantile(1.0 - cut), 0.0) if high > 0.0 else 0.0)

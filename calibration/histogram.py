@@ -1,0 +1,111 @@
+"""A streaming histogram of a tensor's values, on which every calibrator works: one pass over the data serves all.
+
+The bins lie on a fixed grid: 2 * BINS_PER_SIDE of them over [-2**e, 2**e), where e is the smallest exponent that holds
+every value seen. When a larger value arrives the range doubles until it fits and neighbouring bins merge. A bin of one
+grid is the union of two of the finer one, and scaling by a power of two is exact, so the counts are those that a
+histogram with the final range would have had from the start: neither order nor batch size can be seen in them.
+
+(NVIDIA's calibrators rescale from whatever range the first batch had, and so depend on it: TensorRT issue 1411.)
+"""
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.errors import CalibrationError
+from engines.ir import Array
+
+BINS_PER_SIDE = 1 << 14         # 256 KiB a tensor; never fewer than 4 bins for each of S7310's 2048
+SMALLEST_EXPONENT = -100        # of a tensor without values above 2**-100; keeps bins / range finite in float32
+
+Floats = NDArray[np.float64]
+
+
+class Histogram:
+    """Counts, extremes and number of the values observed; mutable, owned by whoever collects.
+
+    counts      int64 [2 * BINS_PER_SIDE]; bin i holds values in [edges[i], edges[i + 1])
+    exponent    the range is [-2**exponent, 2**exponent)
+    """
+
+    def __init__(self) -> None:
+        self.counts = np.zeros(2 * BINS_PER_SIDE, np.int64)
+        self.exponent = SMALLEST_EXPONENT
+        self.count = 0
+        self._min, self._max = np.inf, -np.inf
+
+    def observe(self, values: Array) -> None:
+        """Add the values of an array of any shape and real dtype. Raises CalibrationError on NaN or infinity."""
+        flat = np.asarray(values, np.float32).reshape(-1)
+        if not flat.size:
+            return
+        low, high = float(flat.min()), float(flat.max())
+        if not np.isfinite(low) or not np.isfinite(high):       # a NaN anywhere is the result of min and max
+            count = np.count_nonzero(~np.isfinite(flat))
+            raise CalibrationError(f"{count} of {flat.size} values are not finite")
+        self._min, self._max = min(self._min, low), max(self._max, high)
+        self.count += flat.size
+        if self.magnitude:
+            self._widen(int(np.frexp(self.magnitude)[1]))       # frexp: magnitude < 2**exponent, strictly
+        scaled = flat * np.float32(BINS_PER_SIDE * 2.0 ** -self.exponent)
+        indices = np.floor(scaled, out=scaled).astype(np.int64)
+        indices += BINS_PER_SIDE
+        self.counts += np.bincount(indices, minlength=self.counts.size)
+
+    def _widen(self, exponent: int) -> None:
+        """Merge neighbours, pair by pair, until the range is at least 2**exponent to either side of zero."""
+        while self.exponent < exponent:
+            if not self.counts.any():
+                self.exponent = exponent
+                return
+            merged = np.zeros_like(self.counts)
+            quarter = BINS_PER_SIDE // 2
+            merged[quarter:3 * quarter] = self.counts.reshape(-1, 2).sum(axis=1)
+            self.counts, self.exponent = merged, self.exponent + 1
+
+    @property
+    def _width(self) -> float:
+        return float(2.0 ** self.exponent) / BINS_PER_SIDE
+
+    # ---- what calibrators ask
+    @property
+    def low(self) -> float:
+        """The least value seen, or 0: zero belongs to every range, as padding and ReLU need it exactly."""
+        return min(self._min, 0.0)
+
+    @property
+    def high(self) -> float:
+        """The largest value seen, or 0."""
+        return max(self._max, 0.0)
+
+    @property
+    def magnitude(self) -> float:
+        """The largest |x| seen."""
+        return max(-self.low, self.high)
+
+    @property
+    def edges(self) -> Floats:
+        """The edges of the bins, [2 * BINS_PER_SIDE + 1]."""
+        return np.arange(-BINS_PER_SIDE, BINS_PER_SIDE + 1, dtype=np.float64) * self._width
+
+    def quantile(self, fraction: float) -> float:
+        """The value below which `fraction` of all values lie, linear within its bin."""
+        below = np.concatenate([[0], np.cumsum(self.counts)])
+        target = fraction * self.count
+        bin_ = int(np.clip(np.searchsorted(below, target, side="left") - 1, 0, self.counts.size - 1))
+        inside = (target - below[bin_]) / max(self.counts[bin_], 1)
+        value = self.edges[bin_] + inside * self._width
+        return float(np.clip(value, self._min, self._max))
+
+    def magnitudes(self, bins: int) -> Floats:
+        """The histogram of |x| in `bins` equal bins over [0, magnitude]: [bins], summing to the number of values.
+
+        A bin of the grid that lies across an edge of the new bins is shared out in proportion: counts may be fractions.
+        """
+        positive, negative = self.counts[BINS_PER_SIDE:], self.counts[BINS_PER_SIDE - 1::-1]
+        below = np.concatenate([[0], np.cumsum(positive + negative)])
+        grid = self.edges[BINS_PER_SIDE:]
+        edges = np.linspace(0.0, self.magnitude, bins + 1)
+        share = np.interp(edges, grid, below)
+        share[-1] = self.count          # the largest value sits somewhere inside the last bin of the grid
+        return np.diff(share)

@@ -1,0 +1,1 @@
+"""Where calibration items come from: a file each."""

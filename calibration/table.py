@@ -1,0 +1,159 @@
+"""The calibration table, {tensor: range}, and its cache files: ours, and TensorRT's.
+
+Ours is JSON: strict, versioned, bound to a graph by its hash. TensorRT's (up to version 10) is text:
+
+    TRT-8510-EntropyCalibration2
+    input: 3c010a14                 the bits of the float32 scale, most significant first; range = scale * [-127, 127]
+"""
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from calibration.calibrators import Range, make_calibrator
+from calibration.histogram import Histogram
+from engines.errors import CalibrationError
+
+FORMAT = "infer-server calibration table"
+VERSION = 1
+TENSORRT_HEADER = "TRT-8510-EntropyCalibration2"
+TENSORRT_LEVEL = 127            # the int8 value that stands for the threshold
+
+
+@dataclass(frozen=True)
+class CalibrationTable:
+    """What calibration decided. `ranges` holds (low, high) in real values, low <= 0 <= high.
+
+    graph_hash is "" and items 0 where the file does not say: a TensorRT cache.
+    """
+    calibrator: str
+    graph_hash: str
+    items: int
+    ranges: Mapping[str, Range]
+
+    def __post_init__(self) -> None:
+        for tensor, (low, high) in self.ranges.items():
+            if not (math.isfinite(low) and math.isfinite(high) and low <= 0.0 <= high):
+                raise CalibrationError(f"'{tensor}': the range ({low}, {high}) must be finite and hold zero")
+        object.__setattr__(self, "ranges", MappingProxyType(dict(self.ranges)))
+
+
+def make_table(calibrator: str, graph_hash: str, items: int, histograms: Mapping[str, Histogram]) -> CalibrationTable:
+    """The table that the named calibrator makes of what was collected from `items` items."""
+    rule = make_calibrator(calibrator)
+    return CalibrationTable(calibrator, graph_hash, items, {name: rule.range(h) for name, h in histograms.items()})
+
+
+# ---- files
+def write_table(table: CalibrationTable, path: str | Path) -> None:
+    """Write our own format."""
+    document = {"format": FORMAT, "version": VERSION, "calibrator": table.calibrator, "graph_hash": table.graph_hash,
+                "items": table.items, "ranges": {tensor: list(range_) for tensor, range_ in table.ranges.items()}}
+    _write(path, json.dumps(document, indent=1) + "\n")
+
+
+def write_tensorrt_cache(table: CalibrationTable, path: str | Path, header: str = TENSORRT_HEADER) -> None:
+    """Write TensorRT's format; an asymmetric range becomes the symmetric one that holds it."""
+    lines = [f"{tensor}: {struct.pack('>f', max(-low, high) / TENSORRT_LEVEL).hex()}"
+             for tensor, (low, high) in table.ranges.items()]
+    _write(path, "\n".join([header, *lines]) + "\n")
+
+
+def _write(path: str | Path, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CalibrationError(f"cannot write the calibration cache {path}: {error.strerror}") from error
+
+
+def read_table(path: str | Path) -> CalibrationTable:
+    """Read a cache file of either format, told apart by its first characters.
+
+    Raises CalibrationError that names the file and the line or field: unreadable, neither format, or broken.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CalibrationError(f"cannot read the calibration cache {path}: {error}") from error
+    try:
+        if text.startswith("TRT-"):
+            return _parse_tensorrt(text)
+        if text.lstrip().startswith("{"):
+            return _parse_ours(text)
+    except CalibrationError as error:
+        raise CalibrationError(f"calibration cache {path}: {error}") from error
+    raise CalibrationError(f"{path} is no calibration cache: it begins neither with '{{' (ours) nor with 'TRT-' "
+                           "(TensorRT's)")
+
+
+def _parse_ours(text: str) -> CalibrationTable:
+    try:
+        document: dict[str, Any] = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise CalibrationError(f"not JSON: {error}; delete it to calibrate again") from error
+    if document.get("format") != FORMAT or document.get("version") != VERSION:
+        raise CalibrationError(f"format {document.get('format')!r} version {document.get('version')!r}, expected "
+                               f"{FORMAT!r} version {VERSION}; delete it to calibrate again")
+    wanted = {"format", "version", "calibrator", "graph_hash", "items", "ranges"}
+    if document.keys() != wanted:
+        raise CalibrationError(f"its fields are {sorted(document)}, expected {sorted(wanted)}")
+    try:
+        ranges = {str(tensor): (float(low), float(high)) for tensor, (low, high) in document["ranges"].items()}
+        return CalibrationTable(str(document["calibrator"]), str(document["graph_hash"]), int(document["items"]),
+                                ranges)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CalibrationError(f"a field of the wrong type: {error}") from error
+
+
+def _parse_tensorrt(text: str) -> CalibrationTable:
+    header, *lines = text.splitlines()
+    ranges: dict[str, Range] = {}
+    for number, line in enumerate(lines, start=2):
+        if not line.strip():
+            continue
+        tensor, *bits = line.rsplit(": ", 1)        # tensor names may hold ": " themselves
+        try:
+            scale, = struct.unpack(">f", bytes.fromhex(bits[0].strip()))
+        except (IndexError, ValueError, struct.error) as error:
+            raise CalibrationError(f"line {number}: expected 'tensor: eight hex digits', found {line!r}") from error
+        ranges[tensor] = (-scale * TENSORRT_LEVEL, scale * TENSORRT_LEVEL)
+    return CalibrationTable(header, "", 0, ranges)
+
+
+# ---- --calib-cache FILE
+@dataclass(frozen=True)
+class Cached:
+    """A table, and what the user should know about where it came from."""
+    table: CalibrationTable
+    note: str
+
+
+def load_or_make(path: str | Path, graph_hash: str, make: Callable[[], CalibrationTable],
+                 calibrator: str | None = None) -> Cached:
+    """The table in the cache file if it fits; else the table that `make` gives, written there in our format.
+
+    It fits if it is of this graph and, where one is asked for, of this calibrator. TensorRT's caches don't say what
+    graph they are of: they are taken as they are and never overwritten. Raises CalibrationError on a broken file.
+    """
+    if not Path(path).exists():
+        reason = "there was none"
+    else:
+        table = read_table(path)
+        if not table.graph_hash:
+            return Cached(table, f"ranges of {len(table.ranges)} tensors taken from the TensorRT cache {path}")
+        if table.graph_hash != graph_hash:
+            reason = "it was of another model"
+        elif calibrator not in (None, table.calibrator):
+            reason = f"it was made by {table.calibrator}, and {calibrator} was asked for"
+        else:
+            return Cached(table, f"ranges taken from the calibration cache {path} "
+                                 f"({table.calibrator}, {table.items} items)")
+    table = make()
+    write_table(table, path)
+    return Cached(table, f"calibration cache {path} written: {reason}")

@@ -1,0 +1,63 @@
+"""What a call can fail with. The message is the server's, after the address and the call that it answers.
+
+    ClientError
+    ├── ServerUnavailableError    nobody listens there, the model is not ready, or its queue is full
+    ├── DeadlineExceededError     no answer within the timeout
+    ├── ModelNotFoundError        no such model or version
+    ├── InvalidRequestError       the server, or this client before it, finds the request wrong
+    ├── UnsupportedError          the server does not implement the call
+    ├── ServerError               the server failed
+    └── ResponseError             the answer does not follow the protocol
+"""
+from __future__ import annotations
+
+import grpc
+
+
+class ClientError(Exception):
+    """The root: catch this to catch every failure of a call."""
+
+
+class ServerUnavailableError(ClientError):
+    pass
+
+
+class DeadlineExceededError(ClientError):
+    pass
+
+
+class ModelNotFoundError(ClientError):
+    pass
+
+
+class InvalidRequestError(ClientError):
+    pass
+
+
+class UnsupportedError(ClientError):
+    pass
+
+
+class ServerError(ClientError):
+    pass
+
+
+class ResponseError(ClientError):
+    pass
+
+
+_BY_STATUS: dict[grpc.StatusCode, type[ClientError]] = {
+    grpc.StatusCode.UNAVAILABLE: ServerUnavailableError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
+    grpc.StatusCode.NOT_FOUND: ModelNotFoundError,
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: InvalidRequestError,       # a message over the size limit
+    grpc.StatusCode.UNIMPLEMENTED: UnsupportedError,
+}
+
+
+def error_from_rpc(error: grpc.RpcError, url: str, call: str) -> ClientError:
+    """The named error for a failed call; a status without a name of its own becomes ServerError."""
+    status, details = error.code(), error.details()
+    kind = _BY_STATUS.get(status, ServerError)
+    return kind(f"{url}: {call}: {details or 'no details'} [{status.name}]")

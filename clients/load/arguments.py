@@ -1,0 +1,116 @@
+"""The command line of load-test."""
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from clients.load.schedule import Closed, Load, Open
+
+EPILOG = """\
+A load is measured in windows of a tenth of --duration. It ends when three windows in a row agree (throughput and mean
+latency within 10 % of their means; with --rate, latency alone; 100 requests at least in each): the numbers are those of
+the three. Else it ends after --duration, and the numbers are those of all of it.
+Exit status: 0 all requests were answered; 1 some failed (with --allow-errors: all of a load's); 2 it could not run."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """A parsed command line; times in seconds."""
+    model: str
+    version: str
+    url: str
+    loads: tuple[Load, ...]
+    batch: int
+    duration: float
+    warmup: float
+    timeout: float
+    seed: int
+    input_data: Path | None
+    shapes: dict[str, tuple[int, ...]]
+    allow_errors: bool
+    json: Path | None
+    csv: Path | None
+    plot: Path | None
+
+
+def parse(arguments: list[str] | None = None) -> Options:
+    """Options of sys.argv, or of `arguments`; exits with status 2 and a usage message when they make no sense."""
+    parser = argparse.ArgumentParser(
+        "load-test", description="Measures how fast a model answers, behind a server that speaks KServe v2 over gRPC.",
+        epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-m", "--model", required=True, help="its name on the server")
+    parser.add_argument("--model-version", default="", metavar="V", help="default: the server's choice")
+    parser.add_argument("-u", "--url", default="localhost:8001", metavar="HOST:PORT", help="default: %(default)s")
+    load = parser.add_mutually_exclusive_group()
+    load.add_argument("--concurrency", type=_counts, metavar="N,...", default=[1],
+                      help="closed loop: requests in flight, one load after the other (default: 1)")
+    load.add_argument("--rate", type=_rates, metavar="Q,...",
+                      help="open loop: Poisson arrivals of so many requests a second; latency counts from when due")
+    parser.add_argument("--batch", type=_count, default=1, metavar="N", help="items a request (default: %(default)s)")
+    parser.add_argument("--duration", type=_seconds, default=10.0, metavar="S",
+                        help="longest measurement of a load (default: %(default)s)")
+    parser.add_argument("--warmup", type=_seconds_or_none, default=1.0, metavar="S",
+                        help="of a load, not measured (default: %(default)s)")
+    parser.add_argument("--timeout", type=_seconds, default=30.0, metavar="S",
+                        help="after which a request counts as failed (default: %(default)s)")
+    parser.add_argument("--input-data", type=Path, metavar="X.npz",
+                        help="an array per model input, items on the leading axis (default: random numbers)")
+    parser.add_argument("--shape", type=_shape, action="append", default=[], metavar="NAME:3x224x224",
+                        help="of an item, for an input whose extents vary; once for each such input")
+    parser.add_argument("--seed", type=int, default=0, help="of random inputs and arrivals (default: %(default)s)")
+    parser.add_argument("--allow-errors", action="store_true", help="failed requests are reported, but no failure")
+    parser.add_argument("--json", type=_output, metavar="FILE", help="write the report (schema in its module's text)")
+    parser.add_argument("--csv", type=_output, metavar="FILE", help="write a row a load")
+    parser.add_argument("--plot", type=_output, metavar="FILE", help="write a PNG of latency and throughput by load")
+    parsed = parser.parse_args(arguments)
+    loads: tuple[Load, ...] = (tuple(map(Open, parsed.rate)) if parsed.rate else tuple(map(Closed, parsed.concurrency)))
+    return Options(parsed.model, parsed.model_version, parsed.url, loads, parsed.batch, parsed.duration, parsed.warmup,
+                   parsed.timeout, parsed.seed, parsed.input_data, dict(parsed.shape), parsed.allow_errors, parsed.json,
+                   parsed.csv, parsed.plot)
+
+
+# ---- argparse shows the message of an ArgumentTypeError
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number above 0")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part) for part in text.split(",")]
+
+
+def _rates(text: str) -> list[float]:
+    return [_seconds(part) for part in text.split(",")]
+
+
+def _seconds(text: str) -> float:
+    value = _seconds_or_none(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("must be above 0")
+    return value
+
+
+def _seconds_or_none(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number") from None
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is out of range")
+    return value
+
+
+def _shape(text: str) -> tuple[str, tuple[int, ...]]:
+    name, _, extents = text.rpartition(":")
+    if not name or not all(part.isdecimal() for part in extents.split("x")):
+        raise argparse.ArgumentTypeError(f"'{text}' is not NAME:EXTENTxEXTENT, for instance input:3x224x224")
+    return name, tuple(map(int, extents.split("x")))
+
+
+def _output(text: str) -> Path:
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder '{path.parent}'")     # known before the test, not after
+    return path

@@ -1,0 +1,117 @@
+"""load-test: how fast does a model answer, and how long does it take, under a given load?
+
+    load-test -m classifier -u localhost:8001 --concurrency 1,4,16 --plot latency.png     as fast as it can
+    load-test -m classifier -u localhost:8001 --rate 200,400                              as users would
+"""
+from __future__ import annotations
+
+import asyncio
+import sys
+import zipfile
+from functools import partial
+from pathlib import Path
+
+import grpc
+import numpy as np
+
+from clients.aio import AsyncInferenceClient
+from clients.calls import bind_raw, channel_options
+from clients.codec import Array
+from clients.errors import ClientError, ServerError, error_from_rpc
+from clients.load.arguments import Options, parse
+from clients.load.generator import Sender, Timing, run_level
+from clients.load.payload import PayloadError, prepare
+from clients.load.plot import require_matplotlib, write_plot
+from clients.load.progress import Progress
+from clients.load.report import Report, table, write_csv, write_json
+from clients.load.statistics import Reading, read
+
+FINE, FAILED, CANNOT_RUN, INTERRUPTED = 0, 1, 2, 130
+SETUP_TIMEOUT = 30.0        # seconds for a call that is not part of the load
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit status: 0, 1 or 2 as --help says, 130 when interrupted."""
+    options = parse(arguments)
+    progress = Progress()
+    try:
+        if options.plot:
+            require_matplotlib()
+        report = asyncio.run(run(options, progress))
+    except ClientError as error:
+        progress.clear()
+        print(f"load-test: {error}", file=sys.stderr)
+        return CANNOT_RUN
+    except KeyboardInterrupt:
+        progress.clear()
+        print("load-test: interrupted; nothing is reported", file=sys.stderr)
+        return INTERRUPTED
+    progress.clear()
+    print(table(report))
+    for path, write in ((options.json, write_json), (options.csv, write_csv), (options.plot, write_plot)):
+        if path:
+            write(report, path)
+    return verdict(report, options.allow_errors)
+
+
+def verdict(report: Report, allow_errors: bool) -> int:
+    """FAILED when requests failed; with `allow_errors` only when a load had no success at all."""
+    if allow_errors:
+        return FINE if all(level.client.requests for level in report.levels) else FAILED
+    return FAILED if any(level.client.errors or not level.client.requests for level in report.levels) else FINE
+
+
+async def run(options: Options, progress: Progress) -> Report:
+    """Measures all loads in turn. Raises ClientError when the model cannot be reached or refuses the input."""
+    async with (AsyncInferenceClient(options.url) as client,
+                grpc.aio.insecure_channel(options.url, options=channel_options()) as channel):
+        metadata = await client.model_metadata(options.model, options.version, timeout=SETUP_TIMEOUT)
+        requests = prepare(metadata, options.version, options.batch, seed=options.seed, shapes=options.shapes,
+                           data=load_arrays(options.input_data) if options.input_data else None)
+        await try_once(channel, options.url, requests[0])
+        unavailable: set[str] = set()
+
+        async def read_statistics() -> Reading | None:
+            try:
+                return read(await client.statistics(options.model, options.version, timeout=SETUP_TIMEOUT))
+            except ClientError as error:
+                unavailable.add(str(error))
+                return None
+
+        levels = []
+        for load in options.loads:
+            progress.text(f"{load}: warming up")
+            levels.append(await run_level(
+                load, Sender(channel, requests, options.timeout), options.batch,
+                Timing(options.warmup, options.duration), options.seed, read_statistics,
+                partial(progress.window, load)))
+    progress.clear()
+    for problem in sorted(unavailable):
+        print(f"load-test: no statistics from the server: {problem}", file=sys.stderr)
+    return Report(options.model, options.version, options.url, options.batch, options.duration, options.warmup,
+                  options.seed, levels)
+
+
+async def try_once(channel: grpc.aio.Channel, url: str, request: bytes) -> None:
+    """One request, so that a model that refuses the input says so before the test; one that fails on it is measured."""
+    try:
+        await bind_raw(channel, "ModelInfer")(request, timeout=SETUP_TIMEOUT)
+    except grpc.aio.AioRpcError as error:
+        named = error_from_rpc(error, url, "ModelInfer")
+        if not isinstance(named, ServerError):
+            raise named from error
+
+
+def load_arrays(path: Path) -> dict[str, Array]:
+    """The arrays of an .npz file by name. Raises PayloadError when it is none."""
+    try:
+        with np.load(path) as file:
+            if not isinstance(file, np.lib.npyio.NpzFile):
+                raise PayloadError(f"--input-data {path} is no .npz file")
+            return {name: file[name] for name in file.files}
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise PayloadError(f"--input-data {path} cannot be read: {error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

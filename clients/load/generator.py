@@ -1,0 +1,126 @@
+"""Sends one load and measures it: warm-up, then windows until they agree or the time is over.
+
+One event loop sends everything. Requests are serialised beforehand and responses are not parsed, so that the client
+takes as little as it can of a machine that it may share with the server.
+"""
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from clients.calls import bind_raw
+from clients.load.measure import OK, Recorder, Summary, latency_of, summarise
+from clients.load.schedule import Closed, Load, Open
+from clients.load.stability import WINDOWS, Window, is_stable
+from clients.load.statistics import Reading, ServerSplit, difference
+
+MAX_IN_FLIGHT = 4096            # of an open loop; beyond, requests wait in the client, and their wait is counted
+MAX_BYTES_IN_FLIGHT = 512 << 20
+LONGEST_SLEEP = 0.05            # seconds after which a dispatcher looks whether it should stop
+WINDOWS_IN_DURATION = 10
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds: the longest measurement, and what goes before it."""
+    warmup: float
+    duration: float
+
+
+@dataclass(frozen=True)
+class Level:
+    """One load, measured."""
+    load: Load
+    client: Summary
+    server: ServerSplit | None      # None: the server keeps no statistics, or executed nothing
+    stopped_by: str                 # "stable" (the last three windows) or "duration" (all of it)
+    messages: dict[str, str]        # gRPC status -> the first message that came with it
+
+
+class Sender:
+    """Sends the requests in turn over one channel, and records how each went."""
+
+    def __init__(self, channel: grpc.aio.Channel, requests: Sequence[bytes], timeout: float) -> None:
+        self.recorder = Recorder()
+        self.messages: dict[str, str] = {}
+        self.largest = max(map(len, requests))
+        self._call = bind_raw(channel, "ModelInfer")
+        self._next_request = itertools.cycle(requests).__next__
+        self._timeout = timeout
+
+    async def send(self, due: float) -> None:
+        status = OK
+        sent = time.monotonic()
+        try:
+            await self._call(self._next_request(), timeout=self._timeout)
+        except grpc.aio.AioRpcError as error:
+            status = error.code().name
+            self.messages.setdefault(status, error.details() or "")
+        self.recorder.add(due, sent, time.monotonic(), status)
+
+
+async def send_closed(sender: Sender, load: Closed, stop: asyncio.Event) -> None:
+    """Until `stop`; returns when the last answer is there."""
+    async def user() -> None:
+        while not stop.is_set():
+            await sender.send(time.monotonic())
+
+    await asyncio.gather(*(user() for _ in range(load.concurrency)))
+
+
+async def send_open(sender: Sender, load: Open, seed: int, stop: asyncio.Event) -> None:
+    """Until `stop`; returns when the last answer is there."""
+    slots = asyncio.Semaphore(max(1, min(MAX_IN_FLIGHT, MAX_BYTES_IN_FLIGHT // sender.largest)))
+    start = time.monotonic()
+
+    async def one(due: float) -> None:
+        try:
+            await sender.send(due)
+        finally:
+            slots.release()
+
+    async with asyncio.TaskGroup() as group:
+        for offset in load.arrivals(seed):
+            due = start + offset
+            while not stop.is_set() and (wait := due - time.monotonic()) > 0:
+                await asyncio.sleep(min(wait, LONGEST_SLEEP))
+            await slots.acquire()
+            if stop.is_set():
+                break
+            group.create_task(one(due))
+
+
+async def run_level(load: Load, sender: Sender, batch: int, timing: Timing, seed: int,
+                    read_statistics: Callable[[], Awaitable[Reading | None]],
+                    observe: Callable[[float, Summary], None]) -> Level:
+    """Measures one load. `observe(seconds measured, summary of the window)` is called after each window."""
+    stop = asyncio.Event()
+    marks: list[tuple[float, Reading | None]] = []
+    windows: list[Window] = []
+    throughput_is_given = isinstance(load, Open)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(send_closed(sender, load, stop) if isinstance(load, Closed)
+                          else send_open(sender, load, seed, stop))
+        await asyncio.sleep(timing.warmup)
+        marks.append((time.monotonic(), await read_statistics()))
+        start, ended = marks[0][0], len(sender.recorder)
+        while len(windows) < WINDOWS_IN_DURATION and not is_stable(windows, throughput_is_given):
+            due = start + timing.duration * len(marks) / WINDOWS_IN_DURATION
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            marks.append((time.monotonic(), await read_statistics()))
+            samples, ended = sender.recorder.since(ended), len(sender.recorder)
+            summary = summarise(samples, marks[-2][0], marks[-1][0], batch)
+            answered = samples.succeeded.latency_ms
+            windows.append(Window(len(answered), summary.throughput, latency_of(answered).mean))
+            observe(marks[-1][0] - start, summary)
+        stop.set()
+    stable = is_stable(windows, throughput_is_given)
+    (begin, before), (end, after) = marks[-1 - WINDOWS if stable else 0], marks[-1]
+    return Level(load, summarise(sender.recorder.since(0), begin, end, batch),
+                 difference(before, after) if before and after else None,
+                 "stable" if stable else "duration", sender.messages)

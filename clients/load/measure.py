@@ -1,0 +1,107 @@
+"""What the client saw: every request's times, and their summary over an interval.
+
+Latency counts from the moment at which a request was due, not from that at which it was sent: otherwise a stall would
+delay the requests that should have met it, and hide itself ("coordinated omission"). In a closed loop the two are one.
+"""
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+OK = ""
+MILLISECONDS = 1e3
+
+
+class Recorder:
+    """The requests of one load, in the order in which they ended; times are seconds of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self._due = array("d")
+        self._sent = array("d")
+        self._ended = array("d")
+        self._statuses: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._statuses)
+
+    def add(self, due: float, sent: float, ended: float, status: str) -> None:
+        """`status` is OK or the name of a gRPC status."""
+        self._due.append(due)
+        self._sent.append(sent)
+        self._ended.append(ended)
+        self._statuses.append(status)
+
+    def since(self, first: int) -> Samples:
+        """The requests from the `first` on."""
+        due, sent, ended = (np.array(times[first:]) for times in (self._due, self._sent, self._ended))
+        return Samples(due, sent, ended, np.array(self._statuses[first:], object))
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Requests as columns of equal length."""
+    due: NDArray[np.float64]
+    sent: NDArray[np.float64]
+    ended: NDArray[np.float64]
+    status: NDArray[np.object_]
+
+    def where(self, chosen: NDArray[np.bool_]) -> Samples:
+        return Samples(self.due[chosen], self.sent[chosen], self.ended[chosen], self.status[chosen])
+
+    @property
+    def succeeded(self) -> Samples:
+        return self.where(self.status == OK)
+
+    @property
+    def latency_ms(self) -> NDArray[np.float64]:
+        return (self.ended - self.due) * MILLISECONDS
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Milliseconds; nan when there was nothing to measure."""
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One interval. `throughput` counts items (requests * batch) answered in it, a second."""
+    seconds: float
+    requests: int                   # due in the interval and answered
+    throughput: float
+    latency: Latency
+    errors: Mapping[str, int]       # gRPC status -> requests due in the interval that ended so
+    send_delay_ms: float            # 99th percentile of sent - due: how far the client itself fell behind
+
+
+def percentile(values: NDArray[np.float64], percent: float) -> float:
+    """The smallest of the values that at least `percent` % do not exceed: a latency that some request really had."""
+    return float(np.percentile(values, percent, method="inverted_cdf")) if len(values) else float("nan")
+
+
+def latency_of(milliseconds: NDArray[np.float64]) -> Latency:
+    if not len(milliseconds):
+        return Latency(*[float("nan")] * 6)
+    p50, p90, p95, p99 = (percentile(milliseconds, percent) for percent in (50, 90, 95, 99))
+    return Latency(float(milliseconds.mean()), p50, p90, p95, p99, float(milliseconds.max()))
+
+
+def summarise(samples: Samples, begin: float, end: float, batch: int) -> Summary:
+    """Latency of the requests due in [begin, end), throughput of those that ended in it."""
+    due = samples.where((samples.due >= begin) & (samples.due < end))
+    ended = samples.where((samples.ended >= begin) & (samples.ended < end)).succeeded
+    errors = Counter(status for status in due.status.tolist() if status != OK)
+    answered = due.succeeded
+    return Summary(seconds=end - begin, requests=len(answered.due),
+                   throughput=len(ended.due) * batch / (end - begin), latency=latency_of(answered.latency_ms),
+                   errors=dict(errors), send_delay_ms=percentile((due.sent - due.due) * MILLISECONDS, 99))

@@ -1,0 +1,51 @@
+"""When requests are sent.
+
+A closed loop keeps a number of requests in flight: it measures capacity, and a slow server slows it down. An open loop
+sends at a rate whatever the server does, as independent users would: it measures the latency that they would see.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class Closed:
+    """`concurrency` requests in flight; each is replaced when it is answered."""
+    concurrency: int
+
+    @property
+    def amount(self) -> float:
+        return self.concurrency
+
+    def __str__(self) -> str:
+        return f"concurrency {self.concurrency}"
+
+
+@dataclass(frozen=True)
+class Open:
+    """A Poisson process of `rate` requests a second."""
+    rate: float
+
+    @property
+    def amount(self) -> float:
+        return self.rate
+
+    def __str__(self) -> str:
+        return f"rate {self.rate:g}/s"
+
+    def arrivals(self, seed: int) -> Iterator[float]:
+        """Seconds from the start at which requests are due, without end; the same for the same seed."""
+        random = np.random.default_rng(seed)
+        now = 0.0
+        while True:
+            for gap in random.exponential(1 / self.rate, CHUNK).tolist():
+                now += gap
+                yield now
+
+
+Load = Closed | Open

@@ -1,0 +1,64 @@
+"""What this machine is: the features that code may use, and the figures that decide tactics.
+
+Feature names are those of Linux's /proc/cpuinfo ("avx2", "avx512_vnni", "asimddp", ...), which is where they come from:
+the kernel lists a feature only if it also saves its registers.
+"""
+from __future__ import annotations
+
+import os
+import platform
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+_CPUINFO = Path("/proc/cpuinfo")
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+
+
+@dataclass(frozen=True)
+class CpuInfo:
+    architecture: str                       # "x86_64", "aarch64", ...
+    model: str                              # as the vendor calls it
+    features: frozenset[str]                # empty where the system does not say
+    caches: tuple[tuple[str, int], ...]     # ("L1d", bytes), ("L2", ...), ...: those of the first core
+    cores: int                              # that this process may use
+
+    def missing(self, required: frozenset[str]) -> frozenset[str]:
+        """What code needs and this machine does not have."""
+        return required - self.features
+
+
+def parse_cpuinfo(text: str) -> tuple[str, frozenset[str]]:
+    """(model, features) of the first processor in the text of /proc/cpuinfo; x86 and ARM use other words."""
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        key, colon, value = line.partition(":")
+        if colon:
+            fields.setdefault(key.strip().lower(), value.strip())
+    model = fields.get("model name") or " ".join(fields.get(k, "?") for k in ("cpu implementer", "cpu part"))
+    return model, frozenset((fields.get("flags") or fields.get("features") or "").split())
+
+
+def _bytes(size: str) -> int:
+    """"512K" -> 524288"""
+    number, unit = re.fullmatch(r"(\d+)([KMG]?)", size.strip()).groups()    # type: ignore[union-attr]
+    return int(number) << {"": 0, "K": 10, "M": 20, "G": 30}[unit]
+
+
+def _caches() -> tuple[tuple[str, int], ...]:
+    found = []
+    for index in sorted(_CACHES.glob("index*")):
+        kind = (index / "type").read_text().strip()
+        if kind != "Instruction":
+            name = f"L{(index / 'level').read_text().strip()}{'d' if kind == 'Data' else ''}"
+            found.append((name, _bytes((index / "size").read_text())))
+    return tuple(found)
+
+
+@cache
+def detect() -> CpuInfo:
+    """This machine. Outside Linux no feature is known, so that only portable plans run."""
+    model, features = parse_cpuinfo(_CPUINFO.read_text()) if _CPUINFO.exists() else (platform.processor(), frozenset())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return CpuInfo(platform.machine(), model, features, _caches(), cores)

@@ -1,0 +1,155 @@
+"""Where buffers lie in the memory of a context.
+
+With reuse, buffers that are never alive together share memory: placed greedily from the largest to the smallest, each
+in the tightest gap that the buffers alive with it leave (greedy by size for offset calculation: Pisarchyk and Lee,
+"Efficient Memory Management for Deep Neural Net Inference", 2020). Without reuse, they follow each other.
+"""
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.plan import Buffer, Fill, TensorView
+
+LINE = 64
+PAGE = 4096
+HUGE_PAGE = 2 << 20
+MADV_HUGEPAGE = 14      # Linux's number; Python's mmap names it only where the C library's headers do
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The offset of each buffer, in the order of Plan.buffers, and the bytes of them all."""
+    offsets: tuple[int, ...]
+    total: int
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Buffers that share one address, and the steps between which it is taken (both included)."""
+    members: tuple[int, ...]
+    bytes: int
+    first: int
+    last: int
+
+
+def plan_memory(buffers: Sequence[Buffer], fills: Sequence[Fill], reuse: bool = True) -> Layout:
+    """Offsets such that no two buffers alive together overlap (except in place), and no step overwrites a halo.
+
+    Offsets are multiples of 64. Buffers of a page and more begin at different cache sets: tensors of equal shape would
+    otherwise meet in the same few sets. Inputs keep their memory to the end, so that a context may run on them again.
+    """
+    blocks = _share(buffers, fills) if reuse else [_Block((i,), b.bytes, 0, 0) for i, b in enumerate(buffers)]
+    order = sorted(blocks, key=lambda block: (-block.bytes, block.first)) if reuse else blocks
+    offsets = [0] * len(buffers)
+    placed: list[tuple[int, int, _Block]] = []
+    for turn, block in enumerate(order):
+        start = _place(block, placed, colour=turn * 5 % 32 * LINE)
+        placed.append((start, start + block.bytes, block))
+        for member in block.members:
+            offsets[member] = start
+    return Layout(tuple(offsets), max((end for _, end, _ in placed), default=0))
+
+
+def _share(buffers: Sequence[Buffer], fills: Sequence[Fill]) -> list[_Block]:
+    """Blocks of buffers that must, or may, have one address: chains in place, and halos of one geometry."""
+    halos = _halos(fills)
+    end = max((buffer.last for buffer in buffers), default=0)
+    blocks: list[_Block] = []
+    chain_of: dict[int, int] = {}           # buffer -> index in blocks
+    by_halo: dict[object, list[_Block]] = {}
+    for i, buffer in sorted(enumerate(buffers), key=lambda item: item[1].first):
+        life = _Block((i,), buffer.bytes, buffer.first, end if buffer.first < 0 else buffer.last)
+        source = buffer.in_place_of
+        if i in halos:
+            slots = by_halo.setdefault((halos[i], buffer.bytes), [])
+            free = next((k for k, slot in enumerate(slots) if slot.last < life.first), len(slots))
+            slots[free:free + 1] = [_join(slots[free], life) if free < len(slots) else life]
+        elif source is not None and _may_take_over(buffers, source, i, chain_of, blocks):
+            chain_of[i] = chain_of[source]
+            blocks[chain_of[i]] = _join(blocks[chain_of[i]], life)
+        else:
+            chain_of[i] = len(blocks)
+            blocks.append(life)
+    # A halo is written once, so nothing else may ever lie there.
+    forever = [replace(slot, first=-1, last=end) for slots in by_halo.values() for slot in slots]
+    return blocks + forever
+
+
+def _may_take_over(buffers: Sequence[Buffer], source: int, target: int, chain_of: dict[int, int],
+                   blocks: Sequence[_Block]) -> bool:
+    """The source is an ordinary buffer, done with at the very step that writes the target, and not taken yet."""
+    if source not in chain_of or buffers[source].bytes != buffers[target].bytes:
+        return False
+    return blocks[chain_of[source]].last == buffers[source].last == buffers[target].first
+
+
+def _join(a: _Block, b: _Block) -> _Block:
+    return _Block(a.members + b.members, max(a.bytes, b.bytes), min(a.first, b.first), max(a.last, b.last))
+
+
+def _halos(fills: Sequence[Fill]) -> dict[int, frozenset[Fill]]:
+    """Buffer -> its fills without the names: equal if and only if one may stand in for the other."""
+    found: dict[int, set[Fill]] = {}
+    for fill in fills:
+        anonymous = replace(fill, view=replace(fill.view, name="", buffer=0, quant=None))
+        found.setdefault(fill.view.buffer, set()).add(anonymous)
+    return {buffer: frozenset(group) for buffer, group in found.items()}
+
+
+def _place(block: _Block, placed: Sequence[tuple[int, int, _Block]], colour: int) -> int:
+    """The start of the tightest gap between the blocks alive with this one; after them all if none is wide enough."""
+    def start_from(offset: int) -> int:
+        if block.bytes < PAGE:
+            return -(-offset // LINE) * LINE
+        return -(-(offset - colour) // PAGE) * PAGE + colour if offset > colour else colour
+
+    taken = sorted((start, end) for start, end, other in placed
+                   if other.first <= block.last and block.first <= other.last)
+    best, slack, free = -1, 0, 0
+    for start, end in taken:
+        candidate = start_from(free)
+        left = start - candidate - block.bytes
+        if left >= 0 and (best < 0 or left < slack):
+            best, slack = candidate, left
+        free = max(free, end)
+    return best if best >= 0 else start_from(free)
+
+
+class Memory:
+    """Zeroed bytes on huge pages where the system has them, freed with the last view of them.
+
+    A page costs nothing until it is touched.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = max(size, 1)
+        # An anonymous mapping begins on a page; the spare 2 MiB let ours begin on a huge one.
+        # Private, or a forked child would write into its parent's tensors.
+        self._map = mmap.mmap(-1, -(-self.size // PAGE) * PAGE + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        raw = np.frombuffer(self._map, np.uint8)
+        skip = -raw.ctypes.data % HUGE_PAGE
+        self.bytes: NDArray[np.uint8] = raw[skip:skip + self.size]
+        self.address: int = self.bytes.ctypes.data
+        if sys.platform == "linux" and self.size >= HUGE_PAGE:
+            # Advice only: a kernel without huge pages refuses, and small pages work as well.
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(self.size), MADV_HUGEPAGE)
+
+
+def array_at(memory: NDArray[np.uint8], offset: int, view: TensorView, items: int) -> NDArray[Any]:
+    """`items` batch slots of a tensor as a numpy array: [items, *shape], or shape if it has no batch axis.
+
+    offset: of the view's buffer in `memory`. A bfloat16 tensor comes as uint16, its bits.
+    """
+    dtype = np.dtype("uint16" if view.dtype == "bfloat16" else view.dtype)
+    shape, strides = view.shape, view.strides
+    if view.batched:
+        shape, strides = (items, *shape), (view.item_stride, *strides)
+    return np.ndarray(shape, dtype, memory, offset + view.offset, strides)

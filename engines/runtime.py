@@ -1,0 +1,219 @@
+"""Engine: a loaded plan, for any number of threads. ExecutionContext: the memory of one request or batch at a time."""
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Mapping
+
+import numpy as np
+
+from engines import cpu
+from engines.errors import ConfigError, InputError, PlanTargetError
+from engines.execution import Execution, Program, SerialExecution
+from engines.ir import Array
+from engines.parallel import ParallelExecution, ParallelProgram
+from engines.plan import IoTensor, Plan, Step, TensorView
+from engines.planfile import read_plan
+
+_log = logging.getLogger(__name__)
+
+
+def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismatch: str = "relower") -> Engine:
+    """The engine of a plan file.
+
+    threads: that work on one request. For many requests at a time, one thread and several contexts give more.
+    on_target_mismatch: if this CPU lacks what the code needs, "relower" compiles the plan's graph again for this one
+    (seconds; needs llvmlite), "refuse" raises PlanTargetError.
+
+    Raises PlanCorruptError, PlanVersionError, PlanTargetError, ConfigError, OSError.
+    """
+    if on_target_mismatch not in ("relower", "refuse"):
+        raise ConfigError(f"on_target_mismatch='{on_target_mismatch}': choose 'relower' or 'refuse'")
+    plan = read_plan(path)
+    if mismatch := _mismatch(plan):
+        if on_target_mismatch == "refuse":
+            raise PlanTargetError(f"{path}: {mismatch}; build it here, or load it with on_target_mismatch='relower'")
+        plan = _relower(plan, f"{path}: {mismatch}")
+    return Engine(plan, threads)
+
+
+def _mismatch(plan: Plan) -> str:
+    """What the plan's code needs and this machine is not; "" if they fit."""
+    machine = cpu.detect()
+    architecture = plan.cpu.get("architecture", machine.architecture)
+    if architecture != machine.architecture:
+        return f"made for {architecture}, but this machine is {machine.architecture}"
+    missing = machine.missing(frozenset(plan.cpu.get("features", ())))
+    if missing:
+        return f"made for '{plan.target}', but this CPU ({machine.model}) lacks {', '.join(sorted(missing))}"
+    return ""
+
+
+def _relower(plan: Plan, why: str) -> Plan:
+    _log.warning("%s; compiling its graph again for this machine", why)
+    try:
+        from engines.builder import relower
+    except ImportError as error:
+        raise PlanTargetError(f"{why}; to compile it again here, install what is missing ({error})") from error
+    relowered: Plan = relower(plan, None)
+    return relowered
+
+
+class Engine:
+    """Thread-safe: `run` takes a context from a pool, or makes one if all are in use."""
+
+    def __init__(self, plan: Plan, threads: int = 1) -> None:
+        """plan: as read from a file, or just built. Raises PlanCorruptError, PlanTargetError, ConfigError."""
+        if threads < 1:
+            raise ConfigError(f"threads={threads}: at least 1")
+        self.plan = plan
+        self.threads = threads
+        self._program = Program(plan)
+        self._parallel = ParallelProgram(self._program, threads) if threads > 1 else None
+        self._idle: deque[ExecutionContext] = deque()      # its append and pop are atomic
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    @property
+    def inputs(self) -> tuple[IoTensor, ...]:
+        return self.plan.inputs
+
+    @property
+    def outputs(self) -> tuple[IoTensor, ...]:
+        return self.plan.outputs
+
+    @property
+    def max_batch(self) -> int:
+        """Items that one execute takes; 0: the model has no batch axis."""
+        return self.plan.max_batch
+
+    @property
+    def arena_bytes(self) -> int:
+        """Of one context's buffers (a context of T threads has T such arenas)."""
+        return (self._program.separate_layout if self._parallel else self._program.shared_layout).total
+
+    def create_context(self) -> ExecutionContext:
+        """A context of its own memory, for one owner thread at a time."""
+        execution = ParallelExecution(self._parallel) if self._parallel else SerialExecution(self._program)
+        return ExecutionContext(self.plan, execution)
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """{output name: array} for {input name: array}, in the dtypes and shapes of the ONNX model.
+
+        Any number of items on the batch axis: more than max_batch run in slices. InputError says what does not fit.
+        """
+        arrays = {name: np.asarray(value) for name, value in feeds.items()}
+        items = check_feeds(self.plan, arrays)
+        try:
+            context = self._idle.pop()
+        except IndexError:
+            context = self.create_context()
+        try:
+            return _run_slices(context, self.plan, arrays, items)
+        finally:
+            self._idle.append(context)
+
+    def close(self) -> None:
+        """Stop the helper threads of the pooled contexts and free their memory; the engine may be used again."""
+        while self._idle:
+            self._idle.pop().close()
+
+
+class ExecutionContext:
+    """The memory of one run, and what carries it out. One owner thread at a time."""
+
+    def __init__(self, plan: Plan, execution: Execution) -> None:
+        self._plan, self._execution = plan, execution
+        self._inputs = {io.name: io.view for io in plan.inputs}
+        self._outputs = {io.name: io.view for io in plan.outputs}
+
+    def input(self, name: str, batch: int = 1) -> Array:
+        """The slots of an input, to be written: [batch, ...], or the whole if the tensor has no batch axis.
+
+        What is in them stays there until it is overwritten.
+        """
+        self._check(batch)
+        return self._execution.input(self._view(self._inputs, name, "input"), batch)
+
+    def execute(self, batch: int = 1) -> None:
+        """Run the network on the first `batch` slots. The GIL is released for all but fallback steps."""
+        self._check(batch)
+        self._execution.run(batch)
+
+    def output(self, name: str, batch: int = 1) -> Array:
+        """An output of the last execute: a view, valid until the next one."""
+        self._check(batch)
+        return self._execution.output(self._view(self._outputs, name, "output"), batch)
+
+    def profile(self, batch: int = 1, repeats: int = 5) -> list[tuple[Step, float]]:
+        """(step, seconds) for each step, run alone on one thread: the least of `repeats` passes over the network."""
+        self._check(batch)
+        if repeats < 1:
+            raise ConfigError(f"profile: repeats={repeats}, at least 1")
+        return list(zip(self._plan.steps, self._execution.profile(batch, repeats), strict=True))
+
+    def close(self) -> None:
+        """Stop the context's threads. Its memory is freed with the last view of it."""
+        self._execution.close()
+
+    def _view(self, table: Mapping[str, TensorView], name: str, kind: str) -> TensorView:
+        try:
+            return table[name]
+        except KeyError:
+            raise InputError(f"{self._plan.name} has no {kind} '{name}'; it has {_names(table)}") from None
+
+    def _check(self, batch: int) -> None:
+        if not 1 <= batch <= self._plan.batch_slots:
+            limit = f"1 to {self._plan.max_batch}" if self._plan.max_batch else "1 (the model has no batch axis)"
+            raise InputError(f"{self._plan.name}: batch {batch}, but the plan was built for {limit}")
+
+
+def _names(names: Mapping[str, object]) -> str:
+    return ", ".join(f"'{name}'" for name in names)
+
+
+# ---- feeds
+def check_feeds(plan: Plan, arrays: Mapping[str, Array]) -> int:
+    """The number of items in the feeds (1 if the model has no batch axis). InputError: what was expected, what came."""
+    expected = {io.name: io for io in plan.inputs}
+    if unknown := [name for name in arrays if name not in expected]:
+        raise InputError(f"{plan.name} has no input '{unknown[0]}'; it has {_names(expected)}")
+    counts: dict[str, int] = {}
+    for name, io in expected.items():
+        if name not in arrays:
+            raise InputError(f"{plan.name}: input '{name}' is missing; the model takes {_names(expected)}")
+        array = arrays[name]
+        dtype = np.dtype("uint16" if io.dtype == "bfloat16" else io.dtype)
+        if array.dtype != dtype:
+            raise InputError(f"{plan.name}: input '{name}' is {array.dtype}, the model takes {dtype}")
+        shape = array.shape[1:] if io.view.batched else array.shape
+        if array.ndim != len(io.shape) or shape != io.view.shape:
+            wanted = ["batch", *io.view.shape] if io.view.batched else [*io.view.shape]
+            raise InputError(f"{plan.name}: input '{name}' has shape {list(array.shape)}, the model takes "
+                             f"[{', '.join(map(str, wanted))}]")
+        if io.view.batched:
+            counts[name] = array.shape[0]
+    if len(set(counts.values())) > 1:
+        raise InputError(f"{plan.name}: inputs disagree on the batch: "
+                         + ", ".join(f"'{name}' has {count}" for name, count in counts.items()))
+    return next(iter(counts.values()), 1)
+
+
+def _run_slices(context: ExecutionContext, plan: Plan, arrays: Mapping[str, Array], items: int) -> dict[str, Array]:
+    results = {}
+    for io in plan.outputs:
+        shape = (items, *io.view.shape) if io.view.batched else io.view.shape
+        results[io.name] = np.empty(shape, "uint16" if io.dtype == "bfloat16" else io.dtype)
+    for start in range(0, items, plan.batch_slots):
+        part = slice(start, min(start + plan.batch_slots, items))
+        batch = part.stop - part.start
+        for io in plan.inputs:
+            context.input(io.name, batch)[...] = arrays[io.name][part] if io.view.batched else arrays[io.name]
+        context.execute(batch)
+        for io in plan.outputs:
+            target = results[io.name][part] if io.view.batched else results[io.name]
+            target[...] = context.output(io.name, batch)
+    return results

@@ -1,0 +1,64 @@
+"""What the server asks of an engine: the seam behind which backends (CPU plans now, others later) stand."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Tensor(Protocol):
+    """An input or output as the model declares it."""
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...                         # numpy's name, or "bfloat16"
+    @property
+    def shape(self) -> tuple[int | str, ...]: ...       # symbolic extents by name; the batch axis, if any, comes first
+
+
+class ExecutionContext(Protocol):
+    """The memory of one execution at a time; used by one thread at a time."""
+
+    def input(self, name: str, batch: int) -> NDArray[Any]:
+        """A view of the first `batch` slots of an input, [batch, ...], to be written. An unbatched input is whole."""
+
+    def execute(self, batch: int) -> None:
+        """Runs the network on the first `batch` slots, with the GIL released."""
+
+    def output(self, name: str, batch: int) -> NDArray[Any]:
+        """A view of the results, [batch, ...], valid until the next execute."""
+
+
+class Engine(Protocol):
+    """A loaded model: code and weights, shared by any number of contexts."""
+    @property
+    def inputs(self) -> Sequence[Tensor]: ...
+    @property
+    def outputs(self) -> Sequence[Tensor]: ...
+    @property
+    def max_batch(self) -> int: ...                     # 0: the model has no batch axis
+
+    def create_context(self) -> ExecutionContext: ...
+
+
+EngineLoader = Callable[[Path, int], Engine]            # (plan file, intra-op threads) -> engine; raises EngineError
+
+
+def load_plan(path: Path, threads: int) -> Engine:
+    """Loads a plan with this project's own runtime. Raises engines.errors.PlanError."""
+    from engines import load_engine  # here, so that a server over another backend does not load this one
+
+    engine: Engine = load_engine(path, threads=threads)
+    return engine
+
+
+def warm_up(context: ExecutionContext, engine: Engine) -> None:
+    """Executes on zeros, at batch 1 and at the largest batch, so that no request pays for first touches of memory."""
+    for batch in sorted({1, max(1, engine.max_batch)}):
+        for tensor in engine.inputs:
+            view = context.input(tensor.name, batch)
+            view[...] = np.zeros((), view.dtype)
+        context.execute(batch)

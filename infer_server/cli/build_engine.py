@@ -1,0 +1,170 @@
+"""build-engine: compile an ONNX model into an engine plan tuned for this machine.
+
+    build-engine model.onnx -o model.plan                               float32
+    build-engine model.onnx -o model.plan --int8 --calib photos/        INT8, calibrated on a folder of images
+"""
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from tqdm import tqdm
+
+from calibration.calibrators import CALIBRATORS
+from engines.backends.llvm.isa import ALL
+from engines.builder import DEFAULT_MAX_BATCH, BuildConfig
+from engines.cache import EngineCache
+from engines.errors import ConfigError
+from engines.frontend.onnx_export import onnx_from_graph
+from engines.plan import Plan
+from engines.planfile import write_plan
+from infer_server.cli.common import guarded, positive
+from infer_server.cli.compiling import Calibration, Result, compile_model
+from infer_server.cli.inspect_engine import fallbacks, layers
+
+PRECISIONS = ("int8", "fp16", "bf16", "fp32", "best")
+
+
+def parse_shape(text: str) -> tuple[str, tuple[int, ...]]:
+    """"input:1x3x224x224" -> ("input", (1, 3, 224, 224))"""
+    name, colon, extents = text.rpartition(":")
+    try:
+        shape = tuple(int(extent) for extent in extents.lower().split("x"))
+    except ValueError:
+        shape = ()
+    if not colon or not shape:
+        raise argparse.ArgumentTypeError(f"'{text}' is not NAME:1x3x224x224")
+    return name, shape
+
+
+class Bar:
+    """Progress over the kernels, on stderr, where stderr is a terminal."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm | None = None
+
+    def __call__(self, done: int, of: int, what: str) -> None:
+        if self._bar is None:
+            self._bar = tqdm(desc="compiling", total=of, unit="kernel", disable=None, leave=False)
+        self._bar.update(done - self._bar.n)
+        self._bar.set_postfix_str(what[-40:])
+        if done == of:
+            self._bar.close()
+            self._bar = None
+
+
+def _command(options: argparse.Namespace) -> int:
+    config = BuildConfig(
+        precision=options.precision, max_batch=options.max_batch, target=options.target or "",
+        shapes=dict(options.shape or ()), keep_float=tuple(options.keep_float or ()), timing=not options.no_timing,
+        timing_cache=options.timing_cache or "")
+    calibration = Calibration(options.calib or "", options.calibrator or "", options.calib_cache or "",
+                              options.preprocess or "")
+    _check(options)
+    begin = time.perf_counter()
+    say = _say if not options.quiet else lambda text: None
+    if options.cache_dir and not options.export_qdq:
+        cache = EngineCache(options.cache_dir)
+        key = cache.key(options.model, _key_options(options, config, calibration))
+        if cache.fetch(key, options.output):
+            say(f"{options.output}: taken from the engine cache {options.cache_dir}")
+            return 0
+    result = compile_model(options.model, config, calibration, say, Bar())
+    write_plan(result.plan, options.output)
+    if options.cache_dir and not options.export_qdq:
+        cache.store(key, options.output)
+    if options.export_qdq:
+        _export(result, options.export_qdq, say)
+    _summary(result, options, say, time.perf_counter() - begin)
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _check(options: argparse.Namespace) -> None:
+    if not Path(options.model).exists():
+        raise ConfigError(f"there is no model {options.model}")
+    if options.calib and options.precision not in ("int8", "best"):
+        raise ConfigError(f"--calib is for --int8 and --best; this build is {options.precision}")
+    if options.export_qdq and options.precision != "int8":
+        raise ConfigError("--export-qdq writes the quantised model: it needs --int8")
+
+
+def _key_options(options: argparse.Namespace, config: BuildConfig, calibration: Calibration) -> dict[str, object]:
+    """All that changes the plan beside the model; of calibration data, names, sizes and times of the files."""
+    from engines.backends.llvm.backend import make_tuner
+    from engines.cpu import detect
+    from engines.tactics import TimingCache
+    source = Path(calibration.source.partition(".py:")[0] + ".py" if ".py:" in calibration.source else calibration.source)
+    files = sorted(source.rglob("*")) if source.is_dir() else [source] if calibration.source else []
+    preprocess = Path(calibration.preprocess)
+    return {**asdict(config), **asdict(calibration), "threads": options.threads, "cpu": detect().model,
+            "target": make_tuner(config.target, TimingCache(), False).isa.name, "timing_cache": "",
+            "data": [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()],
+            "preprocess_text": preprocess.read_text() if preprocess.is_file() else ""}
+
+
+def _export(result: Result, path: str, say: object) -> None:
+    import onnx
+    onnx.save(onnx_from_graph(result.stored), path)
+    _say(f"{path}: the quantised model with QuantizeLinear and DequantizeLinear nodes")
+
+
+def _summary(result: Result, options: argparse.Namespace, say: object, seconds: float) -> None:
+    plan: Plan = result.plan
+    if options.verbose:
+        for note in result.notes:
+            print(note)
+        print(layers(plan))
+    if missing := fallbacks(plan):
+        print(missing, file=sys.stderr)
+    if not options.quiet:
+        size = Path(options.output).stat().st_size / 1e6
+        _say(f"{options.output}: {plan.precision} for {plan.target}, {len(plan.steps)} kernels, {size:.1f} MB, "
+             f"built in {seconds:.1f} s")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("build-engine", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="an ONNX file")
+    parser.add_argument("-o", "--output", required=True, metavar="OUT.plan", help="the plan file to write")
+    precision = parser.add_mutually_exclusive_group()
+    for name in PRECISIONS:
+        precision.add_argument(f"--{name}", action="store_const", const=name, dest="precision",
+                               help="the fastest of all, layer by layer" if name == "best" else f"build in {name}")
+    parser.set_defaults(precision="fp32")
+    parser.add_argument("--calib", metavar="PATH", help="calibration data: a folder of images or .npz files, an .npz "
+                                                        "file, or script.py:function")
+    parser.add_argument("--calibrator", metavar="NAME", help=f"{', '.join(CALIBRATORS)}; without it, the one with the "
+                                                             "least error on the calibration data")
+    parser.add_argument("--calib-cache", metavar="FILE", help="ranges: read if the file exists and fits, else written")
+    parser.add_argument("--preprocess", metavar="FILE|PRESET", help="how images become inputs")
+    parser.add_argument("--max-batch", type=positive, metavar="N", help=f"most items a run (default {DEFAULT_MAX_BATCH})")
+    parser.add_argument("--shape", type=parse_shape, action="append", metavar="NAME:1x3x224x224",
+                        help="shape of an input whose extents beyond the batch are symbolic")
+    parser.add_argument("--keep-float", action="append", metavar="NODE", help="an ONNX node that --int8 leaves in float")
+    parser.add_argument("--threads", type=positive, default=1, metavar="N", help="threads that the plan is meant to run on")
+    parser.add_argument("--target", choices=[isa.name for isa in ALL], metavar="CPU",
+                        help=f"instruction set ({', '.join(isa.name for isa in ALL)}); default: this machine's best")
+    parser.add_argument("--timing-cache", metavar="FILE", help="times of tactics, read and added to")
+    parser.add_argument("--no-timing", action="store_true", help="take each kernel's usual tactic without timing")
+    parser.add_argument("--cache-dir", metavar="DIR", help="engine cache: the second identical build is a lookup")
+    parser.add_argument("--export-qdq", metavar="FILE", help="also write the quantised model as ONNX")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print what was fused, and every kernel")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print errors and fallbacks only")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return guarded(_command, make_parser(), arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

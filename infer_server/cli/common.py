@@ -1,0 +1,48 @@
+"""What the commands share: how errors end a command, and how tables are printed."""
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from engines.errors import EngineError
+
+USER_ERROR = 2              # exit code: something that the user can mend
+Cell = str | int | float
+
+
+def guarded(command: Callable[[argparse.Namespace], int], parser: argparse.ArgumentParser,
+            arguments: Sequence[str] | None) -> int:
+    """Parse and run; a named error becomes one line on stderr and exit code 2, never a traceback."""
+    options = parser.parse_args(arguments)
+    try:
+        return command(options)
+    except (EngineError, OSError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return USER_ERROR
+    except BrokenPipeError:     # `... | head` closed our output; that is no error
+        return 0
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted", file=sys.stderr)
+        return 130
+
+
+def table(rows: Sequence[Sequence[Cell]], header: Sequence[str]) -> str:
+    """Aligned columns: text to the left, numbers to the right; floats with three digits."""
+    text = [[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    widths = [max(len(line[i]) for line in [list(header), *text]) for i in range(len(header))]
+    right = [bool(rows) and all(isinstance(row[i], int | float) for row in rows) for i in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(cells, widths, right, strict=True))
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line(header), line(["-" * w for w in widths]), *map(line, text)])
+
+
+def positive(text: str) -> int:
+    """An argparse type: a whole number of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is below 1")
+    return number

@@ -1,0 +1,74 @@
+"""inspect-engine: what is in a plan: its kernels, what each fuses, in which precision, by which tactic, how fast."""
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from engines.plan import IoTensor, Plan
+from engines.planfile import read_plan
+from infer_server.cli.common import guarded, table
+
+
+def describe(plan: Plan) -> dict[str, Any]:
+    """The plan as the JSON that --json prints."""
+    return {
+        "name": plan.name, "target": plan.target, "cpu": dict(plan.cpu), "precision": plan.precision,
+        "max_batch": plan.max_batch,
+        "inputs": [_tensor(t) for t in plan.inputs], "outputs": [_tensor(t) for t in plan.outputs],
+        "kernels": [{"name": s.name, "fuses": list(s.fuses), "precision": s.precision, "tactic": s.tactic,
+                     "time_us": s.time_us, "macs": s.macs, "bytes": s.bytes,
+                     **({"fallback": s.reason} if s.fallback else {})} for s in plan.steps],
+        "constants_bytes": len(plan.constants), "code_bytes": sum(map(len, plan.code)),
+        "buffer_bytes": sum(b.bytes for b in plan.buffers), "metadata": dict(plan.metadata),
+    }
+
+
+def _tensor(tensor: IoTensor) -> dict[str, Any]:
+    return {"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape)}
+
+
+def layers(plan: Plan) -> str:
+    """A line a kernel, as people read it."""
+    rows = [(step.name, step.precision, step.tactic, step.time_us, step.macs / 1e6, " + ".join(step.fuses) or "-")
+            for step in plan.steps]
+    return table(rows, ("kernel", "precision", "tactic", "us", "M MAC", "fuses"))
+
+
+def fallbacks(plan: Plan) -> str:
+    """The steps that run on the reference, with the reason; "" where there are none."""
+    lines = [f"  {step.name}: {step.reason}" for step in plan.steps if step.fallback]
+    return "\n".join(["not compiled, running on the reference:", *lines]) if lines else ""
+
+
+def _command(options: argparse.Namespace) -> int:
+    plan = read_plan(options.plan)
+    if options.json:
+        json.dump(describe(plan), sys.stdout, indent=1)
+        print()
+        return 0
+    def shapes(tensors: tuple[IoTensor, ...]) -> str:
+        return ", ".join(f"{t.name} {t.dtype}{list(t.shape)}" for t in tensors)
+
+    print(f"{plan.name}: {plan.precision} for {plan.target}, batches of up to {plan.max_batch or 'the declared shape'}")
+    print(f"inputs   {shapes(plan.inputs)}\noutputs  {shapes(plan.outputs)}\n")
+    print(layers(plan))
+    timed, macs = sum(step.time_us for step in plan.steps), sum(step.macs for step in plan.steps)
+    print(f"\n{len(plan.steps)} kernels, {timed / 1e3:.3f} ms as timed one by one, {macs / 1e6:.1f} M MAC, "
+          f"{len(plan.constants) / 1e6:.2f} MB of constants")
+    if missing := fallbacks(plan):
+        print(missing)
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("inspect-engine", description=__doc__)
+    parser.add_argument("plan", help="a plan file written by build-engine")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    return guarded(_command, parser, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""run-engine: runs a plan on random or given data and prints throughput and latency."""
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from engines import load_engine
+from engines.errors import InputError
+from engines.ir import Array
+from engines.plan import IoTensor
+from engines.runtime import Engine, ExecutionContext
+from infer_server.cli.common import guarded, positive, table
+
+WARM_UP_SECONDS = 0.2
+
+
+def random_feed(inputs: Sequence[IoTensor], batch: int, seed: int = 0) -> dict[str, Array]:
+    """Standard normal floats, small non-negative integers; symbolic extents become the batch."""
+    random = np.random.default_rng(seed)
+    feed: dict[str, Array] = {}
+    for tensor in inputs:
+        shape = [batch if isinstance(extent, str) else extent for extent in tensor.shape]
+        dtype = np.dtype(tensor.dtype)
+        numbers = random.standard_normal(shape) if dtype.kind == "f" else random.integers(0, 2, shape)
+        feed[tensor.name] = numbers.astype(dtype)
+    return feed
+
+
+def read_feed(path: str, inputs: Sequence[IoTensor], batch: int) -> dict[str, Array]:
+    """The first `batch` items of an .npz with an array per input."""
+    with np.load(path) as archive:
+        arrays = dict(archive)
+    if missing := [t.name for t in inputs if t.name not in arrays]:
+        raise InputError(f"'{path}' has no array for {missing}; it has {sorted(arrays)}")
+    return {t.name: arrays[t.name][:batch] if isinstance(t.shape[0], str) else arrays[t.name] for t in inputs}
+
+
+def measure(context: ExecutionContext, batch: int, seconds: float) -> np.ndarray[Any, Any]:
+    """Seconds of each run, for at least `seconds` and at least ten runs."""
+    end = time.perf_counter() + WARM_UP_SECONDS
+    while time.perf_counter() < end:
+        context.execute(batch)
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < 10 or time.perf_counter() < end:
+        begin = time.perf_counter()
+        context.execute(batch)
+        times.append(time.perf_counter() - begin)
+    return np.array(times)
+
+
+def report(engine: Engine, batch: int, threads: int, times: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """The JSON that --json prints; throughput is in items a second."""
+    milliseconds = 1e3 * times
+    p50, p90, p95, p99 = (float(np.percentile(milliseconds, q)) for q in (50, 90, 95, 99))
+    return {"throughput": batch * len(times) / float(times.sum()), "batch": batch, "threads": threads, "runs": len(times),
+            "latency_ms": {"mean": float(milliseconds.mean()), "min": float(milliseconds.min()),
+                           "p50": p50, "p90": p90, "p95": p95, "p99": p99},
+            "target": engine.plan.target, "precision": engine.plan.precision}
+
+
+def _command(options: argparse.Namespace) -> int:
+    engine = load_engine(options.plan, threads=options.threads)
+    limit = max(engine.max_batch, 1)
+    if options.batch > limit:
+        raise InputError(f"--batch {options.batch}: the plan was built for batches of up to {limit}; "
+                         f"build it with --max-batch {options.batch}")
+    feed = (read_feed(options.data, engine.inputs, options.batch) if options.data
+            else random_feed(engine.inputs, options.batch))
+    context = engine.create_context()
+    for tensor in engine.inputs:
+        context.input(tensor.name, options.batch)[...] = feed[tensor.name]
+    if options.profile:
+        rows = [(step.name, step.precision, seconds * 1e6, step.macs * options.batch / max(seconds, 1e-9) / 1e9, step.tactic)
+                for step, seconds in context.profile(options.batch, repeats=20)]
+        print(table(sorted(rows, key=lambda row: -row[2]), ("kernel", "precision", "us", "G MAC/s", "tactic")))
+        return 0
+    result = report(engine, options.batch, options.threads, measure(context, options.batch, options.seconds))
+    if options.json:
+        print(json.dumps(result, indent=1))
+    else:
+        latency = result["latency_ms"]
+        print(f"{engine.plan.name} ({engine.plan.precision}, {engine.plan.target}), batch {options.batch}, "
+              f"{options.threads} thread{'s' if options.threads > 1 else ''}: {result['throughput']:.1f} items/s")
+        print("  ".join(f"{key} {latency[key]:.3f} ms" for key in latency))
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("run-engine", description=__doc__)
+    parser.add_argument("plan", help="a plan file written by build-engine")
+    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="items a run (default 1)")
+    parser.add_argument("--threads", type=positive, default=1, metavar="N", help="threads a run (default 1)")
+    parser.add_argument("--data", metavar="X.npz", help="an array per input; without it, random numbers")
+    parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="how long to measure (default 2)")
+    parser.add_argument("--profile", action="store_true", help="print the time of each kernel instead")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return guarded(_command, parser, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""infer-server: serves a repository of models over Triton's gRPC protocol."""
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+import uvloop
+
+from infer_server.malloc import tune_malloc
+from infer_server.server import Server, ServerOptions
+
+log = logging.getLogger(__name__)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs until SIGTERM or SIGINT. 0: everything accepted was answered."""
+    parsed = _parser().parse_args(arguments)
+    logging.basicConfig(level=parsed.log_level.upper(), stream=sys.stderr,
+                        format="%(asctime)s %(levelname)s %(message)s")
+    if not parsed.model_repository.is_dir():
+        print(f"infer-server: --model-repository {parsed.model_repository}: no such folder", file=sys.stderr)
+        return 2
+    if parsed.load_model and parsed.model_control_mode != "explicit":
+        print("infer-server: --load-model needs --model-control-mode explicit; otherwise every model is loaded",
+              file=sys.stderr)
+        return 2
+    tune_malloc()
+    try:
+        uvloop.run(_serve(_options(parsed)))
+    except OSError as error:
+        print(f"infer-server: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(options: ServerOptions) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _on_signal, number, stop)
+    server = Server(options)
+    ports = await server.start()
+    log.info("gRPC on %s:%d, health on %s:%d, metrics on %s:%d", options.host, ports.grpc, options.host, ports.http,
+             options.host, ports.metrics)
+    loaded = asyncio.create_task(server.loaded())
+    loaded.add_done_callback(lambda task: None if task.cancelled() else log.info("ready"))
+    await stop.wait()
+    log.info("draining: what was accepted is answered; a second signal exits at once")
+    await server.stop()
+    log.info("stopped")
+
+
+def _on_signal(number: int, stop: asyncio.Event) -> None:
+    if stop.is_set():
+        log.warning("second signal: exiting at once")
+        os._exit(128 + number)
+    stop.set()
+
+
+def _options(parsed: argparse.Namespace) -> ServerOptions:
+    return ServerOptions(
+        model_repository=parsed.model_repository, cache_dir=parsed.cache_dir, host=parsed.host,
+        grpc_port=parsed.grpc_port, http_port=parsed.http_port, metrics_port=parsed.metrics_port,
+        threads=parsed.threads, explicit_control=parsed.model_control_mode == "explicit",
+        load_models=tuple(parsed.load_model), drain_grace_secs=parsed.drain_grace_secs,
+        exit_timeout_secs=parsed.exit_timeout_secs, max_message_bytes=parsed.max_message_mib << 20)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="infer-server",
+        description="Serves a repository of models over Triton's gRPC protocol, with dynamic batching.")
+    parser.add_argument("--model-repository", type=Path, required=True, metavar="DIR",
+                        help="folders <model>/<version>/model.plan (or model.onnx, built when it is loaded)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parser.add_argument("--grpc-port", type=int, default=8001, metavar="N", help="0 is any free port (%(default)s)")
+    parser.add_argument("--http-port", type=int, default=8000, metavar="N",
+                        help="/v2/health/live and /v2/health/ready (%(default)s)")
+    parser.add_argument("--metrics-port", type=int, default=8002, metavar="N",
+                        help="/metrics for Prometheus (%(default)s)")
+    parser.add_argument("--model-control-mode", choices=("none", "explicit"), default="none",
+                        help="none: every model is loaded at start; explicit: clients load and unload (%(default)s)")
+    parser.add_argument("--load-model", action="append", default=[], metavar="NAME",
+                        help="under explicit control, a model to load at start; can be repeated")
+    parser.add_argument("--threads", type=_positive, default=1, metavar="N",
+                        help="threads for one batch; instance_group says how many batches run at a time (%(default)s)")
+    parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "infer-server", metavar="DIR",
+                        help="where engines built from ONNX files are kept (%(default)s)")
+    parser.add_argument("--drain-grace-secs", type=float, default=1.0, metavar="S",
+                        help="how long new requests are accepted after a signal, when ready no more (%(default)s)")
+    parser.add_argument("--exit-timeout-secs", type=float, default=30.0, metavar="S",
+                        help="how long accepted requests may take to be answered after that (%(default)s)")
+    parser.add_argument("--max-message-mib", type=_positive, default=256, metavar="N",
+                        help="largest request (%(default)s)")
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {number}")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""ModelInfer: bytes in, bytes out."""
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+
+from infer_server.codec import decode_inputs, encode_raw
+from infer_server.config import TensorSpec
+from infer_server.errors import InvalidRequestError, NotServedError
+from infer_server.model import Model
+from infer_server.repository import Repository
+from infer_server.request import Arrays, Request
+from infer_server.statistics import Failure
+from infer_server.wire import InferRequest, join_response, response_header, split_request
+from protos import inference
+
+
+async def infer(data: bytes, repository: Repository) -> bytes:
+    """Serves one serialised ModelInferRequest; returns the serialised response. Raises ServeErrors."""
+    received_ns = time.monotonic_ns()
+    message = split_request(data)
+    model = repository.find(message.header.model_name, message.header.model_version)
+    try:
+        request = _request(message, model)
+    except (InvalidRequestError, NotServedError):
+        model.statistics.failed(Failure.OTHER, time.monotonic_ns() - received_ns)
+        raise
+    request.received_ns = received_ns
+    model.submit(request)
+    try:
+        return await request.answer
+    except asyncio.CancelledError:
+        model.cancel(request)
+        raise
+
+
+def _request(message: InferRequest, model: Model) -> Request:
+    header = message.header
+    _refuse_extensions(header)
+    inputs = decode_inputs(message)
+    fit = model.signature.fit(inputs)
+    outputs = model.signature.choose_outputs(tensor.name for tensor in header.outputs)
+
+    def encode(rows: Arrays) -> bytes:
+        arrays = [rows[spec.name] for spec in outputs]
+        prefix = _response_header(model.name, model.version, outputs, tuple(array.shape for array in arrays))
+        raw = [encode_raw(array, spec.datatype) for array, spec in zip(arrays, outputs, strict=True)]
+        return join_response(prefix, header.id, raw)
+
+    return Request(
+        inputs={name: tensor.array for name, tensor in inputs.items()},
+        rows=fit.rows, shape_key=fit.shape_key, encode=encode,
+        answer=asyncio.get_running_loop().create_future(),
+        timeout_us=_timeout_us(header))
+
+
+@functools.lru_cache(maxsize=4096)
+def _response_header(model: str, version: int, outputs: tuple[TensorSpec, ...],
+                     shapes: tuple[tuple[int, ...], ...]) -> bytes:
+    response = inference.ModelInferResponse(model_name=model, model_version=str(version))
+    for spec, shape in zip(outputs, shapes, strict=True):
+        response.outputs.add(name=spec.name, datatype=spec.datatype.name, shape=shape)
+    return response_header(response)
+
+
+def _timeout_us(header: inference.ModelInferRequest) -> int:
+    """The request parameter `timeout`, microseconds; 0 if there is none."""
+    if "timeout" not in header.parameters:
+        return 0
+    parameter = header.parameters["timeout"]
+    timeout_us = parameter.uint64_param if parameter.HasField("uint64_param") else parameter.int64_param
+    if timeout_us < 0 or parameter.WhichOneof("parameter_choice") not in ("int64_param", "uint64_param"):
+        raise InvalidRequestError("parameter 'timeout': expected a positive integer, in microseconds")
+    return timeout_us
+
+
+def _refuse_extensions(header: inference.ModelInferRequest) -> None:
+    tensors: list[inference.ModelInferRequest.InferInputTensor | inference.ModelInferRequest.InferRequestedOutputTensor]
+    tensors = [*header.inputs, *header.outputs]
+    for tensor in tensors:
+        if "shared_memory_region" in tensor.parameters:
+            raise NotServedError(f"'{tensor.name}': shared memory is not served; send tensors in the messages")
+        if "classification" in tensor.parameters:
+            raise NotServedError(f"'{tensor.name}': classification is not served; ask for the output itself")

@@ -1,0 +1,86 @@
+"""The threads that execute batches: one for each instance of a model, each the owner of one execution context."""
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from infer_server.backend import ExecutionContext
+from infer_server.batcher import Batcher
+from infer_server.errors import ExecutionError
+from infer_server.request import Outcome, Request
+from infer_server.statistics import Execution, Failure, Statistics
+
+log = logging.getLogger(__name__)
+
+
+class Instance:
+    """Pulls batches and executes them until the batcher is closed and empty."""
+
+    def __init__(self, name: str, batcher: Batcher, context: ExecutionContext, outputs: Sequence[str], batched: bool,
+                 statistics: Statistics, deliver: Callable[[list[Outcome]], None]) -> None:
+        self._batcher = batcher
+        self._context = context
+        self._outputs = outputs
+        self._batched = batched                     # tensors have a leading batch axis
+        self._statistics = statistics
+        self._deliver = deliver                     # hands results to the event loop: once a batch
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (batch := self._batcher.take()) is not None:
+            try:
+                outcomes = self._execute(batch)
+            except Exception as error:      # whatever an engine raises ends this batch, and never the thread
+                log.exception("%s failed on a batch of %d requests", self._thread.name, len(batch))
+                outcomes = self._failed(batch, error)
+            self._deliver(outcomes)
+
+    def _execute(self, batch: list[Request]) -> list[Outcome]:
+        started_ns = time.monotonic_ns()
+        rows = sum(request.rows for request in batch)
+        self._gather(batch, rows)
+        copied_ns = time.monotonic_ns()
+        self._context.execute(rows)
+        computed_ns = time.monotonic_ns()
+        outcomes = self._scatter(batch, rows)
+        self._statistics.executed(Execution(
+            rows, [request.enqueued_ns for request in batch], started_ns, copied_ns, computed_ns, time.monotonic_ns()))
+        return outcomes
+
+    def _gather(self, batch: list[Request], rows: int) -> None:
+        """The one copy between the received message and the engine."""
+        for name in batch[0].inputs:
+            slots = self._context.input(name, rows)
+            if not self._batched:
+                slots[...] = batch[0].inputs[name]
+                continue
+            row = 0
+            for request in batch:
+                slots[row:row + request.rows] = request.inputs[name]
+                row += request.rows
+
+    def _scatter(self, batch: list[Request], rows: int) -> list[Outcome]:
+        """Encodes each request's rows while the views of the outputs are valid."""
+        outputs = {name: self._context.output(name, rows) for name in self._outputs}
+        outcomes: list[Outcome] = []
+        row = 0
+        for request in batch:
+            end = row + request.rows
+            mine = {name: view[row:end] for name, view in outputs.items()} if self._batched else outputs
+            outcomes.append((request, request.encode(mine)))
+            row = end
+        return outcomes
+
+    def _failed(self, batch: list[Request], error: Exception) -> list[Outcome]:
+        now_ns = time.monotonic_ns()
+        for request in batch:
+            self._statistics.failed(Failure.BACKEND, now_ns - request.enqueued_ns)
+        return [(request, ExecutionError(f"the engine failed: {error}")) for request in batch]

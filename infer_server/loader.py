@@ -1,0 +1,45 @@
+"""From a source in the repository to a model that is ready: build, load, complete the configuration, warm up."""
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from engines.errors import EngineError
+from infer_server.backend import EngineLoader, load_plan
+from infer_server.errors import RepositoryError
+from infer_server.layout import Source
+from infer_server.model import Model
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Loads models; load() blocks, and is called on a worker thread."""
+    loop: asyncio.AbstractEventLoop             # where the requests of the models are submitted and answered
+    build: Callable[[Source, int], Path]        # an ONNX file into a plan, for so many threads
+    threads: int = 1                            # a model's own `threads` parameter goes before it
+    load_engine: EngineLoader = load_plan
+
+    def load(self, source: Source) -> Model:
+        """Raises RepositoryError with the reason that the index will show."""
+        if source.config.unused:
+            log.warning("%s: settings that change nothing on this server: %s", source.name,
+                        ", ".join(source.config.unused))
+        if not source.file.exists():
+            raise RepositoryError(f"{source.file}: no such file")
+        threads = int(source.config.build.threads or self.threads)
+        try:
+            plan = self.build(source, threads) if source.file.suffix == ".onnx" else source.file
+            engine = self.load_engine(plan, threads)
+            return Model(source.name, source.version, engine, source.message, source.file.name, self.loop)
+        except RepositoryError:
+            raise
+        except EngineError as error:
+            raise RepositoryError(f"{source.file}: {error}") from error
+        except Exception as error:      # files are bad in ways that nobody foresaw; the other models must not notice
+            log.exception("loading %s failed", source.file)
+            raise RepositoryError(f"{source.file}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,26 @@
+"""Tunes the C library's allocator for messages of the size of images."""
+from __future__ import annotations
+
+import ctypes
+import logging
+
+log = logging.getLogger(__name__)
+
+# glibc's malloc.h. By default a buffer above 128 KiB is mapped when it is allocated and unmapped when it is freed, and
+# each page of it is faulted in anew: for a request of 600 KB that costs more than all of protobuf.
+_OPTIONS = {
+    "M_MMAP_THRESHOLD": (-3, 1 << 30),
+    "M_TRIM_THRESHOLD": (-1, (1 << 31) - 1),
+    "M_TOP_PAD": (-2, 64 << 20),
+}
+
+
+def tune_malloc() -> None:
+    """Keeps freed memory in the process for the next message. Says so where the allocator cannot be tuned."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        log.info("no mallopt in this C library: large messages cost more")
+        return
+    for name, (parameter, value) in _OPTIONS.items():
+        if not mallopt(parameter, value):
+            log.info("mallopt refused %s", name)

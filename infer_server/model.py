@@ -1,0 +1,89 @@
+"""One version of a model, loaded: its engine, its queue, its instances and what they have counted."""
+from __future__ import annotations
+
+import asyncio
+import time
+
+from infer_server.autocomplete import complete
+from infer_server.backend import Engine, warm_up
+from infer_server.batcher import Batcher
+from infer_server.config import from_message
+from infer_server.errors import QueueFullError, RequestExpiredError, UnavailableError
+from infer_server.instances import Instance
+from infer_server.request import Outcome, Request, finish
+from infer_server.signature import Signature
+from infer_server.statistics import Failure, Statistics
+from protos import model_config
+
+
+class Model:
+    """Ready when constructed: contexts are warm and the instances' threads run.
+
+    submit and cancel belong to the event loop; the constructor and drain block, and belong to a worker.
+    """
+
+    def __init__(self, name: str, version: int, engine: Engine, message: model_config.ModelConfig, filename: str,
+                 loop: asyncio.AbstractEventLoop) -> None:
+        self.name = name
+        self.version = version
+        self.config_message = complete(message, name, engine, filename)
+        self.config = from_message(self.config_message)
+        self.signature = Signature(self.config)
+        self.statistics = Statistics()
+        self._loop = loop
+        self._wake_scheduled = False
+        self._batcher = Batcher(name, self.config.batching, self.config.queueing, self._refuse)
+        outputs = [spec.name for spec in self.config.outputs]
+        contexts = [engine.create_context() for _ in range(self.config.instances)]
+        for context in contexts:
+            warm_up(context, engine)
+        self._instances = [
+            Instance(f"{name}/{version} instance {i}", self._batcher, context, outputs, self.config.batched,
+                     self.statistics, self._deliver)
+            for i, context in enumerate(contexts)]
+        for instance in self._instances:
+            instance.start()
+
+    @property
+    def pending(self) -> int:
+        """Requests that wait to be executed."""
+        return len(self._batcher)
+
+    def submit(self, request: Request) -> None:
+        """Queues a request. Raises UnavailableError when the queue is full or closed."""
+        try:
+            self._batcher.submit(request)
+        except UnavailableError as error:
+            reason = Failure.REJECTED if isinstance(error, QueueFullError) else Failure.OTHER
+            self.statistics.failed(reason, time.monotonic_ns() - request.received_ns)
+            raise
+        # Requests that arrive in the same turn of the loop wake an instance once, and so share its batch.
+        if not self._wake_scheduled:
+            self._wake_scheduled = True
+            self._loop.call_soon(self._wake)
+
+    def cancel(self, request: Request) -> None:
+        """Drops a request whose client went away. If it is executing already, its result is dropped instead."""
+        if self._batcher.withdraw(request):
+            self.statistics.failed(Failure.CANCELED, time.monotonic_ns() - request.received_ns)
+
+    def drain(self) -> None:
+        """Executes what waits, accepts nothing more, and ends the instances."""
+        self._batcher.close()
+        for instance in self._instances:
+            instance.join()
+
+    def _wake(self) -> None:
+        self._wake_scheduled = False
+        self._batcher.wake()
+
+    def _deliver(self, outcomes: list[Outcome]) -> None:
+        self._loop.call_soon_threadsafe(finish, outcomes)
+
+    def _refuse(self, expired: list[Request]) -> None:
+        now_ns = time.monotonic_ns()
+        for request in expired:
+            self.statistics.failed(Failure.REJECTED, now_ns - request.received_ns)
+        self._deliver([(request, RequestExpiredError(
+            f"Request timeout expired: it waited longer than its timeout for model '{self.name}'"))
+            for request in expired])

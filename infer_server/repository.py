@@ -1,0 +1,187 @@
+"""The models that the server knows, and the state of each version: loading, ready, unloading, unavailable and why.
+
+All of it belongs to the event loop; what blocks (reading, building, loading, draining) runs on worker threads.
+"""
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+
+from infer_server.errors import InvalidRequestError, RepositoryError, ServeError, UnavailableError, UnknownModelError
+from infer_server.layout import Source, model_names, read_model
+from infer_server.model import Model
+from infer_server.workers import in_daemon_thread
+from protos import model_config
+
+log = logging.getLogger(__name__)
+
+_LOADS = 2              # at a time: a model that takes minutes to build does not hold up all others
+
+
+class State(Enum):
+    """Triton's names of them, as RepositoryIndex answers."""
+    LOADING = "LOADING"
+    READY = "READY"
+    UNLOADING = "UNLOADING"
+    UNAVAILABLE = "UNAVAILABLE"
+
+
+@dataclass(frozen=True)
+class Status:
+    """Of one version of a model."""
+    state: State
+    reason: str = ""                    # why it is not ready
+    model: Model | None = None          # while it is ready
+
+
+@dataclass(frozen=True)
+class IndexEntry:
+    name: str
+    version: str                        # "" if no version of the model could even be found
+    state: str                          # "" if it was never loaded
+    reason: str
+
+
+class Repository:
+    """A folder of models. find() is the request path: two dictionary lookups."""
+
+    def __init__(self, directory: Path, load: Callable[[Source], Model]) -> None:
+        self._directory = directory
+        self._load = load
+        self._versions: dict[str, dict[int, Status]] = {}
+        self._reasons: dict[str, str] = {}                  # of models that failed before any version was found
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)     # one load or unload at a time
+        self._loads = asyncio.Semaphore(_LOADS)
+
+    def find(self, name: str, version: str = "") -> Model:
+        """A ready model: the version asked for, else the highest ready one.
+
+        Raises UnknownModelError, UnavailableError with the reason, InvalidRequestError for a version that is no number.
+        """
+        statuses = self._versions.get(name)
+        if statuses is None:
+            if name in self._reasons:
+                raise UnavailableError(f"model '{name}' is not ready: {self._reasons[name]}")
+            raise UnknownModelError(f"Request for unknown model: '{name}' is not found")
+        if version:
+            if not version.isdecimal():
+                raise InvalidRequestError(f"model version must be a number, got '{version}'")
+            status = statuses.get(int(version))
+            if status is None:
+                known = ", ".join(map(str, sorted(statuses)))
+                raise UnknownModelError(
+                    f"Request for unknown model: '{name}' version {version} is not found; it has {known}")
+            if status.model is None:
+                raise UnavailableError(_not_ready(f"model '{name}' version {version}", status))
+            return status.model
+        for status in statuses.values():        # highest first
+            if status.model is not None:
+                return status.model
+        raise UnavailableError(_not_ready(f"model '{name}'", next(iter(statuses.values()))))
+
+    def versions(self, name: str) -> list[int]:
+        """The ready versions of a model."""
+        return sorted(number for number, status in self._versions.get(name, {}).items() if status.model is not None)
+
+    def models(self) -> list[Model]:
+        """All that are ready."""
+        return [status.model for statuses in self._versions.values() for status in statuses.values() if status.model]
+
+    async def index(self) -> list[IndexEntry]:
+        """Every model in the folder, loaded or not, by name and version."""
+        entries = [IndexEntry(name, str(version), status.state.value, status.reason)
+                   for name, statuses in self._versions.items() for version, status in statuses.items()]
+        entries += [IndexEntry(name, "", State.UNAVAILABLE.value, reason) for name, reason in self._reasons.items()]
+        known = self._versions.keys() | self._reasons.keys()
+        present = await in_daemon_thread(lambda: model_names(self._directory))
+        entries += [IndexEntry(name, "", "", "") for name in present if name not in known]
+        return sorted(entries, key=lambda entry: (entry.name, entry.version))
+
+    async def load_all(self, names: Iterable[str] | None = None) -> None:
+        """Loads models, by default every one in the folder. A failure is logged and kept as a reason; the others go on.
+
+        Raises RepositoryError if the folder itself cannot be read.
+        """
+        chosen = await in_daemon_thread(lambda: model_names(self._directory)) if names is None else names
+        results = await asyncio.gather(*(self.load(name) for name in chosen), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, ServeError):
+                raise result
+
+    async def load(self, name: str, message: model_config.ModelConfig | None = None) -> None:
+        """Loads or reloads a model; versions that are ready go on serving until their successors are.
+
+        `message` overrides its config.pbtxt. Raises UnknownModelError; RepositoryError, after all versions were tried.
+        """
+        async with self._locks[name]:
+            try:
+                sources = await in_daemon_thread(lambda: read_model(self._directory, name, message))
+            except RepositoryError as error:
+                if name not in self._versions:
+                    self._reasons[name] = str(error)
+                log.error("model '%s' cannot be loaded: %s", name, error)
+                raise
+            self._reasons.pop(name, None)
+            old = self._versions.get(name, {})
+            kept = {source.version: old.get(source.version, Status(State.LOADING)) for source in sources}
+            self._versions[name] = {
+                version: status if status.model else Status(State.LOADING) for version, status in kept.items()}
+            failures = []
+            for source in sources:
+                try:
+                    await self._load_version(source)
+                except RepositoryError as error:
+                    failures.append(f"version {source.version}: {error}")
+            retired = [status.model for version, status in old.items() if version not in kept and status.model]
+            await self._drain(retired)
+            if failures:
+                raise RepositoryError(f"failed to load '{name}': {'; '.join(failures)}")
+
+    async def unload(self, name: str) -> None:
+        """Answers what the model has accepted, then lets go of it. Raises UnknownModelError."""
+        async with self._locks[name]:
+            if name not in self._versions and name not in self._reasons:
+                raise UnknownModelError(f"model '{name}' is not loaded")
+            self._reasons.pop(name, None)
+            statuses = self._versions.pop(name, {})
+            if not statuses:
+                return
+            models = [status.model for status in statuses.values() if status.model]
+            self._versions[name] = {version: Status(State.UNLOADING, "unloading") for version in statuses}
+            await self._drain(models)
+            self._versions[name] = {version: Status(State.UNAVAILABLE, "unloaded") for version in statuses}
+            log.info("model '%s' is unloaded", name)
+
+    async def close(self) -> None:
+        """Drains every model. The event loop goes on running meanwhile, so that their answers are delivered."""
+        await self._drain(self.models())
+
+    async def _load_version(self, source: Source) -> None:
+        statuses = self._versions[source.name]
+        before = statuses[source.version]
+        try:
+            async with self._loads:
+                model = await in_daemon_thread(lambda: self._load(source))
+        except RepositoryError as error:
+            if before.model is None:
+                statuses[source.version] = Status(State.UNAVAILABLE, str(error))
+            else:
+                statuses[source.version] = replace(before, reason=f"serves what was loaded before: {error}")
+            log.error("model '%s' version %d cannot be loaded: %s", source.name, source.version, error)
+            raise
+        statuses[source.version] = Status(State.READY, model=model)
+        log.info("model '%s' version %d is ready", source.name, source.version)
+        if before.model is not None:
+            await self._drain([before.model])
+
+    async def _drain(self, models: Iterable[Model]) -> None:
+        await asyncio.gather(*(in_daemon_thread(model.drain) for model in models))
+
+
+def _not_ready(what: str, status: Status) -> str:
+    return f"{what} is not ready: {status.reason or status.state.value.lower()}"

@@ -1,0 +1,126 @@
+"""The server as a whole: the endpoints over one repository, and the order in which they come and go."""
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+
+from infer_server.backend import EngineLoader, load_plan
+from infer_server.building import OnnxBuilder
+from infer_server.endpoints import metrics
+from infer_server.endpoints.grpc_server import InferenceService, create_server
+from infer_server.endpoints.http_server import Page, error_page, serve_pages
+from infer_server.errors import RepositoryError
+from infer_server.lifecycle import Lifecycle, Phase
+from infer_server.loader import Loader
+from infer_server.repository import Repository
+from infer_server.version import NAME, VERSION
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What the command line decides. A port of 0 is any free one."""
+    model_repository: Path
+    cache_dir: Path                             # engines built from ONNX files
+    host: str = "127.0.0.1"
+    grpc_port: int = 8001
+    http_port: int = 8000
+    metrics_port: int = 8002
+    threads: int = 1                            # for one batch of one instance
+    explicit_control: bool = False              # models are loaded and unloaded by clients
+    load_models: tuple[str, ...] = ()           # under explicit control: at start
+    drain_grace_secs: float = 1.0               # between readiness dropping and refusing what is new
+    exit_timeout_secs: float = 30.0             # for what was accepted to be answered
+    max_message_bytes: int = 256 << 20
+
+
+@dataclass(frozen=True)
+class Ports:
+    grpc: int
+    http: int
+    metrics: int
+
+
+class Server:
+    """start() once, then stop() once, on one event loop."""
+
+    def __init__(self, options: ServerOptions, load_engine: EngineLoader = load_plan) -> None:
+        self._options = options
+        self._builder = OnnxBuilder(options.cache_dir)
+        loader = Loader(asyncio.get_running_loop(), self._builder.build, options.threads, load_engine)
+        self.lifecycle = Lifecycle()
+        self.repository = Repository(options.model_repository, loader.load)
+        self._grpc = create_server(
+            InferenceService(self.repository, self.lifecycle, options.explicit_control), self.lifecycle,
+            options.max_message_bytes)
+        self._pages: list[asyncio.Server] = []
+        self._loading: asyncio.Task[None] | None = None
+
+    async def start(self) -> Ports:
+        """Opens the ports, and begins to load models: those that are ready are served while others load.
+
+        Raises OSError for a port that cannot be had.
+        """
+        options = self._options
+        http = await self._serve_pages(options.http_port, {
+            "/v2": lambda: Page(json.dumps({"name": NAME, "version": VERSION, "extensions": []})),
+            "/v2/health/live": Page,
+            "/v2/health/ready": self._readiness,
+        }, error_page(HTTPStatus.NOT_IMPLEMENTED, "only /v2 and /v2/health/{live,ready} are served; use gRPC"))
+        metrics_port = await self._serve_pages(options.metrics_port, {
+            "/metrics": lambda: Page(metrics.render(self.repository.models()), metrics.CONTENT_TYPE),
+        }, error_page(HTTPStatus.NOT_FOUND, "this port serves /metrics"))
+        grpc = self._listen_grpc()
+        await self._grpc.start()
+        self._loading = asyncio.create_task(self._load())
+        return Ports(grpc, http, metrics_port)
+
+    async def loaded(self) -> None:
+        """Until the models to be loaded at start are ready, or have failed."""
+        assert self._loading is not None, "start() comes first"
+        await self._loading
+
+    async def stop(self) -> None:
+        """Drops readiness, answers all that was accepted, and closes. The models stay loaded until the last answer."""
+        assert self._loading is not None, "start() comes first"
+        self.lifecycle.enter(Phase.DRAINING)
+        self._loading.cancel()
+        self._builder.close()
+        await asyncio.sleep(self._options.drain_grace_secs)
+        self.lifecycle.enter(Phase.STOPPED)
+        await self._grpc.stop(self._options.exit_timeout_secs)
+        await self.repository.close()
+        for pages in self._pages:
+            pages.close()
+
+    async def _load(self) -> None:
+        names = self._options.load_models if self._options.explicit_control else None
+        try:
+            await self.repository.load_all(names)
+        except RepositoryError as error:        # the folder itself: clients can still ask why nothing is there
+            log.error("%s", error)
+        if self.lifecycle.phase is Phase.STARTING:
+            self.lifecycle.enter(Phase.READY)
+
+    def _readiness(self) -> Page:
+        return Page(status=HTTPStatus.OK if self.lifecycle.ready else HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def _serve_pages(self, port: int, pages: dict[str, Callable[[], Page]], otherwise: Page) -> int:
+        server = await serve_pages(self._options.host, port, pages, otherwise)
+        self._pages.append(server)
+        bound: int = server.sockets[0].getsockname()[1]
+        return bound
+
+    def _listen_grpc(self) -> int:
+        address = f"{self._options.host}:{self._options.grpc_port}"
+        try:
+            port: int = self._grpc.add_insecure_port(address)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {address}: {error}") from error
+        return port

@@ -1,0 +1,9 @@
+"""What the server calls itself."""
+from importlib import metadata
+
+NAME = "infer-server"
+
+try:
+    VERSION = metadata.version(NAME)
+except metadata.PackageNotFoundError:       # run from a checkout that is not installed
+    VERSION = "0+checkout"

@@ -1,0 +1,109 @@
+"""ModelInfer's messages on the wire, without copies of the tensors.
+
+protobuf's parser copies every element of raw_input_contents into a bytes object. Here the top level of a request is
+walked by hand: the tensors become views of the received message, and only the rest, a few dozen bytes, is parsed.
+A response is likewise the serialised header, which repeats, joined with the tensors once.
+
+https://protobuf.dev/programming-guides/encoding
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from infer_server.errors import InvalidRequestError
+from protos import inference
+
+_VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
+_RAW_INPUT = inference.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+_RESPONSE_ID = inference.ModelInferResponse.ID_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+_RAW_OUTPUT = inference.ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+_MAX_VARINT_BYTES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class InferRequest:
+    """A ModelInferRequest whose raw_input_contents stayed where they were received."""
+    header: inference.ModelInferRequest
+    raw_inputs: tuple[memoryview, ...]
+
+
+def split_request(data: bytes) -> InferRequest:
+    """Splits a serialised ModelInferRequest. No length in it is trusted. Raises InvalidRequestError."""
+    view = memoryview(data)
+    size = len(data)
+    raw_inputs: list[memoryview] = []
+    header: list[memoryview] = []           # the stretches between the tensors
+    position = stretch = 0
+    while position < size:
+        tag, value = _varint(data, position)
+        wire_type = tag & 7
+        if wire_type == _LENGTH_DELIMITED:
+            length, begin = _varint(data, value)
+            end = begin + length
+        elif wire_type == _VARINT:
+            begin = value
+            _, end = _varint(data, value)
+        elif wire_type in (_FIXED32, _FIXED64):
+            begin = value
+            end = value + (4 if wire_type == _FIXED32 else 8)
+        else:
+            raise _malformed(f"wire type {wire_type} at byte {position}")
+        if end > size:
+            raise _malformed(f"the field at byte {position} ends {end - size} bytes after the message")
+        if tag == _RAW_INPUT:
+            header.append(view[stretch:position])
+            raw_inputs.append(view[begin:end])
+            stretch = end
+        position = end
+    header.append(view[stretch:])
+    try:
+        return InferRequest(inference.ModelInferRequest.FromString(b"".join(header)), tuple(raw_inputs))
+    except DecodeError as error:
+        raise _malformed(str(error)) from error
+
+
+def response_header(response: inference.ModelInferResponse) -> bytes:
+    """All of a response but its id and its tensors: what repeats from one response to the next."""
+    return response.SerializeToString()
+
+
+def join_response(header: bytes, request_id: str, raw_outputs: Sequence[memoryview]) -> bytes:
+    """A serialised ModelInferResponse. Copies each tensor once."""
+    pieces: list[bytes | memoryview] = [header]
+    if request_id:
+        encoded = request_id.encode()
+        pieces += (_length_delimited(_RESPONSE_ID, len(encoded)), encoded)
+    for raw in raw_outputs:
+        pieces += (_length_delimited(_RAW_OUTPUT, raw.nbytes), raw)
+    return b"".join(pieces)
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    """The base-128 integer at `position`, and where it ends."""
+    value = shift = 0
+    try:
+        for end in range(position + 1, position + 1 + _MAX_VARINT_BYTES):
+            byte = data[end - 1]
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value, end
+            shift += 7
+    except IndexError:
+        raise _malformed(f"it ends within the number at byte {position}") from None
+    raise _malformed(f"the number at byte {position} has more than {_MAX_VARINT_BYTES} bytes")
+
+
+def _length_delimited(tag: int, length: int) -> bytes:
+    encoded = bytearray((tag,))
+    while length > 0x7F:
+        encoded.append(length & 0x7F | 0x80)
+        length >>= 7
+    encoded.append(length)
+    return bytes(encoded)
+
+
+def _malformed(reason: str) -> InvalidRequestError:
+    return InvalidRequestError(f"not a ModelInferRequest: {reason}")

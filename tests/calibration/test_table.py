@@ -1,0 +1,99 @@
+import json
+import struct
+
+import numpy as np
+import pytest
+
+from calibration.histogram import Histogram
+from calibration.table import (
+    CalibrationTable,
+    load_or_make,
+    make_table,
+    read_table,
+    write_table,
+    write_tensorrt_cache,
+)
+from engines.errors import CalibrationError
+
+TABLE = CalibrationTable("mse", "abc123", 64, {"x": (-0.1, 2.5), "layer: 1/relu": (0.0, 6.0)})
+
+
+def test_our_cache_comes_back_equal(tmp_path):
+    write_table(TABLE, tmp_path / "calib.json")
+    assert read_table(tmp_path / "calib.json") == TABLE
+
+
+def test_a_tensorrt_cache_gives_symmetric_ranges(tmp_path):
+    cache = tmp_path / "calib.cache"
+    cache.write_text("TRT-8510-EntropyCalibration2\nprob: 3c010a14\n(Unnamed Layer* 3) [Shuffle]: out: 4000890a\n")
+    table = read_table(cache)
+    assert table.calibrator == "TRT-8510-EntropyCalibration2"
+    assert table.ranges["prob"] == pytest.approx((-2048.5 / 2048, 2048.5 / 2048), rel=1e-7)
+    assert table.ranges["(Unnamed Layer* 3) [Shuffle]: out"][1] == pytest.approx(2048.5 * 255 / 2048, rel=1e-7)
+
+
+def test_entropy_of_a_uniform_tensor_writes_the_bits_that_tensorrt_writes(tmp_path):
+    histogram = Histogram()
+    histogram.observe(np.linspace(0, 1, 100_001))
+    write_tensorrt_cache(make_table("entropy", "", 1, {"prob": histogram}), tmp_path / "calib.cache")
+    assert (tmp_path / "calib.cache").read_text() == "TRT-8510-EntropyCalibration2\nprob: 3c010a14\n"
+
+
+def test_the_symmetric_range_written_for_tensorrt_holds_the_asymmetric_one(tmp_path):
+    write_tensorrt_cache(TABLE, tmp_path / "calib.cache", header="TRT-10000-EntropyCalibration2")
+    header, line, _ = (tmp_path / "calib.cache").read_text().splitlines()
+    assert header == "TRT-10000-EntropyCalibration2"
+    assert struct.unpack(">f", bytes.fromhex(line.removeprefix("x: ")))[0] == np.float32(2.5 / 127)
+
+
+@pytest.mark.parametrize("text, complaint", [
+    ("", "no calibration cache"),
+    ("hello", "no calibration cache"),
+    ("{", "not JSON"),
+    ("{}", "format None"),
+    ("TRT-8510-EntropyCalibration2\nx 3c010a14", "line 2"),
+    ("TRT-8510-EntropyCalibration2\nx: 3c01", "line 2"),
+    ("TRT-8510-EntropyCalibration2\nx: zzzzzzzz", "line 2"),
+    ("TRT-8510-EntropyCalibration2\nx: 7fc00000", "finite"),
+    ("TRT-8510-EntropyCalibration2\nx: bc010a14", "hold zero"),
+])
+def test_a_broken_cache_is_an_error_that_names_it(tmp_path, text, complaint):
+    (tmp_path / "broken").write_text(text)
+    with pytest.raises(CalibrationError, match=complaint) as caught:
+        read_table(tmp_path / "broken")
+    assert "broken" in str(caught.value)
+
+
+@pytest.mark.parametrize("change, complaint", [
+    ({"version": 2}, "version 2"), ({"extra": 1}, "fields"), ({"items": "many"}, "wrong type"),
+    ({"ranges": {"x": [1]}}, "wrong type"), ({"ranges": [1]}, "wrong type"), ({"ranges": {"x": [1, 2]}}, "hold zero")])
+def test_our_format_is_read_strictly(tmp_path, change, complaint):
+    path = tmp_path / "calib.json"
+    write_table(TABLE, path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(CalibrationError, match=complaint):
+        read_table(path)
+
+
+def test_a_missing_cache_is_made_and_then_read(tmp_path):
+    path = tmp_path / "calib.json"
+    assert load_or_make(path, "abc123", lambda: TABLE).table == TABLE
+    again = load_or_make(path, "abc123", make=lambda: pytest.fail("calibrated again"))
+    assert again.table == TABLE
+    assert "64 items" in again.note
+
+
+def test_a_cache_of_another_graph_or_calibrator_is_replaced(tmp_path):
+    path = tmp_path / "calib.json"
+    other = CalibrationTable("entropy", "def456", 64, {"x": (0.0, 1.0)})
+    write_table(TABLE, path)
+    assert "another model" in load_or_make(path, "def456", lambda: other).note
+    assert read_table(path) == other
+    assert "mse was asked for" in load_or_make(path, "def456", lambda: TABLE, calibrator="mse").note
+
+
+def test_a_tensorrt_cache_is_taken_for_any_graph(tmp_path):
+    path = tmp_path / "calib.cache"
+    write_tensorrt_cache(TABLE, path)
+    found = load_or_make(path, "def456", make=lambda: pytest.fail("calibrated again"))
+    assert found.table.ranges["layer: 1/relu"] == pytest.approx((-6.0, 6.0))

@@ -1,0 +1,54 @@
+"""The clients and the load test against infer-server itself, with an engine whose speed is known."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from clients import InferenceClient
+from clients.errors import InvalidRequestError, ModelNotFoundError
+from clients.load.cli import FINE, main
+from clients.load.statistics import PHASES
+from tests.server.numpy_engine import write_model
+from tests.server.serving import serving
+
+BATCH_SECONDS = 0.01
+MAX_BATCH = 8
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    write_model(folder, "affine", seconds=BATCH_SECONDS, max_batch=MAX_BATCH)
+    return folder
+
+
+def test_the_client_gets_what_the_model_computes_and_the_servers_reasons(repository: Path) -> None:
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    with serving(repository) as server, InferenceClient(server.address) as client:
+        assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("affine")
+        np.testing.assert_array_equal(client.infer("affine", {"x": x})["y"], 2 * x + 1)
+        assert [(i.name, list(i.shape)) for i in client.model_metadata("affine").inputs] == [("x", [-1, 4])]
+        assert client.model_config("affine").max_batch_size == MAX_BATCH
+        assert client.statistics("affine")[0].inference_count == 3
+        with pytest.raises(ModelNotFoundError, match="convex"):
+            client.infer("convex", {"x": x})
+        with pytest.raises(InvalidRequestError, match="x"):
+            client.infer("affine", {"x": x[:, :2]})
+
+
+def test_many_users_are_batched_and_the_split_of_their_time_adds_up(repository: Path, tmp_path: Path) -> None:
+    with serving(repository) as server:
+        assert main(["-m", "affine", "-u", server.address, "--concurrency", "1,32", "--duration", "1",
+                     "--warmup", "0.2", "--json", str(tmp_path / "report.json")]) == FINE
+    one, many = json.loads((tmp_path / "report.json").read_text())["levels"]
+    assert one["server"]["batch_sizes"].keys() == {"1"}
+    assert many["server"]["mean_batch"] > 4
+    assert max(map(int, many["server"]["batch_sizes"])) <= MAX_BATCH
+    for level in (one, many):
+        parts = sum(level["server"][f"{phase}_ms"] for phase in PHASES)
+        assert 1e3 * BATCH_SECONDS <= level["server"]["compute_infer_ms"] <= parts < 1.2 * level["latency_ms"]["mean"]
+    assert many["throughput"] > 3 * one["throughput"]

@@ -1,0 +1,177 @@
+"""load-test from its command line, against a real server."""
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from clients.load.cli import CANNOT_RUN, FAILED, FINE, main
+from clients.load.report import CSV_COLUMNS
+from tests.clients.server import Doubler, serving
+
+FAST = ["--duration", "0.6", "--warmup", "0.1"]
+
+
+def load_test(url: str, *arguments: str, json_to: Path | None = None) -> int:
+    written = ["--json", str(json_to)] if json_to else []
+    return main(["-m", "doubler", "-u", url, *FAST, *arguments, *written])
+
+
+def levels_of(path: Path) -> list[dict[str, object]]:
+    return json.loads(path.read_text())["levels"]
+
+
+def test_a_closed_loop_reports_every_level_on_screen_and_in_all_files(tmp_path: Path, capsys) -> None:
+    files = {kind: tmp_path / f"report.{kind}" for kind in ("json", "csv", "plot")}
+    with serving(Doubler(delay_s=0.005)) as url:
+        status = load_test(url, "--concurrency", "1,3", "--batch", "2",
+                           *(part for kind, path in files.items() for part in (f"--{kind}", str(path))))
+    assert status == FINE
+    shown = capsys.readouterr().out
+    assert "concurrency 1" in shown and "concurrency 3" in shown
+
+    report = json.loads(files["json"].read_text())
+    assert (report["model"], report["url"], report["batch"], report["duration_s"]) == ("doubler", url, 2, 0.6)
+    one, three = report["levels"]
+    assert [(level["mode"], level["concurrency"], level["rate"]) for level in (one, three)] == [
+        ("closed", 1, None), ("closed", 3, None)]
+    for level in (one, three):
+        latency = level["latency_ms"]
+        assert 5 <= latency["p50"] <= latency["p90"] <= latency["p95"] <= latency["p99"] <= latency["max"]
+        assert level["errors"] == {}
+        assert level["throughput"] == pytest.approx(2 * level["requests"] / level["measured_s"], rel=0.2)
+        assert level["server"]["mean_batch"] == 2
+        assert set(level["server"]["batch_sizes"]) == {"2"}
+        assert level["server"]["executions"] == pytest.approx(level["requests"], rel=0.2)
+        assert 5 <= level["server"]["compute_infer_ms"] <= latency["mean"]
+    assert three["throughput"] > 1.5 * one["throughput"]
+
+    rows = list(csv.DictReader(files["csv"].read_text().splitlines()))
+    assert tuple(rows[0]) == CSV_COLUMNS
+    assert [row["concurrency"] for row in rows] == ["1", "3"]
+    assert float(rows[1]["latency_ms.p99"]) == three["latency_ms"]["p99"]
+    assert rows[0]["server.batch_sizes"].startswith("2:")
+
+
+def test_the_plot_is_a_png_with_something_on_it(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    with serving(Doubler()) as url:
+        assert load_test(url, "--concurrency", "1,2", "--plot", str(tmp_path / "plot")) == FINE
+    with image.open(tmp_path / "plot") as picture:
+        assert picture.format == "PNG"
+        pixels = np.asarray(picture.convert("RGB"))
+    colours = np.unique(pixels.reshape(-1, 3), axis=0)
+    assert len(colours) > 20
+    assert 0.01 < (pixels != 255).any(axis=2).mean() < 0.5
+
+
+def test_a_stall_is_counted_for_every_request_that_it_would_have_met(tmp_path: Path) -> None:
+    """Stalled for 0.4 s of 1 s: 40 % of the requests were due in the stall, half of those waited over 0.2 s."""
+    model = Doubler(delay_s=0.0)
+
+    def stall() -> None:
+        while not model.received:
+            time.sleep(0.001)
+        begin = time.monotonic() + 0.45
+        model.stall = (begin, begin + 0.4)
+
+    with serving(model) as url:
+        watcher = threading.Thread(target=stall)
+        watcher.start()
+        status = main(["-m", "doubler", "-u", url, "--rate", "200", "--duration", "1", "--warmup", "0.2",
+                       "--json", str(tmp_path / "r.json")])
+        watcher.join()
+    level, = levels_of(tmp_path / "r.json")
+    assert status == FINE
+    assert (level["mode"], level["rate"], level["stopped_by"]) == ("open", 200, "duration")
+    assert 200 <= level["latency_ms"]["p90"] < 420
+    assert level["latency_ms"]["max"] >= 300
+    assert level["latency_ms"]["p50"] < 100
+
+
+def test_an_open_loop_sends_at_its_rate_whatever_the_server_does(tmp_path: Path) -> None:
+    with serving(Doubler(delay_s=0.2)) as url:
+        assert load_test(url, "--rate", "100,300", json_to=tmp_path / "r.json") == FINE
+    slow, fast = levels_of(tmp_path / "r.json")
+    assert slow["requests"] == pytest.approx(60, rel=0.4)
+    assert fast["requests"] == pytest.approx(180, rel=0.25)
+
+
+def test_the_sent_data_are_the_files(tmp_path: Path) -> None:
+    rows = np.arange(12, dtype=np.float32).reshape(3, 4)
+    np.savez(tmp_path / "x.npz", x=rows)
+    model = Doubler()
+    with serving(model) as url:
+        assert load_test(url, "--input-data", str(tmp_path / "x.npz")) == FINE
+    sent = {request.raw_input_contents[0] for request in model.received}
+    assert sent == {row.tobytes() for row in rows}
+
+
+def test_failed_requests_are_counted_and_fail_the_test_unless_allowed(tmp_path: Path, capsys) -> None:
+    with serving(Doubler(fail_every=3)) as url:
+        assert load_test(url, json_to=tmp_path / "r.json") == FAILED
+        assert load_test(url, "--allow-errors") == FINE
+    level, = levels_of(tmp_path / "r.json")
+    assert set(level["errors"]) == {"INTERNAL"}
+    assert level["errors"]["INTERNAL"] == pytest.approx(level["requests"] / 2, abs=3)
+    assert "ended with INTERNAL: told to fail" in capsys.readouterr().out
+
+
+def test_requests_that_take_too_long_fail_by_their_deadline(tmp_path: Path) -> None:
+    model = Doubler()
+    with serving(model) as url:
+        threading.Timer(0.1, lambda: setattr(model, "delay_s", 0.5)).start()
+        assert load_test(url, "--timeout", "0.1", "--allow-errors", json_to=tmp_path / "r.json") == FAILED
+    level, = levels_of(tmp_path / "r.json")
+    assert set(level["errors"]) == {"DEADLINE_EXCEEDED"}
+    assert level["latency_ms"]["p50"] is None
+
+
+def test_a_server_without_statistics_is_measured_from_outside(tmp_path: Path, capsys) -> None:
+    with serving(Doubler(keeps_statistics=False)) as url:
+        assert load_test(url, json_to=tmp_path / "r.json") == FINE
+    assert levels_of(tmp_path / "r.json")[0]["server"] is None
+    assert "no statistics from the server" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["-m", "doubler", "-u", "127.0.0.1:1"], "127.0.0.1:1"),
+    (["-m", "tripler", "-u", "{url}"], "unknown model 'tripler'"),
+    (["-m", "doubler", "-u", "{url}", "--shape", "z:3"], "no input 'z'"),
+    (["-m", "doubler", "-u", "{url}", "--input-data", "/nowhere.npz"], "/nowhere.npz cannot be read"),
+])
+def test_what_cannot_run_says_why(arguments: list[str], message: str, capsys) -> None:
+    with serving(Doubler()) as url:
+        assert main([part.format(url=url) for part in arguments]) == CANNOT_RUN
+    captured = capsys.readouterr()
+    assert captured.err.startswith("load-test: ") and message in captured.err
+    assert not captured.out
+
+
+def test_a_model_that_refuses_the_input_stops_the_test_before_it_begins(capsys) -> None:
+    with serving(Doubler(shape=(-1, 3))) as url:
+        assert load_test(url) == CANNOT_RUN
+    assert "not [1, 3]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [
+    ["--concurrency", "0"], ["--concurrency", "1,x"], ["--rate", "0"], ["--rate", "5", "--concurrency", "1"],
+    ["--duration", "0"], ["--duration", "nan"], ["--shape", "3x4"], ["--json", "/nowhere/at/all.json"],
+])
+def test_a_command_line_that_makes_no_sense_is_refused(arguments: list[str], capsys) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["-m", "doubler", *arguments])
+    assert refused.value.code == CANNOT_RUN
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_a_plot_without_matplotlib_is_refused_before_the_test(monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["-m", "doubler", "-u", "127.0.0.1:1", "--plot", "x.png"]) == CANNOT_RUN
+    assert "infer-server[plot]" in capsys.readouterr().err

@@ -1,0 +1,147 @@
+"""Contractions on every instruction set: integers exact, floats close, whatever the tile, the tail and the cut."""
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from engines.backends.llvm.emit import Module
+from engines.backends.llvm.isa import AVX2, AVX512_BF16, AVX512_VNNI, AVX_VNNI
+from engines.backends.llvm.jit import assembly, spills
+from engines.backends.llvm.kernels.contraction import Contraction, Tile
+from engines.backends.llvm.program import Program, ProgramBuilder
+from engines.backends.llvm.spec import dense_view
+from tests.llvm.harness import EVERY_ISA, check, gapped, random_array, requantise
+
+BATCH = 2
+STORED = {"int8": "uint8", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+TOLERANCE = {"int8": 0, "fp32": 1e-4, "bf16": 4e-2, "fp16": 8e-3}       # sums in another order; half: a unit in the last place
+
+
+@dataclass(frozen=True)
+class Shape:
+    rows: int
+    cols: int
+    cin: int
+    cout: int
+    taps: tuple[int, int] = (1, 1)
+    stride: tuple[int, int] = (1, 1)
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+    gaps: bool = False
+
+    def spec(self, precision, program, stored="", residual=True):
+        view = gapped if self.gaps else dense_view
+        reach = [(n - 1) * s + (t - 1) * d + 1 for n, s, t, d in
+                 zip((self.rows, self.cols), self.stride, self.taps, self.dilation, strict=True)]
+        y = view(stored or STORED[precision], (self.rows, self.cols, self.cout))
+        return Contraction(view(STORED[precision], (*reach, self.cin)), y, (y,) * residual, program, precision,
+                           self.taps, self.stride, self.dilation, self.groups)
+
+
+SHAPES = {
+    "3x3": Shape(7, 14, 16, 64, taps=(3, 3)),
+    "1x1 of one long row": Shape(7, 9, 24, 40),
+    "strided, odd couts, gaps": Shape(5, 6, 12, 17, taps=(3, 3), stride=(2, 2), gaps=True),
+    "stem: 3 channels, a run of 21 bytes": Shape(4, 9, 3, 17, taps=(7, 7), stride=(2, 2)),
+    "dilated, one dimension": Shape(5, 6, 10, 33, taps=(3, 1), dilation=(2, 1)),
+    "groups": Shape(5, 6, 24, 36, taps=(3, 3), stride=(1, 2), dilation=(2, 1), groups=4),
+    "gemm of one row an item": Shape(1, 1, 100, 70),
+}
+EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+
+
+def problem(shape, precision, stored="", residual=True):
+    """(spec, inputs, constants) with sums that land around the middle of u8."""
+    random = np.random.default_rng(0)
+    k = shape.cin // shape.groups * shape.taps[0] * shape.taps[1]
+    program, constants = requantise(shape.cout, random, 0.005 / k**0.5 if precision == "int8" else 10 / k**0.5, residual)
+    spec = shape.spec(precision, program, stored, residual)
+    weights = random_array(random, "int8" if precision == "int8" else "float32",
+                           (shape.cout, shape.cin // shape.groups, *shape.taps))
+    inputs = [random_array(random, view.dtype, (BATCH, *view.shape)) for view in spec.inputs]
+    return spec, inputs, {"weights": weights, **constants}
+
+
+@EVERY_ISA
+@EVERY_SHAPE
+def test_an_integer_contraction_equals_its_reference_bit_for_bit(shape, isa):
+    spec, inputs, constants = problem(shape, "int8")
+    assert spec.reference(inputs, constants)[0].std() > 10      # not all saturated
+    check(spec, isa, inputs, constants, pieces=2, slack=4)
+
+
+@EVERY_ISA
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@EVERY_SHAPE
+def test_a_float_contraction_agrees_with_its_reference(shape, precision, isa):
+    spec, inputs, constants = problem(shape, precision)
+    if precision == "bf16":     # a rounding to the other side is one unit of 2**-8
+        constants["weights"] = constants["weights"] / 4
+    check(spec, isa, inputs, constants, TOLERANCE[precision], pieces=2, slack=4)
+
+
+@EVERY_ISA
+@pytest.mark.parametrize("tile", [Tile(1, 3, 1), Tile(2, 3, 2, 1), Tile(1, 5, 4, 1, prefetch=True), Tile(1, 14, 2)], ids=str)
+def test_the_tile_does_not_change_the_result(tile, isa):
+    if tile.cols * tile.vectors > isa.registers:
+        pytest.skip(f"{tile} is made for more registers than {isa.name} has")
+    for shape in ("3x3", "1x1 of one long row", "gemm of one row an item"):
+        spec, inputs, constants = problem(SHAPES[shape], "int8")
+        check(spec, isa, inputs, constants, tactic=replace(tile, cols=min(tile.cols, spec.flat.cols)), slack=4)
+
+
+@EVERY_ISA
+def test_quantised_sums_may_be_stored_as_floats(isa):
+    spec, inputs, constants = problem(Shape(3, 5, 20, 37), "int8", stored="float32", residual=False)
+    check(spec, isa, inputs, constants, slack=4)
+
+
+@EVERY_ISA
+def test_any_batch_of_a_matrix_product_is_cut_into_tiles_of_its_bits(isa):
+    spec, inputs, constants = problem(SHAPES["gemm of one row an item"], "int8")
+    assert spec.by_batch
+    for batch in (1, 3, 13):
+        check(spec, isa, [np.resize(x, (batch, *x.shape[1:])) for x in inputs], constants, slack=4, pieces=2)
+
+
+def test_halves_round_to_even():
+    b = ProgramBuilder(True)
+    b.add("mul", b.accumulator, 0.5)
+    spec = Shape(1, 16, 4, 16).spec("int8", b.program(), residual=False)
+    x = np.random.default_rng(0).integers(0, 4, (BATCH, 1, 16, 4)).astype(np.uint8)
+    w = np.random.default_rng(1).integers(-3, 8, (16, 4, 1, 1)).astype(np.int8)
+    halves = np.einsum("nijc,oc->nijo", x.astype(int), w[:, :, 0, 0].astype(int)) / 2
+    check(spec, AVX2, [x], {"weights": w, "program": b.constants}, slack=4)
+    expected, = spec.reference([x], {"weights": w, "program": b.constants})
+    assert (expected == np.clip([round(h) for h in halves.flat], 0, 255).reshape(halves.shape)).all()
+    assert (expected != np.clip(np.floor(halves + 0.5), 0, 255)).any()      # the control: rounding up is told apart
+
+
+@pytest.mark.parametrize("isa", [AVX512_BF16, AVX512_VNNI, AVX_VNNI, AVX2], ids=lambda isa: isa.name)
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+def test_the_usual_winner_among_tiles_does_not_spill(precision, isa):
+    assert spills_of(isa, precision, *_wide(isa, precision).tactics(isa)[0].shape) <= 2
+
+
+def test_a_tile_that_does_not_fit_is_seen_to_spill():
+    assert spills_of(AVX512_VNNI, "int8", 14, 4) > 10
+
+
+def _wide(isa, precision):
+    return Shape(1, 64, 64, 4 * isa.lanes).spec(precision, Program(), residual=False)
+
+
+def spills_of(isa, precision, cols, vectors):
+    spec = Shape(1, cols, 256, vectors * isa.lanes).spec(precision, Program(), residual=False)
+    module = Module()
+    spec.emit(module, "kernel", isa, Tile(1, cols, vectors))
+    return spills(assembly(module.text(), isa))
+
+
+def test_the_text_of_a_kernel_names_its_loops():
+    spec = SHAPES["3x3"].spec("int8", Program(), residual=False)
+    module = Module()
+    spec.emit(module, "kernel", AVX512_VNNI, Tile(1, 14, 2))
+    comments = [line.strip() for line in module.text().splitlines() if line.strip().startswith("; for")]
+    assert comments == ["; for block in %row_begin..%row_end, step 1", "; for panel in %column_begin..%least, step 1",
+                        "; for row in 0..7", "; for tap row in 0..3", "; for k in 0..12"]

@@ -1,0 +1,129 @@
+import numpy as np
+import pytest
+
+from engines.backends.llvm.access import BLOCK
+from engines.backends.llvm.isa import ALL, PORTABLE
+from engines.backends.llvm.kernels.pointwise import Pointwise
+from engines.backends.llvm.program import INSTRUCTIONS, Instruction, Program, ProgramBuilder, Ref
+from engines.backends.llvm.spec import View, dense_view
+from tests.llvm.harness import EVERY_ISA, check, gapped, random_array, requantise, run
+
+BATCH = 2
+
+
+def inputs_of(spec):
+    """Random tensors [BATCH, *shape], repeated along axes of stride 0."""
+    random = np.random.default_rng(0)
+    arrays = []
+    for view in spec.sources:
+        extents = [n if stride else 1 for n, stride in zip(view.shape, view.strides, strict=True)]
+        arrays.append(np.broadcast_to(random_array(random, view.dtype, (BATCH, *extents)), (BATCH, *view.shape)))
+    return arrays
+
+
+@EVERY_ISA
+@pytest.mark.parametrize("channels", [1, 3, 17, 24, 33, 116])
+def test_a_requantised_sum_of_u8_tensors_equals_its_reference(channels, isa):
+    program, constants = requantise(channels, np.random.default_rng(0), 0.5, residual=True, accumulator=False)
+    shape = (3, 5, channels)
+    spec = Pointwise((gapped("uint8", shape), dense_view("uint8", shape)), gapped("uint8", shape), program)
+    check(spec, isa, inputs_of(spec), constants, pieces=2)
+
+
+@EVERY_ISA
+@pytest.mark.parametrize("source, target", [
+    ("uint8", "float32"), ("float32", "uint8"), ("float16", "uint8"), ("bfloat16", "float32"), ("float32", "bfloat16"),
+    ("float32", "float16"), ("int32", "float32"), ("int64", "float32"), ("bool", "float32"), ("int8", "uint8"),
+    ("float32", "int8"), ("float32", "bool")])
+def test_every_stored_dtype_is_read_and_written(source, target, isa):
+    b = ProgramBuilder(False)
+    b.add("fma", b.operand(), 20.0, 1.25)
+    spec = Pointwise((dense_view(source, (2, 37)),), dense_view(target, (2, 37)), b.program(), uniform=True)
+    check(spec, isa, inputs_of(spec), {"program": b.constants})
+
+
+@EVERY_ISA
+def test_a_dense_tensor_is_one_run_cut_in_blocks(isa):
+    b = ProgramBuilder(False)
+    b.add("max", b.add("fma", b.operand(), 0.5, 3.0), 10.0)
+    view = dense_view("uint8", (3, 41, 2 * BLOCK // 100))
+    spec = Pointwise((view,), view, b.program(), uniform=True)
+    assert len(spec.runs.shape) == 1 and spec.runs.blocks == 3
+    check(spec, isa, inputs_of(spec), {"program": b.constants}, pieces=2)
+
+
+@EVERY_ISA
+def test_a_stride_of_zero_broadcasts_on_any_axis(isa):
+    b = ProgramBuilder(False)
+    b.add("mul", b.add("add", b.operand(), b.operand()), b.operand())
+    shape = (3, 4, 37)
+    per_pixel = View("float32", shape, (16, 4, 0), 48)
+    per_channel = View("float32", shape, (0, 0, 4), 37 * 4)
+    spec = Pointwise((dense_view("float32", shape), per_pixel, per_channel), dense_view("float32", shape), b.program())
+    check(spec, isa, inputs_of(spec), {"program": b.constants}, pieces=3)
+
+
+@EVERY_ISA
+def test_gaps_between_innermost_elements_are_stepped_over(isa):
+    b = ProgramBuilder(False)
+    b.add("add", b.operand(), 1.5)
+    spaced = View("float32", (5, 19), (19 * 12, 12), 5 * 19 * 12)
+    dense = dense_view("float32", (5, 19))
+    for spec in (Pointwise((spaced,), dense, b.program()), Pointwise((dense,), spaced, b.program())):
+        check(spec, isa, inputs_of(spec), {"program": b.constants})
+
+
+@EVERY_ISA
+def test_a_scalar_has_a_grid_of_one_row(isa):
+    b = ProgramBuilder(False)
+    b.add("add", b.operand(), 1.5)
+    spec = Pointwise((dense_view("float32", ()),), dense_view("float32", ()), b.program(), uniform=True)
+    check(spec, isa, inputs_of(spec), {"program": b.constants})
+
+
+@EVERY_ISA
+@pytest.mark.parametrize("op", INSTRUCTIONS)
+def test_every_instruction_rounds_as_its_meaning_says(op, isa):
+    arity = {"fma": 3, "where_positive": 3}.get(op, 2 if op in ("add", "sub", "mul", "div", "max", "min") else 1)
+    program = Program((Instruction(op, tuple(Ref("operand", i) for i in range(arity))),), arity, 0, accumulator=False)
+    view = dense_view("float32", (257,))
+    spec = Pointwise((view,) * arity, view, program, uniform=True)
+    inputs = [3 * x for x in inputs_of(spec)]
+    if op in ("sqrt", "log"):
+        inputs = [np.abs(x) for x in inputs]
+    check(spec, isa, inputs, {"program": []})
+
+
+@EVERY_ISA
+def test_quantising_saturates_whatever_the_size_of_the_number(isa):
+    b = ProgramBuilder(False)
+    b.operand()
+    x = np.array([[-np.inf, -3e12, -0.5, 0.5, 1.5, 254.5, 255.5, 3e12, np.inf]], np.float32)
+    spec = Pointwise((dense_view("float32", (9,)),), dense_view("uint8", (9,)), b.program(), uniform=True)
+    result, = run(spec, isa, [x], {"program": []})
+    assert result.tolist() == [[0, 0, 0, 0, 2, 254, 255, 255, 255]]
+
+
+def test_a_wrong_constant_is_caught():
+    b = ProgramBuilder(False)
+    b.add("add", b.operand(), 1.5)
+    view = dense_view("float32", (9,))
+    spec = Pointwise((view,), view, b.program(), uniform=True)
+    with pytest.raises(AssertionError):
+        expected = spec.reference(inputs_of(spec), {"program": [np.float32([1.25])]})
+        np.testing.assert_array_equal(run(spec, ALL[0], inputs_of(spec), {"program": b.constants}), expected)
+
+
+def test_writing_past_the_output_is_caught():
+    view = dense_view("uint8", (9,))
+
+    class Overrun(Pointwise):
+        def emit(self, module, name, isa, tactic):
+            longer = dense_view("uint8", (12,))
+            Pointwise((longer,), longer, self.program, True).emit(module, name, isa, tactic)
+
+    b = ProgramBuilder(False)
+    b.operand()
+    spec = Overrun((view,), view, b.program(), uniform=True)
+    with pytest.raises(AssertionError, match="beside"):
+        run(spec, PORTABLE, inputs_of(spec), {"program": []}, slack=8)

@@ -1,0 +1,95 @@
+"""Small real engines in numpy, behind the server's seam: what they compute is easy to check, and how long it takes is known.
+
+A plan is a JSON file, e.g. {"kind": "affine", "shape": [4], "max_batch": 8, "seconds": 0.01}.
+"""
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.errors import PlanCorruptError
+
+
+@dataclass(frozen=True)
+class NumpyTensor:
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+class NumpyContext:
+    def __init__(self, engine: NumpyEngine) -> None:
+        self._engine = engine
+        self._inputs = {tensor.name: engine.slots(tensor) for tensor in engine.inputs}
+        self._outputs = {tensor.name: engine.slots(tensor) for tensor in engine.outputs}
+
+    def input(self, name: str, batch: int) -> NDArray[Any]:
+        return self._inputs[name][:batch] if self._engine.max_batch else self._inputs[name]
+
+    def execute(self, batch: int) -> None:
+        if batch > max(1, self._engine.max_batch):
+            raise ValueError(f"batch {batch} does not fit")
+        if self._engine.seconds:
+            time.sleep(self._engine.seconds)
+        first = next(iter(self._inputs.values()))
+        if self._engine.kind == "fails_on_negative" and (first[:batch] < 0).any():
+            raise ArithmeticError("a negative value")
+        self._outputs["y"][...] = first * 2 + 1
+        if self._engine.kind == "two":
+            self._outputs["sum"][...] = first + self._inputs["x2"]
+
+    def output(self, name: str, batch: int) -> NDArray[Any]:
+        return self._outputs[name][:batch] if self._engine.max_batch else self._outputs[name]
+
+
+@dataclass
+class NumpyEngine:
+    """y = 2x + 1; kind "two" has a second input x2 and a second output sum = x + x2."""
+    kind: str = "affine"
+    shape: tuple[int, ...] = (4,)
+    dtype: str = "float32"
+    max_batch: int = 8
+    seconds: float = 0.0
+
+    @property
+    def inputs(self) -> list[NumpyTensor]:
+        return [self._tensor(name) for name in (("x", "x2") if self.kind == "two" else ("x",))]
+
+    @property
+    def outputs(self) -> list[NumpyTensor]:
+        return [self._tensor(name) for name in (("y", "sum") if self.kind == "two" else ("y",))]
+
+    def slots(self, tensor: NumpyTensor) -> NDArray[Any]:
+        return np.zeros((self.max_batch, *self.shape) if self.max_batch else self.shape, tensor.dtype)
+
+    def create_context(self) -> NumpyContext:
+        return NumpyContext(self)
+
+    def _tensor(self, name: str) -> NumpyTensor:
+        return NumpyTensor(name, self.dtype, ("batch", *self.shape) if self.max_batch else self.shape)
+
+
+def load_numpy_engine(path: Path, threads: int) -> NumpyEngine:
+    try:
+        plan = json.loads(path.read_text())
+    except (ValueError, OSError) as error:
+        raise PlanCorruptError(f"{path} is no plan: {error}") from error
+    if plan.pop("crash", False):
+        raise ZeroDivisionError("a loader's bug")
+    return NumpyEngine(**{**plan, "shape": tuple(plan.get("shape", (4,)))})
+
+
+def write_model(repository: Path, name: str, version: int = 1, config: str = "", **plan: Any) -> Path:
+    """Puts a model into a repository; `plan` are the fields of NumpyEngine. Returns its folder."""
+    folder = repository / name
+    (folder / str(version)).mkdir(parents=True, exist_ok=True)
+    (folder / str(version) / "model.plan").write_text(json.dumps(plan))
+    if config:
+        (folder / "config.pbtxt").write_text(config)
+    return folder

@@ -1,0 +1,68 @@
+"""A server on a thread of the test's process, with real sockets."""
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import uvloop
+
+from infer_server.server import Ports, Server, ServerOptions
+from tests.server.numpy_engine import load_numpy_engine
+
+T = TypeVar("T")
+TIMEOUT_SECS = 30
+
+
+class RunningServer:
+    def __init__(self, options: ServerOptions) -> None:
+        self._options = options
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=lambda: uvloop.run(self._run()), name="server")
+        self.loop: asyncio.AbstractEventLoop
+        self.server: Server
+        self.ports: Ports
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.ports.grpc}"
+
+    def start(self) -> None:
+        self._thread.start()
+        assert self._started.wait(TIMEOUT_SECS)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine on the server's loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(TIMEOUT_SECS)
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(TIMEOUT_SECS)
+            assert not self._thread.is_alive()
+
+    async def _run(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        self.server = Server(self._options, load_numpy_engine)
+        self.ports = await self.server.start()
+        await self.server.loaded()
+        self._started.set()
+        await self._stop.wait()
+        await self.server.stop()
+
+
+@contextmanager
+def serving(repository: Path, **options: Any) -> Iterator[RunningServer]:
+    """A server on free ports, all models loaded; stopped at the end."""
+    running = RunningServer(ServerOptions(
+        model_repository=repository, cache_dir=repository / ".cache", grpc_port=0, http_port=0, metrics_port=0,
+        **{"drain_grace_secs": 0.0, **options}))
+    running.start()
+    try:
+        yield running
+    finally:
+        running.stop()
