@@ -1,0 +1,89 @@
+"""THE order of passes: every graph goes through `simplify`, `optimise`, and then the choice of stored types.
+
+INFER_DEBUG=passes prints the graph after each pass that changed it.
+"""
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from engines.ir import Graph, verify
+from engines.passes import rewrite
+from engines.passes.common import merge_common
+from engines.passes.fold_constants import fold_constants
+from engines.passes.fuse import fuse_pointwise
+from engines.passes.layout import to_channels_last
+from engines.passes.notes import Note
+from engines.passes.rewrite import Rule
+from engines.passes.rules import activations
+from engines.passes.rules.batchnorm import BatchNormConv, BatchNormToPointwise, LinearBatchNorm
+from engines.passes.rules.gemm import CanonicalGemm, MatMulToGemm
+from engines.passes.rules.noop import RemoveNoOp
+from engines.passes.rules.pad import PadAveragePool, PadConv, PadMaxPool
+from engines.passes.rules.pooling import SpatialReduce, WholeImagePool
+from engines.passes.rules.reshape import MergeReshapes, MergeTransposes, ToReshape, TransposeOfOnes
+from engines.passes.rules.scale import LinearScale, ScaleLinear
+from engines.passes.rules.shuffle import ChannelShuffle
+from engines.passes.siblings import merge_siblings
+
+Pass = Callable[[Graph], Graph]
+VIEWS = (ToReshape(), TransposeOfOnes(), MergeReshapes(), MergeTransposes())
+
+
+def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
+    """The same function, equal in float, in fewer and canonical nodes. Still in ONNX's layout and ONNX's operators."""
+    return _run(graph, (
+        # shape arithmetic becomes attributes and constants, which all patterns below ask for
+        ("fold_constants", fold_constants),
+        # what stands between two nodes that belong together goes first
+        ("remove_no_ops", _rules(log, RemoveNoOp())),
+        # one spelling each, so that a pattern need not know several
+        ("canonical", _rules(log, *VIEWS, *activations.CANONICAL, CanonicalGemm(), MatMulToGemm(), WholeImagePool(),
+                             SpatialReduce())),
+        # before views are merged further: its Reshapes must still be apart
+        ("channel_shuffle", _rules(log, ChannelShuffle())),
+        # names for what exporters wrote as arithmetic, while every step of it is still a node
+        ("named_activations", _rules(log, *activations.NAMED)),
+        # twins merge before anything is folded into one of them alone
+        ("merge_common", merge_common),
+        # scales and shifts into weights; no-ops again, as some become x * 1
+        ("fold_into_weights", _rules(log, LinearBatchNorm(), BatchNormConv(), LinearScale(), ScaleLinear())),
+        # only a batch norm that found no layer becomes arithmetic of its own, which may still find one
+        ("batch_norm_as_pointwise", _rules(log, BatchNormToPointwise())),
+        ("fold_into_weights", _rules(log, LinearScale(), ScaleLinear())),
+        # a Pad is zero before and after a batch norm folded past it, so it comes after those
+        ("pads", _rules(log, PadConv(), PadAveragePool(), PadMaxPool())),
+        ("fold_constants", fold_constants),
+        ("remove_no_ops", _rules(log, RemoveNoOp(), *VIEWS)),
+        ("merge_common", merge_common),
+    ))
+
+
+def optimise(graph: Graph, log: list[Note] | None = None) -> Graph:
+    """The graph that calibration watches and a backend receives: channels last, wide siblings, Fused nodes."""
+    return _run(graph, (
+        # first: it moves and removes nodes that the groupings below would otherwise stop at
+        ("to_channels_last", to_channels_last),
+        # what moving left behind; means over what are now rows and columns
+        ("views", _rules(log, RemoveNoOp(), *VIEWS, SpatialReduce(channels_last=True))),
+        # the same Transpose wanted by several readers
+        ("merge_common", merge_common),
+        # before vertical fusion, which would give each sibling a body of its own
+        ("merge_siblings", lambda g: merge_siblings(g, log)),
+        # last: nothing looks into a body after this
+        ("fuse_pointwise", fuse_pointwise),
+    ))
+
+
+def _rules(log: list[Note] | None, *rules: Rule) -> Pass:
+    return lambda graph: rewrite.apply(graph, rules, log)
+
+
+def _run(graph: Graph, passes: Sequence[tuple[str, Pass]]) -> Graph:
+    debug = "passes" in os.environ.get("INFER_DEBUG", "").split(",")
+    for name, run in passes:
+        before, graph = graph, verify(run(graph))
+        if debug and graph is not before:
+            print(f"--- after {name}\n{graph}", file=sys.stderr)
+    return graph

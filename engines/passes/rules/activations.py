@@ -1,0 +1,218 @@
+"""Pointwise arithmetic in one form, and activations under their names.
+
+    Clip(x, 0, inf) = Max(x, 0) = Relu(x)           x ** 2 = x * x        x - c = x + (-c)        x / c = x * (1 / c)
+    Clip(x + 3, 0, 6) / 6 = HardSigmoid(x)          x * HardSigmoid(x) = HardSwish(x)
+    x * Sigmoid(x) = Swish(x)                       x * Tanh(Softplus(x)) = Mish(x)
+    x * (1 + Erf(x / sqrt 2)) / 2 = Gelu(x)
+"""
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from engines.ir import Node, TensorType
+from engines.passes.rewrite import Constant, Draft, Match, P, Rule, Value
+
+
+def _near(match: Match, bind: str, number: float) -> bool:
+    """A constant of one element, equal to `number` as far as exporters round it."""
+    constant = match.constant(bind)
+    return constant.size == 1 and math.isclose(float(constant.reshape(())), number, rel_tol=1e-4)
+
+
+def bounds(node: Node) -> tuple[float, float]:
+    """(low, high) of a Clip or Relu."""
+    if node.op == "Relu":
+        return 0.0, math.inf
+    return float(node.attrs.get("min", -math.inf)), float(node.attrs.get("max", math.inf))
+
+
+def _finish_clip(match: Match, draft: Draft, x: str, low: float, high: float) -> None:
+    if (low, high) == (-math.inf, math.inf):
+        draft.same_as(x)
+    elif (low, high) == (0.0, math.inf):
+        draft.finish("Relu", [x])
+    else:
+        draft.finish("Clip", [x], {"min": low, "max": high})
+
+
+class ClipToRelu(Rule):
+    pattern = P("Clip", Value("x"))
+
+    def check(self, match: Match) -> bool:
+        return bounds(match.root) in ((0.0, math.inf), (-math.inf, math.inf))
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        _finish_clip(match, draft, match.value("x"), *bounds(match.root))
+
+
+class ExtremeToClip(Rule):
+    """Max or Min with a number."""
+    pattern = P("Max Min", Value("x"), Constant("bound"))
+
+    def check(self, match: Match) -> bool:
+        return (len(match.root.inputs) == 2 and match.constant("bound").size == 1 and _is_float(match)
+                and match.shape(match.value("x")) == match.shape(match.root.outputs[0]))
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        bound = float(match.constant("bound").reshape(()))
+        low, high = (bound, math.inf) if match.root.op == "Max" else (-math.inf, bound)
+        _finish_clip(match, draft, match.value("x"), low, high)
+
+
+class MergeClips(Rule):
+    """Clip(Clip(x, a, b), c, d) = Clip(x, a', b') with a and b brought into [c, d]."""
+    pattern = P("Clip Relu", P("Clip Relu", Value("x"), bind="first"))
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        low, high = bounds(match.root)
+        first = (min(max(bound, low), high) for bound in bounds(match["first"]))
+        _finish_clip(match, draft, match.value("x"), *first)
+
+
+class SubtractConstant(Rule):
+    pattern = P("Sub", Value("x"), Constant("c"))
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        draft.finish("Add", [match.value("x"), draft.constant("minus", -match.constant("c"))])
+
+
+class DivideByConstant(Rule):
+    pattern = P("Div", Value("x"), Constant("c"))
+
+    def check(self, match: Match) -> bool:
+        return _is_float(match) and bool(np.all(match.constant("c") != 0))
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        divisor = match.constant("c")
+        reciprocal = (1 / divisor.astype(np.float64)).astype(divisor.dtype)
+        draft.finish("Mul", [match.value("x"), draft.constant("reciprocal", reciprocal)])
+
+
+class Square(Rule):
+    pattern = P("Pow", Value("x"), Constant("exponent"))
+
+    def check(self, match: Match) -> bool:
+        exponent = match.constant("exponent")
+        return _is_float(match) and exponent.size == 1 and float(exponent.reshape(())) in (2, 0.5)
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        x = match.value("x")
+        if float(match.constant("exponent").reshape(())) == 2:
+            draft.finish("Mul", [x, x])
+        else:
+            draft.finish("Sqrt", [x])
+
+
+class SumToAdd(Rule):
+    """Sum(a, b, c) = (a + b) + c"""
+    pattern = P("Sum", Value("a"), Value("b"))
+
+    def check(self, match: Match) -> bool:
+        y = match.shape(match.root.outputs[0])
+        return len(match.root.inputs) == 2 or all(match.shape(name) == y for name in match.root.inputs)
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        total, *others = match.root.inputs
+        y = match.graph.types[match.root.outputs[0]]
+        for other in others[:-1]:
+            total = draft.node("Add", [total, other], TensorType(y.dtype, y.shape))
+        draft.finish("Add", [total, others[-1]])
+
+
+_SIX = P("Clip", P("Add", Value("x"), Constant("three")), bind="clip")      # Clip(x + 3, 0, 6)
+
+
+def _is_six(match: Match) -> bool:
+    return _near(match, "three", 3) and bounds(match["clip"]) == (0.0, 6.0) and _near(match, "sixth", 1 / 6)
+
+
+class ClipToHardSigmoid(Rule):
+    pattern = P("Mul", _SIX, Constant("sixth"))
+
+    def check(self, match: Match) -> bool:
+        return _is_six(match)
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        draft.finish("HardSigmoid", [match.value("x")], {"alpha": 1 / 6, "beta": 0.5})
+
+
+class HardSwish(Rule):
+    pattern = P("Mul", Value("x"), P("HardSigmoid", Value("x"), bind="gate"))
+
+    def check(self, match: Match) -> bool:
+        attrs = match["gate"].attrs
+        return math.isclose(attrs.get("alpha", 0.2), 1 / 6, rel_tol=1e-4) and attrs.get("beta", 0.5) == 0.5
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        draft.finish("HardSwish", [match.value("x")])
+
+
+class HardSwishByClip(Rule):
+    """x * Clip(x + 3, 0, 6) / 6, the division last"""
+    pattern = P("Mul", P("Mul", Value("x"), _SIX), Constant("sixth"))
+
+    def check(self, match: Match) -> bool:
+        return _is_six(match)
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        draft.finish("HardSwish", [match.value("x")])
+
+
+class HardSwishByScaledInput(Rule):
+    """(x / 6) * Clip(x + 3, 0, 6)"""
+    pattern = P("Mul", P("Mul", Value("x"), Constant("sixth")), _SIX)
+
+    def check(self, match: Match) -> bool:
+        return _is_six(match)
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        draft.finish("HardSwish", [match.value("x")])
+
+
+class Swish(Rule):
+    pattern = P("Mul", Value("x"), P("Sigmoid", Value("x")))
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        draft.finish("Swish", [match.value("x")])
+
+
+class Mish(Rule):
+    pattern = P("Mul", Value("x"), P("Tanh", P("Softplus", Value("x"))))
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        draft.finish("Mish", [match.value("x")])
+
+
+_ERF = P("Add", P("Erf", P("Mul", Value("x"), Constant("root"))), Constant("one"))      # 1 + Erf(x / sqrt 2)
+
+
+class Gelu(Rule):
+    """(x * (1 + Erf(x / sqrt 2))) * 1/2"""
+    pattern = P("Mul", P("Mul", Value("x"), _ERF), Constant("half"))
+
+    def check(self, match: Match) -> bool:
+        return _near(match, "root", math.sqrt(0.5)) and _near(match, "one", 1) and _near(match, "half", 0.5)
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        draft.finish("Gelu", [match.value("x")])
+
+
+class GeluHalfFirst(Gelu):
+    """(x * 1/2) * (1 + Erf(x / sqrt 2))"""
+    pattern = P("Mul", P("Mul", Value("x"), Constant("half")), _ERF)
+
+
+class GeluHalfInside(Gelu):
+    """x * ((1 + Erf(x / sqrt 2)) * 1/2)"""
+    pattern = P("Mul", Value("x"), P("Mul", _ERF, Constant("half")))
+
+
+def _is_float(match: Match) -> bool:
+    return bool(match.graph.types[match.root.outputs[0]].dtype.kind == "f")
+
+
+CANONICAL = (ClipToRelu(), ExtremeToClip(), MergeClips(), SubtractConstant(), DivideByConstant(), Square(), SumToAdd())
+NAMED = (ClipToHardSigmoid(), HardSwish(), HardSwishByClip(), HardSwishByScaledInput(), Swish(), Mish(),
+         Gelu(), GeluHalfFirst(), GeluHalfInside())

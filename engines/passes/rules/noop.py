@@ -1,0 +1,78 @@
+"""Nodes that compute nothing are removed.
+
+    Identity(x) = Dropout(x) = Cast(x, its own dtype) = Reshape(x, its own shape) = Concat(x) = Sum(x)
+    = Pad(x, 0) = Resize(x, 1) = x + 0 = x * 1 = x
+"""
+from __future__ import annotations
+
+import numpy as np
+
+from engines.ir import Graph, Node
+from engines.passes.facts import pads, spatial
+from engines.passes.rewrite import Draft, Match, P, Rule
+
+_NEUTRAL = {"Add": 0.0, "Sub": 0.0, "Mul": 1.0, "Div": 1.0, "Pow": 1.0}
+_JOINS = ("Concat", "Max", "Min", "Sum", "Mean")
+_SAME_IF_SHAPE_IS = ("Reshape", "Expand", "Tile", "Pad", "Slice", "Split", "Flatten", "Squeeze", "Unsqueeze")
+_POOLS = ("MaxPool", "AveragePool")
+
+
+class RemoveNoOp(Rule):
+    pattern = P(" ".join(("Identity Dropout Cast Transpose Resize", *_SAME_IF_SHAPE_IS, *_JOINS, *_POOLS, *_NEUTRAL)))
+
+    def check(self, match: Match) -> bool:
+        return _unchanged(match.graph, match.root) is not None
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        value = _unchanged(match.graph, match.root)
+        assert value is not None
+        draft.same_as(value)
+
+
+def _unchanged(graph: Graph, node: Node) -> str | None:
+    """The input that the node's first output is equal to, if there is one."""
+    if any(graph.consumers.get(o) or o in graph.outputs for o in node.outputs[1:] if o):
+        return None         # a Dropout's mask, a MaxPool's indices, the other parts of a Split
+    x, y = node.inputs[0], node.outputs[0]
+    if node.op in _NEUTRAL:
+        return _neutral(graph, node)
+    if not _computes_nothing(graph, node) or graph.types[x].shape != graph.types[y].shape:
+        return None
+    if node.op == "Identity" and y in graph.outputs and (x not in graph.producer or x in graph.outputs):
+        return None         # an output that is an input, a constant or another output needs a node to be made
+    return x
+
+
+def _computes_nothing(graph: Graph, node: Node) -> bool:
+    """Given that the output has the shape of the first input."""
+    if node.op in _JOINS:
+        return len(node.inputs) == 1
+    if node.op == "Cast":
+        return graph.types[node.inputs[0]].dtype == graph.types[node.outputs[0]].dtype
+    if node.op == "Transpose":
+        return all(extent == 1 or axis == place for place, (axis, extent) in
+                   enumerate(zip(node.attrs["perm"], graph.types[node.outputs[0]].shape, strict=True)))
+    if node.op == "Slice":
+        return all(step > 0 for step in node.attrs["steps"])
+    if node.op == "Pad":
+        return not any(node.attrs["pads"])          # not only equal in shape: a shift crops one side and pads the other
+    if node.op == "Resize":
+        return node.attrs.get("coordinate_transformation_mode") != "tf_crop_and_resize" and all(
+            scale == 1 for scale in node.attrs.get("scales", ()))
+    if node.op in _POOLS:
+        rank = len(graph.types[node.inputs[0]].shape) - 2
+        return set(node.attrs["kernel_shape"]) == {1} == set(spatial(node, rank, "strides", 1)) \
+            and not any(pads(node, rank))
+    return True
+
+
+def _neutral(graph: Graph, node: Node) -> str | None:
+    """x of x + 0, 0 + x, x - 0, x * 1, 1 * x, x / 1, x ** 1."""
+    sides = (0, 1) if node.op in ("Add", "Mul") else (0,)
+    for side in sides:
+        constant = graph.constants.get(node.inputs[1 - side])
+        if constant is None or not np.all(constant == _NEUTRAL[node.op]):
+            continue
+        if graph.types[node.inputs[side]] == graph.types[node.outputs[0]]:
+            return node.inputs[side]
+    return None

@@ -1,0 +1,49 @@
+"""Means and maxima over whole images.
+
+    ReduceMean(x, spatial axes) = GlobalAveragePool(x)          ReduceMax: GlobalMaxPool
+    AveragePool(x, kernel = extents of x) = GlobalAveragePool(x)
+"""
+from __future__ import annotations
+
+from engines.ir import TensorType
+from engines.passes.facts import pads
+from engines.passes.rewrite import Draft, Match, P, Rule, Value
+
+_GLOBAL = {"ReduceMean": "GlobalAveragePool", "ReduceMax": "GlobalMaxPool",
+           "AveragePool": "GlobalAveragePool", "MaxPool": "GlobalMaxPool"}
+
+
+class SpatialReduce(Rule):
+    """`channels_last`: the images are [N, H, W, C]."""
+    pattern = P("ReduceMean ReduceMax", Value("x"))
+
+    def __init__(self, channels_last: bool = False) -> None:
+        self.attrs = {"channels_last": 1} if channels_last else {}
+
+    def check(self, match: Match) -> bool:
+        rank = len(match.shape(match.value("x")))
+        first = 1 if self.attrs else 2
+        axes = sorted(axis % rank for axis in match.root.attrs.get("axes", range(rank)))
+        return rank == 4 and axes == [first, first + 1]
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        x = match.graph.types[match.value("x")]
+        op = _GLOBAL[match.root.op]
+        if match.root.attrs.get("keepdims", 1):
+            draft.finish(op, [match.value("x")], self.attrs)
+            return
+        pooled = (x.shape[0], 1, 1, x.shape[3]) if self.attrs else (*x.shape[:2], 1, 1)
+        inner = draft.node(op, [match.value("x")], TensorType(x.dtype, pooled), self.attrs)
+        draft.finish("Reshape", [inner], {"shape": match.shape(match.root.outputs[0])})
+
+
+class WholeImagePool(Rule):
+    pattern = P("AveragePool MaxPool", Value("x"))
+
+    def check(self, match: Match) -> bool:
+        pool, extents = match.root, match.shape(match.value("x"))[2:]
+        return (len(pool.outputs) == 1 and tuple(pool.attrs["kernel_shape"]) == tuple(extents)
+                and not any(pads(pool, len(extents))))
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        draft.finish(_GLOBAL[match.root.op], [match.value("x")])

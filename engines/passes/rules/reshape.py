@@ -1,0 +1,54 @@
+"""Views in one form.
+
+    Flatten(x) = Squeeze(x) = Unsqueeze(x) = Reshape(x, shape)
+    Transpose(x) = Reshape(x, shape)                 if it only moves axes of extent 1
+    Reshape(Reshape(x, a), b) = Reshape(x, b)
+    Transpose(Transpose(x, p), q) = Transpose(x, p[q])
+"""
+from __future__ import annotations
+
+from engines.ir import Dim
+from engines.passes.rewrite import Draft, Match, P, Rule, Value
+
+
+class ToReshape(Rule):
+    pattern = P("Flatten Squeeze Unsqueeze", Value("x"))
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        reshape(match, draft)
+
+
+class TransposeOfOnes(Rule):
+    """The axes longer than 1 keep their order, so the elements do."""
+    pattern = P("Transpose", Value("x"))
+
+    def check(self, match: Match) -> bool:
+        return moves_only_ones(match.root.attrs["perm"], match.shape(match.value("x")))
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        reshape(match, draft)
+
+
+class MergeReshapes(Rule):
+    pattern = P("Reshape", P("Reshape", Value("x")))
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        reshape(match, draft)
+
+
+class MergeTransposes(Rule):
+    pattern = P("Transpose", P("Transpose", Value("x"), bind="first"))
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        first, second = match["first"].attrs["perm"], match.root.attrs["perm"]
+        draft.finish("Transpose", [match.value("x")], {"perm": tuple(first[axis] for axis in second)})
+
+
+def reshape(match: Match, draft: Draft) -> None:
+    """Finishes with a Reshape of x to the shape of what the match makes."""
+    draft.finish("Reshape", [match.value("x")], {"shape": match.shape(match.root.outputs[0])})
+
+
+def moves_only_ones(perm: tuple[int, ...], shape: tuple[Dim, ...]) -> bool:
+    long = [axis for axis in perm if shape[axis] != 1]
+    return long == sorted(long)

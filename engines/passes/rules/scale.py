@@ -1,0 +1,58 @@
+"""A product or sum with constants directly after a linear node is part of it.
+
+    Conv(x, W, b) * k = Conv(x, k W, k b)        Conv(x, W, b) + c = Conv(x, W, b + c)
+    Conv(x * k, W, b) = Conv(x, W k, b)          for one number k (padding stays zero)
+"""
+from __future__ import annotations
+
+import numpy as np
+
+from engines.ir import Array
+from engines.passes.facts import per_channel
+from engines.passes.rewrite import Constant, Draft, Match, No, P, Rule, Value
+from engines.passes.rules.linear import LINEAR, finish_scaled, output_channels, weights_are_constant
+
+
+class LinearScale(Rule):
+    pattern = P("Mul Add", P(LINEAR, bind="linear"), Constant("constant"))
+
+    def check(self, match: Match) -> bool | No:
+        linear = match["linear"]
+        weights = weights_are_constant(match.graph, linear)
+        if not weights:
+            return weights
+        if match.shape(match.root.outputs[0]) != match.shape(linear.outputs[0]):
+            return No("the constant has more elements than the layer's output")
+        if self._channels(match) is None:
+            return No(f"the constant {list(match.constant('constant').shape)} varies within a channel")
+        return True
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        constant = self._channels(match)
+        assert constant is not None
+        if match.root.op == "Mul":
+            finish_scaled(match, draft, match["linear"], constant, np.zeros_like(constant))
+        else:
+            finish_scaled(match, draft, match["linear"], None, constant)
+
+    @staticmethod
+    def _channels(match: Match) -> Array | None:
+        linear = match["linear"]
+        rank = len(match.shape(linear.outputs[0]))
+        constant = match.constant("constant").astype(np.float64)
+        return per_channel(constant, rank, output_channels(match.graph, linear))
+
+
+class ScaleLinear(Rule):
+    pattern = P(LINEAR, P("Mul", Value("x"), Constant("factor")), Constant("weight"), bind="linear")
+
+    def check(self, match: Match) -> bool | No:
+        if match.constant("factor").size != 1 or match.shape(match.value("x")) != match.shape(match.root.inputs[0]):
+            return False
+        return weights_are_constant(match.graph, match["linear"])
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        weight = match.constant("weight")
+        scaled = weight.astype(np.float64) * match.constant("factor").reshape(())
+        draft.finish(match.root.op, [match.value("x"), draft.constant("weight", scaled.astype(weight.dtype)),
+                                     *match.root.inputs[2:]], match.root.attrs)
