@@ -2,8 +2,9 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Protocol
@@ -13,9 +14,10 @@ from numpy.typing import NDArray
 
 from engines.backends.llvm.elf import LoadedCode
 from engines.errors import PlanCorruptError
+from engines.fallback import FallbackStep
 from engines.ir import Array
 from engines.memory import LINE, Layout, Memory, array_at, plan_memory
-from engines.plan import Fallback, Fill, Plan, TensorView
+from engines.plan import Fill, Plan, TensorView, verify
 from engines.tables import STEP_WORDS, WORD, StepRow
 
 Words = NDArray[np.int64]
@@ -27,26 +29,25 @@ class Span:
     """Steps first..last - 1: all native, so that one call runs them, or one fallback."""
     first: int
     last: int
-    fallback: Fallback | None = None
+    fallback: FallbackStep | None = None
 
 
 class Program:
     """A plan made ready to run: code loaded, tables filled. Read-only after that, and shared by every context."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+        self.plan = verify(plan)
         self._code = LoadedCode(plan.code)
         self._constants, self._constants_address = _aligned(plan.constants)
         self.run_steps = self.function("run_steps", 5)
         self.steps = self._step_table()
+        self.steps_address = self.steps.ctypes.data
         self.spans = _spans(plan)
         operands = [operand for step in plan.steps for operand in step.operands]
         # The constants count as one buffer more, after the others.
         buffers = [len(plan.buffers) if o.buffer is None else o.buffer for o in operands]
         self._operand_buffers = np.array(buffers, np.int64)
         self._operand_offsets = np.array([o.offset for o in operands], np.int64)
-        if any(step.fallback for step in plan.steps):
-            import engines.reference  # noqa: F401  its time, or its failure, belongs to the load
 
     def function(self, name: str, parameters: int) -> EmittedFunction:
         """An emitted function that takes i64s or addresses; a call releases the GIL."""
@@ -110,7 +111,7 @@ def _spans(plan: Plan) -> tuple[Span, ...]:
         if not step.symbol:
             if step.fallback is None:
                 raise PlanCorruptError(f"{plan.name}: step '{step.name}' has neither a kernel nor a fallback")
-            spans.append(Span(index, index + 1, step.fallback))
+            spans.append(Span(index, index + 1, FallbackStep(step.fallback, plan.graph_arrays)))
         elif spans and spans[-1].fallback is None:
             spans[-1] = Span(spans[-1].first, index + 1)
         else:
@@ -131,11 +132,7 @@ class Arena:
         self._borrowed = frozenset(i for i, buffer in enumerate(program.plan.buffers) if inputs and buffer.first < 0)
         bases = [self._owner(i)._memory.address + offset for i, offset in enumerate(layout.offsets)]
         self._operands = program.operand_table(bases)
-
-    @property
-    def operands(self) -> int:
-        """Address of the operand table."""
-        return self._operands.ctypes.data
+        self.operands: int = self._operands.ctypes.data     # address of the operand table
 
     @property
     def bytes(self) -> int:
@@ -212,78 +209,31 @@ class SerialExecution:
 def run_span(program: Program, arena: Arena, span: Span, batch: int) -> None:
     """Run a span on this thread."""
     if span.fallback is not None:
-        run_fallback(span.fallback, program.plan.graph_arrays, lambda view: arena.array(view, batch))
+        span.fallback.run(lambda view: arena.array(view, batch), batch)
     else:
-        program.run_steps(program.steps.ctypes.data, arena.operands, span.first, span.last, batch)
+        program.run_steps(program.steps_address, arena.operands, span.first, span.last, batch)
 
 
 def time_steps(program: Program, arena: Arena, batch: int, repeats: int, fallbacks: bool = True) -> list[float]:
-    """Seconds of each step, the least of `repeats`: the steps run in order, each timed alone.
+    """Seconds of each step, the least of `repeats`: the steps run in order, each timed alone, less the cost of a call.
 
     Without `fallbacks` those are left out, and take 0 s: the reference may refuse what lies in an arena at rest.
     """
+    def seconds(span: Span) -> float:
+        start = time.perf_counter()
+        run_span(program, arena, span, batch)
+        return time.perf_counter() - start
+
     arena.prepare(batch)
-    spans = [Span(i, i + 1, step.fallback) for i, step in enumerate(program.plan.steps)]
-    timed = [span for span in spans if fallbacks or span.fallback is None]
-    best = [0.0] * len(spans)
-    for turn in range(repeats):
-        for span in timed:
-            start = time.perf_counter()
-            run_span(program, arena, span, batch)
-            seconds = time.perf_counter() - start
-            best[span.first] = min(best[span.first], seconds) if turn else seconds
-    return best
-
-
-# ---- what no kernel computes
-def run_fallback(fallback: Fallback, constants: Mapping[str, Array], array: Callable[[TensorView], Array]) -> None:
-    """Run a node by its reference, in real numbers: stored tensors are dequantised or widened, results stored back."""
-    from engines.reference import run_node
-    from engines.serialize import node_from_json
-
-    def value(source: TensorView | str) -> Array | None:
-        if isinstance(source, TensorView):
-            return to_real(array(source), source)
-        return np.asarray(constants[source]) if source else None
-
-    results = run_node(node_from_json(fallback.node), [value(source) for source in fallback.inputs])
-    for view, result in zip(fallback.outputs, results, strict=True):
-        array(view)[...] = to_stored(np.asarray(result), view)
-
-
-def to_real(stored: Array, view: TensorView) -> Array:
-    """What a stored tensor means: real = scale * (stored - zero_point); bfloat16 as float32. The result is a copy."""
-    if view.quant is not None:
-        scale, zero_point = _quant_columns(view)
-        return ((stored.astype(np.float32) - zero_point) * scale).astype(np.float32)
-    if view.dtype == "bfloat16":
-        return (stored.astype(np.uint32) << 16).view(np.float32)
-    return stored.copy()
-
-
-def to_stored(real: Array, view: TensorView) -> Array:
-    """The inverse: rounded half to even, saturated."""
-    if view.quant is not None:
-        scale, zero_point = _quant_columns(view)
-        limits = np.iinfo(view.dtype)
-        stored: Array = np.clip(np.rint(real / scale) + zero_point, limits.min, limits.max).astype(view.dtype)
-        return stored
-    if view.dtype == "bfloat16":
-        bits = np.ascontiguousarray(real, np.float32).view(np.uint32)
-        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-        return np.where(np.isnan(real), 0x7FC0, rounded).astype(np.uint16)
-    return real
-
-
-def _quant_columns(view: TensorView) -> tuple[Array, Array]:
-    """Scale and zero point, shaped to broadcast along the quantised axis (of the tensor with its batch axis)."""
-    assert view.quant is not None
-    scale, zero_point = np.array(view.quant.scale, np.float32), np.array(view.quant.zero_point, np.float32)
-    if view.quant.axis is None:
-        return scale[0], zero_point[0]
-    shape = [1] * (len(view.shape) + view.batched)
-    shape[view.quant.axis] = -1
-    return scale.reshape(shape), zero_point.reshape(shape)
+    spans = [Span(i, i + 1, span.fallback) for span in program.spans for i in range(span.first, span.last)]
+    best = [math.inf if fallbacks or span.fallback is None else 0.0 for span in spans]
+    call = math.inf
+    for _ in range(repeats):
+        call = min(call, seconds(Span(0, 0)))
+        for i, span in enumerate(spans):
+            if best[i]:
+                best[i] = min(best[i], seconds(span))
+    return [max(least - call, 0.0) for least in best]
 
 
 @cache

@@ -20,6 +20,7 @@ from engines.plan import Buffer, Fill, TensorView
 
 LINE = 64
 PAGE = 4096
+COLOURS = 32            # of the 64 lines of a page
 HUGE_PAGE = 2 << 20
 MADV_HUGEPAGE = 14      # Linux's number; Python's mmap names it only where the C library's headers do
 
@@ -43,18 +44,23 @@ class _Block:
 def plan_memory(buffers: Sequence[Buffer], fills: Sequence[Fill], reuse: bool = True) -> Layout:
     """Offsets such that no two buffers alive together overlap (except in place), and no step overwrites a halo.
 
-    Offsets are multiples of 64. Buffers of a page and more begin at different cache sets: tensors of equal shape would
-    otherwise meet in the same few sets. Inputs keep their memory to the end, so that a context may run on them again.
+    Offsets are multiples of 64. Buffers of a page and more have pages of their own, and begin at different lines of
+    their first one: tensors of equal shape would otherwise meet in the same few cache sets. Inputs keep their memory to
+    the end, so that a context may run on them again.
     """
     blocks = _share(buffers, fills) if reuse else [_Block((i,), b.bytes, 0, 0) for i, b in enumerate(buffers)]
     order = sorted(blocks, key=lambda block: (-block.bytes, block.first)) if reuse else blocks
     offsets = [0] * len(buffers)
     placed: list[tuple[int, int, _Block]] = []
     for turn, block in enumerate(order):
-        start = _place(block, placed, colour=turn * 5 % 32 * LINE)
-        placed.append((start, start + block.bytes, block))
+        large = block.bytes >= PAGE
+        colour = turn * 5 % COLOURS * LINE if large else 0
+        # A large block's room is the same whatever its colour, so that blocks of one size can follow each other in it.
+        size = -(-(block.bytes + (COLOURS - 1) * LINE) // PAGE) * PAGE if large else block.bytes
+        start = _place(block, size, PAGE if large else LINE, placed)
+        placed.append((start, start + size, block))
         for member in block.members:
-            offsets[member] = start
+            offsets[member] = start + colour
     return Layout(tuple(offsets), max((end for _, end, _ in placed), default=0))
 
 
@@ -104,23 +110,17 @@ def _halos(fills: Sequence[Fill]) -> dict[int, frozenset[Fill]]:
     return {buffer: frozenset(group) for buffer, group in found.items()}
 
 
-def _place(block: _Block, placed: Sequence[tuple[int, int, _Block]], colour: int) -> int:
+def _place(block: _Block, size: int, alignment: int, placed: Sequence[tuple[int, int, _Block]]) -> int:
     """The start of the tightest gap between the blocks alive with this one; after them all if none is wide enough."""
-    def start_from(offset: int) -> int:
-        if block.bytes < PAGE:
-            return -(-offset // LINE) * LINE
-        return -(-(offset - colour) // PAGE) * PAGE + colour if offset > colour else colour
-
     taken = sorted((start, end) for start, end, other in placed
                    if other.first <= block.last and block.first <= other.last)
     best, slack, free = -1, 0, 0
     for start, end in taken:
-        candidate = start_from(free)
-        left = start - candidate - block.bytes
+        left = start - free - size
         if left >= 0 and (best < 0 or left < slack):
-            best, slack = candidate, left
-        free = max(free, end)
-    return best if best >= 0 else start_from(free)
+            best, slack = free, left
+        free = max(free, -(-end // alignment) * alignment)
+    return best if best >= 0 else free
 
 
 class Memory:

@@ -10,6 +10,7 @@ write; outputs are copied out. After a fork the child has no helpers: it runs al
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import sys
 import threading
@@ -33,8 +34,9 @@ from engines.tables import (
     WORKER_WORDS,
     ControlRow,
     RunRow,
-    WorkerRow,
 )
+
+_log = logging.getLogger(__name__)
 
 SPIN_US = 50.0          # a helper's wait before it sleeps: less than this between requests costs no wake-up (6-7 us)
 CALIBRATION_RUNS = 3
@@ -69,7 +71,7 @@ class ParallelProgram:
                 self._step_us = [s * 1e6 for s in time_steps(self.program, arena, 1, CALIBRATION_RUNS, fallbacks=False)]
 
     def schedules(self, batch: int) -> tuple[Schedule | None, ...]:
-        """For each span its tables, or None for a fallback."""
+        """For each span its tables; None if the caller runs it alone: a fallback, or steps too short to be shared."""
         found = self._schedules.get(batch)
         if found is None:
             assert self._step_us is not None, "calibrate first"
@@ -88,25 +90,25 @@ class ParallelExecution:
         self._shared, self._program = shared, shared.program
         program, workers = shared.program, shared.workers
         first = Arena(program, program.separate_layout)
-        self._arenas = [first, *(Arena(program, program.separate_layout, inputs=first) for _ in range(workers - 1))]
+        self.arenas = [first, *(Arena(program, program.separate_layout, inputs=first) for _ in range(workers - 1))]
         first.prepare(1)
         shared.calibrate(first)
 
         self._statuses = [words(max((most_chunks(s, workers) for s in program.spans), default=1), STATUS_WORDS)
-                          for _ in self._arenas]
+                          for _ in self.arenas]
         # One row for each span: a helper that is late in one span must not see its row change under it.
-        self._runs = [words(len(program.spans), RUN_WORDS) for _ in self._arenas]
+        self.runs = [words(len(program.spans), RUN_WORDS) for _ in self.arenas]
         self._epoch = 0
-        self._crew = Crew(program, workers, shared.ticks_per_us, len(self._arenas),
-                          (self._arenas, self._statuses, self._runs, shared))
+        self._crew = Crew(program, workers, shared.ticks_per_us, len(self.arenas),
+                          (self.arenas, self._statuses, self.runs, shared))
         self._run_chunks = program.function("run_chunks", 2)
         self._free_arena = program.function("free_arena", 1)
         slots = program.plan.batch_slots
         self._outputs = {io.view.name: np.empty_like(first.array(io.view, slots)) for io in program.plan.outputs}
 
     def input(self, view: TensorView, batch: int) -> Array:
-        self._arenas[0].prepare(batch)
-        return self._arenas[0].array(view, batch)
+        self.arenas[0].prepare(batch)
+        return self.arenas[0].array(view, batch)
 
     def output(self, view: TensorView, batch: int) -> Array:
         output = self._outputs[view.name]
@@ -114,7 +116,7 @@ class ParallelExecution:
 
     def run(self, batch: int) -> None:
         arena_index = self._pick_arena()
-        arena = self._arenas[arena_index]
+        arena = self.arenas[arena_index]
         arena.prepare(batch)
         self._crew.keep_off_this_cpu()
         control = self._crew.control.ctypes.data
@@ -133,21 +135,21 @@ class ParallelExecution:
     def _run_row(self, arena: int, span: int, schedule: Schedule) -> Words:
         """The RunRow of a span in an arena, filled for this run; nobody reads it until it is published."""
         self._epoch += 1
-        row: Words = self._runs[arena][span]
+        row: Words = self.runs[arena][span]
         row[RunRow.ARENA], row[RunRow.EPOCH], row[RunRow.WORKERS] = arena, self._epoch, self._shared.workers
         row[RunRow.CHUNKS], row[RunRow.STATUS] = schedule.chunks.ctypes.data, self._statuses[arena].ctypes.data
-        row[RunRow.OPERANDS] = self._arenas[arena].operands
+        row[RunRow.OPERANDS] = self.arenas[arena].operands
         row[RunRow.STAGES], row[RunRow.DEPENDS] = schedule.stages.ctypes.data, schedule.depends.ctypes.data
         row[RunRow.STAGE_COUNT], row[RunRow.STAGE_BYTES] = len(schedule.stages) - 1, schedule.stages.strides[0]
         return row
 
     def profile(self, batch: int, repeats: int) -> list[float]:
-        return time_steps(self._program, self._arenas[self._pick_arena()], batch, repeats)
+        return time_steps(self._program, self.arenas[self._pick_arena()], batch, repeats)
 
     @property
-    def counts(self) -> Words:
-        """[workers, 2]: chunks that each worker has run, and run again because they were late."""
-        return self._crew.counts
+    def workers(self) -> Words:
+        """What each worker, the caller first, is doing and has done: [workers, WORKER_WORDS], see WorkerRow."""
+        return self._crew.workers
 
     def close(self) -> None:
         """Send the helpers home; from then on the caller runs alone."""
@@ -160,10 +162,11 @@ class Crew:
     def __init__(self, program: Program, workers: int, ticks_per_us: float, arenas: int, keep: object) -> None:
         """keep: what a late helper may still read or write; it must outlive the threads."""
         self.control = words(CONTROL_WORDS + workers * WORKER_WORDS)
+        self.workers = self.control[CONTROL_WORDS:].reshape(workers, WORKER_WORDS)
         self.control[ControlRow.WORKERS], self.control[ControlRow.ARENAS] = workers, arenas
         self.control[ControlRow.SYSCALL] = ctypes.cast(libc().syscall, ctypes.c_void_p).value or 0
         self.control[ControlRow.SPIN] = round(SPIN_US * ticks_per_us)
-        self._cpus = os.sched_getaffinity(0)
+        self._cpus = os.sched_getaffinity(0)        # of the thread that makes the context; helpers inherit it
         self._cpu = -1
         help_ = program.function("help", 2)
         self._threads = [threading.Thread(target=_live, args=(help_, self.control, number, (program, keep)),
@@ -175,11 +178,6 @@ class Crew:
         self._finalizer = weakref.finalize(self, _dismiss, program.function("dismiss", 1), self.control,
                                            self._threads)
 
-    @property
-    def counts(self) -> Words:
-        rows = self.control[CONTROL_WORDS:].reshape(-1, WORKER_WORDS)
-        return rows[:, [WorkerRow.DONE, WorkerRow.REPEATED]]
-
     def keep_off_this_cpu(self) -> None:
         """Let helpers use every CPU but the caller's: Linux may wake one there, and it would wait for milliseconds."""
         cpu = libc().sched_getcpu()
@@ -187,10 +185,14 @@ class Crew:
         if cpu == self._cpu or not others:
             return
         self._cpu = cpu
-        for thread in self._threads:
-            # A thread of before a fork is not alive in the child, and its id may be somebody else's.
-            if thread.is_alive() and thread.native_id is not None:
-                os.sched_setaffinity(thread.native_id, others)
+        try:
+            for thread in self._threads:
+                # A thread of before a fork is not alive in the child, and its id may be somebody else's.
+                if thread.is_alive() and thread.native_id is not None:
+                    os.sched_setaffinity(thread.native_id, others)
+        except OSError as error:
+            _log.warning("helper threads go wherever the system puts them, for it refuses to be told (%s)", error)
+            self._cpus = set()
 
     def close(self) -> None:
         self._finalizer()

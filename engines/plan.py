@@ -18,6 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from engines.errors import PlanCorruptError
 from engines.ir import Array, QParams
 
 
@@ -55,6 +58,14 @@ class TensorView:
     batched: bool = True        # False: the tensor has no batch axis (shape is the whole of it)
     quant: QParams | None = None
 
+    def end(self, items: int) -> int:
+        """The byte of the buffer after the last one of `items` batch slots."""
+        if 0 in self.shape:
+            return self.offset
+        last = sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True))
+        size = 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
+        return self.offset + last + ((items - 1) * self.item_stride if self.batched else 0) + size
+
 
 @dataclass(frozen=True)
 class Fill:
@@ -74,6 +85,7 @@ class Fallback:
     node: Mapping[str, Any]                     # as engines.serialize writes it
     inputs: tuple[TensorView | str, ...]        # a str names one of Plan.graph_arrays; "" is an absent optional input
     outputs: tuple[TensorView, ...]
+    constant_quant: tuple[QParams | None, ...] = ()     # for each input, if there are constants stored quantised
 
 
 @dataclass(frozen=True)
@@ -132,3 +144,49 @@ class Plan:
     def batch_slots(self) -> int:
         """Items that the buffers hold: a model without a batch axis is one item."""
         return max(self.max_batch, 1)
+
+
+def verify(plan: Plan) -> Plan:
+    """The plan itself, after checking that its parts fit together; done whenever one is made ready to run.
+
+    Raises PlanCorruptError: an address outside its buffer, a buffer used before or after its life, a step that depends
+    on a later one. (What a kernel does with an address, nobody can check here.)
+    """
+    def broken(what: str) -> PlanCorruptError:
+        return PlanCorruptError(f"{plan.name}: {what}; this is a fault of the compiler, please report it")
+
+    def check_view(view: TensorView, where: str) -> None:
+        if not 0 <= view.buffer < len(plan.buffers):
+            raise broken(f"{where}: '{view.name}' lies in buffer {view.buffer}, of {len(plan.buffers)}")
+        buffer = plan.buffers[view.buffer]
+        if view.offset < 0 or view.end(plan.batch_slots) > buffer.bytes:
+            raise broken(f"{where}: '{view.name}' ends at byte {view.end(plan.batch_slots)} of buffer '{buffer.name}', "
+                         f"which has {buffer.bytes}")
+
+    def check_life(index: int, step: Step, number: int) -> None:
+        if not 0 <= number < len(plan.buffers):
+            raise broken(f"step {index} '{step.name}' uses buffer {number}, of {len(plan.buffers)}")
+        buffer = plan.buffers[number]
+        if not buffer.first <= index <= buffer.last:
+            raise broken(f"step {index} '{step.name}' uses buffer '{buffer.name}', which is alive in steps "
+                         f"{buffer.first} to {buffer.last}")
+
+    for io in (*plan.inputs, *plan.outputs):
+        check_view(io.view, "inputs and outputs")
+    for fill in plan.fills:
+        check_view(fill.view, "halos")
+    for index, step in enumerate(plan.steps):
+        if any(not 0 <= d < index for d in step.depends):
+            raise broken(f"step {index} '{step.name}' depends on steps {list(step.depends)}")
+        for operand in step.operands:
+            if operand.buffer is not None:
+                check_life(index, step, operand.buffer)
+            size = len(plan.constants) if operand.buffer is None else plan.buffers[operand.buffer].bytes
+            if not 0 <= operand.offset <= size:
+                raise broken(f"step {index} '{step.name}' has an operand at byte {operand.offset} of {size}")
+        if step.fallback is not None:
+            for view in (*step.fallback.inputs, *step.fallback.outputs):
+                if isinstance(view, TensorView):
+                    check_view(view, f"step {index} '{step.name}'")
+                    check_life(index, step, view.buffer)
+    return plan

@@ -162,7 +162,7 @@ class _Reader:
             return Plan(**fields, code=tuple(bytes(self.section(f"code/{i}")) for i in range(self._manifest["code"])),
                         constants=self.section("constants"),
                         graph=_LazyGraph(self), graph_arrays=_LazyArrays(self, self._manifest["arrays"]))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             # The checksums hold, so this is what a faulty or a private version of the compiler wrote.
             raise PlanCorruptError(f"{self.path}: the manifest is not a plan's ({error!r}); {_REBUILD}") from error
 

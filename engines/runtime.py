@@ -56,7 +56,7 @@ def _relower(plan: Plan, why: str) -> Plan:
         from engines.builder import relower
     except ImportError as error:
         raise PlanTargetError(f"{why}; to compile it again here, install what is missing ({error})") from error
-    relowered: Plan = relower(plan, None)
+    relowered: Plan = relower(plan)
     return relowered
 
 

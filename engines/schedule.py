@@ -1,10 +1,12 @@
 """Cuts steps into chunks for a crew: what run_chunks (engines/backends/llvm/scheduler.py) works off.
 
 A step's grid is cut along rows while its weights fit a core's second-level cache, so that each worker reads its rows
-of the input and all of the weights; along columns otherwise, so that each reads its part of the weights once.
+of the input and all of the weights; along columns otherwise, so that each reads its part of the weights once. An axis
+that gives the workers unequal shares (7 rows for 2) loses to one that does not.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +20,7 @@ CHUNK_US = 25.0                 # aimed at: long beside a claim (0.1 us), short 
 WHOLE_US = 5.0                  # a step of less is one chunk: to share it costs more
 PIECES_PER_WORKER = 16          # at most, for each step
 RESIDENT_BYTES = 160 << 10      # weights that stay in the second-level cache
+FAIR = 0.9                      # share of the workers' time that a cut must use, if another could use more
 LATE_FACTOR, LATE_SLACK_US = 3.0, 15.0
 
 Piece = tuple[int, int, int, int]       # row begin, row end, column begin, column end
@@ -37,10 +40,9 @@ def cut(step: Step, batch: int, us: float, workers: int) -> list[Piece]:
     if not rows or not step.columns:
         return []
     row_units, column_units = -(-rows // step.row_step), -(-step.columns // step.column_step)
-    wanted = 1
-    if us >= WHOLE_US:
-        wanted = int(np.clip(round(us / CHUNK_US), workers, workers * PIECES_PER_WORKER))
-    by_rows = column_units < workers or (row_units >= workers and step.constant_bytes <= RESIDENT_BYTES)
+    each = min(max(math.ceil(us / CHUNK_US / workers), 1), PIECES_PER_WORKER)
+    wanted = 1 if us < WHOLE_US else workers * each
+    by_rows = _prefers_rows(step, row_units, column_units, workers)
     main, other = (row_units, column_units) if by_rows else (column_units, row_units)
     main_pieces = min(main, wanted)
     other_pieces = min(other, -(-wanted // main_pieces))
@@ -53,6 +55,13 @@ def cut(step: Step, batch: int, us: float, workers: int) -> list[Piece]:
     return [(*r, *c) for c in column_cuts for r in row_cuts]
 
 
+def _prefers_rows(step: Step, row_units: int, column_units: int, workers: int) -> bool:
+    rows, columns = (units / (workers * -(-units // workers)) for units in (row_units, column_units))
+    if step.constant_bytes <= RESIDENT_BYTES:
+        return rows >= FAIR or rows >= columns
+    return columns < min(FAIR, rows)
+
+
 def _cuts(extent: int, step: int, units: int, pieces: int) -> list[tuple[int, int]]:
     """0..extent in `pieces` nearly equal ranges that begin at multiples of step."""
     bounds = [units * i // pieces * step for i in range(pieces)] + [extent]
@@ -61,18 +70,23 @@ def _cuts(extent: int, step: int, units: int, pieces: int) -> list[tuple[int, in
 
 def most_chunks(span: Span, workers: int) -> int:
     """No batch size cuts the span into more."""
-    # wanted pieces, rounded up to a whole number of rows of pieces
+    # Twice what is wanted: that is rounded up to whole rows (or columns) of pieces.
     return (span.last - span.first) * 2 * workers * PIECES_PER_WORKER
 
 
 def make_schedule(program: Program, span: Span, batch: int, workers: int, step_us: Sequence[float],
-                  ticks_per_us: float) -> Schedule:
-    """step_us: microseconds of each step of the plan at batch 1, on one thread."""
+                  ticks_per_us: float) -> Schedule | None:
+    """The tables of a native span; None if all of its steps are too short to be shared.
+
+    step_us: microseconds of each step of the plan at batch 1, on one thread.
+    """
     steps = program.plan.steps[span.first:span.last]
     pieces = []
     for index, step in enumerate(steps, span.first):
         us = step_us[index] * (batch if step.rows_per_item else 1)
         pieces.append((us, cut(step, batch, us, workers)))
+    if all(len(grid) <= 1 for _, grid in pieces):
+        return None
     starts = np.cumsum([0, *(len(grid) for _, grid in pieces)])
 
     chunks = words(int(starts[-1]), CHUNK_WORDS)

@@ -1,0 +1,26 @@
+"""One class per ONNX operator. Importing this package fills OPS; nothing here needs the onnx package until a
+Fallback node runs."""
+from engines.ops import (  # noqa: F401  (each fills OPS)
+    activations,
+    arithmetic,
+    convolution,
+    generate,
+    linear,
+    logic,
+    movement,
+    normalization,
+    pooling,
+    quantization,
+    reduction,
+    resize,
+    shape,
+)
+from engines.ops.fallback import Fallback
+from engines.ops.op import OPS, LayoutOp, Op, describe
+
+__all__ = ["OPS", "LayoutOp", "Op", "describe", "op_of"]
+
+
+def op_of(name: str) -> type[Op]:
+    """The operator's class; Fallback for one that we do not write ourselves."""
+    return OPS.get(name, Fallback)

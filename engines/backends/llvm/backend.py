@@ -108,7 +108,8 @@ class _Assembler:
     def _fallback(self, call: Call, depends: set[int]) -> Step:
         node = call.node
         inputs = tuple(name if name in self.graph.constants or not name else self._view(name) for name in node.inputs)
-        fallback = Fallback(node_to_json(node), inputs, tuple(self._view(name) for name in node.outputs))
+        quants = tuple(self.graph.types[n].quant if n in self.graph.constants else None for n in node.inputs)
+        fallback = Fallback(node_to_json(node), inputs, tuple(self._view(name) for name in node.outputs), quants)
         return Step(symbol="", operands=(), rows_per_item=1, depends=tuple(sorted(depends)), fallback=fallback,
                     name=node.name or node.outputs[0], fuses=node.origin, tactic="reference", reason=call.reason)
 

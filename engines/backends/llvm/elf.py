@@ -99,9 +99,12 @@ class _Object:
         """The sections that running code needs. Nobody unwinds through kernels, so .eh_frame is not among them."""
         for index, section in enumerate(self.sections):
             if section.flags & _ALLOC and section.size and not section.name.startswith(".eh_frame"):
-                if section.flags & _WRITE:
+                if section.flags & _WRITE or section.type == _NOBITS:
                     raise PlanCorruptError(f"section {section.name} of a code object is writable: code of a plan "
                                            "must not have variables of its own; build the plan again")
+                if section.offset + section.size > len(self.data) or section.alignment > _PAGE:
+                    raise PlanCorruptError(f"section {section.name} of a code object is cut short or garbled; "
+                                           "build the plan again")
                 yield index, section
 
     def relocations(self, of: int) -> Iterator[tuple[int, int, _Symbol, int]]:
@@ -149,12 +152,8 @@ class LoadedCode:
 
     def _copy(self, item: _Object, place: dict[int, int]) -> None:
         for index, section in item.loaded():
-            if section.type != _NOBITS:
-                content = item.data[section.offset:section.offset + section.size]
-                if len(content) != section.size:
-                    raise PlanCorruptError(f"section {section.name} of a code object is cut short; "
-                                           "build the plan again")
-                self._map[place[index]:place[index] + section.size] = content
+            content = item.data[section.offset:section.offset + section.size]
+            self._map[place[index]:place[index] + section.size] = content
 
     def _publish(self, item: _Object, place: dict[int, int]) -> None:
         for symbol in item.symbols:

@@ -1,0 +1,60 @@
+"""Steps that no kernel runs: engines.reference computes them in Python, in real numbers.
+
+What lies in the arena is dequantised or widened first, and the results are stored as the plan says.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from engines.ir import Array, QParams
+from engines.plan import Fallback, TensorView
+
+
+class FallbackStep:
+    """A fallback made ready to run: the node decoded, its constants real numbers, the reference imported."""
+
+    def __init__(self, fallback: Fallback, constants: Mapping[str, Array]) -> None:
+        """constants: Plan.graph_arrays. PlanCorruptError if the node cannot be read."""
+        from engines.reference import run_node
+        from engines.serialize import node_from_json
+        self._run_node, self._node, self._fallback = run_node, node_from_json(fallback.node), fallback
+        quants = fallback.constant_quant or (None,) * len(fallback.inputs)
+        self._constants = {name: to_real(constants[name], quant)
+                           for name, quant in zip(fallback.inputs, quants, strict=True)
+                           if isinstance(name, str) and name}
+
+    def run(self, array: Callable[[TensorView], Array], batch: int) -> None:
+        """`array` gives the memory of a tensor."""
+        inputs = [self._value(source, array) for source in self._fallback.inputs]
+        results = self._run_node(self._node, inputs, batch)
+        for view, result in zip(self._fallback.outputs, results, strict=True):
+            array(view)[...] = to_stored(np.asarray(result), view.quant, view.dtype)
+
+    def _value(self, source: TensorView | str, array: Callable[[TensorView], Array]) -> Array | None:
+        if isinstance(source, TensorView):
+            return to_real(array(source), source.quant, source.dtype)
+        return self._constants[source] if source else None
+
+
+def to_real(stored: Array, quant: QParams | None, dtype: str = "") -> Array:
+    """A copy of what a stored tensor means: dequantised, or float32 for "bfloat16" (stored as its bits, uint16)."""
+    if quant is not None:
+        from engines.reference import dequantize
+        return dequantize(stored, quant)
+    if dtype == "bfloat16":
+        return (stored.astype(np.uint32) << 16).view(np.float32)
+    return stored.copy()
+
+
+def to_stored(real: Array, quant: QParams | None, dtype: str) -> Array:
+    """The inverse: rounded half to even; integers saturated."""
+    if quant is not None:
+        from engines.reference import quantize
+        return quantize(real, quant)
+    if dtype == "bfloat16":
+        bits = np.ascontiguousarray(real, np.float32).view(np.uint32)
+        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        return np.where(np.isnan(real), 0x7FC0, rounded).astype(np.uint16)
+    return real

@@ -1,0 +1,87 @@
+"""Convolutions, as matrix products over unrolled windows. Weights are OIHW (ConvTranspose: IOHW) in every layout."""
+from __future__ import annotations
+
+import numpy as np
+
+from engines.errors import GraphError
+from engines.ir import Array, Node, TensorType
+from engines.ops.op import Inputs, LayoutOp, Types, Values
+from engines.ops.window import Window
+from engines.shapes import fixed
+
+
+class Conv(LayoutOp):
+    """y[n, o, p] = b[o] + sum over c, t of w[o, c, t] * x[n, group(o) + c, p * stride + t * dilation - pad]"""
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        x, w = inputs[:2]
+        assert x is not None and w is not None
+        cout, cin, *kernel = fixed(w.shape)
+        channels, *sizes = fixed(x.shape[1:])
+        group = node.attrs.get("group", 1)
+        if cin * group != channels or cout % group:
+            raise GraphError(f"weights for {cin} channels in {group} groups do not fit {channels} channels")
+        if tuple(kernel) != tuple(node.attrs["kernel_shape"]):
+            raise GraphError(f"kernel_shape is {node.attrs['kernel_shape']}, but the weights have {kernel}")
+        window = Window.of(node, len(sizes))
+        return (TensorType(x.dtype, (x.shape[0], cout, *window.outputs(tuple(sizes)))),)
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        x, w, bias = (*arrays, None)[:3]
+        assert x is not None and w is not None
+        group = node.attrs.get("group", 1)
+        window = Window.of(node, x.ndim - 2)
+        outputs = window.outputs(x.shape[2:])
+        padded = window.padded(x, 0, outputs)
+        weights = w.reshape(group, len(w) // group, -1)
+        y = np.empty((len(x), len(w), *outputs), x.dtype)
+        for image, result in zip(padded, y, strict=True):       # one at a time: unrolled windows are large
+            columns = np.stack(list(window.taps(image, outputs)), axis=1)       # [C, taps, *outputs]
+            result[...] = np.matmul(weights, columns.reshape(group, weights.shape[2], -1)).reshape(result.shape)
+        if bias is not None:
+            y += bias.reshape(-1, *[1] * len(outputs))
+        return y
+
+
+class ConvTranspose(LayoutOp):
+    """The gradient of Conv: x[n, c, p] * w[c, o, t] is added to y[n, o, p * stride + t * dilation - pad]."""
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        x, w = inputs[:2]
+        assert x is not None and w is not None
+        channels, *sizes = fixed(x.shape[1:])
+        cin, cout, *_ = fixed(w.shape)
+        group = node.attrs.get("group", 1)
+        if cin != channels or cin % group:
+            raise GraphError(f"weights for {cin} channels in {group} groups do not fit {channels} channels")
+        return (TensorType(x.dtype, (x.shape[0], cout * group, *_transposed_outputs(node, tuple(sizes)))),)
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        x, w, bias = (*arrays, None)[:3]
+        assert x is not None and w is not None
+        group = node.attrs.get("group", 1)
+        window = Window.of(node, x.ndim - 2)
+        sizes, outputs = x.shape[2:], _transposed_outputs(node, x.shape[2:])
+        batch, cin, cout = len(x), w.shape[0] // group, w.shape[1]
+
+        weights = w.reshape(group, cin, -1).transpose(0, 2, 1)
+        products = np.matmul(weights, x.reshape(batch, group, cin, -1))         # [N, G, O * taps, pixels]
+        products = products.reshape(batch, group * cout, -1, *sizes)
+        full = tuple(max((size - 1) * s + span, before + out) for size, s, span, (before, _), out in
+                     zip(sizes, window.strides, window.spans, window.pads, outputs, strict=True))
+        y = np.zeros((batch, group * cout, *full), x.dtype)
+        for tap, view in enumerate(window.taps(y, sizes)):
+            view += products[:, :, tap]
+        y = y[(..., *(slice(before, before + out) for (before, _), out in zip(window.pads, outputs, strict=True)))]
+        return y if bias is None else y + bias.reshape(-1, *[1] * len(sizes))
+
+
+def _transposed_outputs(node: Node, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    window = Window.of(node, len(sizes))
+    extra = node.attrs.get("output_padding", (0,) * len(sizes))
+    return tuple((size - 1) * s + span + more - before - after for size, s, span, more, (before, after) in
+                 zip(sizes, window.strides, window.spans, extra, window.pads, strict=True))

@@ -1,0 +1,104 @@
+"""Operators that we do not write ourselves: the onnx package evaluates them, slowly, one node at a time.
+
+Such a node carries `onnx_opset` and, if not the default one, `onnx_domain`. The package is imported when the first of
+them is inferred or run; a graph without them never needs it.
+"""
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from engines.errors import GraphError
+from engines.ir import Array, Node, TensorType
+from engines.ops.op import Inputs, Op, Types, Values
+from engines.shapes import extent
+
+if TYPE_CHECKING:
+    import onnx
+
+
+_RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform",
+                     "RandomUniformLike"})
+
+
+class Fallback(Op, abstract=True):
+    """Any operator of the onnx package that has no subgraph."""
+
+    @classmethod
+    def random(cls, node: Node) -> bool:
+        return node.op in _RANDOM
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        import onnx
+
+        model = _model(node, inputs, values)
+        inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
+        found = {info.name: info.type.tensor_type for info in inferred.graph.output}
+        return tuple(_tensor_type(found[name]) for name in node.outputs if name)
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> tuple[Array, ...]:
+        session = _evaluator(_Key(node))
+        names = [name for name in node.inputs if name]
+        given = [a for a in arrays if a is not None]
+        return tuple(np.asarray(y) for y in session.run(None, dict(zip(names, given, strict=False))))
+
+
+class _Key:
+    """A node by identity: it is immutable, but its attributes need not be hashable."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+
+    def __hash__(self) -> int:
+        return id(self.node)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and other.node is self.node
+
+
+@lru_cache(maxsize=256)
+def _evaluator(key: _Key) -> Any:
+    from onnx.reference import ReferenceEvaluator
+
+    return ReferenceEvaluator(_model(key.node, [None] * len(key.node.inputs), ()))
+
+
+def _model(node: Node, inputs: Inputs, values: Values) -> onnx.ModelProto:
+    """A model of this one node; inputs with a known, constant value are initialisers."""
+    from onnx import helper, numpy_helper
+
+    attrs = {k: v for k, v in node.attrs.items() if not k.startswith("onnx_")}
+    domain = node.attrs.get("onnx_domain", "")
+    proto = helper.make_node(node.op, list(node.inputs), list(node.outputs), domain=domain, **attrs)
+    infos, initialisers = [], []
+    for name, kind, value in zip(node.inputs, inputs, list(values) or [None] * len(inputs), strict=True):
+        if not name:
+            continue
+        if value is not None and value.dtype != object:
+            initialisers.append(numpy_helper.from_array(value, name))
+        elif kind is None:
+            infos.append(helper.make_empty_tensor_value_info(name))
+        else:
+            infos.append(helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(kind.dtype), kind.shape))
+    outputs = [helper.make_empty_tensor_value_info(name) for name in node.outputs if name]
+    graph = helper.make_graph([proto], node.op, infos, outputs, initialisers)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid(domain, node.attrs["onnx_opset"])])
+
+
+def _tensor_type(proto: Any) -> TensorType:
+    from onnx import helper
+
+    if not proto.HasField("shape") or not proto.elem_type:
+        raise GraphError("the shape of its result depends on data, which is not supported")
+    shape = []
+    for d in proto.shape.dim:
+        if not d.HasField("dim_value") and not d.dim_param:
+            raise GraphError("an extent of its result depends on data, which is not supported")
+        shape.append(d.dim_value if d.HasField("dim_value") else d.dim_param)
+    for d in shape:
+        extent(d)
+    return TensorType(np.dtype(helper.tensor_dtype_to_np_dtype(proto.elem_type)), tuple(shape))

@@ -1,0 +1,48 @@
+"""Operators that make a tensor from numbers."""
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from engines.errors import GraphError
+from engines.ir import Array, Node, TensorType
+from engines.ops.op import Inputs, Op, Types, Values
+from engines.shapes import dim, extent, fixed
+
+
+class ConstantOfShape(Op):
+    """The attribute `value` (one element) in every place of the attribute `shape`."""
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        return (TensorType(cls._value(node).dtype, tuple(node.attrs["shape"])),)
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        return np.full(fixed(node.attrs["shape"]), cls._value(node))
+
+    @staticmethod
+    def _value(node: Node) -> Array:
+        return np.asarray(node.attrs.get("value", np.float32(0))).reshape(())
+
+
+class Range(Op):
+    """start, start + delta, ... below limit; three scalars."""
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        first = inputs[0]
+        assert first is not None
+        if any(v is None for v in values) or len(values) < 3:
+            raise GraphError("its length depends on data: make start, limit and delta constants")
+        start, limit, delta = (v.item() for v in values if v is not None)
+        length = limit - start
+        if delta != 1 or isinstance(length, float):
+            length = max(math.ceil(length / delta), 0)
+        return (TensorType(first.dtype, (dim(extent(dim(length))),)),)
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        start, limit, delta = (a.item() for a in arrays)
+        return np.arange(start, limit, delta, arrays[0].dtype)

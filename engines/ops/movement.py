@@ -1,0 +1,222 @@
+"""Operators that move elements and change none: join, cut, select, repeat, pad, interleave."""
+from __future__ import annotations
+
+from itertools import accumulate
+
+import numpy as np
+
+from engines.errors import GraphError
+from engines.ir import Array, Node, TensorType
+from engines.ops.op import Inputs, LayoutOp, Op, Types, Values, present
+from engines.shapes import dim, extent, fixed, normal_axis
+
+
+class Concat(Op):
+    symbolic = True
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        given = present(inputs)
+        axis = normal_axis(node.attrs["axis"], len(given[0].shape))
+        others = {(*t.shape[:axis], *t.shape[axis + 1:]) for t in given}
+        if len(others) > 1:
+            raise GraphError(f"extents beside axis {axis} differ")
+        total = sum((extent(t.shape[axis]) for t in given), start=0)
+        shape = given[0].shape
+        return (TensorType(given[0].dtype, (*shape[:axis], dim(total), *shape[axis + 1:])),)
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        return np.concatenate(arrays, axis=node.attrs["axis"])
+
+
+class Split(Op):
+    """Into parts of the extents `split` along `axis`."""
+    symbolic = True
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        (x,) = inputs
+        assert x is not None
+        axis = normal_axis(node.attrs.get("axis", 0), len(x.shape))
+        sizes = node.attrs["split"]
+        if sum((extent(s) for s in sizes), start=0) != extent(x.shape[axis]):
+            raise GraphError(f"parts of {tuple(sizes)} do not add up to {x.shape[axis]}, the extent of axis {axis}")
+        return tuple(TensorType(x.dtype, (*x.shape[:axis], size, *x.shape[axis + 1:])) for size in sizes)
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> tuple[Array, ...]:
+        (x,) = arrays
+        *cuts, _ = accumulate(fixed(node.attrs["split"]))
+        return tuple(np.split(x, cuts, axis=node.attrs.get("axis", 0)))
+
+
+class Slice(Op):
+    """x[starts:ends:steps] along `axes`; all four are attributes of equal length."""
+    symbolic = True
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        (x,) = inputs
+        assert x is not None
+        shape = list(x.shape)
+        for axis, cut in cls.cuts(node, len(shape)):
+            if (cut.start, cut.stop, cut.step) == (None, None, 1):
+                continue
+            (size,) = fixed([shape[axis]])
+            shape[axis] = len(range(size)[cut])
+        return (TensorType(x.dtype, tuple(shape)),)
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        (x,) = arrays
+        index = [slice(None)] * x.ndim
+        for axis, cut in cls.cuts(node, x.ndim):
+            index[axis] = cut
+        return np.array(x[tuple(index)])
+
+    @staticmethod
+    def cuts(node: Node, rank: int) -> list[tuple[int, slice]]:
+        """(axis, what to keep of it) for each axis that is cut."""
+        attrs = node.attrs
+        rows = zip(attrs["axes"], attrs["starts"], attrs["ends"], attrs["steps"], strict=True)
+        return [(normal_axis(axis, rank), _slice(start, end, step)) for axis, start, end, step in rows]
+
+
+FAR = 2**31 - 1        # what exporters write for "to the end", or more
+
+
+def _slice(start: int, end: int, step: int) -> slice:
+    """Python's slice of ONNX's: an end beyond the last element is no end, and going down -1 is the last element."""
+    if step > 0:
+        return slice(start or None, None if end >= FAR else end, step)
+    return slice(None if start >= FAR else start, None if end <= -FAR else end, step)
+
+
+class Gather(Op):
+    """x[..., indices, ...] at `axis`."""
+    symbolic = True
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        x, indices = inputs
+        assert x is not None and indices is not None
+        axis = normal_axis(node.attrs.get("axis", 0), len(x.shape))
+        return (TensorType(x.dtype, (*x.shape[:axis], *indices.shape, *x.shape[axis + 1:])),)
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        x, indices = arrays
+        return np.asarray(np.take(x, indices.astype(np.int64), axis=node.attrs.get("axis", 0)))
+
+
+class GatherElements(Op):
+    """y[i][j] = x[indices[i][j]][j], along `axis`."""
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        x, indices = inputs
+        assert x is not None and indices is not None
+        return (TensorType(x.dtype, indices.shape),)
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        x, indices = arrays
+        axis = normal_axis(node.attrs.get("axis", 0), x.ndim)
+        grid = list(np.indices(indices.shape, sparse=True))
+        grid[axis] = indices
+        return np.asarray(x[tuple(grid)])
+
+
+class Tile(Op):
+    """`repeats` copies along each axis."""
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        (x,) = inputs
+        assert x is not None
+        repeats = node.attrs["repeats"]
+        if len(repeats) != len(x.shape):
+            raise GraphError(f"{len(repeats)} repeats for {len(x.shape)} axes")
+        return (TensorType(x.dtype, tuple(dim(extent(d) * extent(r)) for d, r in zip(x.shape, repeats, strict=True))),)
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        return np.tile(arrays[0], fixed(node.attrs["repeats"]))
+
+
+class Pad(Op):
+    """`pads` (before each axis, then after each; negative cuts) filled as `mode` says; `value` fills constant ones."""
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        (x,) = inputs
+        assert x is not None
+        widths = cls.widths(node, len(x.shape))
+        shape = tuple(dim(extent(d) + before + after) for d, (before, after) in zip(x.shape, widths, strict=True))
+        return (TensorType(x.dtype, shape),)
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        (x,) = arrays
+        widths = cls.widths(node, x.ndim)
+        inside = x[tuple(slice(max(-before, 0), size - max(-after, 0)) for (before, after), size in
+                         zip(widths, x.shape, strict=True))]
+        grow = [(max(before, 0), max(after, 0)) for before, after in widths]
+        mode = node.attrs.get("mode", "constant")
+        if mode == "constant":
+            return np.pad(inside, grow, constant_values=x.dtype.type(node.attrs.get("value", 0)))
+        return np.pad(inside, grow, mode=mode)
+
+    @staticmethod
+    def widths(node: Node, rank: int) -> list[tuple[int, int]]:
+        """(before, after) for each axis."""
+        pads = node.attrs["pads"]
+        return list(zip(pads[:rank], pads[rank:], strict=True))
+
+
+class DepthToSpace(LayoutOp):
+    """Channels become blocks of pixels. DCR: the block is the outer part of the channel; CRD: the inner."""
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        (x,) = inputs
+        assert x is not None
+        block = node.attrs["blocksize"]
+        channels, height, width = fixed(x.shape[1:])
+        if channels % block**2:
+            raise GraphError(f"{channels} channels are no multiple of {block} * {block}")
+        return (TensorType(x.dtype, (x.shape[0], channels // block**2, height * block, width * block)),)
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        (x,) = arrays
+        block = node.attrs["blocksize"]
+        n, channels, height, width = x.shape
+        if node.attrs.get("mode", "DCR") == "DCR":
+            parts = x.reshape(n, block, block, -1, height, width).transpose(0, 3, 4, 1, 5, 2)
+        else:
+            parts = x.reshape(n, -1, block, block, height, width).transpose(0, 1, 4, 2, 5, 3)
+        return parts.reshape(n, channels // block**2, height * block, width * block)
+
+
+class SpaceToDepth(LayoutOp):
+    """Blocks of pixels become channels; the place in the block is the outer part of the channel."""
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        (x,) = inputs
+        assert x is not None
+        block = node.attrs["blocksize"]
+        channels, height, width = fixed(x.shape[1:])
+        if height % block or width % block:
+            raise GraphError(f"{height} x {width} pixels are no multiple of {block} x {block}")
+        return (TensorType(x.dtype, (x.shape[0], channels * block**2, height // block, width // block)),)
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        (x,) = arrays
+        block = node.attrs["blocksize"]
+        n, channels, height, width = x.shape
+        parts = x.reshape(n, channels, height // block, block, width // block, block).transpose(0, 3, 5, 1, 2, 4)
+        return parts.reshape(n, channels * block**2, height // block, width // block)

@@ -1,0 +1,117 @@
+"""Normalisations."""
+from __future__ import annotations
+
+import numpy as np
+
+from engines.ir import Array, Node, TensorType
+from engines.ops.op import Inputs, LayoutOp, Op, Types, Values
+from engines.shapes import normal_axis
+
+
+class _SameShape(Op, abstract=True):
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        x = inputs[0]
+        assert x is not None
+        return (TensorType(x.dtype, x.shape),)
+
+
+class BatchNormalization(_SameShape):
+    """(x - mean) / sqrt(var + epsilon) * scale + bias, constants per channel (inference form)."""
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        x, *constants = arrays
+        scale, bias, mean, variance = (c.reshape(-1, *[1] * (x.ndim - 2)) for c in constants)
+        y = (x - mean) / np.sqrt(variance + node.attrs.get("epsilon", 1e-5)) * scale + bias
+        return np.asarray(y, x.dtype)
+
+
+class InstanceNormalization(_SameShape):
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        x, *constants = arrays
+        scale, bias = (c.reshape(-1, *[1] * (x.ndim - 2)) for c in constants)
+        y = standardise(x, tuple(range(2, x.ndim)), node.attrs.get("epsilon", 1e-5))
+        return np.asarray(y * scale + bias, x.dtype)
+
+
+class LayerNormalization(Op):
+    """Over the axes from `axis` on. The optional outputs are the mean and the inverse standard deviation."""
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        x = inputs[0]
+        assert x is not None
+        axis = normal_axis(node.attrs.get("axis", -1), len(x.shape))
+        statistic = TensorType(np.dtype(np.float32), (*x.shape[:axis], *[1] * (len(x.shape) - axis)))
+        return TensorType(x.dtype, x.shape), statistic, statistic
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> tuple[Array, ...]:
+        x, scale, bias = (*arrays, None)[:3]
+        assert x is not None and scale is not None
+        axes = tuple(range(normal_axis(node.attrs.get("axis", -1), x.ndim), x.ndim))
+        wide = x.astype(np.float32) if x.dtype == np.float16 else x
+        mean = wide.mean(axis=axes, keepdims=True)
+        deviation = 1 / np.sqrt(wide.var(axis=axes, keepdims=True) + node.attrs.get("epsilon", 1e-5))
+        y = ((wide - mean) * deviation).astype(x.dtype) * scale
+        return (y if bias is None else y + bias).astype(x.dtype), mean.astype(np.float32), deviation.astype(np.float32)
+
+
+def standardise(x: Array, axes: tuple[int, ...], epsilon: float) -> Array:
+    """(x - mean) / sqrt(variance + epsilon) over `axes`."""
+    mean = x.mean(axis=axes, keepdims=True)
+    return np.asarray((x - mean) / np.sqrt(x.var(axis=axes, keepdims=True) + epsilon))
+
+
+class LRN(LayoutOp):
+    """x / (bias + alpha / size * sum of squares over `size` neighbouring channels) ** beta"""
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        x = inputs[0]
+        assert x is not None
+        return (TensorType(x.dtype, x.shape),)
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        (x,) = arrays
+        size = node.attrs["size"]
+        before = (size - 1) // 2
+        squares = np.pad(x * x, [(0, 0), (before, size - 1 - before), *[(0, 0)] * (x.ndim - 2)])
+        total = sum(squares[:, i:i + x.shape[1]] for i in range(size))
+        factor = node.attrs.get("bias", 1.0) + node.attrs.get("alpha", 1e-4) / size * total
+        return np.asarray(x / factor ** node.attrs.get("beta", 0.75), x.dtype)
+
+
+class LpNormalization(_SameShape):
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        (x,) = arrays
+        norm = np.linalg.norm(x, node.attrs.get("p", 2), axis=node.attrs.get("axis", -1), keepdims=True)
+        return np.asarray(np.where(norm == 0, 0, x / norm), x.dtype)
+
+
+class _Softmax(_SameShape, abstract=True):
+    @staticmethod
+    def shifted(node: Node, x: Array) -> tuple[Array, int]:
+        axis = node.attrs.get("axis", -1)
+        return x - x.max(axis=axis, keepdims=True), axis
+
+
+class Softmax(_Softmax):
+    """exp(x) / sum of exp(x) over `axis`"""
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        x, axis = cls.shifted(node, *arrays)
+        y = np.exp(x)
+        return np.asarray(y / y.sum(axis=axis, keepdims=True))
+
+
+class LogSoftmax(_Softmax):
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        x, axis = cls.shifted(node, *arrays)
+        return np.asarray(x - np.log(np.exp(x).sum(axis=axis, keepdims=True)))

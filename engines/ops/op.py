@@ -1,0 +1,153 @@
+"""What an operator is: result types, exact meaning, and the few facts that passes ask for.
+
+To add one, write a class named as ONNX names it:
+
+    class Relu(Unary):
+        @staticmethod
+        def formula(x):
+            return np.maximum(x, 0)
+
+Nodes are in canonical form (frontend/normalise.py): what ONNX passes as small constant inputs (axes, pads, sizes, ...)
+is an attribute here, and attributes that depend on shapes (auto_pad, a -1 in a target) are resolved.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import ClassVar
+
+import numpy as np
+
+from engines.errors import EngineError, GraphError
+from engines.ir import Array, Dim, Node, TensorType
+from engines.shapes import Extent, Undecided
+
+_REGISTRY: dict[str, type[Op]] = {}
+OPS: Mapping[str, type[Op]] = MappingProxyType(_REGISTRY)
+
+Inputs = Sequence[TensorType | None]        # None: an absent optional input
+Values = Sequence[Array | None]             # None: not known before run time
+Types = tuple[TensorType, ...]
+
+
+class Op:
+    """One ONNX operator; never instantiated. Subclasses say `types` and `compute`; callers use `infer`, `reference`."""
+
+    pointwise: ClassVar[bool] = False       # y[i] depends on the inputs at i (after broadcasting) only
+    symbolic: ClassVar[bool] = False        # compute also works on arrays of ints and Extents
+
+    @classmethod
+    def random(cls, node: Node) -> bool:
+        """Whether the same inputs give different results."""
+        return False
+
+    def __init_subclass__(cls, *, abstract: bool = False) -> None:
+        super().__init_subclass__()
+        if not abstract:
+            _REGISTRY[cls.__name__] = cls
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        """The outputs' types."""
+        raise NotImplementedError
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array | tuple[Array, ...]:
+        """The outputs. An absent optional input is None."""
+        raise NotImplementedError
+
+    @classmethod
+    def infer(cls, node: Node, inputs: Inputs, values: Values = ()) -> Types:
+        """Types of all outputs (also those the node leaves out), without `quant`.
+
+        `values` has what is known of each input before run time: a constant, or an object array of ints and Extents.
+        Raises GraphError that names the node if the inputs do not fit each other.
+        """
+        try:
+            return cls.types(node, inputs, values)
+        except (GraphError, Undecided) as error:
+            shapes = ", ".join(str(t) for t in inputs if t)
+            raise GraphError(f"{describe(node)} on {shapes}: {error}") from error
+
+    @classmethod
+    def reference(cls, node: Node, *arrays: Array) -> tuple[Array, ...]:
+        """What ONNX says that the node computes, in NumPy; floating-point exceptions are silent, as in hardware."""
+        with np.errstate(all="ignore"):
+            try:
+                result = cls.compute(node, *arrays)
+            except (EngineError, Undecided):
+                raise
+            except Exception as error:
+                shapes = ", ".join("-" if a is None else f"{a.dtype}{list(a.shape)}" for a in arrays)
+                raise GraphError(f"{describe(node)} cannot run on {shapes}: {error}") from error
+        return result if isinstance(result, tuple) else (result,)
+
+    @classmethod
+    def known(cls, node: Node, inputs: Inputs, values: Values) -> tuple[Array, ...] | None:
+        """The outputs' values if they follow from what is known before run time, else None."""
+        given = [v for v, t in zip(values, inputs, strict=True) if t is not None]
+        if any(v is None for v in given) or cls.random(node):
+            return None
+        if any(v is not None and v.dtype == object for v in given):
+            return _symbolic(cls, node, inputs, values) if cls.symbolic else None
+        return cls.reference(node, *values)     # type: ignore[arg-type]  # absent inputs stay None
+
+
+def _symbolic(op: type[Op], node: Node, inputs: Inputs, values: Values) -> tuple[Array, ...] | None:
+    """`known` for values that hold Extents; ints become Python ints, which never overflow or promote."""
+    arrays = [v if v is None else v.astype(object) for v in values]
+    try:
+        results = op.reference(node, *arrays)     # type: ignore[arg-type]
+    except (Undecided, GraphError):
+        return None
+    types = op.infer(node, inputs, values)
+    return tuple(settled(np.asarray(r, object), t) for r, t in zip(results, types, strict=False))
+
+
+def settled(array: Array, kind: TensorType) -> Array:
+    """An object array as an ordinary one, if no Extent is left in it."""
+    return array if any(isinstance(v, Extent) for v in array.flat) else array.astype(kind.dtype)
+
+
+def describe(node: Node) -> str:
+    """How messages name a node: by its name if it has one, else by what it makes."""
+    label = f"'{node.name}'" if node.name else f"that makes '{node.outputs[0] if node.outputs else ''}'"
+    return f"node {label} ({node.op})"
+
+
+def present(inputs: Inputs) -> list[TensorType]:
+    return [t for t in inputs if t is not None]
+
+
+class LayoutOp(Op, abstract=True):
+    """An operator on images: the first input and the outputs are [N, C, ...], or [N, ..., C] with `channels_last`.
+
+    `types` and `compute` are written for channels first; weights are OIHW in both.
+    """
+
+    @classmethod
+    def infer(cls, node: Node, inputs: Inputs, values: Values = ()) -> Types:
+        if not node.attrs.get("channels_last"):
+            return super().infer(node, inputs, values)
+        x, *rest = inputs
+        assert x is not None
+        first = TensorType(x.dtype, channels_first(x.shape))
+        return tuple(TensorType(t.dtype, channels_last(t.shape)) for t in super().infer(node, (first, *rest), values))
+
+    @classmethod
+    def reference(cls, node: Node, *arrays: Array) -> tuple[Array, ...]:
+        if not node.attrs.get("channels_last"):
+            return super().reference(node, *arrays)
+        x, *rest = arrays
+        results = super().reference(node, np.moveaxis(x, -1, 1), *rest)
+        return tuple(np.ascontiguousarray(np.moveaxis(y, 1, -1)) for y in results)
+
+
+def channels_first(shape: Sequence[Dim]) -> tuple[Dim, ...]:
+    """[N, ..., C] -> [N, C, ...]"""
+    return (shape[0], shape[-1], *shape[1:-1])
+
+
+def channels_last(shape: Sequence[Dim]) -> tuple[Dim, ...]:
+    """[N, C, ...] -> [N, ..., C]"""
+    return (shape[0], *shape[2:], shape[1])

@@ -1,0 +1,42 @@
+"""Operators that work on each element by itself, after broadcasting: the base of arithmetic, activations, logic."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+
+from engines.ir import Array, Node, TensorType
+from engines.ops.op import Inputs, Op, Types, Values, present
+from engines.shapes import broadcast
+
+
+class Pointwise(Op, abstract=True):
+    """y = formula(*inputs, **attributes); the dtype of y is that of the first input."""
+    pointwise = True
+
+    formula: ClassVar[Callable[..., Array]]
+
+    @classmethod
+    def result_dtype(cls, node: Node, dtypes: list[np.dtype[Any]]) -> np.dtype[Any]:
+        return dtypes[0]
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        given = present(inputs)
+        return (TensorType(cls.result_dtype(node, [t.dtype for t in given]), broadcast(*(t.shape for t in given))),)
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        result = np.asarray(cls.formula(*arrays, **node.attrs))
+        if result.dtype == object:
+            return result
+        return result.astype(cls.result_dtype(node, [a.dtype for a in arrays]), copy=False)
+
+
+class Predicate(Pointwise, abstract=True):
+    """A pointwise operator that answers yes or no."""
+
+    @classmethod
+    def result_dtype(cls, node: Node, dtypes: list[np.dtype[Any]]) -> np.dtype[Any]:
+        return np.dtype(np.bool_)

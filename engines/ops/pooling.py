@@ -1,0 +1,118 @@
+"""Pools: a reduction of each window, or of the whole image, channel by channel."""
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from engines.errors import GraphError
+from engines.ir import Array, Node, TensorType
+from engines.ops.op import Inputs, LayoutOp, Types, Values
+from engines.ops.window import Window
+from engines.shapes import fixed
+
+
+class _Pool(LayoutOp, abstract=True):
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        (x,) = inputs
+        assert x is not None
+        sizes = fixed(x.shape[2:])
+        outputs = Window.of(node, len(sizes)).outputs(sizes, bool(node.attrs.get("ceil_mode")))
+        return (TensorType(x.dtype, (*x.shape[:2], *outputs)),)
+
+
+class MaxPool(_Pool):
+    """Padding never wins."""
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        (y,) = super().types(node, inputs, values)
+        return y, TensorType(np.dtype(np.int64), y.shape)
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array | tuple[Array, ...]:
+        (x,) = arrays
+        window = Window.of(node, x.ndim - 2)
+        outputs = window.outputs(x.shape[2:], bool(node.attrs.get("ceil_mode")))
+        padded = window.padded(x, _lowest(x.dtype), outputs)
+        y = reduce(np.maximum, window.taps(padded, outputs)).copy()
+        if len(node.outputs) < 2 or not node.outputs[1]:
+            return y
+        if node.attrs.get("channels_last"):
+            raise GraphError("the second output (indices) is defined for channels first only")
+        return y, _indices(node, x, window, outputs, y)
+
+
+def _indices(node: Node, x: Array, window: Window, outputs: tuple[int, ...], y: Array) -> Array:
+    """Where in the flattened x each maximum is, the first of equals; storage_order 1 flattens images by column."""
+    order = "F" if node.attrs.get("storage_order") else "C"
+    image = np.arange(x[0, 0].size).reshape(x.shape[2:], order=order)       # type: ignore[call-overload]
+    numbers = image + (np.arange(len(x) * x.shape[1]) * image.size).reshape(*x.shape[:2], *[1] * image.ndim)
+    padded, numbers = window.padded(x, _lowest(x.dtype), outputs), window.padded(numbers, -1, outputs)
+    result = np.full(y.shape, -1, np.int64)
+    for tap, number in zip(window.taps(padded, outputs), window.taps(numbers, outputs), strict=True):
+        result = np.where((result < 0) & (tap == y) & (number >= 0), number, result)
+    return result
+
+
+def _lowest(dtype: np.dtype[Any]) -> float:
+    return -np.inf if dtype.kind == "f" else int(np.iinfo(dtype).min)
+
+
+class AveragePool(_Pool):
+    """The mean of the window's pixels; padding counts as zeros with count_include_pad, else not at all."""
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        (x,) = arrays
+        window = Window.of(node, x.ndim - 2)
+        outputs = window.outputs(x.shape[2:], bool(node.attrs.get("ceil_mode")))
+        total = sum(window.taps(window.padded(x, 0, outputs), outputs))
+        return np.asarray(total / cls.counts(node, x.shape[2:]).astype(x.dtype))
+
+    @classmethod
+    def counts(cls, node: Node, sizes: tuple[int, ...]) -> Array:
+        """The divisor of each output pixel: how many pixels of its window count. Shape: the output's spatial one."""
+        window = Window.of(node, len(sizes))
+        outputs = window.outputs(sizes, bool(node.attrs.get("ceil_mode")))
+        ones = np.ones((1, 1, *sizes), np.int64)
+        if node.attrs.get("count_include_pad"):
+            ones = np.pad(ones, [(0, 0), (0, 0), *window.pads], constant_values=1)
+            window = Window(window.kernel, window.strides, window.dilations, ((0, 0),) * len(sizes))
+        counts: Array = reduce(np.add, window.taps(window.padded(ones, 0, outputs), outputs))[0, 0]
+        return counts
+
+
+class LpPool(_Pool):
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        (x,) = arrays
+        p = node.attrs.get("p", 2)
+        window = Window.of(node, x.ndim - 2)
+        outputs = window.outputs(x.shape[2:], bool(node.attrs.get("ceil_mode")))
+        taps = window.taps(window.padded(np.abs(x) ** p, 0, outputs), outputs)
+        return np.asarray(sum(taps) ** (1 / p))
+
+
+class _GlobalPool(LayoutOp, abstract=True):
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        (x,) = inputs
+        assert x is not None
+        return (TensorType(x.dtype, (*x.shape[:2], *[1] * (len(x.shape) - 2))),)
+
+
+class GlobalAveragePool(_GlobalPool):
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        (x,) = arrays
+        return np.asarray(x.mean(axis=tuple(range(2, x.ndim)), keepdims=True))
+
+
+class GlobalMaxPool(_GlobalPool):
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        (x,) = arrays
+        return np.asarray(x.max(axis=tuple(range(2, x.ndim)), keepdims=True))

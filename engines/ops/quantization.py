@@ -1,0 +1,57 @@
+"""real = scale * (stored - zero_point), per tensor or per index of `axis`."""
+from __future__ import annotations
+
+import numpy as np
+
+from engines.ir import Array, Node, TensorType
+from engines.ops.op import Inputs, Op, Types, Values
+
+
+class QuantizeLinear(Op):
+    """saturate(round half to even(x / scale) + zero_point)"""
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        x = inputs[0]
+        assert x is not None
+        zero_point = inputs[2] if len(inputs) > 2 else None
+        return (TensorType(zero_point.dtype if zero_point else np.dtype(np.uint8), x.shape),)
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        x, scale, zero_point = (*arrays, None)[:3]
+        assert x is not None and scale is not None
+        if zero_point is None:
+            zero_point = np.zeros_like(scale, np.uint8)
+        range_ = np.iinfo(zero_point.dtype)
+        shift = along_axis(node, x, zero_point).astype(np.float64)
+        stored = np.rint(x / along_axis(node, x, scale)) + shift
+        return np.clip(stored, range_.min, range_.max).astype(zero_point.dtype)
+
+
+class DequantizeLinear(Op):
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        x, scale = inputs[:2]
+        assert x is not None and scale is not None
+        return (TensorType(scale.dtype, x.shape),)
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        x, scale, zero_point = (*arrays, None)[:3]
+        assert x is not None and scale is not None
+        real = x.astype(np.int32)
+        if zero_point is not None:
+            real = real - along_axis(node, x, zero_point).astype(np.int32)
+        return real.astype(scale.dtype) * along_axis(node, x, scale)
+
+
+def along_axis(node: Node, x: Array, constants: Array) -> Array:
+    """`constants` shaped to broadcast along the node's axis: a scalar, one for each index, or for each block."""
+    if constants.size == 1 and constants.ndim <= 1:
+        return constants.reshape(())
+    axis = node.attrs.get("axis", 1) % x.ndim
+    if constants.ndim > 1:      # one scale for each block of `block_size` elements of the axis
+        blocks = np.repeat(constants, node.attrs["block_size"], axis)
+        return np.take(blocks, range(x.shape[axis]), axis)
+    return constants.reshape(-1, *[1] * (x.ndim - axis - 1))

@@ -1,0 +1,140 @@
+"""Reductions over `axes` (an attribute: non-negative, in order); with keepdims they stay with extent 1."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import numpy as np
+
+from engines.ir import Array, Dim, Node, TensorType
+from engines.ops.op import Inputs, Op, Types, Values
+from engines.shapes import fixed, normal_axis
+
+
+class Reduction(Op, abstract=True):
+    formula: ClassVar[Callable[..., Array]]         # (x, axis=, keepdims=)
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        (x,) = inputs
+        assert x is not None
+        axes = cls.axes(node, len(x.shape))
+        return (TensorType(x.dtype, reduced(x.shape, axes, node.attrs.get("keepdims", 1))),)
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        (x,) = arrays
+        y = cls.formula(x, axis=cls.axes(node, x.ndim), keepdims=bool(node.attrs.get("keepdims", 1)))
+        return np.asarray(y, x.dtype)
+
+    @classmethod
+    def axes(cls, node: Node, rank: int) -> tuple[int, ...]:
+        """All axes, if the node names none."""
+        return tuple(normal_axis(a, rank) for a in node.attrs.get("axes", range(rank)))
+
+
+def reduced(shape: tuple[Dim, ...], axes: tuple[int, ...], keepdims: bool) -> tuple[Dim, ...]:
+    return tuple(1 if i in axes else d for i, d in enumerate(shape) if keepdims or i not in axes)
+
+
+class ReduceSum(Reduction):
+    formula = staticmethod(np.sum)
+
+
+class ReduceMean(Reduction):
+    formula = staticmethod(np.mean)
+
+
+class ReduceMax(Reduction):
+    formula = staticmethod(np.max)
+
+
+class ReduceMin(Reduction):
+    formula = staticmethod(np.min)
+
+
+class ReduceProd(Reduction):
+    symbolic = True
+    formula = staticmethod(np.prod)
+
+
+class ReduceL1(Reduction):
+    @staticmethod
+    def formula(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
+        return np.asarray(np.abs(x).sum(axis=axis, keepdims=keepdims))
+
+
+class ReduceL2(Reduction):
+    @staticmethod
+    def formula(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
+        return np.sqrt(np.square(x).sum(axis=axis, keepdims=keepdims))
+
+
+class ReduceSumSquare(Reduction):
+    @staticmethod
+    def formula(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
+        return np.asarray(np.square(x).sum(axis=axis, keepdims=keepdims))
+
+
+class ReduceLogSum(Reduction):
+    @staticmethod
+    def formula(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
+        return np.log(x.sum(axis=axis, keepdims=keepdims))
+
+
+class ReduceLogSumExp(Reduction):
+    @staticmethod
+    def formula(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
+        return np.logaddexp.reduce(x, axis=axis, keepdims=keepdims)     # type: ignore[no-any-return]
+
+
+class _Arg(Op, abstract=True):
+    """The index of the extreme; of several, the first or (select_last_index) the last."""
+    search: ClassVar[Callable[..., Array]]
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        (x,) = inputs
+        assert x is not None
+        axis = normal_axis(node.attrs.get("axis", 0), len(x.shape))
+        return (TensorType(np.dtype(np.int64), reduced(x.shape, (axis,), node.attrs.get("keepdims", 1))),)
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        (x,) = arrays
+        axis = node.attrs.get("axis", 0)
+        last = bool(node.attrs.get("select_last_index"))
+        found = cls.search(np.flip(x, axis) if last else x, axis=axis, keepdims=bool(node.attrs.get("keepdims", 1)))
+        return np.asarray(x.shape[axis] - 1 - found if last else found, np.int64)
+
+
+class ArgMax(_Arg):
+    search = staticmethod(np.argmax)
+
+
+class ArgMin(_Arg):
+    search = staticmethod(np.argmin)
+
+
+class TopK(Op):
+    """The k (an attribute) largest or smallest along `axis`, in order, and their indices; ties by lower index."""
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        (x,) = inputs
+        assert x is not None
+        axis = normal_axis(node.attrs.get("axis", -1), len(x.shape))
+        fixed(x.shape[axis:axis + 1])
+        shape = (*x.shape[:axis], node.attrs["k"], *x.shape[axis + 1:])
+        return TensorType(x.dtype, shape), TensorType(np.dtype(np.int64), shape)
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> tuple[Array, ...]:
+        (x,) = arrays
+        axis = normal_axis(node.attrs.get("axis", -1), x.ndim)
+        if node.attrs.get("largest", 1):        # the last of an ascending order of the reversed axis: ties stay stable
+            order = x.shape[axis] - 1 - np.flip(np.argsort(np.flip(x, axis), axis, kind="stable"), axis)
+        else:
+            order = np.argsort(x, axis, kind="stable")
+        index = np.take(order, range(node.attrs["k"]), axis).astype(np.int64)
+        return np.take_along_axis(x, index, axis), index

@@ -1,0 +1,142 @@
+"""Resize: every axis is interpolated by itself, as a matrix [out, in] of weights; nearest selects instead."""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from engines.errors import GraphError
+from engines.ir import Array, Node, TensorType
+from engines.ops.op import Inputs, LayoutOp, Types, Values
+from engines.shapes import extent, fixed
+
+
+class Resize(LayoutOp):
+    """To the extents `sizes`, or by the factors `scales` (one for each axis, channels first)."""
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        (x,) = inputs
+        assert x is not None
+        sizes = node.attrs.get("sizes")
+        if sizes is None:
+            scales = node.attrs["scales"]
+            if len(scales) != len(x.shape):
+                raise GraphError(f"{len(scales)} scales for {len(x.shape)} axes")
+            sizes = [d if s == 1 else math.floor(s * fixed([d])[0]) for d, s in zip(x.shape, scales, strict=True)]
+        if len(sizes) != len(x.shape):
+            raise GraphError(f"{len(sizes)} sizes for {len(x.shape)} axes")
+        return (TensorType(x.dtype, tuple(sizes)),)
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        (x,) = arrays
+        attrs = node.attrs
+        outside = np.zeros((), bool)
+        y = x
+        for axis, (size, scale) in enumerate(cls.factors(node, x.shape)):
+            if size == x.shape[axis] and scale == 1 and "roi" not in attrs:
+                continue
+            places = coordinates(node, axis, x.shape[axis], size, scale)
+            if attrs.get("mode", "nearest") == "nearest":
+                index = _NEAREST[attrs.get("nearest_mode", "round_prefer_floor")](places)
+                y = np.take(y, np.clip(index, 0, x.shape[axis] - 1).astype(np.int64), axis)
+            else:
+                weights = interpolation(node, places, x.shape[axis], scale)
+                y = np.moveaxis(np.tensordot(weights, y, (1, axis)), 0, axis)
+            if attrs.get("coordinate_transformation_mode") == "tf_crop_and_resize":
+                beyond = (places < 0) | (places > x.shape[axis] - 1)
+                outside = outside | beyond.reshape(-1, *[1] * (x.ndim - axis - 1))
+        y = np.where(outside, attrs.get("extrapolation_value", 0.0), y) if outside.any() else y
+        return _cast(y, x)
+
+    @classmethod
+    def factors(cls, node: Node, shape: tuple[int, ...]) -> list[tuple[int, float]]:
+        """(output extent, scale) for each axis, channels first."""
+        scales = node.attrs.get("scales")
+        if scales is not None:
+            return [(math.floor(size * scale), scale) for size, scale in zip(shape, scales, strict=True)]
+        sizes = [size if isinstance(d, str) else int(extent(d))     # type: ignore[arg-type]
+                 for d, size in zip(node.attrs["sizes"], shape, strict=True)]
+        return [(out, out / size) for out, size in zip(sizes, shape, strict=True)]
+
+
+def _cast(y: Array, x: Array) -> Array:
+    if x.dtype.kind in "iu" and y.dtype.kind == "f":
+        info = np.iinfo(x.dtype)
+        y = np.clip(np.rint(y), info.min, info.max)
+    return y.astype(x.dtype, copy=False)
+
+
+def coordinates(node: Node, axis: int, size: int, out: int, scale: float) -> Array:
+    """Where each output index lies on the input axis, in double precision."""
+    i = np.arange(out, dtype=np.float64)
+    mode = node.attrs.get("coordinate_transformation_mode", "half_pixel")
+    if mode == "asymmetric":
+        return i / scale
+    if mode == "align_corners":
+        return i * (size - 1) / (out - 1) if out > 1 else i * 0
+    if mode == "tf_crop_and_resize":
+        roi = node.attrs["roi"]
+        start, end = roi[axis], roi[axis + len(roi) // 2]
+        if out > 1:
+            return start * (size - 1) + i * (end - start) * (size - 1) / (out - 1)
+        return 0.5 * (start + end) * (size - 1) + i
+    if mode == "pytorch_half_pixel" and out == 1:
+        return i * 0
+    if mode == "half_pixel_symmetric":
+        exact = scale * size
+        return size / 2 * (1 - out / exact) + (i + 0.5) / scale - 0.5
+    if mode in ("half_pixel", "pytorch_half_pixel"):
+        return (i + 0.5) / scale - 0.5
+    raise GraphError(f"unknown coordinate_transformation_mode '{mode}'")
+
+
+_NEAREST: dict[str, Callable[[Array], Array]] = {
+    "round_prefer_floor": lambda x: np.ceil(x - 0.5),
+    "round_prefer_ceil": lambda x: np.floor(x + 0.5),
+    "floor": np.floor,
+    "ceil": np.ceil,
+}
+
+
+def interpolation(node: Node, places: Array, size: int, scale: float) -> Array:
+    """Weights [out, in] of float32: the filter around each place; what falls beside the image counts for its edge.
+
+    With `antialias` the filter is stretched when shrinking. With `exclude_outside` what falls beside counts for
+    nothing, and the rest is scaled to a sum of 1.
+    """
+    mode = node.attrs.get("mode")
+    if mode == "linear":
+        kernel, reach = _triangle, 1
+    elif mode == "cubic":
+        kernel, reach = _keys(node.attrs.get("cubic_coeff_a", -0.75)), 2
+    else:
+        raise GraphError(f"unknown mode '{mode}'")
+    antialias = bool(node.attrs.get("antialias"))
+    stretch = min(scale, 1.0) if antialias else 1.0
+    first = np.floor(places).astype(np.int64) - math.ceil(reach / stretch) + 1
+    taps = first[:, None] + np.arange(2 * math.ceil(reach / stretch))
+    weights = kernel((taps - places[:, None]) * stretch)
+    inside = (taps >= 0) & (taps < size)
+    if node.attrs.get("exclude_outside") or antialias:
+        weights = np.where(inside, weights, 0)
+    weights = weights / weights.sum(axis=1, keepdims=True)
+    matrix = np.zeros((len(places), size))
+    np.add.at(matrix, (np.arange(len(places))[:, None], np.clip(taps, 0, size - 1)), weights)
+    return matrix.astype(np.float32)
+
+
+def _triangle(x: Array) -> Array:
+    return np.maximum(1 - np.abs(x), 0)
+
+
+def _keys(a: float) -> Callable[[Array], Array]:
+    """The cubic convolution filter (Keys, 1981)."""
+    def kernel(x: Array) -> Array:
+        x = np.abs(x)
+        near = ((a + 2) * x - (a + 3)) * x * x + 1
+        far = ((x - 5) * x + 8) * x * a - 4 * a
+        return np.where(x <= 1, near, np.where(x < 2, far, 0))
+    return kernel

@@ -1,0 +1,172 @@
+"""Operators that see a tensor under another shape, or ask for it. Targets (`shape`, `axes`) are attributes."""
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from engines.errors import GraphError
+from engines.ir import Array, Dim, Node, TensorType
+from engines.ops.op import Inputs, Op, Types, Values
+from engines.shapes import broadcast, dim, extent, fixed, normal_axis, product, symbolic_array, text
+
+
+class Identity(Op):
+    symbolic = True
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        (x,) = inputs
+        assert x is not None
+        return (TensorType(x.dtype, x.shape),)
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        return arrays[0]
+
+
+class View(Op, abstract=True):
+    """The same elements in the same order under another shape."""
+    symbolic = True
+
+    @classmethod
+    def target(cls, node: Node, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
+        """The new shape."""
+        raise NotImplementedError
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        (x,) = inputs
+        assert x is not None
+        target = cls.target(node, x.shape)
+        before, after = product(x.shape), product(target)
+        if not (type(before) is type(after) and before == after):
+            raise GraphError(f"{before} elements do not fit into {text(target)}")
+        return (TensorType(x.dtype, target),)
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        (x,) = arrays
+        return x.reshape(_sizes(cls.target(node, x.shape), x.size))
+
+
+def _sizes(target: tuple[Dim, ...], elements: int) -> tuple[int, ...]:
+    """The target with one symbolic extent replaced by what is left over for it."""
+    known = math.prod(d for d in target if isinstance(d, int))
+    return tuple(elements // max(known, 1) if isinstance(d, str) else d for d in target)
+
+
+class Reshape(View):
+    """To the attribute `shape`; one extent may be symbolic."""
+
+    @classmethod
+    def target(cls, node: Node, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
+        return tuple(node.attrs["shape"])
+
+
+class Flatten(View):
+    """To two axes: those before `axis`, and the rest."""
+
+    @classmethod
+    def target(cls, node: Node, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
+        axis = node.attrs.get("axis", 1)
+        axis += len(shape) if axis < 0 else 0
+        return dim(product(shape[:axis])), dim(product(shape[axis:]))
+
+
+class Squeeze(View):
+    """Without the extents of 1 at `axes`; without `axes`, without all of them."""
+
+    @classmethod
+    def target(cls, node: Node, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
+        ones = [i for i, d in enumerate(shape) if d == 1]
+        axes = [normal_axis(a, len(shape)) for a in node.attrs.get("axes", ones)]
+        if wrong := [a for a in axes if shape[a] != 1]:
+            raise GraphError(f"axis {wrong[0]} has extent {shape[wrong[0]]}, not 1")
+        return tuple(d for i, d in enumerate(shape) if i not in axes)
+
+
+class Unsqueeze(View):
+    """With new extents of 1 at `axes` of the result."""
+
+    @classmethod
+    def target(cls, node: Node, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
+        rank = len(shape) + len(node.attrs["axes"])
+        axes = {normal_axis(a, rank) for a in node.attrs["axes"]}
+        rest = iter(shape)
+        return tuple(1 if i in axes else next(rest) for i in range(rank))
+
+
+class Transpose(Op):
+    symbolic = True
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        (x,) = inputs
+        assert x is not None
+        order = node.attrs.get("perm", range(len(x.shape))[::-1])
+        if sorted(order) != list(range(len(x.shape))):
+            raise GraphError(f"perm {tuple(order)} is no order of {len(x.shape)} axes")
+        return (TensorType(x.dtype, tuple(x.shape[i] for i in order)),)
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        return np.ascontiguousarray(np.transpose(arrays[0], node.attrs.get("perm")))
+
+
+class Expand(Op):
+    """Broadcast with the attribute `shape`."""
+    symbolic = True
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        (x,) = inputs
+        assert x is not None
+        return (TensorType(x.dtype, broadcast(x.shape, node.attrs["shape"])),)
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        (x,) = arrays
+        return np.array(np.broadcast_to(x, fixed(broadcast(x.shape, node.attrs["shape"]))))
+
+
+class Shape(Op):
+    """The extents from axis `start` to `end`."""
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        (x,) = inputs
+        assert x is not None
+        return (TensorType(np.dtype(np.int64), (len(cls._wanted(node, x.shape)),)),)
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        return np.array(cls._wanted(node, arrays[0].shape), np.int64)
+
+    @classmethod
+    def known(cls, node: Node, inputs: Inputs, values: Values) -> tuple[Array, ...] | None:
+        (x,) = inputs
+        assert x is not None
+        return (symbolic_array(extent(d) for d in cls._wanted(node, x.shape)),)
+
+    @staticmethod
+    def _wanted(node: Node, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
+        return shape[node.attrs.get("start", 0):node.attrs.get("end")]
+
+
+class Size(Op):
+    """How many elements."""
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        return (TensorType(np.dtype(np.int64), ()),)
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        return np.array(arrays[0].size, np.int64)
+
+    @classmethod
+    def known(cls, node: Node, inputs: Inputs, values: Values) -> tuple[Array, ...] | None:
+        (x,) = inputs
+        assert x is not None
+        return (symbolic_array([product(x.shape)]).reshape(()),)

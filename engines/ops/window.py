@@ -1,0 +1,67 @@
+"""The sliding window that convolutions and pools share.
+
+Output pixel o of an axis reads the padded input at o * stride + t * dilation for each tap t of the kernel. Instead of
+walking over pixels, the references walk over taps: one tap of all pixels is a strided view.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from engines.errors import GraphError
+from engines.ir import Array, Node
+
+
+@dataclass(frozen=True)
+class Window:
+    """Per spatial axis; pads as (before, after)."""
+    kernel: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilations: tuple[int, ...]
+    pads: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, node: Node, rank: int) -> Window:
+        """From a node's kernel_shape, strides, dilations and pads, the last three optional."""
+        attrs = node.attrs
+        kernel = tuple(attrs["kernel_shape"])
+        pads = tuple(attrs.get("pads", (0,) * 2 * rank))
+        window = cls(kernel, tuple(attrs.get("strides", (1,) * rank)), tuple(attrs.get("dilations", (1,) * rank)),
+                     tuple(zip(pads[:rank], pads[rank:], strict=True)))
+        if {len(window.kernel), len(window.strides), len(window.dilations), len(window.pads)} != {rank}:
+            raise GraphError(f"kernel_shape, strides, dilations and pads must have {rank} axes, as the input has")
+        return window
+
+    @property
+    def spans(self) -> tuple[int, ...]:
+        """Input pixels from the first tap to the last."""
+        return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilations, strict=True))
+
+    def outputs(self, sizes: tuple[int, ...], ceil: bool = False) -> tuple[int, ...]:
+        """Output extents. `ceil` also keeps a last, partial window, if it begins before the padding at the end."""
+        result = []
+        for size, span, stride, (before, after) in zip(sizes, self.spans, self.strides, self.pads, strict=True):
+            room = size + before + after - span
+            count = (-(-room // stride) if ceil else room // stride) + 1
+            if ceil and (count - 1) * stride >= size + before:
+                count -= 1
+            if count < 1:
+                raise GraphError(f"a window of {span} does not fit into {size} + {before} + {after} (padding)")
+            result.append(count)
+        return tuple(result)
+
+    def padded(self, x: Array, fill: float, outputs: tuple[int, ...]) -> Array:
+        """x [N, C, *sizes] in its padding, and with what a last partial window reads beyond it."""
+        widths = [(0, 0), (0, 0)]
+        for size, count, stride, span, (before, after) in zip(x.shape[2:], outputs, self.strides, self.spans,
+                                                             self.pads, strict=True):
+            widths.append((before, max(after, (count - 1) * stride + span - size - before)))
+        return np.pad(x, widths, constant_values=fill) if any(map(any, widths)) else x
+
+    def taps(self, padded: Array, outputs: tuple[int, ...]) -> Iterator[Array]:
+        """For each tap in row-major order: what all pixels read there, a view [N, C, *outputs]."""
+        for tap in np.ndindex(*self.kernel):
+            yield padded[(..., *(slice(t * d, t * d + (count - 1) * s + 1, s) for t, d, s, count in
+                                 zip(tap, self.dilations, self.strides, outputs, strict=True)))]

@@ -1,0 +1,200 @@
+"""Several threads on one request: whatever the system does to them, every byte is that of one thread."""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engines import schedule
+from engines.execution import Program
+from engines.ir import Array
+from engines.parallel import ParallelExecution, ParallelProgram
+from engines.plan import Fill, IoTensor, Plan, Step, TensorView
+from engines.schedule import cut
+from engines.tables import WorkerRow
+from tests.runtime.tiny import executor, mix_object, mix_plan, mix_reference, mixed
+
+ROWS, COLUMNS, MAX_BATCH = 12, 16, 4
+
+
+def random_plan(rng: np.random.Generator) -> tuple[Plan, list[tuple[int, int]], list[int]]:
+    """A random graph of mixes whose grids are cut at random multiples, along either axis."""
+    count = int(rng.integers(3, 14))
+    reads = [(int(rng.integers(max(0, i - 2), i + 1)), int(rng.integers(0, i + 1))) for i in range(count)]
+    outputs = sorted({count, int(rng.integers(1, count + 1))})
+    plan = mix_plan(reads, outputs, ROWS, COLUMNS, MAX_BATCH,
+                    steps=[(int(rng.integers(1, 5)), int(rng.choice([1, 3, 8, 16]))) for _ in reads],
+                    constant_bytes=[int(rng.choice([0, 1 << 20])) for _ in reads])
+    return plan, reads, outputs
+
+
+def run(execution: ParallelExecution, plan: Plan, x: Array) -> dict[str, Array]:
+    execution.input(plan.inputs[0].view, len(x))[...] = x
+    execution.run(len(x))
+    return {io.name: execution.output(io.view, len(x)) for io in plan.outputs}
+
+
+@pytest.fixture
+def busy_neighbour() -> Iterator[None]:
+    """Another process that works in bursts of 0.7 ms on every core, so that threads lose theirs in mid-chunk."""
+    program = ("import time\nwhile True:\n end = time.perf_counter() + 7e-4\n while time.perf_counter() < end: pass\n"
+               " time.sleep(7e-4)")
+    children = [subprocess.Popen([sys.executable, "-c", program]) for _ in os.sched_getaffinity(0)]
+    yield
+    for child in children:
+        child.kill()
+        child.wait()
+
+
+@pytest.mark.usefixtures("eager", "busy_neighbour")
+def test_every_byte_is_that_of_one_thread_whatever_the_neighbours_do() -> None:
+    rng = np.random.default_rng(1)
+    done = np.zeros(2, np.int64)
+    end = time.monotonic() + 2.5
+    runs = 0
+    while time.monotonic() < end:
+        plan, reads, outputs = random_plan(rng)
+        execution = ParallelExecution(ParallelProgram(Program(plan), workers=int(rng.integers(2, 5))))
+        for _ in range(60):
+            batch = int(rng.integers(1, MAX_BATCH + 1))
+            x = rng.integers(-2**31, 2**31, (batch, ROWS, COLUMNS), np.int32)
+            got = run(execution, plan, x)
+            for name, want in mix_reference(reads, outputs, x).items():
+                np.testing.assert_array_equal(got[name], want, err_msg=f"run {runs}, {name}")
+            runs += 1
+        done += [execution.workers[1:, WorkerRow.DONE].sum(), execution.workers[:, WorkerRow.REPEATED].sum()]
+        execution.close()
+    # The check is worth something only if helpers took part and late chunks were run again.
+    assert done.all(), f"{runs} runs: chunks by helpers {done[0]}, chunks run again {done[1]}"
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_caller_whose_helpers_are_gone_runs_alone() -> None:
+    plan, reads, outputs = random_plan(np.random.default_rng(2))
+    execution = ParallelExecution(ParallelProgram(Program(plan), workers=3))
+    execution.close()
+    before = execution.workers[:, WorkerRow.DONE].copy()
+    x = np.arange(ROWS * COLUMNS, dtype=np.int32).reshape(1, ROWS, COLUMNS)
+    got = run(execution, plan, x)
+    for name, want in mix_reference(reads, outputs, x).items():
+        np.testing.assert_array_equal(got[name], want)
+    after = execution.workers[:, WorkerRow.DONE]
+    assert (after[1:] == before[1:]).all() and after[0] > before[0]
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_forked_child_runs_alone() -> None:
+    plan, reads, outputs = random_plan(np.random.default_rng(3))
+    execution = ParallelExecution(ParallelProgram(Program(plan), workers=2))
+    x = np.arange(ROWS * COLUMNS, dtype=np.int32).reshape(1, ROWS, COLUMNS)
+    want = mix_reference(reads, outputs, x)
+    run(execution, plan, x)
+    pid = os.fork()
+    if not pid:     # the child: no pytest, no finalizers, only an exit status
+        got = run(execution, plan, x[::-1])
+        os._exit(0 if all(np.array_equal(got[name], want[name]) for name in want) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    got = run(execution, plan, x)
+    assert all(np.array_equal(got[name], want[name]) for name in want)
+    execution.close()
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_request_stays_out_of_the_arena_in_which_a_late_helper_is() -> None:
+    plan, reads, outputs = random_plan(np.random.default_rng(5))
+    execution = ParallelExecution(ParallelProgram(Program(plan), workers=3))
+    execution.close()       # from here on the test plays the helpers
+    x = np.arange(ROWS * COLUMNS, dtype=np.int32).reshape(1, ROWS, COLUMNS)
+    for busy in ([], [0], [0, 1], [1, 2]):
+        for number, arena in enumerate(busy, 1):
+            execution.workers[number, WorkerRow.INSIDE] = execution.runs[arena][0].ctypes.data
+        before = [arena.array(plan.outputs[-1].view, 1).copy() for arena in execution.arenas]
+        x += 1
+        got = run(execution, plan, x)
+        for name, want in mix_reference(reads, outputs, x).items():
+            np.testing.assert_array_equal(got[name], want)
+        changed = [arena for arena in range(3)
+                   if (execution.arenas[arena].array(plan.outputs[-1].view, 1) != before[arena]).any()]
+        assert len(changed) == 1 and changed[0] not in busy
+
+
+def test_the_halo_of_an_input_is_written_before_the_input_and_never_again() -> None:
+    whole = TensorView("x", "int32", (2, 6), 0, 0, (24, 4), 48)
+    inner = replace(whole, shape=(2, 4), offset=4)
+    plan = mix_plan([(0, 0)], [1], rows=2, columns=6)
+    plan = replace(plan, inputs=(IoTensor("x", "int32", ("batch", 2, 4), inner),),
+                   fills=(Fill(whole, -7, ((0, 0), (1, 1))),))
+    execution = ParallelExecution(ParallelProgram(Program(plan), workers=2))
+    execution.close()
+    padded = np.full((2, 2, 6), -7, np.int32)
+    for busy in (0, 1, 0):
+        execution.workers[1, WorkerRow.INSIDE] = execution.runs[busy][0].ctypes.data
+        padded[:, :, 1:5] += 1
+        got = run(execution, plan, padded[:, :, 1:5])
+        np.testing.assert_array_equal(got["t1"], mixed(padded, padded))
+
+
+def test_a_request_ends_when_its_last_chunk_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two chunks of a millisecond; the helper begins later than the caller, so the caller is done first."""
+    monkeypatch.setattr(schedule, "CHUNK_US", 1e6)
+    plan = mix_plan([(0, 0)], [1], ROWS, COLUMNS)
+    plan = replace(plan, code=(mix_object("mix", ROWS, COLUMNS, repeats=5000), executor()))
+    execution = ParallelExecution(ParallelProgram(Program(plan), workers=2))
+    for turn in range(20):
+        x = np.full((1, ROWS, COLUMNS), turn, np.int32)
+        np.testing.assert_array_equal(run(execution, plan, x)["t1"], mixed(x, x))
+    execution.close()
+
+
+def test_idle_helpers_sleep() -> None:
+    plan, _, _ = random_plan(np.random.default_rng(4))
+    execution = ParallelExecution(ParallelProgram(Program(plan), workers=3))
+    run(execution, plan, np.zeros((1, ROWS, COLUMNS), np.int32))
+    deadline = time.monotonic() + 5
+    workers = execution.workers
+    while not workers[1:, WorkerRow.ASLEEP].all():
+        assert time.monotonic() < deadline, "helpers still spin after 5 s"
+        time.sleep(0.001)
+    execution.close()
+
+
+@pytest.mark.parametrize("workers", [2, 3, 7])
+@pytest.mark.parametrize("us", [1.0, 40.0, 1e5])
+def test_pieces_cover_a_grid_exactly_once(workers: int, us: float) -> None:
+    rng = np.random.default_rng(workers)
+    for _ in range(60):
+        row_step, column_step = int(rng.integers(1, 6)), int(rng.choice([1, 16, 64]))
+        step = Step("k", (), rows_per_item=int(rng.integers(0, 30)), rows=int(rng.integers(0, 20)), row_step=row_step,
+                    columns=int(rng.integers(1, 200)), column_step=column_step,
+                    constant_bytes=int(rng.choice([0, 1 << 20])))
+        batch = int(rng.integers(1, 5))
+        rows = step.rows_per_item * batch or step.rows
+        covered = np.zeros((rows, step.columns), int)
+        pieces = cut(step, batch, us, workers)
+        assert len(pieces) < 2 * workers * schedule.PIECES_PER_WORKER
+        for r0, r1, c0, c1 in pieces:
+            assert r0 % row_step == 0 and c0 % column_step == 0 and r0 < r1 and c0 < c1
+            covered[r0:r1, c0:c1] += 1
+        assert (covered == 1).all(), step
+
+
+def test_large_weights_are_cut_by_columns_and_short_steps_not_at_all() -> None:
+    step = Step("k", (), rows_per_item=56, columns=256, column_step=64)
+    assert cut(step, 1, 1.0, 2) == [(0, 56, 0, 256)]
+    assert cut(step, 1, 50.0, 2) == [(0, 28, 0, 256), (28, 56, 0, 256)]
+    large = Step("k", (), rows_per_item=56, columns=256, column_step=64, constant_bytes=1 << 20)
+    assert cut(large, 1, 50.0, 2) == [(0, 56, 0, 128), (0, 56, 128, 256)]
+
+
+def test_every_worker_gets_an_equal_share_if_either_axis_allows_it() -> None:
+    seven_rows = Step("k", (), rows_per_item=7, columns=256, column_step=64)
+    assert cut(seven_rows, 1, 50.0, 2) == [(0, 7, 0, 128), (0, 7, 128, 256)]
+    one_column = Step("k", (), rows_per_item=7, columns=256, column_step=256, constant_bytes=1 << 20)
+    assert cut(one_column, 1, 50.0, 2) == [(0, 3, 0, 256), (3, 7, 0, 256)]
+    assert len(cut(Step("k", (), rows_per_item=56), 1, 110.0, 2)) == 6, "a multiple of the workers"
