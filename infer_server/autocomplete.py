@@ -60,7 +60,7 @@ def _complete_tensors(kind: str, given: Any, tensors: Sequence[Tensor], batched:
         if tensor is None:
             raise ModelConfigError(f"{kind} '{spec.name}': the model has {', '.join(declared)}."
                                    f"{nearest(spec.name, declared)}")
-        expected, dims = _datatype(kind, tensor), _dims(tensor, batched)
+        expected, dims = _datatype(kind, tensor), _dims(kind, tensor, batched)
         if spec.data_type != expected:
             raise ModelConfigError(f"{kind} '{spec.name}': data_type is {_type_name(spec.data_type)}, "
                                    f"but the model's is {_type_name(expected)}")
@@ -74,10 +74,13 @@ def _complete_tensors(kind: str, given: Any, tensors: Sequence[Tensor], batched:
     present = {spec.name for spec in given}
     for tensor in tensors:
         if tensor.name not in present:
-            given.add(name=tensor.name, data_type=_datatype(kind, tensor), dims=_dims(tensor, batched))
+            given.add(name=tensor.name, data_type=_datatype(kind, tensor), dims=_dims(kind, tensor, batched))
 
 
-def _dims(tensor: Tensor, batched: bool) -> list[int]:
+def _dims(kind: str, tensor: Tensor, batched: bool) -> list[int]:
+    if batched and isinstance(next(iter(tensor.shape), 0), int):
+        raise ModelConfigError(f"{kind} '{tensor.name}' has no batch axis, as other tensors of the model have: such a "
+                               "model is not served; export it with the batch axis on every input and output")
     extents = tensor.shape[1:] if batched else tensor.shape
     return [extent if isinstance(extent, int) else -1 for extent in extents]
 

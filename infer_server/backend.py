@@ -31,6 +31,9 @@ class ExecutionContext(Protocol):
     def output(self, name: str, batch: int) -> NDArray[Any]:
         """A view of the results, [batch, ...], valid until the next execute."""
 
+    def close(self) -> None:
+        """Ends the threads it may have."""
+
 
 class Engine(Protocol):
     """A loaded model: code and weights, shared by any number of contexts."""

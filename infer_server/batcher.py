@@ -43,7 +43,8 @@ class Batcher:
         limit = self._queueing.max_queue_size
         with self._changed:
             if self._closed:
-                raise UnavailableError(f"model '{self._model}' is being unloaded; send the request elsewhere or later")
+                raise UnavailableError(
+                    f"model '{self._model}' takes no more requests: it is being unloaded, or the server is stopping")
             if limit and len(self) >= limit:
                 raise QueueFullError(f"Exceeds maximum queue size: {limit} requests wait for model '{self._model}'"
                                      " already; retry later, or raise max_queue_size")

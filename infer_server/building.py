@@ -5,6 +5,7 @@ compiler that crashes must not take the other models with it. The engine cache m
 """
 from __future__ import annotations
 
+import hashlib
 import logging
 import subprocess
 import sys
@@ -20,7 +21,7 @@ _REASON_LINES = 5           # of build-engine's errors, for the index
 
 
 class OnnxBuilder:
-    """Thread-safe."""
+    """Runs builds, any number at a time. Thread-safe."""
 
     def __init__(self, cache_dir: Path) -> None:
         self._cache_dir = cache_dir
@@ -30,14 +31,18 @@ class OnnxBuilder:
 
     def build(self, source: Source, threads: int) -> Path:
         """Builds a plan from the ONNX file of `source`. Raises RepositoryError with what build-engine said."""
-        plan = self._cache_dir / "served" / f"{source.name}-{source.version}.plan"
+        # Servers of several repositories may share the cache: models of one name must not meet in one file.
+        where = hashlib.sha256(str(source.file.resolve()).encode()).hexdigest()[:16]
+        plan = self._cache_dir / "served" / f"{source.name}-{source.version}-{where}.plan"
         plan.parent.mkdir(parents=True, exist_ok=True)
         log.info("building %s", source.file)
-        errors, status = self._run(build_command(source, plan, self._cache_dir, threads))
+        said, status = self._run(build_command(source, plan, self._cache_dir, threads))
+        lines = [line for line in said.splitlines() if line.strip()]
         if status:
-            lines = [line for line in errors.splitlines() if line.strip()]
             reason = "\n".join(lines[-_REASON_LINES:]) or f"exit status {status}"
             raise RepositoryError(f"building {source.file} failed: {reason}")
+        for line in lines:              # with --quiet: what fell back, and why
+            log.warning("%s: %s", source.name, line)
         return plan
 
     def close(self) -> None:
@@ -55,18 +60,18 @@ class OnnxBuilder:
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
             self._running.add(process)
         try:
-            _, errors = process.communicate()
+            _, said = process.communicate()
         finally:
             with self._lock:
                 self._running.remove(process)
-        return errors, process.returncode
+        return said, process.returncode
 
 
 def build_command(source: Source, plan: Path, cache_dir: Path, threads: int) -> list[str]:
     """The build-engine command for a source, its paths resolved against the model's folder."""
     options = source.config.build
-    command = [sys.executable, "-m", "infer_server.cli.build_engine", str(source.file), "-o", str(plan),
-               f"--{options.precision}", "--threads", str(threads), "--cache-dir", str(cache_dir)]
+    command = [sys.executable, "-m", "infer_server.cli.build_engine", "--quiet", str(source.file),
+               "-o", str(plan), f"--{options.precision}", "--threads", str(threads), "--cache-dir", str(cache_dir)]
     if source.message.max_batch_size > 0:
         command += ["--max-batch", str(source.message.max_batch_size)]
     if options.calibrator:

@@ -178,7 +178,14 @@ def _instances(message: model_config.ModelConfig) -> int:
             raise ModelConfigError("instance_group: KIND_GPU is not served; this server executes on CPUs: use KIND_CPU")
         if group.count < 0:
             raise ModelConfigError(f"instance_group: count must be positive, got {group.count}")
-    return sum(group.count or 1 for group in message.instance_group) or 1
+        for name in ("rate_limiter", "secondary_devices", "profile", "passive", "host_policy"):
+            if _is_set(group, name):
+                raise ModelConfigError(f"instance_group: {name} is not served; remove it")
+    count = sum(group.count or 1 for group in message.instance_group) or 1
+    if message.dynamic_batching.preserve_ordering and count > 1:
+        raise ModelConfigError(f"preserve_ordering: {count} instances answer in the order in which they are done; "
+                               "give instance_group a count of 1, or leave the order open")
+    return count
 
 
 def _version_policy(policy: model_config.ModelVersionPolicy) -> VersionPolicy:

@@ -5,6 +5,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from infer_server.backend import ExecutionContext
 from infer_server.batcher import Batcher
@@ -13,6 +17,19 @@ from infer_server.request import Outcome, Request
 from infer_server.statistics import Execution, Failure, Statistics
 
 log = logging.getLogger(__name__)
+
+
+def copy_into(slots: NDArray[Any], rows: NDArray[Any]) -> None:
+    """Copies rows into slots of the same shape without letting go of the interpreter lock.
+
+    numpy releases it for every large copy and then waits for the event loop to give it back: with images of 600 KB that
+    took ten times as long as the copies, of a batch's time in which nothing is computed.
+    """
+    plain = slots.dtype == rows.dtype and not slots.dtype.hasobject
+    if plain and slots.flags.c_contiguous and rows.flags.c_contiguous:
+        slots.reshape(-1).view(np.uint8).data[:] = rows.reshape(-1).view(np.uint8).data
+    else:
+        slots[...] = rows
 
 
 class Instance:
@@ -42,6 +59,7 @@ class Instance:
                 log.exception("%s failed on a batch of %d requests", self._thread.name, len(batch))
                 outcomes = self._failed(batch, error)
             self._deliver(outcomes)
+        self._context.close()
 
     def _execute(self, batch: list[Request]) -> list[Outcome]:
         started_ns = time.monotonic_ns()
@@ -60,11 +78,11 @@ class Instance:
         for name in batch[0].inputs:
             slots = self._context.input(name, rows)
             if not self._batched:
-                slots[...] = batch[0].inputs[name]
+                copy_into(slots, batch[0].inputs[name])
                 continue
             row = 0
             for request in batch:
-                slots[row:row + request.rows] = request.inputs[name]
+                copy_into(slots[row:row + request.rows], request.inputs[name])
                 row += request.rows
 
     def _scatter(self, batch: list[Request], rows: int) -> list[Outcome]:

@@ -39,7 +39,8 @@ class Loader:
         except RepositoryError:
             raise
         except EngineError as error:
-            raise RepositoryError(f"{source.file}: {error}") from error
+            where = "" if str(source.file) in str(error) else f"{source.file}: "
+            raise RepositoryError(f"{where}{error}") from error
         except Exception as error:      # files are bad in ways that nobody foresaw; the other models must not notice
             log.exception("loading %s failed", source.file)
             raise RepositoryError(f"{source.file}: {type(error).__name__}: {error}") from error

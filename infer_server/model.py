@@ -13,6 +13,8 @@ from infer_server.instances import Instance
 from infer_server.request import Outcome, Request, finish
 from infer_server.signature import Signature
 from infer_server.statistics import Failure, Statistics
+from infer_server.waker import Waker
+from infer_server.workers import post
 from protos import model_config
 
 
@@ -31,8 +33,8 @@ class Model:
         self.signature = Signature(self.config)
         self.statistics = Statistics()
         self._loop = loop
-        self._wake_scheduled = False
         self._batcher = Batcher(name, self.config.batching, self.config.queueing, self._refuse)
+        self._waker = Waker(loop, self._batcher, self.config.batching.max_batch_size)
         outputs = [spec.name for spec in self.config.outputs]
         contexts = [engine.create_context() for _ in range(self.config.instances)]
         for context in contexts:
@@ -57,10 +59,7 @@ class Model:
             reason = Failure.REJECTED if isinstance(error, QueueFullError) else Failure.OTHER
             self.statistics.failed(reason, time.monotonic_ns() - request.received_ns)
             raise
-        # Requests that arrive in the same turn of the loop wake an instance once, and so share its batch.
-        if not self._wake_scheduled:
-            self._wake_scheduled = True
-            self._loop.call_soon(self._wake)
+        self._waker.submitted()
 
     def cancel(self, request: Request) -> None:
         """Drops a request whose client went away. If it is executing already, its result is dropped instead."""
@@ -72,13 +71,11 @@ class Model:
         self._batcher.close()
         for instance in self._instances:
             instance.join()
-
-    def _wake(self) -> None:
-        self._wake_scheduled = False
-        self._batcher.wake()
+        # They refer to this model, too: without this their contexts' memory would wait for the cycle collector.
+        self._instances.clear()
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
-        self._loop.call_soon_threadsafe(finish, outcomes)
+        post(self._loop, finish, outcomes)
 
     def _refuse(self, expired: list[Request]) -> None:
         now_ns = time.monotonic_ns()

@@ -127,18 +127,17 @@ class Repository:
                 log.error("model '%s' cannot be loaded: %s", name, error)
                 raise
             self._reasons.pop(name, None)
-            old = self._versions.get(name, {})
-            kept = {source.version: old.get(source.version, Status(State.LOADING)) for source in sources}
-            self._versions[name] = {
-                version: status if status.model else Status(State.LOADING) for version, status in kept.items()}
+            ready = {version: status for version, status in self._versions.get(name, {}).items() if status.model}
+            wanted = {source.version: Status(State.LOADING) for source in sources}
+            self._versions[name] = dict(sorted({**wanted, **ready}.items(), reverse=True))
             failures = []
             for source in sources:
                 try:
                     await self._load_version(source)
                 except RepositoryError as error:
                     failures.append(f"version {source.version}: {error}")
-            retired = [status.model for version, status in old.items() if version not in kept and status.model]
-            await self._drain(retired)
+            if len(failures) < len(sources):        # else what was there before is all there is
+                await self._retire(name, ready.keys() - wanted.keys())
             if failures:
                 raise RepositoryError(f"failed to load '{name}': {'; '.join(failures)}")
 
@@ -178,6 +177,11 @@ class Repository:
         log.info("model '%s' version %d is ready", source.name, source.version)
         if before.model is not None:
             await self._drain([before.model])
+
+    async def _retire(self, name: str, versions: Iterable[int]) -> None:
+        """Lets go of versions that are not to be served any more."""
+        statuses = [self._versions[name].pop(version) for version in versions]
+        await self._drain(status.model for status in statuses if status.model)
 
     async def _drain(self, models: Iterable[Model]) -> None:
         await asyncio.gather(*(in_daemon_thread(model.drain) for model in models))

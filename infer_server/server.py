@@ -22,6 +22,9 @@ from infer_server.version import NAME, VERSION
 
 log = logging.getLogger(__name__)
 
+_REFUSING_SECS = 0.25           # for clients that ask again at once to be told, before their connection closes
+_SENDING_SECS = 5.0             # for computed answers to reach their clients
+
 
 @dataclass(frozen=True)
 class ServerOptions:
@@ -86,18 +89,27 @@ class Server:
         assert self._loading is not None, "start() comes first"
         await self._loading
 
-    async def stop(self) -> None:
-        """Drops readiness, answers all that was accepted, and closes. The models stay loaded until the last answer."""
+    async def stop(self) -> bool:
+        """Drops readiness, answers what was accepted, and closes. False: not all of it within exit_timeout_secs."""
         assert self._loading is not None, "start() comes first"
         self.lifecycle.enter(Phase.DRAINING)
         self._loading.cancel()
         self._builder.close()
         await asyncio.sleep(self._options.drain_grace_secs)
         self.lifecycle.enter(Phase.STOPPED)
-        await self._grpc.stop(self._options.exit_timeout_secs)
-        await self.repository.close()
+        # The models go first and gRPC last: what arrives meanwhile is refused with a status that tells clients to go
+        # elsewhere, where a gRPC server that stops would cancel the calls that it has not handed out yet.
+        answered = True
+        try:
+            await asyncio.wait_for(self.repository.close(), self._options.exit_timeout_secs)
+        except TimeoutError:
+            answered = False
+            log.error("requests were still executing after %g s; they are given up", self._options.exit_timeout_secs)
+        await asyncio.sleep(_REFUSING_SECS)
+        await self._grpc.stop(_SENDING_SECS if answered else 0)
         for pages in self._pages:
             pages.close()
+        return answered
 
     async def _load(self) -> None:
         names = self._options.load_models if self._options.explicit_control else None

@@ -2,11 +2,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+def post(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
+    """Calls a function on the loop, from any thread. A loop that is closed has given up whoever waited for the call."""
+    try:
+        loop.call_soon_threadsafe(function, *arguments)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+        log.debug("%s came after the end of the event loop", function)
 
 
 async def in_daemon_thread(function: Callable[[], T]) -> T:
@@ -15,25 +28,14 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
     Unlike an executor's threads it is not joined at exit: a load that hangs in native code, which nothing can cancel,
     must not keep the process alive after everything accepted is answered.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def complete(result: T | None, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result)     # type: ignore[arg-type]    # a T, as there was no error
+    outcome: Future[T] = Future()
+    outcome.set_running_or_notify_cancel()      # from here on, who gives up waiting does not stop it
 
     def run() -> None:
-        result, error = None, None
         try:
-            result = function()
-        except BaseException as caught:     # handed to whoever awaits
-            error = caught
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(complete, result, error)
+            outcome.set_result(function())
+        except BaseException as error:          # raised where it is awaited
+            outcome.set_exception(error)
 
     threading.Thread(target=run, name=f"worker {getattr(function, '__qualname__', '')}", daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(outcome)

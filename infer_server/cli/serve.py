@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs until SIGTERM or SIGINT. 0: everything accepted was answered."""
+    """Runs until SIGTERM or SIGINT. 0: everything accepted was answered; 1: not so, or a port is taken; 2: bad options."""
     parsed = _parser().parse_args(arguments)
     logging.basicConfig(level=parsed.log_level.upper(), stream=sys.stderr,
                         format="%(asctime)s %(levelname)s %(message)s")
@@ -31,14 +31,14 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     tune_malloc()
     try:
-        uvloop.run(_serve(_options(parsed)))
+        answered = uvloop.run(_serve(_options(parsed)))
     except OSError as error:
         print(f"infer-server: {error}", file=sys.stderr)
         return 1
-    return 0
+    return 0 if answered else 1
 
 
-async def _serve(options: ServerOptions) -> None:
+async def _serve(options: ServerOptions) -> bool:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -51,8 +51,9 @@ async def _serve(options: ServerOptions) -> None:
     loaded.add_done_callback(lambda task: None if task.cancelled() else log.info("ready"))
     await stop.wait()
     log.info("draining: what was accepted is answered; a second signal exits at once")
-    await server.stop()
+    answered = await server.stop()
     log.info("stopped")
+    return answered
 
 
 def _on_signal(number: int, stop: asyncio.Event) -> None:

@@ -1,11 +1,16 @@
-"""Small real engines in numpy, behind the server's seam: what they compute is easy to check, and how long it takes is known.
+"""Small real engines in numpy, behind the server's seam: what they compute and how long it takes is known.
 
 A plan is a JSON file, e.g. {"kind": "affine", "shape": [4], "max_batch": 8, "seconds": 0.01}.
 """
 from __future__ import annotations
 
 import json
+import threading
 import time
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +19,46 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.errors import PlanCorruptError
+
+TIMEOUT_SECS = 30           # of whatever a test waits for
+
+
+class Gate:
+    """Holds executions back while it is closed, so that a test knows what executes and what waits."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._closed = False
+        self._held = 0
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        self._set(True)
+        try:
+            yield
+        finally:
+            self._set(False)
+
+    def enter(self) -> None:
+        with self._changed:
+            self._held += 1
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: not self._closed, TIMEOUT_SECS)
+            self._held -= 1
+
+    def holds(self, count: int) -> bool:
+        """Whether `count` executions are held, now or in the time that a test may take."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._held == count, TIMEOUT_SECS)
+
+    def _set(self, closed: bool) -> None:
+        with self._changed:
+            self._closed = closed
+            self._changed.notify_all()
+
+
+CONTEXTS: weakref.WeakSet[NumpyContext] = weakref.WeakSet()        # whose memory is still held
+GATES: defaultdict[str, Gate] = defaultdict(Gate)
 
 
 @dataclass(frozen=True)
@@ -26,6 +71,7 @@ class NumpyTensor:
 class NumpyContext:
     def __init__(self, engine: NumpyEngine) -> None:
         self._engine = engine
+        CONTEXTS.add(self)
         self._inputs = {tensor.name: engine.slots(tensor) for tensor in engine.inputs}
         self._outputs = {tensor.name: engine.slots(tensor) for tensor in engine.outputs}
 
@@ -37,6 +83,8 @@ class NumpyContext:
             raise ValueError(f"batch {batch} does not fit")
         if self._engine.seconds:
             time.sleep(self._engine.seconds)
+        if self._engine.gate:
+            GATES[self._engine.gate].enter()
         first = next(iter(self._inputs.values()))
         if self._engine.kind == "fails_on_negative" and (first[:batch] < 0).any():
             raise ArithmeticError("a negative value")
@@ -47,6 +95,9 @@ class NumpyContext:
     def output(self, name: str, batch: int) -> NDArray[Any]:
         return self._outputs[name][:batch] if self._engine.max_batch else self._outputs[name]
 
+    def close(self) -> None:
+        """Nothing to end."""
+
 
 @dataclass
 class NumpyEngine:
@@ -56,6 +107,7 @@ class NumpyEngine:
     dtype: str = "float32"
     max_batch: int = 8
     seconds: float = 0.0
+    gate: str = ""              # the name of one in GATES
 
     @property
     def inputs(self) -> list[NumpyTensor]:

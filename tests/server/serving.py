@@ -11,16 +11,16 @@ from typing import Any, TypeVar
 import uvloop
 
 from infer_server.server import Ports, Server, ServerOptions
-from tests.server.numpy_engine import load_numpy_engine
+from tests.server.numpy_engine import TIMEOUT_SECS, load_numpy_engine
 
 T = TypeVar("T")
-TIMEOUT_SECS = 30
 
 
 class RunningServer:
     def __init__(self, options: ServerOptions) -> None:
         self._options = options
         self._started = threading.Event()
+        self._answered = False
         self._thread = threading.Thread(target=lambda: uvloop.run(self._run()), name="server")
         self.loop: asyncio.AbstractEventLoop
         self.server: Server
@@ -38,11 +38,13 @@ class RunningServer:
         """Runs a coroutine on the server's loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(TIMEOUT_SECS)
 
-    def stop(self) -> None:
+    def stop(self) -> bool:
+        """Whether it answered all that it had accepted. A second call has no effect."""
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(TIMEOUT_SECS)
             assert not self._thread.is_alive()
+        return self._answered
 
     async def _run(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -52,15 +54,19 @@ class RunningServer:
         await self.server.loaded()
         self._started.set()
         await self._stop.wait()
-        await self.server.stop()
+        self._answered = await self.server.stop()
+
+
+def options(repository: Path, **given: Any) -> ServerOptions:
+    return ServerOptions(
+        model_repository=repository, cache_dir=repository / ".cache", grpc_port=0, http_port=0, metrics_port=0,
+        **{"drain_grace_secs": 0.0, **given})
 
 
 @contextmanager
-def serving(repository: Path, **options: Any) -> Iterator[RunningServer]:
+def serving(repository: Path, **given: Any) -> Iterator[RunningServer]:
     """A server on free ports, all models loaded; stopped at the end."""
-    running = RunningServer(ServerOptions(
-        model_repository=repository, cache_dir=repository / ".cache", grpc_port=0, http_port=0, metrics_port=0,
-        **{"drain_grace_secs": 0.0, **options}))
+    running = RunningServer(options(repository, **given))
     running.start()
     try:
         yield running

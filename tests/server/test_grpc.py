@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -24,7 +23,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     write_model(repository, "fixed", shape=[2, 2], max_batch=0)
     write_model(repository, "half", dtype="float16")
     write_model(repository, "small", dtype="int8")
-    write_model(repository, "flag", dtype="bool")
     write_model(repository, "fragile", kind="fails_on_negative")
     write_model(repository, "versions", 1, 'version_policy { all {} }', shape=[1])
     write_model(repository, "versions", 2, shape=[2])
@@ -112,7 +110,7 @@ def test_a_model_without_a_batch_axis_takes_its_shape_as_it_is(client: triton.In
 @pytest.mark.parametrize(("model", "datatype", "dtype"), [("half", "FP16", np.float16), ("small", "INT8", np.int8)])
 def test_other_datatypes_pass_unchanged(
         client: triton.InferenceServerClient, model: str, datatype: str, dtype: type) -> None:
-    x = np.array([[1, -2, 3, 0]], dtype)
+    x: np.ndarray[Any, Any] = np.array([[1, -2, 3, 0]], dtype)
     np.testing.assert_array_equal(client.infer(model, [infer_input("x", x, datatype)]).as_numpy("y"), x * 2 + 1)
 
 
@@ -139,7 +137,7 @@ def test_versions_are_chosen_by_number_and_the_highest_is_the_default(client: tr
     (request_of(shape=(4,), raw=bytes(16)), grpc.StatusCode.INVALID_ARGUMENT, "expected [-1, 4], got [4]"),
     (request_of(shape=(-1, 4), raw=bytes(16)), grpc.StatusCode.INVALID_ARGUMENT, "negative extent"),
     (request_of(shape=(0, 4), raw=b""), grpc.StatusCode.INVALID_ARGUMENT, "within 1..8"),
-    (request_of(shape=(9, 4), raw=bytes(144)), grpc.StatusCode.INVALID_ARGUMENT, "within 1..8 for model 'affine', got 9"),
+    (request_of(shape=(9, 4), raw=bytes(144)), grpc.StatusCode.INVALID_ARGUMENT, "for model 'affine', got 9"),
     (request_of(datatype="INT32", raw=bytes(16)), grpc.StatusCode.INVALID_ARGUMENT, "INT32 for input 'x'"),
     (request_of(datatype="FLOAT", raw=bytes(16)), grpc.StatusCode.INVALID_ARGUMENT, "unknown datatype 'FLOAT'"),
     (request_of(raw=bytes(15)), grpc.StatusCode.INVALID_ARGUMENT, "expected 16 bytes of raw contents, got 15"),
@@ -210,7 +208,8 @@ def test_the_index_tells_the_state_of_every_model_and_the_reason(client: triton.
     assert index["affine", "1"].state == "READY"
     assert index["corrupt", "1"].state == "UNAVAILABLE" and "is no plan" in index["corrupt", "1"].reason
     assert index["misspelt", ""].state == "UNAVAILABLE" and "config.pbtxt:1" in index["misspelt", ""].reason
-    assert not client.is_model_ready("corrupt") and not client.is_model_ready("nobody") and client.is_model_ready("affine")
+    ready = {name: client.is_model_ready(name) for name in ("affine", "corrupt", "nobody")}
+    assert ready == {"affine": True, "corrupt": False, "nobody": False}
 
 
 def test_statistics_count_requests_rows_and_executions_by_batch_size(client: triton.InferenceServerClient) -> None:
@@ -222,7 +221,8 @@ def test_statistics_count_requests_rows_and_executions_by_batch_size(client: tri
     assert after.inference_stats.queue.count - before.inference_stats.queue.count == 1
     assert 3 in {batch.batch_size for batch in after.batch_stats}
     stats = after.inference_stats
-    assert stats.success.ns >= stats.queue.ns + stats.compute_input.ns + stats.compute_infer.ns + stats.compute_output.ns
+    parts = (stats.queue, stats.compute_input, stats.compute_infer, stats.compute_output)
+    assert stats.success.ns == sum(part.ns for part in parts)
     assert len(client.get_inference_statistics().model_stats) >= 7
 
 

@@ -1,0 +1,110 @@
+"""The queue, with a clock that stands still until it is moved."""
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from infer_server.batcher import Batcher
+from infer_server.errors import QueueFullError, UnavailableError
+from infer_server.policy import BatchPolicy, QueuePolicy
+from infer_server.request import Request
+
+
+class Clock:
+    now_ns = 1_000_000
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    made = asyncio.new_event_loop()
+    yield made
+    made.close()
+
+
+def request(loop: asyncio.AbstractEventLoop, rows: int = 1, timeout_us: int = 0) -> Request:
+    return Request({"x": np.zeros((rows, 1))}, rows, (), lambda outputs: b"", loop.create_future(), timeout_us)
+
+
+def batcher(batching: BatchPolicy | None = None, **queueing: int | bool) -> tuple[Batcher, Clock, list[Request]]:
+    clock, refused = Clock(), list[Request]()
+    queue_policy = QueuePolicy(**queueing)      # type: ignore[arg-type]    # each test gives the fields their own types
+    made = Batcher("m", batching or BatchPolicy(8), queue_policy, refused.extend, clock)
+    return made, clock, refused
+
+
+def test_batches_are_taken_in_order_of_arrival(loop: asyncio.AbstractEventLoop) -> None:
+    queue, _, _ = batcher(BatchPolicy(2))
+    requests = [request(loop) for _ in range(3)]
+    for one in requests:
+        queue.submit(one)
+    assert queue.take() == requests[:2]
+    assert queue.take() == requests[2:]
+    assert len(queue) == 0
+
+
+def test_a_full_queue_refuses_and_says_how_many_wait(loop: asyncio.AbstractEventLoop) -> None:
+    queue, _, _ = batcher(max_queue_size=2)
+    queue.submit(request(loop))
+    queue.submit(request(loop))
+    with pytest.raises(QueueFullError, match="Exceeds maximum queue size: 2 requests"):
+        queue.submit(request(loop))
+
+
+def test_an_expired_request_is_refused_and_the_others_are_executed(loop: asyncio.AbstractEventLoop) -> None:
+    queue, clock, refused = batcher(allow_timeout_override=True)
+    late, patient = request(loop, timeout_us=10), request(loop)
+    queue.submit(late)
+    queue.submit(patient)
+    clock.now_ns += 10_001
+    assert queue.take() == [patient]
+    assert refused == [late]
+
+
+def test_an_expired_request_goes_behind_all_others_if_it_is_to_be_delayed(loop: asyncio.AbstractEventLoop) -> None:
+    queue, clock, refused = batcher(BatchPolicy(1), default_timeout_us=10, delay_expired=True)
+    late, fresh = request(loop), request(loop)
+    queue.submit(late)
+    clock.now_ns += 10_001
+    queue.submit(fresh)
+    assert [queue.take(), queue.take()] == [[fresh], [late]]
+    assert refused == []
+
+
+def test_a_withdrawn_request_is_never_taken(loop: asyncio.AbstractEventLoop) -> None:
+    queue, _, _ = batcher()
+    gone, stays = request(loop), request(loop)
+    queue.submit(gone)
+    queue.submit(stays)
+    assert queue.withdraw(gone)
+    assert queue.take() == [stays]
+    assert not queue.withdraw(stays), "it is executing already"
+
+
+def test_a_closed_queue_gives_out_what_it_has_at_once_and_takes_nothing_more(loop: asyncio.AbstractEventLoop) -> None:
+    queue, _, _ = batcher(BatchPolicy(8, max_queue_delay_us=1_000_000))
+    waiting = request(loop)
+    queue.submit(waiting)
+    queue.close()
+    with pytest.raises(UnavailableError, match="takes no more requests"):
+        queue.submit(request(loop))
+    assert queue.take() == [waiting]
+    assert queue.take() is None
+
+
+def test_an_idle_instance_sleeps_until_it_is_woken(loop: asyncio.AbstractEventLoop) -> None:
+    queue, _, _ = batcher()
+    taken: list[list[Request] | None] = []
+    instance = threading.Thread(target=lambda: taken.append(queue.take()))
+    instance.start()
+    first = request(loop)
+    queue.submit(first)
+    queue.wake()
+    instance.join(10)
+    assert taken == [[first]]

@@ -1,0 +1,74 @@
+"""The command: infer-server as a process, and the signals that end it."""
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import tritonclient.grpc as triton
+
+from infer_server.cli.serve import main
+from tests.server.numpy_engine import TIMEOUT_SECS
+
+
+@contextmanager
+def process(repository: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The running command, and the address of its gRPC port."""
+    command = [sys.executable, "-m", "infer_server.cli.serve", "--model-repository", str(repository),
+               "--grpc-port", "0", "--http-port", "0", "--metrics-port", "0", "--drain-grace-secs", "0", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr is not None
+        for line in running.stderr:
+            if match := re.search(r"gRPC on (\S+),", line):
+                break
+        else:
+            pytest.fail("it ended before it listened")
+        try:
+            yield running, match[1]
+        finally:
+            running.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_with_success(tmp_path: Path, number: signal.Signals) -> None:
+    with process(tmp_path) as (running, address):
+        with triton.InferenceServerClient(address) as client:
+            assert client.is_server_live()
+        running.send_signal(number)
+        assert running.wait(TIMEOUT_SECS) == 0
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    with process(tmp_path, "--drain-grace-secs", "60") as (running, _):
+        running.send_signal(signal.SIGTERM)
+        assert running.stderr is not None
+        assert any("draining" in line for line in running.stderr)
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(TIMEOUT_SECS) == 128 + signal.SIGTERM
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    with process(tmp_path) as (_, address):
+        done = subprocess.run(
+            [sys.executable, "-m", "infer_server.cli.serve", "--model-repository", str(tmp_path), "--http-port", "0",
+             "--metrics-port", "0", "--grpc-port", address.rpartition(":")[2]],
+            capture_output=True, text=True, timeout=TIMEOUT_SECS, check=False)
+    assert done.returncode == 1
+    assert f"cannot listen on {address}" in done.stderr
+
+
+def test_a_repository_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model-repository", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere: no such folder" in capsys.readouterr().err
+
+
+def test_serving_needs_neither_compiler_nor_calibration() -> None:
+    script = "import sys, infer_server.cli.serve, engines.runtime; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert "engines.runtime" in loaded
+    assert not {"onnx", "llvmlite", "calibration", "engines.passes", "engines.builder"} & set(loaded)

@@ -1,0 +1,130 @@
+"""Requests are split without trusting them, and nothing that a client sends is more than a refusal."""
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from infer_server.codec import DATATYPES, decode_inputs, encode_raw
+from infer_server.errors import InvalidRequestError
+from infer_server.wire import InferRequest, join_response, response_header, split_request
+from protos import inference
+
+
+def message(raw: tuple[bytes, ...] = (b"\1\2\3\4",), id: str = "") -> inference.ModelInferRequest:
+    request = inference.ModelInferRequest(model_name="m", raw_input_contents=raw, id=id)
+    for i in range(len(raw)):
+        request.inputs.add(name=f"x{i}", datatype="UINT8", shape=[len(raw[i])])
+    return request
+
+
+def test_tensors_stay_in_the_received_bytes_and_the_rest_is_parsed() -> None:
+    request = message((b"abc", b"", bytes(300)), id="7")
+    data = request.SerializeToString()
+    split = split_request(data)
+    assert [bytes(raw) for raw in split.raw_inputs] == list(request.raw_input_contents)
+    assert all(raw.obj is data for raw in split.raw_inputs)
+    request.ClearField("raw_input_contents")
+    assert split.header == request
+
+
+def test_tensors_are_found_wherever_they_stand_among_the_fields() -> None:
+    one, two = message((b"a",)), inference.ModelInferRequest(id="later", raw_input_contents=[b"b"])
+    split = split_request(one.SerializeToString() + two.SerializeToString())
+    assert [bytes(raw) for raw in split.raw_inputs] == [b"a", b"b"]
+    assert (split.header.model_name, split.header.id) == ("m", "later")
+
+
+def test_unknown_fields_of_every_wire_type_are_skipped() -> None:
+    unknown = b"\xa0\x06\x96\x01" + b"\xa1\x06" + bytes(8) + b"\xa5\x06" + bytes(4) + b"\xa2\x06\x02hi"
+    split = split_request(unknown + message().SerializeToString())
+    assert bytes(split.raw_inputs[0]) == b"\1\2\3\4"
+
+
+@pytest.mark.parametrize(("data", "text"), [
+    (b"\x3a\xff\xff\xff\xff\x0f", "after the message"),             # 4 GiB announced, nothing there
+    (b"\x3a\x05abc", "ends 2 bytes after the message"),
+    (b"\x3a", "ends within the number"),
+    (b"\x3a" + b"\xff" * 11, "more than 10 bytes"),
+    (b"\x0b", "wire type 3"),
+    (b"\x0a\x02\xff\xfe", "not a ModelInferRequest"),               # a name that is no UTF-8
+    (b"\x2a\x03\x0a\x05a", "not a ModelInferRequest"),              # a length inside of an input
+])
+def test_a_malformed_message_is_refused_with_the_place(data: bytes, text: str) -> None:
+    with pytest.raises(InvalidRequestError, match=text):
+        split_request(data)
+
+
+def test_no_corruption_of_a_request_raises_anything_but_a_refusal() -> None:
+    rng = random.Random(0)
+    data = message((bytes(16), b"xyz"), id="7").SerializeToString()
+    outcomes = set()
+    for _ in range(3000):
+        corrupt = bytearray(data)
+        for _ in range(rng.randint(1, 3)):
+            corrupt[rng.randrange(len(corrupt))] = rng.randrange(256)
+        try:
+            decode_inputs(split_request(bytes(corrupt[:rng.randint(1, len(corrupt))])))
+            outcomes.add("read")
+        except InvalidRequestError:
+            outcomes.add("refused")
+    assert outcomes == {"read", "refused"}
+
+
+def test_a_response_is_what_protobuf_would_have_written() -> None:
+    response = inference.ModelInferResponse(model_name="m", model_version="1")
+    response.outputs.add(name="y", datatype="FP32", shape=[300])
+    values = np.arange(300, dtype=np.float32)
+    joined = join_response(response_header(response), "sieben", [encode_raw(values, DATATYPES["FP32"])])
+    response.id = "sieben"
+    response.raw_output_contents.append(values.tobytes())
+    assert inference.ModelInferResponse.FromString(joined) == response
+
+
+@pytest.mark.parametrize("name", [name for name in DATATYPES if name not in ("BYTES", "BF16")])
+def test_every_datatype_goes_round(name: str) -> None:
+    datatype = DATATYPES[name]
+    array = np.array([[0, 1, 1], [1, 0, 1]], datatype.array)
+    raw = bytes(encode_raw(array.T, datatype))                      # not contiguous
+    assert raw == array.T.tobytes()
+    header = inference.ModelInferRequest()
+    header.inputs.add(name="x", datatype=name, shape=[3, 2])
+    decoded = decode_inputs(InferRequest(header, (memoryview(raw),)))["x"].array
+    assert decoded.dtype == array.dtype
+    np.testing.assert_array_equal(decoded, array.T)
+
+
+def test_bytes_elements_carry_their_lengths() -> None:
+    array = np.array([b"", b"abc", "ä"], np.object_)
+    raw = encode_raw(array, DATATYPES["BYTES"])
+    assert bytes(raw) == b"\0\0\0\0" b"\3\0\0\0abc" b"\2\0\0\0\xc3\xa4"
+    header = inference.ModelInferRequest()
+    header.inputs.add(name="x", datatype="BYTES", shape=[3])
+    assert list(decode_inputs(InferRequest(header, (raw,)))["x"].array) == [b"", b"abc", "ä".encode()]
+    for broken in (raw[:-1], raw[:-6], bytes(raw) + b"\0"):
+        with pytest.raises(InvalidRequestError):
+            decode_inputs(InferRequest(header, (memoryview(broken),)))
+
+
+def test_any_byte_but_zero_is_true() -> None:
+    header = inference.ModelInferRequest()
+    header.inputs.add(name="x", datatype="BOOL", shape=[3])
+    decoded = decode_inputs(InferRequest(header, (memoryview(b"\0\1\7"),)))["x"].array
+    assert decoded.tobytes() == b"\0\1\1"
+
+
+def test_typed_values_outside_of_their_datatype_are_refused() -> None:
+    header = inference.ModelInferRequest()
+    header.inputs.add(name="x", datatype="INT8", shape=[2]).contents.int_contents.extend([1, 128])
+    with pytest.raises(InvalidRequestError, match="outside of INT8's -128..127"):
+        decode_inputs(InferRequest(header, ()))
+    header.inputs[0].contents.int_contents[1] = -128
+    assert decode_inputs(InferRequest(header, ()))["x"].array.tolist() == [1, -128]
+
+
+def test_halves_must_be_sent_raw() -> None:
+    header = inference.ModelInferRequest()
+    header.inputs.add(name="x", datatype="FP16", shape=[1]).contents.fp32_contents.append(1)
+    with pytest.raises(InvalidRequestError, match="no typed contents"):
+        decode_inputs(InferRequest(header, ()))
