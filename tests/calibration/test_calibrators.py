@@ -106,9 +106,12 @@ def quantisation_error(values, low, high):
     return float(((values - (stored - zero_point) * scale) ** 2).sum())
 
 
+NEARLY_ALL_TINY = np.random.default_rng(7).standard_normal(100_000) * np.where(np.arange(100_000) % 1000, 0.005, 3)
+
+
 @pytest.mark.parametrize("values", [
-    relu_like(), np.random.default_rng(5).standard_normal(100_000), np.random.default_rng(6).laplace(0.5, 1, 100_000)],
-    ids=["relu", "normal", "laplace"])
+    relu_like(), np.random.default_rng(5).standard_normal(100_000), np.random.default_rng(6).laplace(0.5, 1, 100_000),
+    NEARLY_ALL_TINY], ids=["relu", "normal", "laplace", "nearly all tiny"])
 def test_the_error_that_mse_minimises_is_the_error_of_the_quantised_values(values):
     values = np.asarray(values, np.float64)
     histogram = histogram_of(values)
