@@ -21,15 +21,17 @@ from protos import inference as pb
 
 @dataclass
 class Doubler:
-    """The model "doubler": y = 2 x of float32 [batch, 4]. Tests set the upper fields before or during a run."""
+    """The model "doubler": y = 2 x of float32 [batch, 4]. Tests set the upper fields."""
     delay_s: float = 0.001                      # of every request
-    stall: tuple[float, float] | None = None    # (begin, end), time.monotonic(): what arrives within waits
+    stall_at: int = 0                           # from the n-th request on nothing is answered, for stall_s
+    stall_s: float = 0.0
     fail_every: int = 0                         # every n-th request ends with INTERNAL
     keeps_statistics: bool = True
     shape: tuple[int, ...] = (-1, 4)
     received: list[pb.ModelInferRequest] = field(default_factory=list)
     batches: Counter[int] = field(default_factory=Counter)
     busy_ns: int = 0
+    stall_ends: float = 0.0                     # on time.monotonic()
 
     async def ServerLive(self, request: Any, context: Any) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)
@@ -75,8 +77,10 @@ class Doubler:
         if shape[1:] != (4,):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"input 'x' is [-1,4], not {list(shape)}")
         await asyncio.sleep(self.delay_s)
-        while self.stall and self.stall[0] <= time.monotonic() < self.stall[1]:
-            await asyncio.sleep(0.002)
+        if len(self.received) == self.stall_at:
+            self.stall_ends = time.monotonic() + self.stall_s
+        if (wait := self.stall_ends - time.monotonic()) > 0:
+            await asyncio.sleep(wait)
         y = 2 * decode(request.raw_input_contents[0], "FP32", shape)
         response = pb.ModelInferResponse(model_name="doubler", model_version="1", id=request.id)
         response.outputs.add(name="y", datatype="FP32", shape=shape)

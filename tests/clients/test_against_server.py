@@ -9,7 +9,7 @@ import pytest
 
 from clients import InferenceClient
 from clients.errors import InvalidRequestError, ModelNotFoundError
-from clients.load.cli import FINE, main
+from clients.load.cli import CANNOT_RUN, FINE, main
 from clients.load.statistics import PHASES
 from tests.server.numpy_engine import write_model
 from tests.server.serving import serving
@@ -52,3 +52,12 @@ def test_many_users_are_batched_and_the_split_of_their_time_adds_up(repository: 
         parts = sum(level["server"][f"{phase}_ms"] for phase in PHASES)
         assert 1e3 * BATCH_SECONDS <= level["server"]["compute_infer_ms"] <= parts < 1.2 * level["latency_ms"]["mean"]
     assert many["throughput"] > 3 * one["throughput"]
+
+
+def test_a_model_of_fixed_shape_is_sent_as_it_is_declared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model(tmp_path, "fixed", max_batch=0, shape=[1, 4])
+    with serving(tmp_path) as server:
+        arguments = ["-m", "fixed", "-u", server.address, "--duration", "0.3", "--warmup", "0"]
+        assert main(arguments) == FINE
+        assert main([*arguments, "--batch", "2"]) == CANNOT_RUN
+    assert "does not batch" in capsys.readouterr().err

@@ -62,7 +62,8 @@ ZOO: dict[str, Architecture] = {
     "layout_traps": oddities.layout_traps,
 }
 
-# ---- each shrunk until it builds and runs in a fraction of a second, and no layer disappears
+# ---- each shrunk until it builds and runs in a fraction of a second, and no layer disappears; deep ones keep 2x2
+# pixels to the end, because statistics of single pixels say little about the next picture, and INT8 suffers
 _SHALLOW = {"depths": (1, 2, 1, 1)}
 _SHRUNK: dict[str, dict[str, object]] = {
     **dict.fromkeys(("resnet50", "resnet50_v1", "resnet50_d"), {"width": 0.125, **_SHALLOW}),
@@ -70,6 +71,8 @@ _SHRUNK: dict[str, dict[str, object]] = {
     "densenet": {"width": 0.25, "depths": (2, 3, 2, 2)},
     "alexnet": {"size": 64, "width": 0.125},
     "inception_v3": {"size": 80, "width": 0.125},
+    **dict.fromkeys((name for name in ZOO if name.startswith(("mobilenet", "efficientnet", "shufflenet", "regnet"))),
+                    {"size": 64}),
     **dict.fromkeys(("yolo_tiny", "yolo_v5", "yolo_v5_serial", "nanodet"), {"size": 64, "width": 0.25, "classes": 4}),
 }
 _DEFAULT: dict[str, object] = {"size": 32, "width": 0.25, "classes": 10}

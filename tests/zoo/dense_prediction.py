@@ -57,6 +57,6 @@ def decoder(net: Net, x: Tensor) -> Tensor:
     """An autoencoder: strided convolutions down, transposed ones of 4x4 and of 3x3 with output padding up."""
     x = net.conv_bn_act(net.conv_bn_act(x, net.scaled(32), 3, stride=2, name="down0"), net.scaled(64), 3, stride=2,
                         name="down1")
-    x = net.act(net.bn(net.conv_transpose(x, net.scaled(32), 4, pads=1, name="up0"), name="up0_bn"), "relu")
+    x = net.bn_act(net.conv_transpose(x, net.scaled(32), 4, pads=1, name="up0"), name="up0_bn")
     x = net.conv_transpose(x, 3, 3, pads=1, output_padding=1, name="up1")
     return net.act(x, "tanh")

@@ -98,11 +98,11 @@ def densenet(net: Net, x: Tensor, depths: tuple[int, ...] = (6, 12, 24, 16)) -> 
     for stage, depth in enumerate(depths):
         for layer in range(depth):
             with net.scope(f"denseblock{stage + 1}.denselayer{layer + 1}"):
-                y = net.conv(net.act(net.bn(x, name="norm1"), "relu"), 4 * growth, 1, name="conv1")
-                y = net.conv(net.act(net.bn(y, name="norm2"), "relu"), growth, 3, name="conv2")
+                y = net.conv(net.bn_act(x, name="norm1"), 4 * growth, 1, name="conv1")
+                y = net.conv(net.bn_act(y, name="norm2"), growth, 3, name="conv2")
             x = net.concat([x, y])
         if stage < len(depths) - 1:
             with net.scope(f"transition{stage + 1}"):
-                x = net.conv(net.act(net.bn(x, name="norm"), "relu"), x.channels // 2, 1, name="conv")
+                x = net.conv(net.bn_act(x, name="norm"), x.channels // 2, 1, name="conv")
                 x = net.avg_pool(x, 2, 2)
-    return net.classify(net.act(net.bn(x, name="norm5"), "relu"), name="classifier")
+    return net.classify(net.bn_act(x, name="norm5"), name="classifier")

@@ -94,13 +94,13 @@ def preact_resnet18(net: Net, x: Tensor) -> Tensor:
         for block in range(depth):
             with net.scope(f"layer{stage + 1}.{block}"):
                 out, stride = net.scaled(64 << stage), 2 if stage and not block else 1
-                y = net.act(net.bn(x, name="bn1"), "relu")
+                y = net.bn_act(x, name="bn1")
                 if x.channels != out or stride > 1:
                     x = net.conv(y, out, 1, stride=stride, name="downsample")
                 y = net.conv(y, out, 3, stride=stride, name="conv1")
                 y = net.conv(net.act(net.bn(y, gain=RESIDUAL_GAIN, name="bn2"), "relu"), out, 3, name="conv2")
                 x = net.add(y, x)
-    return net.classify(net.act(net.bn(x, name="bn"), "relu"))
+    return net.classify(net.bn_act(x, name="bn"))
 
 
 def _regnet(net: Net, x: Tensor, excite: bool) -> Tensor:

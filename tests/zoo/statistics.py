@@ -31,8 +31,9 @@ def measure(model: onnx.ModelProto, data: NDArray[np.float32]) -> dict[str, NDAr
             probe.graph.node.append(node)
     if not measured:
         return {}
-    constants = {"flat": np.array([-1], np.int64), "all_but_channels": np.array([0, 2, 3], np.int64),
-                 "minimum_variance": np.array([MINIMUM_VARIANCE], np.float32)}
+    constants: dict[str, NDArray[Any]] = {
+        "flat": np.array([-1], np.int64), "all_but_channels": np.array([0, 2, 3], np.int64),
+        "minimum_variance": np.array([MINIMUM_VARIANCE], np.float32)}
     probe.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
     probe.graph.output.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in measured)
     values = run_onnx(probe, {model.graph.input[0].name: data}, outputs=list(measured))

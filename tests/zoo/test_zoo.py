@@ -9,6 +9,7 @@ import onnx
 import pytest
 
 from tests.zoo import TINY, ZOO, images, images_for, run_onnx
+from tests.zoo.builder import probe_items
 from tests.zoo.statistics import measure
 from tests.zoo.variants import save_with_external_data, with_constant_nodes, with_initializers_as_inputs
 
@@ -38,7 +39,7 @@ def test_outputs_are_finite_and_tell_pictures_apart(name: str) -> None:
         assert value.std(axis=0).max() > 0.01 * largest
 
 
-@pytest.mark.parametrize("opset", (9, 11, 13, 21))
+@pytest.mark.parametrize("opset", (9, 11, 21))
 @EVERY
 def test_a_model_says_the_same_in_every_operator_set(name: str, opset: int) -> None:
     if opset < NEEDS.get(name, 9):
@@ -67,9 +68,9 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not() -> None:
 def test_batch_normalisation_holds_the_statistics_of_what_reaches_it() -> None:
     model = TINY["resnet18"]()
     held = {i.name: onnx.numpy_helper.to_array(i) for i in model.graph.initializer}
-    for name, value in measure(model, images(16, size=32)).items():
+    for name, value in measure(model, images(probe_items(32), size=32)).items():
         np.testing.assert_allclose(held[name], value, rtol=1e-5, atol=1e-6)
-    elsewhere = measure(model, images(16, size=32, seed=1))
+    elsewhere = measure(model, images(probe_items(32), size=32, seed=1))
     assert any(not np.allclose(held[name], value, rtol=0.01) for name, value in elsewhere.items())
 
 

@@ -1,0 +1,47 @@
+"""Sections of docs/benchmarks.md that programs write, between a pair of comments that name the section."""
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
+Cell = str | int | float
+
+
+def write_section(name: str, text: str, document: Path = DOCUMENT) -> None:
+    """Replaces the section `name`, or appends it."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    section = f"{begin}\n{text.strip()}\n{end}\n"
+    old = document.read_text() if document.exists() else "# Benchmarks\n"
+    if begin in old:
+        head, rest = old.split(begin, 1)
+        new = head + section + rest.split(end, 1)[1].lstrip("\n")
+    else:
+        new = f"{old.rstrip()}\n\n{section}"
+    document.parent.mkdir(exist_ok=True)
+    document.write_text(new)
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
+    """Floats with three significant digits at least."""
+    def text(cell: Cell) -> str:
+        if not isinstance(cell, float):
+            return str(cell)
+        return f"{cell:.0f}" if abs(cell) >= 1000 else f"{cell:.3g}"
+
+    lines = [header, ["---"] * len(header), *([text(cell) for cell in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def machine() -> str:
+    """The processor's name and how many cores this process may use."""
+    names = [line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {cores} cores"
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []

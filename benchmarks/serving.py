@@ -1,0 +1,157 @@
+"""What serving costs: infer-server under load-test, against run-engine on the same plan at the same batch size.
+
+    python -m benchmarks.serving                              # ResNet-50 INT8 of the zoo, concurrency 1 to 32
+    python -m benchmarks.serving --model mobilenet_v2 --precision fp32 --threads 2 --write
+
+At each concurrency: throughput, latency, the mean size of the batches that the server formed, and the share of the
+throughput that the engine alone has at that size. Loads and engine runs alternate, so that a busy moment of the machine
+meets both; the table shows the median of the repetitions. The load test takes part of the machine: its share is in it.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.document import Cell, machine, markdown_table, write_section
+from benchmarks.models import build, run, source_of
+from clients import ClientError, InferenceClient
+
+READY_TIMEOUT_S = 120
+
+
+@dataclass(frozen=True)
+class Point:
+    """One concurrency; medians over the repetitions."""
+    concurrency: int
+    served: float               # items/s
+    p50_ms: float
+    p99_ms: float
+    mean_batch: float
+    engine: float               # items/s of run-engine at the rounded mean batch
+    ratios: list[float]         # served / engine of each repetition, ascending
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@contextmanager
+def serving(repository: Path, threads: int) -> Iterator[str]:
+    """"host:port" of an infer-server whose models are ready."""
+    grpc, http, metrics = (free_port() for _ in range(3))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "infer_server.cli.serve", "--model-repository", repository, "--threads", str(threads),
+         "--grpc-port", str(grpc), "--http-port", str(http), "--metrics-port", str(metrics)])
+    try:
+        wait_until_ready(f"127.0.0.1:{grpc}", process)
+        yield f"127.0.0.1:{grpc}"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+def wait_until_ready(address: str, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    with InferenceClient(address) as client:
+        while process.poll() is None and time.monotonic() < deadline:
+            try:
+                if client.is_server_ready(timeout=1):
+                    return
+            except ClientError:
+                time.sleep(0.1)         # it does not listen yet
+    raise SystemExit(f"infer-server at {address} did not become ready")
+
+
+def loaded(address: str, model: str, concurrency: int, seconds: float, folder: Path) -> dict[str, Any]:
+    """load-test's level at one concurrency."""
+    run("clients.load.cli", "-m", model, "-u", address, "--concurrency", concurrency, "--duration", seconds,
+        "--json", folder / "load.json")
+    level: dict[str, Any] = json.loads((folder / "load.json").read_text())["levels"][0]
+    return level
+
+
+def alone(plan: Path, batch: int, threads: int, seconds: float) -> float:
+    """run-engine's items a second."""
+    found = subprocess.run(
+        [sys.executable, "-m", "infer_server.cli.run_engine", plan, "--batch", str(batch), "--threads", str(threads),
+         "--seconds", str(seconds), "--json"], check=True, capture_output=True, text=True)
+    return float(json.loads(found.stdout)["throughput"])
+
+
+def measure(plan: Path, options: argparse.Namespace, folder: Path) -> list[Point]:
+    points = []
+    model = plan.parents[1].name
+    for concurrency in options.concurrency:
+        levels, engines = [], []
+        for _ in range(options.repeats):
+            with serving(plan.parents[2], options.threads) as address:
+                levels.append(loaded(address, model, concurrency, options.duration, folder))
+            batch = max(1, round(levels[-1]["server"]["mean_batch"]))
+            engines.append(alone(plan, batch, options.threads, options.duration))
+        points.append(Point(
+            concurrency, served=median(level["throughput"] for level in levels),
+            p50_ms=median(level["latency_ms"]["p50"] for level in levels),
+            p99_ms=median(level["latency_ms"]["p99"] for level in levels),
+            mean_batch=median(level["server"]["mean_batch"] for level in levels), engine=median(engines),
+            ratios=sorted(level["throughput"] / engine for level, engine in zip(levels, engines, strict=True))))
+    return points
+
+
+def section(points: list[Point], options: argparse.Namespace) -> str:
+    """The result as a section of docs/benchmarks.md."""
+    header = ["concurrency", "served, infer/s", "p50, ms", "p99, ms", "mean batch", "run-engine, infer/s", "ratio"]
+    rows: list[list[Cell]] = [[p.concurrency, p.served, p.p50_ms, p.p99_ms, p.mean_batch, p.engine,
+                               f"{median(p.ratios):.0%} ({p.ratios[0]:.0%} to {p.ratios[-1]:.0%})"] for p in points]
+    command = "python -m benchmarks.serving " + " ".join(options.arguments)
+    return (f"## Serving: {Path(options.model).stem}, {options.precision}, {options.threads} threads\n\n"
+            f"`{command.strip()}` on {machine()}; median of {options.repeats}. Clients send single items; run-engine\n"
+            f"runs the rounded mean batch. The load test runs on the same machine.\n\n{markdown_table(header, rows)}")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("benchmarks.serving", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="resnet50", metavar="NAME|FILE", help="of tests/zoo, or an ONNX file")
+    parser.add_argument("--precision", default="int8", choices=("int8", "fp32", "fp16", "bf16"))
+    parser.add_argument("--threads", type=int, default=1, help="of the engine, served and alone")
+    parser.add_argument("--max-batch", type=int, default=32)
+    parser.add_argument("--concurrency", type=lambda text: [int(part) for part in text.split(",")],
+                        default=[1, 2, 4, 8, 16, 32], metavar="N,...")
+    parser.add_argument("--duration", type=float, default=5.0, metavar="S", help="of each load and each engine run")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
+    options = parser.parse_args(arguments)
+    options.arguments = arguments
+    return options
+
+
+def main(arguments: list[str]) -> None:
+    options = parse(arguments)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        source = source_of(options.model, folder)
+        plan = folder / "repository" / source.stem / "1" / "model.plan"
+        build(source, plan, options.precision, options.max_batch)
+        text = section(measure(plan, options, folder), options)
+    print(text)
+    if options.write:
+        write_section(f"serving {Path(options.model).stem} {options.precision}", text)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

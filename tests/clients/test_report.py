@@ -1,0 +1,71 @@
+"""What people and programs read of a load test."""
+from __future__ import annotations
+
+import io
+import json
+import math
+
+import pytest
+
+from clients.load.cli import FAILED, FINE, verdict
+from clients.load.generator import Level
+from clients.load.measure import Latency, Summary
+from clients.load.progress import CLEAR, Progress
+from clients.load.report import Report, as_json, table
+from clients.load.schedule import Closed, Open
+from clients.load.statistics import ServerSplit
+
+ANSWERED = Level(
+    Closed(16), Summary(3.0, 6000, 2000.0, Latency(7.9, 7.8, 9.0, 9.5, 12.25, 30.0), {}, 0.02),
+    ServerSplit(3.5, 0.02, 4.0, 0.01, executions=1000, mean_batch=6.0, batch_sizes={4: 500, 8: 500}), "stable", {})
+FAILING = Level(
+    Open(500.0), Summary(10.0, 0, 0.0, Latency(*[math.nan] * 6), {"UNAVAILABLE": 5000}, 8.0), None, "duration",
+    {"UNAVAILABLE": "the queue is full"})
+
+
+def report(*levels: Level) -> Report:
+    return Report("resnet", "", "localhost:8001", 1, 10.0, 1.0, 0, levels)
+
+
+def test_the_table_has_a_line_a_load_and_says_what_went_wrong() -> None:
+    assert table(report(ANSWERED, FAILING)) == """\
+resnet at localhost:8001, batch 1; latency and its parts in the server in ms
+load            infer/s  mean   p50   p90   p95    p99  queue  input  infer  output  batch  errors      measured
+concurrency 16   2000.0  7.90  7.80  9.00  9.50  12.25   3.50   0.02   4.00    0.01    6.0       0  stable 3.0 s
+rate 500/s          0.0     -     -     -     -      -      -      -      -       -      -    5000    all 10.0 s
+concurrency 16: executed batches: 500 of 4, 500 of 8
+rate 500/s: 5000 requests ended with UNAVAILABLE: the queue is full
+rate 500/s: the client fell behind: 1 % of the requests were sent 8.0 ms late or more, which their latency counts"""
+
+
+def test_json_has_null_for_what_was_not_measured_and_text_keys() -> None:
+    document = json.loads(json.dumps(as_json(report(ANSWERED, FAILING)), allow_nan=False))
+    answered, failing = document["levels"]
+    assert answered["server"]["batch_sizes"] == {"4": 500, "8": 500}
+    assert (answered["mode"], answered["concurrency"], answered["stopped_by"]) == ("closed", 16, "stable")
+    assert (failing["mode"], failing["rate"], failing["server"]) == ("open", 500.0, None)
+    assert failing["latency_ms"] == dict.fromkeys(("mean", "p50", "p90", "p95", "p99", "max"))
+    assert failing["errors"] == {"UNAVAILABLE": 5000}
+
+
+@pytest.mark.parametrize(("levels", "allow_errors", "status"), [
+    ((ANSWERED,), False, FINE), ((ANSWERED, FAILING), False, FAILED), ((ANSWERED, FAILING), True, FAILED),
+    ((ANSWERED,), True, FINE),
+])
+def test_a_load_without_success_fails_even_when_errors_are_allowed(
+        levels: tuple[Level, ...], allow_errors: bool, status: int) -> None:
+    assert verdict(report(*levels), allow_errors) == status
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_rewrites_one_line_of_a_terminal_and_is_silent_elsewhere() -> None:
+    for stream in (Terminal(), io.StringIO()):
+        progress = Progress(stream)
+        progress.window(ANSWERED.load, 3.0, ANSWERED.client)
+        progress.clear()
+        line = "concurrency 16: 3.0 s, 2000.0 infer/s, p50 7.80 ms, p99 12.25 ms, 0 errors"
+        assert stream.getvalue() == (f"{CLEAR}{line}{CLEAR}" if stream.isatty() else "")
