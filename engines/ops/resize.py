@@ -40,7 +40,7 @@ class Resize(LayoutOp):
                 continue
             places = coordinates(node, axis, x.shape[axis], size, scale)
             if attrs.get("mode", "nearest") == "nearest":
-                index = _NEAREST[attrs.get("nearest_mode", "round_prefer_floor")](places)
+                index = NEAREST[attrs.get("nearest_mode", "round_prefer_floor")](places)
                 y = np.take(y, np.clip(index, 0, x.shape[axis] - 1).astype(np.int64), axis)
             else:
                 weights = interpolation(node, places, x.shape[axis], scale)
@@ -93,7 +93,7 @@ def coordinates(node: Node, axis: int, size: int, out: int, scale: float) -> Arr
     raise GraphError(f"unknown coordinate_transformation_mode '{mode}'")
 
 
-_NEAREST: dict[str, Callable[[Array], Array]] = {
+NEAREST: dict[str, Callable[[Array], Array]] = {
     "round_prefer_floor": lambda x: np.ceil(x - 0.5),
     "round_prefer_ceil": lambda x: np.floor(x + 0.5),
     "floor": np.floor,

@@ -13,12 +13,14 @@ import pytest
 
 from engines.backends.llvm.emit import Module
 from engines.backends.llvm.emulation import EMULATION
-from engines.backends.llvm.isa import ALL, Isa
+from engines.backends.llvm.isa import ALL, AVX2, AVX512_VNNI, PORTABLE, Isa
 from engines.backends.llvm.jit import LoadedKernel, runs_here
 from engines.backends.llvm.program import Program, ProgramBuilder
 from engines.backends.llvm.spec import ALIGNMENT, Array, KernelSpec, View, dense_view
 
 EVERY_ISA = pytest.mark.parametrize("isa", ALL, ids=lambda isa: isa.name)
+# For kernels without dot products: there the machines differ in their lanes and packs only.
+EVERY_WIDTH = pytest.mark.parametrize("isa", [AVX512_VNNI, AVX2, PORTABLE], ids=lambda isa: isa.name)
 UNTOUCHED = 0xA5        # what lies around an output
 SLACK = 64              # readable bytes past every tensor of an arena
 

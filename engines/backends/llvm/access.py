@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engines.backends.llvm.emit import I32, Function, Value
+from engines.backends.llvm.emit import I8, I32, Function, Value, vector
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import ELEMENTS, Lanes, from_float, to_float
 from engines.backends.llvm.program import Program
@@ -62,6 +62,14 @@ def offset(address: Value, places: Sequence[Value], strides: Sequence[int]) -> V
         if stride:
             address = address + place * stride
     return address
+
+
+def copy_bytes(isa: Isa, source: Value, target: Value, count: int) -> None:
+    """`count` bytes by vectors as wide as they come, unrolled."""
+    f = source.f
+    for first in range(0, count, isa.bytes):
+        part = vector(min(count - first, isa.bytes), I8)
+        f.store(f.load(part, source + first), target + first)
 
 
 def item_addresses(addresses: Sequence[Value], views: Sequence[View], item: Value) -> list[Value]:

@@ -47,16 +47,19 @@ class Lanes:
 
     def widen(self, dtype: str, row: Value) -> list[Value]:
         """A pixel as stored, all its channels in one vector -> `vectors` registers of float32."""
-        f, result = row.f, []
-        for picks in self.order():
-            picks = [min(pick, self.channels) for pick in picks]
-            if dtype == "uint8":
-                # Each byte and three zeros make a lane: one byte shuffle instead of a shuffle and a widening.
-                mask = [i for pick in picks for i in (pick, self.channels, self.channels, self.channels)]
-                lanes = f.shuffle(row, row.like(0), mask, "lanes")
-                result.append(self.isa.to_float(f.cast("bitcast", lanes, self.isa.ints, "channels")))
-            else:
-                result.append(self._to_float(dtype, f.shuffle(row, row.like(0), picks, "lanes")))
+        if dtype == "uint8":
+            return [self.isa.to_float(ints) for ints in self.integers(row)]
+        picks = [[min(pick, self.channels) for pick in order] for order in self.order()]
+        return [to_float(self.isa, dtype, row.f.shuffle(row, row.like(0), mask, "lanes")) for mask in picks]
+
+    def integers(self, row: Value) -> list[Value]:
+        """A pixel of u8, all its channels in one vector -> `vectors` registers of int32; absent channels are 0."""
+        result, absent = [], self.channels
+        for order in self.order():
+            # Each byte and three zeros make a lane: one byte shuffle instead of a shuffle and a widening.
+            mask = [i for pick in order for i in (min(pick, absent), absent, absent, absent)]
+            lanes = row.f.shuffle(row, row.like(0), mask, "lanes")
+            result.append(row.f.cast("bitcast", lanes, self.isa.ints, "channels"))
         return result
 
     def _load_natural(self, dtype: str, address: Value, count: int) -> Value:
@@ -66,10 +69,7 @@ class Lanes:
         part = f.load(vector(min(count, lanes), ELEMENTS[dtype]), address, hint="part")
         if count < lanes:
             part = f.shuffle(part, part.like(0), [min(i, count) for i in range(lanes)], "part")
-        return self._to_float(dtype, part)
-
-    def _to_float(self, dtype: str, stored: Value) -> Value:
-        return to_float(self.isa, dtype, stored)
+        return to_float(self.isa, dtype, part)
 
     # ---- float32 -> memory
     def store(self, dtype: str, pixels: Sequence[Sequence[Value]], addresses: Sequence[Value]) -> None:
@@ -84,8 +84,11 @@ class Lanes:
             return
         for values, address in zip(pixels, addresses, strict=True):
             for v, value in enumerate(values):
-                self._store_natural(dtype, value, address + v * self.isa.lanes * SIZES[dtype],
-                                    self.channels - v * self.isa.lanes)
+                if self.packed:
+                    self._store_quads(dtype, value, address, v)
+                else:
+                    self._store_natural(dtype, value, address + v * self.isa.lanes * SIZES[dtype],
+                                        self.channels - v * self.isa.lanes)
 
     def _store_packed(self, values: Sequence[Value], addresses: Sequence[Value]) -> None:
         f, vectors = values[0].f, self.vectors
@@ -97,15 +100,27 @@ class Lanes:
             for v, lane in (places[channel] for channel in range(self.channels)):
                 part, element = divmod(lane, 4)
                 mask.append(part * 16 + (slot * vectors + v) * 4 + element)
-            f.store(f.shuffle(packed, None, mask, "pixel"), address)
+            if self.channels % 4 == 0:      # neighbours by four stay together: a shuffle of words is cheaper
+                words = f.cast("bitcast", packed, self.isa.ints, "words")
+                f.store(f.shuffle(words, None, [i // 4 for i in mask[::4]], "pixel"), address)
+            else:
+                f.store(f.shuffle(packed, None, mask, "pixel"), address)
+
+    def _store_quads(self, dtype: str, value: Value, address: Value, v: int) -> None:
+        """Packed order keeps four neighbours together."""
+        stored = from_float(self.isa, dtype, value)
+        for lane in range(0, self.isa.lanes, 4):
+            channel = self.channel(v, lane)
+            count = min(4, self.channels - channel)
+            if count > 0:
+                part = value.f.shuffle(stored, None, range(lane, lane + count), "part")
+                value.f.store(part, address + channel * SIZES[dtype])
 
     def _store_natural(self, dtype: str, value: Value, address: Value, count: int) -> None:
         if count <= 0:
             return
         f, lanes = address.f, self.isa.lanes
         stored = from_float(self.isa, dtype, value)
-        if self.packed:
-            raise AssertionError("packed lanes hold u8 only")
         if count < lanes:
             stored = f.shuffle(stored, None, range(count), "part")
         f.store(stored, address)
@@ -117,7 +132,7 @@ def to_float(isa: Isa, dtype: str, stored: Value) -> Value:
     if dtype == "float32":
         return stored
     if dtype == "float16":
-        return f.cast("fpext", stored, isa.floats, "float")
+        return isa.half_to_float(stored)
     if dtype == "bfloat16":     # the upper half of a float32
         wide = f.cast("zext", stored, isa.ints, "wide").binary("shl", 16)
         return f.cast("bitcast", wide, isa.floats, "float")
@@ -134,7 +149,7 @@ def from_float(isa: Isa, dtype: str, value: Value) -> Value:
     if dtype == "float32":
         return value
     if dtype == "float16":
-        return f.cast("fptrunc", value, vector(isa.lanes, "half"), "half")
+        return isa.float_to_half(value)
     if dtype == "bfloat16":     # add half of the last kept bit, less one where that bit is 0: halves to even
         bits = f.cast("bitcast", value, isa.ints, "bits")
         odd = bits.binary("lshr", 16).binary("and", 1)

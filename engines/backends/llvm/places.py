@@ -156,7 +156,7 @@ class Places:
         if node.op == "Reshape":
             self._parent[node.outputs[0]] = _Inside(source, reshape=item_shape(types[node.outputs[0]]))
             return
-        cuts = _cuts(node, types[source], [types[o] for o in node.outputs])
+        cuts = cuts_of(node, types[source], [types[o] for o in node.outputs])
         for output, cut in zip(node.outputs, cuts, strict=True):
             rank = len(types[source].shape) - 1
             moves_rows = any(axis < rank - 1 for axis, *_ in cut or ())
@@ -243,7 +243,7 @@ class _Inside:
         return place
 
 
-def _cuts(node: Node, source: TensorType, outputs: list[TensorType]) -> list[list[tuple[int, int, int, int]] | None]:
+def cuts_of(node: Node, source: TensorType, outputs: list[TensorType]) -> list[list[tuple[int, int, int, int]] | None]:
     """For each output of a Split or Slice its cuts in the item, or None where it is no view."""
     rank = len(source.shape)
     if node.op == "Split":

@@ -14,12 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.access import BLOCK, Runs, item_addresses, joined, offset, unravel
+from engines.backends.llvm.access import BLOCK, Runs, copy_bytes, item_addresses, joined, offset, unravel
 from engines.backends.llvm.emit import FLOAT, I8, I16, I32, I64, Function, Module, Value, vector
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.kernels.pointwise import Pointwise
@@ -128,15 +128,12 @@ class Permute(KernelSpec):
             self._tiles(f, isa, x, y, begin, end, self._transpose(isa, constants))
         else:
             width = 4 * isa.bytes if self.way == "runs" else 1
-            Runs(self.views).emit(f, [x, y], begin, end, width, lambda at, start, count: self._copy(
-                isa, *(offset(a, [start], [v.strides[-1]]) for a, v in zip(at, self.views, strict=True)), count))
+            Runs(self.views).emit(f, [x, y], begin, end, width, partial(self._copy, isa))
 
-    def _copy(self, isa: Isa, x: Value, y: Value, count: int) -> None:
-        """`count` neighbours."""
-        size, f = self.x.size, x.f
-        for first in range(0, count, isa.bytes // size):
-            type_ = vector(min(count - first, isa.bytes // size), _INTEGERS[size])
-            f.store(f.load(type_, x + first * size), y + first * size)
+    def _copy(self, isa: Isa, at: list[Value], start: Value, count: int) -> None:
+        """`count` neighbours from `start` on."""
+        x, y = (offset(a, [start], [v.strides[-1]]) for a, v in zip(at, self.views, strict=True))
+        copy_bytes(isa, x, y, count * self.x.size)
 
     def _tiles(self, f: Function, isa: Isa, x: Value, y: Value, begin: Value, end: Value,
                body: Callable[[Value, Value, int], None]) -> None:
@@ -149,14 +146,14 @@ class Permute(KernelSpec):
             at = item_addresses([x, y], self.views, row.divided(rows))
             *places, index = unravel(row.remainder(rows), (*self._outer, self._blocks(isa)))
             places.insert(across, index * block)
-            at = [offset(a, places, view.strides[:-1]) for a, view in zip(at, self.views, strict=True)]
-            steps = [view.strides[across] for view in self.views]
+            x0, y0 = (offset(a, places, view.strides[:-1]) for a, view in zip(at, self.views, strict=True))
+            x_step, y_step = (view.strides[across] for view in self.views)
             count = (index.like(extent - tail) - index * block).at_most(block)
             for i in f.range("tile", count.like(0), count, step):
-                body(*(offset(a, [i], [s]) for a, s in zip(at, steps, strict=True)), step)
+                body(x0 + i * x_step, y0 + i * y_step, step)
             if tail:
                 with f.when((index + 1).compare("eq", self._blocks(isa))):
-                    body(*(offset(a, [count], [s]) for a, s in zip(at, steps, strict=True)), tail)
+                    body(x0 + count * x_step, y0 + count * y_step, tail)
 
     def _load(self, isa: Isa, address: Value, count: int) -> Value:
         """`count` neighbours in a whole vector: as stored where they are only moved, else float32."""
@@ -195,7 +192,7 @@ class Permute(KernelSpec):
 
     @staticmethod
     def _store_bytes(isa: Isa, planes: list[Value], y: Value, count: int) -> None:
-        """The packs leave four pixels of each plane in a 128-bit part; shuffle inside the parts, then close the gaps."""
+        """The packs leave four pixels of each plane in a 128-bit part: shuffle inside parts, then close the gaps."""
         f, depth = y.f, len(planes)
         ints = [isa.round(isa.min(plane, 255)) for plane in planes]
         packed = isa.pack_u8([*ints, *[ints[0].like(0)] * (4 - depth)])
@@ -208,6 +205,7 @@ class Permute(KernelSpec):
     # ---- transpose
     def _transpose(self, isa: Isa, constants: Value) -> Callable[[Value, Value, int], None]:
         (x_view, y_view), across, n = self.views, self.across, self._tile(isa)
+        step = 0 if self.uniform else 4     # bytes of constants of an index of the innermost axis
         assert across is not None
 
         def tile(x: Value, y: Value, count: int) -> None:
@@ -215,7 +213,7 @@ class Permute(KernelSpec):
             for start, size in f.tiles("innermost", y_view.shape[-1], n):
                 here, there = x + start * x_view.strides[-1], y + start * y_view.size
                 rows = [self._load(isa, here + min(i, size - 1) * x_view.strides[-1], count) for i in range(n)]
-                numbers = [f.load(isa.floats, constants + c * self._pitch(isa) * 4 + start * (0 if self.uniform else 4))
+                numbers = [f.load(isa.floats, constants + c * self._pitch(isa) * 4 + start * step)
                            for c in range(self.program.constants)]
                 for i, value in enumerate(_transposed(rows)[:count]):
                     if not self.raw:
@@ -235,9 +233,7 @@ class Permute(KernelSpec):
             return self._pointwise.pack(isa, tactic, {"program": given})
         table = np.zeros((len(given), self._pitch(isa)), np.float32)
         for row, constant in zip(table, given, strict=True):
-            row[:1 if self.uniform and len(constant) == 1 else self.y.shape[-1]] = constant
-            if self.uniform:
-                row[:] = constant
+            row[:None if self.uniform else self.y.shape[-1]] = constant
         return (table.ravel(),)
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:

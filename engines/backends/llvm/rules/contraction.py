@@ -1,4 +1,4 @@
-"""Conv, Gemm and MatMul by constant weights -> Contraction."""
+"""Conv, Gemm and MatMul by constant weights -> Contraction; a channel to itself -> Depthwise."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -9,8 +9,9 @@ import numpy as np
 
 from engines.backends.llvm.calls import Call, Context, Refused, Written, broadcast, image, lowers, write_body
 from engines.backends.llvm.kernels.contraction import Contraction
+from engines.backends.llvm.kernels.depthwise import Depthwise
 from engines.backends.llvm.places import Place, pads_of
-from engines.backends.llvm.spec import Array, View
+from engines.backends.llvm.spec import Array, KernelSpec, View
 from engines.ir import Node
 
 
@@ -22,11 +23,15 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
     weights = ctx.constant(conv.inputs[1])
     x, stride, dilation = padded_input(ctx, conv, weights.shape[2:])
     groups, taps = int(conv.attrs.get("group", 1)), (int(weights.shape[2]), int(weights.shape[3]))
-    weights, groups = _merge_small_groups(weights, groups, ctx.isa.lanes)
+    depthwise = groups > 1 and weights.shape[:2] == (groups, 1)
+    if not depthwise:
+        weights, groups = _merge_small_groups(weights, groups, ctx.isa.lanes)
     written = write_body(ctx, node, accumulator_of(ctx, conv, weights.sum(axis=(1, 2, 3), dtype=np.float64)))
     y = ctx.places[node.outputs[0]]
-    spec = Contraction(x.view, y.view, operand_views(ctx, node, written), written.program, node.precision,
-                       taps, stride, dilation, groups)
+    views = (x.view, y.view, operand_views(ctx, node, written))
+    spec: KernelSpec = Contraction(*views, written.program, node.precision, taps, stride, dilation, groups)
+    if depthwise:
+        spec = Depthwise(*views, written.program, node.precision, taps, stride, dilation)
     return [contraction_call(ctx, node, spec, x, written, weights)]
 
 

@@ -1,0 +1,395 @@
+"""Depthwise convolution: every channel has its own k x k weights.
+
+    y[n, i, j, c] = program(sum over p, q of x[n, i * stride + p * dilation, j * stride + q * dilation, c] * w[c, p, q])
+
+    for block of output rows: for panel of channels: for tile of output columns: a call of the micro-kernel:
+      for column of x that the tile reads:
+        for group of its rows:                              int8: four rows, floats: one
+          quads = the rows interleaved byte by byte         shared by all outputs that read this column
+          for output of the tile that reads this column:
+            acc[output] = dot4(acc[output], quads, w)
+        outputs whose last column this was: program, store
+
+All is unrolled, so accumulators roll: as many outputs are in registers as windows overlap. Neighbouring output rows
+share the rows of x that both read, and their interleaving; an output row meets zero weights for those it does not read.
+
+x's address is that of tap (0, 0) of output pixel (0, 0), in a halo of zero points; nothing past the last tap is read.
+"""
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engines.backends.llvm.access import (
+    item_addresses,
+    load_channels,
+    load_constants,
+    offset,
+    panels,
+    run_program,
+    store_channels,
+)
+from engines.backends.llvm.emit import I8, PTR, Function, Module, Value, vector
+from engines.backends.llvm.isa import Isa
+from engines.backends.llvm.lanes import Lanes
+from engines.backends.llvm.program import Program, fma, load_meaning, store_meaning
+from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, begin_kernel, pack_channels
+
+Operand = tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class DepthwiseTile(Tactic):
+    """rows x cols outputs of `vectors` of channels are a micro-kernel."""
+    rows: int
+    cols: int
+    vectors: int
+
+    def __str__(self) -> str:
+        return f"tile {self.rows}x{self.cols}x{self.vectors}"
+
+
+@dataclass(frozen=True)
+class Depthwise(KernelSpec):
+    """Views of one item are [rows, columns, channels], as many channels in y as in x; operands are shaped as y."""
+    x: View
+    y: View
+    operands: tuple[View, ...]
+    program: Program
+    precision: str                  # int8, fp32, bf16, fp16: how x is stored; floats are computed in float32
+    taps: tuple[int, int]
+    stride: tuple[int, int] = (1, 1)
+    dilation: tuple[int, int] = (1, 1)
+    family = "depthwise"
+
+    @property
+    def inputs(self) -> tuple[View, ...]:
+        return (self.x, *self.operands)
+
+    @property
+    def outputs(self) -> tuple[View, ...]:
+        return (self.y,)
+
+    @property
+    def channels(self) -> int:
+        return self.y.shape[2]
+
+    @property
+    def macs(self) -> int:
+        return math.prod(self.y.shape) * math.prod(self.taps)
+
+    @property
+    def packed(self) -> bool:
+        """The interleaving of bytes makes packed order."""
+        return self.precision == "int8"
+
+    def rows_read(self, rows: int) -> list[int]:
+        """Rows of x that `rows` neighbouring output rows read, from the first tap on."""
+        return sorted({i * self.stride[0] + p * self.dilation[0] for i in range(rows) for p in range(self.taps[0])})
+
+    # ---- tactics
+    def tactics(self, isa: Isa) -> Sequence[DepthwiseTile]:
+        overlap = -(-((self.taps[1] - 1) * self.dilation[1] + 1) // self.stride[1])
+        widest = isa.vectors_for(self.channels)
+        # Output rows share loads only if the rows of x that they read are neighbours too.
+        together = (2, 1) if self.dilation[0] == 1 and self.y.shape[0] > 1 else (1,)
+        fitting = [(rows, vectors) for vectors in (4, 2, 1) for rows in together if vectors <= widest
+                   and overlap * rows * vectors <= isa.registers - self._other_registers(isa, vectors)]
+        # The most vectors that fit share most; one step below may suit the number of channels better.
+        best = sorted({vectors for _, vectors in fitting}, reverse=True)[:2]
+        shapes = [(rows, vectors) for rows, vectors in fitting if vectors in best] or [(1, 1)]
+        found = dict.fromkeys(DepthwiseTile(rows, min(cols, self.y.shape[1]), vectors)
+                              for rows, vectors in shapes for cols in (14, 7))
+        return tuple(found)
+
+    def _other_registers(self, isa: Isa, vectors: int) -> int:
+        """What a column needs beside the accumulators: its operands, a few in passing, and weights that no
+        instruction takes from memory."""
+        operands = isa.ready_bytes // isa.bytes if self.precision == "int8" else 1
+        return vectors * (operands + (isa.lanes == 4)) + 4
+
+    def grid(self, isa: Isa, tactic: DepthwiseTile) -> Grid:
+        return Grid(-(-self.y.shape[0] // tactic.rows), columns=-(-self.channels // (tactic.vectors * isa.lanes)))
+
+    def emit(self, module: Module, name: str, isa: Isa, tactic: DepthwiseTile) -> None:
+        _Emitter(self, module, name, isa, tactic).kernel()
+
+    # ---- constants
+    def pack(self, isa: Isa, tactic: DepthwiseTile, constants: Mapping[str, Any]) -> tuple[Array, Array]:
+        """"weights": [channels, 1, *taps] (s8 or float) -> [panel][output row][group of rows][tap column][vector],
+        as the arithmetic reads them; "program": float32 [1] or [channels] -> [panel][constant][vector][lane]."""
+        arithmetic = _ARITHMETIC[self.precision]
+        weights = np.asarray(constants["weights"]).reshape(self.channels, *self.taps)
+        read, places = self.rows_read(tactic.rows), arithmetic.rows
+        padded = -(-len(read) // places) * places
+        spread = np.zeros((self.channels + 1, tactic.rows, padded, self.taps[1]), weights.dtype)
+        for i in range(tactic.rows):
+            for p in range(self.taps[0]):
+                spread[:-1, i, read.index(i * self.stride[0] + p * self.dilation[0])] = weights[:, p]
+        # [channel][output row][group][row of the group][tap column]
+        spread = spread.reshape(*spread.shape[:2], -1, places, self.taps[1])
+        order = panels(isa, self.channels, self.packed, tactic.vectors * isa.lanes)
+        parts = [arithmetic.ready(isa, spread[np.minimum(panel, self.channels)].transpose(2, 3, 5, 0, 1, 4))
+                 for panel in order]
+        return np.concatenate(parts), pack_channels(constants["program"], self.channels, order)
+
+    # ---- meaning
+    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        x, *operands = inputs
+        integers = self.precision == "int8"
+        wide: Any = x.astype(np.int64) if integers else load_meaning(self.x.dtype, x)
+        weights: Any = np.asarray(constants["weights"]).reshape(self.channels, *self.taps)
+        acc: Any = np.zeros((len(x), *self.y.shape), np.int64 if integers else np.float32)
+        for q in range(self.taps[1]):       # column by column: the order in which the kernel adds floats
+            for p in range(self.taps[0]):
+                tap = wide[:, p * self.dilation[0]:, q * self.dilation[1]:][:, ::self.stride[0], ::self.stride[1]]
+                tap = tap[:, :self.y.shape[0], :self.y.shape[1]]
+                w = weights[:, p, q]
+                acc = acc + tap * w.astype(np.int64) if integers else fma(tap, w.astype(np.float32), acc)
+        others = [load_meaning(view.dtype, operand) for view, operand in zip(self.operands, operands, strict=True)]
+        result = self.program.meaning(acc.astype(np.float32), others, constants["program"])
+        return (store_meaning(self.y.dtype, result),)
+
+
+class _Arithmetic(ABC):
+    """What a column of x is read as, and how it meets the weights."""
+    rows: int           # of x in a group
+
+    @abstractmethod
+    def zero(self, isa: Isa, of: Value) -> Value:
+        ...
+
+    @abstractmethod
+    def load(self, lanes: Lanes, dtype: str, addresses: Sequence[Value]) -> list[Operand]:
+        """Rows of one column of x, at most `rows` of them -> an operand for each vector of channels."""
+
+    @abstractmethod
+    def dot(self, isa: Isa, acc: Value, operand: Operand, weights: Value) -> Value:
+        """weights: the address of one vector of them."""
+
+    @abstractmethod
+    def weight_bytes(self, isa: Isa) -> int:
+        """Of one vector of weights of a group."""
+
+    @abstractmethod
+    def ready(self, isa: Isa, weights: Array) -> Array:
+        """[..., vector, lane, row of the group] -> bytes, a vector after the other."""
+
+    @abstractmethod
+    def finish(self, isa: Isa, acc: Value) -> Value:
+        """The accumulator as float32."""
+
+
+class _Bytes(_Arithmetic):
+    rows = 4
+
+    def zero(self, isa: Isa, of: Value) -> Value:
+        return of.f.constant(0, isa.ints)
+
+    def load(self, lanes: Lanes, dtype: str, addresses: Sequence[Value]) -> list[Operand]:
+        f = addresses[0].f
+        rows = [self._spread(lanes, f.load(vector(lanes.channels, I8), address, hint="row")) for address in addresses]
+        rows += [f.constant(0, rows[0].type)] * (4 - len(rows))
+        evens, odds = _zip_bytes(rows[0], rows[1], lanes.vectors), _zip_bytes(rows[2], rows[3], lanes.vectors)
+        quads = [quad for a, b in zip(evens, odds, strict=True) for quad in _zip_shorts(a, b, lanes.vectors)]
+        return [lanes.isa.unsigned(quad) for quad in quads[:lanes.vectors]]
+
+    @staticmethod
+    def _spread(lanes: Lanes, row: Value) -> Value:
+        """A row of channels, so that part k of 128 bits begins with the channels that the vectors hold in part k."""
+        f, wide, parts = row.f, 4 * lanes.vectors, lanes.isa.lanes // 4
+        if lanes.channels < wide * parts:
+            row = f.shuffle(row, None, [i if i < lanes.channels else -1 for i in range(wide * parts)], "row")
+        if wide == 16:
+            return row
+        # As words: LLVM would merge a shuffle of bytes with the zips into something far longer.
+        words = f.cast("bitcast", row, vector(parts, f"i{8 * wide}"), "words")
+        mask = [part if i == 0 else -1 for part in range(parts) for i in range(16 // wide)]
+        return f.cast("bitcast", f.shuffle(words, None, mask, "spread"), vector(16 * parts, I8), "spread")
+
+    def dot(self, isa: Isa, acc: Value, operand: Operand, weights: Value) -> Value:
+        return isa.dot4(acc, operand, isa.ready_weights(weights))
+
+    def weight_bytes(self, isa: Isa) -> int:
+        return isa.ready_bytes
+
+    def ready(self, isa: Isa, weights: Array) -> Array:
+        return isa.ready(weights.astype(np.int8))
+
+    def finish(self, isa: Isa, acc: Value) -> Value:
+        return isa.to_float(acc)
+
+
+class _Floats(_Arithmetic):
+    rows = 1
+
+    def zero(self, isa: Isa, of: Value) -> Value:
+        return of.f.constant(0, isa.floats)
+
+    def load(self, lanes: Lanes, dtype: str, addresses: Sequence[Value]) -> list[Operand]:
+        return [(value,) for value in lanes.load(dtype, addresses[0])]
+
+    def dot(self, isa: Isa, acc: Value, operand: Operand, weights: Value) -> Value:
+        return isa.fma(operand[0], weights.f.load(isa.floats, weights, isa.bytes, "weights"), acc)
+
+    def weight_bytes(self, isa: Isa) -> int:
+        return isa.bytes
+
+    def ready(self, isa: Isa, weights: Array) -> Array:
+        return np.ascontiguousarray(weights, np.float32).view(np.uint8).ravel()
+
+    def finish(self, isa: Isa, acc: Value) -> Value:
+        return acc
+
+
+_ARITHMETIC: dict[str, _Arithmetic] = {"int8": _Bytes(), "fp32": _Floats(), "bf16": _Floats(), "fp16": _Floats()}
+
+
+def _zip_bytes(a: Value, b: Value, vectors: int) -> list[Value]:
+    """Bytes of a and b in turn inside each 128-bit part, as shorts: the low halves, and the high ones if needed."""
+    size = int(a.type[1:].split(" x ")[0])
+    zipped = []
+    for half in (0, 8)[:max(vectors // 2, 1)]:
+        mask = [part + half + i // 2 + i % 2 * size for part in range(0, size, 16) for i in range(16)]
+        pairs = a.f.shuffle(a, b, mask, "pairs")
+        zipped.append(a.f.cast("bitcast", pairs, vector(size // 2, "i16"), "pairs"))
+    return zipped
+
+
+def _zip_shorts(a: Value, b: Value, vectors: int) -> list[Value]:
+    """The same with shorts, as bytes: now each lane holds one channel of four rows."""
+    size = int(a.type[1:].split(" x ")[0])
+    zipped = []
+    for half in (0, 4)[:vectors]:
+        mask = [part + half + i // 2 + i % 2 * size for part in range(0, size, 8) for i in range(8)]
+        quads = a.f.shuffle(a, b, mask, "quads")
+        zipped.append(a.f.cast("bitcast", quads, vector(2 * size, I8), "quads"))
+    return zipped
+
+
+class _Emitter:
+    def __init__(self, spec: Depthwise, module: Module, name: str, isa: Isa, tile: DepthwiseTile) -> None:
+        self.spec, self.module, self.name, self.isa, self.tile = spec, module, name, isa, tile
+        self.arithmetic = _ARITHMETIC[spec.precision]
+        self.groups = -(-len(spec.rows_read(tile.rows)) // self.arithmetic.rows)
+
+    # ---- the loops around
+    def kernel(self) -> None:
+        spec, tile = self.spec, self.tile
+        f, addresses, (begin, end, first, last) = begin_kernel(self.module, self.name, 1 + len(spec.operands) + 3)
+        *inputs, weights, constants, y = addresses
+        blocks, width = -(-spec.y.shape[0] // tile.rows), tile.vectors * self.isa.lanes
+        whole, tail = divmod(spec.channels, width)
+        for row in f.range("rows", begin, end):
+            at = item_addresses([*inputs, y], self._views(), row.divided(blocks))
+            block = row.remainder(blocks)
+            at = self._moved(at, block * tile.rows, 0)
+            for panel in f.range("panel", first, last.at_most(whole)):
+                self._rows(f, at, weights, constants, block, panel * width, width)
+            if tail:
+                with f.when(last.compare("ugt", whole)):
+                    self._rows(f, at, weights, constants, block, last.like(whole * width), tail)
+
+    def _rows(self, f: Function, at: list[Value], weights: Value, constants: Value, block: Value, start: Value,
+              channels: int) -> None:
+        """One block of output rows of one panel; the last block may have fewer."""
+        spec, tile = self.spec, self.tile
+        whole, tail = divmod(spec.y.shape[0], tile.rows)
+        at = [a + start * view.size for a, view in zip(at, self._views(), strict=True)]
+        weights = weights + start * (self._panel_bytes(1) // self.isa.lanes)
+        constants = constants + start * (4 * spec.program.constants)
+        for rows, test in ((tile.rows, block.below(whole)), (tail, block.compare("eq", whole))):
+            if rows and (rows == tile.rows or whole):
+                with f.when(test):
+                    self._columns(f, at, weights, constants, rows, channels)
+
+    def _columns(self, f: Function, at: list[Value], weights: Value, constants: Value, rows: int,
+                 channels: int) -> None:
+        for j, cols in f.tiles("column", self.spec.y.shape[1], self.tile.cols):
+            x, *others = self._moved(at, 0, j)
+            f.run(self._microkernel(rows, cols, channels), x, weights, constants, *others)
+
+    def _views(self) -> tuple[View, ...]:
+        return (*self.spec.inputs, self.spec.y)
+
+    def _moved(self, at: list[Value], i: Value | int, j: Value | int) -> list[Value]:
+        """At output pixel (i, j) from here."""
+        f = at[0].f
+        places = [p if isinstance(p, Value) else f.constant(p, "i64") for p in (i, j)]
+        x, *others = at
+        strides = [s * t for s, t in zip(self.spec.x.strides, self.spec.stride, strict=False)]
+        return [offset(x, places, strides),
+                *(offset(a, places, view.strides[:2]) for a, view in zip(others, self._views()[1:], strict=True))]
+
+    def _panel_bytes(self, vectors: int) -> int:
+        """Of weights."""
+        return self.tile.rows * self.groups * self.spec.taps[1] * vectors * self.arithmetic.weight_bytes(self.isa)
+
+    # ---- the micro-kernel
+    def _microkernel(self, rows: int, cols: int, channels: int) -> str:
+        name = f"{self.name}_{rows}x{cols}x{channels}"
+        if name in self.module.functions:
+            return name
+        spec, isa, arithmetic = self.spec, self.isa, self.arithmetic
+        operands = {f"operand{i}": PTR for i in range(len(spec.operands))}
+        f = self.module.function(name, True, x=PTR, w=PTR, constants=PTR, **operands, y=PTR)
+        lanes = Lanes(isa, channels, spec.packed)
+        outputs = [(i, j) for i in range(rows) for j in range(cols)]
+        acc = {(o, v): arithmetic.zero(isa, f.parameters["x"]) for o in outputs for v in range(lanes.vectors)}
+        reads = sorted({j * spec.stride[1] + q * spec.dilation[1] for j in range(cols) for q in range(spec.taps[1])})
+        for column in reads:
+            f.write(f"; column {column}")
+            users = [(j, q) for j in range(cols) for q in range(spec.taps[1])
+                     if j * spec.stride[1] + q * spec.dilation[1] == column]
+            self._column(f, lanes, acc, column, rows, users)
+            for j, q in users:
+                if q == spec.taps[1] - 1:
+                    together = 4 // lanes.vectors       # what one register of u8 holds
+                    for first in range(0, rows, together):
+                        self._finish(f, lanes, acc, [(i, j) for i in range(first, min(first + together, rows))])
+        return name
+
+    def _column(self, f: Function, lanes: Lanes, acc: dict[Any, Value], column: int, rows: int,
+                users: list[tuple[int, int]]) -> None:
+        """One column of x into the accumulators of the output columns and tap columns that meet there."""
+        spec, isa, arithmetic = self.spec, self.isa, self.arithmetic
+        read = spec.rows_read(rows)
+        # Hidden anew for each column, or LLVM would keep all weights in registers and spill the accumulators.
+        weights = _hidden(f.parameters["w"])
+        size = arithmetic.weight_bytes(isa)
+        for group, first in enumerate(range(0, len(read), arithmetic.rows)):
+            members = read[first:first + arithmetic.rows]
+            start = f.parameters["x"] + column * spec.x.strides[1]
+            operands = arithmetic.load(lanes, spec.x.dtype, [start + row * spec.x.strides[0] for row in members])
+            for i in range(rows):
+                taps = {i * spec.stride[0] + p * spec.dilation[0] for p in range(spec.taps[0])}
+                if taps.isdisjoint(members):
+                    continue
+                for j, q in users:
+                    at = ((i * self.groups + group) * spec.taps[1] + q) * lanes.vectors
+                    for v in range(lanes.vectors):
+                        acc[(i, j), v] = arithmetic.dot(isa, acc[(i, j), v], operands[v], weights + (at + v) * size)
+
+    def _finish(self, f: Function, lanes: Lanes, acc: dict[Any, Value], outputs: list[tuple[int, int]]) -> None:
+        """Program and store."""
+        spec = self.spec
+        numbers = load_constants(lanes, _hidden(f.parameters["constants"]), spec.program.constants)
+        pixels, targets = [], []
+        for i, j in outputs:
+            others = [f.parameters[f"operand{n}"] + (i * view.strides[0] + j * view.strides[1])
+                      for n, view in enumerate(spec.operands)]
+            values = [load_channels(lanes, view, a) for view, a in zip(spec.operands, others, strict=True)]
+            sums = [self.arithmetic.finish(self.isa, acc.pop(((i, j), v))) for v in range(lanes.vectors)]
+            pixels.append(run_program(lanes, spec.program, sums, values, numbers))
+            targets.append(f.parameters["y"] + (i * spec.y.strides[0] + j * spec.y.strides[1]))
+        store_channels(lanes, spec.y, pixels, targets)
+
+
+def _hidden(address: Value) -> Value:
+    """The same address, unknown to LLVM: loads from it are no repetition of earlier loads."""
+    return address.f.op(PTR, f'call ptr asm sideeffect "", "=r,0"({address})', "hidden")

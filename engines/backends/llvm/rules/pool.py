@@ -1,0 +1,87 @@
+"""Pools and reductions -> Pool, GlobalPool, Reduce."""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from engines.backends.llvm.calls import Call, Context, Refused, Written, lowers, write_body
+from engines.backends.llvm.kernels.global_pool import GlobalPool
+from engines.backends.llvm.kernels.pool import Pool
+from engines.backends.llvm.kernels.reduce import Reduce
+from engines.backends.llvm.places import pads_of
+from engines.backends.llvm.program import Program
+from engines.backends.llvm.rules.contraction import operand_views
+from engines.backends.llvm.rules.pointwise import FLOATS
+from engines.backends.llvm.spec import KernelSpec, View
+from engines.ir import Node
+
+
+@lowers("MaxPool", "AveragePool")
+def lower_pool(ctx: Context, node: Node) -> Sequence[Call]:
+    pool = node.anchor
+    if not pool.attrs.get("channels_last") or len(node.outputs) > 1 and node.outputs[1]:
+        raise Refused("only a 2-D pool in NHWC with one output is compiled")
+    written = write_pooled(ctx, node, 1.0)
+    x, y = ctx.places[pool.inputs[0]].view, ctx.places[node.outputs[0]].view
+    quant = ctx.type(pool.inputs[0]).quant
+    rows, cols = (int(k) for k in pool.attrs["kernel_shape"])
+    stride_rows, stride_cols = (int(s) for s in pool.attrs.get("strides") or (1, 1))
+    dilation_rows, dilation_cols = (int(d) for d in pool.attrs.get("dilations") or (1, 1))
+    spec = Pool(x, y, operand_views(ctx, node, written), written.program,
+                "max" if pool.op == "MaxPool" else "average", (rows, cols), (stride_rows, stride_cols), pads_of(pool),
+                (dilation_rows, dilation_cols), bool(pool.attrs.get("count_include_pad")),
+                quant.zero_point[0] if quant else 0)
+    return [pool_call(ctx, node, spec, written)]
+
+
+@lowers("GlobalAveragePool", "GlobalMaxPool")
+def lower_global_pool(ctx: Context, node: Node) -> Sequence[Call]:
+    pool = node.anchor
+    if not pool.attrs.get("channels_last"):
+        raise Refused("only a 2-D pool in NHWC is compiled")
+    x, y = ctx.places[pool.inputs[0]].view, ctx.places[node.outputs[0]].view
+    kind = "max" if pool.op == "GlobalMaxPool" else "mean"
+    written = write_pooled(ctx, node, 1 / math.prod(x.shape[:-1]) if kind == "mean" else 1.0)
+    spec = GlobalPool(x, y, operand_views(ctx, node, written), written.program, "max" if kind == "max" else "sum")
+    return [pool_call(ctx, node, spec, written)]
+
+
+@lowers("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin")
+def lower_reduction(ctx: Context, node: Node) -> Sequence[Call]:
+    """Over the innermost axis, or over all axes between the batch and the innermost."""
+    reduction, x = node.anchor, ctx.places[node.anchor.inputs[0]].view
+    rank = len(x.shape) + 1
+    axes = tuple(sorted(int(a) % rank for a in reduction.attrs.get("axes", range(rank))))
+    kind = {"ReduceMax": "max", "ReduceMin": "min"}.get(reduction.op, "sum")
+    count = math.prod(x.shape[axis - 1] for axis in axes)
+    written = write_pooled(ctx, node, 1 / count if reduction.op == "ReduceMean" else 1.0,
+                           count if reduction.op == "ReduceSum" else 1)
+    y = ctx.places[node.outputs[0]].view
+    operands = operand_views(ctx, node, written)
+    if axes == tuple(range(1, rank - 1)) and kind != "min":
+        return [pool_call(ctx, node, GlobalPool(x, y, operands, written.program, kind), written)]
+    if axes != (rank - 1,) or operands:
+        raise Refused(f"{reduction.op} over axes {axes} of {rank}")
+    if not reduction.attrs.get("keepdims", 1):
+        y = replace(y, shape=(*y.shape, 1), strides=(*y.strides, y.size))
+    return [pool_call(ctx, node, Reduce((x,), y, program=written.program, kind=kind), written)]
+
+
+def write_pooled(ctx: Context, node: Node, scale: float, terms: int = 1) -> Written:
+    """The program of a pool whose accumulator times `scale` is the mean, maximum or sum of `terms` stored elements."""
+    name, output = node.anchor.inputs[0], node.outputs[0]
+    views: list[View] = [ctx.places[name].view, ctx.places[output].view]
+    if any(view.dtype not in FLOATS for view in views):
+        raise Refused("only floats, or floats stored as uint8, are pooled")
+    quant = ctx.type(name).quant
+    if not node.body and scale == terms == 1 and quant == ctx.type(output).quant:
+        return Written(Program(), [], ())       # as it is stored; arithmetic would only round
+    if quant is None:
+        return write_body(ctx, node, (scale, 0.0))
+    return write_body(ctx, node, (quant.scale[0] * scale, -quant.scale[0] * quant.zero_point[0] * terms))
+
+
+def pool_call(ctx: Context, node: Node, spec: KernelSpec, written: Written) -> Call:
+    inputs = (ctx.places[node.anchor.inputs[0]], *(ctx.places[name] for name in written.operands))
+    return Call(node, spec, inputs, (ctx.places[node.outputs[0]],), {"program": written.constants})
