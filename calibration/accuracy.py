@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,23 +16,22 @@ def sqnr_db(reference: Array, value: Array) -> float:
 
     6 dB are a bit; a layer's output in 8 bits has about 40 dB, a usable network output 15 to 30.
     """
-    return _decibel(*_signal_and_noise(reference, value))
+    return powers(reference, value).sqnr_db
 
 
 def peak_snr_db(reference: Array, value: Array) -> float:
     """Like sqnr_db in the 4-norm, 20 log10(|r|_4 / |r - v|_4), which the largest elements and errors dominate.
 
     What is read from an output is its peaks: the class, the boxes, the characters. A detector whose scores are clipped
-    (few elements, far off) loses them while its SQNR stays. NanoDet-g: percentile 99.99 has 22.7 dB and a box F1 of 44,
-    mean squared error 23.8 dB and 92; the 4-norm tells them apart, 19.7 and 23.0.
+    (few elements, far off) loses them while its SQNR stays. NanoDet-g, its worst output over 32 pictures: percentile
+    99.999 has 20.5 dB and a box F1 of 57, percentile 99.9999 18.3 dB and 92; in the 4-norm, 16.2 and 19.5 dB.
     """
-    r, e = _doubles(reference), _doubles(reference) - _doubles(value)
-    return _decibel(float(np.sum(r ** 4) ** 0.5), float(np.sum(e ** 4) ** 0.5))
+    return powers(reference, value).peak_snr_db
 
 
 def cosine(reference: Array, value: Array) -> float:
     """Cosine of the angle between the arrays as flat vectors; 1 if both are zero."""
-    a, b = _doubles(reference).ravel(), _doubles(value).ravel()
+    a, b = _comparable(reference, value)
     norms = float(np.linalg.norm(a) * np.linalg.norm(b))
     return float(a @ b) / norms if norms else float(np.array_equal(a, b))
 
@@ -42,22 +42,19 @@ def top1_agreement(reference: Array, value: Array) -> float:
 
 
 class SqnrMeter:
-    """SQNR of each tensor over many runs, energies summed: memory of two numbers a tensor."""
+    """SQNR of each tensor over many runs, all runs' values taken as one array: memory of a few numbers a tensor."""
 
     def __init__(self) -> None:
-        self._energies: dict[str, tuple[float, float]] = {}
+        self._sums: dict[str, Powers] = {}
 
     def add(self, reference: Mapping[str, Array], value: Mapping[str, Array]) -> None:
         """Count one run; tensors that only one of the two has are left out."""
-        for tensor in reference.keys() & value.keys():
-            signal, noise = self._energies.get(tensor, (0.0, 0.0))
-            more_signal, more_noise = _signal_and_noise(reference[tensor], value[tensor])
-            self._energies[tensor] = signal + more_signal, noise + more_noise
+        for tensor in (name for name in reference if name in value):
+            self._sums[tensor] = self._sums.get(tensor, Powers()) + powers(reference[tensor], value[tensor])
 
     def result(self) -> dict[str, float]:
         """{tensor: dB}, worst first."""
-        values = {tensor: _decibel(*energies) for tensor, energies in self._energies.items()}
-        return dict(sorted(values.items(), key=lambda item: (item[1], item[0])))
+        return dict(sorted(((tensor, sums.sqnr_db) for tensor, sums in self._sums.items()), key=lambda item: item[1]))
 
 
 def layer_report(sqnr: Mapping[str, float], limit: int = 10) -> str:
@@ -67,18 +64,53 @@ def layer_report(sqnr: Mapping[str, float], limit: int = 10) -> str:
     return "\n".join([f"{'tensor':{width}}  SQNR dB", *(f"{tensor:{width}}  {db:7.1f}" for tensor, db in worst)])
 
 
-def mean_db(values: Iterable[float]) -> float:
-    """The mean of ratios in dB, each cut to -20..100: an item without error, or without signal, decides nothing."""
-    return float(np.mean(np.clip(list(values), -20.0, 100.0)))
+@dataclass(frozen=True)
+class Powers:
+    """Sums of reference**2, error**2, reference**4, error**4: what the ratios are made of."""
+    r2: float = 0.0
+    e2: float = 0.0
+    r4: float = 0.0
+    e4: float = 0.0
+
+    def __add__(self, other: Powers) -> Powers:
+        return Powers(self.r2 + other.r2, self.e2 + other.e2, self.r4 + other.r4, self.e4 + other.e4)
+
+    @property
+    def sqnr_db(self) -> float:
+        return _decibel(self.r2, self.e2)
+
+    @property
+    def peak_snr_db(self) -> float:
+        return _decibel(self.r4, self.e4) / 2
 
 
-def _signal_and_noise(reference: Array, value: Array) -> tuple[float, float]:
-    r, e = _doubles(reference), _doubles(reference) - _doubles(value)
-    return float(np.vdot(r, r)), float(np.vdot(e, e))
+def powers(reference: Array, value: Array) -> Powers:
+    """The sums for one pair of arrays; elements that are infinite in the reference (masked scores) are left out."""
+    r, v = _comparable(reference, value)
+    r2, e2 = r ** 2, (r - v) ** 2
+    return Powers(float(r2.sum()), float(e2.sum()), float((r2 ** 2).sum()), float((e2 ** 2).sum()))
 
 
-def _doubles(array: Array) -> NDArray[np.float64]:
-    return np.asarray(array, np.float64)
+def typical(items: Sequence[Powers]) -> Powers | None:
+    """The powers of the mean item, its signal 1; None if there is no signal in any.
+
+    An item's errors are taken relative to its own signal, or to the median item's where that is stronger: neither one
+    loud item decides, nor the noise in one that has next to nothing to say (a picture without objects).
+    """
+    table = np.array([[item.r2, item.e2, item.r4, item.e4] for item in items])
+    signals, errors = table[:, 0::2], table[:, 1::2]
+    if not signals.any():
+        return None
+    floor = np.median(signals, axis=0)
+    floor = np.where(floor > 0.0, floor, signals.mean(axis=0))
+    e2, e4 = (errors / np.maximum(signals, floor)).mean(axis=0)
+    return Powers(1.0, float(e2), 1.0, float(e4))
+
+
+def _comparable(reference: Array, value: Array) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Both arrays' elements, flat, where the reference is finite."""
+    known = np.isfinite(reference)
+    return np.asarray(reference[known], np.float64), np.asarray(value[known], np.float64)
 
 
 def _decibel(signal: float, noise: float) -> float:

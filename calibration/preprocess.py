@@ -179,11 +179,12 @@ def _typed(key: str, value: Any) -> Any:
 
 
 IMAGENET = Preprocess(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+MINUS_ONE_TO_ONE = Preprocess(interpolation="bilinear", scale=1 / 127.5, mean=(1.0,))
 
 PRESETS: Mapping[str, Preprocess] = MappingProxyType({
     "imagenet": IMAGENET,                                                               # torchvision, timm, ONNX zoo
-    "inception": Preprocess(interpolation="bilinear", scale=1 / 127.5, mean=(1.0,)),   # TensorFlow's: -1 to 1
-    "imagenet-tf": Preprocess(interpolation="bilinear", scale=1 / 127.5, mean=(1.0,)),
+    "inception": MINUS_ONE_TO_ONE,
+    "imagenet-tf": MINUS_ONE_TO_ONE,                                                    # TensorFlow's, Keras' "tf" mode
     "caffe": Preprocess(interpolation="bilinear", color="BGR", scale=1.0, mean=(103.939, 116.779, 123.68)),
     "unit": Preprocess(resize="exact", crop=1.0, interpolation="bilinear"),             # 0 to 1
     "gray": Preprocess(resize="exact", crop=1.0, interpolation="bilinear", color="GRAY"),
@@ -216,7 +217,8 @@ def _read(path: str | Path) -> Image.Image:
     try:
         with Image.open(path) as image:
             image.load()
-            return image.copy()
+            # A palette with transparency becomes RGB by way of RGBA only.
+            return image.convert("RGBA") if "transparency" in image.info else image.copy()
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise CalibrationError(f"{path} cannot be read as an image: {error}; "
                                "repair it or take it out of the folder") from error

@@ -57,7 +57,7 @@ class Builder:
         self.config, self.progress = config, progress
         self.cache = TimingCache(config.timing_cache or None)
         self._tuner = make_tuner(config.target, self.cache, config.timing)
-        self._here = make_tuner("", self.cache, timing=False)       # for what the build itself runs: calibration, trials
+        self._here = make_tuner("", self.cache, timing=False)   # for what the build itself runs: calibration, trials
         self.log: list[Any] = []            # what the passes did and refused, for build-engine -v
 
     @property
@@ -80,7 +80,7 @@ class Builder:
         if precision in ("int8", "best") and ranges is not None:
             return quantize(graph, ranges, keep_float=self.config.keep_float, log=self.log)
         if precision == "int8":
-            raise ConfigError("an int8 build needs calibration: give --calib, or --calib-cache with a cache that exists")
+            raise ConfigError("an int8 build needs calibration: give --calib, or a --calib-cache that exists")
         return set_float_precision(graph, "fp32" if precision == "best" else precision)
 
     # ---- plans
@@ -104,9 +104,9 @@ class Builder:
         compiled = compile_graph(graph, tuner, max_batch, self.progress if tuner is self._tuner else None)
         document, arrays = graph_to_json(graph)
         return Plan(
-            name=graph.name, target=compiled.target, cpu=compiled.cpu, precision=self.config.precision, max_batch=max_batch,
-            inputs=compiled.inputs, outputs=compiled.outputs, buffers=compiled.buffers, steps=compiled.steps,
-            fills=compiled.fills, code=compiled.code, constants=compiled.constants, graph=document,
+            name=graph.name, target=compiled.target, cpu=compiled.cpu, precision=self.config.precision,
+            max_batch=max_batch, inputs=compiled.inputs, outputs=compiled.outputs, buffers=compiled.buffers,
+            steps=compiled.steps, fills=compiled.fills, code=compiled.code, constants=compiled.constants, graph=document,
             graph_arrays=arrays, metadata={"compiler": COMPILER_VERSION, **(metadata or {})})
 
     def _max_batch(self, graph: Graph) -> int:
@@ -114,8 +114,8 @@ class Builder:
         if any(graph.shape(name)[:1] == (BATCH,) for name in graph.inputs):
             return self.config.max_batch or DEFAULT_MAX_BATCH
         if (self.config.max_batch or 1) > 1:
-            raise ConfigError(f"--max-batch {self.config.max_batch}: the model's inputs have no symbolic batch axis, so it "
-                              "takes exactly the shape it declares; export it with a dynamic batch axis")
+            raise ConfigError(f"--max-batch {self.config.max_batch}: the model's inputs have no symbolic batch axis, "
+                              "so it takes exactly the shape it declares; export it with a dynamic batch axis")
         return 0
 
 

@@ -209,7 +209,7 @@ class SerialExecution:
 def run_span(program: Program, arena: Arena, span: Span, batch: int) -> None:
     """Run a span on this thread."""
     if span.fallback is not None:
-        span.fallback.run(lambda view: arena.array(view, batch))
+        span.fallback.run(lambda view: arena.array(view, batch), batch)
     else:
         program.run_steps(program.steps_address, arena.operands, span.first, span.last, batch)
 

@@ -8,62 +8,53 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from engines.ir import Array
+from engines.ir import Array, QParams
 from engines.plan import Fallback, TensorView
 
 
 class FallbackStep:
-    """A fallback made ready to run: the node decoded, its constants at hand, the reference imported."""
+    """A fallback made ready to run: the node decoded, its constants real numbers, the reference imported."""
 
     def __init__(self, fallback: Fallback, constants: Mapping[str, Array]) -> None:
+        """constants: Plan.graph_arrays. PlanCorruptError if the node cannot be read."""
         from engines.reference import run_node
         from engines.serialize import node_from_json
         self._run_node, self._node, self._fallback = run_node, node_from_json(fallback.node), fallback
-        names = {name for name in fallback.inputs if isinstance(name, str) and name}
-        self._constants = {name: np.asarray(constants[name]) for name in names}
+        quants = fallback.constant_quant or (None,) * len(fallback.inputs)
+        self._constants = {name: to_real(constants[name], quant)
+                           for name, quant in zip(fallback.inputs, quants, strict=True)
+                           if isinstance(name, str) and name}
 
-    def run(self, array: Callable[[TensorView], Array]) -> None:
+    def run(self, array: Callable[[TensorView], Array], batch: int) -> None:
         """`array` gives the memory of a tensor."""
         inputs = [self._value(source, array) for source in self._fallback.inputs]
-        for view, result in zip(self._fallback.outputs, self._run_node(self._node, inputs), strict=True):
-            array(view)[...] = to_stored(np.asarray(result), view)
+        results = self._run_node(self._node, inputs, batch)
+        for view, result in zip(self._fallback.outputs, results, strict=True):
+            array(view)[...] = to_stored(np.asarray(result), view.quant, view.dtype)
 
     def _value(self, source: TensorView | str, array: Callable[[TensorView], Array]) -> Array | None:
         if isinstance(source, TensorView):
-            return to_real(array(source), source)
+            return to_real(array(source), source.quant, source.dtype)
         return self._constants[source] if source else None
 
 
-def to_real(stored: Array, view: TensorView) -> Array:
-    """What a stored tensor means: real = scale * (stored - zero_point); bfloat16 as float32. The result is a copy."""
-    if view.quant is not None:
-        scale, zero_point = _quant_columns(view)
-        return ((stored.astype(np.float32) - zero_point) * scale).astype(np.float32)
-    if view.dtype == "bfloat16":
+def to_real(stored: Array, quant: QParams | None, dtype: str = "") -> Array:
+    """A copy of what a stored tensor means: dequantised, or float32 for "bfloat16" (stored as its bits, uint16)."""
+    if quant is not None:
+        from engines.reference import dequantize
+        return dequantize(stored, quant)
+    if dtype == "bfloat16":
         return (stored.astype(np.uint32) << 16).view(np.float32)
     return stored.copy()
 
 
-def to_stored(real: Array, view: TensorView) -> Array:
-    """The inverse: rounded half to even, saturated."""
-    if view.quant is not None:
-        scale, zero_point = _quant_columns(view)
-        limits = np.iinfo(view.dtype)
-        stored: Array = np.clip(np.rint(real / scale) + zero_point, limits.min, limits.max).astype(view.dtype)
-        return stored
-    if view.dtype == "bfloat16":
+def to_stored(real: Array, quant: QParams | None, dtype: str) -> Array:
+    """The inverse: rounded half to even; integers saturated."""
+    if quant is not None:
+        from engines.reference import quantize
+        return quantize(real, quant)
+    if dtype == "bfloat16":
         bits = np.ascontiguousarray(real, np.float32).view(np.uint32)
         rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
         return np.where(np.isnan(real), 0x7FC0, rounded).astype(np.uint16)
     return real
-
-
-def _quant_columns(view: TensorView) -> tuple[Array, Array]:
-    """Scale and zero point, shaped to broadcast along the quantised axis (of the tensor with its batch axis)."""
-    assert view.quant is not None
-    scale, zero_point = np.array(view.quant.scale, np.float32), np.array(view.quant.zero_point, np.float32)
-    if view.quant.axis is None:
-        return scale[0], zero_point[0]
-    shape = [1] * (len(view.shape) + view.batched)
-    shape[view.quant.axis] = -1
-    return scale.reshape(shape), zero_point.reshape(shape)

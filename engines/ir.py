@@ -33,8 +33,9 @@ class QParams:
     axis: int | None = None
 
     def __str__(self) -> str:
-        many = f"[{len(self.scale)}@{self.axis}]" if self.axis is not None else f"({self.scale[0]:.4g}, {self.zero_point[0]})"
-        return f"{self.dtype}{many}"
+        if self.axis is not None:
+            return f"{self.dtype}[{len(self.scale)}@{self.axis}]"
+        return f"{self.dtype}({self.scale[0]:.4g}, {self.zero_point[0]})"
 
 
 @dataclass(frozen=True, slots=True)

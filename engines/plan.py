@@ -85,6 +85,7 @@ class Fallback:
     node: Mapping[str, Any]                     # as engines.serialize writes it
     inputs: tuple[TensorView | str, ...]        # a str names one of Plan.graph_arrays; "" is an absent optional input
     outputs: tuple[TensorView, ...]
+    constant_quant: tuple[QParams | None, ...] = ()     # for each input, if there are constants stored quantised
 
 
 @dataclass(frozen=True)

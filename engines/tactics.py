@@ -31,8 +31,8 @@ class TimingCache:
         try:
             content: Any = json.loads(path.read_text())
             if content["format"] != FORMAT:
-                raise ConfigError(f"timing cache '{path}' has format {content['format']}, this compiler writes {FORMAT}; "
-                                  "delete it or name another file with --timing-cache")
+                raise ConfigError(f"timing cache '{path}' has format {content['format']}, this compiler writes "
+                                  f"{FORMAT}; delete it or name another file with --timing-cache")
             return {str(key): float(time) for key, time in content["times_us"].items()}
         except (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
             raise ConfigError(f"'{path}' is no timing cache ({error}); delete it or name another file with "

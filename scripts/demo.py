@@ -30,7 +30,7 @@ from calibration.preprocess import load_preprocess
 from engines import load_engine
 from engines.errors import EngineError
 
-DATA = Path(__file__).resolve().parent / "demo_data"
+DATA = Path(__file__).parent / "demo_data"
 MODEL, INPUT, OUTPUT = "digits", "image", "logits"
 MAX_BATCH = 32
 CLIENTS = 32
@@ -174,9 +174,9 @@ def check(holds: bool, message: str) -> None:
 def table(rows: list[tuple[str, ...]]) -> str:
     """Columns aligned: the first to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(max(map(len, rows)))]
-    return "\n".join("  ".join(cell.ljust(width) if column == 0 else cell.rjust(width)
-                               for column, (cell, width) in enumerate(zip(row, widths, strict=False)))
-                     for row in rows)
+    lines = ("  ".join(cell.rjust(width) if column else cell.ljust(width)
+                       for column, (cell, width) in enumerate(zip(row, widths, strict=False))) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def summary(engines: dict[str, Measured], mean_batch: float, load: list[dict[str, Any]]) -> str:

@@ -61,7 +61,10 @@ def below(layer: str) -> set[str]:
 SERVING = below("runtime")
 
 # Third-party modules that few may import; everybody else goes through those.
-HOMES = {"llvmlite": ("engines.backends.llvm",), "onnx": ("engines.frontend", "infer_server.cli.build_engine")}
+HOMES = {
+    "llvmlite": ("engines.backends.llvm",),
+    "onnx": ("engines.frontend", "engines.ops.fallback", "infer_server.cli.build_engine"),
+}
 
 
 @dataclass(frozen=True)

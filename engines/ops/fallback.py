@@ -19,8 +19,16 @@ if TYPE_CHECKING:
     import onnx
 
 
+_RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform",
+                     "RandomUniformLike"})
+
+
 class Fallback(Op, abstract=True):
     """Any operator of the onnx package that has no subgraph."""
+
+    @classmethod
+    def random(cls, node: Node) -> bool:
+        return node.op in _RANDOM
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:

@@ -83,14 +83,14 @@ class Slice(Op):
         return [(normal_axis(axis, rank), _slice(start, end, step)) for axis, start, end, step in rows]
 
 
-_FAR = 2**31 - 1        # what exporters write for "to the end", or more
+FAR = 2**31 - 1        # what exporters write for "to the end", or more
 
 
 def _slice(start: int, end: int, step: int) -> slice:
     """Python's slice of ONNX's: an end beyond the last element is no end, and going down -1 is the last element."""
     if step > 0:
-        return slice(start or None, None if end >= _FAR else end, step)
-    return slice(None if start >= _FAR else start, None if end <= -_FAR else end, step)
+        return slice(start or None, None if end >= FAR else end, step)
+    return slice(None if start >= FAR else start, None if end <= -FAR else end, step)
 
 
 class Gather(Op):

@@ -36,6 +36,11 @@ class Op:
     pointwise: ClassVar[bool] = False       # y[i] depends on the inputs at i (after broadcasting) only
     symbolic: ClassVar[bool] = False        # compute also works on arrays of ints and Extents
 
+    @classmethod
+    def random(cls, node: Node) -> bool:
+        """Whether the same inputs give different results."""
+        return False
+
     def __init_subclass__(cls, *, abstract: bool = False) -> None:
         super().__init_subclass__()
         if not abstract:
@@ -81,7 +86,7 @@ class Op:
     def known(cls, node: Node, inputs: Inputs, values: Values) -> tuple[Array, ...] | None:
         """The outputs' values if they follow from what is known before run time, else None."""
         given = [v for v, t in zip(values, inputs, strict=True) if t is not None]
-        if any(v is None for v in given):
+        if any(v is None for v in given) or cls.random(node):
             return None
         if any(v is not None and v.dtype == object for v in given):
             return _symbolic(cls, node, inputs, values) if cls.symbolic else None

@@ -11,15 +11,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from engines.cache import EngineCache
+from engines.frontend.onnx_export import onnx_from_graph
 from tqdm import tqdm
 
 from calibration.calibrators import CALIBRATORS
 from engines.backends.llvm.isa import ALL
 from engines.builder import DEFAULT_MAX_BATCH, BuildConfig
-from engines.cache import EngineCache
 from engines.errors import ConfigError
-from engines.frontend.onnx_export import onnx_from_graph
 from engines.plan import Plan
 from engines.planfile import write_plan
 from infer_server.cli.common import guarded, positive
@@ -45,7 +46,7 @@ class Bar:
     """Progress over the kernels, on stderr, where stderr is a terminal."""
 
     def __init__(self) -> None:
-        self._bar: tqdm | None = None
+        self._bar: tqdm[Any] | None = None
 
     def __call__(self, done: int, of: int, what: str) -> None:
         if self._bar is None:
@@ -101,7 +102,8 @@ def _key_options(options: argparse.Namespace, config: BuildConfig, calibration: 
     from engines.backends.llvm.backend import make_tuner
     from engines.cpu import detect
     from engines.tactics import TimingCache
-    source = Path(calibration.source.partition(".py:")[0] + ".py" if ".py:" in calibration.source else calibration.source)
+    script, is_script, _ = calibration.source.partition(".py:")
+    source = Path(f"{script}.py" if is_script else calibration.source)
     files = sorted(source.rglob("*")) if source.is_dir() else [source] if calibration.source else []
     preprocess = Path(calibration.preprocess)
     return {**asdict(config), **asdict(calibration), "threads": options.threads, "cpu": detect().model,
@@ -146,11 +148,14 @@ def make_parser() -> argparse.ArgumentParser:
                                                              "least error on the calibration data")
     parser.add_argument("--calib-cache", metavar="FILE", help="ranges: read if the file exists and fits, else written")
     parser.add_argument("--preprocess", metavar="FILE|PRESET", help="how images become inputs")
-    parser.add_argument("--max-batch", type=positive, metavar="N", help=f"most items a run (default {DEFAULT_MAX_BATCH})")
+    parser.add_argument("--max-batch", type=positive, metavar="N",
+                        help=f"most items a run (default {DEFAULT_MAX_BATCH})")
     parser.add_argument("--shape", type=parse_shape, action="append", metavar="NAME:1x3x224x224",
                         help="shape of an input whose extents beyond the batch are symbolic")
-    parser.add_argument("--keep-float", action="append", metavar="NODE", help="an ONNX node that --int8 leaves in float")
-    parser.add_argument("--threads", type=positive, default=1, metavar="N", help="threads that the plan is meant to run on")
+    parser.add_argument("--keep-float", action="append", metavar="NODE",
+                        help="an ONNX node that --int8 leaves in float")
+    parser.add_argument("--threads", type=positive, default=1, metavar="N",
+                        help="threads that the plan is meant to run on")
     parser.add_argument("--target", choices=[isa.name for isa in ALL], metavar="CPU",
                         help=f"instruction set ({', '.join(isa.name for isa in ALL)}); default: this machine's best")
     parser.add_argument("--timing-cache", metavar="FILE", help="times of tactics, read and added to")

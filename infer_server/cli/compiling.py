@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from calibration.choose import Errors, choose, compare
+
 from calibration.collect import collect
 from calibration.data import CalibrationData, Feed, open_calibration_data
 from calibration.preprocess import load_preprocess
@@ -63,7 +64,8 @@ def graph_hash(graph: Graph) -> str:
     return digest.hexdigest()[:32]
 
 
-def _calibrate(builder: Builder, graph: Graph, wanted: Calibration, say: Say) -> tuple[CalibrationTable, dict[str, Any]]:
+def _calibrate(builder: Builder, graph: Graph, wanted: Calibration,
+               say: Say) -> tuple[CalibrationTable, dict[str, Any]]:
     """The ranges, and what the plan records of where they came from."""
     report: dict[str, Any] = {}
 
@@ -78,7 +80,7 @@ def _calibrate(builder: Builder, graph: Graph, wanted: Calibration, say: Say) ->
         table = make()
     else:
         if not wanted.source and not Path(wanted.cache).exists():
-            raise ConfigError(f"the calibration cache {wanted.cache} does not exist, and there is no --calib to make it from")
+            raise ConfigError(f"the calibration cache {wanted.cache} does not exist; give --calib to make it from")
         cached = load_or_make(wanted.cache, graph_hash(graph), make, wanted.calibrator or None)
         table = cached.table
         say(cached.note)
@@ -91,7 +93,7 @@ def _calibrate(builder: Builder, graph: Graph, wanted: Calibration, say: Say) ->
 def _measure(builder: Builder, graph: Graph, wanted: Calibration, say: Say) -> tuple[CalibrationTable, dict[str, Any]]:
     """Run the float model over the data, and choose among the calibrators."""
     if not wanted.source:
-        raise ConfigError("the calibration cache does not fit this model, and there is no --calib to calibrate again from")
+        raise ConfigError("the calibration cache does not fit this model; give --calib to calibrate again")
     edges = builder.edges(graph)
     watched = Engine(builder.watching(graph, edges))
     preprocess = load_preprocess(wanted.preprocess) if wanted.preprocess else None

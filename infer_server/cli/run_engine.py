@@ -59,7 +59,8 @@ def report(engine: Engine, batch: int, threads: int, times: np.ndarray[Any, Any]
     """The JSON that --json prints; throughput is in items a second."""
     milliseconds = 1e3 * times
     p50, p90, p95, p99 = (float(np.percentile(milliseconds, q)) for q in (50, 90, 95, 99))
-    return {"throughput": batch * len(times) / float(times.sum()), "batch": batch, "threads": threads, "runs": len(times),
+    return {"throughput": batch * len(times) / float(times.sum()),
+            "batch": batch, "threads": threads, "runs": len(times),
             "latency_ms": {"mean": float(milliseconds.mean()), "min": float(milliseconds.min()),
                            "p50": p50, "p90": p90, "p95": p95, "p99": p99},
             "target": engine.plan.target, "precision": engine.plan.precision}
@@ -77,9 +78,10 @@ def _command(options: argparse.Namespace) -> int:
     for tensor in engine.inputs:
         context.input(tensor.name, options.batch)[...] = feed[tensor.name]
     if options.profile:
-        rows = [(step.name, step.precision, seconds * 1e6, step.macs * options.batch / max(seconds, 1e-9) / 1e9, step.tactic)
-                for step, seconds in context.profile(options.batch, repeats=20)]
-        print(table(sorted(rows, key=lambda row: -row[2]), ("kernel", "precision", "us", "G MAC/s", "tactic")))
+        steps = sorted(context.profile(options.batch, repeats=20), key=lambda timed: -timed[1])
+        rows = [(step.name, step.precision, seconds * 1e6, step.macs * options.batch / max(seconds, 1e-9) / 1e9,
+                 step.tactic) for step, seconds in steps]
+        print(table(rows, ("kernel", "precision", "us", "G MAC/s", "tactic")))
         return 0
     result = report(engine, options.batch, options.threads, measure(context, options.batch, options.seconds))
     if options.json:

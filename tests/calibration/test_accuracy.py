@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from calibration.accuracy import SqnrMeter, cosine, layer_report, mean_db, peak_snr_db, sqnr_db, top1_agreement
+from calibration.accuracy import SqnrMeter, cosine, layer_report, peak_snr_db, powers, sqnr_db, top1_agreement, typical
 
 X = np.random.default_rng(0).standard_normal((4, 100)).astype(np.float32)
 
@@ -38,22 +38,37 @@ def test_cosine_does_not_see_scale():
     assert cosine(X * 0, X * 0) == 1
 
 
+def test_scores_that_are_masked_with_infinity_are_left_out():
+    masked = np.where(X > 1, -np.inf, X)
+    assert sqnr_db(masked, masked * 1.1) == pytest.approx(20, abs=1e-3)
+    assert cosine(masked, masked) == pytest.approx(1)
+
+
 def test_top1_counts_rows_with_the_same_largest_element():
     other = X.copy()
     other[0] = -other[0]
     assert top1_agreement(X, other) == 0.75
 
 
-def test_one_item_without_error_or_signal_does_not_decide_the_mean():
-    assert mean_db([math.inf, 20.0]) == 60.0
-    assert mean_db([-math.inf, 20.0]) == 0.0
-
-
-def test_the_meter_sums_energies_over_runs_and_lists_the_worst_first():
+def test_the_meter_takes_all_runs_as_one_array_and_lists_the_worst_first():
+    errors = np.array([[0.01], [0.02], [0.1], [0.01]])
     meter = SqnrMeter()
-    for row in X:
-        meter.add({"good": row, "bad": row, "only float": row}, {"good": row * 1.01, "bad": row * 1.1})
-    result = meter.result()
-    assert list(result) == ["bad", "good"]
-    assert result == pytest.approx({"bad": sqnr_db(X, X * 1.1), "good": sqnr_db(X, X * 1.01)})
-    assert layer_report(result, limit=1).splitlines() == ["tensor  SQNR dB", "bad        20.0"]
+    for row, error in zip(X, errors, strict=True):
+        meter.add({"good": row, "bad": row, "only float": row}, {"good": row * 1.01, "bad": row * (1 + error)})
+    assert list(meter.result()) == ["bad", "good"]
+    assert meter.result() == pytest.approx({"bad": sqnr_db(X, X * (1 + errors)), "good": sqnr_db(X, X * 1.01)})
+
+
+def test_neither_a_loud_item_nor_a_silent_one_decides():
+    """Three items with errors of 10 %; a loud one without, or a silent one with nothing but noise, changes little."""
+    ordinary = [powers(row, row * 1.1) for row in X[:3]]
+    loud, silent = powers(X[3] * 100, X[3] * 100), powers(X[3] * 0, X[3] * 0.1)
+    assert typical(ordinary).peak_snr_db == pytest.approx(20, abs=1)
+    assert typical([*ordinary, loud]).peak_snr_db == pytest.approx(20, abs=1.5)
+    assert typical([*ordinary, silent]).peak_snr_db == pytest.approx(20, abs=1.5)
+    assert typical([silent]) is None
+    assert typical([powers(X[0] * 0, X[0])] * 3 + ordinary[:1]).peak_snr_db < 0     # most are silent: the mean serves
+
+
+def test_the_report_shows_the_worst_layers():
+    assert layer_report({"good": 40.0, "bad": 20.0}, limit=1).splitlines() == ["tensor  SQNR dB", "bad        20.0"]

@@ -68,6 +68,11 @@ def test_pictures_of_any_mode_are_read(tmp_path):
         assert IMAGENET.apply(path, NCHW).shape == (1, 3, 32, 32)
 
 
+def test_a_palette_with_transparency_is_read_without_a_warning(tmp_path):
+    Image.new("P", (9, 9)).save(tmp_path / "logo.png", transparency=b"\x00\x80")
+    assert IMAGENET.apply(tmp_path / "logo.png", NCHW).shape == (1, 3, 32, 32)
+
+
 def test_a_file_that_is_no_picture_is_named(tmp_path):
     (tmp_path / "torn.jpg").write_bytes(b"\xff\xd8\xff\xe0 torn")
     with pytest.raises(CalibrationError, match="torn.jpg cannot be read as an image"):

@@ -14,7 +14,8 @@ from tests.llvm.harness import EVERY_ISA, check, gapped, random_array, requantis
 
 BATCH = 2
 STORED = {"int8": "uint8", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-TOLERANCE = {"int8": 0, "fp32": 1e-4, "bf16": 4e-2, "fp16": 8e-3}       # sums in another order; half: a unit in the last place
+# Sums in another order; in half precision, a unit in the last place.
+TOLERANCE = {"int8": 0, "fp32": 1e-4, "bf16": 4e-2, "fp16": 8e-3}
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ def problem(shape, precision, stored="", residual=True):
     """(spec, inputs, constants) with sums that land around the middle of u8."""
     random = np.random.default_rng(0)
     k = shape.cin // shape.groups * shape.taps[0] * shape.taps[1]
-    program, constants = requantise(shape.cout, random, 0.005 / k**0.5 if precision == "int8" else 10 / k**0.5, residual)
+    scale = (0.005 if precision == "int8" else 10) / k**0.5
+    program, constants = requantise(shape.cout, random, scale, residual)
     spec = shape.spec(precision, program, stored, residual)
     weights = random_array(random, "int8" if precision == "int8" else "float32",
                            (shape.cout, shape.cin // shape.groups, *shape.taps))
@@ -81,7 +83,8 @@ def test_a_float_contraction_agrees_with_its_reference(shape, precision, isa):
 
 
 @EVERY_ISA
-@pytest.mark.parametrize("tile", [Tile(1, 3, 1), Tile(2, 3, 2, 1), Tile(1, 5, 4, 1, prefetch=True), Tile(1, 14, 2)], ids=str)
+@pytest.mark.parametrize("tile", [Tile(1, 3, 1), Tile(2, 3, 2, 1), Tile(1, 5, 4, 1, prefetch=True), Tile(1, 14, 2)],
+                         ids=str)
 def test_the_tile_does_not_change_the_result(tile, isa):
     if tile.cols * tile.vectors > isa.registers:
         pytest.skip(f"{tile} is made for more registers than {isa.name} has")

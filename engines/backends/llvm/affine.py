@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from engines.backends.llvm.program import ProgramBuilder, Ref
 
 Floats = NDArray[np.float64]
-_INF = np.float64(np.inf)
+_INF: Floats = np.array(np.inf)
 
 
 def _floats(number: Any) -> Floats:

@@ -108,7 +108,8 @@ class _Assembler:
     def _fallback(self, call: Call, depends: set[int]) -> Step:
         node = call.node
         inputs = tuple(name if name in self.graph.constants or not name else self._view(name) for name in node.inputs)
-        fallback = Fallback(node_to_json(node), inputs, tuple(self._view(name) for name in node.outputs))
+        quants = tuple(self.graph.types[n].quant if n in self.graph.constants else None for n in node.inputs)
+        fallback = Fallback(node_to_json(node), inputs, tuple(self._view(name) for name in node.outputs), quants)
         return Step(symbol="", operands=(), rows_per_item=1, depends=tuple(sorted(depends)), fallback=fallback,
                     name=node.name or node.outputs[0], fuses=node.origin, tactic="reference", reason=call.reason)
 
@@ -123,9 +124,10 @@ class _Assembler:
     def finish(self) -> Compiled:
         isa, cpu = self.tuner.isa, detect()
         self.constants.extend(bytes(ALIGNMENT * 4))     # a prefetch or the last vector may look past the end
+        made_for = {"features": sorted(isa.requires), "model": cpu.model,
+                    "architecture": _architecture(isa, cpu.architecture)}
         return Compiled(
-            target=isa.name,
-            cpu={"features": sorted(isa.requires), "model": cpu.model, "architecture": _architecture(isa, cpu.architecture)},
+            target=isa.name, cpu=made_for,
             buffers=tuple(self._buffers()), fills=tuple(self._fills()), steps=tuple(self.steps),
             code=(*self.code.values(), scheduler_object(isa)), constants=bytes(self.constants),
             inputs=tuple(map(self._io, self.graph.inputs)), outputs=tuple(map(self._io, self.graph.outputs)))

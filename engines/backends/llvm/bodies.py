@@ -51,7 +51,8 @@ def _gelu(w: AffineWriter, node: Node, x: Affine) -> Affine:
     x = w.settled(x)
     if node.attrs.get("approximate") == "tanh":
         cubic = w.multiply(w.multiply(x, x), x)
-        inner = w.apply("tanh", w.add(x.scaled(math.sqrt(2 / math.pi)), cubic.scaled(0.044715 * math.sqrt(2 / math.pi))))
+        factor = math.sqrt(2 / math.pi)
+        inner = w.apply("tanh", w.add(x.scaled(factor), cubic.scaled(0.044715 * factor)))
     else:
         inner = w.apply("erf", x.scaled(math.sqrt(0.5)))
     return w.multiply(x, inner.scaled(0.5, 0.5))

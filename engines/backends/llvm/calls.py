@@ -5,8 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from engines.backends.llvm.affine import Affine, AffineWriter
 from engines.backends.llvm.bodies import write_node
 from engines.backends.llvm.isa import Isa

@@ -1,4 +1,4 @@
-"""Graph -> kernel calls: each node by the rule of its anchor; what no rule takes runs on the reference, with the reason."""
+"""Graph -> kernel calls: each node by the rule of its anchor; what no rule takes runs on the reference, for a reason."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence

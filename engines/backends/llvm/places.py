@@ -225,11 +225,10 @@ class Places:
     def _new_buffer(self, name: str) -> Place:
         tensor, halo = self.graph.types[name], self._group_halos.get(name, Halo())
         dtype, shape = stored_dtype(tensor), item_shape(tensor)
+        outer = shape
         if halo:
             height, width, channels = shape
             outer = (halo.top + height + halo.bottom, halo.left + width + halo.right, channels)
-        else:
-            outer = shape
         whole = dense_view(dtype, outer)
         pad = float(tensor.quant.zero_point[0]) if tensor.quant else 0.0
         self.buffers.append(Storage(name, whole, items_of(tensor), halo, pad))

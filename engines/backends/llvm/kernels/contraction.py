@@ -1,6 +1,7 @@
 """Convolution and matrix product: one register-tiled kernel for every arithmetic.
 
-    y[n, i, j, o] = program(sum over p, q, c of x[n, i * stride + p * dilation, j * stride + q * dilation, c] * w[o, c, p, q])
+    y[n, i, j, o] = program(sum over p, q, c of
+                            x[n, i * stride + p * dilation, j * stride + q * dilation, c] * w[o, c, p, q])
 
     for block of pixels:                           its rows of x stay in cache while the panels pass
       for panel of couts:                          its weights stay in cache while the tiles pass
@@ -24,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -226,7 +227,7 @@ class Contraction(KernelSpec):
     # ---- meaning
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         x, *operands = inputs
-        wide = np.int64 if self.precision == "int8" else np.float32
+        wide: np.dtype[Any] = np.dtype(np.int64 if self.precision == "int8" else np.float32)
         arithmetic = arithmetic_for(self.precision, _ANY_MACHINE, self.run)
         weights = load_meaning(arithmetic.weights_dtype, arithmetic.store_weights(constants["weights"])).astype(wide)
         weights = weights.reshape(self.groups, self.cout, self.cin, *self.taps)
@@ -272,7 +273,7 @@ class _Emitter:
 
     # ---- the loops around
     def kernel(self, by_batch: bool) -> None:
-        spec, count = self.spec, len(self.spec.operands)
+        count = len(self.spec.operands)
         f, addresses, bounds = begin_kernel(self.module, self.name, 1 + count + 2 + 1)
         x, *operands = addresses[:1 + count]
         weights, constants, y = addresses[1 + count:]
@@ -296,8 +297,10 @@ class _Emitter:
             def body(height: int, width: int, row: Value = row, col: Value = col, item: _Pointers = item) -> None:
                 self._panels(f, self._pixel(item, row, col), self._tiles(f, height, width))
 
-            self._whole_or_tail(f, row, spec.rows, rows, lambda height, body=body, col=col: self._whole_or_tail(
-                f, col, spec.cols, cols, lambda width, body=body, height=height: body(height, width)))
+            def columns(height: int, col: Value = col, body: Callable[[int, int], None] = body) -> None:
+                self._whole_or_tail(f, col, spec.cols, cols, partial(body, height))
+
+            self._whole_or_tail(f, row, spec.rows, rows, columns)
 
     @staticmethod
     def _whole_or_tail(f: Function, start: Value, extent: int, step: int, body: Callable[[int], None]) -> None:
@@ -360,7 +363,8 @@ class _Emitter:
         spec, isa = self.spec, self.isa
         bytes_of_cout = spec.turns(isa) * self.arithmetic.step_bytes
         # A last panel of fewer vectors is narrower in memory too, so a group's couts take this many places.
-        places = sum(isa.vectors_for(min(self.panel, spec.cout - s)) * isa.lanes for s in range(0, spec.cout, self.panel))
+        panels = (min(self.panel, spec.cout - at) for at in range(0, spec.cout, self.panel))
+        places = sum(isa.vectors_for(couts) * isa.lanes for couts in panels)
         before = first.divided(spec.cout) * places + start
         weights = self.weights + before * bytes_of_cout
         constants = self.constants + before * (4 * spec.program.constants)
@@ -439,8 +443,9 @@ class _Emitter:
         def result(p: int, i: int, j: int) -> list[Value]:
             f.write(f"; pixel {p}: {spec.program}")
             sums = [self.arithmetic.finish(isa, acc[p, v]) for v in range(lanes.vectors)]
-            others = [load_channels(lanes, view, f.parameters[f"operand{n}"] + (i * view.strides[0] + j * view.strides[1]))
-                      for n, view in enumerate(spec.operands)]
+            offsets = (i * view.strides[0] + j * view.strides[1] for view in spec.operands)
+            others = [load_channels(lanes, view, f.parameters[f"operand{n}"] + offset)
+                      for n, (view, offset) in enumerate(zip(spec.operands, offsets, strict=True))]
             return run_program(lanes, spec.program, sums, others, constants)
 
         y, together = f.parameters["y"], 4 // lanes.vectors

@@ -1,0 +1,194 @@
+"""ONNX file -> Graph: canonical nodes, every tensor typed, the batch symbolic."""
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from engines.errors import EngineError, ModelError
+from engines.frontend.normalise import RULES, Call, normalise
+from engines.frontend.trace import Trace
+from engines.ir import BATCH, Array, Dim, Graph, Node, TensorType, verify
+from engines.ops import OPS, describe
+from engines.shapes import Undecided, text
+
+log = logging.getLogger(__name__)
+
+OLDEST_OPSET = 9
+_DTYPE_ATTRIBUTES = {("Cast", "to"), ("QuantizeLinear", "output_dtype")}
+
+
+def graph_from_onnx(model: str | Path | onnx.ModelProto, *,
+                    shapes: Mapping[str, Sequence[Dim | None]] | None = None) -> Graph:
+    """The model as a Graph in canonical form; tensors keep their names.
+
+    A symbolic leading extent of an input becomes "batch". Every other extent must be known: `shapes` gives whole input
+    shapes, {"x": (None, 3, 224, 224)}, where None (or -1, or "batch") stands for the batch.
+
+    Raises ModelError: no readable ONNX model, an opset before 9, operators that nobody can evaluate (all are listed),
+    a symbolic extent without a value, or a node whose inputs do not fit.
+    """
+    proto, name = (model, model.graph.name or "model") if isinstance(model, onnx.ModelProto) else _load(Path(model))
+    if proto.functions:
+        proto = onnx.inliner.inline_local_functions(proto)
+    opsets = {_domain(entry.domain): entry.version for entry in proto.opset_import}
+    if opsets.get("", OLDEST_OPSET) < OLDEST_OPSET:
+        raise ModelError(f"{name}: opset {opsets['']} is not supported; convert the model to opset {OLDEST_OPSET} or later "
+                         "with onnx.version_converter")
+    _refuse_unknown(name, proto.graph)
+
+    trace = Trace()
+    for tensor in proto.graph.initializer:
+        trace.constant(tensor.name, _array(name, tensor))
+    inputs = [value for value in proto.graph.input if value.name not in trace.values]
+    trace.types.update(_input_types(name, inputs, shapes or {}))
+    for node in proto.graph.node:
+        _add(name, trace, node, opsets)
+
+    outputs = tuple(value.name for value in proto.graph.output)
+    if missing := [output for output in outputs if output not in trace.types]:
+        raise ModelError(f"{name}: output '{missing[0]}' is never produced")
+    graph = Graph(name, tuple(value.name for value in inputs), outputs, tuple(trace.nodes), trace.constants, trace.types)
+    return verify(graph.rebuild(graph.nodes))
+
+
+# ---- the file
+def _load(path: Path) -> tuple[onnx.ModelProto, str]:
+    try:
+        proto = onnx.load(str(path))
+    except FileNotFoundError as error:
+        raise ModelError(f"{path}: {error.strerror or error}: '{error.filename or path}'") from error
+    except Exception as error:      # whatever the protobuf runtime at hand raises for bytes that are no model
+        raise ModelError(f"{path} is not a readable ONNX model (truncated, or another format): {error}") from error
+    if not proto.HasField("graph") or not proto.opset_import:
+        raise ModelError(f"{path} is not an ONNX model: it has no graph or no opset")
+    return proto, path.stem
+
+
+def _array(model: str, tensor: onnx.TensorProto) -> Array:
+    try:
+        return np.array(numpy_helper.to_array(tensor))
+    except Exception as error:      # bad sizes, unknown types: numpy and onnx raise many kinds
+        raise ModelError(f"{model}: tensor '{tensor.name}' cannot be read: {error}") from error
+
+
+def _domain(name: str) -> str:
+    return "" if name == "ai.onnx" else name
+
+
+def _refuse_unknown(model: str, graph: onnx.GraphProto) -> None:
+    """Name all operators that neither we nor the onnx package know, at once."""
+    unknown: dict[str, str] = {}
+    for node in graph.node:
+        domain, op = _domain(node.domain), node.op_type
+        nested = any(a.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS) for a in node.attribute)
+        if nested or not ((domain == "" and (op in OPS or op in RULES)) or onnx.defs.has(op, domain)):
+            unknown.setdefault(f"{domain}.{op}" if domain else op, node.name or next(iter(node.output), ""))
+    if unknown:
+        listed = ", ".join(f"{op} (as in node '{node}')" for op, node in sorted(unknown.items()))
+        raise ModelError(f"{model}: operators that are not supported: {listed}. Export the model without them, or replace "
+                         "them by operators of the default ONNX domain without subgraphs")
+
+
+# ---- inputs
+def _input_types(model: str, inputs: Sequence[onnx.ValueInfoProto],
+                 shapes: Mapping[str, Sequence[Dim | None]]) -> dict[str, TensorType]:
+    if unknown := set(shapes) - {value.name for value in inputs}:
+        raise ModelError(f"{model} has no input '{sorted(unknown)[0]}'; its inputs are "
+                         f"{', '.join(value.name for value in inputs)}")
+    return {value.name: _input_type(model, value, shapes.get(value.name)) for value in inputs}
+
+
+def _input_type(model: str, value: onnx.ValueInfoProto, given: Sequence[Dim | None] | None) -> TensorType:
+    tensor = value.type.tensor_type
+    if not value.type.HasField("tensor_type") or tensor.elem_type in (0, onnx.TensorProto.STRING):
+        raise ModelError(f"{model}: input '{value.name}' is no tensor of numbers, which is all that is supported")
+    dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+    declared = [_extent(d) for d in tensor.shape.dim]
+    if given is None:
+        if not tensor.HasField("shape"):
+            raise ModelError(f"{model}: input '{value.name}' declares no shape: give it, {_option(value.name, [1, 3, 224, 224])}")
+        given = declared
+    elif tensor.HasField("shape") and not _fits(given, declared):
+        raise ModelError(f"{model}: the shape {text(d or '?' for d in given)} given for input '{value.name}' does not fit "
+                         f"the declared {text(d or '?' for d in declared)}")
+    shape = [BATCH if axis == 0 and not _is_size(d) else d for axis, d in enumerate(given)]
+    for axis, d in enumerate(shape):
+        if d != BATCH and not _is_size(d):
+            label = f" ('{d}')" if isinstance(d, str) else ""
+            raise ModelError(f"{model}: extent {axis}{label} of input '{value.name}' {text(d or '?' for d in declared)} is "
+                             f"symbolic; only the leading one may be: give it, {_option(value.name, declared)}")
+    return TensorType(dtype, tuple(d if isinstance(d, str) else int(d or 0) for d in shape))
+
+
+def _extent(d: onnx.TensorShapeProto.Dimension) -> Dim | None:
+    if d.HasField("dim_value"):
+        return d.dim_value if d.dim_value > 0 else None
+    return d.dim_param or None
+
+
+def _is_size(d: Dim | None) -> bool:
+    return isinstance(d, int) and d > 0
+
+
+def _fits(given: Sequence[Dim | None], declared: Sequence[Dim | None]) -> bool:
+    """Declared sizes must be met; a model of fixed batch is not made symbolic by asking (see batching.with_batch)."""
+    return len(given) == len(declared) and all(g == d for g, d in zip(given, declared, strict=True) if _is_size(d))
+
+
+def _option(name: str, declared: Sequence[Dim | None]) -> str:
+    """An example of the option that gives a shape."""
+    return f"--shape {name}:{'x'.join(str(d) if _is_size(d) else '1' if axis == 0 else '224' for axis, d in enumerate(declared))}"
+
+
+# ---- nodes
+def _add(model: str, trace: Trace, proto: onnx.NodeProto, opsets: Mapping[str, int]) -> None:
+    node = _node(model, proto, opsets)
+    try:
+        call = Call(node, opsets.get("", OLDEST_OPSET), trace.inputs(node), trace.known(node))
+        for made in normalise(call):
+            trace.add(made)
+    except (EngineError, Undecided) as error:
+        where = "" if describe(node) in str(error) else f"{describe(node)}: "
+        raise ModelError(f"{model}: {where}{error}") from error
+
+
+def _node(model: str, proto: onnx.NodeProto, opsets: Mapping[str, int]) -> Node:
+    """The node as the file has it: attributes as ints, floats, strings, tuples or arrays."""
+    domain = _domain(proto.domain)
+    attrs = {a.name: _attribute(model, proto, a) for a in proto.attribute}
+    if domain or (proto.op_type not in OPS and proto.op_type not in RULES):
+        attrs |= {"onnx_opset": opsets.get(domain, 1), **({"onnx_domain": domain} if domain else {})}
+        log.info("%s: %s '%s' is evaluated by the onnx package", model, proto.op_type, proto.name)
+    outputs = list(proto.output)
+    while outputs and not outputs[-1]:
+        outputs.pop()
+    name = proto.name or outputs[0]
+    outputs = [output or f"{name}.unused{i}" for i, output in enumerate(outputs)]
+    inputs = list(proto.input)
+    while inputs and not inputs[-1]:
+        inputs.pop()
+    return Node(proto.op_type, tuple(inputs), tuple(outputs), attrs, name, origin=(name,))
+
+
+def _attribute(model: str, node: onnx.NodeProto, attribute: onnx.AttributeProto) -> Any:
+    value = helper.get_attribute_value(attribute)
+    if isinstance(value, bytes):
+        return value.decode()
+    if isinstance(value, onnx.TensorProto):
+        return _array(model, value)
+    if (node.op_type, attribute.name) in _DTYPE_ATTRIBUTES:
+        return np.dtype(helper.tensor_dtype_to_np_dtype(value)).name
+    if isinstance(value, float | int):
+        return value
+    if attribute.type in (onnx.AttributeProto.INTS, onnx.AttributeProto.FLOATS):
+        return tuple(value)
+    if attribute.type == onnx.AttributeProto.STRINGS:
+        return tuple(v.decode() for v in value)
+    raise ModelError(f"{model}: node '{node.name}' ({node.op_type}): attribute '{attribute.name}' of this kind is not supported")
