@@ -116,6 +116,9 @@ class Depthwise(KernelSpec):
     def grid(self, isa: Isa, tactic: DepthwiseTile) -> Grid:
         return Grid(-(-self.y.shape[0] // tactic.rows), columns=-(-self.channels // (tactic.vectors * isa.lanes)))
 
+    def packing(self, tactic: DepthwiseTile) -> tuple[int, int]:
+        return tactic.rows, tactic.vectors
+
     def emit(self, module: Module, name: str, isa: Isa, tactic: DepthwiseTile) -> None:
         _Emitter(self, module, name, isa, tactic).kernel()
 
