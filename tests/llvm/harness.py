@@ -22,7 +22,6 @@ EVERY_ISA = pytest.mark.parametrize("isa", ALL, ids=lambda isa: isa.name)
 # For kernels without dot products: there the machines differ in their lanes and packs only.
 EVERY_WIDTH = pytest.mark.parametrize("isa", [AVX512_VNNI, AVX2, PORTABLE], ids=lambda isa: isa.name)
 UNTOUCHED = 0xA5        # what lies around an output
-SLACK = 64              # readable bytes past every tensor of an arena
 
 _NUMPY = {"bfloat16": "uint16"}
 

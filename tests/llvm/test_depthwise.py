@@ -62,6 +62,16 @@ def test_every_tactic_is_the_same_function(stride, residual, isa):
 
 
 @EVERY_WIDTH
+def test_tactics_of_one_packing_share_their_constants(isa):
+    spec, constants = depthwise(40, (3, 3))
+    packed = {}
+    for tactic in spec.tactics(isa):
+        arrays = [array.tobytes() for array in spec.pack(isa, tactic, constants)]
+        assert packed.setdefault(spec.packing(tactic), arrays) == arrays
+    assert len(packed) >= 2
+
+
+@EVERY_WIDTH
 @pytest.mark.parametrize("precision, target", [
     ("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16"), ("int8", "float32"), ("fp32", "uint8")])
 def test_floats_are_added_in_the_order_of_the_reference(precision, target, isa):

@@ -6,9 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engines.backends.llvm.calls import Refused
 from engines.backends.llvm.isa import AVX512_VNNI, PORTABLE
 from engines.backends.llvm.lower import lower
 from engines.backends.llvm.places import Place, buffer_bytes, strided
+from engines.backends.llvm.rules.copies import refined
+from engines.backends.llvm.spec import dense_view
 from engines.ir import BATCH, Graph, Node, QParams, TensorType, type_of
 from engines.ops import OPS
 from tests.llvm.harness import constants_of, guarded, loaded
@@ -180,3 +183,25 @@ def test_what_no_kernel_computes_says_why() -> None:
     graph = graph_of(("Softmax", (5, 33), {"axis": 1}, {}), quantised=False)
     call, = lower(graph, PORTABLE).calls
     assert call.spec is None and "innermost" in call.reason
+
+
+def test_a_reshape_between_tensors_with_gaps_is_seen_in_their_common_parts() -> None:
+    """A gray image without halo becomes NHWC with one, quantised on the way."""
+    weights = np.ones((4, 1, 3, 3), np.float32)
+    view = Node("Reshape", ("x",), ("image",), {"shape": (BATCH, 5, 7, 1)})
+    conv = Node("Conv", ("image", "w"), ("y",), {"kernel_shape": (3, 3), "pads": (1, 1, 1, 1), "channels_last": 1})
+    kind = np.dtype(np.float32)
+    types = {"x": TensorType(kind, (BATCH, 1, 5, 7)), "image": TensorType(kind, (BATCH, 5, 7, 1)),
+             "y": TensorType(kind, (BATCH, 5, 7, 4)), "w": TensorType(kind, weights.shape)}
+    graph = Graph("g", ("x",), ("y",), (view, conv), {"w": weights}, types)
+    x = np.random.default_rng(0).standard_normal((ITEMS, 1, 5, 7)).astype(np.float32)
+    padded = np.pad(x[:, 0], [(0, 0), (1, 1), (1, 1)])
+    expected: Any = sum(padded[:, i:i + 5, j:j + 7] for i in range(3) for j in range(3))
+    np.testing.assert_allclose(execute(graph, PORTABLE, x), np.repeat(expected[..., None], 4, 3), 1e-5, 1e-5)
+
+
+def test_common_parts() -> None:
+    x, y = refined(dense_view("uint8", (6, 1, 4)), dense_view("uint8", (2, 12)))
+    assert x.shape == y.shape == (2, 3, 4) and x.strides == y.strides == (12, 4, 1)
+    with pytest.raises(Refused, match="common parts"):
+        refined(dense_view("uint8", (4, 3)), dense_view("uint8", (6, 2)))

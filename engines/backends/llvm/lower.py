@@ -1,15 +1,14 @@
-"""Graph -> kernel calls: each node by the rule of its anchor; what no rule takes runs on the reference, for a reason."""
+"""Graph -> kernel calls: each node by the rule of its anchor; what no rule takes runs on the reference, saying why."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from engines.backends.llvm import rules  # noqa: F401  (fills RULES)
 from engines.backends.llvm.calls import RULES, Call, Context, Refused
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.kernels.layout import Permute
 from engines.backends.llvm.places import Place, Places
-from engines.backends.llvm.spec import dense_view
 from engines.ir import Graph, Node
 
 VIEWS = ("Split", "Slice", "Reshape")
@@ -36,8 +35,6 @@ def _calls(ctx: Context, node: Node) -> Sequence[Call]:
             return tuple(_gather_parts(ctx, node))
         if node.op in VIEWS and all(ctx.places.is_view(output, node.inputs[0]) for output in node.outputs):
             return ()
-        if node.op == "Reshape":
-            return (_reshaped_copy(ctx, node),)
         rule = RULES.get(node.anchor.op)
         if rule is None:
             raise Refused(f"no kernel for {node.anchor.op}")
@@ -73,13 +70,3 @@ def _gather_parts(ctx: Context, node: Node) -> Iterator[Call]:
         if not ctx.places.is_view(name, node.outputs[0]):
             yield copy_call(node, ctx.places[name], output.part(axis, start, start + extent))
         start += extent
-
-
-def _reshaped_copy(ctx: Context, node: Node) -> Call:
-    """Reshape of a tensor with gaps: its elements, one after the other, into the output's dense memory."""
-    source, output = ctx.places[node.inputs[0]], ctx.places[node.outputs[0]]
-    if output.view != dense_view(output.view.dtype, output.view.shape) or source.items != output.items:
-        raise Refused("the reshaped tensor does not lie in one piece")
-    if source.view.dtype != output.view.dtype:
-        raise Refused("Reshape between tensors stored differently")
-    return copy_call(node, source, replace(output, view=dense_view(output.view.dtype, source.view.shape)))

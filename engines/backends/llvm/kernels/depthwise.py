@@ -18,7 +18,6 @@ x's address is that of tap (0, 0) of output pixel (0, 0), in a halo of zero poin
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,13 +33,12 @@ from engines.backends.llvm.access import (
     run_program,
     store_channels,
 )
-from engines.backends.llvm.emit import I8, PTR, Function, Module, Value, vector
+from engines.backends.llvm.columns import COLUMNS
+from engines.backends.llvm.emit import PTR, Function, Module, Value
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import Lanes
 from engines.backends.llvm.program import Program, fma, load_meaning, store_meaning
 from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, begin_kernel, pack_channels
-
-Operand = tuple[Value, ...]
 
 
 @dataclass(frozen=True)
@@ -116,6 +114,9 @@ class Depthwise(KernelSpec):
     def grid(self, isa: Isa, tactic: DepthwiseTile) -> Grid:
         return Grid(-(-self.y.shape[0] // tactic.rows), columns=-(-self.channels // (tactic.vectors * isa.lanes)))
 
+    def packing(self, tactic: DepthwiseTile) -> tuple[int, int]:
+        return tactic.rows, tactic.vectors
+
     def emit(self, module: Module, name: str, isa: Isa, tactic: DepthwiseTile) -> None:
         _Emitter(self, module, name, isa, tactic).kernel()
 
@@ -123,7 +124,7 @@ class Depthwise(KernelSpec):
     def pack(self, isa: Isa, tactic: DepthwiseTile, constants: Mapping[str, Any]) -> tuple[Array, Array]:
         """"weights": [channels, 1, *taps] (s8 or float) -> [panel][output row][group of rows][tap column][vector],
         as the arithmetic reads them; "program": float32 [1] or [channels] -> [panel][constant][vector][lane]."""
-        arithmetic = _ARITHMETIC[self.precision]
+        arithmetic = COLUMNS[self.precision]
         weights = np.asarray(constants["weights"]).reshape(self.channels, *self.taps)
         read, places = self.rows_read(tactic.rows), arithmetic.rows
         padded = -(-len(read) // places) * places
@@ -156,126 +157,10 @@ class Depthwise(KernelSpec):
         return (store_meaning(self.y.dtype, result),)
 
 
-class _Arithmetic(ABC):
-    """What a column of x is read as, and how it meets the weights."""
-    rows: int           # of x in a group
-
-    @abstractmethod
-    def zero(self, isa: Isa, of: Value) -> Value:
-        ...
-
-    @abstractmethod
-    def load(self, lanes: Lanes, dtype: str, addresses: Sequence[Value]) -> list[Operand]:
-        """Rows of one column of x, at most `rows` of them -> an operand for each vector of channels."""
-
-    @abstractmethod
-    def dot(self, isa: Isa, acc: Value, operand: Operand, weights: Value) -> Value:
-        """weights: the address of one vector of them."""
-
-    @abstractmethod
-    def weight_bytes(self, isa: Isa) -> int:
-        """Of one vector of weights of a group."""
-
-    @abstractmethod
-    def ready(self, isa: Isa, weights: Array) -> Array:
-        """[..., vector, lane, row of the group] -> bytes, a vector after the other."""
-
-    @abstractmethod
-    def finish(self, isa: Isa, acc: Value) -> Value:
-        """The accumulator as float32."""
-
-
-class _Bytes(_Arithmetic):
-    rows = 4
-
-    def zero(self, isa: Isa, of: Value) -> Value:
-        return of.f.constant(0, isa.ints)
-
-    def load(self, lanes: Lanes, dtype: str, addresses: Sequence[Value]) -> list[Operand]:
-        f = addresses[0].f
-        rows = [self._spread(lanes, f.load(vector(lanes.channels, I8), address, hint="row")) for address in addresses]
-        rows += [f.constant(0, rows[0].type)] * (4 - len(rows))
-        evens, odds = _zip_bytes(rows[0], rows[1], lanes.vectors), _zip_bytes(rows[2], rows[3], lanes.vectors)
-        quads = [quad for a, b in zip(evens, odds, strict=True) for quad in _zip_shorts(a, b, lanes.vectors)]
-        return [lanes.isa.unsigned(quad) for quad in quads[:lanes.vectors]]
-
-    @staticmethod
-    def _spread(lanes: Lanes, row: Value) -> Value:
-        """A row of channels, so that part k of 128 bits begins with the channels that the vectors hold in part k."""
-        f, wide, parts = row.f, 4 * lanes.vectors, lanes.isa.lanes // 4
-        if lanes.channels < wide * parts:
-            row = f.shuffle(row, None, [i if i < lanes.channels else -1 for i in range(wide * parts)], "row")
-        if wide == 16:
-            return row
-        # As words: LLVM would merge a shuffle of bytes with the zips into something far longer.
-        words = f.cast("bitcast", row, vector(parts, f"i{8 * wide}"), "words")
-        mask = [part if i == 0 else -1 for part in range(parts) for i in range(16 // wide)]
-        return f.cast("bitcast", f.shuffle(words, None, mask, "spread"), vector(16 * parts, I8), "spread")
-
-    def dot(self, isa: Isa, acc: Value, operand: Operand, weights: Value) -> Value:
-        return isa.dot4(acc, operand, isa.ready_weights(weights))
-
-    def weight_bytes(self, isa: Isa) -> int:
-        return isa.ready_bytes
-
-    def ready(self, isa: Isa, weights: Array) -> Array:
-        return isa.ready(weights.astype(np.int8))
-
-    def finish(self, isa: Isa, acc: Value) -> Value:
-        return isa.to_float(acc)
-
-
-class _Floats(_Arithmetic):
-    rows = 1
-
-    def zero(self, isa: Isa, of: Value) -> Value:
-        return of.f.constant(0, isa.floats)
-
-    def load(self, lanes: Lanes, dtype: str, addresses: Sequence[Value]) -> list[Operand]:
-        return [(value,) for value in lanes.load(dtype, addresses[0])]
-
-    def dot(self, isa: Isa, acc: Value, operand: Operand, weights: Value) -> Value:
-        return isa.fma(operand[0], weights.f.load(isa.floats, weights, isa.bytes, "weights"), acc)
-
-    def weight_bytes(self, isa: Isa) -> int:
-        return isa.bytes
-
-    def ready(self, isa: Isa, weights: Array) -> Array:
-        return np.ascontiguousarray(weights, np.float32).view(np.uint8).ravel()
-
-    def finish(self, isa: Isa, acc: Value) -> Value:
-        return acc
-
-
-_ARITHMETIC: dict[str, _Arithmetic] = {"int8": _Bytes(), "fp32": _Floats(), "bf16": _Floats(), "fp16": _Floats()}
-
-
-def _zip_bytes(a: Value, b: Value, vectors: int) -> list[Value]:
-    """Bytes of a and b in turn inside each 128-bit part, as shorts: the low halves, and the high ones if needed."""
-    size = int(a.type[1:].split(" x ")[0])
-    zipped = []
-    for half in (0, 8)[:max(vectors // 2, 1)]:
-        mask = [part + half + i // 2 + i % 2 * size for part in range(0, size, 16) for i in range(16)]
-        pairs = a.f.shuffle(a, b, mask, "pairs")
-        zipped.append(a.f.cast("bitcast", pairs, vector(size // 2, "i16"), "pairs"))
-    return zipped
-
-
-def _zip_shorts(a: Value, b: Value, vectors: int) -> list[Value]:
-    """The same with shorts, as bytes: now each lane holds one channel of four rows."""
-    size = int(a.type[1:].split(" x ")[0])
-    zipped = []
-    for half in (0, 4)[:vectors]:
-        mask = [part + half + i // 2 + i % 2 * size for part in range(0, size, 8) for i in range(8)]
-        quads = a.f.shuffle(a, b, mask, "quads")
-        zipped.append(a.f.cast("bitcast", quads, vector(2 * size, I8), "quads"))
-    return zipped
-
-
 class _Emitter:
     def __init__(self, spec: Depthwise, module: Module, name: str, isa: Isa, tile: DepthwiseTile) -> None:
         self.spec, self.module, self.name, self.isa, self.tile = spec, module, name, isa, tile
-        self.arithmetic = _ARITHMETIC[spec.precision]
+        self.arithmetic = COLUMNS[spec.precision]
         self.groups = -(-len(spec.rows_read(tile.rows)) // self.arithmetic.rows)
 
     # ---- the loops around

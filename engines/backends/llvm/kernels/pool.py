@@ -138,6 +138,9 @@ class Pool(KernelSpec):
     def grid(self, isa: Isa, tactic: PoolTile) -> Grid:
         return Grid(self.y.shape[0])
 
+    def packing(self, tactic: PoolTile) -> int:
+        return tactic.vectors
+
     def emit(self, module: Module, name: str, isa: Isa, tactic: PoolTile) -> None:
         _Emitter(self, isa, tactic).kernel(module, name)
 

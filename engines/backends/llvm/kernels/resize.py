@@ -29,6 +29,8 @@ from engines.backends.llvm.lanes import Lanes
 from engines.backends.llvm.program import Program, fma, load_meaning, store_meaning
 from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, begin_kernel, pack_channels
 
+Tap = tuple[Value, Value | None]        # byte offset, weight in all lanes (None: the one tap of weight 1)
+
 
 def taps_of(matrix: Array) -> tuple[Array, Array]:
     """Weights [out, in] of one axis -> (index, weight) [out, taps]: those that are not 0, padded with weight 0."""
@@ -91,15 +93,15 @@ class Resize(KernelSpec):
                     self._panel(f, isa, x + start * self.x.size, rows, columns, at,
                                 constants + start * (4 * self.program.constants), count)
 
-    def _taps(self, f: Function, isa: Isa, axis: int, i: Value, offsets: Value, weights: Value) -> list[Any]:
-        """For output i of an axis: [(byte offset, weight in all lanes)]."""
+    def _taps(self, f: Function, isa: Isa, axis: int, i: Value, offsets: Value, weights: Value) -> list[Tap]:
+        """Of output i of an axis."""
         count = self.taps[axis]
         first = i * count
         return [(f.load(I64, offsets + first * 8 + k * 8, hint="tap"),
                  f.splat(f.load(FLOAT, weights + first * 4 + k * 4, hint="weight"), isa.lanes) if count > 1 else None)
                 for k in range(count)]
 
-    def _panel(self, f: Function, isa: Isa, x: Value, rows: list[Any], columns: list[Any], at: list[Value],
+    def _panel(self, f: Function, isa: Isa, x: Value, rows: list[Tap], columns: list[Tap], at: list[Value],
                constants: Value, count: int) -> None:
         if self.copies:
             row = f.load(vector(count, I8), x + rows[0][0] + columns[0][0], hint="pixel")

@@ -1,4 +1,4 @@
-"""What only moves elements: Slice and Split that are no views, Expand, Pad -> Permute; what is filled -> Pointwise."""
+"""What only moves elements: Slice, Split and Reshape that are no views, Expand, Pad -> Permute; fills -> Pointwise."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from engines.backends.llvm.kernels.pointwise import Pointwise
 from engines.backends.llvm.places import Place, cuts_of
 from engines.backends.llvm.program import ProgramBuilder
 from engines.backends.llvm.rules.pointwise import FLOATS
+from engines.backends.llvm.spec import View
 from engines.ir import Node, TensorType
 
 
@@ -28,6 +29,17 @@ def lower_cut(ctx: Context, node: Node) -> Sequence[Call]:
                 place = place.part(*part)
             calls.append(moved(ctx, node, source, place, output, ctx.places[output]))
     return calls
+
+
+@lowers("Reshape")
+def lower_reshape(ctx: Context, node: Node) -> Sequence[Call]:
+    """Of tensors with gaps, or stored otherwise: both sides seen with axes of which either's are products."""
+    source, output = node.inputs[0], node.outputs[0]
+    x, y = ctx.places[source], ctx.places[output]
+    if x.items != y.items:
+        raise Refused("it reshapes the leading axis")
+    seen, target = refined(x.view, y.view)
+    return [moved(ctx, node, source, replace(x, view=seen), output, replace(y, view=target))]
 
 
 @lowers("Expand")
@@ -57,6 +69,25 @@ def lower_pad(ctx: Context, node: Node) -> Sequence[Call]:
         target = target.part(axis, start, stop)
     value = as_stored(ctx.type(output), node.attrs.get("value", 0))
     return [moved(ctx, node, source, inside, output, target), *(filled(node, strip, value) for strip in strips)]
+
+
+def refined(x: View, y: View) -> tuple[View, View]:
+    """The same elements in the same order, both in one shape: [6, 4] and [2, 12] become [2, 3, 4].
+
+    Refused where the extents have no common parts, as [4, 3] and [6, 2].
+    """
+    left, right = ([(n, s) for n, s in zip(v.shape, v.strides, strict=True) if n > 1] for v in (x, y))
+    parts = []          # (extent, stride in x, stride in y), innermost first
+    while left and right:
+        (n, a), (m, b) = left.pop(), right.pop()
+        part = min(n, m)
+        if n % part or m % part:
+            raise Refused(f"{x.shape} and {y.shape} have no common parts")
+        parts.append((part, a, b))
+        left += [(n // part, a * part)] * (n > part)
+        right += [(m // part, b * part)] * (m > part)
+    shape, x_strides, y_strides = zip(*reversed(parts or [(1, x.size, y.size)]), strict=True)
+    return replace(x, shape=shape, strides=x_strides), replace(y, shape=shape, strides=y_strides)
 
 
 def moved(ctx: Context, node: Node, source: str, seen: Place, output: str, target: Place) -> Call:
