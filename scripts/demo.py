@@ -40,11 +40,6 @@ CONCURRENCY = (1, 8, 32)
 LEAST_TOP1 = 0.97
 MOST_INT8_LOSS = 0.01
 
-SERVER_CONFIG = """\
-max_batch_size: 32
-dynamic_batching { max_queue_delay_microseconds: 500 }
-"""
-
 Array = NDArray[Any]
 
 
@@ -206,9 +201,8 @@ def demo(work: Path, results: Path, seconds: float) -> str:
     """The summary of a run that went well. Raises DemoError at the first step that did not."""
     images, labels = test_images()
     repository = work / "models"
-    version = repository / MODEL / "1"
+    version = repository / MODEL / "1"          # no config.pbtxt: the server completes it from the plan
     version.mkdir(parents=True)
-    (repository / MODEL / "config.pbtxt").write_text(SERVER_CONFIG)
 
     engines = {precision: build_and_measure(precision, plan, images, labels, seconds)
                for precision, plan in (("fp32", work / "fp32.plan"), ("int8", version / "model.plan"))}
