@@ -201,7 +201,7 @@ class DepthToSpace(LayoutOp):
 
 
 class SpaceToDepth(LayoutOp):
-    """Blocks of pixels become channels; the place in the block is the outer part of the channel."""
+    """Blocks of pixels become channels, the inverse of DepthToSpace in either mode."""
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
@@ -218,5 +218,6 @@ class SpaceToDepth(LayoutOp):
         (x,) = arrays
         block = node.attrs["blocksize"]
         n, channels, height, width = x.shape
-        parts = x.reshape(n, channels, height // block, block, width // block, block).transpose(0, 3, 5, 1, 2, 4)
+        parts = x.reshape(n, channels, height // block, block, width // block, block)
+        parts = parts.transpose((0, 3, 5, 1, 2, 4) if node.attrs.get("mode", "DCR") == "DCR" else (0, 1, 3, 5, 2, 4))
         return parts.reshape(n, channels * block**2, height // block, width // block)

@@ -114,13 +114,12 @@ def interpolation(node: Node, places: Array, size: int, scale: float) -> Array:
         kernel, reach = _keys(node.attrs.get("cubic_coeff_a", -0.75)), 2
     else:
         raise GraphError(f"unknown mode '{mode}'")
-    antialias = bool(node.attrs.get("antialias"))
-    stretch = min(scale, 1.0) if antialias else 1.0
+    stretch = min(scale, 1.0) if node.attrs.get("antialias") else 1.0
     first = np.floor(places).astype(np.int64) - math.ceil(reach / stretch) + 1
     taps = first[:, None] + np.arange(2 * math.ceil(reach / stretch))
     weights = kernel((taps - places[:, None]) * stretch)
     inside = (taps >= 0) & (taps < size)
-    if node.attrs.get("exclude_outside") or antialias:
+    if node.attrs.get("exclude_outside"):
         weights = np.where(inside, weights, 0)
     weights = weights / weights.sum(axis=1, keepdims=True)
     matrix = np.zeros((len(places), size))

@@ -1,0 +1,211 @@
+"""Graph -> ONNX model: bodies unfolded, images channels first, Q/DQ pairs where tensors are stored quantised.
+
+A graph in channels-last form is written channels first without moving data: `Writer.names` says for each tensor which
+ONNX tensor holds it, and whether that one is the same array or its channels-first form. A Transpose between the two
+forms is then only another name. Where an operator cannot work on the other form, a Transpose is written.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from engines.frontend.denormalise import OPSET, denormalise
+from engines.ir import Array, Graph, Node, QParams, TensorType
+from engines.ops import LayoutOp, op_of
+from engines.version import COMPILER_VERSION
+
+_TO_FIRST, _TO_LAST = (0, 3, 1, 2), (0, 2, 3, 1)        # perms: NHWC -> NCHW and back
+_FIRST_AXIS = (0, 2, 3, 1)                              # axis of NHWC -> the same axis of NCHW
+_AXIS_OPS = frozenset({"Concat", "Split", "Slice", "Pad", "Softmax", "LogSoftmax", "Identity", "ReduceMean", "ReduceSum",
+                       "ReduceMax", "ReduceMin"})
+
+
+def onnx_from_graph(graph: Graph) -> onnx.ModelProto:
+    """The graph as a checked ONNX model of opset 20, with the graph's input and output names.
+
+    A quantised activation is QuantizeLinear -> DequantizeLinear behind its producer; a quantised constant is an integer
+    initialiser and a DequantizeLinear. Raises ModelError for what ONNX cannot say (two symbolic extents in a Reshape).
+    """
+    writer = Writer(graph)
+    for name in graph.inputs:
+        writer.names[name] = Place(name)
+        writer.requantise(name)
+    for node in graph.nodes:
+        for part in node.body or (node,):
+            writer.write(part)
+        for output in node.outputs:
+            writer.requantise(output)
+    writer.name_outputs()
+
+    inputs = [_value_info(name, graph.types[name]) for name in graph.inputs]
+    outputs = [_value_info(name, graph.types[name]) for name in graph.outputs]
+    proto = helper.make_graph(writer.nodes, graph.name, inputs, outputs, list(writer.initialisers.values()))
+    opsets = [helper.make_opsetid(domain, version) for domain, version in sorted(writer.opsets.items())]
+    model = helper.make_model(proto, opset_imports=opsets, producer_name="infer-server", producer_version=COMPILER_VERSION)
+    model.ir_version = 9        # what opset 20 came with, so that older runtimes read it
+    onnx.checker.check_model(model)
+    return model
+
+
+def _value_info(name: str, kind: TensorType) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(kind.dtype), kind.shape)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of the graph is in the ONNX model; `first`: there it is channels first, in the graph last."""
+    name: str
+    first: bool = False
+
+
+@dataclass
+class Writer:
+    """The growing ONNX graph."""
+    graph: Graph
+    names: dict[str, Place] = field(default_factory=dict)
+    nodes: list[onnx.NodeProto] = field(default_factory=list)
+    initialisers: dict[str, onnx.TensorProto] = field(default_factory=dict)
+    opsets: dict[str, int] = field(default_factory=lambda: {"": OPSET})
+
+    def emit(self, op: str, inputs: Sequence[str], outputs: Sequence[str], name: str = "", **attrs: Any) -> str:
+        self.nodes.append(helper.make_node(op, list(inputs), list(outputs), name=name or outputs[0], **attrs))
+        return outputs[0]
+
+    def initialiser(self, name: str, array: Array) -> str:
+        self.initialisers[name] = numpy_helper.from_array(np.ascontiguousarray(array), name)
+        return name
+
+    # ---- nodes
+    def write(self, node: Node) -> None:
+        """One canonical node, in the layout that its inputs are in."""
+        perm = tuple(node.attrs.get("perm", ()))
+        place = self.names.get(node.inputs[0]) if node.inputs else None
+        if node.op == "Transpose" and place and perm == (_TO_FIRST if place.first else _TO_LAST):
+            self.names[node.outputs[0]] = Place(place.name, not place.first)
+            return
+        if issubclass(op_of(node.op), LayoutOp):
+            first = bool(node.attrs.get("channels_last"))
+            inputs = [self.tensor(node.inputs[0], first), *(self.tensor(name) for name in node.inputs[1:])]
+        elif first := self._channels_first(node):
+            inputs = [self.operand(name) for name in node.inputs]
+            node = _with_first_axes(node)
+        else:
+            inputs = [self.tensor(name) for name in node.inputs]
+        held = tuple(f"{name}.held" if name in self.graph.outputs else name for name in node.outputs)
+        self._write_parts(node, inputs, held, first)
+        self.names.update((name, Place(other, first)) for name, other in zip(node.outputs, held, strict=True))
+
+    def _write_parts(self, node: Node, inputs: list[str], held: tuple[str, ...], first: bool) -> None:
+        output = node.outputs[0]
+        types = [self.graph.types[name] if name else None for name in node.inputs]
+
+        def constant(label: str, array: Array) -> str:
+            array = array.reshape(-1, 1, 1) if first and _per_channel(array, node) else array
+            return self.initialiser(f"{output}.{label}", array)
+
+        domain = {"domain": node.attrs["onnx_domain"]} if "onnx_domain" in node.attrs else {}
+        self.opsets.update((name, node.attrs["onnx_opset"]) for name in domain.values())
+        for op, names, outputs, attrs in denormalise(replace(node, inputs=tuple(inputs), outputs=held), types, constant):
+            self.emit(op, names, outputs, node.name if op == node.op else "", **attrs, **domain)
+
+    def _channels_first(self, node: Node) -> bool:
+        """Whether a node without a layout of its own can follow its inputs into channels first."""
+        if not any(self.names[name].first for name in node.inputs if name in self.names):
+            return False
+        if node.op in _AXIS_OPS:
+            return not str(node.op).startswith("Reduce") or bool(node.attrs.get("keepdims", 1))
+        ranks = [len(self.graph.shape(name)) for name in node.inputs if name and name not in self.graph.constants]
+        return op_of(node.op).pointwise and set(ranks) <= {0, 4}
+
+    # ---- tensors
+    def tensor(self, name: str, first: bool = False) -> str:
+        """The ONNX tensor that holds it, channels first if so wanted."""
+        if not name:
+            return ""
+        if name not in self.names:
+            self.names[name] = Place(self._constant(name))
+        place = self.names[name]
+        if place.first == first:
+            return place.name
+        turned = f"{name}.{'nchw' if first else 'nhwc'}"
+        if not any(turned in node.output for node in self.nodes):
+            self.emit("Transpose", [place.name], [turned], perm=_TO_FIRST if first else _TO_LAST)
+        return turned
+
+    def operand(self, name: str) -> str:
+        """An operand of a node that works channels first: images are turned, constants per channel become [C, 1, 1]."""
+        constant = self.graph.constants.get(name)
+        if constant is None or self.graph.types[name].quant:
+            return self.tensor(name, first=len(self.graph.shape(name)) == 4) if name else ""
+        if constant.ndim < 2 and constant.size == 1:
+            return self.tensor(name)
+        padded = constant.reshape((1,) * (4 - constant.ndim) + constant.shape).transpose(_TO_FIRST)
+        return self.initialiser(f"{name}.nchw", padded if constant.ndim == 4 else padded[0])
+
+    def _constant(self, name: str) -> str:
+        quant = self.graph.types[name].quant
+        if quant is None:
+            return self.initialiser(name, self.graph.constants[name])
+        stored = self.initialiser(f"{name}.stored", self.graph.constants[name])
+        return self.emit("DequantizeLinear", [stored, *self._quant(name, quant)], [name], **_axis(quant))
+
+    def requantise(self, name: str) -> None:
+        """Readers of a quantised tensor see it after rounding."""
+        quant, place = self.graph.types[name].quant, self.names[name]
+        if quant is None:
+            return
+        if quant.axis is not None and place.first:
+            quant = replace(quant, axis=_FIRST_AXIS[quant.axis])
+        constants, axis = self._quant(name, quant), _axis(quant)
+        stored = self.emit("QuantizeLinear", [place.name, *constants], [f"{name}.stored"], **axis)
+        rounded = self.emit("DequantizeLinear", [stored, *constants], [f"{name}.rounded"], **axis)
+        self.names[name] = Place(rounded, place.first)
+
+    def _quant(self, name: str, quant: QParams) -> list[str]:
+        scale, zero_point = np.array(quant.scale, np.float32), np.array(quant.zero_point, quant.dtype)
+        if quant.axis is None:
+            scale, zero_point = scale.reshape(()), zero_point.reshape(())
+        return [self.initialiser(f"{name}.scale", scale), self.initialiser(f"{name}.zero_point", zero_point)]
+
+    def name_outputs(self) -> None:
+        """Give what holds a graph output the output's name; an input or constant, or a second output, is copied."""
+        for name in self.graph.outputs:
+            held = self.tensor(name)
+            if held in self.graph.inputs or held in self.initialisers or held in self.graph.outputs:
+                self.emit("Identity", [held], [name])
+            else:
+                self._rename(held, name)
+
+    def _rename(self, old: str, new: str) -> None:
+        for node in self.nodes:
+            for names in (node.input, node.output):
+                names[:] = [new if name == old else name for name in names]
+        self.names = {key: replace(place, name=new) if place.name == old else place for key, place in self.names.items()}
+
+
+def _axis(quant: QParams) -> dict[str, int]:
+    return {} if quant.axis is None else {"axis": quant.axis}
+
+
+def _per_channel(array: Array, node: Node) -> bool:
+    """Whether an attribute that becomes an input has a value for each channel."""
+    return node.op == "Clip" and array.ndim == 1 and array.size > 1
+
+
+def _with_first_axes(node: Node) -> Node:
+    """The same for the channels-first form of its inputs."""
+    attrs = dict(node.attrs)
+    if node.op == "Pad":
+        pads = attrs["pads"]
+        attrs["pads"] = tuple(pads[half + axis] for half in (0, 4) for axis in _TO_FIRST)
+    elif node.op in _AXIS_OPS:
+        if "axis" in attrs:
+            attrs["axis"] = _FIRST_AXIS[attrs["axis"]]
+        if "axes" in attrs:
+            attrs["axes"] = tuple(_FIRST_AXIS[axis] for axis in attrs["axes"])
+    return replace(node, attrs=attrs)
