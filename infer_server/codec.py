@@ -19,7 +19,6 @@ from infer_server.errors import InvalidRequestError
 from infer_server.wire import InferRequest
 from protos import inference, model_config
 
-
 MAX_RANK = 32               # of a tensor
 
 
