@@ -19,6 +19,8 @@ from infer_server.errors import InvalidRequestError
 from infer_server.wire import InferRequest
 from protos import inference, model_config
 
+MAX_RANK = 32               # of a tensor
+
 
 @dataclass(frozen=True)
 class Datatype:
@@ -57,41 +59,55 @@ FROM_CONFIG = {datatype.config: datatype for datatype in DATATYPES.values()}
 
 @dataclass(frozen=True, slots=True)
 class InputTensor:
-    """An input as it was sent: its array has the declared shape, and nothing is known yet of the model it is for."""
-    datatype: str
-    array: NDArray[Any]
+    """An input as a request declares it, before anything is known of its contents."""
+    name: str
+    datatype: Datatype
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"input '{self.name}' ({self.datatype.name} {list(self.shape)})"
 
 
-def decode_inputs(request: InferRequest) -> dict[str, InputTensor]:
-    """The inputs of a request by name, as views of the message where they were sent raw.
+def declared_inputs(header: inference.ModelInferRequest) -> tuple[InputTensor, ...]:
+    """The inputs of a request, in its order. Raises InvalidRequestError for a declaration that is none.
 
-    Raises InvalidRequestError where contents do not fill the declared shape and datatype exactly.
+    They are compared with the model before their contents are read: what no model asks for is not worth the time.
     """
-    tensors = request.header.inputs
-    raw_inputs = request.raw_inputs
-    if raw_inputs and len(raw_inputs) != len(tensors):
-        raise InvalidRequestError(
-            f"raw_input_contents holds {len(raw_inputs)} tensors for {len(tensors)} inputs; give one for each input")
-    decoded: dict[str, InputTensor] = {}
-    for i, tensor in enumerate(tensors):
-        if tensor.name in decoded:
+    tensors: dict[str, InputTensor] = {}
+    for tensor in header.inputs:
+        if tensor.name in tensors:
             raise InvalidRequestError(f"input '{tensor.name}' is given twice")
         datatype = DATATYPES.get(tensor.datatype)
         if datatype is None:
             raise InvalidRequestError(f"input '{tensor.name}': unknown datatype '{tensor.datatype}'; "
                                       f"expected one of {', '.join(DATATYPES)}")
+        if len(tensor.shape) > MAX_RANK:
+            raise InvalidRequestError(f"input '{tensor.name}': a shape of {len(tensor.shape)} axes; at most {MAX_RANK}")
         shape = tuple(tensor.shape)
         if any(extent < 0 for extent in shape):
             raise InvalidRequestError(f"input '{tensor.name}': shape {list(shape)} has a negative extent")
-        where = f"input '{tensor.name}' ({datatype.name} {list(shape)})"
-        if raw_inputs:
-            if tensor.HasField("contents"):
-                raise InvalidRequestError(f"{where}: raw_input_contents and contents must not be mixed in a request")
-            array = _from_raw(where, datatype, shape, raw_inputs[i])
+        tensors[tensor.name] = InputTensor(tensor.name, datatype, shape)
+    return tuple(tensors.values())
+
+
+def decode_inputs(request: InferRequest, tensors: Sequence[InputTensor]) -> dict[str, NDArray[Any]]:
+    """The contents of `declared_inputs` by name, as views of the message where they were sent raw.
+
+    Raises InvalidRequestError where contents do not fill the declared shape and datatype exactly.
+    """
+    raw_inputs = request.raw_inputs
+    if raw_inputs and len(raw_inputs) != len(tensors):
+        raise InvalidRequestError(
+            f"raw_input_contents holds {len(raw_inputs)} tensors for {len(tensors)} inputs; give one for each input")
+    arrays: dict[str, NDArray[Any]] = {}
+    for i, (tensor, message) in enumerate(zip(tensors, request.header.inputs, strict=True)):
+        if not raw_inputs:
+            arrays[tensor.name] = _from_contents(tensor, message.contents)
+        elif message.HasField("contents"):
+            raise InvalidRequestError(f"{tensor}: raw_input_contents and contents must not be mixed in a request")
         else:
-            array = _from_contents(where, datatype, shape, tensor.contents)
-        decoded[tensor.name] = InputTensor(datatype.name, array)
-    return decoded
+            arrays[tensor.name] = _from_raw(tensor, raw_inputs[i])
+    return arrays
 
 
 def encode_raw(array: NDArray[Any], datatype: Datatype) -> memoryview:
@@ -103,56 +119,57 @@ def encode_raw(array: NDArray[Any], datatype: Datatype) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def _from_raw(where: str, datatype: Datatype, shape: tuple[int, ...], raw: memoryview) -> NDArray[Any]:
+def _from_raw(tensor: InputTensor, raw: memoryview) -> NDArray[Any]:
+    datatype = tensor.datatype
     if datatype.name == "BYTES":
-        return _from_raw_bytes(where, shape, raw)
-    expected = math.prod(shape) * datatype.array.itemsize
+        return _from_raw_bytes(tensor, raw)
+    expected = math.prod(tensor.shape) * datatype.array.itemsize
     if raw.nbytes != expected:
-        raise InvalidRequestError(f"{where}: expected {expected} bytes of raw contents, got {raw.nbytes}")
+        raise InvalidRequestError(f"{tensor}: expected {expected} bytes of raw contents, got {raw.nbytes}")
     if datatype.name == "BOOL":     # any byte but 0 is true; numpy's own bool must hold nothing but 0 and 1
-        return _shaped(where, np.frombuffer(raw, np.uint8) != 0, shape)
-    return _shaped(where, np.frombuffer(raw, datatype.array), shape)
+        return _shaped(tensor, np.frombuffer(raw, np.uint8) != 0)
+    return _shaped(tensor, np.frombuffer(raw, datatype.array))
 
 
-def _from_raw_bytes(where: str, shape: tuple[int, ...], raw: memoryview) -> NDArray[Any]:
-    count = math.prod(shape)
+def _from_raw_bytes(tensor: InputTensor, raw: memoryview) -> NDArray[Any]:
+    count = math.prod(tensor.shape)
     values: list[bytes] = []
     position = 0
     while position < raw.nbytes and len(values) < count:
         if position + 4 > raw.nbytes:
-            raise InvalidRequestError(f"{where}: the raw contents end within the length of element {len(values)}")
+            raise InvalidRequestError(f"{tensor}: the raw contents end within the length of element {len(values)}")
         (length,) = struct.unpack_from("<I", raw, position)
         position += 4
         if position + length > raw.nbytes:
-            raise InvalidRequestError(f"{where}: element {len(values)} of {length} bytes ends after the raw contents")
+            raise InvalidRequestError(f"{tensor}: element {len(values)} of {length} bytes ends after the raw contents")
         values.append(bytes(raw[position:position + length]))
         position += length
     if len(values) != count or position != raw.nbytes:
-        raise InvalidRequestError(f"{where}: expected {count} elements, each with its length, got {len(values)} and "
+        raise InvalidRequestError(f"{tensor}: expected {count} elements, each with its length, got {len(values)} and "
                                   f"{raw.nbytes - position} more bytes")
-    return _shaped(where, _object_array(values), shape)
+    return _shaped(tensor, _object_array(values))
 
 
-def _from_contents(where: str, datatype: Datatype, shape: tuple[int, ...],
-                   contents: inference.InferTensorContents) -> NDArray[Any]:
+def _from_contents(tensor: InputTensor, contents: inference.InferTensorContents) -> NDArray[Any]:
+    datatype = tensor.datatype
     if not datatype.contents:
-        raise InvalidRequestError(f"{where}: {datatype.name} has no typed contents; send it in raw_input_contents")
+        raise InvalidRequestError(f"{tensor}: {datatype.name} has no typed contents; send it in raw_input_contents")
     others = [field.name for field, _ in contents.ListFields() if field.name != datatype.contents]
     if others:
-        raise InvalidRequestError(f"{where}: expected its values in {datatype.contents}, got {', '.join(others)}")
+        raise InvalidRequestError(f"{tensor}: expected its values in {datatype.contents}, got {', '.join(others)}")
     values: Sequence[Any] = getattr(contents, datatype.contents)
-    count = math.prod(shape)
+    count = math.prod(tensor.shape)
     if len(values) != count:
-        raise InvalidRequestError(f"{where}: expected {count} values in {datatype.contents}, got {len(values)}")
+        raise InvalidRequestError(f"{tensor}: expected {count} values in {datatype.contents}, got {len(values)}")
     if datatype.name == "BYTES":
-        return _shaped(where, _object_array(values), shape)
+        return _shaped(tensor, _object_array(values))
     if datatype.array.kind not in "iu":
-        return _shaped(where, np.array(values, datatype.array), shape)
+        return _shaped(tensor, np.array(values, datatype.array))
     array = np.array(values, np.int64 if datatype.name != "UINT64" else np.uint64)
     limits = np.iinfo(datatype.array)
     if count and (array.min() < limits.min or array.max() > limits.max):
-        raise InvalidRequestError(f"{where}: a value is outside of {datatype.name}'s {limits.min}..{limits.max}")
-    return _shaped(where, array.astype(datatype.array), shape)
+        raise InvalidRequestError(f"{tensor}: a value is outside of {datatype.name}'s {limits.min}..{limits.max}")
+    return _shaped(tensor, array.astype(datatype.array))
 
 
 def _object_array(values: Sequence[bytes]) -> NDArray[Any]:
@@ -161,11 +178,11 @@ def _object_array(values: Sequence[bytes]) -> NDArray[Any]:
     return array
 
 
-def _shaped(where: str, array: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+def _shaped(tensor: InputTensor, array: NDArray[Any]) -> NDArray[Any]:
     try:
-        return array.reshape(shape)
-    except ValueError as error:     # more axes than numpy has, or an empty tensor of absurd extents
-        raise InvalidRequestError(f"{where}: {error}") from error
+        return array.reshape(tensor.shape)
+    except ValueError as error:     # an empty tensor of absurd extents
+        raise InvalidRequestError(f"{tensor}: {error}") from error
 
 
 def _as_bytes(value: Any) -> bytes:

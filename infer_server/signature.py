@@ -26,18 +26,19 @@ class Signature:
         self._batched = config.batched
         self._max_batch_size = config.batching.max_batch_size
 
-    def fit(self, tensors: Mapping[str, InputTensor]) -> Fit:
+    def fit(self, declared: Iterable[InputTensor]) -> Fit:
         """Raises InvalidRequestError saying what was expected."""
+        tensors = {tensor.name: tensor for tensor in declared}
         if tensors.keys() != self._inputs.keys():
             raise self._wrong_names(tensors)
         items: list[tuple[int, ...]] = []
         rows = 1
         for name, spec in self._inputs.items():
             tensor = tensors[name]
-            if tensor.datatype != spec.datatype.name:
-                raise InvalidRequestError(f"unexpected datatype {tensor.datatype} for input '{name}' of model "
+            if tensor.datatype != spec.datatype:
+                raise InvalidRequestError(f"unexpected datatype {tensor.datatype.name} for input '{name}' of model "
                                           f"'{self._model}': expected {spec.datatype.name}")
-            shape = tensor.array.shape
+            shape = tensor.shape
             item = shape[1:] if self._batched else shape
             if len(shape) != len(spec.dims) + self._batched or not _fits(item, spec.dims):
                 raise InvalidRequestError(f"unexpected shape for input '{name}' of model '{self._model}': expected "

@@ -21,6 +21,7 @@ _RAW_INPUT = inference.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | 
 _RESPONSE_ID = inference.ModelInferResponse.ID_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _RAW_OUTPUT = inference.ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _MAX_VARINT_BYTES = 10
+_MAX_FIELDS = 4096          # at the top level; a message of nothing but empty fields would hold up the event loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,11 @@ def split_request(data: bytes) -> InferRequest:
     size = len(data)
     raw_inputs: list[memoryview] = []
     header: list[memoryview] = []           # the stretches between the tensors
-    position = stretch = 0
+    position = stretch = fields = 0
     while position < size:
+        fields += 1
+        if fields > _MAX_FIELDS:
+            raise _malformed(f"it has more than {_MAX_FIELDS} fields")
         tag, value = _varint(data, position)
         wire_type = tag & 7
         if wire_type == _LENGTH_DELIMITED:

@@ -5,7 +5,7 @@ import asyncio
 import functools
 import time
 
-from infer_server.codec import decode_inputs, encode_raw
+from infer_server.codec import declared_inputs, decode_inputs, encode_raw
 from infer_server.config import TensorSpec
 from infer_server.errors import InvalidRequestError, NotServedError
 from infer_server.model import Model
@@ -38,8 +38,8 @@ async def infer(data: bytes, repository: Repository) -> bytes:
 def _request(message: InferRequest, model: Model) -> Request:
     header = message.header
     _refuse_extensions(header)
-    inputs = decode_inputs(message)
-    fit = model.signature.fit(inputs)
+    tensors = declared_inputs(header)
+    fit = model.signature.fit(tensors)
     outputs = model.signature.choose_outputs(tensor.name for tensor in header.outputs)
 
     def encode(rows: Arrays) -> bytes:
@@ -49,7 +49,7 @@ def _request(message: InferRequest, model: Model) -> Request:
         return join_response(prefix, header.id, raw)
 
     return Request(
-        inputs={name: tensor.array for name, tensor in inputs.items()},
+        inputs=decode_inputs(message, tensors),
         rows=fit.rows, shape_key=fit.shape_key, encode=encode,
         answer=asyncio.get_running_loop().create_future(),
         timeout_us=_timeout_us(header))

@@ -143,9 +143,9 @@ def test_versions_are_chosen_by_number_and_the_highest_is_the_default(client: tr
     (request_of(raw=bytes(15)), grpc.StatusCode.INVALID_ARGUMENT, "expected 16 bytes of raw contents, got 15"),
     (request_of(), grpc.StatusCode.INVALID_ARGUMENT, "expected 4 values in fp32_contents, got 0"),
     (request_of("two", shape=(1, 2, 3), raw=bytes(24)), grpc.StatusCode.INVALID_ARGUMENT, "input 'x2' is missing"),
-    (request_of(shape=(1 << 40, 1 << 40, 1 << 40), raw=bytes(16)), grpc.StatusCode.INVALID_ARGUMENT, "got 16"),
-    (request_of(shape=(0, 1 << 62, 1 << 62), raw=b""), grpc.StatusCode.INVALID_ARGUMENT, "input 'x'"),
-    (request_of(shape=(1,) * 100, raw=bytes(4)), grpc.StatusCode.INVALID_ARGUMENT, "input 'x'"),
+    (request_of(shape=(1 << 40, 1 << 40), raw=bytes(16)), grpc.StatusCode.INVALID_ARGUMENT, "expected [-1, 4], got"),
+    (request_of(shape=(1,) * 100, raw=bytes(4)), grpc.StatusCode.INVALID_ARGUMENT, "a shape of 100 axes"),
+    (request_of(datatype="BYTES", raw=bytes(16)), grpc.StatusCode.INVALID_ARGUMENT, "BYTES for input 'x'"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_a_bad_request_is_told_what_was_expected(
         stub: service_pb2_grpc.GRPCInferenceServiceStub, request_: service_pb2.ModelInferRequest,

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from infer_server.codec import DATATYPES, decode_inputs, encode_raw
+from infer_server.codec import DATATYPES, declared_inputs, decode_inputs, encode_raw
 from infer_server.errors import InvalidRequestError
 from infer_server.wire import InferRequest, join_response, response_header, split_request
 from protos import inference
@@ -17,6 +17,10 @@ def message(raw: tuple[bytes, ...] = (b"\1\2\3\4",), id: str = "") -> inference.
     for i in range(len(raw)):
         request.inputs.add(name=f"x{i}", datatype="UINT8", shape=[len(raw[i])])
     return request
+
+
+def decoded(request: InferRequest) -> dict[str, np.ndarray]:
+    return decode_inputs(request, declared_inputs(request.header))
 
 
 def test_tensors_stay_in_the_received_bytes_and_the_rest_is_parsed() -> None:
@@ -48,6 +52,7 @@ def test_unknown_fields_of_every_wire_type_are_skipped() -> None:
     (b"\x3a", "ends within the number"),
     (b"\x3a" + b"\xff" * 11, "more than 10 bytes"),
     (b"\x0b", "wire type 3"),
+    (b"\x3a\0" * 5000, "more than 4096 fields"),
     (b"\x0a\x02\xff\xfe", "not a ModelInferRequest"),               # a name that is no UTF-8
     (b"\x2a\x03\x0a\x05a", "not a ModelInferRequest"),              # a length inside of an input
 ])
@@ -65,7 +70,7 @@ def test_no_corruption_of_a_request_raises_anything_but_a_refusal() -> None:
         for _ in range(rng.randint(1, 3)):
             corrupt[rng.randrange(len(corrupt))] = rng.randrange(256)
         try:
-            decode_inputs(split_request(bytes(corrupt[:rng.randint(1, len(corrupt))])))
+            decoded(split_request(bytes(corrupt[:rng.randint(1, len(corrupt))])))
             outcomes.add("read")
         except InvalidRequestError:
             outcomes.add("refused")
@@ -90,9 +95,9 @@ def test_every_datatype_goes_round(name: str) -> None:
     assert raw == array.T.tobytes()
     header = inference.ModelInferRequest()
     header.inputs.add(name="x", datatype=name, shape=[3, 2])
-    decoded = decode_inputs(InferRequest(header, (memoryview(raw),)))["x"].array
-    assert decoded.dtype == array.dtype
-    np.testing.assert_array_equal(decoded, array.T)
+    back = decoded(InferRequest(header, (memoryview(raw),)))["x"]
+    assert back.dtype == array.dtype
+    np.testing.assert_array_equal(back, array.T)
 
 
 def test_bytes_elements_carry_their_lengths() -> None:
@@ -101,30 +106,45 @@ def test_bytes_elements_carry_their_lengths() -> None:
     assert bytes(raw) == b"\0\0\0\0" b"\3\0\0\0abc" b"\2\0\0\0\xc3\xa4"
     header = inference.ModelInferRequest()
     header.inputs.add(name="x", datatype="BYTES", shape=[3])
-    assert list(decode_inputs(InferRequest(header, (raw,)))["x"].array) == [b"", b"abc", "ä".encode()]
+    assert list(decoded(InferRequest(header, (raw,)))["x"]) == [b"", b"abc", "ä".encode()]
     for broken in (raw[:-1], raw[:-6], bytes(raw) + b"\0"):
         with pytest.raises(InvalidRequestError):
-            decode_inputs(InferRequest(header, (memoryview(broken),)))
+            decoded(InferRequest(header, (memoryview(broken),)))
 
 
 def test_any_byte_but_zero_is_true() -> None:
     header = inference.ModelInferRequest()
     header.inputs.add(name="x", datatype="BOOL", shape=[3])
-    decoded = decode_inputs(InferRequest(header, (memoryview(b"\0\1\7"),)))["x"].array
-    assert decoded.tobytes() == b"\0\1\1"
+    assert decoded(InferRequest(header, (memoryview(b"\0\1\7"),)))["x"].tobytes() == b"\0\1\1"
 
 
 def test_typed_values_outside_of_their_datatype_are_refused() -> None:
     header = inference.ModelInferRequest()
     header.inputs.add(name="x", datatype="INT8", shape=[2]).contents.int_contents.extend([1, 128])
     with pytest.raises(InvalidRequestError, match="outside of INT8's -128..127"):
-        decode_inputs(InferRequest(header, ()))
+        decoded(InferRequest(header, ()))
     header.inputs[0].contents.int_contents[1] = -128
-    assert decode_inputs(InferRequest(header, ()))["x"].array.tolist() == [1, -128]
+    assert decoded(InferRequest(header, ()))["x"].tolist() == [1, -128]
 
 
 def test_halves_must_be_sent_raw() -> None:
     header = inference.ModelInferRequest()
     header.inputs.add(name="x", datatype="FP16", shape=[1]).contents.fp32_contents.append(1)
     with pytest.raises(InvalidRequestError, match="no typed contents"):
-        decode_inputs(InferRequest(header, ()))
+        decoded(InferRequest(header, ()))
+
+
+@pytest.mark.parametrize(("shape", "raw"), [
+    ([0, 1 << 62, 1 << 62], b""), ([1] * 100, bytes(4)), ([1 << 62, 4], bytes(16))])
+def test_absurd_shapes_are_refused(shape: list[int], raw: bytes) -> None:
+    header = inference.ModelInferRequest()
+    header.inputs.add(name="x", datatype="FP32", shape=shape)
+    with pytest.raises(InvalidRequestError, match="input 'x'"):
+        decoded(InferRequest(header, (memoryview(raw),)))
+
+
+def test_there_is_one_raw_tensor_for_each_input() -> None:
+    header = inference.ModelInferRequest()
+    header.inputs.add(name="x", datatype="UINT8", shape=[1])
+    with pytest.raises(InvalidRequestError, match="2 tensors for 1 inputs"):
+        decoded(InferRequest(header, (memoryview(b"a"), memoryview(b"b"))))
