@@ -31,7 +31,7 @@ STANDS_ON = {
     "ops": ("shapes",),
     "serialize": ("ir",),
     "reference": ("ops",),
-    "frontend": ("reference",),
+    "frontend": ("reference", "version"),
     "passes": ("frontend",),
     "tactics": ("version", "errors"),
     "backends": ("passes", "serialize", "tactics", "plan", "tables", "cpu", "loader"),
