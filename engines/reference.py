@@ -122,7 +122,7 @@ def quantize(real: Array, quant: QParams) -> Array:
     """saturate(round half to even(real / scale) + zero_point)"""
     scale, zero_point = _columns(quant, real.ndim)
     limits = np.iinfo(quant.dtype)
-    return np.clip(np.rint(real / scale) + zero_point, limits.min, limits.max).astype(quant.dtype)
+    return np.asarray(np.clip(np.rint(real / scale) + zero_point, limits.min, limits.max), quant.dtype)
 
 
 def _columns(quant: QParams, rank: int) -> tuple[Array, Array]:

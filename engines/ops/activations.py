@@ -118,13 +118,13 @@ class Softplus(Pointwise):
 
     @staticmethod
     def formula(x: Array) -> Array:
-        return np.logaddexp(x, x.dtype.type(0))
+        return np.asarray(np.logaddexp(x, x.dtype.type(0)))
 
 
 class Softsign(Pointwise):
     @staticmethod
     def formula(x: Array) -> Array:
-        return x / (1 + np.abs(x))
+        return np.asarray(x / (1 + np.abs(x)))
 
 
 class Mish(Pointwise):
@@ -132,7 +132,7 @@ class Mish(Pointwise):
 
     @staticmethod
     def formula(x: Array) -> Array:
-        return x * np.tanh(np.logaddexp(x, x.dtype.type(0)))
+        return np.asarray(x * np.tanh(np.logaddexp(x, x.dtype.type(0))))
 
 
 class Gelu(Pointwise):
@@ -141,8 +141,8 @@ class Gelu(Pointwise):
     @staticmethod
     def formula(x: Array, approximate: str = "none") -> Array:
         if approximate == "tanh":
-            return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
-        return 0.5 * x * (1 + erf(x * math.sqrt(0.5)))
+            return np.asarray(0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))))
+        return np.asarray(0.5 * x * (1 + erf(x * math.sqrt(0.5))))
 
 
 class Shrink(Pointwise):

@@ -45,7 +45,7 @@ class Div(Pointwise):
         if a.dtype.kind not in "iu":
             return a / b
         quotient = a // b
-        return quotient + ((quotient * b != a) & ((a < 0) != (b < 0)))
+        return np.asarray(quotient + ((quotient * b != a) & ((a < 0) != (b < 0))))
 
 
 def _symbolic_quotient(a: Any, b: Any) -> Any:
@@ -180,7 +180,8 @@ class Cast(Pointwise):
 
     @classmethod
     def result_dtype(cls, node: Node, dtypes: list[np.dtype[Any]]) -> np.dtype[Any]:
-        return np.dtype(node.attrs["to"])
+        dtype: np.dtype[Any] = np.dtype(node.attrs["to"])
+        return dtype
 
     @staticmethod
     def formula(x: Array, to: str) -> Array:

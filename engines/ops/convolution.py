@@ -1,6 +1,8 @@
 """Convolutions, as matrix products over unrolled windows. Weights are OIHW (ConvTranspose: IOHW) in every layout."""
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from engines.errors import GraphError
@@ -76,7 +78,9 @@ class ConvTranspose(LayoutOp):
         y = np.zeros((batch, group * cout, *full), x.dtype)
         for tap, view in enumerate(window.taps(y, sizes)):
             view += products[:, :, tap]
-        y = y[(..., *(slice(before, before + out) for (before, _), out in zip(window.pads, outputs, strict=True)))]
+        inside: tuple[Any, ...] = (..., *(slice(before, before + out) for (before, _), out in
+                                          zip(window.pads, outputs, strict=True)))
+        y = np.asarray(y[inside])
         return y if bias is None else y + bias.reshape(-1, *[1] * len(sizes))
 
 

@@ -10,9 +10,11 @@ from engines.ir import Array, Dim, Node, TensorType
 from engines.ops.op import Inputs, Op, Types, Values
 from engines.shapes import fixed, normal_axis
 
+Formula = Callable[..., Array]
+
 
 class Reduction(Op, abstract=True):
-    formula: ClassVar[Callable[..., Array]]         # (x, axis=, keepdims=)
+    formula: ClassVar[Formula]          # (x, axis=, keepdims=)
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
@@ -38,24 +40,24 @@ def reduced(shape: tuple[Dim, ...], axes: tuple[int, ...], keepdims: bool) -> tu
 
 
 class ReduceSum(Reduction):
-    formula = staticmethod(np.sum)
+    formula: ClassVar[Formula] = staticmethod(np.sum)
 
 
 class ReduceMean(Reduction):
-    formula = staticmethod(np.mean)
+    formula: ClassVar[Formula] = staticmethod(np.mean)      # type: ignore[assignment]
 
 
 class ReduceMax(Reduction):
-    formula = staticmethod(np.max)
+    formula: ClassVar[Formula] = staticmethod(np.max)
 
 
 class ReduceMin(Reduction):
-    formula = staticmethod(np.min)
+    formula: ClassVar[Formula] = staticmethod(np.min)
 
 
 class ReduceProd(Reduction):
     symbolic = True
-    formula = staticmethod(np.prod)
+    formula: ClassVar[Formula] = staticmethod(np.prod)      # type: ignore[assignment]
 
 
 class ReduceL1(Reduction):
@@ -67,7 +69,7 @@ class ReduceL1(Reduction):
 class ReduceL2(Reduction):
     @staticmethod
     def formula(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
-        return np.sqrt(np.square(x).sum(axis=axis, keepdims=keepdims))
+        return np.asarray(np.sqrt(np.square(x).sum(axis=axis, keepdims=keepdims)))
 
 
 class ReduceSumSquare(Reduction):
@@ -79,18 +81,18 @@ class ReduceSumSquare(Reduction):
 class ReduceLogSum(Reduction):
     @staticmethod
     def formula(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
-        return np.log(x.sum(axis=axis, keepdims=keepdims))
+        return np.asarray(np.log(x.sum(axis=axis, keepdims=keepdims)))
 
 
 class ReduceLogSumExp(Reduction):
     @staticmethod
     def formula(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
-        return np.logaddexp.reduce(x, axis=axis, keepdims=keepdims)     # type: ignore[no-any-return]
+        return np.asarray(np.logaddexp.reduce(x, axis=axis, keepdims=keepdims))      # type: ignore[call-overload]
 
 
 class _Arg(Op, abstract=True):
     """The index of the extreme; of several, the first or (select_last_index) the last."""
-    search: ClassVar[Callable[..., Array]]
+    search: ClassVar[Formula]
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
@@ -109,11 +111,11 @@ class _Arg(Op, abstract=True):
 
 
 class ArgMax(_Arg):
-    search = staticmethod(np.argmax)
+    search: ClassVar[Formula] = staticmethod(np.argmax)      # type: ignore[assignment]
 
 
 class ArgMin(_Arg):
-    search = staticmethod(np.argmin)
+    search: ClassVar[Formula] = staticmethod(np.argmin)      # type: ignore[assignment]
 
 
 class TopK(Op):

@@ -79,7 +79,7 @@ def coordinates(node: Node, axis: int, size: int, out: int, scale: float) -> Arr
         return i * (size - 1) / (out - 1) if out > 1 else i * 0
     if mode == "tf_crop_and_resize":
         roi = node.attrs["roi"]
-        start, end = roi[axis], roi[axis + len(roi) // 2]
+        start, end = float(roi[axis]), float(roi[axis + len(roi) // 2])
         if out > 1:
             return start * (size - 1) + i * (end - start) * (size - 1) / (out - 1)
         return 0.5 * (start + end) * (size - 1) + i
@@ -94,8 +94,8 @@ def coordinates(node: Node, axis: int, size: int, out: int, scale: float) -> Arr
 
 
 NEAREST: dict[str, Callable[[Array], Array]] = {
-    "round_prefer_floor": lambda x: np.ceil(x - 0.5),
-    "round_prefer_ceil": lambda x: np.floor(x + 0.5),
+    "round_prefer_floor": lambda x: np.asarray(np.ceil(x - 0.5)),
+    "round_prefer_ceil": lambda x: np.asarray(np.floor(x + 0.5)),
     "floor": np.floor,
     "ceil": np.ceil,
 }
@@ -108,6 +108,7 @@ def interpolation(node: Node, places: Array, size: int, scale: float) -> Array:
     nothing, and the rest is scaled to a sum of 1.
     """
     mode = node.attrs.get("mode")
+    kernel: Callable[[Array], Array]
     if mode == "linear":
         kernel, reach = _triangle, 1
     elif mode == "cubic":
@@ -128,7 +129,7 @@ def interpolation(node: Node, places: Array, size: int, scale: float) -> Array:
 
 
 def _triangle(x: Array) -> Array:
-    return np.maximum(1 - np.abs(x), 0)
+    return np.asarray(np.maximum(1 - np.abs(x), 0))
 
 
 def _keys(a: float) -> Callable[[Array], Array]:
