@@ -103,7 +103,10 @@ def _last_readers(graph: Graph, wanted: Collection[str]) -> dict[int, list[str]]
 
 
 def _real(array: Array, quant: QParams | None) -> Array:
-    return array if quant is None else dequantize(array, quant)
+    """What a stored tensor means; float32 where it is stored in fewer bits, as kernels compute."""
+    if quant is not None:
+        return dequantize(array, quant)
+    return array.astype(np.float32) if array.dtype.name in ("float16", "bfloat16") else array
 
 
 def _stored(array: Array, kind: TensorType) -> Array:
