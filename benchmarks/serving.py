@@ -118,8 +118,9 @@ def section(points: list[Point], options: argparse.Namespace) -> str:
                                f"{median(p.ratios):.0%} ({p.ratios[0]:.0%} to {p.ratios[-1]:.0%})"] for p in points]
     command = "python -m benchmarks.serving " + " ".join(options.arguments)
     return (f"## Serving: {Path(options.model).stem}, {options.precision}, {options.threads} threads\n\n"
-            f"`{command.strip()}`\n\nOn {machine()}; median of {options.repeats}. Clients send single items; run-engine "
-            f"runs the rounded\nmean batch. The load test runs on the same machine.\n\n{markdown_table(header, rows)}")
+            f"`{command.strip()}`\n\nOn {machine()}; median of {options.repeats}. Clients send single items; "
+            f"run-engine runs the rounded\nmean batch. The load test runs on the same machine.\n\n"
+            f"{markdown_table(header, rows)}")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
