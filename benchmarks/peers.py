@@ -100,7 +100,7 @@ def section(rounds: list[dict[str, int]], unit: str, options: argparse.Namespace
         rows.append([name, min(counts[name] for counts in rounds) / 1e6, f"{ratios[0]:.2f} to {ratios[-1]:.2f}"])
     command = " ".join(["python -m benchmarks.peers", *options.arguments])
     return (f"## One inference: {Path(options.model).stem}, {options.precision}, batch {options.batch}, one thread\n\n"
-            f"`{command}` on {machine()}; {options.repeats} rounds.\n\n"
+            f"`{command}`\n\nOn {machine()}; {options.repeats} rounds.\n\n"
             + markdown_table(["runtime", f"million {unit}", f"times {OURS}"], rows))
 
 

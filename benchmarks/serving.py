@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -51,30 +51,29 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(repository: Path, threads: int) -> Iterator[str]:
-    """"host:port" of an infer-server whose models are ready."""
+def serving(plan: Path, threads: int) -> Iterator[str]:
+    """"host:port" of an infer-server whose model is ready; `plan` is <repository>/<model>/<version>/model.plan."""
     grpc, http, metrics = (free_port() for _ in range(3))
     process = subprocess.Popen(
-        [sys.executable, "-m", "infer_server.cli.serve", "--model-repository", repository, "--threads", str(threads),
-         "--grpc-port", str(grpc), "--http-port", str(http), "--metrics-port", str(metrics)])
+        [sys.executable, "-m", "infer_server.cli.serve", "--model-repository", plan.parents[2],
+         "--threads", str(threads), "--grpc-port", str(grpc), "--http-port", str(http), "--metrics-port", str(metrics)])
     try:
-        wait_until_ready(f"127.0.0.1:{grpc}", process)
+        wait_until_ready(f"127.0.0.1:{grpc}", plan.parents[1].name, process)
         yield f"127.0.0.1:{grpc}"
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait()
 
 
-def wait_until_ready(address: str, process: subprocess.Popen[bytes]) -> None:
+def wait_until_ready(address: str, model: str, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + READY_TIMEOUT_S
     with InferenceClient(address) as client:
         while process.poll() is None and time.monotonic() < deadline:
-            try:
-                if client.is_server_ready(timeout=1):
+            with suppress(ClientError):         # it does not listen yet
+                if client.is_model_ready(model, timeout=1):
                     return
-            except ClientError:
-                time.sleep(0.1)         # it does not listen yet
-    raise SystemExit(f"infer-server at {address} did not become ready")
+            time.sleep(0.1)
+    raise SystemExit(f"infer-server at {address} did not get '{model}' ready; its log says why")
 
 
 def loaded(address: str, model: str, concurrency: int, seconds: float, folder: Path) -> dict[str, Any]:
@@ -99,7 +98,7 @@ def measure(plan: Path, options: argparse.Namespace, folder: Path) -> list[Point
     for concurrency in options.concurrency:
         levels, engines = [], []
         for _ in range(options.repeats):
-            with serving(plan.parents[2], options.threads) as address:
+            with serving(plan, options.threads) as address:
                 levels.append(loaded(address, model, concurrency, options.duration, folder))
             batch = max(1, round(levels[-1]["server"]["mean_batch"]))
             engines.append(alone(plan, batch, options.threads, options.duration))
@@ -119,8 +118,9 @@ def section(points: list[Point], options: argparse.Namespace) -> str:
                                f"{median(p.ratios):.0%} ({p.ratios[0]:.0%} to {p.ratios[-1]:.0%})"] for p in points]
     command = "python -m benchmarks.serving " + " ".join(options.arguments)
     return (f"## Serving: {Path(options.model).stem}, {options.precision}, {options.threads} threads\n\n"
-            f"`{command.strip()}` on {machine()}; median of {options.repeats}. Clients send single items; run-engine\n"
-            f"runs the rounded mean batch. The load test runs on the same machine.\n\n{markdown_table(header, rows)}")
+            f"`{command.strip()}`\n\nOn {machine()}; median of {options.repeats}. Clients send single items; "
+            f"run-engine runs the rounded\nmean batch. The load test runs on the same machine.\n\n"
+            f"{markdown_table(header, rows)}")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

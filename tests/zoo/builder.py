@@ -264,11 +264,14 @@ class Net:
 
     def _pool(self, op: str, x: Tensor, kernel: int, stride: int, pads: Pads, ceil_mode: bool,
               **attrs: Any) -> Tensor:
+        shape = (x.channels, *windows(x.shape, kernel, stride, pads, ceil_mode=ceil_mode))
+        top, left, bottom, right = four_pads(pads)
         if ceil_mode and self.opset >= 10:
             attrs["ceil_mode"] = 1
-        shape = (x.channels, *windows(x.shape, kernel, stride, pads, ceil_mode=ceil_mode and self.opset >= 10))
-        return self.ops(op, x, shapes=[shape], kernel_shape=[kernel] * 2, pads=four_pads(pads), strides=[stride] * 2,
-                        **attrs)[0]
+        elif ceil_mode:
+            bottom, right = bottom + stride - 1, right + stride - 1     # as many windows, for want of the attribute
+        return self.ops(op, x, shapes=[shape], kernel_shape=[kernel] * 2, pads=[top, left, bottom, right],
+                        strides=[stride] * 2, **attrs)[0]
 
     def global_avg_pool(self, x: Tensor) -> Tensor:
         return self.op("GlobalAveragePool", x, shape=(x.channels, 1, 1))
