@@ -188,7 +188,7 @@ class Writer:
         self.names = {key: replace(place, name=new) if place.name == old else place for key, place in self.names.items()}
 
 
-def _axis(quant: QParams) -> dict[str, Any]:
+def _axis(quant: QParams) -> dict[str, int]:
     return {} if quant.axis is None else {"axis": quant.axis}
 
 

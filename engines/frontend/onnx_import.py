@@ -3,13 +3,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
-from onnx.inliner import inline_local_functions
 
 from engines.errors import EngineError, ModelError
 from engines.frontend.normalise import RULES, Call, normalise
@@ -36,7 +36,7 @@ def graph_from_onnx(model: str | Path | onnx.ModelProto, *,
     """
     proto, name = (model, model.graph.name or "model") if isinstance(model, onnx.ModelProto) else _load(Path(model))
     if proto.functions:
-        proto = inline_local_functions(proto)
+        proto = onnx.inliner.inline_local_functions(proto)
     opsets = {_domain(entry.domain): entry.version for entry in proto.opset_import}
     if opsets.get("", OLDEST_OPSET) < OLDEST_OPSET:
         raise ModelError(f"{name}: opset {opsets['']} is not supported; convert the model to opset {OLDEST_OPSET} or later "

@@ -1,8 +1,6 @@
 """Convolutions, as matrix products over unrolled windows. Weights are OIHW (ConvTranspose: IOHW) in every layout."""
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from engines.errors import GraphError
@@ -78,9 +76,7 @@ class ConvTranspose(LayoutOp):
         y = np.zeros((batch, group * cout, *full), x.dtype)
         for tap, view in enumerate(window.taps(y, sizes)):
             view += products[:, :, tap]
-        inside: tuple[Any, ...] = (..., *(slice(before, before + out) for (before, _), out in
-                                          zip(window.pads, outputs, strict=True)))
-        y = np.asarray(y[inside])
+        y = y[(..., *(slice(before, before + out) for (before, _), out in zip(window.pads, outputs, strict=True)))]
         return y if bias is None else y + bias.reshape(-1, *[1] * len(sizes))
 
 

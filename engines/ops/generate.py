@@ -45,4 +45,4 @@ class Range(Op):
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
         start, limit, delta = (a.item() for a in arrays)
-        return np.asarray(np.arange(start, limit, delta, dtype=arrays[0].dtype))
+        return np.arange(start, limit, delta, arrays[0].dtype)

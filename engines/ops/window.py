@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -64,6 +63,5 @@ class Window:
     def taps(self, padded: Array, outputs: tuple[int, ...]) -> Iterator[Array]:
         """For each tap in row-major order: what all pixels read there, a view [N, C, *outputs]."""
         for tap in np.ndindex(*self.kernel):
-            read: tuple[Any, ...] = (..., *(slice(t * d, t * d + (count - 1) * s + 1, s) for t, d, s, count in
-                                            zip(tap, self.dilations, self.strides, outputs, strict=True)))
-            yield padded[read]
+            yield padded[(..., *(slice(t * d, t * d + (count - 1) * s + 1, s) for t, d, s, count in
+                                 zip(tap, self.dilations, self.strides, outputs, strict=True)))]
