@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -30,7 +31,7 @@ from calibration.preprocess import load_preprocess
 from engines import load_engine
 from engines.errors import EngineError
 
-DATA = Path(__file__).parent / "demo_data"
+DATA = Path(os.path.relpath(Path(__file__).parent / "demo_data"))        # printed as a user would type it
 MODEL, INPUT, OUTPUT = "digits", "image", "logits"
 MAX_BATCH = 32
 CLIENTS = 32
