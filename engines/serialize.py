@@ -35,7 +35,7 @@ def node_from_json(document: Mapping[str, Any]) -> Node:
                     tuple(document["origin"]), tuple(node_from_json(part) for part in document.get("body", ())),
                     document["precision"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise PlanCorruptError(f"the plan holds a node that cannot be read ({error!r}); build the plan again") from error
+        raise PlanCorruptError(f"the plan holds a node that cannot be read ({error!r}); build it again") from error
 
 
 def graph_to_json(graph: Graph) -> tuple[Json, dict[str, Array]]:
@@ -53,13 +53,14 @@ def graph_from_json(document: Mapping[str, Any], arrays: Mapping[str, Array]) ->
         graph = Graph(document["name"], tuple(document["inputs"]), tuple(document["outputs"]),
                       tuple(node_from_json(node) for node in document["nodes"]), dict(arrays), types)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise PlanCorruptError(f"the plan holds a graph that cannot be read ({error!r}); build the plan again") from error
+        raise PlanCorruptError(f"the plan holds a graph that cannot be read ({error!r}); build it again") from error
     return verify(graph)
 
 
 def _write(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return {"dtype": value.dtype.str, "shape": list(value.shape), "data": base64.b64encode(value.tobytes()).decode()}
+        data = base64.b64encode(value.tobytes()).decode()
+        return {"dtype": value.dtype.str, "shape": list(value.shape), "data": data}
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, tuple | list):

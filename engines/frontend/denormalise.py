@@ -142,11 +142,11 @@ def _clip(node: Node, types: Sequence[TensorType | None], constant: Constant) ->
     if all(np.ndim(node.attrs.get(key, 0)) == 0 for key in bounds):
         return [("Clip", [*node.inputs, bounds["min"], bounds["max"]], node.outputs, {})]
     (x,), (y,) = node.inputs, node.outputs
-    parts: list[Part] = [(op, [x, bounds[key]], [f"{y}.{key}"], {}) for op, key in (("Max", "min"),) if bounds[key]]
-    low = parts[-1][2][0] if parts else x
-    if bounds["max"]:
-        return [*parts, ("Min", [low, bounds["max"]], [y], {})]
-    return [*parts, ("Identity", [low], [y], {})]
+    if not bounds["max"]:
+        return [("Max", [x, bounds["min"]], [y], {})]
+    if not bounds["min"]:
+        return [("Min", [x, bounds["max"]], [y], {})]
+    return [("Max", [x, bounds["min"]], [f"{y}.raised"], {}), ("Min", [f"{y}.raised", bounds["max"]], [y], {})]
 
 
 @_rule("Swish")

@@ -48,7 +48,8 @@ class Call:
             return None
         array = self.values[index]
         if array is None:
-            raise GraphError(f"input '{self.node.inputs[index]}' depends on data; it must follow from constants and shapes")
+            raise GraphError(f"input '{self.node.inputs[index]}' depends on data; "
+                             "it must follow from constants and shapes")
         return list(np.ravel(array).tolist())
 
     def ints(self, index: int) -> tuple[int, ...] | None:
@@ -388,7 +389,8 @@ def _ends(totals: Iterable[int], upper: bool) -> tuple[int, ...]:
     return (*small, *large) if upper else (*large, *small)
 
 
-def _transposed_pads(call: Call, kernel: tuple[int, ...], attrs: dict[str, Any], extra: tuple[int, ...]) -> tuple[int, ...]:
+def _transposed_pads(call: Call, kernel: tuple[int, ...], attrs: dict[str, Any],
+                     extra: tuple[int, ...]) -> tuple[int, ...]:
     """ConvTranspose's pads follow from a wanted output_shape, or from auto_pad's size * stride."""
     mode, wanted = call.attr("auto_pad", "NOTSET"), call.attr("output_shape")
     if wanted is None and mode in ("NOTSET", "VALID"):
@@ -443,7 +445,8 @@ def _resize(call: Call) -> list[Node]:
     if sizes:
         sizes = _kept_ratio(call, sizes, axes)
         wanted = dict(zip(axes, sizes, strict=True))
-        return call.node_with(1, sizes=tuple(dim(wanted[i]) if i in wanted else d for i, d in enumerate(shape)), **attrs)
+        every_size = tuple(dim(wanted[i]) if i in wanted else d for i, d in enumerate(shape))
+        return call.node_with(1, sizes=every_size, **attrs)
     factors = dict(zip(axes, scales or [], strict=True))
     return call.node_with(1, scales=tuple(float(factors.get(i, 1.0)) for i in range(len(shape))), **attrs)
 

@@ -21,8 +21,8 @@ from engines.version import COMPILER_VERSION
 
 _TO_FIRST, _TO_LAST = (0, 3, 1, 2), (0, 2, 3, 1)        # perms: NHWC -> NCHW and back
 _FIRST_AXIS = (0, 2, 3, 1)                              # axis of NHWC -> the same axis of NCHW
-_AXIS_OPS = frozenset({"Concat", "Split", "Slice", "Pad", "Softmax", "LogSoftmax", "Identity", "ReduceMean", "ReduceSum",
-                       "ReduceMax", "ReduceMin"})
+_AXIS_OPS = frozenset({"Concat", "Split", "Slice", "Pad", "Softmax", "LogSoftmax", "Identity", "ReduceMean",
+                       "ReduceSum", "ReduceMax", "ReduceMin"})
 
 
 def onnx_from_graph(graph: Graph) -> onnx.ModelProto:
@@ -46,7 +46,8 @@ def onnx_from_graph(graph: Graph) -> onnx.ModelProto:
     outputs = [_value_info(name, graph.types[name]) for name in graph.outputs]
     proto = helper.make_graph(writer.nodes, graph.name, inputs, outputs, list(writer.initialisers.values()))
     opsets = [helper.make_opsetid(domain, version) for domain, version in sorted(writer.opsets.items())]
-    model = helper.make_model(proto, opset_imports=opsets, producer_name="infer-server", producer_version=COMPILER_VERSION)
+    model = helper.make_model(proto, opset_imports=opsets, producer_name="infer-server",
+                              producer_version=COMPILER_VERSION)
     model.ir_version = 9        # what opset 20 came with, so that older runtimes read it
     onnx.checker.check_model(model)
     return model
@@ -110,7 +111,8 @@ class Writer:
 
         domain = {"domain": node.attrs["onnx_domain"]} if "onnx_domain" in node.attrs else {}
         self.opsets.update((name, node.attrs["onnx_opset"]) for name in domain.values())
-        for op, names, outputs, attrs in denormalise(replace(node, inputs=tuple(inputs), outputs=held), types, constant):
+        written = replace(node, inputs=tuple(inputs), outputs=held)
+        for op, names, outputs, attrs in denormalise(written, types, constant):
             self.emit(op, names, outputs, node.name if op == node.op else "", **attrs, **domain)
 
     def _channels_first(self, node: Node) -> bool:
@@ -185,10 +187,11 @@ class Writer:
         for node in self.nodes:
             for names in (node.input, node.output):
                 names[:] = [new if name == old else name for name in names]
-        self.names = {key: replace(place, name=new) if place.name == old else place for key, place in self.names.items()}
+        self.names = {key: replace(place, name=new) if place.name == old else place
+                      for key, place in self.names.items()}
 
 
-def _axis(quant: QParams) -> dict[str, int]:
+def _axis(quant: QParams) -> dict[str, Any]:
     return {} if quant.axis is None else {"axis": quant.axis}
 
 

@@ -3,13 +3,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import helper, inliner, numpy_helper
 
 from engines.errors import EngineError, ModelError
 from engines.frontend.normalise import RULES, Call, normalise
@@ -36,11 +35,11 @@ def graph_from_onnx(model: str | Path | onnx.ModelProto, *,
     """
     proto, name = (model, model.graph.name or "model") if isinstance(model, onnx.ModelProto) else _load(Path(model))
     if proto.functions:
-        proto = onnx.inliner.inline_local_functions(proto)
+        proto = inliner.inline_local_functions(proto)
     opsets = {_domain(entry.domain): entry.version for entry in proto.opset_import}
     if opsets.get("", OLDEST_OPSET) < OLDEST_OPSET:
-        raise ModelError(f"{name}: opset {opsets['']} is not supported; convert the model to opset {OLDEST_OPSET} or later "
-                         "with onnx.version_converter")
+        raise ModelError(f"{name}: opset {opsets['']} is not supported; convert the model to opset {OLDEST_OPSET} "
+                         "or later with onnx.version_converter")
     _refuse_unknown(name, proto.graph)
 
     trace = Trace()
@@ -54,7 +53,8 @@ def graph_from_onnx(model: str | Path | onnx.ModelProto, *,
     outputs = tuple(value.name for value in proto.graph.output)
     if missing := [output for output in outputs if output not in trace.types]:
         raise ModelError(f"{name}: output '{missing[0]}' is never produced")
-    graph = Graph(name, tuple(value.name for value in inputs), outputs, tuple(trace.nodes), trace.constants, trace.types)
+    graph = Graph(name, tuple(value.name for value in inputs), outputs, tuple(trace.nodes), trace.constants,
+                  trace.types)
     return verify(graph.rebuild(graph.nodes))
 
 
@@ -92,8 +92,8 @@ def _refuse_unknown(model: str, graph: onnx.GraphProto) -> None:
             unknown.setdefault(f"{domain}.{op}" if domain else op, node.name or next(iter(node.output), ""))
     if unknown:
         listed = ", ".join(f"{op} (as in node '{node}')" for op, node in sorted(unknown.items()))
-        raise ModelError(f"{model}: operators that are not supported: {listed}. Export the model without them, or replace "
-                         "them by operators of the default ONNX domain without subgraphs")
+        raise ModelError(f"{model}: operators that are not supported: {listed}. Export the model without them, or "
+                         "replace them by operators of the default ONNX domain without subgraphs")
 
 
 # ---- inputs
@@ -113,17 +113,19 @@ def _input_type(model: str, value: onnx.ValueInfoProto, given: Sequence[Dim | No
     declared = [_extent(d) for d in tensor.shape.dim]
     if given is None:
         if not tensor.HasField("shape"):
-            raise ModelError(f"{model}: input '{value.name}' declares no shape: give it, {_option(value.name, [1, 3, 224, 224])}")
+            raise ModelError(f"{model}: input '{value.name}' declares no shape: give it, "
+                             f"{_option(value.name, [1, 3, 224, 224])}")
         given = declared
     elif tensor.HasField("shape") and not _fits(given, declared):
-        raise ModelError(f"{model}: the shape {text(d or '?' for d in given)} given for input '{value.name}' does not fit "
-                         f"the declared {text(d or '?' for d in declared)}")
+        raise ModelError(f"{model}: the shape {text(d or '?' for d in given)} given for input '{value.name}' does not "
+                         f"fit the declared {text(d or '?' for d in declared)}")
     shape = [BATCH if axis == 0 and not _is_size(d) else d for axis, d in enumerate(given)]
     for axis, d in enumerate(shape):
         if d != BATCH and not _is_size(d):
             label = f" ('{d}')" if isinstance(d, str) else ""
-            raise ModelError(f"{model}: extent {axis}{label} of input '{value.name}' {text(d or '?' for d in declared)} is "
-                             f"symbolic; only the leading one may be: give it, {_option(value.name, declared)}")
+            raise ModelError(f"{model}: extent {axis}{label} of input '{value.name}' "
+                             f"{text(d or '?' for d in declared)} is symbolic; "
+                             f"only the leading one may be: give it, {_option(value.name, declared)}")
     return TensorType(dtype, tuple(d if isinstance(d, str) else int(d or 0) for d in shape))
 
 
@@ -144,7 +146,8 @@ def _fits(given: Sequence[Dim | None], declared: Sequence[Dim | None]) -> bool:
 
 def _option(name: str, declared: Sequence[Dim | None]) -> str:
     """An example of the option that gives a shape."""
-    return f"--shape {name}:{'x'.join(str(d) if _is_size(d) else '1' if axis == 0 else '224' for axis, d in enumerate(declared))}"
+    sizes = [d if _is_size(d) else 224 if axis else 1 for axis, d in enumerate(declared)]
+    return f"--shape {name}:{'x'.join(map(str, sizes))}"
 
 
 # ---- nodes
@@ -191,4 +194,5 @@ def _attribute(model: str, node: onnx.NodeProto, attribute: onnx.AttributeProto)
         return tuple(value)
     if attribute.type == onnx.AttributeProto.STRINGS:
         return tuple(v.decode() for v in value)
-    raise ModelError(f"{model}: node '{node.name}' ({node.op_type}): attribute '{attribute.name}' of this kind is not supported")
+    raise ModelError(f"{model}: node '{node.name}' ({node.op_type}): attribute '{attribute.name}' is of a kind that is "
+                     "not supported")

@@ -10,7 +10,7 @@ from engines.ir import Array, Node, TensorType, type_of
 from engines.ops import op_of
 from engines.ops.fallback import Fallback
 
-SMALL = 4096        # elements: computed at once, because a shape may depend on it; more is left to passes.fold_constants
+SMALL = 4096        # elements: computed at once, a shape may depend on it; more is left to passes.fold_constants
 
 
 @dataclass

@@ -76,7 +76,8 @@ class ConvTranspose(LayoutOp):
         y = np.zeros((batch, group * cout, *full), x.dtype)
         for tap, view in enumerate(window.taps(y, sizes)):
             view += products[:, :, tap]
-        y = y[(..., *(slice(before, before + out) for (before, _), out in zip(window.pads, outputs, strict=True)))]
+        inside = [slice(before, before + out) for (before, _), out in zip(window.pads, outputs, strict=True)]
+        y = y[(slice(None), slice(None), *inside)]
         return y if bias is None else y + bias.reshape(-1, *[1] * len(sizes))
 
 

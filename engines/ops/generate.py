@@ -45,4 +45,5 @@ class Range(Op):
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
         start, limit, delta = (a.item() for a in arrays)
-        return np.arange(start, limit, delta, arrays[0].dtype)
+        length = max(math.ceil((limit - start) / delta), 0)
+        return (start + delta * np.arange(length)).astype(arrays[0].dtype)

@@ -123,7 +123,7 @@ class GatherElements(Op):
     def compute(cls, node: Node, *arrays: Array) -> Array:
         x, indices = arrays
         axis = normal_axis(node.attrs.get("axis", 0), x.ndim)
-        grid = list(np.indices(indices.shape, sparse=True))
+        grid: list[Array] = list(np.indices(indices.shape, sparse=True))
         grid[axis] = indices
         return np.asarray(x[tuple(grid)])
 

@@ -139,7 +139,7 @@ class LayoutOp(Op, abstract=True):
         if not node.attrs.get("channels_last"):
             return super().reference(node, *arrays)
         x, *rest = arrays
-        results = super().reference(node, np.moveaxis(x, -1, 1), *rest)
+        results = super().reference(node, np.ascontiguousarray(np.moveaxis(x, -1, 1)), *rest)
         return tuple(np.ascontiguousarray(np.moveaxis(y, 1, -1)) for y in results)
 
 

@@ -63,5 +63,6 @@ class Window:
     def taps(self, padded: Array, outputs: tuple[int, ...]) -> Iterator[Array]:
         """For each tap in row-major order: what all pixels read there, a view [N, C, *outputs]."""
         for tap in np.ndindex(*self.kernel):
-            yield padded[(..., *(slice(t * d, t * d + (count - 1) * s + 1, s) for t, d, s, count in
-                                 zip(tap, self.dilations, self.strides, outputs, strict=True)))]
+            cuts = [slice(t * d, t * d + (count - 1) * s + 1, s) for t, d, s, count in
+                    zip(tap, self.dilations, self.strides, outputs, strict=True)]
+            yield padded[(Ellipsis, *cuts)]     # type: ignore[arg-type]  # NumPy's stubs know no such index

@@ -1,0 +1,110 @@
+"""Importing models: batch, shapes, chains of shape arithmetic, and what is refused."""
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+from engines.errors import ModelError
+from engines.frontend.onnx_import import graph_from_onnx
+from engines.reference import run
+
+FLOAT, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
+
+
+def model(nodes, shape, opset=17, constants=None, output="y", out_shape=None):
+    graph = helper.make_graph(nodes, "m", [helper.make_tensor_value_info("x", FLOAT, shape)],
+                              [helper.make_tensor_value_info(output, FLOAT, out_shape)],
+                              [numpy_helper.from_array(np.asarray(v), k) for k, v in (constants or {}).items()])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
+
+
+def node(op, inputs, outputs, **attrs):
+    return helper.make_node(op, inputs.split(), outputs.split(), **attrs)
+
+
+def test_a_view_by_size_becomes_one_reshape_with_a_resolved_target():
+    nodes = [node("Shape", "x", "s"), node("Gather", "s zero", "n"), node("Unsqueeze", "n axes", "n1"),
+             node("Concat", "n1 rest", "target", axis=0), node("Reshape", "x target", "y")]
+    graph = graph_from_onnx(model(nodes, ["N", 3, 4], constants={"zero": 0, "axes": [0], "rest": [-1]}))
+    assert [n.op for n in graph.nodes] == ["Reshape"]
+    assert graph.nodes[0].attrs["shape"] == ("batch", 12)
+    assert graph.shape("y") == ("batch", 12)
+
+
+def test_a_target_may_multiply_the_batch():
+    nodes = [node("Shape", "x", "s"), node("Slice", "s zero one", "n"), node("Mul", "n three", "m"),
+             node("Concat", "m four", "target", axis=0), node("Reshape", "x target", "y")]
+    constants = {"zero": [0], "one": [1], "three": [3], "four": [4]}
+    graph = graph_from_onnx(model(nodes, ["N", 3, 4], constants=constants))
+    assert graph.shape("y") == ("3*batch", 4)
+    assert run(graph, {"x": np.zeros((5, 3, 4), np.float32)})["y"].shape == (15, 4)
+
+
+@pytest.mark.parametrize("extent", ["N", None, -1, 0, "unk__7"])
+def test_every_way_to_write_an_unknown_leading_extent_is_the_batch(extent):
+    assert graph_from_onnx(model([node("Relu", "x", "y")], [extent, 3])).shape("y") == ("batch", 3)
+
+
+def test_a_fixed_batch_stays_fixed():
+    assert graph_from_onnx(model([node("Relu", "x", "y")], [1, 3])).shape("y") == (1, 3)
+
+
+def test_a_symbolic_width_is_refused_with_the_option_that_gives_it():
+    with pytest.raises(ModelError, match=r"extent 3 \('W'\) of input 'x'.*--shape x:1x3x48x224"):
+        graph_from_onnx(model([node("Relu", "x", "y")], ["N", 3, 48, "W"]))
+
+
+def test_a_given_shape_fills_in_the_width():
+    graph = graph_from_onnx(model([node("Relu", "x", "y")], ["N", 3, 48, "W"]), shapes={"x": (None, 3, 48, 320)})
+    assert graph.shape("y") == ("batch", 3, 48, 320)
+
+
+def test_a_given_shape_cannot_contradict_the_model():
+    with pytest.raises(ModelError, match="does not fit the declared"):
+        graph_from_onnx(model([node("Relu", "x", "y")], ["N", 3]), shapes={"x": (1, 4)})
+
+
+def test_old_and_new_forms_of_an_operator_become_the_same_node():
+    old = graph_from_onnx(model([node("Squeeze", "x", "y", axes=[1])], ["N", 1, 3], opset=11))
+    new = graph_from_onnx(model([node("Squeeze", "x a", "y")], ["N", 1, 3], opset=13, constants={"a": [1]}))
+    assert dict(old.nodes[0].attrs) == dict(new.nodes[0].attrs) == {"axes": (1,)}
+
+
+def test_a_softmax_before_opset_13_is_over_all_axes_from_its_axis_on():
+    x = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)
+    graph = graph_from_onnx(model([node("Softmax", "x", "y", axis=1)], ["N", 3, 4], opset=11))
+    np.testing.assert_allclose(run(graph, {"x": x})["y"].sum(axis=(1, 2)), 1, rtol=1e-6)
+
+
+def test_all_unknown_operators_are_named_at_once():
+    nodes = [node("Foo", "x", "a", domain="custom"), node("Bar", "a", "y", domain="custom")]
+    with pytest.raises(ModelError, match=r"custom\.Bar .*custom\.Foo"):
+        graph_from_onnx(model(nodes, ["N", 3]))
+
+
+def test_an_operator_that_we_do_not_write_runs_on_the_onnx_package():
+    graph = graph_from_onnx(model([node("Hardmax", "x", "y", axis=1)], ["N", 3]))
+    result = run(graph, {"x": np.array([[1, 3, 2]], np.float32)})["y"]
+    np.testing.assert_array_equal(result, [[0, 1, 0]])
+
+
+def test_a_file_that_is_no_model_is_refused_by_name(tmp_path):
+    for content in (b"", b"no model at all", model([node("Relu", "x", "y")], [1]).SerializeToString()[:-7]):
+        (tmp_path / "bad.onnx").write_bytes(content)
+        with pytest.raises(ModelError, match=r"bad\.onnx"):
+            graph_from_onnx(tmp_path / "bad.onnx")
+    with pytest.raises(ModelError, match=r"absent\.onnx"):
+        graph_from_onnx(tmp_path / "absent.onnx")
+
+
+def test_external_data_is_read_from_beside_the_model(tmp_path):
+    weights = np.arange(4096, dtype=np.float32).reshape(1, 4096)
+    proto = model([node("Add", "x w", "y")], ["N", 4096], constants={"w": weights})
+    onnx.save(proto, tmp_path / "m.onnx", save_as_external_data=True, location="w.bin", size_threshold=0)
+    np.testing.assert_array_equal(graph_from_onnx(tmp_path / "m.onnx").constants["w"], weights)
+
+
+def test_a_node_whose_inputs_do_not_fit_is_named():
+    proto = model([node("Add", "x w", "y", name="sum")], ["N", 3], constants={"w": np.zeros(4, np.float32)})
+    with pytest.raises(ModelError, match="node 'sum' .*do not broadcast"):
+        graph_from_onnx(proto)
