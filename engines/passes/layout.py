@@ -152,7 +152,7 @@ class _Layout:
         if not tensor:
             return ""
         name = self.read(tensor, identity(len(self.shapes[tensor])))
-        if tensor in self.graph.outputs and name != tensor:     # it was made under another name, by a Transpose's input
+        if tensor in self.graph.outputs and name != tensor:     # a Transpose's input was made as it
             self.nodes.append(Node("Identity", (name,), (tensor,), name=tensor))
             self.types[tensor] = self.graph.types[tensor]
             self.used.add(tensor)
@@ -163,7 +163,8 @@ class _Layout:
     def _transpose(self, node: Node) -> None:
         source, result = node.inputs[0], node.outputs[0]
         perm = node.attrs["perm"]
-        self.forms[result] = {tuple(perm.index(axis) for axis in form): name for form, name in self.forms[source].items()}
+        self.forms[result] = {tuple(perm.index(axis) for axis in form): name
+                              for form, name in self.forms[source].items()}
 
     def _reshape(self, node: Node) -> None:
         source, result = node.inputs[0], node.outputs[0]
@@ -186,8 +187,8 @@ class _Layout:
         readers = self.graph.consumers[result]
         if len(after) != 2 or before[0] != after[0] or home[0] != 0 or result in self.graph.outputs or not readers:
             return False
-        if not all(reader.op == "Gemm" and not reader.attrs.get("transA") and reader.inputs[0] == result
-                   and self.graph.is_constant(reader.inputs[1]) and reader.inputs.count(result) == 1 for reader in readers):
+        if not all(r.op == "Gemm" and not r.attrs.get("transA") and r.inputs[0] == result
+                   and self.graph.is_constant(r.inputs[1]) and r.inputs.count(result) == 1 for r in readers):
             return False
         self.scrambled[result] = order_of_elements(before, home)
         return True
@@ -218,9 +219,13 @@ class _Layout:
             if all(form == identity(4) for form in choices[:-1]):
                 return IMAGE
 
+        def moves(tensor: str, form: Perm) -> bool:
+            home = self._home(tensor)
+            return form not in self.forms[tensor] and not moves_only_ones(step(home, form),
+                                                                          permuted(self.shapes[tensor], home))
+
         def cost(form: Perm) -> tuple[int, bool]:
-            return sum(self._elements(t) for t in full if form not in self.forms[t]
-                       and not moves_only_ones(step(self._home(t), form), permuted(self.shapes[t], self._home(t)))), form != IMAGE
+            return sum(self._elements(tensor) for tensor in full if moves(tensor, form)), form != IMAGE
         return min(choices, key=cost)
 
     def _elements(self, tensor: str) -> int:
@@ -270,7 +275,7 @@ class _Layout:
 
 
 def _move(source: str, result: str, perm: Perm, shape: Sequence[Dim]) -> Node:
-    """The node that makes Transpose(source, perm) of a source of that shape: a Reshape if only axes of extent 1 move."""
+    """Transpose(source, perm) of a source of that shape: a Reshape if only axes of extent 1 move."""
     if moves_only_ones(perm, tuple(shape)):
         return Node("Reshape", (source,), (result,), {"shape": permuted(shape, perm)}, result)
     return Node("Transpose", (source,), (result,), {"perm": perm}, result)

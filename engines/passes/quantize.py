@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +49,7 @@ def quantize(graph: Graph, ranges: Ranges, keep_float: Collection[str] = (), log
     for node in anchors:
         if node not in chosen:
             note(log, node, "quantize", f"stays float: no range is known for its input '{node.anchor.inputs[0]}'")
-    wanted = {id(node): _input_type(graph, node, ranges) or _as_float(graph, node) for node in graph.nodes if node in chosen}
+    wanted = {id(node): _input_type(graph, node, ranges) or _as_float(graph, node) for node in chosen}
     wanted |= {id(node): _as_float(graph, node) for node in graph.nodes if _is_weighted(node) and node not in chosen}
     names = {node.outputs for node in chosen}
     return _with_int8_weights(with_conversions(graph, wanted), names)
@@ -74,10 +75,11 @@ def set_float_precision(graph: Graph, precision: str) -> Graph:
     return graph.rebuild(replace(node, precision=precision) if node.outputs in names else node for node in graph.nodes)
 
 
-def _bfloat16() -> np.dtype[np.generic]:
+def _bfloat16() -> np.dtype[Any]:
     import ml_dtypes  # comes with onnx: a compiler has it, a server that only runs plans need not
 
-    return np.dtype(ml_dtypes.bfloat16)
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return dtype
 
 
 # ---- what is quantised

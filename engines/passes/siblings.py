@@ -68,7 +68,9 @@ def _key(graph: Graph, node: Node) -> Hashable | None:
     if node.op not in _ROWS or not all(graph.is_constant(name) for name in node.inputs[1:] if name):
         return None
     weight, attrs = graph.constants[node.inputs[1]], node.attrs
-    if attrs.get("group", 1) != 1 or node.op == "Gemm" and attrs != {"transB": 1} or node.op == "MatMul" and weight.ndim != 2:
+    if attrs.get("group", 1) != 1 or node.op == "MatMul" and weight.ndim != 2:
+        return None
+    if node.op == "Gemm" and attrs != {"transB": 1}:
         return None
     if len(node.inputs) > 2 and graph.constants[node.inputs[2]].ndim != 1:
         return None
@@ -114,10 +116,12 @@ def _wide_node(graph: Graph, members: list[Node], taken: set[str]) -> _Branches:
     branches.constants[inputs[1]] = np.concatenate(weights, axis=rows)
     if any(len(node.inputs) > 2 and node.inputs[2] for node in members):
         inputs.append(fresh_name(f"{wide}.bias", taken))
+        given = [graph.constants.get((*node.inputs, "")[2]) for node in members]
         branches.constants[inputs[2]] = np.concatenate([
-            graph.constants[node.inputs[2]] if len(node.inputs) > 2 and node.inputs[2] else np.zeros(size, weights[0].dtype)
-            for node, size in zip(members, sizes, strict=True)])
-    branches.nodes.append(replace(first, inputs=tuple(inputs), outputs=(wide,), name=wide, origin=merged_origin(members)))
+            np.zeros(size, weights[0].dtype) if bias is None else bias
+            for bias, size in zip(given, sizes, strict=True)])
+    branches.nodes.append(replace(first, inputs=tuple(inputs), outputs=(wide,), name=wide,
+                                  origin=merged_origin(members)))
     return branches
 
 
@@ -135,7 +139,7 @@ def _sink(graph: Graph, branches: _Branches, taken: set[str]) -> bool:
     after = [reader(graph, end) for end in branches.ends]
     axis = _channel_axis(graph, branches.members[0])
     alike = [node for node in after if node is not None]
-    if len(alike) == len(after) and len({_what(node, end) for node, end in zip(alike, branches.ends, strict=True)}) == 1:
+    if len(alike) == len(after) and len(set(map(_what, alike, branches.ends))) == 1:
         return _sink_alike(graph, branches, alike, axis, taken)
     clips = [node if node is not None and _is_plain_clip(node) else None for node in after]
     if axis != len(graph.shape(branches.ends[0])) - 1 or not any(clips):

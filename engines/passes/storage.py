@@ -32,7 +32,7 @@ def classes(graph: Graph) -> list[tuple[str, ...]]:
             name = parent[name]
         return name
 
-    fixed = {name for name in parent if name in graph.inputs or name in graph.outputs or graph.types[name].dtype != FLOAT}
+    fixed = {name for name in parent if graph.types[name].dtype != FLOAT}.union(graph.inputs, graph.outputs)
     for node in graph.nodes:
         touched = [name for name in (*node.inputs, *node.outputs) if name in parent]
         if node.op in _SHARING:
@@ -67,7 +67,7 @@ def computes_by(graph: Graph, node: Node) -> bool:
 
 
 def with_conversions(graph: Graph, wanted: Mapping[int, TensorType]) -> Graph:
-    """Node `id` reads its data input as the given type: where it is stored otherwise, an Identity before it converts."""
+    """Node `id` reads its data input as the given type: an Identity before it converts what is stored otherwise."""
     taken = {*graph.types, *graph.constants}
     made: dict[tuple[str, TensorType], str] = {}
     types: dict[str, TensorType] = {}

@@ -62,14 +62,15 @@ class Build:
         cin = self.channels(x) // group
         weight = self.constant(self.random.standard_normal((out, cin, kernel, kernel)) / np.sqrt(cin * kernel * kernel))
         pad = kernel // 2 if pads is None else pads
-        result: str = self("Conv", x, weight, *([self.draw(out)] if bias else []), name=name, kernel_shape=(kernel, kernel),
-                           strides=(stride, stride), pads=(pad,) * 4, dilations=(dilation,) * 2, group=group)
+        result: str = self("Conv", x, weight, *([self.draw(out)] if bias else []), name=name,
+                           kernel_shape=(kernel, kernel), strides=(stride, stride),
+                           pads=(pad,) * 4, dilations=(dilation,) * 2, group=group)
         return result
 
     def batch_norm(self, x: str, name: str = "") -> str:
         c = self.channels(x)
         var = self.constant(self.random.uniform(0.5, 2, c))
-        result: str = self("BatchNormalization", x, self.draw(c), self.draw(c), self.draw(c), var, name=name, epsilon=1e-5)
+        result: str = self("BatchNormalization", x, *(self.draw(c) for _ in range(3)), var, name=name, epsilon=1e-5)
         return result
 
     def linear(self, x: str, out: int, name: str = "") -> str:

@@ -40,7 +40,8 @@ class CanonicalGemm(Rule):
         y, c = match.graph.types[match.root.outputs[0]], match.graph.types[extra]
         product = draft.node("Gemm", inputs, TensorType(y.dtype, y.shape), {"transB": 1})
         if beta != 1:
-            extra = draft.node("Mul", [extra, draft.constant("beta", np.full(1, beta, y.dtype))], TensorType(c.dtype, c.shape))
+            factor = draft.constant("beta", np.full(1, beta, y.dtype))
+            extra = draft.node("Mul", [extra, factor], TensorType(c.dtype, c.shape))
         draft.finish("Add", [product, extra])
 
 

@@ -13,7 +13,8 @@ from engines.passes.facts import pads, spatial
 from engines.passes.rewrite import Draft, Match, No, P, Rule, Value
 
 _NEVER_NEGATIVE = ("Relu", "Sigmoid", "HardSigmoid", "Abs", "Exp", "Sqrt", "Softplus", "Softmax")
-_KEEP_SIGN = ("MaxPool", "AveragePool", "GlobalAveragePool", "Concat", "Reshape", "Transpose", "Gather", "Slice", "Split")
+_KEEP_SIGN = ("MaxPool", "AveragePool", "GlobalAveragePool", "Concat", "Reshape", "Transpose", "Gather", "Slice",
+              "Split")
 
 
 def _image_pads(match: Match) -> tuple[int, ...] | No:
@@ -38,7 +39,8 @@ def _finish(match: Match, draft: Draft, **attrs: int) -> None:
     assert not isinstance(added, No)
     own = pads(match.root, len(added) // 2)
     total = tuple(a + b for a, b in zip(added, own, strict=True))
-    draft.finish(match.root.op, [match.value("x"), *match.root.inputs[1:]], {**match.root.attrs, "pads": total, **attrs})
+    inputs = [match.value("x"), *match.root.inputs[1:]]
+    draft.finish(match.root.op, inputs, {**match.root.attrs, "pads": total, **attrs})
 
 
 class PadConv(Rule):
@@ -87,7 +89,7 @@ class PadMaxPool(Rule):
         if any(pad >= kernel for pad, kernel in zip(total, (*pool.attrs["kernel_shape"],) * 2, strict=True)):
             return No("some windows would see nothing but padding")
         least = 0.0 if never_negative(match.graph, match.value("x")) else float(np.finfo(np.float32).min)
-        return True if _value(match) <= least else No(f"pads with {_value(match)}, which may exceed the values beside it")
+        return _value(match) <= least or No(f"pads with {_value(match)}, which may exceed the values beside it")
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         _finish(match, draft)
