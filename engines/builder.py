@@ -106,8 +106,8 @@ class Builder:
         return Plan(
             name=graph.name, target=compiled.target, cpu=compiled.cpu, precision=self.config.precision,
             max_batch=max_batch, inputs=compiled.inputs, outputs=compiled.outputs, buffers=compiled.buffers,
-            steps=compiled.steps, fills=compiled.fills, code=compiled.code, constants=compiled.constants, graph=document,
-            graph_arrays=arrays, metadata={"compiler": COMPILER_VERSION, **(metadata or {})})
+            steps=compiled.steps, fills=compiled.fills, code=compiled.code, constants=compiled.constants,
+            graph=document, graph_arrays=arrays, metadata={"compiler": COMPILER_VERSION, **(metadata or {})})
 
     def _max_batch(self, graph: Graph) -> int:
         """0 for a model of fixed shape."""

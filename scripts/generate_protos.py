@@ -27,9 +27,10 @@ def main() -> int:
             stub = (Path(stubs) / f"{stem}_pb2.pyi").read_text()
             # protoc writes stubs for modules named *_pb2 at the top level; ours are modules of the package `protos`.
             stub = re.sub(r"^import (\w+)_pb2 as (\w+)$", r"from protos import \1 as \2", stub, flags=re.MULTILINE)
-            # What strict type checking misses in protoc's stubs: the types of a message given as a dict, and of `global`.
+            # What strict type checking misses in protoc's stubs: types of a message given as a dict, and of `global`.
             imports, body = stub.split("DESCRIPTOR", 1)
-            body = re.sub(r"\b_Mapping\b(?!\[)", "_Mapping[str, object]", body).replace("**kwargs)", "**kwargs: object)")
+            body = re.sub(r"\b_Mapping\b(?!\[)", "_Mapping[str, object]", body)
+            body = body.replace("**kwargs)", "**kwargs: object)")
             stub = f"{imports}DESCRIPTOR{body}"
             (PROTOS / f"{stem}.pyi").write_text(stub)
     return 0

@@ -46,4 +46,4 @@ class Range(Op):
     def compute(cls, node: Node, *arrays: Array) -> Array:
         start, limit, delta = (a.item() for a in arrays)
         length = max(math.ceil((limit - start) / delta), 0)
-        return (start + delta * np.arange(length)).astype(arrays[0].dtype)
+        return np.asarray(start + delta * np.arange(length), arrays[0].dtype)

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs until SIGTERM or SIGINT. 0: everything accepted was answered; 1: not so, or a port is taken; 2: bad options."""
+    """Runs until SIGTERM or SIGINT. 0: all accepted requests answered; 1: not, or a port taken; 2: bad options."""
     parsed = _parser().parse_args(arguments)
     logging.basicConfig(level=parsed.log_level.upper(), stream=sys.stderr,
                         format="%(asctime)s %(levelname)s %(message)s")
