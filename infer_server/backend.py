@@ -51,10 +51,13 @@ EngineLoader = Callable[[Path, int], Engine]            # (plan file, intra-op t
 
 
 def load_plan(path: Path, threads: int) -> Engine:
-    """Loads a plan with this project's own runtime. Raises engines.errors.PlanError."""
+    """Loads a plan with this project's own runtime. Raises engines.errors.PlanError.
+
+    A plan for another machine is refused, PlanTargetError: to compile it here would hold the interpreter for seconds.
+    """
     from engines import load_engine  # here, so that a server over another backend does not load this one
 
-    engine: Engine = load_engine(path, threads=threads)
+    engine: Engine = load_engine(path, threads=threads, on_target_mismatch="refuse")
     return engine
 
 

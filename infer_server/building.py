@@ -1,4 +1,4 @@
-"""Builds a model.onnx when it is loaded, by running build-engine in a process of its own.
+"""Compiles models when they are loaded, in processes of their own: a model.onnx, or a plan made for another machine.
 
 A process, because compiling is minutes of Python that would hold the interpreter lock of the server, and because a
 compiler that crashes must not take the other models with it. The engine cache makes the second build a lookup.
@@ -17,10 +17,10 @@ from infer_server.layout import Source
 
 log = logging.getLogger(__name__)
 
-_REASON_LINES = 5           # of build-engine's errors, for the index
+_REASON_LINES = 5           # of a compiler's errors, for the index
 
 
-class OnnxBuilder:
+class Compiler:
     """Runs builds, any number at a time. Thread-safe."""
 
     def __init__(self, cache_dir: Path) -> None:
@@ -31,12 +31,25 @@ class OnnxBuilder:
 
     def build(self, source: Source, threads: int) -> Path:
         """Builds a plan from the ONNX file of `source`. Raises RepositoryError with what build-engine said."""
-        # Servers of several repositories may share the cache: models of one name must not meet in one file.
+        plan = self._place(source)
+        return self._compile(source, plan, build_command(source, plan, self._cache_dir, threads))
+
+    def relower(self, source: Source) -> Path:
+        """Compiles the graph in a plan again for this machine. Raises RepositoryError with what the compiler said."""
+        plan = self._place(source)
+        return self._compile(source, plan, [sys.executable, "-m", "infer_server.cli.relower_plan", str(source.file),
+                                            "-o", str(plan)])
+
+    def _place(self, source: Source) -> Path:
+        """Where its plan is kept. Servers of several repositories may share the cache: models of one name must not
+        meet in one file."""
         where = hashlib.sha256(str(source.file.resolve()).encode()).hexdigest()[:16]
-        plan = self._cache_dir / "served" / f"{source.name}-{source.version}-{where}.plan"
+        return self._cache_dir / "served" / f"{source.name}-{source.version}-{where}.plan"
+
+    def _compile(self, source: Source, plan: Path, command: list[str]) -> Path:
         plan.parent.mkdir(parents=True, exist_ok=True)
         log.info("building %s", source.file)
-        said, status = self._run(build_command(source, plan, self._cache_dir, threads))
+        said, status = self._run(command)
         lines = [line for line in said.splitlines() if line.strip()]
         if status:
             reason = "\n".join(lines[-_REASON_LINES:]) or f"exit status {status}"

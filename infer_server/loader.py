@@ -3,12 +3,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-from engines.errors import EngineError
-from infer_server.backend import EngineLoader, load_plan
+from engines.errors import EngineError, PlanTargetError
+from infer_server.backend import Engine, EngineLoader, load_plan
+from infer_server.building import Compiler
 from infer_server.errors import RepositoryError
 from infer_server.layout import Source
 from infer_server.model import Model
@@ -20,7 +19,7 @@ log = logging.getLogger(__name__)
 class Loader:
     """Loads models; load() blocks, and is called on a worker thread."""
     loop: asyncio.AbstractEventLoop             # where the requests of the models are submitted and answered
-    build: Callable[[Source, int], Path]        # an ONNX file into a plan, for so many threads
+    compiler: Compiler                          # for what is no plan yet, or none for this machine
     threads: int = 1                            # a model's own `threads` parameter goes before it
     load_engine: EngineLoader = load_plan
 
@@ -33,8 +32,7 @@ class Loader:
             raise RepositoryError(f"{source.file}: no such file")
         threads = int(source.config.build.threads or self.threads)
         try:
-            plan = self.build(source, threads) if source.file.suffix == ".onnx" else source.file
-            engine = self.load_engine(plan, threads)
+            engine = self._engine(source, threads)
             return Model(source.name, source.version, engine, source.message, source.file.name, self.loop)
         except RepositoryError:
             raise
@@ -44,3 +42,12 @@ class Loader:
         except Exception as error:      # files are bad in ways that nobody foresaw; the other models must not notice
             log.exception("loading %s failed", source.file)
             raise RepositoryError(f"{source.file}: {type(error).__name__}: {error}") from error
+
+    def _engine(self, source: Source, threads: int) -> Engine:
+        if source.file.suffix == ".onnx":
+            return self.load_engine(self.compiler.build(source, threads), threads)
+        try:
+            return self.load_engine(source.file, threads)
+        except PlanTargetError as mismatch:
+            log.warning("%s: %s", source.name, mismatch)
+            return self.load_engine(self.compiler.relower(source), threads)

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from pathlib import Path
 
 from infer_server.backend import EngineLoader, load_plan
-from infer_server.building import OnnxBuilder
+from infer_server.building import Compiler
 from infer_server.endpoints import metrics
 from infer_server.endpoints.grpc_server import InferenceService, create_server
 from infer_server.endpoints.http_server import Page, error_page, serve_pages
@@ -55,8 +55,8 @@ class Server:
 
     def __init__(self, options: ServerOptions, load_engine: EngineLoader = load_plan) -> None:
         self._options = options
-        self._builder = OnnxBuilder(options.cache_dir)
-        loader = Loader(asyncio.get_running_loop(), self._builder.build, options.threads, load_engine)
+        self._compiler = Compiler(options.cache_dir)
+        loader = Loader(asyncio.get_running_loop(), self._compiler, options.threads, load_engine)
         self.lifecycle = Lifecycle()
         self.repository = Repository(options.model_repository, loader.load)
         self._grpc = create_server(
@@ -94,7 +94,7 @@ class Server:
         assert self._loading is not None, "start() comes first"
         self.lifecycle.enter(Phase.DRAINING)
         self._loading.cancel()
-        self._builder.close()
+        self._compiler.close()
         await asyncio.sleep(self._options.drain_grace_secs)
         self.lifecycle.enter(Phase.STOPPED)
         # The models go first and gRPC last: what arrives meanwhile is refused with a status that tells clients to go

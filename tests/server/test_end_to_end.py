@@ -1,6 +1,7 @@
 """From an ONNX file to answers over a socket: the compiler's plans, the real command, Triton's client."""
 from __future__ import annotations
 
+import dataclasses
 import signal
 import threading
 from pathlib import Path
@@ -13,6 +14,7 @@ import tritonclient.grpc as triton
 from onnx import TensorProto, helper, numpy_helper
 from tritonclient.utils import InferenceServerException
 
+from engines.planfile import read_plan, write_plan
 from infer_server.cli import build_engine
 from tests.server.numpy_engine import TIMEOUT_SECS
 from tests.server.test_command import process
@@ -55,7 +57,8 @@ def infer(client: triton.InferenceServerClient, model: str, x: np.ndarray) -> np
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """plan: compiled before; onnx: to be built on loading; truncated, text: files that are no plans."""
+    """plan: compiled before; onnx: to be built on loading; foreign: made for a CPU that can more than any; truncated,
+    text: files that are no plans."""
     root = tmp_path_factory.mktemp("repository")
     write_cnn(root / "onnx" / "1" / "model.onnx")
     (root / "onnx" / "config.pbtxt").write_text("max_batch_size: 4")
@@ -63,6 +66,10 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plan.parent.mkdir(parents=True)
     assert build_engine.main([str(root / "onnx" / "1" / "model.onnx"), "-o", str(plan), "--max-batch", "8",
                               "--no-timing", "--quiet"]) == 0
+    foreign = read_plan(plan)
+    (root / "foreign" / "1").mkdir(parents=True)
+    write_plan(dataclasses.replace(foreign, cpu={**foreign.cpu, "features": ["teleportation"]}, code=(b"none",)),
+               root / "foreign" / "1" / "model.plan")
     for name, content in (("truncated", plan.read_bytes()[:-100]), ("text", b"not a plan")):
         (root / name / "1").mkdir(parents=True)
         (root / name / "1" / "model.plan").write_bytes(content)
@@ -79,14 +86,14 @@ def test_compiled_models_answer_as_onnx_runtime_does_beside_corrupt_ones(
     with (process(repository, "--cache-dir", str(tmp_path)) as (_, address),
           triton.InferenceServerClient(address) as client):
         assert eventually(client.is_server_ready, BUILD_SECS)
-        for model, batches in (("plan", (1, 3, 8)), ("onnx", (1, 4))):
+        for model, batches in (("plan", (1, 3, 8)), ("foreign", (1, 8)), ("onnx", (1, 4))):
             for batch in batches:
                 x = images(batch, seed=batch)
                 expected = reference.run(None, {"image": x})[0]
                 np.testing.assert_allclose(infer(client, model, x), expected, rtol=1e-4, atol=1e-5)
         index = {model.name: model for model in client.get_model_repository_index().models}
         assert {name: model.state for name, model in index.items()} == {
-            "onnx": "READY", "plan": "READY", "text": "UNAVAILABLE", "truncated": "UNAVAILABLE"}
+            "foreign": "READY", "onnx": "READY", "plan": "READY", "text": "UNAVAILABLE", "truncated": "UNAVAILABLE"}
         assert index["text"].reason and index["truncated"].reason
         assert client.get_model_config("onnx").config.max_batch_size == 4
 
