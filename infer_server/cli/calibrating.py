@@ -22,8 +22,8 @@ from engines.runtime import Engine
 
 Say = Callable[[str], None]
 
-# What the search may spend, in multiply-accumulates, so that it does not depend on the machine: about 40 s of AVX2.
-BUDGET_MACS = 2.5e12
+# What the search may spend, in multiply-accumulates, so that it does not depend on the machine: about 25 s of AVX2.
+BUDGET_MACS = 1.5e12
 MOST_ITEMS, FEWEST_ITEMS, MOST_TRIALS = 64, 8, 32
 
 
