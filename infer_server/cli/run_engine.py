@@ -14,6 +14,7 @@ from engines import load_engine
 from engines.errors import InputError
 from engines.ir import Array
 from engines.plan import IoTensor
+from engines.planfile import read_plan
 from engines.runtime import Engine, ExecutionContext
 from infer_server.cli.common import guarded, positive, table
 
@@ -55,19 +56,20 @@ def measure(context: ExecutionContext, batch: int, seconds: float) -> np.ndarray
     return np.array(times)
 
 
-def report(engine: Engine, batch: int, threads: int, times: np.ndarray[Any, Any]) -> dict[str, Any]:
+def report(engine: Engine, batch: int, times: np.ndarray[Any, Any]) -> dict[str, Any]:
     """The JSON that --json prints; throughput is in items a second."""
     milliseconds = 1e3 * times
     p50, p90, p95, p99 = (float(np.percentile(milliseconds, q)) for q in (50, 90, 95, 99))
     return {"throughput": batch * len(times) / float(times.sum()),
-            "batch": batch, "threads": threads, "runs": len(times),
+            "batch": batch, "threads": engine.threads, "runs": len(times),
             "latency_ms": {"mean": float(milliseconds.mean()), "min": float(milliseconds.min()),
                            "p50": p50, "p90": p90, "p95": p95, "p99": p99},
             "target": engine.plan.target, "precision": engine.plan.precision}
 
 
 def _command(options: argparse.Namespace) -> int:
-    engine = load_engine(options.plan, threads=options.threads)
+    threads = options.threads or int(read_plan(options.plan).metadata.get("threads", 1))
+    engine = load_engine(options.plan, threads)
     limit = max(engine.max_batch, 1)
     if options.batch > limit:
         raise InputError(f"--batch {options.batch}: the plan was built for batches of up to {limit}; "
@@ -83,13 +85,13 @@ def _command(options: argparse.Namespace) -> int:
                  step.tactic) for step, seconds in steps]
         print(table(rows, ("kernel", "precision", "us", "G MAC/s", "tactic")))
         return 0
-    result = report(engine, options.batch, options.threads, measure(context, options.batch, options.seconds))
+    result = report(engine, options.batch, measure(context, options.batch, options.seconds))
     if options.json:
         print(json.dumps(result, indent=1))
     else:
         latency = result["latency_ms"]
         print(f"{engine.plan.name} ({engine.plan.precision}, {engine.plan.target}), batch {options.batch}, "
-              f"{options.threads} thread{'s' if options.threads > 1 else ''}: {result['throughput']:.1f} items/s")
+              f"{threads} thread{'s' if threads > 1 else ''}: {result['throughput']:.1f} items/s")
         print("  ".join(f"{key} {latency[key]:.3f} ms" for key in latency))
     return 0
 
@@ -98,7 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("run-engine", description=__doc__)
     parser.add_argument("plan", help="a plan file written by build-engine")
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="items a run (default 1)")
-    parser.add_argument("--threads", type=positive, default=1, metavar="N", help="threads a run (default 1)")
+    parser.add_argument("--threads", type=positive, metavar="N",
+                        help="threads a run (default: what the plan was built for)")
     parser.add_argument("--data", metavar="X.npz", help="an array per input; without it, random numbers")
     parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="how long to measure (default 2)")
     parser.add_argument("--profile", action="store_true", help="print the time of each kernel instead")
