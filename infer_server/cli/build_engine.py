@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -38,7 +39,7 @@ def parse_shape(text: str) -> tuple[str, tuple[int, ...]]:
         shape = tuple(int(extent) for extent in extents.lower().split("x"))
     except ValueError:
         shape = ()
-    if not colon or not shape:
+    if not colon or not shape or min(shape) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not NAME:1x3x224x224")
     return name, shape
 
@@ -111,6 +112,9 @@ def _nothing(text: str) -> None:
 def _check(options: argparse.Namespace) -> None:
     if not Path(options.model).exists():
         raise ConfigError(f"there is no model {options.model}")
+    output = Path(options.output)
+    if output.is_dir() or not os.access(output.absolute().parent, os.W_OK):     # before minutes of calibration
+        raise ConfigError(f"cannot write {output}: name a file in a folder that exists and is yours to write")
     if options.calib and options.precision not in ("int8", "best"):
         raise ConfigError(f"--calib is for --int8 and --best; this build is {options.precision}")
     if options.export_qdq and options.precision != "int8":
