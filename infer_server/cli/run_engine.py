@@ -7,15 +7,16 @@ import sys
 import time
 from collections.abc import Sequence
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
 from engines import load_engine
 from engines.errors import InputError
 from engines.ir import Array
-from engines.plan import IoTensor
+from engines.plan import IoTensor, Plan
 from engines.planfile import read_plan
-from engines.runtime import Engine, ExecutionContext
+from engines.runtime import Engine, ExecutionContext, check_feeds
 from infer_server.cli.common import guarded, positive, table
 
 WARM_UP_SECONDS = 0.2
@@ -33,13 +34,22 @@ def random_feed(inputs: Sequence[IoTensor], batch: int, seed: int = 0) -> dict[s
     return feed
 
 
-def read_feed(path: str, inputs: Sequence[IoTensor], batch: int) -> dict[str, Array]:
-    """The first `batch` items of an .npz with an array per input."""
-    with np.load(path) as archive:
-        arrays = dict(archive)
-    if missing := [t.name for t in inputs if t.name not in arrays]:
-        raise InputError(f"'{path}' has no array for {missing}; it has {sorted(arrays)}")
-    return {t.name: arrays[t.name][:batch] if isinstance(t.shape[0], str) else arrays[t.name] for t in inputs}
+def read_feed(path: str, plan: Plan, batch: int) -> dict[str, Array]:
+    """The first `batch` items of an .npz with an array per input. InputError: it cannot be read, or does not fit."""
+    try:
+        with open(path, "rb") as file:
+            archive = np.load(file)
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise InputError(f"'{path}' is no .npz file; write one with numpy.savez(path, NAME=array, ...)")
+            if missing := [t.name for t in plan.inputs if t.name not in archive]:
+                raise InputError(f"'{path}' has no array for {missing}; it has {sorted(archive)}")
+            arrays = {t.name: archive[t.name] for t in plan.inputs}
+    except (ValueError, EOFError, BadZipFile) as error:
+        raise InputError(f"'{path}' cannot be read as an .npz file: {error}") from error
+    items = check_feeds(plan, arrays)
+    if plan.max_batch and items < batch:
+        raise InputError(f"'{path}' has {items} items; --batch {batch} needs as many")
+    return {t.name: arrays[t.name][:batch] if t.view.batched else arrays[t.name] for t in plan.inputs}
 
 
 def measure(context: ExecutionContext, batch: int, seconds: float) -> np.ndarray[Any, Any]:
@@ -70,11 +80,13 @@ def report(engine: Engine, batch: int, times: np.ndarray[Any, Any]) -> dict[str,
 def _command(options: argparse.Namespace) -> int:
     threads = options.threads or int(read_plan(options.plan).metadata.get("threads", 1))
     engine = load_engine(options.plan, threads)
-    limit = max(engine.max_batch, 1)
-    if options.batch > limit:
-        raise InputError(f"--batch {options.batch}: the plan was built for batches of up to {limit}; "
+    if engine.max_batch and options.batch > engine.max_batch:
+        raise InputError(f"--batch {options.batch}: the plan was built for batches of up to {engine.max_batch}; "
                          f"build it with --max-batch {options.batch}")
-    feed = (read_feed(options.data, engine.inputs, options.batch) if options.data
+    if not engine.max_batch and options.batch > 1:
+        raise InputError(f"--batch {options.batch}: the model has no batch axis, it takes exactly the shape it "
+                         "declares")
+    feed = (read_feed(options.data, engine.plan, options.batch) if options.data
             else random_feed(engine.inputs, options.batch))
     context = engine.create_context()
     for tensor in engine.inputs:
