@@ -13,7 +13,7 @@ from engines.runtime import Engine, load_engine
 from infer_server.cli import build_engine
 from tests.zoo import TINY, images_for, run_onnx
 
-MODEL = TINY["mobilenet_v1"]
+MODEL = TINY["explicit_pads"]
 CALIBRATION_ITEMS = 8
 UNTIMED = ("--no-timing", "--max-batch", "4")
 

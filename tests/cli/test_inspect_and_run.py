@@ -80,10 +80,10 @@ def test_run_reads_an_array_per_input(workshop: Workshop, plan: str) -> None:
 
 
 @pytest.mark.parametrize(("arrays", "said"), [
-    ({"other": np.zeros((4, 3, 64, 64), np.float32)}, "no array for ['input']"),
-    ({"input": np.zeros((4, 3, 64, 64))}, "is float64"),
-    ({"input": np.zeros((4, 3, 64, 63), np.float32)}, "has shape"),
-    ({"input": np.zeros((1, 3, 64, 64), np.float32)}, "has 1 items"),
+    ({"other": np.zeros((4, 3, 32, 32), np.float32)}, "no array for ['input']"),
+    ({"input": np.zeros((4, 3, 32, 32))}, "is float64"),
+    ({"input": np.zeros((4, 3, 32, 31), np.float32)}, "has shape"),
+    ({"input": np.zeros((1, 3, 32, 32), np.float32)}, "has 1 items"),
 ])
 def test_data_that_does_not_fit_is_refused(workshop: Workshop, plan: str, arrays: dict[str, Any], said: str) -> None:
     np.savez(workshop.path("data.npz"), **arrays)
