@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -46,10 +47,12 @@ def test_inspect_prints_a_line_a_kernel(workshop: Workshop, plan: str) -> None:
     assert "contraction" in printed and "depthwise" in printed
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["fails at the end", "fails at the first line"])
 @pytest.mark.parametrize("option", [[], ["--json"]])
-def test_a_reader_that_has_read_enough_is_no_error(plan: str, option: list[str]) -> None:
+def test_a_reader_that_has_read_enough_is_no_error(plan: str, option: list[str], unbuffered: str) -> None:
     command = [sys.executable, "-m", "infer_server.cli.inspect_engine", plan, *option]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as inspecting:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          env={**os.environ, "PYTHONUNBUFFERED": unbuffered}) as inspecting:
         assert inspecting.stdout and inspecting.stderr
         inspecting.stdout.close()
         assert inspecting.stderr.read() == ""
