@@ -25,8 +25,9 @@ from engines.frontend.onnx_export import onnx_from_graph
 from engines.plan import Plan
 from engines.planfile import read_plan, write_plan
 from engines.serialize import graph_from_json
+from infer_server.cli.calibrating import Calibration, Say
 from infer_server.cli.common import guarded, positive
-from infer_server.cli.compiling import Calibration, Say, compile_model
+from infer_server.cli.compiling import compile_model
 from infer_server.cli.inspect_engine import fallbacks, layers
 
 PRECISIONS = ("int8", "fp16", "bf16", "fp32", "best")

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from engines.builder import BuildConfig, Builder
-from engines.ir import Graph
 from engines.plan import Plan
 from infer_server.cli.calibrating import Calibration, Say, calibrate
 
 
 @dataclass(frozen=True)
 class Result:
-    """A plan and the float graph it was made of."""
+    """A plan, and what the passes did and refused."""
     plan: Plan
-    stored: Graph               # with stored types: what --export-qdq writes
     notes: Sequence[Any] = field(default=())
 
 
@@ -34,4 +32,4 @@ def compile_model(model: str | Path, config: BuildConfig, calibration: Calibrati
         graph, ranges = found.graph, found.table.ranges
         metadata |= found.report
     plan = builder.plan(graph, ranges, metadata)
-    return Result(plan, builder.stored(graph, ranges), builder.log)
+    return Result(plan, builder.log)
