@@ -118,8 +118,8 @@ class Builder:
     def arithmetic_note(self) -> str:
         """What the user should know of the precision asked for on this target; "" if it is just what was asked for."""
         if self.config.precision == "fp16" or self.config.precision == "bf16" and not self._tuner.isa.bf16:
-            return (f"{self.target} has no {self.config.precision} arithmetic that this compiler uses: tensors and weights "
-                    f"are stored in {self.config.precision}, sums are in float32")
+            return (f"{self.target} has no {self.config.precision} arithmetic that this compiler uses: "
+                    f"tensors and weights are stored in {self.config.precision}, sums are in float32")
         return ""
 
     def trial(self, graph: Graph, ranges: Ranges) -> Plan:
