@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from calibration.bias_correction import ChannelMeans, correct_biases
 from calibration.choose import Errors, compare
 from calibration.collect import collect
@@ -50,8 +52,8 @@ def calibrate(builder: Builder, graph: Graph, wanted: Calibration, say: Say) -> 
 
     def make() -> CalibrationTable:
         if not wanted.source:
-            raise ConfigError(f"the calibration cache {wanted.cache} does not exist or does not fit this model; "
-                              "give --calib to calibrate again")
+            state = "is of another model or calibrator" if Path(wanted.cache).exists() else "does not exist"
+            raise ConfigError(f"the calibration cache {wanted.cache} {state}; give --calib to calibrate")
         table, found = _from_data(builder, graph, wanted, say)
         report.update(found)
         return table
@@ -83,7 +85,8 @@ def corrected(builder: Builder, graph: Graph, table: CalibrationTable) -> Graph:
     """The float graph with the biases that the table's means ask for."""
     if not table.means:
         return graph
-    return correct_biases(graph, builder.stored(graph, table.ranges), table.means).graph
+    means = {tensor: np.asarray(values) for tensor, values in table.means.items()}
+    return correct_biases(graph, builder.stored(graph, table.ranges), means).graph
 
 
 @dataclass
@@ -112,7 +115,8 @@ class _Watched:
         return sum(step.macs for step in self.engine.plan.steps)
 
 
-def _from_data(builder: Builder, graph: Graph, wanted: Calibration, say: Say) -> tuple[CalibrationTable, dict[str, Any]]:
+def _from_data(builder: Builder, graph: Graph, wanted: Calibration,
+               say: Say) -> tuple[CalibrationTable, dict[str, Any]]:
     """Run the float model over the data; correct biases and search for ranges, each if it lowers the error."""
     edges = builder.edges(graph)
     engine = Engine(builder.watching(graph, edges))
@@ -129,7 +133,8 @@ def _from_data(builder: Builder, graph: Graph, wanted: Calibration, say: Say) ->
 
     judged, trials = _budget(watched.macs)
     judge = Judge(builder, graph, engine, data.limit(judged), watched.batch)
-    with_means = _bias_correction(judge, make_table(CANDIDATES[1], hash_, items, watched.histograms), watched.means, say)
+    usual = make_table("percentile", hash_, items, watched.histograms)
+    with_means = _bias_correction(judge, usual, watched.means, say)
     found = search(watched.histograms, hash_, items,
                    lambda table: judge.errors(replace(table, means=with_means)), trials)
     say(f"calibrators by their error on {judge.items} calibration items (--calibrator forces one):\n{found}")
@@ -138,7 +143,7 @@ def _from_data(builder: Builder, graph: Graph, wanted: Calibration, say: Say) ->
 
 
 def _budget(macs: int) -> tuple[int, int]:
-    """(items on which ranges are judged, trials of single ranges) that a model of so many multiply-accumulates allows."""
+    """(items on which ranges are judged, trials of single ranges) for a model of so many multiply-accumulates."""
     runs = BUDGET_MACS / max(macs, 1)
     items = int(min(max(runs // 20, FEWEST_ITEMS), MOST_ITEMS))
     return items, int(min(max(runs // items - len(CANDIDATES) - 2, 0), MOST_TRIALS))
@@ -149,7 +154,8 @@ def _bias_correction(judge: Judge, table: CalibrationTable, means: Mapping[str, 
     plain_means = {name: tuple(map(float, values)) for name, values in means.items()}
     before, after = judge.errors(table), judge.errors(replace(table, means=plain_means))
     better = after.sqnr_db > before.sqnr_db
-    say(f"bias correction {'kept' if better else 'left out'}: {before.sqnr_db:.2f} dB without, {after.sqnr_db:.2f} dB with")
+    say(f"bias correction {'kept' if better else 'left out'}: "
+        f"{before.sqnr_db:.2f} dB without, {after.sqnr_db:.2f} dB with")
     return plain_means if better else {}
 
 

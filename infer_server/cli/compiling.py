@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from engines.builder import BuildConfig, Builder
-from engines.ir import Graph
 from engines.plan import Plan
 from infer_server.cli.calibrating import Calibration, Say, calibrate
 
 
 @dataclass(frozen=True)
 class Result:
-    """A plan and the float graph it was made of."""
+    """A plan, and what the passes did and refused."""
     plan: Plan
-    stored: Graph               # with stored types: what --export-qdq writes
     notes: Sequence[Any] = field(default=())
 
 
@@ -25,6 +23,8 @@ def compile_model(model: str | Path, config: BuildConfig, calibration: Calibrati
     """Build a plan. Raises an EngineError that says what is wrong with the model, the options or the data."""
     builder = Builder(config, progress)
     graph = builder.graph(model)
+    if builder.arithmetic_note:
+        say(builder.arithmetic_note)
     metadata: dict[str, Any] = {"model": Path(model).name}
     ranges = None
     if config.precision == "int8" or config.precision == "best" and (calibration.source or calibration.cache):
@@ -32,4 +32,4 @@ def compile_model(model: str | Path, config: BuildConfig, calibration: Calibrati
         graph, ranges = found.graph, found.table.ranges
         metadata |= found.report
     plan = builder.plan(graph, ranges, metadata)
-    return Result(plan, builder.stored(graph, ranges), builder.log)
+    return Result(plan, builder.log)

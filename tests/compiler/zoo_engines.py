@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from engines.builder import BuildConfig
 from engines.plan import Step
 from engines.runtime import Engine
-from infer_server.cli.compiling import Calibration, Result, compile_model
+from infer_server.cli.calibrating import Calibration
+from infer_server.cli.compiling import Result, compile_model
 from tests.zoo import images_for
 
 MAX_BATCH = 4
