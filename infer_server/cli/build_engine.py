@@ -81,8 +81,8 @@ def _command(options: argparse.Namespace) -> int:
 
     if options.cache_dir:
         cache = EngineCache(options.cache_dir)
-        _build_once(cache, cache.key(options.model, _key_options(options, config, calibration)), options.output, build,
-                    say)
+        _build_once(cache, lambda: cache.key(options.model, _key_options(options, config, calibration)),
+                    options.output, build, say)
     else:
         build()
     plan = read_plan(options.output)
@@ -92,14 +92,16 @@ def _command(options: argparse.Namespace) -> int:
     return 0
 
 
-def _build_once(cache: EngineCache, key: str, output: str, build: Callable[[], None], say: Say) -> None:
+def _build_once(cache: EngineCache, key: Callable[[], str], output: str, build: Callable[[], None], say: Say) -> None:
     """Take the plan from the cache, or build it while whoever wants the same one waits."""
-    with cache.lock(key):
-        if cache.fetch(key, output):
+    before = key()
+    with cache.lock(before):
+        if cache.fetch(before, output):
             say(f"{output}: taken from the engine cache {cache.folder}")
         else:
             build()
-            cache.store(key, output)
+            for made in {before, key()}:    # the build may have written the calibration cache, which is in the key
+                cache.store(made, output)
 
 
 def _say(text: str) -> None:
@@ -123,18 +125,21 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _key_options(options: argparse.Namespace, config: BuildConfig, calibration: Calibration) -> dict[str, object]:
-    """All that changes the plan beside the model; of calibration data, names, sizes and times of the files."""
+    """All that changes the plan beside the model; of calibration data, names, sizes and times of the files.
+
+    The calibration cache counts with its content: builds that share its name may find other ranges in it.
+    """
     from engines.backends.llvm.backend import make_tuner
     from engines.cpu import detect
     from engines.tactics import TimingCache
     script, is_script, _ = calibration.source.partition(".py:")
     source = Path(f"{script}.py" if is_script else calibration.source)
     files = sorted(source.rglob("*")) if source.is_dir() else [source] if calibration.source else []
-    preprocess = Path(calibration.preprocess)
     return {**asdict(config), **asdict(calibration), "threads": options.threads, "cpu": detect().model,
             "target": make_tuner(config.target, TimingCache(), False).isa.name, "timing_cache": "",
             "data": [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()],
-            "preprocess_text": preprocess.read_text() if preprocess.is_file() else ""}
+            "texts": [Path(name).read_text(errors="replace") if Path(name).is_file() else ""
+                      for name in (calibration.preprocess, calibration.cache)]}
 
 
 def _export(plan: Plan, path: str, say: Say) -> None:

@@ -28,6 +28,9 @@ def random_feed(inputs: Sequence[IoTensor], batch: int, seed: int = 0) -> dict[s
     feed: dict[str, Array] = {}
     for tensor in inputs:
         shape = [batch if isinstance(extent, str) else extent for extent in tensor.shape]
+        if tensor.dtype == "bfloat16":      # fed as its bits, the upper half of a float32
+            feed[tensor.name] = (random.standard_normal(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+            continue
         dtype = np.dtype(tensor.dtype)
         numbers = random.standard_normal(shape) if dtype.kind == "f" else random.integers(0, 2, shape)
         feed[tensor.name] = numbers.astype(dtype)

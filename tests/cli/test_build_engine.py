@@ -90,6 +90,21 @@ def test_what_falls_back_is_named_even_when_quiet(workshop: Workshop) -> None:
     assert "no kernel for CumSum" in workshop.said
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float16, np.int16, np.uint16, np.int64, np.uint8])
+def test_an_input_of_a_type_without_kernels_runs_on_the_reference(workshop: Workshop, dtype: type[np.generic]) -> None:
+    shape = ("N", 3, 4, 5)
+    x = helper.make_tensor_value_info("x", helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), shape)
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)
+    nodes = [helper.make_node("Cast", ["x"], ["float"], to=TensorProto.FLOAT),
+             helper.make_node("Relu", ["float"], ["y"])]
+    model = helper.make_model(helper.make_graph(nodes, "cast", [x], [y]),
+                              opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, workshop.path("m.onnx"))
+    values = np.arange(-20, 100).reshape(2, 3, 4, 5).astype(dtype)
+    engine = workshop.built(*UNTIMED)
+    np.testing.assert_array_equal(engine.run({"x": values})["y"], np.maximum(values.astype(np.float32), 0))
+
+
 # ---- what cannot be built: one line on stderr, exit code 2
 def test_a_model_that_is_not_there_is_named(workshop: Workshop) -> None:
     assert workshop.build(model="missing.onnx") == 2

@@ -39,6 +39,22 @@ def test_another_option_is_another_engine(workshop: Workshop) -> None:
     assert "taken from" not in workshop.said
 
 
+def test_other_ranges_in_the_calibration_cache_are_another_engine(workshop: Workshop) -> None:
+    ranges = workshop.path("ranges.json")
+    options = ("--int8", "--calib-cache", ranges, "--cache-dir", workshop.path("cache"), *UNTIMED)
+    data = ("--calib", workshop.calibration())
+    assert workshop.build(*options, *data, "--calibrator", "minmax") == 0
+    assert workshop.build(*options, *data, "--calibrator", "minmax") == 0
+    assert "taken from the engine cache" in workshop.said
+    assert workshop.build(*options) == 0
+    first = Path(workshop.path("m.plan")).read_bytes()
+    Path(ranges).unlink()
+    assert workshop.build("--int8", "--calib-cache", ranges, *data, "--calibrator", "percentile", *UNTIMED) == 0
+    assert workshop.build(*options) == 0
+    assert "taken from the engine cache" not in workshop.said
+    assert Path(workshop.path("m.plan")).read_bytes() != first
+
+
 def test_of_two_builders_of_one_engine_one_builds(workshop: Workshop) -> None:
     """The second finds the lock held, or the entry there."""
     command = [sys.executable, "-m", "infer_server.cli.build_engine", workshop.path("m.onnx"), *UNTIMED,
