@@ -13,13 +13,12 @@ quantised model (9.1 dB): both learn the noise of few items.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from calibration.histogram import Floats
-from calibration.items import Feed
 from engines.ir import Array, Graph, Node
 
 
@@ -30,19 +29,23 @@ class Correction:
     corrected: tuple[str, ...]
 
 
-def channel_means(run: Callable[[Feed], Mapping[str, Array]], feeds: Iterable[Feed],
-                  tensors: Iterable[str]) -> dict[str, Floats]:
-    """{tensor: the mean of each index of its last axis, float64 [C]} over all feeds."""
-    tensors = tuple(tensors)
-    sums: dict[str, Floats] = {}
-    counts = dict.fromkeys(tensors, 0)
-    for feed in feeds:
-        values = run(feed)
-        for tensor in tensors:
+class ChannelMeans:
+    """The mean of each index of a tensor's last axis, over all values observed."""
+
+    def __init__(self, tensors: Iterable[str]) -> None:
+        self._sums: dict[str, Floats] = {}
+        self._counts = dict.fromkeys(tensors, 0)
+
+    def observe(self, values: Mapping[str, Array]) -> None:
+        """values: {tensor: [..., C]}, holding at least the tensors named."""
+        for tensor in self._counts:
             rows = values[tensor].reshape(-1, values[tensor].shape[-1])
-            sums[tensor] = sums.get(tensor, 0.0) + rows.sum(axis=0, dtype=np.float64)
-            counts[tensor] += len(rows)
-    return {tensor: total / counts[tensor] for tensor, total in sums.items()}
+            self._sums[tensor] = self._sums.get(tensor, 0.0) + rows.sum(axis=0, dtype=np.float64)
+            self._counts[tensor] += len(rows)
+
+    def result(self) -> dict[str, Floats]:
+        """{tensor: float64 [C]}"""
+        return {tensor: total / self._counts[tensor] for tensor, total in self._sums.items()}
 
 
 def correct_biases(graph: Graph, quantised: Graph, means: Mapping[str, Array]) -> Correction:

@@ -11,7 +11,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +21,7 @@ from calibration.histogram import Histogram
 from engines.errors import CalibrationError
 
 FORMAT = "infer-server calibration table"
-VERSION = 1
+VERSION = 2
 TENSORRT_HEADER = "TRT-8510-EntropyCalibration2"
 TENSORRT_LEVEL = 127            # the int8 value that stands for the threshold
 
@@ -30,18 +30,22 @@ TENSORRT_LEVEL = 127            # the int8 value that stands for the threshold
 class CalibrationTable:
     """What calibration decided. `ranges` holds (low, high) in real values, low <= 0 <= high.
 
+    means: {tensor: the mean of each index of its last axis}, where biases are to be corrected by them; else empty.
+
     graph_hash is "" and items 0 where the file does not say: a TensorRT cache.
     """
     calibrator: str
     graph_hash: str
     items: int
     ranges: Mapping[str, Range]
+    means: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for tensor, (low, high) in self.ranges.items():
             if not (math.isfinite(low) and math.isfinite(high) and low <= 0.0 <= high):
                 raise CalibrationError(f"'{tensor}': the range ({low}, {high}) must be finite and hold zero")
         object.__setattr__(self, "ranges", MappingProxyType(dict(self.ranges)))
+        object.__setattr__(self, "means", MappingProxyType(dict(self.means)))
 
 
 def make_table(calibrator: str, graph_hash: str, items: int, histograms: Mapping[str, Histogram]) -> CalibrationTable:
@@ -54,7 +58,8 @@ def make_table(calibrator: str, graph_hash: str, items: int, histograms: Mapping
 def write_table(table: CalibrationTable, path: str | Path) -> None:
     """Write our own format."""
     document = {"format": FORMAT, "version": VERSION, "calibrator": table.calibrator, "graph_hash": table.graph_hash,
-                "items": table.items, "ranges": {tensor: list(range_) for tensor, range_ in table.ranges.items()}}
+                "items": table.items, "ranges": {tensor: list(range_) for tensor, range_ in table.ranges.items()},
+                "means": {tensor: list(means) for tensor, means in table.means.items()}}
     _write(path, json.dumps(document, indent=1) + "\n")
 
 
@@ -100,13 +105,14 @@ def _parse_ours(text: str) -> CalibrationTable:
     if document.get("format") != FORMAT or document.get("version") != VERSION:
         raise CalibrationError(f"format {document.get('format')!r} version {document.get('version')!r}, expected "
                                f"{FORMAT!r} version {VERSION}; delete it to calibrate again")
-    wanted = {"format", "version", "calibrator", "graph_hash", "items", "ranges"}
+    wanted = {"format", "version", "calibrator", "graph_hash", "items", "ranges", "means"}
     if document.keys() != wanted:
         raise CalibrationError(f"its fields are {sorted(document)}, expected {sorted(wanted)}")
     try:
         ranges = {str(tensor): (float(low), float(high)) for tensor, (low, high) in document["ranges"].items()}
+        means = {str(tensor): tuple(map(float, values)) for tensor, values in document["means"].items()}
         return CalibrationTable(str(document["calibrator"]), str(document["graph_hash"]), int(document["items"]),
-                                ranges)
+                                ranges, means)
     except (AttributeError, TypeError, ValueError) as error:
         raise CalibrationError(f"a field of the wrong type: {error}") from error
 

@@ -21,7 +21,7 @@ from engines.frontend.onnx_import import graph_from_onnx
 from engines.ir import BATCH, Graph
 from engines.passes.pipeline import optimise, simplify
 from engines.passes.quantize import edges_to_calibrate, quantize, set_float_precision
-from engines.plan import Plan
+from engines.plan import Plan, Step
 from engines.serialize import graph_from_json, graph_to_json
 from engines.tactics import TimingCache
 from engines.version import COMPILER_VERSION
@@ -68,7 +68,7 @@ class Builder:
     def graph(self, model: str | Path) -> Graph:
         """The model as one optimised float graph. ModelError says what cannot be read, and where."""
         imported = graph_from_onnx(model, shapes=self.config.shapes)
-        return optimise(simplify(imported), self.log)
+        return optimise(simplify(imported, self.log), self.log)
 
     def edges(self, graph: Graph) -> tuple[str, ...]:
         """The tensors whose ranges an int8 build asks for."""
@@ -86,9 +86,41 @@ class Builder:
     # ---- plans
     def plan(self, graph: Graph, ranges: Ranges | None = None, metadata: Mapping[str, Any] | None = None) -> Plan:
         """A plan of an optimised graph; an int8 one needs the ranges of its edges."""
-        plan = self._compile(self.stored(graph, ranges), self._tuner, self._max_batch(graph), metadata)
+        if self.config.precision == "best":
+            stored = min(self._candidates(graph, ranges), key=self._time_us)
+        else:
+            stored = self.stored(graph, ranges)
+        plan = self._compile(stored, self._tuner, self._max_batch(graph), metadata)
         self.cache.save()
         return plan
+
+    def _candidates(self, graph: Graph, ranges: Ranges | None) -> list[Graph]:
+        """What --best chooses from: int8 where it is the faster of the two and float32 elsewhere, int8, and the floats.
+
+        Layers are compared one by one; what conversions between int8 and float layers cost shows in the whole.
+        """
+        floats = [set_float_precision(graph, precision) for precision in ("fp32", "bf16", "fp16")]
+        if ranges is None:
+            return floats
+        int8 = quantize(graph, ranges, keep_float=self.config.keep_float, log=self.log)
+        float_us = {step.name: step.time_us for step in self._timed(floats[0])}
+        slower = [name for step in self._timed(int8) if step.time_us > float_us.get(step.name, step.time_us)
+                  for name in step.fuses]
+        return [quantize(graph, ranges, keep_float=(*self.config.keep_float, *slower)), int8, *floats]
+
+    def _timed(self, graph: Graph) -> tuple[Step, ...]:
+        return compile_graph(graph, self._tuner, 1).steps
+
+    def _time_us(self, graph: Graph) -> float:
+        return sum(step.time_us for step in self._timed(graph))
+
+    @property
+    def arithmetic_note(self) -> str:
+        """What the user should know of the precision asked for on this target; "" if it is just what was asked for."""
+        if self.config.precision == "fp16" or self.config.precision == "bf16" and not self._tuner.isa.bf16:
+            return (f"{self.target} has no {self.config.precision} arithmetic that this compiler uses: "
+                    f"tensors and weights are stored in {self.config.precision}, sums are in float32")
+        return ""
 
     def trial(self, graph: Graph, ranges: Ranges) -> Plan:
         """The same for this machine without timing: to measure what ranges do to the results."""

@@ -140,7 +140,7 @@ def _is_size(d: Dim | None) -> bool:
 
 
 def _fits(given: Sequence[Dim | None], declared: Sequence[Dim | None]) -> bool:
-    """Declared sizes must be met; a model of fixed batch is not made symbolic by asking (see batching.with_batch)."""
+    """Declared sizes must be met; a model of fixed batch is not made symbolic by asking."""
     return len(given) == len(declared) and all(g == d for g, d in zip(given, declared, strict=True) if _is_size(d))
 
 

@@ -6,25 +6,28 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from engines.cache import EngineCache
-from engines.frontend.onnx_export import onnx_from_graph
 from tqdm import tqdm
 
 from calibration.calibrators import CALIBRATORS
 from engines.backends.llvm.isa import ALL
 from engines.builder import DEFAULT_MAX_BATCH, BuildConfig
+from engines.cache import EngineCache
 from engines.errors import ConfigError
+from engines.frontend.onnx_export import onnx_from_graph
 from engines.plan import Plan
-from engines.planfile import write_plan
+from engines.planfile import read_plan, write_plan
+from engines.serialize import graph_from_json
+from infer_server.cli.calibrating import Calibration, Say
 from infer_server.cli.common import guarded, positive
-from infer_server.cli.compiling import Calibration, Result, compile_model
+from infer_server.cli.compiling import compile_model
 from infer_server.cli.inspect_engine import fallbacks, layers
 
 PRECISIONS = ("int8", "fp16", "bf16", "fp32", "best")
@@ -37,7 +40,7 @@ def parse_shape(text: str) -> tuple[str, tuple[int, ...]]:
         shape = tuple(int(extent) for extent in extents.lower().split("x"))
     except ValueError:
         shape = ()
-    if not colon or not shape:
+    if not colon or not shape or min(shape) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not NAME:1x3x224x224")
     return name, shape
 
@@ -66,31 +69,55 @@ def _command(options: argparse.Namespace) -> int:
     calibration = Calibration(options.calib or "", options.calibrator or "", options.calib_cache or "",
                               options.preprocess or "")
     _check(options)
-    begin = time.perf_counter()
-    say = _say if not options.quiet else lambda text: None
-    if options.cache_dir and not options.export_qdq:
+    say = _nothing if options.quiet else _say
+
+    def build() -> None:
+        begin = time.perf_counter()
+        result = compile_model(options.model, config, calibration, say, Bar())
+        write_plan(replace(result.plan, metadata={**result.plan.metadata, "threads": options.threads}), options.output)
+        if options.verbose:
+            print(*result.notes, sep="\n")
+        say(f"{options.output}: built in {time.perf_counter() - begin:.1f} s")
+
+    if options.cache_dir:
         cache = EngineCache(options.cache_dir)
-        key = cache.key(options.model, _key_options(options, config, calibration))
-        if cache.fetch(key, options.output):
-            say(f"{options.output}: taken from the engine cache {options.cache_dir}")
-            return 0
-    result = compile_model(options.model, config, calibration, say, Bar())
-    write_plan(result.plan, options.output)
-    if options.cache_dir and not options.export_qdq:
-        cache.store(key, options.output)
+        _build_once(cache, lambda: cache.key(options.model, _key_options(options, config, calibration)),
+                    options.output, build, say)
+    else:
+        build()
+    plan = read_plan(options.output)
     if options.export_qdq:
-        _export(result, options.export_qdq, say)
-    _summary(result, options, say, time.perf_counter() - begin)
+        _export(plan, options.export_qdq, say)
+    _summary(plan, options, say)
     return 0
+
+
+def _build_once(cache: EngineCache, key: Callable[[], str], output: str, build: Callable[[], None], say: Say) -> None:
+    """Take the plan from the cache, or build it while whoever wants the same one waits."""
+    before = key()
+    with cache.lock(before):
+        if cache.fetch(before, output):
+            say(f"{output}: taken from the engine cache {cache.folder}")
+        else:
+            build()
+            for made in {before, key()}:    # the build may have written the calibration cache, which is in the key
+                cache.store(made, output)
 
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _nothing(text: str) -> None:
+    """--quiet"""
+
+
 def _check(options: argparse.Namespace) -> None:
     if not Path(options.model).exists():
         raise ConfigError(f"there is no model {options.model}")
+    output = Path(options.output)
+    if output.is_dir() or not os.access(output.absolute().parent, os.W_OK):     # before minutes of calibration
+        raise ConfigError(f"cannot write {output}: name a file in a folder that exists and is yours to write")
     if options.calib and options.precision not in ("int8", "best"):
         raise ConfigError(f"--calib is for --int8 and --best; this build is {options.precision}")
     if options.export_qdq and options.precision != "int8":
@@ -98,38 +125,36 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _key_options(options: argparse.Namespace, config: BuildConfig, calibration: Calibration) -> dict[str, object]:
-    """All that changes the plan beside the model; of calibration data, names, sizes and times of the files."""
+    """All that changes the plan beside the model; of calibration data, names, sizes and times of the files.
+
+    The calibration cache counts with its content: builds that share its name may find other ranges in it.
+    """
     from engines.backends.llvm.backend import make_tuner
     from engines.cpu import detect
     from engines.tactics import TimingCache
     script, is_script, _ = calibration.source.partition(".py:")
     source = Path(f"{script}.py" if is_script else calibration.source)
     files = sorted(source.rglob("*")) if source.is_dir() else [source] if calibration.source else []
-    preprocess = Path(calibration.preprocess)
     return {**asdict(config), **asdict(calibration), "threads": options.threads, "cpu": detect().model,
             "target": make_tuner(config.target, TimingCache(), False).isa.name, "timing_cache": "",
             "data": [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()],
-            "preprocess_text": preprocess.read_text() if preprocess.is_file() else ""}
+            "texts": [Path(name).read_text(errors="replace") if Path(name).is_file() else ""
+                      for name in (calibration.preprocess, calibration.cache)]}
 
 
-def _export(result: Result, path: str, say: object) -> None:
+def _export(plan: Plan, path: str, say: Say) -> None:
     import onnx
-    onnx.save(onnx_from_graph(result.stored), path)
-    _say(f"{path}: the quantised model with QuantizeLinear and DequantizeLinear nodes")
+    onnx.save(onnx_from_graph(graph_from_json(plan.graph, plan.graph_arrays)), path)
+    say(f"{path}: the quantised model with QuantizeLinear and DequantizeLinear nodes")
 
 
-def _summary(result: Result, options: argparse.Namespace, say: object, seconds: float) -> None:
-    plan: Plan = result.plan
+def _summary(plan: Plan, options: argparse.Namespace, say: Say) -> None:
     if options.verbose:
-        for note in result.notes:
-            print(note)
         print(layers(plan))
     if missing := fallbacks(plan):
-        print(missing, file=sys.stderr)
-    if not options.quiet:
-        size = Path(options.output).stat().st_size / 1e6
-        _say(f"{options.output}: {plan.precision} for {plan.target}, {len(plan.steps)} kernels, {size:.1f} MB, "
-             f"built in {seconds:.1f} s")
+        _say(missing)
+    size = Path(options.output).stat().st_size / 1e6
+    say(f"{options.output}: {plan.precision} for {plan.target}, {len(plan.steps)} kernels, {size:.1f} MB")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -155,7 +180,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--keep-float", action="append", metavar="NODE",
                         help="an ONNX node that --int8 leaves in float")
     parser.add_argument("--threads", type=positive, default=1, metavar="N",
-                        help="threads that the plan is meant to run on")
+                        help="threads that run-engine takes for the plan where it is not told (default 1)")
     parser.add_argument("--target", choices=[isa.name for isa in ALL], metavar="CPU",
                         help=f"instruction set ({', '.join(isa.name for isa in ALL)}); default: this machine's best")
     parser.add_argument("--timing-cache", metavar="FILE", help="times of tactics, read and added to")

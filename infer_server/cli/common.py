@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -16,12 +17,16 @@ def guarded(command: Callable[[argparse.Namespace], int], parser: argparse.Argum
     """Parse and run; a named error becomes one line on stderr and exit code 2, never a traceback."""
     options = parser.parse_args(arguments)
     try:
-        return command(options)
+        code = command(options)
+        sys.stdout.flush()      # here a closed pipe can still be caught
+        return code
+    except BrokenPipeError:     # `... | head` has read enough; that is no error
+        # What is left would be flushed, and fail, again at exit: https://docs.python.org/3/library/signal.html#note-on-sigpipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (EngineError, OSError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return USER_ERROR
-    except BrokenPipeError:     # `... | head` closed our output; that is no error
-        return 0
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return 130

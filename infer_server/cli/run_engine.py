@@ -7,14 +7,16 @@ import sys
 import time
 from collections.abc import Sequence
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
 from engines import load_engine
 from engines.errors import InputError
 from engines.ir import Array
-from engines.plan import IoTensor
-from engines.runtime import Engine, ExecutionContext
+from engines.plan import IoTensor, Plan
+from engines.planfile import read_plan
+from engines.runtime import Engine, ExecutionContext, check_feeds
 from infer_server.cli.common import guarded, positive, table
 
 WARM_UP_SECONDS = 0.2
@@ -26,19 +28,31 @@ def random_feed(inputs: Sequence[IoTensor], batch: int, seed: int = 0) -> dict[s
     feed: dict[str, Array] = {}
     for tensor in inputs:
         shape = [batch if isinstance(extent, str) else extent for extent in tensor.shape]
+        if tensor.dtype == "bfloat16":      # fed as its bits, the upper half of a float32
+            feed[tensor.name] = (random.standard_normal(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+            continue
         dtype = np.dtype(tensor.dtype)
         numbers = random.standard_normal(shape) if dtype.kind == "f" else random.integers(0, 2, shape)
         feed[tensor.name] = numbers.astype(dtype)
     return feed
 
 
-def read_feed(path: str, inputs: Sequence[IoTensor], batch: int) -> dict[str, Array]:
-    """The first `batch` items of an .npz with an array per input."""
-    with np.load(path) as archive:
-        arrays = dict(archive)
-    if missing := [t.name for t in inputs if t.name not in arrays]:
-        raise InputError(f"'{path}' has no array for {missing}; it has {sorted(arrays)}")
-    return {t.name: arrays[t.name][:batch] if isinstance(t.shape[0], str) else arrays[t.name] for t in inputs}
+def read_feed(path: str, plan: Plan, batch: int) -> dict[str, Array]:
+    """The first `batch` items of an .npz with an array per input. InputError: it cannot be read, or does not fit."""
+    try:
+        with open(path, "rb") as file:
+            archive = np.load(file)
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise InputError(f"'{path}' is no .npz file; write one with numpy.savez(path, NAME=array, ...)")
+            if missing := [t.name for t in plan.inputs if t.name not in archive]:
+                raise InputError(f"'{path}' has no array for {missing}; it has {sorted(archive)}")
+            arrays = {t.name: archive[t.name] for t in plan.inputs}
+    except (ValueError, EOFError, BadZipFile) as error:
+        raise InputError(f"'{path}' cannot be read as an .npz file: {error}") from error
+    items = check_feeds(plan, arrays)
+    if plan.max_batch and items < batch:
+        raise InputError(f"'{path}' has {items} items; --batch {batch} needs as many")
+    return {t.name: arrays[t.name][:batch] if t.view.batched else arrays[t.name] for t in plan.inputs}
 
 
 def measure(context: ExecutionContext, batch: int, seconds: float) -> np.ndarray[Any, Any]:
@@ -55,24 +69,27 @@ def measure(context: ExecutionContext, batch: int, seconds: float) -> np.ndarray
     return np.array(times)
 
 
-def report(engine: Engine, batch: int, threads: int, times: np.ndarray[Any, Any]) -> dict[str, Any]:
+def report(engine: Engine, batch: int, times: np.ndarray[Any, Any]) -> dict[str, Any]:
     """The JSON that --json prints; throughput is in items a second."""
     milliseconds = 1e3 * times
     p50, p90, p95, p99 = (float(np.percentile(milliseconds, q)) for q in (50, 90, 95, 99))
     return {"throughput": batch * len(times) / float(times.sum()),
-            "batch": batch, "threads": threads, "runs": len(times),
+            "batch": batch, "threads": engine.threads, "runs": len(times),
             "latency_ms": {"mean": float(milliseconds.mean()), "min": float(milliseconds.min()),
                            "p50": p50, "p90": p90, "p95": p95, "p99": p99},
             "target": engine.plan.target, "precision": engine.plan.precision}
 
 
 def _command(options: argparse.Namespace) -> int:
-    engine = load_engine(options.plan, threads=options.threads)
-    limit = max(engine.max_batch, 1)
-    if options.batch > limit:
-        raise InputError(f"--batch {options.batch}: the plan was built for batches of up to {limit}; "
+    threads = options.threads or int(read_plan(options.plan).metadata.get("threads", 1))
+    engine = load_engine(options.plan, threads)
+    if engine.max_batch and options.batch > engine.max_batch:
+        raise InputError(f"--batch {options.batch}: the plan was built for batches of up to {engine.max_batch}; "
                          f"build it with --max-batch {options.batch}")
-    feed = (read_feed(options.data, engine.inputs, options.batch) if options.data
+    if not engine.max_batch and options.batch > 1:
+        raise InputError(f"--batch {options.batch}: the model has no batch axis, it takes exactly the shape it "
+                         "declares")
+    feed = (read_feed(options.data, engine.plan, options.batch) if options.data
             else random_feed(engine.inputs, options.batch))
     context = engine.create_context()
     for tensor in engine.inputs:
@@ -83,13 +100,13 @@ def _command(options: argparse.Namespace) -> int:
                  step.tactic) for step, seconds in steps]
         print(table(rows, ("kernel", "precision", "us", "G MAC/s", "tactic")))
         return 0
-    result = report(engine, options.batch, options.threads, measure(context, options.batch, options.seconds))
+    result = report(engine, options.batch, measure(context, options.batch, options.seconds))
     if options.json:
         print(json.dumps(result, indent=1))
     else:
         latency = result["latency_ms"]
         print(f"{engine.plan.name} ({engine.plan.precision}, {engine.plan.target}), batch {options.batch}, "
-              f"{options.threads} thread{'s' if options.threads > 1 else ''}: {result['throughput']:.1f} items/s")
+              f"{threads} thread{'s' if threads > 1 else ''}: {result['throughput']:.1f} items/s")
         print("  ".join(f"{key} {latency[key]:.3f} ms" for key in latency))
     return 0
 
@@ -98,7 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("run-engine", description=__doc__)
     parser.add_argument("plan", help="a plan file written by build-engine")
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="items a run (default 1)")
-    parser.add_argument("--threads", type=positive, default=1, metavar="N", help="threads a run (default 1)")
+    parser.add_argument("--threads", type=positive, metavar="N",
+                        help="threads a run (default: what the plan was built for)")
     parser.add_argument("--data", metavar="X.npz", help="an array per input; without it, random numbers")
     parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="how long to measure (default 2)")
     parser.add_argument("--profile", action="store_true", help="print the time of each kernel instead")

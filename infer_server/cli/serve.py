@@ -7,9 +7,9 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
-
-import uvloop
+from typing import Any
 
 from infer_server.malloc import tune_malloc
 from infer_server.server import Server, ServerOptions
@@ -31,11 +31,21 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     tune_malloc()
     try:
-        answered = uvloop.run(_serve(_options(parsed)))
+        answered = _run(_serve(_options(parsed)))
     except OSError as error:
         print(f"infer-server: {error}", file=sys.stderr)
         return 1
     return 0 if answered else 1
+
+
+def _run(main: Coroutine[Any, Any, bool]) -> bool:
+    """Runs `main` on uvloop's event loop, or on asyncio's where uvloop is not installed."""
+    try:
+        from uvloop import run
+    except ImportError:
+        log.warning("uvloop is not installed: serving on asyncio's own event loop, which is slower")
+        return asyncio.run(main)
+    return run(main)
 
 
 async def _serve(options: ServerOptions) -> bool:

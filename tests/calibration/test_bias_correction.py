@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from calibration.bias_correction import bias_shift, channel_means, correct_biases
+from calibration.bias_correction import ChannelMeans, bias_shift, correct_biases
 from engines.ir import Graph, Node, QParams, TensorType, type_of, verify
 
 FLOAT = np.dtype(np.float32)
@@ -33,7 +33,10 @@ def conv(weight, bias):
 
 
 def means_of_items():
-    return channel_means(lambda feed: feed, [{"x": ITEMS[:3]}, {"x": ITEMS[3:]}], ["x"])
+    means = ChannelMeans(["x"])
+    for items in (ITEMS[:3], ITEMS[3:]):
+        means.observe({"x": items})
+    return means.result()
 
 
 def test_means_are_over_all_items_and_places_whatever_the_batches():

@@ -39,6 +39,15 @@ def test_an_int8_engine_is_close_to_the_float_model(name: str, tmp_path: Path) -
     assert any(step.precision == "int8" for step in engine.plan.steps)
 
 
+def test_the_search_for_ranges_is_no_worse_than_one_it_chooses_from(tmp_path: Path) -> None:
+    model = TINY["mobilenet_v2"]()
+    x = images_for(model, ITEMS, seed=1)
+    expected = run_onnx(model, {"input": x})["output"]
+    engines = {name: engine_of(model, tmp_path, calibrator=name, precision="int8") for name in ("", "minmax")}
+    found = {name: sqnr_db(expected, engine.run({"input": x})["output"]) for name, engine in engines.items()}
+    assert found[""] > found["minmax"] - 0.5
+
+
 def test_items_do_not_change_each_other(tmp_path: Path) -> None:
     model = TINY["mobilenet_v2"]()
     engine = engine_of(model, tmp_path, precision="int8")

@@ -11,22 +11,26 @@ from numpy.typing import NDArray
 from engines.builder import BuildConfig
 from engines.plan import Step
 from engines.runtime import Engine
-from infer_server.cli.compiling import Calibration, Result, compile_model
+from infer_server.cli.calibrating import Calibration
+from infer_server.cli.compiling import Result, compile_model
 from tests.zoo import images_for
 
 MAX_BATCH = 4
 CALIBRATION_ITEMS = 32
 
 
-def compiled(model: onnx.ModelProto, folder: Path, **options: Any) -> Result:
-    """What build-engine makes of a model; int8 is calibrated on pictures that no test asks about."""
+def compiled(model: onnx.ModelProto, folder: Path, calibrator: str = "minmax", **options: Any) -> Result:
+    """What build-engine makes of a model; int8 is calibrated on pictures that no test asks about.
+
+    calibrator: "" searches as build-engine does by default, which builds a model some forty times.
+    """
     path = folder / "model.onnx"
     if not path.exists():           # the test may have written it another way
         onnx.save(model, path)
     calibration = Calibration()
     if options.get("precision") == "int8":
         np.savez(folder / "calibration.npz", input=images_for(model, CALIBRATION_ITEMS, seed=100))
-        calibration = Calibration(source=str(folder / "calibration.npz"))
+        calibration = Calibration(source=str(folder / "calibration.npz"), calibrator=calibrator)
     symbolic = not model.graph.input[0].type.tensor_type.shape.dim[0].dim_value
     config = BuildConfig(max_batch=MAX_BATCH if symbolic else None, timing=False, **options)
     return compile_model(path, config, calibration, say=lambda text: None)

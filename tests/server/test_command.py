@@ -1,6 +1,7 @@
 """The command: infer-server as a process, and the signals that end it."""
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import tritonclient.grpc as triton
 
-from infer_server.cli.serve import main
+from infer_server.cli.serve import _run, main
 from tests.server.numpy_engine import TIMEOUT_SECS
 
 
@@ -72,3 +73,14 @@ def test_serving_needs_neither_compiler_nor_calibration() -> None:
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     assert "engines.runtime" in loaded
     assert not {"onnx", "llvmlite", "calibration", "engines.passes", "engines.builder"} & set(loaded)
+
+
+def test_it_serves_on_asyncio_where_uvloop_is_missing(
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    async def on_asyncio() -> bool:
+        return type(asyncio.get_running_loop()).__module__.startswith("asyncio.")
+
+    assert not _run(on_asyncio())
+    monkeypatch.setitem(sys.modules, "uvloop", None)        # importing it raises ImportError
+    assert _run(on_asyncio())
+    assert "uvloop is not installed" in caplog.text

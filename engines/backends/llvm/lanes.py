@@ -15,7 +15,8 @@ from engines.backends.llvm.isa import Isa
 # numpy's name of a stored dtype -> LLVM's element type
 ELEMENTS = {"uint8": I8, "int8": I8, "bool": I8, "int32": I32, "int64": I64, "float32": FLOAT,
             "float16": "half", "bfloat16": I16}
-SIZES = {"uint8": 1, "int8": 1, "bool": 1, "int32": 4, "int64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+SIZES = {"uint8": 1, "int8": 1, "bool": 1, "int32": 4, "int64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+         "int16": 2, "uint16": 2, "uint32": 4, "uint64": 8, "float64": 8}      # the last are for the reference's steps
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,177 @@
+"""Calibration as build-engine does it: watch the float model, correct biases, choose ranges, all by measured error."""
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from calibration.bias_correction import ChannelMeans, correct_biases
+from calibration.choose import Errors, compare
+from calibration.collect import collect
+from calibration.data import CalibrationData, Feed, open_calibration_data
+from calibration.histogram import Histogram
+from calibration.preprocess import load_preprocess
+from calibration.search import CANDIDATES, search
+from calibration.table import CalibrationTable, load_or_make, make_table
+from engines.builder import TRIAL_BATCH, Builder
+from engines.errors import ConfigError
+from engines.ir import Array, Graph
+from engines.runtime import Engine
+
+Say = Callable[[str], None]
+
+# What the search may spend, in multiply-accumulates, so that it does not depend on the machine: about 25 s of AVX2.
+BUDGET_MACS = 1.5e12
+MOST_ITEMS, FEWEST_ITEMS, MOST_TRIALS = 64, 8, 32
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Where an int8 build takes its ranges from."""
+    source: str = ""            # --calib
+    calibrator: str = ""        # --calibrator; "" chooses by measured error
+    cache: str = ""             # --calib-cache
+    preprocess: str = ""        # --preprocess: a preset or a TOML file
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """The float graph, its biases corrected if that helps, the ranges, and what the plan records of it all."""
+    graph: Graph
+    table: CalibrationTable
+    report: Mapping[str, Any]
+
+
+def calibrate(builder: Builder, graph: Graph, wanted: Calibration, say: Say) -> Calibrated:
+    """Ranges from the cache, if one fits, else from the data. Raises EngineErrors about options, data and cache."""
+    report: dict[str, Any] = {}
+
+    def make() -> CalibrationTable:
+        if not wanted.source:
+            state = "is of another model or calibrator" if Path(wanted.cache).exists() else "does not exist"
+            raise ConfigError(f"the calibration cache {wanted.cache} {state}; give --calib to calibrate")
+        table, found = _from_data(builder, graph, wanted, say)
+        report.update(found)
+        return table
+
+    if not wanted.cache and not wanted.source:
+        raise ConfigError("an int8 build needs calibration: give --calib, or --calib-cache with a cache that exists")
+    if wanted.cache:
+        cached = load_or_make(wanted.cache, graph_hash(graph), make, wanted.calibrator or None)
+        table = cached.table
+        say(cached.note)
+    else:
+        table = make()
+    missing = [name for name in builder.edges(graph) if name not in table.ranges]
+    if missing:
+        say(f"no ranges for {len(missing)} tensors ({', '.join(missing[:3])}, ...): what reads them stays in float")
+    report |= {"calibrator": table.calibrator, "calibration_items": table.items, "biases_corrected": bool(table.means)}
+    return Calibrated(corrected(builder, graph, table), table, report)
+
+
+def graph_hash(graph: Graph) -> str:
+    """Of all that ranges depend on: the graph's text and its weights."""
+    digest = hashlib.sha256(str(graph).encode())
+    for name in sorted(graph.constants):
+        digest.update(name.encode() + graph.constants[name].tobytes())
+    return digest.hexdigest()[:32]
+
+
+def corrected(builder: Builder, graph: Graph, table: CalibrationTable) -> Graph:
+    """The float graph with the biases that the table's means ask for."""
+    if not table.means:
+        return graph
+    means = {tensor: np.asarray(values) for tensor, values in table.means.items()}
+    return correct_biases(graph, builder.stored(graph, table.ranges), means).graph
+
+
+@dataclass
+class _Watched:
+    """The float model's outputs and edges, over the calibration data."""
+    engine: Engine
+    data: CalibrationData
+    batch: int
+    histograms: dict[str, Histogram] = field(default_factory=dict)
+    means: dict[str, Any] = field(default_factory=dict)
+
+    def watch(self, edges: tuple[str, ...]) -> None:
+        """One pass over the data."""
+        means = ChannelMeans(edges)
+
+        def run(feed: Feed) -> Mapping[str, Array]:
+            values = self.engine.run(feed)
+            means.observe(values)
+            return values
+
+        self.histograms = collect(run, self.data, edges, batch=self.batch)
+        self.means = means.result()
+
+    @property
+    def macs(self) -> int:
+        return sum(step.macs for step in self.engine.plan.steps)
+
+
+def _from_data(builder: Builder, graph: Graph, wanted: Calibration,
+               say: Say) -> tuple[CalibrationTable, dict[str, Any]]:
+    """Run the float model over the data; correct biases and search for ranges, each if it lowers the error."""
+    edges = builder.edges(graph)
+    engine = Engine(builder.watching(graph, edges))
+    preprocess = load_preprocess(wanted.preprocess) if wanted.preprocess else None
+    data = open_calibration_data(wanted.source, engine.inputs, preprocess)
+    if data.note:
+        say(data.note)
+    watched = _Watched(engine, data, TRIAL_BATCH if engine.max_batch else 1)
+    watched.watch(edges)
+    report: dict[str, Any] = {"preprocess": data.preprocess.to_json()} if data.preprocess is not None else {}
+    hash_, items = graph_hash(graph), data.count or 0
+    if wanted.calibrator:
+        return make_table(wanted.calibrator, hash_, items, watched.histograms), report
+
+    judged, trials = _budget(watched.macs)
+    judge = Judge(builder, graph, engine, data.limit(judged), watched.batch)
+    usual = make_table("percentile", hash_, items, watched.histograms)
+    with_means = _bias_correction(judge, usual, watched.means, say)
+    found = search(watched.histograms, hash_, items,
+                   lambda table: judge.errors(replace(table, means=with_means)), trials)
+    say(f"calibrators by their error on {judge.items} calibration items (--calibrator forces one):\n{found}")
+    report["calibrators"] = {name: vars(errors) for name, errors in found.choice.errors.items()}
+    return replace(found.table, means=with_means), report
+
+
+def _budget(macs: int) -> tuple[int, int]:
+    """(items on which ranges are judged, trials of single ranges) for a model of so many multiply-accumulates."""
+    runs = BUDGET_MACS / max(macs, 1)
+    items = int(min(max(runs // 20, FEWEST_ITEMS), MOST_ITEMS))
+    return items, int(min(max(runs // items - len(CANDIDATES) - 2, 0), MOST_TRIALS))
+
+
+def _bias_correction(judge: Judge, table: CalibrationTable, means: Mapping[str, Any], say: Say) -> dict[str, Any]:
+    """The means, if biases corrected by them lower the error; else none."""
+    plain_means = {name: tuple(map(float, values)) for name, values in means.items()}
+    before, after = judge.errors(table), judge.errors(replace(table, means=plain_means))
+    better = after.sqnr_db > before.sqnr_db
+    say(f"bias correction {'kept' if better else 'left out'}: "
+        f"{before.sqnr_db:.2f} dB without, {after.sqnr_db:.2f} dB with")
+    return plain_means if better else {}
+
+
+class Judge:
+    """Measures what a table does to a model's outputs."""
+
+    def __init__(self, builder: Builder, graph: Graph, floats: Engine, data: CalibrationData, batch: int) -> None:
+        self._builder, self._graph = builder, graph
+        self._feeds: list[Feed] = list(data.batches(batch))
+        self.items = sum(data.items_in(feed) for feed in self._feeds)
+        self._expected = [self._outputs(floats.run(feed)) for feed in self._feeds]
+
+    def _outputs(self, values: Mapping[str, Array]) -> dict[str, Array]:
+        return {name: values[name] for name in self._graph.outputs}
+
+    def errors(self, table: CalibrationTable) -> Errors:
+        graph = corrected(self._builder, self._graph, table)
+        engine = Engine(self._builder.trial(graph, table.ranges))
+        return compare(self._expected, [engine.run(feed) for feed in self._feeds])

@@ -1,0 +1,119 @@
+"""inspect-engine and run-engine: what scripts read from them, and how they end."""
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from infer_server.cli import inspect_engine, run_engine
+from tests.cli.commands import MODEL, UNTIMED, Workshop
+
+
+@pytest.fixture
+def plan(workshop: Workshop) -> str:
+    assert workshop.build("--threads", "2", *UNTIMED) == 0
+    return workshop.path("m.plan")
+
+
+def run(workshop: Workshop, *arguments: str) -> dict[str, Any]:
+    """What run-engine --json prints."""
+    assert run_engine.main([*arguments, "--seconds", "0.01", "--json"]) == 0
+    result: dict[str, Any] = json.loads(workshop.capture.readouterr().out)
+    return result
+
+
+def test_inspect_describes_the_plan_as_json(workshop: Workshop, plan: str) -> None:
+    assert inspect_engine.main([plan, "--json"]) == 0
+    described = json.loads(workshop.capture.readouterr().out)
+    assert {"name", "target", "cpu", "precision", "max_batch", "inputs", "outputs", "kernels", "constants_bytes",
+            "code_bytes", "buffer_bytes", "metadata"} <= set(described)
+    assert all({"name", "fuses", "precision", "tactic", "time_us", "macs", "bytes"} <= set(kernel)
+               for kernel in described["kernels"])
+    assert described["inputs"][0]["name"] == "input" and described["max_batch"] == 4
+    fused = [node for kernel in described["kernels"] for node in kernel["fuses"]]
+    assert {node.name for node in workshop.model.graph.node if node.op_type == "Conv"} <= set(fused)
+
+
+def test_inspect_prints_a_line_a_kernel(workshop: Workshop, plan: str) -> None:
+    assert inspect_engine.main([plan]) == 0
+    printed = workshop.capture.readouterr().out
+    assert "contraction" in printed and "depthwise" in printed
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["fails at the end", "fails at the first line"])
+@pytest.mark.parametrize("option", [[], ["--json"]])
+def test_a_reader_that_has_read_enough_is_no_error(plan: str, option: list[str], unbuffered: str) -> None:
+    command = [sys.executable, "-m", "infer_server.cli.inspect_engine", plan, *option]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          env={**os.environ, "PYTHONUNBUFFERED": unbuffered}) as inspecting:
+        assert inspecting.stdout and inspecting.stderr
+        inspecting.stdout.close()
+        assert inspecting.stderr.read() == ""
+    assert inspecting.returncode == 0
+
+
+def test_run_measures_throughput_and_latency(workshop: Workshop, plan: str) -> None:
+    result = run(workshop, plan, "--batch", "4", "--threads", "1")
+    assert result["throughput"] > 0 and result["batch"] == 4 and result["threads"] == 1
+    latency = result["latency_ms"]
+    assert 0 < latency["min"] <= latency["p50"] <= latency["p90"] <= latency["p95"] <= latency["p99"]
+
+
+def test_run_takes_the_threads_that_the_plan_was_built_for(workshop: Workshop, plan: str) -> None:
+    assert run(workshop, plan)["threads"] == 2
+
+
+def test_run_profiles_every_kernel(workshop: Workshop, plan: str) -> None:
+    assert run_engine.main([plan, "--threads", "1", "--profile"]) == 0
+    printed = workshop.capture.readouterr().out
+    assert inspect_engine.main([plan, "--json"]) == 0
+    for kernel in json.loads(workshop.capture.readouterr().out)["kernels"]:
+        assert kernel["name"] in printed
+
+
+def test_run_reads_an_array_per_input(workshop: Workshop, plan: str) -> None:
+    assert run(workshop, plan, "--batch", "3", "--data", workshop.calibration())["batch"] == 3
+
+
+@pytest.mark.parametrize(("arrays", "said"), [
+    ({"other": np.zeros((4, 3, 32, 32), np.float32)}, "no array for ['input']"),
+    ({"input": np.zeros((4, 3, 32, 32))}, "is float64"),
+    ({"input": np.zeros((4, 3, 32, 31), np.float32)}, "has shape"),
+    ({"input": np.zeros((1, 3, 32, 32), np.float32)}, "has 1 items"),
+])
+def test_data_that_does_not_fit_is_refused(workshop: Workshop, plan: str, arrays: dict[str, Any], said: str) -> None:
+    np.savez(workshop.path("data.npz"), **arrays)
+    assert run_engine.main([plan, "--batch", "2", "--data", workshop.path("data.npz")]) == 2
+    assert said in workshop.capture.readouterr().err
+
+
+def test_data_that_is_no_archive_is_refused(workshop: Workshop, plan: str) -> None:
+    for name, content in (("text.npz", b"a text"), ("cut.npz", b"PK\3\4")):
+        Path(workshop.path(name)).write_bytes(content)
+        assert run_engine.main([plan, "--data", workshop.path(name)]) == 2
+        assert name in workshop.capture.readouterr().err
+    np.save(workshop.path("one.npy"), np.zeros(1))
+    assert run_engine.main([plan, "--data", workshop.path("one.npy")]) == 2
+    assert "numpy.savez" in workshop.capture.readouterr().err
+
+
+def test_a_batch_that_the_plan_does_not_take_is_refused(workshop: Workshop, plan: str) -> None:
+    assert run_engine.main([plan, "--batch", "5"]) == 2
+    assert "--max-batch 5" in workshop.capture.readouterr().err
+    onnx.save(MODEL(batch=1), workshop.path("fixed.onnx"))
+    assert workshop.build("--no-timing", model="fixed.onnx", output="fixed.plan") == 0
+    assert run_engine.main([workshop.path("fixed.plan"), "--batch", "2"]) == 2
+    assert "no batch axis" in workshop.capture.readouterr().err
+
+
+@pytest.mark.parametrize("command", [inspect_engine.main, run_engine.main])
+def test_a_file_that_is_no_plan_is_refused(command, workshop: Workshop) -> None:
+    assert command([workshop.path("m.onnx")]) == 2
+    assert "no engine plan" in workshop.capture.readouterr().err
