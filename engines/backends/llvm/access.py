@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engines.backends.llvm.emit import I8, I32, Function, Value, vector
+from engines.backends.llvm.emit import I8, I32, PTR, Function, Value, vector
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import ELEMENTS, Lanes, from_float, to_float
 from engines.backends.llvm.program import Program
@@ -187,3 +187,8 @@ def run_program(lanes: Lanes, program: Program, accumulator: Sequence[Value] | N
     """The program on each vector of a pixel. operands: [operand][vector]; constants: [vector][constant]."""
     return [program.emit(lanes.isa, accumulator[v] if accumulator else None, [operand[v] for operand in operands],
                          constants[v]) for v in range(lanes.vectors)]
+
+
+def hidden(address: Value) -> Value:
+    """The same address, unknown to LLVM: loads from it are no repetition of earlier loads."""
+    return address.f.op(PTR, f'call ptr asm sideeffect "", "=r,0"({address})', "hidden")

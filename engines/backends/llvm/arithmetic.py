@@ -45,6 +45,10 @@ class Arithmetic(ABC):
     def weights(self, isa: Isa, address: Value) -> Operand:
         """One step of weights, each lane its own."""
 
+    def weight_bytes(self, isa: Isa) -> int:
+        """Of one step of one vector of couts."""
+        return isa.lanes * self.elements * SIZES[self.weights_dtype]
+
     @abstractmethod
     def dot(self, isa: Isa, acc: Value, pixel: Operand, weights: Operand) -> Value:
         ...
@@ -54,8 +58,12 @@ class Arithmetic(ABC):
         return acc
 
     def store_weights(self, weights: NDArray[Any]) -> NDArray[Any]:
-        """Weights as the kernel reads them."""
+        """Weights in the dtype that they are multiplied in."""
         return store_meaning(self.weights_dtype, np.asarray(weights, np.float32))
+
+    def ready(self, isa: Isa, weights: NDArray[Any]) -> NDArray[Any]:
+        """[..., lanes, elements] stored weights -> the same in the order and form that `weights` loads."""
+        return weights
 
 
 class Int8(Arithmetic):
@@ -66,7 +74,13 @@ class Int8(Arithmetic):
         return isa.pixel(address)
 
     def weights(self, isa: Isa, address: Value) -> Operand:
-        return isa.weights(address)
+        return isa.ready_weights(address)
+
+    def weight_bytes(self, isa: Isa) -> int:
+        return isa.ready_bytes
+
+    def ready(self, isa: Isa, weights: NDArray[Any]) -> NDArray[Any]:
+        return isa.ready(weights)
 
     def dot(self, isa: Isa, acc: Value, pixel: Operand, weights: Operand) -> Value:
         return isa.dot4(acc, pixel, weights)

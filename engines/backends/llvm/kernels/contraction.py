@@ -30,8 +30,8 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.access import load_channels, load_constants, run_program
-from engines.backends.llvm.arithmetic import Arithmetic, arithmetic_for
+from engines.backends.llvm.access import hidden, load_channels, load_constants, run_program
+from engines.backends.llvm.arithmetic import Arithmetic, Operand, arithmetic_for
 from engines.backends.llvm.emit import PTR, Function, Module, Value
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import Lanes
@@ -208,7 +208,7 @@ class Contraction(KernelSpec):
         runs = np.pad(runs, ((0, 0), (0, 0), (0, -self.run % arithmetic.elements)))
         steps = runs.reshape(len(runs), -1, arithmetic.elements)        # [cout][turn][element]
         steps = np.concatenate([steps, np.zeros_like(steps[:1])])       # absent channels read the last, zeros
-        panels = [steps[np.minimum(order, len(steps) - 1)].transpose(2, 0, 1, 3).ravel()
+        panels = [arithmetic.ready(isa, steps[np.minimum(order, len(steps) - 1)].transpose(2, 0, 1, 3)).ravel()
                   for order in self._panels(isa, tactic)]
         channels = self.y.shape[2]
         return (np.concatenate(panels),
@@ -361,7 +361,7 @@ class _Emitter:
                visit: Callable[[Callable[..., None]], None]) -> None:
         """One panel over all tiles; `first`: the group's first cout, `start`: the panel's, inside the group."""
         spec, isa = self.spec, self.isa
-        bytes_of_cout = spec.turns(isa) * self.arithmetic.step_bytes
+        bytes_of_cout = spec.turns(isa) * self.arithmetic.weight_bytes(isa) // isa.lanes
         # A last panel of fewer vectors is narrower in memory too, so a group's couts take this many places.
         panels = (min(self.panel, spec.cout - at) for at in range(0, spec.cout, self.panel))
         places = sum(isa.vectors_for(couts) * isa.lanes for couts in panels)
@@ -416,14 +416,16 @@ class _Emitter:
         for _ in f.loop("tap row", spec.taps[0], acc=acc, at=at):
             for _ in f.loop("tap column", 1 if spec.one_run else spec.taps[1], acc=acc, at=at):
                 for _ in f.loop("k", spec.steps(isa), acc=acc, at=at):
-                    weights = [arithmetic.weights(isa, at["w"] + v * step * isa.lanes) for v in range(vectors)]
+                    weights = self._weights(at["w"], vectors)
                     for p, (i, j) in enumerate(pixels):
                         offset = i * x_row * spec.stride[0] + j * x_pixel * spec.stride[1]
                         pixel = arithmetic.pixel(isa, at["x"] + offset)
+                        if p and len(weights[0]) > 1:       # too wide to keep: each pixel's products load them
+                            weights = self._weights(hidden(at["w"]), vectors)
                         for v in range(vectors):
                             acc[p, v] = arithmetic.dot(isa, acc[p, v], pixel, weights[v])
                     at["x"] += step
-                    at["w"] += vectors * step * isa.lanes
+                    at["w"] += vectors * arithmetic.weight_bytes(isa)
                     if self.tile.prefetch:
                         isa.prefetch(at["ahead"])
                         at["ahead"] += 64
@@ -433,6 +435,11 @@ class _Emitter:
             at["x"] += x_row * spec.dilation[0] - walked
         self._epilogue(f, lanes, acc, pixels)
         return name
+
+    def _weights(self, address: Value, vectors: int) -> list[Operand]:
+        """One step of a panel."""
+        step = self.arithmetic.weight_bytes(self.isa)
+        return [self.arithmetic.weights(self.isa, address + v * step) for v in range(vectors)]
 
     def _epilogue(self, f: Function, lanes: Lanes, acc: dict[tuple[int, int], Value],
                   pixels: list[tuple[int, int]]) -> None:

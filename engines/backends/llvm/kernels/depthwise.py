@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from engines.backends.llvm.access import (
+    hidden,
     item_addresses,
     load_channels,
     load_constants,
@@ -245,7 +246,7 @@ class _Emitter:
         spec, isa, arithmetic = self.spec, self.isa, self.arithmetic
         read = spec.rows_read(rows)
         # Hidden anew for each column, or LLVM would keep all weights in registers and spill the accumulators.
-        weights = _hidden(f.parameters["w"])
+        weights = hidden(f.parameters["w"])
         size = arithmetic.weight_bytes(isa)
         for group, first in enumerate(range(0, len(read), arithmetic.rows)):
             members = read[first:first + arithmetic.rows]
@@ -263,7 +264,7 @@ class _Emitter:
     def _finish(self, f: Function, lanes: Lanes, acc: dict[Any, Value], outputs: list[tuple[int, int]]) -> None:
         """Program and store."""
         spec = self.spec
-        numbers = load_constants(lanes, _hidden(f.parameters["constants"]), spec.program.constants)
+        numbers = load_constants(lanes, hidden(f.parameters["constants"]), spec.program.constants)
         pixels, targets = [], []
         for i, j in outputs:
             others = [f.parameters[f"operand{n}"] + (i * view.strides[0] + j * view.strides[1])
@@ -273,8 +274,3 @@ class _Emitter:
             pixels.append(run_program(lanes, spec.program, sums, values, numbers))
             targets.append(f.parameters["y"] + (i * spec.y.strides[0] + j * spec.y.strides[1]))
         store_channels(lanes, spec.y, pixels, targets)
-
-
-def _hidden(address: Value) -> Value:
-    """The same address, unknown to LLVM: loads from it are no repetition of earlier loads."""
-    return address.f.op(PTR, f'call ptr asm sideeffect "", "=r,0"({address})', "hidden")
