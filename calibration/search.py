@@ -1,7 +1,7 @@
 """The whole search for ranges: the best calibrator for the model, then better ranges for single tensors."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from calibration.choose import Choice, Evaluate, choose
@@ -29,8 +29,8 @@ class Search:
 
 
 def search(histograms: Mapping[str, Histogram], graph_hash: str, items: int, evaluate: Evaluate,
-           evaluations: int = 32) -> Search:
-    """The table with the least error that CANDIDATES and then `evaluations` trials with single ranges give.
+           evaluations: int = 32, candidates: Sequence[str] = CANDIDATES) -> Search:
+    """The table with the least error that the candidates and then `evaluations` trials with single ranges give.
 
     evaluate: builds and runs the quantised model with a table's ranges (see calibration.choose); it is called once for
     each candidate and `evaluations` times more. 0 leaves the refinement out.
@@ -38,7 +38,7 @@ def search(histograms: Mapping[str, Histogram], graph_hash: str, items: int, eva
     def table(name: str) -> CalibrationTable:
         return make_table(name, graph_hash, items, histograms)
 
-    choice = choose({name: table(name) for name in CANDIDATES}, evaluate)
+    choice = choose({name: table(name) for name in candidates}, evaluate)
     if not evaluations:
         return Search(choice, None)
     others = {name: table(name) for name in ALTERNATIVES}

@@ -26,7 +26,9 @@ Say = Callable[[str], None]
 
 # What the search may spend, in multiply-accumulates, so that it does not depend on the machine: about 25 s of AVX2.
 BUDGET_MACS = 1.5e12
+MACS_A_WEIGHT = 2600        # what quantising and packing a weight again costs a trial, in the same unit
 MOST_ITEMS, FEWEST_ITEMS, MOST_TRIALS = 64, 8, 32
+FEW_CANDIDATES = ("percentile", "percentile:99.9999")       # where the budget is too small for all
 
 
 @dataclass(frozen=True)
@@ -131,22 +133,23 @@ def _from_data(builder: Builder, graph: Graph, wanted: Calibration,
     if wanted.calibrator:
         return make_table(wanted.calibrator, hash_, items, watched.histograms), report
 
-    judged, trials = _budget(watched.macs)
+    judged, trials = _budget(watched.macs, sum(constant.size for constant in graph.constants.values()))
     judge = Judge(builder, graph, engine, data.limit(judged), watched.batch)
     usual = make_table("percentile", hash_, items, watched.histograms)
-    with_means = _bias_correction(judge, usual, watched.means, say)
+    spare = trials - len(CANDIDATES) - 2        # 2: with biases corrected, and without
+    with_means = _bias_correction(judge, usual, watched.means, say) if spare >= 0 else {}
     found = search(watched.histograms, hash_, items,
-                   lambda table: judge.errors(replace(table, means=with_means)), trials)
+                   lambda table: judge.errors(replace(table, means=with_means)),
+                   min(max(spare, 0), MOST_TRIALS), CANDIDATES if spare >= 0 else FEW_CANDIDATES)
     say(f"calibrators by their error on {judge.items} calibration items (--calibrator forces one):\n{found}")
     report["calibrators"] = {name: vars(errors) for name, errors in found.choice.errors.items()}
     return replace(found.table, means=with_means), report
 
 
-def _budget(macs: int) -> tuple[int, int]:
-    """(items on which ranges are judged, trials of single ranges) for a model of so many multiply-accumulates."""
-    runs = BUDGET_MACS / max(macs, 1)
-    items = int(min(max(runs // 20, FEWEST_ITEMS), MOST_ITEMS))
-    return items, int(min(max(runs // items - len(CANDIDATES) - 2, 0), MOST_TRIALS))
+def _budget(macs: int, weights: int) -> tuple[int, int]:
+    """(items on which ranges are judged, trials in all) for a model of so many multiply-accumulates and weights."""
+    items = int(min(max(BUDGET_MACS / max(macs, 1) // 20, FEWEST_ITEMS), MOST_ITEMS))
+    return items, int(BUDGET_MACS / (items * macs + MACS_A_WEIGHT * weights + 1))
 
 
 def _bias_correction(judge: Judge, table: CalibrationTable, means: Mapping[str, Any], say: Say) -> dict[str, Any]:
