@@ -74,11 +74,14 @@ class Builder:
         """The tensors whose ranges an int8 build asks for."""
         return edges_to_calibrate(graph)
 
-    def stored(self, graph: Graph, ranges: Ranges | None = None) -> Graph:
-        """The graph with the stored type of every tensor, and every node's arithmetic, decided."""
+    def stored(self, graph: Graph, ranges: Ranges | None = None, log: list[Any] | None = None) -> Graph:
+        """The graph with the stored type of every tensor, and every node's arithmetic, decided.
+
+        log: takes the notes of what stays float. Trials leave it out: the search makes dozens of the same graph.
+        """
         precision = self.config.precision
         if precision in ("int8", "best") and ranges is not None:
-            return quantize(graph, ranges, keep_float=self.config.keep_float, log=self.log)
+            return quantize(graph, ranges, keep_float=self.config.keep_float, log=log)
         if precision == "int8":
             raise ConfigError("an int8 build needs calibration: give --calib, or a --calib-cache that exists")
         return set_float_precision(graph, "fp32" if precision == "best" else precision)
@@ -89,7 +92,7 @@ class Builder:
         if self.config.precision == "best":
             stored = min(self._candidates(graph, ranges), key=self._time_us)
         else:
-            stored = self.stored(graph, ranges)
+            stored = self.stored(graph, ranges, self.log)
         plan = self._compile(stored, self._tuner, self._max_batch(graph), metadata)
         self.cache.save()
         return plan

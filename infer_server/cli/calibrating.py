@@ -26,7 +26,7 @@ Say = Callable[[str], None]
 
 # What the search may spend, in multiply-accumulates, so that it does not depend on the machine: about 25 s of AVX2.
 BUDGET_MACS = 1.5e12
-MACS_A_WEIGHT = 2600        # what quantising and packing a weight again costs a trial, in the same unit
+MACS_A_WEIGHT = 2600        # of quantising and packing again in a trial: an estimate from how long VGG-16 took
 MOST_ITEMS, FEWEST_ITEMS, MOST_TRIALS = 64, 8, 32
 FEW_CANDIDATES = ("percentile", "percentile:99.9999")       # where the budget is too small for all
 
@@ -137,6 +137,9 @@ def _from_data(builder: Builder, graph: Graph, wanted: Calibration,
     judge = Judge(builder, graph, engine, data.limit(judged), watched.batch)
     usual = make_table("percentile", hash_, items, watched.histograms)
     spare = trials - len(CANDIDATES) - 2        # 2: with biases corrected, and without
+    if spare < 0:
+        say(f"a model of this size leaves the search few trials: biases are not corrected, and of the calibrators only "
+            f"{' and '.join(FEW_CANDIDATES)} are compared")
     with_means = _bias_correction(judge, usual, watched.means, say) if spare >= 0 else {}
     found = search(watched.histograms, hash_, items,
                    lambda table: judge.errors(replace(table, means=with_means)),
