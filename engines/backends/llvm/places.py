@@ -7,7 +7,7 @@ A buffer holds one tensor, or several that share it:
   Pad by zeros     the output is the input seen with its halo
 
 A convolution reads its padding from memory: the tensors that it pads have a halo of their zero point around each image.
-Tensors that share a buffer share its halo.
+Tensors that share a buffer share its halo. A constant tensor has a place too, among the plan's constants.
 """
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from engines.backends.llvm.spec import View, dense_view
 from engines.backends.llvm.transposed import Phase, phases
 from engines.ir import BATCH, Dim, Graph, Node, TensorType
 
+NO_BUFFER = -1
 SLACK = 128         # bytes past every buffer that a kernel may read (never use): the end of its last vector
 
 
@@ -55,10 +56,11 @@ class Storage:
 @dataclass(frozen=True)
 class Place:
     """A tensor in a buffer: `offset` is of element 0 of item 0."""
-    buffer: int
+    buffer: int                 # NO_BUFFER: `constant` is where it lies
     offset: int
     view: View
     items: Dim
+    constant: str = ""          # the constant's name
 
     def part(self, axis: int, start: int, stop: int, step: int = 1) -> Place:
         """Indices start, start + step, ... below stop of an axis of the item."""
@@ -153,6 +155,9 @@ class Places:
             self.place(name)
 
     def __getitem__(self, name: str) -> Place:
+        if name in self.graph.constants:
+            tensor = self.graph.types[name]
+            return Place(NO_BUFFER, 0, dense_view(stored_dtype(tensor), item_shape(tensor)), items_of(tensor), name)
         return self._places[name]
 
     def is_view(self, child: str, parent: str) -> bool:
