@@ -38,7 +38,7 @@ class BuildConfig:
     precision: str = "fp32"
     max_batch: int | None = None            # None: 32 where the model has a batch axis
     target: str = ""                        # name of an instruction set; "" is this machine's best
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)     # of inputs whose extents are symbolic
+    shapes: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)  # of symbolic inputs; None: the batch
     keep_float: tuple[str, ...] = ()        # ONNX nodes that an int8 build leaves in float
     timing: bool = True                     # time the tactics; without it the first candidate is taken
     timing_cache: str = ""                  # a file; "" keeps times for this build only
@@ -67,7 +67,7 @@ class Builder:
     # ---- graphs
     def graph(self, model: str | Path) -> Graph:
         """The model as one optimised float graph. ModelError says what cannot be read, and where."""
-        imported = graph_from_onnx(model, shapes=self.config.shapes)
+        imported = graph_from_onnx(model, shapes=self.config.shapes, keep_batch=self.config.max_batch is not None)
         return optimise(simplify(imported, self.log), self.log)
 
     def edges(self, graph: Graph) -> tuple[str, ...]:

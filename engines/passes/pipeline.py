@@ -20,8 +20,10 @@ from engines.passes.rules import activations
 from engines.passes.rules.batchnorm import BatchNormConv, BatchNormToPointwise, LinearBatchNorm
 from engines.passes.rules.gemm import CanonicalGemm, MatMulToGemm
 from engines.passes.rules.noop import RemoveNoOp
+from engines.passes.rules.norm import NORMS
 from engines.passes.rules.pad import PadAveragePool, PadConv, PadMaxPool
 from engines.passes.rules.pooling import SpatialReduce, WholeImagePool
+from engines.passes.rules.reduction import ReductionOfPowers
 from engines.passes.rules.reshape import MergeReshapes, MergeTransposes, ToReshape, TransposeOfOnes
 from engines.passes.rules.scale import LinearScale, ScaleLinear
 from engines.passes.rules.shuffle import ChannelShuffle
@@ -45,6 +47,9 @@ def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
         ("channel_shuffle", _rules(log, ChannelShuffle())),
         # names for what exporters wrote as arithmetic, while every step of it is still a node
         ("named_activations", _rules(log, *activations.NAMED)),
+        # likewise; a reduction that is part of no norm is then written by commoner ones
+        ("named_norms", _rules(log, *NORMS)),
+        ("reductions", _rules(log, ReductionOfPowers())),
         # twins merge before anything is folded into one of them alone
         ("merge_common", merge_common),
         # scales and shifts into weights; no-ops again, as some become x * 1

@@ -33,16 +33,13 @@ from infer_server.cli.inspect_engine import fallbacks, layers
 PRECISIONS = ("int8", "fp16", "bf16", "fp32", "best")
 
 
-def parse_shape(text: str) -> tuple[str, tuple[int, ...]]:
-    """"input:1x3x224x224" -> ("input", (1, 3, 224, 224))"""
+def parse_shape(text: str) -> tuple[str, tuple[int | None, ...]]:
+    """"input:1x3x224x224" -> ("input", (1, 3, 224, 224)); "ids:batchx128" -> ("ids", (None, 128))"""
     name, colon, extents = text.rpartition(":")
-    try:
-        shape = tuple(int(extent) for extent in extents.lower().split("x"))
-    except ValueError:
-        shape = ()
-    if not colon or not shape or min(shape) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not NAME:1x3x224x224")
-    return name, shape
+    open_batch, parts = extents.lower().startswith("batchx"), extents.lower().removeprefix("batchx").split("x")
+    if not colon or not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"'{text}' is not NAME:1x3x224x224 or NAME:batchx3x224x224")
+    return name, (*[None] * open_batch, *map(int, parts))
 
 
 class Bar:
@@ -175,8 +172,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--preprocess", metavar="FILE|PRESET", help="how images become inputs")
     parser.add_argument("--max-batch", type=positive, metavar="N",
                         help=f"most items a run (default {DEFAULT_MAX_BATCH})")
-    parser.add_argument("--shape", type=parse_shape, action="append", metavar="NAME:1x3x224x224",
-                        help="shape of an input whose extents beyond the batch are symbolic")
+    parser.add_argument("--shape", type=parse_shape, action="append", metavar="NAME:batchx128",
+                        help="shape of an input whose extents beyond the batch are symbolic; a number in place of "
+                             "\"batch\" fixes the batch too, unless --max-batch is given")
     parser.add_argument("--keep-float", action="append", metavar="NODE",
                         help="an ONNX node that --int8 leaves in float")
     parser.add_argument("--threads", type=positive, default=1, metavar="N",

@@ -62,8 +62,6 @@ def _gather_parts(ctx: Context, node: Node) -> Iterator[Call]:
         raise Refused("Concat along the batch axis")
     quant, start = ctx.type(node.outputs[0]).quant, 0
     for name in node.inputs:
-        if name in ctx.graph.constants:
-            raise Refused(f"'{name}' is a constant")
         if ctx.type(name).quant != quant:
             raise Refused(f"'{name}' is quantised otherwise than the result")
         extent = int(ctx.type(name).shape[axis + 1])
