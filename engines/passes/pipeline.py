@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from engines.ir import Graph, verify
 from engines.passes import rewrite
+from engines.passes.batch import separate_batch
 from engines.passes.common import merge_common
 from engines.passes.fold_constants import fold_constants
 from engines.passes.fuse import fuse_pointwise
@@ -57,6 +58,9 @@ def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
         ("fold_into_weights", _rules(log, LinearBatchNorm(), BatchNormConv(), LinearScale(), ScaleLinear())),
         # only a batch norm that found no layer becomes arithmetic of its own, which may still find one
         ("batch_norm_as_pointwise", _rules(log, BatchNormToPointwise())),
+        # once channels are found by other means than being axis 1; what it leaves of Reshapes goes below
+        ("separate_batch", lambda g: separate_batch(g, log)),
+        ("remove_no_ops", _rules(log, RemoveNoOp(), *VIEWS)),
         ("fold_into_weights", _rules(log, LinearScale(), ScaleLinear())),
         # a Pad is zero before and after a batch norm folded past it, so it comes after those
         ("pads", _rules(log, PadConv(), PadAveragePool(), PadMaxPool())),
