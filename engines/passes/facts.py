@@ -47,3 +47,44 @@ def pads(node: Node, rank: int) -> tuple[int, ...]:
 
 def same_shape(a: Sequence[Dim], b: Sequence[Dim]) -> bool:
     return tuple(a) == tuple(b)
+
+
+ATTENTION = "ScaledDotProductAttention"
+
+
+# ---- products of two run-time tensors: their kernels read and write rows that are any number of bytes apart
+def is_product(graph: Graph, node: Node) -> bool:
+    """Whether the node multiplies tensors that are both computed at run time."""
+    anchor = node.anchor
+    return anchor.op == ATTENTION or anchor.op == "MatMul" and not any(
+        graph.is_constant(name) for name in anchor.inputs)
+
+
+def is_view_of_input(graph: Graph, node: Node) -> bool:
+    """Whether a Transpose moves nothing: all its readers are products that read its input in the other order.
+
+    A left factor needs its last axis to be contiguous, a right one that or the one before.
+    """
+    perm, result = node.attrs["perm"], node.outputs[0]
+    contiguous = perm.index(len(perm) - 1) - len(perm)
+    if perm[0] != 0 or result in graph.outputs or contiguous < -2 or graph.is_constant(node.inputs[0]):
+        return False
+    readers = graph.consumers[result]
+    return bool(readers) and all(
+        is_product(graph, reader) and all(
+            place < (3 if reader.anchor.op == ATTENTION else 2) and (place > 0 or contiguous == -1)
+            for place, name in enumerate(reader.anchor.inputs) if name == result)
+        and result not in _epilogue_inputs(reader) for reader in readers)
+
+
+def is_view_of_output(graph: Graph, node: Node) -> bool:
+    """Whether a Transpose moves nothing because a product, whose only reader it is, writes in the other order."""
+    source, perm = node.inputs[0], node.attrs["perm"]
+    producer = graph.producer.get(source)
+    return (producer is not None and is_product(graph, producer) and reader(graph, source) is node
+            and perm[0] == 0 and perm[-1] == len(perm) - 1)
+
+
+def _epilogue_inputs(node: Node) -> set[str]:
+    """What the nodes after a body's anchor read."""
+    return {name for part in node.body[1:] for name in part.inputs}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from engines.ir import Graph, verify
 from engines.passes import rewrite
+from engines.passes.attention import fuse_attention
 from engines.passes.common import merge_common
 from engines.passes.fold_constants import fold_constants
 from engines.passes.fuse import fuse_pointwise
@@ -63,7 +64,9 @@ def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
 def optimise(graph: Graph, log: list[Note] | None = None) -> Graph:
     """The graph that calibration watches and a backend receives: channels last, wide siblings, Fused nodes."""
     return _run(graph, (
-        # first: it moves and removes nodes that the groupings below would otherwise stop at
+        # while products, scales and masks are still nodes, and in the layout that patterns know
+        ("fuse_attention", lambda g: fuse_attention(g, log)),
+        # before any grouping: it moves and removes nodes that the groupings below would otherwise stop at
         ("to_channels_last", to_channels_last),
         # what moving left behind; means over what are now rows and columns
         ("views", _rules(log, RemoveNoOp(), *VIEWS, SpatialReduce(channels_last=True))),

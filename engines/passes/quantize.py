@@ -17,6 +17,7 @@ import numpy as np
 
 from engines.errors import ConfigError
 from engines.ir import Array, Graph, Node, QParams, TensorType
+from engines.passes.facts import is_product
 from engines.passes.notes import Note, note
 from engines.passes.rewrite import fresh_name
 from engines.passes.rules.pad import never_negative
@@ -70,7 +71,7 @@ def set_float_precision(graph: Graph, precision: str) -> Graph:
     graph = graph.rebuild(graph.nodes, types=types)
     anchors = _contractions(graph, ())
     wanted = {id(node): replace(graph.types[node.anchor.inputs[0]], dtype=dtype) for node in anchors}
-    names = {node.outputs for node in anchors}
+    names = {node.outputs for node in (*anchors, *(node for node in graph.nodes if is_product(graph, node)))}
     graph = with_conversions(graph, wanted)
     return graph.rebuild(replace(node, precision=precision) if node.outputs in names else node for node in graph.nodes)
 

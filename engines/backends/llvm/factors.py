@@ -2,9 +2,9 @@
 
     a [M, K] b [K, N]           M x N tiles of it in registers, all of K
 
-The right factor is packed by the kernel itself, into scratch, in the form in which a contraction's weights are packed at
+The right factor is packed by the kernel itself, into scratch, in the form that a contraction's weights are given at
 build: [panel of N][step of K][vector][lane][element], zeros past K and N. The left factor is read where it lies; only
-what lies there in another form than the inner step takes is copied, rows of `left_pitch` bytes.
+what lies there in another form than the inner step takes is copied.
 
 A factor stored as uint8 means stored - zero point. Arithmetic in float subtracts it on the way (the difference has 8
 bits and a sign: exact in bfloat16 too). In int8 a right element is packed as stored - 128; what the zero points add to
@@ -129,7 +129,7 @@ class Right:
             here = address + first * self.matrix.size
             parts.append(converted(self.isa, self.matrix.dtype, self.arithmetic.weights_dtype, here, some, zero)
                          if some else self._absent(f, self.isa.lanes))
-        return parts[0] if len(parts) == 1 else f.shuffle(*parts, range(width), "run")
+        return parts[0] if len(parts) == 1 else f.shuffle(parts[0], parts[1], range(width), "run")
 
     def _absent(self, f: Function, width: int) -> Value:
         if self.arithmetic is INT8:

@@ -35,6 +35,9 @@ def _calls(ctx: Context, node: Node) -> Sequence[Call]:
             return tuple(_gather_parts(ctx, node))
         if node.op in VIEWS and all(ctx.places.is_view(output, node.inputs[0]) for output in node.outputs):
             return ()
+        if node.op == "Transpose" and (ctx.places.is_view(node.outputs[0], node.inputs[0])
+                                       or ctx.places.is_view(node.inputs[0], node.outputs[0])):
+            return ()
         rule = RULES.get(node.anchor.op)
         if rule is None:
             raise Refused(f"no kernel for {node.anchor.op}")

@@ -3,7 +3,8 @@
 A buffer holds one tensor, or several that share it:
   Split, Slice     each output is a part of its input
   Concat           each input is a part of the output, if it is free to be: its producer then writes into its slice
-  Reshape          the output is the input seen otherwise, where its elements follow each other without a gap
+  Reshape          the output is the input seen otherwise, where the gaps between its elements allow that
+  Transpose        beside a product of two run-time tensors, which reads and writes axes in any order
 
 A convolution reads its padding from memory: the tensors that it pads have a halo of their zero point around each image.
 Tensors that share a buffer share its halo.
@@ -19,6 +20,7 @@ import numpy as np
 from engines.backends.llvm.spec import View, dense_view
 from engines.backends.llvm.transposed import Phase, phases
 from engines.ir import BATCH, Dim, Graph, Node, TensorType
+from engines.passes.facts import is_view_of_input, is_view_of_output
 
 SLACK = 128         # bytes past every buffer that a kernel may read (never use): the end of its last vector
 
@@ -125,7 +127,8 @@ class Places:
             self._see_views(node)
         for node in reversed(graph.nodes):
             self._see_concat(node)
-        self._drop_reshapes_of_gappy_tensors()
+            self._see_transposed_product(node)
+        self._drop_torn_reshapes()
         self._group_halos = self._halos_of_groups()
         for name in self._tensors():
             self.place(name)
@@ -158,10 +161,14 @@ class Places:
                 and items_of(types[a]) == items_of(types[b]))
 
     def _see_views(self, node: Node) -> None:
-        if node.op not in ("Split", "Slice", "Reshape") or node.inputs[0] in self.graph.constants:
+        if node.op not in ("Split", "Slice", "Reshape", "Transpose") or node.inputs[0] in self.graph.constants:
             return
         source, types = node.inputs[0], self.graph.types
         if not all(self._alike(source, output) for output in node.outputs):
+            return
+        if node.op == "Transpose":
+            if is_view_of_input(self.graph, node):
+                self._parent[node.outputs[0]] = _Inside(source, perm=tuple(node.attrs["perm"]))
             return
         if node.op == "Reshape":
             self._parent[node.outputs[0]] = _Inside(source, reshape=item_shape(types[node.outputs[0]]))
@@ -190,11 +197,34 @@ class Places:
                 self._parent[name] = _Inside(output, cuts=((axis, start, start + extent, 1),))
             start += extent
 
-    def _drop_reshapes_of_gappy_tensors(self) -> None:
+    def _see_transposed_product(self, node: Node) -> None:
+        if node.op != "Transpose" or not is_view_of_output(self.graph, node):
+            return
+        source, output, perm = node.inputs[0], node.outputs[0], node.attrs["perm"]
+        if not self.is_view(output, source) and source not in self._parent and self._alike(source, output):
+            self._parent[source] = _Inside(output, perm=tuple(perm.index(axis) for axis in range(len(perm))))
+
+    def _drop_torn_reshapes(self) -> None:
+        """A Reshape of a tensor with gaps is a view only where none of its axes would cross one."""
         for name, inside in list(self._parent.items()):
             if inside.reshape is not None and (
-                    inside.parent in self._parent or self._group_halo(inside.parent) or self._wanted.get(name)):
+                    self._group_halo(inside.parent) or self._wanted.get(name) or not self._can_reshape(inside)):
                 del self._parent[name]
+
+    def _can_reshape(self, inside: _Inside) -> bool:
+        assert inside.reshape is not None
+        if inside.parent not in self._parent:
+            return True
+        view = self._without_halo(inside.parent).view
+        return len(inside.reshape) <= 3 and reshaped_strides(view, inside.reshape) is not None
+
+    def _without_halo(self, name: str) -> Place:
+        """Where the tensor would lie in a buffer of its group that has no halo."""
+        inside = self._parent.get(name)
+        if inside is not None:
+            return inside.derive(self._without_halo(inside.parent))
+        tensor = self.graph.types[name]
+        return Place(0, 0, dense_view(stored_dtype(tensor), item_shape(tensor)), items_of(tensor))
 
     def _root(self, name: str) -> str:
         while name in self._parent:
@@ -240,17 +270,49 @@ class Places:
 
 @dataclass(frozen=True)
 class _Inside:
-    """How a tensor lies in another: cut along axes of the item, or seen in another shape."""
+    """How a tensor lies in another: cut along axes of the item, its axes in another order, or in another shape."""
     parent: str
     cuts: tuple[tuple[int, int, int, int], ...] = ()        # (axis, start, stop, step)
     reshape: tuple[int, ...] | None = None
+    perm: tuple[int, ...] = ()                              # of all axes, the leading one stays
 
     def derive(self, place: Place) -> Place:
+        view = place.view
+        if self.reshape is not None and view.dense:
+            return replace(place, view=dense_view(view.dtype, self.reshape))
         if self.reshape is not None:
-            return replace(place, view=dense_view(place.view.dtype, self.reshape))
+            strides = reshaped_strides(view, self.reshape)
+            assert strides is not None
+            return replace(place, view=replace(view, shape=self.reshape, strides=strides))
+        if self.perm:
+            axes = [axis - 1 for axis in self.perm[1:]]
+            shape, strides = (tuple(values[axis] for axis in axes) for values in (view.shape, view.strides))
+            return replace(place, view=replace(view, shape=shape, strides=strides))
         for cut in self.cuts:
             place = place.part(*cut)
         return place
+
+
+def reshaped_strides(view: View, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """The strides of the same elements in another shape; None if an axis would cross a gap, or the last be none."""
+    runs: list[tuple[int, int]] = []        # (extent, stride) of axes that follow each other without a gap
+    for extent, stride in zip(view.shape, view.strides, strict=True):
+        if runs and runs[-1][1] == extent * stride:
+            runs[-1] = (runs[-1][0] * extent, stride)
+        elif extent != 1:
+            runs.append((extent, stride))
+    if runs and runs[-1][1] != view.size:
+        return None
+    strides: list[int] = []
+    extent, stride = 1, view.size           # what is left of the run that is being cut, from its end
+    for wanted in reversed(shape):
+        if extent == 1 and wanted != 1 and runs:
+            extent, stride = runs.pop()
+        if extent % wanted:
+            return None
+        strides.append(stride)
+        extent, stride = extent // wanted, stride * wanted
+    return tuple(reversed(strides)) if extent == 1 and not runs else None
 
 
 def cuts_of(node: Node, source: TensorType, outputs: list[TensorType]) -> list[list[tuple[int, int, int, int]] | None]:

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.access import item_addresses, load_channels, load_constants, offset, run_program, unravel
+from engines.backends.llvm.access import item_addresses, load_channels, load_constants, offset, run_program
 from engines.backends.llvm.arithmetic import INT8, Arithmetic
 from engines.backends.llvm.emit import FLOAT, I32, PTR, Function, Module, Value
 from engines.backends.llvm.factors import MIDDLE, Left, Matrix, Right, multiply, product_arithmetic
@@ -35,7 +35,7 @@ from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.kernels.contraction import tile_shapes
 from engines.backends.llvm.lanes import SIZES, Lanes, from_float, to_float
 from engines.backends.llvm.program import INSTRUCTIONS, Floats, Program, fma, load_meaning, store_meaning
-from engines.backends.llvm.rows import PARTIALS, At, fold, fold_rows, live, vectors
+from engines.backends.llvm.rows import PARTIALS, At, fold, fold_rows, live
 from engines.backends.llvm.spec import (
     ALIGNMENT,
     Array,
