@@ -12,6 +12,7 @@ from engines.ops import (  # noqa: F401  (each fills OPS)
     normalization,
     pooling,
     quantization,
+    recurrent,
     reduction,
     resize,
     shape,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engines.ir import Array, Dim, Graph, Node
+from engines.ir import BATCH, Array, Dim, Graph, Node
 from engines.ops import OPS
 
 
@@ -65,9 +65,9 @@ def is_view_of_input(graph: Graph, node: Node) -> bool:
 
     A left factor needs its last axis to be contiguous, a right one that or the one before.
     """
-    perm, result = node.attrs["perm"], node.outputs[0]
+    perm, (source,), (result,) = node.attrs["perm"], node.inputs, node.outputs
     contiguous = perm.index(len(perm) - 1) - len(perm)
-    if perm[0] != 0 or result in graph.outputs or contiguous < -2 or graph.is_constant(node.inputs[0]):
+    if not _keeps_items(graph, node) or result in graph.outputs or contiguous < -2 or graph.is_constant(source):
         return False
     readers = graph.consumers[result]
     return bool(readers) and all(
@@ -82,7 +82,13 @@ def is_view_of_output(graph: Graph, node: Node) -> bool:
     source, perm = node.inputs[0], node.attrs["perm"]
     producer = graph.producer.get(source)
     return (producer is not None and is_product(graph, producer) and reader(graph, source) is node
-            and perm[0] == 0 and perm[-1] == len(perm) - 1)
+            and _keeps_items(graph, node) and perm[-1] == len(perm) - 1)
+
+
+def _keeps_items(graph: Graph, node: Node) -> bool:
+    """Whether a Transpose leaves the items of a batch, or of a leading axis, what they are."""
+    shape, perm = graph.shape(node.inputs[0]), node.attrs["perm"]
+    return shape[-1] != BATCH and (BATCH in shape or perm[0] == 0)
 
 
 def _epilogue_inputs(node: Node) -> set[str]:

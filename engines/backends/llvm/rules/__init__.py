@@ -7,6 +7,7 @@ from engines.backends.llvm.rules import (  # noqa: F401
     layout,
     pointwise,
     pool,
+    recurrence,
     resize,
     rows,
     transposed,
