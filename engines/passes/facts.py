@@ -54,10 +54,9 @@ ATTENTION = "ScaledDotProductAttention"
 
 # ---- products of two run-time tensors: their kernels read and write rows that are any number of bytes apart
 def is_product(graph: Graph, node: Node) -> bool:
-    """Whether the node multiplies tensors that are both computed at run time."""
+    """Whether the node multiplies by a tensor that is computed at run time."""
     anchor = node.anchor
-    return anchor.op == ATTENTION or anchor.op == "MatMul" and not any(
-        graph.is_constant(name) for name in anchor.inputs)
+    return anchor.op == ATTENTION or anchor.op == "MatMul" and not graph.is_constant(anchor.inputs[1])
 
 
 def is_view_of_input(graph: Graph, node: Node) -> bool:

@@ -51,7 +51,8 @@ def quantize(graph: Graph, ranges: Ranges, keep_float: Collection[str] = (), log
         if node not in chosen:
             note(log, node, "quantize", f"stays float: no range is known for its input '{node.anchor.inputs[0]}'")
     wanted = {id(node): _input_type(graph, node, ranges) or _as_float(graph, node) for node in chosen}
-    wanted |= {id(node): _as_float(graph, node) for node in graph.nodes if _is_weighted(node) and node not in chosen}
+    wanted |= {id(node): _as_float(graph, node) for node in graph.nodes
+               if _is_weighted(node) and node not in chosen and not is_product(graph, node)}
     names = {node.outputs for node in chosen}
     graph = _with_int8_weights(with_conversions(graph, wanted), names)
     return graph.rebuild(replace(node, precision="int8") if node.op == "Recurrence" and not set(node.origin) & set(

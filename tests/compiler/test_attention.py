@@ -132,7 +132,7 @@ def feeds_for(case: Case, batch: int) -> dict[str, Any]:
 
 def built(model: onnx.ModelProto, folder: Path, **options: Any) -> Engine:
     onnx.save(model, folder / "model.onnx")
-    config = BuildConfig(max_batch=MAX_BATCH, timing=False, **options)
+    config = BuildConfig(**{"max_batch": MAX_BATCH, "timing": False, **options})
     return Engine(compile_model(folder / "model.onnx", config, Calibration(), say=lambda text: None).plan)
 
 

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 
 from engines.backends.llvm.access import hidden, transposed
 from engines.backends.llvm.arithmetic import INT8, Arithmetic, arithmetic_for
-from engines.backends.llvm.emit import I8, Function, Value, vector
+from engines.backends.llvm.emit import FLOAT, I8, I32, Function, Value, vector
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import ELEMENTS, SIZES, from_float, to_float
+from engines.backends.llvm.spec import View
 
 MIDDLE = 128            # of uint8: stored - MIDDLE is an int8
 
@@ -180,6 +181,47 @@ def _padded(stored: Value, width: int, fill: int) -> Value:
     return stored.f.shuffle(stored, stored.like(fill), [min(i, count) for i in range(width)], "padded")
 
 
+def last_two_axes(view: View) -> Matrix:
+    return Matrix(view.dtype, view.shape[-2], view.shape[-1], (view.strides[-2], view.strides[-1]))
+
+
+# ---- int8: what zero points add to a sum of products
+def integer(f: Function, numbers: Value, index: int) -> Value:
+    """A float of the constant "numbers" as an int32."""
+    return f.cast("fptosi", f.load(FLOAT, numbers + 4 * index, hint="number"), I32, "number")
+
+
+def column_sums(isa: Isa, panel: Value, steps: int, vectors: int) -> list[Value]:
+    """The sums of a packed panel's columns, as packed."""
+    f = panel.f
+    ones = isa.unsigned(f.constant(1, vector(isa.bytes, I8)))
+    sums = {v: f.constant(0, isa.ints) for v in range(vectors)}
+    at = {"w": panel}
+    for _ in f.loop("k", steps, sums=sums, at=at):
+        for v in range(vectors):
+            sums[v] = isa.dot4(sums[v], ones, isa.ready_weights(at["w"] + v * isa.ready_bytes))
+        at["w"] += vectors * isa.ready_bytes
+    return list(sums.values())
+
+
+def row_sums(isa: Isa, matrix: Matrix, source: Value, target: Value) -> None:
+    """The sums of the rows of a left factor of bytes -> int32."""
+    f = source.f
+    ones = isa.spread(f.constant(1, vector(isa.bytes, I8)))
+    for row in f.loop("summed row", matrix.rows):
+        total = {"sum": f.constant(0, isa.ints)}
+        here = matrix.at(source, row, 0)
+        for column, count in f.tiles("summed part", matrix.columns, isa.bytes, total=total):
+            part = _padded(f.load(vector(count, I8), here + column, hint="bytes"), isa.bytes, 0)
+            total["sum"] = isa.dot4(total["sum"], isa.unsigned(part), ones)
+        value = total["sum"]
+        distance = isa.lanes // 2
+        while distance:
+            value = value + f.shuffle(value, None, [i ^ distance for i in range(isa.lanes)], "others")
+            distance //= 2
+        f.store(f.op(I32, f"extractelement {value}, i32 0", "sum"), target + row * 4)
+
+
 # ---- the left factor
 @dataclass(frozen=True)
 class Left:
@@ -216,14 +258,14 @@ class Left:
 
 # ---- the tile
 def multiply(f: Function, isa: Isa, arithmetic: Arithmetic, x: Value, w: Value, pitch: int, shape: tuple[int, int],
-             steps: int, start: Sequence[Value] = ()) -> dict[tuple[int, int], Value]:
+             steps: int, start: Sequence[Sequence[Value]] = ()) -> dict[tuple[int, int], Value]:
     """The sums of a tile as float32: {(row, vector)}, of rows `pitch` bytes apart by the vectors of a packed panel.
 
-    start: for each vector what its sums begin with, instead of zero.
+    start: [row][vector], what the sums begin with instead of zero.
     """
     rows, vectors = shape
     step = arithmetic.weight_bytes(isa)
-    acc = {(m, v): start[v] if start else arithmetic.zero(isa, x) for m in range(rows) for v in range(vectors)}
+    acc = {(m, v): start[m][v] if start else arithmetic.zero(isa, x) for m in range(rows) for v in range(vectors)}
     at = {"x": x, "w": w}
     for _ in f.loop("k", steps, acc=acc, at=at):
         weights = [arithmetic.weights(isa, at["w"] + v * step) for v in range(vectors)]

@@ -2,15 +2,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
 
 from engines.backends.llvm.calls import Call, Context, Refused, broadcast_to, lowers, write_body
 from engines.backends.llvm.factors import MIDDLE
 from engines.backends.llvm.kernels.attention import Attention
 from engines.backends.llvm.rules.pointwise import FLOATS
-from engines.backends.llvm.spec import Array, View, dense_view
 from engines.ir import Node, TensorType
 
 
@@ -31,17 +27,14 @@ def lower_attention(ctx: Context, node: Node) -> Sequence[Call]:
         raise Refused("its body reads another tensor")
     q, k, v = views
     scores = (*ctx.type(output).shape[:3], k.shape[1])
-    fixed = mask in ctx.graph.constants
-    constants: dict[str, Any] = {"numbers": _numbers(types, attention.attrs["scale"]), "program": written.constants}
     inputs, mask_view = list(factors), None
-    if fixed:
-        constants["mask"], mask_view = _fixed_mask(ctx.constant(mask), [int(extent) for extent in scores[1:]])
-    elif mask:
+    if mask:
         inputs.append(ctx.places[mask])
         mask_view = broadcast_to(ctx, mask, scores)
         if mask_view.dtype != "float32":
             raise Refused("its mask is not stored as float32")
-    spec = Attention(q, k, v, y.view, mask_view, fixed, written.program, "int8" if exact else node.precision)
+    constants = {"numbers": _numbers(types, attention.attrs["scale"]), "program": written.constants}
+    spec = Attention(q, k, v, y.view, mask_view, written.program, "int8" if exact else node.precision)
     return [Call(node, spec, tuple(inputs), (y,), constants)]
 
 
@@ -59,13 +52,3 @@ def _mean_of(values: TensorType, exact: bool) -> tuple[float, float]:
         return 1.0, 0.0
     scale, zero = values.quant.scale[0], values.quant.zero_point[0]
     return scale, scale * (MIDDLE - zero) if exact else 0.0
-
-
-def _fixed_mask(mask: Array, shape: Sequence[int]) -> tuple[Array, View]:
-    """A constant mask, and how the kernel sees it beside scores of one item, [heads, S, T]."""
-    if mask.ndim == 4 and mask.shape[0] != 1:
-        raise Refused("its constant mask differs from item to item")
-    mask = mask.reshape((*(1,) * (3 - mask.ndim), *mask.shape)[-3:])
-    dense = dense_view("float32", mask.shape)
-    strides = tuple(0 if extent == 1 else stride for extent, stride in zip(mask.shape, dense.strides, strict=True))
-    return np.asarray(mask, np.float32), View("float32", tuple(shape), strides, 0)
