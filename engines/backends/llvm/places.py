@@ -4,6 +4,7 @@ A buffer holds one tensor, or several that share it:
   Split, Slice     each output is a part of its input
   Concat           each input is a part of the output, if it is free to be: its producer then writes into its slice
   Reshape          the output is the input seen otherwise, where its elements follow each other without a gap
+  Pad by zeros     the output is the input seen with its halo
 
 A convolution reads its padding from memory: the tensors that it pads have a halo of their zero point around each image.
 Tensors that share a buffer share its halo. A constant tensor has a place too, among the plan's constants.
@@ -69,6 +70,14 @@ class Place:
         strides[axis] *= step
         return replace(self, offset=offset, view=replace(self.view, shape=tuple(shape), strides=tuple(strides)))
 
+    def with_halo(self, halo: Halo) -> Place:
+        """The image and what its buffer has around it."""
+        if not halo:
+            return self
+        height, width, channels = self.view.shape
+        shape = (halo.top + height + halo.bottom, halo.left + width + halo.right, channels)
+        return replace(self.moved(-halo.top, -halo.left, 0), view=replace(self.view, shape=shape))
+
     def moved(self, *steps: int) -> Place:
         """The same view, its origin moved by so many indices along each axis."""
         offset = sum(n * stride for n, stride in zip(steps, self.view.strides, strict=True))
@@ -98,7 +107,9 @@ def pads_of(node: Node) -> tuple[int, int, int, int]:
 
 
 def halo_wanted(graph: Graph, node: Node) -> Mapping[str, Halo]:
-    """Input -> the halo that a convolution reads around it."""
+    """Input -> the halo that a convolution, or what a Pad is for, reads around it."""
+    if node.op == "Pad":
+        return {node.inputs[0]: halo} if (halo := _halo_of_pad(graph, node)) else {}
     conv = node.anchor
     if not conv.attrs.get("channels_last"):
         return {}
@@ -107,6 +118,16 @@ def halo_wanted(graph: Graph, node: Node) -> Mapping[str, Halo]:
             phases(graph, conv), graph.types[conv.inputs[0]].shape[1:3], strict=True))
         return {conv.inputs[0]: Halo(top, left, bottom, right)}
     return {conv.inputs[0]: Halo(*pads_of(conv))} if conv.op == "Conv" else {}
+
+
+def _halo_of_pad(graph: Graph, node: Node) -> Halo:
+    """The halo that stands for a Pad of images [n, height, width, channels] by zeros; an empty one for any other."""
+    source, output, pads = node.inputs[0], node.outputs[0], tuple(int(p) for p in node.attrs["pads"])
+    if (len(pads) != 8 or min(pads) < 0 or any((pads[0], pads[3], pads[4], pads[7])) or graph.is_constant(source)
+            or node.attrs.get("mode", "constant") != "constant" or node.attrs.get("value", 0) != 0
+            or graph.types[source].quant != graph.types[output].quant):
+        return Halo()
+    return Halo(pads[1], pads[2], pads[5], pads[6])
 
 
 def _beside(axis: Sequence[Phase], extent: int) -> tuple[int, int]:
@@ -125,6 +146,7 @@ class Places:
         self._parent: dict[str, _Inside] = {}
         for node in graph.nodes:
             self._see_views(node)
+            self._see_pad(node)
         for node in reversed(graph.nodes):
             self._see_concat(node)
         self._drop_reshapes_of_gappy_tensors()
@@ -178,6 +200,13 @@ class Places:
             strided = any(axis == rank - 1 and step != 1 for axis, _, _, step in cut or ())
             if cut is not None and not strided and not (moves_rows and self._wanted.get(output)):
                 self._parent[output] = _Inside(source, cuts=tuple(cut))
+
+    def _see_pad(self, node: Node) -> None:
+        """Unless a convolution pads the output once more: then there is a halo around a halo, and a copy."""
+        if node.op != "Pad" or self._wanted.get(node.outputs[0]):
+            return
+        if halo := _halo_of_pad(self.graph, node):
+            self._parent[node.outputs[0]] = _Inside(node.inputs[0], halo=halo)
 
     def _see_concat(self, node: Node) -> None:
         if node.op != "Concat":
@@ -245,9 +274,10 @@ class Places:
 
 @dataclass(frozen=True)
 class _Inside:
-    """How a tensor lies in another: cut along axes of the item, or seen in another shape."""
+    """How a tensor lies in another: cut along axes of the item, with its halo, or seen in another shape."""
     parent: str
     cuts: tuple[tuple[int, int, int, int], ...] = ()        # (axis, start, stop, step)
+    halo: Halo = Halo()
     reshape: tuple[int, ...] | None = None
 
     def derive(self, place: Place) -> Place:
@@ -255,7 +285,7 @@ class _Inside:
             return replace(place, view=dense_view(place.view.dtype, self.reshape))
         for cut in self.cuts:
             place = place.part(*cut)
-        return place
+        return place.with_halo(self.halo)
 
 
 def cuts_of(node: Node, source: TensorType, outputs: list[TensorType]) -> list[list[tuple[int, int, int, int]] | None]:
