@@ -25,7 +25,8 @@ PACKAGES = {
 STANDS_ON = {
     "version": (), "errors": (), "tables": (),
     "ir": ("errors",),
-    "plan": ("ir",),
+    "packed": ("ir",),
+    "plan": ("packed",),
     # compiling
     "shapes": ("ir",),
     "ops": ("shapes",),
@@ -39,7 +40,9 @@ STANDS_ON = {
     # serving
     "cpu": ("errors",),
     "loader": ("errors",),
-    "planfile": ("plan",),
+    "records": (),
+    "narrow": ("memory",),
+    "planfile": ("records", "narrow"),
     "memory": ("plan",),
     "fallback": ("plan",),
     "execution": ("memory", "tables", "loader", "fallback"),
