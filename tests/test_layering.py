@@ -35,7 +35,7 @@ STANDS_ON = {
     "frontend": ("reference", "version"),
     "passes": ("frontend",),
     "tactics": ("version", "errors"),
-    "backends": ("passes", "serialize", "tactics", "plan", "tables", "cpu", "loader"),
+    "backends": ("passes", "serialize", "tactics", "plan", "tables", "cpu", "loader", "memory"),
     "builder": ("backends",),
     # serving
     "cpu": ("errors",),

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from engines.backends.llvm.buffers import buffers_of, fills_of, write_borders
 from engines.backends.llvm.calls import Call
 from engines.backends.llvm.constants import Constants
 from engines.backends.llvm.isa import Isa, best_isa, isa_named
 from engines.backends.llvm.lower import Lowered, lower
-from engines.backends.llvm.places import NO_BUFFER, Place, batch_axis, buffer_bytes
+from engines.backends.llvm.places import NO_BUFFER, Place, batch_axis, tensor_view
 from engines.backends.llvm.scheduler import scheduler_object
 from engines.backends.llvm.tuner import Tuner
 from engines.cpu import detect
@@ -55,7 +56,7 @@ def compile_graph(graph: Graph, tuner: Tuner, max_batch: int, progress: Progress
     progress(done, of, what) is called as the kernels are chosen. to_keep: the plan is to be written, so find out which
     of the graph's constants need not be.
     """
-    lowered = lower(graph, tuner.isa)
+    lowered = write_borders(lower(graph, tuner.isa), max_batch)
     assembler = _Assembler(lowered, tuner, max_batch)
     for i, call in enumerate(lowered.calls):
         if progress:
@@ -75,14 +76,11 @@ class _Assembler:
         self.steps: list[Step] = []
         self.code: dict[str, bytes] = {}
         self.constants = Constants(self.graph, tuner.isa)
-        self.readers: dict[int, list[int]] = {}     # buffer -> steps
-        self.writers: dict[int, list[int]] = {}
+        self.writers: dict[int, list[int]] = {}     # buffer -> steps
 
     def add(self, call: Call) -> None:
         depends = {step for place in call.inputs for step in self.writers.get(place.buffer, ())}
         step = self._kernel(call, depends) if call.spec else self._fallback(call, depends)
-        for place in call.inputs:
-            self.readers.setdefault(place.buffer, []).append(len(self.steps))
         for place in call.outputs:
             self.writers.setdefault(place.buffer, []).append(len(self.steps))
         self.steps.append(step)
@@ -130,34 +128,14 @@ class _Assembler:
                     "architecture": _architecture(isa, cpu.architecture)}
         return Compiled(
             target=isa.name, cpu=made_for,
-            buffers=tuple(self._buffers()), fills=tuple(self._fills()), steps=tuple(self.steps),
+            buffers=buffers_of(self.lowered, self.max_batch), fills=fills_of(self.lowered), steps=tuple(self.steps),
             code=(*self.code.values(), scheduler_object(isa)), constants=self.constants.data(),
             packed=self.constants.packed() if to_keep else {},
             inputs=tuple(map(self._io, self.graph.inputs)), outputs=tuple(map(self._io, self.graph.outputs)))
 
-    def _buffers(self) -> list[Buffer]:
-        inputs = {self.places[name].buffer for name in self.graph.inputs}
-        outputs = {self.places[name].buffer for name in self.graph.outputs}
-        result = []
-        for i, storage in enumerate(self.places.buffers):
-            first = -1 if i in inputs else min(self.writers.get(i, [len(self.steps)]))
-            last = len(self.steps) if i in outputs else max([*self.readers.get(i, []), *self.writers.get(i, []), first])
-            result.append(Buffer(storage.name, buffer_bytes(storage, max(self.max_batch, 1)), first, last))
-        return result
-
-    def _fills(self) -> list[Fill]:
-        fills = []
-        for i, storage in enumerate(self.places.buffers):
-            if storage.halo:
-                halo = storage.halo
-                cells = ((halo.top, halo.bottom), (halo.left, halo.right), (0, 0))
-                view = _tensor_view(storage.name, Place(i, 0, storage.whole, storage.items))
-                fills.append(Fill(view, storage.pad, cells if view.batched else ((0, 0), *cells)))
-        return fills
-
     def _view(self, name: str) -> TensorView:
         tensor = self.graph.types[name]
-        view = _tensor_view(name, self.places[name], scalar=not tensor.shape)
+        view = tensor_view(name, self.places[name], scalar=not tensor.shape)
         return replace(view, quant=tensor.quant, batch_axis=batch_axis(tensor))
 
     def _io(self, name: str) -> IoTensor:
@@ -167,11 +145,3 @@ class _Assembler:
 
 def _architecture(isa: Isa, here: str) -> str:
     return isa.triple.split("-")[0] if isa.triple else here
-
-
-def _tensor_view(name: str, place: Place, scalar: bool = False) -> TensorView:
-    view = place.view
-    if place.items == BATCH:
-        return TensorView(name, view.dtype, view.shape, place.buffer, place.offset, view.strides, view.item)
-    shape, strides = ((), ()) if scalar else ((int(place.items), *view.shape), (view.item, *view.strides))
-    return TensorView(name, view.dtype, shape, place.buffer, place.offset, strides, 0, batched=False)
