@@ -12,11 +12,11 @@ from engines.backends.llvm.isa import Isa, best_isa, isa_named
 from engines.backends.llvm.lower import Lowered, lower
 from engines.backends.llvm.places import Place, buffer_bytes
 from engines.backends.llvm.scheduler import scheduler_object
-from engines.backends.llvm.spec import ALIGNMENT
+from engines.backends.llvm.spec import ALIGNMENT, Window
 from engines.backends.llvm.tuner import Tuner
 from engines.cpu import detect
 from engines.ir import BATCH, Graph
-from engines.plan import Buffer, Fallback, Fill, IoTensor, Operand, Step, TensorView
+from engines.plan import Buffer, Fallback, Fill, IoTensor, Operand, Reach, Step, TensorView
 from engines.serialize import node_to_json
 from engines.tactics import TimingCache
 
@@ -93,13 +93,16 @@ class _Assembler:
         packed = [self._constant(array) for array in spec.pack(self.tuner.isa, choice.tactic, call.constants)]
         batched = call.outputs[0].items == BATCH
         constant_bytes = sum(size for _, size in packed)
+        reaches = [_reach(place, window, grid.rows_per_item) for place, window in zip(
+            (*call.inputs, *call.outputs), spec.windows(self.tuner.isa, choice.tactic), strict=True)]
         return Step(
             symbol=choice.kernel.symbol,
             operands=(*map(_operand, call.inputs), *(operand for operand, _ in packed), *map(_operand, call.outputs)),
             rows_per_item=grid.rows_per_item if batched else 0,
             rows=0 if batched else grid.rows_per_item * int(call.outputs[0].items),
             row_step=grid.row_step, columns=grid.columns, column_step=grid.column_step,
-            depends=tuple(sorted(depends)), constant_bytes=constant_bytes,
+            depends=tuple(sorted(depends)), reads=tuple(reaches[:len(call.inputs)]),
+            writes=tuple(reaches[len(call.inputs):]), constant_bytes=constant_bytes,
             name=node.name or node.outputs[0], fuses=node.origin,
             precision=getattr(spec, "precision", _PRECISIONS.get(spec.outputs[0].dtype, "fp32")),
             tactic=f"{spec.family}: {choice.tactic}", time_us=round(choice.time_us, 3),
@@ -168,6 +171,11 @@ def _architecture(isa: Isa, here: str) -> str:
 
 def _operand(place: Place) -> Operand:
     return Operand(place.buffer, place.offset)
+
+
+def _reach(place: Place, window: Window, period: int) -> Reach:
+    return Reach(place.buffer, place.offset + window.begin, place.offset + window.end, window.rows, window.stride,
+                 place.view.item, period)
 
 
 def _tensor_view(name: str, place: Place, scalar: bool = False) -> TensorView:
