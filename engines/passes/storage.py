@@ -35,12 +35,14 @@ def classes(graph: Graph) -> list[tuple[str, ...]]:
     fixed = {name for name in parent if graph.types[name].dtype != FLOAT}.union(graph.inputs, graph.outputs)
     for node in graph.nodes:
         touched = [name for name in (*node.inputs, *node.outputs) if name in parent]
-        if node.op in _SHARING:
+        if node.op in _SHARING or _pads_with_zeros(node):
             data = [name for name in touched if graph.types[name].dtype == FLOAT]
             for name in data[1:]:
                 parent[root(name)] = root(data[0])
             if node.op == "Concat" and len(touched) != len(node.inputs) + len(node.outputs):
                 fixed.update(touched)               # a constant part
+        elif node.op == "Recurrence":
+            fixed.update(name for name in touched if name != node.outputs[0])
         elif node.op not in _CONVERTING:
             fixed.update(touched)
     still = {root(name) for name in fixed}
@@ -49,6 +51,12 @@ def classes(graph: Graph) -> list[tuple[str, ...]]:
         if root(name) not in still:
             members.setdefault(root(name), []).append(name)
     return [tuple(names) for names in members.values()]
+
+
+def _pads_with_zeros(node: Node) -> bool:
+    """Zero is exact in every stored type; another number might not be."""
+    return (node.op == "Pad" and node.attrs.get("mode", "constant") == "constant"
+            and node.attrs.get("value", 0) == 0)
 
 
 def is_image(graph: Graph, name: str) -> bool:

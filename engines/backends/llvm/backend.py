@@ -10,7 +10,7 @@ import numpy as np
 from engines.backends.llvm.calls import Call
 from engines.backends.llvm.isa import Isa, best_isa, isa_named
 from engines.backends.llvm.lower import Lowered, lower
-from engines.backends.llvm.places import Place, buffer_bytes
+from engines.backends.llvm.places import NO_BUFFER, Place, batch_axis, buffer_bytes
 from engines.backends.llvm.scheduler import scheduler_object
 from engines.backends.llvm.spec import ALIGNMENT, Window
 from engines.backends.llvm.tuner import Tuner
@@ -71,6 +71,7 @@ class _Assembler:
         self.steps: list[Step] = []
         self.code: dict[str, bytes] = {}
         self.constants = bytearray()
+        self.tensors: dict[str, Operand] = {}       # constants that kernels read as they read any tensor
         self.readers: dict[int, list[int]] = {}     # buffer -> steps
         self.writers: dict[int, list[int]] = {}
 
@@ -93,16 +94,19 @@ class _Assembler:
         packed = [self._constant(array) for array in spec.pack(self.tuner.isa, choice.tactic, call.constants)]
         batched = call.outputs[0].items == BATCH
         constant_bytes = sum(size for _, size in packed)
-        reaches = [_reach(place, window, grid.rows_per_item) for place, window in zip(
-            (*call.inputs, *call.outputs), spec.windows(self.tuner.isa, choice.tactic), strict=True)]
+        windows = spec.windows(self.tuner.isa, choice.tactic)
+        reads, writes = (tuple(_reach(place, window, grid.rows_per_item) for place, window in pairs
+                               if place.buffer != NO_BUFFER)
+                         for pairs in (zip(call.inputs, windows, strict=False),
+                                       zip(call.outputs, windows[len(call.inputs):], strict=True)))
         return Step(
             symbol=choice.kernel.symbol,
-            operands=(*map(_operand, call.inputs), *(operand for operand, _ in packed), *map(_operand, call.outputs)),
+            operands=(*map(self._operand, call.inputs), *(operand for operand, _ in packed),
+                      *map(self._operand, call.outputs)),
             rows_per_item=grid.rows_per_item if batched else 0,
             rows=0 if batched else grid.rows_per_item * int(call.outputs[0].items),
             row_step=grid.row_step, columns=grid.columns, column_step=grid.column_step,
-            depends=tuple(sorted(depends)), reads=tuple(reaches[:len(call.inputs)]),
-            writes=tuple(reaches[len(call.inputs):]), constant_bytes=constant_bytes,
+            depends=tuple(sorted(depends)), reads=reads, writes=writes, constant_bytes=constant_bytes,
             name=node.name or node.outputs[0], fuses=node.origin,
             precision=getattr(spec, "precision", _PRECISIONS.get(spec.outputs[0].dtype, "fp32")),
             tactic=f"{spec.family}: {choice.tactic}", time_us=round(choice.time_us, 3),
@@ -122,6 +126,13 @@ class _Assembler:
         offset = len(self.constants)
         self.constants.extend(np.ascontiguousarray(array).tobytes())
         return Operand(None, offset), array.nbytes
+
+    def _operand(self, place: Place) -> Operand:
+        if place.buffer != NO_BUFFER:
+            return Operand(place.buffer, place.offset)
+        if place.constant not in self.tensors:
+            self.tensors[place.constant], _ = self._constant(self.graph.constants[place.constant])
+        return replace(self.tensors[place.constant], offset=self.tensors[place.constant].offset + place.offset)
 
     # ---- buffers
     def finish(self) -> Compiled:
@@ -158,7 +169,7 @@ class _Assembler:
     def _view(self, name: str) -> TensorView:
         tensor = self.graph.types[name]
         view = _tensor_view(name, self.places[name], scalar=not tensor.shape)
-        return replace(view, quant=tensor.quant)
+        return replace(view, quant=tensor.quant, batch_axis=batch_axis(tensor))
 
     def _io(self, name: str) -> IoTensor:
         tensor = self.graph.types[name]
@@ -167,10 +178,6 @@ class _Assembler:
 
 def _architecture(isa: Isa, here: str) -> str:
     return isa.triple.split("-")[0] if isa.triple else here
-
-
-def _operand(place: Place) -> Operand:
-    return Operand(place.buffer, place.offset)
 
 
 def _reach(place: Place, window: Window, period: int) -> Reach:

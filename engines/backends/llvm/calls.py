@@ -129,8 +129,8 @@ def write_body(ctx: Context, node: Node, accumulator: tuple[Any, Any] | None) ->
     def argument(name: str) -> Affine:
         if name in values:
             return values[name]
-        if name in ctx.graph.constants:
-            return Affine.number(_per_channel(name, ctx.graph.constants[name]))
+        if (number := _per_channel(ctx.graph.constants.get(name))) is not None:
+            return Affine.number(number)
         if name not in operands:
             operands[name] = stored(ctx.type(name), builder.operand())
         return operands[name]
@@ -148,13 +148,11 @@ def write_body(ctx: Context, node: Node, accumulator: tuple[Any, Any] | None) ->
     return Written(program, list(builder.constants), tuple(operands))
 
 
-def _per_channel(name: str, constant: Array) -> Array:
-    """A constant that varies along the last axis only, as a vector (or one number)."""
-    if constant.size == 1:
-        return constant.reshape(())
-    if constant.size != constant.shape[-1]:
-        raise Refused(f"constant '{name}' of shape {constant.shape} varies along more than the last axis")
-    return constant.reshape(-1)
+def _per_channel(constant: Array | None) -> Array | None:
+    """A constant that varies along the last axis only, as a vector (or one number); others are read from memory."""
+    if constant is None or constant.size != 1 and constant.size != constant.shape[-1]:
+        return None
+    return constant.reshape(()) if constant.size == 1 else constant.reshape(-1)
 
 
 def copy_node(source: str, output: str, origin: tuple[str, ...] = ()) -> Node:

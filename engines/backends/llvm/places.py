@@ -4,9 +4,10 @@ A buffer holds one tensor, or several that share it:
   Split, Slice     each output is a part of its input
   Concat           each input is a part of the output, if it is free to be: its producer then writes into its slice
   Reshape          the output is the input seen otherwise, where its elements follow each other without a gap
+  Pad by zeros     the output is the input seen with its halo
 
 A convolution reads its padding from memory: the tensors that it pads have a halo of their zero point around each image.
-Tensors that share a buffer share its halo.
+Tensors that share a buffer share its halo. A constant tensor has a place too, among the plan's constants.
 """
 from __future__ import annotations
 
@@ -18,8 +19,10 @@ import numpy as np
 
 from engines.backends.llvm.spec import View, dense_view
 from engines.backends.llvm.transposed import Phase, phases
+from engines.errors import ModelError
 from engines.ir import BATCH, Dim, Graph, Node, TensorType
 
+NO_BUFFER = -1
 SLACK = 128         # bytes past every buffer that a kernel may read (never use): the end of its last vector
 
 
@@ -54,10 +57,11 @@ class Storage:
 @dataclass(frozen=True)
 class Place:
     """A tensor in a buffer: `offset` is of element 0 of item 0."""
-    buffer: int
+    buffer: int                 # NO_BUFFER: `constant` is where it lies
     offset: int
     view: View
     items: Dim
+    constant: str = ""          # the constant's name
 
     def part(self, axis: int, start: int, stop: int, step: int = 1) -> Place:
         """Indices start, start + step, ... below stop of an axis of the item."""
@@ -67,6 +71,14 @@ class Place:
         strides[axis] *= step
         return replace(self, offset=offset, view=replace(self.view, shape=tuple(shape), strides=tuple(strides)))
 
+    def with_halo(self, halo: Halo) -> Place:
+        """The image and what its buffer has around it."""
+        if not halo:
+            return self
+        height, width, channels = self.view.shape
+        shape = (halo.top + height + halo.bottom, halo.left + width + halo.right, channels)
+        return replace(self.moved(-halo.top, -halo.left, 0), view=replace(self.view, shape=shape))
+
     def moved(self, *steps: int) -> Place:
         """The same view, its origin moved by so many indices along each axis."""
         offset = sum(n * stride for n, stride in zip(steps, self.view.strides, strict=True))
@@ -74,14 +86,35 @@ class Place:
 
 
 def items_of(tensor: TensorType) -> Dim:
-    """The leading extent: BATCH, a number, or 1 for a scalar."""
-    return tensor.shape[0] if tensor.shape else 1
+    """BATCH if the tensor has that axis; else the leading extent, or 1 for a scalar."""
+    return BATCH if BATCH in tensor.shape else tensor.shape[0] if tensor.shape else 1
+
+
+def batch_axis(tensor: TensorType) -> int:
+    """Where the axis of the items stands. In memory it always leads."""
+    return tensor.shape.index(BATCH) if BATCH in tensor.shape else 0
 
 
 def item_shape(tensor: TensorType) -> tuple[int, ...]:
-    """The shape without its leading axis. Only the leading axis may be symbolic."""
-    assert all(isinstance(extent, int) for extent in tensor.shape[1:]), f"symbolic extent in {tensor}"
-    return tuple(int(extent) for extent in tensor.shape[1:])
+    """The shape without the axis of the items."""
+    axis = batch_axis(tensor)
+    return tuple(int(extent) for i, extent in enumerate(tensor.shape) if i != axis)
+
+
+def item_perm(node: Node, source: TensorType) -> tuple[int, ...] | None:
+    """How a Transpose moves the axes of an item; None if it moves axes of all items."""
+    perm = node.attrs.get("perm") or tuple(reversed(range(len(source.shape))))
+    if items_of(source) != BATCH and perm[0] != 0:
+        return None
+    axis = batch_axis(source)
+    return tuple(a - (a > axis) for a in perm if a != axis)
+
+
+def as_one_item(place: Place) -> Place:
+    """A tensor without batch seen as one item, its leading axis an axis like others."""
+    view = place.view
+    return replace(place, items=1, view=replace(view, shape=(int(place.items), *view.shape),
+                                                strides=(view.item, *view.strides)))
 
 
 def stored_dtype(tensor: TensorType) -> str:
@@ -96,7 +129,9 @@ def pads_of(node: Node) -> tuple[int, int, int, int]:
 
 
 def halo_wanted(graph: Graph, node: Node) -> Mapping[str, Halo]:
-    """Input -> the halo that a convolution reads around it."""
+    """Input -> the halo that a convolution, or what a Pad is for, reads around it."""
+    if node.op == "Pad":
+        return {node.inputs[0]: halo} if (halo := _halo_of_pad(graph, node)) else {}
     conv = node.anchor
     if not conv.attrs.get("channels_last"):
         return {}
@@ -107,9 +142,31 @@ def halo_wanted(graph: Graph, node: Node) -> Mapping[str, Halo]:
     return {conv.inputs[0]: Halo(*pads_of(conv))} if conv.op == "Conv" else {}
 
 
+def _halo_of_pad(graph: Graph, node: Node) -> Halo:
+    """The halo that stands for a Pad of images [n, height, width, channels] by zeros; an empty one for any other."""
+    source, output, pads = node.inputs[0], node.outputs[0], tuple(int(p) for p in node.attrs["pads"])
+    if (len(pads) != 8 or min(pads) < 0 or any((pads[0], pads[3], pads[4], pads[7])) or graph.is_constant(source)
+            or node.attrs.get("mode", "constant") != "constant" or node.attrs.get("value", 0) != 0
+            or graph.types[source].quant != graph.types[output].quant):
+        return Halo()
+    return Halo(pads[1], pads[2], pads[5], pads[6])
+
+
 def _beside(axis: Sequence[Phase], extent: int) -> tuple[int, int]:
     """How far before and behind an axis the phases of a transposed convolution read."""
     return max(0, *(-phase.first for phase in axis)), max(0, *(phase.end - extent for phase in axis))
+
+
+def _check_extents(graph: Graph) -> None:
+    """ModelError for a tensor that is no batch of items of one shape."""
+    for node in graph.nodes:
+        for name in node.outputs:
+            symbols = [extent for extent in graph.types[name].shape if isinstance(extent, str)]
+            if symbols not in ([], [BATCH]):
+                shape = ", ".join(map(str, graph.types[name].shape))
+                raise ModelError(f"{graph.name}: node '{node.name or name}' ({node.op}) makes a tensor of shape "
+                                 f"[{shape}], but a tensor may have one axis of the batch, and no other that depends "
+                                 "on it; build the model for a fixed batch: give the input's whole shape with --shape")
 
 
 class Places:
@@ -121,8 +178,10 @@ class Places:
         self._places: dict[str, Place] = {}
         self._wanted = self._halos_wanted()
         self._parent: dict[str, _Inside] = {}
+        _check_extents(graph)
         for node in graph.nodes:
             self._see_views(node)
+            self._see_pad(node)
         for node in reversed(graph.nodes):
             self._see_concat(node)
         self._drop_reshapes_of_gappy_tensors()
@@ -131,6 +190,9 @@ class Places:
             self.place(name)
 
     def __getitem__(self, name: str) -> Place:
+        if name in self.graph.constants:
+            tensor = self.graph.types[name]
+            return Place(NO_BUFFER, 0, dense_view(stored_dtype(tensor), item_shape(tensor)), items_of(tensor), name)
         return self._places[name]
 
     def is_view(self, child: str, parent: str) -> bool:
@@ -152,15 +214,18 @@ class Places:
         return wanted
 
     def _alike(self, a: str, b: str) -> bool:
-        """Stored alike: one may be a part of the other."""
+        """Stored alike, the items leading: one may be a part of the other."""
         types = self.graph.types
         return (types[a].quant == types[b].quant and stored_dtype(types[a]) == stored_dtype(types[b])
-                and items_of(types[a]) == items_of(types[b]))
+                and items_of(types[a]) == items_of(types[b]) and not batch_axis(types[a]) and not batch_axis(types[b]))
 
     def _see_views(self, node: Node) -> None:
-        if node.op not in ("Split", "Slice", "Reshape") or node.inputs[0] in self.graph.constants:
+        if node.op not in ("Split", "Slice", "Reshape", "Transpose") or node.inputs[0] in self.graph.constants:
             return
         source, types = node.inputs[0], self.graph.types
+        if node.op == "Transpose":
+            self._see_moved_batch(node)
+            return
         if not all(self._alike(source, output) for output in node.outputs):
             return
         if node.op == "Reshape":
@@ -173,6 +238,21 @@ class Places:
             strided = any(axis == rank - 1 and step != 1 for axis, _, _, step in cut or ())
             if cut is not None and not strided and not (moves_rows and self._wanted.get(output)):
                 self._parent[output] = _Inside(source, cuts=tuple(cut))
+
+    def _see_pad(self, node: Node) -> None:
+        """Unless a convolution pads the output once more: then there is a halo around a halo, and a copy."""
+        if node.op != "Pad" or self._wanted.get(node.outputs[0]):
+            return
+        if halo := _halo_of_pad(self.graph, node):
+            self._parent[node.outputs[0]] = _Inside(node.inputs[0], halo=halo)
+
+    def _see_moved_batch(self, node: Node) -> None:
+        """A Transpose of the batch among axes that keep their order: in memory the batch leads before and after."""
+        source, target = (self.graph.types[name] for name in (node.inputs[0], node.outputs[0]))
+        axes = item_perm(node, source)
+        if axes == tuple(range(len(target.shape) - 1)) and items_of(source) == BATCH and (
+                source.quant, stored_dtype(source)) == (target.quant, stored_dtype(target)):
+            self._parent[node.outputs[0]] = _Inside(node.inputs[0])
 
     def _see_concat(self, node: Node) -> None:
         if node.op != "Concat":
@@ -240,9 +320,10 @@ class Places:
 
 @dataclass(frozen=True)
 class _Inside:
-    """How a tensor lies in another: cut along axes of the item, or seen in another shape."""
+    """How a tensor lies in another: cut along axes of the item, with its halo, or seen in another shape."""
     parent: str
     cuts: tuple[tuple[int, int, int, int], ...] = ()        # (axis, start, stop, step)
+    halo: Halo = Halo()
     reshape: tuple[int, ...] | None = None
 
     def derive(self, place: Place) -> Place:
@@ -250,7 +331,7 @@ class _Inside:
             return replace(place, view=dense_view(place.view.dtype, self.reshape))
         for cut in self.cuts:
             place = place.part(*cut)
-        return place
+        return place.with_halo(self.halo)
 
 
 def cuts_of(node: Node, source: TensorType, outputs: list[TensorType]) -> list[list[tuple[int, int, int, int]] | None]:
