@@ -14,11 +14,12 @@ from engines.backends.llvm.isa import Isa, best_isa, isa_named
 from engines.backends.llvm.lower import Lowered, lower
 from engines.backends.llvm.places import NO_BUFFER, Place, batch_axis, tensor_view
 from engines.backends.llvm.scheduler import scheduler_object
+from engines.backends.llvm.spec import Window
 from engines.backends.llvm.tuner import Tuner
 from engines.cpu import detect
 from engines.ir import BATCH, Graph
 from engines.packed import PackedArray
-from engines.plan import Buffer, Fallback, Fill, IoTensor, Operand, Step, TensorView
+from engines.plan import Buffer, Fallback, Fill, IoTensor, Operand, Reach, Step, TensorView
 from engines.serialize import node_to_json
 from engines.tactics import TimingCache
 
@@ -95,6 +96,11 @@ class _Assembler:
         packed = self.constants.add_packed(call, choice.tactic)
         batched = call.outputs[0].items == BATCH
         constant_bytes = sum(size for _, size in packed)
+        windows = spec.windows(self.tuner.isa, choice.tactic)
+        reads, writes = (tuple(_reach(place, window, grid.rows_per_item) for place, window in pairs
+                               if place.buffer != NO_BUFFER)
+                         for pairs in (zip(call.inputs, windows, strict=False),
+                                       zip(call.outputs, windows[len(call.inputs):], strict=True)))
         return Step(
             symbol=choice.kernel.symbol,
             operands=(*map(self._operand, call.inputs), *(operand for operand, _ in packed),
@@ -102,7 +108,7 @@ class _Assembler:
             rows_per_item=grid.rows_per_item if batched else 0,
             rows=0 if batched else grid.rows_per_item * int(call.outputs[0].items),
             row_step=grid.row_step, columns=grid.columns, column_step=grid.column_step,
-            depends=tuple(sorted(depends)), constant_bytes=constant_bytes,
+            depends=tuple(sorted(depends)), reads=reads, writes=writes, constant_bytes=constant_bytes,
             name=node.name or node.outputs[0], fuses=node.origin,
             precision=getattr(spec, "precision", _PRECISIONS.get(spec.outputs[0].dtype, "fp32")),
             tactic=f"{spec.family}: {choice.tactic}", time_us=round(choice.time_us, 3),
@@ -145,3 +151,8 @@ class _Assembler:
 
 def _architecture(isa: Isa, here: str) -> str:
     return isa.triple.split("-")[0] if isa.triple else here
+
+
+def _reach(place: Place, window: Window, period: int) -> Reach:
+    return Reach(place.buffer, place.offset + window.begin, place.offset + window.end, window.rows, window.stride,
+                 place.view.item, period)

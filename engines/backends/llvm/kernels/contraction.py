@@ -38,7 +38,7 @@ from engines.backends.llvm.emit import I32, I64, PTR, Function, Module, Value
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import Lanes
 from engines.backends.llvm.program import Program, load_meaning, store_meaning
-from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, begin_kernel, pack_channels
+from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, Window, begin_kernel, pack_channels
 
 FEW_PIXELS = 8          # items of no more pixels than this are cut by batch
 
@@ -174,6 +174,14 @@ class Contraction(KernelSpec):
         if self.by_batch:
             return Grid(self.flat.cols, tactic.cols * max(tactic.block, 1), columns)
         return Grid(self.lines(tactic), 1, columns)
+
+    def windows(self, isa: Isa, tactic: Tile) -> Sequence[Window]:
+        spec = self.flat
+        axis, size = (1, tactic.cols) if spec.rows == 1 else (0, tactic.rows)
+        size = 1 if self.by_batch else size
+        read = (size - 1) * spec.stride[axis] + (spec.taps[axis] - 1) * spec.dilation[axis] + 1
+        return [Window.along(spec.x, axis, 1, size * spec.stride[axis], count=read),
+                *(Window.along(view, axis, 1, size, count=size) for view in (*spec.operands, spec.y))]
 
     def _panel(self, isa: Isa, tile: Tile) -> int:
         return tile.vectors * isa.lanes
