@@ -26,6 +26,7 @@ STANDS_ON = {
     "version": (), "errors": (), "tables": (),
     "ir": ("errors",),
     "plan": ("ir",),
+    "roofline": ("plan",),
     # compiling
     "shapes": ("ir",),
     "ops": ("shapes",),
@@ -34,7 +35,7 @@ STANDS_ON = {
     "frontend": ("reference", "version"),
     "passes": ("frontend",),
     "tactics": ("version", "errors"),
-    "backends": ("passes", "serialize", "tactics", "plan", "tables", "cpu", "loader"),
+    "backends": ("passes", "serialize", "tactics", "roofline", "tables", "cpu", "loader"),
     "builder": ("backends",),
     # serving
     "cpu": ("errors",),

@@ -17,7 +17,8 @@ from engines.ir import Array
 from engines.plan import IoTensor, Plan
 from engines.planfile import read_plan
 from engines.runtime import Engine, ExecutionContext, check_feeds
-from infer_server.cli.common import guarded, positive, table
+from infer_server.cli.common import guarded, positive
+from infer_server.cli.profile import as_json, header, profile, times
 
 WARM_UP_SECONDS = 0.2
 
@@ -95,10 +96,8 @@ def _command(options: argparse.Namespace) -> int:
     for tensor in engine.inputs:
         context.input(tensor.name, options.batch)[...] = feed[tensor.name]
     if options.profile:
-        steps = sorted(context.profile(options.batch, repeats=20), key=lambda timed: -timed[1])
-        rows = [(step.name, step.precision, seconds * 1e6, step.macs * options.batch / max(seconds, 1e-9) / 1e9,
-                 step.tactic) for step, seconds in steps]
-        print(table(rows, ("kernel", "precision", "us", "G MAC/s", "tactic")))
+        found = profile(engine, context, options.batch)
+        print(json.dumps(as_json(found), indent=1) if options.json else f"{header(found)}\n\n{times(found)}")
         return 0
     result = report(engine, options.batch, measure(context, options.batch, options.seconds))
     if options.json:
@@ -119,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         help="threads a run (default: what the plan was built for)")
     parser.add_argument("--data", metavar="X.npz", help="an array per input; without it, random numbers")
     parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="how long to measure (default 2)")
-    parser.add_argument("--profile", action="store_true", help="print the time of each kernel instead")
+    parser.add_argument("--profile", action="store_true", help="print the time of each kernel instead, beside this core's measured peaks")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return guarded(_command, parser, arguments)
 
