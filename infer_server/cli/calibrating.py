@@ -14,7 +14,7 @@ from calibration.choose import Errors, compare
 from calibration.collect import collect
 from calibration.data import CalibrationData, Feed, open_calibration_data
 from calibration.histogram import Histogram
-from calibration.preprocess import load_preprocess
+from calibration.preprocess import Preprocess, load_preprocess
 from calibration.search import CANDIDATES, search
 from calibration.table import CalibrationTable, load_or_make, make_table
 from engines.builder import TRIAL_BATCH, Builder
@@ -38,6 +38,15 @@ class Calibration:
     calibrator: str = ""        # --calibrator; "" chooses by measured error
     cache: str = ""             # --calib-cache
     preprocess: str = ""        # --preprocess: a preset or a TOML file
+    uint8_input: bool = False   # --uint8-input: the engine does the last part of the preprocessing
+
+    @property
+    def declared(self) -> Preprocess | None:
+        """What the data goes through before the engine, if that is declared."""
+        if not self.preprocess:
+            return None
+        declared = load_preprocess(self.preprocess)
+        return declared.of_pixels if self.uint8_input else declared
 
 
 @dataclass(frozen=True)
@@ -122,8 +131,7 @@ def _from_data(builder: Builder, graph: Graph, wanted: Calibration,
     """Run the float model over the data; correct biases and search for ranges, each if it lowers the error."""
     edges = builder.edges(graph)
     engine = Engine(builder.watching(graph, edges))
-    preprocess = load_preprocess(wanted.preprocess) if wanted.preprocess else None
-    data = open_calibration_data(wanted.source, engine.inputs, preprocess)
+    data = open_calibration_data(wanted.source, engine.inputs, wanted.declared)
     if data.note:
         say(data.note)
     watched = _Watched(engine, data, TRIAL_BATCH if engine.max_batch else 1)

@@ -20,7 +20,7 @@ EXACT = 1 << 24                                             # integers to here a
 def lower_pointwise(ctx: Context, node: Node) -> Sequence[Call]:
     written = write_body(ctx, node, None)
     views = tuple(broadcast(ctx, name, node.outputs[0]) for name in written.operands)
-    readable = (*FLOATS, *(INTEGERS if _is_exact(ctx, node) else ()))
+    readable = (*FLOATS, *(INTEGERS if _is_exact(ctx, node.anchor) else ()))
     return [pointwise_call(ctx, node, views, written, readable)]
 
 
