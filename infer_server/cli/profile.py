@@ -80,7 +80,7 @@ def header(found: Profile) -> str:
             f"{sum(line.bound.seconds for line in found.lines) * 1e3:.3f} ms")
 
 
-def times(found: Profile) -> str:
+def slowest(found: Profile) -> str:
     """run-engine's table: the slowest first, with their share of the arithmetic's peak and of the whole time."""
     rows: list[tuple[Cell, ...]] = [
         (line.step.name, line.step.precision, line.seconds * 1e6, _percent(line.seconds, found.seconds),

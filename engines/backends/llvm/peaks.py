@@ -3,9 +3,9 @@
     products(arithmetic)    a loop of nothing but the inner step of a contraction, operands in registers
     reads                   a loop of nothing but loads, over buffers that fit a level of the memory
 
-They are measured when they are asked for, in a fraction of a second, and kept nowhere: a core's clock and its neighbours
-move every figure by tens of percent within minutes, and a plan may run on another machine than the one that built it. A
-share of a peak says something only if both were taken on the same machine at the same time.
+They are measured when they are asked for, in a fraction of a second, and kept nowhere: a core's clock and its
+neighbours move every figure by tens of percent within minutes, and a plan may run on another machine than the one that
+built it. A share of a peak says something only if both were taken on the same machine at the same time.
 """
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ def _levels(isa: Isa, cpu: CpuInfo) -> tuple[Level, ...]:
     sizes.append(("DRAM", math.inf, min(4 * caches[-1][1], MOST_BYTES)))
     step, result = STREAMS * isa.bytes, aligned(np.zeros(STREAMS * isa.bytes, np.uint8))
     memory = aligned(np.ones(max(size for *_, size in sizes), np.uint8))        # ones: zeroed pages may all be one page
-    passes, calls = {}, {}
+    passes: dict[str, int] = {}
+    calls: dict[str, Callable[[], None]] = {}
     for name, _, size in sizes:
         passes[name] = max(1, READ_BYTES // size)
         calls[name] = partial(kernel, [memory, result], (0, passes[name]), (0, size - size % step))
