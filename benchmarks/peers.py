@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+from benchmarks import peaks
 from benchmarks.accuracy import LEAST_COSINE, load_judge
 from benchmarks.builds import Workshop
 from benchmarks.cases import Bench
@@ -109,11 +110,13 @@ def main(arguments: Sequence[str]) -> None:
         return
     if options.results:
         cases = write_results(options.results, cases)
-    print(report(cases))
+    text, roof = report(cases), peaks.section(counter)
+    print(f"{text}\n\n{roof}")
     if options.write:
         write_chart(cases, CHART)
         command = " ".join(["python -m benchmarks.peers", *arguments])
-        write_section("peers", f"## One inference\n\n`{command}`\n\n![{CHART.stem}]({CHART.name})\n\n{report(cases)}")
+        write_section("peers", f"## One inference\n\n`{command}`\n\n![{CHART.stem}]({CHART.name})\n\n{text}")
+        write_section(peaks.SECTION, roof)
 
 
 if __name__ == "__main__":
