@@ -12,6 +12,7 @@ extra "bench".
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from benchmarks.results import Case, write_results
 
 CHART = DOCUMENT.with_name("peers.png")
 PRECISIONS = tuple(LEAST_COSINE)
+FOLDERS = re.compile(r"[^\s=]*/")       # of paths in the command, which mean nothing on another machine
 
 
 def say(text: str) -> None:
@@ -114,7 +116,7 @@ def main(arguments: Sequence[str]) -> None:
     print(f"{text}\n\n{roof}")
     if options.write:
         write_chart(cases, CHART)
-        command = " ".join(["python -m benchmarks.peers", *arguments])
+        command = " ".join(["python -m benchmarks.peers", *(FOLDERS.sub("", argument) for argument in arguments)])
         write_section("peers", f"## One inference\n\n`{command}`\n\n![{CHART.stem}]({CHART.name})\n\n{text}")
         write_section(peaks.SECTION, roof)
 
