@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.accuracy import compare, load_judge
+from benchmarks.chart import write_chart
 from benchmarks.measuring import FEWEST_TURNS, interleaved
 from benchmarks.peers import chosen
 from benchmarks.quantisers import load_items, save_items
@@ -55,6 +56,12 @@ def test_the_mean_of_ratios_is_geometric_and_of_one_batch() -> None:
     twice = Row(OPENVINO, "x", turns=(8.0, 16.0, 8.0))
     assert mean_ratio([case(), case("n", (ROWS[0], twice))], OPENVINO) == pytest.approx(4)
     assert len(means([case(), case("n"), case(batch=8)]).splitlines()) == 2 + 2
+
+
+def test_the_chart_shows_the_cases_that_can_be_compared(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    write_chart([case(), case("n", ROWS[:1])], tmp_path / "docs" / "chart.png")
+    assert (tmp_path / "docs" / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_results_replace_those_of_the_same_case(tmp_path: Path) -> None:
