@@ -175,6 +175,13 @@ def _names(names: Mapping[str, object]) -> str:
     return ", ".join(f"'{name}'" for name in names)
 
 
+def _with_batch(view: TensorView, items: int) -> tuple[int, ...]:
+    """The tensor's shape for that many items."""
+    if not view.batched:
+        return view.shape
+    return (*view.shape[:view.batch_axis], items, *view.shape[view.batch_axis:])
+
+
 # ---- feeds
 def check_feeds(plan: Plan, arrays: Mapping[str, Array]) -> int:
     """The number of items in the feeds (1 if the model has no batch axis). InputError: what was expected, what came."""
@@ -205,7 +212,7 @@ def check_feeds(plan: Plan, arrays: Mapping[str, Array]) -> int:
 def _run_slices(context: ExecutionContext, plan: Plan, arrays: Mapping[str, Array], items: int) -> dict[str, Array]:
     results = {}
     for io in plan.outputs:
-        shape = (items, *io.view.shape) if io.view.batched else io.view.shape
+        shape = _with_batch(io.view, items)
         results[io.name] = np.empty(shape, "uint16" if io.dtype == "bfloat16" else io.dtype)
     for start in range(0, items, plan.batch_slots):
         part = slice(start, min(start + plan.batch_slots, items))
@@ -214,6 +221,6 @@ def _run_slices(context: ExecutionContext, plan: Plan, arrays: Mapping[str, Arra
             context.input(io.name, batch)[...] = arrays[io.name][part] if io.view.batched else arrays[io.name]
         context.execute(batch)
         for io in plan.outputs:
-            target = results[io.name][part] if io.view.batched else results[io.name]
-            target[...] = context.output(io.name, batch)
+            items_of = (slice(None),) * io.view.batch_axis + (part,) if io.view.batched else ...
+            results[io.name][items_of] = context.output(io.name, batch)
     return results

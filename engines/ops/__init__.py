@@ -11,6 +11,7 @@ from engines.ops import (  # noqa: F401  (each fills OPS)
     normalization,
     pooling,
     quantization,
+    recurrent,
     reduction,
     resize,
     shape,

@@ -15,6 +15,7 @@ from engines.passes.fold_constants import fold_constants
 from engines.passes.fuse import fuse_pointwise
 from engines.passes.layout import to_channels_last
 from engines.passes.notes import Note
+from engines.passes.recurrent import split_recurrent
 from engines.passes.rewrite import Rule
 from engines.passes.rules import activations
 from engines.passes.rules.batchnorm import BatchNormConv, BatchNormToPointwise, LinearBatchNorm
@@ -68,7 +69,9 @@ def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
 def optimise(graph: Graph, log: list[Note] | None = None) -> Graph:
     """The graph that calibration watches and a backend receives: channels last, wide siblings, Fused nodes."""
     return _run(graph, (
-        # first: it moves and removes nodes that the groupings below would otherwise stop at
+        # while layers are still ONNX's: their Transposes then take part in what follows
+        ("split_recurrent", lambda g: split_recurrent(g, log)),
+        # before all groupings: it moves and removes nodes that they would otherwise stop at
         ("to_channels_last", to_channels_last),
         # what moving left behind; means over what are now rows and columns
         ("views", _rules(log, RemoveNoOp(), *VIEWS, SpatialReduce(channels_last=True))),

@@ -52,7 +52,9 @@ def quantize(graph: Graph, ranges: Ranges, keep_float: Collection[str] = (), log
     wanted = {id(node): _input_type(graph, node, ranges) or _as_float(graph, node) for node in chosen}
     wanted |= {id(node): _as_float(graph, node) for node in graph.nodes if _is_weighted(node) and node not in chosen}
     names = {node.outputs for node in chosen}
-    return _with_int8_weights(with_conversions(graph, wanted), names)
+    graph = _with_int8_weights(with_conversions(graph, wanted), names)
+    return graph.rebuild(replace(node, precision="int8") if node.op == "Recurrence" and not set(node.origin) & set(
+        keep_float) else node for node in graph.nodes)
 
 
 def set_float_precision(graph: Graph, precision: str) -> Graph:
@@ -70,7 +72,7 @@ def set_float_precision(graph: Graph, precision: str) -> Graph:
     graph = graph.rebuild(graph.nodes, types=types)
     anchors = _contractions(graph, ())
     wanted = {id(node): replace(graph.types[node.anchor.inputs[0]], dtype=dtype) for node in anchors}
-    names = {node.outputs for node in anchors}
+    names = {node.outputs for node in (*anchors, *(n for n in graph.nodes if n.op == "Recurrence"))}
     graph = with_conversions(graph, wanted)
     return graph.rebuild(replace(node, precision=precision) if node.outputs in names else node for node in graph.nodes)
 

@@ -41,6 +41,8 @@ def classes(graph: Graph) -> list[tuple[str, ...]]:
                 parent[root(name)] = root(data[0])
             if node.op == "Concat" and len(touched) != len(node.inputs) + len(node.outputs):
                 fixed.update(touched)               # a constant part
+        elif node.op == "Recurrence":
+            fixed.update(name for name in touched if name != node.outputs[0])
         elif node.op not in _CONVERTING:
             fixed.update(touched)
     still = {root(name) for name in fixed}

@@ -10,7 +10,7 @@ import numpy as np
 from engines.backends.llvm.calls import Call
 from engines.backends.llvm.isa import Isa, best_isa, isa_named
 from engines.backends.llvm.lower import Lowered, lower
-from engines.backends.llvm.places import NO_BUFFER, Place, buffer_bytes
+from engines.backends.llvm.places import NO_BUFFER, Place, batch_axis, buffer_bytes
 from engines.backends.llvm.scheduler import scheduler_object
 from engines.backends.llvm.spec import ALIGNMENT
 from engines.backends.llvm.tuner import Tuner
@@ -164,7 +164,7 @@ class _Assembler:
     def _view(self, name: str) -> TensorView:
         tensor = self.graph.types[name]
         view = _tensor_view(name, self.places[name], scalar=not tensor.shape)
-        return replace(view, quant=tensor.quant)
+        return replace(view, quant=tensor.quant, batch_axis=batch_axis(tensor))
 
     def _io(self, name: str) -> IoTensor:
         tensor = self.graph.types[name]

@@ -8,10 +8,10 @@ from engines.backends.llvm import rules  # noqa: F401  (fills RULES)
 from engines.backends.llvm.calls import RULES, Call, Context, Refused
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.kernels.layout import Permute
-from engines.backends.llvm.places import Place, Places
+from engines.backends.llvm.places import Place, Places, batch_axis
 from engines.ir import Graph, Node
 
-VIEWS = ("Split", "Slice", "Reshape")
+VIEWS = ("Split", "Slice", "Reshape", "Transpose")
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,16 @@ def _calls(ctx: Context, node: Node) -> Sequence[Call]:
         rule = RULES.get(node.anchor.op)
         if rule is None:
             raise Refused(f"no kernel for {node.anchor.op}")
+        if node.op != "Transpose" and (name := _batch_inside(ctx, node)):
+            raise Refused(f"the batch is not the leading axis of '{name}'")
         return tuple(rule(ctx, node))
     except Refused as reason:
         return (_fallback(ctx, node, str(reason)),)
+
+
+def _batch_inside(ctx: Context, node: Node) -> str:
+    """A tensor of the node with axes before that of the batch: rules take shapes as items lie in memory."""
+    return next((name for name in (*node.inputs, *node.outputs) if name and batch_axis(ctx.type(name))), "")
 
 
 def _fallback(ctx: Context, node: Node, reason: str) -> Call:

@@ -19,6 +19,7 @@ import numpy as np
 
 from engines.backends.llvm.spec import View, dense_view
 from engines.backends.llvm.transposed import Phase, phases
+from engines.errors import ModelError
 from engines.ir import BATCH, Dim, Graph, Node, TensorType
 
 NO_BUFFER = -1
@@ -85,14 +86,35 @@ class Place:
 
 
 def items_of(tensor: TensorType) -> Dim:
-    """The leading extent: BATCH, a number, or 1 for a scalar."""
-    return tensor.shape[0] if tensor.shape else 1
+    """BATCH if the tensor has that axis; else the leading extent, or 1 for a scalar."""
+    return BATCH if BATCH in tensor.shape else tensor.shape[0] if tensor.shape else 1
+
+
+def batch_axis(tensor: TensorType) -> int:
+    """Where the axis of the items stands. In memory it always leads."""
+    return tensor.shape.index(BATCH) if BATCH in tensor.shape else 0
 
 
 def item_shape(tensor: TensorType) -> tuple[int, ...]:
-    """The shape without its leading axis. Only the leading axis may be symbolic."""
-    assert all(isinstance(extent, int) for extent in tensor.shape[1:]), f"symbolic extent in {tensor}"
-    return tuple(int(extent) for extent in tensor.shape[1:])
+    """The shape without the axis of the items."""
+    axis = batch_axis(tensor)
+    return tuple(int(extent) for i, extent in enumerate(tensor.shape) if i != axis)
+
+
+def item_perm(node: Node, source: TensorType) -> tuple[int, ...] | None:
+    """How a Transpose moves the axes of an item; None if it moves axes of all items."""
+    perm = node.attrs.get("perm") or tuple(reversed(range(len(source.shape))))
+    if items_of(source) != BATCH and perm[0] != 0:
+        return None
+    axis = batch_axis(source)
+    return tuple(a - (a > axis) for a in perm if a != axis)
+
+
+def as_one_item(place: Place) -> Place:
+    """A tensor without batch seen as one item, its leading axis an axis like others."""
+    view = place.view
+    return replace(place, items=1, view=replace(view, shape=(int(place.items), *view.shape),
+                                                strides=(view.item, *view.strides)))
 
 
 def stored_dtype(tensor: TensorType) -> str:
@@ -135,6 +157,18 @@ def _beside(axis: Sequence[Phase], extent: int) -> tuple[int, int]:
     return max(0, *(-phase.first for phase in axis)), max(0, *(phase.end - extent for phase in axis))
 
 
+def _check_extents(graph: Graph) -> None:
+    """ModelError for a tensor that is no batch of items of one shape."""
+    for node in graph.nodes:
+        for name in node.outputs:
+            symbols = [extent for extent in graph.types[name].shape if isinstance(extent, str)]
+            if symbols not in ([], [BATCH]):
+                shape = ", ".join(map(str, graph.types[name].shape))
+                raise ModelError(f"{graph.name}: node '{node.name or name}' ({node.op}) makes a tensor of shape "
+                                 f"[{shape}], but a tensor may have one axis of the batch, and no other that depends "
+                                 "on it; build the model for a fixed batch: give the input's whole shape with --shape")
+
+
 class Places:
     """Tensor -> Place for a whole graph. `buffers` in the order of their making."""
 
@@ -144,6 +178,7 @@ class Places:
         self._places: dict[str, Place] = {}
         self._wanted = self._halos_wanted()
         self._parent: dict[str, _Inside] = {}
+        _check_extents(graph)
         for node in graph.nodes:
             self._see_views(node)
             self._see_pad(node)
@@ -179,15 +214,18 @@ class Places:
         return wanted
 
     def _alike(self, a: str, b: str) -> bool:
-        """Stored alike: one may be a part of the other."""
+        """Stored alike, the items leading: one may be a part of the other."""
         types = self.graph.types
         return (types[a].quant == types[b].quant and stored_dtype(types[a]) == stored_dtype(types[b])
-                and items_of(types[a]) == items_of(types[b]))
+                and items_of(types[a]) == items_of(types[b]) and not batch_axis(types[a]) and not batch_axis(types[b]))
 
     def _see_views(self, node: Node) -> None:
-        if node.op not in ("Split", "Slice", "Reshape") or node.inputs[0] in self.graph.constants:
+        if node.op not in ("Split", "Slice", "Reshape", "Transpose") or node.inputs[0] in self.graph.constants:
             return
         source, types = node.inputs[0], self.graph.types
+        if node.op == "Transpose":
+            self._see_moved_batch(node)
+            return
         if not all(self._alike(source, output) for output in node.outputs):
             return
         if node.op == "Reshape":
@@ -207,6 +245,14 @@ class Places:
             return
         if halo := _halo_of_pad(self.graph, node):
             self._parent[node.outputs[0]] = _Inside(node.inputs[0], halo=halo)
+
+    def _see_moved_batch(self, node: Node) -> None:
+        """A Transpose of the batch among axes that keep their order: in memory the batch leads before and after."""
+        source, target = (self.graph.types[name] for name in (node.inputs[0], node.outputs[0]))
+        axes = item_perm(node, source)
+        if axes == tuple(range(len(target.shape) - 1)) and items_of(source) == BATCH and (
+                source.quant, stored_dtype(source)) == (target.quant, stored_dtype(target)):
+            self._parent[node.outputs[0]] = _Inside(node.inputs[0])
 
     def _see_concat(self, node: Node) -> None:
         if node.op != "Concat":
