@@ -27,6 +27,7 @@ STANDS_ON = {
     "ir": ("errors",),
     "packed": ("ir",),
     "plan": ("packed",),
+    "roofline": ("plan",),
     # compiling
     "shapes": ("ir",),
     "ops": ("shapes",),
@@ -35,7 +36,7 @@ STANDS_ON = {
     "frontend": ("reference", "version"),
     "passes": ("frontend",),
     "tactics": ("version", "errors"),
-    "backends": ("passes", "serialize", "tactics", "plan", "tables", "cpu", "loader", "memory"),
+    "backends": ("passes", "serialize", "tactics", "roofline", "tables", "cpu", "loader", "memory"),
     "builder": ("backends",),
     # serving
     "cpu": ("errors",),
