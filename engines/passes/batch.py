@@ -1,7 +1,7 @@
 """The batch is an axis of its own in every tensor, as kernels need it.
 
-Exporters merge it with other axes: the windows of images [16*batch, 49, 96], the heads of all items [12*batch, 128, 64],
-the rows of a linear layer [197*batch, 768]. An axis of k * batch is taken apart again into the axes it was made of,
+Exporters merge it with other axes: the windows of images [16*batch, 49, 96], the heads of all items [12*batch, 128,
+64], the rows of a linear layer [197*batch, 768]. An axis of k * batch is taken apart again into the axes it was made of,
 from the Reshape that merged it to the one that splits it:
 
     Reshape [batch, 4, 7, C] -> [4*batch, 7, C]; Softmax(axis=2)   ->   (nothing); Softmax(axis=3) on [batch, 4, 7, C]
@@ -30,7 +30,7 @@ class _Stuck(Exception):
 
 
 def separate_batch(graph: Graph, log: list[Note] | None = None) -> Graph:
-    """The graph without axes of k * batch; or as it is, where there is none or a node stands in the way (see the log)."""
+    """The graph without axes of k * batch; as it is if there is none, or a node stands in the way (the log says which)."""
     if not any(_merged_axis(kind.shape) is not None for kind in graph.types.values()):
         return graph
     separator = _Separator(graph)
@@ -142,8 +142,8 @@ class _Separator:
         inputs = tuple(name and self._fitted(name, behind, group) for name in node.inputs)
         shape = self.graph.shape(node.outputs[0])
         axis = len(shape) - behind
-        attrs = {**node.attrs, "shape": (*shape[:axis], *group, *shape[axis + 1:])} if node.op == "Expand" else node.attrs
-        self._emit(replace(node, inputs=inputs, attrs=attrs), axis, group)
+        target = {"shape": (*shape[:axis], *group, *shape[axis + 1:])} if node.op == "Expand" else {}
+        self._emit(replace(node, inputs=inputs, attrs={**node.attrs, **target}), axis, group)
 
     def _of_inputs(self, node: Node) -> tuple[int, Group]:
         """The merged axis of the inputs, from the right, and what it was made of."""
@@ -197,8 +197,7 @@ class _Separator:
             raise _Stuck("its parts count the batch in different ways")
         if node.op == "LayerNormalization" and node.attrs["axis"] % len(self.graph.shape(source)) <= axis:
             raise _Stuck("it normalises over the batch")
-        default = {"Split": 0, "LayerNormalization": -1}.get(node.op, -1)
-        attrs = {**node.attrs, "axis": self._axis(source, node.attrs.get("axis", default))}
+        attrs = {**node.attrs, "axis": self._axis(source, node.attrs.get("axis", 0 if node.op == "Split" else -1))}
         self._emit(replace(node, attrs=attrs), axis, group)
 
     def _along_axes(self, node: Node) -> None:

@@ -22,10 +22,12 @@ from engines.passes.rewrite import Rule
 from engines.passes.rules import activations
 from engines.passes.rules.batchnorm import BatchNormConv, BatchNormToPointwise, LinearBatchNorm
 from engines.passes.rules.gemm import CanonicalGemm, MatMulToGemm
+from engines.passes.rules.instance_norm import InstanceNorm
+from engines.passes.rules.masks import MASKS
 from engines.passes.rules.noop import RemoveNoOp
 from engines.passes.rules.norm import NORMS
 from engines.passes.rules.pad import PadAveragePool, PadConv, PadMaxPool
-from engines.passes.rules.pooling import SpatialReduce, WholeImagePool
+from engines.passes.rules.pooling import GlobalPoolOfRows, SpatialReduce, WholeImagePool
 from engines.passes.rules.reduction import ReductionOfPowers
 from engines.passes.rules.reshape import MergeReshapes, MergeTransposes, ToReshape, TransposeOfOnes
 from engines.passes.rules.scale import LinearScale, ScaleLinear
@@ -44,8 +46,10 @@ def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
         # what stands between two nodes that belong together goes first
         ("remove_no_ops", _rules(log, RemoveNoOp())),
         # one spelling each, so that a pattern need not know several
-        ("canonical", _rules(log, *VIEWS, *activations.CANONICAL, CanonicalGemm(), MatMulToGemm(), WholeImagePool(),
-                             SpatialReduce())),
+        ("canonical", _rules(log, *VIEWS, *activations.CANONICAL, CanonicalGemm(), MatMulToGemm(), InstanceNorm(),
+                             GlobalPoolOfRows(), WholeImagePool(), SpatialReduce())),
+        # in few nodes: what attention is recognised by, later
+        ("masks", _rules(log, *MASKS)),
         # before views are merged further: its Reshapes must still be apart
         ("channel_shuffle", _rules(log, ChannelShuffle())),
         # names for what exporters wrote as arithmetic, while every step of it is still a node
