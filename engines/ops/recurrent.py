@@ -47,13 +47,19 @@ def directions(node: Node) -> tuple[bool, ...]:
     return {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}[node.attrs["direction"]]
 
 
+def activations(node: Node) -> list[tuple[str, float, float]]:
+    """(name, alpha, beta) of each function, those of the first direction first. `activations` is one string, its words
+    the names: a tuple of strings would be taken for extents."""
+    return list(zip(node.attrs["activations"].split(), node.attrs["activation_alpha"], node.attrs["activation_beta"],
+                    strict=True))
+
+
 def functions(node: Node, direction: int) -> list[Callable[[Any], Any]]:
     """The activations of one direction's cell, their parameters bound."""
     each = len(DEFAULTS[node.attrs.get("cell", node.op)])
     chosen = slice(direction * each, (direction + 1) * each)
-    triples = zip(*(node.attrs[key][chosen] for key in ("activations", "activation_alpha", "activation_beta")),
-                  strict=True)
-    return [lambda x, f=ACTIVATIONS[name], a=a, b=b: f(x, a, b) for name, a, b in triples]  # type: ignore[misc]
+    return [lambda x, f=ACTIVATIONS[name], a=a, b=b: f(x, a, b)     # type: ignore[misc]
+            for name, a, b in activations(node)[chosen]]
 
 
 class _Layer(Op, abstract=True):

@@ -24,6 +24,7 @@ from engines.passes.rules.noop import RemoveNoOp
 from engines.passes.rules.pad import PadAveragePool, PadConv, PadMaxPool
 from engines.passes.rules.pooling import SpatialReduce, WholeImagePool
 from engines.passes.rules.reshape import MergeReshapes, MergeTransposes, ToReshape, TransposeOfOnes
+from engines.passes.rules.rows import FunctionOfRows, ProductOfRows
 from engines.passes.rules.scale import LinearScale, ScaleLinear
 from engines.passes.rules.shuffle import ChannelShuffle
 from engines.passes.siblings import merge_siblings
@@ -41,7 +42,7 @@ def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
         ("remove_no_ops", _rules(log, RemoveNoOp())),
         # one spelling each, so that a pattern need not know several
         ("canonical", _rules(log, *VIEWS, *activations.CANONICAL, CanonicalGemm(), MatMulToGemm(), WholeImagePool(),
-                             SpatialReduce())),
+                             SpatialReduce(), ProductOfRows(), FunctionOfRows())),
         # before views are merged further: its Reshapes must still be apart
         ("channel_shuffle", _rules(log, ChannelShuffle())),
         # names for what exporters wrote as arithmetic, while every step of it is still a node

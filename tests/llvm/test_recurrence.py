@@ -26,8 +26,8 @@ def node_of(cell: str = "LSTM", direction: str = "forward", **attrs: Any) -> Nod
     names = attrs.pop("activations", DEFAULTS[cell]) * count
     zeros = (0.0,) * len(names)
     return Node("Recurrence", (), (), {
-        "cell": cell, "direction": direction, "activations": names, "activation_alpha": zeros, "activation_beta": zeros,
-        "clip": 0.0, "input_forget": 0, "linear_before_reset": 0, **attrs})
+        "cell": cell, "direction": direction, "activations": " ".join(names), "activation_alpha": zeros,
+        "activation_beta": zeros, "clip": 0.0, "input_forget": 0, "linear_before_reset": 0, **attrs})
 
 
 class Case:

@@ -186,11 +186,12 @@ class Places:
                 wanted[name] = wanted.get(name, Halo()) | halo
         return wanted
 
-    def _alike(self, a: str, b: str) -> bool:
-        """Stored alike, the items leading: one may be a part of the other."""
+    def _alike(self, a: str, b: str, items: bool = True) -> bool:
+        """Stored alike, the items leading: one may be a part of the other. items: there are as many of both."""
         types = self.graph.types
         return (types[a].quant == types[b].quant and stored_dtype(types[a]) == stored_dtype(types[b])
-                and items_of(types[a]) == items_of(types[b]) and not batch_axis(types[a]) and not batch_axis(types[b]))
+                and (items_of(types[a]) == items_of(types[b]) or not items)
+                and not batch_axis(types[a]) and not batch_axis(types[b]))
 
     def _see_views(self, node: Node) -> None:
         if node.op not in ("Split", "Slice", "Reshape", "Transpose") or node.inputs[0] in self.graph.constants:
@@ -199,10 +200,12 @@ class Places:
         if node.op == "Transpose":
             self._see_moved_batch(node)
             return
-        if not all(self._alike(source, output) for output in node.outputs):
-            return
         if node.op == "Reshape":
-            self._parent[node.outputs[0]] = _Inside(source, reshape=item_shape(types[node.outputs[0]]))
+            output = node.outputs[0]
+            if self._alike(source, output, BATCH in types[source].shape):
+                self._parent[output] = _Inside(source, reshape=(items_of(types[output]), item_shape(types[output])))
+            return
+        if not all(self._alike(source, output) for output in node.outputs):
             return
         cuts = cuts_of(node, types[source], [types[o] for o in node.outputs])
         for output, cut in zip(node.outputs, cuts, strict=True):
@@ -289,11 +292,12 @@ class _Inside:
     """How a tensor lies in another: cut along axes of the item, or seen in another shape."""
     parent: str
     cuts: tuple[tuple[int, int, int, int], ...] = ()        # (axis, start, stop, step)
-    reshape: tuple[int, ...] | None = None
+    reshape: tuple[Dim, tuple[int, ...]] | None = None      # (items, shape of one)
 
     def derive(self, place: Place) -> Place:
         if self.reshape is not None:
-            return replace(place, view=dense_view(place.view.dtype, self.reshape))
+            items, shape = self.reshape
+            return replace(place, view=dense_view(place.view.dtype, shape), items=items)
         for cut in self.cuts:
             place = place.part(*cut)
         return place
