@@ -35,6 +35,8 @@ def _calls(ctx: Context, node: Node) -> Sequence[Call]:
             return tuple(_gather_parts(ctx, node))
         if node.op in VIEWS and all(ctx.places.is_view(output, node.inputs[0]) for output in node.outputs):
             return ()
+        if node.op == "Transpose" and ctx.places.is_view(node.inputs[0], node.outputs[0]):
+            return ()
         rule = RULES.get(node.anchor.op)
         if rule is None:
             raise Refused(f"no kernel for {node.anchor.op}")
@@ -69,8 +71,6 @@ def _gather_parts(ctx: Context, node: Node) -> Iterator[Call]:
         raise Refused("Concat along the batch axis")
     quant, start = ctx.type(node.outputs[0]).quant, 0
     for name in node.inputs:
-        if name in ctx.graph.constants:
-            raise Refused(f"'{name}' is a constant")
         if ctx.type(name).quant != quant:
             raise Refused(f"'{name}' is quantised otherwise than the result")
         extent = int(ctx.type(name).shape[axis + 1])

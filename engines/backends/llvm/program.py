@@ -258,6 +258,14 @@ def _log_emit(isa: Isa, x: Value) -> Value:
     return isa.fma(turns, _LN2_HIGH, m + y)
 
 
+def _truth(answer: Any) -> Any:
+    return np.asarray(answer).astype(np.float32)
+
+
+def _truth_emit(a: Value, predicate: str, b: Value) -> Value:
+    return a.f.select(a.compare(predicate, b), a.like(1), a.like(0))
+
+
 def _unary(numpy_function: Callable[..., Any], word: str) -> Meaning:
     return Meaning(numpy_function, lambda isa, x: isa.unary(word, x))
 
@@ -271,6 +279,10 @@ INSTRUCTIONS: dict[str, Meaning] = {
     # a > b ? a : b, as the machine does it (numpy's maximum differs for NaN and for -0)
     "max": Meaning(lambda a, b: np.where(a > b, a, b), lambda isa, a, b: isa.max(a, b)),
     "min": Meaning(lambda a, b: np.where(a < b, a, b), lambda isa, a, b: isa.min(a, b)),
+    # comparisons answer 1 or 0
+    "less": Meaning(lambda a, b: _truth(a < b), lambda isa, a, b: _truth_emit(a, "olt", b)),
+    "less_or_equal": Meaning(lambda a, b: _truth(a <= b), lambda isa, a, b: _truth_emit(a, "ole", b)),
+    "equal": Meaning(lambda a, b: _truth(a == b), lambda isa, a, b: _truth_emit(a, "oeq", b)),
     "where_positive": Meaning(lambda t, a, b: np.where(t > 0, a, b),
                               lambda isa, t, a, b: t.f.select(t.compare("ogt", 0), a, b)),
     "sqrt": _unary(np.sqrt, "sqrt"),

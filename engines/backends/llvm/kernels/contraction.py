@@ -12,27 +12,28 @@
 
 x and y are NHWC; x's address is that of tap (0, 0) of output pixel (0, 0), and around it lies a halo of zero points, so
 that no tap needs a test. Where the taps of a kernel row and their channels are one run of bytes, the run is one K loop;
-it is rounded up to whole steps with zero weights, so x needs up to 3 readable bytes past its end. The matrix product
+it is rounded up to whole steps with zero weights, so x needs up to 15 readable bytes past its end. The matrix product
 x[M, K] w[N, K]' is the 1x1 convolution of one row of M pixels.
 
 Two ways to cut the pixels into rows of the grid:
-  by item   the blocks of each item's image; every tail is known when the kernel is written
+  by item   the rows of tiles of each item's image; every tail is known when the kernel is written
   by batch  items of few pixels (a matrix product of one row each) follow each other as one long row of pixels, whose
             length is known at run time: its tail is cut into tiles of 8, 4, 2, 1 pixels
 """
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from engines.backends.llvm.access import hidden, load_channels, load_constants, run_program
 from engines.backends.llvm.arithmetic import Arithmetic, Operand, arithmetic_for
-from engines.backends.llvm.emit import PTR, Function, Module, Value
+from engines.backends.llvm.dealing import deal, emit_turns, turn_bytes
+from engines.backends.llvm.emit import I32, I64, PTR, Function, Module, Value
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import Lanes
 from engines.backends.llvm.program import Program, load_meaning, store_meaning
@@ -49,6 +50,7 @@ class Tile(Tactic):
     vectors: int            # 1, 2 or 4
     block: int = 0          # rows of tiles in a block of pixels; 0: all of them
     prefetch: bool = False  # ask for the next panel's weights, a line at every k
+    dealt: bool = False     # INT8: products are summed in 16 bits first, weights laid out as in dealing.py
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -57,7 +59,8 @@ class Tile(Tactic):
 
     def __str__(self) -> str:
         block = f" block {self.block}" if self.block else ""
-        return f"tile {self.rows}x{self.cols}x{self.vectors}{block}{' prefetch' if self.prefetch else ''}"
+        options = f"{' dealt' if self.dealt else ''}{block}{' prefetch' if self.prefetch else ''}"
+        return f"tile {self.rows}x{self.cols}x{self.vectors}{options}"
 
 
 @dataclass(frozen=True)
@@ -147,22 +150,17 @@ class Contraction(KernelSpec):
         return (self.flat.rows == 1 and self.flat.cols <= FEW_PIXELS and self.taps == (1, 1) and self.stride == (1, 1)
                 and all(v.item == v.shape[1] * v.strides[1] for v in views))
 
-    def block_shape(self, tile: Tile) -> tuple[int, int]:
-        """Pixels of a block: (rows, columns)."""
+    def lines(self, tile: Tile) -> int:
+        """Rows of tiles of an item; of one long row of pixels, its tiles."""
         if self.flat.rows == 1:
-            return 1, min(tile.block * tile.cols, self.flat.cols) if tile.block else self.flat.cols
-        return min(tile.block * tile.rows, self.rows) if tile.block else self.rows, self.cols
-
-    def blocks(self, tile: Tile) -> int:
-        """Blocks of an item."""
-        rows, cols = self.block_shape(tile)
-        return -(-self.flat.rows // rows) * -(-self.flat.cols // cols)
+            return -(-self.flat.cols // tile.cols)
+        return -(-self.rows // tile.rows)
 
     def grid(self, isa: Isa, tactic: Tile) -> Grid:
         columns = self.groups if self.groups > 1 else -(-self.cout // self._panel(isa, tactic))
         if self.by_batch:
             return Grid(self.flat.cols, tactic.cols * max(tactic.block, 1), columns)
-        return Grid(self.blocks(tactic), 1, columns)
+        return Grid(self.lines(tactic), 1, columns)
 
     def _panel(self, isa: Isa, tile: Tile) -> int:
         return tile.vectors * isa.lanes
@@ -170,49 +168,61 @@ class Contraction(KernelSpec):
     # ---- tactics
     def tactics(self, isa: Isa) -> Sequence[Tile]:
         """Tile shapes; `refinements` then cuts the blocks of the fastest."""
+        dealt = isa.dealt_tiles if self.precision == "int8" else ()
+        return (*self._tiles(isa, dealt, dealt=True), *self._tiles(isa, tile_shapes(isa, self.precision), dealt=False))
+
+    def _tiles(self, isa: Isa, shapes: Sequence[tuple[int, int]], dealt: bool) -> Sequence[Tile]:
+        """Tiles of these (pixels, vectors), as far as the layer has so many."""
         widest = isa.vectors_for(self.cout)
-        few = self.flat.cols if self.flat.rows == 1 else 0
         found: dict[Tile, None] = {}
-        for cols, vectors in tile_shapes(isa, self.precision):
+        for cols, vectors in shapes:
             vectors = min(vectors, widest)
             cols = min(cols, self.flat.cols)
             if self.by_batch:
                 cols = min(cols, 8)
-            found[Tile(1, cols, vectors)] = None
-            if not few and cols == self.cols and 2 * cols <= _most_pixels(isa, self.precision, vectors):
-                found[Tile(2, cols, vectors)] = None
+            found[Tile(1, cols, vectors, dealt=dealt)] = None
+            most = max((cols for cols, v in shapes if v >= vectors), default=1)
+            if self.flat.rows > 1 and cols == self.cols and 2 * cols <= most:
+                found[Tile(2, cols, vectors, dealt=dealt)] = None
         return tuple(found)
 
     def refinements(self, isa: Isa, best: Tile) -> Sequence[Tile]:
         """The best tile with its pixels cut into blocks, with and without prefetch."""
-        tiles = -(-self.flat.cols // best.cols) if self.flat.rows == 1 else -(-self.rows // best.rows)
-        blocks = [0] if self.by_batch else [0, *(b for b in (1, 2, 4, 8, 16) if b < tiles)]
+        blocks = [0] if self.by_batch else [0, *(b for b in (1, 2, 4, 8, 16) if b < self.lines(best))]
         weights = self.turns(isa) * self.cout * self.arithmetic(isa).step_bytes
         return tuple(replace(best, block=block, prefetch=prefetch) for block in blocks
-                     for prefetch in ((False, True) if weights >= 1 << 16 else (False,)))
+                     for prefetch in ((False, True) if weights >= 1 << 16 and not best.dealt else (False,)))
 
-    def packing(self, tactic: Tile) -> int:
-        return tactic.vectors
+    def packing(self, tactic: Tile) -> tuple[int, bool]:
+        return tactic.vectors, tactic.dealt
 
     # ---- code
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tile) -> None:
         _Emitter(self.flat, module, name, isa, tactic).kernel(self.by_batch)
 
     # ---- constants
-    def pack(self, isa: Isa, tactic: Tile, constants: Mapping[str, Any]) -> tuple[Array, Array]:
-        """"weights": [cout of all groups, cin, *taps] (s8 or float) -> [panel][tap][k][vector][lane][element];
-        "program": a sequence of float32 [1] or [channels] -> [panel][constant][vector][lane]."""
-        arithmetic = self.arithmetic(isa)
+    def pack(self, isa: Isa, tactic: Tile, constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        """"weights": [cout of all groups, cin, *taps] (s8 or float) -> [panel][tap][k][vector][lane][element], or the
+        three arrays of Dealt; "program": a sequence of float32 [1] or [channels] -> [panel][constant][vector][lane]."""
+        arithmetic, panels = self.arithmetic(isa), self._panels(isa, tactic)
         taps_last = np.asarray(constants["weights"]).reshape(-1, self.cin, *self.taps).transpose(0, 2, 3, 1)
         runs = arithmetic.store_weights(taps_last).reshape(len(taps_last), -1, self.run)
+        runs = np.concatenate([runs, np.zeros_like(runs[:1])])          # absent channels read the last, zeros
+        orders = [np.minimum(order, len(runs) - 1) for order in panels]
+        program = pack_channels(constants["program"], self.y.shape[2], [order.tolist() for order in panels])
+        if tactic.dealt:
+            dealt = deal(runs[np.concatenate(orders)], self._run_offsets())
+            return dealt.turns, dealt.offsets, dealt.starts, program
         runs = np.pad(runs, ((0, 0), (0, 0), (0, -self.run % arithmetic.elements)))
         steps = runs.reshape(len(runs), -1, arithmetic.elements)        # [cout][turn][element]
-        steps = np.concatenate([steps, np.zeros_like(steps[:1])])       # absent channels read the last, zeros
-        panels = [arithmetic.ready(isa, steps[np.minimum(order, len(steps) - 1)].transpose(2, 0, 1, 3)).ravel()
-                  for order in self._panels(isa, tactic)]
-        channels = self.y.shape[2]
-        return (np.concatenate(panels),
-                pack_channels(constants["program"], channels, [o.tolist() for o in self._panels(isa, tactic)]))
+        return np.concatenate([arithmetic.ready(isa, steps[order].transpose(2, 0, 1, 3)).ravel()
+                               for order in orders]), program
+
+    def _run_offsets(self) -> Array:
+        """Bytes from tap (0, 0) to the start of each run."""
+        rows, columns = (np.arange(n) * d * s for n, d, s in zip(
+            (self.taps[0], 1 if self.one_run else self.taps[1]), self.dilation, self.x.strides[:2], strict=True))
+        return (rows[:, None] + columns).ravel()
 
     def _panels(self, isa: Isa, tile: Tile) -> list[Array]:
         """For each panel [vectors][lanes] -> absolute channel, or one past the last where there is none."""
@@ -251,10 +261,6 @@ def tile_shapes(isa: Isa, precision: str) -> Sequence[tuple[int, int]]:
     return isa.tiles if precision == "int8" else isa.float_tiles or isa.tiles
 
 
-def _most_pixels(isa: Isa, precision: str, vectors: int) -> int:
-    return max((cols for cols, v in tile_shapes(isa, precision) if v >= vectors), default=1)
-
-
 @dataclass(frozen=True)
 class _Pointers:
     """What a micro-kernel is given: addresses of its first pixel and panel."""
@@ -273,11 +279,11 @@ class _Emitter:
 
     # ---- the loops around
     def kernel(self, by_batch: bool) -> None:
-        count = len(self.spec.operands)
-        f, addresses, bounds = begin_kernel(self.module, self.name, 1 + count + 2 + 1)
+        count, packed = len(self.spec.operands), 4 if self.tile.dealt else 2
+        f, addresses, bounds = begin_kernel(self.module, self.name, 1 + count + packed + 1)
         x, *operands = addresses[:1 + count]
-        weights, constants, y = addresses[1 + count:]
-        self.weights, self.constants, self.bounds = weights, constants, bounds
+        *self.weights, self.constants, y = addresses[1 + count:]
+        self.bounds = bounds
         here = _Pointers(x, tuple(operands), y)
         if by_batch:
             self._pixels_of_the_batch(f, here)
@@ -285,43 +291,45 @@ class _Emitter:
             self._blocks(f, here)
 
     def _blocks(self, f: Function, base: _Pointers) -> None:
-        """Row u of the grid is block u % blocks of item u // blocks."""
-        spec = self.spec
-        (rows, cols), blocks = spec.block_shape(self.tile), spec.blocks(self.tile)
-        across = -(-spec.cols // cols)
-        for u in f.range("block", self.bounds[0], self.bounds[1]):
-            item = self._advance(base, *(u.divided(blocks) * view.item for view in self._views()))
-            block = u.remainder(blocks)
-            row, col = block.divided(across) * rows, block.remainder(across) * cols
+        """Row u of the grid is line u % lines of item u // lines; a block of them meets one panel after the other."""
+        begin, end = self.bounds[:2]
+        lines = self.spec.lines(self.tile)
+        block = self.tile.block or lines
+        rows, cols = (0, self.tile.cols) if self.spec.rows == 1 else (self.tile.rows, 0)
+        first_item = begin.divided(lines)
+        for item in f.range("item", first_item, (end + (lines - 1)).divided(lines)):
+            here = self._advance(base, *(item * view.item for view in self._views()))
+            first = f.select(item.compare("eq", first_item), begin.remainder(lines), begin.like(0))
+            last = (end - item * lines).at_most(lines)
+            for start in f.range("block", first, last, block):
+                stop = (start + block).at_most(last)
+                self._panels(f, self._pixel(here, start * rows, start * cols), self._tiles(f, start, stop))
 
-            def body(height: int, width: int, row: Value = row, col: Value = col, item: _Pointers = item) -> None:
-                self._panels(f, self._pixel(item, row, col), self._tiles(f, height, width))
+    def _tiles(self, f: Function, start: Value, stop: Value) -> Callable[[Callable[..., None]], None]:
+        """The tiles of lines start..stop - 1, counted from the first, each with the size of its micro-kernel."""
+        spec, tile = self.spec, self.tile
+        across = -(-spec.cols // tile.cols)
 
-            def columns(height: int, col: Value = col, body: Callable[[int, int], None] = body) -> None:
-                self._whole_or_tail(f, col, spec.cols, cols, partial(body, height))
-
-            self._whole_or_tail(f, row, spec.rows, rows, columns)
+        def visit(call: Callable[..., None]) -> None:
+            if spec.rows == 1:
+                for t, cols in self._lines(f, start, stop, spec.cols, tile.cols):
+                    call(t.like(0), t * tile.cols, 1, cols, t)
+                return
+            for t, rows in self._lines(f, start, stop, spec.rows, tile.rows):
+                for j, cols in f.tiles("column", spec.cols, tile.cols):
+                    call(t * tile.rows, j, rows, cols, t * across + j.divided(tile.cols))
+        return visit
 
     @staticmethod
-    def _whole_or_tail(f: Function, start: Value, extent: int, step: int, body: Callable[[int], None]) -> None:
-        """body(step) for a whole block, body(the tail's size) for the last one."""
-        if extent % step == 0:
-            body(step)
-            return
-        if extent > step:
-            with f.when(start.below(extent - extent % step)):
-                body(step)
-        with f.when(start.compare("uge", extent - extent % step)):
-            body(extent % step)
-
-    def _tiles(self, f: Function, height: int, width: int) -> Callable[[Callable[..., None]], None]:
-        """The tiles of a block, each with the size of its micro-kernel."""
-        def visit(call: Callable[..., None]) -> None:
-            across = -(-width // self.tile.cols)
-            for i, rows in f.tiles("row", height, self.tile.rows):
-                for j, cols in f.tiles("column", width, self.tile.cols):
-                    call(i, j, rows, cols, i.divided(self.tile.rows) * across + j.divided(self.tile.cols))
-        return visit
+    def _lines(f: Function, start: Value, stop: Value, extent: int, step: int) -> Iterator[tuple[Value, int]]:
+        """(number from `start` on, size) of each of the lines; only the last of an item may be smaller than step."""
+        whole, rest = divmod(extent, step)
+        if whole:
+            for t in f.range("line", start.like(0), stop.at_most(whole) - start):
+                yield t, step
+        if rest:
+            with f.when(stop.compare("ugt", whole)):
+                yield stop.like(whole) - start, rest
 
     def _pixels_of_the_batch(self, f: Function, base: _Pointers) -> None:
         """Rows of the grid are pixels; full tiles, then one of 8, 4, 2, 1 for each bit of what remains."""
@@ -361,23 +369,36 @@ class _Emitter:
                visit: Callable[[Callable[..., None]], None]) -> None:
         """One panel over all tiles; `first`: the group's first cout, `start`: the panel's, inside the group."""
         spec, isa = self.spec, self.isa
-        bytes_of_cout = spec.turns(isa) * self.arithmetic.weight_bytes(isa) // isa.lanes
         # A last panel of fewer vectors is narrower in memory too, so a group's couts take this many places.
         panels = (min(self.panel, spec.cout - at) for at in range(0, spec.cout, self.panel))
         places = sum(isa.vectors_for(couts) * isa.lanes for couts in panels)
         before = first.divided(spec.cout) * places + start
-        weights = self.weights + before * bytes_of_cout
         constants = self.constants + before * (4 * spec.program.constants)
         here = self._advance(block, start.like(0), *self._channels(start))
-        following = weights + self.panel * bytes_of_cout
+        weights = self._panel_weights(f, before)
 
         def call(i: Value, j: Value, rows: int, cols: int, tile: Value) -> None:
-            pixel, ahead = self._pixel(here, i, j), following
+            pixel = self._pixel(here, i, j)
+            parts = dict(weights)
             if self.tile.prefetch:      # a tile asks for a line a turn; the panel is asked for after `vectors` tiles
-                ahead += tile.at_most(self.tile.vectors) * (spec.turns(isa) * 64)
-            f.run(self._microkernel(rows, cols, channels), pixel.x, weights, constants, *pixel.operands, pixel.y, ahead)
+                parts["ahead"] += tile.at_most(self.tile.vectors) * (spec.turns(isa) * 64)
+            f.run(self._microkernel(rows, cols, channels), pixel.x, constants, *pixel.operands, pixel.y,
+                  *parts.values())
 
         visit(call)
+
+    def _panel_weights(self, f: Function, before: Value) -> dict[str, Value]:
+        """What a micro-kernel is told of a panel's weights, by the name of its parameter; `before`: couts in memory
+        before the panel."""
+        spec, isa = self.spec, self.isa
+        if self.tile.dealt:
+            turns, offsets, starts = self.weights
+            panel = starts + before.divided(isa.lanes) * 4
+            begin, end = (f.cast("zext", f.load(I32, panel + at, 4, "turn"), I64, "turn") for at in (0, 4))
+            return {"w": turns + begin * turn_bytes(isa), "offsets": offsets + begin * 4, "count": end - begin}
+        bytes_of_cout = spec.turns(isa) * self.arithmetic.weight_bytes(isa) // isa.lanes
+        weights = self.weights[0] + before * bytes_of_cout
+        return {"w": weights, "ahead": weights + self.panel * bytes_of_cout}
 
     # ---- addresses
     def _views(self) -> tuple[View, ...]:
@@ -406,20 +427,34 @@ class _Emitter:
             return name
         spec, isa, arithmetic = self.spec, self.isa, self.arithmetic
         operands = {f"operand{i}": PTR for i in range(len(spec.operands))}
-        f = self.module.function(name, internal=True, x=PTR, w=PTR, constants=PTR, **operands, y=PTR, ahead=PTR)
+        panel = dict(w=PTR, offsets=PTR, count=I64) if self.tile.dealt else dict(w=PTR, ahead=PTR)
+        f = self.module.function(name, internal=True, x=PTR, constants=PTR, **operands, y=PTR, **panel)
         lanes = Lanes(isa, channels, spec.y.dtype == "uint8")
         vectors, pixels = lanes.vectors, [(i, j) for i in range(rows) for j in range(cols)]
-        (x_row, x_pixel, _), step = spec.x.strides, arithmetic.step_bytes
-
         acc = {(p, v): arithmetic.zero(isa, f.parameters["x"]) for p in range(len(pixels)) for v in range(vectors)}
+        if self.tile.dealt:
+            emit_turns(f, isa, acc, [self._offset(i, j) for i, j in pixels])
+        else:
+            self._sum(f, acc, pixels, vectors)
+        self._epilogue(f, lanes, acc, pixels)
+        return name
+
+    def _offset(self, i: int, j: int) -> int:
+        """Bytes of x from the tile's first pixel to pixel (i, j)."""
+        x, stride = self.spec.x, self.spec.stride
+        return i * x.strides[0] * stride[0] + j * x.strides[1] * stride[1]
+
+    def _sum(self, f: Function, acc: dict[tuple[int, int], Value], pixels: list[tuple[int, int]], vectors: int) -> None:
+        """All of K into acc {(pixel, vector)}."""
+        spec, isa, arithmetic = self.spec, self.isa, self.arithmetic
+        (x_row, x_pixel, _), step = spec.x.strides, arithmetic.step_bytes
         at = {key: f.parameters[key] for key in ("x", "w", "ahead")}
         for _ in f.loop("tap row", spec.taps[0], acc=acc, at=at):
             for _ in f.loop("tap column", 1 if spec.one_run else spec.taps[1], acc=acc, at=at):
                 for _ in f.loop("k", spec.steps(isa), acc=acc, at=at):
                     weights = self._weights(at["w"], vectors)
                     for p, (i, j) in enumerate(pixels):
-                        offset = i * x_row * spec.stride[0] + j * x_pixel * spec.stride[1]
-                        pixel = arithmetic.pixel(isa, at["x"] + offset)
+                        pixel = arithmetic.pixel(isa, at["x"] + self._offset(i, j))
                         if p and len(weights[0]) > 1:       # too wide to keep: each pixel's products load them
                             weights = self._weights(hidden(at["w"]), vectors)
                         for v in range(vectors):
@@ -433,8 +468,6 @@ class _Emitter:
                     at["x"] += x_pixel * spec.dilation[1] - spec.steps(isa) * step
             walked = spec.steps(isa) * step if spec.one_run else spec.taps[1] * x_pixel * spec.dilation[1]
             at["x"] += x_row * spec.dilation[0] - walked
-        self._epilogue(f, lanes, acc, pixels)
-        return name
 
     def _weights(self, address: Value, vectors: int) -> list[Operand]:
         """One step of a panel."""
