@@ -140,8 +140,8 @@ class Recurrence(Op):
     """A layer's cells from step to step, the batch leading.
 
     Inputs: gates [N, T, D G H], the projection of every step; R [D, G H, H]; bias [D, H] of a GRU's
-    linear_before_reset; P [D, 3 H], an LSTM's peepholes; lengths [N]; h [N, D H]; c [N, D H]. All but the first two
-    may be absent.
+    linear_before_reset; P [D, 3 H], an LSTM's peepholes; lengths [N]; h and c [N, D H] or, the same for every item,
+    [1, D H]. All but the first two may be absent.
     Outputs: y [N, T, D H], h [N, D H], and an LSTM's c [N, D H].
     Attributes: cell, direction, activations with activation_alpha and activation_beta (one each for each function of
     each direction), clip (0: none), linear_before_reset, input_forget.
@@ -163,8 +163,8 @@ class Recurrence(Op):
         gates, r, bias, peepholes, lengths, h, c = inputs
         (items, steps), (count, _, hidden) = gates.shape[:2], r.shape
         gates = gates.reshape(items, steps, count, -1, hidden)
-        first = [np.zeros((items, count, hidden), gates.dtype) if a is None else a.reshape(items, count, hidden)
-                 for a in (h, c)]
+        first = [np.zeros((items, count, hidden), gates.dtype) if a is None else
+                 np.broadcast_to(a.reshape(-1, count, hidden), (items, count, hidden)) for a in (h, c)]
         ends = np.full(items, steps) if lengths is None else lengths
         y = np.zeros((items, steps, count, hidden), gates.dtype)
         last = [a.copy() for a in first]

@@ -154,6 +154,16 @@ def states(op: str, batch: str | int = "N", hidden: int = 13, **attrs: Any) -> o
     return w.model((batch, 7, 6), **{f"y{i}": pair for i, pair in enumerate(zip(second, shapes, strict=True))})
 
 
+def learned(batch: str | int = "N", hidden: int = 14) -> onnx.ModelProto:
+    """First states that were learned: the same for every item."""
+    w = Writer()
+    batch_of = w("Gather", w("Shape", "x"), w.constant(np.array([0], np.int64)), axis=0)
+    shape = w("Concat", w.integers(2), batch_of, w.integers(hidden), axis=0)
+    first = tuple(w("Expand", w.draw(2, 1, hidden, scale=0.5), shape) for _ in range(2))
+    y = w.layer("LSTM", w("Transpose", "x", perm=[1, 0, 2]), 6, hidden, states=first, direction="bidirectional")[0]
+    return w.model((batch, 7, 6), y=(y, (7, 2, batch, hidden)))
+
+
 def batch_major(batch: str | int = "N") -> onnx.ModelProto:
     """layout 1, backwards, with the whole sequence as everybody's length."""
     w = Writer()
@@ -174,6 +184,7 @@ MODELS: Mapping[str, Callable[..., onnx.ModelProto]] = {
     "lstm of states, clipped": partial(states, "LSTM", clip=0.6),
     "gru of states": partial(states, "GRU"),
     "rnn of states": partial(states, "RNN", activations=["Relu", "Softsign"]),
+    "learned states": learned,
     "batch major": batch_major,
 }
 

@@ -33,8 +33,9 @@ def node_of(cell: str = "LSTM", direction: str = "forward", **attrs: Any) -> Nod
 class Case:
     """A spec of a node, with drawn constants and inputs."""
 
-    def __init__(self, node: Node, hidden: int, precision: str = "fp32", batch: int = 3, peepholes: bool = False,
-                 states: bool = False, lengths: bool = False, y: str = "float32", gates: str = "float32") -> None:
+    def __init__(self, node: Node, hidden: int, precision: str = "fp32", batch: int = 3, *, peepholes: bool = False,
+                 states: bool = False, given: bool = False, lengths: bool = False, y: str = "float32",
+                 gates: str = "float32") -> None:
         random = np.random.default_rng(0)
         backwards = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}[node.attrs["direction"]]
         count, kind = len(backwards), node.attrs["cell"]
@@ -49,10 +50,13 @@ class Case:
         self.spec = Recurrence(
             gapped(gates, (STEPS, count * rows)), hidden, cells, backwards, gapped(y, (STEPS, count * hidden)),
             (state if states else None,) * kept, (state if states else None,) * kept,
-            View("int32", (), (), 4) if lengths else None, builder.program(), numbers, precision)
+            View("int32", (), (), 4) if lengths else None, tuple(range(kept)) if given else (), builder.program(),
+            numbers, precision)
         weights = (random.standard_normal((count, rows, hidden)) / np.sqrt(hidden)).astype(np.float32)
         units = [random.standard_normal((count, hidden)).astype(np.float32) for _ in range(cells[0].units)]
-        self.constants: dict[str, Any] = {"weights": weights, "units": units}
+        self.constants: dict[str, Any] = {
+            "weights": weights, "units": units,
+            "first": [random.standard_normal(count * hidden).astype(np.float32) for _ in self.spec.given]}
         if precision == "int16":
             self.constants["weights"], self.constants["scales"] = whole_weights(weights)
         self.inputs = [random.standard_normal((batch, *view.shape)).astype(np.float32) for view in self.spec.inputs]
@@ -111,6 +115,12 @@ def test_states_come_in_and_go_out(batch, isa):
     for attrs in ({}, {"cell": "GRU"}):
         case = Case(node_of(direction="bidirectional", **attrs), 13, batch=batch, states=True)
         check(case.spec, isa, case.inputs, case.constants, FLOAT_SUMS)
+
+
+@EVERY_WIDTH
+def test_first_states_may_be_constants(isa):
+    case = Case(node_of(direction="bidirectional"), 13, given=True)
+    check(case.spec, isa, case.inputs, case.constants, FLOAT_SUMS)
 
 
 @EVERY_WIDTH

@@ -58,9 +58,10 @@ class Recurrence(KernelSpec):
     cells: tuple[Cell, ...]             # of each direction
     backwards: tuple[bool, ...]
     y: View | None                      # None: nobody reads it
-    first: tuple[View | None, ...]      # None: zeros
+    first: tuple[View | None, ...]      # None: zeros, or a constant for every item: see given
     last: tuple[View | None, ...]       # None: nobody reads it
     lengths: View | None = None         # int32 []: the items' own numbers of steps
+    given: tuple[int, ...] = ()         # the kept states whose first values are constants
     program: Program = Program()        # h on its way to y ...
     numbers: tuple[float, ...] = ()     # ... and its constants, the same for every unit
     precision: str = "fp32"
@@ -140,9 +141,10 @@ class Recurrence(KernelSpec):
         _Emitter(self, module, name, isa, tactic).kernel()
 
     # ---- constants
-    def pack(self, isa: Isa, tactic: Panels, constants: Mapping[str, Any]) -> tuple[Array, Array]:
+    def pack(self, isa: Isa, tactic: Panels, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         """"weights": [D, G H, H], float32 or int16 -> [direction][stage][vector of units][k][gate][lane][element];
-        "units": a sequence of float32 [D, H], "scales": [D, G H] -> [direction][vector of units][constant][lane]."""
+        "units": a sequence of float32 [D, H], "scales": [D, G H] -> [direction][vector of units][constant][lane];
+        "first": for each given state float32 [D H], as it is."""
         vectors = -(-self.hidden // isa.lanes)
         arithmetic, weights = self.arithmetic, np.asarray(constants["weights"])
         weights = arithmetic.store_weights(weights).reshape(len(self.cells), -1, self.hidden, self.hidden)
@@ -158,7 +160,11 @@ class Recurrence(KernelSpec):
         for i, constant in enumerate(units):
             table[:, i, :self.hidden] = constant
         by_vector = table.reshape(len(self.cells), len(units), vectors, isa.lanes).transpose(0, 2, 1, 3)
-        return np.concatenate(parts), by_vector.ravel()
+        return np.concatenate(parts), by_vector.ravel(), *(np.asarray(s, np.float32) for s in self._given(constants))
+
+    def _given(self, constants: Mapping[str, Any]) -> Sequence[Array]:
+        """The first states that are constants."""
+        return constants["first"] if self.given else ()
 
     def _rows_of_scales(self, constants: Mapping[str, Any]) -> list[Array]:
         """For each gate [D, H]."""
@@ -175,6 +181,8 @@ class Recurrence(KernelSpec):
         gates = gates.reshape(items, self.steps, count, -1, self.hidden)
         first = [load_meaning(view.dtype, next(given)).reshape(items, count, -1) if view else
                  np.zeros((items, count, self.hidden), np.float32) for view in self.first]
+        for slot, state in zip(self.given, self._given(constants), strict=True):
+            first[slot] += state.reshape(count, -1)
         ends = np.minimum(next(given), self.steps) if self.lengths else np.full(items, self.steps)
         y = np.zeros((items, self.steps, count, self.hidden), np.float32)
         last = [np.zeros_like(state) for state in first]
@@ -265,12 +273,15 @@ class _Emitter:
     # ---- the loops around
     def kernel(self) -> None:
         spec = self.spec
-        f, addresses, bounds = begin_kernel(self.module, self.name, len(spec.inputs) + 2 + len(spec.outputs))
+        count = len(spec.inputs) + 2 + len(spec.given) + len(spec.outputs)
+        f, addresses, bounds = begin_kernel(self.module, self.name, count)
         given = iter(addresses)
         self.x = next(given)
-        self.first = [next(given) if view else None for view in spec.first]
+        every_item = View("float32", (len(spec.cells) * spec.hidden,), (4,), 0)
+        self.first = {slot: (view, next(given)) for slot, view in enumerate(spec.first) if view}
         self.lengths = next(given) if spec.lengths else None
         self.weights, self.units = next(given), next(given)
+        self.first |= {slot: (every_item, next(given)) for slot in spec.given}
         self.y = next(given) if spec.y else None
         self.last = [next(given) if view else None for view in spec.last]
         states = 1 + max(cell.states for cell in spec.cells)
@@ -291,9 +302,8 @@ class _Emitter:
         for at, _ in f.tiles("clear", (1 + cell.states) * self.area, self.isa.bytes):
             f.store(f.constant(0, self.isa.floats), self.memory + at, self.isa.bytes)
         for item in f.range("item", count.like(0), count):
-            for slot, view in enumerate(spec.first):
-                if view is not None:
-                    self._load_first(f, d, slot, view, start + item, item)
+            for slot in self.first:
+                self._load_first(f, d, slot, start + item, item)
         x = self.x + start * spec.gates.item + d * cell.gates * spec.hidden * spec.gates.strides[1]
         y = None
         if self.y is not None and spec.y is not None:
@@ -331,9 +341,8 @@ class _Emitter:
             at["old"], at["new"] = at["new"], at["old"]
         return at["old"]
 
-    def _load_first(self, f: Function, d: int, slot: int, view: View, item: Value, place: Value) -> None:
-        source = self.first[slot]
-        assert source is not None
+    def _load_first(self, f: Function, d: int, slot: int, item: Value, place: Value) -> None:
+        view, source = self.first[slot]
         source += item * view.item + d * self.spec.hidden * view.strides[0]
         target = self.memory + (1 + slot if slot else 0) * self.area + place * self.pitch
         for unit, count in f.tiles("unit", self.spec.hidden, self.isa.lanes):
