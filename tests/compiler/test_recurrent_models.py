@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from calibration.accuracy import sqnr_db
 from engines.builder import BuildConfig
 from engines.errors import ModelError
+from engines.frontend.onnx_export import onnx_from_graph
 from engines.frontend.onnx_import import graph_from_onnx
 from engines.passes.pipeline import optimise, simplify
 from engines.reference import run
@@ -75,6 +76,15 @@ def test_the_passes_keep_the_meaning(name: str) -> None:
     for stage in (graph, simplify(graph), optimise(simplify(graph))):
         for output, value in run(stage, {"x": x}).items():
             assert relative_error(value, expected[output]) < TOLERANCE
+
+
+@EVERY
+def test_the_exported_model_means_the_same(name: str) -> None:
+    model = MODELS[name]()
+    x = sequences_for(model, 3)
+    expected = oracle(name, model, x)
+    for output, value in run_onnx(onnx_from_graph(optimise(simplify(graph_from_onnx(model)))), {"x": x}).items():
+        assert relative_error(value, expected[output]) < TOLERANCE
 
 
 @pytest.mark.parametrize("precision, least_db", [("int8", 30.0), ("bf16", 35.0), ("fp16", 50.0)])

@@ -181,8 +181,8 @@ class Recurrence(KernelSpec):
         gates = gates.reshape(items, self.steps, count, -1, self.hidden)
         first = [load_meaning(view.dtype, next(given)).reshape(items, count, -1) if view else
                  np.zeros((items, count, self.hidden), np.float32) for view in self.first]
-        for slot, state in zip(self.given, self._given(constants), strict=True):
-            first[slot] += state.reshape(count, -1)
+        for slot, constant in zip(self.given, self._given(constants), strict=True):
+            first[slot] += constant.reshape(count, -1)
         ends = np.minimum(next(given), self.steps) if self.lengths else np.full(items, self.steps)
         y = np.zeros((items, self.steps, count, self.hidden), np.float32)
         last = [np.zeros_like(state) for state in first]
@@ -273,8 +273,8 @@ class _Emitter:
     # ---- the loops around
     def kernel(self) -> None:
         spec = self.spec
-        count = len(spec.inputs) + 2 + len(spec.given) + len(spec.outputs)
-        f, addresses, bounds = begin_kernel(self.module, self.name, count)
+        operands = len(spec.inputs) + 2 + len(spec.given) + len(spec.outputs)
+        f, addresses, bounds = begin_kernel(self.module, self.name, operands)
         given = iter(addresses)
         self.x = next(given)
         every_item = View("float32", (len(spec.cells) * spec.hidden,), (4,), 0)
