@@ -105,7 +105,7 @@ def test_whole_products_are_exact(attrs, isa):
 def test_any_batch_is_cut_into_tiles(attrs, batch, isa, monkeypatch):
     case = Case(node_of(direction="reverse", **attrs), 19, "int16", batch)
     monkeypatch.setattr(recurrence, "FIRST_LEVEL", 0)
-    for tactic in case.spec.tactics(isa):
+    for tactic in (*case.spec.tactics(isa), Panels(1, prefetch=True)):
         check(case.spec, isa, case.inputs, case.constants, tactic=tactic)
 
 

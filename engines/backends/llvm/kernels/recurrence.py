@@ -19,7 +19,7 @@ An item with a length of its own walks that many steps; y is zero behind them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,8 @@ STRANDS = 4             # units whose updates are written in turns
 FEWEST_CHAINS = 8       # sums that must be under way at once to hide an fma's latency; fewer are split
 STEPS = 4               # the K loop's turns are a multiple of this, so that a sum can be split
 FIRST_LEVEL = 1 << 15   # bytes of cache that most machines have there
+SECOND_LEVEL = 1 << 18  # ... and there, that some have no more of
+LINE = 64               # bytes of a cache line
 STATE_ONE = 1 << 13     # what 1.0 is in an int16 state
 
 
@@ -45,9 +47,10 @@ STATE_ONE = 1 << 13     # what 1.0 is in an int16 state
 class Panels(Tactic):
     """Vectors of units that one item's micro-kernel computes; larger tiles of items take what registers are left."""
     vectors: int
+    prefetch: bool = False      # ask for the next panel's weights, a line at every k
 
     def __str__(self) -> str:
-        return f"panels of {self.vectors} vectors"
+        return f"panels of {self.vectors} vectors{' prefetch' if self.prefetch else ''}"
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,9 @@ class Recurrence(KernelSpec):
         vectors = range(1, -(-self.hidden // isa.lanes) + 1)
         widest = max(v for v in vectors if v == 1 or fits(isa, 1, v * most))
         return tuple(Panels(v) for v in dict.fromkeys((widest, max(widest // 2, 1), 1)))
+
+    def refinements(self, isa: Isa, best: Panels) -> Sequence[Panels]:
+        return (replace(best, prefetch=True),) if self.step_bytes >= SECOND_LEVEL else ()
 
     def packing(self, tactic: Panels) -> None:
         """Weights lie vector by vector, whatever the panels."""
@@ -395,13 +401,15 @@ class _Emitter:
             weights = self.weights + before + panel * spec.stage_vector(isa, stage)
             units = self.units + d * vectors * unit_vector + panel * unit_vector
             name = self._microkernel(spec.cells.index(cell), number, size, width)
+            following = weights + -(-width // isa.lanes) * spec.stage_vector(isa, stage)
             for item in f.range("tile", first, end, size):
                 at = item * self.pitch
+                ahead = following + item.divided(size) * (spec.turns() * LINE)
                 pointers = {"x": here.x + item * spec.gates.item + start * spec.gates.strides[1],
                             "old": here.old + at, "new": here.new + at, "rest": here.rest + at}
                 if here.y is not None and spec.y is not None:
                     pointers["y"] = here.y + item * spec.y.item + start * spec.y.strides[1]
-                f.run(name, *pointers.values(), weights, units, start)
+                f.run(name, *pointers.values(), weights, units, start, ahead)
 
     # ---- the micro-kernel
     def _microkernel(self, which: int, number: int, size: int, width: int) -> str:
@@ -412,7 +420,7 @@ class _Emitter:
         spec, isa, stage = self.spec, self.isa, self.spec.cells[which].stages[number]
         y = {"y": PTR} if spec.y is not None else {}
         f = self.module.function(name, internal=True, x=PTR, old=PTR, new=PTR, rest=PTR, **y, w=PTR, units=PTR,
-                                 start=I64)
+                                 start=I64, ahead=PTR)
         vectors = -(-width // isa.lanes)
         sums = self._products(f, stage, size, vectors)
         with f.interleaved(STRANDS) as begin:
@@ -430,7 +438,7 @@ class _Emitter:
         keys = [(item, g, v) for v in range(vectors) for g in range(len(stage.gates)) for item in range(size)]
         split = next(n for n in (1, 2, STEPS) if n * len(keys) >= FEWEST_CHAINS or n == STEPS)
         acc = {(part, key): arithmetic.zero(isa, source) for part in range(split) for key in keys}
-        at = {"s": source + (self.whole if spec.scales else 0), "w": f.parameters["w"]}
+        at = {"s": source + (self.whole if spec.scales else 0), "w": f.parameters["w"], "ahead": f.parameters["ahead"]}
         step = arithmetic.step_bytes
         for _ in f.loop("k", spec.turns() // split, acc=acc, at=at):
             for part in range(split):
@@ -439,6 +447,9 @@ class _Emitter:
                            + (part * len(stage.gates) + g) * isa.bytes
                            for v in range(vectors) for g in range(len(stage.gates))}
                 self._outer_product(acc, part, states, weights)
+                if self.tactic.prefetch:
+                    isa.prefetch(at["ahead"])
+                    at["ahead"] += LINE
             at["s"] += split * step
             at["w"] += split * len(stage.gates) * isa.bytes
         while split > 1:
