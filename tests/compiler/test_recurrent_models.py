@@ -21,6 +21,7 @@ from infer_server.cli.calibrating import Calibration
 from infer_server.cli.compiling import compile_model
 from tests.compiler.recurrent_models import MODELS, Writer, sequences_for
 from tests.compiler.zoo_engines import fallbacks, relative_error
+from tests.frontend.test_onnx_backend import CASES, arrays, known_shapes_as_constants
 from tests.zoo import run_onnx
 
 EVERY = pytest.mark.parametrize("name", MODELS)
@@ -125,3 +126,19 @@ def test_a_sequence_of_unknown_length_is_refused_by_name(tmp_path: Path) -> None
     with pytest.raises(ModelError, match="steps follow axis 0.*--shape"):
         graph_from_onnx(model)
     assert graph_from_onnx(model, shapes={"x": (7, 1, 5)}).shape("y") == (7, 1, 1, 4)
+
+
+NODE_TESTS = {name: case for name, case in CASES.items()
+              if {node.op_type for node in case.model.graph.node} & {"LSTM", "GRU", "RNN"}}
+
+
+@pytest.mark.parametrize("name", NODE_TESTS)
+def test_onnx_node_tests_are_compiled(name: str, tmp_path: Path) -> None:
+    case = NODE_TESTS[name]
+    for inputs, outputs in case.data_sets:
+        model, feeds = known_shapes_as_constants(case, arrays(inputs))
+        engine = engine_of(model, tmp_path)
+        assert not fallbacks(engine), [f"{step.name}: {step.reason}" for step in fallbacks(engine)]
+        values = engine.run({tensor.name: feeds[tensor.name] for tensor in engine.inputs})
+        for output, expected in zip(case.model.graph.output, arrays(outputs), strict=True):
+            np.testing.assert_allclose(values[output.name], expected, rtol=case.rtol, atol=1e-6)
