@@ -16,6 +16,7 @@ from engines.passes.common import merge_common
 from engines.passes.fold_constants import fold_constants
 from engines.passes.fuse import fuse_pointwise
 from engines.passes.layout import to_channels_last
+from engines.passes.lines import lines_to_images
 from engines.passes.notes import Note
 from engines.passes.recurrent import split_recurrent
 from engines.passes.rewrite import Rule
@@ -69,6 +70,8 @@ def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
         ("fold_into_weights", _rules(log, LinearScale(), ScaleLinear())),
         # a Pad is zero before and after a batch norm folded past it, so it comes after those
         ("pads", _rules(log, PadConv(), PadAveragePool(), PadMaxPool())),
+        # what is folded into layers by then was written for signals as for images
+        ("lines_to_images", lines_to_images),
         ("fold_constants", fold_constants),
         ("remove_no_ops", _rules(log, RemoveNoOp(), *VIEWS)),
         ("merge_common", merge_common),

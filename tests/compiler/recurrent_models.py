@@ -131,6 +131,26 @@ def commands(batch: str | int = "N", layers: int = 2) -> onnx.ModelProto:
     return w.model((batch, 15, 13), y=(y, (batch, 9)))
 
 
+def signals(batch: str | int = "N") -> onnx.ModelProto:
+    """Convolutions over time, with a shortcut and a depthwise one, then a GRU of both directions over what is left."""
+    w = Writer()
+
+    def conv(x: str, cin: int, out: int, kernel: int, stride: int = 1, group: int = 1) -> str:
+        weight = w.draw(out, cin // group, kernel, scale=(cin * kernel / group) ** -0.5)
+        y = w("Conv", x, weight, w.draw(out, scale=0.1), kernel_shape=[kernel], pads=[kernel // 2] * 2,
+              strides=[stride], group=group)
+        return str(w("Relu", y))
+
+    y = conv("x", 10, 24, 5, stride=2)
+    y = w("Add", y, conv(conv(y, 24, 24, 3, group=24), 24, 24, 1))
+    y = w("MaxPool", y, kernel_shape=[2], strides=[2])
+    full = w.layer("GRU", w("Transpose", y, perm=[2, 0, 1]), 24, 18, direction="bidirectional")[0]
+    y = w("Reshape", w("Transpose", full, perm=[2, 0, 1, 3]), w.integers(0, 0, -1))
+    y = w("ReduceMean", y, axes=[1], keepdims=0)
+    y = w("Gemm", y, w.draw(7, 36, scale=0.3), transB=1)
+    return w.model((batch, 10, 40), y=(y, (batch, 7)))
+
+
 def keras(op: str = "LSTM", batch: str | int = "N", sequences: bool = False) -> onnx.ModelProto:
     """A Keras layer as tf2onnx writes it, with a dense layer over the last step or every step."""
     w = Writer()
@@ -177,6 +197,7 @@ MODELS: Mapping[str, Callable[..., onnx.ModelProto]] = {
     "crnn": crnn,
     "recogniser": recogniser,
     "commands": commands,
+    "signals": signals,
     "keras lstm": keras,
     "keras gru": partial(keras, "GRU"),
     "keras rnn of sequences": partial(keras, "RNN", sequences=True),

@@ -89,7 +89,7 @@ def test_the_exported_model_means_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("precision, least_db", [("int8", 30.0), ("bf16", 35.0), ("fp16", 50.0)])
-@pytest.mark.parametrize("name", ["crnn", "recogniser", "commands", "keras lstm", "keras rnn of sequences"])
+@pytest.mark.parametrize("name", ["crnn", "recogniser", "commands", "signals", "keras lstm", "keras rnn of sequences"])
 def test_other_precisions_are_close(name: str, precision: str, least_db: float, tmp_path: Path) -> None:
     model = MODELS[name]()
     engine = engine_of(model, tmp_path, precision)
