@@ -33,6 +33,7 @@ from engines.passes.rules.reduction import ReductionOfPowers
 from engines.passes.rules.reshape import MergeReshapes, MergeTransposes, ToReshape, TransposeOfOnes
 from engines.passes.rules.scale import LinearScale, ScaleLinear
 from engines.passes.rules.shuffle import ChannelShuffle
+from engines.passes.rules.softmax import AlongInnermost
 from engines.passes.siblings import merge_siblings
 
 Pass = Callable[[Graph], Graph]
@@ -88,7 +89,7 @@ def optimise(graph: Graph, log: list[Note] | None = None) -> Graph:
         # before all groupings: it moves and removes nodes that they would otherwise stop at
         ("to_channels_last", to_channels_last),
         # what moving left behind; means over what are now rows and columns
-        ("views", _rules(log, RemoveNoOp(), *VIEWS, SpatialReduce(channels_last=True))),
+        ("views", _rules(log, RemoveNoOp(), AlongInnermost(), *VIEWS, SpatialReduce(channels_last=True))),
         # the same Transpose wanted by several readers
         ("merge_common", merge_common),
         # before vertical fusion, which would give each sibling a body of its own

@@ -164,6 +164,21 @@ def keras(op: str = "LSTM", batch: str | int = "N", sequences: bool = False) -> 
     return w.model((batch, 9, 10), y=(w("Reshape", rows, w.integers(-1, 9, 5)), (batch, 9, 5)))
 
 
+def both_ways(batch: str | int = "N", hidden: int = 12) -> onnx.ModelProto:
+    """A bidirectional layer taken apart and put together again, then a layer whose last step decides."""
+    w = Writer()
+    y = w.layer("LSTM", w("Transpose", "x", perm=[1, 0, 2]), 10, hidden, direction="bidirectional")[0]
+    parts = [w("Squeeze", part, w.integers(1)) for part in w("Split", y, w.integers(1, 1), count=2, axis=1)]
+    y = w("Tanh", w("Concat", *parts, axis=2))
+    full = w("Squeeze", w.layer("GRU", y, 2 * hidden, hidden, direction="reverse")[0], w.integers(1))
+    steps = w("Transpose", full, perm=[1, 0, 2])
+    weights = w("Softmax", w("MatMul", steps, w.draw(hidden, 1)), axis=1)
+    pooled = w("ReduceSum", w("Mul", steps, weights), w.integers(1), keepdims=0)
+    last = w("Gather", steps, w.constant(np.array(-1, np.int64)), axis=1)
+    y = w("MatMul", w("Concat", pooled, last, axis=1), w.draw(2 * hidden, 5, scale=0.3))
+    return w.model((batch, 9, 10), y=(y, (batch, 5)))
+
+
 def states(op: str, batch: str | int = "N", hidden: int = 13, **attrs: Any) -> onnx.ModelProto:
     """Two layers, the second of which goes on from the states of the first; all of its outputs."""
     w, count = Writer(), 2
@@ -198,6 +213,7 @@ MODELS: Mapping[str, Callable[..., onnx.ModelProto]] = {
     "recogniser": recogniser,
     "commands": commands,
     "signals": signals,
+    "both ways": both_ways,
     "keras lstm": keras,
     "keras gru": partial(keras, "GRU"),
     "keras rnn of sequences": partial(keras, "RNN", sequences=True),
