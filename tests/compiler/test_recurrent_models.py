@@ -119,6 +119,17 @@ def test_items_have_steps_of_their_own_number(tmp_path: Path) -> None:
     assert not any("GRU" in "".join(step.fuses) for step in fallbacks(engine))
 
 
+def test_weights_that_are_computed_run_on_the_reference_and_the_build_says_so(tmp_path: Path) -> None:
+    w = Writer()
+    recurrent = w("Add", w.draw(1, 5, 5), w("ReduceMean", "x", axes=[0, 1, 2], keepdims=1))
+    y, _ = w("RNN", "x", w.draw(1, 5, 6), recurrent, count=2, hidden_size=5)
+    model = w.model((3, 1, 6), y=(y, (3, 1, 1, 5)))
+    engine = engine_of(model, tmp_path)
+    x = sequences_for(model, 3)
+    assert relative_error(engine.run({"x": x})["y"], run_onnx(model, {"x": x})["y"]) < TOLERANCE
+    assert [step.reason for step in fallbacks(engine) if "RNN" in step.name]
+
+
 def test_a_sequence_of_unknown_length_is_refused_by_name(tmp_path: Path) -> None:
     w = Writer()
     y = w.layer("GRU", "x", 5, 4)[0]

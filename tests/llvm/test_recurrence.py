@@ -35,7 +35,7 @@ class Case:
 
     def __init__(self, node: Node, hidden: int, precision: str = "fp32", batch: int = 3, *, peepholes: bool = False,
                  states: bool = False, given: bool = False, lengths: bool = False, y: str = "float32",
-                 gates: str = "float32") -> None:
+                 gates: str = "float32", steps: int = STEPS) -> None:
         random = np.random.default_rng(0)
         backwards = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}[node.attrs["direction"]]
         count, kind = len(backwards), node.attrs["cell"]
@@ -48,7 +48,7 @@ class Case:
         kept = cells[0].kept
         state = View("float32", (count * hidden,), (4,), 4 * count * hidden + 8)
         self.spec = Recurrence(
-            gapped(gates, (STEPS, count * rows)), hidden, cells, backwards, gapped(y, (STEPS, count * hidden)),
+            gapped(gates, (steps, count * rows)), hidden, cells, backwards, gapped(y, (steps, count * hidden)),
             (state if states else None,) * kept, (state if states else None,) * kept,
             View("int32", (), (), 4) if lengths else None, tuple(range(kept)) if given else (), builder.program(),
             numbers, precision)
@@ -84,7 +84,7 @@ EVERY_CELL = pytest.mark.parametrize("attrs", CELLS.values(), ids=CELLS)
 
 @EVERY_WIDTH
 @EVERY_CELL
-@pytest.mark.parametrize("hidden", [5, 24])
+@pytest.mark.parametrize("hidden", [1, 5, 24])
 def test_a_cell_equals_its_reference(attrs, hidden, isa):
     case = Case(node_of(direction="bidirectional", **attrs), hidden)
     check(case.spec, isa, case.inputs, case.constants, FLOAT_SUMS, pieces=2)
@@ -120,6 +120,12 @@ def test_states_come_in_and_go_out(batch, isa):
 @EVERY_WIDTH
 def test_first_states_may_be_constants(isa):
     case = Case(node_of(direction="bidirectional"), 13, given=True)
+    check(case.spec, isa, case.inputs, case.constants, FLOAT_SUMS)
+
+
+@EVERY_WIDTH
+def test_a_single_step_goes_from_states_to_states(isa):
+    case = Case(node_of(direction="bidirectional"), 13, states=True, steps=1)
     check(case.spec, isa, case.inputs, case.constants, FLOAT_SUMS)
 
 
