@@ -240,7 +240,7 @@ def _above(graph: Graph, node: Node, found: _Scores) -> str:
         for scores, fill, holds in ((b, a, True), (a, b, False)):
             value = scalar(graph, fill)
             if value is not None and value * found.factor <= MASKING and graph.shape(scores) == shape:
-                found.hidden.append((condition, holds, max(value * found.factor, float(np.finfo(np.float32).min))))
+                found.hidden.append((condition, holds, value * found.factor))
                 return scores
     raise _Refused(f"{node.op} stands between its scores and its softmax")
 

@@ -40,8 +40,8 @@ def classes(graph: Graph) -> list[tuple[str, ...]]:
             data = [name for name in touched if graph.types[name].dtype == FLOAT]
             for name in data[1:]:
                 parent[root(name)] = root(data[0])
-            if node.op == "Concat" and len(touched) != len(node.inputs) + len(node.outputs):
-                fixed.update(touched)               # a constant part
+            if any(graph.is_constant(name) and graph.types[name].dtype == FLOAT for name in node.inputs):
+                fixed.update(touched)               # a constant part of a Concat, a table of embeddings
         elif node.op == ATTENTION:
             fixed.update(name for name in node.inputs[3:] if name in parent)        # the mask
         elif node.op == "Recurrence":

@@ -1,9 +1,10 @@
-"""2**x for x <= 0: the exponential of a softmax, whose scores are kept in units of log 2 so that it needs no other.
+"""2**x for x <= 0: the exponential of a softmax, e**x = 2**(x / log 2).
 
     2**x = 2**n * 2**f      n = round(x), |f| <= 1/2; 2**f by a polynomial, n added to the exponent's bits
 
-Below 2**-126 it is 0 or nearly so. The coefficients are minimax in the relative error, fitted by Lawson's algorithm with
-p(0) = 1. Few of them do where the result is stored in few bits: a bfloat16 has 2**-9, a byte 2**-9 of its largest value.
+Below 2**-126 it is 0 or nearly so. The coefficients are minimax in the relative error, fitted by Lawson's algorithm
+with p(0) = 1. Few of them do where the result is stored in few bits: a bfloat16 has 2**-9, a byte 2**-9 of its largest
+value.
 """
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Attention as one kernel: the scores of a block of queries live and die in the cache.
 
     y[n, h, s] = program(sum over t of p[s, t] * v[n, h, t] / sum over t of p[s, t])
-    p[s, t]    = 2**(x[s, t] - max over t of x[s])    x = (scale * q[n, h, s] . k[n, h, t] + mask[n, h, s, t]) / log 2
+    p[s, t]    = e**(x[s, t] - max over t of x[s])              x = scale * q[n, h, s] . k[n, h, t] + mask[n, h, s, t]
 
     for head:                                   k' and v are packed, once a call
       for block of queries:
@@ -11,7 +11,7 @@
 
 q, k and v are read as they lie: heads may be an axis inside a wider tensor, and so may y's.
 
-In int8 p is round(255 * 2**...), a byte that uses its whole range in every row, and the sum that divides is that of
+In int8 p is round(255 * e**...), a byte that uses its whole range in every row, and the sum that divides is that of
 these bytes: an exact mean. What q's zero point adds to a score depends on t and is what the sums begin with; what k's
 adds is the same for a whole row, which a softmax does not see.
 
@@ -43,6 +43,7 @@ from engines.backends.llvm.factors import (
 )
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.kernels.contraction import tile_shapes
+from engines.backends.llvm.kernels.softmax import less_peak, share, share_meaning
 from engines.backends.llvm.lanes import SIZES, Lanes, from_float, to_float
 from engines.backends.llvm.power import LOG2_E, power, power_meaning
 from engines.backends.llvm.program import Floats, Program, fma, load_meaning, store_meaning
@@ -140,20 +141,30 @@ class Attention(KernelSpec):
         [panel][constant][vector][lane]."""
         columns = self.v.shape[2]
         order = panels(isa, columns, packed=False, width=tactic.mix[1] * isa.lanes)
-        return _numbers(constants), pack_channels(constants["program"], columns, order)
+        return self._numbers(constants), pack_channels(constants["program"], columns, order)
+
+    @property
+    def _units(self) -> np.float32:
+        """What makes units of log 2 of differences of scores: 1 where the scale has done it already, for no mask."""
+        return np.float32(LOG2_E if self.mask else 1.0)
+
+    def _numbers(self, constants: Mapping[str, Any]) -> Floats:
+        scale, *zeros = constants["numbers"]
+        return np.asarray([scale * LOG2_E / float(self._units), *zeros], np.float32)
 
     # ---- meaning
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        scale, *zeros = _numbers(constants)
+        scale, *zeros = self._numbers(constants)
         factors = [load_meaning(view.dtype, x) for view, x in zip(self.inputs, inputs, strict=True)]
-        mask = factors[3] * np.float32(LOG2_E) if self.mask else None
+        mask = factors[3] if self.mask else None
         if self.precision == "int8":
             return self._exact_meaning(factors, scale, zeros, mask, constants["program"])
         q, k, v = (x - np.float32(zero) for x, zero in zip(factors, zeros, strict=False))
         x = _product(q, k.swapaxes(-1, -2)) * scale
         x = x if mask is None else x + mask
-        p = power_meaning(x - fold_rows("max", x), "float32")
-        mean = _product(p, v) * (np.float32(1) / fold_rows("sum", p))
+        peak = fold_rows("max", x)
+        p = power_meaning(less_peak(x, peak) * self._units, "float32")
+        mean = _product(p, v) * share_meaning(peak, fold_rows("sum", p))
         return (store_meaning(self.y.dtype, self.program.meaning(mean, [], constants["program"])),)
 
     def _exact_meaning(self, factors: Sequence[Floats], scale: np.float32, zeros: Sequence[np.float32],
@@ -161,16 +172,11 @@ class Attention(KernelSpec):
         q, k, v = (x.astype(np.int64) for x in factors[:3])
         sums = ((q - int(zeros[0])) @ (k - MIDDLE).swapaxes(-1, -2)).astype(np.float32)
         x = sums * scale if mask is None else fma(sums, scale, mask)
-        p = np.rint(power_meaning(x - fold_rows("max", x), "uint8") * np.float32(BYTE))
+        peak = fold_rows("max", x)
+        p = np.rint(power_meaning(less_peak(x, peak) * self._units, "uint8") * np.float32(BYTE))
         mixed = (p.astype(np.int64) @ (v - MIDDLE)).astype(np.float32)
-        mean = mixed * (np.float32(1) / fold_rows("sum", p))
+        mean = mixed * share_meaning(peak, fold_rows("sum", p))
         return (store_meaning(self.y.dtype, self.program.meaning(mean, [], program)),)
-
-
-def _numbers(constants: Mapping[str, Any]) -> Floats:
-    """The constant "numbers" as the kernel reads it: its scale in units of log 2."""
-    scale, *zeros = constants["numbers"]
-    return np.asarray([scale * LOG2_E, *zeros], np.float32)
 
 
 def _product(a: Floats, b: Floats) -> Floats:
@@ -328,7 +334,7 @@ class _Emitter:
         others: list[Value] = []
         for m in range(rows):
             if mask and (m == 0 or mask.strides[1]):
-                others = [value * LOG2_E for value in load_channels(lanes, mask, added + m * mask.strides[1])]
+                others = load_channels(lanes, mask, added + m * mask.strides[1])
             for v in range(lanes.vectors):
                 value = isa.fma(sums[m, v], scale, others[v]) if mask else sums[m, v] * scale
                 f.store(value, x + (4 * self.pitch * m + v * isa.bytes), isa.bytes)
@@ -350,7 +356,9 @@ class _Emitter:
             peak = fold(f, isa, keys, "max", score)
 
             def weight(at: At, there: Value = there, peak: Value = peak, score: Any = score) -> Value:
-                value = live(isa, power(isa, score(at) - peak, dtype), at.count, 0)
+                less = score(at) - peak
+                less = less * LOG2_E if self.spec.mask else less
+                value = live(isa, power(isa, less, dtype), at.count, 0)
                 if dtype == "uint8":
                     ints = isa.round(value * BYTE)
                     f.store(f.cast("trunc", ints, f"<{isa.lanes} x i8>", "bytes"), there + at.column)
@@ -360,7 +368,7 @@ class _Emitter:
                 return to_float(isa, dtype, stored)
 
             total = fold(f, isa, keys, "sum", weight)
-            one = f.op(FLOAT, f"extractelement {1 / total}, i32 0", "inverse")
+            one = f.op(FLOAT, f"extractelement {share(peak, total)}, i32 0", "inverse")
             f.store(one, inverse + row * 4)
         return name
 
