@@ -178,6 +178,40 @@ def test_attention_is_one_kernel_that_answers_as_onnx_runtime_does(name: str, pr
     assert not {"permute", "softmax"} & set(kernels)
 
 
+def one_item_model(keys_of: str) -> onnx.ModelProto:
+    """Tokens first and no batch, as of torch's MultiheadAttention; keys_of: "x", "one head" or "learned queries"."""
+    w, (tokens, heads, depth) = Writer(), (21, 4, 6)
+    width = heads * depth
+    split = w.constant([tokens, heads, depth], np.int64)
+    if keys_of == "learned queries":
+        q = w.constant(w.random.standard_normal((heads, tokens, depth)))
+    else:
+        q = w("Transpose", w("Reshape", w.linear("x", width, width), split), perm=(1, 0, 2))
+    if keys_of == "one head":
+        one = w.constant([tokens, 1, depth], np.int64)
+        k, v = (w("Reshape", w.linear("x", width, depth), one) for _ in range(2))
+    else:
+        k, v = (w("Reshape", w.linear("x", width, width), split) for _ in range(2))
+    k, v = w("Transpose", k, perm=(1, 2, 0)), w("Transpose", v, perm=(1, 0, 2))
+    scores = w("MatMul", w("Mul", q, w.constant(depth ** -0.5)), k)
+    mixed = w("Transpose", w("MatMul", w("Softmax", scores, axis=-1), v), perm=(1, 0, 2))
+    merged = w("Reshape", mixed, w.constant([tokens, 1, width], np.int64))
+    w.nodes.append(helper.make_node("Identity", [w.linear(merged, width, width)], ["y"]))
+    x, y = (helper.make_tensor_value_info(name, FLOAT, [tokens, 1, width]) for name in "xy")
+    graph = helper.make_graph(w.nodes, "attention", [x], [y], w.constants)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+@pytest.mark.parametrize("keys_of", ["x", "one head", "learned queries"])
+def test_attention_without_a_batch_is_one_kernel_too(keys_of: str, tmp_path: Path) -> None:
+    model = one_item_model(keys_of)
+    engine = built(model, tmp_path, max_batch=None)
+    feeds = {"x": np.random.default_rng(1).standard_normal((21, 1, 24)).astype(np.float32)}
+    np.testing.assert_allclose(engine.run(feeds)["y"], run_onnx(model, feeds)["y"], rtol=1e-4, atol=1e-5)
+    kernels = [family(step) for step in engine.plan.steps]
+    assert "attention" in kernels and not {"permute", "softmax", "reference"} & set(kernels)
+
+
 @pytest.mark.parametrize("name", ["as BERT", "q scaled, sliced from one projection", "q and k scaled, causal"])
 def test_quantised_attention_computes_in_int8_and_exports_what_it_is(name: str, tmp_path: Path) -> None:
     case = CASES[name]

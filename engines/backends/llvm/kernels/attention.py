@@ -50,7 +50,6 @@ from engines.backends.llvm.program import Floats, Program, fma, load_meaning, st
 from engines.backends.llvm.rows import PARTIALS, At, fold, fold_rows, live
 from engines.backends.llvm.spec import ALIGNMENT, Array, Grid, KernelSpec, Tactic, View, begin_kernel, pack_channels
 
-BYTE = 255.0            # the largest p in int8
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,7 @@ class Attention(KernelSpec):
         sums = ((q - int(zeros[0])) @ (k - MIDDLE).swapaxes(-1, -2)).astype(np.float32)
         x = sums * scale if mask is None else fma(sums, scale, mask)
         peak = fold_rows("max", x)
-        p = np.rint(power_meaning(less_peak(x, peak) * self._units, "uint8") * np.float32(BYTE))
+        p = np.rint(power_meaning(less_peak(x, peak) * self._units, "uint8"))
         mixed = (p.astype(np.int64) @ (v - MIDDLE)).astype(np.float32)
         mean = mixed * share_meaning(peak, fold_rows("sum", p))
         return (store_meaning(self.y.dtype, self.program.meaning(mean, [], program)),)
@@ -360,7 +359,7 @@ class _Emitter:
                 less = less * LOG2_E if self.spec.mask else less
                 value = live(isa, power(isa, less, dtype), at.count, 0)
                 if dtype == "uint8":
-                    ints = isa.round(value * BYTE)
+                    ints = isa.round(value)
                     f.store(f.cast("trunc", ints, f"<{isa.lanes} x i8>", "bytes"), there + at.column)
                     return isa.to_float(ints)
                 stored = from_float(isa, dtype, value)
