@@ -74,8 +74,8 @@ class _Draft:
         found = _scores(graph, node, softmax)
         q, k_turned, v = *found.nodes[-1].inputs, node.inputs[1]
         ranks = {len(graph.shape(name)) for name in (q, k_turned, v)}
-        if ranks not in ({3}, {4}):
-            raise _Refused("its factors do not all have three, or four, axes")
+        if len(ranks) > 1 or min(ranks) < 3:
+            raise _Refused("its factors do not have equally many axes, at least three")
         extents = [*graph.shape(q)[-2:], *graph.shape(v)[-2:]]
         if not all(isinstance(extent, int) for extent in extents):
             raise _Refused("its tokens are as many as there are items")

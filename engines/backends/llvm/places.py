@@ -22,7 +22,7 @@ from engines.backends.llvm.spec import View, dense_view
 from engines.backends.llvm.transposed import Phase, phases
 from engines.errors import ModelError
 from engines.ir import BATCH, Dim, Graph, Node, TensorType
-from engines.passes.facts import is_view_of_input, is_view_of_output
+from engines.passes.facts import is_product, is_view_of_input, is_view_of_output
 from engines.plan import TensorView
 
 NO_BUFFER = -1
@@ -305,15 +305,17 @@ class Places:
         """A Reshape of a tensor with gaps is a view only where none of its axes would cross one."""
         for name, inside in list(self._parent.items()):
             if inside.reshape is not None and (
-                    self._group_halo(inside.parent) or self._wanted.get(name) or not self._can_reshape(inside)):
+                    self._group_halo(inside.parent) or self._wanted.get(name) or not self._can_reshape(name, inside)):
                 del self._parent[name]
 
-    def _can_reshape(self, inside: _Inside) -> bool:
+    def _can_reshape(self, name: str, inside: _Inside) -> bool:
         assert inside.reshape is not None
         if inside.parent not in self._parent:
             return True
         seen = reshaped(self._without_halo(inside.parent), inside.reshape)
-        return seen is not None and len(seen.view.shape) <= 3
+        return seen is not None and (len(seen.view.shape) <= 3 or all(
+            is_product(self.graph, node) or node.op == "Transpose" and is_view_of_input(self.graph, node)
+            for node in self.graph.consumers[name]))
 
     def _without_halo(self, name: str) -> Place:
         """Where the tensor would lie in a buffer of its group that has no halo."""

@@ -2,14 +2,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from engines.backends.llvm.calls import Call, Context, Refused, broadcast_to, lowers, write_body
 from engines.backends.llvm.factors import MIDDLE
 from engines.backends.llvm.kernels.attention import Attention
 from engines.backends.llvm.places import batch_axis
 from engines.backends.llvm.rules.pointwise import FLOATS
-from engines.backends.llvm.spec import View
 from engines.ir import Node, TensorType
 
 
@@ -21,7 +19,7 @@ def lower_attention(ctx: Context, node: Node) -> Sequence[Call]:
     keys = ctx.type(names[1]).shape[-2]
     if any(batch_axis(ctx.type(name)) for name in (*names, *filter(None, [mask]), output)):
         raise Refused("the batch is not the leading axis of all of its tensors")
-    views = [_with_heads(broadcast_to(ctx, name, (*shape[:-2], *ctx.type(name).shape[-2:]))) for name in names]
+    views = [broadcast_to(ctx, name, (*shape[:-2], *ctx.type(name).shape[-2:])) for name in names]
     y = ctx.places[output]
     if any(view.dtype not in FLOATS for view in (*views, y.view)):
         raise Refused("only floats, or floats stored as uint8, are compiled")
@@ -33,18 +31,13 @@ def lower_attention(ctx: Context, node: Node) -> Sequence[Call]:
     inputs, mask_view = [ctx.places[name] for name in names], None
     if mask:
         inputs.append(ctx.places[mask])
-        mask_view = _with_heads(broadcast_to(ctx, mask, (*shape[:-1], keys)))
+        mask_view = broadcast_to(ctx, mask, (*shape[:-1], keys))
         if mask_view.dtype != "float32":
             raise Refused("its mask is not stored as float32")
     constants = {"numbers": _numbers(types, attention.attrs["scale"]), "program": written.constants}
     q, k, v = views
-    spec = Attention(q, k, v, _with_heads(y.view), mask_view, written.program, "int8" if exact else node.precision)
+    spec = Attention(q, k, v, y.view, mask_view, written.program, "int8" if exact else node.precision)
     return [Call(node, spec, tuple(inputs), (y,), constants)]
-
-
-def _with_heads(view: View) -> View:
-    """[heads, tokens, depth]; without that axis there is one head."""
-    return view if len(view.shape) == 3 else replace(view, shape=(1, *view.shape), strides=(0, *view.strides))
 
 
 def _numbers(types: Sequence[TensorType], scale: float) -> list[float]:
