@@ -139,22 +139,20 @@ class _Smoothing:
         return _fused(node, [*before, replace(last, outputs=(inner,)), scale])
 
     def _reading(self, node: Node) -> Node:
-        parts = list(node.body or (node,))
+        parts, first = list(node.body or (node,)), 0        # first: of the parts that read what the tensor was before
+        if not is_pointwise(parts[0]):
+            first = 1
         if _multiplies(self.graph, node, self.tensor):
             anchor, source = parts[0], parts[0].inputs[1]
             rows = _rows(anchor, self.graph.constants[source]) * self.factors[:, None]
             name = self._constant(source, _rows(anchor, rows))
             parts[0] = replace(anchor, inputs=(anchor.inputs[0], name, *anchor.inputs[2:]))
-            others = parts[1:]
-        else:
-            others = parts
-        if any(self.tensor in part.inputs for part in others):
+        if any(self.tensor in part.inputs for part in parts[first:]):
             inner = self._inner()
             factors = self._constant(self.tensor, self.factors)
             restored = Node("Mul", (self.tensor, factors), (inner,), name=inner)
-            others = [replace(part, inputs=tuple(inner if name == self.tensor else name for name in part.inputs))
-                      for part in others]
-            parts = [*parts[:len(parts) - len(others)], restored, *others]
+            parts[first:] = [restored, *(replace(part, inputs=tuple(
+                inner if name == self.tensor else name for name in part.inputs)) for part in parts[first:])]
         return _fused(node, parts)
 
 

@@ -54,6 +54,11 @@ def test_a_smoothed_graph_is_the_same_function_and_its_tensors_are_divided(act: 
         np.testing.assert_allclose(after[name] * s, before[name], 1e-5, 1e-5)
 
 
+def test_a_product_stays_the_first_of_its_body() -> None:
+    even = smoothed(block(), {"n": np.full(WIDTH, 3.0)})
+    assert [part.op for part in even.producer["y"].body] == ["MatMul", "Mul", "Add"]
+
+
 def test_what_ends_in_a_relu_still_does_so_that_it_is_known_to_be_never_negative() -> None:
     even = smoothed(block("Relu"), {"h": np.full(HIDDEN, 3.0)})
     assert even.producer["h"].body[-1].op == "Relu"
