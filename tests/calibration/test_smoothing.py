@@ -68,7 +68,7 @@ def test_a_channel_of_outliers_comes_down_to_the_others() -> None:
     graph = block()
     wild = graph.rebuild(graph.nodes, {"g": graph.constants["g"] * np.float32([50] + [1] * (WIDTH - 1))})
     peaks = peaks_of(wild, ("n",))
-    even = peaks_of(smoothed(wild, smoothing_factors(wild, peaks)), ("n",))
+    even = peaks_of(smoothed(wild, smoothing_factors(wild, peaks, 0.8)), ("n",))
     assert even["n"].max() / np.median(even["n"]) < 0.2 * peaks["n"].max() / np.median(peaks["n"])
 
 
@@ -78,5 +78,5 @@ def test_peaks_are_over_all_batches_and_a_channel_of_zeros_has_a_factor_too() ->
     peaks.observe({"n": np.float32([[0, 2]])})
     np.testing.assert_array_equal(peaks.result()["n"], [0, 3])
     graph = block()
-    factors = smoothing_factors(graph, {"n": np.arange(WIDTH)})["n"]
+    factors = smoothing_factors(graph, {"n": np.arange(WIDTH)}, 0.8)["n"]
     assert (factors > 0).all() and np.isfinite(factors).all()
