@@ -33,6 +33,7 @@ import numpy as np
 from engines.backends.llvm.access import hidden, load_channels, load_constants, run_program
 from engines.backends.llvm.arithmetic import Arithmetic, Operand, arithmetic_for
 from engines.backends.llvm.border import Border, TapAxis
+from engines.backends.llvm.cost import CALL, LATENCY, Work, epilogue, pieces, reading
 from engines.backends.llvm.emit import I64, PTR, Function, Module, Value
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import Lanes
@@ -200,6 +201,39 @@ class Contraction(KernelSpec):
         return tuple(replace(best, block=block, prefetch=prefetch) for block in blocks
                      for prefetch in ((False, True) if weights >= 1 << 16 else (False,)))
 
+    def cost(self, isa: Isa, tactic: Tile) -> float:
+        """Every tile's turns and epilogue; of what memory, the weights of a tile, of a block, and x for each panel."""
+        panels, lines = pieces(self.cout, self._panel(isa, tactic)), self.lines(tactic)
+        tiles = [(height * width, count * times) for height, count in pieces(self.flat.rows, tactic.rows)
+                 for width, times in pieces(self.flat.cols, tactic.cols)]
+        total, weights = 0.0, 0
+        for couts, times in panels:
+            vectors = isa.vectors_for(couts)
+            size = self.turns(isa) * vectors * self.arithmetic(isa).weight_bytes(isa)
+            weights += times * size
+            total += times * sum(count * (self._tile_cost(isa, pixels, vectors, tactic) + reading(size))
+                                 for pixels, count in tiles)
+        blocks = -(-lines // (tactic.block or lines))
+        x = math.prod(self.x.shape) * self.x.size / blocks / self.groups
+        total += reading(x, blocks * (sum(times for _, times in panels) - 1))
+        return self.groups * (total + reading(weights, blocks * (0.5 if tactic.prefetch else 1)))
+
+    def _tile_cost(self, isa: Isa, pixels: int, vectors: int, tile: Tile) -> float:
+        arithmetic, dots = self.arithmetic(isa), pixels * vectors
+        parts = -(-arithmetic.weight_bytes(isa) // isa.bytes)       # instructions of a dot product
+        turn = Work(dots, 0, pixels + vectors) if parts == 1 else Work(
+            dots * parts, (dots + pixels) * parts, pixels + dots * parts)
+        cycles = max(turn.cycles, LATENCY) * (self._live(isa, tile.rows) if tile.skip else 1)
+        program = epilogue(len(self.program.instructions), len(self.operands), vectors, pixels) * dots
+        return self.turns(isa) * (cycles + tile.prefetch / 4) + program.cycles + CALL
+
+    def _live(self, isa: Isa, rows: int) -> float:
+        """The share of the taps that is not left out."""
+        whole_steps = not self.one_run or self.cin % self.arithmetic(isa).elements == 0
+        counted = (rows == 1, whole_steps)
+        return math.prod(float(np.mean([len(axis.live(o)) / axis.taps for o in range(outputs)]))
+                         for axis, outputs, counts in zip(self.axes, self.y.shape, counted, strict=False) if counts)
+
     def packing(self, tactic: Tile) -> int:
         return tactic.vectors
 
@@ -334,7 +368,7 @@ class _Emitter:
         return visit
 
     def _columns(self, f: Function) -> Iterator[tuple[Value, int, int | None]]:
-        """(start, size, start where it is known now) of a row's tiles; with `skip` the first and the last stand apart."""
+        """(start, size, start where it is known now) of a row's tiles; with `skip` the outer two stand apart."""
         extent, step = self.spec.cols, self.tile.cols
         between = -(-extent // step) - 2
         if not self.tile.skip:
@@ -444,7 +478,8 @@ class _Emitter:
     # ---- the micro-kernel
     def _microkernel(self, part: _Part, channels: int) -> str:
         """rows x cols pixels of `channels` couts, all of K in registers; its name."""
-        name = f"{self.name}_{part.rows}x{part.cols}x{channels}" + (f"_{part.column}" if part.column is not None else "")
+        where = "" if part.column is None else f"_{part.column}"
+        name = f"{self.name}_{part.rows}x{part.cols}x{channels}{where}"
         if name in self.module.functions:
             return name
         spec, isa, arithmetic = self.spec, self.isa, self.arithmetic

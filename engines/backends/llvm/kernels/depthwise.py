@@ -34,6 +34,7 @@ from engines.backends.llvm.access import (
     store_channels,
 )
 from engines.backends.llvm.columns import COLUMNS
+from engines.backends.llvm.cost import CALL, Work, epilogue, pieces
 from engines.backends.llvm.emit import PTR, Function, Module, Value
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import Lanes
@@ -86,9 +87,13 @@ class Depthwise(KernelSpec):
         """The interleaving of bytes makes packed order."""
         return self.precision == "int8"
 
+    def rows_read_by(self, i: int) -> set[int]:
+        """Rows of x that output row i reads, from the first tap of row 0 on."""
+        return {i * self.stride[0] + p * self.dilation[0] for p in range(self.taps[0])}
+
     def rows_read(self, rows: int) -> list[int]:
-        """Rows of x that `rows` neighbouring output rows read, from the first tap on."""
-        return sorted({i * self.stride[0] + p * self.dilation[0] for i in range(rows) for p in range(self.taps[0])})
+        """... that `rows` neighbouring output rows read."""
+        return sorted(set().union(*map(self.rows_read_by, range(rows))))
 
     # ---- tactics
     def tactics(self, isa: Isa) -> Sequence[DepthwiseTile]:
@@ -110,6 +115,25 @@ class Depthwise(KernelSpec):
         instruction takes from memory."""
         operands = isa.ready_bytes // isa.bytes if self.precision == "int8" else 1
         return vectors * (operands + (isa.lanes == 4)) + 4
+
+    def cost(self, isa: Isa, tactic: DepthwiseTile) -> float:
+        return sum(self._tile_cost(isa, rows, cols, isa.vectors_for(channels)) * down * across * panels
+                   for rows, down in pieces(self.y.shape[0], tactic.rows)
+                   for cols, across in pieces(self.y.shape[1], tactic.cols)
+                   for channels, panels in pieces(self.channels, tactic.vectors * isa.lanes))
+
+    def _tile_cost(self, isa: Isa, rows: int, cols: int, vectors: int) -> float:
+        arithmetic, read = COLUMNS[self.precision], self.rows_read(rows)
+        groups = [set(read[at:at + arithmetic.rows]) for at in range(0, len(read), arithmetic.rows)]
+        met = sum(not group.isdisjoint(self.rows_read_by(i)) for group in groups for i in range(rows))
+        columns = len({j * self.stride[1] + q * self.dilation[1] for j in range(cols) for q in range(self.taps[1])})
+        parts = -(-arithmetic.weight_bytes(isa) // isa.bytes)       # instructions of a dot product
+        dots = met * cols * self.taps[1] * vectors * parts
+        work = Work(dots, dots if parts > 1 else 0, dots)
+        work += arithmetic.loading(isa, vectors, len(read)) * columns
+        work += Work(loads=self.program.constants * vectors) * cols
+        work += epilogue(len(self.program.instructions), len(self.operands), vectors, rows) * (rows * cols * vectors)
+        return work.cycles + CALL
 
     def grid(self, isa: Isa, tactic: DepthwiseTile) -> Grid:
         return Grid(-(-self.y.shape[0] // tactic.rows), columns=-(-self.channels // (tactic.vectors * isa.lanes)))
@@ -250,8 +274,7 @@ class _Emitter:
             start = f.parameters["x"] + column * spec.x.strides[1]
             operands = arithmetic.load(lanes, spec.x.dtype, [start + row * spec.x.strides[0] for row in members])
             for i in range(rows):
-                taps = {i * spec.stride[0] + p * spec.dilation[0] for p in range(spec.taps[0])}
-                if taps.isdisjoint(members):
+                if spec.rows_read_by(i).isdisjoint(members):
                     continue
                 for j, q in users:
                     at = ((i * self.groups + group) * spec.taps[1] + q) * lanes.vectors
