@@ -70,7 +70,7 @@ def problem(shape, precision, stored="", residual=True):
 def test_an_integer_contraction_equals_its_reference_bit_for_bit(shape, isa):
     spec, inputs, constants = problem(shape, "int8")
     assert spec.reference(inputs, constants)[0].std() > 10      # not all saturated
-    check(spec, isa, inputs, constants, pieces=2, slack=4)
+    check(spec, isa, inputs, constants, pieces=2, slack=15)
 
 
 @EVERY_ISA
@@ -80,7 +80,7 @@ def test_a_float_contraction_agrees_with_its_reference(shape, precision, isa):
     spec, inputs, constants = problem(shape, precision)
     if precision == "bf16":     # a rounding to the other side is one unit of 2**-8
         constants["weights"] = constants["weights"] / 4
-    check(spec, isa, inputs, constants, TOLERANCE[precision], pieces=2, slack=4)
+    check(spec, isa, inputs, constants, TOLERANCE[precision], pieces=2, slack=15)
 
 
 @EVERY_ISA
@@ -91,7 +91,15 @@ def test_the_tile_does_not_change_the_result(tile, isa):
         pytest.skip(f"{tile} is made for more registers than {isa.name} has")
     for shape in ("3x3", "1x1 of one long row", "gemm of one row an item"):
         spec, inputs, constants = problem(SHAPES[shape], "int8")
-        check(spec, isa, inputs, constants, tactic=replace(tile, cols=min(tile.cols, spec.flat.cols)), slack=4)
+        check(spec, isa, inputs, constants, tactic=replace(tile, cols=min(tile.cols, spec.flat.cols)), slack=15)
+
+
+@pytest.mark.parametrize("dealt", [False, True])
+@EVERY_SHAPE
+def test_both_layouts_of_weights_give_the_same_result(shape, dealt):
+    spec, inputs, constants = problem(shape, "int8")
+    tile = next(tile for tile in spec.tactics(AVX2) if tile.dealt == dealt)
+    check(spec, AVX2, inputs, constants, tactic=tile, slack=15)
 
 
 BORDERED = {
@@ -148,7 +156,7 @@ def test_live_taps_are_those_that_read_inside(axis):
 @EVERY_ISA
 def test_quantised_sums_may_be_stored_as_floats(isa):
     spec, inputs, constants = problem(Shape(3, 5, 20, 37), "int8", stored="float32", residual=False)
-    check(spec, isa, inputs, constants, slack=4)
+    check(spec, isa, inputs, constants, slack=15)
 
 
 @EVERY_ISA
@@ -156,7 +164,7 @@ def test_any_batch_of_a_matrix_product_is_cut_into_tiles_of_its_bits(isa):
     spec, inputs, constants = problem(SHAPES["gemm of one row an item"], "int8")
     assert spec.by_batch
     for batch in (1, 3, 13):
-        check(spec, isa, [np.resize(x, (batch, *x.shape[1:])) for x in inputs], constants, slack=4, pieces=2)
+        check(spec, isa, [np.resize(x, (batch, *x.shape[1:])) for x in inputs], constants, slack=15, pieces=2)
 
 
 def test_halves_round_to_even():
@@ -166,7 +174,7 @@ def test_halves_round_to_even():
     x = np.random.default_rng(0).integers(0, 4, (BATCH, 1, 16, 4)).astype(np.uint8)
     w = np.random.default_rng(1).integers(-3, 8, (16, 4, 1, 1)).astype(np.int8)
     halves = np.einsum("nijc,oc->nijo", x.astype(int), w[:, :, 0, 0].astype(int)) / 2
-    check(spec, AVX2, [x], {"weights": w, "program": b.constants}, slack=4)
+    check(spec, AVX2, [x], {"weights": w, "program": b.constants}, slack=15)
     expected, = spec.reference([x], {"weights": w, "program": b.constants})
     assert (expected == np.clip([round(h) for h in halves.flat], 0, 255).reshape(halves.shape)).all()
     assert (expected != np.clip(np.floor(halves + 0.5), 0, 255)).any()      # the control: rounding up is told apart

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -84,13 +86,16 @@ def test_a_scalar_has_a_grid_of_one_row(isa):
 @EVERY_ISA
 @pytest.mark.parametrize("op", INSTRUCTIONS)
 def test_every_instruction_rounds_as_its_meaning_says(op, isa):
-    arity = {"fma": 3, "where_positive": 3}.get(op, 2 if op in ("add", "sub", "mul", "div", "max", "min") else 1)
+    two = ("add", "sub", "mul", "div", "max", "min", "less", "less_or_equal", "equal")
+    arity = {"fma": 3, "where_positive": 3}.get(op, 2 if op in two else 1)
     program = Program((Instruction(op, tuple(Ref("operand", i) for i in range(arity))),), arity, 0, accumulator=False)
     view = dense_view("float32", (257,))
     spec = Pointwise((view,) * arity, view, program, uniform=True)
     inputs = [3 * x for x in inputs_of(spec)]
     if op in ("sqrt", "log"):
         inputs = [np.abs(x) for x in inputs]
+    if op in ("less", "less_or_equal", "equal"):
+        inputs = [np.rint(x) for x in inputs]       # so that some are equal
     check(spec, isa, inputs, {"program": []})
 
 
@@ -112,6 +117,24 @@ def test_a_wrong_constant_is_caught():
     with pytest.raises(AssertionError):
         expected = spec.reference(inputs_of(spec), {"program": [np.float32([1.25])]})
         np.testing.assert_array_equal(run(spec, ALL[0], inputs_of(spec), {"program": b.constants}), expected)
+
+
+@pytest.mark.parametrize(("narrow", "message"), [(0, "read outside"), (1, "write outside")])
+def test_a_window_that_is_too_narrow_is_caught(narrow, message):
+    view = gapped("uint8", (4, 30, 8))
+
+    class Narrow(Pointwise):
+        def windows(self, isa, tactic):
+            windows = super().windows(isa, tactic)
+            windows[narrow] = replace(windows[narrow], end=windows[narrow].end - 1)
+            return windows
+
+    b = ProgramBuilder(False)
+    b.operand()
+    spec = Narrow((view,), view, b.program(), uniform=True)
+    x = np.random.default_rng(0).integers(0, 256, (2, *view.shape)).astype(np.uint8)
+    with pytest.raises(AssertionError, match=message):
+        check(spec, PORTABLE, [x], {"program": []})
 
 
 def test_writing_past_the_output_is_caught():

@@ -13,7 +13,7 @@ from engines.backends.llvm.emit import I8, I32, PTR, Function, Value, vector
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import ELEMENTS, Lanes, from_float, to_float
 from engines.backends.llvm.program import Program
-from engines.backends.llvm.spec import View
+from engines.backends.llvm.spec import View, Window
 
 PANEL = 4           # vectors
 BLOCK = 1 << 13     # elements of a row of the grid: enough to pay for its call, few enough to share out
@@ -115,6 +115,13 @@ class Runs:
     def rows(self) -> int:
         """Of the grid, for an item."""
         return math.prod(self.shape[:-2]) * self.blocks
+
+    def windows(self) -> list[Window]:
+        """What a row of the grid touches of each view."""
+        outer = self.shape[:-2]
+        if outer:
+            return [Window.along(view, 0, math.prod(outer[1:]) * self.blocks) for view in self.views]
+        return [Window.along(view, 0, 1, self.block, count=self.block) for view in self.views]
 
     def emit(self, f: Function, addresses: Sequence[Value], begin: Value, end: Value, width: int,
              body: Callable[[list[Value], Value, int], None]) -> None:

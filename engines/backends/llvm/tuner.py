@@ -40,7 +40,7 @@ class Choice:
 
 
 class Tuner:
-    """Chooses and compiles; equal specs are one kernel. `timing` off takes each spec's first tactic."""
+    """Chooses and compiles; equal specs are one kernel. `timing` off takes the tactic of least cost (cost.py)."""
 
     def __init__(self, isa: Isa, cache: TimingCache, processor: str, timing: bool = True) -> None:
         self.isa, self.cache, self.processor, self.timing = isa, cache, processor, timing

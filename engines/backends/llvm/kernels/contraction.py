@@ -12,7 +12,7 @@
 
 x and y are NHWC; x's address is that of tap (0, 0) of output pixel (0, 0), and around it lies a halo of zero points, so
 that no tap needs a test. Where the taps of a kernel row and their channels are one run of bytes, the run is one K loop;
-it is rounded up to whole steps with zero weights, so x needs up to 3 readable bytes past its end. The matrix product
+it is rounded up to whole steps with zero weights, so x needs up to 15 readable bytes past its end. The matrix product
 x[M, K] w[N, K]' is the 1x1 convolution of one row of M pixels.
 
 Two ways to cut the pixels into rows of the grid:
@@ -34,11 +34,12 @@ from engines.backends.llvm.access import hidden, load_channels, load_constants, 
 from engines.backends.llvm.arithmetic import Arithmetic, Operand, arithmetic_for
 from engines.backends.llvm.border import Border, TapAxis
 from engines.backends.llvm.cost import CALL, LATENCY, Work, epilogue, pieces, reading
-from engines.backends.llvm.emit import I64, PTR, Function, Module, Value
+from engines.backends.llvm.dealing import deal, emit_turns, turn_bytes, window_starts
+from engines.backends.llvm.emit import I32, I64, PTR, Function, Module, Value
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import Lanes
 from engines.backends.llvm.program import Program, load_meaning, store_meaning
-from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, begin_kernel, pack_channels
+from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, Window, begin_kernel, pack_channels
 
 FEW_PIXELS = 8          # items of no more pixels than this are cut by batch
 
@@ -51,6 +52,7 @@ class Tile(Tactic):
     vectors: int            # 1, 2 or 4
     block: int = 0          # rows of tiles in a block of pixels; 0: all of them
     prefetch: bool = False  # ask for the next panel's weights, a line at every k
+    dealt: bool = False     # INT8: products are summed in 16 bits first, weights laid out as in dealing.py
     skip: bool = False      # leave out taps that read nothing but the border of zeros
 
     @property
@@ -59,8 +61,9 @@ class Tile(Tactic):
         return self.rows * self.cols, self.vectors
 
     def __str__(self) -> str:
-        words = (f"tile {self.rows}x{self.cols}x{self.vectors}", f"block {self.block}" if self.block else "",
-                 "prefetch" if self.prefetch else "", "skip" if self.skip else "")
+        words = (f"tile {self.rows}x{self.cols}x{self.vectors}", "dealt" if self.dealt else "",
+                 f"block {self.block}" if self.block else "", "prefetch" if self.prefetch else "",
+                 "skip" if self.skip else "")
         return " ".join(filter(None, words))
 
 
@@ -173,25 +176,38 @@ class Contraction(KernelSpec):
             return Grid(self.flat.cols, tactic.cols * max(tactic.block, 1), columns)
         return Grid(self.lines(tactic), 1, columns)
 
+    def windows(self, isa: Isa, tactic: Tile) -> Sequence[Window]:
+        spec = self.flat
+        axis, size = (1, tactic.cols) if spec.rows == 1 else (0, tactic.rows)
+        size = 1 if self.by_batch else size
+        read = (size - 1) * spec.stride[axis] + (spec.taps[axis] - 1) * spec.dilation[axis] + 1
+        return [Window.along(spec.x, axis, 1, size * spec.stride[axis], count=read),
+                *(Window.along(view, axis, 1, size, count=size) for view in (*spec.operands, spec.y))]
+
     def _panel(self, isa: Isa, tile: Tile) -> int:
         return tile.vectors * isa.lanes
 
     # ---- tactics
     def tactics(self, isa: Isa) -> Sequence[Tile]:
         """Tile shapes; `refinements` then cuts the blocks of the fastest."""
+        dealt = isa.dealt_tiles if self.precision == "int8" else ()
+        return (*self._tiles(isa, dealt, dealt=True), *self._tiles(isa, tile_shapes(isa, self.precision), dealt=False))
+
+    def _tiles(self, isa: Isa, shapes: Sequence[tuple[int, int]], dealt: bool) -> Sequence[Tile]:
+        """Tiles of these (pixels, vectors), as far as the layer has so many."""
         widest = isa.vectors_for(self.cout)
-        few = self.flat.cols if self.flat.rows == 1 else 0
         found: dict[Tile, None] = {}
-        for cols, vectors in tile_shapes(isa, self.precision):
+        for cols, vectors in shapes:
             vectors = min(vectors, widest)
             cols = min(cols, self.flat.cols)
             if self.by_batch:
                 cols = min(cols, 8)
-            found[Tile(1, cols, vectors)] = None
-            if self.border != Border():
+            found[Tile(1, cols, vectors, dealt=dealt)] = None
+            if self.border != Border() and not dealt:       # dealt weights are not in the order of taps
                 found[Tile(1, cols, vectors, skip=True)] = None
-            if not few and cols == self.cols and 2 * cols <= _most_pixels(isa, self.precision, vectors):
-                found[Tile(2, cols, vectors)] = None
+            most = max((cols for cols, v in shapes if v >= vectors), default=1)
+            if self.flat.rows > 1 and cols == self.cols and 2 * cols <= most:
+                found[Tile(2, cols, vectors, dealt=dealt)] = None
         return tuple(found)
 
     def refinements(self, isa: Isa, best: Tile) -> Sequence[Tile]:
@@ -199,7 +215,7 @@ class Contraction(KernelSpec):
         blocks = [0] if self.by_batch else [0, *(b for b in (1, 2, 4, 8, 16) if b < self.lines(best))]
         weights = self.turns(isa) * self.cout * self.arithmetic(isa).step_bytes
         return tuple(replace(best, block=block, prefetch=prefetch) for block in blocks
-                     for prefetch in ((False, True) if weights >= 1 << 16 else (False,)))
+                     for prefetch in ((False, True) if weights >= 1 << 16 and not best.dealt else (False,)))
 
     def cost(self, isa: Isa, tactic: Tile) -> float:
         """Every tile's turns and epilogue; of what memory, the weights of a tile, of a block, and x for each panel."""
@@ -219,13 +235,18 @@ class Contraction(KernelSpec):
         return self.groups * (total + reading(weights, blocks * (0.5 if tactic.prefetch else 1)))
 
     def _tile_cost(self, isa: Isa, pixels: int, vectors: int, tile: Tile) -> float:
-        arithmetic, dots = self.arithmetic(isa), pixels * vectors
-        parts = -(-arithmetic.weight_bytes(isa) // isa.bytes)       # instructions of a dot product
-        turn = Work(dots, 0, pixels + vectors) if parts == 1 else Work(
-            dots * parts, (dots + pixels) * parts, pixels + dots * parts)
+        dots, turns = pixels * vectors, self.turns(isa)
+        parts = -(-self.arithmetic(isa).weight_bytes(isa) // isa.bytes)     # instructions of a dot product
+        if tile.dealt:      # two turns a window, if its weights are no harder than usual
+            turns = 2 * len(window_starts(self.run)) * len(self._run_offsets())
+            turn = Work(3, 4, 1) * dots + Work(loads=turn_bytes(isa) / isa.bytes)
+        elif parts == 1:
+            turn = Work(dots, 0, pixels + vectors)
+        else:
+            turn = Work(dots * parts, (dots + pixels) * parts, pixels + dots * parts)
         cycles = max(turn.cycles, LATENCY) * (self._live(isa, tile.rows) if tile.skip else 1)
         program = epilogue(len(self.program.instructions), len(self.operands), vectors, pixels) * dots
-        return self.turns(isa) * (cycles + tile.prefetch / 4) + program.cycles + CALL
+        return turns * (cycles + tile.prefetch / 4) + program.cycles + CALL
 
     def _live(self, isa: Isa, rows: int) -> float:
         """The share of the taps that is not left out."""
@@ -234,28 +255,36 @@ class Contraction(KernelSpec):
         return math.prod(float(np.mean([len(axis.live(o)) / axis.taps for o in range(outputs)]))
                          for axis, outputs, counts in zip(self.axes, self.y.shape, counted, strict=False) if counts)
 
-    def packing(self, tactic: Tile) -> int:
-        return tactic.vectors
+    def packing(self, tactic: Tile) -> tuple[int, bool]:
+        return tactic.vectors, tactic.dealt
 
     # ---- code
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tile) -> None:
         _Emitter(self.flat, module, name, isa, tactic).kernel(self.by_batch)
 
     # ---- constants
-    def pack(self, isa: Isa, tactic: Tile, constants: Mapping[str, Any]) -> tuple[Array, Array]:
-        """"weights": [cout of all groups, cin, *taps] (s8 or float) -> [panel][tap][k][vector][lane][element];
-        "program": a sequence of float32 [1] or [channels] -> [panel][constant][vector][lane]."""
-        arithmetic = self.arithmetic(isa)
+    def pack(self, isa: Isa, tactic: Tile, constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        """"weights": [cout of all groups, cin, *taps] (s8 or float) -> [panel][tap][k][vector][lane][element], or the
+        three arrays of Dealt; "program": a sequence of float32 [1] or [channels] -> [panel][constant][vector][lane]."""
+        arithmetic, panels = self.arithmetic(isa), self._panels(isa, tactic)
         taps_last = np.asarray(constants["weights"]).reshape(-1, self.cin, *self.taps).transpose(0, 2, 3, 1)
         runs = arithmetic.store_weights(taps_last).reshape(len(taps_last), -1, self.run)
+        runs = np.concatenate([runs, np.zeros_like(runs[:1])])          # absent channels read the last, zeros
+        orders = [np.minimum(order, len(runs) - 1) for order in panels]
+        program = pack_channels(constants["program"], self.y.shape[2], [order.tolist() for order in panels])
+        if tactic.dealt:
+            dealt = deal(runs[np.concatenate(orders)], self._run_offsets())
+            return dealt.turns, dealt.offsets, dealt.starts, program
         runs = np.pad(runs, ((0, 0), (0, 0), (0, -self.run % arithmetic.elements)))
         steps = runs.reshape(len(runs), -1, arithmetic.elements)        # [cout][turn][element]
-        steps = np.concatenate([steps, np.zeros_like(steps[:1])])       # absent channels read the last, zeros
-        panels = [arithmetic.ready(isa, steps[np.minimum(order, len(steps) - 1)].transpose(2, 0, 1, 3)).ravel()
-                  for order in self._panels(isa, tactic)]
-        channels = self.y.shape[2]
-        return (np.concatenate(panels),
-                pack_channels(constants["program"], channels, [o.tolist() for o in self._panels(isa, tactic)]))
+        return np.concatenate([arithmetic.ready(isa, steps[order].transpose(2, 0, 1, 3)).ravel()
+                               for order in orders]), program
+
+    def _run_offsets(self) -> Array:
+        """Bytes from tap (0, 0) to the start of each run."""
+        rows, columns = (np.arange(n) * d * s for n, d, s in zip(
+            (self.taps[0], 1 if self.one_run else self.taps[1]), self.dilation, self.x.strides[:2], strict=True))
+        return (rows[:, None] + columns).ravel()
 
     def _panels(self, isa: Isa, tile: Tile) -> list[Array]:
         """For each panel [vectors][lanes] -> absolute channel, or one past the last where there is none."""
@@ -294,10 +323,6 @@ def tile_shapes(isa: Isa, precision: str) -> Sequence[tuple[int, int]]:
     return isa.tiles if precision == "int8" else isa.float_tiles or isa.tiles
 
 
-def _most_pixels(isa: Isa, precision: str, vectors: int) -> int:
-    return max((cols for cols, v in tile_shapes(isa, precision) if v >= vectors), default=1)
-
-
 @dataclass(frozen=True)
 class _Part:
     """A tile as a micro-kernel of its own: its size and, where taps in the border are left out, where it lies."""
@@ -325,11 +350,11 @@ class _Emitter:
 
     # ---- the loops around
     def kernel(self, by_batch: bool) -> None:
-        count = len(self.spec.operands)
-        f, addresses, bounds = begin_kernel(self.module, self.name, 1 + count + 2 + 1)
+        count, packed = len(self.spec.operands), 4 if self.tile.dealt else 2
+        f, addresses, bounds = begin_kernel(self.module, self.name, 1 + count + packed + 1)
         x, *operands = addresses[:1 + count]
-        weights, constants, y = addresses[1 + count:]
-        self.weights, self.constants, self.bounds = weights, constants, bounds
+        *self.weights, self.constants, y = addresses[1 + count:]
+        self.bounds = bounds
         here = _Pointers(x, tuple(operands), y)
         if by_batch:
             self._pixels_of_the_batch(f, here)
@@ -432,29 +457,40 @@ class _Emitter:
                visit: Callable[[Callable[..., None]], None]) -> None:
         """One panel over all tiles; `first`: the group's first cout, `start`: the panel's, inside the group."""
         spec, isa = self.spec, self.isa
-        bytes_of_cout = spec.turns(isa) * self.arithmetic.weight_bytes(isa) // isa.lanes
         # A last panel of fewer vectors is narrower in memory too, so a group's couts take this many places.
         panels = (min(self.panel, spec.cout - at) for at in range(0, spec.cout, self.panel))
         places = sum(isa.vectors_for(couts) * isa.lanes for couts in panels)
         before = first.divided(spec.cout) * places + start
-        weights = self.weights + before * bytes_of_cout
         constants = self.constants + before * (4 * spec.program.constants)
         here = self._advance(block, start.like(0), *self._channels(start))
-        following = weights + self.panel * bytes_of_cout
+        weights = self._panel_weights(f, before)
 
         def call(i: Value, j: Value, part: _Part, tile: Value) -> None:
-            pixel, ahead = self._pixel(here, i, j), following
+            pixel, arguments = self._pixel(here, i, j), dict(weights)
             if self.tile.prefetch:      # a tile asks for a line a turn; the panel is asked for after `vectors` tiles
-                ahead += tile.at_most(self.tile.vectors) * (spec.turns(isa) * 64)
-            x, w, tap_rows = pixel.x, weights, []
+                arguments["ahead"] += tile.at_most(self.tile.vectors) * (spec.turns(isa) * 64)
+            x = pixel.x
             if part.tap_rows:
-                first, count = part.tap_rows
+                first, arguments["tap_rows"] = part.tap_rows
                 x += first * (spec.x.strides[0] * spec.dilation[0])
-                w += first * (isa.vectors_for(channels) * isa.lanes * bytes_of_cout // spec.taps[0])
-                tap_rows = [count]
-            f.run(self._microkernel(part, channels), x, w, constants, *pixel.operands, pixel.y, ahead, *tap_rows)
+                turns = spec.turns(isa) // spec.taps[0]
+                arguments["w"] += first * (isa.vectors_for(channels) * turns * self.arithmetic.weight_bytes(isa))
+            f.run(self._microkernel(part, channels), x, constants, *pixel.operands, pixel.y, *arguments.values())
 
         visit(call)
+
+    def _panel_weights(self, f: Function, before: Value) -> dict[str, Value]:
+        """What a micro-kernel is told of a panel's weights, by the name of its parameter; `before`: couts in memory
+        before the panel."""
+        spec, isa = self.spec, self.isa
+        if self.tile.dealt:
+            turns, offsets, starts = self.weights
+            panel = starts + before.divided(isa.lanes) * 4
+            begin, end = (f.cast("zext", f.load(I32, panel + at, 4, "turn"), I64, "turn") for at in (0, 4))
+            return {"w": turns + begin * turn_bytes(isa), "offsets": offsets + begin * 4, "count": end - begin}
+        bytes_of_cout = spec.turns(isa) * self.arithmetic.weight_bytes(isa) // isa.lanes
+        weights = self.weights[0] + before * bytes_of_cout
+        return {"w": weights, "ahead": weights + self.panel * bytes_of_cout}
 
     # ---- addresses
     def _views(self) -> tuple[View, ...]:
@@ -483,15 +519,31 @@ class _Emitter:
         if name in self.module.functions:
             return name
         spec, isa, arithmetic = self.spec, self.isa, self.arithmetic
-        types = {f"operand{i}": PTR for i in range(len(spec.operands))} | {"y": PTR, "ahead": PTR}
-        types |= {"tap_rows": I64} if part.tap_rows else {}
-        f = self.module.function(name, internal=True, x=PTR, w=PTR, constants=PTR, **types)
+        operands = {f"operand{i}": PTR for i in range(len(spec.operands))}
+        panel = dict(w=PTR, offsets=PTR, count=I64) if self.tile.dealt else dict(w=PTR, ahead=PTR)
+        panel |= {"tap_rows": I64} if part.tap_rows else {}
+        f = self.module.function(name, internal=True, x=PTR, constants=PTR, **operands, y=PTR, **panel)
         lanes = Lanes(isa, channels, spec.y.dtype == "uint8")
         pixels = [(i, j) for i in range(part.rows) for j in range(part.cols)]
-        x_row, x_pixel, _ = spec.x.strides
-
         acc = {(p, v): arithmetic.zero(isa, f.parameters["x"])
                for p in range(len(pixels)) for v in range(lanes.vectors)}
+        if self.tile.dealt:
+            emit_turns(f, isa, acc, [self._offset(i, j) for i, j in pixels])
+        else:
+            self._sum(f, part, acc, pixels, lanes.vectors)
+        self._epilogue(f, lanes, acc, pixels)
+        return name
+
+    def _offset(self, i: int, j: int) -> int:
+        """Bytes of x from the tile's first pixel to pixel (i, j)."""
+        x, stride = self.spec.x, self.spec.stride
+        return i * x.strides[0] * stride[0] + j * x.strides[1] * stride[1]
+
+    def _sum(self, f: Function, part: _Part, acc: dict[tuple[int, int], Value], pixels: list[tuple[int, int]],
+             vectors: int) -> None:
+        """All of K, or its live taps, into acc {(pixel, vector)}."""
+        spec, isa, arithmetic = self.spec, self.isa, self.arithmetic
+        x_row, x_pixel, _ = spec.x.strides
         at = {key: f.parameters[key] for key in ("x", "w", "ahead")}
         for _ in f.loop("tap row", f.parameters.get("tap_rows", spec.taps[0]), acc=acc, at=at):
             start = at["x"]
@@ -499,14 +551,12 @@ class _Emitter:
                 alive = {p: pixel for p, pixel in enumerate(pixels) if pixel[1] in live}
                 if spec.one_run:
                     steps = spec.steps(isa) if columns == spec.taps[1] else columns * spec.cin // arithmetic.elements
-                    self._k_loop(f, steps, acc, at, alive, lanes.vectors)
+                    self._k_loop(f, steps, acc, at, alive, vectors)
                     continue
                 for _ in f.loop("tap column", columns, acc=acc, at=at):
-                    self._k_loop(f, spec.steps(isa), acc, at, alive, lanes.vectors)
+                    self._k_loop(f, spec.steps(isa), acc, at, alive, vectors)
                     at["x"] += x_pixel * spec.dilation[1] - spec.steps(isa) * arithmetic.step_bytes
             at["x"] = start + x_row * spec.dilation[0]
-        self._epilogue(f, lanes, acc, pixels)
-        return name
 
     def _tap_columns(self, part: _Part) -> list[tuple[int, frozenset[int]]]:
         """The taps of a kernel row as runs of (how many, the columns of the tile that they matter to)."""
@@ -520,12 +570,11 @@ class _Emitter:
     def _k_loop(self, f: Function, steps: int, acc: dict[Any, Value], at: dict[str, Value],
                 pixels: Mapping[int, tuple[int, int]], vectors: int) -> None:
         """`steps` turns for these pixels."""
-        spec, isa, arithmetic = self.spec, self.isa, self.arithmetic
-        (x_row, x_pixel, _), first = spec.x.strides, min(pixels, default=0)
+        isa, arithmetic, first = self.isa, self.arithmetic, min(pixels, default=0)
         for _ in f.loop("k", steps, acc=acc, at=at):
             weights = self._weights(at["w"], vectors)
             for p, (i, j) in pixels.items():
-                pixel = arithmetic.pixel(isa, at["x"] + (i * x_row * spec.stride[0] + j * x_pixel * spec.stride[1]))
+                pixel = arithmetic.pixel(isa, at["x"] + self._offset(i, j))
                 if p != first and len(weights[0]) > 1:      # too wide to keep: each pixel's products load them
                     weights = self._weights(hidden(at["w"]), vectors)
                 for v in range(vectors):

@@ -39,7 +39,7 @@ from engines.backends.llvm.emit import PTR, Function, Module, Value
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import Lanes
 from engines.backends.llvm.program import Program, fma, load_meaning, store_meaning
-from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, begin_kernel, pack_channels
+from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, Window, begin_kernel, pack_channels
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,12 @@ class Depthwise(KernelSpec):
 
     def grid(self, isa: Isa, tactic: DepthwiseTile) -> Grid:
         return Grid(-(-self.y.shape[0] // tactic.rows), columns=-(-self.channels // (tactic.vectors * isa.lanes)))
+
+    def windows(self, isa: Isa, tactic: DepthwiseTile) -> Sequence[Window]:
+        rows = tactic.rows
+        read = (rows - 1) * self.stride[0] + (self.taps[0] - 1) * self.dilation[0] + 1
+        return [Window.along(self.x, step=rows * self.stride[0], count=read),
+                *(Window.along(view, step=rows, count=rows) for view in (*self.operands, self.y))]
 
     def packing(self, tactic: DepthwiseTile) -> tuple[int, int]:
         return tactic.rows, tactic.vectors
