@@ -239,7 +239,7 @@ class Contraction(KernelSpec):
         parts = -(-self.arithmetic(isa).weight_bytes(isa) // isa.bytes)     # instructions of a dot product
         if tile.dealt:      # two turns a window, if its weights are no harder than usual
             turns = 2 * len(window_starts(self.run)) * len(self._run_offsets())
-            turn = Work(3, 4, 1) * dots + Work(loads=turn_bytes(isa) / isa.bytes)
+            turn = Work(4, 6, 1) * dots + Work(loads=turn_bytes(isa) / isa.bytes)
         elif parts == 1:
             turn = Work(dots, 0, pixels + vectors)
         else:
