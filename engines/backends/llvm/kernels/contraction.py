@@ -125,7 +125,7 @@ class Contraction(KernelSpec):
         return self.cin * self.taps[1] if self.one_run else self.cin
 
     def arithmetic(self, isa: Isa) -> Arithmetic:
-        return arithmetic_for(self.precision, isa, self.run)
+        return arithmetic_for(self.precision, isa)
 
     def steps(self, isa: Isa) -> int:
         """Turns of one K loop."""
@@ -300,7 +300,7 @@ class Contraction(KernelSpec):
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         x, *operands = inputs
         wide: np.dtype[Any] = np.dtype(np.int64 if self.precision == "int8" else np.float32)
-        arithmetic = arithmetic_for(self.precision, _ANY_MACHINE, self.run)
+        arithmetic = arithmetic_for(self.precision, _ANY_MACHINE)
         weights = load_meaning(arithmetic.weights_dtype, arithmetic.store_weights(constants["weights"])).astype(wide)
         weights = weights.reshape(self.groups, self.cout, self.cin, *self.taps)
         x = load_meaning(self.x.dtype, x).astype(wide).reshape(*x.shape[:3], self.groups, self.cin)
@@ -569,21 +569,31 @@ class _Emitter:
 
     def _k_loop(self, f: Function, steps: int, acc: dict[Any, Value], at: dict[str, Value],
                 pixels: Mapping[int, tuple[int, int]], vectors: int) -> None:
-        """`steps` turns for these pixels."""
+        """`steps` turns for these pixels; the last one may be apart."""
+        arithmetic = self.arithmetic
+        apart = arithmetic.exact_end and self.spec.run % arithmetic.elements != 0
+        if steps > apart:
+            for _ in f.loop("k", steps - apart, acc=acc, at=at):
+                self._turn(acc, at, pixels, vectors, arithmetic.pixel)
+        if apart:
+            self._turn(acc, at, pixels, vectors, arithmetic.last_pixel)
+
+    def _turn(self, acc: dict[Any, Value], at: dict[str, Value], pixels: Mapping[int, tuple[int, int]], vectors: int,
+              load: Callable[[Isa, Value], Operand]) -> None:
+        """One step of each pixel meets one step of weights."""
         isa, arithmetic, first = self.isa, self.arithmetic, min(pixels, default=0)
-        for _ in f.loop("k", steps, acc=acc, at=at):
-            weights = self._weights(at["w"], vectors)
-            for p, (i, j) in pixels.items():
-                pixel = arithmetic.pixel(isa, at["x"] + self._offset(i, j))
-                if p != first and len(weights[0]) > 1:      # too wide to keep: each pixel's products load them
-                    weights = self._weights(hidden(at["w"]), vectors)
-                for v in range(vectors):
-                    acc[p, v] = arithmetic.dot(isa, acc[p, v], pixel, weights[v])
-            at["x"] += arithmetic.step_bytes
-            at["w"] += vectors * arithmetic.weight_bytes(isa)
-            if self.tile.prefetch:
-                isa.prefetch(at["ahead"])
-                at["ahead"] += 64
+        weights = self._weights(at["w"], vectors)
+        for p, (i, j) in pixels.items():
+            pixel = load(isa, at["x"] + self._offset(i, j))
+            if p != first and len(weights[0]) > 1:      # too wide to keep: each pixel's products load them
+                weights = self._weights(hidden(at["w"]), vectors)
+            for v in range(vectors):
+                acc[p, v] = arithmetic.dot(isa, acc[p, v], pixel, weights[v])
+        at["x"] += arithmetic.step_bytes
+        at["w"] += vectors * arithmetic.weight_bytes(isa)
+        if self.tile.prefetch:
+            isa.prefetch(at["ahead"])
+            at["ahead"] += 64
 
     def _weights(self, address: Value, vectors: int) -> list[Operand]:
         """One step of a panel."""
