@@ -30,10 +30,11 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.access import hidden, load_channels, load_constants, run_program
+from engines.backends.llvm.access import hidden
 from engines.backends.llvm.arithmetic import Arithmetic, Operand, arithmetic_for
 from engines.backends.llvm.dealing import deal, emit_turns, turn_bytes
 from engines.backends.llvm.emit import I32, I64, PTR, Function, Module, Value
+from engines.backends.llvm.epilogue import emit_epilogue
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import Lanes
 from engines.backends.llvm.program import Program, load_meaning, store_meaning
@@ -440,7 +441,8 @@ class _Emitter:
             emit_turns(f, isa, acc, [self._offset(i, j) for i, j in pixels])
         else:
             self._sum(f, acc, pixels, vectors)
-        self._epilogue(f, lanes, acc, pixels)
+        emit_epilogue(f, lanes, spec.program, spec.operands, spec.y, pixels,
+                      lambda p: [arithmetic.finish(isa, acc[p, v]) for v in range(vectors)])
         return name
 
     def _offset(self, i: int, j: int) -> int:
@@ -477,23 +479,3 @@ class _Emitter:
         """One step of a panel."""
         step = self.arithmetic.weight_bytes(self.isa)
         return [self.arithmetic.weights(self.isa, address + v * step) for v in range(vectors)]
-
-    def _epilogue(self, f: Function, lanes: Lanes, acc: dict[tuple[int, int], Value],
-                  pixels: list[tuple[int, int]]) -> None:
-        """acc {(pixel, vector)} -> program -> y."""
-        spec, isa = self.spec, self.isa
-        constants = load_constants(lanes, f.parameters["constants"], spec.program.constants)
-
-        def result(p: int, i: int, j: int) -> list[Value]:
-            f.write(f"; pixel {p}: {spec.program}")
-            sums = [self.arithmetic.finish(isa, acc[p, v]) for v in range(lanes.vectors)]
-            offsets = (i * view.strides[0] + j * view.strides[1] for view in spec.operands)
-            others = [load_channels(lanes, view, f.parameters[f"operand{n}"] + offset)
-                      for n, (view, offset) in enumerate(zip(spec.operands, offsets, strict=True))]
-            return run_program(lanes, spec.program, sums, others, constants)
-
-        y, together = f.parameters["y"], 4 // lanes.vectors
-        for first in range(0, len(pixels), together):
-            group = pixels[first:first + together]
-            values = [result(first + n, i, j) for n, (i, j) in enumerate(group)]
-            lanes.store(spec.y.dtype, values, [y + (i * spec.y.strides[0] + j * spec.y.strides[1]) for i, j in group])
