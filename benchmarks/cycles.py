@@ -11,7 +11,7 @@ import os
 import platform
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 SYSTEM_CALLS = {"x86_64": 298, "aarch64": 241}      # perf_event_open
 ATTRIBUTE_BYTES = 128
@@ -50,15 +50,3 @@ def _open_cycles() -> int | None:
                             INHERIT | EXCLUDE_KERNEL | EXCLUDE_HYPERVISOR)
     file: int = ctypes.CDLL(None).syscall(number, ctypes.create_string_buffer(attribute, ATTRIBUTE_BYTES), 0, -1, -1, 0)
     return file if file >= 0 else None
-
-
-def interleaved(counter: Counter, calls: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, int]:
-    """{name: smallest count of a call}, the calls taken in turn until the time is up."""
-    for call in calls.values():
-        call()
-    best = {name: counter.of(call) for name, call in calls.items()}
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        for name, call in calls.items():
-            best[name] = min(best[name], counter.of(call))
-    return best

@@ -1,17 +1,99 @@
-"""Models to measure: of the zoo by name, or ONNX files; and the plans that build-engine makes of them."""
+"""Models to measure: of the zoo by name, or ONNX files, with their data; and what build-engine makes of them."""
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 
+from calibration.data import open_calibration_data
+from calibration.items import CalibrationData
+from calibration.preprocess import load_preprocess
+from engines.builder import BuildConfig, Builder
+from engines.ir import Array, Dim
+from infer_server.cli.build_engine import parse_shape
 from tests.zoo import ZOO, images
 
-CALIBRATION_ITEMS = 32
+CALIBRATION_ITEMS = 32      # of random pictures, where no data is given
+
+
+@dataclass(frozen=True)
+class Input:
+    """A model input, as calibration.data wants to know it."""
+    name: str
+    dtype: str
+    shape: tuple[Dim, ...]
+
+
+@dataclass(frozen=True)
+class Model:
+    """An ONNX file and what build-engine is told about it."""
+    source: Path
+    calibration: str                    # --calib: random pictures where nothing was given
+    preprocess: str = ""                # --preprocess
+    shapes: tuple[str, ...] = ()        # --shape, each
+    accuracy: Path | None = None        # a script as benchmarks.accuracy reads it
+
+    @property
+    def name(self) -> str:
+        return self.source.stem
+
+    @property
+    def build_options(self) -> tuple[str, ...]:
+        """For build-engine, in every precision."""
+        return tuple(option for shape in self.shapes for option in ("--shape", shape))
+
+    @property
+    def calibration_options(self) -> tuple[str, ...]:
+        """... in INT8."""
+        preprocess = ("--preprocess", self.preprocess) if self.preprocess else ()
+        return ("--calib", self.calibration, *preprocess)
+
+    @cached_property
+    def inputs(self) -> tuple[Input, ...]:
+        graph = Builder(BuildConfig(shapes=dict(map(parse_shape, self.shapes)))).graph(self.source)
+        types = {name: graph.types[name] for name in graph.inputs}
+        return tuple(Input(name, str(np.dtype(t.dtype)), tuple(t.shape)) for name, t in types.items())
+
+    @property
+    def batched(self) -> bool:
+        """Whether one inference may take several items."""
+        return any(isinstance(extent, str) for tensor in self.inputs for extent in tensor.shape[:1])
+
+    @property
+    def data(self) -> CalibrationData:
+        """The calibration items, of which the first are also what is timed."""
+        return open_calibration_data(self.calibration, self.inputs,
+                                     load_preprocess(self.preprocess) if self.preprocess else None)
+
+
+    @cached_property
+    def data_digest(self) -> str:
+        """Of the calibration items: their names and values."""
+        return digest(*(part for item in self.data for name, array in item.items() for part in (name, array.tobytes())))
+
+    def feed(self, batch: int) -> dict[str, Array]:
+        """The first items, again and again if there are fewer than `batch`, as one feed."""
+        items = list(self.data.limit(batch))
+        chosen = [items[i % len(items)] for i in range(batch)]
+        return {name: np.concatenate([item[name] for item in chosen]) if name in self.data.batched else first
+                for name, first in chosen[0].items()}
+
+
+def digest(*parts: str | bytes) -> str:
+    """A name for what is made of these."""
+    hasher = hashlib.sha256()
+    for part in parts:
+        hasher.update(part.encode() if isinstance(part, str) else part)
+        hasher.update(b"\0")
+    return hasher.hexdigest()[:16]
 
 
 def run(module: str, *arguments: object) -> None:
@@ -24,17 +106,28 @@ def source_of(model: str, folder: Path) -> Path:
     if model not in ZOO:
         return Path(model)
     path = folder / f"{model}.onnx"
+    folder.mkdir(parents=True, exist_ok=True)
     onnx.save(ZOO[model](), path)
     return path
 
 
-def build(source: Path, plan: Path, precision: str, max_batch: int, *options: object) -> None:
+def random_pictures(source: Path, folder: Path) -> Path:
+    """An .npz file of random pictures of the size of the model's one input; other models end the benchmark."""
+    value, *others = onnx.load(source, load_external_data=False).graph.input
+    extents = [extent.dim_value for extent in value.type.tensor_type.shape.dim]
+    if others or len(extents) != 4 or not all(extents[1:]):
+        raise SystemExit(f"{source} does not take one picture of a fixed size: give calibration data (--calib)")
+    _, channels, size, _ = extents
+    path = folder / f"{source.stem}.npz"
+    folder.mkdir(parents=True, exist_ok=True)
+    arrays: dict[str, Any] = {value.name: images(CALIBRATION_ITEMS, channels, size)}
+    np.savez(path, **arrays)
+    return path
+
+
+def build(source: Path, plan: Path, precision: str, max_batch: int, options: Sequence[object] = ()) -> None:
     """build-engine; int8 is calibrated on random pictures of the input's size."""
     plan.parent.mkdir(parents=True, exist_ok=True)
-    if precision == "int8":
-        value = onnx.load(source, load_external_data=False).graph.input[0]
-        _, channels, size, _ = (extent.dim_value for extent in value.type.tensor_type.shape.dim)
-        feeds: dict[str, Any] = {value.name: images(CALIBRATION_ITEMS, channels, size)}
-        np.savez(plan.with_suffix(".npz"), **feeds)
-        options = ("--calib", plan.with_suffix(".npz"), *options)
-    run("infer_server.cli.build_engine", source, "-o", plan, f"--{precision}", "--max-batch", max_batch, *options)
+    calibration = ("--calib", random_pictures(source, plan.parent)) if precision == "int8" else ()
+    run("infer_server.cli.build_engine", source, "-o", plan, f"--{precision}", "--max-batch", max_batch, *calibration,
+        *options)

@@ -1,10 +1,12 @@
-"""One inference against OpenVINO and ONNX Runtime, one thread each, by the work that it takes.
+"""Inference against OpenVINO and ONNX Runtime, each by its fastest build of the model (benchmarks/builds.py).
 
-    python -m benchmarks.peers                                        # ResNet-50, INT8, batch 1
-    python -m benchmarks.peers --model mobilenet_v2 --precision fp32 --batch 8 --write
+    python -m benchmarks.peers mobilenet_v2 resnet50                    # of tests/zoo: INT8, batch 1, one thread
+    python -m benchmarks.peers m.onnx --calib photos/ --batch 1,8 --threads 1,2 --precision int8,bf16,fp32 --write
+    python -m benchmarks.peers a.onnx b.onnx --calib a=a.npz --calib b=calib.py:items --cache built --prepare
 
-For INT8 the peers run the Q/DQ model that build-engine exports: the same weights, the same ranges. The runtimes take
-turns in one process, and each is judged by its best one, in user-mode cycles (benchmarks/cycles.py). It needs the
+All runtimes take turns in one process: one thread is measured in user-mode cycles where the machine counts them, else
+in CPU time; several threads by the clock on the wall. Every build's outputs are compared with ONNX Runtime's in
+float32. An option with MODEL= is for the model of that name (its file's, without .onnx), one without for all. Needs the
 extra "bench".
 """
 from __future__ import annotations
@@ -12,96 +14,106 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
-import numpy as np
+from benchmarks.accuracy import LEAST_COSINE, load_judge
+from benchmarks.builds import Workshop
+from benchmarks.cases import Bench
+from benchmarks.chart import write_chart
+from benchmarks.cycles import Counter
+from benchmarks.document import DOCUMENT, write_section
+from benchmarks.models import Model, random_pictures, source_of
+from benchmarks.report import report
+from benchmarks.results import Case, write_results
 
-from benchmarks.cycles import Counter, interleaved
-from benchmarks.document import Cell, machine, markdown_table, write_section
-from benchmarks.models import build, source_of
-from engines import load_engine
-from engines.ir import Array
-
-OURS = "infer-server"
-
-
-def ours(plan: Path, x: Array) -> Callable[[], object]:
-    engine = load_engine(plan)
-    context = engine.create_context()
-    context.input(engine.inputs[0].name, len(x))[...] = x
-    return lambda: context.execute(len(x))
+CHART = DOCUMENT.with_name("peers.png")
+PRECISIONS = tuple(LEAST_COSINE)
 
 
-def onnx_runtime(model: Path, x: Array) -> Callable[[], object]:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    feed = {session.get_inputs()[0].name: x}
-    return lambda: session.run(None, feed)
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
-def openvino(model: Path, x: Array, precision: str) -> Callable[[], object]:
-    import openvino as ov
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
 
-    core = ov.Core()
-    hints: dict[str, object] = {"INFERENCE_NUM_THREADS": 1, "NUM_STREAMS": 1}
-    if precision == "fp32":
-        hints["INFERENCE_PRECISION_HINT"] = "f32"       # else it takes bf16 where the CPU has it
-    network = core.read_model(model)
-    network.reshape({network.inputs[0].any_name: list(x.shape)})
-    request = core.compile_model(network, "CPU", hints).create_infer_request()
-    request.set_input_tensor(ov.Tensor(np.ascontiguousarray(x)))
-    return lambda: request.infer()
+    def precisions(text: str) -> list[str]:
+        if unknown := set(text.split(",")) - set(PRECISIONS):
+            raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: choose from {', '.join(PRECISIONS)}")
+        return text.split(",")
 
-
-def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("benchmarks.peers", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="resnet50", metavar="NAME|FILE", help="of tests/zoo, or an ONNX file")
-    parser.add_argument("--precision", default="int8", choices=("int8", "fp32"))
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of taking turns")
-    parser.add_argument("--repeats", type=int, default=3, help="of the whole measurement, for its spread")
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="a name of tests/zoo, or an ONNX file")
+    parser.add_argument("--precision", type=precisions, default=["int8"], metavar="P,...", help=", ".join(PRECISIONS))
+    parser.add_argument("--batch", type=numbers, default=[1], metavar="N,...")
+    parser.add_argument("--threads", type=numbers, default=[1], metavar="N,...")
+    for option, value, text in (
+            ("--calib", "PATH", "as build-engine's, and what is timed; without it, random pictures"),
+            ("--preprocess", "FILE|PRESET", "as build-engine's"), ("--shape", "NAME:1x3x224x224", "as build-engine's"),
+            ("--accuracy", "FILE.py", "a script with evaluation() and metric(): see benchmarks/accuracy.py")):
+        parser.add_argument(option, metavar=f"[MODEL=]{value}", help=text, action="append", default=[])
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="keeps what was built; else a temporary folder")
+    parser.add_argument("--prepare", action="store_true", help="build into --cache, measure nothing")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of taking turns, for each case")
+    parser.add_argument("--results", type=Path, metavar="FILE.json", help="add to these results, report them all")
+    parser.add_argument("--write", action="store_true", help="the report into docs/benchmarks.md, with a chart")
     options = parser.parse_args(arguments)
-    options.arguments = arguments
+    if options.prepare and not options.cache:
+        parser.error("--prepare needs --cache: what is built into a temporary folder goes with it")
     return options
 
 
-def main(arguments: list[str]) -> None:
+def chosen(values: Sequence[str], model: str) -> list[str]:
+    """Of [MODEL=]VALUE options, the values that are for a model: its own if there are any, else those for all."""
+    own = [value.removeprefix(f"{model}=") for value in values if value.startswith(f"{model}=")]
+    return own or [value for value in values if "=" not in value]
+
+
+def models(options: argparse.Namespace, folder: Path) -> list[Model]:
+    result = []
+    for argument in options.models:
+        source = source_of(argument, folder / "zoo")
+        calibration, preprocess, accuracy = (
+            next(iter(chosen(values, source.stem)), "")
+            for values in (options.calib, options.preprocess, options.accuracy))
+        result.append(Model(source, calibration or str(random_pictures(source, folder / "zoo")), preprocess,
+                            tuple(chosen(options.shape, source.stem)), Path(accuracy) if accuracy else None))
+    return result
+
+
+def measure(options: argparse.Namespace, counter: Counter, folder: Path) -> list[Case]:
+    workshop, cases = Workshop(folder, say), []
+    for model in models(options, folder):
+        for precision in options.precision:
+            bench = Bench(model, precision, workshop.builds(model, precision), say)
+            if options.prepare:
+                continue
+            metrics = bench.metrics(load_judge(model.accuracy)) if model.accuracy else {}
+            for batch in options.batch if model.batched else [1]:
+                for threads in options.threads:
+                    say(f"{model.name}, {precision}, batch {batch}, threads {threads}")
+                    cases.append(bench.case(batch, threads, counter, options.seconds, metrics))
+    return cases
+
+
+def main(arguments: Sequence[str]) -> None:
     options = parse(arguments)
-    counter = Counter()            # before any runtime makes threads
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        source, plan = source_of(options.model, folder), folder / "model.plan"
-        int8 = options.precision == "int8"
-        model = folder / "qdq.onnx" if int8 else source
-        build(source, plan, options.precision, options.batch, *(("--export-qdq", model) if int8 else ()))
-        tensor = load_engine(plan).inputs[0]
-        shape = [options.batch if isinstance(extent, str) else extent for extent in tensor.shape]
-        x = np.random.default_rng(0).standard_normal(shape).astype(tensor.dtype)
-        calls = {OURS: ours(plan, x), "OpenVINO": openvino(model, x, options.precision),
-                 "ONNX Runtime": onnx_runtime(model, x)}
-        rounds = [interleaved(counter, calls, options.seconds / options.repeats) for _ in range(options.repeats)]
-    text = section(rounds, counter.unit, options)
-    print(text)
+    counter = Counter()         # before any runtime makes threads
+    with nullcontext(options.cache) if options.cache else tempfile.TemporaryDirectory() as folder:
+        cases = measure(options, counter, Path(folder))
+    if options.prepare:
+        return
+    if options.results:
+        cases = write_results(options.results, cases)
+    print(report(cases))
     if options.write:
-        write_section(f"peers {Path(options.model).stem} {options.precision} batch {options.batch}", text)
-
-
-def section(rounds: list[dict[str, int]], unit: str, options: argparse.Namespace) -> str:
-    """The result as a section of docs/benchmarks.md: the best of all rounds, and the spread of the rounds' ratios."""
-    rows: list[list[Cell]] = []
-    for name in rounds[0]:
-        ratios = sorted(counts[name] / counts[OURS] for counts in rounds)
-        rows.append([name, min(counts[name] for counts in rounds) / 1e6, f"{ratios[0]:.2f} to {ratios[-1]:.2f}"])
-    command = " ".join(["python -m benchmarks.peers", *options.arguments])
-    return (f"## One inference: {Path(options.model).stem}, {options.precision}, batch {options.batch}, one thread\n\n"
-            f"`{command}`\n\nOn {machine()}; {options.repeats} rounds.\n\n"
-            + markdown_table(["runtime", f"million {unit}", f"times {OURS}"], rows))
+        write_chart(cases, CHART)
+        command = " ".join(["python -m benchmarks.peers", *arguments])
+        write_section("peers", f"## One inference\n\n`{command}`\n\n![{CHART.stem}]({CHART.name})\n\n{report(cases)}")
 
 
 if __name__ == "__main__":

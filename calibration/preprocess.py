@@ -96,6 +96,18 @@ class Preprocess:
                               f"{shape_text(shape)}")
         return replace(self, layout=layout, size=(height, width))
 
+    @property
+    def affine(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """(scale, shift) of each channel, in the order of `color`: apply() yields pixel * scale + shift."""
+        channels = CHANNELS[self.color]
+        mean, std = (values * (channels // len(values)) for values in (self.mean, self.std))
+        return tuple(self.scale / s for s in std), tuple(-m / s for m, s in zip(mean, std, strict=True))
+
+    @property
+    def of_pixels(self) -> Preprocess:
+        """The same up to the normalisation: pixels from 0 to 255, channels last."""
+        return replace(self, scale=1.0, mean=(0.0,), std=(1.0,), layout="NHWC")
+
     def apply(self, image: Image.Image | str | Path, shape: Sequence[Dim]) -> NDArray[np.float32]:
         """One picture as float32 [1, C, H, W] or [1, H, W, C], for a model input of `shape`.
 

@@ -20,6 +20,7 @@ from engines.errors import ConfigError
 from engines.frontend.onnx_import import graph_from_onnx
 from engines.ir import BATCH, Graph
 from engines.passes.pipeline import optimise, simplify
+from engines.passes.pixels import Pixels, take_pixels
 from engines.passes.quantize import edges_to_calibrate, quantize, set_float_precision
 from engines.plan import Plan, Step
 from engines.serialize import graph_from_json, graph_to_json
@@ -38,7 +39,8 @@ class BuildConfig:
     precision: str = "fp32"
     max_batch: int | None = None            # None: 32 where the model has a batch axis
     target: str = ""                        # name of an instruction set; "" is this machine's best
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)     # of inputs whose extents are symbolic
+    shapes: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)  # of symbolic inputs; None: the batch
+    pixels: Pixels | None = None            # the image input takes uint8 [N, H, W, C], and normalises it so
     keep_float: tuple[str, ...] = ()        # ONNX nodes that an int8 build leaves in float
     timing: bool = True                     # time the tactics; without it the first candidate is taken
     timing_cache: str = ""                  # a file; "" keeps times for this build only
@@ -67,7 +69,9 @@ class Builder:
     # ---- graphs
     def graph(self, model: str | Path) -> Graph:
         """The model as one optimised float graph. ModelError says what cannot be read, and where."""
-        imported = graph_from_onnx(model, shapes=self.config.shapes)
+        imported = graph_from_onnx(model, shapes=self.config.shapes, keep_batch=self.config.max_batch is not None)
+        if self.config.pixels:
+            imported = take_pixels(imported, self.config.pixels)
         return optimise(simplify(imported, self.log), self.log)
 
     def edges(self, graph: Graph) -> tuple[str, ...]:

@@ -146,10 +146,13 @@ class Memory:
 def array_at(memory: NDArray[np.uint8], offset: int, view: TensorView, items: int) -> NDArray[Any]:
     """`items` batch slots of a tensor as a numpy array: [items, *shape], or shape if it has no batch axis.
 
+    The axis of the items is where the tensor has it: [28, items, 64] of items [28, 64] if batch_axis is 1.
     offset: of the view's buffer in `memory`. A bfloat16 tensor comes as uint16, its bits.
     """
     dtype = np.dtype("uint16" if view.dtype == "bfloat16" else view.dtype)
     shape, strides = view.shape, view.strides
     if view.batched:
-        shape, strides = (items, *shape), (view.item_stride, *strides)
+        axis = view.batch_axis
+        shape, strides = ((*shape[:axis], items, *shape[axis:]),
+                          (*strides[:axis], view.item_stride, *strides[axis:]))
     return np.ndarray(shape, dtype, memory, offset + view.offset, strides)

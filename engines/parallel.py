@@ -112,7 +112,7 @@ class ParallelExecution:
 
     def output(self, view: TensorView, batch: int) -> Array:
         output = self._outputs[view.name]
-        return output[:batch] if view.batched else output
+        return output[(slice(None),) * view.batch_axis + (slice(batch),)] if view.batched else output
 
     def run(self, batch: int) -> None:
         arena_index = self._pick_arena()

@@ -57,6 +57,7 @@ class TensorView:
     item_stride: int            # bytes from one item of the batch to the next
     batched: bool = True        # False: the tensor has no batch axis (shape is the whole of it)
     quant: QParams | None = None
+    batch_axis: int = 0         # where the tensor's own shape has the batch; in memory it always leads
 
     def end(self, items: int) -> int:
         """The byte of the buffer after the last one of `items` batch slots."""

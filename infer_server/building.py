@@ -95,5 +95,7 @@ def build_command(source: Source, plan: Path, cache_dir: Path, threads: int) -> 
     if options.preprocess:                      # a preset's name, or a file
         file = source.folder / options.preprocess
         command += ["--preprocess", str(file) if file.exists() else options.preprocess]
+    if options.uint8_input == "true":
+        command += ["--uint8-input"]
     return command
 

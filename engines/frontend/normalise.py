@@ -17,6 +17,7 @@ import numpy as np
 from engines.errors import GraphError
 from engines.ir import Array, Dim, Node, TensorType
 from engines.ops.movement import FAR
+from engines.ops.recurrent import ACTIVATIONS, DEFAULTS, PARAMETERS
 from engines.ops.window import Window
 from engines.shapes import Extent, dim, extent, fixed, normal_axis, product
 
@@ -339,6 +340,27 @@ def _pad(call: Call) -> list[Node]:
     for i, axis in enumerate(axes):
         widths[axis], widths[axis + call.rank] = pads[i], pads[i + len(axes)]
     return call.node_with(1, pads=tuple(widths), mode=call.attr("mode", "constant"), value=fill[0] if fill else None)
+
+
+# ---- recurrent layers
+@rule("LSTM", "GRU", "RNN")
+def _recurrent(call: Call) -> list[Node]:
+    """Every attribute is said, and every activation has its alpha and beta."""
+    op, direction = call.node.op, call.attr("direction", "forward")
+    count = 2 if direction == "bidirectional" else 1
+    known = {name.lower(): name for name in ACTIVATIONS}
+    names = tuple(known.get(name.lower(), name) for name in call.attr("activations") or DEFAULTS[op] * count)
+    if unknown := set(names) - set(ACTIVATIONS):
+        raise GraphError(f"unknown activation '{min(unknown)}'; ONNX has {', '.join(ACTIVATIONS)}")
+    if len(names) != count * len(DEFAULTS[op]) or direction not in ("forward", "reverse", "bidirectional"):
+        raise GraphError(f"{len(names)} activations for direction '{direction}'")
+    given = {key: iter(call.attr(key) or ()) for key in ("activation_alpha", "activation_beta")}
+    # The given values are for those functions that have such a parameter, in their order.
+    parameters = {key: tuple(float(next(given[key], PARAMETERS[name][i])) if len(PARAMETERS.get(name, ())) > i else 0.0
+                             for name in names) for i, key in enumerate(given)}
+    return call.node_with(8, direction=direction, layout=call.attr("layout", 0), activations=names, **parameters,
+                          clip=float(call.attr("clip", 0.0)), input_forget=call.attr("input_forget", 0),
+                          linear_before_reset=call.attr("linear_before_reset", 0))
 
 
 # ---- images

@@ -24,11 +24,12 @@ _DTYPE_ATTRIBUTES = {("Cast", "to"), ("QuantizeLinear", "output_dtype")}
 
 
 def graph_from_onnx(model: str | Path | onnx.ModelProto, *,
-                    shapes: Mapping[str, Sequence[Dim | None]] | None = None) -> Graph:
+                    shapes: Mapping[str, Sequence[Dim | None]] | None = None, keep_batch: bool = False) -> Graph:
     """The model as a Graph in canonical form; tensors keep their names.
 
     A symbolic leading extent of an input becomes "batch". Every other extent must be known: `shapes` gives whole input
-    shapes, {"x": (None, 3, 224, 224)}, where None (or -1, or "batch") stands for the batch.
+    shapes, {"x": (None, 3, 224, 224)}, where None (or -1, or "batch") stands for the batch. keep_batch: a leading extent
+    that the model leaves open is the batch whatever number `shapes` has there.
 
     Raises ModelError: no readable ONNX model, an opset before 9, operators that nobody can evaluate (all are listed),
     a symbolic extent without a value, or a node whose inputs do not fit.
@@ -46,7 +47,7 @@ def graph_from_onnx(model: str | Path | onnx.ModelProto, *,
     for tensor in proto.graph.initializer:
         trace.constant(tensor.name, _array(name, tensor))
     inputs = [value for value in proto.graph.input if value.name not in trace.values]
-    trace.types.update(_input_types(name, inputs, shapes or {}))
+    trace.types.update(_input_types(name, inputs, shapes or {}, keep_batch))
     for node in proto.graph.node:
         _add(name, trace, node, opsets)
 
@@ -98,14 +99,15 @@ def _refuse_unknown(model: str, graph: onnx.GraphProto) -> None:
 
 # ---- inputs
 def _input_types(model: str, inputs: Sequence[onnx.ValueInfoProto],
-                 shapes: Mapping[str, Sequence[Dim | None]]) -> dict[str, TensorType]:
+                 shapes: Mapping[str, Sequence[Dim | None]], keep_batch: bool) -> dict[str, TensorType]:
     if unknown := set(shapes) - {value.name for value in inputs}:
         raise ModelError(f"{model} has no input '{sorted(unknown)[0]}'; its inputs are "
                          f"{', '.join(value.name for value in inputs)}")
-    return {value.name: _input_type(model, value, shapes.get(value.name)) for value in inputs}
+    return {value.name: _input_type(model, value, shapes.get(value.name), keep_batch) for value in inputs}
 
 
-def _input_type(model: str, value: onnx.ValueInfoProto, given: Sequence[Dim | None] | None) -> TensorType:
+def _input_type(model: str, value: onnx.ValueInfoProto, given: Sequence[Dim | None] | None,
+                keep_batch: bool) -> TensorType:
     tensor = value.type.tensor_type
     if not value.type.HasField("tensor_type") or tensor.elem_type in (0, onnx.TensorProto.STRING):
         raise ModelError(f"{model}: input '{value.name}' is no tensor of numbers, which is all that is supported")
@@ -119,6 +121,8 @@ def _input_type(model: str, value: onnx.ValueInfoProto, given: Sequence[Dim | No
     elif tensor.HasField("shape") and not _fits(given, declared):
         raise ModelError(f"{model}: the shape {text(d or '?' for d in given)} given for input '{value.name}' does not "
                          f"fit the declared {text(d or '?' for d in declared)}")
+    if keep_batch and declared and not _is_size(declared[0]):
+        given = (None, *given[1:])
     shape = [BATCH if axis == 0 and not _is_size(d) else d for axis, d in enumerate(given)]
     for axis, d in enumerate(shape):
         if d != BATCH and not _is_size(d):
@@ -146,7 +150,7 @@ def _fits(given: Sequence[Dim | None], declared: Sequence[Dim | None]) -> bool:
 
 def _option(name: str, declared: Sequence[Dim | None]) -> str:
     """An example of the option that gives a shape."""
-    sizes = [d if _is_size(d) else 224 if axis else 1 for axis, d in enumerate(declared)]
+    sizes = [d if _is_size(d) else 224 if axis else BATCH for axis, d in enumerate(declared)]
     return f"--shape {name}:{'x'.join(map(str, sizes))}"
 
 

@@ -3,6 +3,7 @@ Fallback node runs."""
 from engines.ops import (  # noqa: F401  (each fills OPS)
     activations,
     arithmetic,
+    attention,
     convolution,
     generate,
     linear,
@@ -11,6 +12,7 @@ from engines.ops import (  # noqa: F401  (each fills OPS)
     normalization,
     pooling,
     quantization,
+    recurrent,
     reduction,
     resize,
     shape,

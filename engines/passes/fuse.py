@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from engines.ir import Array, Graph, Node
-from engines.passes.facts import is_pointwise
+from engines.passes.facts import is_pointwise, is_product
 from engines.passes.rewrite import merged_origin
 
 WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
@@ -25,6 +27,7 @@ EPILOGUE = frozenset({
     "Add", "Sub", "Mul", "Div", "Neg", "Abs", "Max", "Min", "Exp", "Log", "Sqrt", "Erf", "Floor", "Ceil", "Round",
     "Reciprocal", "Clip", "Relu", "LeakyRelu", "PRelu", "Sigmoid", "HardSigmoid", "HardSwish", "Swish", "Tanh", "Gelu",
     "Softplus", "Mish", "Elu", "Celu", "Selu"})
+FLOAT = np.dtype(np.float32)
 REGION = 12         # how many nodes to look through for the place where the readers of a value meet
 
 
@@ -106,13 +109,17 @@ def _region(graph: Graph, value: str, places: Mapping[int, int]) -> list[Node] |
 
 
 def _is_heavy(graph: Graph, node: Node) -> bool:
-    if node.op in WEIGHTED and not all(graph.is_constant(name) for name in node.inputs[1:] if name):
+    weights = node.inputs[1:] if node.op in WEIGHTED else ()
+    if not is_product(graph, node) and not all(graph.is_constant(name) for name in weights if name):
         return False
     return node.op in HEAVY and len(node.outputs) == 1
 
 
 def _is_epilogue(graph: Graph, node: Node) -> bool:
-    """Pointwise on floats, its constants numbers or one number per channel of the last axis."""
+    """Pointwise on floats, its constants numbers or one number per channel of the last axis; or what makes floats of
+    integers (pixels, masks), which then begins a chain."""
+    if node.op == "Cast":
+        return graph.types[node.inputs[0]].dtype.kind in "uib" and graph.types[node.outputs[0]].dtype == FLOAT
     if node.op not in EPILOGUE or not is_pointwise(node):
         return False
     if any(graph.types[name].dtype.kind != "f" for name in (*node.inputs, *node.outputs) if name):

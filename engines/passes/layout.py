@@ -83,6 +83,8 @@ class _Layout:
             self._reshape(node)
         elif is_pointwise(node) or node.op in _AXIS_OPS and self._rank(node) == len(self.shapes[node.outputs[0]]):
             self._any_form(node)
+        elif node.op == "MatMul" and self.graph.is_constant(node.inputs[1]) and self._rank(node) > 2:
+            self._product(node)
         elif node.op in _DROPS_AXES:
             self._drops_axes(node)
         else:
@@ -200,6 +202,13 @@ class _Layout:
         self.constants[name] = weight[:, order] if gemm.attrs.get("transB") else weight[order]
         return name
 
+    def _product(self, node: Node) -> None:
+        """Rows times constant weights: in any form that leaves the rows' elements at the end."""
+        source, result = node.inputs[0], node.outputs[0]
+        home, rank = self._home(source), self._rank(node)
+        form = home if home[-1] == rank - 1 and self.graph.constants[node.inputs[1]].ndim == 2 else identity(rank)
+        self._emit(node, [self.read(source, form), node.inputs[1]], [self._made(result, form)])
+
     def _any_form(self, node: Node) -> None:
         """Pointwise nodes, and those of _AXIS_OPS: same rank before and after."""
         rank = len(self.shapes[node.outputs[0]])
@@ -207,8 +216,8 @@ class _Layout:
         form = self._cheapest_form(node, full, rank)
         attrs = _AXIS_OPS[node.op](node.attrs, form) if node.op in _AXIS_OPS else {}
         keep = node.op == "Gather"          # its indices are a list, not a tensor of the same form
-        inputs = [self._as_onnx(i) if not i or keep and place else self._operand(i, form)
-                  for place, i in enumerate(node.inputs)]
+        part = self._operand if is_pointwise(node) else self.read       # only pointwise nodes broadcast
+        inputs = [self._as_onnx(i) if not i or keep and place else part(i, form) for place, i in enumerate(node.inputs)]
         self._emit(node, inputs, [self._made(name, form) if name else "" for name in node.outputs], **attrs)
 
     def _cheapest_form(self, node: Node, full: Sequence[str], rank: int) -> Perm:

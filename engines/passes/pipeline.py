@@ -10,18 +10,22 @@ from collections.abc import Callable, Sequence
 
 from engines.ir import Graph, verify
 from engines.passes import rewrite
+from engines.passes.attention import fuse_attention
 from engines.passes.common import merge_common
 from engines.passes.fold_constants import fold_constants
 from engines.passes.fuse import fuse_pointwise
 from engines.passes.layout import to_channels_last
 from engines.passes.notes import Note
+from engines.passes.recurrent import split_recurrent
 from engines.passes.rewrite import Rule
 from engines.passes.rules import activations
 from engines.passes.rules.batchnorm import BatchNormConv, BatchNormToPointwise, LinearBatchNorm
 from engines.passes.rules.gemm import CanonicalGemm, MatMulToGemm
 from engines.passes.rules.noop import RemoveNoOp
+from engines.passes.rules.norm import NORMS
 from engines.passes.rules.pad import PadAveragePool, PadConv, PadMaxPool
 from engines.passes.rules.pooling import SpatialReduce, WholeImagePool
+from engines.passes.rules.reduction import ReductionOfPowers
 from engines.passes.rules.reshape import MergeReshapes, MergeTransposes, ToReshape, TransposeOfOnes
 from engines.passes.rules.scale import LinearScale, ScaleLinear
 from engines.passes.rules.shuffle import ChannelShuffle
@@ -45,6 +49,9 @@ def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
         ("channel_shuffle", _rules(log, ChannelShuffle())),
         # names for what exporters wrote as arithmetic, while every step of it is still a node
         ("named_activations", _rules(log, *activations.NAMED)),
+        # likewise; a reduction that is part of no norm is then written by commoner ones
+        ("named_norms", _rules(log, *NORMS)),
+        ("reductions", _rules(log, ReductionOfPowers())),
         # twins merge before anything is folded into one of them alone
         ("merge_common", merge_common),
         # scales and shifts into weights; no-ops again, as some become x * 1
@@ -63,7 +70,11 @@ def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
 def optimise(graph: Graph, log: list[Note] | None = None) -> Graph:
     """The graph that calibration watches and a backend receives: channels last, wide siblings, Fused nodes."""
     return _run(graph, (
-        # first: it moves and removes nodes that the groupings below would otherwise stop at
+        # while products, scales and masks are still nodes, and in the layout that patterns know
+        ("fuse_attention", lambda g: fuse_attention(g, log)),
+        # while layers are still ONNX's: their Transposes then take part in what follows
+        ("split_recurrent", lambda g: split_recurrent(g, log)),
+        # before all groupings: it moves and removes nodes that they would otherwise stop at
         ("to_channels_last", to_channels_last),
         # what moving left behind; means over what are now rows and columns
         ("views", _rules(log, RemoveNoOp(), *VIEWS, SpatialReduce(channels_last=True))),

@@ -121,6 +121,10 @@ class Draft:
         root = self._match.root
         self.nodes.append(Node(op, tuple(inputs), root.outputs, attrs or {}, root.name, self._origin()))
 
+    def absorb(self, *nodes: Node) -> None:
+        """What is drafted stands for these too, though others may read what they make: they go if nobody does."""
+        self._match = replace(self._match, nodes=(*self._match.nodes, *nodes))
+
     def same_as(self, name: str) -> None:
         """What the match made is the tensor `name`: its readers read that instead."""
         self.alias = name

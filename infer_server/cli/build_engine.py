@@ -17,11 +17,13 @@ from typing import Any
 from tqdm import tqdm
 
 from calibration.calibrators import CALIBRATORS
+from calibration.preprocess import load_preprocess
 from engines.backends.llvm.isa import ALL
 from engines.builder import DEFAULT_MAX_BATCH, BuildConfig
 from engines.cache import EngineCache
 from engines.errors import ConfigError
 from engines.frontend.onnx_export import onnx_from_graph
+from engines.passes.pixels import Pixels
 from engines.plan import Plan
 from engines.planfile import read_plan, write_plan
 from engines.serialize import graph_from_json
@@ -33,16 +35,13 @@ from infer_server.cli.inspect_engine import fallbacks, layers
 PRECISIONS = ("int8", "fp16", "bf16", "fp32", "best")
 
 
-def parse_shape(text: str) -> tuple[str, tuple[int, ...]]:
-    """"input:1x3x224x224" -> ("input", (1, 3, 224, 224))"""
+def parse_shape(text: str) -> tuple[str, tuple[int | None, ...]]:
+    """"input:1x3x224x224" -> ("input", (1, 3, 224, 224)); "ids:batchx128" -> ("ids", (None, 128))"""
     name, colon, extents = text.rpartition(":")
-    try:
-        shape = tuple(int(extent) for extent in extents.lower().split("x"))
-    except ValueError:
-        shape = ()
-    if not colon or not shape or min(shape) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not NAME:1x3x224x224")
-    return name, shape
+    open_batch, parts = extents.lower().startswith("batchx"), extents.lower().removeprefix("batchx").split("x")
+    if not colon or not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"'{text}' is not NAME:1x3x224x224 or NAME:batchx3x224x224")
+    return name, (*[None] * open_batch, *map(int, parts))
 
 
 class Bar:
@@ -62,13 +61,13 @@ class Bar:
 
 
 def _command(options: argparse.Namespace) -> int:
+    _check(options)
     config = BuildConfig(
         precision=options.precision, max_batch=options.max_batch, target=options.target or "",
-        shapes=dict(options.shape or ()), keep_float=tuple(options.keep_float or ()), timing=not options.no_timing,
-        timing_cache=options.timing_cache or "")
+        shapes=dict(options.shape or ()), pixels=_pixels(options), keep_float=tuple(options.keep_float or ()),
+        timing=not options.no_timing, timing_cache=options.timing_cache or "")
     calibration = Calibration(options.calib or "", options.calibrator or "", options.calib_cache or "",
-                              options.preprocess or "")
-    _check(options)
+                              options.preprocess or "", options.uint8_input)
     say = _nothing if options.quiet else _say
 
     def build() -> None:
@@ -90,6 +89,10 @@ def _command(options: argparse.Namespace) -> int:
         _export(plan, options.export_qdq, say)
     _summary(plan, options, say)
     return 0
+
+
+def _pixels(options: argparse.Namespace) -> Pixels | None:
+    return Pixels(*load_preprocess(options.preprocess).affine) if options.uint8_input else None
 
 
 def _build_once(cache: EngineCache, key: Callable[[], str], output: str, build: Callable[[], None], say: Say) -> None:
@@ -120,6 +123,9 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"cannot write {output}: name a file in a folder that exists and is yours to write")
     if options.calib and options.precision not in ("int8", "best"):
         raise ConfigError(f"--calib is for --int8 and --best; this build is {options.precision}")
+    if options.uint8_input and not options.preprocess:
+        raise ConfigError("--uint8-input needs --preprocess: the scale, mean and std by which pixels become what the "
+                          "model takes")
     if options.export_qdq and options.precision != "int8":
         raise ConfigError("--export-qdq writes the quantised model: it needs --int8")
 
@@ -173,10 +179,13 @@ def make_parser() -> argparse.ArgumentParser:
                                                              "least error on the calibration data")
     parser.add_argument("--calib-cache", metavar="FILE", help="ranges: read if the file exists and fits, else written")
     parser.add_argument("--preprocess", metavar="FILE|PRESET", help="how images become inputs")
+    parser.add_argument("--uint8-input", action="store_true",
+                        help="the engine takes images as uint8 [N, H, W, C] and normalises them as --preprocess says")
     parser.add_argument("--max-batch", type=positive, metavar="N",
                         help=f"most items a run (default {DEFAULT_MAX_BATCH})")
-    parser.add_argument("--shape", type=parse_shape, action="append", metavar="NAME:1x3x224x224",
-                        help="shape of an input whose extents beyond the batch are symbolic")
+    parser.add_argument("--shape", type=parse_shape, action="append", metavar="NAME:batchx128",
+                        help="shape of an input whose extents beyond the batch are symbolic; a number in place of "
+                             "\"batch\" fixes the batch too, unless --max-batch is given")
     parser.add_argument("--keep-float", action="append", metavar="NODE",
                         help="an ONNX node that --int8 leaves in float")
     parser.add_argument("--threads", type=positive, default=1, metavar="N",

@@ -16,7 +16,7 @@ from engines.errors import InputError
 from engines.ir import Array
 from engines.plan import IoTensor, Plan
 from engines.planfile import read_plan
-from engines.runtime import Engine, ExecutionContext, check_feeds
+from engines.runtime import Engine, ExecutionContext, Feeds
 from infer_server.cli.common import guarded, positive, table
 
 WARM_UP_SECONDS = 0.2
@@ -49,7 +49,7 @@ def read_feed(path: str, plan: Plan, batch: int) -> dict[str, Array]:
             arrays = {t.name: archive[t.name] for t in plan.inputs}
     except (ValueError, EOFError, BadZipFile) as error:
         raise InputError(f"'{path}' cannot be read as an .npz file: {error}") from error
-    items = check_feeds(plan, arrays)
+    items = Feeds(plan).check(arrays)
     if plan.max_batch and items < batch:
         raise InputError(f"'{path}' has {items} items; --batch {batch} needs as many")
     return {t.name: arrays[t.name][:batch] if t.view.batched else arrays[t.name] for t in plan.inputs}

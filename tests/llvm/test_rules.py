@@ -200,6 +200,33 @@ def test_a_reshape_between_tensors_with_gaps_is_seen_in_their_common_parts() -> 
     np.testing.assert_allclose(execute(graph, PORTABLE, x), np.repeat(expected[..., None], 4, 3), 1e-5, 1e-5)
 
 
+def padded_pool(pads: tuple[int, ...], value: float) -> Graph:
+    """A Pad that no pool's own padding can stand for, for the values are of either sign."""
+    sign = Node("Neg", ("x",), ("signed",))
+    pad = Node("Pad", ("signed",), ("padded",), {"pads": pads, "value": value})
+    pool = Node("MaxPool", ("padded",), ("y",), {"kernel_shape": (3, 3), "strides": (2, 2), "channels_last": 1})
+    types = {"x": TensorType(np.dtype(np.float32), (BATCH, *IMAGE))}
+    for node in (sign, pad, pool):
+        types[node.outputs[0]] = OPS[node.op].infer(node, (types[node.inputs[0]],))[0]
+    return Graph("g", ("x",), ("y",), (sign, pad, pool), {}, types)
+
+
+@pytest.mark.parametrize("pads, value, families", [
+    ((0, 1, 2, 0, 0, 1, 0, 0), 0.0, ["pointwise", "pool"]),
+    ((0, 1, 2, 0, 0, 1, 0, 0), -1.0, ["pointwise", "permute", *["pointwise"] * 3, "pool"]),
+    ((0, 1, 1, 1, 0, 0, 0, 0), 0.0, ["pointwise", "permute", *["pointwise"] * 3, "pool"]),
+], ids=["zeros are a halo", "other numbers are not", "nor are more channels"])
+def test_a_pad_before_a_pool(pads: Any, value: float, families: list[str]) -> None:
+    graph = padded_pool(pads, value)
+    assert [call.spec.family for call in lower(graph, PORTABLE).calls if call.spec] == families
+    x = np.random.default_rng(0).standard_normal((ITEMS, *IMAGE)).astype(np.float32)
+    widths = [(before, after) for before, after in zip(pads[:4], pads[4:], strict=True)]
+    padded = np.pad(-x, widths, constant_values=value)
+    height, width = ((extent - 3) // 2 + 1 for extent in padded.shape[1:3])
+    expected = np.max([padded[:, i:i + 2 * height - 1:2, j:j + 2 * width - 1:2] for i in range(3) for j in range(3)], 0)
+    np.testing.assert_array_equal(execute(graph, PORTABLE, x), expected)
+
+
 def test_common_parts() -> None:
     x, y = refined(dense_view("uint8", (6, 1, 4)), dense_view("uint8", (2, 12)))
     assert x.shape == y.shape == (2, 3, 4) and x.strides == y.strides == (12, 4, 1)

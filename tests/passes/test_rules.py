@@ -79,6 +79,14 @@ def test_zeros_padded_before_a_max_pool_need_values_that_are_never_negative() ->
         assert ops(keeps(simplify, graph)) == left
 
 
+@pytest.mark.parametrize("value", [-np.inf, -3.4e38])
+def test_minus_infinity_padded_before_a_max_pool_is_its_padding(value: float) -> None:
+    net = Build()
+    padded = net("Pad", net("Tanh", image(net)), pads=(0, 0, 1, 1, 0, 0, 1, 1), value=value)
+    graph = keeps(simplify, net.graph(net("MaxPool", padded, kernel_shape=(3, 3), strides=(2, 2))))
+    assert ops(graph) == ["Tanh", "MaxPool"]
+
+
 def test_pads_of_convolutions_and_average_pools_are_their_own() -> None:
     net = Build()
     x = net.conv(net("Pad", image(net), pads=(0, 0, 0, 1, 0, 0, 2, 1)), 8, 3)

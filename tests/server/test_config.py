@@ -154,6 +154,7 @@ def test_an_onnx_file_is_built_with_the_options_of_its_configuration(tmp_path: P
         parameters { key: "precision" value { string_value: "int8" } }
         parameters { key: "calib" value { string_value: "photos" } }
         parameters { key: "preprocess" value { string_value: "imagenet" } }
+        parameters { key: "uint8_input" value { string_value: "true" } }
     """)
     (folder / "1" / "model.plan").rename(folder / "1" / "model.onnx")
     (source,) = read_model(tmp_path, "m")
@@ -162,4 +163,4 @@ def test_an_onnx_file_is_built_with_the_options_of_its_configuration(tmp_path: P
     assert command[2:] == [
         "infer_server.cli.build_engine", "--quiet", str(source.file), "-o", str(tmp_path / "m.plan"), "--int8",
         "--threads", "2", "--cache-dir", str(tmp_path / "cache"), "--max-batch", "32",
-        "--calib", str(folder / "photos"), "--preprocess", "imagenet"]
+        "--calib", str(folder / "photos"), "--preprocess", "imagenet", "--uint8-input"]

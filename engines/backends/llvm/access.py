@@ -72,6 +72,19 @@ def copy_bytes(isa: Isa, source: Value, target: Value, count: int) -> None:
         f.store(f.load(part, source + first), target + first)
 
 
+def transposed(rows: list[Value]) -> list[Value]:
+    """n vectors of n -> the columns. A zip of rows i and i + n/2 rotates the bits of an element's index by one."""
+    n = len(rows)
+    for _ in range(n.bit_length() - 1):
+        zipped = []
+        for a, b in zip(rows[:n // 2], rows[n // 2:], strict=True):
+            for half in (0, n // 2):
+                mask = [half + i // 2 + i % 2 * n for i in range(n)]
+                zipped.append(a.f.shuffle(a, b, mask, "zip"))
+        rows = zipped
+    return rows
+
+
 def item_addresses(addresses: Sequence[Value], views: Sequence[View], item: Value) -> list[Value]:
     return [offset(address, [item], [view.item]) for address, view in zip(addresses, views, strict=True)]
 

@@ -4,6 +4,7 @@
     fp32   1 float32 -> float32
     bf16   2 bfloat16 -> float32 where the machine has vdpbf16ps; else 1 bfloat16 widened to float32
     fp16   1 float16 widened to float32
+    int16  2 int16 -> int32                      exact while the caller keeps sums below 2**31
 
 A step reads `step_bytes` of a pixel, the same for all lanes, and `step_bytes` of weights for each lane.
 """
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.backends.llvm.emit import FLOAT, I32, Value, vector
+from engines.backends.llvm.emit import FLOAT, I16, I32, Value, vector
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import ELEMENTS, SIZES, to_float
 from engines.backends.llvm.program import store_meaning
@@ -92,6 +93,29 @@ class Int8(Arithmetic):
         return np.asarray(weights, np.int8)
 
 
+class Int16(Arithmetic):
+    def zero(self, isa: Isa, of: Value) -> Value:
+        return of.f.constant(0, isa.ints)
+
+    def _pairs(self, isa: Isa, words: Value) -> Operand:
+        return (words.f.cast("bitcast", words, vector(2 * isa.lanes, I16), "pairs"),)
+
+    def pixel(self, isa: Isa, address: Value) -> Operand:
+        return self._pairs(isa, address.f.splat(address.f.load(I32, address, hint="word"), isa.lanes))
+
+    def weights(self, isa: Isa, address: Value) -> Operand:
+        return self._pairs(isa, address.f.load(isa.ints, address, isa.bytes, "weights"))
+
+    def dot(self, isa: Isa, acc: Value, pixel: Operand, weights: Operand) -> Value:
+        return isa.dot2(acc, pixel[0], weights[0])
+
+    def finish(self, isa: Isa, acc: Value) -> Value:
+        return isa.to_float(acc)
+
+    def store_weights(self, weights: NDArray[Any]) -> NDArray[Any]:
+        return np.asarray(weights, np.int16)
+
+
 class Widened(Arithmetic):
     """float32 arithmetic on any stored float: the loads widen."""
 
@@ -126,6 +150,7 @@ class PairsOfBfloat(Arithmetic):
 
 
 INT8 = Int8("uint8", "int8", 4)
+INT16 = Int16("int16", "int16", 2)
 _FLOATS = {"fp32": Widened("float32", "float32"), "fp16": Widened("float16", "float16"),
            "bf16": Widened("bfloat16", "bfloat16")}
 _PAIRS = PairsOfBfloat("bfloat16", "bfloat16", 2)
@@ -136,6 +161,8 @@ def arithmetic_for(precision: str, isa: Isa, run: int) -> Arithmetic:
     there may be a NaN, and NaN times a zero weight is NaN)."""
     if precision == "int8":
         return INT8
+    if precision == "int16":
+        return INT16
     if precision == "bf16" and isa.bf16 and run % 2 == 0:
         return _PAIRS
     return _FLOATS[precision]

@@ -10,7 +10,7 @@ import numpy as np
 from engines.backends.llvm.calls import Call
 from engines.backends.llvm.isa import Isa, best_isa, isa_named
 from engines.backends.llvm.lower import Lowered, lower
-from engines.backends.llvm.places import Place, buffer_bytes
+from engines.backends.llvm.places import NO_BUFFER, Place, batch_axis, buffer_bytes
 from engines.backends.llvm.scheduler import scheduler_object
 from engines.backends.llvm.spec import ALIGNMENT
 from engines.backends.llvm.tuner import Tuner
@@ -71,6 +71,7 @@ class _Assembler:
         self.steps: list[Step] = []
         self.code: dict[str, bytes] = {}
         self.constants = bytearray()
+        self.tensors: dict[str, Operand] = {}       # constants that kernels read as they read any tensor
         self.readers: dict[int, list[int]] = {}     # buffer -> steps
         self.writers: dict[int, list[int]] = {}
 
@@ -95,7 +96,8 @@ class _Assembler:
         constant_bytes = sum(size for _, size in packed)
         return Step(
             symbol=choice.kernel.symbol,
-            operands=(*map(_operand, call.inputs), *(operand for operand, _ in packed), *map(_operand, call.outputs)),
+            operands=(*map(self._operand, call.inputs), *(operand for operand, _ in packed),
+                      *map(self._operand, call.outputs)),
             rows_per_item=grid.rows_per_item if batched else 0,
             rows=0 if batched else grid.rows_per_item * int(call.outputs[0].items),
             row_step=grid.row_step, columns=grid.columns, column_step=grid.column_step,
@@ -119,6 +121,13 @@ class _Assembler:
         offset = len(self.constants)
         self.constants.extend(np.ascontiguousarray(array).tobytes())
         return Operand(None, offset), array.nbytes
+
+    def _operand(self, place: Place) -> Operand:
+        if place.buffer != NO_BUFFER:
+            return Operand(place.buffer, place.offset)
+        if place.constant not in self.tensors:
+            self.tensors[place.constant], _ = self._constant(self.graph.constants[place.constant])
+        return replace(self.tensors[place.constant], offset=self.tensors[place.constant].offset + place.offset)
 
     # ---- buffers
     def finish(self) -> Compiled:
@@ -155,7 +164,7 @@ class _Assembler:
     def _view(self, name: str) -> TensorView:
         tensor = self.graph.types[name]
         view = _tensor_view(name, self.places[name], scalar=not tensor.shape)
-        return replace(view, quant=tensor.quant)
+        return replace(view, quant=tensor.quant, batch_axis=batch_axis(tensor))
 
     def _io(self, name: str) -> IoTensor:
         tensor = self.graph.types[name]
@@ -164,10 +173,6 @@ class _Assembler:
 
 def _architecture(isa: Isa, here: str) -> str:
     return isa.triple.split("-")[0] if isa.triple else here
-
-
-def _operand(place: Place) -> Operand:
-    return Operand(place.buffer, place.offset)
 
 
 def _tensor_view(name: str, place: Place, scalar: bool = False) -> TensorView:

@@ -107,6 +107,19 @@ def _sum(w: AffineWriter, node: Node, *arguments: Affine) -> Affine:
     return result
 
 
+def _compare(op: str, swap: bool = False) -> Writer:
+    return lambda w, node, a, b: w.apply(op, b, a) if swap else w.apply(op, a, b)
+
+
+def _cast(w: AffineWriter, node: Node, x: Affine) -> Affine:
+    """To a float it is the same number; to bool, whether it is another than 0."""
+    if node.attrs["to"] == "bool":
+        return w.apply("equal", x, Affine.number(0.0)).scaled(-1, 1)
+    if node.attrs["to"].startswith(("int", "uint")):
+        raise NotImplementedError(f"no instruction for a Cast to {node.attrs['to']}")
+    return x
+
+
 def _unary(op: str) -> Writer:
     return lambda w, node, x: w.apply(op, x)
 
@@ -115,6 +128,20 @@ def _same(w: AffineWriter, node: Node, x: Affine) -> Affine:
     return x
 
 
+# Their answers are 1 for yes and 0 for no.
+COMPARISONS: Mapping[str, Writer] = {
+    "Equal": _compare("equal"),
+    "Less": _compare("less"),
+    "LessOrEqual": _compare("less_or_equal"),
+    "Greater": _compare("less", swap=True),
+    "GreaterOrEqual": _compare("less_or_equal", swap=True),
+}
+LOGIC: Mapping[str, Writer] = {
+    "Not": lambda w, node, x: x.scaled(-1, 1),
+    "And": lambda w, node, a, b: w.multiply(a, b),
+    "Or": lambda w, node, a, b: w.apply("max", a, b),
+    "Xor": lambda w, node, a, b: w.apply("equal", a, b).scaled(-1, 1),
+}
 WRITERS: Mapping[str, Writer] = {
     "Identity": _same,
     "Add": lambda w, node, a, b: w.add(a, b),
@@ -152,6 +179,10 @@ WRITERS: Mapping[str, Writer] = {
     "Selu": lambda w, node, x: _elu(w, x, node.attrs.get("alpha", 1.67326319217681884765625),
                                     node.attrs.get("gamma", 1.05070102214813232421875)),
     "Pow": _pow,
+    "Cast": _cast,
+    "Where": lambda w, node, condition, a, b: w.apply("where_positive", condition, a, b),
+    **COMPARISONS,
+    **LOGIC,
 }
 
 

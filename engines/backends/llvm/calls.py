@@ -11,7 +11,7 @@ from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.places import Place, Places
 from engines.backends.llvm.program import Program, ProgramBuilder
 from engines.backends.llvm.spec import Array, KernelSpec, View
-from engines.ir import Graph, Node, TensorType
+from engines.ir import Dim, Graph, Node, TensorType
 
 
 class Refused(Exception):
@@ -78,18 +78,22 @@ def image(view: View) -> View:
 
 def broadcast(ctx: Context, name: str, to: str) -> View:
     """Tensor `name` as it is read beside tensor `to`: strides of 0 along the axes that it repeats."""
-    source, target = ctx.type(name), ctx.type(to)
+    return broadcast_to(ctx, name, ctx.type(to).shape)
+
+
+def broadcast_to(ctx: Context, name: str, target: Sequence[Dim]) -> View:
+    """Tensor `name` as it is read beside tensors of that shape: strides of 0 along the axes that it repeats."""
+    source, rank = ctx.type(name), len(target)
     view = ctx.places[name].view
-    rank = len(target.shape)
     shape = (*(1,) * (rank - len(source.shape)), *source.shape)
     steps = (*(0,) * (rank - len(source.shape)), *((view.item, *view.strides) if source.shape else ()))
     strides = []
-    for extent, wanted, stride in zip(shape, target.shape, steps, strict=True):
+    for extent, wanted, stride in zip(shape, target, steps, strict=True):
         if extent not in (1, wanted):
-            raise Refused(f"'{name}' {source} does not broadcast to {target}")
+            raise Refused(f"'{name}' {source} does not broadcast to {list(target)}")
         strides.append(0 if extent == 1 and wanted != 1 else stride)
-    item = 0 if not source.shape or shape[0] != target.shape[0] else strides[0]
-    return View(view.dtype, tuple(int(e) for e in target.shape[1:]), tuple(strides[1:]), item)
+    item = 0 if not source.shape or shape[0] != target[0] else strides[0]
+    return View(view.dtype, tuple(int(e) for e in target[1:]), tuple(strides[1:]), item)
 
 
 # ---- programs
@@ -129,8 +133,8 @@ def write_body(ctx: Context, node: Node, accumulator: tuple[Any, Any] | None) ->
     def argument(name: str) -> Affine:
         if name in values:
             return values[name]
-        if name in ctx.graph.constants:
-            return Affine.number(_per_channel(name, ctx.graph.constants[name]))
+        if (number := _per_channel(ctx.graph.constants.get(name))) is not None:
+            return Affine.number(number)
         if name not in operands:
             operands[name] = stored(ctx.type(name), builder.operand())
         return operands[name]
@@ -148,13 +152,11 @@ def write_body(ctx: Context, node: Node, accumulator: tuple[Any, Any] | None) ->
     return Written(program, list(builder.constants), tuple(operands))
 
 
-def _per_channel(name: str, constant: Array) -> Array:
-    """A constant that varies along the last axis only, as a vector (or one number)."""
-    if constant.size == 1:
-        return constant.reshape(())
-    if constant.size != constant.shape[-1]:
-        raise Refused(f"constant '{name}' of shape {constant.shape} varies along more than the last axis")
-    return constant.reshape(-1)
+def _per_channel(constant: Array | None) -> Array | None:
+    """A constant that varies along the last axis only, as a vector (or one number); others are read from memory."""
+    if constant is None or constant.size != 1 and constant.size != constant.shape[-1]:
+        return None
+    return constant.reshape(()) if constant.size == 1 else constant.reshape(-1)
 
 
 def copy_node(source: str, output: str, origin: tuple[str, ...] = ()) -> Node:

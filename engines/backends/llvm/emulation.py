@@ -3,7 +3,8 @@
 With `Module(emulation=EMULATION)` the text of any Isa runs on any machine, bit for bit, only slower. It is how the
 kernels of machines that we do not have are tested, and nothing else.
 
-Sources: Intel SDM (VPDPBUSD, VPMADDWD, VPMADDUBSW, VPSHUFB, VPACKSSDW, VPACKUSWB, VDPBF16PS), Arm ARM (SDOT, USDOT).
+Sources: Intel SDM (VPDPBUSD, VPDPWSSD, VPMADDWD, VPMADDUBSW, VPSHUFB, VPACKSSDW, VPACKUSWB, VDPBF16PS), Arm ARM (SDOT,
+USDOT).
 """
 from __future__ import annotations
 
@@ -54,6 +55,17 @@ def _pmadd(name: str, lanes: int) -> str:
     a, b = d.arguments
     even, odd = (_every(d.f, a, 2, e, "sext", I32) * _every(d.f, b, 2, e, "sext", I32) for e in (0, 1))
     return d.text(even + odd)
+
+
+def _dot2(name: str, lanes: int) -> str:
+    """acc + a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1] of int16, which come as words; the sum wraps."""
+    words = vector(lanes, I32)
+    d = _Definition(name, words, words, words, words)
+    acc, *operands = d.arguments
+    a, b = (d.f.cast("bitcast", value, vector(2 * lanes, I16), "halves") for value in operands)
+    for e in (0, 1):
+        acc = acc + _every(d.f, a, 2, e, "sext", I32) * _every(d.f, b, 2, e, "sext", I32)
+    return d.text(acc)
 
 
 def _pmadd_bytes(name: str, lanes: int) -> str:
@@ -113,6 +125,8 @@ def _definitions() -> dict[str, str]:
     for bits in (128, 256, 512):
         name = f"llvm.x86.avx512.vpdpbusd.{bits}"
         table[name] = _dot4(name, bits // 32, unsigned=True)
+        name = f"llvm.x86.avx512.vpdpwssd.{bits}"
+        table[name] = _dot2(name, bits // 32)
         name = f"llvm.x86.avx512bf16.dpbf16ps.{bits}"
         table[name] = _dot_bfloat(name, bits // 32)
     for name, unsigned in (("usdot", True), ("sdot", False)):

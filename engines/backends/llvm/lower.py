@@ -8,10 +8,10 @@ from engines.backends.llvm import rules  # noqa: F401  (fills RULES)
 from engines.backends.llvm.calls import RULES, Call, Context, Refused
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.kernels.layout import Permute
-from engines.backends.llvm.places import Place, Places
+from engines.backends.llvm.places import Place, Places, batch_axis
 from engines.ir import Graph, Node
 
-VIEWS = ("Split", "Slice", "Reshape")
+VIEWS = ("Split", "Slice", "Reshape", "Transpose")
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,21 @@ def _calls(ctx: Context, node: Node) -> Sequence[Call]:
             return tuple(_gather_parts(ctx, node))
         if node.op in VIEWS and all(ctx.places.is_view(output, node.inputs[0]) for output in node.outputs):
             return ()
+        if node.op == "Transpose" and ctx.places.is_view(node.inputs[0], node.outputs[0]):
+            return ()
         rule = RULES.get(node.anchor.op)
         if rule is None:
             raise Refused(f"no kernel for {node.anchor.op}")
+        if node.op != "Transpose" and (name := _batch_inside(ctx, node)):
+            raise Refused(f"the batch is not the leading axis of '{name}'")
         return tuple(rule(ctx, node))
     except Refused as reason:
         return (_fallback(ctx, node, str(reason)),)
+
+
+def _batch_inside(ctx: Context, node: Node) -> str:
+    """A tensor of the node with axes before that of the batch: rules take shapes as items lie in memory."""
+    return next((name for name in (*node.inputs, *node.outputs) if name and batch_axis(ctx.type(name))), "")
 
 
 def _fallback(ctx: Context, node: Node, reason: str) -> Call:
@@ -62,8 +71,6 @@ def _gather_parts(ctx: Context, node: Node) -> Iterator[Call]:
         raise Refused("Concat along the batch axis")
     quant, start = ctx.type(node.outputs[0]).quant, 0
     for name in node.inputs:
-        if name in ctx.graph.constants:
-            raise Refused(f"'{name}' is a constant")
         if ctx.type(name).quant != quant:
             raise Refused(f"'{name}' is quantised otherwise than the result")
         extent = int(ctx.type(name).shape[axis + 1])

@@ -3,10 +3,12 @@
 A buffer holds one tensor, or several that share it:
   Split, Slice     each output is a part of its input
   Concat           each input is a part of the output, if it is free to be: its producer then writes into its slice
-  Reshape          the output is the input seen otherwise, where its elements follow each other without a gap
+  Reshape          the output is the input seen otherwise, where the gaps between its elements allow that
+  Transpose        beside a product of two run-time tensors, which reads and writes axes in any order
+  Pad by zeros     the output is the input seen with its halo
 
 A convolution reads its padding from memory: the tensors that it pads have a halo of their zero point around each image.
-Tensors that share a buffer share its halo.
+Tensors that share a buffer share its halo. A constant tensor has a place too, among the plan's constants.
 """
 from __future__ import annotations
 
@@ -18,8 +20,11 @@ import numpy as np
 
 from engines.backends.llvm.spec import View, dense_view
 from engines.backends.llvm.transposed import Phase, phases
+from engines.errors import ModelError
 from engines.ir import BATCH, Dim, Graph, Node, TensorType
+from engines.passes.facts import is_view_of_input, is_view_of_output
 
+NO_BUFFER = -1
 SLACK = 128         # bytes past every buffer that a kernel may read (never use): the end of its last vector
 
 
@@ -54,10 +59,11 @@ class Storage:
 @dataclass(frozen=True)
 class Place:
     """A tensor in a buffer: `offset` is of element 0 of item 0."""
-    buffer: int
+    buffer: int                 # NO_BUFFER: `constant` is where it lies
     offset: int
     view: View
     items: Dim
+    constant: str = ""          # the constant's name
 
     def part(self, axis: int, start: int, stop: int, step: int = 1) -> Place:
         """Indices start, start + step, ... below stop of an axis of the item."""
@@ -67,6 +73,14 @@ class Place:
         strides[axis] *= step
         return replace(self, offset=offset, view=replace(self.view, shape=tuple(shape), strides=tuple(strides)))
 
+    def with_halo(self, halo: Halo) -> Place:
+        """The image and what its buffer has around it."""
+        if not halo:
+            return self
+        height, width, channels = self.view.shape
+        shape = (halo.top + height + halo.bottom, halo.left + width + halo.right, channels)
+        return replace(self.moved(-halo.top, -halo.left, 0), view=replace(self.view, shape=shape))
+
     def moved(self, *steps: int) -> Place:
         """The same view, its origin moved by so many indices along each axis."""
         offset = sum(n * stride for n, stride in zip(steps, self.view.strides, strict=True))
@@ -74,14 +88,35 @@ class Place:
 
 
 def items_of(tensor: TensorType) -> Dim:
-    """The leading extent: BATCH, a number, or 1 for a scalar."""
-    return tensor.shape[0] if tensor.shape else 1
+    """BATCH if the tensor has that axis; else the leading extent, or 1 for a scalar."""
+    return BATCH if BATCH in tensor.shape else tensor.shape[0] if tensor.shape else 1
+
+
+def batch_axis(tensor: TensorType) -> int:
+    """Where the axis of the items stands. In memory it always leads."""
+    return tensor.shape.index(BATCH) if BATCH in tensor.shape else 0
 
 
 def item_shape(tensor: TensorType) -> tuple[int, ...]:
-    """The shape without its leading axis. Only the leading axis may be symbolic."""
-    assert all(isinstance(extent, int) for extent in tensor.shape[1:]), f"symbolic extent in {tensor}"
-    return tuple(int(extent) for extent in tensor.shape[1:])
+    """The shape without the axis of the items."""
+    axis = batch_axis(tensor)
+    return tuple(int(extent) for i, extent in enumerate(tensor.shape) if i != axis)
+
+
+def item_perm(node: Node, source: TensorType) -> tuple[int, ...] | None:
+    """How a Transpose moves the axes of an item; None if it moves axes of all items."""
+    perm = node.attrs.get("perm") or tuple(reversed(range(len(source.shape))))
+    if items_of(source) != BATCH and perm[0] != 0:
+        return None
+    axis = batch_axis(source)
+    return tuple(a - (a > axis) for a in perm if a != axis)
+
+
+def as_one_item(place: Place) -> Place:
+    """A tensor without batch seen as one item, its leading axis an axis like others."""
+    view = place.view
+    return replace(place, items=1, view=replace(view, shape=(int(place.items), *view.shape),
+                                                strides=(view.item, *view.strides)))
 
 
 def stored_dtype(tensor: TensorType) -> str:
@@ -96,7 +131,9 @@ def pads_of(node: Node) -> tuple[int, int, int, int]:
 
 
 def halo_wanted(graph: Graph, node: Node) -> Mapping[str, Halo]:
-    """Input -> the halo that a convolution reads around it."""
+    """Input -> the halo that a convolution, or what a Pad is for, reads around it."""
+    if node.op == "Pad":
+        return {node.inputs[0]: halo} if (halo := _halo_of_pad(graph, node)) else {}
     conv = node.anchor
     if not conv.attrs.get("channels_last"):
         return {}
@@ -107,9 +144,31 @@ def halo_wanted(graph: Graph, node: Node) -> Mapping[str, Halo]:
     return {conv.inputs[0]: Halo(*pads_of(conv))} if conv.op == "Conv" else {}
 
 
+def _halo_of_pad(graph: Graph, node: Node) -> Halo:
+    """The halo that stands for a Pad of images [n, height, width, channels] by zeros; an empty one for any other."""
+    source, output, pads = node.inputs[0], node.outputs[0], tuple(int(p) for p in node.attrs["pads"])
+    if (len(pads) != 8 or min(pads) < 0 or any((pads[0], pads[3], pads[4], pads[7])) or graph.is_constant(source)
+            or node.attrs.get("mode", "constant") != "constant" or node.attrs.get("value", 0) != 0
+            or graph.types[source].quant != graph.types[output].quant):
+        return Halo()
+    return Halo(pads[1], pads[2], pads[5], pads[6])
+
+
 def _beside(axis: Sequence[Phase], extent: int) -> tuple[int, int]:
     """How far before and behind an axis the phases of a transposed convolution read."""
     return max(0, *(-phase.first for phase in axis)), max(0, *(phase.end - extent for phase in axis))
+
+
+def _check_extents(graph: Graph) -> None:
+    """ModelError for a tensor that is no batch of items of one shape."""
+    for node in graph.nodes:
+        for name in node.outputs:
+            symbols = [extent for extent in graph.types[name].shape if isinstance(extent, str)]
+            if symbols not in ([], [BATCH]):
+                shape = ", ".join(map(str, graph.types[name].shape))
+                raise ModelError(f"{graph.name}: node '{node.name or name}' ({node.op}) makes a tensor of shape "
+                                 f"[{shape}], but a tensor may have one axis of the batch, and no other that depends "
+                                 "on it; build the model for a fixed batch: give the input's whole shape with --shape")
 
 
 class Places:
@@ -121,16 +180,22 @@ class Places:
         self._places: dict[str, Place] = {}
         self._wanted = self._halos_wanted()
         self._parent: dict[str, _Inside] = {}
+        _check_extents(graph)
         for node in graph.nodes:
             self._see_views(node)
+            self._see_pad(node)
         for node in reversed(graph.nodes):
             self._see_concat(node)
-        self._drop_reshapes_of_gappy_tensors()
+            self._see_transposed_product(node)
+        self._drop_torn_reshapes()
         self._group_halos = self._halos_of_groups()
         for name in self._tensors():
             self.place(name)
 
     def __getitem__(self, name: str) -> Place:
+        if name in self.graph.constants:
+            tensor = self.graph.types[name]
+            return Place(NO_BUFFER, 0, dense_view(stored_dtype(tensor), item_shape(tensor)), items_of(tensor), name)
         return self._places[name]
 
     def is_view(self, child: str, parent: str) -> bool:
@@ -152,15 +217,18 @@ class Places:
         return wanted
 
     def _alike(self, a: str, b: str) -> bool:
-        """Stored alike: one may be a part of the other."""
+        """Stored alike, the items leading: one may be a part of the other."""
         types = self.graph.types
         return (types[a].quant == types[b].quant and stored_dtype(types[a]) == stored_dtype(types[b])
-                and items_of(types[a]) == items_of(types[b]))
+                and items_of(types[a]) == items_of(types[b]) and not batch_axis(types[a]) and not batch_axis(types[b]))
 
     def _see_views(self, node: Node) -> None:
-        if node.op not in ("Split", "Slice", "Reshape") or node.inputs[0] in self.graph.constants:
+        if node.op not in ("Split", "Slice", "Reshape", "Transpose") or node.inputs[0] in self.graph.constants:
             return
         source, types = node.inputs[0], self.graph.types
+        if node.op == "Transpose":
+            self._see_transpose(node)
+            return
         if not all(self._alike(source, output) for output in node.outputs):
             return
         if node.op == "Reshape":
@@ -173,6 +241,28 @@ class Places:
             strided = any(axis == rank - 1 and step != 1 for axis, _, _, step in cut or ())
             if cut is not None and not strided and not (moves_rows and self._wanted.get(output)):
                 self._parent[output] = _Inside(source, cuts=tuple(cut))
+
+    def _see_pad(self, node: Node) -> None:
+        """Unless a convolution pads the output once more: then there is a halo around a halo, and a copy."""
+        if node.op != "Pad" or self._wanted.get(node.outputs[0]):
+            return
+        if halo := _halo_of_pad(self.graph, node):
+            self._parent[node.outputs[0]] = _Inside(node.inputs[0], halo=halo)
+
+    def _see_transpose(self, node: Node) -> None:
+        """In memory the batch leads before and after: moving it among axes that keep their order moves nothing."""
+        source, output = node.inputs[0], node.outputs[0]
+        axes = self._transposed_axes(node)
+        if axes == tuple(range(len(axes or ()))) and items_of(self.graph.types[source]) == BATCH:
+            self._parent[output] = _Inside(source)
+        elif axes is not None and is_view_of_input(self.graph, node):
+            self._parent[output] = _Inside(source, perm=axes)
+
+    def _transposed_axes(self, node: Node) -> tuple[int, ...] | None:
+        """How a Transpose moves an item's axes; None if the two tensors cannot share memory."""
+        source, target = (self.graph.types[name] for name in (node.inputs[0], node.outputs[0]))
+        alike = (source.quant, stored_dtype(source)) == (target.quant, stored_dtype(target))
+        return item_perm(node, source) if alike else None
 
     def _see_concat(self, node: Node) -> None:
         if node.op != "Concat":
@@ -190,11 +280,34 @@ class Places:
                 self._parent[name] = _Inside(output, cuts=((axis, start, start + extent, 1),))
             start += extent
 
-    def _drop_reshapes_of_gappy_tensors(self) -> None:
+    def _see_transposed_product(self, node: Node) -> None:
+        if node.op != "Transpose" or not is_view_of_output(self.graph, node):
+            return
+        source, output, axes = node.inputs[0], node.outputs[0], self._transposed_axes(node)
+        if axes is not None and output not in self._parent and source not in self._parent:
+            self._parent[source] = _Inside(output, perm=tuple(axes.index(axis) for axis in range(len(axes))))
+
+    def _drop_torn_reshapes(self) -> None:
+        """A Reshape of a tensor with gaps is a view only where none of its axes would cross one."""
         for name, inside in list(self._parent.items()):
             if inside.reshape is not None and (
-                    inside.parent in self._parent or self._group_halo(inside.parent) or self._wanted.get(name)):
+                    self._group_halo(inside.parent) or self._wanted.get(name) or not self._can_reshape(inside)):
                 del self._parent[name]
+
+    def _can_reshape(self, inside: _Inside) -> bool:
+        assert inside.reshape is not None
+        if inside.parent not in self._parent:
+            return True
+        view = self._without_halo(inside.parent).view
+        return len(inside.reshape) <= 3 and reshaped_strides(view, inside.reshape) is not None
+
+    def _without_halo(self, name: str) -> Place:
+        """Where the tensor would lie in a buffer of its group that has no halo."""
+        inside = self._parent.get(name)
+        if inside is not None:
+            return inside.derive(self._without_halo(inside.parent))
+        tensor = self.graph.types[name]
+        return Place(0, 0, dense_view(stored_dtype(tensor), item_shape(tensor)), items_of(tensor))
 
     def _root(self, name: str) -> str:
         while name in self._parent:
@@ -240,17 +353,50 @@ class Places:
 
 @dataclass(frozen=True)
 class _Inside:
-    """How a tensor lies in another: cut along axes of the item, or seen in another shape."""
+    """How a tensor lies in another: cut along axes of the item, with its halo, its axes in another order, or in
+    another shape."""
     parent: str
     cuts: tuple[tuple[int, int, int, int], ...] = ()        # (axis, start, stop, step)
+    halo: Halo = Halo()
     reshape: tuple[int, ...] | None = None
+    perm: tuple[int, ...] = ()                              # of the item's axes
 
     def derive(self, place: Place) -> Place:
+        view = place.view
+        if self.reshape is not None and view.dense:
+            return replace(place, view=dense_view(view.dtype, self.reshape))
         if self.reshape is not None:
-            return replace(place, view=dense_view(place.view.dtype, self.reshape))
+            strides = reshaped_strides(view, self.reshape)
+            assert strides is not None
+            return replace(place, view=replace(view, shape=self.reshape, strides=strides))
+        if self.perm:
+            shape, strides = (tuple(values[axis] for axis in self.perm) for values in (view.shape, view.strides))
+            return replace(place, view=replace(view, shape=shape, strides=strides))
         for cut in self.cuts:
             place = place.part(*cut)
-        return place
+        return place.with_halo(self.halo)
+
+
+def reshaped_strides(view: View, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """The strides of the same elements in another shape; None if an axis would cross a gap, or the last be none."""
+    runs: list[tuple[int, int]] = []        # (extent, stride) of axes that follow each other without a gap
+    for extent, stride in zip(view.shape, view.strides, strict=True):
+        if runs and runs[-1][1] == extent * stride:
+            runs[-1] = (runs[-1][0] * extent, stride)
+        elif extent != 1:
+            runs.append((extent, stride))
+    if runs and runs[-1][1] != view.size:
+        return None
+    strides: list[int] = []
+    extent, stride = 1, view.size           # what is left of the run that is being cut, from its end
+    for wanted in reversed(shape):
+        if extent == 1 and wanted != 1 and runs:
+            extent, stride = runs.pop()
+        if extent % wanted:
+            return None
+        strides.append(stride)
+        extent, stride = extent // wanted, stride * wanted
+    return tuple(reversed(strides)) if extent == 1 and not runs else None
 
 
 def cuts_of(node: Node, source: TensorType, outputs: list[TensorType]) -> list[list[tuple[int, int, int, int]] | None]:

@@ -70,14 +70,14 @@ class Row:
     def visit(self, body: Callable[[At], Value]) -> None:
         """A pass for what the body does by itself."""
         for column, count in self.f.tiles("column", self.width, PARTIALS):
-            for at in self._vectors(column, count):
+            for at in vectors(self.isa, column, count):
                 body(at)
 
     def store(self, body: Callable[[At], Value]) -> None:
         """y = program(body(at)), over the row."""
         for column, count in self.f.tiles("column", self.width, PANEL * self.isa.lanes):
             lanes = Lanes(self.isa, count, packed=False)
-            values = [self._finished(body(at), at) for at in self._vectors(column, count)]
+            values = [self._finished(body(at), at) for at in vectors(self.isa, column, count)]
             values += values[:1] * (lanes.vectors - len(values))        # of three vectors, the fourth is not stored
             store_channels(lanes, self.spec.y, [values], [offset(self._y, [column], [self.spec.y.strides[-1]])])
 
@@ -88,21 +88,7 @@ class Row:
 
     def reduce(self, kind: str, body: Callable[[At], Value]) -> Value:
         """The sum, max or min of body over the row, in all lanes."""
-        neutral = self.f.constant(NEUTRAL[kind], self.isa.floats)
-        partial = {i: neutral for i in range(PARTIALS // self.isa.lanes)}
-        for column, count in self.f.tiles("column", self.width, PARTIALS, partial=partial):
-            for i, at in enumerate(self._vectors(column, count)):
-                partial[i] = self._combine(kind, partial[i], self.live(body(at), at, NEUTRAL[kind]))
-        values = list(partial.values())
-        while len(values) > 1:
-            half = len(values) // 2
-            values = [self._combine(kind, a, b) for a, b in zip(values[:half], values[half:], strict=True)]
-        result, distance = values[0], self.isa.lanes // 2
-        while distance:
-            others = self.f.shuffle(result, None, [i ^ distance for i in range(self.isa.lanes)], "others")
-            result = self._combine(kind, result, others)
-            distance //= 2
-        return result
+        return fold(self.f, self.isa, self.width, kind, body)
 
     def _finished(self, value: Value, at: At) -> Value:
         operands = [self._load(view, a, at) for view, a in zip(self.spec.operands, self._operands, strict=True)]
@@ -119,20 +105,41 @@ class Row:
         return [self.f.load(self.isa.floats, place + c * pitch, self.isa.bytes, "constant")
                 for c in range(program.constants)]
 
-    def _vectors(self, column: Value, count: int) -> list[At]:
-        lanes = self.isa.lanes
-        return [At(column + first, min(lanes, count - first)) for first in range(0, count, lanes)]
 
-    def live(self, value: Value, at: At, neutral: float) -> Value:
-        """The value, neutral in the lanes past the row."""
-        lanes = self.isa.lanes
-        if at.count == lanes:
-            return value
-        mask = ", ".join(f"{I1} {int(lane < at.count)}" for lane in range(lanes))
-        return self.f.select(Value(self.f, vector(lanes, I1), f"<{mask}>"), value, value.like(neutral))
+def fold(f: Function, isa: Isa, width: int, kind: str, body: Callable[[At], Value]) -> Value:
+    """The sum, max or min of body over `width` elements, in all lanes."""
+    neutral = f.constant(NEUTRAL[kind], isa.floats)
+    partial = {i: neutral for i in range(PARTIALS // isa.lanes)}
+    for column, count in f.tiles("column", width, PARTIALS, partial=partial):
+        for i, at in enumerate(vectors(isa, column, count)):
+            partial[i] = _combine(isa, kind, partial[i], live(isa, body(at), at.count, NEUTRAL[kind]))
+    values = list(partial.values())
+    while len(values) > 1:
+        half = len(values) // 2
+        values = [_combine(isa, kind, a, b) for a, b in zip(values[:half], values[half:], strict=True)]
+    result, distance = values[0], isa.lanes // 2
+    while distance:
+        others = f.shuffle(result, None, [i ^ distance for i in range(isa.lanes)], "others")
+        result = _combine(isa, kind, result, others)
+        distance //= 2
+    return result
 
-    def _combine(self, kind: str, a: Value, b: Value) -> Value:
-        return a + b if kind == "sum" else self.isa.max(a, b) if kind == "max" else self.isa.min(a, b)
+
+def vectors(isa: Isa, column: Value, count: int) -> list[At]:
+    """`count` elements from a column on, by vectors."""
+    return [At(column + first, min(isa.lanes, count - first)) for first in range(0, count, isa.lanes)]
+
+
+def live(isa: Isa, value: Value, count: int, neutral: float) -> Value:
+    """The value, neutral in the lanes from `count` on."""
+    if count == isa.lanes:
+        return value
+    mask = ", ".join(f"{I1} {int(lane < count)}" for lane in range(isa.lanes))
+    return value.f.select(Value(value.f, vector(isa.lanes, I1), f"<{mask}>"), value, value.like(neutral))
+
+
+def _combine(isa: Isa, kind: str, a: Value, b: Value) -> Value:
+    return a + b if kind == "sum" else isa.max(a, b) if kind == "max" else isa.min(a, b)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Pointwise arithmetic in one form, and activations under their names.
 
     Clip(x, 0, inf) = Max(x, 0) = Relu(x)           x ** 2 = x * x        x - c = x + (-c)        x / c = x * (1 / c)
+    (x + c) + d = x + (c + d)
     Clip(x + 3, 0, 6) / 6 = HardSigmoid(x)          x * HardSigmoid(x) = HardSwish(x)
     x * Sigmoid(x) = Swish(x)                       x * Tanh(Softplus(x)) = Mish(x)
     x * (1 + Erf(x / sqrt 2)) / 2 = Gelu(x)
@@ -76,6 +77,17 @@ class SubtractConstant(Rule):
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         draft.finish("Add", [match.value("x"), draft.constant("minus", -match.constant("c"))])
+
+
+class MergeSums(Rule):
+    """(x + c) + d = x + (c + d), of embeddings; a number d may belong to an activation, as in Clip(x + 3, 0, 6)."""
+    pattern = P("Add", P("Add", Value("x"), Constant("c")), Constant("d"))
+
+    def check(self, match: Match) -> bool:
+        return match.constant("d").size > 1 and not match.graph.is_constant(match.value("x"))
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        draft.finish("Add", [match.value("x"), draft.constant("sum", match.constant("c") + match.constant("d"))])
 
 
 class DivideByConstant(Rule):
@@ -213,6 +225,7 @@ def _is_float(match: Match) -> bool:
     return bool(match.graph.types[match.root.outputs[0]].dtype.kind == "f")
 
 
-CANONICAL = (ClipToRelu(), ExtremeToClip(), MergeClips(), SubtractConstant(), DivideByConstant(), Square(), SumToAdd())
+CANONICAL = (ClipToRelu(), ExtremeToClip(), MergeClips(), SubtractConstant(), MergeSums(), DivideByConstant(), Square(),
+             SumToAdd())
 NAMED = (ClipToHardSigmoid(), HardSwish(), HardSwishByClip(), HardSwishByScaledInput(), Swish(), Mish(),
          Gelu(), GeluHalfFirst(), GeluHalfInside())

@@ -12,6 +12,8 @@ from engines.ir import Graph
 from engines.passes.facts import pads, spatial
 from engines.passes.rewrite import Draft, Match, No, P, Rule, Value
 
+# Below any value that a network computes: exporters write numbers like -3.4e38 where they mean minus infinity.
+_MINUS_INFINITY = -1e30
 _NEVER_NEGATIVE = ("Relu", "Sigmoid", "HardSigmoid", "Abs", "Exp", "Sqrt", "Softplus", "Softmax")
 _KEEP_SIGN = ("MaxPool", "AveragePool", "GlobalAveragePool", "Concat", "Reshape", "Transpose", "Gather", "Slice",
               "Split")
@@ -88,7 +90,7 @@ class PadMaxPool(Rule):
         total = [a + b for a, b in zip(added, pads(pool, rank), strict=True)]
         if any(pad >= kernel for pad, kernel in zip(total, (*pool.attrs["kernel_shape"],) * 2, strict=True)):
             return No("some windows would see nothing but padding")
-        least = 0.0 if never_negative(match.graph, match.value("x")) else float(np.finfo(np.float32).min)
+        least = 0.0 if never_negative(match.graph, match.value("x")) else _MINUS_INFINITY
         return _value(match) <= least or No(f"pads with {_value(match)}, which may exceed the values beside it")
 
     def rewrite(self, match: Match, draft: Draft) -> None:

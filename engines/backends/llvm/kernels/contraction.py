@@ -16,16 +16,16 @@ it is rounded up to whole steps with zero weights, so x needs up to 15 readable 
 x[M, K] w[N, K]' is the 1x1 convolution of one row of M pixels.
 
 Two ways to cut the pixels into rows of the grid:
-  by item   the blocks of each item's image; every tail is known when the kernel is written
+  by item   the rows of tiles of each item's image; every tail is known when the kernel is written
   by batch  items of few pixels (a matrix product of one row each) follow each other as one long row of pixels, whose
             length is known at run time: its tail is cut into tiles of 8, 4, 2, 1 pixels
 """
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -151,22 +151,17 @@ class Contraction(KernelSpec):
         return (self.flat.rows == 1 and self.flat.cols <= FEW_PIXELS and self.taps == (1, 1) and self.stride == (1, 1)
                 and all(v.item == v.shape[1] * v.strides[1] for v in views))
 
-    def block_shape(self, tile: Tile) -> tuple[int, int]:
-        """Pixels of a block: (rows, columns)."""
+    def lines(self, tile: Tile) -> int:
+        """Rows of tiles of an item; of one long row of pixels, its tiles."""
         if self.flat.rows == 1:
-            return 1, min(tile.block * tile.cols, self.flat.cols) if tile.block else self.flat.cols
-        return min(tile.block * tile.rows, self.rows) if tile.block else self.rows, self.cols
-
-    def blocks(self, tile: Tile) -> int:
-        """Blocks of an item."""
-        rows, cols = self.block_shape(tile)
-        return -(-self.flat.rows // rows) * -(-self.flat.cols // cols)
+            return -(-self.flat.cols // tile.cols)
+        return -(-self.rows // tile.rows)
 
     def grid(self, isa: Isa, tactic: Tile) -> Grid:
         columns = self.groups if self.groups > 1 else -(-self.cout // self._panel(isa, tactic))
         if self.by_batch:
             return Grid(self.flat.cols, tactic.cols * max(tactic.block, 1), columns)
-        return Grid(self.blocks(tactic), 1, columns)
+        return Grid(self.lines(tactic), 1, columns)
 
     def _panel(self, isa: Isa, tile: Tile) -> int:
         return tile.vectors * isa.lanes
@@ -194,8 +189,7 @@ class Contraction(KernelSpec):
 
     def refinements(self, isa: Isa, best: Tile) -> Sequence[Tile]:
         """The best tile with its pixels cut into blocks, with and without prefetch."""
-        tiles = -(-self.flat.cols // best.cols) if self.flat.rows == 1 else -(-self.rows // best.rows)
-        blocks = [0] if self.by_batch else [0, *(b for b in (1, 2, 4, 8, 16) if b < tiles)]
+        blocks = [0] if self.by_batch else [0, *(b for b in (1, 2, 4, 8, 16) if b < self.lines(best))]
         weights = self.turns(isa) * self.cout * self.arithmetic(isa).step_bytes
         return tuple(replace(best, block=block, prefetch=prefetch) for block in blocks
                      for prefetch in ((False, True) if weights >= 1 << 16 and not best.dealt else (False,)))
@@ -298,43 +292,45 @@ class _Emitter:
             self._blocks(f, here)
 
     def _blocks(self, f: Function, base: _Pointers) -> None:
-        """Row u of the grid is block u % blocks of item u // blocks."""
-        spec = self.spec
-        (rows, cols), blocks = spec.block_shape(self.tile), spec.blocks(self.tile)
-        across = -(-spec.cols // cols)
-        for u in f.range("block", self.bounds[0], self.bounds[1]):
-            item = self._advance(base, *(u.divided(blocks) * view.item for view in self._views()))
-            block = u.remainder(blocks)
-            row, col = block.divided(across) * rows, block.remainder(across) * cols
+        """Row u of the grid is line u % lines of item u // lines; a block of them meets one panel after the other."""
+        begin, end = self.bounds[:2]
+        lines = self.spec.lines(self.tile)
+        block = self.tile.block or lines
+        rows, cols = (0, self.tile.cols) if self.spec.rows == 1 else (self.tile.rows, 0)
+        first_item = begin.divided(lines)
+        for item in f.range("item", first_item, (end + (lines - 1)).divided(lines)):
+            here = self._advance(base, *(item * view.item for view in self._views()))
+            first = f.select(item.compare("eq", first_item), begin.remainder(lines), begin.like(0))
+            last = (end - item * lines).at_most(lines)
+            for start in f.range("block", first, last, block):
+                stop = (start + block).at_most(last)
+                self._panels(f, self._pixel(here, start * rows, start * cols), self._tiles(f, start, stop))
 
-            def body(height: int, width: int, row: Value = row, col: Value = col, item: _Pointers = item) -> None:
-                self._panels(f, self._pixel(item, row, col), self._tiles(f, height, width))
+    def _tiles(self, f: Function, start: Value, stop: Value) -> Callable[[Callable[..., None]], None]:
+        """The tiles of lines start..stop - 1, counted from the first, each with the size of its micro-kernel."""
+        spec, tile = self.spec, self.tile
+        across = -(-spec.cols // tile.cols)
 
-            def columns(height: int, col: Value = col, body: Callable[[int, int], None] = body) -> None:
-                self._whole_or_tail(f, col, spec.cols, cols, partial(body, height))
-
-            self._whole_or_tail(f, row, spec.rows, rows, columns)
+        def visit(call: Callable[..., None]) -> None:
+            if spec.rows == 1:
+                for t, cols in self._lines(f, start, stop, spec.cols, tile.cols):
+                    call(t.like(0), t * tile.cols, 1, cols, t)
+                return
+            for t, rows in self._lines(f, start, stop, spec.rows, tile.rows):
+                for j, cols in f.tiles("column", spec.cols, tile.cols):
+                    call(t * tile.rows, j, rows, cols, t * across + j.divided(tile.cols))
+        return visit
 
     @staticmethod
-    def _whole_or_tail(f: Function, start: Value, extent: int, step: int, body: Callable[[int], None]) -> None:
-        """body(step) for a whole block, body(the tail's size) for the last one."""
-        if extent % step == 0:
-            body(step)
-            return
-        if extent > step:
-            with f.when(start.below(extent - extent % step)):
-                body(step)
-        with f.when(start.compare("uge", extent - extent % step)):
-            body(extent % step)
-
-    def _tiles(self, f: Function, height: int, width: int) -> Callable[[Callable[..., None]], None]:
-        """The tiles of a block, each with the size of its micro-kernel."""
-        def visit(call: Callable[..., None]) -> None:
-            across = -(-width // self.tile.cols)
-            for i, rows in f.tiles("row", height, self.tile.rows):
-                for j, cols in f.tiles("column", width, self.tile.cols):
-                    call(i, j, rows, cols, i.divided(self.tile.rows) * across + j.divided(self.tile.cols))
-        return visit
+    def _lines(f: Function, start: Value, stop: Value, extent: int, step: int) -> Iterator[tuple[Value, int]]:
+        """(number from `start` on, size) of each of the lines; only the last of an item may be smaller than step."""
+        whole, rest = divmod(extent, step)
+        if whole:
+            for t in f.range("line", start.like(0), stop.at_most(whole) - start):
+                yield t, step
+        if rest:
+            with f.when(stop.compare("ugt", whole)):
+                yield stop.like(whole) - start, rest
 
     def _pixels_of_the_batch(self, f: Function, base: _Pointers) -> None:
         """Rows of the grid are pixels; full tiles, then one of 8, 4, 2, 1 for each bit of what remains."""

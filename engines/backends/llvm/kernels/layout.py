@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.access import BLOCK, Runs, copy_bytes, item_addresses, joined, offset, unravel
+from engines.backends.llvm.access import BLOCK, Runs, copy_bytes, item_addresses, joined, offset, transposed, unravel
 from engines.backends.llvm.emit import FLOAT, I8, I16, I32, I64, Function, Module, Value, vector
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.kernels.pointwise import Pointwise
@@ -215,7 +215,7 @@ class Permute(KernelSpec):
                 rows = [self._load(isa, here + min(i, size - 1) * x_view.strides[-1], count) for i in range(n)]
                 numbers = [f.load(isa.floats, constants + c * self._pitch(isa) * 4 + start * step)
                            for c in range(self.program.constants)]
-                for i, value in enumerate(_transposed(rows)[:count]):
+                for i, value in enumerate(transposed(rows)[:count]):
                     if not self.raw:
                         value = self.program.emit(isa, None, [value], numbers)
                     self._store(isa, value, there + i * y_view.strides[across], size)
@@ -262,16 +262,3 @@ def _interleave(planes: list[Value]) -> list[Value]:
             value = value.f.shuffle(value, plane, [pick(i) for i in range(n)], "pixels")
         result.append(value)
     return result
-
-
-def _transposed(rows: list[Value]) -> list[Value]:
-    """n vectors of n -> the columns. A zip of rows i and i + n/2 rotates the bits of an element's index by one."""
-    n = len(rows)
-    for _ in range(n.bit_length() - 1):
-        zipped = []
-        for a, b in zip(rows[:n // 2], rows[n // 2:], strict=True):
-            for half in (0, n // 2):
-                mask = [half + i // 2 + i % 2 * n for i in range(n)]
-                zipped.append(a.f.shuffle(a, b, mask, "zip"))
-        rows = zipped
-    return rows

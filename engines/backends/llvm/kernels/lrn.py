@@ -12,7 +12,7 @@ import numpy as np
 
 from engines.backends.llvm.emit import Value
 from engines.backends.llvm.program import INSTRUCTIONS, Floats
-from engines.backends.llvm.rows import PARTIALS, At, Row, RowKernel
+from engines.backends.llvm.rows import PARTIALS, At, Row, RowKernel, live
 
 MARGIN = PARTIALS       # zeros kept before and behind the squares of a row; no window is larger
 EXP, LOG = INSTRUCTIONS["exp"], INSTRUCTIONS["log"]
@@ -40,7 +40,7 @@ class Lrn(RowKernel):
 
         def square(at: At) -> Value:
             value = row.x(at)
-            return row.keep(row.live(value * value, at, 0), at, MARGIN)
+            return row.keep(live(row.isa, value * value, at.count, 0), at, MARGIN)
 
         def normalised(at: At) -> Value:
             first = MARGIN - (self.size - 1) // 2

@@ -1,2 +1,14 @@
 """One file a family of operators: how a node becomes a kernel. Importing this package fills RULES."""
-from engines.backends.llvm.rules import contraction, copies, gather, layout, pointwise, pool, resize, rows, transposed  # noqa: F401
+from engines.backends.llvm.rules import (  # noqa: F401
+    attention,
+    contraction,
+    copies,
+    gather,
+    layout,
+    pointwise,
+    pool,
+    recurrence,
+    resize,
+    rows,
+    transposed,
+)

@@ -1,4 +1,4 @@
-"""Conv, Gemm and MatMul by constant weights -> Contraction; a channel to itself -> Depthwise."""
+"""Conv, Gemm and MatMul by constant weights -> Contraction; a channel to itself -> Depthwise; by others -> Product."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -11,8 +11,10 @@ from engines.backends.llvm.calls import Call, Context, Refused, Written, broadca
 from engines.backends.llvm.kernels.contraction import Contraction
 from engines.backends.llvm.kernels.depthwise import Depthwise
 from engines.backends.llvm.places import Place, pads_of
+from engines.backends.llvm.rules.product import lower_product
 from engines.backends.llvm.spec import Array, KernelSpec, View
 from engines.ir import Node
+from engines.passes.facts import is_product
 
 
 @lowers("Conv")
@@ -38,6 +40,8 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
 @lowers("Gemm", "MatMul")
 def lower_matmul(ctx: Context, node: Node) -> Sequence[Call]:
     product = node.anchor
+    if is_product(ctx.graph, node):
+        return lower_product(ctx, node)
     weights = ctx.constant(product.inputs[1])
     if weights.ndim != 2 or product.attrs.get("transA"):
         raise Refused("only a product with constant weights [N, K] is compiled")

@@ -4,20 +4,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engines.backends.llvm.calls import Call, Context, Refused, lowers
+from engines.backends.llvm.calls import Call, Context, lowers
+from engines.backends.llvm.places import as_one_item, item_perm
 from engines.backends.llvm.rules.copies import moved
 from engines.ir import Node
 
 
 @lowers("Transpose")
 def lower_transpose(ctx: Context, node: Node) -> Sequence[Call]:
-    rank = len(ctx.type(node.inputs[0]).shape)
-    perm = tuple(node.attrs.get("perm") or reversed(range(rank)))
-    if perm[0] != 0:
-        raise Refused("Transpose of the leading axis")
-    source = ctx.places[node.inputs[0]]
-    axes = [axis - 1 for axis in perm[1:]]
+    name, output = node.inputs[0], node.outputs[0]
+    source, target = ctx.places[name], ctx.places[output]
+    axes: Sequence[int] | None = item_perm(node, ctx.type(name))
+    if axes is None:        # what leads changes, and is no batch: the tensors as one item each
+        axes, source, target = node.attrs["perm"], as_one_item(source), as_one_item(target)
     seen = replace(source.view, shape=tuple(source.view.shape[a] for a in axes),
                    strides=tuple(source.view.strides[a] for a in axes))
-    output = node.outputs[0]
-    return [moved(ctx, node, node.inputs[0], replace(source, view=seen), output, ctx.places[output])]
+    return [moved(ctx, node, name, replace(source, view=seen), output, target)]

@@ -1,0 +1,79 @@
+"""Whether a build computes what it should: against float32 outputs, and by a model's own metric.
+
+A metric comes from a Python file with two functions:
+
+    def evaluation():                   # feeds {input name: array}, of one item each, none of them in the calibration
+        ...
+    def metric(reference, outputs):     # both: for each feed, the list of outputs; -> {name: value}
+        ...
+"""
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.runtimes import Feed, Session
+from engines.ir import Array
+
+# The least cosine of any output with the float32 reference. INT8's is that of a network that still works, not of a good
+# one: how good it is, the model's metric says.
+LEAST_COSINE = {"fp32": 0.99999, "bf16": 0.99, "int8": 0.9}
+
+Outputs = Sequence[Array]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    cosine: float       # the least of all outputs
+    error: float        # max |difference| / max |reference|, the greatest of all outputs
+
+
+def compare(reference: Outputs, outputs: Outputs) -> Agreement:
+    """Raises ValueError if the outputs differ in number or shape."""
+    pairs = list(zip(reference, outputs, strict=True))
+    for expected, found in pairs:
+        if expected.shape != found.shape:
+            raise ValueError(f"an output has shape {found.shape}, the reference {expected.shape}")
+    doubles = [(a.astype(np.float64).ravel(), b.astype(np.float64).ravel()) for a, b in pairs]
+    return Agreement(min(_cosine(a, b) for a, b in doubles), max(_error(a, b) for a, b in doubles))
+
+
+def _cosine(a: Array, b: Array) -> float:
+    size = float(np.linalg.norm(a) * np.linalg.norm(b))
+    return float(a @ b) / size if size else float(np.array_equal(a, b))
+
+
+def _error(expected: Array, found: Array) -> float:
+    size = float(np.abs(expected).max(initial=0.0))
+    difference = float(np.abs(expected - found).max(initial=0.0))
+    return difference / size if size else (math.inf if difference else 0.0)
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A model's own measure of quality."""
+    feeds: Sequence[Feed]
+    metric: Callable[[Sequence[Outputs], Sequence[Outputs]], Mapping[str, float]]
+
+    def outputs(self, session: Session) -> list[Outputs]:
+        """Of all evaluation feeds; `session` is loaded for one item."""
+        results: list[Outputs] = []
+        for feed in self.feeds:
+            session.place(feed)
+            session.infer()
+            results.append(session.outputs())
+        return results
+
+
+def load_judge(path: Path) -> Judge:
+    """Runs the script. Raises what it raises, or AttributeError if one of the two functions is missing."""
+    spec = importlib.util.spec_from_file_location(f"accuracy_{path.stem}", path)
+    assert spec is not None and spec.loader is not None, path
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return Judge(list(script.evaluation()), script.metric)

@@ -1,0 +1,109 @@
+"""What a case compares: our plan, and for each peer all models that it might be fastest on.
+
+    fp32    the ONNX file
+    bf16    the ONNX file, OpenVINO told to compute in bf16; ONNX Runtime in float32, having nothing narrower
+    int8    our exported Q/DQ model in both runtimes; NNCF's in OpenVINO; ONNX Runtime's static percentile Q/DQ in both;
+            where there is attention, NNCF's transformer mode, and Q/DQ around MatMul, Gemm and Conv only
+
+What is built is kept in a folder, each under a digest of all that it was made from.
+"""
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from benchmarks.models import Model, digest
+from benchmarks.quantisers import QUANTISERS, has_attention, save_items
+from benchmarks.runtimes import OPENVINO, ORT, OURS, versions
+
+CALIBRATION_ITEMS = 64      # at most, for the peers' quantisers
+SOURCES = ("engines", "calibration", "infer_server/cli")        # of what decides our plans
+ROOT = Path(__file__).resolve().parents[1]
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Build:
+    """A model file for a runtime; or why there is none."""
+    runtime: str
+    name: str
+    file: Path | None
+    failure: str = ""
+
+
+class Workshop:
+    """Builds into `folder`, and takes from it what is there already."""
+
+    def __init__(self, folder: Path, say: Say) -> None:
+        self.folder, self.say = folder, say
+        sources = [path for name in SOURCES for path in sorted((ROOT / name).rglob("*.py"))]
+        self._compiler = digest(*(path.read_bytes() for path in sources))
+
+    def builds(self, model: Model, precision: str) -> list[Build]:
+        """Ours first."""
+        ours = self._made(OURS, precision, lambda: self._plan(model, precision))
+        if precision != "int8":
+            return [ours, *(Build(runtime, "fp32" if runtime == ORT else precision, model.source)
+                            for runtime in (OPENVINO, ORT))]
+        exported = ours.file.with_suffix(".onnx") if ours.file else None
+        why = "" if exported else "there is no exported model: our build failed"
+        return [ours, *(Build(runtime, "our Q/DQ", exported, why) for runtime in (OPENVINO, ORT)),
+                *self._quantised(model)]
+
+    def _quantised(self, model: Model) -> Iterator[Build]:
+        attention = has_attention(model.source)
+        for quantiser in QUANTISERS.values():
+            if attention or not quantiser.attention_only:
+                made = self._made(quantiser.runtimes[0], quantiser.name, partial(self._peer, model, quantiser.name))
+                yield from (replace(made, runtime=runtime) for runtime in quantiser.runtimes)
+
+    def _made(self, runtime: str, name: str, make: Callable[[], Path]) -> Build:
+        try:
+            return Build(runtime, name, make())
+        except subprocess.CalledProcessError as error:
+            lines = [line for line in (error.stderr or "").splitlines() if line.strip()]
+            why = lines[-1].strip() if lines else f"ended with {error.returncode} and said nothing"
+            self.say(f"{runtime}, {name}: {why}")
+            return Build(runtime, name, None, why)
+
+    # ---- each by a process of its own
+    def _plan(self, model: Model, precision: str) -> Path:
+        """What build-engine makes by default, and beside it, for INT8, the exported Q/DQ model."""
+        data = model.data_digest if precision == "int8" else ""
+        key = digest(model.source.read_bytes(), self._compiler, precision, data, *model.build_options)
+        plan = self._place(model, f"{precision}-{key}.plan")
+        options: tuple[str, ...] = (f"--{precision}", *model.build_options)
+        if precision == "int8":
+            options += (*model.calibration_options, "--export-qdq", str(plan.with_suffix(".onnx")))
+        return self._run(plan, f"infer-server builds {model.name} in {precision}", "infer_server.cli.build_engine",
+                         str(model.source), "-o", str(plan), *options)
+
+    def _peer(self, model: Model, quantiser: str) -> Path:
+        key = digest(model.source.read_bytes(), quantiser, str(versions()), model.data_digest)
+        output = self._place(model, f"{quantiser}-{key}{QUANTISERS[quantiser].suffix}")
+        items = self._place(model, f"items-{model.data_digest}.npz")
+        if not items.exists():
+            save_items(items, list(model.data.limit(CALIBRATION_ITEMS)))
+        return self._run(output, f"{quantiser} quantises {model.name}", "benchmarks.quantisers", quantiser,
+                         str(model.source), str(items), str(output))
+
+    def _place(self, model: Model, file: str) -> Path:
+        folder = self.folder / model.name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / file
+
+    def _run(self, output: Path, what: str, module: str, *arguments: str) -> Path:
+        """Raises CalledProcessError; what it had written by then is removed."""
+        if not output.exists():
+            self.say(what)
+            try:
+                subprocess.run([sys.executable, "-m", module, *arguments], check=True, capture_output=True, text=True)
+            except BaseException:
+                output.unlink(missing_ok=True)
+                raise
+        return output

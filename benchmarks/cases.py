@@ -1,0 +1,79 @@
+"""A case from beginning to end: builds loaded for one feed, their outputs compared, their times taken in turns."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from benchmarks.accuracy import LEAST_COSINE, Judge, Outputs, compare
+from benchmarks.builds import Build, Say
+from benchmarks.cycles import Counter
+from benchmarks.measuring import Clock, WallClock, WorkClock, interleaved
+from benchmarks.models import Model
+from benchmarks.results import Case, Row
+from benchmarks.runtimes import LOADERS, Feed, OnnxRuntime, Session
+
+
+class Bench:
+    """One model in one precision: its builds, loaded, judged and measured."""
+
+    def __init__(self, model: Model, precision: str, builds: Sequence[Build], say: Say) -> None:
+        self.model, self.precision, self.builds, self._say = model, precision, builds, say
+
+    def metrics(self, judge: Judge) -> dict[Build, Mapping[str, float]]:
+        """The model's own metric of each build that runs."""
+        feed = self.model.feed(1)
+        reference = judge.outputs(OnnxRuntime(self.model.source, feed, "fp32", 1))
+        found = {}
+        for build in self.builds:
+            self._say(f"  metric of {build.runtime}, {build.name}")
+            session = self._load(build, feed, 1)
+            if not isinstance(session, str):
+                found[build] = judge.metric(reference, judge.outputs(session))
+        return found
+
+    def case(self, batch: int, threads: int, counter: Counter, seconds: float,
+             metrics: Mapping[Build, Mapping[str, float]]) -> Case:
+        """One thread is timed by its work, several by the clock on the wall; `metrics` are shown beside the times."""
+        feed = self.model.feed(batch)
+        reference = _outputs(OnnxRuntime(self.model.source, feed, "fp32", 1))
+        sessions = {build: self._load(build, feed, threads) for build in self.builds}
+        rows = {build: self._row(build, session, reference) for build, session in sessions.items()}
+        calls = {build: session.infer for build, session in sessions.items()
+                 if not isinstance(session, str) and not rows[build].failure}
+        clock: Clock = WorkClock(counter) if threads == 1 else WallClock()
+        turns = interleaved(clock, calls, seconds) if calls else {}
+        timed = [replace(row, turns=tuple(turns.get(build, ())), metric=metrics.get(build, {}))
+                 for build, row in rows.items()]
+        return Case(self.model.name, self.precision, batch, threads, clock.unit, tuple(timed))
+
+    def _load(self, build: Build, feed: Feed, threads: int) -> Session | str:
+        """The session, or why there is none."""
+        if build.file is None:
+            return build.failure
+        try:
+            return LOADERS[build.runtime](build.file, feed, self.precision, threads)
+        except Exception as error:      # whatever a runtime raises at a model that it does not like
+            return _reason(error)
+
+    def _row(self, build: Build, session: Session | str, reference: Outputs) -> Row:
+        """What is known of a build without timing it."""
+        if isinstance(session, str):
+            return Row(build.runtime, build.name, failure=session)
+        try:
+            found = compare(reference, _outputs(session))
+        except Exception as error:      # the runtime's own, or ValueError of other outputs
+            return Row(build.runtime, build.name, failure=_reason(error))
+        agrees = found.cosine >= LEAST_COSINE[self.precision]
+        if not agrees:
+            self._say(f"  {build.runtime}, {build.name}: cosine {found.cosine:.4f} with float32")
+        return Row(build.runtime, build.name, cosine=found.cosine, error=found.error, agrees=agrees, note=session.note)
+
+
+def _outputs(session: Session) -> Outputs:
+    session.infer()
+    return session.outputs()
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}"

@@ -1,0 +1,35 @@
+"""The summary as a picture: for each case, how many times as long the peers take."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.results import Case
+from benchmarks.runtimes import OPENVINO, ORT, OURS
+
+BAR = 0.38      # of the room that a case has
+COLOURS = {OPENVINO: "tab:blue", ORT: "tab:orange"}
+
+
+def write_chart(cases: Sequence[Case], path: Path) -> None:
+    """A PNG: horizontal bars, a pair a case, their quartiles as lines; those left of 1 are faster than ours."""
+    from matplotlib.figure import Figure  # not pyplot: no display, no global state
+
+    figure = Figure(figsize=(9, 1.2 + 0.5 * len(cases)), layout="constrained")
+    axes = figure.subplots()
+    for side, runtime in enumerate((OPENVINO, ORT)):
+        found = [(at, ratio) for at, case in enumerate(cases)
+                 if (row := case.fastest(runtime)) and (ratio := case.ratio(row))]
+        places = [at + (side - 0.5) * BAR for at, _ in found]
+        axes.barh(places, [ratio.median for _, ratio in found], BAR, label=runtime, color=COLOURS[runtime])
+        axes.hlines(places, [ratio.low for _, ratio in found], [ratio.high for _, ratio in found], color="black")
+    axes.axvline(1, color="black", linestyle="--", linewidth=1, label=OURS)
+    axes.set_yticks(range(len(cases)), [f"{case.model}, {case.precision}, batch {case.batch}, {case.threads} thr."
+                                        for case in cases])
+    axes.invert_yaxis()
+    axes.set_xlabel(f"time of the peer's fastest build / time of {OURS}")
+    axes.set_xlim(left=0)
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, format="png", dpi=110)

@@ -1,0 +1,113 @@
+"""The peers' own INT8 quantisers, each run in a process of its own:
+
+    python -m benchmarks.quantisers NAME MODEL.onnx ITEMS.npz OUTPUT
+
+ITEMS.npz holds calibration items as `save_items` writes them. A process of its own, because these start threads that a
+cycle counter opened later would not see, change global settings, and may fail or crash on a model.
+"""
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.runtimes import OPENVINO, ORT, Feed
+
+PER_CHANNEL_OPSET = 13      # of QuantizeLinear's axis
+TARGET_OPSET = 17
+
+
+@dataclass(frozen=True)
+class Quantiser:
+    """make(model, items, output) writes a quantised model; the file has this suffix and these runtimes run it."""
+    name: str
+    make: Callable[[Path, Sequence[Feed], Path], None]
+    suffix: str
+    runtimes: tuple[str, ...]
+    attention_only: bool = False        # worth trying only where a model has attention
+
+
+def save_items(path: Path, items: Sequence[Feed]) -> None:
+    arrays: dict[str, Any] = {f"{i}:{name}": array for i, item in enumerate(items) for name, array in item.items()}
+    np.savez(path, **arrays)
+
+
+def load_items(path: Path) -> list[Feed]:
+    items: dict[int, dict[str, Any]] = {}
+    with np.load(path) as archive:
+        for key in archive:
+            index, _, name = key.partition(":")
+            items.setdefault(int(index), {})[name] = archive[key]
+    return [items[index] for index in sorted(items)]
+
+
+def has_attention(model: Path) -> bool:
+    """A Softmax whose result a MatMul reads: what the quantisers call a transformer."""
+    import onnx
+    nodes = onnx.load(model, load_external_data=False).graph.node
+    weights = {output for node in nodes if node.op_type == "Softmax" for output in node.output}
+    return any(node.op_type == "MatMul" and weights.intersection(node.input) for node in nodes)
+
+
+def _nncf(model: Path, items: Sequence[Feed], output: Path, transformer: bool = False) -> None:
+    """NNCF's post-training quantisation with its defaults: https://docs.openvino.ai, basic quantization flow."""
+    import nncf
+    import openvino as ov
+
+    network = ov.Core().read_model(model)
+    quantised = nncf.quantize(network, nncf.Dataset([dict(item) for item in items]), subset_size=len(items),
+                              model_type=nncf.ModelType.TRANSFORMER if transformer else None)
+    ov.save_model(quantised, output, compress_to_fp16=False)
+
+
+def _nncf_transformer(model: Path, items: Sequence[Feed], output: Path) -> None:
+    _nncf(model, items, output, transformer=True)
+
+
+def _ort(model: Path, items: Sequence[Feed], output: Path, operators: Sequence[str] | None = None) -> None:
+    """Static Q/DQ, percentile ranges, weights per channel, after the pre-processing that its documentation asks for."""
+    import onnx
+    from onnxruntime import quantization as ort
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    class Reader(ort.CalibrationDataReader):    # type: ignore[misc]    # the package has no types
+        def __init__(self) -> None:
+            self._items: Iterator[Feed] = iter(items)
+
+        def get_next(self) -> Feed | None:
+            return next(self._items, None)
+
+    loaded, prepared = onnx.load(model), output.with_suffix(".prepared.onnx")
+    if any(opset.domain == "" and opset.version < PER_CHANNEL_OPSET for opset in loaded.opset_import):
+        loaded = onnx.version_converter.convert_version(loaded, TARGET_OPSET)
+    onnx.save(loaded, prepared)
+    # Its symbolic shape inference gives up on some graphs that the plain one handles.
+    quant_pre_process(prepared, prepared, skip_symbolic_shape=True)
+    ort.quantize_static(prepared, output, Reader(), quant_format=ort.QuantFormat.QDQ, per_channel=True,
+                        activation_type=ort.QuantType.QUInt8, weight_type=ort.QuantType.QInt8,
+                        calibrate_method=ort.CalibrationMethod.Percentile, op_types_to_quantize=operators)
+    prepared.unlink()
+
+
+def _ort_products(model: Path, items: Sequence[Feed], output: Path) -> None:
+    _ort(model, items, output, ("MatMul", "Gemm", "Conv"))
+
+
+QUANTISERS: Mapping[str, Quantiser] = {quantiser.name: quantiser for quantiser in (
+    Quantiser("nncf", _nncf, ".xml", (OPENVINO,)),
+    Quantiser("nncf-transformer", _nncf_transformer, ".xml", (OPENVINO,), attention_only=True),
+    Quantiser("ort-percentile", _ort, ".onnx", (OPENVINO, ORT)),
+    Quantiser("ort-percentile-products", _ort_products, ".onnx", (OPENVINO, ORT), attention_only=True))}
+
+
+def main(arguments: Sequence[str]) -> None:
+    name, model, items, output = arguments
+    QUANTISERS[name].make(Path(model), load_items(Path(items)), Path(output))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,381 @@
+"""Attention as one kernel: the scores of a block of queries live and die in the cache.
+
+    y[n, h, s] = program(sum over t of p[s, t] * v[n, h, t] / sum over t of p[s, t])
+    p[s, t]    = e**(x[s, t] - max over t of x[s])              x = scale * q[n, h, s] . k[n, h, t] + mask[n, h, s, t]
+
+    for head:                                   k' and v are packed, once a call
+      for block of queries:
+        tiles of k' :  x = scale * sums + mask  -> scratch
+        rows of x   :  p, 1 / sum of p          -> scratch
+        tiles of v  :  sums / sum of p          -> program -> y
+
+q, k and v are read as they lie: heads may be an axis inside a wider tensor, and so may y's.
+
+In int8 p is round(255 * e**...), a byte that uses its whole range in every row, and the sum that divides is that of
+these bytes: an exact mean. What q's zero point adds to a score depends on t and is what the sums begin with; what k's
+adds is the same for a whole row, which a softmax does not see.
+
+Source: Vaswani et al., Attention Is All You Need, equation 1; the order of the loops is that of FlashAttention (Dao et
+al. 2022) without its running maximum: a row of scores fits a cache.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from engines.backends.llvm.access import item_addresses, load_channels, load_constants, offset, panels, run_program
+from engines.backends.llvm.arithmetic import INT8, Arithmetic
+from engines.backends.llvm.emit import FLOAT, PTR, Function, Module, Value
+from engines.backends.llvm.factors import (
+    MIDDLE,
+    Left,
+    Matrix,
+    Right,
+    column_sums,
+    integer,
+    last_two_axes,
+    multiply,
+    product_arithmetic,
+)
+from engines.backends.llvm.isa import Isa
+from engines.backends.llvm.kernels.contraction import tile_shapes
+from engines.backends.llvm.lanes import SIZES, Lanes, from_float, to_float
+from engines.backends.llvm.program import INSTRUCTIONS, Floats, Program, fma, load_meaning, store_meaning
+from engines.backends.llvm.rows import PARTIALS, At, fold, fold_rows, live
+from engines.backends.llvm.spec import ALIGNMENT, Array, Grid, KernelSpec, Tactic, View, begin_kernel, pack_channels
+
+EXP = INSTRUCTIONS["exp"]
+BYTE = 255.0            # the largest p in int8
+
+
+@dataclass(frozen=True)
+class Tiles(Tactic):
+    """Register tiles (rows, vectors) of the two products, and how many queries are a block."""
+    scores: tuple[int, int]
+    mix: tuple[int, int]
+    block: int
+
+    def __str__(self) -> str:
+        return f"tiles {self.scores[0]}x{self.scores[1]}, {self.mix[0]}x{self.mix[1]} block {self.block}"
+
+
+@dataclass(frozen=True)
+class Attention(KernelSpec):
+    """Views of one item: q [heads, S, D], k [heads, T, D], v [heads, T, E], mask [heads, S, T], y [heads, S, E].
+
+    The innermost axis of q and y is contiguous; of k and v it or the one before it. mask: floats, repeated by strides
+    of 0. value 0 of the program is the mean of v in v's units: less its zero point, or in int8 less MIDDLE.
+    """
+    q: View
+    k: View
+    v: View
+    y: View
+    mask: View | None
+    program: Program
+    precision: str                  # int8, fp32, bf16, fp16
+    family = "attention"
+
+    @property
+    def inputs(self) -> tuple[View, ...]:
+        return (self.q, self.k, self.v, *((self.mask,) if self.mask else ()))
+
+    @property
+    def outputs(self) -> tuple[View, ...]:
+        return (self.y,)
+
+    @property
+    def heads(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def queries(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def keys(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def macs(self) -> int:
+        return self.heads * self.queries * self.keys * (self.q.shape[2] + self.v.shape[2])
+
+    # ---- tactics
+    def tactics(self, isa: Isa) -> Sequence[Tiles]:
+        found: dict[Tiles, None] = {}
+        for scores in self._shapes(isa, self.keys)[:3]:
+            for mix in self._shapes(isa, self.v.shape[2])[:2]:
+                found[Tiles(scores, mix, self._block(scores[0], 2))] = None
+        return tuple(found)
+
+    def refinements(self, isa: Isa, best: Tiles) -> Sequence[Tiles]:
+        """The best tiles with other blocks."""
+        return [Tiles(best.scores, best.mix, self._block(best.scores[0], n)) for n in (1, 4, 8)]
+
+    def _block(self, rows: int, tiles: int) -> int:
+        return min(rows * tiles, self.queries)
+
+    def _shapes(self, isa: Isa, columns: int) -> list[tuple[int, int]]:
+        """Register tiles for a right factor of so many columns."""
+        widest = isa.vectors_for(columns)
+        shapes = [shape for shape in tile_shapes(isa, self.precision) if shape[1] <= widest]
+        return list(dict.fromkeys((min(rows, self.queries), vectors) for rows, vectors in shapes))
+
+    def grid(self, isa: Isa, tactic: Tiles) -> Grid:
+        return Grid(self.heads, 1, -(-self.queries // tactic.block))
+
+    def packing(self, tactic: Tiles) -> int:
+        return tactic.mix[1]
+
+    # ---- code
+    def emit(self, module: Module, name: str, isa: Isa, tactic: Tiles) -> None:
+        _Emitter(self, module, name, isa, tactic).kernel()
+
+    # ---- constants
+    def pack(self, isa: Isa, tactic: Tiles, constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        """"numbers": the scale of the scores, the zero points of q, k and v; "program": float32 [1] or [E] ->
+        [panel][constant][vector][lane]."""
+        columns = self.v.shape[2]
+        order = panels(isa, columns, packed=False, width=tactic.mix[1] * isa.lanes)
+        return np.asarray(constants["numbers"], np.float32), pack_channels(constants["program"], columns, order)
+
+    # ---- meaning
+    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        scale, *zeros = np.asarray(constants["numbers"], np.float32)
+        factors = [load_meaning(view.dtype, x) for view, x in zip(self.inputs, inputs, strict=True)]
+        mask = factors[3] if self.mask else None
+        if self.precision == "int8":
+            return self._exact_meaning(factors, scale, zeros, mask, constants["program"])
+        q, k, v = (x - np.float32(zero) for x, zero in zip(factors, zeros, strict=False))
+        x = _product(q, k.swapaxes(-1, -2)) * scale
+        x = x if mask is None else x + mask
+        p = np.asarray(EXP.meaning(x - fold_rows("max", x)), np.float32)
+        mean = _product(p, v) * (np.float32(1) / fold_rows("sum", p))
+        return (store_meaning(self.y.dtype, self.program.meaning(mean, [], constants["program"])),)
+
+    def _exact_meaning(self, factors: Sequence[Floats], scale: np.float32, zeros: Sequence[np.float32],
+                       mask: Floats | None, program: Sequence[Floats]) -> tuple[Array, ...]:
+        q, k, v = (x.astype(np.int64) for x in factors[:3])
+        sums = ((q - int(zeros[0])) @ (k - MIDDLE).swapaxes(-1, -2)).astype(np.float32)
+        x = sums * scale if mask is None else fma(sums, scale, mask)
+        p = np.rint(EXP.meaning(x - fold_rows("max", x)) * np.float32(BYTE)).astype(np.float32)
+        mixed = (p.astype(np.int64) @ (v - MIDDLE)).astype(np.float32)
+        mean = mixed * (np.float32(1) / fold_rows("sum", p))
+        return (store_meaning(self.y.dtype, self.program.meaning(mean, [], program)),)
+
+
+def _product(a: Floats, b: Floats) -> Floats:
+    """a @ b in float32."""
+    return np.asarray(np.matmul(a, b), np.float32)
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The addresses of one head's factors, mask and result."""
+    q: Value
+    k: Value
+    v: Value
+    mask: Value | None
+    y: Value
+
+
+class _Emitter:
+    """Writes one kernel: the loops around, and the micro-kernels they call."""
+
+    def __init__(self, spec: Attention, module: Module, name: str, isa: Isa, tiles: Tiles) -> None:
+        self.spec, self.module, self.name, self.isa, self.tiles = spec, module, name, isa, tiles
+        self.arithmetic: Arithmetic = product_arithmetic(spec.precision, isa)
+        self.q = Left(last_two_axes(spec.q), self.arithmetic)
+        self.k = Right(_transposed(last_two_axes(spec.k)), self.arithmetic, isa, tiles.scores[1])
+        self.v = Right(last_two_axes(spec.v), self.arithmetic, isa, tiles.mix[1])
+
+    @property
+    def exact(self) -> bool:
+        return self.arithmetic is INT8
+
+    # ---- scratch: where what lies, in bytes
+    @property
+    def pitch(self) -> int:
+        """Floats of a row of scores."""
+        return -(-self.spec.keys // PARTIALS) * PARTIALS
+
+    @property
+    def weight_pitch(self) -> int:
+        """Bytes of a row of p."""
+        return self.pitch * SIZES[self.arithmetic.dtype]
+
+    @cached_property
+    def scratch(self) -> dict[str, tuple[int, int]]:
+        """{what: (offset, bytes)}"""
+        block = self.tiles.block
+        sizes = {"k": self.k.bytes, "v": self.v.bytes, "x": block * self.pitch * 4, "inverse": block * 4,
+                 "p": 0 if self.arithmetic.dtype == "float32" else block * self.weight_pitch,
+                 "q": 0 if self.q.direct else block * self.q.pitch,
+                 "start": self.pitch * 4 if self.exact else 0}
+        found, at = {}, 0
+        for what, size in sizes.items():
+            found[what] = (at, size)
+            at += -(-size // ALIGNMENT) * ALIGNMENT
+        return found
+
+    # ---- the loops around
+    def kernel(self) -> None:
+        spec = self.spec
+        f, addresses, (begin, end, first, last) = begin_kernel(self.module, self.name, 3 + bool(spec.mask) + 3)
+        *tensors, numbers, constants, y = addresses
+        self.numbers, self.constants = numbers, constants
+        total = sum(-(-size // ALIGNMENT) * ALIGNMENT for _, size in self.scratch.values())
+        memory = f.op(PTR, f"alloca [{total} x i8], align {ALIGNMENT}", "scratch")
+        self.at = {what: memory + start for what, (start, _) in self.scratch.items()}
+        if not self.scratch["p"][1]:
+            self.at["p"] = self.at["x"]         # in place
+        self.zeros = [self._zero(f, i, view) for i, view in enumerate((spec.q, spec.k, spec.v), 1)]
+        views = [spec.q, spec.k, spec.v, *([spec.mask] if spec.mask else []), spec.y]
+        for row in f.range("head", begin, end):
+            here = item_addresses([*tensors, y], views, row.divided(spec.heads))
+            head = row.remainder(spec.heads)
+            q, k, v, *mask, result = (offset(a, [head], view.strides[:1]) for a, view in zip(here, views, strict=True))
+            self._pack(k, v)
+            for block in f.range("block", first, last):
+                self._block(f, _Head(q, k, v, mask[0] if mask else None, result), block * self.tiles.block)
+
+    def _zero(self, f: Function, index: int, view: View) -> Value | None:
+        """What float arithmetic subtracts from the stored bytes, in all lanes."""
+        if self.exact or view.dtype != "uint8":
+            return None
+        return f.splat(f.load(FLOAT, self.numbers + 4 * index, hint="zero"), self.isa.lanes)
+
+    def _pack(self, k: Value, v: Value) -> None:
+        self.k.pack(k, self.at["k"], self.zeros[1])
+        self.v.pack(v, self.at["v"], self.zeros[2])
+        if self.exact:
+            self._start_sums(k.f)
+
+    def _start_sums(self, f: Function) -> None:
+        """start[t] = -(q's zero point) * sum over d of k[t, d] - MIDDLE."""
+        isa, right = self.isa, self.k
+        zero = integer(f, self.numbers, 1)
+        minus = f.splat(zero.like(0) - zero, isa.lanes)
+        for start, columns in f.tiles("started panel", right.matrix.columns, right.width):
+            panel = self.at["k"] + start.divided(right.width) * right.panel_bytes
+            for v, total in enumerate(column_sums(isa, panel, right.steps, isa.vectors_for(columns))):
+                f.store(total * minus, self.at["start"] + start * 4 + v * isa.bytes, isa.bytes)
+
+    def _block(self, f: Function, head: _Head, first: Value) -> None:
+        queries, block = self.spec.queries, self.tiles.block
+        whole, tail = divmod(queries, block)
+        if not tail:
+            self._queries(f, head, first, block)
+            return
+        if whole:
+            with f.when(first.below(whole * block)):
+                self._queries(f, head, first, block)
+        with f.when(first.compare("uge", whole * block)):
+            self._queries(f, head, first, tail)
+
+    def _queries(self, f: Function, head: _Head, first: Value, count: int) -> None:
+        """`count` queries from `first` on."""
+        spec, scores, mix = self.spec, self.tiles.scores[0], self.tiles.mix[0]
+        q = self.q.matrix.at(head.q, first, 0)
+        if not self.q.direct:
+            self.q.copy(self.isa, q, count, self.at["q"], self.zeros[0])
+            q = self.at["q"]
+        mask = offset(head.mask, [first], spec.mask.strides[1:2]) if spec.mask and head.mask else None
+        for t, columns in f.tiles("panel of keys", spec.keys, self.k.width):
+            panel = self.at["k"] + t.divided(self.k.width) * self.k.panel_bytes
+            here = offset(mask, [t], spec.mask.strides[2:]) if spec.mask and mask else self.at["x"]
+            for row, rows in f.tiles("row of scores", count, scores):
+                moved = here + row * spec.mask.strides[1] if spec.mask else here
+                f.run(self._scores(rows, columns), q + row * self.q.pitch, panel, self.numbers,
+                      self.at["start"] + t * 4, moved, self.at["x"] + row * (4 * self.pitch) + t * 4)
+        f.run(self._softmax(), self.at["x"], self.at["p"], self.at["inverse"], f.constant(count, "i64"))
+        y = offset(head.y, [first], spec.y.strides[1:2])
+        for e, columns in f.tiles("panel of values", spec.v.shape[2], self.v.width):
+            panel = self.at["v"] + e.divided(self.v.width) * self.v.panel_bytes
+            constants = self.constants + e * (4 * spec.program.constants)
+            for row, rows in f.tiles("row of values", count, mix):
+                f.run(self._mix(rows, columns), self.at["p"] + row * self.weight_pitch, panel,
+                      self.at["inverse"] + row * 4, constants, y + row * spec.y.strides[1] + e * spec.y.strides[2])
+
+    # ---- the micro-kernels
+    def _function(self, what: str, **types: str) -> tuple[str, Function | None]:
+        """(name, the function to write, or None if it is there already)"""
+        name = f"{self.name}_{what}"
+        if name in self.module.functions:
+            return name, None
+        return name, self.module.function(name, internal=True, **types)
+
+    def _scores(self, rows: int, columns: int) -> str:
+        """x = scale * sums + mask, of rows x columns scores."""
+        name, f = self._function(f"scores_{rows}x{columns}", q=PTR, k=PTR, numbers=PTR, start=PTR, mask=PTR, x=PTR)
+        if f is None:
+            return name
+        isa, mask, lanes = self.isa, self.spec.mask, Lanes(self.isa, columns, packed=False)
+        q, k, numbers, start, added, x = f.parameters.values()
+        begin = [f.load(isa.ints, start + v * isa.bytes, isa.bytes, "start") for v in range(lanes.vectors)]
+        sums = multiply(f, isa, self.arithmetic, q, k, self.q.pitch, (rows, lanes.vectors), self.q.steps,
+                        [begin] * rows if self.exact else ())
+        scale = f.splat(f.load(FLOAT, numbers, hint="scale"), isa.lanes)
+        for m in range(rows):
+            others = load_channels(lanes, mask, added + m * mask.strides[1]) if mask else []
+            for v in range(lanes.vectors):
+                value = isa.fma(sums[m, v], scale, others[v]) if mask else sums[m, v] * scale
+                f.store(value, x + (4 * self.pitch * m + v * isa.bytes), isa.bytes)
+        return name
+
+    def _softmax(self) -> str:
+        """Rows of x -> p, and 1 / its sum."""
+        name, f = self._function("softmax", x=PTR, p=PTR, inverse=PTR, rows="i64")
+        if f is None:
+            return name
+        isa, keys, dtype = self.isa, self.spec.keys, self.arithmetic.dtype
+        x, p, inverse, rows = f.parameters.values()
+        for row in f.loop("row", rows):
+            here, there = x + row * (4 * self.pitch), p + row * self.weight_pitch
+
+            def score(at: At, here: Value = here) -> Value:
+                return f.load(isa.floats, here + at.column * 4, isa.bytes, "score")
+
+            peak = fold(f, isa, keys, "max", score)
+
+            def weight(at: At, there: Value = there, peak: Value = peak, score: Any = score) -> Value:
+                value = live(isa, EXP.emit(isa, score(at) - peak), at.count, 0)
+                if dtype == "uint8":
+                    ints = isa.round(value * BYTE)
+                    f.store(f.cast("trunc", ints, f"<{isa.lanes} x i8>", "bytes"), there + at.column)
+                    return isa.to_float(ints)
+                stored = from_float(isa, dtype, value)
+                f.store(stored, there + at.column * SIZES[dtype])
+                return to_float(isa, dtype, stored)
+
+            total = fold(f, isa, keys, "sum", weight)
+            one = f.op(FLOAT, f"extractelement {1 / total}, i32 0", "inverse")
+            f.store(one, inverse + row * 4)
+        return name
+
+    def _mix(self, rows: int, columns: int) -> str:
+        """y = program(sums / sum of p), of rows x columns."""
+        name, f = self._function(f"mix_{rows}x{columns}", p=PTR, v=PTR, inverse=PTR, constants=PTR, y=PTR)
+        if f is None:
+            return name
+        spec, isa, lanes = self.spec, self.isa, Lanes(self.isa, columns, packed=False)
+        p, v, inverse, constants, y = f.parameters.values()
+        sums = multiply(f, isa, self.arithmetic, p, v, self.weight_pitch, (rows, lanes.vectors), self.v.steps)
+        numbers = load_constants(lanes, constants, spec.program.constants)
+        together = 4 // lanes.vectors
+        for first in range(0, rows, together):
+            group = range(first, min(first + together, rows))
+            values = []
+            for m in group:
+                share = f.splat(f.load(FLOAT, inverse + 4 * m, hint="share"), isa.lanes)
+                values.append(run_program(lanes, spec.program, [sums[m, n] * share for n in range(lanes.vectors)], [],
+                                          numbers))
+            lanes.store(spec.y.dtype, values, [y + m * spec.y.strides[1] for m in group])
+        return name
+
+
+def _transposed(matrix: Matrix) -> Matrix:
+    return Matrix(matrix.dtype, matrix.columns, matrix.rows, matrix.strides[::-1])

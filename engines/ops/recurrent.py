@@ -1,0 +1,217 @@
+"""Recurrent layers: ONNX's three, and the part of them that recurs, to which they are lowered.
+
+    LSTM, GRU, RNN    ONNX operators 14: the projection X W' + b of all steps, then a cell from step to step
+    Recurrence        the cells alone, on tensors whose leading axis is the batch (passes/recurrent.py makes them)
+
+A cell's equations are those of the ONNX specification; `direction` "bidirectional" is two cells, the second of which
+walks backwards. An item shorter than the longest leaves zeros behind its end.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from engines.errors import GraphError
+from engines.ir import Array, Node, TensorType
+from engines.ops.op import Inputs, Op, Types, Values
+
+GATES: Mapping[str, int] = {"LSTM": 4, "GRU": 3, "RNN": 1}      # in ONNX's order: i o f c, z r h, and the only one
+DEFAULTS: Mapping[str, tuple[str, ...]] = {"LSTM": ("Sigmoid", "Tanh", "Tanh"), "GRU": ("Sigmoid", "Tanh"),
+                                           "RNN": ("Tanh",)}
+
+Function = Callable[[Any, float, float], Any]
+# y = f(x, alpha, beta), by ONNX's names. What alpha and beta are where a model does not say follows in PARAMETERS.
+ACTIVATIONS: Mapping[str, Function] = {
+    "Sigmoid": lambda x, a, b: 1 / (1 + np.exp(-x)),
+    "Tanh": lambda x, a, b: np.tanh(x),
+    "Relu": lambda x, a, b: np.maximum(x, 0),
+    "Affine": lambda x, a, b: a * x + b,
+    "LeakyRelu": lambda x, a, b: np.where(x < 0, a * x, x),
+    "ThresholdedRelu": lambda x, a, b: np.where(x > a, x, 0),
+    "ScaledTanh": lambda x, a, b: a * np.tanh(b * x),
+    "HardSigmoid": lambda x, a, b: np.clip(a * x + b, 0, 1),
+    "Elu": lambda x, a, b: np.where(x < 0, a * np.expm1(np.minimum(x, 0)), x),
+    "Softsign": lambda x, a, b: x / (1 + np.abs(x)),
+    "Softplus": lambda x, a, b: np.logaddexp(x, 0),
+}
+# The defaults of alpha and beta, for the functions that have them (ONNX operators of the same name).
+PARAMETERS: Mapping[str, tuple[float, ...]] = {
+    "Affine": (1.0, 0.0), "LeakyRelu": (0.01,), "ThresholdedRelu": (1.0,), "ScaledTanh": (1.0, 1.0),
+    "HardSigmoid": (0.2, 0.5), "Elu": (1.0,)}
+
+
+def directions(node: Node) -> tuple[bool, ...]:
+    """For each cell of the layer whether it walks backwards."""
+    return {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}[node.attrs["direction"]]
+
+
+def functions(node: Node, direction: int) -> list[Callable[[Any], Any]]:
+    """The activations of one direction's cell, their parameters bound."""
+    each = len(DEFAULTS[node.attrs.get("cell", node.op)])
+    chosen = slice(direction * each, (direction + 1) * each)
+    triples = zip(*(node.attrs[key][chosen] for key in ("activations", "activation_alpha", "activation_beta")),
+                  strict=True)
+    return [lambda x, f=ACTIVATIONS[name], a=a, b=b: f(x, a, b) for name, a, b in triples]  # type: ignore[misc]
+
+
+class _Layer(Op, abstract=True):
+    """Inputs X, W, R, B, sequence_lens, initial_h (LSTM: initial_c, P); outputs Y, Y_h (LSTM: Y_c).
+
+    layout 0: X [T, N, F], Y [T, D, N, H], states [D, N, H]; layout 1: X [N, T, F], Y [N, T, D, H], states [N, D, H].
+    """
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        x, w, r = inputs[:3]
+        assert x is not None and w is not None and r is not None
+        if len(x.shape) != 3 or len(w.shape) != 3 or len(r.shape) != 3:
+            raise GraphError("X, W and R must have three axes")
+        first = node.attrs["layout"]
+        (batch, steps), (count, rows, width), hidden = x.shape[:2][::2 * first - 1], w.shape, r.shape[2]
+        if isinstance(steps, str):
+            raise GraphError(f"its steps follow axis {1 if first else 0}, which depends on the batch; "
+                             "give that input its length with --shape")
+        wanted = len(directions(node)), GATES[cls.__name__] * int(hidden)
+        if (count, rows) != wanted or r.shape[:2] != wanted or width != x.shape[2]:
+            raise GraphError(f"its weights do not fit {wanted[0]} direction(s) of {hidden} hidden units")
+        y = (batch, steps, count, hidden) if first else (steps, count, batch, hidden)
+        state = (batch, count, hidden) if first else (count, batch, hidden)
+        return (TensorType(x.dtype, y), *(TensorType(x.dtype, state) for _ in range(_states(cls.__name__))))
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> tuple[Array, ...]:
+        inputs: list[Any] = [*arrays, *(None,) * (8 - len(arrays))]
+        x, w, r, b, lengths, h, c, p = inputs
+        rows = w.shape[1]
+        bias = np.zeros((len(w), 2 * rows), x.dtype) if b is None else b
+        gates, recurrent = added_biases(node, bias, r.shape[2])
+        if not node.attrs["layout"]:
+            x, h, c = (a if a is None else a.swapaxes(0, 1) for a in (x, h, c))
+        projected = np.einsum("ntf,dgf->ntdg", x, w, optimize=True) + gates
+        h, c = (a if a is None else a.reshape(len(a), -1) for a in (h, c))
+        made = Recurrence.compute(
+            Node("Recurrence", (), (), {**node.attrs, "cell": node.op}),
+            projected.reshape(*projected.shape[:2], -1), r, recurrent, p, lengths, h, c)     # type: ignore[arg-type]
+        y, *states = (a.reshape(*a.shape[:-1], len(w), -1) for a in made)
+        if not node.attrs["layout"]:
+            y, states = y.transpose(1, 2, 0, 3), [a.swapaxes(0, 1) for a in states]
+        return tuple(np.ascontiguousarray(a) for a in (y, *states))
+
+
+class LSTM(_Layer):
+    """Peepholes P and coupled gates (input_forget) included."""
+
+
+class GRU(_Layer):
+    """With linear_before_reset the reset gate scales the product (cuDNN, Keras), else the state (Cho et al. 2014)."""
+
+
+class RNN(_Layer):
+    """H = f(X W' + H R' + b)"""
+
+
+def _states(cell: str) -> int:
+    """State vectors that outlive a step."""
+    return 2 if cell == "LSTM" else 1
+
+
+def added_biases(node: Node, bias: Array, hidden: int) -> tuple[Array, Array | None]:
+    """[D, 2 G H], of W and of R -> what is added to the projection [D, G H], and what stays inside the cell [D, H].
+
+    Only linear_before_reset keeps one inside: r * (H R' + Rb).
+    """
+    of_w, of_r = np.split(bias, 2, axis=1)
+    if not node.attrs.get("linear_before_reset"):
+        return of_w + of_r, None
+    outside = of_r.copy()
+    outside[:, 2 * hidden:] = 0
+    return of_w + outside, of_r[:, 2 * hidden:]
+
+
+class Recurrence(Op):
+    """A layer's cells from step to step, the batch leading.
+
+    Inputs: gates [N, T, D G H], the projection of every step; R [D, G H, H]; bias [D, H] of a GRU's
+    linear_before_reset; P [D, 3 H], an LSTM's peepholes; lengths [N]; h [N, D H]; c [N, D H]. All but the first two
+    may be absent.
+    Outputs: y [N, T, D H], h [N, D H], and an LSTM's c [N, D H].
+    Attributes: cell, direction, activations with activation_alpha and activation_beta (one each for each function of
+    each direction), clip (0: none), linear_before_reset, input_forget.
+    """
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        gates, r = inputs[:2]
+        assert gates is not None and r is not None
+        width = int(r.shape[0]) * int(r.shape[2])
+        if gates.shape[2] != width * GATES[node.attrs["cell"]]:
+            raise GraphError(f"{gates.shape[2]} gates do not fit weights {list(r.shape)}")
+        state = TensorType(gates.dtype, (gates.shape[0], width))
+        return (TensorType(gates.dtype, (*gates.shape[:2], width)), *(state,) * _states(node.attrs["cell"]))
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> tuple[Array, ...]:
+        inputs: list[Any] = [*arrays, *(None,) * (7 - len(arrays))]
+        gates, r, bias, peepholes, lengths, h, c = inputs
+        (items, steps), (count, _, hidden) = gates.shape[:2], r.shape
+        gates = gates.reshape(items, steps, count, -1, hidden)
+        first = [np.zeros((items, count, hidden), gates.dtype) if a is None else a.reshape(items, count, hidden)
+                 for a in (h, c)]
+        ends = np.full(items, steps) if lengths is None else lengths
+        y = np.zeros((items, steps, count, hidden), gates.dtype)
+        last = [a.copy() for a in first]
+        for d, backwards in enumerate(directions(node)):
+            step = _Cell(node, d, r[d], None if bias is None else bias[d], None if peepholes is None else peepholes[d])
+            state = [a[:, d].copy() for a in first]
+            for turn in range(steps):
+                live = np.flatnonzero(turn < ends)
+                time = (ends - 1 - turn if backwards else np.full(items, turn))[live]
+                new = step([gates[live, time, d, g] for g in range(gates.shape[3])], *(a[live] for a in state))
+                for a, b in zip(state, new, strict=False):
+                    a[live] = b
+                y[live, time, d] = state[0][live]
+            for a, b in zip(last, state, strict=True):
+                a[:, d] = b
+        states = [a.reshape(items, -1) for a in last[:_states(node.attrs["cell"])]]
+        return y.reshape(items, steps, -1), *states
+
+
+class _Cell:
+    """One step of one direction: (gates' projections, h, c) -> (h, c)."""
+
+    def __init__(self, node: Node, direction: int, r: Array, bias: Any, peepholes: Any) -> None:
+        self._cell, self._attrs, self._functions = node.attrs["cell"], node.attrs, functions(node, direction)
+        self._r = np.split(r, GATES[self._cell])
+        self._bias = 0 if bias is None else bias
+        self._peepholes = (0, 0, 0) if peepholes is None else np.split(peepholes, 3)
+
+    def __call__(self, x: list[Array], h: Array, c: Array) -> tuple[Array, ...]:
+        return {"LSTM": self._lstm, "GRU": self._gru, "RNN": self._rnn}[self._cell](x, h, c)
+
+    def _clipped(self, x: Any) -> Any:
+        limit = self._attrs["clip"]
+        return np.clip(x, -limit, limit) if limit else x
+
+    def _lstm(self, x: list[Array], h: Array, c: Array) -> tuple[Array, ...]:
+        f, g, squash = self._functions
+        i, o, forget, new = (a + h @ r.T for a, r in zip(x, self._r, strict=True))
+        p_i, p_o, p_f = self._peepholes
+        i = f(self._clipped(i + p_i * c))
+        forget = 1 - i if self._attrs["input_forget"] else f(self._clipped(forget + p_f * c))
+        c = forget * c + i * g(self._clipped(new))
+        return f(self._clipped(o + p_o * c)) * squash(c), c
+
+    def _gru(self, x: list[Array], h: Array, c: Array) -> tuple[Array, ...]:
+        f, g = self._functions
+        r_z, r_r, r_h = self._r
+        z, r = f(self._clipped(x[0] + h @ r_z.T)), f(self._clipped(x[1] + h @ r_r.T))
+        if self._attrs["linear_before_reset"]:
+            new = g(self._clipped(x[2] + r * (h @ r_h.T + self._bias)))
+        else:
+            new = g(self._clipped(x[2] + (r * h) @ r_h.T))
+        return ((1 - z) * new + z * h,)
+
+    def _rnn(self, x: list[Array], h: Array, c: Array) -> tuple[Array, ...]:
+        return (self._functions[0](self._clipped(x[0] + h @ self._r[0].T)),)
