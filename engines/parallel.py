@@ -94,9 +94,8 @@ class ParallelExecution:
         first.prepare(1)
         shared.calibrate(first)
 
-        self._statuses = [words(max((most_chunks(s, workers) for s in program.spans), default=1), STATUS_WORDS)
-                          for _ in self.arenas]
-        # One row for each span: a helper that is late in one span must not see its row change under it.
+        # Each span has its own: a helper that is late in one must not see its rows change under it.
+        self._statuses = [[words(most_chunks(s, workers), STATUS_WORDS) for s in program.spans] for _ in self.arenas]
         self.runs = [words(len(program.spans), RUN_WORDS) for _ in self.arenas]
         self._epoch = 0
         self._crew = Crew(program, workers, shared.ticks_per_us, len(self.arenas),
@@ -137,7 +136,7 @@ class ParallelExecution:
         self._epoch += 1
         row: Words = self.runs[arena][span]
         row[RunRow.ARENA], row[RunRow.EPOCH], row[RunRow.WORKERS] = arena, self._epoch, self._shared.workers
-        row[RunRow.CHUNKS], row[RunRow.STATUS] = schedule.chunks.ctypes.data, self._statuses[arena].ctypes.data
+        row[RunRow.CHUNKS], row[RunRow.STATUS] = schedule.chunks.ctypes.data, self._statuses[arena][span].ctypes.data
         row[RunRow.OPERANDS] = self.arenas[arena].operands
         row[RunRow.STAGES], row[RunRow.DEPENDS] = schedule.stages.ctypes.data, schedule.depends.ctypes.data
         row[RunRow.STAGE_COUNT], row[RunRow.STAGE_BYTES] = len(schedule.stages) - 1, schedule.stages.strides[0]

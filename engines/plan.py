@@ -22,6 +22,7 @@ import numpy as np
 
 from engines.errors import PlanCorruptError
 from engines.ir import Array, QParams
+from engines.packed import PackedArray
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,25 @@ class Fallback:
 
 
 @dataclass(frozen=True)
+class Reach:
+    """The bytes of a buffer that rows of a step's grid may touch.
+
+    Row r is row i = r % period of item n = r // period, and stays within
+
+        [begin, end) + n * item_stride + i // rows * stride
+
+    Columns are not told apart. A reach may be wider than what is touched, never narrower.
+    """
+    buffer: int
+    begin: int
+    end: int
+    rows: int               # neighbours that touch the same bytes
+    stride: int             # bytes from them to the next ones, not negative; nor is item_stride
+    item_stride: int
+    period: int             # rows of an item
+
+
+@dataclass(frozen=True)
 class Step:
     """One kernel call. The first group is what runs; the second is what inspect-engine shows."""
     symbol: str                             # of the kernel in the code section; "" runs `fallback` in Python
@@ -100,6 +120,8 @@ class Step:
     columns: int = 1
     column_step: int = 1
     depends: tuple[int, ...] = ()           # earlier steps that write what this one reads
+    reads: tuple[Reach, ...] = ()           # of every buffer in which another step writes; (): not known
+    writes: tuple[Reach, ...] = ()          # of every buffer; (): not known
     constant_bytes: int = 0                 # of weights read by every row: they decide which axis is cut for threads
     fallback: Fallback | None = None
 
@@ -138,7 +160,8 @@ class Plan:
     code: tuple[bytes, ...]                 # ELF objects, position-independent, self-contained: kernels and scheduler
     constants: bytes | memoryview           # weights and epilogue constants, aligned, in order of execution
     graph: Mapping[str, Any] = field(default_factory=dict)          # serialised Graph that it was lowered from ...
-    graph_arrays: Mapping[str, Array] = field(default_factory=dict, compare=False)      # ... and its constants
+    graph_arrays: Mapping[str, Array] = field(default_factory=dict, compare=False)      # ... and its constants,
+    packed: Mapping[str, PackedArray] = field(default_factory=dict)     # of which these are not written a second time
     metadata: Mapping[str, Any] = field(default_factory=dict)       # preprocessing, calibration, versions, report
 
     @property

@@ -21,7 +21,7 @@ class StepRow(IntEnum):
 
 
 class ChunkRow(IntEnum):
-    """A piece of a step's grid (CHUNK_WORDS words)."""
+    """A piece of a step's grid (CHUNK_WORDS words). One row more, after the last, ends the last one's pairs."""
     FUNCTION = 0
     OPERANDS = 1
     ROW_BEGIN = 2
@@ -29,6 +29,7 @@ class ChunkRow(IntEnum):
     COLUMN_BEGIN = 4
     COLUMN_END = 5
     LIMIT = 6           # ticks after which it counts as late
+    DEPENDS = 7         # number of the first pair that it waits for, beside its stage's; the next row's is the end
 
 
 class StatusRow(IntEnum):
@@ -44,17 +45,17 @@ class RunRow(IntEnum):
     EPOCH = 1           # of this run; grows from run to run of a context
     STAGE = 2           # the caller's stage: earlier ones need no look
     CHUNKS = 3          # address of the chunk table
-    STATUS = 4          # address of the arena's status rows
+    STATUS = 4          # address of the status rows of this arena and span
     OPERANDS = 5        # address of the arena's operand table
     STAGES = 6          # address of the stage table: a row for each step, and a last one that only waits
     STAGE_COUNT = 7     # without the last one
     STAGE_BYTES = 8     # of a row of the stage table
-    DEPENDS = 9         # address of (first chunk, one past the last) pairs
+    DEPENDS = 9         # address of (first chunk, one past the last) pairs, of stages and chunks
     WORKERS = 10        # the caller and its helpers
 
 
 class StageRow(IntEnum):
-    """A step as the workers see it: the pairs it waits for, then the bounds of each worker's part of its chunks."""
+    """A step as the workers see it: the pairs all of it waits for, then the bounds of each worker's part of it."""
     DEPENDS_BEGIN = 0
     DEPENDS_END = 1
     PARTS = 2           # WORKERS + 1 chunk numbers

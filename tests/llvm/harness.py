@@ -16,7 +16,7 @@ from engines.backends.llvm.emulation import EMULATION
 from engines.backends.llvm.isa import ALL, AVX2, AVX512_VNNI, PORTABLE, Isa
 from engines.backends.llvm.jit import LoadedKernel, runs_here
 from engines.backends.llvm.program import Program, ProgramBuilder
-from engines.backends.llvm.spec import ALIGNMENT, Array, KernelSpec, View, dense_view
+from engines.backends.llvm.spec import ALIGNMENT, Array, KernelSpec, View, Window, dense_view
 
 EVERY_ISA = pytest.mark.parametrize("isa", ALL, ids=lambda isa: isa.name)
 # For kernels without dot products: there the machines differ in their lanes and packs only.
@@ -109,13 +109,51 @@ def run(spec: KernelSpec, isa: Isa, inputs: list[Array], constants: dict[str, An
     for rows in reversed(cuts):
         for columns in reversed(sides):
             kernel(operands, rows, columns)
+    computed = [memory.copy() for memory in results]
     outputs = []
     for view, memory in zip(spec.outputs, results, strict=True):
         outputs.append(window(view, memory, batch).copy())
         plain = replace(view, dtype=f"int{8 * view.size}" if view.size in (1, 4, 8) else "bfloat16")
         window(plain, memory, batch)[...] = np.frombuffer(bytes([UNTOUCHED] * view.size), numpy_dtype(plain.dtype))[0]
         assert (memory == UNTOUCHED).all(), "the kernel wrote beside its output"
+    check_windows(spec, isa, tactic, kernel, [*operands[:-len(results)], *computed], batch)
     return outputs
+
+
+def check_windows(spec: KernelSpec, isa: Isa, tactic: Any, kernel: LoadedKernel, operands: list[Array],
+                  batch: int) -> None:
+    """A row of the grid writes within its windows, and what is outside of them is nothing to it.
+
+    operands: as the kernel was just run with, its results in the last ones.
+    """
+    grid, windows = spec.grid(isa, tactic), list(spec.windows(isa, tactic))
+    total, inputs, count = grid.rows_per_item * batch, len(spec.inputs), len(spec.outputs)
+    for first in sorted({0, total // 2 // grid.row_step * grid.row_step, (total - 1) // grid.row_step * grid.row_step}):
+        rows = range(first, min(first + grid.row_step, total))
+        seen = []
+        for view, window, memory in zip(spec.inputs, windows, operands, strict=False):
+            noise = random_array(np.random.default_rng(first), "uint8", memory.shape)
+            inside = _inside(view, window, memory, rows, grid.rows_per_item)
+            seen.append(guarded(len(memory)))
+            seen[-1][:] = np.where(inside, memory, noise)
+        written = [guarded(len(memory)) for memory in operands[-count:]]
+        for memory in written:
+            memory[:] = UNTOUCHED
+        kernel([*seen, *operands[inputs:-count], *written], (rows.start, rows.stop), (0, grid.columns))
+        for view, window, memory, full in zip(spec.outputs, windows[inputs:], written, operands[-count:], strict=True):
+            touched = memory != UNTOUCHED
+            assert not (touched & ~_inside(view, window, memory, rows, grid.rows_per_item)).any(), \
+                f"rows {rows} write outside {window}"
+            assert (memory[touched] == full[touched]).all(), f"rows {rows} read outside {windows[:inputs]}"
+
+
+def _inside(view: View, window: Window, memory: Array, rows: range, period: int) -> Array:
+    """Which bytes of the memory some of the rows may touch."""
+    inside = np.zeros(len(memory), bool)
+    for row in rows:
+        at = row // period * view.item + row % period // window.rows * window.stride
+        inside[max(at + window.begin, 0):max(at + window.end, 0)] = True
+    return inside
 
 
 def _cuts(extent: int, step: int, pieces: int) -> list[tuple[int, int]]:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -115,6 +117,24 @@ def test_a_wrong_constant_is_caught():
     with pytest.raises(AssertionError):
         expected = spec.reference(inputs_of(spec), {"program": [np.float32([1.25])]})
         np.testing.assert_array_equal(run(spec, ALL[0], inputs_of(spec), {"program": b.constants}), expected)
+
+
+@pytest.mark.parametrize(("narrow", "message"), [(0, "read outside"), (1, "write outside")])
+def test_a_window_that_is_too_narrow_is_caught(narrow, message):
+    view = gapped("uint8", (4, 30, 8))
+
+    class Narrow(Pointwise):
+        def windows(self, isa, tactic):
+            windows = super().windows(isa, tactic)
+            windows[narrow] = replace(windows[narrow], end=windows[narrow].end - 1)
+            return windows
+
+    b = ProgramBuilder(False)
+    b.operand()
+    spec = Narrow((view,), view, b.program(), uniform=True)
+    x = np.random.default_rng(0).integers(0, 256, (2, *view.shape)).astype(np.uint8)
+    with pytest.raises(AssertionError, match=message):
+        check(spec, PORTABLE, [x], {"program": []})
 
 
 def test_writing_past_the_output_is_caught():

@@ -13,7 +13,7 @@ from engines.backends.llvm.emit import I8, I32, PTR, Function, Value, vector
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import ELEMENTS, Lanes, from_float, to_float
 from engines.backends.llvm.program import Program
-from engines.backends.llvm.spec import View
+from engines.backends.llvm.spec import View, Window
 
 PANEL = 4           # vectors
 BLOCK = 1 << 13     # elements of a row of the grid: enough to pay for its call, few enough to share out
@@ -116,6 +116,13 @@ class Runs:
         """Of the grid, for an item."""
         return math.prod(self.shape[:-2]) * self.blocks
 
+    def windows(self) -> list[Window]:
+        """What a row of the grid touches of each view."""
+        outer = self.shape[:-2]
+        if outer:
+            return [Window.along(view, 0, math.prod(outer[1:]) * self.blocks) for view in self.views]
+        return [Window.along(view, 0, 1, self.block, count=self.block) for view in self.views]
+
     def emit(self, f: Function, addresses: Sequence[Value], begin: Value, end: Value, width: int,
              body: Callable[[list[Value], Value, int], None]) -> None:
         """body(addresses of the run, start, count) for each `width` elements, and for a run's tail.
@@ -190,9 +197,14 @@ def store_channels(lanes: Lanes, view: View, pixels: Sequence[Sequence[Value]], 
 
 def load_constants(lanes: Lanes, address: Value, count: int) -> list[list[Value]]:
     """[vector][constant] of a panel; `address`: of the panel, packed by spec.pack_channels."""
+    return [load_vector(lanes, address, count, v) for v in range(lanes.vectors)]
+
+
+def load_vector(lanes: Lanes, address: Value, count: int, v: int) -> list[Value]:
+    """The constants of one vector of a panel."""
     f, isa = address.f, lanes.isa
-    return [[f.load(isa.floats, address + (c * lanes.vectors + v) * isa.bytes, isa.bytes, "constant")
-             for c in range(count)] for v in range(lanes.vectors)]
+    return [f.load(isa.floats, address + (c * lanes.vectors + v) * isa.bytes, isa.bytes, "constant")
+            for c in range(count)]
 
 
 def run_program(lanes: Lanes, program: Program, accumulator: Sequence[Value] | None,

@@ -20,6 +20,7 @@ class Lowered:
     graph: Graph
     places: Places
     calls: tuple[Call, ...]
+    borders: frozenset[int] = frozenset()       # buffers whose halo a call writes
 
 
 def lower(graph: Graph, isa: Isa) -> Lowered:

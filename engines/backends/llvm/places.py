@@ -23,6 +23,7 @@ from engines.backends.llvm.transposed import Phase, phases
 from engines.errors import ModelError
 from engines.ir import BATCH, Dim, Graph, Node, TensorType
 from engines.passes.facts import is_view_of_input, is_view_of_output
+from engines.plan import TensorView
 
 NO_BUFFER = -1
 SLACK = 128         # bytes past every buffer that a kernel may read (never use): the end of its last vector
@@ -437,3 +438,10 @@ def buffer_bytes(storage: Storage, max_batch: int) -> int:
     return items * storage.whole.item + SLACK
 
 
+def tensor_view(name: str, place: Place, scalar: bool = False) -> TensorView:
+    """The place as a plan says it."""
+    view = place.view
+    if place.items == BATCH:
+        return TensorView(name, view.dtype, view.shape, place.buffer, place.offset, view.strides, view.item)
+    shape, strides = ((), ()) if scalar else ((int(place.items), *view.shape), (view.item, *view.strides))
+    return TensorView(name, view.dtype, shape, place.buffer, place.offset, strides, 0, batched=False)

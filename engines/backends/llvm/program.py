@@ -83,7 +83,7 @@ class Program:
 
 
 class ProgramBuilder:
-    """Writes a program an instruction at a time; constants of equal bytes are kept once."""
+    """Writes a program an instruction at a time; equal instructions, and constants of equal bytes, are kept once."""
 
     def __init__(self, accumulator: bool) -> None:
         self._accumulator = accumulator
@@ -111,8 +111,10 @@ class ProgramBuilder:
     def add(self, op: str, *args: Ref | float) -> Ref:
         refs = tuple(a if isinstance(a, Ref) else self.constant(a) for a in args)
         assert op in INSTRUCTIONS, f"no instruction named {op}"
-        self._instructions.append(Instruction(op, refs))
-        return Ref("value", len(self._instructions) - 1 + self._accumulator)
+        instruction = Instruction(op, refs)
+        if instruction not in self._instructions:
+            self._instructions.append(instruction)
+        return Ref("value", self._instructions.index(instruction) + self._accumulator)
 
     def program(self, result: Ref | None = None) -> Program:
         """The program as written; `result` is what it gives, if that is not what was written last."""

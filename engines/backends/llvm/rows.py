@@ -24,7 +24,7 @@ from engines.backends.llvm.emit import I1, PTR, Function, Module, Value, vector
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import Lanes
 from engines.backends.llvm.program import Floats, Program, load_meaning, store_meaning
-from engines.backends.llvm.spec import ALIGNMENT, Array, Grid, KernelSpec, Tactic, View, begin_kernel
+from engines.backends.llvm.spec import ALIGNMENT, Array, Grid, KernelSpec, Tactic, View, Window, begin_kernel
 
 PARTIALS = 64
 NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}
@@ -186,6 +186,12 @@ class RowKernel(KernelSpec):
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(math.prod(self.sources[0].shape[:-1]))
+
+    def windows(self, isa: Isa, tactic: Tactic) -> Sequence[Window]:
+        rows = math.prod(self.sources[0].shape[1:-1])
+        if len(self.sources[0].shape) == 1:
+            return super().windows(isa, tactic)
+        return [Window.along(view, rows=rows) for view in (*self.inputs, *self.outputs)]
 
     # ---- what a family defines
     @abstractmethod

@@ -11,15 +11,18 @@ A crew works off a list of chunks. Per step each worker has a contiguous part; i
 the tails of the others' (Blumofe and Leiserson, "Scheduling Multithreaded Computations by Work Stealing", 1999).
 
     for stage in stages:
-        for each chunk that the stage depends on:
-            until it is done: claim and run it if nobody has, run it again if it is late
+        ensure what all of the stage depends on
         for part in own part, the others':
-            for chunk in part: claim it; run it
+            for chunk in part that nobody has claimed:
+                ensure what the chunk depends on; claim it; run it
 
-So nobody ever waits for a thread that the system has taken off its core: its chunk is late, and is run again. That is
-safe because a chunk only reads what no later chunk of the request overwrites (each buffer has memory of its own), and
-because a thread that comes back writes the very same bytes, or writes into an arena that is not used while a hazard
-pointer (Michael, "Hazard Pointers", 2004) says that the thread is in it.
+    ensure: for each chunk: until it is done: run it again if it is late
+
+A worker leaves a stage when all its chunks are claimed, and claims one when all it depends on is done. So what ensure
+waits for is always claimed, and anybody could run it: nobody waits for a thread that the system has taken off its core.
+Its chunk is late, and is run again. That is safe because a chunk only reads what no later chunk of the request
+overwrites (each buffer has memory of its own), and because a thread that comes back writes the very same bytes, or
+writes into an arena that is not used while a hazard pointer (Michael, "Hazard Pointers", 2004) says that it is in it.
 
 Everything is stamped with the epoch of the run, so nothing is cleared between runs.
 """
@@ -181,6 +184,7 @@ class _Crew:
         self._emit_ticks()
         self._emit_execute()
         self._emit_ensure()
+        self._emit_take()
         self._emit_work()
         self._emit_ring()
         self._emit_run_chunks()
@@ -215,60 +219,61 @@ class _Crew:
         _run_kernel(chunk, ChunkRow, _word(run, RunRow.OPERANDS, PTR), *(_word(chunk, bound) for bound in bounds))
         _store(status, StatusRow.DONE, _word(run, RunRow.EPOCH), "release")
 
-    def _claim(self, f: Function, run: Value, index: Value, worker: Value) -> None:
-        """Run chunk `index` if nobody has claimed it.
-
-        A claim of a later epoch counts: it is a thread of an earlier span of steps that comes too late.
-        """
-        epoch = _word(run, RunRow.EPOCH)
-        status = _row(_word(run, RunRow.STATUS, PTR), index, STATUS_WORDS)
-        with f.when(_load(status, StatusRow.CLAIM, "monotonic").below(epoch)):
-            # Stamped before the claim: a chunk that others see as claimed must not look as if it began long ago.
-            _store(status, StatusRow.STARTED, self.now(f), "monotonic")
-            with f.when(_modify(status, StatusRow.CLAIM, "xchg", epoch, "acq_rel").below(epoch)):
-                f.run("execute", run, index)
-                _count(worker, WorkerRow.DONE)
-
     def _emit_ensure(self) -> None:
-        """Come back when the chunks first..last - 1 are done."""
+        """Come back when the chunks of the pairs first..last - 1 are done."""
         f = self.module.function("ensure", internal=True, run=PTR, first=I64, last=I64, worker=PTR)
         run, first, last, worker = f.parameters.values()
-        epoch, statuses, chunks = (_word(run, RunRow.EPOCH), _word(run, RunRow.STATUS, PTR),
-                                   _word(run, RunRow.CHUNKS, PTR))
-        for index in f.range("chunk", first, last):
-            status = _row(statuses, index, STATUS_WORDS)
-            limit = _word(_row(chunks, index, CHUNK_WORDS), ChunkRow.LIMIT)
-            with _repeat(f, "wait") as leave:
-                leave(_load(status, StatusRow.DONE, "acquire").compare("eq", epoch))
-                self._claim(f, run, index, worker)
-                leave(_load(status, StatusRow.DONE, "acquire").compare("eq", epoch))
-                age = self.now(f) - _load(status, StatusRow.STARTED, "monotonic")
-                with f.when(age.compare("sgt", limit)):
-                    f.run("execute", run, index)
-                    _count(worker, WorkerRow.REPEATED)
-                self.breathe(f)
+        epoch, statuses, chunks, depends = (_word(run, RunRow.EPOCH), _word(run, RunRow.STATUS, PTR),
+                                            _word(run, RunRow.CHUNKS, PTR), _word(run, RunRow.DEPENDS, PTR))
+        for pair in f.range("pair", first, last):
+            begin = f.load(I64, depends + pair * (2 * WORD), WORD, "begin")
+            end = f.load(I64, depends + pair * (2 * WORD) + WORD, WORD, "end")
+            for index in f.range("chunk", begin, end):
+                status = _row(statuses, index, STATUS_WORDS)
+                limit = _word(_row(chunks, index, CHUNK_WORDS), ChunkRow.LIMIT)
+                with _repeat(f, "wait") as leave:
+                    leave(_load(status, StatusRow.DONE, "acquire").compare("eq", epoch))
+                    age = self.now(f) - _load(status, StatusRow.STARTED, "monotonic")
+                    with f.when(age.compare("sgt", limit)):
+                        # Acquire: what the one who claimed the chunk had seen done, this thread sees as well.
+                        _load(status, StatusRow.CLAIM, "acquire")
+                        f.run("execute", run, index)
+                        _count(worker, WorkerRow.REPEATED)
+                    self.breathe(f)
+
+    def _emit_take(self) -> None:
+        """Run chunk `index` if nobody has claimed it, when all that it depends on is done."""
+        f = self.module.function("take", internal=True, run=PTR, index=I64, worker=PTR)
+        run, index, worker = f.parameters.values()
+        epoch, chunks = _word(run, RunRow.EPOCH), _word(run, RunRow.CHUNKS, PTR)
+        status = _row(_word(run, RunRow.STATUS, PTR), index, STATUS_WORDS)
+        with f.when(_load(status, StatusRow.CLAIM, "monotonic").compare("ne", epoch)):
+            first, last = (_word(_row(chunks, i, CHUNK_WORDS), ChunkRow.DEPENDS) for i in (index, index + 1))
+            f.run("ensure", run, first, last, worker)
+            # Stamped before the claim: a chunk that others see as claimed must not look as if it began long ago.
+            _store(status, StatusRow.STARTED, self.now(f), "monotonic")
+            with f.when(_modify(status, StatusRow.CLAIM, "xchg", epoch, "acq_rel").compare("ne", epoch)):
+                f.run("execute", run, index)
+                _count(worker, WorkerRow.DONE)
 
     def _emit_work(self) -> None:
         """Take part in stages first..last - 1. `number` is the worker's: whose part is its own."""
         f = self.module.function("work", internal=True, run=PTR, first=I64, last=I64, number=I64, worker=PTR)
         run, first, last, number, worker = f.parameters.values()
         stages, stage_bytes = _word(run, RunRow.STAGES, PTR), _word(run, RunRow.STAGE_BYTES)
-        depends, workers = _word(run, RunRow.DEPENDS, PTR), _word(run, RunRow.WORKERS)
-        zero = f.constant(0, I64)
+        workers, zero = _word(run, RunRow.WORKERS), f.constant(0, I64)
         for stage in f.range("stage", first, last):
             row = stages + stage * stage_bytes
-            for pair in f.range("pair", _word(row, StageRow.DEPENDS_BEGIN), _word(row, StageRow.DEPENDS_END)):
-                bounds = depends + pair * (2 * WORD)
-                f.run("ensure", run, f.load(I64, bounds, WORD), f.load(I64, bounds + WORD, WORD), worker)
+            f.run("ensure", run, _word(row, StageRow.DEPENDS_BEGIN), _word(row, StageRow.DEPENDS_END), worker)
             with f.when(number.compare("eq", 0)):
-                # Every earlier stage's dependencies are met: a helper that wakes late may begin here.
+                # All chunks of earlier stages are claimed: a helper that wakes late may begin here.
                 _store(run, RunRow.STAGE, stage, "release")
             for turn in f.range("part", zero, workers):
-                part = row + ((number + turn).binary("urem", workers) + StageRow.PARTS) * WORD
+                part = row + ((number + turn).remainder(workers) + StageRow.PARTS) * WORD
                 begin, end = f.load(I64, part, WORD, "begin"), f.load(I64, part + WORD, WORD, "end")
                 own = turn.compare("eq", 0)
                 for offset in f.range("chunk", zero, end - begin):
-                    self._claim(f, run, f.select(own, begin + offset, end - 1 - offset), worker)
+                    f.run("take", run, f.select(own, begin + offset, end - 1 - offset), worker)
 
     def _emit_ring(self) -> None:
         """Call all helpers; a system call only for those that sleep."""

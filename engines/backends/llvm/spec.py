@@ -47,6 +47,11 @@ class View:
         """The axes follow each other without a gap, and so do the items: the tensor is one long run of elements."""
         return self == dense_view(self.dtype, self.shape)
 
+    @property
+    def span(self) -> int:
+        """Bytes from element 0 of an item to the end of its last one."""
+        return self.size + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+
 
 def dense_view(dtype: str, shape: Sequence[int]) -> View:
     """A tensor whose elements follow each other in row-major order."""
@@ -55,6 +60,30 @@ def dense_view(dtype: str, shape: Sequence[int]) -> View:
         strides.append(step)
         step *= extent
     return View(dtype, tuple(shape), tuple(reversed(strides)), step)
+
+
+@dataclass(frozen=True)
+class Window:
+    """The bytes of an item that row i of its grid may touch: [begin, end) + i // rows * stride, from its address.
+
+    It may be wider than what is touched, never narrower.
+    """
+    begin: int
+    end: int
+    rows: int = 1
+    stride: int = 0
+
+    @staticmethod
+    def whole(view: View) -> Window:
+        """Every row may touch all of the item."""
+        return Window(0, view.span)
+
+    @staticmethod
+    def along(view: View, axis: int = 0, rows: int = 1, step: int = 1, first: int = 0, count: int = 1) -> Window:
+        """`rows` neighbours touch `count` indices of an axis, from `first` on; the next ones, `step` further on."""
+        stride = view.strides[axis]
+        others = view.span - (view.shape[axis] - 1) * stride
+        return Window(first * stride, (first + count - 1) * stride + others, rows, step * stride)
 
 
 @dataclass(frozen=True)
@@ -107,6 +136,11 @@ class KernelSpec(ABC):
     @abstractmethod
     def grid(self, isa: Isa, tactic: Any) -> Grid:
         ...
+
+    def windows(self, isa: Isa, tactic: Any) -> Sequence[Window]:
+        """What a row of the grid touches of each input and output: so much must be there before the row may run, and
+        so much is there after it. Families narrow this; here a row may touch all of its item."""
+        return [Window.whole(view) for view in (*self.inputs, *self.outputs)]
 
     @abstractmethod
     def emit(self, module: Module, name: str, isa: Isa, tactic: Any) -> None:

@@ -32,6 +32,7 @@ import numpy as np
 
 from engines.backends.llvm.access import hidden
 from engines.backends.llvm.arithmetic import Arithmetic, Operand, arithmetic_for
+from engines.backends.llvm.border import Border, TapAxis
 from engines.backends.llvm.dealing import deal, emit_turns, turn_bytes
 from engines.backends.llvm.emit import I32, I64, PTR, Function, Module, Value
 from engines.backends.llvm.epilogue import emit_epilogue
@@ -40,7 +41,7 @@ from engines.backends.llvm.kernels import winograd
 from engines.backends.llvm.kernels.winograd import Winograd
 from engines.backends.llvm.lanes import Lanes
 from engines.backends.llvm.program import Program, load_meaning, store_meaning
-from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, begin_kernel, pack_channels
+from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, Window, begin_kernel, pack_channels
 
 FEW_PIXELS = 8          # items of no more pixels than this are cut by batch
 
@@ -54,6 +55,7 @@ class Tile(Tactic):
     block: int = 0          # rows of tiles in a block of pixels; 0: all of them
     prefetch: bool = False  # ask for the next panel's weights, a line at every k
     dealt: bool = False     # INT8: products are summed in 16 bits first, weights laid out as in dealing.py
+    skip: bool = False      # leave out taps that read nothing but the border of zeros
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -61,9 +63,10 @@ class Tile(Tactic):
         return self.rows * self.cols, self.vectors
 
     def __str__(self) -> str:
-        block = f" block {self.block}" if self.block else ""
-        options = f"{' dealt' if self.dealt else ''}{block}{' prefetch' if self.prefetch else ''}"
-        return f"tile {self.rows}x{self.cols}x{self.vectors}{options}"
+        words = (f"tile {self.rows}x{self.cols}x{self.vectors}", "dealt" if self.dealt else "",
+                 f"block {self.block}" if self.block else "", "prefetch" if self.prefetch else "",
+                 "skip" if self.skip else "")
+        return " ".join(filter(None, words))
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Contraction(KernelSpec):
     stride: tuple[int, int] = (1, 1)
     dilation: tuple[int, int] = (1, 1)
     groups: int = 1
+    border: Border = Border()       # of x
     bounded: bool = False           # INT8: no x makes a sum of x * w leave +-2**25
     family = "contraction"
 
@@ -134,6 +138,15 @@ class Contraction(KernelSpec):
         """Turns of all K loops of a pixel."""
         return self.steps(isa) * self.taps[0] * (1 if self.one_run else self.taps[1])
 
+    @cached_property
+    def axes(self) -> tuple[TapAxis, TapAxis]:
+        """Rows, columns."""
+        border = self.border
+        edges = ((border.top, border.bottom), (border.left, border.right))
+        rows, cols = (TapAxis(self.x.shape[a], *edges[a], self.taps[a], self.stride[a], self.dilation[a])
+                      for a in (0, 1))
+        return rows, cols
+
     # ---- how the pixels are cut
     @cached_property
     def flat(self) -> Contraction:
@@ -168,6 +181,16 @@ class Contraction(KernelSpec):
             return Grid(self.flat.cols, tactic.cols * max(tactic.block, 1), columns)
         return Grid(self.lines(tactic), 1, columns)
 
+    def windows(self, isa: Isa, tactic: Tile | Winograd) -> Sequence[Window]:
+        if isinstance(tactic, Winograd):
+            return winograd.windows(self)
+        spec = self.flat
+        axis, size = (1, tactic.cols) if spec.rows == 1 else (0, tactic.rows)
+        size = 1 if self.by_batch else size
+        read = (size - 1) * spec.stride[axis] + (spec.taps[axis] - 1) * spec.dilation[axis] + 1
+        return [Window.along(spec.x, axis, 1, size * spec.stride[axis], count=read),
+                *(Window.along(view, axis, 1, size, count=size) for view in (*spec.operands, spec.y))]
+
     def _panel(self, isa: Isa, tile: Tile | Winograd) -> int:
         return tile.vectors * isa.lanes
 
@@ -188,6 +211,8 @@ class Contraction(KernelSpec):
             if self.by_batch:
                 cols = min(cols, 8)
             found[Tile(1, cols, vectors, dealt=dealt)] = None
+            if self.border != Border() and not dealt:       # dealt weights are not in the order of taps
+                found[Tile(1, cols, vectors, skip=True)] = None
             most = max((cols for cols, v in shapes if v >= vectors), default=1)
             if self.flat.rows > 1 and cols == self.cols and 2 * cols <= most:
                 found[Tile(2, cols, vectors, dealt=dealt)] = None
@@ -277,6 +302,15 @@ def tile_shapes(isa: Isa, precision: str) -> Sequence[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
+class _Part:
+    """A tile as a micro-kernel of its own: its size and, where taps in the border are left out, where it lies."""
+    rows: int
+    cols: int
+    tap_rows: tuple[Value, Value] | None = None     # the first, and how many
+    column: int | None = None       # of its first pixel, at an edge of x; None: away from the edges, all taps are live
+
+
+@dataclass(frozen=True)
 class _Pointers:
     """What a micro-kernel is given: addresses of its first pixel and panel."""
     x: Value
@@ -328,12 +362,29 @@ class _Emitter:
         def visit(call: Callable[..., None]) -> None:
             if spec.rows == 1:
                 for t, cols in self._lines(f, start, stop, spec.cols, tile.cols):
-                    call(t.like(0), t * tile.cols, 1, cols, t)
+                    call(t.like(0), t * tile.cols, _Part(1, cols), t)
                 return
             for t, rows in self._lines(f, start, stop, spec.rows, tile.rows):
-                for j, cols in f.tiles("column", spec.cols, tile.cols):
-                    call(t * tile.rows, j, rows, cols, t * across + j.divided(tile.cols))
+                taps = spec.axes[0].live_of_several((start + t) * tile.rows, rows) if tile.skip else None
+                for j, cols, column in self._columns(f):
+                    call(t * tile.rows, j, _Part(rows, cols, taps, column), t * across + j.divided(tile.cols))
         return visit
+
+    def _columns(self, f: Function) -> Iterator[tuple[Value, int, int | None]]:
+        """(start, size, start where it is known now) of a row's tiles; with `skip` the first and the last stand apart."""
+        extent, step = self.spec.cols, self.tile.cols
+        between = -(-extent // step) - 2
+        if not self.tile.skip:
+            for j, cols in f.tiles("column", extent, step):
+                yield j, cols, None
+            return
+        yield f.constant(0, I64), min(step, extent), 0
+        if between > 0:
+            for j in f.loop("column", between):
+                yield (j + 1) * step, step, None
+        if between >= 0:
+            last = (between + 1) * step
+            yield f.constant(last, I64), extent - last, last
 
     @staticmethod
     def _lines(f: Function, start: Value, stop: Value, extent: int, step: int) -> Iterator[tuple[Value, int]]:
@@ -355,11 +406,11 @@ class _Emitter:
 
             def visit(call: Callable[..., None], whole: Value = whole, rest: Value = rest) -> None:
                 for t in f.range("tile", whole.like(0), whole):
-                    call(whole.like(0), t * cols, 1, cols, t)
+                    call(whole.like(0), t * cols, _Part(1, cols), t)
                 for size in (8, 4, 2, 1):
                     if size < cols:
                         with f.when(rest.binary("and", size).compare("ne", 0)):
-                            call(whole.like(0), whole * cols + rest.binary("and", -2 * size), 1, size, whole)
+                            call(whole.like(0), whole * cols + rest.binary("and", -2 * size), _Part(1, size), whole)
 
             self._panels(f, self._pixel(base, start.like(0), start), visit)
 
@@ -392,13 +443,17 @@ class _Emitter:
         here = self._advance(block, start.like(0), *self._channels(start))
         weights = self._panel_weights(f, before)
 
-        def call(i: Value, j: Value, rows: int, cols: int, tile: Value) -> None:
-            pixel = self._pixel(here, i, j)
-            parts = dict(weights)
+        def call(i: Value, j: Value, part: _Part, tile: Value) -> None:
+            pixel, arguments = self._pixel(here, i, j), dict(weights)
             if self.tile.prefetch:      # a tile asks for a line a turn; the panel is asked for after `vectors` tiles
-                parts["ahead"] += tile.at_most(self.tile.vectors) * (spec.turns(isa) * 64)
-            f.run(self._microkernel(rows, cols, channels), pixel.x, constants, *pixel.operands, pixel.y,
-                  *parts.values())
+                arguments["ahead"] += tile.at_most(self.tile.vectors) * (spec.turns(isa) * 64)
+            x = pixel.x
+            if part.tap_rows:
+                first, arguments["tap_rows"] = part.tap_rows
+                x += first * (spec.x.strides[0] * spec.dilation[0])
+                turns = spec.turns(isa) // spec.taps[0]
+                arguments["w"] += first * (isa.vectors_for(channels) * turns * self.arithmetic.weight_bytes(isa))
+            f.run(self._microkernel(part, channels), x, constants, *pixel.operands, pixel.y, *arguments.values())
 
         visit(call)
 
@@ -435,24 +490,26 @@ class _Emitter:
                              *(i * view.strides[0] + j * view.strides[1] for view in self._views()[1:]))
 
     # ---- the micro-kernel
-    def _microkernel(self, rows: int, cols: int, channels: int) -> str:
+    def _microkernel(self, part: _Part, channels: int) -> str:
         """rows x cols pixels of `channels` couts, all of K in registers; its name."""
-        name = f"{self.name}_{rows}x{cols}x{channels}"
+        name = f"{self.name}_{part.rows}x{part.cols}x{channels}" + (f"_{part.column}" if part.column is not None else "")
         if name in self.module.functions:
             return name
         spec, isa, arithmetic = self.spec, self.isa, self.arithmetic
         operands = {f"operand{i}": PTR for i in range(len(spec.operands))}
         panel = dict(w=PTR, offsets=PTR, count=I64) if self.tile.dealt else dict(w=PTR, ahead=PTR)
+        panel |= {"tap_rows": I64} if part.tap_rows else {}
         f = self.module.function(name, internal=True, x=PTR, constants=PTR, **operands, y=PTR, **panel)
         lanes = Lanes(isa, channels, spec.y.dtype == "uint8")
-        vectors, pixels = lanes.vectors, [(i, j) for i in range(rows) for j in range(cols)]
-        acc = {(p, v): arithmetic.zero(isa, f.parameters["x"]) for p in range(len(pixels)) for v in range(vectors)}
+        pixels = [(i, j) for i in range(part.rows) for j in range(part.cols)]
+        acc = {(p, v): arithmetic.zero(isa, f.parameters["x"])
+               for p in range(len(pixels)) for v in range(lanes.vectors)}
         if self.tile.dealt:
             emit_turns(f, isa, acc, [self._offset(i, j) for i, j in pixels])
         else:
-            self._sum(f, acc, pixels, vectors)
+            self._sum(f, part, acc, pixels, lanes.vectors)
         emit_epilogue(f, lanes, spec.program, spec.operands, spec.y, pixels,
-                      lambda p: [arithmetic.finish(isa, acc[p, v]) for v in range(vectors)])
+                      lambda p: [arithmetic.finish(isa, acc[p, v]) for v in range(lanes.vectors)])
         return name
 
     def _offset(self, i: int, j: int) -> int:
@@ -460,30 +517,51 @@ class _Emitter:
         x, stride = self.spec.x, self.spec.stride
         return i * x.strides[0] * stride[0] + j * x.strides[1] * stride[1]
 
-    def _sum(self, f: Function, acc: dict[tuple[int, int], Value], pixels: list[tuple[int, int]], vectors: int) -> None:
-        """All of K into acc {(pixel, vector)}."""
+    def _sum(self, f: Function, part: _Part, acc: dict[tuple[int, int], Value], pixels: list[tuple[int, int]],
+             vectors: int) -> None:
+        """All of K, or its live taps, into acc {(pixel, vector)}."""
         spec, isa, arithmetic = self.spec, self.isa, self.arithmetic
-        (x_row, x_pixel, _), step = spec.x.strides, arithmetic.step_bytes
+        x_row, x_pixel, _ = spec.x.strides
         at = {key: f.parameters[key] for key in ("x", "w", "ahead")}
-        for _ in f.loop("tap row", spec.taps[0], acc=acc, at=at):
-            for _ in f.loop("tap column", 1 if spec.one_run else spec.taps[1], acc=acc, at=at):
-                for _ in f.loop("k", spec.steps(isa), acc=acc, at=at):
-                    weights = self._weights(at["w"], vectors)
-                    for p, (i, j) in enumerate(pixels):
-                        pixel = arithmetic.pixel(isa, at["x"] + self._offset(i, j))
-                        if p and len(weights[0]) > 1:       # too wide to keep: each pixel's products load them
-                            weights = self._weights(hidden(at["w"]), vectors)
-                        for v in range(vectors):
-                            acc[p, v] = arithmetic.dot(isa, acc[p, v], pixel, weights[v])
-                    at["x"] += step
-                    at["w"] += vectors * arithmetic.weight_bytes(isa)
-                    if self.tile.prefetch:
-                        isa.prefetch(at["ahead"])
-                        at["ahead"] += 64
-                if not spec.one_run:
-                    at["x"] += x_pixel * spec.dilation[1] - spec.steps(isa) * step
-            walked = spec.steps(isa) * step if spec.one_run else spec.taps[1] * x_pixel * spec.dilation[1]
-            at["x"] += x_row * spec.dilation[0] - walked
+        for _ in f.loop("tap row", f.parameters.get("tap_rows", spec.taps[0]), acc=acc, at=at):
+            start = at["x"]
+            for columns, live in self._tap_columns(part):
+                alive = {p: pixel for p, pixel in enumerate(pixels) if pixel[1] in live}
+                if spec.one_run:
+                    steps = spec.steps(isa) if columns == spec.taps[1] else columns * spec.cin // arithmetic.elements
+                    self._k_loop(f, steps, acc, at, alive, vectors)
+                    continue
+                for _ in f.loop("tap column", columns, acc=acc, at=at):
+                    self._k_loop(f, spec.steps(isa), acc, at, alive, vectors)
+                    at["x"] += x_pixel * spec.dilation[1] - spec.steps(isa) * arithmetic.step_bytes
+            at["x"] = start + x_row * spec.dilation[0]
+
+    def _tap_columns(self, part: _Part) -> list[tuple[int, frozenset[int]]]:
+        """The taps of a kernel row as runs of (how many, the columns of the tile that they matter to)."""
+        spec, every = self.spec, frozenset(range(part.cols))
+        whole_steps = not spec.one_run or spec.cin % self.arithmetic.elements == 0
+        if part.column is None or not whole_steps:
+            return [(spec.taps[1], every)]
+        runs = spec.axes[1].runs(range(part.column, part.column + part.cols))
+        return [(taps, frozenset(column - part.column for column in live)) for taps, live in runs]
+
+    def _k_loop(self, f: Function, steps: int, acc: dict[Any, Value], at: dict[str, Value],
+                pixels: Mapping[int, tuple[int, int]], vectors: int) -> None:
+        """`steps` turns for these pixels."""
+        isa, arithmetic, first = self.isa, self.arithmetic, min(pixels, default=0)
+        for _ in f.loop("k", steps, acc=acc, at=at):
+            weights = self._weights(at["w"], vectors)
+            for p, (i, j) in pixels.items():
+                pixel = arithmetic.pixel(isa, at["x"] + self._offset(i, j))
+                if p != first and len(weights[0]) > 1:      # too wide to keep: each pixel's products load them
+                    weights = self._weights(hidden(at["w"]), vectors)
+                for v in range(vectors):
+                    acc[p, v] = arithmetic.dot(isa, acc[p, v], pixel, weights[v])
+            at["x"] += arithmetic.step_bytes
+            at["w"] += vectors * arithmetic.weight_bytes(isa)
+            if self.tile.prefetch:
+                isa.prefetch(at["ahead"])
+                at["ahead"] += 64
 
     def _weights(self, address: Value, vectors: int) -> list[Operand]:
         """One step of a panel."""

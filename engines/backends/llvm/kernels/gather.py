@@ -17,7 +17,7 @@ from engines.backends.llvm.access import copy_bytes, item_addresses, joined, off
 from engines.backends.llvm.emit import I64, Function, Module, Value
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import ELEMENTS
-from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, begin_kernel
+from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, Window, begin_kernel
 
 CHUNK = 16      # vectors of an unrolled copy
 
@@ -59,6 +59,12 @@ class Take(KernelSpec):
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(math.prod(self.outer[0].shape))
+
+    def windows(self, isa: Isa, tactic: Tactic) -> Sequence[Window]:
+        if not self.axis:
+            return super().windows(isa, tactic)
+        rows = math.prod(self.x.shape[1:self.axis])
+        return [Window.along(view, rows=rows) for view in (self.x, self.y)]
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
         f, (source, places, target), (begin, end, *_) = begin_kernel(module, name, 3)
@@ -112,6 +118,11 @@ class Lookup(KernelSpec):
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(math.prod(self.index.shape))
+
+    def windows(self, isa: Isa, tactic: Tactic) -> Sequence[Window]:
+        rows = math.prod(self.index.shape[1:])
+        return [Window.along(view, rows=rows) if self.index.shape else Window.whole(view)
+                for view in (self.index, self.y)]
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
         f, (index, table, y), (begin, end, *_) = begin_kernel(module, name, 3)

@@ -25,7 +25,7 @@ from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.kernels.pointwise import Pointwise
 from engines.backends.llvm.lanes import ELEMENTS, from_float, to_float
 from engines.backends.llvm.program import Program, load_meaning, store_meaning
-from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, begin_kernel
+from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, Window, begin_kernel
 
 COPY = Program((), 1, 0, accumulator=False)
 _INTEGERS = {1: I8, 2: I16, 4: I32, 8: I64}
@@ -97,6 +97,19 @@ class Permute(KernelSpec):
         if self.way in ("planes", "transpose"):
             return Grid(math.prod(self._outer) * self._blocks(isa))
         return Grid(Runs(self.views).rows)
+
+    def windows(self, isa: Isa, tactic: Tactic) -> Sequence[Window]:
+        if self._pointwise:
+            return self._pointwise.windows(isa, tactic)
+        if self.way not in ("planes", "transpose"):
+            return Runs(self.views).windows()
+        assert self.across is not None
+        if not self._outer:
+            block = self._block(isa)
+            return [Window.along(view, self.across, 1, block, count=block) for view in self.views]
+        first = 0 if self.across else 1         # the outermost of the axes that count the rows of the grid
+        rows = math.prod(self._outer[1:]) * self._blocks(isa)
+        return [Window.along(view, first, rows) for view in self.views]
 
     @property
     def _outer(self) -> list[int]:

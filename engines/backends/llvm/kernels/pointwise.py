@@ -30,7 +30,7 @@ from engines.backends.llvm.emit import Module, Value
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import Lanes
 from engines.backends.llvm.program import Program, load_meaning, store_meaning
-from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, begin_kernel, pack_channels
+from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, Window, begin_kernel, pack_channels
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,9 @@ class Pointwise(KernelSpec):
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(self.runs.rows)
+
+    def windows(self, isa: Isa, tactic: Tactic) -> Sequence[Window]:
+        return self.runs.windows()
 
     # ---- code
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:

@@ -34,7 +34,7 @@ from engines.backends.llvm.fold import Fold, Pixel
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import Lanes
 from engines.backends.llvm.program import Program, load_meaning, store_meaning
-from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, begin_kernel, pack_channels
+from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, Window, begin_kernel, pack_channels
 
 MOST_UNROLLED = 25      # taps; larger windows are loops over their rows
 
@@ -137,6 +137,11 @@ class Pool(KernelSpec):
 
     def grid(self, isa: Isa, tactic: PoolTile) -> Grid:
         return Grid(self.y.shape[0])
+
+    def windows(self, isa: Isa, tactic: PoolTile) -> Sequence[Window]:
+        read = (self.kernel[0] - 1) * self.dilation[0] + 1
+        return [Window.along(self.x, step=self.stride[0], first=-self.pads[0], count=read),
+                *(Window.along(view) for view in (*self.operands, self.y))]
 
     def packing(self, tactic: PoolTile) -> int:
         return tactic.vectors

@@ -27,7 +27,7 @@ from engines.backends.llvm.emit import FLOAT, I8, I64, Function, Module, Value, 
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import Lanes
 from engines.backends.llvm.program import Program, fma, load_meaning, store_meaning
-from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, begin_kernel, pack_channels
+from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, Window, begin_kernel, pack_channels
 
 Tap = tuple[Value, Value | None]        # byte offset, weight in all lanes (None: the one tap of weight 1)
 
@@ -75,6 +75,9 @@ class Resize(KernelSpec):
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(self.y.shape[0])
+
+    def windows(self, isa: Isa, tactic: Tactic) -> Sequence[Window]:
+        return [Window.whole(self.x), *(Window.along(view) for view in (*self.operands, self.y))]
 
     # ---- code
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:

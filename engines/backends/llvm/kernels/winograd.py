@@ -30,7 +30,7 @@ from engines.backends.llvm.emit import FLOAT, I8, I16, I32, PTR, Function, Modul
 from engines.backends.llvm.epilogue import emit_epilogue
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import Lanes
-from engines.backends.llvm.spec import Array, Grid, Tactic, View, begin_kernel
+from engines.backends.llvm.spec import Array, Grid, Tactic, View, Window, begin_kernel
 
 if TYPE_CHECKING:
     from engines.backends.llvm.kernels.contraction import Contraction
@@ -168,6 +168,13 @@ def _tiles(spec: Contraction) -> int:
 def grid(spec: Contraction, tactic: Winograd) -> Grid:
     """A row is a tile."""
     return Grid(_tiles(spec), tactic.tiles)
+
+
+def windows(spec: Contraction) -> Sequence[Window]:
+    """A row of the grid is a tile: its row of tiles reads 6 rows of x and writes 4 of y."""
+    across = -(-spec.cols // OUTPUT)
+    return [Window.along(spec.x, 0, across, OUTPUT, count=PATCH),
+            *(Window.along(view, 0, across, OUTPUT, count=OUTPUT) for view in (*spec.operands, spec.y))]
 
 
 # ---- constants

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from engines.backends.llvm.border import Border
 from engines.backends.llvm.calls import Call, Context, Refused, Written, broadcast, image, lowers, write_body
 from engines.backends.llvm.kernels.contraction import Contraction
 from engines.backends.llvm.kernels.depthwise import Depthwise
@@ -32,7 +33,7 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
     y = ctx.places[node.outputs[0]]
     views = (x.view, y.view, operand_views(ctx, node, written))
     spec: KernelSpec = Contraction(*views, written.program, node.precision, taps, stride, dilation, groups,
-                                   bounded=node.precision == "int8" and bounded(weights))
+                                   _border(ctx, conv, x.view), node.precision == "int8" and bounded(weights))
     if depthwise:
         spec = Depthwise(*views, written.program, node.precision, taps, stride, dilation)
     return [contraction_call(ctx, node, spec, x, written, weights)]
@@ -72,6 +73,15 @@ def padded_input(ctx: Context, conv: Node, taps: Sequence[int]) -> tuple[Place, 
     place = ctx.places[conv.inputs[0]].moved(-top, -left, 0)
     view = replace(place.view, shape=(*reach, place.view.shape[2]))
     return replace(place, view=view), (stride_h, stride_w), (dilation_h, dilation_w)
+
+
+def _border(ctx: Context, conv: Node, view: View) -> Border:
+    """The zeros around the input in what the taps reach; none where its zero point is another number."""
+    quant, (top, left, _, _) = ctx.type(conv.inputs[0]).quant, pads_of(conv)
+    if quant is not None and quant.zero_point[0] != 0:
+        return Border()
+    height, width = (int(extent) for extent in ctx.type(conv.inputs[0]).shape[1:3])
+    return Border(top, left, max(view.shape[0] - top - height, 0), max(view.shape[1] - left - width, 0))
 
 
 def accumulator_of(ctx: Context, anchor: Node, weight_sums: Array) -> tuple[Any, Any]:
