@@ -69,7 +69,8 @@ def test_other_convolutions_have_no_such_tactic():
     spec, _, _ = problem((8, 8, 32, 32), "int8")
     assert winograd_tactics(spec, AVX2)
     others = (dict(bounded=False), dict(stride=(2, 2)), dict(dilation=(2, 1)), dict(taps=(3, 1)), dict(groups=2),
-              dict(precision="bf16"))
+              dict(precision="bf16"),
+              dict(x=dense_view("uint8", (10, 10, 512)), y=dense_view("uint8", (8, 8, 512)), operands=()))
     assert not any(winograd_tactics(replace(spec, **other), AVX2) for other in others)
 
 

@@ -144,11 +144,16 @@ _NUMBERS: dict[str, _Numbers] = {"int8": _Shorts(), "fp32": _Floats()}
 
 # ---- tactics
 def tactics(spec: Contraction, isa: Isa) -> Sequence[Winograd]:
-    """None where the layer is no such convolution, or its sums may be too large."""
+    """None where the layer is no such convolution, its sums may be too large, or its weights are.
+
+    Those become 36 numbers where 9 were: with many channels and few tiles that use them, reading them takes the time.
+    """
     numbers = _NUMBERS.get(spec.precision)
     fits = (spec.taps == (3, 3) and spec.stride == (1, 1) and spec.dilation == (1, 1) and spec.groups == 1
             and spec.x.strides[2] == spec.x.size and spec.cin % isa.lanes == 0)
     if numbers is None or not fits or (spec.precision == "int8" and not spec.bounded):
+        return ()
+    if POSITIONS * spec.cin * spec.cout > isa.winograd_weights:
         return ()
     found: dict[Winograd, None] = {}
     for group, vectors in isa.winograd_tiles:
