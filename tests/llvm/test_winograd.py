@@ -7,6 +7,7 @@ import pytest
 from engines.backends.llvm.isa import ALL, AVX2
 from engines.backends.llvm.kernels.contraction import Contraction
 from engines.backends.llvm.kernels.winograd import SCALES, WEIGHTS, Winograd, transform_input, transform_output
+from engines.backends.llvm.rules.contraction import bounded
 from engines.backends.llvm.spec import dense_view
 from tests.llvm.harness import check, gapped, random_array, requantise
 
@@ -72,6 +73,14 @@ def test_other_convolutions_have_no_such_tactic():
               dict(precision="bf16"),
               dict(x=dense_view("uint8", (10, 10, 512)), y=dense_view("uint8", (8, 8, 512)), operands=()))
     assert not any(winograd_tactics(replace(spec, **other), AVX2) for other in others)
+
+
+@pytest.mark.parametrize("channels, fits", [(114, True), (115, False)])
+def test_the_bound_on_sums_is_known_from_the_weights(channels, fits):
+    """Within it is what comes back from 32 bits after 6 of them were lost to the scales."""
+    weights = np.full((2, channels, 3, 3), -128, np.int8)
+    weights[0] = 0
+    assert bounded(weights) == (255 * 128 * 9 * channels < 1 << 25) == fits
 
 
 def test_the_transforms_make_a_convolution():
