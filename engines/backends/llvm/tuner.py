@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,10 +67,14 @@ class Tuner:
         return Choice(best, self.kernel(spec, best), times[best])
 
     def _cheapest(self, spec: KernelSpec, tactics: Sequence[Any]) -> list[Any]:
-        """Those that by their cost may be the fastest, the cheapest first."""
+        """Those that by their cost may be the fastest, the cheapest first; of ways as different as Winograd's and a
+        direct one, whose costs compare less well, the likely of each."""
         costs = {tactic: spec.cost(self.isa, tactic) for tactic in tactics}
-        limit = min(costs.values()) * HOPELESS
-        return sorted((tactic for tactic, cost in costs.items() if cost <= limit), key=lambda tactic: costs[tactic])
+        limits: dict[type, float] = {}
+        for tactic, cost in costs.items():
+            limits[type(tactic)] = min(cost * HOPELESS, limits.get(type(tactic), math.inf))
+        return sorted((tactic for tactic, cost in costs.items() if cost <= limits[type(tactic)]),
+                      key=lambda tactic: costs[tactic])
 
     # ---- code
     def kernel(self, spec: KernelSpec, tactic: Any) -> Kernel:
