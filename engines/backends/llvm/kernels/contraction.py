@@ -474,8 +474,12 @@ class _Emitter:
 
     # ---- the micro-kernel
     def _microkernel(self, part: _Part, channels: int) -> str:
-        """rows x cols pixels of `channels` couts, all of K in registers; its name."""
-        name = f"{self.name}_{part.rows}x{part.cols}x{channels}" + (f"_{part.column}" if part.column is not None else "")
+        """rows x cols pixels of `channels` couts, all of K in registers; its name.
+
+        Tactics that differ in their blocks only have it in common, where they are in one module.
+        """
+        name = "_".join([*str(replace(self.tile, block=0)).split(), f"{part.rows}x{part.cols}x{channels}",
+                         *([] if part.column is None else [str(part.column)])])
         if name in self.module.functions:
             return name
         spec, isa, arithmetic = self.spec, self.isa, self.arithmetic
