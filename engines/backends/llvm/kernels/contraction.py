@@ -219,6 +219,9 @@ class Contraction(KernelSpec):
     def packing(self, tactic: Tile) -> tuple[int, bool]:
         return tactic.vectors, tactic.dealt
 
+    def only_moves(self, tactic: Tile) -> bool:
+        return not tactic.dealt
+
     # ---- code
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tile) -> None:
         _Emitter(self.flat, module, name, isa, tactic).kernel(self.by_batch)
