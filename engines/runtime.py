@@ -4,7 +4,8 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 
@@ -12,7 +13,6 @@ from engines import cpu
 from engines.errors import ConfigError, InputError, PlanTargetError
 from engines.execution import Execution, Program, SerialExecution
 from engines.ir import Array
-from engines.parallel import ParallelExecution, ParallelProgram
 from engines.plan import IoTensor, Plan, Step, TensorView
 from engines.planfile import read_plan
 
@@ -70,7 +70,8 @@ class Engine:
         self.plan = plan
         self.threads = threads
         self._program = Program(plan)
-        self._parallel = ParallelProgram(self._program, threads) if threads > 1 else None
+        self._execution = (_parallel(self._program, threads) if threads > 1
+                           else partial(SerialExecution, self._program))
         self._feeds = Feeds(plan)
         self._idle: deque[ExecutionContext] = deque()      # its append and pop are atomic
 
@@ -94,12 +95,11 @@ class Engine:
     @property
     def arena_bytes(self) -> int:
         """Of one context's buffers (a context of T threads has T such arenas)."""
-        return (self._program.separate_layout if self._parallel else self._program.shared_layout).total
+        return (self._program.separate_layout if self.threads > 1 else self._program.shared_layout).total
 
     def create_context(self) -> ExecutionContext:
         """A context of its own memory, for one owner thread at a time."""
-        execution = ParallelExecution(self._parallel) if self._parallel else SerialExecution(self._program)
-        return ExecutionContext(self.plan, execution)
+        return ExecutionContext(self.plan, self._execution())
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """{output name: array} for {input name: array}, in the dtypes and shapes of the ONNX model.
@@ -121,6 +121,12 @@ class Engine:
         """Stop the helper threads of the pooled contexts and free their memory; the engine may be used again."""
         while self._idle:
             self._idle.pop().close()
+
+
+def _parallel(program: Program, threads: int) -> Callable[[], Execution]:
+    """What makes executions of several threads; imported here, for on one thread serving starts without it."""
+    from engines.parallel import ParallelExecution, ParallelProgram
+    return partial(ParallelExecution, ParallelProgram(program, threads))
 
 
 class ExecutionContext:

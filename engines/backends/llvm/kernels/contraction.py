@@ -271,6 +271,9 @@ class Contraction(KernelSpec):
     def packing(self, tactic: Tile | Winograd) -> tuple[type, int, bool]:
         return type(tactic), tactic.vectors, isinstance(tactic, Tile) and tactic.dealt
 
+    def only_moves(self, tactic: Tile | Winograd) -> bool:
+        return isinstance(tactic, Tile) and not tactic.dealt
+
     # ---- code
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tile | Winograd) -> None:
         if isinstance(tactic, Winograd):
@@ -532,9 +535,12 @@ class _Emitter:
 
     # ---- the micro-kernel
     def _microkernel(self, part: _Part, channels: int) -> str:
-        """rows x cols pixels of `channels` couts, all of K in registers; its name."""
-        place = "" if part.column is None else f"_{part.column}"
-        name = f"{self.name}_{part.rows}x{part.cols}x{channels}{place}"
+        """rows x cols pixels of `channels` couts, all of K in registers; its name.
+
+        Tactics that differ in their blocks only have it in common, where they are in one module.
+        """
+        name = "_".join([*str(replace(self.tile, block=0)).split(), f"{part.rows}x{part.cols}x{channels}",
+                         *([] if part.column is None else [str(part.column)])])
         if name in self.module.functions:
             return name
         spec, isa, arithmetic = self.spec, self.isa, self.arithmetic
