@@ -4,7 +4,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -19,10 +19,12 @@ from engines.planfile import read_plan
 _log = logging.getLogger(__name__)
 
 
-def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismatch: str = "relower") -> Engine:
+def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismatch: str = "relower",
+                cpus: Sequence[int] | None = None) -> Engine:
     """The engine of a plan file.
 
     threads: that work on one request. For many requests at a time, one thread and several contexts give more.
+    cpus: pins the threads of every context, one CPU for each; see Engine.create_context, which takes its own.
     on_target_mismatch: if this CPU lacks what the code needs, "relower" compiles the plan's graph again for this one
     (seconds; needs llvmlite), "refuse" raises PlanTargetError.
 
@@ -35,7 +37,7 @@ def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismat
         if on_target_mismatch == "refuse":
             raise PlanTargetError(f"{path}: {mismatch}; build it here, or load it with on_target_mismatch='relower'")
         plan = _relower(plan, f"{path}: {mismatch}")
-    return Engine(plan, threads)
+    return Engine(plan, threads, cpus)
 
 
 def _mismatch(plan: Plan) -> str:
@@ -60,13 +62,25 @@ def _relower(plan: Plan, why: str) -> Plan:
     return relowered
 
 
+def _checked_cpus(cpus: Sequence[int] | None, threads: int) -> tuple[int, ...] | None:
+    if cpus is None:
+        return None
+    if len(set(cpus)) != threads or len(cpus) != threads:
+        raise ConfigError(f"cpus={list(cpus)}: {threads} threads take as many CPUs, each another one")
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(cpus)
+    if unknown := sorted(set(cpus) - allowed):
+        raise ConfigError(f"cpus={list(cpus)}: this process may not use {unknown}; it has {sorted(allowed)}")
+    return tuple(cpus)
+
+
 class Engine:
     """Thread-safe: `run` takes a context from a pool, or makes one if all are in use."""
 
-    def __init__(self, plan: Plan, threads: int = 1) -> None:
+    def __init__(self, plan: Plan, threads: int = 1, cpus: Sequence[int] | None = None) -> None:
         """plan: as read from a file, or just built. Raises PlanCorruptError, PlanTargetError, ConfigError."""
         if threads < 1:
             raise ConfigError(f"threads={threads}: at least 1")
+        self._cpus = _checked_cpus(cpus, threads)
         self.plan = plan
         self.threads = threads
         self._program = Program(plan)
@@ -95,9 +109,15 @@ class Engine:
         """Of one context's buffers (a context of T threads has T such arenas)."""
         return (self._program.separate_layout if self._parallel else self._program.shared_layout).total
 
-    def create_context(self) -> ExecutionContext:
-        """A context of its own memory, for one owner thread at a time."""
-        execution = ParallelExecution(self._parallel) if self._parallel else SerialExecution(self._program)
+    def create_context(self, cpus: Sequence[int] | None = None) -> ExecutionContext:
+        """A context of its own memory, for one owner thread at a time.
+
+        cpus: where its threads stay, a CPU for each; without it, or load_engine's, helpers go to any CPU but the
+        caller's. The first is the caller's own: that thread is not ours to move, pin it with os.sched_setaffinity.
+        Raises ConfigError: not as many as threads, or none of ours.
+        """
+        cpus = _checked_cpus(cpus, self.threads) or self._cpus
+        execution = ParallelExecution(self._parallel, cpus) if self._parallel else SerialExecution(self._program)
         return ExecutionContext(self.plan, execution)
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -85,6 +86,22 @@ def test_a_caller_whose_helpers_are_gone_runs_alone() -> None:
         np.testing.assert_array_equal(got[name], want)
     after = execution.workers[:, WorkerRow.DONE]
     assert (after[1:] == before[1:]).all() and after[0] > before[0]
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU")
+def test_helpers_stay_where_they_are_pinned_and_otherwise_off_the_callers_cpu() -> None:
+    plan, _, _ = random_plan(np.random.default_rng(6))
+    x = np.zeros((1, ROWS, COLUMNS), np.int32)
+    cpus = sorted(os.sched_getaffinity(0))[:2]
+    shared = ParallelProgram(Program(plan), workers=2)
+    for pinned in (cpus, cpus[::-1], None):
+        execution = ParallelExecution(shared, pinned)
+        run(execution, plan, x)
+        helper, = (t for t in threading.enumerate() if t.name == "mixer-helper-1")
+        allowed = os.sched_getaffinity(helper.native_id or 0)
+        assert allowed == {pinned[1]} if pinned else len(allowed) == len(os.sched_getaffinity(0)) - 1
+        execution.close()
 
 
 @pytest.mark.usefixtures("eager")
