@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,9 @@ from benchmarks.quantisers import QUANTISERS, has_attention, save_items
 from benchmarks.runtimes import OPENVINO, ORT, OURS, versions
 
 CALIBRATION_ITEMS = 64      # at most, for the peers' quantisers
-SOURCES = ("engines", "calibration", "infer_server/cli")        # of what decides our plans
+# Of what decides our plans, and of what decides the ranges in them: calibration takes longer than the rest of a build.
+COMPILER = ("engines", "calibration", "infer_server/cli")
+CALIBRATION = ("calibration", "engines/passes", "engines/frontend", "infer_server/cli")
 ROOT = Path(__file__).resolve().parents[1]
 
 Say = Callable[[str], None]
@@ -41,8 +43,7 @@ class Workshop:
 
     def __init__(self, folder: Path, say: Say) -> None:
         self.folder, self.say = folder, say
-        sources = [path for name in SOURCES for path in sorted((ROOT / name).rglob("*.py"))]
-        self._compiler = digest(*(path.read_bytes() for path in sources))
+        self._compiler, self._calibration = _sources_digest(COMPILER), _sources_digest(CALIBRATION)
 
     def builds(self, model: Model, precision: str) -> list[Build]:
         """Ours first."""
@@ -79,7 +80,9 @@ class Workshop:
         plan = self._place(model, f"{precision}-{key}.plan")
         options: tuple[str, ...] = (f"--{precision}", *model.build_options)
         if precision == "int8":
-            options += (*model.calibration_options, "--export-qdq", str(plan.with_suffix(".onnx")))
+            ranges = self._place(model, f"ranges-{digest(self._calibration, data)}.json")
+            options += (*model.calibration_options, "--calib-cache", str(ranges),
+                        "--export-qdq", str(plan.with_suffix(".onnx")))
         return self._run(plan, f"infer-server builds {model.name} in {precision}", "infer_server.cli.build_engine",
                          str(model.source), "-o", str(plan), *options)
 
@@ -107,3 +110,7 @@ class Workshop:
                 output.unlink(missing_ok=True)
                 raise
         return output
+
+
+def _sources_digest(folders: Sequence[str]) -> str:
+    return digest(*(path.read_bytes() for name in folders for path in sorted((ROOT / name).rglob("*.py"))))

@@ -12,12 +12,14 @@ extra "bench".
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+from benchmarks import peaks
 from benchmarks.accuracy import LEAST_COSINE, load_judge
 from benchmarks.builds import Workshop
 from benchmarks.cases import Bench
@@ -30,6 +32,7 @@ from benchmarks.results import Case, write_results
 
 CHART = DOCUMENT.with_name("peers.png")
 PRECISIONS = tuple(LEAST_COSINE)
+FOLDERS = re.compile(r"[^\s=]*/")       # of paths in the command, which mean nothing on another machine
 
 
 def say(text: str) -> None:
@@ -109,11 +112,13 @@ def main(arguments: Sequence[str]) -> None:
         return
     if options.results:
         cases = write_results(options.results, cases)
-    print(report(cases))
+    text, roof = report(cases), peaks.section(counter)
+    print(f"{text}\n\n{roof}")
     if options.write:
         write_chart(cases, CHART)
-        command = " ".join(["python -m benchmarks.peers", *arguments])
-        write_section("peers", f"## One inference\n\n`{command}`\n\n![{CHART.stem}]({CHART.name})\n\n{report(cases)}")
+        command = " ".join(["python -m benchmarks.peers", *(FOLDERS.sub("", argument) for argument in arguments)])
+        write_section("peers", f"## One inference\n\n`{command}`\n\n![{CHART.stem}]({CHART.name})\n\n{text}")
+        write_section(peaks.SECTION, roof)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def details(case: Case) -> str:
     header = ["runtime", "build", f"median, {case.unit}", "least", "ratio", "cosine", "error", "metric", "remarks"]
     rows: list[list[Cell]] = [
         [row.runtime, row.build, _cost(row), min(row.turns, default="-"), str(case.ratio(row) or "-"),
-         "-" if row.failure else row.cosine, "-" if row.failure else row.error, _metric(row), _remarks(row)]
+         "-" if row.failure else f"{row.cosine:.5f}", "-" if row.failure else row.error, _metric(row), _remarks(row)]
         for row in case.rows]
     return (f"{case.model}, {case.precision}, batch {case.batch}, {case.threads} thread{'s' * (case.threads > 1)}:\n\n"
             + markdown_table(header, rows))

@@ -21,7 +21,7 @@ from calibration.histogram import Histogram
 from engines.errors import CalibrationError
 
 FORMAT = "infer-server calibration table"
-VERSION = 2
+VERSION = 3
 TENSORRT_HEADER = "TRT-8510-EntropyCalibration2"
 TENSORRT_LEVEL = 127            # the int8 value that stands for the threshold
 
@@ -31,6 +31,7 @@ class CalibrationTable:
     """What calibration decided. `ranges` holds (low, high) in real values, low <= 0 <= high.
 
     means: {tensor: the mean of each index of its last axis}, where biases are to be corrected by them; else empty.
+    smoothing: {tensor: what each index of its last axis is divided by} (smoothing.py); the ranges are those after it.
 
     graph_hash is "" and items 0 where the file does not say: a TensorRT cache.
     """
@@ -39,6 +40,7 @@ class CalibrationTable:
     items: int
     ranges: Mapping[str, Range]
     means: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    smoothing: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for tensor, (low, high) in self.ranges.items():
@@ -46,6 +48,7 @@ class CalibrationTable:
                 raise CalibrationError(f"'{tensor}': the range ({low}, {high}) must be finite and hold zero")
         object.__setattr__(self, "ranges", MappingProxyType(dict(self.ranges)))
         object.__setattr__(self, "means", MappingProxyType(dict(self.means)))
+        object.__setattr__(self, "smoothing", MappingProxyType(dict(self.smoothing)))
 
 
 def make_table(calibrator: str, graph_hash: str, items: int, histograms: Mapping[str, Histogram]) -> CalibrationTable:
@@ -59,7 +62,8 @@ def write_table(table: CalibrationTable, path: str | Path) -> None:
     """Write our own format."""
     document = {"format": FORMAT, "version": VERSION, "calibrator": table.calibrator, "graph_hash": table.graph_hash,
                 "items": table.items, "ranges": {tensor: list(range_) for tensor, range_ in table.ranges.items()},
-                "means": {tensor: list(means) for tensor, means in table.means.items()}}
+                "means": {tensor: list(means) for tensor, means in table.means.items()},
+                "smoothing": {tensor: list(factors) for tensor, factors in table.smoothing.items()}}
     _write(path, json.dumps(document, indent=1) + "\n")
 
 
@@ -105,14 +109,15 @@ def _parse_ours(text: str) -> CalibrationTable:
     if document.get("format") != FORMAT or document.get("version") != VERSION:
         raise CalibrationError(f"format {document.get('format')!r} version {document.get('version')!r}, expected "
                                f"{FORMAT!r} version {VERSION}; delete it to calibrate again")
-    wanted = {"format", "version", "calibrator", "graph_hash", "items", "ranges", "means"}
+    wanted = {"format", "version", "calibrator", "graph_hash", "items", "ranges", "means", "smoothing"}
     if document.keys() != wanted:
         raise CalibrationError(f"its fields are {sorted(document)}, expected {sorted(wanted)}")
     try:
         ranges = {str(tensor): (float(low), float(high)) for tensor, (low, high) in document["ranges"].items()}
-        means = {str(tensor): tuple(map(float, values)) for tensor, values in document["means"].items()}
+        means, smoothing = ({str(tensor): tuple(map(float, values)) for tensor, values in document[key].items()}
+                            for key in ("means", "smoothing"))
         return CalibrationTable(str(document["calibrator"]), str(document["graph_hash"]), int(document["items"]),
-                                ranges, means)
+                                ranges, means, smoothing)
     except (AttributeError, TypeError, ValueError) as error:
         raise CalibrationError(f"a field of the wrong type: {error}") from error
 

@@ -116,7 +116,7 @@ class Builder:
         return [quantize(graph, ranges, keep_float=(*self.config.keep_float, *slower)), int8, *floats]
 
     def _timed(self, graph: Graph) -> tuple[Step, ...]:
-        return compile_graph(graph, self._tuner, 1).steps
+        return compile_graph(graph, self._tuner, 1, to_keep=False).steps
 
     def _time_us(self, graph: Graph) -> float:
         return sum(step.time_us for step in self._timed(graph))
@@ -140,13 +140,15 @@ class Builder:
         return self._compile(watched, self._here, min(self._max_batch(graph), TRIAL_BATCH))
 
     def _compile(self, graph: Graph, tuner: Tuner, max_batch: int, metadata: Mapping[str, Any] | None = None) -> Plan:
-        compiled = compile_graph(graph, tuner, max_batch, self.progress if tuner is self._tuner else None)
+        to_keep = tuner is self._tuner          # the others are run here and forgotten
+        compiled = compile_graph(graph, tuner, max_batch, self.progress if to_keep else None, to_keep)
         document, arrays = graph_to_json(graph)
         return Plan(
             name=graph.name, target=compiled.target, cpu=compiled.cpu, precision=self.config.precision,
             max_batch=max_batch, inputs=compiled.inputs, outputs=compiled.outputs, buffers=compiled.buffers,
             steps=compiled.steps, fills=compiled.fills, code=compiled.code, constants=compiled.constants,
-            graph=document, graph_arrays=arrays, metadata={"compiler": COMPILER_VERSION, **(metadata or {})})
+            graph=document, graph_arrays=arrays, packed=compiled.packed,
+            metadata={"compiler": COMPILER_VERSION, **(metadata or {})})
 
     def _max_batch(self, graph: Graph) -> int:
         """0 for a model of fixed shape."""
@@ -169,4 +171,4 @@ def relower(plan: Plan, target: str = "") -> Plan:
     compiled = compile_graph(graph, tuner, plan.max_batch)
     return replace(plan, target=compiled.target, cpu=compiled.cpu, inputs=compiled.inputs, outputs=compiled.outputs,
                    buffers=compiled.buffers, steps=compiled.steps, fills=compiled.fills, code=compiled.code,
-                   constants=compiled.constants)
+                   constants=compiled.constants, packed=compiled.packed)

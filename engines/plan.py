@@ -22,6 +22,7 @@ import numpy as np
 
 from engines.errors import PlanCorruptError
 from engines.ir import Array, QParams
+from engines.packed import PackedArray
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,8 @@ class Plan:
     code: tuple[bytes, ...]                 # ELF objects, position-independent, self-contained: kernels and scheduler
     constants: bytes | memoryview           # weights and epilogue constants, aligned, in order of execution
     graph: Mapping[str, Any] = field(default_factory=dict)          # serialised Graph that it was lowered from ...
-    graph_arrays: Mapping[str, Array] = field(default_factory=dict, compare=False)      # ... and its constants
+    graph_arrays: Mapping[str, Array] = field(default_factory=dict, compare=False)      # ... and its constants,
+    packed: Mapping[str, PackedArray] = field(default_factory=dict)     # of which these are not written a second time
     metadata: Mapping[str, Any] = field(default_factory=dict)       # preprocessing, calibration, versions, report
 
     @property

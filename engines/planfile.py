@@ -1,15 +1,18 @@
 """Plan <-> file.
 
     header      64 bytes: magic, format version, where the manifest is, its checksum, the size of the file
-    sections    each on a page boundary: code/0, code/1, ..., constants, graph (JSON), array/0, array/1, ...
+    sections    constants, on a page boundary; code; graph and packed (JSON); array/0, array/1, ...
     manifest    JSON: the plan's fields, and for each section its place, size and checksum
+
+Each weight is there once: among the constants, as kernels read it. What the graph needs of it again is read back from
+there (engines/packed.py); only constants of the graph that are nowhere else have an array. Code, JSON and manifest are
+compressed; constants are not, for the file is mapped, not read: processes that load one plan share its weights. (Where
+kernels want integers wider than their values, each process widens its own: engines/narrow.py.)
 
 Code is checked by BLAKE2b, for it will be executed; the rest by CRC-32, which finds every burst of up to 32 wrong bits
 and reads 3.5 GB a second, so that 25 MB of weights take 7 ms. Both guard against accidents, not against an attacker:
-a plan is a program, load it only from where you would load a program.
-
-The file is mapped, not read: processes that load one plan share its weights. The graph and its arrays are checked and
-decoded only when somebody asks for them.
+a plan is a program, load it only from where you would load a program. The graph and its arrays are checked and decoded
+only when somebody asks for them.
 """
 from __future__ import annotations
 
@@ -20,25 +23,26 @@ import mmap
 import os
 import secrets
 import struct
-import types
-import typing
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from engines.errors import PlanCorruptError, PlanVersionError
 from engines.ir import Array
+from engines.narrow import Run, narrow, widen
+from engines.packed import PackedArray, Packing
 from engines.plan import Plan
+from engines.records import from_plain, to_plain
 
 MAGIC = b"\x93INFPLAN"      # the first byte is not ASCII: no text file begins like this
-VERSION = 1
-PAGE = 4096
+VERSION = 2
+PAGE, LINE = 4096, 64
 _HEADER = struct.Struct("<8sIIQQ16sQ8x")     # magic, version, 0, manifest offset, size, checksum, file size
-_ELSEWHERE = ("code", "constants", "graph", "graph_arrays")      # fields of Plan that are sections, not manifest
+_ELSEWHERE = ("code", "constants", "graph", "graph_arrays", "packed")        # fields of Plan that are sections
 _REBUILD = "build the plan again, or copy it again from where it came"
 
 _Buffer = bytes | memoryview
@@ -53,31 +57,29 @@ def _fast(data: _Buffer) -> str:
 
 
 def _checksum(section: str) -> Callable[[_Buffer], str]:
-    return _strong if section.startswith("code/") else _fast
+    return _strong if section == "code" else _fast
+
+
+def _compressed_json(value: Any) -> bytes:
+    return zlib.compress(json.dumps(value, default=to_plain, separators=(",", ":")).encode())
 
 
 # ---- writing
 def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write the file beside its name, then rename it: whoever reads `path` finds the old plan or the new one, whole."""
     target = Path(path)
-    sections: dict[str, _Buffer] = {f"code/{i}": code for i, code in enumerate(plan.code)}
-    sections["constants"] = plan.constants
-    sections["graph"] = json.dumps(dict(plan.graph), default=_plain).encode()
-    arrays = {}
-    for i, (name, array) in enumerate(plan.graph_arrays.items()):
-        if array.dtype.hasobject:
-            raise TypeError(f"a plan cannot hold the array '{name}' of Python objects")
-        arrays[name] = {"dtype": array.dtype.str, "shape": array.shape}
-        sections[f"array/{i}"] = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    sections, arrays = _sections(plan)
+    constants, runs = narrow(plan.constants, _constant_operands(plan))
+    sections["constants"] = constants
 
     records: dict[str, dict[str, Any]] = {}
     at = PAGE
-    for name, data in sections.items():
+    for name, data in sorted(sections.items(), key=lambda item: item[0] != "constants"):
         records[name] = {"offset": at, "bytes": len(data), "checksum": _checksum(name)(data)}
-        at = -(-(at + len(data)) // PAGE) * PAGE
+        at = -(-(at + len(data)) // LINE) * LINE
     fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.name not in _ELSEWHERE}
-    manifest = json.dumps({"plan": fields, "code": len(plan.code), "arrays": arrays, "sections": records},
-                          default=_plain, separators=(",", ":")).encode()
+    manifest = _compressed_json({"plan": fields, "code": [len(code) for code in plan.code], "runs": runs,
+                                 "arrays": arrays, "sections": records})
     header = _HEADER.pack(MAGIC, VERSION, 0, at, len(manifest), bytes.fromhex(_strong(manifest)), at + len(manifest))
 
     temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}")
@@ -97,17 +99,43 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
         raise
 
 
-def _plain(value: Any) -> Any:
-    """What json cannot write by itself: dataclasses (by field), mappings, numpy's numbers."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, (set, frozenset)):
-        return sorted(value)
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"a plan cannot hold a {type(value).__name__}: {value!r}")
+def _sections(plan: Plan) -> tuple[dict[str, _Buffer], dict[str, Any]]:
+    """All but the constants, and what the arrays among them are."""
+    packings = {item.packing: None for item in plan.packed.values()}
+    numbers = {packing: i for i, packing in enumerate(packings)}
+    packed = {name: {**to_plain(item), "packing": numbers[item.packing]} for name, item in plan.packed.items()}
+    sections: dict[str, _Buffer] = {
+        "code": zlib.compress(b"".join(plan.code)),
+        "graph": _compressed_json(plan.graph),
+        "packed": _compressed_json({"arrays": packed, "packings": [_differences(p) for p in packings]})}
+    arrays: dict[str, Any] = {}
+    for name, array in plan.graph_arrays.items():
+        if array.dtype.hasobject:
+            raise TypeError(f"a plan cannot hold the array '{name}' of Python objects")
+        arrays[name] = None
+        if name not in plan.packed:
+            arrays[name] = {"dtype": array.dtype.str, "shape": array.shape, "section": f"array/{len(sections)}"}
+            sections[f"array/{len(sections)}"] = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    return sections, arrays
+
+
+def _constant_operands(plan: Plan) -> set[int]:
+    """Where in the constants an operand begins."""
+    return {operand.offset for step in plan.steps for operand in step.operands if operand.buffer is None}
+
+
+def _differences(packing: Packing) -> dict[str, Any]:
+    """Each number less the one before it: these repeat, so that they compress to little."""
+    return {"starts": np.diff(packing.starts, prepend=0).tolist(), "kinds": packing.kinds,
+            "steps": [np.diff(steps, prepend=0).tolist() for steps in packing.steps]}
+
+
+def _sums(content: Mapping[str, Any]) -> Packing:
+    """The inverse."""
+    def summed(differences: list[int]) -> tuple[int, ...]:
+        return tuple(np.cumsum(differences, dtype=np.int64).tolist())
+
+    return Packing(summed(content["starts"]), tuple(content["kinds"]), tuple(map(summed, content["steps"])))
 
 
 # ---- reading
@@ -138,8 +166,11 @@ def _manifest(path: str, data: memoryview) -> dict[str, Any]:
     manifest = data[offset:offset + size]
     if len(manifest) != size or _strong(manifest) != checksum.hex():
         raise PlanCorruptError(f"{path}: the manifest's checksum is wrong; {_REBUILD}")
-    content: dict[str, Any] = json.loads(bytes(manifest))
+    content: dict[str, Any] = json.loads(zlib.decompress(manifest))
     return content
+
+
+_Value = TypeVar("_Value")
 
 
 class _Reader:
@@ -158,91 +189,75 @@ class _Reader:
 
     def plan(self) -> Plan:
         try:
-            fields = _from_plain(Plan, self._manifest["plan"])
-            return Plan(**fields, code=tuple(bytes(self.section(f"code/{i}")) for i in range(self._manifest["code"])),
-                        constants=self.section("constants"),
-                        graph=_LazyGraph(self), graph_arrays=_LazyArrays(self, self._manifest["arrays"]))
+            fields = from_plain(Plan, self._manifest["plan"])
+            constants = self._constants()
+            packed = _Lazy(self._packed)
+            return Plan(**fields, code=self._code(), constants=constants, graph=_Lazy(self._graph), packed=packed,
+                        graph_arrays=_LazyArrays(self, self._manifest["arrays"], constants, packed))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             # The checksums hold, so this is what a faulty or a private version of the compiler wrote.
             raise PlanCorruptError(f"{self.path}: the manifest is not a plan's ({error!r}); {_REBUILD}") from error
 
+    def _constants(self) -> memoryview:
+        runs = tuple(Run(**run) for run in self._manifest["runs"])
+        return widen(self.section("constants"), runs) if runs else self.section("constants")
 
-class _LazyGraph(Mapping[str, Any]):
-    """The graph's JSON, decoded at the first look."""
+    def _code(self) -> tuple[bytes, ...]:
+        objects, at = zlib.decompress(self.section("code")), 0
+        code = []
+        for size in self._manifest["code"]:
+            code.append(objects[at:at + size])
+            at += size
+        return tuple(code)
 
-    def __init__(self, reader: _Reader) -> None:
-        self._reader = reader
-        self._content: dict[str, Any] | None = None
+    def _graph(self) -> dict[str, Any]:
+        graph: dict[str, Any] = json.loads(zlib.decompress(self.section("graph")))
+        return graph
 
-    def _read(self) -> dict[str, Any]:
-        if self._content is None:
-            self._content = json.loads(bytes(self._reader.section("graph")))
-        return self._content
+    def _packed(self) -> dict[str, PackedArray]:
+        content = json.loads(zlib.decompress(self.section("packed")))
+        packings = [_sums(packing) for packing in content["packings"]]
+        return {name: PackedArray(**{**record, "shape": tuple(record["shape"]), "packing": packings[record["packing"]]})
+                for name, record in content["arrays"].items()}
 
-    def __getitem__(self, key: str) -> Any:
-        return self._read()[key]
+
+class _Lazy(Mapping[str, _Value]):
+    """A mapping that is read at the first look."""
+
+    def __init__(self, read: Callable[[], Mapping[str, _Value]]) -> None:
+        self._read = read
+
+    @cached_property
+    def content(self) -> Mapping[str, _Value]:
+        return self._read()
+
+    def __getitem__(self, key: str) -> _Value:
+        return self.content[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._read())
+        return iter(self.content)
 
     def __len__(self) -> int:
-        return len(self._read())
+        return len(self.content)
 
 
 class _LazyArrays(Mapping[str, Array]):
-    """The graph's constants: read-only views of the file, each checked when it is asked for."""
+    """The graph's constants, each checked when it is asked for: views of the file, or read back from the constants."""
 
-    def __init__(self, reader: _Reader, records: dict[str, Any]) -> None:
-        self._reader = reader
-        self._records = {name: (i, record) for i, (name, record) in enumerate(records.items())}
+    def __init__(self, reader: _Reader, records: dict[str, Any], constants: memoryview,
+                 packed: Mapping[str, PackedArray]) -> None:
+        self._reader, self._records, self._constants, self._packed = reader, records, constants, packed
 
     def __getitem__(self, name: str) -> Array:
-        index, record = self._records[name]
-        data = self._reader.section(f"array/{index}")
-        return np.ndarray(tuple(record["shape"]), np.dtype(record["dtype"]), data)
+        record = self._records[name]
+        if record is None:
+            array = self._packed[name].unpack(self._constants)
+            array.flags.writeable = False
+            return array
+        return np.ndarray(tuple(record["shape"]), np.dtype(record["dtype"]), self._reader.section(record["section"]))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._records)
 
     def __len__(self) -> int:
         return len(self._records)
-
-
-# ---- JSON -> dataclasses, by their annotations
-@cache
-def _decoders(cls: type) -> dict[str, Callable[[Any], Any]]:
-    hints = typing.get_type_hints(cls)
-    return {f.name: _decoder(hints[f.name]) for f in dataclasses.fields(cls)}
-
-
-def _from_plain(cls: type, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Field name -> value. Raises KeyError for a field that the class does not have."""
-    decoders = _decoders(cls)
-    return {name: decoders[name](value) for name, value in content.items()}
-
-
-def _decoder(hint: Any) -> Callable[[Any], Any]:
-    """JSON knows lists, not tuples, and no dataclasses: what undoes that for a value of this type."""
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        cls = hint
-        return lambda value: cls(**_from_plain(cls, value))
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return _union_decoder(arguments)
-    if origin is tuple and arguments[-1] is Ellipsis:
-        inner = _decoder(arguments[0])
-        return tuple if inner is _same else lambda value: tuple(inner(v) for v in value)
-    if origin is tuple:
-        inners = [_decoder(argument) for argument in arguments]
-        return lambda value: tuple(inner(v) for inner, v in zip(inners, value, strict=True))
-    return _same
-
-
-def _union_decoder(arguments: tuple[Any, ...]) -> Callable[[Any], Any]:
-    """A union has at most one member that needs decoding here, and JSON writes that one as an object."""
-    inner = next((decode for decode in map(_decoder, arguments) if decode is not _same), _same)
-    return lambda value: inner(value) if isinstance(value, dict) else value
-
-
-def _same(value: Any) -> Any:
-    return value

@@ -85,6 +85,7 @@ class Engine:
         self.threads = threads
         self._program = Program(plan)
         self._parallel = ParallelProgram(self._program, threads) if threads > 1 else None
+        self._feeds = Feeds(plan)
         self._idle: deque[ExecutionContext] = deque()      # its append and pop are atomic
 
     @property
@@ -126,7 +127,7 @@ class Engine:
         Any number of items on the batch axis: more than max_batch run in slices. InputError says what does not fit.
         """
         arrays = {name: np.asarray(value) for name, value in feeds.items()}
-        items = check_feeds(self.plan, arrays)
+        items = self._feeds.check(arrays)
         try:
             context = self._idle.pop()
         except IndexError:
@@ -149,14 +150,14 @@ class ExecutionContext:
         self._plan, self._execution = plan, execution
         self._inputs = {io.name: io.view for io in plan.inputs}
         self._outputs = {io.name: io.view for io in plan.outputs}
+        self._arrays: dict[tuple[str, str, int], Array] = {}    # (kind, name, batch) -> what has been asked for
 
     def input(self, name: str, batch: int = 1) -> Array:
         """The slots of an input, to be written: [batch, ...], or the whole if the tensor has no batch axis.
 
         What is in them stays there until it is overwritten.
         """
-        self._check(batch)
-        return self._execution.input(self._view(self._inputs, name, "input"), batch)
+        return self._array("input", name, batch)
 
     def execute(self, batch: int = 1) -> None:
         """Run the network on the first `batch` slots. The GIL is released for all but fallback steps."""
@@ -165,8 +166,7 @@ class ExecutionContext:
 
     def output(self, name: str, batch: int = 1) -> Array:
         """An output of the last execute: a view, valid until the next one."""
-        self._check(batch)
-        return self._execution.output(self._view(self._outputs, name, "output"), batch)
+        return self._array("output", name, batch)
 
     def profile(self, batch: int = 1, repeats: int = 5) -> list[tuple[Step, float]]:
         """(step, seconds) for each step, run alone on one thread: the least of `repeats` passes over the network."""
@@ -179,11 +179,17 @@ class ExecutionContext:
         """Stop the context's threads. Its memory is freed with the last view of it."""
         self._execution.close()
 
-    def _view(self, table: Mapping[str, TensorView], name: str, kind: str) -> TensorView:
-        try:
-            return table[name]
-        except KeyError:
-            raise InputError(f"{self._plan.name} has no {kind} '{name}'; it has {_names(table)}") from None
+    def _array(self, kind: str, name: str, batch: int) -> Array:
+        """Where a tensor lies never changes, so each array is made once."""
+        found = self._arrays.get((kind, name, batch))
+        if found is None:
+            self._check(batch)
+            table = self._inputs if kind == "input" else self._outputs
+            if name not in table:
+                raise InputError(f"{self._plan.name} has no {kind} '{name}'; it has {_names(table)}")
+            make = self._execution.input if kind == "input" else self._execution.output
+            found = self._arrays[kind, name, batch] = make(table[name], batch)
+        return found
 
     def _check(self, batch: int) -> None:
         if not 1 <= batch <= self._plan.batch_slots:
@@ -203,44 +209,64 @@ def _with_batch(view: TensorView, items: int) -> tuple[int, ...]:
 
 
 # ---- feeds
-def check_feeds(plan: Plan, arrays: Mapping[str, Array]) -> int:
-    """The number of items in the feeds (1 if the model has no batch axis). InputError: what was expected, what came."""
-    expected = {io.name: io for io in plan.inputs}
-    if unknown := [name for name in arrays if name not in expected]:
-        raise InputError(f"{plan.name} has no input '{unknown[0]}'; it has {_names(expected)}")
-    counts: dict[str, int] = {}
-    for name, io in expected.items():
-        if name not in arrays:
-            raise InputError(f"{plan.name}: input '{name}' is missing; the model takes {_names(expected)}")
-        array = arrays[name]
-        dtype = np.dtype("uint16" if io.dtype == "bfloat16" else io.dtype)
-        if array.dtype != dtype:
-            raise InputError(f"{plan.name}: input '{name}' is {array.dtype}, the model takes {dtype}")
-        shape = array.shape[1:] if io.view.batched else array.shape
-        if array.ndim != len(io.shape) or shape != io.view.shape:
-            wanted = ["batch", *io.view.shape] if io.view.batched else [*io.view.shape]
-            raise InputError(f"{plan.name}: input '{name}' has shape {list(array.shape)}, the model takes "
-                             f"[{', '.join(map(str, wanted))}]")
-        if io.view.batched:
-            counts[name] = array.shape[0]
-    if len(set(counts.values())) > 1:
-        raise InputError(f"{plan.name}: inputs disagree on the batch: "
-                         + ", ".join(f"'{name}' has {count}" for name, count in counts.items()))
-    return next(iter(counts.values()), 1)
+class Feeds:
+    """What a plan's inputs take, worked out once."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._expected = {io.name: (np.dtype("uint16" if io.dtype == "bfloat16" else io.dtype), io.view)
+                          for io in plan.inputs}
+
+    def check(self, arrays: Mapping[str, Array]) -> int:
+        """The number of items in the feeds (1 if the model has no batch axis). InputError: what was expected, what
+        came."""
+        if len(arrays) != len(self._expected) or any(name not in self._expected for name in arrays):
+            self._refuse_names(arrays)
+        items: int | None = None
+        for name, (dtype, view) in self._expected.items():
+            array = arrays[name]
+            if array.dtype != dtype:
+                raise InputError(f"{self._plan.name}: input '{name}' is {array.dtype}, the model takes {dtype}")
+            if (array.shape[1:] if view.batched else array.shape) != view.shape or array.ndim < view.batched:
+                wanted = ["batch", *view.shape] if view.batched else [*view.shape]
+                raise InputError(f"{self._plan.name}: input '{name}' has shape {list(array.shape)}, the model takes "
+                                 f"[{', '.join(map(str, wanted))}]")
+            if view.batched:
+                if items is not None and len(array) != items:
+                    self._refuse_counts(arrays)
+                items = len(array)
+        return 1 if items is None else items
+
+    def _refuse_names(self, arrays: Mapping[str, Array]) -> None:
+        taken = _names(self._expected)
+        if unknown := [name for name in arrays if name not in self._expected]:
+            raise InputError(f"{self._plan.name} has no input '{unknown[0]}'; it has {taken}")
+        missing = next(name for name in self._expected if name not in arrays)
+        raise InputError(f"{self._plan.name}: input '{missing}' is missing; the model takes {taken}")
+
+    def _refuse_counts(self, arrays: Mapping[str, Array]) -> None:
+        counts = [f"'{name}' has {len(arrays[name])}" for name, (_, view) in self._expected.items() if view.batched]
+        raise InputError(f"{self._plan.name}: inputs disagree on the batch: {', '.join(counts)}")
 
 
 def _run_slices(context: ExecutionContext, plan: Plan, arrays: Mapping[str, Array], items: int) -> dict[str, Array]:
-    results = {}
-    for io in plan.outputs:
-        shape = _with_batch(io.view, items)
-        results[io.name] = np.empty(shape, "uint16" if io.dtype == "bfloat16" else io.dtype)
-    for start in range(0, items, plan.batch_slots):
-        part = slice(start, min(start + plan.batch_slots, items))
-        batch = part.stop - part.start
-        for io in plan.inputs:
-            context.input(io.name, batch)[...] = arrays[io.name][part] if io.view.batched else arrays[io.name]
-        context.execute(batch)
+    slots = plan.batch_slots
+    if 1 <= items <= slots:
+        return _run_slice(context, plan, arrays, items)
+    results = {io.name: np.empty(_with_batch(io.view, items), "uint16" if io.dtype == "bfloat16" else io.dtype)
+               for io in plan.outputs}
+    for start in range(0, items, slots):
+        part = slice(start, min(start + slots, items))
+        feeds = {io.name: arrays[io.name][part] if io.view.batched else arrays[io.name] for io in plan.inputs}
+        made = _run_slice(context, plan, feeds, part.stop - part.start)
         for io in plan.outputs:
             items_of = (slice(None),) * io.view.batch_axis + (part,) if io.view.batched else ...
-            results[io.name][items_of] = context.output(io.name, batch)
+            results[io.name][items_of] = made[io.name]
     return results
+
+
+def _run_slice(context: ExecutionContext, plan: Plan, arrays: Mapping[str, Array], batch: int) -> dict[str, Array]:
+    for io in plan.inputs:
+        np.copyto(context.input(io.name, batch), arrays[io.name])
+    context.execute(batch)
+    return {io.name: context.output(io.name, batch).copy() for io in plan.outputs}

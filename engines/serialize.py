@@ -83,15 +83,28 @@ def _write_type(kind: TensorType) -> Json:
     document: Json = {"dtype": kind.dtype.name, "shape": list(kind.shape)}
     if kind.quant:
         quant = kind.quant
-        document["quant"] = {"scale": list(quant.scale), "zero_point": list(quant.zero_point), "dtype": quant.dtype,
-                             "axis": quant.axis}
+        document["quant"] = {"scale": _write_scale(quant.scale), "zero_point": list(quant.zero_point),
+                             "dtype": quant.dtype, "axis": quant.axis}
     return document
+
+
+def _write_scale(scale: tuple[float, ...]) -> Any:
+    """Many scales as an array, which takes a fifth of their digits: of float32, if that is what they are."""
+    if len(scale) == 1:
+        return list(scale)
+    exact = np.array(scale, np.float64)
+    short = exact.astype(np.float32)
+    return _write(short if np.array_equal(short, exact) else exact)
+
+
+def _read_scale(scale: Any) -> tuple[float, ...]:
+    return tuple(np.asarray(_read(scale), np.float64).tolist())
 
 
 def _read_type(document: Mapping[str, Any]) -> TensorType:
     quant = document.get("quant")
     return TensorType(_dtype(document["dtype"]), tuple(document["shape"]), None if quant is None else QParams(
-        tuple(quant["scale"]), tuple(quant["zero_point"]), quant["dtype"], quant["axis"]))
+        _read_scale(quant["scale"]), tuple(quant["zero_point"]), quant["dtype"], quant["axis"]))
 
 
 def _dtype(name: str) -> np.dtype[Any]:

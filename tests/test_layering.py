@@ -25,7 +25,9 @@ PACKAGES = {
 STANDS_ON = {
     "version": (), "errors": (), "tables": (),
     "ir": ("errors",),
-    "plan": ("ir",),
+    "packed": ("ir",),
+    "plan": ("packed",),
+    "roofline": ("plan",),
     # compiling
     "shapes": ("ir",),
     "ops": ("shapes",),
@@ -34,12 +36,14 @@ STANDS_ON = {
     "frontend": ("reference", "version"),
     "passes": ("frontend",),
     "tactics": ("version", "errors"),
-    "backends": ("passes", "serialize", "tactics", "plan", "tables", "cpu", "loader"),
+    "backends": ("passes", "serialize", "tactics", "roofline", "tables", "cpu", "loader", "memory"),
     "builder": ("backends",),
     # serving
     "cpu": ("errors",),
     "loader": ("errors",),
-    "planfile": ("plan",),
+    "records": (),
+    "narrow": ("memory",),
+    "planfile": ("records", "narrow"),
     "memory": ("plan",),
     "fallback": ("plan",),
     "execution": ("memory", "tables", "loader", "fallback"),

@@ -158,3 +158,20 @@ def _swish(node: Node, types: Sequence[TensorType | None], constant: Constant) -
         return [("Sigmoid", [x], [f"{y}.sigmoid"], {}), ("Mul", [x, f"{y}.sigmoid"], [y], {})]
     return [("Mul", [x, constant("alpha", np.array(alpha, kind.dtype))], [f"{y}.scaled"], {}),
             ("Sigmoid", [f"{y}.scaled"], [f"{y}.sigmoid"], {}), ("Mul", [x, f"{y}.sigmoid"], [y], {})]
+
+
+@_rule("ScaledDotProductAttention")
+def _attention(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
+    """Its nodes before they were one: opset 20 has no such operator."""
+    (q, k, v, *mask), (y,), kind = [name for name in node.inputs if name], node.outputs, types[0]
+    assert kind is not None
+    parts: list[Part] = [
+        ("Transpose", [k], [f"{y}.keys"], {"perm": (0, 1, 3, 2)}),
+        ("MatMul", [q, f"{y}.keys"], [f"{y}.products"], {}),
+        ("Mul", [f"{y}.products", constant("scale", np.array(node.attrs["scale"], kind.dtype))], [f"{y}.scaled"], {})]
+    scores = f"{y}.scaled"
+    if mask:
+        scores = f"{y}.masked"
+        parts.append(("Add", [f"{y}.scaled", *mask], [scores], {}))
+    return [*parts, ("Softmax", [scores], [f"{y}.weights"], {"axis": -1}),
+            ("MatMul", [f"{y}.weights", v], [y], {})]

@@ -3,6 +3,7 @@ Fallback node runs."""
 from engines.ops import (  # noqa: F401  (each fills OPS)
     activations,
     arithmetic,
+    attention,
     convolution,
     generate,
     linear,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engines.ir import Array, Dim, Graph, Node
+from engines.ir import BATCH, Array, Dim, Graph, Node
 from engines.ops import OPS
 
 
@@ -47,3 +47,49 @@ def pads(node: Node, rank: int) -> tuple[int, ...]:
 
 def same_shape(a: Sequence[Dim], b: Sequence[Dim]) -> bool:
     return tuple(a) == tuple(b)
+
+
+ATTENTION = "ScaledDotProductAttention"
+
+
+# ---- products of two run-time tensors: their kernels read and write rows that are any number of bytes apart
+def is_product(graph: Graph, node: Node) -> bool:
+    """Whether the node multiplies by a tensor that is computed at run time."""
+    anchor = node.anchor
+    return anchor.op == ATTENTION or anchor.op == "MatMul" and not graph.is_constant(anchor.inputs[1])
+
+
+def is_view_of_input(graph: Graph, node: Node) -> bool:
+    """Whether a Transpose moves nothing: all its readers are products that read its input in the other order.
+
+    A left factor needs its last axis to be contiguous, a right one that or the one before.
+    """
+    perm, (source,), (result,) = node.attrs["perm"], node.inputs, node.outputs
+    contiguous = perm.index(len(perm) - 1) - len(perm)
+    if not _keeps_items(graph, node) or result in graph.outputs or contiguous < -2 or graph.is_constant(source):
+        return False
+    readers = graph.consumers[result]
+    return bool(readers) and all(
+        is_product(graph, reader) and all(
+            place < (3 if reader.anchor.op == ATTENTION else 2) and (place > 0 or contiguous == -1)
+            for place, name in enumerate(reader.anchor.inputs) if name == result)
+        and result not in _epilogue_inputs(reader) for reader in readers)
+
+
+def is_view_of_output(graph: Graph, node: Node) -> bool:
+    """Whether a Transpose moves nothing because a product, whose only reader it is, writes in the other order."""
+    source, perm = node.inputs[0], node.attrs["perm"]
+    producer = graph.producer.get(source)
+    return (producer is not None and is_product(graph, producer) and reader(graph, source) is node
+            and _keeps_items(graph, node) and perm[-1] == len(perm) - 1)
+
+
+def _keeps_items(graph: Graph, node: Node) -> bool:
+    """Whether a Transpose leaves the items of a batch, or of a leading axis, what they are."""
+    shape, perm = graph.shape(node.inputs[0]), node.attrs["perm"]
+    return shape[-1] != BATCH and (BATCH in shape or perm[0] == 0)
+
+
+def _epilogue_inputs(node: Node) -> set[str]:
+    """What the nodes after a body's anchor read."""
+    return {name for part in node.body[1:] for name in part.inputs}

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engines.ir import Array, Graph, Node
-from engines.passes.facts import is_pointwise
+from engines.passes.facts import is_pointwise, is_product
 from engines.passes.rewrite import merged_origin
 
 WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
@@ -109,7 +109,8 @@ def _region(graph: Graph, value: str, places: Mapping[int, int]) -> list[Node] |
 
 
 def _is_heavy(graph: Graph, node: Node) -> bool:
-    if node.op in WEIGHTED and not all(graph.is_constant(name) for name in node.inputs[1:] if name):
+    weights = node.inputs[1:] if node.op in WEIGHTED else ()
+    if not is_product(graph, node) and not all(graph.is_constant(name) for name in weights if name):
         return False
     return node.op in HEAVY and len(node.outputs) == 1
 

@@ -216,8 +216,8 @@ class _Layout:
         form = self._cheapest_form(node, full, rank)
         attrs = _AXIS_OPS[node.op](node.attrs, form) if node.op in _AXIS_OPS else {}
         keep = node.op == "Gather"          # its indices are a list, not a tensor of the same form
-        inputs = [self._as_onnx(i) if not i or keep and place else self._operand(i, form)
-                  for place, i in enumerate(node.inputs)]
+        part = self._operand if is_pointwise(node) else self.read       # only pointwise nodes broadcast
+        inputs = [self._as_onnx(i) if not i or keep and place else part(i, form) for place, i in enumerate(node.inputs)]
         self._emit(node, inputs, [self._made(name, form) if name else "" for name in node.outputs], **attrs)
 
     def _cheapest_form(self, node: Node, full: Sequence[str], rank: int) -> Perm:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from engines.ir import Graph, verify
 from engines.passes import rewrite
+from engines.passes.attention import fuse_attention
 from engines.passes.common import merge_common
 from engines.passes.fold_constants import fold_constants
 from engines.passes.fuse import fuse_pointwise
@@ -69,6 +70,8 @@ def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
 def optimise(graph: Graph, log: list[Note] | None = None) -> Graph:
     """The graph that calibration watches and a backend receives: channels last, wide siblings, Fused nodes."""
     return _run(graph, (
+        # while products, scales and masks are still nodes, and in the layout that patterns know
+        ("fuse_attention", lambda g: fuse_attention(g, log)),
         # while layers are still ONNX's: their Transposes then take part in what follows
         ("split_recurrent", lambda g: split_recurrent(g, log)),
         # before all groupings: it moves and removes nodes that they would otherwise stop at

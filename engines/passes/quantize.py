@@ -17,6 +17,7 @@ import numpy as np
 
 from engines.errors import ConfigError
 from engines.ir import Array, Graph, Node, QParams, TensorType
+from engines.passes.facts import is_product
 from engines.passes.notes import Note, note
 from engines.passes.rewrite import fresh_name
 from engines.passes.rules.pad import never_negative
@@ -50,7 +51,8 @@ def quantize(graph: Graph, ranges: Ranges, keep_float: Collection[str] = (), log
         if node not in chosen:
             note(log, node, "quantize", f"stays float: no range is known for its input '{node.anchor.inputs[0]}'")
     wanted = {id(node): _input_type(graph, node, ranges) or _as_float(graph, node) for node in chosen}
-    wanted |= {id(node): _as_float(graph, node) for node in graph.nodes if _is_weighted(node) and node not in chosen}
+    wanted |= {id(node): _as_float(graph, node) for node in graph.nodes
+               if _is_weighted(node) and node not in chosen and not is_product(graph, node)}
     names = {node.outputs for node in chosen}
     graph = _with_int8_weights(with_conversions(graph, wanted), names)
     return graph.rebuild(replace(node, precision="int8") if node.op == "Recurrence" and not set(node.origin) & set(
@@ -72,7 +74,8 @@ def set_float_precision(graph: Graph, precision: str) -> Graph:
     graph = graph.rebuild(graph.nodes, types=types)
     anchors = _contractions(graph, ())
     wanted = {id(node): replace(graph.types[node.anchor.inputs[0]], dtype=dtype) for node in anchors}
-    names = {node.outputs for node in (*anchors, *(n for n in graph.nodes if n.op == "Recurrence"))}
+    others = [node for node in graph.nodes if node.op == "Recurrence" or is_product(graph, node)]
+    names = {node.outputs for node in (*anchors, *others)}
     graph = with_conversions(graph, wanted)
     return graph.rebuild(replace(node, precision=precision) if node.outputs in names else node for node in graph.nodes)
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from engines.ir import Graph, Node, TensorType
+from engines.passes.facts import ATTENTION, is_view_of_input, is_view_of_output
 from engines.passes.fuse import EPILOGUE, WEIGHTED
 from engines.passes.rewrite import fresh_name
 
@@ -35,12 +36,14 @@ def classes(graph: Graph) -> list[tuple[str, ...]]:
     fixed = {name for name in parent if graph.types[name].dtype != FLOAT}.union(graph.inputs, graph.outputs)
     for node in graph.nodes:
         touched = [name for name in (*node.inputs, *node.outputs) if name in parent]
-        if node.op in _SHARING or _pads_with_zeros(node):
+        if node.op in _SHARING or _pads_with_zeros(node) or _is_view(graph, node):
             data = [name for name in touched if graph.types[name].dtype == FLOAT]
             for name in data[1:]:
                 parent[root(name)] = root(data[0])
-            if node.op == "Concat" and len(touched) != len(node.inputs) + len(node.outputs):
-                fixed.update(touched)               # a constant part
+            if any(graph.is_constant(name) and graph.types[name].dtype == FLOAT for name in node.inputs):
+                fixed.update(touched)               # a constant part of a Concat, a table of embeddings
+        elif node.op == ATTENTION:
+            fixed.update(name for name in node.inputs[3:] if name in parent)        # the mask
         elif node.op == "Recurrence":
             fixed.update(name for name in touched if name != node.outputs[0])
         elif node.op not in _CONVERTING:
@@ -51,6 +54,10 @@ def classes(graph: Graph) -> list[tuple[str, ...]]:
         if root(name) not in still:
             members.setdefault(root(name), []).append(name)
     return [tuple(names) for names in members.values()]
+
+
+def _is_view(graph: Graph, node: Node) -> bool:
+    return node.op == "Transpose" and (is_view_of_input(graph, node) or is_view_of_output(graph, node))
 
 
 def _pads_with_zeros(node: Node) -> bool:

@@ -16,6 +16,7 @@ from calibration.data import CalibrationData, Feed, open_calibration_data
 from calibration.histogram import Histogram
 from calibration.preprocess import Preprocess, load_preprocess
 from calibration.search import CANDIDATES, search
+from calibration.smoothing import ChannelPeaks, smoothable, smoothed, smoothing_factors
 from calibration.table import CalibrationTable, load_or_make, make_table
 from engines.builder import TRIAL_BATCH, Builder
 from engines.errors import ConfigError
@@ -29,6 +30,7 @@ BUDGET_MACS = 1.5e12
 MACS_A_WEIGHT = 2600        # of quantising and packing again in a trial: an estimate from how long VGG-16 took
 MOST_ITEMS, FEWEST_ITEMS, MOST_TRIALS = 64, 8, 32
 FEW_CANDIDATES = ("percentile", "percentile:99.9999")       # where the budget is too small for all
+WIDEST = "percentile:99.9999"       # under which smoothing is judged: outliers are what it evens out
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,9 @@ def calibrate(builder: Builder, graph: Graph, wanted: Calibration, say: Say) -> 
     missing = [name for name in builder.edges(graph) if name not in table.ranges]
     if missing:
         say(f"no ranges for {len(missing)} tensors ({', '.join(missing[:3])}, ...): what reads them stays in float")
-    report |= {"calibrator": table.calibrator, "calibration_items": table.items, "biases_corrected": bool(table.means)}
-    return Calibrated(corrected(builder, graph, table), table, report)
+    report |= {"calibrator": table.calibrator, "calibration_items": table.items, "biases_corrected": bool(table.means),
+               "tensors_smoothed": len(table.smoothing)}
+    return Calibrated(prepared(builder, graph, table), table, report)
 
 
 def graph_hash(graph: Graph) -> str:
@@ -92,8 +95,9 @@ def graph_hash(graph: Graph) -> str:
     return digest.hexdigest()[:32]
 
 
-def corrected(builder: Builder, graph: Graph, table: CalibrationTable) -> Graph:
-    """The float graph with the biases that the table's means ask for."""
+def prepared(builder: Builder, graph: Graph, table: CalibrationTable) -> Graph:
+    """The float graph as the table wants it quantised: channels smoothed, and biases that its means ask for."""
+    graph = smoothed(graph, table.smoothing)
     if not table.means:
         return graph
     means = {tensor: np.asarray(values) for tensor, values in table.means.items()}
@@ -108,18 +112,20 @@ class _Watched:
     batch: int
     histograms: dict[str, Histogram] = field(default_factory=dict)
     means: dict[str, Any] = field(default_factory=dict)
+    peaks: dict[str, Any] = field(default_factory=dict)
 
-    def watch(self, edges: tuple[str, ...]) -> None:
-        """One pass over the data."""
-        means = ChannelMeans(edges)
+    def watch(self, edges: tuple[str, ...], peaking: tuple[str, ...] = ()) -> None:
+        """One pass over the data. peaking: the tensors whose channels' peaks are wanted."""
+        means, peaks = ChannelMeans(edges), ChannelPeaks(peaking)
 
         def run(feed: Feed) -> Mapping[str, Array]:
             values = self.engine.run(feed)
             means.observe(values)
+            peaks.observe(values)
             return values
 
         self.histograms = collect(run, self.data, edges, batch=self.batch)
-        self.means = means.result()
+        self.means, self.peaks = means.result(), peaks.result()
 
     @property
     def macs(self) -> int:
@@ -129,13 +135,13 @@ class _Watched:
 def _from_data(builder: Builder, graph: Graph, wanted: Calibration,
                say: Say) -> tuple[CalibrationTable, dict[str, Any]]:
     """Run the float model over the data; correct biases and search for ranges, each if it lowers the error."""
-    edges = builder.edges(graph)
-    engine = Engine(builder.watching(graph, edges))
+    edges, uneven = builder.edges(graph), smoothable(graph)
+    engine = Engine(builder.watching(graph, dict.fromkeys((*edges, *uneven))))
     data = open_calibration_data(wanted.source, engine.inputs, wanted.declared)
     if data.note:
         say(data.note)
     watched = _Watched(engine, data, TRIAL_BATCH if engine.max_batch else 1)
-    watched.watch(edges)
+    watched.watch(edges, uneven)
     report: dict[str, Any] = {"preprocess": data.preprocess.to_json()} if data.preprocess is not None else {}
     hash_, items = graph_hash(graph), data.count or 0
     if wanted.calibrator:
@@ -143,24 +149,43 @@ def _from_data(builder: Builder, graph: Graph, wanted: Calibration,
 
     judged, trials = _budget(watched.macs, sum(constant.size for constant in graph.constants.values()))
     judge = Judge(builder, graph, engine, data.limit(judged), watched.batch)
-    usual = make_table("percentile", hash_, items, watched.histograms)
+    factors: dict[str, tuple[float, ...]] = {}
+    if uneven:
+        watched, factors = _smoothing(builder, graph, judge, watched, say)
+        trials -= 2
+    usual = replace(make_table("percentile", hash_, items, watched.histograms), smoothing=factors)
     spare = trials - len(CANDIDATES) - 2        # 2: with biases corrected, and without
     if spare < 0:
         say(f"a model of this size leaves the search few trials: biases are not corrected, and of the calibrators only "
             f"{' and '.join(FEW_CANDIDATES)} are compared")
     with_means = _bias_correction(judge, usual, watched.means, say) if spare >= 0 else {}
     found = search(watched.histograms, hash_, items,
-                   lambda table: judge.errors(replace(table, means=with_means)),
+                   lambda table: judge.errors(replace(table, means=with_means, smoothing=factors)),
                    min(max(spare, 0), MOST_TRIALS), CANDIDATES if spare >= 0 else FEW_CANDIDATES)
     say(f"calibrators by their error on {judge.items} calibration items (--calibrator forces one):\n{found}")
     report["calibrators"] = {name: vars(errors) for name, errors in found.choice.errors.items()}
-    return replace(found.table, means=with_means), report
+    return replace(found.table, means=with_means, smoothing=factors), report
 
 
 def _budget(macs: int, weights: int) -> tuple[int, int]:
     """(items on which ranges are judged, trials in all) for a model of so many multiply-accumulates and weights."""
     items = int(min(max(BUDGET_MACS / max(macs, 1) // 20, FEWEST_ITEMS), MOST_ITEMS))
     return items, int(BUDGET_MACS / (items * macs + MACS_A_WEIGHT * weights + 1))
+
+
+def _smoothing(builder: Builder, graph: Graph, judge: Judge, plain: _Watched,
+               say: Say) -> tuple[_Watched, dict[str, tuple[float, ...]]]:
+    """What was watched, and the factors, if channels smoothed by them lower the error; else `plain` and none."""
+    factors = {name: tuple(map(float, values)) for name, values in smoothing_factors(graph, plain.peaks).items()}
+    edges = tuple(plain.histograms)
+    even = replace(plain, engine=Engine(builder.watching(smoothed(graph, factors), edges)))
+    even.watch(edges)
+    before = judge.errors(make_table(WIDEST, "", 0, plain.histograms))
+    after = judge.errors(replace(make_table(WIDEST, "", 0, even.histograms), smoothing=factors))
+    better = after.sqnr_db > before.sqnr_db
+    say(f"smoothing of {len(factors)} tensors {'kept' if better else 'left out'}: "
+        f"{before.sqnr_db:.2f} dB without, {after.sqnr_db:.2f} dB with")
+    return (even, factors) if better else (plain, {})
 
 
 def _bias_correction(judge: Judge, table: CalibrationTable, means: Mapping[str, Any], say: Say) -> dict[str, Any]:
@@ -186,6 +211,6 @@ class Judge:
         return {name: values[name] for name in self._graph.outputs}
 
     def errors(self, table: CalibrationTable) -> Errors:
-        graph = corrected(self._builder, self._graph, table)
+        graph = prepared(self._builder, self._graph, table)
         engine = Engine(self._builder.trial(graph, table.ranges))
         return compare(self._expected, [engine.run(feed) for feed in self._feeds])

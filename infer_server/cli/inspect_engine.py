@@ -1,4 +1,8 @@
-"""inspect-engine: what is in a plan: its kernels, what each fuses, in which precision, by which tactic, how fast."""
+"""inspect-engine: what is in a plan: its kernels, what each fuses, in which precision, by which tactic, how fast.
+
+    inspect-engine m.plan               as timed at the build
+    inspect-engine m.plan --profile     as timed now, beside what this core allows: the next thing to speed up is on top
+"""
 from __future__ import annotations
 
 import argparse
@@ -7,9 +11,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from engines import load_engine
 from engines.plan import IoTensor, Plan
 from engines.planfile import read_plan
-from infer_server.cli.common import guarded, table
+from infer_server.cli.common import guarded, positive, table
+from infer_server.cli.profile import as_json, header, profile, roofline
+from infer_server.cli.run_engine import ready_context
 
 
 def describe(plan: Plan) -> dict[str, Any]:
@@ -44,6 +51,11 @@ def fallbacks(plan: Plan) -> str:
 
 
 def _command(options: argparse.Namespace) -> int:
+    if options.profile:
+        engine = load_engine(options.plan)
+        found = profile(engine, ready_context(engine, options.batch), options.batch)
+        print(json.dumps(as_json(found), indent=1) if options.json else f"{header(found)}\n\n{roofline(found)}")
+        return 0
     plan = read_plan(options.plan)
     if options.json:
         json.dump(describe(plan), sys.stdout, indent=1)
@@ -64,8 +76,12 @@ def _command(options: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("inspect-engine", description=__doc__)
+    parser = argparse.ArgumentParser("inspect-engine", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", help="a plan file written by build-engine")
+    parser.add_argument("--profile", action="store_true",
+                        help="run it here, and show how far each kernel is from what this core allows (its roofline)")
+    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="items a run of --profile (default 1)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     return guarded(_command, parser, arguments)
 

@@ -17,8 +17,9 @@ from engines.errors import ConfigError, InputError
 from engines.ir import Array
 from engines.plan import IoTensor, Plan
 from engines.planfile import read_plan
-from engines.runtime import Engine, ExecutionContext, check_feeds
-from infer_server.cli.common import guarded, positive, table
+from engines.runtime import Engine, ExecutionContext, Feeds
+from infer_server.cli.common import guarded, positive
+from infer_server.cli.profile import as_json, header, profile, slowest
 
 WARM_UP_SECONDS = 0.2
 
@@ -50,10 +51,24 @@ def read_feed(path: str, plan: Plan, batch: int) -> dict[str, Array]:
             arrays = {t.name: archive[t.name] for t in plan.inputs}
     except (ValueError, EOFError, BadZipFile) as error:
         raise InputError(f"'{path}' cannot be read as an .npz file: {error}") from error
-    items = check_feeds(plan, arrays)
+    items = Feeds(plan).check(arrays)
     if plan.max_batch and items < batch:
         raise InputError(f"'{path}' has {items} items; --batch {batch} needs as many")
     return {t.name: arrays[t.name][:batch] if t.view.batched else arrays[t.name] for t in plan.inputs}
+
+
+def ready_context(engine: Engine, batch: int, data: str | None = None) -> ExecutionContext:
+    """A context whose inputs hold `batch` items: of an .npz file, or random ones. InputError: they do not fit."""
+    if engine.max_batch and batch > engine.max_batch:
+        raise InputError(f"--batch {batch}: the plan was built for batches of up to {engine.max_batch}; build it with "
+                         f"--max-batch {batch}")
+    if not engine.max_batch and batch > 1:
+        raise InputError(f"--batch {batch}: the model has no batch axis, it takes exactly the shape it declares")
+    feed = read_feed(data, engine.plan, batch) if data else random_feed(engine.inputs, batch)
+    context = engine.create_context()
+    for name, array in feed.items():
+        context.input(name, batch)[...] = array
+    return context
 
 
 def measure(context: ExecutionContext, batch: int, seconds: float) -> np.ndarray[Any, Any]:
@@ -95,24 +110,12 @@ def _command(options: argparse.Namespace) -> int:
     threads = options.threads or int(read_plan(options.plan).metadata.get("threads", 1))
     cpus = pinned(threads) if options.pin else None
     engine = load_engine(options.plan, threads, cpus=cpus)
-    if engine.max_batch and options.batch > engine.max_batch:
-        raise InputError(f"--batch {options.batch}: the plan was built for batches of up to {engine.max_batch}; "
-                         f"build it with --max-batch {options.batch}")
-    if not engine.max_batch and options.batch > 1:
-        raise InputError(f"--batch {options.batch}: the model has no batch axis, it takes exactly the shape it "
-                         "declares")
-    feed = (read_feed(options.data, engine.plan, options.batch) if options.data
-            else random_feed(engine.inputs, options.batch))
-    context = engine.create_context()
+    context = ready_context(engine, options.batch, options.data)
     if cpus:        # after the helpers were made: they inherit what their maker may use
         os.sched_setaffinity(0, {cpus[0]})
-    for tensor in engine.inputs:
-        context.input(tensor.name, options.batch)[...] = feed[tensor.name]
     if options.profile:
-        steps = sorted(context.profile(options.batch, repeats=20), key=lambda timed: -timed[1])
-        rows = [(step.name, step.precision, seconds * 1e6, step.macs * options.batch / max(seconds, 1e-9) / 1e9,
-                 step.tactic) for step, seconds in steps]
-        print(table(rows, ("kernel", "precision", "us", "G MAC/s", "tactic")))
+        found = profile(engine, context, options.batch)
+        print(json.dumps(as_json(found), indent=1) if options.json else f"{header(found)}\n\n{slowest(found)}")
         return 0
     result = report(engine, options.batch, measure(context, options.batch, options.seconds))
     if options.json:
@@ -134,7 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pin", action="store_true", help="keep each thread on a CPU of its own")
     parser.add_argument("--data", metavar="X.npz", help="an array per input; without it, random numbers")
     parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="how long to measure (default 2)")
-    parser.add_argument("--profile", action="store_true", help="print the time of each kernel instead")
+    parser.add_argument("--profile", action="store_true",
+                        help="print the time of each kernel instead, beside this core's measured peaks")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return guarded(_command, parser, arguments)
 

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import onnx
 import pytest
 
+from engines import load_engine
 from infer_server.cli import inspect_engine, run_engine
 from tests.cli.commands import MODEL, UNTIMED, Workshop
 
@@ -87,6 +89,40 @@ def test_run_profiles_every_kernel(workshop: Workshop, plan: str) -> None:
     assert inspect_engine.main([plan, "--json"]) == 0
     for kernel in json.loads(workshop.capture.readouterr().out)["kernels"]:
         assert kernel["name"] in printed
+
+
+def profiled(workshop: Workshop, command: Callable[[list[str]], int], *arguments: str) -> dict[str, Any]:
+    """What --profile --json prints."""
+    assert command([*arguments, "--profile", "--json"]) == 0
+    result: dict[str, Any] = json.loads(workshop.capture.readouterr().out)
+    return result
+
+
+@pytest.mark.parametrize("command", [inspect_engine.main, run_engine.main])
+def test_a_profile_has_every_kernel_its_bound_and_the_peaks(command: Callable[[list[str]], int], workshop: Workshop,
+                                                            plan: str) -> None:
+    found = profiled(workshop, command, plan, "--batch", "2")
+    kernels = found["kernels"]
+    assert [kernel["name"] for kernel in kernels] == [step.name for step in load_engine(plan).plan.steps]
+    assert found["batch"] == 2 and found["seconds"] == pytest.approx(sum(kernel["seconds"] for kernel in kernels))
+    assert all(kernel["bound_seconds"] > 0 and kernel["bound_by"] for kernel in kernels)
+    assert {"int8", "fp32"} <= set(found["peaks"]["macs_per_second"]) and "L1" in found["peaks"]["bytes_per_second"]
+
+
+def test_a_profile_counts_the_whole_batch_and_its_weights_once(workshop: Workshop, plan: str) -> None:
+    one, four = (profiled(workshop, inspect_engine.main, plan, "--batch", batch)["kernels"] for batch in "14")
+    for a, b in zip(one, four, strict=True):
+        assert b["macs"] == 4 * a["macs"] and b["activation_bytes"] == 4 * a["activation_bytes"]
+        assert b["constant_bytes"] == a["constant_bytes"]
+
+
+def test_inspect_profiles_with_the_most_to_gain_on_top(workshop: Workshop, plan: str) -> None:
+    assert inspect_engine.main([plan, "--profile"]) == 0
+    printed = workshop.capture.readouterr().out.splitlines()
+    assert "measured now" in printed[0]
+    begin = next(i for i, line in enumerate(printed) if line.startswith("---")) + 1
+    over = [float(line.split()[1]) for line in printed[begin:]]
+    assert over == sorted(over, reverse=True) and len(over) == len(load_engine(plan).plan.steps)
 
 
 def test_run_reads_an_array_per_input(workshop: Workshop, plan: str) -> None:

@@ -50,7 +50,7 @@ def test_a_fixed_batch_stays_fixed():
 
 
 def test_a_symbolic_width_is_refused_with_the_option_that_gives_it():
-    with pytest.raises(ModelError, match=r"extent 3 \('W'\) of input 'x'.*--shape x:1x3x48x224"):
+    with pytest.raises(ModelError, match=r"extent 3 \('W'\) of input 'x'.*--shape x:batchx3x48x224"):
         graph_from_onnx(model([node("Relu", "x", "y")], ["N", 3, 48, "W"]))
 
 

@@ -21,7 +21,7 @@ class Shape:
     keys: int
     depth: int
     width: int
-    mask: str = ""          # "", "keys" (one row for all), "full", "fixed"
+    mask: str = ""          # "", "keys" (a row for all), "full" (one for all heads), "heads" (of all items)
     k_first: bool = False   # k lies [heads, D, T]
 
     def spec(self, precision, program, stored="", result=""):
@@ -33,10 +33,10 @@ class Shape:
             mask = View("float32", (h, s, t), (0, 0, 4), 4 * t)
         elif self.mask == "full":
             mask = View("float32", (h, s, t), (0, 4 * t, 4), 4 * s * t)
-        elif self.mask == "fixed":
+        elif self.mask == "heads":
             mask = View("float32", (h, s, t), (4 * s * t, 4 * t, 4), 0)
         return Attention(split_heads(dtype, s, h, d), k, split_heads(dtype, t, h, e),
-                         split_heads(result or dtype, s, h, e), mask, self.mask == "fixed", program, precision)
+                         split_heads(result or dtype, s, h, e), mask, program, precision)
 
 
 def split_heads(dtype, tokens, heads, depth):
@@ -54,7 +54,7 @@ SHAPES = {
     "16 tokens, 8 deep": Shape(2, 16, 16, 8, 8),
     "nothing a multiple of anything": Shape(3, 13, 41, 15, 15, "keys"),
     "wider than a panel, values wider than keys": Shape(1, 7, 150, 6, 70, "full"),
-    "keys transposed in memory": Shape(2, 9, 37, 20, 33, "fixed", k_first=True),
+    "keys transposed in memory": Shape(2, 9, 37, 20, 33, "heads", k_first=True),
     "one query": Shape(2, 1, 70, 16, 16, "keys"),
 }
 EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -73,11 +73,9 @@ def problem(shape, precision, stored="", result=""):
     zeros = [117.0, 130.0, 125.0] if bytes_in else [0.0] * 3
     scale = (0.0005 if bytes_in else 0.7) / shape.depth ** 0.5
     constants = {"numbers": [scale, *zeros], "program": b.constants}
-    if shape.mask == "fixed":
-        constants["mask"] = np.where(random.random((shape.heads, shape.queries, shape.keys)) < 0.3, -1e4, 0)
-    elif shape.mask:
-        inputs[3] = np.where(inputs[3] < -1, -1e4, 0).astype(np.float32)
-        rows = inputs[3][:, :1] if shape.mask == "full" else inputs[3][:, :1, :1]
+    if shape.mask:
+        kept = {"keys": np.s_[:, :1, :1], "full": np.s_[:, :1], "heads": np.s_[:1]}[shape.mask]
+        rows = np.where(inputs[3][kept] < -1, -1e4, 0).astype(np.float32)
         inputs[3] = np.broadcast_to(rows, inputs[3].shape)
     return spec, inputs, constants
 

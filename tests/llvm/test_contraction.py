@@ -4,13 +4,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from engines.backends.llvm.border import Border, TapAxis
 from engines.backends.llvm.emit import Module
 from engines.backends.llvm.isa import AVX2, AVX512_BF16, AVX512_VNNI, AVX_VNNI
 from engines.backends.llvm.jit import assembly, spills
 from engines.backends.llvm.kernels.contraction import Contraction, Tile
 from engines.backends.llvm.program import Program, ProgramBuilder
 from engines.backends.llvm.spec import dense_view
-from tests.llvm.harness import EVERY_ISA, check, gapped, random_array, requantise
+from tests.llvm.harness import EVERY_ISA, check, gapped, random_array, requantise, run
 
 BATCH = 2
 STORED = {"int8": "uint8", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -69,7 +70,7 @@ def problem(shape, precision, stored="", residual=True):
 def test_an_integer_contraction_equals_its_reference_bit_for_bit(shape, isa):
     spec, inputs, constants = problem(shape, "int8")
     assert spec.reference(inputs, constants)[0].std() > 10      # not all saturated
-    check(spec, isa, inputs, constants, pieces=2, slack=4)
+    check(spec, isa, inputs, constants, pieces=2, slack=15)
 
 
 @EVERY_ISA
@@ -79,7 +80,7 @@ def test_a_float_contraction_agrees_with_its_reference(shape, precision, isa):
     spec, inputs, constants = problem(shape, precision)
     if precision == "bf16":     # a rounding to the other side is one unit of 2**-8
         constants["weights"] = constants["weights"] / 4
-    check(spec, isa, inputs, constants, TOLERANCE[precision], pieces=2, slack=4)
+    check(spec, isa, inputs, constants, TOLERANCE[precision], pieces=2, slack=15)
 
 
 @EVERY_ISA
@@ -90,13 +91,72 @@ def test_the_tile_does_not_change_the_result(tile, isa):
         pytest.skip(f"{tile} is made for more registers than {isa.name} has")
     for shape in ("3x3", "1x1 of one long row", "gemm of one row an item"):
         spec, inputs, constants = problem(SHAPES[shape], "int8")
-        check(spec, isa, inputs, constants, tactic=replace(tile, cols=min(tile.cols, spec.flat.cols)), slack=4)
+        check(spec, isa, inputs, constants, tactic=replace(tile, cols=min(tile.cols, spec.flat.cols)), slack=15)
+
+
+@pytest.mark.parametrize("dealt", [False, True])
+@EVERY_SHAPE
+def test_both_layouts_of_weights_give_the_same_result(shape, dealt):
+    spec, inputs, constants = problem(shape, "int8")
+    tile = next(tile for tile in spec.tactics(AVX2) if tile.dealt == dealt)
+    check(spec, AVX2, inputs, constants, tactic=tile, slack=15)
+
+
+BORDERED = {
+    "both sides in one tile": (Shape(7, 7, 16, 40, taps=(3, 3)), Border(1, 1, 1, 1)),
+    "tiles between, gaps, strided": (Shape(5, 9, 8, 20, taps=(3, 3), stride=(2, 2), gaps=True), Border(1, 1, 1, 1)),
+    "wide and dilated": (Shape(6, 7, 12, 16, taps=(5, 3), dilation=(2, 2)), Border(4, 2, 4, 2)),
+    "a stem, odd run": (Shape(5, 9, 3, 16, taps=(7, 7), stride=(2, 2)), Border(3, 3, 2, 2)),
+    "rows of nothing but border": (Shape(5, 4, 8, 16, taps=(2, 1)), Border(3, 0, 2, 0)),
+}
+
+
+def zeros_around(x, border):
+    """x with its border set to 0."""
+    height, width = x.shape[1:3]
+    inside = (slice(border.top, height - border.bottom), slice(border.left, width - border.right))
+    result = np.zeros_like(x)
+    result[:, *inside] = x[:, *inside]
+    return result
+
+
+@EVERY_ISA
+@pytest.mark.parametrize("tile", [Tile(1, 3, 2, 2, skip=True), Tile(2, 7, 1, skip=True)], ids=str)
+@pytest.mark.parametrize("shape, border", BORDERED.values(), ids=BORDERED)
+def test_taps_in_a_border_of_zeros_are_left_out(shape, border, tile, isa):
+    spec, (x, *others), constants = problem(shape, "int8")
+    spec = replace(spec, border=border)
+    tile = replace(tile, cols=min(tile.cols, shape.cols))
+    check(spec, isa, [zeros_around(x, border), *others], constants, tactic=tile, pieces=2, slack=4)
+
+
+def test_what_lies_in_the_border_is_not_looked_at():
+    """The control: with other bytes there, only the taps that were left out can make the result right."""
+    shape, border = BORDERED["both sides in one tile"]
+    spec, (x, *others), constants = problem(shape, "int8")
+    spec, tile = replace(spec, border=border), Tile(1, 7, 2, skip=True)
+    got, = run(spec, AVX2, [x, *others], constants, tactic=tile, slack=4)
+    expected, = spec.reference([zeros_around(x, border), *others], constants)
+    np.testing.assert_array_equal(got, expected)
+    assert (expected != spec.reference([x, *others], constants)[0]).any()
+
+
+@pytest.mark.parametrize("axis", [TapAxis(9, 1, 1, 3, 1, 1), TapAxis(9, 1, 0, 3, 2, 1), TapAxis(15, 4, 4, 5, 1, 2),
+                                  TapAxis(6, 3, 2, 2, 1, 1)])
+def test_live_taps_are_those_that_read_inside(axis):
+    outputs = range((axis.extent - (axis.taps - 1) * axis.dilation - 1) // axis.stride + 1)
+    inside = {o: [tap for tap in range(axis.taps)
+                  if axis.before <= o * axis.stride + tap * axis.dilation < axis.extent - axis.after] for o in outputs}
+    assert {o: list(axis.live(o)) for o in outputs} == inside
+    runs = axis.runs(outputs)
+    assert [who for count, who in runs for _ in range(count)] == [
+        {o for o in outputs if tap in inside[o]} for tap in range(axis.taps)]
 
 
 @EVERY_ISA
 def test_quantised_sums_may_be_stored_as_floats(isa):
     spec, inputs, constants = problem(Shape(3, 5, 20, 37), "int8", stored="float32", residual=False)
-    check(spec, isa, inputs, constants, slack=4)
+    check(spec, isa, inputs, constants, slack=15)
 
 
 @EVERY_ISA
@@ -104,7 +164,7 @@ def test_any_batch_of_a_matrix_product_is_cut_into_tiles_of_its_bits(isa):
     spec, inputs, constants = problem(SHAPES["gemm of one row an item"], "int8")
     assert spec.by_batch
     for batch in (1, 3, 13):
-        check(spec, isa, [np.resize(x, (batch, *x.shape[1:])) for x in inputs], constants, slack=4, pieces=2)
+        check(spec, isa, [np.resize(x, (batch, *x.shape[1:])) for x in inputs], constants, slack=15, pieces=2)
 
 
 def test_halves_round_to_even():
@@ -114,7 +174,7 @@ def test_halves_round_to_even():
     x = np.random.default_rng(0).integers(0, 4, (BATCH, 1, 16, 4)).astype(np.uint8)
     w = np.random.default_rng(1).integers(-3, 8, (16, 4, 1, 1)).astype(np.int8)
     halves = np.einsum("nijc,oc->nijo", x.astype(int), w[:, :, 0, 0].astype(int)) / 2
-    check(spec, AVX2, [x], {"weights": w, "program": b.constants}, slack=4)
+    check(spec, AVX2, [x], {"weights": w, "program": b.constants}, slack=15)
     expected, = spec.reference([x], {"weights": w, "program": b.constants})
     assert (expected == np.clip([round(h) for h in halves.flat], 0, 255).reshape(halves.shape)).all()
     assert (expected != np.clip(np.floor(halves + 0.5), 0, 255)).any()      # the control: rounding up is told apart

@@ -52,6 +52,27 @@ def test_products_of_shorts_are_summed_in_pairs(name, lanes, native):
 
 
 @pytest.mark.parametrize("native", [False, True])
+def test_products_of_bytes_saturate_in_pairs(native):
+    if native and not runs_here(AVX2):
+        pytest.skip("this machine lacks the instruction")
+    a, b = bytes_of(0, np.uint8, 32), bytes_of(1, np.int8, 32)
+    a[:4], b[:4] = 255, [127, 127, -128, -128]
+    expected = np.clip((a.astype(np.int64) * b).reshape(16, 2).sum(1), -(1 << 15), (1 << 15) - 1)
+    got = call("llvm.x86.avx2.pmadd.ub.sw", ["<32 x i8>"] * 2, "<16 x i16>", [a, b], native)
+    np.testing.assert_array_equal(got[:32].view(np.int16), expected)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_bytes_are_picked_inside_each_128_bit_part(native):
+    if native and not runs_here(AVX2):
+        pytest.skip("this machine lacks the instruction")
+    a, picks = bytes_of(0, np.uint8, 32), bytes_of(1, np.int8, 32)
+    expected = np.where(picks < 0, 0, a[np.arange(32) // 16 * 16 + picks % 16])
+    got = call("llvm.x86.avx2.pshuf.b", ["<32 x i8>"] * 2, "<32 x i8>", [a, picks], native)
+    np.testing.assert_array_equal(got[:32], expected)
+
+
+@pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("name, bits", [
     ("llvm.x86.avx2.packssdw", 256), ("llvm.x86.avx2.packuswb", 256),
     ("llvm.x86.avx512.packssdw.512", 512), ("llvm.x86.avx512.packuswb.512", 512)])

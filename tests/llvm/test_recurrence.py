@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from engines.backends.llvm.cells import bounded, cell_of
-from engines.backends.llvm.isa import AVX512_VNNI, PORTABLE
-from engines.backends.llvm.kernels.recurrence import STATE_ONE, Panels, Recurrence, whole_weights
+from engines.backends.llvm.isa import AVX2, AVX512_VNNI, PORTABLE
+from engines.backends.llvm.kernels import recurrence
+from engines.backends.llvm.kernels.recurrence import STATE_ONE, Panels, Recurrence, fits, whole_weights
 from engines.backends.llvm.program import ProgramBuilder
-from engines.backends.llvm.spec import View, dense_view
+from engines.backends.llvm.spec import View
 from engines.ir import Node
 from engines.ops.recurrent import DEFAULTS, GATES
 from engines.ops.recurrent import Recurrence as Operator
@@ -97,8 +98,9 @@ def test_whole_products_are_exact(attrs, isa):
 @pytest.mark.parametrize("batch", [1, 2, 3, 7, 8, 13])
 @pytest.mark.parametrize("attrs", [{}, {"cell": "GRU", "linear_before_reset": 1}, {"cell": "RNN"}],
                          ids=["lstm", "gru", "rnn"])
-def test_any_batch_is_cut_into_tiles(attrs, batch, isa):
+def test_any_batch_is_cut_into_tiles(attrs, batch, isa, monkeypatch):
     case = Case(node_of(direction="reverse", **attrs), 19, "int16", batch)
+    monkeypatch.setattr(recurrence, "FIRST_LEVEL", 0)
     for tactic in case.spec.tactics(isa):
         check(case.spec, isa, case.inputs, case.constants, tactic=tactic)
 
@@ -175,6 +177,8 @@ def test_the_constants_of_two_directions_are_not_confused():
 
 def test_a_tile_of_items_takes_the_registers_that_its_gates_leave():
     spec = Case(node_of("GRU", linear_before_reset=1), 64).spec
-    assert spec.items(AVX512_VNNI) == 8
+    assert spec.items(AVX512_VNNI) == 8 and spec.items(AVX2) == 4
     assert spec.vectors(AVX512_VNNI, Panels(4), spec.cells[0].stages[0], 8) == 1
-    assert dense_view("float32", (1,)).dense
+    assert fits(AVX2, 4, 3) and not fits(AVX2, 4, 4) and fits(AVX2, 1, 14)
+    in_cache = Case(node_of("GRU", linear_before_reset=1), 64, "int16").spec
+    assert in_cache.items(AVX512_VNNI) == in_cache.items(AVX2) == 1

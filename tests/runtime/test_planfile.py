@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def sections(path: Path) -> dict[str, tuple[int, int]]:
     """Name -> (offset, bytes), header and manifest included."""
     data = path.read_bytes()
     offset, size = (int.from_bytes(data[at:at + 8], "little") for at in (16, 24))
-    records = json.loads(data[offset:offset + size])["sections"]
+    records = json.loads(zlib.decompress(data[offset:offset + size]))["sections"]
     found = {name: (record["offset"], record["bytes"]) for name, record in records.items()}
     return {"header": (0, 64), **found, "manifest": (offset, size)}
 
@@ -49,7 +50,7 @@ def sections(path: Path) -> dict[str, tuple[int, int]]:
 def read_all(path: Path) -> Plan:
     """Every section, those that wait to be asked for included."""
     plan = read_plan(path)
-    dict(plan.graph), dict(plan.graph_arrays)
+    dict(plan.graph), dict(plan.graph_arrays), dict(plan.packed)
     return plan
 
 
@@ -69,7 +70,7 @@ def test_constants_are_a_read_only_view_that_begins_on_a_page(path: Path) -> Non
     constants = read_plan(path).constants
     assert isinstance(constants, memoryview) and constants.readonly
     assert np.frombuffer(constants, np.uint8).ctypes.data % mmap.PAGESIZE == 0
-    assert all(offset % PAGE == 0 for name, (offset, _) in sections(path).items())
+    assert sections(path)["constants"][0] % PAGE == 0
 
 
 def test_a_file_cut_short_anywhere_is_refused(path: Path) -> None:
@@ -118,7 +119,7 @@ def test_another_format_says_what_to_do(path: Path, version: int, advice: str) -
     data = bytearray(path.read_bytes())
     data[8:12] = version.to_bytes(4, "little")
     path.write_bytes(data)
-    with pytest.raises(PlanVersionError, match=rf"plan format {version}, but this runtime reads format 1.*{advice}"):
+    with pytest.raises(PlanVersionError, match=rf"plan format {version}, but this runtime reads format 2.*{advice}"):
         read_plan(path)
 
 
@@ -132,7 +133,7 @@ def test_a_foreign_file_is_no_plan(tmp_path: Path, content: bytes) -> None:
 
 def test_a_manifest_of_something_else_is_refused(tmp_path: Path) -> None:
     plan = halo_plan()
-    for faulty in (replace(plan, steps=({"symbol": "k", "colour": "red"},)),     # type: ignore[arg-type]
+    for faulty in (replace(plan, fills=({"value": 0, "colour": "red"},)),     # type: ignore[arg-type]
                    replace(plan, buffers=(1, 2))):                                  # type: ignore[arg-type]
         write_plan(faulty, tmp_path / "m.plan")
         with pytest.raises(PlanCorruptError, match="manifest is not a plan's"):

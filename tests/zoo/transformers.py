@@ -1,5 +1,5 @@
-"""Transformers as exporters write them, tiny: sentence encoders (Devlin et al. 2019), ViT (Dosovitskiy et al. 2021), and
-a text recogniser of convolutions and attention (Du et al. 2022, SVTR).
+"""Transformers as exporters write them, tiny: sentence encoders (Devlin et al. 2019), ViT (Dosovitskiy et al. 2021),
+and a text recogniser of convolutions and attention (Du et al. 2022, SVTR).
 
 Each knob is a way of writing the same thing that some exporter has: a layer norm as one operator or as its arithmetic,
 GELU by erf or by tanh, a mask by arithmetic or by Where, q, k and v as three products or as one.
@@ -48,7 +48,8 @@ class Transformer(Net):
     def norm(self, x: Tensor, name: str) -> Tensor:
         with self.scope(name):
             width = x.shape[-1]
-            scale, bias = self.constant(1 + self.draw(width) * 0.2, "weight"), self.constant(self.draw(width) * 0.2, "bias")
+            scale = self.constant(1 + self.draw(width) * 0.2, "weight")
+            bias = self.constant(self.draw(width) * 0.2, "bias")
             if self.style.norm == "operator":
                 return self.op("LayerNormalization", x, scale, bias, shape=x.shape, axis=-1, epsilon=self.style.epsilon)
             one = (*x.shape[:-1], 1)
@@ -124,9 +125,9 @@ class Transformer(Net):
         return self.op("ReduceSum", x, self.integers(axis), shape=shape, keepdims=keepdims)
 
 
-def sentence_encoder(*, style: Style = Style(), opset: int = 17, batch: str | int = "N", length: int = 12, width: int = 32,
-                     heads: int = 4, layers: int = 2, pooling: str = "mean", token_types: bool = False,
-                     seed: int = 0) -> onnx.ModelProto:
+def sentence_encoder(*, style: Style = Style(), opset: int = 17, batch: str | int = "N", length: int = 12,
+                     width: int = 32, heads: int = 4, layers: int = 2, pooling: str = "mean",
+                     token_types: bool = False, seed: int = 0) -> onnx.ModelProto:
     """input_ids, attention_mask (and token_type_ids) -> last_hidden_state and embedding.
 
     pooling: "mean" over the tokens that count, of unit length; or "first", the first token through a tanh layer.

@@ -197,9 +197,14 @@ def store_channels(lanes: Lanes, view: View, pixels: Sequence[Sequence[Value]], 
 
 def load_constants(lanes: Lanes, address: Value, count: int) -> list[list[Value]]:
     """[vector][constant] of a panel; `address`: of the panel, packed by spec.pack_channels."""
+    return [load_vector(lanes, address, count, v) for v in range(lanes.vectors)]
+
+
+def load_vector(lanes: Lanes, address: Value, count: int, v: int) -> list[Value]:
+    """The constants of one vector of a panel."""
     f, isa = address.f, lanes.isa
-    return [[f.load(isa.floats, address + (c * lanes.vectors + v) * isa.bytes, isa.bytes, "constant")
-             for c in range(count)] for v in range(lanes.vectors)]
+    return [f.load(isa.floats, address + (c * lanes.vectors + v) * isa.bytes, isa.bytes, "constant")
+            for c in range(count)]
 
 
 def run_program(lanes: Lanes, program: Program, accumulator: Sequence[Value] | None,

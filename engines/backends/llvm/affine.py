@@ -6,7 +6,8 @@ A value is kept as a clipped linear form of what is already in registers,
 
 so that bias, batch norm, dequantisation, ReLU, residual addition and the final requantisation meet in the constants:
 conv + bias + residual + ReLU + requantise is two fma, and the saturating store does the ReLU. Anything that is not
-linear (a sigmoid, a product of two tensors) first *settles* the form: writes it into a register.
+linear (a sigmoid) first *settles* the form: writes it into a register. Of a product of two tensors only one factor is
+settled. The other stays a form, as the scale of the first: what the product is scaled by later meets its constants.
 """
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ def _floats(number: Any) -> Floats:
 
 @dataclass(frozen=True)
 class Affine:
-    """clip(offset + sum(scale * ref for ref, scale in terms), low, high)"""
-    terms: tuple[tuple[Ref, Floats], ...]
+    """clip(offset + sum(scale * ref for ref, scale in terms), low, high); a scale may be a form without a clip."""
+    terms: tuple[tuple[Ref, Floats | Affine], ...]
     offset: Floats
     low: Floats
     high: Floats
@@ -51,12 +52,23 @@ class Affine:
     def constant(self) -> bool:
         return not self.terms
 
+    @property
+    def register(self) -> Ref | None:
+        """Where the value is, if it is in a register just so."""
+        plain = len(self.terms) == 1 and _is_one(self.terms[0][1]) and not np.any(self.offset) and not self.clipped
+        return self.terms[0][0] if plain else None
+
+    @property
+    def one_fma(self) -> bool:
+        """At most one instruction away from a register: writing it twice costs no more than keeping it."""
+        return len(self.terms) == 1 and not isinstance(self.terms[0][1], Affine) and not self.clipped
+
     def scaled(self, scale: Any, offset: Any = 0.0) -> Affine:
         """scale * self + offset; a negative scale turns the clip around."""
         scale, offset = _floats(scale), _floats(offset)
         low, high = (self._moved(bound, scale, offset) for bound in (self.low, self.high))
-        return Affine(tuple((ref, s * scale) for ref, s in self.terms), self.offset * scale + offset,
-                      np.minimum(low, high), np.maximum(low, high))
+        terms = tuple((ref, s.scaled(scale) if isinstance(s, Affine) else s * scale) for ref, s in self.terms)
+        return Affine(terms, self.offset * scale + offset, np.minimum(low, high), np.maximum(low, high))
 
     @staticmethod
     def _moved(bound: Floats, scale: Floats, offset: Floats) -> Floats:
@@ -71,6 +83,10 @@ class Affine:
         return Affine(self.terms, self.offset, np.clip(self.low, low, high), np.clip(self.high, low, high))
 
 
+def _is_one(scale: Floats | Affine) -> bool:
+    return not isinstance(scale, Affine) and bool(np.all(scale == 1))
+
+
 class AffineWriter:
     """Arithmetic on Affine values, over a ProgramBuilder."""
 
@@ -83,19 +99,19 @@ class AffineWriter:
         total: Ref | None = None
         for ref, scale in value.terms:
             if total is None:
-                plain, shifted = bool(np.all(scale == 1)), bool(np.any(value.offset != 0))
+                plain, shifted = _is_one(scale), bool(np.any(value.offset != 0))
                 if plain and not shifted:
                     total = ref
                 elif plain:
                     total = add("add", ref, self._constant(value.offset))
                 elif not shifted:
-                    total = add("mul", ref, self._constant(scale))
+                    total = add("mul", ref, self._factor(scale))
                 else:
-                    total = add("fma", ref, self._constant(scale), self._constant(value.offset))
-            elif np.all(scale == 1):
+                    total = add("fma", ref, self._factor(scale), self._constant(value.offset))
+            elif _is_one(scale):
                 total = add("add", total, ref)
             else:
-                total = add("fma", ref, self._constant(scale), total)
+                total = add("fma", ref, self._factor(scale), total)
         if total is None:
             total = self._constant(value.offset)
         if np.any(value.low > -_INF):
@@ -103,6 +119,9 @@ class AffineWriter:
         if np.any(value.high < _INF):
             total = add("min", total, self._constant(value.high))
         return total
+
+    def _factor(self, scale: Floats | Affine) -> Ref:
+        return self.settle(scale) if isinstance(scale, Affine) else self._constant(scale)
 
     def _constant(self, numbers: Floats) -> Ref:
         """Infinities become the largest float32, so that they survive arithmetic."""
@@ -123,7 +142,10 @@ class AffineWriter:
         if a.constant or b.constant:
             a, b = (b, a) if a.constant else (a, b)
             return a.scaled(b.offset)
-        return self.apply("mul", a, b)
+        a, b = (self.settled(v) if v.clipped else v for v in (a, b))
+        if a.register is not None:
+            a, b = b, a
+        return Affine(((self.settle(b), a),), _floats(0.0), -_INF, _INF)
 
     def apply(self, op: str, *arguments: Affine) -> Affine:
         """An instruction that is not linear: its arguments are settled first."""

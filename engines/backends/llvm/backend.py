@@ -7,15 +7,18 @@ from typing import Any
 
 import numpy as np
 
+from engines.backends.llvm.buffers import buffers_of, fills_of, write_borders
 from engines.backends.llvm.calls import Call
+from engines.backends.llvm.constants import Constants
 from engines.backends.llvm.isa import Isa, best_isa, isa_named
 from engines.backends.llvm.lower import Lowered, lower
-from engines.backends.llvm.places import NO_BUFFER, Place, batch_axis, buffer_bytes
+from engines.backends.llvm.places import NO_BUFFER, Place, batch_axis, tensor_view
 from engines.backends.llvm.scheduler import scheduler_object
-from engines.backends.llvm.spec import ALIGNMENT, Window
+from engines.backends.llvm.spec import Window
 from engines.backends.llvm.tuner import Tuner
 from engines.cpu import detect
 from engines.ir import BATCH, Graph
+from engines.packed import PackedArray
 from engines.plan import Buffer, Fallback, Fill, IoTensor, Operand, Reach, Step, TensorView
 from engines.serialize import node_to_json
 from engines.tactics import TimingCache
@@ -34,6 +37,7 @@ class Compiled:
     steps: tuple[Step, ...]
     code: tuple[bytes, ...]
     constants: bytes
+    packed: dict[str, PackedArray]
     inputs: tuple[IoTensor, ...]
     outputs: tuple[IoTensor, ...]
 
@@ -46,12 +50,14 @@ def make_tuner(target: str, cache: TimingCache, timing: bool) -> Tuner:
     return Tuner(isa, cache, cpu.model, timing and runnable)
 
 
-def compile_graph(graph: Graph, tuner: Tuner, max_batch: int, progress: Progress | None = None) -> Compiled:
+def compile_graph(graph: Graph, tuner: Tuner, max_batch: int, progress: Progress | None = None,
+                  to_keep: bool = True) -> Compiled:
     """Lower, choose a tactic for each kernel, pack constants, lay out buffers.
 
-    progress(done, of, what) is called as the kernels are chosen.
+    progress(done, of, what) is called as the kernels are chosen. to_keep: the plan is to be written, so find out which
+    of the graph's constants need not be.
     """
-    lowered = lower(graph, tuner.isa)
+    lowered = write_borders(lower(graph, tuner.isa), max_batch)
     assembler = _Assembler(lowered, tuner, max_batch)
     for i, call in enumerate(lowered.calls):
         if progress:
@@ -59,7 +65,7 @@ def compile_graph(graph: Graph, tuner: Tuner, max_batch: int, progress: Progress
         assembler.add(call)
     if progress:
         progress(len(lowered.calls), len(lowered.calls), "")
-    return assembler.finish()
+    return assembler.finish(to_keep)
 
 
 class _Assembler:
@@ -70,16 +76,12 @@ class _Assembler:
         self.graph, self.places = lowered.graph, lowered.places
         self.steps: list[Step] = []
         self.code: dict[str, bytes] = {}
-        self.constants = bytearray()
-        self.tensors: dict[str, Operand] = {}       # constants that kernels read as they read any tensor
-        self.readers: dict[int, list[int]] = {}     # buffer -> steps
-        self.writers: dict[int, list[int]] = {}
+        self.constants = Constants(self.graph, tuner.isa)
+        self.writers: dict[int, list[int]] = {}     # buffer -> steps
 
     def add(self, call: Call) -> None:
         depends = {step for place in call.inputs for step in self.writers.get(place.buffer, ())}
         step = self._kernel(call, depends) if call.spec else self._fallback(call, depends)
-        for place in call.inputs:
-            self.readers.setdefault(place.buffer, []).append(len(self.steps))
         for place in call.outputs:
             self.writers.setdefault(place.buffer, []).append(len(self.steps))
         self.steps.append(step)
@@ -91,7 +93,7 @@ class _Assembler:
         choice = self.tuner.choose(spec, call.constants)
         grid = spec.grid(self.tuner.isa, choice.tactic)
         self.code[choice.kernel.symbol] = choice.kernel.code
-        packed = [self._constant(array) for array in spec.pack(self.tuner.isa, choice.tactic, call.constants)]
+        packed = self.constants.add_packed(call, choice.tactic)
         batched = call.outputs[0].items == BATCH
         constant_bytes = sum(size for _, size in packed)
         windows = spec.windows(self.tuner.isa, choice.tactic)
@@ -120,55 +122,26 @@ class _Assembler:
         return Step(symbol="", operands=(), rows_per_item=1, depends=tuple(sorted(depends)), fallback=fallback,
                     name=node.name or node.outputs[0], fuses=node.origin, tactic="reference", reason=call.reason)
 
-    def _constant(self, array: np.ndarray[Any, Any]) -> tuple[Operand, int]:
-        """Appended on a cache line; (where, bytes)."""
-        self.constants.extend(bytes(-len(self.constants) % ALIGNMENT))
-        offset = len(self.constants)
-        self.constants.extend(np.ascontiguousarray(array).tobytes())
-        return Operand(None, offset), array.nbytes
-
     def _operand(self, place: Place) -> Operand:
         if place.buffer != NO_BUFFER:
             return Operand(place.buffer, place.offset)
-        if place.constant not in self.tensors:
-            self.tensors[place.constant], _ = self._constant(self.graph.constants[place.constant])
-        return replace(self.tensors[place.constant], offset=self.tensors[place.constant].offset + place.offset)
+        return Operand(None, self.constants.tensor(place.constant).offset + place.offset)
 
     # ---- buffers
-    def finish(self) -> Compiled:
+    def finish(self, to_keep: bool) -> Compiled:
         isa, cpu = self.tuner.isa, detect()
-        self.constants.extend(bytes(ALIGNMENT * 4))     # a prefetch or the last vector may look past the end
         made_for = {"features": sorted(isa.requires), "model": cpu.model,
                     "architecture": _architecture(isa, cpu.architecture)}
         return Compiled(
             target=isa.name, cpu=made_for,
-            buffers=tuple(self._buffers()), fills=tuple(self._fills()), steps=tuple(self.steps),
-            code=(*self.code.values(), scheduler_object(isa)), constants=bytes(self.constants),
+            buffers=buffers_of(self.lowered, self.max_batch), fills=fills_of(self.lowered), steps=tuple(self.steps),
+            code=(*self.code.values(), scheduler_object(isa)), constants=self.constants.data(),
+            packed=self.constants.packed() if to_keep else {},
             inputs=tuple(map(self._io, self.graph.inputs)), outputs=tuple(map(self._io, self.graph.outputs)))
-
-    def _buffers(self) -> list[Buffer]:
-        inputs = {self.places[name].buffer for name in self.graph.inputs}
-        outputs = {self.places[name].buffer for name in self.graph.outputs}
-        result = []
-        for i, storage in enumerate(self.places.buffers):
-            first = -1 if i in inputs else min(self.writers.get(i, [len(self.steps)]))
-            last = len(self.steps) if i in outputs else max([*self.readers.get(i, []), *self.writers.get(i, []), first])
-            result.append(Buffer(storage.name, buffer_bytes(storage, max(self.max_batch, 1)), first, last))
-        return result
-
-    def _fills(self) -> list[Fill]:
-        fills = []
-        for i, storage in enumerate(self.places.buffers):
-            if storage.halo:
-                halo = storage.halo
-                cells = ((halo.top, halo.bottom), (halo.left, halo.right), (0, 0))
-                view = _tensor_view(storage.name, Place(i, 0, storage.whole, storage.items))
-                fills.append(Fill(view, storage.pad, cells if view.batched else ((0, 0), *cells)))
-        return fills
 
     def _view(self, name: str) -> TensorView:
         tensor = self.graph.types[name]
-        view = _tensor_view(name, self.places[name], scalar=not tensor.shape)
+        view = tensor_view(name, self.places[name], scalar=not tensor.shape)
         return replace(view, quant=tensor.quant, batch_axis=batch_axis(tensor))
 
     def _io(self, name: str) -> IoTensor:
@@ -183,11 +156,3 @@ def _architecture(isa: Isa, here: str) -> str:
 def _reach(place: Place, window: Window, period: int) -> Reach:
     return Reach(place.buffer, place.offset + window.begin, place.offset + window.end, window.rows, window.stride,
                  place.view.item, period)
-
-
-def _tensor_view(name: str, place: Place, scalar: bool = False) -> TensorView:
-    view = place.view
-    if place.items == BATCH:
-        return TensorView(name, view.dtype, view.shape, place.buffer, place.offset, view.strides, view.item)
-    shape, strides = ((), ()) if scalar else ((int(place.items), *view.shape), (view.item, *view.strides))
-    return TensorView(name, view.dtype, shape, place.buffer, place.offset, strides, 0, batched=False)

@@ -38,13 +38,13 @@ def _hard_sigmoid(w: AffineWriter, node: Node, x: Affine) -> Affine:
 
 
 def _hard_swish(w: AffineWriter, node: Node, x: Affine) -> Affine:
-    x = w.settled(x)
-    return w.apply("mul", x, x.scaled(1 / 6, 0.5).clip(0, 1))
+    x = x if x.one_fma else w.settled(x)
+    return w.multiply(x, x.scaled(1 / 6, 0.5).clip(0, 1))
 
 
 def _silu(w: AffineWriter, node: Node, x: Affine) -> Affine:
     x = w.settled(x)
-    return w.apply("mul", x, w.apply("sigmoid", x))
+    return w.multiply(x, w.apply("sigmoid", x))
 
 
 def _gelu(w: AffineWriter, node: Node, x: Affine) -> Affine:

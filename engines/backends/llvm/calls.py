@@ -11,7 +11,7 @@ from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.places import Place, Places
 from engines.backends.llvm.program import Program, ProgramBuilder
 from engines.backends.llvm.spec import Array, KernelSpec, View
-from engines.ir import Graph, Node, TensorType
+from engines.ir import Dim, Graph, Node, TensorType
 
 
 class Refused(Exception):
@@ -78,18 +78,22 @@ def image(view: View) -> View:
 
 def broadcast(ctx: Context, name: str, to: str) -> View:
     """Tensor `name` as it is read beside tensor `to`: strides of 0 along the axes that it repeats."""
-    source, target = ctx.type(name), ctx.type(to)
+    return broadcast_to(ctx, name, ctx.type(to).shape)
+
+
+def broadcast_to(ctx: Context, name: str, target: Sequence[Dim]) -> View:
+    """Tensor `name` as it is read beside tensors of that shape: strides of 0 along the axes that it repeats."""
+    source, rank = ctx.type(name), len(target)
     view = ctx.places[name].view
-    rank = len(target.shape)
     shape = (*(1,) * (rank - len(source.shape)), *source.shape)
     steps = (*(0,) * (rank - len(source.shape)), *((view.item, *view.strides) if source.shape else ()))
     strides = []
-    for extent, wanted, stride in zip(shape, target.shape, steps, strict=True):
+    for extent, wanted, stride in zip(shape, target, steps, strict=True):
         if extent not in (1, wanted):
-            raise Refused(f"'{name}' {source} does not broadcast to {target}")
+            raise Refused(f"'{name}' {source} does not broadcast to {list(target)}")
         strides.append(0 if extent == 1 and wanted != 1 else stride)
-    item = 0 if not source.shape or shape[0] != target.shape[0] else strides[0]
-    return View(view.dtype, tuple(int(e) for e in target.shape[1:]), tuple(strides[1:]), item)
+    item = 0 if not source.shape or shape[0] != target[0] else strides[0]
+    return View(view.dtype, tuple(int(e) for e in target[1:]), tuple(strides[1:]), item)
 
 
 # ---- programs

@@ -27,7 +27,8 @@ from engines.backends.llvm.program import Floats, Program, ProgramBuilder
 from engines.ir import Node
 from engines.ops.recurrent import DEFAULTS, GATES
 
-Source = tuple[str, int]        # ("x", gate), ("sum", gate), ("state", slot) or ("unit", which constant of a unit)
+# ("x", gate), ("sum", gate), ("gate", gate) which is the sum of both, ("state", slot), ("unit", constant of a unit)
+Source = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class _Writer:
 
     def gate(self, index: int) -> Affine:
         """x + sum of a gate."""
-        return self.add(self.read("x", index), self.read("sum", index))
+        return self.read("gate", index)
 
     def add(self, a: Affine, b: Affine) -> Affine:
         return self._writer.add(a, b)
@@ -128,8 +129,9 @@ class _Writer:
         """The function alone: the states that an output is made of are not clipped."""
         special = _FUNCTIONS.get(function.op)
         if special:
-            return special(self._writer, self._writer.settled(x), function.attrs["alpha"], function.attrs["beta"])
-        return write_node(self._writer, function, [x])
+            x = self._writer.settled(x)
+            return self._writer.settled(special(self._writer, x, function.attrs["alpha"], function.attrs["beta"]))
+        return self._writer.settled(write_node(self._writer, function, [x]))
 
     def update(self, slot: int, value: Affine) -> Update:
         program = self._builder.program(self._writer.settle(value))
@@ -145,8 +147,14 @@ def _softsign(w: AffineWriter, x: Affine, alpha: float, beta: float) -> Affine:
     return w.apply("div", x, w.apply("abs", x).scaled(1.0, 1.0))
 
 
+def _sigmoid(w: AffineWriter, x: Affine, alpha: float, beta: float) -> Affine:
+    """(1 + tanh(x / 2)) / 2: shorter than by exp; what it loses, relative accuracy near 0, a gate does not need."""
+    return w.apply("tanh", x.scaled(0.5)).scaled(0.5, 0.5)
+
+
 # Functions that are no pointwise operators of ONNX, or have other parameters there: of (x, alpha, beta).
 _FUNCTIONS: Mapping[str, Callable[[AffineWriter, Affine, float, float], Affine]] = {
+    "Sigmoid": _sigmoid,
     "Affine": lambda w, x, alpha, beta: x.scaled(alpha, beta),
     "ScaledTanh": lambda w, x, alpha, beta: w.apply("tanh", x.scaled(beta)).scaled(alpha),
     "ThresholdedRelu": _threshold,

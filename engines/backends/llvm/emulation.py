@@ -3,7 +3,8 @@
 With `Module(emulation=EMULATION)` the text of any Isa runs on any machine, bit for bit, only slower. It is how the
 kernels of machines that we do not have are tested, and nothing else.
 
-Sources: Intel SDM (VPDPBUSD, VPDPWSSD, VPMADDWD, VPACKSSDW, VPACKUSWB, VDPBF16PS), Arm ARM (SDOT, USDOT).
+Sources: Intel SDM (VPDPBUSD, VPDPWSSD, VPMADDWD, VPMADDUBSW, VPSHUFB, VPACKSSDW, VPACKUSWB, VDPBF16PS), Arm ARM (SDOT,
+USDOT).
 """
 from __future__ import annotations
 
@@ -67,14 +68,40 @@ def _dot2(name: str, lanes: int) -> str:
     return d.text(acc)
 
 
+def _pmadd_bytes(name: str, lanes: int) -> str:
+    """a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1] of u8 and s8, saturated to int16."""
+    d = _Definition(name, vector(lanes, I16), vector(2 * lanes, I8), vector(2 * lanes, I8))
+    a, b = d.arguments
+    even, odd = (_every(d.f, a, 2, e, "zext", I32) * _every(d.f, b, 2, e, "sext", I32) for e in (0, 1))
+    return d.text(_saturated(even + odd, I16, -(1 << 15), (1 << 15) - 1))
+
+
+def _shuffle_bytes(name: str, lanes: int) -> str:
+    """a[the low 4 bits of b[i], in i's 128-bit part], or 0 where b[i] < 0."""
+    bytes_ = vector(lanes, I8)
+    d = _Definition(name, bytes_, bytes_, bytes_)
+    a, b = d.arguments
+    result = d.f.constant(0, bytes_)
+    for i in range(lanes):
+        place = d.f.constant(i, I32)
+        pick = d.f.op(I8, f"extractelement {b}, {place}", "pick")
+        source = d.f.cast("zext", pick.binary("and", 15), I32, "source") + i // 16 * 16
+        picked = d.f.op(I8, f"extractelement {a}, {source}", "picked")
+        picked = d.f.select(pick.compare("slt", 0), picked.like(0), picked)
+        result = d.f.op(bytes_, f"insertelement {result}, {picked}, {place}", "bytes")
+    return d.text(result)
+
+
+def _saturated(value: Value, narrow: str, low: int, high: int) -> Value:
+    value = value.f.select(value.compare("slt", low), value.like(low), value)
+    value = value.f.select(value.compare("sgt", high), value.like(high), value)
+    return value.f.cast("trunc", value, vector(_lanes(value.type), narrow), "narrow")
+
+
 def _pack(name: str, lanes: int, wide: str, narrow: str, low: int, high: int) -> str:
     """Saturated; inside each 128-bit part: that part of a, then that part of b."""
     d = _Definition(name, vector(2 * lanes, narrow), vector(lanes, wide), vector(lanes, wide))
-    halves = []
-    for value in d.arguments:
-        value = d.f.select(value.compare("slt", low), value.like(low), value)
-        value = d.f.select(value.compare("sgt", high), value.like(high), value)
-        halves.append(d.f.cast("trunc", value, vector(lanes, narrow), "narrow"))
+    halves = [_saturated(value, narrow, low, high) for value in d.arguments]
     part = 128 // int(wide[1:])
     mask = [source + first + i for first in range(0, lanes, part) for source in (0, lanes) for i in range(part)]
     return d.text(d.f.shuffle(halves[0], halves[1], mask, "packed"))
@@ -107,6 +134,10 @@ def _definitions() -> dict[str, str]:
         table[name] = _dot4(name, 4, unsigned)
     for name, lanes in (("llvm.x86.avx2.pmadd.wd", 8), ("llvm.x86.avx512.pmaddw.d.512", 16)):
         table[name] = _pmadd(name, lanes)
+    name = "llvm.x86.avx2.pmadd.ub.sw"
+    table[name] = _pmadd_bytes(name, 16)
+    name = "llvm.x86.avx2.pshuf.b"
+    table[name] = _shuffle_bytes(name, 32)
     for prefix, suffix, bits in (("avx2", "", 256), ("avx512", ".512", 512)):
         name = f"llvm.x86.{prefix}.packssdw{suffix}"
         table[name] = _pack(name, bits // 32, I32, I16, -(1 << 15), (1 << 15) - 1)

@@ -2,9 +2,9 @@
 
     a [M, K] b [K, N]           M x N tiles of it in registers, all of K
 
-The right factor is packed by the kernel itself, into scratch, in the form in which a contraction's weights are packed at
+The right factor is packed by the kernel itself, into scratch, in the form that a contraction's weights are given at
 build: [panel of N][step of K][vector][lane][element], zeros past K and N. The left factor is read where it lies; only
-what lies there in another form than the inner step takes is copied, rows of `left_pitch` bytes.
+what lies there in another form than the inner step takes is copied.
 
 A factor stored as uint8 means stored - zero point. Arithmetic in float subtracts it on the way (the difference has 8
 bits and a sign: exact in bfloat16 too). In int8 a right element is packed as stored - 128; what the zero points add to
@@ -17,9 +17,10 @@ from dataclasses import dataclass
 
 from engines.backends.llvm.access import hidden, transposed
 from engines.backends.llvm.arithmetic import INT8, Arithmetic, arithmetic_for
-from engines.backends.llvm.emit import I8, Function, Value, vector
+from engines.backends.llvm.emit import FLOAT, I8, I32, Function, Value, vector
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import ELEMENTS, SIZES, from_float, to_float
+from engines.backends.llvm.spec import View
 
 MIDDLE = 128            # of uint8: stored - MIDDLE is an int8
 
@@ -129,7 +130,7 @@ class Right:
             here = address + first * self.matrix.size
             parts.append(converted(self.isa, self.matrix.dtype, self.arithmetic.weights_dtype, here, some, zero)
                          if some else self._absent(f, self.isa.lanes))
-        return parts[0] if len(parts) == 1 else f.shuffle(*parts, range(width), "run")
+        return parts[0] if len(parts) == 1 else f.shuffle(parts[0], parts[1], range(width), "run")
 
     def _absent(self, f: Function, width: int) -> Value:
         if self.arithmetic is INT8:
@@ -180,6 +181,47 @@ def _padded(stored: Value, width: int, fill: int) -> Value:
     return stored.f.shuffle(stored, stored.like(fill), [min(i, count) for i in range(width)], "padded")
 
 
+def last_two_axes(view: View) -> Matrix:
+    return Matrix(view.dtype, view.shape[-2], view.shape[-1], (view.strides[-2], view.strides[-1]))
+
+
+# ---- int8: what zero points add to a sum of products
+def integer(f: Function, numbers: Value, index: int) -> Value:
+    """A float of the constant "numbers" as an int32."""
+    return f.cast("fptosi", f.load(FLOAT, numbers + 4 * index, hint="number"), I32, "number")
+
+
+def column_sums(isa: Isa, panel: Value, steps: int, vectors: int) -> list[Value]:
+    """The sums of a packed panel's columns, as packed."""
+    f = panel.f
+    ones = isa.unsigned(f.constant(1, vector(isa.bytes, I8)))
+    sums = {v: f.constant(0, isa.ints) for v in range(vectors)}
+    at = {"w": panel}
+    for _ in f.loop("k", steps, sums=sums, at=at):
+        for v in range(vectors):
+            sums[v] = isa.dot4(sums[v], ones, isa.ready_weights(at["w"] + v * isa.ready_bytes))
+        at["w"] += vectors * isa.ready_bytes
+    return list(sums.values())
+
+
+def row_sums(isa: Isa, matrix: Matrix, source: Value, target: Value) -> None:
+    """The sums of the rows of a left factor of bytes -> int32."""
+    f = source.f
+    ones = isa.spread(f.constant(1, vector(isa.bytes, I8)))
+    for row in f.loop("summed row", matrix.rows):
+        total = {"sum": f.constant(0, isa.ints)}
+        here = matrix.at(source, row, 0)
+        for column, count in f.tiles("summed part", matrix.columns, isa.bytes, total=total):
+            part = _padded(f.load(vector(count, I8), here + column, hint="bytes"), isa.bytes, 0)
+            total["sum"] = isa.dot4(total["sum"], isa.unsigned(part), ones)
+        value = total["sum"]
+        distance = isa.lanes // 2
+        while distance:
+            value = value + f.shuffle(value, None, [i ^ distance for i in range(isa.lanes)], "others")
+            distance //= 2
+        f.store(f.op(I32, f"extractelement {value}, i32 0", "sum"), target + row * 4)
+
+
 # ---- the left factor
 @dataclass(frozen=True)
 class Left:
@@ -216,14 +258,14 @@ class Left:
 
 # ---- the tile
 def multiply(f: Function, isa: Isa, arithmetic: Arithmetic, x: Value, w: Value, pitch: int, shape: tuple[int, int],
-             steps: int, start: Sequence[Value] = ()) -> dict[tuple[int, int], Value]:
+             steps: int, start: Sequence[Sequence[Value]] = ()) -> dict[tuple[int, int], Value]:
     """The sums of a tile as float32: {(row, vector)}, of rows `pitch` bytes apart by the vectors of a packed panel.
 
-    start: for each vector what its sums begin with, instead of zero.
+    start: [row][vector], what the sums begin with instead of zero.
     """
     rows, vectors = shape
     step = arithmetic.weight_bytes(isa)
-    acc = {(m, v): start[v] if start else arithmetic.zero(isa, x) for m in range(rows) for v in range(vectors)}
+    acc = {(m, v): start[m][v] if start else arithmetic.zero(isa, x) for m in range(rows) for v in range(vectors)}
     at = {"x": x, "w": w}
     for _ in f.loop("k", steps, acc=acc, at=at):
         weights = [arithmetic.weights(isa, at["w"] + v * step) for v in range(vectors)]

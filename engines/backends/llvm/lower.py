@@ -20,6 +20,7 @@ class Lowered:
     graph: Graph
     places: Places
     calls: tuple[Call, ...]
+    borders: frozenset[int] = frozenset()       # buffers whose halo a call writes
 
 
 def lower(graph: Graph, isa: Isa) -> Lowered:
@@ -34,6 +35,8 @@ def _calls(ctx: Context, node: Node) -> Sequence[Call]:
         if node.op == "Concat":
             return tuple(_gather_parts(ctx, node))
         if node.op in VIEWS and all(ctx.places.is_view(output, node.inputs[0]) for output in node.outputs):
+            return ()
+        if node.op == "Transpose" and ctx.places.is_view(node.inputs[0], node.outputs[0]):
             return ()
         rule = RULES.get(node.anchor.op)
         if rule is None:

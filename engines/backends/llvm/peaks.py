@@ -3,14 +3,15 @@
     products(arithmetic)    a loop of nothing but the inner step of a contraction, operands in registers
     reads                   a loop of nothing but loads, over buffers that fit a level of the memory
 
-They are measured when they are asked for, in about half a second, and kept nowhere: a core's clock and its neighbours
-move every figure by tens of percent within minutes, and a plan may run on another machine than the one that built it. A
-share of a peak says something only if both were taken on the same machine at the same time.
+They are measured when they are asked for, in a fraction of a second, and kept nowhere: a core's clock and its
+neighbours move every figure by tens of percent within minutes, and a plan may run on another machine than the one that
+built it. A share of a peak says something only if both were taken on the same machine at the same time.
 """
 from __future__ import annotations
 
 import math
 import platform
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -26,22 +27,18 @@ from engines.roofline import Level, Peaks
 
 PRECISIONS = ("int8", "fp32", "bf16", "fp16")
 CHAINS = 10                 # independent sums: more than an instruction's latency times its throughput on today's cores
-TURNS = 20_000              # of the loop of products, for one call
+TURNS = 100_000             # of the loop of products for one call, so that the call itself costs nothing
 STREAMS = 8                 # vectors that a turn of the loop of reads loads
-READ_BYTES = 1 << 20        # at least, for one call
+READ_BYTES = 1 << 24        # at least, for one call: the same
 MOST_BYTES = 1 << 28        # of the buffer that stands for main memory
 USUAL_CACHES = (("L1d", 32 << 10), ("L2", 512 << 10), ("L3", 8 << 20))      # where the system does not say
-ROUNDS = 5                  # of timing; the best one counts
 
 
 def measure_peaks() -> Peaks:
     """This machine's, one core's."""
     cpu = detect()
     isa = best_isa(cpu.features)
-    arithmetics = {precision: arithmetic_for(precision, isa, 2) for precision in PRECISIONS}
-    rates = {arithmetic: _products(isa, arithmetic) for arithmetic in set(arithmetics.values())}
-    return Peaks(cpu.model, isa.name, {name: rates[arithmetic] for name, arithmetic in arithmetics.items()},
-                 _levels(isa, cpu))
+    return Peaks(cpu.model, isa.name, _macs_per_second(isa), _levels(isa, cpu))
 
 
 # ---- arithmetic
@@ -69,15 +66,20 @@ def _opaque(isa: Isa, value: Value) -> Value:
     return f.cast("bitcast", same, value.type, "opaque")
 
 
-def _products(isa: Isa, arithmetic: Arithmetic) -> float:
-    """MACs a second."""
+def _macs_per_second(isa: Isa) -> dict[str, float]:
+    arithmetics = {precision: arithmetic_for(precision, isa, 2) for precision in PRECISIONS}
+    times = measure({precision: _products(isa, arithmetic) for precision, arithmetic in arithmetics.items()})
+    return {precision: TURNS * CHAINS * isa.lanes * arithmetic.elements / (times[precision] / 1e6)
+            for precision, arithmetic in arithmetics.items()}
+
+
+def _products(isa: Isa, arithmetic: Arithmetic) -> Callable[[], None]:
+    """TURNS turns, on zeros."""
     module = Module()
     emit_products(module, "products", isa, arithmetic)
     kernel = LoadedKernel(module.text(), "products", isa)
-    operands = [aligned(np.zeros(size, np.uint8)) for size in (isa.bytes, arithmetic.weight_bytes(isa),
-                                                               CHAINS * isa.bytes)]
-    macs = TURNS * CHAINS * isa.lanes * arithmetic.elements
-    return macs / _seconds(lambda: kernel(operands, (0, TURNS)))
+    sizes = isa.bytes, arithmetic.weight_bytes(isa), CHAINS * isa.bytes
+    return partial(kernel, [aligned(np.zeros(size, np.uint8)) for size in sizes], (0, TURNS))
 
 
 # ---- memory
@@ -103,10 +105,11 @@ def _levels(isa: Isa, cpu: CpuInfo) -> tuple[Level, ...]:
     sizes.append(("DRAM", math.inf, min(4 * caches[-1][1], MOST_BYTES)))
     step, result = STREAMS * isa.bytes, aligned(np.zeros(STREAMS * isa.bytes, np.uint8))
     memory = aligned(np.ones(max(size for *_, size in sizes), np.uint8))        # ones: zeroed pages may all be one page
-    levels = []
-    for name, holds, size in sizes:
-        size -= size % step
-        passes = max(1, READ_BYTES // size)
-        seconds = _seconds(partial(kernel, [memory, result], (0, passes), (0, size)))
-        levels.append(Level(name, holds, passes * size / seconds))
-    return tuple(levels)
+    passes: dict[str, int] = {}
+    calls: dict[str, Callable[[], None]] = {}
+    for name, _, size in sizes:
+        passes[name] = max(1, READ_BYTES // size)
+        calls[name] = partial(kernel, [memory, result], (0, passes[name]), (0, size - size % step))
+    times = measure(calls)
+    return tuple(Level(name, holds, passes[name] * (size - size % step) / (times[name] / 1e6))
+                 for name, holds, size in sizes)

@@ -3,7 +3,8 @@
 A buffer holds one tensor, or several that share it:
   Split, Slice     each output is a part of its input
   Concat           each input is a part of the output, if it is free to be: its producer then writes into its slice
-  Reshape          the output is the input seen otherwise, where its elements follow each other without a gap
+  Reshape          the output is the input seen otherwise, where the gaps between its elements allow that
+  Transpose        beside a product of two run-time tensors, which reads and writes axes in any order
   Pad by zeros     the output is the input seen with its halo
 
 A convolution reads its padding from memory: the tensors that it pads have a halo of their zero point around each image.
@@ -21,6 +22,8 @@ from engines.backends.llvm.spec import View, dense_view
 from engines.backends.llvm.transposed import Phase, phases
 from engines.errors import ModelError
 from engines.ir import BATCH, Dim, Graph, Node, TensorType
+from engines.passes.facts import is_view_of_input, is_view_of_output
+from engines.plan import TensorView
 
 NO_BUFFER = -1
 SLACK = 128         # bytes past every buffer that a kernel may read (never use): the end of its last vector
@@ -184,7 +187,8 @@ class Places:
             self._see_pad(node)
         for node in reversed(graph.nodes):
             self._see_concat(node)
-        self._drop_reshapes_of_gappy_tensors()
+            self._see_transposed_product(node)
+        self._drop_torn_reshapes()
         self._group_halos = self._halos_of_groups()
         for name in self._tensors():
             self.place(name)
@@ -224,7 +228,7 @@ class Places:
             return
         source, types = node.inputs[0], self.graph.types
         if node.op == "Transpose":
-            self._see_moved_batch(node)
+            self._see_transpose(node)
             return
         if not all(self._alike(source, output) for output in node.outputs):
             return
@@ -246,13 +250,20 @@ class Places:
         if halo := _halo_of_pad(self.graph, node):
             self._parent[node.outputs[0]] = _Inside(node.inputs[0], halo=halo)
 
-    def _see_moved_batch(self, node: Node) -> None:
-        """A Transpose of the batch among axes that keep their order: in memory the batch leads before and after."""
+    def _see_transpose(self, node: Node) -> None:
+        """In memory the batch leads before and after: moving it among axes that keep their order moves nothing."""
+        source, output = node.inputs[0], node.outputs[0]
+        axes = self._transposed_axes(node)
+        if axes == tuple(range(len(axes or ()))) and items_of(self.graph.types[source]) == BATCH:
+            self._parent[output] = _Inside(source)
+        elif axes is not None and is_view_of_input(self.graph, node):
+            self._parent[output] = _Inside(source, perm=axes)
+
+    def _transposed_axes(self, node: Node) -> tuple[int, ...] | None:
+        """How a Transpose moves an item's axes; None if the two tensors cannot share memory."""
         source, target = (self.graph.types[name] for name in (node.inputs[0], node.outputs[0]))
-        axes = item_perm(node, source)
-        if axes == tuple(range(len(target.shape) - 1)) and items_of(source) == BATCH and (
-                source.quant, stored_dtype(source)) == (target.quant, stored_dtype(target)):
-            self._parent[node.outputs[0]] = _Inside(node.inputs[0])
+        alike = (source.quant, stored_dtype(source)) == (target.quant, stored_dtype(target))
+        return item_perm(node, source) if alike else None
 
     def _see_concat(self, node: Node) -> None:
         if node.op != "Concat":
@@ -270,11 +281,34 @@ class Places:
                 self._parent[name] = _Inside(output, cuts=((axis, start, start + extent, 1),))
             start += extent
 
-    def _drop_reshapes_of_gappy_tensors(self) -> None:
+    def _see_transposed_product(self, node: Node) -> None:
+        if node.op != "Transpose" or not is_view_of_output(self.graph, node):
+            return
+        source, output, axes = node.inputs[0], node.outputs[0], self._transposed_axes(node)
+        if axes is not None and output not in self._parent and source not in self._parent:
+            self._parent[source] = _Inside(output, perm=tuple(axes.index(axis) for axis in range(len(axes))))
+
+    def _drop_torn_reshapes(self) -> None:
+        """A Reshape of a tensor with gaps is a view only where none of its axes would cross one."""
         for name, inside in list(self._parent.items()):
             if inside.reshape is not None and (
-                    inside.parent in self._parent or self._group_halo(inside.parent) or self._wanted.get(name)):
+                    self._group_halo(inside.parent) or self._wanted.get(name) or not self._can_reshape(inside)):
                 del self._parent[name]
+
+    def _can_reshape(self, inside: _Inside) -> bool:
+        assert inside.reshape is not None
+        if inside.parent not in self._parent:
+            return True
+        view = self._without_halo(inside.parent).view
+        return len(inside.reshape) <= 3 and reshaped_strides(view, inside.reshape) is not None
+
+    def _without_halo(self, name: str) -> Place:
+        """Where the tensor would lie in a buffer of its group that has no halo."""
+        inside = self._parent.get(name)
+        if inside is not None:
+            return inside.derive(self._without_halo(inside.parent))
+        tensor = self.graph.types[name]
+        return Place(0, 0, dense_view(stored_dtype(tensor), item_shape(tensor)), items_of(tensor))
 
     def _root(self, name: str) -> str:
         while name in self._parent:
@@ -320,18 +354,50 @@ class Places:
 
 @dataclass(frozen=True)
 class _Inside:
-    """How a tensor lies in another: cut along axes of the item, with its halo, or seen in another shape."""
+    """How a tensor lies in another: cut along axes of the item, with its halo, its axes in another order, or in
+    another shape."""
     parent: str
     cuts: tuple[tuple[int, int, int, int], ...] = ()        # (axis, start, stop, step)
     halo: Halo = Halo()
     reshape: tuple[int, ...] | None = None
+    perm: tuple[int, ...] = ()                              # of the item's axes
 
     def derive(self, place: Place) -> Place:
+        view = place.view
+        if self.reshape is not None and view.dense:
+            return replace(place, view=dense_view(view.dtype, self.reshape))
         if self.reshape is not None:
-            return replace(place, view=dense_view(place.view.dtype, self.reshape))
+            strides = reshaped_strides(view, self.reshape)
+            assert strides is not None
+            return replace(place, view=replace(view, shape=self.reshape, strides=strides))
+        if self.perm:
+            shape, strides = (tuple(values[axis] for axis in self.perm) for values in (view.shape, view.strides))
+            return replace(place, view=replace(view, shape=shape, strides=strides))
         for cut in self.cuts:
             place = place.part(*cut)
         return place.with_halo(self.halo)
+
+
+def reshaped_strides(view: View, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """The strides of the same elements in another shape; None if an axis would cross a gap, or the last be none."""
+    runs: list[tuple[int, int]] = []        # (extent, stride) of axes that follow each other without a gap
+    for extent, stride in zip(view.shape, view.strides, strict=True):
+        if runs and runs[-1][1] == extent * stride:
+            runs[-1] = (runs[-1][0] * extent, stride)
+        elif extent != 1:
+            runs.append((extent, stride))
+    if runs and runs[-1][1] != view.size:
+        return None
+    strides: list[int] = []
+    extent, stride = 1, view.size           # what is left of the run that is being cut, from its end
+    for wanted in reversed(shape):
+        if extent == 1 and wanted != 1 and runs:
+            extent, stride = runs.pop()
+        if extent % wanted:
+            return None
+        strides.append(stride)
+        extent, stride = extent // wanted, stride * wanted
+    return tuple(reversed(strides)) if extent == 1 and not runs else None
 
 
 def cuts_of(node: Node, source: TensorType, outputs: list[TensorType]) -> list[list[tuple[int, int, int, int]] | None]:
@@ -372,3 +438,10 @@ def buffer_bytes(storage: Storage, max_batch: int) -> int:
     return items * storage.whole.item + SLACK
 
 
+def tensor_view(name: str, place: Place, scalar: bool = False) -> TensorView:
+    """The place as a plan says it."""
+    view = place.view
+    if place.items == BATCH:
+        return TensorView(name, view.dtype, view.shape, place.buffer, place.offset, view.strides, view.item)
+    shape, strides = ((), ()) if scalar else ((int(place.items), *view.shape), (view.item, *view.strides))
+    return TensorView(name, view.dtype, shape, place.buffer, place.offset, strides, 0, batched=False)

@@ -83,7 +83,7 @@ class Program:
 
 
 class ProgramBuilder:
-    """Writes a program an instruction at a time; constants of equal bytes are kept once."""
+    """Writes a program an instruction at a time; equal instructions, and constants of equal bytes, are kept once."""
 
     def __init__(self, accumulator: bool) -> None:
         self._accumulator = accumulator
@@ -111,8 +111,10 @@ class ProgramBuilder:
     def add(self, op: str, *args: Ref | float) -> Ref:
         refs = tuple(a if isinstance(a, Ref) else self.constant(a) for a in args)
         assert op in INSTRUCTIONS, f"no instruction named {op}"
-        self._instructions.append(Instruction(op, refs))
-        return Ref("value", len(self._instructions) - 1 + self._accumulator)
+        instruction = Instruction(op, refs)
+        if instruction not in self._instructions:
+            self._instructions.append(instruction)
+        return Ref("value", self._instructions.index(instruction) + self._accumulator)
 
     def program(self, result: Ref | None = None) -> Program:
         """The program as written; `result` is what it gives, if that is not what was written last."""
@@ -169,13 +171,34 @@ def _sigmoid_emit(isa: Isa, x: Value) -> Value:
     return 1 / (_exp_emit(isa, x * -1) + 1)
 
 
+# tanh x = x p(x**2) / q(x**2) where |x| < 7.905, and 1 to the last bits beyond: the rational approximation of Eigen's
+# generic_fast_tanh_float; relative error below 5e-7. It takes half the instructions of one by exp.
+_TANH_LIMIT = 7.90531110763549805
+_TANH_P = (-2.76076847742355e-16, 2.00018790482477e-13, -8.60467152213735e-11, 5.12229709037114e-08,
+           1.48572235717979e-05, 6.37261928875436e-04, 4.89352455891786e-03)
+_TANH_Q = (1.19825839466702e-06, 1.18534705686654e-04, 2.26843463243900e-03, 4.89352518554385e-03)
+
+
 def _tanh_meaning(x: Any) -> Any:
-    return fma(_sigmoid_meaning(x * np.float32(2)), np.float32(2), np.float32(-1))
+    x = np.minimum(np.maximum(x, np.float32(-_TANH_LIMIT)), np.float32(_TANH_LIMIT))
+    square = x * x
+    p, q = (fma(square, np.float32(c[0]), np.float32(c[1])) for c in (_TANH_P, _TANH_Q))
+    for coefficient in _TANH_P[2:]:
+        p = fma(p, square, np.float32(coefficient))
+    for coefficient in _TANH_Q[2:]:
+        q = fma(q, square, np.float32(coefficient))
+    return x * p / q
 
 
 def _tanh_emit(isa: Isa, x: Value) -> Value:
-    """tanh x = 2 sigmoid(2 x) - 1: absolute error below 3e-7."""
-    return isa.fma(_sigmoid_emit(isa, x * 2), 2, -1)
+    x = isa.min(isa.max(x, -_TANH_LIMIT), _TANH_LIMIT)
+    square = x * x
+    p, q = (isa.fma(square, c[0], c[1]) for c in (_TANH_P, _TANH_Q))
+    for coefficient in _TANH_P[2:]:
+        p = isa.fma(p, square, coefficient)
+    for coefficient in _TANH_Q[2:]:
+        q = isa.fma(q, square, coefficient)
+    return x * p / q
 
 
 # erf by Abramowitz & Stegun 7.1.26 is too coarse (1.5e-7 only in exact arithmetic), so 1 - (polynomial in t)**-16:

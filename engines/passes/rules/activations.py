@@ -80,7 +80,7 @@ class SubtractConstant(Rule):
 
 
 class MergeSums(Rule):
-    """(x + c) + d = x + (c + d): of embeddings. A number d may be half of an activation's name, as in Clip(x + 3, 0, 6)."""
+    """(x + c) + d = x + (c + d), of embeddings; a number d may belong to an activation, as in Clip(x + 3, 0, 6)."""
     pattern = P("Add", P("Add", Value("x"), Constant("c")), Constant("d"))
 
     def check(self, match: Match) -> bool:

@@ -27,29 +27,29 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.access import item_addresses, load_channels, load_constants, offset, run_program, unravel
+from engines.backends.llvm.access import item_addresses, load_channels, load_constants, offset, panels, run_program
 from engines.backends.llvm.arithmetic import INT8, Arithmetic
-from engines.backends.llvm.emit import FLOAT, I32, PTR, Function, Module, Value
-from engines.backends.llvm.factors import MIDDLE, Left, Matrix, Right, multiply, product_arithmetic
+from engines.backends.llvm.emit import FLOAT, PTR, Function, Module, Value
+from engines.backends.llvm.factors import (
+    MIDDLE,
+    Left,
+    Matrix,
+    Right,
+    column_sums,
+    integer,
+    last_two_axes,
+    multiply,
+    product_arithmetic,
+)
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.kernels.contraction import tile_shapes
 from engines.backends.llvm.lanes import SIZES, Lanes, from_float, to_float
 from engines.backends.llvm.program import INSTRUCTIONS, Floats, Program, fma, load_meaning, store_meaning
-from engines.backends.llvm.rows import PARTIALS, At, fold, fold_rows, live, vectors
-from engines.backends.llvm.spec import (
-    ALIGNMENT,
-    Array,
-    Grid,
-    KernelSpec,
-    Tactic,
-    View,
-    begin_kernel,
-    pack_channels,
-)
+from engines.backends.llvm.rows import PARTIALS, At, fold, fold_rows, live
+from engines.backends.llvm.spec import ALIGNMENT, Array, Grid, KernelSpec, Tactic, View, begin_kernel, pack_channels
 
 EXP = INSTRUCTIONS["exp"]
 BYTE = 255.0            # the largest p in int8
-NUMBERS = 4             # of the constant "numbers": the scale of the scores, the zero points of q, k and v
 
 
 @dataclass(frozen=True)
@@ -68,21 +68,20 @@ class Attention(KernelSpec):
     """Views of one item: q [heads, S, D], k [heads, T, D], v [heads, T, E], mask [heads, S, T], y [heads, S, E].
 
     The innermost axis of q and y is contiguous; of k and v it or the one before it. mask: floats, repeated by strides
-    of 0; fixed_mask: it is a constant. value 0 of the program is the mean of v less its zero point, in v's units.
+    of 0. value 0 of the program is the mean of v in v's units: less its zero point, or in int8 less MIDDLE.
     """
     q: View
     k: View
     v: View
     y: View
     mask: View | None
-    fixed_mask: bool
     program: Program
     precision: str                  # int8, fp32, bf16, fp16
     family = "attention"
 
     @property
     def inputs(self) -> tuple[View, ...]:
-        return (self.q, self.k, self.v, *((self.mask,) if self.mask and not self.fixed_mask else ()))
+        return (self.q, self.k, self.v, *((self.mask,) if self.mask else ()))
 
     @property
     def outputs(self) -> tuple[View, ...]:
@@ -137,20 +136,17 @@ class Attention(KernelSpec):
 
     # ---- constants
     def pack(self, isa: Isa, tactic: Tiles, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """"numbers": NUMBERS floats; "mask": float32 [heads or 1, S or 1, T], if it is fixed; "program": float32 [1] or
-        [E] -> [panel][constant][vector][lane]."""
-        width, columns = tactic.mix[1] * isa.lanes, self.v.shape[2]
-        panels = [[[start + lane for lane in row] for row in Lanes(isa, min(width, columns - start), False).order()]
-                  for start in range(0, columns, width)]
-        packed = pack_channels(constants["program"], columns, panels)
-        mask = (np.ascontiguousarray(constants["mask"], np.float32).ravel(),) if self.fixed_mask else ()
-        return (*mask, np.asarray(constants["numbers"], np.float32), packed)
+        """"numbers": the scale of the scores, the zero points of q, k and v; "program": float32 [1] or [E] ->
+        [panel][constant][vector][lane]."""
+        columns = self.v.shape[2]
+        order = panels(isa, columns, packed=False, width=tactic.mix[1] * isa.lanes)
+        return np.asarray(constants["numbers"], np.float32), pack_channels(constants["program"], columns, order)
 
     # ---- meaning
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         scale, *zeros = np.asarray(constants["numbers"], np.float32)
         factors = [load_meaning(view.dtype, x) for view, x in zip(self.inputs, inputs, strict=True)]
-        mask = np.asarray(constants["mask"], np.float32)[None] if self.fixed_mask else factors[3] if self.mask else None
+        mask = factors[3] if self.mask else None
         if self.precision == "int8":
             return self._exact_meaning(factors, scale, zeros, mask, constants["program"])
         q, k, v = (x - np.float32(zero) for x, zero in zip(factors, zeros, strict=False))
@@ -192,9 +188,9 @@ class _Emitter:
     def __init__(self, spec: Attention, module: Module, name: str, isa: Isa, tiles: Tiles) -> None:
         self.spec, self.module, self.name, self.isa, self.tiles = spec, module, name, isa, tiles
         self.arithmetic: Arithmetic = product_arithmetic(spec.precision, isa)
-        self.q = Left(_matrix(spec.q), self.arithmetic)
-        self.k = Right(_transposed(_matrix(spec.k)), self.arithmetic, isa, tiles.scores[1])
-        self.v = Right(_matrix(spec.v), self.arithmetic, isa, tiles.mix[1])
+        self.q = Left(last_two_axes(spec.q), self.arithmetic)
+        self.k = Right(_transposed(last_two_axes(spec.k)), self.arithmetic, isa, tiles.scores[1])
+        self.v = Right(last_two_axes(spec.v), self.arithmetic, isa, tiles.mix[1])
 
     @property
     def exact(self) -> bool:
@@ -261,20 +257,12 @@ class _Emitter:
     def _start_sums(self, f: Function) -> None:
         """start[t] = -(q's zero point) * sum over d of k[t, d] - MIDDLE."""
         isa, right = self.isa, self.k
-        zero = f.cast("fptosi", f.load(FLOAT, self.numbers + 4, hint="zero"), I32, "zero")
+        zero = integer(f, self.numbers, 1)
         minus = f.splat(zero.like(0) - zero, isa.lanes)
-        ones = isa.unsigned(f.constant(1, f"<{isa.bytes} x i8>"))
         for start, columns in f.tiles("started panel", right.matrix.columns, right.width):
-            count = isa.vectors_for(columns)
             panel = self.at["k"] + start.divided(right.width) * right.panel_bytes
-            sums = {v: f.constant(0, isa.ints) for v in range(count)}
-            at = {"w": panel}
-            for _ in f.loop("k", right.steps, sums=sums, at=at):
-                for v in range(count):
-                    sums[v] = isa.dot4(sums[v], ones, isa.ready_weights(at["w"] + v * isa.ready_bytes))
-                at["w"] += count * isa.ready_bytes
-            for v in range(count):
-                f.store(sums[v] * minus, self.at["start"] + start * 4 + v * isa.bytes, isa.bytes)
+            for v, total in enumerate(column_sums(isa, panel, right.steps, isa.vectors_for(columns))):
+                f.store(total * minus, self.at["start"] + start * 4 + v * isa.bytes, isa.bytes)
 
     def _block(self, f: Function, head: _Head, first: Value) -> None:
         queries, block = self.spec.queries, self.tiles.block
@@ -329,7 +317,7 @@ class _Emitter:
         q, k, numbers, start, added, x = f.parameters.values()
         begin = [f.load(isa.ints, start + v * isa.bytes, isa.bytes, "start") for v in range(lanes.vectors)]
         sums = multiply(f, isa, self.arithmetic, q, k, self.q.pitch, (rows, lanes.vectors), self.q.steps,
-                        begin if self.exact else ())
+                        [begin] * rows if self.exact else ())
         scale = f.splat(f.load(FLOAT, numbers, hint="scale"), isa.lanes)
         for m in range(rows):
             others = load_channels(lanes, mask, added + m * mask.strides[1]) if mask else []
@@ -387,11 +375,6 @@ class _Emitter:
                                           numbers))
             lanes.store(spec.y.dtype, values, [y + m * spec.y.strides[1] for m in group])
         return name
-
-
-def _matrix(view: View) -> Matrix:
-    """The last two axes."""
-    return Matrix(view.dtype, view.shape[1], view.shape[2], (view.strides[1], view.strides[2]))
 
 
 def _transposed(matrix: Matrix) -> Matrix:

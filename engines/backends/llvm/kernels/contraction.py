@@ -12,7 +12,7 @@
 
 x and y are NHWC; x's address is that of tap (0, 0) of output pixel (0, 0), and around it lies a halo of zero points, so
 that no tap needs a test. Where the taps of a kernel row and their channels are one run of bytes, the run is one K loop;
-it is rounded up to whole steps with zero weights, so x needs up to 3 readable bytes past its end. The matrix product
+it is rounded up to whole steps with zero weights, so x needs up to 15 readable bytes past its end. The matrix product
 x[M, K] w[N, K]' is the 1x1 convolution of one row of M pixels.
 
 Two ways to cut the pixels into rows of the grid:
@@ -32,7 +32,9 @@ import numpy as np
 
 from engines.backends.llvm.access import hidden, load_channels, load_constants, run_program
 from engines.backends.llvm.arithmetic import Arithmetic, Operand, arithmetic_for
-from engines.backends.llvm.emit import PTR, Function, Module, Value
+from engines.backends.llvm.border import Border, TapAxis
+from engines.backends.llvm.dealing import deal, emit_turns, turn_bytes
+from engines.backends.llvm.emit import I32, I64, PTR, Function, Module, Value
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import Lanes
 from engines.backends.llvm.program import Program, load_meaning, store_meaning
@@ -49,6 +51,8 @@ class Tile(Tactic):
     vectors: int            # 1, 2 or 4
     block: int = 0          # rows of tiles in a block of pixels; 0: all of them
     prefetch: bool = False  # ask for the next panel's weights, a line at every k
+    dealt: bool = False     # INT8: products are summed in 16 bits first, weights laid out as in dealing.py
+    skip: bool = False      # leave out taps that read nothing but the border of zeros
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -56,8 +60,10 @@ class Tile(Tactic):
         return self.rows * self.cols, self.vectors
 
     def __str__(self) -> str:
-        block = f" block {self.block}" if self.block else ""
-        return f"tile {self.rows}x{self.cols}x{self.vectors}{block}{' prefetch' if self.prefetch else ''}"
+        words = (f"tile {self.rows}x{self.cols}x{self.vectors}", "dealt" if self.dealt else "",
+                 f"block {self.block}" if self.block else "", "prefetch" if self.prefetch else "",
+                 "skip" if self.skip else "")
+        return " ".join(filter(None, words))
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,7 @@ class Contraction(KernelSpec):
     stride: tuple[int, int] = (1, 1)
     dilation: tuple[int, int] = (1, 1)
     groups: int = 1
+    border: Border = Border()       # of x
     family = "contraction"
 
     @property
@@ -127,6 +134,15 @@ class Contraction(KernelSpec):
         """Turns of all K loops of a pixel."""
         return self.steps(isa) * self.taps[0] * (1 if self.one_run else self.taps[1])
 
+    @cached_property
+    def axes(self) -> tuple[TapAxis, TapAxis]:
+        """Rows, columns."""
+        border = self.border
+        edges = ((border.top, border.bottom), (border.left, border.right))
+        rows, cols = (TapAxis(self.x.shape[a], *edges[a], self.taps[a], self.stride[a], self.dilation[a])
+                      for a in (0, 1))
+        return rows, cols
+
     # ---- how the pixels are cut
     @cached_property
     def flat(self) -> Contraction:
@@ -173,17 +189,24 @@ class Contraction(KernelSpec):
     # ---- tactics
     def tactics(self, isa: Isa) -> Sequence[Tile]:
         """Tile shapes; `refinements` then cuts the blocks of the fastest."""
+        dealt = isa.dealt_tiles if self.precision == "int8" else ()
+        return (*self._tiles(isa, dealt, dealt=True), *self._tiles(isa, tile_shapes(isa, self.precision), dealt=False))
+
+    def _tiles(self, isa: Isa, shapes: Sequence[tuple[int, int]], dealt: bool) -> Sequence[Tile]:
+        """Tiles of these (pixels, vectors), as far as the layer has so many."""
         widest = isa.vectors_for(self.cout)
-        few = self.flat.cols if self.flat.rows == 1 else 0
         found: dict[Tile, None] = {}
-        for cols, vectors in tile_shapes(isa, self.precision):
+        for cols, vectors in shapes:
             vectors = min(vectors, widest)
             cols = min(cols, self.flat.cols)
             if self.by_batch:
                 cols = min(cols, 8)
-            found[Tile(1, cols, vectors)] = None
-            if not few and cols == self.cols and 2 * cols <= _most_pixels(isa, self.precision, vectors):
-                found[Tile(2, cols, vectors)] = None
+            found[Tile(1, cols, vectors, dealt=dealt)] = None
+            if self.border != Border() and not dealt:       # dealt weights are not in the order of taps
+                found[Tile(1, cols, vectors, skip=True)] = None
+            most = max((cols for cols, v in shapes if v >= vectors), default=1)
+            if self.flat.rows > 1 and cols == self.cols and 2 * cols <= most:
+                found[Tile(2, cols, vectors, dealt=dealt)] = None
         return tuple(found)
 
     def refinements(self, isa: Isa, best: Tile) -> Sequence[Tile]:
@@ -191,30 +214,38 @@ class Contraction(KernelSpec):
         blocks = [0] if self.by_batch else [0, *(b for b in (1, 2, 4, 8, 16) if b < self.lines(best))]
         weights = self.turns(isa) * self.cout * self.arithmetic(isa).step_bytes
         return tuple(replace(best, block=block, prefetch=prefetch) for block in blocks
-                     for prefetch in ((False, True) if weights >= 1 << 16 else (False,)))
+                     for prefetch in ((False, True) if weights >= 1 << 16 and not best.dealt else (False,)))
 
-    def packing(self, tactic: Tile) -> int:
-        return tactic.vectors
+    def packing(self, tactic: Tile) -> tuple[int, bool]:
+        return tactic.vectors, tactic.dealt
 
     # ---- code
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tile) -> None:
         _Emitter(self.flat, module, name, isa, tactic).kernel(self.by_batch)
 
     # ---- constants
-    def pack(self, isa: Isa, tactic: Tile, constants: Mapping[str, Any]) -> tuple[Array, Array]:
-        """"weights": [cout of all groups, cin, *taps] (s8 or float) -> [panel][tap][k][vector][lane][element];
-        "program": a sequence of float32 [1] or [channels] -> [panel][constant][vector][lane]."""
-        arithmetic = self.arithmetic(isa)
+    def pack(self, isa: Isa, tactic: Tile, constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        """"weights": [cout of all groups, cin, *taps] (s8 or float) -> [panel][tap][k][vector][lane][element], or the
+        three arrays of Dealt; "program": a sequence of float32 [1] or [channels] -> [panel][constant][vector][lane]."""
+        arithmetic, panels = self.arithmetic(isa), self._panels(isa, tactic)
         taps_last = np.asarray(constants["weights"]).reshape(-1, self.cin, *self.taps).transpose(0, 2, 3, 1)
         runs = arithmetic.store_weights(taps_last).reshape(len(taps_last), -1, self.run)
+        runs = np.concatenate([runs, np.zeros_like(runs[:1])])          # absent channels read the last, zeros
+        orders = [np.minimum(order, len(runs) - 1) for order in panels]
+        program = pack_channels(constants["program"], self.y.shape[2], [order.tolist() for order in panels])
+        if tactic.dealt:
+            dealt = deal(runs[np.concatenate(orders)], self._run_offsets())
+            return dealt.turns, dealt.offsets, dealt.starts, program
         runs = np.pad(runs, ((0, 0), (0, 0), (0, -self.run % arithmetic.elements)))
         steps = runs.reshape(len(runs), -1, arithmetic.elements)        # [cout][turn][element]
-        steps = np.concatenate([steps, np.zeros_like(steps[:1])])       # absent channels read the last, zeros
-        panels = [arithmetic.ready(isa, steps[np.minimum(order, len(steps) - 1)].transpose(2, 0, 1, 3)).ravel()
-                  for order in self._panels(isa, tactic)]
-        channels = self.y.shape[2]
-        return (np.concatenate(panels),
-                pack_channels(constants["program"], channels, [o.tolist() for o in self._panels(isa, tactic)]))
+        return np.concatenate([arithmetic.ready(isa, steps[order].transpose(2, 0, 1, 3)).ravel()
+                               for order in orders]), program
+
+    def _run_offsets(self) -> Array:
+        """Bytes from tap (0, 0) to the start of each run."""
+        rows, columns = (np.arange(n) * d * s for n, d, s in zip(
+            (self.taps[0], 1 if self.one_run else self.taps[1]), self.dilation, self.x.strides[:2], strict=True))
+        return (rows[:, None] + columns).ravel()
 
     def _panels(self, isa: Isa, tile: Tile) -> list[Array]:
         """For each panel [vectors][lanes] -> absolute channel, or one past the last where there is none."""
@@ -253,8 +284,13 @@ def tile_shapes(isa: Isa, precision: str) -> Sequence[tuple[int, int]]:
     return isa.tiles if precision == "int8" else isa.float_tiles or isa.tiles
 
 
-def _most_pixels(isa: Isa, precision: str, vectors: int) -> int:
-    return max((cols for cols, v in tile_shapes(isa, precision) if v >= vectors), default=1)
+@dataclass(frozen=True)
+class _Part:
+    """A tile as a micro-kernel of its own: its size and, where taps in the border are left out, where it lies."""
+    rows: int
+    cols: int
+    tap_rows: tuple[Value, Value] | None = None     # the first, and how many
+    column: int | None = None       # of its first pixel, at an edge of x; None: away from the edges, all taps are live
 
 
 @dataclass(frozen=True)
@@ -275,11 +311,11 @@ class _Emitter:
 
     # ---- the loops around
     def kernel(self, by_batch: bool) -> None:
-        count = len(self.spec.operands)
-        f, addresses, bounds = begin_kernel(self.module, self.name, 1 + count + 2 + 1)
+        count, packed = len(self.spec.operands), 4 if self.tile.dealt else 2
+        f, addresses, bounds = begin_kernel(self.module, self.name, 1 + count + packed + 1)
         x, *operands = addresses[:1 + count]
-        weights, constants, y = addresses[1 + count:]
-        self.weights, self.constants, self.bounds = weights, constants, bounds
+        *self.weights, self.constants, y = addresses[1 + count:]
+        self.bounds = bounds
         here = _Pointers(x, tuple(operands), y)
         if by_batch:
             self._pixels_of_the_batch(f, here)
@@ -309,12 +345,29 @@ class _Emitter:
         def visit(call: Callable[..., None]) -> None:
             if spec.rows == 1:
                 for t, cols in self._lines(f, start, stop, spec.cols, tile.cols):
-                    call(t.like(0), t * tile.cols, 1, cols, t)
+                    call(t.like(0), t * tile.cols, _Part(1, cols), t)
                 return
             for t, rows in self._lines(f, start, stop, spec.rows, tile.rows):
-                for j, cols in f.tiles("column", spec.cols, tile.cols):
-                    call(t * tile.rows, j, rows, cols, t * across + j.divided(tile.cols))
+                taps = spec.axes[0].live_of_several((start + t) * tile.rows, rows) if tile.skip else None
+                for j, cols, column in self._columns(f):
+                    call(t * tile.rows, j, _Part(rows, cols, taps, column), t * across + j.divided(tile.cols))
         return visit
+
+    def _columns(self, f: Function) -> Iterator[tuple[Value, int, int | None]]:
+        """(start, size, start where it is known now) of a row's tiles; with `skip` the first and the last stand apart."""
+        extent, step = self.spec.cols, self.tile.cols
+        between = -(-extent // step) - 2
+        if not self.tile.skip:
+            for j, cols in f.tiles("column", extent, step):
+                yield j, cols, None
+            return
+        yield f.constant(0, I64), min(step, extent), 0
+        if between > 0:
+            for j in f.loop("column", between):
+                yield (j + 1) * step, step, None
+        if between >= 0:
+            last = (between + 1) * step
+            yield f.constant(last, I64), extent - last, last
 
     @staticmethod
     def _lines(f: Function, start: Value, stop: Value, extent: int, step: int) -> Iterator[tuple[Value, int]]:
@@ -336,11 +389,11 @@ class _Emitter:
 
             def visit(call: Callable[..., None], whole: Value = whole, rest: Value = rest) -> None:
                 for t in f.range("tile", whole.like(0), whole):
-                    call(whole.like(0), t * cols, 1, cols, t)
+                    call(whole.like(0), t * cols, _Part(1, cols), t)
                 for size in (8, 4, 2, 1):
                     if size < cols:
                         with f.when(rest.binary("and", size).compare("ne", 0)):
-                            call(whole.like(0), whole * cols + rest.binary("and", -2 * size), 1, size, whole)
+                            call(whole.like(0), whole * cols + rest.binary("and", -2 * size), _Part(1, size), whole)
 
             self._panels(f, self._pixel(base, start.like(0), start), visit)
 
@@ -365,23 +418,40 @@ class _Emitter:
                visit: Callable[[Callable[..., None]], None]) -> None:
         """One panel over all tiles; `first`: the group's first cout, `start`: the panel's, inside the group."""
         spec, isa = self.spec, self.isa
-        bytes_of_cout = spec.turns(isa) * self.arithmetic.weight_bytes(isa) // isa.lanes
         # A last panel of fewer vectors is narrower in memory too, so a group's couts take this many places.
         panels = (min(self.panel, spec.cout - at) for at in range(0, spec.cout, self.panel))
         places = sum(isa.vectors_for(couts) * isa.lanes for couts in panels)
         before = first.divided(spec.cout) * places + start
-        weights = self.weights + before * bytes_of_cout
         constants = self.constants + before * (4 * spec.program.constants)
         here = self._advance(block, start.like(0), *self._channels(start))
-        following = weights + self.panel * bytes_of_cout
+        weights = self._panel_weights(f, before)
 
-        def call(i: Value, j: Value, rows: int, cols: int, tile: Value) -> None:
-            pixel, ahead = self._pixel(here, i, j), following
+        def call(i: Value, j: Value, part: _Part, tile: Value) -> None:
+            pixel, arguments = self._pixel(here, i, j), dict(weights)
             if self.tile.prefetch:      # a tile asks for a line a turn; the panel is asked for after `vectors` tiles
-                ahead += tile.at_most(self.tile.vectors) * (spec.turns(isa) * 64)
-            f.run(self._microkernel(rows, cols, channels), pixel.x, weights, constants, *pixel.operands, pixel.y, ahead)
+                arguments["ahead"] += tile.at_most(self.tile.vectors) * (spec.turns(isa) * 64)
+            x = pixel.x
+            if part.tap_rows:
+                first, arguments["tap_rows"] = part.tap_rows
+                x += first * (spec.x.strides[0] * spec.dilation[0])
+                turns = spec.turns(isa) // spec.taps[0]
+                arguments["w"] += first * (isa.vectors_for(channels) * turns * self.arithmetic.weight_bytes(isa))
+            f.run(self._microkernel(part, channels), x, constants, *pixel.operands, pixel.y, *arguments.values())
 
         visit(call)
+
+    def _panel_weights(self, f: Function, before: Value) -> dict[str, Value]:
+        """What a micro-kernel is told of a panel's weights, by the name of its parameter; `before`: couts in memory
+        before the panel."""
+        spec, isa = self.spec, self.isa
+        if self.tile.dealt:
+            turns, offsets, starts = self.weights
+            panel = starts + before.divided(isa.lanes) * 4
+            begin, end = (f.cast("zext", f.load(I32, panel + at, 4, "turn"), I64, "turn") for at in (0, 4))
+            return {"w": turns + begin * turn_bytes(isa), "offsets": offsets + begin * 4, "count": end - begin}
+        bytes_of_cout = spec.turns(isa) * self.arithmetic.weight_bytes(isa) // isa.lanes
+        weights = self.weights[0] + before * bytes_of_cout
+        return {"w": weights, "ahead": weights + self.panel * bytes_of_cout}
 
     # ---- addresses
     def _views(self) -> tuple[View, ...]:
@@ -403,42 +473,77 @@ class _Emitter:
                              *(i * view.strides[0] + j * view.strides[1] for view in self._views()[1:]))
 
     # ---- the micro-kernel
-    def _microkernel(self, rows: int, cols: int, channels: int) -> str:
+    def _microkernel(self, part: _Part, channels: int) -> str:
         """rows x cols pixels of `channels` couts, all of K in registers; its name."""
-        name = f"{self.name}_{rows}x{cols}x{channels}"
+        name = f"{self.name}_{part.rows}x{part.cols}x{channels}" + (f"_{part.column}" if part.column is not None else "")
         if name in self.module.functions:
             return name
         spec, isa, arithmetic = self.spec, self.isa, self.arithmetic
         operands = {f"operand{i}": PTR for i in range(len(spec.operands))}
-        f = self.module.function(name, internal=True, x=PTR, w=PTR, constants=PTR, **operands, y=PTR, ahead=PTR)
+        panel = dict(w=PTR, offsets=PTR, count=I64) if self.tile.dealt else dict(w=PTR, ahead=PTR)
+        panel |= {"tap_rows": I64} if part.tap_rows else {}
+        f = self.module.function(name, internal=True, x=PTR, constants=PTR, **operands, y=PTR, **panel)
         lanes = Lanes(isa, channels, spec.y.dtype == "uint8")
-        vectors, pixels = lanes.vectors, [(i, j) for i in range(rows) for j in range(cols)]
-        (x_row, x_pixel, _), step = spec.x.strides, arithmetic.step_bytes
-
-        acc = {(p, v): arithmetic.zero(isa, f.parameters["x"]) for p in range(len(pixels)) for v in range(vectors)}
-        at = {key: f.parameters[key] for key in ("x", "w", "ahead")}
-        for _ in f.loop("tap row", spec.taps[0], acc=acc, at=at):
-            for _ in f.loop("tap column", 1 if spec.one_run else spec.taps[1], acc=acc, at=at):
-                for _ in f.loop("k", spec.steps(isa), acc=acc, at=at):
-                    weights = self._weights(at["w"], vectors)
-                    for p, (i, j) in enumerate(pixels):
-                        offset = i * x_row * spec.stride[0] + j * x_pixel * spec.stride[1]
-                        pixel = arithmetic.pixel(isa, at["x"] + offset)
-                        if p and len(weights[0]) > 1:       # too wide to keep: each pixel's products load them
-                            weights = self._weights(hidden(at["w"]), vectors)
-                        for v in range(vectors):
-                            acc[p, v] = arithmetic.dot(isa, acc[p, v], pixel, weights[v])
-                    at["x"] += step
-                    at["w"] += vectors * arithmetic.weight_bytes(isa)
-                    if self.tile.prefetch:
-                        isa.prefetch(at["ahead"])
-                        at["ahead"] += 64
-                if not spec.one_run:
-                    at["x"] += x_pixel * spec.dilation[1] - spec.steps(isa) * step
-            walked = spec.steps(isa) * step if spec.one_run else spec.taps[1] * x_pixel * spec.dilation[1]
-            at["x"] += x_row * spec.dilation[0] - walked
+        pixels = [(i, j) for i in range(part.rows) for j in range(part.cols)]
+        acc = {(p, v): arithmetic.zero(isa, f.parameters["x"])
+               for p in range(len(pixels)) for v in range(lanes.vectors)}
+        if self.tile.dealt:
+            emit_turns(f, isa, acc, [self._offset(i, j) for i, j in pixels])
+        else:
+            self._sum(f, part, acc, pixels, lanes.vectors)
         self._epilogue(f, lanes, acc, pixels)
         return name
+
+    def _offset(self, i: int, j: int) -> int:
+        """Bytes of x from the tile's first pixel to pixel (i, j)."""
+        x, stride = self.spec.x, self.spec.stride
+        return i * x.strides[0] * stride[0] + j * x.strides[1] * stride[1]
+
+    def _sum(self, f: Function, part: _Part, acc: dict[tuple[int, int], Value], pixels: list[tuple[int, int]],
+             vectors: int) -> None:
+        """All of K, or its live taps, into acc {(pixel, vector)}."""
+        spec, isa, arithmetic = self.spec, self.isa, self.arithmetic
+        x_row, x_pixel, _ = spec.x.strides
+        at = {key: f.parameters[key] for key in ("x", "w", "ahead")}
+        for _ in f.loop("tap row", f.parameters.get("tap_rows", spec.taps[0]), acc=acc, at=at):
+            start = at["x"]
+            for columns, live in self._tap_columns(part):
+                alive = {p: pixel for p, pixel in enumerate(pixels) if pixel[1] in live}
+                if spec.one_run:
+                    steps = spec.steps(isa) if columns == spec.taps[1] else columns * spec.cin // arithmetic.elements
+                    self._k_loop(f, steps, acc, at, alive, vectors)
+                    continue
+                for _ in f.loop("tap column", columns, acc=acc, at=at):
+                    self._k_loop(f, spec.steps(isa), acc, at, alive, vectors)
+                    at["x"] += x_pixel * spec.dilation[1] - spec.steps(isa) * arithmetic.step_bytes
+            at["x"] = start + x_row * spec.dilation[0]
+
+    def _tap_columns(self, part: _Part) -> list[tuple[int, frozenset[int]]]:
+        """The taps of a kernel row as runs of (how many, the columns of the tile that they matter to)."""
+        spec, every = self.spec, frozenset(range(part.cols))
+        whole_steps = not spec.one_run or spec.cin % self.arithmetic.elements == 0
+        if part.column is None or not whole_steps:
+            return [(spec.taps[1], every)]
+        runs = spec.axes[1].runs(range(part.column, part.column + part.cols))
+        return [(taps, frozenset(column - part.column for column in live)) for taps, live in runs]
+
+    def _k_loop(self, f: Function, steps: int, acc: dict[Any, Value], at: dict[str, Value],
+                pixels: Mapping[int, tuple[int, int]], vectors: int) -> None:
+        """`steps` turns for these pixels."""
+        isa, arithmetic, first = self.isa, self.arithmetic, min(pixels, default=0)
+        for _ in f.loop("k", steps, acc=acc, at=at):
+            weights = self._weights(at["w"], vectors)
+            for p, (i, j) in pixels.items():
+                pixel = arithmetic.pixel(isa, at["x"] + self._offset(i, j))
+                if p != first and len(weights[0]) > 1:      # too wide to keep: each pixel's products load them
+                    weights = self._weights(hidden(at["w"]), vectors)
+                for v in range(vectors):
+                    acc[p, v] = arithmetic.dot(isa, acc[p, v], pixel, weights[v])
+            at["x"] += arithmetic.step_bytes
+            at["w"] += vectors * arithmetic.weight_bytes(isa)
+            if self.tile.prefetch:
+                isa.prefetch(at["ahead"])
+                at["ahead"] += 64
 
     def _weights(self, address: Value, vectors: int) -> list[Operand]:
         """One step of a panel."""

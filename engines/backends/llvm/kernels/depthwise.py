@@ -28,10 +28,9 @@ from engines.backends.llvm.access import (
     hidden,
     item_addresses,
     load_channels,
-    load_constants,
+    load_vector,
     offset,
     panels,
-    run_program,
     store_channels,
 )
 from engines.backends.llvm.columns import COLUMNS
@@ -241,9 +240,7 @@ class _Emitter:
             self._column(f, lanes, acc, column, rows, users)
             for j, q in users:
                 if q == spec.taps[1] - 1:
-                    together = 4 // lanes.vectors       # what one register of u8 holds
-                    for first in range(0, rows, together):
-                        self._finish(f, lanes, acc, [(i, j) for i in range(first, min(first + together, rows))])
+                    self._finish(f, lanes, acc, [(i, j) for i in range(rows)])
         return name
 
     def _column(self, f: Function, lanes: Lanes, acc: dict[Any, Value], column: int, rows: int,
@@ -268,15 +265,19 @@ class _Emitter:
                         acc[(i, j), v] = arithmetic.dot(isa, acc[(i, j), v], operands[v], weights + (at + v) * size)
 
     def _finish(self, f: Function, lanes: Lanes, acc: dict[Any, Value], outputs: list[tuple[int, int]]) -> None:
-        """Program and store."""
+        """Program and store. The outputs share each constant, which is loaded only when its vector's turn comes."""
         spec = self.spec
-        numbers = load_constants(lanes, hidden(f.parameters["constants"]), spec.program.constants)
-        pixels, targets = [], []
+        constants = hidden(f.parameters["constants"])
+        others, targets = [], []
         for i, j in outputs:
-            others = [f.parameters[f"operand{n}"] + (i * view.strides[0] + j * view.strides[1])
-                      for n, view in enumerate(spec.operands)]
-            values = [load_channels(lanes, view, a) for view, a in zip(spec.operands, others, strict=True)]
-            sums = [self.arithmetic.finish(self.isa, acc.pop(((i, j), v))) for v in range(lanes.vectors)]
-            pixels.append(run_program(lanes, spec.program, sums, values, numbers))
+            at = [f.parameters[f"operand{n}"] + (i * view.strides[0] + j * view.strides[1])
+                  for n, view in enumerate(spec.operands)]
+            others.append([load_channels(lanes, view, a) for view, a in zip(spec.operands, at, strict=True)])
             targets.append(f.parameters["y"] + (i * spec.y.strides[0] + j * spec.y.strides[1]))
+        pixels: list[list[Value]] = [[] for _ in outputs]
+        for v in range(lanes.vectors):
+            numbers = load_vector(lanes, constants, spec.program.constants, v)
+            for output, operands, pixel in zip(outputs, others, pixels, strict=True):
+                total = self.arithmetic.finish(self.isa, acc.pop((output, v)))
+                pixel.append(spec.program.emit(self.isa, total, [operand[v] for operand in operands], numbers))
         store_channels(lanes, spec.y, pixels, targets)

@@ -24,19 +24,20 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.access import load_channels, store_channels
-from engines.backends.llvm.arithmetic import Arithmetic, arithmetic_for
+from engines.backends.llvm.access import hidden, load_channels, store_channels
+from engines.backends.llvm.arithmetic import Arithmetic, Operand, arithmetic_for
 from engines.backends.llvm.cells import Cell, Source, Stage
 from engines.backends.llvm.emit import I16, I32, I64, PTR, Function, Module, Value, vector
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import Lanes
-from engines.backends.llvm.program import Floats, Program, load_meaning, store_meaning
+from engines.backends.llvm.program import Floats, Program, fma, load_meaning, store_meaning
 from engines.backends.llvm.spec import ALIGNMENT, Array, Grid, KernelSpec, Tactic, View, begin_kernel
 
 BLOCK = 8               # items whose states are in scratch together
-SPARE_REGISTERS = 4     # beside the accumulators: the state's element, weights
+STRANDS = 4             # units whose updates are written in turns
 FEWEST_CHAINS = 8       # sums that must be under way at once to hide an fma's latency; fewer are split
 STEPS = 4               # the K loop's turns are a multiple of this, so that a sum can be split
+FIRST_LEVEL = 1 << 15   # bytes of cache that most machines have there
 STATE_ONE = 1 << 13     # what 1.0 is in an int16 state
 
 
@@ -82,6 +83,11 @@ class Recurrence(KernelSpec):
         return self.gates.shape[0]
 
     @property
+    def step_bytes(self) -> int:
+        """Of the weights that one step of one direction reads."""
+        return self.cells[0].gates * self.hidden * self.turns() * self.arithmetic.elements * (2 if self.scales else 4)
+
+    @property
     def arithmetic(self) -> Arithmetic:
         return arithmetic_for(self.precision, _ANY_MACHINE, self.hidden)
 
@@ -92,20 +98,21 @@ class Recurrence(KernelSpec):
 
     # ---- tiles
     def items(self, isa: Isa) -> int:
-        """Of the largest tile."""
-        if self.lengths is not None:
+        """Of the largest tile. Weights that stay in the first level of cache are read for one item as fast as they are
+        multiplied; others are read once for as many items as there are registers."""
+        if self.lengths is not None or self.step_bytes <= FIRST_LEVEL:
             return 1
         most = max(len(stage.gates) for stage in self.cells[0].stages)
-        return max(1, min(BLOCK, (isa.registers - SPARE_REGISTERS) // most))
+        return max(items for items in range(1, BLOCK + 1) if items == 1 or fits(isa, items, most))
 
     def vectors(self, isa: Isa, tactic: Panels, stage: Stage, items: int) -> int:
         """Of units, in a tile of that many items."""
-        room = (isa.registers - SPARE_REGISTERS) // (len(stage.gates) * items)
-        return max(1, min(room, tactic.vectors))
+        return max(v for v in range(1, tactic.vectors + 1) if v == 1 or fits(isa, items, v * len(stage.gates)))
 
     def tactics(self, isa: Isa) -> Sequence[Panels]:
-        room = (isa.registers - SPARE_REGISTERS) // max(len(stage.gates) for stage in self.cells[0].stages)
-        widest = max(1, min(room, -(-self.hidden // isa.lanes)))
+        most = max(len(stage.gates) for stage in self.cells[0].stages)
+        vectors = range(1, -(-self.hidden // isa.lanes) + 1)
+        widest = max(v for v in vectors if v == 1 or fits(isa, 1, v * most))
         return tuple(Panels(v) for v in dict.fromkeys((widest, max(widest // 2, 1), 1)))
 
     def packing(self, tactic: Panels) -> None:
@@ -195,20 +202,24 @@ class Recurrence(KernelSpec):
         new, old = dict(enumerate(kept)), kept[0]
         for stage in cell.stages:
             source = old if stage.source == 0 else new[stage.source]
-            sums = {gate: self._product(d, gate, source, constants) for gate in stage.gates}
+            sums, full = {}, {}
+            for gate in stage.gates:
+                total, scale = self._product(d, gate, source, constants)
+                sums[gate], full[gate] = total * scale, fma(total, scale, x[gate])
             for update in stage.updates:
-                read: dict[str, Any] = {"x": x, "sum": sums, "state": {**new, 0: old},
+                read: dict[str, Any] = {"x": x, "sum": sums, "gate": full, "state": {**new, 0: old},
                                         "unit": [unit[d] for unit in constants["units"]]}
                 new[update.slot] = update.meaning([read[kind][index] for kind, index in update.operands])
         return [new[slot] for slot in range(cell.kept)]
 
-    def _product(self, d: int, gate: int, state: Floats, constants: Mapping[str, Any]) -> Floats:
+    def _product(self, d: int, gate: int, state: Floats, constants: Mapping[str, Any]) -> tuple[Floats, Any]:
+        """The sums of one gate, and what makes real numbers of them."""
         weights = np.asarray(constants["weights"])[d].reshape(-1, self.hidden, self.hidden)[gate]
         if self.precision != "int16":
-            return np.asarray(weights @ state, np.float32)
+            return np.asarray(weights @ state, np.float32), np.float32(1)
         whole = np.rint(state * np.float32(STATE_ONE)).astype(np.int64)
         sums = (weights.astype(np.int64) @ whole).astype(np.float32)
-        return np.asarray(sums * self._rows_of_scales(constants)[gate][d], np.float32)
+        return sums, self._rows_of_scales(constants)[gate][d]
 
 
 _ANY_MACHINE = Isa("reference", 4, 16, "", "", frozenset())
@@ -224,6 +235,11 @@ def whole_weights(weights: Array) -> tuple[Array, Array]:
     step = np.maximum(largest, total)
     step = np.where(step > 0, step, 1)
     return np.rint(weights / step[..., None]).astype(np.int16), (step / STATE_ONE).astype(np.float32)
+
+
+def fits(isa: Isa, items: int, weights: int) -> bool:
+    """Whether a tile's accumulators fit the registers, beside the fewer of its two sides and one of the other."""
+    return items * weights + min(items, weights) + 1 <= isa.registers
 
 
 @dataclass(frozen=True)
@@ -390,10 +406,12 @@ class _Emitter:
                                  start=I64)
         vectors = -(-width // isa.lanes)
         sums = self._products(f, stage, size, vectors)
-        for item in range(size):
-            for v in range(vectors):
-                own = {gate: sums[item, g, v] for g, gate in enumerate(stage.gates)}
-                _Unit(self, f, which, item, v, min(isa.lanes, width - v * isa.lanes), own).update(stage)
+        with f.interleaved(STRANDS) as begin:
+            for item in range(size):
+                for v in range(vectors):
+                    begin()
+                    own = {gate: sums[item, g, v] for g, gate in enumerate(stage.gates)}
+                    _Unit(self, f, which, item, v, min(isa.lanes, width - v * isa.lanes), own).update(stage)
         return name
 
     def _products(self, f: Function, stage: Stage, size: int, vectors: int) -> dict[tuple[int, int, int], Value]:
@@ -407,14 +425,11 @@ class _Emitter:
         step = arithmetic.step_bytes
         for _ in f.loop("k", spec.turns() // split, acc=acc, at=at):
             for part in range(split):
-                states = [arithmetic.pixel(isa, at["s"] + item * self.pitch + part * step) for item in range(size)]
-                for v in range(vectors):
-                    for g in range(len(stage.gates)):
-                        place = v * spec.stage_vector(isa, stage) + (part * len(stage.gates) + g) * isa.bytes
-                        weights = arithmetic.weights(isa, at["w"] + place)
-                        for item in range(size):
-                            total = acc[part, (item, g, v)]
-                            acc[part, (item, g, v)] = arithmetic.dot(isa, total, states[item], weights)
+                states = {item: at["s"] + item * self.pitch + part * step for item in range(size)}
+                weights = {(g, v): at["w"] + v * spec.stage_vector(isa, stage)
+                           + (part * len(stage.gates) + g) * isa.bytes
+                           for v in range(vectors) for g in range(len(stage.gates))}
+                self._outer_product(acc, part, states, weights)
             at["s"] += split * step
             at["w"] += split * len(stage.gates) * isa.bytes
         while split > 1:
@@ -423,6 +438,29 @@ class _Emitter:
                 for key in keys:
                     acc[part, key] += acc[part + split, key]
         return {key: arithmetic.finish(isa, acc[0, key]) for key in keys}
+
+    def _outer_product(self, acc: dict[Any, Value], part: int, states: dict[int, Value],
+                       weights: dict[tuple[int, int], Value]) -> None:
+        """acc += state * weight for each pair, given addresses. The shorter side waits in registers."""
+        isa, arithmetic = self.isa, self.arithmetic
+
+        def add(item: int, place: tuple[int, int], state: Operand, weight: Operand) -> None:
+            key = part, (item, *place)
+            acc[key] = arithmetic.dot(isa, acc[key], state, weight)
+
+        if len(states) <= len(weights):
+            pixels = {item: arithmetic.pixel(isa, address) for item, address in states.items()}
+            for place, address in weights.items():
+                # Hidden, or LLVM loads all weights at once, and the tile spills.
+                weight = arithmetic.weights(isa, hidden(address) if len(pixels) > 1 else address)
+                for item, pixel in pixels.items():
+                    add(item, place, pixel, weight)
+            return
+        loaded = {place: arithmetic.weights(isa, address) for place, address in weights.items()}
+        for item, address in states.items():
+            pixel = arithmetic.pixel(isa, address)
+            for place, weight in loaded.items():
+                add(item, place, pixel, weight)
 
     def _store_y(self, value: Value, count: int, address: Value) -> None:
         """h to y."""
@@ -455,6 +493,10 @@ class _Unit:
 
     def _found(self, kind: str, index: int) -> Value:
         e, spec, isa, parameters = self.e, self.e.spec, self.e.isa, self.f.parameters
+        if kind == "gate" and spec.scales:
+            return isa.fma(self.sums[index], self._constant(self.cell.units + index), self.find(("x", index)))
+        if kind == "gate":
+            return self.sums[index] + self.find(("x", index))
         if kind == "sum":
             total = self.sums[index]
             return total * self._constant(self.cell.units + index) if spec.scales else total

@@ -1,5 +1,6 @@
 """One file a family of operators: how a node becomes a kernel. Importing this package fills RULES."""
 from engines.backends.llvm.rules import (  # noqa: F401
+    attention,
     contraction,
     copies,
     gather,

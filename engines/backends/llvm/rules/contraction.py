@@ -1,4 +1,4 @@
-"""Conv, Gemm and MatMul by constant weights -> Contraction; a channel to itself -> Depthwise."""
+"""Conv, Gemm and MatMul by constant weights -> Contraction; a channel to itself -> Depthwise; by others -> Product."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from engines.backends.llvm.border import Border
 from engines.backends.llvm.calls import Call, Context, Refused, Written, broadcast, image, lowers, write_body
 from engines.backends.llvm.kernels.contraction import Contraction
 from engines.backends.llvm.kernels.depthwise import Depthwise
 from engines.backends.llvm.places import Place, pads_of
+from engines.backends.llvm.rules.product import lower_product
 from engines.backends.llvm.spec import Array, KernelSpec, View
 from engines.ir import Node
+from engines.passes.facts import is_product
 
 
 @lowers("Conv")
@@ -29,7 +32,8 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
     written = write_body(ctx, node, accumulator_of(ctx, conv, weights.sum(axis=(1, 2, 3), dtype=np.float64)))
     y = ctx.places[node.outputs[0]]
     views = (x.view, y.view, operand_views(ctx, node, written))
-    spec: KernelSpec = Contraction(*views, written.program, node.precision, taps, stride, dilation, groups)
+    spec: KernelSpec = Contraction(*views, written.program, node.precision, taps, stride, dilation, groups,
+                                   _border(ctx, conv, x.view))
     if depthwise:
         spec = Depthwise(*views, written.program, node.precision, taps, stride, dilation)
     return [contraction_call(ctx, node, spec, x, written, weights)]
@@ -38,6 +42,8 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
 @lowers("Gemm", "MatMul")
 def lower_matmul(ctx: Context, node: Node) -> Sequence[Call]:
     product = node.anchor
+    if is_product(ctx.graph, node):
+        return lower_product(ctx, node)
     weights = ctx.constant(product.inputs[1])
     if weights.ndim != 2 or product.attrs.get("transA"):
         raise Refused("only a product with constant weights [N, K] is compiled")
@@ -61,6 +67,15 @@ def padded_input(ctx: Context, conv: Node, taps: Sequence[int]) -> tuple[Place, 
     place = ctx.places[conv.inputs[0]].moved(-top, -left, 0)
     view = replace(place.view, shape=(*reach, place.view.shape[2]))
     return replace(place, view=view), (stride_h, stride_w), (dilation_h, dilation_w)
+
+
+def _border(ctx: Context, conv: Node, view: View) -> Border:
+    """The zeros around the input in what the taps reach; none where its zero point is another number."""
+    quant, (top, left, _, _) = ctx.type(conv.inputs[0]).quant, pads_of(conv)
+    if quant is not None and quant.zero_point[0] != 0:
+        return Border()
+    height, width = (int(extent) for extent in ctx.type(conv.inputs[0]).shape[1:3])
+    return Border(top, left, max(view.shape[0] - top - height, 0), max(view.shape[1] - left - width, 0))
 
 
 def accumulator_of(ctx: Context, anchor: Node, weight_sums: Array) -> tuple[Any, Any]:

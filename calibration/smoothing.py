@@ -1,0 +1,167 @@
+"""SmoothQuant (Xiao et al. 2023, arXiv 2211.10438): outliers of single channels move from activations into weights.
+
+    (x / s) (s W) = x W         s[k] = max |x[k]| ** alpha / max |W[k]| ** (1 - alpha)      k: a channel of x, a row of W
+
+A tensor of a transformer has a few channels far larger than the others, and one scale for all of them leaves the others
+few steps. Dividing channel by channel costs nothing at run time: a layer norm's scale and shift, or the constants of
+what follows a product, do it; another reader of x, a residual sum, multiplies by s among its own constants.
+
+MiniLM-L6, ranges by min-max from 64 sentences: the cosine of 80 unseen sentences' embeddings is .991 without, .985 with
+alpha 0.5, .997 with 0.7 and .998 with 0.8 or 0.85; of 160, .9977 with 0.8, .9975 with 0.9 and .9955 with 1.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from calibration.histogram import Floats
+from engines.ir import Array, Graph, Node, TensorType
+from engines.passes.facts import is_pointwise
+from engines.passes.fuse import HEAVY
+from engines.passes.rewrite import fresh_name
+
+PRODUCTS = ("MatMul", "Gemm")
+SMALLEST = 1e-3     # of the largest: what a channel that is next to nothing counts as
+ALPHA = 0.8         # the share of an outlier that goes into the weights
+
+
+class ChannelPeaks:
+    """The largest |x| of each index of a tensor's last axis, over all values observed."""
+
+    def __init__(self, tensors: Iterable[str]) -> None:
+        self._peaks: dict[str, Floats] = dict.fromkeys(tensors, np.zeros(1))
+
+    def observe(self, values: Mapping[str, Array]) -> None:
+        """values: {tensor: [..., C]}, holding at least the tensors named."""
+        for tensor, peak in self._peaks.items():
+            rows = np.abs(values[tensor].reshape(-1, values[tensor].shape[-1]))
+            self._peaks[tensor] = np.maximum(peak, rows.max(axis=0))
+
+    def result(self) -> dict[str, Floats]:
+        """{tensor: float64 [C]}"""
+        return dict(self._peaks)
+
+
+def smoothable(graph: Graph) -> tuple[str, ...]:
+    """Tensors of an optimised float graph whose channels can be scaled for free: made by a layer norm or by a node that
+    ends in arithmetic, and read by products with constants, and else by arithmetic only.
+    """
+    return tuple(node.outputs[0] for node in graph.nodes if _scales_its_output(graph, node)
+                 and node.outputs[0] not in graph.outputs and _readers_allow(graph, node.outputs[0]))
+
+
+def smoothing_factors(graph: Graph, peaks: Mapping[str, Array], alpha: float = ALPHA) -> dict[str, Floats]:
+    """{tensor: s [C]} for tensors of `smoothable` whose peaks are known; alpha from 0 to 1."""
+    factors = {}
+    for tensor, peak in peaks.items():
+        rows = np.max([np.abs(_rows(node.anchor, graph.constants[node.anchor.inputs[1]])).max(axis=1)
+                       for node in graph.consumers[tensor] if _multiplies(graph, node, tensor)], axis=0)
+        x, w = (np.maximum(part, SMALLEST * part.max()) for part in (np.asarray(peak, np.float64), rows))
+        if x.max() > 0 and w.max() > 0:
+            factors[tensor] = x ** alpha / w ** (1 - alpha)
+    return factors
+
+
+def smoothed(graph: Graph, factors: Mapping[str, Iterable[float]]) -> Graph:
+    """The same function, each tensor of `factors` divided by its factors. Tensors keep their names."""
+    for tensor, values in factors.items():
+        graph = _Smoothing(graph, tensor, np.asarray(tuple(values), np.float64)).run()
+    return graph
+
+
+# ---- what is possible
+def _rows(product: Node, weight: Array) -> Array:
+    """The weights as [inputs, outputs]."""
+    return weight.T if product.op == "Gemm" and product.attrs.get("transB") else weight
+
+
+def _multiplies(graph: Graph, node: Node, tensor: str) -> bool:
+    """Whether the node is a product of the tensor with constants."""
+    anchor = node.anchor
+    return (anchor.op in PRODUCTS and anchor.inputs[0] == tensor and not anchor.attrs.get("transA")
+            and graph.is_constant(anchor.inputs[1]) and graph.constants[anchor.inputs[1]].ndim == 2)
+
+
+def _scales_its_output(graph: Graph, node: Node) -> bool:
+    if len(node.outputs) != 1 or graph.types[node.outputs[0]].dtype != np.float32:
+        return False
+    if node.op == "LayerNormalization":
+        return all(graph.is_constant(name) and graph.constants[name].ndim == 1 for name in node.inputs[1:] if name)
+    return node.anchor.op in HEAVY or is_pointwise(node.anchor)
+
+
+def _readers_allow(graph: Graph, tensor: str) -> bool:
+    readers = graph.consumers[tensor]
+    return any(_multiplies(graph, node, tensor) for node in readers) and all(
+        _multiplies(graph, node, tensor) or node.anchor.inputs[0] != tensor and node.op == "Fused" or is_pointwise(node)
+        for node in readers)
+
+
+# ---- doing it
+class _Smoothing:
+    """One tensor's."""
+
+    def __init__(self, graph: Graph, tensor: str, factors: Floats) -> None:
+        self.graph, self.tensor, self.factors = graph, tensor, factors
+        self.taken = {*graph.types, *graph.constants}
+        self.constants: dict[str, Array] = {}
+        self.types: dict[str, TensorType] = {}
+
+    def run(self) -> Graph:
+        readers = {id(node) for node in self.graph.consumers[self.tensor]}
+        nodes = [self._making(node) if self.tensor in node.outputs else
+                 self._reading(node) if id(node) in readers else node for node in self.graph.nodes]
+        return self.graph.rebuild(nodes, self.constants, self.types)
+
+    def _constant(self, name: str, array: Array) -> str:
+        name = fresh_name(f"{name}.smoothed", self.taken)
+        self.constants[name] = np.ascontiguousarray(array, np.float32)
+        return name
+
+    def _inner(self) -> str:
+        name = fresh_name(f"{self.tensor}.unsmoothed", self.taken)
+        self.types[name] = self.graph.types[self.tensor]
+        return name
+
+    def _making(self, node: Node) -> Node:
+        if node.op == "LayerNormalization":
+            constants = [self._constant(name, self.graph.constants[name] / self.factors) if name else ""
+                         for name in node.inputs[1:]]
+            return replace(node, inputs=(node.inputs[0], *constants))
+        *before, last = node.body or (node,)
+        share, inner = self._constant(self.tensor, 1 / self.factors), self._inner()
+        if last.op == "Relu" and before:        # it stays last: what it makes is known to be never negative
+            scale = Node("Mul", (last.inputs[0], share), (inner,), name=inner)
+            return _fused(node, [*before, scale, replace(last, inputs=(inner,))])
+        scale = Node("Mul", (inner, share), (self.tensor,), name=self.tensor)
+        return _fused(node, [*before, replace(last, outputs=(inner,)), scale])
+
+    def _reading(self, node: Node) -> Node:
+        parts = list(node.body or (node,))
+        if _multiplies(self.graph, node, self.tensor):
+            anchor, source = parts[0], parts[0].inputs[1]
+            rows = _rows(anchor, self.graph.constants[source]) * self.factors[:, None]
+            name = self._constant(source, _rows(anchor, rows))
+            parts[0] = replace(anchor, inputs=(anchor.inputs[0], name, *anchor.inputs[2:]))
+            others = parts[1:]
+        else:
+            others = parts
+        if any(self.tensor in part.inputs for part in others):
+            inner = self._inner()
+            factors = self._constant(self.tensor, self.factors)
+            restored = Node("Mul", (self.tensor, factors), (inner,), name=inner)
+            others = [replace(part, inputs=tuple(inner if name == self.tensor else name for name in part.inputs))
+                      for part in others]
+            parts = [*parts[:len(parts) - len(others)], restored, *others]
+        return _fused(node, parts)
+
+
+def _fused(node: Node, parts: list[Node]) -> Node:
+    """`node` with this body; without one, if it has one part."""
+    if len(parts) == 1:
+        return replace(parts[0], precision=node.precision)
+    made = {name for part in parts for name in part.outputs}
+    inputs = dict.fromkeys(name for part in parts for name in part.inputs if name and name not in made)
+    return replace(node, op="Fused", inputs=tuple(inputs), attrs={}, body=tuple(parts))

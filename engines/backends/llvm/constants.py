@@ -1,0 +1,97 @@
+"""The constants of a plan as they are packed for its kernels, and the way back from them to the graph's."""
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from engines.backends.llvm.calls import Call
+from engines.backends.llvm.isa import Isa
+from engines.backends.llvm.spec import ALIGNMENT, Array
+from engines.backends.llvm.unpacking import SMALLEST, PackingFinder
+from engines.ir import Graph
+from engines.packed import PackedArray, Packing
+from engines.plan import Operand
+
+TAIL = 4 * ALIGNMENT        # bytes behind them: a prefetch or the last vector may look past the end
+
+
+class Constants:
+    """Collects packed constants, each on a cache line, in order of execution."""
+
+    def __init__(self, graph: Graph, isa: Isa) -> None:
+        self._graph, self._isa = graph, isa
+        self._parts: list[Array] = []
+        self._offsets: list[int] = []
+        self._size = 0
+        self._tensors: dict[str, Operand] = {}      # those that kernels read as they read any tensor
+        self._calls: list[tuple[Call, Any, list[int]]] = []
+
+    def add(self, array: Array) -> tuple[Operand, int]:
+        """(where, bytes)"""
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self._parts.append(flat)
+        self._offsets.append(self._size)
+        self._size += -(-len(flat) // ALIGNMENT) * ALIGNMENT
+        return Operand(None, self._offsets[-1]), len(flat)
+
+    def add_packed(self, call: Call, tactic: Any) -> list[tuple[Operand, int]]:
+        """The constants of a call, as its kernel's tactic packs them."""
+        assert call.spec is not None
+        first = len(self._parts)
+        added = [self.add(array) for array in call.spec.pack(self._isa, tactic, call.constants)]
+        self._calls.append((call, tactic, list(range(first, len(self._parts)))))
+        return added
+
+    def tensor(self, name: str) -> Operand:
+        """A constant of the graph, as it is."""
+        if name not in self._tensors:
+            self._tensors[name], _ = self.add(self._graph.constants[name])
+        return self._tensors[name]
+
+    def data(self) -> bytes:
+        """All of them."""
+        padded = (part for flat in self._parts for part in (flat.data, bytes(-len(flat) % ALIGNMENT)))
+        return b"".join((*padded, bytes(TAIL)))
+
+    def packed(self) -> dict[str, PackedArray]:
+        """The constants of the graph that can be read back from here, by name."""
+        finder = PackingFinder(self._isa)
+        found = {name: self._as_it_is(name, operand) for name, operand in self._tensors.items()
+                 if self._graph.constants[name].nbytes >= SMALLEST}
+        for call, tactic, parts in self._calls:
+            for key, constant in call.constants.items():
+                source = self._source(call, constant)
+                if source is None or source[0] in found:
+                    continue
+                (name, axis), array = source, self._graph.constants[source[0]]
+                assert call.spec is not None
+                way = finder.find(call.spec, tactic, call.constants, key, [self._parts[i] for i in parts],
+                                  rounded=self._readers(name) == 1)
+                if way is not None:
+                    offset = self._offsets[parts[way.which]]
+                    found[name] = PackedArray(str(array.dtype), array.shape, axis, way.stored, offset, way.packing)
+        return found
+
+    def _as_it_is(self, name: str, operand: Operand) -> PackedArray:
+        array = self._graph.constants[name]
+        rows, row = len(array), array.nbytes // len(array)
+        in_order = Packing(tuple(range(0, array.nbytes, row)), (0,) * rows, (tuple(range(0, row, array.itemsize)),))
+        return PackedArray(str(array.dtype), array.shape, 0, str(array.dtype), operand.offset, in_order)
+
+    def _readers(self, name: str) -> int:
+        return sum(node.inputs.count(name) for node in self._graph.consumers[name])
+
+    def _source(self, call: Call, constant: Any) -> tuple[str, int] | None:
+        """(name, axis) of the graph's constant whose axis moved to the front is this one of a call, but for extents of
+        one; None if it is another, or too small to be worth it."""
+        if not isinstance(constant, np.ndarray) or constant.nbytes < SMALLEST:
+            return None
+        for name in call.node.inputs:
+            array = self._graph.constants.get(name)
+            if array is not None and array.size == constant.size and np.shares_memory(array, constant):
+                for axis in range(min(array.ndim, 2)):
+                    turned = np.squeeze(np.moveaxis(array, axis, 0))
+                    if (turned.shape, turned.strides) == (np.squeeze(constant).shape, np.squeeze(constant).strides):
+                        return name, axis
+        return None

@@ -1,0 +1,128 @@
+"""The way back from packed constants to the graph's: found by packing numbers instead of weights, and then checked.
+
+So no kernel family has to say how to undo its packing. A matrix of zeros but for its first and last column, which hold
+the numbers of their rows, is packed; then one whose first and last row hold the numbers of their columns. Where a
+number comes to lie is where that element of the weights does. Numbers are written in digits that are exact in every
+stored dtype, one digit a matrix; the last row and column hold them negative, to be told from the first.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.backends.llvm.isa import Isa
+from engines.backends.llvm.program import load_meaning, store_meaning
+from engines.backends.llvm.spec import Array, KernelSpec
+from engines.packed import Packing, take_packed
+
+SMALLEST = 4096             # bytes: below, a constant takes hardly more room than the way back to it
+_LEAST, _BASE = 2, 120      # digits are 2 to 121: 0 is padding, -1 the upper bytes of a negative digit made wider
+_STORED = {"int8": ("int8",), "float32": ("float32", "bfloat16", "float16")}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A constant's elements lie in one of a kernel's packed arrays."""
+    which: int              # of them
+    stored: str             # dtype of an element there
+    packing: Packing
+
+
+class PackingFinder:
+    """Finds packings; those of equal kernels once."""
+
+    def __init__(self, isa: Isa) -> None:
+        self._isa = isa
+        self._found: dict[Any, Found | None] = {}
+
+    def find(self, spec: KernelSpec, tactic: Any, constants: Mapping[str, Any], key: str, packed: Sequence[Array],
+             rounded: bool) -> Found | None:
+        """Where constants[key], as a matrix of len(constants[key]) rows, lies in `packed`; None if that has no form.
+
+        rounded: it may come back as it is stored, bfloat16 or float16 for float32.
+        """
+        weights = np.asarray(constants[key])
+        identity = spec, spec.packing(tactic), key, weights.shape
+        if identity not in self._found:
+            self._found[identity] = self._probe(spec, tactic, constants, key)
+        found = self._found[identity]
+        if found is None:
+            return None
+        matrix = np.ascontiguousarray(weights).reshape(len(weights), -1)
+        if rounded and found.stored != matrix.dtype:
+            matrix = load_meaning(found.stored, store_meaning(found.stored, matrix))
+        return found if np.array_equal(take_packed(packed[found.which], found.packing, found.stored), matrix) else None
+
+    def _probe(self, spec: KernelSpec, tactic: Any, constants: Mapping[str, Any], key: str) -> Found | None:
+        weights = np.asarray(constants[key])
+        shape = len(weights), weights.size // len(weights)
+
+        def pack(axis: int) -> list[tuple[Array, ...]]:
+            """The ends of an axis numbered, a digit at a time."""
+            results = []
+            for digit in _digits(shape[1 - axis]):
+                matrix = np.zeros(shape, weights.dtype)
+                lines = matrix.swapaxes(0, axis)
+                lines[-1], lines[0] = -digit, digit
+                results.append(spec.pack(self._isa, tactic, {**constants, key: matrix.reshape(weights.shape)}))
+            return results
+
+        by_row, by_column = pack(axis=1), pack(axis=0)
+        for which in range(len(by_row[0])):
+            for stored in _STORED.get(str(weights.dtype), ()):
+                columns = _places([packed[which] for packed in by_row], stored, shape[0])
+                rows = _places([packed[which] for packed in by_column], stored, shape[1])
+                packing = None if columns is None or rows is None else _packing(columns, rows)
+                if packing:
+                    return Found(which, stored, packing)
+        return None
+
+
+def _digits(count: int) -> Iterator[Array]:
+    """The numbers below count, a digit at a time, low ones first."""
+    numbers, left = np.arange(count), count
+    while True:
+        yield numbers % _BASE + _LEAST
+        numbers, left = numbers // _BASE, -(-left // _BASE)
+        if left == 1:
+            return
+
+
+def _places(packed: list[Array], stored: str, count: int) -> NDArray[np.int64] | None:
+    """[first or last, number] -> byte, from one packed array for each digit; None if these hold something else."""
+    places, numbers = None, np.int64(0)
+    for power, array in enumerate(packed):
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        size = 2 if stored == "bfloat16" else np.dtype(stored).itemsize
+        if len(data) % size:
+            return None
+        values = load_meaning(stored, data.view("uint16" if stored == "bfloat16" else stored))
+        here = np.flatnonzero(np.abs(values.astype(np.float32)) >= _LEAST)
+        digits = np.abs(values[here].astype(np.float32)) - _LEAST
+        if places is not None and not np.array_equal(here, places) or not np.all(digits == np.floor(digits) % _BASE):
+            return None
+        places, signs = here, values[here] < 0
+        numbers = numbers + digits.astype(np.int64) * _BASE ** power
+    result = np.full((2, count), -1, np.int64)
+    if places is None or np.any(numbers >= count):
+        return None
+    result[signs.astype(int), numbers] = places * size
+    if count and np.all(result[1] < 0):     # the first is the last
+        result[1] = result[0]
+    return None if np.any(result < 0) else result
+
+
+def _packing(columns: NDArray[np.int64], rows: NDArray[np.int64]) -> Packing | None:
+    """From the places of the first and last column's elements, and of the first and last row's."""
+    starts, widths = columns[0], columns[1] - columns[0]
+    steps = rows - rows[:, :1]
+    kinds = np.where(widths == widths[0], 0, 1)
+    if not np.all((kinds == 0) | (widths == widths[-1])):
+        return None
+    if np.array_equal(*steps):
+        steps = steps[:1]
+    return Packing(tuple(starts.tolist()), tuple(kinds.tolist()), tuple(tuple(s) for s in steps.tolist()))

@@ -1,0 +1,182 @@
+"""Attention as exporters write it, against ONNX Runtime: one kernel, nothing copied before it or after it."""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+from engines.builder import BuildConfig
+from engines.plan import Step
+from engines.runtime import Engine
+from infer_server.cli.calibrating import Calibration
+from infer_server.cli.compiling import compile_model
+from tests.zoo import run_onnx
+
+FLOAT, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
+MAX_BATCH = 3
+TOLERANCE = {"fp32": 2e-5, "fp16": 4e-3, "bf16": 3e-2}       # of the largest value
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer of self-attention from x [batch, tokens, width] to the same, written in one of the ways exporters do."""
+    tokens: int = 19
+    heads: int = 3
+    depth: int = 10
+    scale: str = "div scores"       # "mul scores", "mul q", "mul k", "both", "none"
+    mask: str = ""                  # "tokens", "full", "causal", "where"
+    mask_first: bool = False        # before the scale
+    one_projection: bool = False    # q, k and v sliced from one product
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.depth
+
+
+class Writer:
+    """A small ONNX graph in the making."""
+
+    def __init__(self) -> None:
+        self.nodes: list[onnx.NodeProto] = []
+        self.constants: list[onnx.TensorProto] = []
+        self.random = np.random.default_rng(0)
+
+    def __call__(self, op: str, *inputs: str, **attrs: Any) -> str:
+        name = f"{op.lower()}{len(self.nodes)}"
+        self.nodes.append(helper.make_node(op, list(inputs), [name], name=name, **attrs))
+        return name
+
+    def constant(self, array: Any, dtype: Any = np.float32) -> str:
+        name = f"constant{len(self.constants)}"
+        self.constants.append(numpy_helper.from_array(np.asarray(array, dtype), name))
+        return name
+
+    def linear(self, x: str, inside: int, outside: int) -> str:
+        weight = self.constant(self.random.standard_normal((inside, outside)) * 1.5 / math.sqrt(inside))
+        return self("Add", self("MatMul", x, weight), self.constant(self.random.standard_normal(outside) * 0.1))
+
+
+def attention_model(case: Case) -> onnx.ModelProto:
+    w = Writer()
+    parts = projections(w, case)
+    scores = masked_scores(w, case, *parts[:2])
+    mixed = w("MatMul", w("Softmax", scores, axis=-1), parts[2])
+    merged = w("Reshape", w("Transpose", mixed, perm=(0, 2, 1, 3)), w.constant([0, 0, case.width], np.int64))
+    w.nodes.append(helper.make_node("Identity", [w.linear(merged, case.width, case.width)], ["y"]))
+    shape = ["batch", case.tokens, case.width]
+    inputs = [helper.make_tensor_value_info("x", FLOAT, shape)]
+    if case.mask in ("tokens", "full", "where"):
+        full = ["batch", 1, 1 if case.mask == "tokens" else case.tokens, case.tokens]
+        inputs.append(helper.make_tensor_value_info("mask", FLOAT, full))
+    graph = helper.make_graph(w.nodes, "attention", inputs, [helper.make_tensor_value_info("y", FLOAT, shape)],
+                              w.constants)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.checker.check_model(model)
+    return model
+
+
+def projections(w: Writer, case: Case) -> list[str]:
+    """q [N, H, S, D], k [N, H, D, T] and v [N, H, T, D]."""
+    split = w.constant([0, 0, case.heads, case.depth], np.int64)
+    perms = ((0, 2, 1, 3), (0, 2, 3, 1), (0, 2, 1, 3))
+    if case.one_projection:
+        wide = w("Reshape", w.linear("x", case.width, 3 * case.width),
+                 w.constant([0, 0, 3, case.heads, case.depth], np.int64))
+        moved = w("Transpose", wide, perm=(2, 0, 3, 1, 4))
+        q, k, v = (w("Gather", moved, w.constant(i, np.int64), axis=0) for i in range(3))
+        k = w("Transpose", k, perm=(0, 1, 3, 2))
+    else:
+        q, k, v = (w("Transpose", w("Reshape", w.linear("x", case.width, case.width), split), perm=perm)
+                   for perm in perms)
+    root = case.depth ** -0.5
+    if case.scale in ("mul q", "both"):
+        q = w("Mul", q, w.constant(root if case.scale == "mul q" else root ** 0.5))
+    if case.scale in ("mul k", "both"):
+        k = w("Mul", k, w.constant(root if case.scale == "mul k" else root ** 0.5))
+    return [q, k, v]
+
+
+def masked_scores(w: Writer, case: Case, q: str, k: str) -> str:
+    scores = w("MatMul", q, k)
+    for what in ("mask", "scale") if case.mask_first else ("scale", "mask"):
+        if what == "scale" and case.scale == "div scores":
+            scores = w("Div", scores, w.constant(case.depth ** 0.5))
+        elif what == "scale" and case.scale == "mul scores":
+            scores = w("Mul", w.constant([case.depth ** -0.5]), scores)
+        elif what == "mask" and case.mask in ("tokens", "full"):
+            scores = w("Add", scores, "mask")
+        elif what == "mask" and case.mask == "causal":
+            hidden = np.triu(np.full((case.tokens, case.tokens), -np.inf), 1)
+            scores = w("Add", scores, w.constant(hidden[None, None]))
+        elif what == "mask" and case.mask == "where":
+            seen = w("Cast", "mask", to=onnx.TensorProto.BOOL)
+            scores = w("Where", seen, scores, w.constant(-1e9))
+    return scores
+
+
+def feeds_for(case: Case, batch: int) -> dict[str, Any]:
+    random = np.random.default_rng(1)
+    feeds = {"x": random.standard_normal((batch, case.tokens, case.width)).astype(np.float32)}
+    if case.mask in ("tokens", "full", "where"):
+        seen = random.random((batch, 1, 1 if case.mask == "tokens" else case.tokens, case.tokens)) < 0.7
+        seen[..., 0] = True
+        feeds["mask"] = (seen if case.mask == "where" else np.where(seen, 0, -1e4)).astype(np.float32)
+    return feeds
+
+
+def built(model: onnx.ModelProto, folder: Path, **options: Any) -> Engine:
+    onnx.save(model, folder / "model.onnx")
+    config = BuildConfig(**{"max_batch": MAX_BATCH, "timing": False, **options})
+    return Engine(compile_model(folder / "model.onnx", config, Calibration(), say=lambda text: None).plan)
+
+
+def family(step: Step) -> str:
+    return step.tactic.split(":")[0]
+
+
+CASES = {
+    "as BERT": Case(mask="tokens"),
+    "as BERT, longer than a panel": Case(tokens=130, mask="tokens"),
+    "as ViT": Case(scale="mul scores"),
+    "q scaled, sliced from one projection": Case(scale="mul q", one_projection=True),
+    "q and k scaled, causal": Case(scale="both", mask="causal"),
+    "k scaled, causal": Case(scale="mul k", mask="causal"),
+    "a full mask before the scale": Case(scale="mul scores", mask="full", mask_first=True),
+    "no scale, hidden by Where": Case(scale="none", mask="where"),
+    "one head": Case(heads=1, depth=40),
+    "one token": Case(tokens=1),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("name", CASES)
+def test_attention_is_one_kernel_that_answers_as_onnx_runtime_does(name: str, precision: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    model = attention_model(case)
+    engine = built(model, tmp_path, precision=precision)
+    feeds = feeds_for(case, MAX_BATCH - 1)
+    expected, got = run_onnx(model, feeds)["y"], engine.run(feeds)["y"]
+    assert np.abs(got - expected).max() < TOLERANCE[precision] * np.abs(expected).max()
+    kernels = [family(step) for step in engine.plan.steps]
+    assert kernels.count("attention") == 1
+    assert not {"permute", "softmax"} & set(kernels)
+
+
+def test_the_scores_are_not_read_from_outside(tmp_path: Path) -> None:
+    """A graph output of the weights: attention stays in its parts, and a note says why."""
+    model = attention_model(Case())
+    softmax = next(node for node in model.graph.node if node.op_type == "Softmax")
+    model.graph.output.append(helper.make_tensor_value_info(softmax.output[0], FLOAT, None))
+    onnx.save(model, tmp_path / "model.onnx")
+    config = BuildConfig(max_batch=MAX_BATCH, timing=False)
+    result = compile_model(tmp_path / "model.onnx", config, Calibration(), say=lambda text: None)
+    assert any("read by others" in note.why for note in result.notes)
+    feeds = feeds_for(Case(), 2)
+    for output, value in Engine(result.plan).run(feeds).items():
+        np.testing.assert_allclose(value, run_onnx(model, feeds)[output], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,87 @@
+"""Products of two run-time tensors on every instruction set: int8 bit for bit, floats close, in any order of axes."""
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from engines.backends.llvm.isa import AVX2, AVX512_BF16, AVX512_VNNI
+from engines.backends.llvm.kernels.product import Product, Tile
+from engines.backends.llvm.spec import View, dense_view
+from tests.llvm.harness import EVERY_ISA, check, gapped, random_array, requantise
+
+BATCH = 2
+STORED = {"int8": "uint8", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+TOLERANCE = {"int8": 0, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-3}
+
+
+@dataclass(frozen=True)
+class Shape:
+    lead: tuple[int, ...]
+    rows: int
+    depth: int
+    columns: int
+    turned: bool = False        # b lies [..., N, K]
+    shared: bool = False        # one b for all matrices of an item
+    gaps: bool = False
+
+    def spec(self, precision, program, stored="", result=""):
+        dtype, view = stored or STORED[precision], gapped if self.gaps else dense_view
+        b = view(dtype, (*self.lead, self.columns, self.depth) if self.turned else (*self.lead, self.depth, self.columns))
+        if self.turned:
+            b = View(dtype, (*b.shape[:-2], b.shape[-1], b.shape[-2]), (*b.strides[:-2], b.strides[-1], b.strides[-2]),
+                     b.item)
+        if self.shared:
+            b = replace(b, strides=(*(0,) * len(self.lead), *b.strides[-2:]))
+        y = view(result or dtype, (*self.lead, self.rows, self.columns))
+        return Product(view(dtype, (*self.lead, self.rows, self.depth)), b, y, (y,), program, precision)
+
+
+SHAPES = {
+    "16x16x16": Shape((), 16, 16, 16),
+    "nothing a multiple of anything": Shape((3,), 13, 15, 41, gaps=True),
+    "columns contiguous": Shape((2, 2), 9, 37, 21, turned=True, gaps=True),
+    "one b for all": Shape((3,), 5, 30, 150, shared=True),
+    "one row, deep": Shape((), 1, 203, 70, turned=True),
+}
+EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+
+
+def problem(shape, precision, stored="", result=""):
+    random = np.random.default_rng(0)
+    bytes_in = (stored or STORED[precision]) == "uint8"
+    program, constants = requantise(shape.columns, random, (0.003 if bytes_in else 10) / shape.depth ** 0.5, True)
+    spec = shape.spec(precision, program, stored, result)
+    inputs = [random_array(random, view.dtype, (BATCH, *view.shape)) for view in spec.inputs]
+    if shape.shared:
+        inputs[1] = np.broadcast_to(inputs[1][(slice(None), *(slice(1),) * len(shape.lead))], inputs[1].shape)
+    return spec, inputs, {"numbers": [118.0, 131.0] if bytes_in else [0.0, 0.0], **constants}
+
+
+@EVERY_ISA
+@EVERY_SHAPE
+def test_a_product_of_bytes_equals_its_reference_bit_for_bit(shape, isa):
+    spec, inputs, constants = problem(shape, "int8")
+    assert spec.reference(inputs, constants)[0].std() > 10      # not all saturated
+    check(spec, isa, inputs, constants, pieces=2, slack=4)
+
+
+@EVERY_ISA
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@EVERY_SHAPE
+def test_a_product_of_floats_agrees_with_its_reference(shape, precision, isa):
+    spec, inputs, constants = problem(shape, precision, result="float32")
+    check(spec, isa, inputs, constants, TOLERANCE[precision], pieces=2, slack=4)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("isa", [AVX512_BF16, AVX2], ids=lambda isa: isa.name)
+def test_bytes_may_be_multiplied_as_floats(isa, precision):
+    spec, inputs, constants = problem(SHAPES["columns contiguous"], precision, stored="uint8", result="float32")
+    check(spec, isa, inputs, constants, 1e-4, slack=4)
+
+
+@pytest.mark.parametrize("isa", [AVX512_VNNI, AVX2], ids=lambda isa: isa.name)
+@pytest.mark.parametrize("tile", [Tile(1, 1), Tile(3, 2), Tile(2, 4)], ids=str)
+def test_the_tile_does_not_change_the_result(tile, isa):
+    spec, inputs, constants = problem(SHAPES["nothing a multiple of anything"], "int8")
+    check(spec, isa, inputs, constants, tactic=tile, slack=4)
