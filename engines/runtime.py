@@ -147,7 +147,7 @@ class ExecutionContext:
     """The memory of one run, and what carries it out. One owner thread at a time."""
 
     def __init__(self, plan: Plan, execution: Execution) -> None:
-        self._plan, self._execution = plan, execution
+        self._plan, self.execution = plan, execution
         self._inputs = {io.name: io.view for io in plan.inputs}
         self._outputs = {io.name: io.view for io in plan.outputs}
         self._arrays: dict[tuple[str, str, int], Array] = {}    # (kind, name, batch) -> what has been asked for
@@ -162,7 +162,7 @@ class ExecutionContext:
     def execute(self, batch: int = 1) -> None:
         """Run the network on the first `batch` slots. The GIL is released for all but fallback steps."""
         self._check(batch)
-        self._execution.run(batch)
+        self.execution.run(batch)
 
     def output(self, name: str, batch: int = 1) -> Array:
         """An output of the last execute: a view, valid until the next one."""
@@ -173,11 +173,11 @@ class ExecutionContext:
         self._check(batch)
         if repeats < 1:
             raise ConfigError(f"profile: repeats={repeats}, at least 1")
-        return list(zip(self._plan.steps, self._execution.profile(batch, repeats), strict=True))
+        return list(zip(self._plan.steps, self.execution.profile(batch, repeats), strict=True))
 
     def close(self) -> None:
         """Stop the context's threads. Its memory is freed with the last view of it."""
-        self._execution.close()
+        self.execution.close()
 
     def _array(self, kind: str, name: str, batch: int) -> Array:
         """Where a tensor lies never changes, so each array is made once."""
@@ -187,7 +187,7 @@ class ExecutionContext:
             table = self._inputs if kind == "input" else self._outputs
             if name not in table:
                 raise InputError(f"{self._plan.name} has no {kind} '{name}'; it has {_names(table)}")
-            make = self._execution.input if kind == "input" else self._execution.output
+            make = self.execution.input if kind == "input" else self.execution.output
             found = self._arrays[kind, name, batch] = make(table[name], batch)
         return found
 
