@@ -1,7 +1,8 @@
 """Several threads on one request: how much faster, alone and under contention; and whether every byte is right.
 
     python -m benchmarks.threads m.plan                         # 2 threads, 5 s for each condition, 5,000 requests
-    python -m benchmarks.threads m.plan --threads 4 --seconds 10 --write
+    python -m benchmarks.threads m.plan --threads 4 --seconds 10 --requests 0 --write       # no check
+    python -m benchmarks.threads m.plan --seconds 0 --batch 4 --write                       # the check alone
 
 Contexts of one and of several threads take turns in one process, so that a busy moment meets both; the table shows the
 medians of wall-clock times, batch 1. Then requests that queue: a context of one thread on each core against one context
@@ -26,6 +27,7 @@ from benchmarks.document import Cell, machine, markdown_table, write_section
 from benchmarks.neighbours import bursts, busy_loop, second_copy
 from engines.ir import Array
 from engines.parallel import ParallelExecution
+from engines.plan import Plan
 from engines.planfile import read_plan
 from engines.runtime import Engine, ExecutionContext
 from engines.tables import WorkerRow
@@ -127,21 +129,21 @@ def throughput(contexts: list[ExecutionContext], seconds: float) -> float:
     return sum(counts) / seconds
 
 
-def check(one: Engine, several: Engine, requests: int, contended: Callable[[], AbstractContextManager[None]] = bursts,
-          seed: int = 0) -> Check:
-    """Ask `requests` times while others compute, and compare each answer with that of one thread, byte for byte."""
+def check(one: Engine, several: Engine, requests: int, batch: int,
+          contended: Callable[[], AbstractContextManager[None]] = bursts, seed: int = 0) -> Check:
+    """Ask `requests` times, for 1 to `batch` items, while others compute; compare each answer with one thread's."""
     random = np.random.default_rng(seed)
-    batches = [int(random.integers(1, one.plan.batch_slots + 1)) for _ in range(FEEDS)]
-    feeds = [random_feed(one, batch, seed + i) for i, batch in enumerate(batches)]
+    batches = [int(random.integers(1, batch + 1)) for _ in range(FEEDS)]
+    feeds = [random_feed(one, items, seed + i) for i, items in enumerate(batches)]
     wanted = [{name: array.tobytes() for name, array in one.run(feed).items()} for feed in feeds]
     context, wrong = several.create_context(), 0
     with contended():
         for _ in range(requests):
             chosen = int(random.integers(FEEDS))
-            batch = batches[chosen]
-            fill(context, feeds[chosen], batch)
-            context.execute(batch)
-            wrong += any(context.output(name, batch).tobytes() != answer for name, answer in wanted[chosen].items())
+            items = batches[chosen]
+            fill(context, feeds[chosen], items)
+            context.execute(items)
+            wrong += any(context.output(name, items).tobytes() != answer for name, answer in wanted[chosen].items())
             if random.integers(4) == 0:     # long enough for helpers to fall asleep
                 time.sleep(random.uniform(0, LONGEST_PAUSE_S))
     helped, repeated = crew_counts(context)
@@ -156,27 +158,31 @@ def crew_counts(context: ExecutionContext) -> tuple[int, int]:
     return int(execution.workers[1:, WorkerRow.DONE].sum()), int(execution.workers[:, WorkerRow.REPEATED].sum())
 
 
-def section(options: argparse.Namespace) -> str:
-    """All measurements, as a section of docs/benchmarks.md."""
-    plan = read_plan(options.plan)
-    one, several = Engine(plan), Engine(plan, options.threads)
-    alone, crew = ready(one), ready(several)
+def speed_section(options: argparse.Namespace, plan: Plan) -> str:
+    """Speed-up and throughput as a section of docs/benchmarks.md."""
+    one = Engine(plan)
+    alone, crew = ready(one), ready(Engine(plan, options.threads))
     rows: list[list[Cell]] = [[s.condition, s.one_ms, s.several_ms, f"{s.ratio:.2f}", s.p99_ms]
                               for s in speeds(alone, crew, options.plan, options.threads, options.seconds)]
     side_by_side = [alone, *(ready(one) for _ in range(options.threads - 1))]
     each = [throughput(contexts, options.seconds) for contexts in ([alone], side_by_side, [crew])]
     crew.close()
-    checked = check(one, several, options.requests)
-    command = "python -m benchmarks.threads " + " ".join(options.arguments)
     header = ["beside", "1 thread, ms", f"{options.threads} threads, ms", "times faster", "p99, ms"]
     return (
-        f"## Threads: {plan.name}, {plan.precision}\n\n`{command}`\n\nOn {machine()}; medians, batch 1.\n\n"
+        f"## Threads: {plan.name}, {plan.precision}\n\n`{options.command}`\n\nOn {machine()}; medians, batch 1.\n\n"
         f"{markdown_table(header, rows)}\n\n"
         f"Requests a second when they queue: one context of one thread {each[0]:.1f}, {options.threads} of them "
-        f"{each[1]:.1f},\none context of {options.threads} threads {each[2]:.1f}.\n\n"
-        f"{checked.requests} requests of 1 to {plan.batch_slots} items, a process on each core computing in bursts: "
-        f"{checked.wrong}\ndiffered from one thread's answer in any byte. Helpers ran {checked.by_helpers} chunks, "
-        f"{checked.repeated} were late and run again.")
+        f"{each[1]:.1f},\none context of {options.threads} threads {each[2]:.1f}.")
+
+
+def check_section(options: argparse.Namespace, plan: Plan) -> str:
+    """The check's result as a section of docs/benchmarks.md."""
+    found = check(Engine(plan), Engine(plan, options.threads), options.requests, options.batch)
+    return (
+        f"### Every byte: {plan.name}, {plan.precision}, {options.threads} threads\n\n`{options.command}`\n\n"
+        f"{found.requests} requests of 1 to {options.batch} items, a process on each core computing in bursts: "
+        f"{found.wrong} differed\nfrom one thread's answer in any byte. Helpers ran {found.by_helpers} chunks, "
+        f"{found.repeated} were late and run again.")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -186,19 +192,24 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="on one request (default 2)")
     parser.add_argument("--seconds", type=float, default=5.0, metavar="S", help="for each condition (default 5)")
     parser.add_argument("--requests", type=int, default=5000, metavar="N", help="of the check (default 5000)")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="items of its requests, at most (default 1)")
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args(arguments)
-    options.arguments = [Path(a).name if a == str(options.plan) else a for a in arguments]
+    shown = [Path(argument).name if argument == str(options.plan) else argument for argument in arguments]
+    options.command = " ".join(["python -m benchmarks.threads", *shown])
     return options
 
 
 def main(arguments: list[str]) -> None:
     options = parse(arguments)
-    text = section(options)
-    print(text)
-    if options.write:
-        plan = read_plan(options.plan)
-        write_section(f"threads {plan.name} {plan.precision}", text)
+    plan = read_plan(options.plan)
+    wanted = {"threads": (speed_section, options.seconds), "threads check": (check_section, options.requests)}
+    for name, (measure, amount) in wanted.items():
+        if amount:
+            text = measure(options, plan)
+            print(text, end="\n\n")
+            if options.write:
+                write_section(f"{name} {plan.name} {plan.precision}", text)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ ROWS, COLUMNS = 40, 64
 @pytest.mark.usefixtures("eager")
 def test_every_answer_under_bursts_is_that_of_one_thread() -> None:
     plan = mix_plan(READS, [2, 4], ROWS, COLUMNS)
-    found = check(Engine(plan), Engine(plan, threads=3), requests=150)
+    found = check(Engine(plan), Engine(plan, threads=3), requests=150, batch=4)
     assert (found.requests, found.wrong) == (150, 0)
     assert found.by_helpers > 0
 
@@ -25,14 +25,14 @@ def test_every_answer_under_bursts_is_that_of_one_thread() -> None:
 @pytest.mark.usefixtures("eager")
 def test_more_threads_than_cores_are_right_as_well() -> None:
     plan = mix_plan(READS, [2, 4], ROWS, COLUMNS)
-    assert check(Engine(plan), Engine(plan, threads=8), requests=60).wrong == 0
+    assert check(Engine(plan), Engine(plan, threads=8), requests=60, batch=4).wrong == 0
 
 
 @pytest.mark.usefixtures("eager")
 def test_an_answer_that_differs_is_counted() -> None:
     other = mix_plan([(0, 0), (1, 1), (2, 1), (3, 3)], [2, 4], ROWS, COLUMNS)
     engine = Engine(mix_plan(READS, [2, 4], ROWS, COLUMNS))
-    assert check(engine, Engine(other, threads=2), requests=5, contended=nullcontext).wrong == 5
+    assert check(engine, Engine(other, threads=2), requests=5, batch=2, contended=nullcontext).wrong == 5
 
 
 @pytest.mark.usefixtures("eager")
