@@ -1,7 +1,7 @@
 """The batch is an axis of its own in every tensor, as kernels need it.
 
-Exporters merge it with other axes: the windows of images [16*batch, 49, 96], the heads of all items [12*batch, 128,
-64], the rows of a linear layer [197*batch, 768]. An axis of k * batch is taken apart again into the axes it was made of,
+Exporters merge it with other axes: the windows of images [16*batch, 49, 96], the heads of all items
+[12*batch, 128, 64], the rows of a linear layer [197*batch, 768]. An axis of k * batch is taken apart again into the axes it was made of,
 from the Reshape that merged it to the one that splits it:
 
     Reshape [batch, 4, 7, C] -> [4*batch, 7, C]; Softmax(axis=2)   ->   (nothing); Softmax(axis=3) on [batch, 4, 7, C]
@@ -30,7 +30,7 @@ class _Stuck(Exception):
 
 
 def separate_batch(graph: Graph, log: list[Note] | None = None) -> Graph:
-    """The graph without axes of k * batch; as it is if there is none, or a node stands in the way (the log says which)."""
+    """The graph without axes of k * batch; as it is if there is none, or a node stands in the way (see the log)."""
     if not any(_merged_axis(kind.shape) is not None for kind in graph.types.values()):
         return graph
     separator = _Separator(graph)
