@@ -181,7 +181,7 @@ class Crew:
             self._cpus = set()
         # A crew that is forgotten, or alive when the interpreter ends, goes home before its memory does.
         self._finalizer = weakref.finalize(self, _dismiss, program.function("dismiss", 1), self.control,
-                                           self._threads)
+                                           self._threads, (program, keep))
 
     def keep_off_this_cpu(self) -> None:
         """Let helpers use every CPU but the caller's: Linux may wake one there, and it would wait for milliseconds."""
@@ -213,7 +213,8 @@ def _live(help_: EmittedFunction, control: Words, number: int, keep: object) -> 
     help_(control.ctypes.data, number)
 
 
-def _dismiss(dismiss: EmittedFunction, control: Words, threads: Sequence[threading.Thread]) -> None:
+def _dismiss(dismiss: EmittedFunction, control: Words, threads: Sequence[threading.Thread], keep: object) -> None:
+    """`keep` holds the code that runs here: the helpers may be gone, and all that they held, before it returns."""
     dismiss(control.ctypes.data)
     for thread in threads:
         if thread is not threading.current_thread():    # garbage may be collected on any thread

@@ -104,6 +104,16 @@ def test_helpers_stay_where_they_are_pinned_and_otherwise_off_the_callers_cpu() 
         execution.close()
 
 
+def test_what_sends_the_helpers_home_keeps_the_code_that_it_runs() -> None:
+    """A crew that is garbage: its helpers, the last to hold the program, may be gone before `dismiss` returns."""
+    plan, _, _ = random_plan(np.random.default_rng(7))
+    program = Program(plan)
+    execution = ParallelExecution(ParallelProgram(program, workers=2))
+    alive = execution._crew._finalizer.peek()
+    assert alive is not None and any(program in kept for kept in alive[2] if isinstance(kept, tuple))
+    execution.close()
+
+
 @pytest.mark.usefixtures("eager")
 def test_a_forked_child_runs_alone() -> None:
     plan, reads, outputs = random_plan(np.random.default_rng(3))
