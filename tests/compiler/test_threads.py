@@ -13,13 +13,18 @@ from engines.plan import Plan
 from engines.runtime import Engine
 from engines.schedule import Schedule, make_schedule
 from engines.tables import ChunkRow, StageRow
+from tests.compiler.recurrent_models import MODELS as RECURRENT
+from tests.compiler.recurrent_models import sequences_for
+from tests.compiler.test_recurrent_models import engine_of as recurrent_engine
 from tests.compiler.zoo_engines import engine_of
 from tests.zoo import TINY, images_for
+from tests.zoo.transformers import vit
 
 BATCH, WORKERS = 2, 3
 STEP_US = 1000.0        # as if every step took so long: all are cut as finely as they can be
 MODELS = [("resnet50", "int8"), ("mobilenet_v2", "int8"), ("shufflenet_v2", "int8"), ("nanodet", "int8"),
-          ("densenet", "fp32"), ("unet", "fp32"), ("layout_traps", "fp32"), ("views", "int8")]
+          ("densenet", "fp32"), ("unet", "fp32"), ("layout_traps", "fp32"), ("views", "int8"), ("vit", "int8"),
+          ("crnn", "fp32"), ("batch major", "fp32")]
 
 
 class Chunks:
@@ -76,7 +81,10 @@ def depends_of(schedule: Schedule) -> list[list[int]]:
 
 
 def prepared(name: str, precision: str, folder: Path) -> tuple[Engine, Array]:
-    model = TINY[name]()
+    if name in RECURRENT:
+        model = RECURRENT[name]()
+        return recurrent_engine(model, folder, precision), sequences_for(model, BATCH)
+    model = TINY[name]() if name in TINY else vit(classes=10)
     return engine_of(model, folder, precision=precision), images_for(model, BATCH, seed=1)
 
 
