@@ -11,7 +11,7 @@ from engines.roofline import Bound, Peaks, bound
 from engines.runtime import Engine, ExecutionContext
 from infer_server.cli.common import Cell, table
 
-SECONDS = 1.0                       # of passes over the network, as far as they are within:
+SECONDS = 1.0                       # of runs, and again of passes step by step, as far as they are within:
 FEWEST_PASSES, MOST_PASSES = 5, 200
 
 
@@ -48,12 +48,19 @@ class Line:
 @dataclass(frozen=True)
 class Profile:
     lines: tuple[Line, ...]         # in the order of execution
+    run: float                      # seconds of the whole network in one go, on the engine's threads: the least of all
     peaks: Peaks
     batch: int
 
     @property
     def seconds(self) -> float:
+        """Of all steps, one by one."""
         return sum(line.seconds for line in self.lines)
+
+    @property
+    def percent_of_peak(self) -> float:
+        """Of one core's arithmetic, over the whole run."""
+        return _percent(sum(line.bound.compute for line in self.lines), self.run)
 
 
 def profile(engine: Engine, context: ExecutionContext, batch: int) -> Profile:
@@ -61,12 +68,18 @@ def profile(engine: Engine, context: ExecutionContext, batch: int) -> Profile:
     from engines.backends.llvm.peaks import measure_peaks  # LLVM is not for those who only run a plan
 
     peaks = measure_peaks()
+    passes = min(max(int(SECONDS / _run(context, batch)), FEWEST_PASSES), MOST_PASSES)
+    run = min(_run(context, batch) for _ in range(passes))
+    times = context.profile(batch, repeats=passes)
+    lines = (Line(step, seconds, bound(step, engine.plan, batch, peaks), batch) for step, seconds in times)
+    return Profile(tuple(lines), run, peaks, batch)
+
+
+def _run(context: ExecutionContext, batch: int) -> float:
+    """Seconds of one run."""
     begin = time.perf_counter()
     context.execute(batch)
-    passes = int(SECONDS / (time.perf_counter() - begin))
-    times = context.profile(batch, repeats=min(max(passes, FEWEST_PASSES), MOST_PASSES))
-    lines = (Line(step, seconds, bound(step, engine.plan, batch, peaks), batch) for step, seconds in times)
-    return Profile(tuple(lines), peaks, batch)
+    return time.perf_counter() - begin
 
 
 # ---- as people read it
@@ -76,7 +89,8 @@ def header(found: Profile) -> str:
     macs = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in peaks.macs_per_second.items())
     reads = ", ".join(f"{level.name} {level.bytes_per_second / 1e9:.0f}" for level in peaks.levels)
     return (f"one core of {peaks.processor} ({peaks.target}), measured now: G MAC/s in {macs}; GB/s read from {reads}\n"
-            f"batch {found.batch}, each step alone on one thread: {found.seconds * 1e3:.3f} ms in all, bound "
+            f"batch {found.batch}: {found.run * 1e3:.3f} ms a run, {found.percent_of_peak:.1f} % of the arithmetic's "
+            f"peak; each step alone on one thread {found.seconds * 1e3:.3f} ms in all, bound "
             f"{sum(line.bound.seconds for line in found.lines) * 1e3:.3f} ms")
 
 
@@ -112,7 +126,8 @@ def _percent(part: float, whole: float) -> float:
 def as_json(found: Profile) -> dict[str, Any]:
     """All of it; seconds, bytes and MACs are of the whole batch."""
     peaks = found.peaks
-    return {"batch": found.batch, "seconds": found.seconds,
+    return {"batch": found.batch, "run_seconds": found.run, "percent_of_peak": found.percent_of_peak,
+            "seconds": found.seconds,
             "peaks": {"processor": peaks.processor, "target": peaks.target,
                       "macs_per_second": dict(peaks.macs_per_second),
                       "bytes_per_second": {level.name: level.bytes_per_second for level in peaks.levels}},
