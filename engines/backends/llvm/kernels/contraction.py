@@ -354,7 +354,7 @@ class _Emitter:
         return visit
 
     def _columns(self, f: Function) -> Iterator[tuple[Value, int, int | None]]:
-        """(start, size, start where it is known now) of a row's tiles; with `skip` the first and the last stand apart."""
+        """(start, size, start where it is known now) of a row's tiles; with `skip` the first and the last are apart."""
         extent, step = self.spec.cols, self.tile.cols
         between = -(-extent // step) - 2
         if not self.tile.skip:
@@ -475,7 +475,8 @@ class _Emitter:
     # ---- the micro-kernel
     def _microkernel(self, part: _Part, channels: int) -> str:
         """rows x cols pixels of `channels` couts, all of K in registers; its name."""
-        name = f"{self.name}_{part.rows}x{part.cols}x{channels}" + (f"_{part.column}" if part.column is not None else "")
+        place = "" if part.column is None else f"_{part.column}"
+        name = f"{self.name}_{part.rows}x{part.cols}x{channels}{place}"
         if name in self.module.functions:
             return name
         spec, isa, arithmetic = self.spec, self.isa, self.arithmetic
