@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from engines.clock import thread_seconds
 from engines.plan import Step
 from engines.roofline import Bound, Peaks, bound
 from engines.runtime import Engine, ExecutionContext
@@ -48,7 +49,8 @@ class Line:
 @dataclass(frozen=True)
 class Profile:
     lines: tuple[Line, ...]         # in the order of execution
-    run: float                      # seconds of the whole network in one go, on the engine's threads: the least of all
+    run: float                      # seconds of the whole network, the least of all runs: CPU time of one thread, or of
+                                    # several the time on the wall
     peaks: Peaks
     batch: int
 
@@ -68,18 +70,18 @@ def profile(engine: Engine, context: ExecutionContext, batch: int) -> Profile:
     from engines.backends.llvm.peaks import measure_peaks  # LLVM is not for those who only run a plan
 
     peaks = measure_peaks()
-    passes = min(max(int(SECONDS / _run(context, batch)), FEWEST_PASSES), MOST_PASSES)
-    run = min(_run(context, batch) for _ in range(passes))
+    clock = thread_seconds if engine.threads == 1 else time.perf_counter
+
+    def run_once() -> float:
+        begin = clock()
+        context.execute(batch)
+        return clock() - begin
+
+    passes = min(max(int(SECONDS / run_once()), FEWEST_PASSES), MOST_PASSES)
+    run = min(run_once() for _ in range(passes))
     times = context.profile(batch, repeats=passes)
     lines = (Line(step, seconds, bound(step, engine.plan, batch, peaks), batch) for step, seconds in times)
     return Profile(tuple(lines), run, peaks, batch)
-
-
-def _run(context: ExecutionContext, batch: int) -> float:
-    """Seconds of one run."""
-    begin = time.perf_counter()
-    context.execute(batch)
-    return time.perf_counter() - begin
 
 
 # ---- as people read it
