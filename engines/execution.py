@@ -230,7 +230,7 @@ def run_span(program: Program, arena: Arena, span: Span, batch: int) -> None:
 def time_steps(program: Program, arena: Arena, batch: int, repeats: int, fallbacks: bool = True) -> list[float]:
     """Seconds of each step, the least of `repeats`: the steps run in order, each timed alone, less the cost of a call.
 
-    They are CPU time of this thread. Without `fallbacks` those are left out, and take 0 s: the reference may refuse what
+    It is CPU time of this thread. Without `fallbacks` those are left out, and take 0 s: the reference may refuse what
     lies in an arena at rest.
     """
     def seconds(span: Span) -> float:
