@@ -121,7 +121,8 @@ def test_inspect_profiles_with_the_most_to_gain_on_top(workshop: Workshop, plan:
     printed = workshop.capture.readouterr().out.splitlines()
     assert "measured now" in printed[0]
     begin = next(i for i, line in enumerate(printed) if line.startswith("---")) + 1
-    over = [float(line.split()[1]) for line in printed[begin:]]
+    column = printed[begin - 2].index("us over") + len("us over")       # numbers end where their heading does
+    over = [float(line[:column].split()[-1]) for line in printed[begin:]]
     assert over == sorted(over, reverse=True) and len(over) == len(load_engine(plan).plan.steps)
 
 
