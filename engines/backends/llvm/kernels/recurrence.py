@@ -93,7 +93,7 @@ class Recurrence(KernelSpec):
 
     @property
     def arithmetic(self) -> Arithmetic:
-        return arithmetic_for(self.precision, _ANY_MACHINE, self.hidden)
+        return arithmetic_for(self.precision, _ANY_MACHINE)
 
     @property
     def scales(self) -> int:
@@ -114,7 +114,8 @@ class Recurrence(KernelSpec):
         return max(v for v in range(1, tactic.vectors + 1) if v == 1 or self._fits(isa, items, v * len(stage.gates)))
 
     def _fits(self, isa: Isa, items: int, weights: int) -> bool:
-        return fits(isa, items, weights, isa.dot2_registers if self.scales and items > 1 else 0)
+        """Where dot2 is two instructions, their products need a register."""
+        return fits(isa, items, weights, int(bool(self.scales) and items > 1 and not isa.one_dot2))
 
     def tactics(self, isa: Isa) -> Sequence[Panels]:
         most = max(len(stage.gates) for stage in self.cells[0].stages)
