@@ -14,7 +14,7 @@ class AlongInnermost(Rule):
 
     def check(self, match: Match) -> bool:
         rank = len(match.shape(match.value("x")))
-        return 0 < match.root.attrs.get("axis", -1) % rank < rank - 1
+        return bool(0 < match.root.attrs.get("axis", -1) % rank < rank - 1)
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         x = match.value("x")

@@ -107,16 +107,20 @@ class Recurrence(KernelSpec):
         if self.lengths is not None or self.step_bytes <= FIRST_LEVEL:
             return 1
         most = max(len(stage.gates) for stage in self.cells[0].stages)
-        return max(items for items in range(1, BLOCK + 1) if items == 1 or fits(isa, items, most))
+        return max(items for items in range(1, BLOCK + 1) if items == 1 or self._fits(isa, items, most))
 
     def vectors(self, isa: Isa, tactic: Panels, stage: Stage, items: int) -> int:
         """Of units, in a tile of that many items."""
-        return max(v for v in range(1, tactic.vectors + 1) if v == 1 or fits(isa, items, v * len(stage.gates)))
+        return max(v for v in range(1, tactic.vectors + 1) if v == 1 or self._fits(isa, items, v * len(stage.gates)))
+
+    def _fits(self, isa: Isa, items: int, weights: int) -> bool:
+        """Where dot2 is two instructions, their products need a register."""
+        return fits(isa, items, weights, int(bool(self.scales) and items > 1 and not isa.one_dot2))
 
     def tactics(self, isa: Isa) -> Sequence[Panels]:
         most = max(len(stage.gates) for stage in self.cells[0].stages)
         vectors = range(1, -(-self.hidden // isa.lanes) + 1)
-        widest = max(v for v in vectors if v == 1 or fits(isa, 1, v * most))
+        widest = max(v for v in vectors if v == 1 or self._fits(isa, 1, v * most))
         return tuple(Panels(v) for v in dict.fromkeys((widest, max(widest // 2, 1), 1)))
 
     def refinements(self, isa: Isa, best: Panels) -> Sequence[Panels]:
@@ -251,9 +255,10 @@ def whole_weights(weights: Array) -> tuple[Array, Array]:
     return np.rint(weights / step[..., None]).astype(np.int16), (step / STATE_ONE).astype(np.float32)
 
 
-def fits(isa: Isa, items: int, weights: int) -> bool:
-    """Whether a tile's accumulators fit the registers, beside the fewer of its two sides and one of the other."""
-    return items * weights + min(items, weights) + 1 <= isa.registers
+def fits(isa: Isa, items: int, weights: int, spare: int = 0) -> bool:
+    """Whether a tile's accumulators fit the registers, beside the fewer of its two sides and one of the other, and
+    what the arithmetic needs to spare."""
+    return items * weights + min(items, weights) + 1 + spare <= isa.registers
 
 
 @dataclass(frozen=True)
