@@ -90,7 +90,8 @@ def optimise(graph: Graph, log: list[Note] | None = None) -> Graph:
         # before all groupings: it moves and removes nodes that they would otherwise stop at
         ("to_channels_last", to_channels_last),
         # what moving left behind; means over what are now rows and columns
-        ("views", _rules(log, RemoveNoOp(), AlongInnermost(), *VIEWS, GatherOfOne(), SpatialReduce(channels_last=True))),
+        ("views", _rules(log, RemoveNoOp(), AlongInnermost(), *VIEWS, GatherOfOne(),
+                         SpatialReduce(channels_last=True))),
         # the same Transpose wanted by several readers
         ("merge_common", merge_common),
         # before vertical fusion, which would give each sibling a body of its own
