@@ -35,7 +35,7 @@ class Case:
     heads: int = 3
     depth: int = 10
     scale: str = "div scores"       # "mul scores", "mul q", "mul k", "both", "none"
-    mask: str = ""                  # "tokens", "full", "causal", "where"
+    mask: str = ""                  # "tokens", "full", "causal", "where", "causal where"
     mask_first: bool = False        # before the scale
     one_projection: bool = False    # q, k and v sliced from one product
 
@@ -122,6 +122,9 @@ def masked_scores(w: Writer, case: Case, q: str, k: str) -> str:
         elif what == "mask" and case.mask == "where":
             seen = w("Cast", "mask", to=onnx.TensorProto.BOOL)
             scores = w("Where", seen, scores, w.constant(-1e9))
+        elif what == "mask" and case.mask == "causal where":
+            hidden = w.constant(np.triu(np.ones((case.tokens, case.tokens)), 1), bool)
+            scores = w("Where", hidden, w.constant(-np.inf), scores)
     return scores
 
 
@@ -159,6 +162,7 @@ CASES = {
     "k scaled, causal": Case(scale="mul k", mask="causal"),
     "a full mask before the scale": Case(scale="mul scores", mask="full", mask_first=True),
     "no scale, hidden by Where": Case(scale="none", mask="where"),
+    "causal by Where": Case(mask="causal where"),
     "one head": Case(heads=1, depth=40),
     "one token": Case(tokens=1),
 }
