@@ -217,11 +217,11 @@ class Places:
                 wanted[name] = wanted.get(name, Halo()) | halo
         return wanted
 
-    def _alike(self, a: str, b: str, items: bool = True) -> bool:
-        """Stored alike, the items leading: one may be a part of the other. items: there are as many of both."""
+    def _alike(self, a: str, b: str) -> bool:
+        """Stored alike, the items leading: one may be a part of the other."""
         types = self.graph.types
         return (types[a].quant == types[b].quant and stored_dtype(types[a]) == stored_dtype(types[b])
-                and (items_of(types[a]) == items_of(types[b]) or not items)
+                and items_of(types[a]) == items_of(types[b])
                 and not batch_axis(types[a]) and not batch_axis(types[b]))
 
     def _see_views(self, node: Node) -> None:
@@ -246,11 +246,13 @@ class Places:
 
     def _see_reshape(self, node: Node) -> None:
         """Without a batch the leading axis is one like others."""
-        source, output = node.inputs[0], self.graph.types[node.outputs[0]]
-        batched = BATCH in self.graph.types[source].shape
-        if self._alike(source, node.outputs[0], items=batched):
+        source, output = (self.graph.types[name] for name in (node.inputs[0], node.outputs[0]))
+        batched = BATCH in output.shape
+        if self._alike(node.inputs[0], node.outputs[0]) if batched else (
+                BATCH not in source.shape
+                and (source.quant, stored_dtype(source)) == (output.quant, stored_dtype(output))):
             shape = item_shape(output) if batched else tuple(map(int, output.shape)) or (1,)
-            self._parent[node.outputs[0]] = _Inside(source, reshape=shape)
+            self._parent[node.outputs[0]] = _Inside(node.inputs[0], reshape=shape)
 
     def _see_pad(self, node: Node) -> None:
         """Unless a convolution pads the output once more: then there is a halo around a halo, and a copy."""
