@@ -163,13 +163,15 @@ def _swish(node: Node, types: Sequence[TensorType | None], constant: Constant) -
 
 @_rule("ScaledDotProductAttention")
 def _attention(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
-    """Its nodes before they were one: opset 20 has no such operator."""
+    """Its nodes before they were one: opset 20 has no such operator. ("scale" is a quantised tensor's, so "factor".)"""
     (q, k, v, *mask), (y,), kind = [name for name in node.inputs if name], node.outputs, types[0]
     assert kind is not None
+    rank = len(kind.shape)
+    turned = (*range(rank - 2), rank - 1, rank - 2)
     parts: list[Part] = [
-        ("Transpose", [k], [f"{y}.turned_keys"], {"perm": (0, 1, 3, 2)}),
+        ("Transpose", [k], [f"{y}.turned_keys"], {"perm": turned}),
         ("MatMul", [q, f"{y}.turned_keys"], [f"{y}.products"], {}),
-        ("Mul", [f"{y}.products", constant("scale", np.array(node.attrs["scale"], kind.dtype))], [f"{y}.scaled"], {})]
+        ("Mul", [f"{y}.products", constant("factor", np.array(node.attrs["scale"], kind.dtype))], [f"{y}.scaled"], {})]
     scores = f"{y}.scaled"
     if mask:
         scores = f"{y}.masked"

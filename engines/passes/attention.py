@@ -17,6 +17,7 @@ from engines.ir import Array, Dim, Graph, Node, TensorType
 from engines.passes.facts import reader, scalar
 from engines.passes.notes import Note, note
 from engines.passes.rewrite import fresh_name, merged_origin
+from engines.passes.views import axis_groups
 from engines.shapes import broadcast
 
 MOST_BYTES = 2 << 20        # of one head's keys and values as float32: they are packed on a thread's stack
@@ -32,8 +33,17 @@ class _Scores:
     """What was found on the way up from a Softmax to the product of q and k'."""
     nodes: list[Node] = field(default_factory=list)
     factor: float = 1.0
-    masks: list[tuple[str, float]] = field(default_factory=list)            # added, after being multiplied
-    hidden: list[tuple[str, bool, float]] = field(default_factory=list)     # (condition, where it holds, value)
+    masks: list[_Mask] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """What is added to scores of a shape, `factor` times; or a condition that puts `value` in place of scores."""
+    name: str
+    shape: tuple[Dim, ...]
+    factor: float = 1.0
+    value: float | None = None
+    holds: bool = True                  # whether the value is put where the condition is true
 
 
 def fuse_attention(graph: Graph, log: list[Note] | None = None) -> Graph:
@@ -138,8 +148,9 @@ class _Draft:
     # ---- masks
     def _mask(self, found: _Scores, base: str) -> list[str]:
         """What is added to the scores, as one tensor; [] if nothing is."""
-        parts = [self._scaled(name, factor, base) for name, factor in found.masks]
-        parts += [self._where(*hidden, base) for hidden in found.hidden]
+        scores = self.graph.shape(found.nodes[-1].outputs[0])
+        parts = [self._fitted(self._scaled(mask, base) if mask.value is None else self._where(mask, mask.value, base),
+                              mask.shape, scores, base) for mask in found.masks]
         total = parts[:1]
         for part in parts[1:]:
             a, b = (self.constants.get(name, self.graph.constants.get(name)) for name in (*total, part))
@@ -150,26 +161,43 @@ class _Draft:
                 total = [self._add("Add", [*total, part], shape, f"{base}.mask")]
         return total
 
-    def _scaled(self, name: str, factor: float, base: str) -> str:
-        array = self.graph.constants.get(name)
-        if factor == 1:
+    def _fitted(self, name: str, beside: tuple[Dim, ...], scores: tuple[Dim, ...], base: str) -> str:
+        """The mask of scores of one shape as it is for another: their leading axes were merged or split between."""
+        if beside == scores:
             return name
+        array, groups = self.constants.get(name, self.graph.constants.get(name)), axis_groups(beside, scores)
+        if array is None or groups is None or any(isinstance(extent, str) for extent in beside):
+            raise _Refused("its mask is made for scores of another shape")
+        array = array.reshape((*(1,) * (len(beside) - array.ndim), *array.shape))
+        sizes, shape = list(array.shape), list(map(int, scores))
+        for before, after in groups:
+            alike = all(sizes[axis] == 1 for axis in before)
+            for axis in before:
+                sizes[axis] = 1 if alike else int(beside[axis])
+            for axis in after:
+                shape[axis] = 1 if alike else shape[axis]
+        return self._constant(f"{base}.mask", np.broadcast_to(array, sizes).reshape(shape))
+
+    def _scaled(self, mask: _Mask, base: str) -> str:
+        array, factor = self.graph.constants.get(mask.name), mask.factor
+        if factor == 1:
+            return mask.name
         if array is not None:
             return self._constant(f"{base}.mask", array * array.dtype.type(factor))
-        kind = self._kind(name)
+        kind = self._kind(mask.name)
         number = self._constant(f"{base}.factor", np.full(1, factor, kind.dtype))
-        return self._add("Mul", [number, name], kind.shape, f"{base}.mask")
+        return self._add("Mul", [number, mask.name], kind.shape, f"{base}.mask")
 
-    def _where(self, condition: str, holds: bool, value: float, base: str) -> str:
+    def _where(self, mask: _Mask, value: float, base: str) -> str:
         """0 where a score is seen, the value where it is hidden."""
-        array = self.graph.constants.get(condition)
+        array = self.graph.constants.get(mask.name)
         if array is not None:
-            hide = array.astype(bool) == holds
+            hide = array.astype(bool) == mask.holds
             return self._constant(f"{base}.mask", np.where(hide, value, 0).astype(np.float32))
         numbers = [self._constant(f"{base}.{label}", np.full(1, n, np.float32))
                    for label, n in (("hidden", value), ("seen", 0.0))]
-        return self._add("Where", [condition, *(numbers if holds else numbers[::-1])], self._kind(condition).shape,
-                         f"{base}.mask")
+        return self._add("Where", [mask.name, *(numbers if mask.holds else numbers[::-1])],
+                         self._kind(mask.name).shape, f"{base}.mask")
 
 
 def _scores(graph: Graph, node: Node, softmax: Node) -> _Scores:
@@ -198,15 +226,17 @@ def _above(graph: Graph, node: Node, found: _Scores) -> str:
     if node.op == "Add":
         for scores, mask in (node.inputs, node.inputs[::-1]):
             if graph.shape(scores) == shape and _leads_to_product(graph, scores):
-                found.masks.append((mask, found.factor))
+                found.masks.append(_Mask(mask, shape, found.factor))
                 return scores
     if node.op == "Where":
         condition, a, b = node.inputs
         for scores, fill, holds in ((b, a, True), (a, b, False)):
             value = scalar(graph, fill)
             if value is not None and value * found.factor <= MASKING and graph.shape(scores) == shape:
-                found.hidden.append((condition, holds, value * found.factor))
+                found.masks.append(_Mask(condition, shape, value=value * found.factor, holds=holds))
                 return scores
+    if node.op == "Reshape" and graph.shape(node.inputs[0])[-2:] == shape[-2:]:
+        return node.inputs[0]
     raise _Refused(f"{node.op} stands between its scores and its softmax")
 
 
@@ -217,8 +247,9 @@ def _leads_to_product(graph: Graph, name: str) -> bool:
         return False
     if node.op == "MatMul":
         return not any(graph.is_constant(factor) for factor in node.inputs)
-    return node.op in ("Mul", "Add", "Where") and any(_leads_to_product(graph, above) for above in node.inputs
-                                                      if graph.shape(above) == graph.shape(name))
+    return node.op in ("Mul", "Add", "Where", "Reshape") and any(
+        _leads_to_product(graph, above) for above in node.inputs
+        if node.op == "Reshape" or graph.shape(above) == graph.shape(name))
 
 
 def _number(graph: Graph, node: Node) -> tuple[str, float] | None:

@@ -22,6 +22,7 @@ from engines.passes.recurrent import split_recurrent
 from engines.passes.rewrite import Rule
 from engines.passes.rules import activations
 from engines.passes.rules.batchnorm import BatchNormConv, BatchNormToPointwise, LinearBatchNorm
+from engines.passes.rules.gather import GatherOfOne
 from engines.passes.rules.gemm import CanonicalGemm, MatMulToGemm
 from engines.passes.rules.instance_norm import InstanceNorm
 from engines.passes.rules.masks import MASKS
@@ -89,7 +90,8 @@ def optimise(graph: Graph, log: list[Note] | None = None) -> Graph:
         # before all groupings: it moves and removes nodes that they would otherwise stop at
         ("to_channels_last", to_channels_last),
         # what moving left behind; means over what are now rows and columns
-        ("views", _rules(log, RemoveNoOp(), AlongInnermost(), *VIEWS, SpatialReduce(channels_last=True))),
+        ("views", _rules(log, RemoveNoOp(), AlongInnermost(), *VIEWS, GatherOfOne(),
+                         SpatialReduce(channels_last=True))),
         # the same Transpose wanted by several readers
         ("merge_common", merge_common),
         # before vertical fusion, which would give each sibling a body of its own

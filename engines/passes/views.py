@@ -44,7 +44,7 @@ def reshaped(perm: Perm, before: Sequence[Dim], after: Sequence[Dim]) -> Perm | 
     A Reshape maps groups of neighbouring axes to groups of neighbouring axes: [N, C, H, W] -> [N, C, H * W] is N -> N,
     C -> C, HW -> HW. As long as no group is torn apart by `perm`, whole groups move: [N, H, W, C] -> [N, HW, C].
     """
-    groups = _groups(before, after)
+    groups = axis_groups(before, after)
     if groups is None:
         return None
     place = {axis: i for i, axis in enumerate(axis for axis in perm if before[axis] != 1)}
@@ -58,7 +58,7 @@ def reshaped(perm: Perm, before: Sequence[Dim], after: Sequence[Dim]) -> Perm | 
     return tuple(axis for group in ordered for axis in groups[group][1])
 
 
-def _groups(before: Sequence[Dim], after: Sequence[Dim]) -> list[tuple[list[int], list[int]]] | None:
+def axis_groups(before: Sequence[Dim], after: Sequence[Dim]) -> list[tuple[list[int], list[int]]] | None:
     """The smallest groups of axes of equal size on both sides; an extent of 1 goes with its left neighbour.
 
     None where that cannot be told, as between 2 * batch and batch.

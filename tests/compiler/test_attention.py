@@ -35,7 +35,7 @@ class Case:
     heads: int = 3
     depth: int = 10
     scale: str = "div scores"       # "mul scores", "mul q", "mul k", "both", "none"
-    mask: str = ""                  # "tokens", "full", "causal", "where"
+    mask: str = ""                  # "tokens", "full", "causal", "where", "causal where"
     mask_first: bool = False        # before the scale
     one_projection: bool = False    # q, k and v sliced from one product
 
@@ -122,6 +122,9 @@ def masked_scores(w: Writer, case: Case, q: str, k: str) -> str:
         elif what == "mask" and case.mask == "where":
             seen = w("Cast", "mask", to=onnx.TensorProto.BOOL)
             scores = w("Where", seen, scores, w.constant(-1e9))
+        elif what == "mask" and case.mask == "causal where":
+            hidden = w.constant(np.triu(np.ones((case.tokens, case.tokens)), 1), bool)
+            scores = w("Where", hidden, w.constant(-np.inf), scores)
     return scores
 
 
@@ -159,6 +162,7 @@ CASES = {
     "k scaled, causal": Case(scale="mul k", mask="causal"),
     "a full mask before the scale": Case(scale="mul scores", mask="full", mask_first=True),
     "no scale, hidden by Where": Case(scale="none", mask="where"),
+    "causal by Where": Case(mask="causal where"),
     "one head": Case(heads=1, depth=40),
     "one token": Case(tokens=1),
 }
@@ -175,7 +179,7 @@ def test_attention_is_one_kernel_that_answers_as_onnx_runtime_does(name: str, pr
     assert np.abs(got - expected).max() < TOLERANCE[precision] * np.abs(expected).max()
     kernels = [family(step) for step in engine.plan.steps]
     assert kernels.count("attention") == 1
-    assert not {"permute", "softmax"} & set(kernels)
+    assert not {"permute", "take", "softmax"} & set(kernels)
 
 
 def one_item_model(keys_of: str) -> onnx.ModelProto:
@@ -210,6 +214,45 @@ def test_attention_without_a_batch_is_one_kernel_too(keys_of: str, tmp_path: Pat
     np.testing.assert_allclose(engine.run(feeds)["y"], run_onnx(model, feeds)["y"], rtol=1e-4, atol=1e-5)
     kernels = [family(step) for step in engine.plan.steps]
     assert "attention" in kernels and not {"permute", "softmax", "reference"} & set(kernels)
+
+
+def windows_model(batch: str | int, shifted: bool) -> onnx.ModelProto:
+    """Attention in four windows of 4x4 tokens (Liu et al. 2021, Swin), its leading axes merged as exporters do."""
+    w, (side, heads, depth) = Writer(), (4, 3, 8)
+    width, tokens = heads * depth, side * side
+
+    def shaped(x: str, *shape: int) -> str:
+        return w("Reshape", x, w.constant([-1, *shape], np.int64))
+
+    x = w("Transpose", shaped("x", 2, side, 2, side, width), perm=(0, 1, 3, 2, 4, 5))
+    three = shaped(w.linear(shaped(x, tokens, width), width, 3 * width), tokens, 3, heads, depth)
+    three = w("Transpose", three, perm=(2, 0, 3, 1, 4))
+    q, k, v = (w("Gather", three, w.constant(i, np.int64), axis=0) for i in range(3))
+    scores = w("MatMul", w("Mul", q, w.constant(depth ** -0.5)), w("Transpose", k, perm=(0, 1, 3, 2)))
+    scores = w("Add", scores, w.constant(w.random.standard_normal((1, heads, tokens, tokens))))
+    if shifted:
+        hidden = np.where(w.random.random((1, 4, 1, tokens, tokens)) < 0.3, -100, 0)
+        scores = w("Add", shaped(scores, 4, heads, tokens, tokens), w.constant(hidden))
+        scores = shaped(scores, heads, tokens, tokens)
+    mixed = w("Transpose", w("MatMul", w("Softmax", scores, axis=-1), v), perm=(0, 2, 1, 3))
+    y = shaped(w.linear(shaped(mixed, tokens, width), width, width), 2, 2, side, side, width)
+    y = shaped(w("Transpose", y, perm=(0, 1, 3, 2, 4, 5)), 2 * side, 2 * side, width)
+    w.nodes.append(helper.make_node("Identity", [y], ["y"]))
+    ends = [helper.make_tensor_value_info(name, FLOAT, [batch, 2 * side, 2 * side, width]) for name in "xy"]
+    graph = helper.make_graph(w.nodes, "windows", ends[:1], ends[1:], w.constants)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+@pytest.mark.parametrize("batch", ["N", 1, 2])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_attention_in_windows_is_one_kernel_too(batch: str | int, shifted: bool, tmp_path: Path) -> None:
+    model = windows_model(batch, shifted)
+    engine = built(model, tmp_path, max_batch=MAX_BATCH if batch == "N" else None)
+    items = 2 if batch == "N" else batch
+    feeds = {"x": np.random.default_rng(1).standard_normal((items, 8, 8, 24)).astype(np.float32)}
+    np.testing.assert_allclose(engine.run(feeds)["y"], run_onnx(model, feeds)["y"], rtol=1e-4, atol=1e-5)
+    assert [family(step) for step in engine.plan.steps] == ["permute", "contraction", "attention", "contraction",
+                                                            "permute"]     # into windows, and back
 
 
 @pytest.mark.parametrize("name", ["as BERT", "q scaled, sliced from one projection", "q and k scaled, causal"])

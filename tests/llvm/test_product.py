@@ -4,8 +4,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from engines.backends.llvm.isa import AVX2, AVX512_BF16, AVX512_VNNI
+from engines.backends.llvm.emit import Module
+from engines.backends.llvm.isa import AVX2, AVX512_BF16, AVX512_VNNI, AVX_VNNI
+from engines.backends.llvm.jit import assembly, spills
 from engines.backends.llvm.kernels.product import Product, Tile
+from engines.backends.llvm.program import Program
 from engines.backends.llvm.spec import View, dense_view
 from tests.llvm.harness import EVERY_ISA, check, gapped, random_array, requantise
 
@@ -24,7 +27,7 @@ class Shape:
     shared: bool = False        # one b for all matrices of an item
     gaps: bool = False
 
-    def spec(self, precision, program, stored="", result=""):
+    def spec(self, precision, program, stored="", result="", residual=True):
         dtype, view = stored or STORED[precision], gapped if self.gaps else dense_view
         last = (self.columns, self.depth) if self.turned else (self.depth, self.columns)
         b = view(dtype, (*self.lead, *last))
@@ -34,7 +37,7 @@ class Shape:
         if self.shared:
             b = replace(b, strides=(*(0,) * len(self.lead), *b.strides[-2:]))
         y = view(result or dtype, (*self.lead, self.rows, self.columns))
-        return Product(view(dtype, (*self.lead, self.rows, self.depth)), b, y, (y,), program, precision)
+        return Product(view(dtype, (*self.lead, self.rows, self.depth)), b, y, (y,) * residual, program, precision)
 
 
 SHAPES = {
@@ -86,3 +89,24 @@ def test_bytes_may_be_multiplied_as_floats(isa, precision):
 def test_the_tile_does_not_change_the_result(tile, isa):
     spec, inputs, constants = problem(SHAPES["nothing a multiple of anything"], "int8")
     check(spec, isa, inputs, constants, tactic=tile, slack=4)
+
+
+@pytest.mark.parametrize("isa", [AVX512_BF16, AVX512_VNNI, AVX_VNNI, AVX2], ids=lambda isa: isa.name)
+@pytest.mark.parametrize("precision", ["int8", "fp32", "bf16"])
+def test_the_usual_winner_among_tiles_does_not_spill(precision, isa):
+    tile = Shape((), 64, 64, 128).spec(precision, Program(), residual=False).tactics(isa)[0]
+    assert spills_of(isa, precision, tile) == 0
+
+
+def test_a_tile_that_does_not_fit_is_seen_to_spill():
+    assert spills_of(AVX512_VNNI, "int8", Tile(14, 4)) > 10
+
+
+def spills_of(isa, precision, tile):
+    """Of the micro-kernel of a whole tile, which is written last."""
+    columns = tile.vectors * isa.lanes
+    spec = Shape((), tile.rows, 64, columns).spec(precision, Program(), residual=False, result="float32")
+    module = Module()
+    spec.emit(module, "kernel", isa, tile)
+    text = assembly(module.text(), isa)
+    return spills(text[text.index(f"kernel_{tile.rows}x{columns}:"):])

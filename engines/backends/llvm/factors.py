@@ -12,14 +12,14 @@ the sum is left to the kernel.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engines.backends.llvm.access import hidden, transposed
 from engines.backends.llvm.arithmetic import INT8, Arithmetic, arithmetic_for
 from engines.backends.llvm.emit import FLOAT, I8, I32, Function, Value, vector
 from engines.backends.llvm.isa import Isa
-from engines.backends.llvm.lanes import ELEMENTS, SIZES, from_float, to_float
+from engines.backends.llvm.lanes import ELEMENTS, SIZES, Lanes, from_float, to_float
 from engines.backends.llvm.spec import View
 
 MIDDLE = 128            # of uint8: stored - MIDDLE is an int8
@@ -181,8 +181,22 @@ def _padded(stored: Value, width: int, fill: int) -> Value:
     return stored.f.shuffle(stored, stored.like(fill), [min(i, count) for i in range(width)], "padded")
 
 
+def store_tile(lanes: Lanes, view: View, rows: int, result: Callable[[int], list[Value]], address: Value) -> None:
+    """result(m), the vectors of row m, to memory, for each row of a tile whose first element is at `address`."""
+    together = 4 // lanes.vectors       # rows whose vectors fill one register of bytes
+    for first in range(0, rows, together):
+        group = range(first, min(first + together, rows))
+        lanes.store(view.dtype, [result(m) for m in group], [address + m * view.strides[-2] for m in group])
+
+
 def last_two_axes(view: View) -> Matrix:
     return Matrix(view.dtype, view.shape[-2], view.shape[-1], (view.strides[-2], view.strides[-1]))
+
+
+# ---- zero points
+def subtracted(f: Function, isa: Isa, numbers: Value, index: int, dtype: str) -> Value | None:
+    """A float of the constant "numbers" in all lanes: what float arithmetic subtracts from stored bytes."""
+    return f.splat(f.load(FLOAT, numbers + 4 * index, hint="zero"), isa.lanes) if dtype == "uint8" else None
 
 
 # ---- int8: what zero points add to a sum of products

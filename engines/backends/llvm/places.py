@@ -249,7 +249,8 @@ class Places:
         source, output = (self.graph.types[name] for name in (node.inputs[0], node.outputs[0]))
         batched = BATCH in output.shape
         if self._alike(node.inputs[0], node.outputs[0]) if batched else (
-                BATCH not in source.shape and source.quant == output.quant):
+                BATCH not in source.shape
+                and (source.quant, stored_dtype(source)) == (output.quant, stored_dtype(output))):
             shape = item_shape(output) if batched else tuple(map(int, output.shape)) or (1,)
             self._parent[node.outputs[0]] = _Inside(node.inputs[0], reshape=shape)
 

@@ -49,6 +49,8 @@ from engines.backends.llvm.factors import (
     last_two_axes,
     multiply,
     product_arithmetic,
+    store_tile,
+    subtracted,
 )
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.kernels.contraction import tile_shapes
@@ -255,7 +257,8 @@ class _Emitter:
         self.at = {what: memory + start for what, (start, _) in self.scratch.items()}
         if not self.scratch["p"][1]:
             self.at["p"] = self.at["x"]         # in place
-        self.zeros = [self._zero(f, i, view) for i, view in enumerate((spec.q, spec.k, spec.v), 1)]
+        self.zeros = [None if self.exact else subtracted(f, self.isa, numbers, i, view.dtype)
+                      for i, view in enumerate((spec.q, spec.k, spec.v), 1)]
         views = [spec.q, spec.k, spec.v, *([spec.mask] if spec.mask else []), spec.y]
         for row in f.range("head", begin, end):
             here = item_addresses([*tensors, y], views, row.divided(spec.heads))
@@ -264,12 +267,6 @@ class _Emitter:
             self._pack(k, v)
             for block in f.range("block", first, last):
                 self._block(f, _Head(q, k, v, mask[0] if mask else None, result), block * self.tiles.block)
-
-    def _zero(self, f: Function, index: int, view: View) -> Value | None:
-        """What float arithmetic subtracts from the stored bytes, in all lanes."""
-        if self.exact or view.dtype != "uint8":
-            return None
-        return f.splat(f.load(FLOAT, self.numbers + 4 * index, hint="zero"), self.isa.lanes)
 
     def _pack(self, k: Value, v: Value) -> None:
         self.k.pack(k, self.at["k"], self.zeros[1])
@@ -392,15 +389,12 @@ class _Emitter:
         p, v, inverse, constants, y = f.parameters.values()
         sums = multiply(f, isa, self.arithmetic, p, v, self.weight_pitch, (rows, lanes.vectors), self.v.steps)
         numbers = load_constants(lanes, constants, spec.program.constants)
-        together = 4 // lanes.vectors
-        for first in range(0, rows, together):
-            group = range(first, min(first + together, rows))
-            values = []
-            for m in group:
-                share = f.splat(f.load(FLOAT, inverse + 4 * m, hint="share"), isa.lanes)
-                values.append(run_program(lanes, spec.program, [sums[m, n] * share for n in range(lanes.vectors)], [],
-                                          numbers))
-            lanes.store(spec.y.dtype, values, [y + m * spec.y.strides[-2] for m in group])
+
+        def result(m: int) -> list[Value]:
+            part = f.splat(f.load(FLOAT, inverse + 4 * m, hint="share"), isa.lanes)
+            return run_program(lanes, spec.program, [sums[m, n] * part for n in range(lanes.vectors)], [], numbers)
+
+        store_tile(lanes, spec.y, rows, result, y)
         return name
 
 

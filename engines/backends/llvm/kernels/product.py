@@ -31,7 +31,7 @@ from engines.backends.llvm.access import (
     unravel,
 )
 from engines.backends.llvm.arithmetic import INT8, Arithmetic
-from engines.backends.llvm.emit import FLOAT, I32, PTR, Function, Module, Value
+from engines.backends.llvm.emit import I32, PTR, Function, Module, Value
 from engines.backends.llvm.factors import (
     MIDDLE,
     Left,
@@ -42,6 +42,8 @@ from engines.backends.llvm.factors import (
     multiply,
     product_arithmetic,
     row_sums,
+    store_tile,
+    subtracted,
 )
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.kernels.contraction import tile_shapes
@@ -149,8 +151,7 @@ class _Emitter:
         f, addresses, (begin, end, first, last) = begin_kernel(self.module, self.name, len(spec.inputs) + 3)
         *tensors, self.numbers, self.constants, y = addresses
         self._scratch(f)
-        zeros = [None if self.exact or view.dtype != "uint8" else
-                 f.splat(f.load(FLOAT, self.numbers + 4 * i, hint="zero"), self.isa.lanes)
+        zeros = [None if self.exact else subtracted(f, self.isa, self.numbers, i, view.dtype)
                  for i, view in enumerate((spec.a, spec.b))]
         views = (*spec.inputs, spec.y)
         count = math.prod(spec.lead)
@@ -228,14 +229,11 @@ class _Emitter:
         sums = multiply(f, isa, self.arithmetic, given["x"], given["w"], self.left.pitch, (rows, lanes.vectors),
                         self.right.steps, begin)
         constants = load_constants(lanes, given["constants"], spec.program.constants)
-        together = 4 // lanes.vectors
-        for first in range(0, rows, together):
-            group = range(first, min(first + together, rows))
-            values = []
-            for m in group:
-                others = [load_channels(lanes, view, given[f"operand{i}"] + m * view.strides[-2])
-                          for i, view in enumerate(spec.operands)]
-                values.append(run_program(lanes, spec.program, [sums[m, v] for v in range(lanes.vectors)], others,
-                                          constants))
-            lanes.store(spec.y.dtype, values, [given["y"] + m * spec.y.strides[-2] for m in group])
+
+        def result(m: int) -> list[Value]:
+            others = [load_channels(lanes, view, given[f"operand{i}"] + m * view.strides[-2])
+                      for i, view in enumerate(spec.operands)]
+            return run_program(lanes, spec.program, [sums[m, v] for v in range(lanes.vectors)], others, constants)
+
+        store_tile(lanes, spec.y, rows, result, given["y"])
         return name
