@@ -21,6 +21,7 @@ from engines.version import COMPILER_VERSION
 KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, *[ctypes.c_int64] * 4)
 SECONDS = 0.004             # spent on timing one tactic, in rounds among its rivals
 ROUNDS = 3
+HOPELESS = 1.3              # times the least cost: tactics beyond it are not timed
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Choice:
 
 
 class Tuner:
-    """Chooses and compiles; equal specs are one kernel. `timing` off takes each spec's first tactic."""
+    """Chooses and compiles; equal specs are one kernel. `timing` off takes the tactic of least cost (cost.py)."""
 
     def __init__(self, isa: Isa, cache: TimingCache, processor: str, timing: bool = True) -> None:
         self.isa, self.cache, self.processor, self.timing = isa, cache, processor, timing
@@ -54,14 +55,21 @@ class Tuner:
         return self._choices[spec]
 
     def _choose(self, spec: KernelSpec, constants: Mapping[str, Any]) -> Choice:
-        candidates = spec.tactics(self.isa)
         if not self.timing:
-            return Choice(candidates[0], self.kernel(spec, candidates[0]), 0.0)
-        times = self._times(spec, candidates, constants)
+            best = self._cheapest(spec, spec.tactics(self.isa))[0]
+            best = self._cheapest(spec, [best, *spec.refinements(self.isa, best)])[0]
+            return Choice(best, self.kernel(spec, best), 0.0)
+        times = self._times(spec, self._cheapest(spec, spec.tactics(self.isa)), constants)
         best = min(times, key=lambda tactic: times[tactic])
         times |= self._times(spec, [t for t in spec.refinements(self.isa, best) if t not in times], constants)
         best = min(times, key=lambda tactic: times[tactic])
         return Choice(best, self.kernel(spec, best), times[best])
+
+    def _cheapest(self, spec: KernelSpec, tactics: Sequence[Any]) -> list[Any]:
+        """Those that by their cost may be the fastest, the cheapest first."""
+        costs = {tactic: spec.cost(self.isa, tactic) for tactic in tactics}
+        limit = min(costs.values()) * HOPELESS
+        return sorted((tactic for tactic, cost in costs.items() if cost <= limit), key=lambda tactic: costs[tactic])
 
     # ---- code
     def kernel(self, spec: KernelSpec, tactic: Any) -> Kernel:
