@@ -240,7 +240,7 @@ def _erf_emit(isa: Isa, x: Value) -> Value:
 
 
 # gelu x = x Phi(x), and Phi(x) = 1/2 + x q(x**2) on [-5, 5], 0 and 1 beyond: a polynomial and no division. Its variable
-# is u = 2 (x / 5)**2 - 1, where the coefficients are small (in x**2 they cancel, and float32 leaves 3e-4). Fitted for the
+# is u = 2 (x / 5)**2 - 1, where coefficients are small (in x**2 they cancel, and float32 leaves 3e-4). Fitted for the
 # least largest error of x Phi(x) under Phi(5) = 1: absolute error below 2.2e-6, and below 3.4e-7 |x| beyond 5.
 _GELU = (1.41363755e-1, -7.02984408e-2, 5.15246131e-2, -4.03866395e-2, 3.13650481e-2, -2.36618873e-2, 1.68802664e-2,
          -1.00634592e-2, 5.1558041e-3, -4.0079765e-3, 3.17372917e-3, -1.04481308e-3)     # of u**0, u**1, ...
