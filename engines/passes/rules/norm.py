@@ -52,7 +52,7 @@ class LayerNorm(Rule):
         assert parts is not None
         draft.absorb(*parts)
         kind = match.graph.types[match.root.outputs[0]]
-        ones = draft.constant("scale", np.ones(int(kind.shape[-1]), kind.dtype))    # type: ignore[arg-type]
+        ones = draft.constant("scale", np.ones(int(kind.shape[-1]), kind.dtype))
         draft.finish("LayerNormalization", [parts[0].inputs[0], ones],
                      {"axis": len(kind.shape) - 1, "epsilon": float(match.constant("epsilon").reshape(()))})
 
