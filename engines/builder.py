@@ -16,6 +16,7 @@ from typing import Any
 
 from engines.backends.llvm.backend import Progress, compile_graph, make_tuner
 from engines.backends.llvm.tuner import Tuner
+from engines.bands import with_bands
 from engines.errors import ConfigError
 from engines.frontend.onnx_import import graph_from_onnx
 from engines.ir import BATCH, Graph
@@ -98,6 +99,8 @@ class Builder:
         else:
             stored = self.stored(graph, ranges, self.log)
         plan = self._compile(stored, self._tuner, self._max_batch(graph), metadata)
+        if self._tuner.timing:
+            plan = with_bands(plan, self.cache, self._tuner.processor)
         self.cache.save()
         return plan
 
@@ -171,4 +174,4 @@ def relower(plan: Plan, target: str = "") -> Plan:
     compiled = compile_graph(graph, tuner, plan.max_batch)
     return replace(plan, target=compiled.target, cpu=compiled.cpu, inputs=compiled.inputs, outputs=compiled.outputs,
                    buffers=compiled.buffers, steps=compiled.steps, fills=compiled.fills, code=compiled.code,
-                   constants=compiled.constants, packed=compiled.packed)
+                   constants=compiled.constants, packed=compiled.packed, bands=())

@@ -16,6 +16,7 @@ from engines.passes.common import merge_common
 from engines.passes.fold_constants import fold_constants
 from engines.passes.fuse import fuse_pointwise
 from engines.passes.layout import to_channels_last
+from engines.passes.lines import lines_to_images
 from engines.passes.notes import Note
 from engines.passes.recurrent import split_recurrent
 from engines.passes.rewrite import Rule
@@ -32,6 +33,7 @@ from engines.passes.rules.reduction import ReductionOfPowers
 from engines.passes.rules.reshape import MergeReshapes, MergeTransposes, ToReshape, TransposeOfOnes
 from engines.passes.rules.scale import LinearScale, ScaleLinear
 from engines.passes.rules.shuffle import ChannelShuffle
+from engines.passes.rules.softmax import AlongInnermost
 from engines.passes.siblings import merge_siblings
 
 Pass = Callable[[Graph], Graph]
@@ -69,6 +71,8 @@ def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
         ("fold_into_weights", _rules(log, LinearScale(), ScaleLinear())),
         # a Pad is zero before and after a batch norm folded past it, so it comes after those
         ("pads", _rules(log, PadConv(), PadAveragePool(), PadMaxPool())),
+        # what is folded into layers by then was written for signals as for images
+        ("lines_to_images", lines_to_images),
         ("fold_constants", fold_constants),
         ("remove_no_ops", _rules(log, RemoveNoOp(), *VIEWS)),
         ("merge_common", merge_common),
@@ -85,7 +89,7 @@ def optimise(graph: Graph, log: list[Note] | None = None) -> Graph:
         # before all groupings: it moves and removes nodes that they would otherwise stop at
         ("to_channels_last", to_channels_last),
         # what moving left behind; means over what are now rows and columns
-        ("views", _rules(log, RemoveNoOp(), *VIEWS, SpatialReduce(channels_last=True))),
+        ("views", _rules(log, RemoveNoOp(), AlongInnermost(), *VIEWS, SpatialReduce(channels_last=True))),
         # the same Transpose wanted by several readers
         ("merge_common", merge_common),
         # before vertical fusion, which would give each sibling a body of its own
