@@ -33,7 +33,8 @@ import numpy as np
 from engines.backends.llvm.access import hidden
 from engines.backends.llvm.arithmetic import Arithmetic, Operand, arithmetic_for
 from engines.backends.llvm.border import Border, TapAxis
-from engines.backends.llvm.dealing import deal, emit_turns, turn_bytes
+from engines.backends.llvm.cost import CALL, LATENCY, Work, epilogue, pieces, reading
+from engines.backends.llvm.dealing import deal, emit_turns, turn_bytes, window_starts
 from engines.backends.llvm.emit import I32, I64, PTR, Function, Module, Value
 from engines.backends.llvm.epilogue import emit_epilogue
 from engines.backends.llvm.isa import Isa
@@ -128,7 +129,7 @@ class Contraction(KernelSpec):
         return self.cin * self.taps[1] if self.one_run else self.cin
 
     def arithmetic(self, isa: Isa) -> Arithmetic:
-        return arithmetic_for(self.precision, isa, self.run)
+        return arithmetic_for(self.precision, isa)
 
     def steps(self, isa: Isa) -> int:
         """Turns of one K loop."""
@@ -227,8 +228,51 @@ class Contraction(KernelSpec):
         return tuple(replace(best, block=block, prefetch=prefetch) for block in blocks
                      for prefetch in ((False, True) if weights >= 1 << 16 else (False,)))
 
+    def cost(self, isa: Isa, tactic: Tile | Winograd) -> float:
+        """Every tile's turns and epilogue; of what memory, the weights of a tile, of a block, and x for each panel."""
+        if isinstance(tactic, Winograd):
+            return winograd.cost(self, isa, tactic)
+        panels, lines = pieces(self.cout, self._panel(isa, tactic)), self.lines(tactic)
+        tiles = [(height * width, count * times) for height, count in pieces(self.flat.rows, tactic.rows)
+                 for width, times in pieces(self.flat.cols, tactic.cols)]
+        total, weights = 0.0, 0
+        for couts, times in panels:
+            vectors = isa.vectors_for(couts)
+            size = self.turns(isa) * vectors * self.arithmetic(isa).weight_bytes(isa)
+            weights += times * size
+            total += times * sum(count * (self._tile_cost(isa, pixels, vectors, tactic) + reading(size))
+                                 for pixels, count in tiles)
+        blocks = -(-lines // (tactic.block or lines))
+        x = math.prod(self.x.shape) * self.x.size / blocks / self.groups
+        total += reading(x, blocks * (sum(times for _, times in panels) - 1))
+        return self.groups * (total + reading(weights, blocks * (0.5 if tactic.prefetch else 1)))
+
+    def _tile_cost(self, isa: Isa, pixels: int, vectors: int, tile: Tile) -> float:
+        dots, turns = pixels * vectors, self.turns(isa)
+        parts = -(-self.arithmetic(isa).weight_bytes(isa) // isa.bytes)     # instructions of a dot product
+        if tile.dealt:      # two turns a window, if its weights are no harder than usual
+            turns = 2 * len(window_starts(self.run)) * len(self._run_offsets())
+            turn = Work(4, 6, 1) * dots + Work(loads=turn_bytes(isa) / isa.bytes)
+        elif parts == 1:
+            turn = Work(dots, 0, pixels + vectors)
+        else:
+            turn = Work(dots * parts, (dots + pixels) * parts, pixels + dots * parts)
+        cycles = max(turn.cycles, LATENCY) * (self._live(isa, tile.rows) if tile.skip else 1)
+        program = epilogue(len(self.program.instructions), len(self.operands), vectors, pixels) * dots
+        return turns * (cycles + tile.prefetch / 4) + program.cycles + CALL
+
+    def _live(self, isa: Isa, rows: int) -> float:
+        """The share of the taps that is not left out."""
+        whole_steps = not self.one_run or self.cin % self.arithmetic(isa).elements == 0
+        counted = (rows == 1, whole_steps)
+        return math.prod(float(np.mean([len(axis.live(o)) / axis.taps for o in range(outputs)]))
+                         for axis, outputs, counts in zip(self.axes, self.y.shape, counted, strict=False) if counts)
+
     def packing(self, tactic: Tile | Winograd) -> tuple[type, int, bool]:
         return type(tactic), tactic.vectors, isinstance(tactic, Tile) and tactic.dealt
+
+    def only_moves(self, tactic: Tile | Winograd) -> bool:
+        return isinstance(tactic, Tile) and not tactic.dealt
 
     # ---- code
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tile | Winograd) -> None:
@@ -278,7 +322,7 @@ class Contraction(KernelSpec):
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         x, *operands = inputs
         wide: np.dtype[Any] = np.dtype(np.int64 if self.precision == "int8" else np.float32)
-        arithmetic = arithmetic_for(self.precision, _ANY_MACHINE, self.run)
+        arithmetic = arithmetic_for(self.precision, _ANY_MACHINE)
         weights = load_meaning(arithmetic.weights_dtype, arithmetic.store_weights(constants["weights"])).astype(wide)
         weights = weights.reshape(self.groups, self.cout, self.cin, *self.taps)
         x = load_meaning(self.x.dtype, x).astype(wide).reshape(*x.shape[:3], self.groups, self.cin)
@@ -491,9 +535,12 @@ class _Emitter:
 
     # ---- the micro-kernel
     def _microkernel(self, part: _Part, channels: int) -> str:
-        """rows x cols pixels of `channels` couts, all of K in registers; its name."""
-        place = "" if part.column is None else f"_{part.column}"
-        name = f"{self.name}_{part.rows}x{part.cols}x{channels}{place}"
+        """rows x cols pixels of `channels` couts, all of K in registers; its name.
+
+        Tactics that differ in their blocks only have it in common, where they are in one module.
+        """
+        name = "_".join([*str(replace(self.tile, block=0)).split(), f"{part.rows}x{part.cols}x{channels}",
+                         *([] if part.column is None else [str(part.column)])])
         if name in self.module.functions:
             return name
         spec, isa, arithmetic = self.spec, self.isa, self.arithmetic
@@ -548,21 +595,31 @@ class _Emitter:
 
     def _k_loop(self, f: Function, steps: int, acc: dict[Any, Value], at: dict[str, Value],
                 pixels: Mapping[int, tuple[int, int]], vectors: int) -> None:
-        """`steps` turns for these pixels."""
+        """`steps` turns for these pixels; the last one may be apart."""
+        arithmetic = self.arithmetic
+        apart = arithmetic.exact_end and self.spec.run % arithmetic.elements != 0
+        if steps > apart:
+            for _ in f.loop("k", steps - apart, acc=acc, at=at):
+                self._turn(acc, at, pixels, vectors, arithmetic.pixel)
+        if apart:
+            self._turn(acc, at, pixels, vectors, arithmetic.last_pixel)
+
+    def _turn(self, acc: dict[Any, Value], at: dict[str, Value], pixels: Mapping[int, tuple[int, int]], vectors: int,
+              load: Callable[[Isa, Value], Operand]) -> None:
+        """One step of each pixel meets one step of weights."""
         isa, arithmetic, first = self.isa, self.arithmetic, min(pixels, default=0)
-        for _ in f.loop("k", steps, acc=acc, at=at):
-            weights = self._weights(at["w"], vectors)
-            for p, (i, j) in pixels.items():
-                pixel = arithmetic.pixel(isa, at["x"] + self._offset(i, j))
-                if p != first and len(weights[0]) > 1:      # too wide to keep: each pixel's products load them
-                    weights = self._weights(hidden(at["w"]), vectors)
-                for v in range(vectors):
-                    acc[p, v] = arithmetic.dot(isa, acc[p, v], pixel, weights[v])
-            at["x"] += arithmetic.step_bytes
-            at["w"] += vectors * arithmetic.weight_bytes(isa)
-            if self.tile.prefetch:
-                isa.prefetch(at["ahead"])
-                at["ahead"] += 64
+        weights = self._weights(at["w"], vectors)
+        for p, (i, j) in pixels.items():
+            pixel = load(isa, at["x"] + self._offset(i, j))
+            if p != first and len(weights[0]) > 1:      # too wide to keep: each pixel's products load them
+                weights = self._weights(hidden(at["w"]), vectors)
+            for v in range(vectors):
+                acc[p, v] = arithmetic.dot(isa, acc[p, v], pixel, weights[v])
+        at["x"] += arithmetic.step_bytes
+        at["w"] += vectors * arithmetic.weight_bytes(isa)
+        if self.tile.prefetch:
+            isa.prefetch(at["ahead"])
+            at["ahead"] += 64
 
     def _weights(self, address: Value, vectors: int) -> list[Operand]:
         """One step of a panel."""

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from engines.backends.llvm.cost import Work, epilogue, reading
 from engines.backends.llvm.emit import FLOAT, I8, I16, I32, PTR, Function, Module, Value, vector
 from engines.backends.llvm.epilogue import emit_epilogue
 from engines.backends.llvm.isa import Isa
@@ -168,6 +169,20 @@ def tactics(spec: Contraction, isa: Isa) -> Sequence[Winograd]:
 def _tiles(spec: Contraction) -> int:
     """Tiles of an item."""
     return -(-spec.rows // OUTPUT) * -(-spec.cols // OUTPUT)
+
+
+def cost(spec: Contraction, isa: Isa, tactic: Winograd) -> float:
+    """Products, transforms on both sides, and the weights, which are read for each block of tiles."""
+    numbers, tiles = _NUMBERS[spec.precision], _tiles(spec)
+    panels = -(-spec.cout // (tactic.vectors * isa.lanes))
+    group, vectors = tactic.group, tactic.vectors
+    turn = Work(group * vectors, 0 if isa.one_dot2 or numbers.pair == 1 else group * vectors, group + vectors)
+    products = turn * (POSITIONS * spec.cin // numbers.pair / group) * panels
+    inputs = Work(0, 144, POSITIONS, POSITIONS) * (spec.cin * numbers.v_bytes / isa.bytes)
+    end = epilogue(len(spec.program.instructions), len(spec.operands), vectors, 4)
+    outputs = (Work(0, 110, POSITIONS) + end * OUTPUT ** 2) * (panels * vectors)
+    weights = POSITIONS * spec.cin * spec.cout * numbers.v_bytes
+    return tiles * (products.cycles + inputs.cycles + outputs.cycles) + reading(weights, max(tiles / tactic.tiles, 1))
 
 
 def grid(spec: Contraction, tactic: Winograd) -> Grid:
