@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 OUTPUT, PATCH = 4, 6        # pixels of a tile and of its patch, each way
 POSITIONS = PATCH * PATCH
 SCALES = (24, 12, 6, 6)     # of the outputs of a column
-SCRATCH = 1 << 19           # bytes of V at most: it stays in L2, and on the stack
+SCRATCH = 1 << 19           # bytes of V at most: it stays in L2, and any thread has so much stack
 
 WEIGHTS = np.array([[1, 0, 0], [1, 1, 1], [1, -1, 1], [1, 2, 4], [1, -2, 4], [0, 0, 1]])       # G without its fractions
 
