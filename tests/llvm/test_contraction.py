@@ -109,7 +109,8 @@ def test_the_tile_does_not_change_the_result(tile, isa):
 def test_both_layouts_of_weights_give_the_same_result(shape, dealt):
     spec, inputs, constants = problem(shape, "int8")
     tile = next(tile for tile in spec.tactics(AVX2) if tile.dealt == dealt)
-    check(spec, AVX2, inputs, constants, tactic=tile, slack=15)
+    for prefetch in (False, True):
+        check(spec, AVX2, inputs, constants, tactic=replace(tile, prefetch=prefetch), slack=15)
 
 
 BORDERED = {

@@ -71,7 +71,7 @@ def test_other_convolutions_have_no_such_tactic():
     assert winograd_tactics(spec, AVX2)
     others = (dict(bounded=False), dict(stride=(2, 2)), dict(dilation=(2, 1)), dict(taps=(3, 1)), dict(groups=2),
               dict(precision="bf16"),
-              dict(x=dense_view("uint8", (10, 10, 512)), y=dense_view("uint8", (8, 8, 512)), operands=()))
+              dict(x=dense_view("uint8", (10, 10, 1024)), y=dense_view("uint8", (8, 8, 1024)), operands=()))
     assert not any(winograd_tactics(replace(spec, **other), AVX2) for other in others)
 
 

@@ -30,6 +30,7 @@ SUMS, SLOTS = 2, 4      # of a turn, for a channel: sums, and products in each
 BLOCK = 1 << 12         # windows dealt side by side: their sums stay in cache
 ROOM = WINDOW * SLOTS   # slots of a channel, one weight to a sum
 FULL = np.int16(1 << 13)
+LINE = 64               # bytes that the caches move at once
 LARGEST = 128           # what the weights of one sign may add up to in a sum
 
 Array = NDArray[np.int8]
@@ -132,12 +133,14 @@ def turn_bytes(isa: Isa) -> int:
     return 4 * isa.bytes
 
 
-def emit_turns(f: Function, isa: Isa, acc: dict[Any, Value], pixels: Sequence[int]) -> None:
-    """All turns of a panel into acc {(pixel, 0): int32 of a vector of couts}. pixels: bytes of x to each.
+def emit_turns(f: Function, isa: Isa, acc: dict[Any, Value], pixels: Sequence[int], prefetch: bool) -> None:
+    """All turns of a panel into acc {(pixel, 0): int32 of a vector of couts}. pixels: bytes of x to each. prefetch: ask
+    for the next panel, which follows.
 
     f's parameters `w`, `offsets` and `count` are the panel's turns; `x` is the first pixel.
     """
     at = {key: f.parameters[key] for key in ("w", "offsets")}
+    panel = f.parameters["count"] * turn_bytes(isa)
     for _ in f.loop("turn", f.parameters["count"], acc=acc, at=at):
         offset = f.cast("sext", f.load(I32, at["offsets"], 4, "offset"), I64, "offset")
         picks, weights = (tuple(f.load(vector(isa.bytes, I8), at["w"] + i * isa.bytes, isa.bytes, hint)
@@ -146,5 +149,8 @@ def emit_turns(f: Function, isa: Isa, acc: dict[Any, Value], pixels: Sequence[in
             bytes_ = f.load(vector(WINDOW, I8), f.parameters["x"] + offset + pixel, hint="bytes")
             window = f.shuffle(bytes_, None, [i % WINDOW for i in range(isa.bytes)], "window")
             acc[p, 0] = isa.dealt_dot(acc[p, 0], window, picks, weights)
+        if prefetch:
+            for line in range(0, turn_bytes(isa), LINE):
+                isa.prefetch(at["w"] + panel + line)
         at["w"] += turn_bytes(isa)
         at["offsets"] += 4

@@ -226,7 +226,7 @@ class Contraction(KernelSpec):
         blocks = [0] if self.by_batch else [0, *(b for b in (1, 2, 4, 8, 16) if b < self.lines(best))]
         weights = self.turns(isa) * self.cout * self.arithmetic(isa).step_bytes
         return tuple(replace(best, block=block, prefetch=prefetch) for block in blocks
-                     for prefetch in ((False, True) if weights >= 1 << 16 and not best.dealt else (False,)))
+                     for prefetch in ((False, True) if weights >= 1 << 16 else (False,)))
 
     def cost(self, isa: Isa, tactic: Tile | Winograd) -> float:
         """Every tile's turns and epilogue; of what memory, the weights of a tile, of a block, and x for each panel."""
@@ -489,7 +489,7 @@ class _Emitter:
 
         def call(i: Value, j: Value, part: _Part, tile: Value) -> None:
             pixel, arguments = self._pixel(here, i, j), dict(weights)
-            if self.tile.prefetch:      # a tile asks for a line a turn; the panel is asked for after `vectors` tiles
+            if "ahead" in arguments and self.tile.prefetch:     # a line a turn: all of it after `vectors` tiles
                 arguments["ahead"] += tile.at_most(self.tile.vectors) * (spec.turns(isa) * 64)
             x = pixel.x
             if part.tap_rows:
@@ -553,7 +553,7 @@ class _Emitter:
         acc = {(p, v): arithmetic.zero(isa, f.parameters["x"])
                for p in range(len(pixels)) for v in range(lanes.vectors)}
         if self.tile.dealt:
-            emit_turns(f, isa, acc, [self._offset(i, j) for i, j in pixels])
+            emit_turns(f, isa, acc, [self._offset(i, j) for i, j in pixels], self.tile.prefetch)
         else:
             self._sum(f, part, acc, pixels, lanes.vectors)
         emit_epilogue(f, lanes, spec.program, spec.operands, spec.y, pixels,

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 OUTPUT, PATCH = 4, 6        # pixels of a tile and of its patch, each way
 POSITIONS = PATCH * PATCH
 SCALES = (24, 12, 6, 6)     # of the outputs of a column
-SCRATCH = 1 << 18           # bytes of V at most: it stays in L2, and on the stack
+SCRATCH = 1 << 19           # bytes of V at most: it stays in L2, and any thread has so much stack
 
 WEIGHTS = np.array([[1, 0, 0], [1, 1, 1], [1, -1, 1], [1, 2, 4], [1, -2, 4], [0, 0, 1]])       # G without its fractions
 
@@ -158,11 +158,11 @@ def tactics(spec: Contraction, isa: Isa) -> Sequence[Winograd]:
         return ()
     found: dict[Winograd, None] = {}
     for group, vectors in isa.winograd_tiles:
-        group = min(group, _tiles(spec))
-        for groups in (1, 2, 4):
-            tiles = group * groups
-            if tiles * POSITIONS * spec.cin * numbers.v_bytes <= SCRATCH and tiles < _tiles(spec) + group:
-                found[Winograd(group, min(vectors, isa.vectors_for(spec.cout)), tiles)] = None
+        blocks = [n * group for n in (1, 2, 4) if n * group * POSITIONS * spec.cin * numbers.v_bytes <= SCRATCH]
+        # Items of fewer tiles than any block's are timed alike: several share a block, and the largest reads weights
+        # least often.
+        for tiles in [tiles for tiles in blocks if tiles < _tiles(spec)] or blocks[-1:]:
+            found[Winograd(group, min(vectors, isa.vectors_for(spec.cout)), tiles)] = None
     return tuple(found)
 
 
