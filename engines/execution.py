@@ -4,8 +4,8 @@ from __future__ import annotations
 import ctypes
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from engines.errors import PlanCorruptError
 from engines.fallback import FallbackStep
 from engines.ir import Array
 from engines.memory import LINE, Layout, Memory, array_at, plan_memory
-from engines.plan import Fill, Plan, TensorView, verify
+from engines.plan import Band, Fill, Plan, TensorView, verify
 from engines.tables import STEP_WORDS, WORD, StepRow
 
 Words = NDArray[np.int64]
@@ -30,6 +30,7 @@ class Span:
     first: int
     last: int
     fallback: FallbackStep | None = None
+    by_item: bool = False       # one item after the other; else one step after the other
 
 
 class Program:
@@ -40,9 +41,11 @@ class Program:
         self._code = LoadedCode(plan.code)
         self._constants, self._constants_address = _aligned(plan.constants)
         self.run_steps = self.function("run_steps", 5)
+        self.run_items = self.function("run_items", 5)
         self.steps = self._step_table()
         self.steps_address = self.steps.ctypes.data
         self.spans = _spans(plan)
+        self.turns = tuple(turn for span in self.spans for turn in _turns(span, plan.bands))
         operands = [operand for step in plan.steps for operand in step.operands]
         # The constants count as one buffer more, after the others.
         buffers = [len(plan.buffers) if o.buffer is None else o.buffer for o in operands]
@@ -117,6 +120,19 @@ def _spans(plan: Plan) -> tuple[Span, ...]:
         else:
             spans.append(Span(index, index + 1))
     return tuple(spans)
+
+
+def _turns(span: Span, bands: Sequence[Band]) -> Iterator[Span]:
+    """The span cut where bands begin and end: what one thread runs."""
+    at = span.first
+    for band in bands:
+        if span.first <= band.first and band.last <= span.last:
+            if at < band.first:
+                yield Span(at, band.first)
+            yield Span(band.first, band.last, by_item=True)
+            at = band.last
+    if at < span.last:
+        yield replace(span, first=at)
 
 
 class Arena:
@@ -203,14 +219,16 @@ class SerialExecution:
         """Halos written, and each span a call whose arguments ctypes need not convert again: a small network takes
         little longer than that."""
         self._arena.prepare(batch)
-        self._calls[batch] = tuple(self._call(span, batch) for span in self._program.spans)
+        turns = self._program.turns if batch > 1 else self._program.spans
+        self._calls[batch] = tuple(self._call(span, batch) for span in turns)
         return self._calls[batch]
 
     def _call(self, span: Span, batch: int) -> Callable[[], None]:
         if span.fallback is not None:
             return partial(run_span, self._program, self._arena, span, batch)
         arguments = (self._program.steps_address, self._arena.operands, span.first, span.last, batch)
-        return partial(self._program.run_steps, *map(ctypes.c_int64, arguments))
+        run = self._program.run_items if span.by_item else self._program.run_steps
+        return partial(run, *map(ctypes.c_int64, arguments))
 
     def profile(self, batch: int, repeats: int) -> list[float]:
         return time_steps(self._program, self._arena, batch, repeats)
@@ -224,7 +242,8 @@ def run_span(program: Program, arena: Arena, span: Span, batch: int) -> None:
     if span.fallback is not None:
         span.fallback.run(lambda view: arena.array(view, batch), batch)
     else:
-        program.run_steps(program.steps_address, arena.operands, span.first, span.last, batch)
+        run = program.run_items if span.by_item else program.run_steps
+        run(program.steps_address, arena.operands, span.first, span.last, batch)
 
 
 def time_steps(program: Program, arena: Arena, batch: int, repeats: int, fallbacks: bool = True) -> list[float]:

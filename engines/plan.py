@@ -136,6 +136,17 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Band:
+    """Steps first..last - 1, which a context of one thread runs item by item.
+
+    What one step hands on to the next is then still in a cache, where that of all items would not fit. The buffers that
+    these steps use are all alive from the first to the last of them.
+    """
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
 class IoTensor:
     """An input or output as the ONNX model declares it; shape has names for symbolic extents."""
     name: str
@@ -163,11 +174,17 @@ class Plan:
     graph_arrays: Mapping[str, Array] = field(default_factory=dict, compare=False)      # ... and its constants,
     packed: Mapping[str, PackedArray] = field(default_factory=dict)     # of which these are not written a second time
     metadata: Mapping[str, Any] = field(default_factory=dict)       # preprocessing, calibration, versions, report
+    bands: tuple[Band, ...] = ()            # in order, apart from each other
 
     @property
     def batch_slots(self) -> int:
         """Items that the buffers hold: a model without a batch axis is one item."""
         return max(self.max_batch, 1)
+
+
+def runs_by_item(step: Step) -> bool:
+    """Whether the rows of an item can be run apart from those of others."""
+    return step.rows_per_item > 0 and step.rows_per_item % step.row_step == 0
 
 
 def verify(plan: Plan) -> Plan:
@@ -195,6 +212,19 @@ def verify(plan: Plan) -> Plan:
             raise broken(f"step {index} '{step.name}' uses buffer '{buffer.name}', which is alive in steps "
                          f"{buffer.first} to {buffer.last}")
 
+    def check_band(band: Band, behind: int) -> None:
+        if not behind <= band.first < band.last <= len(plan.steps):
+            raise broken(f"steps {band.first} to {band.last - 1} are to run item by item")
+        for index in range(band.first, band.last):
+            step = plan.steps[index]
+            if not step.symbol or not runs_by_item(step):
+                raise broken(f"step {index} '{step.name}' cannot run item by item")
+            for buffer in {operand.buffer for operand in step.operands} - {None}:
+                for at in (band.first, band.last - 1):
+                    check_life(at, step, buffer)  # type: ignore[arg-type]
+
+    for before, band in zip((Band(0, 0), *plan.bands), plan.bands, strict=False):
+        check_band(band, before.last)
     for io in (*plan.inputs, *plan.outputs):
         check_view(io.view, "inputs and outputs")
     for fill in plan.fills:

@@ -79,8 +79,9 @@ def _complete_tensors(kind: str, given: Any, tensors: Sequence[Tensor], batched:
 
 def _dims(kind: str, tensor: Tensor, batched: bool) -> list[int]:
     if batched and isinstance(next(iter(tensor.shape), 0), int):
-        raise ModelConfigError(f"{kind} '{tensor.name}' has no batch axis, as other tensors of the model have: such a "
-                               "model is not served; export it with the batch axis on every input and output")
+        raise ModelConfigError(f"{kind} '{tensor.name}' of shape {list(tensor.shape)} has no batch axis in front, as "
+                               "other tensors of the model have: such a model is not served; export it with the batch "
+                               "axis first on every input and output")
     extents = tensor.shape[1:] if batched else tensor.shape
     return [extent if isinstance(extent, int) else -1 for extent in extents]
 

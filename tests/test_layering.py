@@ -37,7 +37,8 @@ STANDS_ON = {
     "passes": ("frontend",),
     "tactics": ("version", "errors"),
     "backends": ("passes", "serialize", "tactics", "roofline", "tables", "cpu", "loader", "memory"),
-    "builder": ("backends",),
+    "bands": ("execution", "tactics"),
+    "builder": ("backends", "bands"),
     # serving
     "cpu": ("errors",),
     "loader": ("errors",),

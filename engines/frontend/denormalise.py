@@ -14,6 +14,7 @@ from onnx import helper, numpy_helper
 from engines.errors import ModelError
 from engines.ir import Array, Node, TensorType
 from engines.ops import describe
+from engines.ops.recurrent import PARAMETERS, activations
 from engines.shapes import extent
 
 OPSET = 20
@@ -175,3 +176,68 @@ def _attention(node: Node, types: Sequence[TensorType | None], constant: Constan
         parts.append(("Add", [f"{y}.scaled", *mask], [scores], {}))
     return [*parts, ("Softmax", [scores], [f"{y}.weights"], {"axis": -1}),
             ("MatMul", [f"{y}.weights", v], [y], {})]
+
+
+@_rule("LSTM", "GRU", "RNN")
+def _recurrent(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
+    recurrent = types[2]
+    assert recurrent is not None
+    attrs = {**_recurrent_attributes(node, node.op, int(recurrent.shape[2])), "layout": node.attrs["layout"]}
+    return [(node.op, node.inputs, node.outputs, attrs)]
+
+
+@_rule("Recurrence")
+def _recurrence(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
+    """The layer whose input is the gates and whose W is their identity."""
+    (gates, r, bias, peepholes, lengths, *states), y = (*node.inputs, *("",) * (7 - len(node.inputs))), node.outputs[0]
+    recurrent = types[1]
+    assert recurrent is not None
+    (count, rows, hidden), op = (int(extent) for extent in recurrent.shape), node.attrs["cell"]
+    identity = np.eye(count * rows, dtype=np.float32).reshape(count, rows, count * rows)
+    parts: list[Part] = [("Transpose", [gates], [f"{y}.gates"], {"perm": (1, 0, 2)})]
+    biases = ""
+    if bias:        # the last H of [D, 2 G H]
+        biases = f"{y}.biases"
+        before = constant("before", np.zeros((count, 2 * rows - hidden), np.float32))
+        parts.append(("Concat", [before, bias], [biases], {"axis": 1}))
+    firsts = []
+    for i, state in enumerate(states if op == "LSTM" else states[:1]):
+        if not state:
+            firsts.append("")
+            continue
+        name = f"{y}.first{i}"
+        shape = constant(f"shape{i}", np.array([-1, count, hidden], np.int64))
+        parts += [("Reshape", [state, shape], [f"{name}.split"], {}),
+                  ("Shape", [gates], [f"{name}.batch"], {"start": 0, "end": 1}),
+                  ("Concat", [f"{name}.batch", constant(f"ones{i}", np.array([1, 1], np.int64))],
+                   [f"{name}.repeats"], {"axis": 0}),
+                  ("Expand", [f"{name}.split", f"{name}.repeats"], [f"{name}.items"], {}),
+                  ("Transpose", [f"{name}.items"], [name], {"perm": (1, 0, 2)})]
+        firsts.append(name)
+    inputs = [f"{y}.gates", constant("identity", identity), r, biases, lengths, *firsts, peepholes]
+    while not inputs[-1]:
+        inputs.pop()
+    made = [f"{output}.layer" for output in node.outputs]
+    parts.append((op, inputs, made, _recurrent_attributes(node, op, hidden)))
+    for i, (source, output) in enumerate(zip(made, node.outputs, strict=True)):
+        flat = constant(f"flat{i}", np.array([0, -1] if i else [0, 0, -1], np.int64))
+        parts += [("Transpose", [source], [f"{output}.items"], {"perm": (1, 0, 2) if i else (2, 0, 1, 3)}),
+                  ("Reshape", [f"{output}.items", flat], [output], {})]
+    return parts
+
+
+def _recurrent_attributes(node: Node, op: str, hidden: int) -> dict[str, Any]:
+    """Parameters are said for those functions that have them."""
+    chosen = activations(node)
+    attrs: dict[str, Any] = {"hidden_size": hidden, "direction": node.attrs["direction"],
+                             "activations": [name for name, _, _ in chosen]}
+    for i, key in enumerate(("activation_alpha", "activation_beta")):
+        if given := [values[i] for name, *values in chosen if len(PARAMETERS.get(name, ())) > i]:
+            attrs[key] = given
+    if node.attrs["clip"]:
+        attrs["clip"] = node.attrs["clip"]
+    if op == "GRU":
+        attrs["linear_before_reset"] = node.attrs["linear_before_reset"]
+    if op == "LSTM":
+        attrs["input_forget"] = node.attrs["input_forget"]
+    return attrs

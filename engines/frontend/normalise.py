@@ -358,8 +358,8 @@ def _recurrent(call: Call) -> list[Node]:
     # The given values are for those functions that have such a parameter, in their order.
     parameters = {key: tuple(float(next(given[key], PARAMETERS[name][i])) if len(PARAMETERS.get(name, ())) > i else 0.0
                              for name in names) for i, key in enumerate(given)}
-    return call.node_with(8, direction=direction, layout=call.attr("layout", 0), activations=names, **parameters,
-                          clip=float(call.attr("clip", 0.0)), input_forget=call.attr("input_forget", 0),
+    return call.node_with(8, direction=direction, layout=call.attr("layout", 0), clip=float(call.attr("clip", 0.0)),
+                          activations=" ".join(names), **parameters, input_forget=call.attr("input_forget", 0),
                           linear_before_reset=call.attr("linear_before_reset", 0))
 
 

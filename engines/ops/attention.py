@@ -5,6 +5,7 @@ import numpy as np
 
 from engines.errors import GraphError
 from engines.ir import Array, Node, TensorType
+from engines.ops.normalization import softmax
 from engines.ops.op import Inputs, Op, Types, Values
 from engines.shapes import broadcast
 
@@ -36,5 +37,4 @@ class ScaledDotProductAttention(Op):
         scores = np.matmul(q, k.swapaxes(-1, -2)) * q.dtype.type(node.attrs["scale"])
         if mask is not None:
             scores = scores + mask
-        p = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        return np.asarray(np.matmul(p / p.sum(axis=-1, keepdims=True), v), q.dtype)
+        return np.asarray(np.matmul(softmax(scores, -1), v), q.dtype)

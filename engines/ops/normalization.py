@@ -101,13 +101,20 @@ class _Softmax(_SameShape, abstract=True):
 
 
 class Softmax(_Softmax):
-    """exp(x) / sum of exp(x) over `axis`"""
+    """exp(x) / sum of exp(x) over `axis`; zeros where all x are minus infinity (ONNX's formula has no answer there)"""
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
-        x, axis = cls.shifted(node, *arrays)
-        y = np.exp(x)
-        return np.asarray(y / y.sum(axis=axis, keepdims=True))
+        x, = arrays
+        return softmax(x, node.attrs.get("axis", -1))
+
+
+def softmax(x: Array, axis: int) -> Array:
+    """As Softmax says."""
+    peak = x.max(axis=axis, keepdims=True)
+    y = np.exp(x - np.where(peak > -np.inf, peak, 0))
+    total = y.sum(axis=axis, keepdims=True)
+    return np.asarray(y / np.where(total == 0, 1, total), x.dtype)
 
 
 class LogSoftmax(_Softmax):

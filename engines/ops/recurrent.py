@@ -47,13 +47,19 @@ def directions(node: Node) -> tuple[bool, ...]:
     return {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}[node.attrs["direction"]]
 
 
+def activations(node: Node) -> list[tuple[str, float, float]]:
+    """(name, alpha, beta) of each function, those of the first direction first. `activations` is one string, its words
+    the names: a tuple of strings would be taken for extents."""
+    return list(zip(node.attrs["activations"].split(), node.attrs["activation_alpha"], node.attrs["activation_beta"],
+                    strict=True))
+
+
 def functions(node: Node, direction: int) -> list[Callable[[Any], Any]]:
     """The activations of one direction's cell, their parameters bound."""
     each = len(DEFAULTS[node.attrs.get("cell", node.op)])
     chosen = slice(direction * each, (direction + 1) * each)
-    triples = zip(*(node.attrs[key][chosen] for key in ("activations", "activation_alpha", "activation_beta")),
-                  strict=True)
-    return [lambda x, f=ACTIVATIONS[name], a=a, b=b: f(x, a, b) for name, a, b in triples]  # type: ignore[misc]
+    return [lambda x, f=ACTIVATIONS[name], a=a, b=b: f(x, a, b)     # type: ignore[misc]
+            for name, a, b in activations(node)[chosen]]
 
 
 class _Layer(Op, abstract=True):
@@ -134,8 +140,8 @@ class Recurrence(Op):
     """A layer's cells from step to step, the batch leading.
 
     Inputs: gates [N, T, D G H], the projection of every step; R [D, G H, H]; bias [D, H] of a GRU's
-    linear_before_reset; P [D, 3 H], an LSTM's peepholes; lengths [N]; h [N, D H]; c [N, D H]. All but the first two
-    may be absent.
+    linear_before_reset; P [D, 3 H], an LSTM's peepholes; lengths [N]; h and c [N, D H] or, the same for every item,
+    [1, D H]. All but the first two may be absent.
     Outputs: y [N, T, D H], h [N, D H], and an LSTM's c [N, D H].
     Attributes: cell, direction, activations with activation_alpha and activation_beta (one each for each function of
     each direction), clip (0: none), linear_before_reset, input_forget.
@@ -157,8 +163,8 @@ class Recurrence(Op):
         gates, r, bias, peepholes, lengths, h, c = inputs
         (items, steps), (count, _, hidden) = gates.shape[:2], r.shape
         gates = gates.reshape(items, steps, count, -1, hidden)
-        first = [np.zeros((items, count, hidden), gates.dtype) if a is None else a.reshape(items, count, hidden)
-                 for a in (h, c)]
+        first = [np.zeros((items, count, hidden), gates.dtype) if a is None else
+                 np.broadcast_to(a.reshape(-1, count, hidden), (items, count, hidden)) for a in (h, c)]
         ends = np.full(items, steps) if lengths is None else lengths
         y = np.zeros((items, steps, count, hidden), gates.dtype)
         last = [a.copy() for a in first]

@@ -11,24 +11,29 @@ from collections.abc import Callable, Sequence
 from engines.ir import Graph, verify
 from engines.passes import rewrite
 from engines.passes.attention import fuse_attention
+from engines.passes.batch import separate_batch
 from engines.passes.common import merge_common
 from engines.passes.fold_constants import fold_constants
 from engines.passes.fuse import fuse_pointwise
 from engines.passes.layout import to_channels_last
+from engines.passes.lines import lines_to_images
 from engines.passes.notes import Note
 from engines.passes.recurrent import split_recurrent
 from engines.passes.rewrite import Rule
 from engines.passes.rules import activations
 from engines.passes.rules.batchnorm import BatchNormConv, BatchNormToPointwise, LinearBatchNorm
 from engines.passes.rules.gemm import CanonicalGemm, MatMulToGemm
+from engines.passes.rules.instance_norm import InstanceNorm
+from engines.passes.rules.masks import MASKS
 from engines.passes.rules.noop import RemoveNoOp
 from engines.passes.rules.norm import NORMS
 from engines.passes.rules.pad import PadAveragePool, PadConv, PadMaxPool
-from engines.passes.rules.pooling import SpatialReduce, WholeImagePool
+from engines.passes.rules.pooling import GlobalPoolOfRows, SpatialReduce, WholeImagePool
 from engines.passes.rules.reduction import ReductionOfPowers
 from engines.passes.rules.reshape import MergeReshapes, MergeTransposes, ToReshape, TransposeOfOnes
 from engines.passes.rules.scale import LinearScale, ScaleLinear
 from engines.passes.rules.shuffle import ChannelShuffle
+from engines.passes.rules.softmax import AlongInnermost
 from engines.passes.siblings import merge_siblings
 
 Pass = Callable[[Graph], Graph]
@@ -43,8 +48,10 @@ def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
         # what stands between two nodes that belong together goes first
         ("remove_no_ops", _rules(log, RemoveNoOp())),
         # one spelling each, so that a pattern need not know several
-        ("canonical", _rules(log, *VIEWS, *activations.CANONICAL, CanonicalGemm(), MatMulToGemm(), WholeImagePool(),
-                             SpatialReduce())),
+        ("canonical", _rules(log, *VIEWS, *activations.CANONICAL, CanonicalGemm(), MatMulToGemm(), InstanceNorm(),
+                             GlobalPoolOfRows(), WholeImagePool(), SpatialReduce())),
+        # in few nodes: what attention is recognised by, later
+        ("masks", _rules(log, *MASKS)),
         # before views are merged further: its Reshapes must still be apart
         ("channel_shuffle", _rules(log, ChannelShuffle())),
         # names for what exporters wrote as arithmetic, while every step of it is still a node
@@ -58,9 +65,14 @@ def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
         ("fold_into_weights", _rules(log, LinearBatchNorm(), BatchNormConv(), LinearScale(), ScaleLinear())),
         # only a batch norm that found no layer becomes arithmetic of its own, which may still find one
         ("batch_norm_as_pointwise", _rules(log, BatchNormToPointwise())),
+        # once channels are found by other means than being axis 1; what it leaves of Reshapes goes below
+        ("separate_batch", lambda g: separate_batch(g, log)),
+        ("remove_no_ops", _rules(log, RemoveNoOp(), *VIEWS)),
         ("fold_into_weights", _rules(log, LinearScale(), ScaleLinear())),
         # a Pad is zero before and after a batch norm folded past it, so it comes after those
         ("pads", _rules(log, PadConv(), PadAveragePool(), PadMaxPool())),
+        # what is folded into layers by then was written for signals as for images
+        ("lines_to_images", lines_to_images),
         ("fold_constants", fold_constants),
         ("remove_no_ops", _rules(log, RemoveNoOp(), *VIEWS)),
         ("merge_common", merge_common),
@@ -77,7 +89,7 @@ def optimise(graph: Graph, log: list[Note] | None = None) -> Graph:
         # before all groupings: it moves and removes nodes that they would otherwise stop at
         ("to_channels_last", to_channels_last),
         # what moving left behind; means over what are now rows and columns
-        ("views", _rules(log, RemoveNoOp(), *VIEWS, SpatialReduce(channels_last=True))),
+        ("views", _rules(log, RemoveNoOp(), AlongInnermost(), *VIEWS, SpatialReduce(channels_last=True))),
         # the same Transpose wanted by several readers
         ("merge_common", merge_common),
         # before vertical fusion, which would give each sibling a body of its own

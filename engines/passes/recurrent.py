@@ -117,6 +117,9 @@ class _Splitter:
         """A first state as [N, D H]; "" if it is absent or zeros."""
         if not state or filled_with(self.graph, state) == 0:
             return ""
+        made = self.graph.producer.get(state)
+        if made is not None and made.op == "Expand" and made.inputs[0] in self.graph.constants:
+            state = made.inputs[0]      # one state for every item
         shape = self.graph.shape(state)
         if state in self.graph.constants:
             array = self.graph.constants[state]

@@ -28,6 +28,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         "kernels": [{"name": s.name, "fuses": list(s.fuses), "precision": s.precision, "tactic": s.tactic,
                      "time_us": s.time_us, "macs": s.macs, "bytes": s.bytes,
                      **({"fallback": s.reason} if s.fallback else {})} for s in plan.steps],
+        "by_item": [[s.name for s in plan.steps[band.first:band.last]] for band in plan.bands],
         "constants_bytes": len(plan.constants), "code_bytes": sum(map(len, plan.code)),
         "buffer_bytes": sum(b.bytes for b in plan.buffers), "metadata": dict(plan.metadata),
     }
@@ -67,6 +68,8 @@ def _command(options: argparse.Namespace) -> int:
     print(f"{plan.name}: {plan.precision} for {plan.target}, batches of up to {plan.max_batch or 'the declared shape'}")
     print(f"inputs   {shapes(plan.inputs)}\noutputs  {shapes(plan.outputs)}\n")
     print(layers(plan))
+    for band in plan.bands:
+        print(f"\nitem by item in batches: '{plan.steps[band.first].name}' to '{plan.steps[band.last - 1].name}'")
     timed, macs = sum(step.time_us for step in plan.steps), sum(step.macs for step in plan.steps)
     print(f"\n{len(plan.steps)} kernels, {timed / 1e3:.3f} ms as timed one by one, {macs / 1e6:.1f} M MAC, "
           f"{len(plan.constants) / 1e6:.2f} MB of constants")

@@ -94,3 +94,14 @@ def test_attention_of_bytes_equals_its_reference_bit_for_bit(shape, isa):
 def test_attention_of_floats_agrees_with_its_reference(shape, precision, isa):
     spec, inputs, constants = problem(shape, precision, result="float32")
     check(spec, isa, inputs, constants, TOLERANCE[precision], pieces=2, slack=4)
+
+
+@EVERY_ISA
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+def test_a_query_that_may_look_at_nothing_sees_zeros(precision, isa):
+    spec, inputs, constants = problem(SHAPES["wider than a panel, values wider than keys"], precision)
+    inputs[3] = inputs[3].copy()
+    inputs[3][:, :, 2] = -np.inf
+    result, = spec.reference(inputs, {**constants, "program": [np.ones(1, np.float32), np.zeros(1, np.float32)]})
+    assert not result[:, :, 2].any() and result[:, :, 3].any()
+    check(spec, isa, inputs, constants, TOLERANCE[precision], pieces=2, slack=4)

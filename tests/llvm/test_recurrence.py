@@ -26,15 +26,16 @@ def node_of(cell: str = "LSTM", direction: str = "forward", **attrs: Any) -> Nod
     names = attrs.pop("activations", DEFAULTS[cell]) * count
     zeros = (0.0,) * len(names)
     return Node("Recurrence", (), (), {
-        "cell": cell, "direction": direction, "activations": names, "activation_alpha": zeros, "activation_beta": zeros,
-        "clip": 0.0, "input_forget": 0, "linear_before_reset": 0, **attrs})
+        "cell": cell, "direction": direction, "activations": " ".join(names), "activation_alpha": zeros,
+        "activation_beta": zeros, "clip": 0.0, "input_forget": 0, "linear_before_reset": 0, **attrs})
 
 
 class Case:
     """A spec of a node, with drawn constants and inputs."""
 
-    def __init__(self, node: Node, hidden: int, precision: str = "fp32", batch: int = 3, peepholes: bool = False,
-                 states: bool = False, lengths: bool = False, y: str = "float32", gates: str = "float32") -> None:
+    def __init__(self, node: Node, hidden: int, precision: str = "fp32", batch: int = 3, *, peepholes: bool = False,
+                 states: bool = False, given: bool = False, lengths: bool = False, y: str = "float32",
+                 gates: str = "float32", steps: int = STEPS) -> None:
         random = np.random.default_rng(0)
         backwards = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}[node.attrs["direction"]]
         count, kind = len(backwards), node.attrs["cell"]
@@ -47,12 +48,15 @@ class Case:
         kept = cells[0].kept
         state = View("float32", (count * hidden,), (4,), 4 * count * hidden + 8)
         self.spec = Recurrence(
-            gapped(gates, (STEPS, count * rows)), hidden, cells, backwards, gapped(y, (STEPS, count * hidden)),
+            gapped(gates, (steps, count * rows)), hidden, cells, backwards, gapped(y, (steps, count * hidden)),
             (state if states else None,) * kept, (state if states else None,) * kept,
-            View("int32", (), (), 4) if lengths else None, builder.program(), numbers, precision)
+            View("int32", (), (), 4) if lengths else None, tuple(range(kept)) if given else (), builder.program(),
+            numbers, precision)
         weights = (random.standard_normal((count, rows, hidden)) / np.sqrt(hidden)).astype(np.float32)
         units = [random.standard_normal((count, hidden)).astype(np.float32) for _ in range(cells[0].units)]
-        self.constants: dict[str, Any] = {"weights": weights, "units": units}
+        self.constants: dict[str, Any] = {
+            "weights": weights, "units": units,
+            "first": [random.standard_normal(count * hidden).astype(np.float32) for _ in self.spec.given]}
         if precision == "int16":
             self.constants["weights"], self.constants["scales"] = whole_weights(weights)
         self.inputs = [random.standard_normal((batch, *view.shape)).astype(np.float32) for view in self.spec.inputs]
@@ -80,7 +84,7 @@ EVERY_CELL = pytest.mark.parametrize("attrs", CELLS.values(), ids=CELLS)
 
 @EVERY_WIDTH
 @EVERY_CELL
-@pytest.mark.parametrize("hidden", [5, 24])
+@pytest.mark.parametrize("hidden", [1, 5, 24])
 def test_a_cell_equals_its_reference(attrs, hidden, isa):
     case = Case(node_of(direction="bidirectional", **attrs), hidden)
     check(case.spec, isa, case.inputs, case.constants, FLOAT_SUMS, pieces=2)
@@ -101,7 +105,7 @@ def test_whole_products_are_exact(attrs, isa):
 def test_any_batch_is_cut_into_tiles(attrs, batch, isa, monkeypatch):
     case = Case(node_of(direction="reverse", **attrs), 19, "int16", batch)
     monkeypatch.setattr(recurrence, "FIRST_LEVEL", 0)
-    for tactic in case.spec.tactics(isa):
+    for tactic in (*case.spec.tactics(isa), Panels(1, prefetch=True)):
         check(case.spec, isa, case.inputs, case.constants, tactic=tactic)
 
 
@@ -111,6 +115,18 @@ def test_states_come_in_and_go_out(batch, isa):
     for attrs in ({}, {"cell": "GRU"}):
         case = Case(node_of(direction="bidirectional", **attrs), 13, batch=batch, states=True)
         check(case.spec, isa, case.inputs, case.constants, FLOAT_SUMS)
+
+
+@EVERY_WIDTH
+def test_first_states_may_be_constants(isa):
+    case = Case(node_of(direction="bidirectional"), 13, given=True)
+    check(case.spec, isa, case.inputs, case.constants, FLOAT_SUMS)
+
+
+@EVERY_WIDTH
+def test_a_single_step_goes_from_states_to_states(isa):
+    case = Case(node_of(direction="bidirectional"), 13, states=True, steps=1)
+    check(case.spec, isa, case.inputs, case.constants, FLOAT_SUMS)
 
 
 @EVERY_WIDTH

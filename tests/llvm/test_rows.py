@@ -78,6 +78,20 @@ def test_a_mask_is_added_on_the_way_in(isa):
 
 
 @EVERY_WIDTH
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "computed twice"])
+def test_a_row_that_may_look_at_nothing_becomes_zeros(kept, isa, monkeypatch):
+    if not kept:
+        monkeypatch.setattr(softmax, "KEPT", 16)
+    view = dense_view("float32", (3, 37))
+    spec, (x,) = Softmax((view,), view), data(Softmax((view,), view))
+    x[:, 1] = -np.inf
+    x[:, 2, :5] = -np.inf
+    result, = spec.reference([x], {})
+    assert not result[:, 1].any() and result[:, [0, 2]].sum(-1).min() > 0.99
+    check(spec, isa, [x], {})
+
+
+@EVERY_WIDTH
 def test_a_row_too_wide_for_the_stack_is_computed_twice(isa, monkeypatch):
     monkeypatch.setattr(softmax, "KEPT", 128)
     view = dense_view("float32", (2, 129))

@@ -113,7 +113,7 @@ def test_a_model_with_a_tensor_out_of_the_batch_is_refused() -> None:
     engine = NumpyEngine()
     outputs = [NumpyTensor("anchors", "float32", (4,))]
     with (patch.object(NumpyEngine, "outputs", outputs),
-          pytest.raises(ModelConfigError, match="output 'anchors' has no batch axis")):
+          pytest.raises(ModelConfigError, match=r"output 'anchors' of shape \[4\] has no batch axis")):
         complete(parsed(""), "m", engine, "model.plan")
 
 

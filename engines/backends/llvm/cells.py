@@ -25,7 +25,7 @@ from engines.backends.llvm.emit import Value
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.program import Floats, Program, ProgramBuilder
 from engines.ir import Node
-from engines.ops.recurrent import DEFAULTS, GATES
+from engines.ops.recurrent import DEFAULTS, GATES, activations
 
 # ("x", gate), ("sum", gate), ("gate", gate) which is the sum of both, ("state", slot), ("unit", constant of a unit)
 Source = tuple[str, int]
@@ -76,7 +76,7 @@ _BOUNDED = frozenset({"Sigmoid", "Tanh", "HardSigmoid", "Softsign"})
 
 def bounded(node: Node) -> bool:
     """Whether h stays between -1 and 1 if it starts there."""
-    kind, names = node.attrs["cell"], node.attrs["activations"]
+    kind, names = node.attrs["cell"], [name for name, _, _ in activations(node)]
     per = len(DEFAULTS[kind])
     # LSTM: o * h(c). GRU: a mean of g and the last h, if f is a share. RNN: f.
     places = {"LSTM": (0, 2), "GRU": (0, 1), "RNN": (0,)}[kind]
@@ -90,8 +90,7 @@ def cell_of(node: Node, direction: int, peepholes: bool) -> Cell:
     has no instruction."""
     per = len(DEFAULTS[node.attrs["cell"]])
     chosen = slice(direction * per, (direction + 1) * per)
-    functions = [Node(name, (), (), {"alpha": alpha, "beta": beta}) for name, alpha, beta in zip(
-        *(node.attrs[key][chosen] for key in ("activations", "activation_alpha", "activation_beta")), strict=True)]
+    functions = [Node(name, (), (), {"alpha": alpha, "beta": beta}) for name, alpha, beta in activations(node)[chosen]]
     return {"LSTM": _lstm, "GRU": _gru, "RNN": _rnn}[node.attrs["cell"]](node.attrs, functions, peepholes)
 
 

@@ -217,11 +217,12 @@ class Places:
                 wanted[name] = wanted.get(name, Halo()) | halo
         return wanted
 
-    def _alike(self, a: str, b: str) -> bool:
-        """Stored alike, the items leading: one may be a part of the other."""
+    def _alike(self, a: str, b: str, items: bool = True) -> bool:
+        """Stored alike, the items leading: one may be a part of the other. items: there are as many of both."""
         types = self.graph.types
         return (types[a].quant == types[b].quant and stored_dtype(types[a]) == stored_dtype(types[b])
-                and items_of(types[a]) == items_of(types[b]) and not batch_axis(types[a]) and not batch_axis(types[b]))
+                and (items_of(types[a]) == items_of(types[b]) or not items)
+                and not batch_axis(types[a]) and not batch_axis(types[b]))
 
     def _see_views(self, node: Node) -> None:
         if node.op not in ("Split", "Slice", "Reshape", "Transpose") or node.inputs[0] in self.graph.constants:
@@ -230,10 +231,12 @@ class Places:
         if node.op == "Transpose":
             self._see_transpose(node)
             return
-        if not all(self._alike(source, output) for output in node.outputs):
-            return
         if node.op == "Reshape":
-            self._parent[node.outputs[0]] = _Inside(source, reshape=item_shape(types[node.outputs[0]]))
+            output = node.outputs[0]
+            if self._alike(source, output, BATCH in types[source].shape):
+                self._parent[output] = _Inside(source, reshape=item_shape(types[output]), items=items_of(types[output]))
+            return
+        if not all(self._alike(source, output) for output in node.outputs):
             return
         cuts = cuts_of(node, types[source], [types[o] for o in node.outputs])
         for output, cut in zip(node.outputs, cuts, strict=True):
@@ -299,8 +302,10 @@ class Places:
         assert inside.reshape is not None
         if inside.parent not in self._parent:
             return True
-        view = self._without_halo(inside.parent).view
-        return len(inside.reshape) <= 3 and reshaped_strides(view, inside.reshape) is not None
+        parent = self._without_halo(inside.parent)
+        if parent.items != inside.items:
+            return parent.view.dense
+        return len(inside.reshape) <= 3 and reshaped_strides(parent.view, inside.reshape) is not None
 
     def _without_halo(self, name: str) -> Place:
         """Where the tensor would lie in a buffer of its group that has no halo."""
@@ -360,12 +365,13 @@ class _Inside:
     cuts: tuple[tuple[int, int, int, int], ...] = ()        # (axis, start, stop, step)
     halo: Halo = Halo()
     reshape: tuple[int, ...] | None = None
+    items: Dim = BATCH                                      # of what is reshaped
     perm: tuple[int, ...] = ()                              # of the item's axes
 
     def derive(self, place: Place) -> Place:
         view = place.view
         if self.reshape is not None and view.dense:
-            return replace(place, view=dense_view(view.dtype, self.reshape))
+            return replace(place, view=dense_view(view.dtype, self.reshape), items=self.items)
         if self.reshape is not None:
             strides = reshaped_strides(view, self.reshape)
             assert strides is not None

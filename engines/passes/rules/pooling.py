@@ -1,6 +1,6 @@
 """Means and maxima over whole images.
 
-    ReduceMean(x, spatial axes) = GlobalAveragePool(x)          ReduceMax: GlobalMaxPool
+    ReduceMean(x, spatial axes) = GlobalAveragePool(x)          ReduceMax: GlobalMaxPool; of one axis the other way
     AveragePool(x, kernel = extents of x) = GlobalAveragePool(x)
 """
 from __future__ import annotations
@@ -35,6 +35,18 @@ class SpatialReduce(Rule):
         pooled = (x.shape[0], 1, 1, x.shape[3]) if self.attrs else (*x.shape[:2], 1, 1)
         inner = draft.node(op, [match.value("x")], TensorType(x.dtype, pooled), self.attrs)
         draft.finish("Reshape", [inner], {"shape": match.shape(match.root.outputs[0])})
+
+
+class GlobalPoolOfRows(Rule):
+    """Of [N, C, L]: there is no image whose layout would matter."""
+    pattern = P("GlobalAveragePool GlobalMaxPool", Value("x"))
+
+    def check(self, match: Match) -> bool:
+        return len(match.shape(match.value("x"))) == 3
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        op = "ReduceMean" if match.root.op == "GlobalAveragePool" else "ReduceMax"
+        draft.finish(op, [match.value("x")], {"axes": (2,), "keepdims": 1})
 
 
 class WholeImagePool(Rule):

@@ -43,6 +43,7 @@ from engines.backends.llvm.factors import (
 )
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.kernels.contraction import tile_shapes
+from engines.backends.llvm.kernels.softmax import less_peak, share, share_meaning
 from engines.backends.llvm.lanes import SIZES, Lanes, from_float, to_float
 from engines.backends.llvm.program import INSTRUCTIONS, Floats, Program, fma, load_meaning, store_meaning
 from engines.backends.llvm.rows import PARTIALS, At, fold, fold_rows, live
@@ -152,8 +153,9 @@ class Attention(KernelSpec):
         q, k, v = (x - np.float32(zero) for x, zero in zip(factors, zeros, strict=False))
         x = _product(q, k.swapaxes(-1, -2)) * scale
         x = x if mask is None else x + mask
-        p = np.asarray(EXP.meaning(x - fold_rows("max", x)), np.float32)
-        mean = _product(p, v) * (np.float32(1) / fold_rows("sum", p))
+        peak = fold_rows("max", x)
+        p = np.asarray(EXP.meaning(less_peak(x, peak)), np.float32)
+        mean = _product(p, v) * share_meaning(peak, fold_rows("sum", p))
         return (store_meaning(self.y.dtype, self.program.meaning(mean, [], constants["program"])),)
 
     def _exact_meaning(self, factors: Sequence[Floats], scale: np.float32, zeros: Sequence[np.float32],
@@ -161,9 +163,10 @@ class Attention(KernelSpec):
         q, k, v = (x.astype(np.int64) for x in factors[:3])
         sums = ((q - int(zeros[0])) @ (k - MIDDLE).swapaxes(-1, -2)).astype(np.float32)
         x = sums * scale if mask is None else fma(sums, scale, mask)
-        p = np.rint(EXP.meaning(x - fold_rows("max", x)) * np.float32(BYTE)).astype(np.float32)
+        peak = fold_rows("max", x)
+        p = np.rint(EXP.meaning(less_peak(x, peak)) * np.float32(BYTE)).astype(np.float32)
         mixed = (p.astype(np.int64) @ (v - MIDDLE)).astype(np.float32)
-        mean = mixed * (np.float32(1) / fold_rows("sum", p))
+        mean = mixed * share_meaning(peak, fold_rows("sum", p))
         return (store_meaning(self.y.dtype, self.program.meaning(mean, [], program)),)
 
 
@@ -352,7 +355,7 @@ class _Emitter:
                 return to_float(isa, dtype, stored)
 
             total = fold(f, isa, keys, "sum", weight)
-            one = f.op(FLOAT, f"extractelement {1 / total}, i32 0", "inverse")
+            one = f.op(FLOAT, f"extractelement {share(peak, total)}, i32 0", "inverse")
             f.store(one, inverse + row * 4)
         return name
 

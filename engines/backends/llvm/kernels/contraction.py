@@ -357,7 +357,7 @@ class _Emitter:
         return visit
 
     def _columns(self, f: Function) -> Iterator[tuple[Value, int, int | None]]:
-        """(start, size, start where it is known now) of a row's tiles; with `skip` the first and the last stand apart."""
+        """(start, size, start where it is known now) of a row's tiles; with `skip` the first and the last are apart."""
         extent, step = self.spec.cols, self.tile.cols
         between = -(-extent // step) - 2
         if not self.tile.skip:

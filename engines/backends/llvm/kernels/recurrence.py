@@ -19,7 +19,7 @@ An item with a length of its own walks that many steps; y is zero behind them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,8 @@ STRANDS = 4             # units whose updates are written in turns
 FEWEST_CHAINS = 8       # sums that must be under way at once to hide an fma's latency; fewer are split
 STEPS = 4               # the K loop's turns are a multiple of this, so that a sum can be split
 FIRST_LEVEL = 1 << 15   # bytes of cache that most machines have there
+SECOND_LEVEL = 1 << 18  # ... and there, that some have no more of
+LINE = 64               # bytes of a cache line
 STATE_ONE = 1 << 13     # what 1.0 is in an int16 state
 
 
@@ -45,9 +47,10 @@ STATE_ONE = 1 << 13     # what 1.0 is in an int16 state
 class Panels(Tactic):
     """Vectors of units that one item's micro-kernel computes; larger tiles of items take what registers are left."""
     vectors: int
+    prefetch: bool = False      # ask for the next panel's weights, a line at every k
 
     def __str__(self) -> str:
-        return f"panels of {self.vectors} vectors"
+        return f"panels of {self.vectors} vectors{' prefetch' if self.prefetch else ''}"
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,10 @@ class Recurrence(KernelSpec):
     cells: tuple[Cell, ...]             # of each direction
     backwards: tuple[bool, ...]
     y: View | None                      # None: nobody reads it
-    first: tuple[View | None, ...]      # None: zeros
+    first: tuple[View | None, ...]      # None: zeros, or a constant for every item: see given
     last: tuple[View | None, ...]       # None: nobody reads it
     lengths: View | None = None         # int32 []: the items' own numbers of steps
+    given: tuple[int, ...] = ()         # the kept states whose first values are constants
     program: Program = Program()        # h on its way to y ...
     numbers: tuple[float, ...] = ()     # ... and its constants, the same for every unit
     precision: str = "fp32"
@@ -115,6 +119,9 @@ class Recurrence(KernelSpec):
         widest = max(v for v in vectors if v == 1 or fits(isa, 1, v * most))
         return tuple(Panels(v) for v in dict.fromkeys((widest, max(widest // 2, 1), 1)))
 
+    def refinements(self, isa: Isa, best: Panels) -> Sequence[Panels]:
+        return (replace(best, prefetch=True),) if self.step_bytes >= SECOND_LEVEL else ()
+
     def packing(self, tactic: Panels) -> None:
         """Weights lie vector by vector, whatever the panels."""
         return
@@ -140,9 +147,10 @@ class Recurrence(KernelSpec):
         _Emitter(self, module, name, isa, tactic).kernel()
 
     # ---- constants
-    def pack(self, isa: Isa, tactic: Panels, constants: Mapping[str, Any]) -> tuple[Array, Array]:
+    def pack(self, isa: Isa, tactic: Panels, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         """"weights": [D, G H, H], float32 or int16 -> [direction][stage][vector of units][k][gate][lane][element];
-        "units": a sequence of float32 [D, H], "scales": [D, G H] -> [direction][vector of units][constant][lane]."""
+        "units": a sequence of float32 [D, H], "scales": [D, G H] -> [direction][vector of units][constant][lane];
+        "first": for each given state float32 [D H], as it is."""
         vectors = -(-self.hidden // isa.lanes)
         arithmetic, weights = self.arithmetic, np.asarray(constants["weights"])
         weights = arithmetic.store_weights(weights).reshape(len(self.cells), -1, self.hidden, self.hidden)
@@ -158,7 +166,11 @@ class Recurrence(KernelSpec):
         for i, constant in enumerate(units):
             table[:, i, :self.hidden] = constant
         by_vector = table.reshape(len(self.cells), len(units), vectors, isa.lanes).transpose(0, 2, 1, 3)
-        return np.concatenate(parts), by_vector.ravel()
+        return np.concatenate(parts), by_vector.ravel(), *(np.asarray(s, np.float32) for s in self._given(constants))
+
+    def _given(self, constants: Mapping[str, Any]) -> Sequence[Array]:
+        """The first states that are constants."""
+        return constants["first"] if self.given else ()
 
     def _rows_of_scales(self, constants: Mapping[str, Any]) -> list[Array]:
         """For each gate [D, H]."""
@@ -175,6 +187,8 @@ class Recurrence(KernelSpec):
         gates = gates.reshape(items, self.steps, count, -1, self.hidden)
         first = [load_meaning(view.dtype, next(given)).reshape(items, count, -1) if view else
                  np.zeros((items, count, self.hidden), np.float32) for view in self.first]
+        for slot, constant in zip(self.given, self._given(constants), strict=True):
+            first[slot] += constant.reshape(count, -1)
         ends = np.minimum(next(given), self.steps) if self.lengths else np.full(items, self.steps)
         y = np.zeros((items, self.steps, count, self.hidden), np.float32)
         last = [np.zeros_like(state) for state in first]
@@ -265,12 +279,15 @@ class _Emitter:
     # ---- the loops around
     def kernel(self) -> None:
         spec = self.spec
-        f, addresses, bounds = begin_kernel(self.module, self.name, len(spec.inputs) + 2 + len(spec.outputs))
+        operands = len(spec.inputs) + 2 + len(spec.given) + len(spec.outputs)
+        f, addresses, bounds = begin_kernel(self.module, self.name, operands)
         given = iter(addresses)
         self.x = next(given)
-        self.first = [next(given) if view else None for view in spec.first]
+        every_item = View("float32", (len(spec.cells) * spec.hidden,), (4,), 0)
+        self.first = {slot: (view, next(given)) for slot, view in enumerate(spec.first) if view}
         self.lengths = next(given) if spec.lengths else None
         self.weights, self.units = next(given), next(given)
+        self.first |= {slot: (every_item, next(given)) for slot in spec.given}
         self.y = next(given) if spec.y else None
         self.last = [next(given) if view else None for view in spec.last]
         states = 1 + max(cell.states for cell in spec.cells)
@@ -291,9 +308,8 @@ class _Emitter:
         for at, _ in f.tiles("clear", (1 + cell.states) * self.area, self.isa.bytes):
             f.store(f.constant(0, self.isa.floats), self.memory + at, self.isa.bytes)
         for item in f.range("item", count.like(0), count):
-            for slot, view in enumerate(spec.first):
-                if view is not None:
-                    self._load_first(f, d, slot, view, start + item, item)
+            for slot in self.first:
+                self._load_first(f, d, slot, start + item, item)
         x = self.x + start * spec.gates.item + d * cell.gates * spec.hidden * spec.gates.strides[1]
         y = None
         if self.y is not None and spec.y is not None:
@@ -331,9 +347,8 @@ class _Emitter:
             at["old"], at["new"] = at["new"], at["old"]
         return at["old"]
 
-    def _load_first(self, f: Function, d: int, slot: int, view: View, item: Value, place: Value) -> None:
-        source = self.first[slot]
-        assert source is not None
+    def _load_first(self, f: Function, d: int, slot: int, item: Value, place: Value) -> None:
+        view, source = self.first[slot]
         source += item * view.item + d * self.spec.hidden * view.strides[0]
         target = self.memory + (1 + slot if slot else 0) * self.area + place * self.pitch
         for unit, count in f.tiles("unit", self.spec.hidden, self.isa.lanes):
@@ -386,13 +401,15 @@ class _Emitter:
             weights = self.weights + before + panel * spec.stage_vector(isa, stage)
             units = self.units + d * vectors * unit_vector + panel * unit_vector
             name = self._microkernel(spec.cells.index(cell), number, size, width)
+            following = weights + -(-width // isa.lanes) * spec.stage_vector(isa, stage)
             for item in f.range("tile", first, end, size):
                 at = item * self.pitch
+                ahead = following + item.divided(size) * (spec.turns() * LINE)
                 pointers = {"x": here.x + item * spec.gates.item + start * spec.gates.strides[1],
                             "old": here.old + at, "new": here.new + at, "rest": here.rest + at}
                 if here.y is not None and spec.y is not None:
                     pointers["y"] = here.y + item * spec.y.item + start * spec.y.strides[1]
-                f.run(name, *pointers.values(), weights, units, start)
+                f.run(name, *pointers.values(), weights, units, start, ahead)
 
     # ---- the micro-kernel
     def _microkernel(self, which: int, number: int, size: int, width: int) -> str:
@@ -403,7 +420,7 @@ class _Emitter:
         spec, isa, stage = self.spec, self.isa, self.spec.cells[which].stages[number]
         y = {"y": PTR} if spec.y is not None else {}
         f = self.module.function(name, internal=True, x=PTR, old=PTR, new=PTR, rest=PTR, **y, w=PTR, units=PTR,
-                                 start=I64)
+                                 start=I64, ahead=PTR)
         vectors = -(-width // isa.lanes)
         sums = self._products(f, stage, size, vectors)
         with f.interleaved(STRANDS) as begin:
@@ -421,7 +438,7 @@ class _Emitter:
         keys = [(item, g, v) for v in range(vectors) for g in range(len(stage.gates)) for item in range(size)]
         split = next(n for n in (1, 2, STEPS) if n * len(keys) >= FEWEST_CHAINS or n == STEPS)
         acc = {(part, key): arithmetic.zero(isa, source) for part in range(split) for key in keys}
-        at = {"s": source + (self.whole if spec.scales else 0), "w": f.parameters["w"]}
+        at = {"s": source + (self.whole if spec.scales else 0), "w": f.parameters["w"], "ahead": f.parameters["ahead"]}
         step = arithmetic.step_bytes
         for _ in f.loop("k", spec.turns() // split, acc=acc, at=at):
             for part in range(split):
@@ -430,6 +447,9 @@ class _Emitter:
                            + (part * len(stage.gates) + g) * isa.bytes
                            for v in range(vectors) for g in range(len(stage.gates))}
                 self._outer_product(acc, part, states, weights)
+                if self.tactic.prefetch:
+                    isa.prefetch(at["ahead"])
+                    at["ahead"] += LINE
             at["s"] += split * step
             at["w"] += split * len(stage.gates) * isa.bytes
         while split > 1:

@@ -1,9 +1,12 @@
 """Softmax and LogSoftmax along the innermost axis.
 
     y = program(e**(x - max x) / sum of e**(x - max x))         log: program(x - max x - log(sum of e**(x - max x)))
+
+A row of minus infinity, a query that may look at nothing, becomes zeros.
 """
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +17,20 @@ from engines.backends.llvm.rows import At, Row, RowKernel, fold_rows
 
 KEPT = 1 << 13      # widest row whose exponentials are kept on the stack (32 KiB); a wider one computes them twice
 EXP, LOG = INSTRUCTIONS["exp"], INSTRUCTIONS["log"]
+
+
+def share(peak: Value, total: Value) -> Value:
+    """What the exponentials of a row are multiplied by: 1 / their sum, or 0 where there was nothing to see."""
+    return peak.f.select(peak.compare("ogt", -math.inf), 1 / total, total.like(0), "share")
+
+
+def share_meaning(peak: Floats, total: Floats) -> Floats:
+    return np.where(peak > -np.inf, np.float32(1) / np.where(total == 0, np.float32(1), total), np.float32(0))
+
+
+def less_peak(x: Floats, peak: Floats) -> Floats:
+    """x - peak; where the peak is minus infinity, x, for `share` will make it zeros."""
+    return x - np.where(peak > -np.inf, peak, np.float32(0))
 
 
 @dataclass(frozen=True)
@@ -36,15 +53,16 @@ class Softmax(RowKernel):
             row.store(lambda at: row.x(at) - peak - logarithm)
             return
         if not self.scratch:
-            scale = 1 / row.reduce("sum", exponential)
+            scale = share(peak, row.reduce("sum", exponential))
             row.store(lambda at: exponential(at) * scale)
             return
-        scale = 1 / row.reduce("sum", lambda at: row.keep(exponential(at), at))
+        scale = share(peak, row.reduce("sum", lambda at: row.keep(exponential(at), at)))
         row.store(lambda at: row.kept(at) * scale)
 
     def meaning(self, x: Floats) -> Floats:
-        shifted = x - fold_rows("max", x)
+        peak = fold_rows("max", x)
+        shifted = less_peak(x, peak)
         exponentials = np.asarray(EXP.meaning(shifted), np.float32)
         total = fold_rows("sum", exponentials)
-        result = shifted - LOG.meaning(total) if self.log else exponentials * (np.float32(1) / total)
+        result = shifted - LOG.meaning(total) if self.log else exponentials * share_meaning(peak, total)
         return np.asarray(result, np.float32)

@@ -9,11 +9,11 @@ import numpy as np
 from engines.backends.llvm.calls import Call, Context, Refused, broadcast, copy_node, lowers, write_body
 from engines.backends.llvm.kernels.layout import Permute
 from engines.backends.llvm.kernels.pointwise import Pointwise
-from engines.backends.llvm.places import Place, cuts_of
+from engines.backends.llvm.places import Place, as_one_item, cuts_of
 from engines.backends.llvm.program import ProgramBuilder
 from engines.backends.llvm.rules.pointwise import FLOATS
 from engines.backends.llvm.spec import View
-from engines.ir import Node, TensorType
+from engines.ir import BATCH, Node, TensorType
 
 
 @lowers("Slice", "Split")
@@ -36,6 +36,8 @@ def lower_reshape(ctx: Context, node: Node) -> Sequence[Call]:
     """Of tensors with gaps, or stored otherwise: both sides seen with axes of which either's are products."""
     source, output = node.inputs[0], node.outputs[0]
     x, y = ctx.places[source], ctx.places[output]
+    if BATCH not in (x.items, y.items):
+        x, y = as_one_item(x), as_one_item(y)
     if x.items != y.items:
         raise Refused("it reshapes the leading axis")
     seen, target = refined(x.view, y.view)

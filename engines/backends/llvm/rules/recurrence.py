@@ -27,7 +27,14 @@ def lower_recurrence(ctx: Context, node: Node) -> Sequence[Call]:
     except NotImplementedError as reason:
         raise Refused(str(reason)) from reason
     states = states[:cells[0].kept]
-    inputs = [ctx.places[name] for name in (gates, *states, lengths) if name]
+    given = tuple(slot for slot, name in enumerate(states) if name in ctx.graph.constants)
+    firsts = [ctx.constant(states[slot]) for slot in given]
+    if any(len(np.unique(first, axis=0)) > 1 for first in firsts):
+        raise Refused("its first states are constants that differ from item to item")
+    placed = ["" if slot in given else name for slot, name in enumerate(states)]
+    if lengths in ctx.graph.constants:
+        raise Refused("its lengths are constants that differ from item to item")
+    inputs = [ctx.places[name] for name in (gates, *placed, lengths) if name]
     if lengths and ctx.type(lengths).dtype != np.int32:
         raise Refused("only lengths of int32 are compiled")
     units: list[Any] = []
@@ -35,7 +42,7 @@ def lower_recurrence(ctx: Context, node: Node) -> Sequence[Call]:
         units.append(ctx.constant(bias))
     if peepholes:
         units += np.split(ctx.constant(peepholes), 3, axis=1)
-    constants: dict[str, Any] = {"weights": weights, "units": units}
+    constants: dict[str, Any] = {"weights": weights, "units": units, "first": [first[0] for first in firsts]}
     precision = "fp32"
     if node.precision != "fp32" and bounded(node) and not any(states):
         precision = "int16"
@@ -45,9 +52,9 @@ def lower_recurrence(ctx: Context, node: Node) -> Sequence[Call]:
     builder, numbers = _stored(ctx, node.outputs[0])
     spec = Recurrence(
         ctx.places[gates].view, hidden, cells, backwards, made[0].view if made[0] else None,
-        tuple(ctx.places[name].view if name else None for name in states),
+        tuple(ctx.places[name].view if name else None for name in placed),
         tuple(place.view if place else None for place in made[1:]),
-        ctx.places[lengths].view if lengths else None, builder.program(), numbers, precision)
+        ctx.places[lengths].view if lengths else None, given, builder.program(), numbers, precision)
     if any(view.dtype not in FLOATS for view in (spec.gates, *spec.outputs)):
         raise Refused("only floats, or y as uint8, are compiled")
     return [Call(node, spec, tuple(inputs), tuple(place for place in made if place), constants)]

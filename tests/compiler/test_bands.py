@@ -1,0 +1,60 @@
+"""Steps that run item by item give the bytes that they give step by step."""
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines import bands
+from engines.bands import banded, with_bands
+from engines.errors import PlanCorruptError
+from engines.plan import Band, Plan, verify
+from engines.runtime import Engine
+from engines.tactics import TimingCache
+from tests.compiler.zoo_engines import MAX_BATCH, compiled
+from tests.zoo import TINY, images_for
+
+
+@pytest.fixture(params=["int8", "fp32"])
+def plan(request: pytest.FixtureRequest, tmp_path: Path) -> Plan:
+    return compiled(TINY["mobilenet_v2"](), tmp_path, precision=request.param).plan
+
+
+def long_bands(plan: Plan) -> list[Band]:
+    """As many steps as may run so, in windows of any weights and sizes."""
+    return list(bands._windows([replace(step, constant_bytes=0, bytes=1 << 30) for step in plan.steps]))
+
+
+def test_item_by_item_the_bytes_are_the_same(plan: Plan) -> None:
+    by_item = banded(plan, long_bands(plan))
+    assert sum(band.last - band.first for band in by_item.bands) > len(plan.steps) // 2
+    x = {"input": images_for(TINY["mobilenet_v2"](), MAX_BATCH, seed=3)}
+    expected = Engine(plan).run(x)["output"]
+    for threads in (1, 2):          # a crew ignores bands
+        np.testing.assert_array_equal(Engine(by_item, threads).run(x)["output"], expected)
+
+
+def test_a_tensor_that_dies_inside_a_band_keeps_its_memory_to_the_end_of_it(plan: Plan) -> None:
+    band = long_bands(plan)[0]
+    assert verify(banded(plan, [band]))
+    with pytest.raises(PlanCorruptError, match="alive in steps"):
+        verify(replace(plan, bands=(band,)))
+
+
+@pytest.mark.parametrize("wrong", [(Band(3, 3),), (Band(2, 5), Band(4, 6)), (Band(0, 1000),)])
+def test_bands_that_are_empty_or_overlap_or_end_nowhere_are_refused(plan: Plan, wrong: tuple[Band, ...]) -> None:
+    with pytest.raises(PlanCorruptError, match="item by item"):
+        verify(banded(plan, wrong))
+
+
+def test_what_was_timed_is_not_timed_again(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bands, "LEAST_BYTES", 0)
+    monkeypatch.setattr(bands, "ITEMS", MAX_BATCH)
+    cache = TimingCache()
+    monkeypatch.setattr(bands, "_ratio", lambda *_: 0.5)
+    first = with_bands(plan, cache, "this one")
+    assert first.bands and len(cache)
+    monkeypatch.delattr(bands, "_ratio")
+    assert with_bands(plan, cache, "this one") == first
