@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from engines.version import COMPILER_VERSION
 KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, *[ctypes.c_int64] * 4)
 SECONDS = 0.004             # spent on timing one tactic, in rounds among its rivals
 ROUNDS = 3
+COSTLY = 1.3                # times the least cost: tactics beyond it are not timed
 HOPELESS = 1.5              # times the fastest in its first runs: a tactic that is not timed further
 
 Progress = Callable[[int, int, str], None]
@@ -48,7 +50,7 @@ class Choice:
 
 
 class Tuner:
-    """Chooses and compiles; equal specs are one kernel. `timing` off takes each spec's first tactic."""
+    """Chooses and compiles; equal specs are one kernel. `timing` off takes the tactic of least cost (cost.py)."""
 
     def __init__(self, isa: Isa, cache: TimingCache, processor: str, timing: bool = True) -> None:
         self.isa, self.cache, self.processor, self.timing = isa, cache, processor, timing
@@ -65,7 +67,7 @@ class Tuner:
         report = _Report(progress, len(new), self.timing)
         with CompilerPool(self.isa) as pool:
             times = self._fastest(pool, new, report) if self.timing else \
-                {spec: (spec.tactics(self.isa)[0], 0.0) for spec in new}
+                {spec: (self._usual(spec), 0.0) for spec in new}
             code = pool.compile((self._text(spec, [tactic]) for spec, (tactic, _) in times.items()),
                                 lambda: report("compiled"))
         for (spec, (tactic, time_us)), object_ in zip(times.items(), code, strict=True):
@@ -75,12 +77,28 @@ class Tuner:
     def _fastest(self, pool: CompilerPool, wanted: Mapping[KernelSpec, Constants],
                  report: _Report) -> dict[KernelSpec, tuple[Any, float]]:
         """The fastest tactic of each spec, refined, and its microseconds."""
-        times = self._times(pool, wanted, {spec: spec.tactics(self.isa) for spec in wanted}, report)
+        likely = {spec: self._cheapest(spec, spec.tactics(self.isa)) for spec in wanted}
+        times = self._times(pool, wanted, likely, report)
         refined = {spec: [t for t in spec.refinements(self.isa, _least(times[spec])) if t not in times[spec]]
                    for spec in wanted}
         for spec, more in self._times(pool, wanted, refined, report).items():
             times[spec] |= more
         return {spec: (_least(found), found[_least(found)]) for spec, found in times.items()}
+
+    def _usual(self, spec: KernelSpec) -> Any:
+        """The cheapest tactic, refined."""
+        best = self._cheapest(spec, spec.tactics(self.isa))[0]
+        return self._cheapest(spec, [best, *spec.refinements(self.isa, best)])[0]
+
+    def _cheapest(self, spec: KernelSpec, tactics: Sequence[Any]) -> list[Any]:
+        """Those that by their cost may be the fastest, the cheapest first; of ways as different as Winograd's and a
+        direct one, whose costs compare less well, the likely of each."""
+        costs = {tactic: spec.cost(self.isa, tactic) for tactic in tactics}
+        limits: dict[type, float] = {}
+        for tactic, cost in costs.items():
+            limits[type(tactic)] = min(cost * COSTLY, limits.get(type(tactic), math.inf))
+        return sorted((tactic for tactic, cost in costs.items() if cost <= limits[type(tactic)]),
+                      key=lambda tactic: costs[tactic])
 
     # ---- code
     def _text(self, spec: KernelSpec, tactics: Sequence[Any]) -> str:
