@@ -9,13 +9,14 @@ A Builder keeps its kernels and their times: building again with other ranges on
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from engines.backends.llvm.backend import compile_graph, make_tuner
-from engines.backends.llvm.tuner import Progress, Tuner
+from engines.backends.llvm.backend import Chosen, assemble, choose_kernels, make_tuner
+from engines.backends.llvm.tuner import Progress
 from engines.bands import with_bands
 from engines.errors import ConfigError
 from engines.frontend.onnx_import import graph_from_onnx
@@ -23,7 +24,7 @@ from engines.ir import BATCH, Graph
 from engines.passes.pipeline import optimise, simplify
 from engines.passes.pixels import Pixels, take_pixels
 from engines.passes.quantize import edges_to_calibrate, quantize, set_float_precision
-from engines.plan import Plan, Step
+from engines.plan import Plan
 from engines.serialize import graph_from_json, graph_to_json
 from engines.tactics import TimingCache
 from engines.version import COMPILER_VERSION
@@ -95,34 +96,32 @@ class Builder:
     def plan(self, graph: Graph, ranges: Ranges | None = None, metadata: Mapping[str, Any] | None = None) -> Plan:
         """A plan of an optimised graph; an int8 one needs the ranges of its edges."""
         if self.config.precision == "best":
-            stored = min(self._candidates(graph, ranges), key=self._time_us)
+            chosen = min(self._candidates(graph, ranges), key=_time_us)
         else:
-            stored = self.stored(graph, ranges, self.log)
-        plan = self._compile(stored, self._tuner, self._max_batch(graph), metadata)
+            chosen = self._chosen(self.stored(graph, ranges, self.log))
+        plan = self._plan(chosen, metadata=metadata)
         if self._tuner.timing:
             plan = with_bands(plan, self.cache, self._tuner.processor)
         self.cache.save()
         return plan
 
-    def _candidates(self, graph: Graph, ranges: Ranges | None) -> list[Graph]:
+    def _candidates(self, graph: Graph, ranges: Ranges | None) -> list[Chosen]:
         """What --best chooses from: int8 where it is the faster of the two and float32 elsewhere, int8, and the floats.
 
         Layers are compared one by one; what conversions between int8 and float layers cost shows in the whole.
         """
-        floats = [set_float_precision(graph, precision) for precision in ("fp32", "bf16", "fp16")]
+        floats = [self._chosen(set_float_precision(graph, precision)) for precision in ("fp32", "bf16", "fp16")]
         if ranges is None:
             return floats
-        int8 = quantize(graph, ranges, keep_float=self.config.keep_float, log=self.log)
-        float_us = {step.name: step.time_us for step in self._timed(floats[0])}
-        slower = [name for step in self._timed(int8) if step.time_us > float_us.get(step.name, step.time_us)
-                  for name in step.fuses]
-        return [quantize(graph, ranges, keep_float=(*self.config.keep_float, *slower)), int8, *floats]
+        int8 = self._chosen(quantize(graph, ranges, keep_float=self.config.keep_float, log=self.log))
+        float_us = {call.name: floats[0].time_us(call) for call in floats[0].lowered.calls}
+        slower = [name for call in int8.lowered.calls
+                  if int8.time_us(call) > float_us.get(call.name, math.inf) for name in call.node.origin]
+        mixed = quantize(graph, ranges, keep_float=(*self.config.keep_float, *slower))
+        return [self._chosen(mixed), int8, *floats]
 
-    def _timed(self, graph: Graph) -> tuple[Step, ...]:
-        return compile_graph(graph, self._tuner, 1, to_keep=False).steps
-
-    def _time_us(self, graph: Graph) -> float:
-        return sum(step.time_us for step in self._timed(graph))
+    def _chosen(self, graph: Graph) -> Chosen:
+        return choose_kernels(graph, self._tuner, self._max_batch(graph), self.progress)
 
     @property
     def arithmetic_note(self) -> str:
@@ -134,21 +133,24 @@ class Builder:
 
     def trial(self, graph: Graph, ranges: Ranges) -> Plan:
         """The same for this machine without timing: to measure what ranges do to the results."""
-        return self._compile(self.stored(graph, ranges), self._here, min(self._max_batch(graph), TRIAL_BATCH))
+        return self._compile_here(self.stored(graph, ranges))
 
     def watching(self, graph: Graph, tensors: Collection[str]) -> Plan:
         """A float32 plan of a float graph that also gives these tensors as outputs: what calibration runs."""
         outputs = (*graph.outputs, *(name for name in tensors if name not in graph.outputs))
-        watched = set_float_precision(replace(graph, outputs=outputs), "fp32")
-        return self._compile(watched, self._here, min(self._max_batch(graph), TRIAL_BATCH))
+        return self._compile_here(set_float_precision(replace(graph, outputs=outputs), "fp32"))
 
-    def _compile(self, graph: Graph, tuner: Tuner, max_batch: int, metadata: Mapping[str, Any] | None = None) -> Plan:
-        to_keep = tuner is self._tuner          # the others are run here and forgotten
-        compiled = compile_graph(graph, tuner, max_batch, self.progress if to_keep else None, to_keep)
+    def _compile_here(self, graph: Graph) -> Plan:
+        """A plan that this build runs and forgets."""
+        max_batch = min(self._max_batch(graph), TRIAL_BATCH)
+        return self._plan(choose_kernels(graph, self._here, max_batch), to_keep=False)
+
+    def _plan(self, chosen: Chosen, to_keep: bool = True, metadata: Mapping[str, Any] | None = None) -> Plan:
+        compiled, graph = assemble(chosen, to_keep), chosen.lowered.graph
         document, arrays = graph_to_json(graph)
         return Plan(
             name=graph.name, target=compiled.target, cpu=compiled.cpu, precision=self.config.precision,
-            max_batch=max_batch, inputs=compiled.inputs, outputs=compiled.outputs, buffers=compiled.buffers,
+            max_batch=chosen.max_batch, inputs=compiled.inputs, outputs=compiled.outputs, buffers=compiled.buffers,
             steps=compiled.steps, fills=compiled.fills, code=compiled.code, constants=compiled.constants,
             graph=document, graph_arrays=arrays, packed=compiled.packed,
             metadata={"compiler": COMPILER_VERSION, **(metadata or {})})
@@ -163,6 +165,10 @@ class Builder:
         return 0
 
 
+def _time_us(chosen: Chosen) -> float:
+    return sum(map(chosen.time_us, chosen.lowered.calls))
+
+
 def relower(plan: Plan, target: str = "") -> Plan:
     """The same model for this machine (or `target`), from the graph in the plan: no timing, seconds.
 
@@ -171,7 +177,7 @@ def relower(plan: Plan, target: str = "") -> Plan:
     """
     graph = graph_from_json(plan.graph, plan.graph_arrays)
     tuner = make_tuner(target, TimingCache(), timing=False)
-    compiled = compile_graph(graph, tuner, plan.max_batch)
+    compiled = assemble(choose_kernels(graph, tuner, plan.max_batch))
     return replace(plan, target=compiled.target, cpu=compiled.cpu, inputs=compiled.inputs, outputs=compiled.outputs,
                    buffers=compiled.buffers, steps=compiled.steps, fills=compiled.fills, code=compiled.code,
                    constants=compiled.constants, packed=compiled.packed, bands=())

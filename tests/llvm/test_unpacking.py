@@ -47,7 +47,9 @@ def test_every_weight_is_found_where_it_was_packed(isa: Isa, precision: str, cha
     for tactic in spec.tactics(isa):
         packed = spec.pack(isa, tactic, constants)
         found = finder.find(spec, tactic, constants, "weights", packed, rounded=True)
-        assert found is not None
+        assert (found is not None) == spec.only_moves(tactic)
+        if found is None:
+            continue
         again = take_packed(packed[found.which], found.packing, found.stored).astype(weights.dtype)
         assert [a.tobytes() for a in spec.pack(isa, tactic, {**constants, "weights": again.reshape(weights.shape)})] \
             == [a.tobytes() for a in packed]

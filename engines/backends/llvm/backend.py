@@ -49,17 +49,32 @@ def make_tuner(target: str, cache: TimingCache, timing: bool) -> Tuner:
     return Tuner(isa, cache, cpu.model, timing and runnable)
 
 
-def compile_graph(graph: Graph, tuner: Tuner, max_batch: int, progress: Progress | None = None,
-                  to_keep: bool = True) -> Compiled:
-    """Lower, choose a tactic for each kernel, pack constants, lay out buffers.
+@dataclass(frozen=True)
+class Chosen:
+    """A lowered graph, and the kernels of its calls."""
+    lowered: Lowered
+    isa: Isa
+    choices: Mapping[KernelSpec, Choice]
+    max_batch: int
 
-    progress(done, of, what) is called as kernels are compiled and timed. to_keep: the plan is to be written, so find
-    out which of the graph's constants need not be.
-    """
+    def time_us(self, call: Call) -> float:
+        """As timed, for one item; 0 where nothing was."""
+        return self.choices[call.spec].time_us if call.spec else 0.0
+
+
+def choose_kernels(graph: Graph, tuner: Tuner, max_batch: int, progress: Progress | None = None) -> Chosen:
+    """Lower a graph and choose a tactic for each kernel. progress(done, of, what) is called as they are compiled and
+    timed."""
     lowered = write_borders(lower(graph, tuner.isa), max_batch)
     choices = tuner.choose({call.spec: call.constants for call in lowered.calls if call.spec}, progress)
-    assembler = _Assembler(lowered, tuner.isa, choices, max_batch)
-    for call in lowered.calls:
+    return Chosen(lowered, tuner.isa, choices, max_batch)
+
+
+def assemble(chosen: Chosen, to_keep: bool = True) -> Compiled:
+    """Pack constants, lay out buffers. to_keep: the plan is to be written, so find out which of the graph's constants
+    need not be."""
+    assembler = _Assembler(chosen)
+    for call in chosen.lowered.calls:
         assembler.add(call)
     return assembler.finish(to_keep)
 
@@ -67,12 +82,13 @@ def compile_graph(graph: Graph, tuner: Tuner, max_batch: int, progress: Progress
 class _Assembler:
     """Collects the calls of a lowered graph into steps."""
 
-    def __init__(self, lowered: Lowered, isa: Isa, choices: Mapping[KernelSpec, Choice], max_batch: int) -> None:
-        self.lowered, self.isa, self.choices, self.max_batch = lowered, isa, choices, max_batch
-        self.graph, self.places = lowered.graph, lowered.places
+    def __init__(self, chosen: Chosen) -> None:
+        self.lowered, self.isa, self.choices, self.max_batch = (chosen.lowered, chosen.isa, chosen.choices,
+                                                                chosen.max_batch)
+        self.graph, self.places = self.lowered.graph, self.lowered.places
         self.steps: list[Step] = []
         self.code: dict[str, bytes] = {}
-        self.constants = Constants(self.graph, isa)
+        self.constants = Constants(self.graph, self.isa)
         self.writers: dict[int, list[int]] = {}     # buffer -> steps
 
     def add(self, call: Call) -> None:
@@ -105,7 +121,7 @@ class _Assembler:
             rows=0 if batched else grid.rows_per_item * int(call.outputs[0].items),
             row_step=grid.row_step, columns=grid.columns, column_step=grid.column_step,
             depends=tuple(sorted(depends)), reads=reads, writes=writes, constant_bytes=constant_bytes,
-            name=node.name or node.outputs[0], fuses=node.origin,
+            name=call.name, fuses=node.origin,
             precision=getattr(spec, "precision", _PRECISIONS.get(spec.outputs[0].dtype, "fp32")),
             tactic=f"{spec.family}: {choice.tactic}", time_us=round(choice.time_us, 3),
             macs=spec.macs, bytes=spec.bytes + constant_bytes)
@@ -116,7 +132,7 @@ class _Assembler:
         quants = tuple(self.graph.types[n].quant if n in self.graph.constants else None for n in node.inputs)
         fallback = Fallback(node_to_json(node), inputs, tuple(self._view(name) for name in node.outputs), quants)
         return Step(symbol="", operands=(), rows_per_item=1, depends=tuple(sorted(depends)), fallback=fallback,
-                    name=node.name or node.outputs[0], fuses=node.origin, tactic="reference", reason=call.reason)
+                    name=call.name, fuses=node.origin, tactic="reference", reason=call.reason)
 
     def _operand(self, place: Place) -> Operand:
         if place.buffer != NO_BUFFER:

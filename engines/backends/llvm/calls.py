@@ -28,6 +28,11 @@ class Call:
     constants: Mapping[str, Any] = field(default_factory=dict)
     reason: str = ""
 
+    @property
+    def name(self) -> str:
+        """Of the step that it becomes."""
+        return self.node.name or self.node.outputs[0]
+
 
 @dataclass(frozen=True)
 class Context:

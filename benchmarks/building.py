@@ -1,0 +1,87 @@
+"""What building costs and what a plan takes: times with an empty and a full timing cache, bytes, loading, memory.
+
+    python -m benchmarks.building resnet50 mobilenet_v2                 # of the zoo, INT8
+    python -m benchmarks.building m.onnx --precision bf16 --write       # also into docs/benchmarks.md
+
+Calibration is not in the times: ranges are made first, and read from their cache by the builds that are measured. Each
+build and each load is a process of its own. Beside the time on the clock stands the processors' time, which a busy
+machine changes less.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.document import Cell, machine, markdown_table, write_section
+from benchmarks.models import random_pictures, run, source_of
+from engines.memory import plan_memory
+from engines.plan import Plan
+from engines.planfile import read_plan
+
+HEADER = ("model", "build, empty cache s", "full cache s", "plan MB", "per weight byte", "load ms", "first load ms",
+          "import ms", "context MB", "per live byte")
+
+
+def timed(source: Path, plan: Path, *options: object) -> str:
+    """build-engine: "seconds (of processors)"."""
+    start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    run("infer_server.cli.build_engine", source, "-o", plan, *options)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return f"{time.perf_counter() - start:.1f} ({cpu:.1f})"
+
+
+def weight_bytes(plan: Plan) -> int:
+    """Of the graph's matrices, as the precision stores them."""
+    size = {"fp32": 4, "bf16": 2, "fp16": 2}.get(plan.precision, 1)
+    return sum(array.size * size for array in plan.graph_arrays.values() if array.ndim > 1)
+
+
+def live_bytes(plan: Plan) -> int:
+    """Of the buffers that are alive at once, at most."""
+    return max(sum(b.bytes for b in plan.buffers if b.first <= step <= b.last) for step in range(len(plan.steps)))
+
+
+def measure(model: str, precision: str, max_batch: int, folder: Path) -> list[Cell]:
+    """A row of the table."""
+    source = source_of(model, folder)
+    plan, times = folder / f"{source.stem}.plan", folder / f"{source.stem}.times"
+    options: list[object] = [f"--{precision}", "--max-batch", max_batch, "--timing-cache", times, "-q"]
+    if precision == "int8":
+        ranges = folder / f"{source.stem}.ranges"
+        run("infer_server.cli.build_engine", source, "-o", plan, "--int8", "--no-timing", "--calibrator", "percentile",
+            "--calib", random_pictures(source, folder), "--calib-cache", ranges, "-q")
+        options += ["--calib-cache", ranges]
+    empty, full = timed(source, plan, *options), timed(source, plan, *options)
+    loaded = json.loads(subprocess.run([sys.executable, "-m", "benchmarks.loading", plan], check=True,
+                                       capture_output=True).stdout)
+    made, size = read_plan(plan), plan.stat().st_size
+    memory = plan_memory(made.buffers, made.fills).total
+    return [source.stem, empty, full, size / 1e6, size / weight_bytes(made), loaded["load_ms"],
+            loaded["first_load_ms"], loaded["import_ms"], memory / 1e6, memory / live_bytes(made)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="a model of the zoo, or an ONNX file")
+    parser.add_argument("--precision", default="int8", choices=("int8", "bf16", "fp16", "fp32"))
+    parser.add_argument("--max-batch", type=int, default=8)
+    parser.add_argument("--write", action="store_true", help="also write the table to docs/benchmarks.md")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [measure(model, options.precision, options.max_batch, Path(folder)) for model in options.models]
+    text = (f"{machine()}; {options.precision}, batches up to {options.max_batch}; "
+            f"in brackets, seconds of processors\n\n{markdown_table(HEADER, rows)}")
+    print(text)
+    if options.write:
+        write_section(f"building {options.precision}", text)
+
+
+if __name__ == "__main__":
+    main()
