@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from engines.backends.llvm.backend import Progress, compile_graph, make_tuner
-from engines.backends.llvm.tuner import Tuner
+from engines.backends.llvm.backend import compile_graph, make_tuner
+from engines.backends.llvm.tuner import Progress, Tuner
 from engines.bands import with_bands
 from engines.errors import ConfigError
 from engines.frontend.onnx_import import graph_from_onnx
@@ -43,7 +43,7 @@ class BuildConfig:
     shapes: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)  # of symbolic inputs; None: the batch
     pixels: Pixels | None = None            # the image input takes uint8 [N, H, W, C], and normalises it so
     keep_float: tuple[str, ...] = ()        # ONNX nodes that an int8 build leaves in float
-    timing: bool = True                     # time the tactics; without it the first candidate is taken
+    timing: bool = True                     # time the tactics; without it the cheapest by its cost is taken
     timing_cache: str = ""                  # a file; "" keeps times for this build only
 
     def __post_init__(self) -> None:

@@ -78,7 +78,7 @@ class Writer:
         return outputs[0]
 
     def initialiser(self, name: str, array: Array) -> str:
-        self.initialisers[name] = numpy_helper.from_array(np.array(array, order="C"), name)
+        self.initialisers[name] = numpy_helper.from_array(np.asarray(array, order="C"), name)
         return name
 
     # ---- nodes

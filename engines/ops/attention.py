@@ -13,22 +13,23 @@ from engines.shapes import broadcast
 class ScaledDotProductAttention(Op):
     """softmax(scale * q k' + mask) v over the last two axes; the mask, added to the scores, is optional.
 
-    q [N, H, S, D], k [N, H, T, D], v [N, H, T, E], mask broadcast to [N, H, S, T] -> [N, H, S, E]
+    q [..., S, D], k [..., T, D], v [..., T, E], mask broadcast to [..., S, T] -> [..., S, E], one axis or more
+    before those (items, heads), which broadcast
     """
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
         q, k, v, mask = (*inputs, None)[:4]
         assert q is not None and k is not None and v is not None
-        if {len(q.shape), len(k.shape), len(v.shape)} != {4}:
-            raise GraphError("q, k and v must have four axes")
-        if q.shape[3] != k.shape[3] or k.shape[2] != v.shape[2]:
+        if len({len(q.shape), len(k.shape), len(v.shape)}) > 1 or len(q.shape) < 3:
+            raise GraphError("q, k and v must have equally many axes, at least three")
+        if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
             raise GraphError("q and k must be equally deep, k and v equally long")
-        lead = broadcast(q.shape[:2], k.shape[:2], v.shape[:2])
-        scores = (*lead, q.shape[2], k.shape[2])
+        lead = broadcast(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        scores = (*lead, q.shape[-2], k.shape[-2])
         if mask is not None and broadcast(scores, mask.shape) != scores:
             raise GraphError("the mask does not broadcast to the scores")
-        return (TensorType(q.dtype, (*lead, q.shape[2], v.shape[3])),)
+        return (TensorType(q.dtype, (*lead, q.shape[-2], v.shape[-1])),)
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from engines.ir import Array, Dim, Graph, Node, TensorType
 from engines.passes.facts import reader, scalar
 from engines.passes.notes import Note, note
 from engines.passes.rewrite import fresh_name, merged_origin
+from engines.shapes import broadcast
 
 MOST_BYTES = 2 << 20        # of one head's keys and values as float32: they are packed on a thread's stack
 MASKING = -1e4              # what a Where puts in place of a score hides it if it is no greater than this
@@ -72,15 +73,12 @@ class _Draft:
             raise _Refused("its softmax is not along the keys")
         found = _scores(graph, node, softmax)
         q, k_turned, v = *found.nodes[-1].inputs, node.inputs[1]
-        if any(graph.is_constant(name) for name in (q, k_turned)):
-            raise _Refused("a factor of the scores is a constant")
         ranks = {len(graph.shape(name)) for name in (q, k_turned, v)}
-        if ranks not in ({3}, {4}):
-            raise _Refused("its factors do not all have three, or four, axes")
-        leads = {graph.shape(name)[:-2] for name in (q, k_turned, v)}
+        if len(ranks) > 1 or min(ranks) < 3:
+            raise _Refused("its factors do not have equally many axes, at least three")
         extents = [*graph.shape(q)[-2:], *graph.shape(v)[-2:]]
-        if len(leads) > 1 or not all(isinstance(extent, int) for extent in extents):
-            raise _Refused("its factors differ in batch or heads, or an extent is not known")
+        if not all(isinstance(extent, int) for extent in extents):
+            raise _Refused("its tokens are as many as there are items")
         _, depth, keys, width = map(int, extents)
         if 4 * keys * (depth + width) > MOST_BYTES:
             raise _Refused(f"keys and values of {4 * keys * (depth + width)} bytes a head do not fit a cache")
@@ -90,21 +88,11 @@ class _Draft:
         for name, turn in ((q, False), (k_turned, True), (v, False)):
             name, factor = self._unscaled(name, base) if name != v else (name, 1.0)
             scale *= factor
-            factors.append(self._four_axes(self._turned(name, base) if turn else name, base))
-        mask = self._mask(found, base, self.graph.shape(softmax.outputs[0]))
-        self._finish(node, softmax, found, [*factors, *mask], scale)
-
-    def _finish(self, node: Node, softmax: Node, found: _Scores, inputs: Sequence[str], scale: float) -> None:
-        shape = self.graph.shape(node.outputs[0])
+            factors.append(self._turned(name, base) if turn else name)
         origin = merged_origin([*reversed(found.nodes), softmax, node])
-        made = Node("ScaledDotProductAttention", tuple(inputs), node.outputs, {"scale": scale}, node.name, origin)
-        if len(shape) == 3:
-            four = fresh_name(f"{node.outputs[0]}.heads", self._taken)
-            self.types[four] = TensorType(self._kind(inputs[0]).dtype, (shape[0], 1, *shape[1:]))
-            made = replace(made, outputs=(four,))
-            self.nodes += [*self._new, made, Node("Reshape", (four,), node.outputs, {"shape": shape}, node.outputs[0])]
-        else:
-            self.nodes += [*self._new, made]
+        inputs = (*factors, *self._mask(found, base))
+        self.nodes += [*self._new, Node("ScaledDotProductAttention", inputs, node.outputs, {"scale": scale}, node.name,
+                                        origin)]
         self._new = []
 
     # ---- new nodes
@@ -129,13 +117,6 @@ class _Draft:
         perm = (*range(len(shape) - 2), len(shape) - 1, len(shape) - 2)
         return self._add("Transpose", [name], tuple(shape[axis] for axis in perm), f"{base}.keys", {"perm": perm})
 
-    def _four_axes(self, name: str, base: str) -> str:
-        shape = self._kind(name).shape
-        if len(shape) == 4:
-            return name
-        wide = (*shape[:-2], *(1,) * (4 - len(shape)), *shape[-2:])
-        return self._add("Reshape", [name], wide, f"{base}.heads", {"shape": wide})
-
     def _unscaled(self, name: str, base: str) -> tuple[str, float]:
         """The tensor without the numbers that it was multiplied by on its way here, and their product."""
         graph, factor, source = self.graph, 1.0, name
@@ -155,35 +136,19 @@ class _Draft:
         return top, factor
 
     # ---- masks
-    def _mask(self, found: _Scores, base: str, scores: Sequence[Dim]) -> list[str]:
+    def _mask(self, found: _Scores, base: str) -> list[str]:
         """What is added to the scores, as one tensor; [] if nothing is."""
         parts = [self._scaled(name, factor, base) for name, factor in found.masks]
         parts += [self._where(*hidden, base) for hidden in found.hidden]
-        if not parts:
-            return []
-        parts = [self._mask_axes(name, len(scores), base) for name in parts]
-        total = parts[0]
+        total = parts[:1]
         for part in parts[1:]:
-            a, b = (self.constants.get(name, self.graph.constants.get(name)) for name in (total, part))
+            a, b = (self.constants.get(name, self.graph.constants.get(name)) for name in (*total, part))
             if a is not None and b is not None:
-                total = self._constant(f"{base}.mask", a + b)
+                total = [self._constant(f"{base}.mask", a + b)]
             else:
-                shape = np.broadcast_shapes(*((1, *map(int, self._kind(n).shape[1:])) for n in (total, part)))
-                lead = next((d for n in (total, part) if (d := self._kind(n).shape[0]) != 1), 1)
-                total = self._add("Add", [total, part], (lead, *shape[1:]), f"{base}.mask")
-        return [total]
-
-    def _mask_axes(self, name: str, rank: int, base: str) -> str:
-        """The mask with four axes, as the scores have."""
-        shape = self._kind(name).shape
-        full = (*(1,) * (rank - len(shape)), *shape)
-        wide = full if rank == 4 else (full[0], 1, *full[1:])
-        if wide == shape:
-            return name
-        array = self.constants.get(name, self.graph.constants.get(name))
-        if array is not None:
-            return self._constant(f"{base}.mask", array.reshape([int(d) for d in wide]))
-        return self._add("Reshape", [name], wide, f"{base}.mask", {"shape": wide})
+                shape = broadcast(*(self._kind(name).shape for name in (*total, part)))
+                total = [self._add("Add", [*total, part], shape, f"{base}.mask")]
+        return total
 
     def _scaled(self, name: str, factor: float, base: str) -> str:
         array = self.graph.constants.get(name)
@@ -240,7 +205,7 @@ def _above(graph: Graph, node: Node, found: _Scores) -> str:
         for scores, fill, holds in ((b, a, True), (a, b, False)):
             value = scalar(graph, fill)
             if value is not None and value * found.factor <= MASKING and graph.shape(scores) == shape:
-                found.hidden.append((condition, holds, max(value * found.factor, float(np.finfo(np.float32).min))))
+                found.hidden.append((condition, holds, value * found.factor))
                 return scores
     raise _Refused(f"{node.op} stands between its scores and its softmax")
 

@@ -66,7 +66,7 @@ def is_view_of_input(graph: Graph, node: Node) -> bool:
     """
     perm, (source,), (result,) = node.attrs["perm"], node.inputs, node.outputs
     contiguous = perm.index(len(perm) - 1) - len(perm)
-    if not _keeps_items(graph, node) or result in graph.outputs or contiguous < -2 or graph.is_constant(source):
+    if BATCH in graph.shape(source)[-1:] or result in graph.outputs or contiguous < -2 or graph.is_constant(source):
         return False
     readers = graph.consumers[result]
     return bool(readers) and all(
@@ -81,13 +81,7 @@ def is_view_of_output(graph: Graph, node: Node) -> bool:
     source, perm = node.inputs[0], node.attrs["perm"]
     producer = graph.producer.get(source)
     return (producer is not None and is_product(graph, producer) and reader(graph, source) is node
-            and _keeps_items(graph, node) and perm[-1] == len(perm) - 1)
-
-
-def _keeps_items(graph: Graph, node: Node) -> bool:
-    """Whether a Transpose leaves the items of a batch, or of a leading axis, what they are."""
-    shape, perm = graph.shape(node.inputs[0]), node.attrs["perm"]
-    return shape[-1] != BATCH and (BATCH in shape or perm[0] == 0)
+            and BATCH not in graph.shape(source)[-1:] and perm[-1] == len(perm) - 1)
 
 
 def _epilogue_inputs(node: Node) -> set[str]:

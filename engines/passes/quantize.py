@@ -4,8 +4,9 @@
     weights       s8 = round(w / scale[o])                          scale[o] = max |w[o]| / 127, one per output channel
 
 The range always holds 0, which is exact: padding with the zero point is padding with zero. A tensor that is never
-negative has zero point 0 and all of 0..255. Only contractions by constant weights compute in int8; their bias, what
-follows them in a body, and all other nodes compute in float between a dequantisation and a quantisation.
+negative has zero point 0 and all of 0..255. Contractions by constant weights compute in int8, and products of tensors
+that are all stored so; their bias, what follows them in a body, and all other nodes compute in float between a
+dequantisation and a quantisation.
 """
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from engines.errors import ConfigError
 from engines.ir import Array, Graph, Node, QParams, TensorType
-from engines.passes.facts import is_product
+from engines.passes.facts import ATTENTION, is_product
 from engines.passes.notes import Note, note
 from engines.passes.rewrite import fresh_name
 from engines.passes.rules.pad import never_negative
@@ -55,7 +56,7 @@ def quantize(graph: Graph, ranges: Ranges, keep_float: Collection[str] = (), log
                if _is_weighted(node) and node not in chosen and not is_product(graph, node)}
     names = {node.outputs for node in chosen}
     graph = _with_int8_weights(with_conversions(graph, wanted), names)
-    return graph.rebuild(replace(node, precision="int8") if node.op == "Recurrence" and not set(node.origin) & set(
+    return graph.rebuild(replace(node, precision="int8") if _is_exact(graph, node) and not set(node.origin) & set(
         keep_float) else node for node in graph.nodes)
 
 
@@ -139,6 +140,13 @@ def _input_type(graph: Graph, node: Node, ranges: Ranges) -> TensorType | None:
 
 def _as_float(graph: Graph, node: Node) -> TensorType:
     return replace(graph.types[node.anchor.inputs[0]], quant=None)
+
+
+def _is_exact(graph: Graph, node: Node) -> bool:
+    """Whether a node without constant weights computes in int8: a product does if its factors are stored in 8 bits, as
+    they are, so nothing more is lost."""
+    factors = node.anchor.inputs[:3 if node.anchor.op == ATTENTION else 2]
+    return node.op == "Recurrence" or is_product(graph, node) and all(graph.types[name].quant for name in factors)
 
 
 # ---- weights

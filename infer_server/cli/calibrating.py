@@ -16,7 +16,7 @@ from calibration.data import CalibrationData, Feed, open_calibration_data
 from calibration.histogram import Histogram
 from calibration.preprocess import Preprocess, load_preprocess
 from calibration.search import CANDIDATES, search
-from calibration.smoothing import ChannelPeaks, smoothable, smoothed, smoothing_factors
+from calibration.smoothing import ALPHAS, ChannelPeaks, smoothable, smoothed, smoothing_factors
 from calibration.table import CalibrationTable, load_or_make, make_table
 from engines.builder import TRIAL_BATCH, Builder
 from engines.errors import ConfigError
@@ -152,7 +152,7 @@ def _from_data(builder: Builder, graph: Graph, wanted: Calibration,
     factors: dict[str, tuple[float, ...]] = {}
     if uneven:
         watched, factors = _smoothing(builder, graph, judge, watched, say)
-        trials -= 2
+        trials -= 1 + len(ALPHAS)
     usual = replace(make_table("percentile", hash_, items, watched.histograms), smoothing=factors)
     spare = trials - len(CANDIDATES) - 2        # 2: with biases corrected, and without
     if spare < 0:
@@ -176,16 +176,20 @@ def _budget(macs: int, weights: int) -> tuple[int, int]:
 def _smoothing(builder: Builder, graph: Graph, judge: Judge, plain: _Watched,
                say: Say) -> tuple[_Watched, dict[str, tuple[float, ...]]]:
     """What was watched, and the factors, if channels smoothed by them lower the error; else `plain` and none."""
-    factors = {name: tuple(map(float, values)) for name, values in smoothing_factors(graph, plain.peaks).items()}
     edges = tuple(plain.histograms)
-    even = replace(plain, engine=Engine(builder.watching(smoothed(graph, factors), edges)))
-    even.watch(edges)
-    before = judge.errors(make_table(WIDEST, "", 0, plain.histograms))
-    after = judge.errors(replace(make_table(WIDEST, "", 0, even.histograms), smoothing=factors))
-    better = after.sqnr_db > before.sqnr_db
-    say(f"smoothing of {len(factors)} tensors {'kept' if better else 'left out'}: "
-        f"{before.sqnr_db:.2f} dB without, {after.sqnr_db:.2f} dB with")
-    return (even, factors) if better else (plain, {})
+    before = judge.errors(make_table(WIDEST, "", 0, plain.histograms)).sqnr_db
+    best, kept, measured = before, "left out", [f"{before:.2f} dB without"]
+    found: tuple[_Watched, dict[str, tuple[float, ...]]] = (plain, {})
+    for alpha in ALPHAS:
+        factors = {name: tuple(map(float, s)) for name, s in smoothing_factors(graph, plain.peaks, alpha).items()}
+        even = replace(plain, engine=Engine(builder.watching(smoothed(graph, factors), edges)))
+        even.watch(edges)
+        after = judge.errors(replace(make_table(WIDEST, "", 0, even.histograms), smoothing=factors)).sqnr_db
+        measured.append(f"{after:.2f} dB with alpha {alpha}")
+        if after > best:
+            best, kept, found = after, f"kept with alpha {alpha}", (even, factors)
+    say(f"smoothing of {len(plain.peaks)} tensors {kept}: {', '.join(measured)}")
+    return found
 
 
 def _bias_correction(judge: Judge, table: CalibrationTable, means: Mapping[str, Any], say: Say) -> dict[str, Any]:

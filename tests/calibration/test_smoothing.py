@@ -54,6 +54,11 @@ def test_a_smoothed_graph_is_the_same_function_and_its_tensors_are_divided(act: 
         np.testing.assert_allclose(after[name] * s, before[name], 1e-5, 1e-5)
 
 
+def test_a_product_stays_the_first_of_its_body() -> None:
+    even = smoothed(block(), {"n": np.full(WIDTH, 3.0)})
+    assert [part.op for part in even.producer["y"].body] == ["MatMul", "Mul", "Add"]
+
+
 def test_what_ends_in_a_relu_still_does_so_that_it_is_known_to_be_never_negative() -> None:
     even = smoothed(block("Relu"), {"h": np.full(HIDDEN, 3.0)})
     assert even.producer["h"].body[-1].op == "Relu"
@@ -63,7 +68,7 @@ def test_a_channel_of_outliers_comes_down_to_the_others() -> None:
     graph = block()
     wild = graph.rebuild(graph.nodes, {"g": graph.constants["g"] * np.float32([50] + [1] * (WIDTH - 1))})
     peaks = peaks_of(wild, ("n",))
-    even = peaks_of(smoothed(wild, smoothing_factors(wild, peaks)), ("n",))
+    even = peaks_of(smoothed(wild, smoothing_factors(wild, peaks, 0.8)), ("n",))
     assert even["n"].max() / np.median(even["n"]) < 0.2 * peaks["n"].max() / np.median(peaks["n"])
 
 
@@ -73,5 +78,5 @@ def test_peaks_are_over_all_batches_and_a_channel_of_zeros_has_a_factor_too() ->
     peaks.observe({"n": np.float32([[0, 2]])})
     np.testing.assert_array_equal(peaks.result()["n"], [0, 3])
     graph = block()
-    factors = smoothing_factors(graph, {"n": np.arange(WIDTH)})["n"]
+    factors = smoothing_factors(graph, {"n": np.arange(WIDTH)}, 0.8)["n"]
     assert (factors > 0).all() and np.isfinite(factors).all()

@@ -72,6 +72,17 @@ def test_run_takes_the_threads_that_the_plan_was_built_for(workshop: Workshop, p
     assert run(workshop, plan)["threads"] == 2
 
 
+def test_run_pins_its_threads(workshop: Workshop, plan: str) -> None:
+    allowed = os.sched_getaffinity(0)
+    try:
+        assert run(workshop, plan, "--threads", "1", "--pin")["threads"] == 1
+        assert os.sched_getaffinity(0) == {min(allowed)}
+        assert run_engine.main([plan, "--threads", "2", "--pin"]) != 0
+        assert "2 threads, but this process may use 1 CPUs" in workshop.capture.readouterr().err
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
 def test_run_profiles_every_kernel(workshop: Workshop, plan: str) -> None:
     assert run_engine.main([plan, "--threads", "1", "--profile"]) == 0
     printed = workshop.capture.readouterr().out

@@ -11,9 +11,14 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
+from calibration.accuracy import sqnr_db
+from engines import reference
 from engines.builder import BuildConfig
+from engines.frontend.onnx_export import onnx_from_graph
+from engines.frontend.onnx_import import graph_from_onnx
 from engines.plan import Step
 from engines.runtime import Engine
+from engines.serialize import graph_from_json
 from infer_server.cli.calibrating import Calibration
 from infer_server.cli.compiling import compile_model
 from tests.zoo import run_onnx
@@ -120,8 +125,8 @@ def masked_scores(w: Writer, case: Case, q: str, k: str) -> str:
     return scores
 
 
-def feeds_for(case: Case, batch: int) -> dict[str, Any]:
-    random = np.random.default_rng(1)
+def feeds_for(case: Case, batch: int, seed: int = 1) -> dict[str, Any]:
+    random = np.random.default_rng(seed)
     feeds = {"x": random.standard_normal((batch, case.tokens, case.width)).astype(np.float32)}
     if case.mask in ("tokens", "full", "where"):
         seen = random.random((batch, 1, 1 if case.mask == "tokens" else case.tokens, case.tokens)) < 0.7
@@ -130,10 +135,15 @@ def feeds_for(case: Case, batch: int) -> dict[str, Any]:
     return feeds
 
 
-def built(model: onnx.ModelProto, folder: Path, **options: Any) -> Engine:
+def built(model: onnx.ModelProto, folder: Path, calibration: Any = None, **options: Any) -> Engine:
+    """calibration: inputs to watch an int8 build on."""
     onnx.save(model, folder / "model.onnx")
+    source = Calibration()
+    if calibration:
+        np.savez(folder / "calibration.npz", **calibration)
+        source = Calibration(source=str(folder / "calibration.npz"), calibrator="minmax")
     config = BuildConfig(**{"max_batch": MAX_BATCH, "timing": False, **options})
-    return Engine(compile_model(folder / "model.onnx", config, Calibration(), say=lambda text: None).plan)
+    return Engine(compile_model(folder / "model.onnx", config, source, say=lambda text: None).plan)
 
 
 def family(step: Step) -> str:
@@ -166,6 +176,60 @@ def test_attention_is_one_kernel_that_answers_as_onnx_runtime_does(name: str, pr
     kernels = [family(step) for step in engine.plan.steps]
     assert kernels.count("attention") == 1
     assert not {"permute", "softmax"} & set(kernels)
+
+
+def one_item_model(keys_of: str) -> onnx.ModelProto:
+    """Tokens first and no batch, as of torch's MultiheadAttention; keys_of: "x", "one head" or "learned queries"."""
+    w, (tokens, heads, depth) = Writer(), (21, 4, 6)
+    width = heads * depth
+    split = w.constant([tokens, heads, depth], np.int64)
+    if keys_of == "learned queries":
+        q = w.constant(w.random.standard_normal((heads, tokens, depth)))
+    else:
+        q = w("Transpose", w("Reshape", w.linear("x", width, width), split), perm=(1, 0, 2))
+    if keys_of == "one head":
+        one = w.constant([tokens, 1, depth], np.int64)
+        k, v = (w("Reshape", w.linear("x", width, depth), one) for _ in range(2))
+    else:
+        k, v = (w("Reshape", w.linear("x", width, width), split) for _ in range(2))
+    k, v = w("Transpose", k, perm=(1, 2, 0)), w("Transpose", v, perm=(1, 0, 2))
+    scores = w("MatMul", w("Mul", q, w.constant(depth ** -0.5)), k)
+    mixed = w("Transpose", w("MatMul", w("Softmax", scores, axis=-1), v), perm=(1, 0, 2))
+    merged = w("Reshape", mixed, w.constant([tokens, 1, width], np.int64))
+    w.nodes.append(helper.make_node("Identity", [w.linear(merged, width, width)], ["y"]))
+    x, y = (helper.make_tensor_value_info(name, FLOAT, [tokens, 1, width]) for name in "xy")
+    graph = helper.make_graph(w.nodes, "attention", [x], [y], w.constants)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+@pytest.mark.parametrize("keys_of", ["x", "one head", "learned queries"])
+def test_attention_without_a_batch_is_one_kernel_too(keys_of: str, tmp_path: Path) -> None:
+    model = one_item_model(keys_of)
+    engine = built(model, tmp_path, max_batch=None)
+    feeds = {"x": np.random.default_rng(1).standard_normal((21, 1, 24)).astype(np.float32)}
+    np.testing.assert_allclose(engine.run(feeds)["y"], run_onnx(model, feeds)["y"], rtol=1e-4, atol=1e-5)
+    kernels = [family(step) for step in engine.plan.steps]
+    assert "attention" in kernels and not {"permute", "softmax", "reference"} & set(kernels)
+
+
+@pytest.mark.parametrize("name", ["as BERT", "q scaled, sliced from one projection", "q and k scaled, causal"])
+def test_quantised_attention_computes_in_int8_and_exports_what_it_is(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    model = attention_model(case)
+    engine = built(model, tmp_path, feeds_for(case, 16, seed=2), precision="int8")
+    feeds = feeds_for(case, MAX_BATCH)
+    expected, got = run_onnx(model, feeds)["y"], engine.run(feeds)["y"]
+    assert sqnr_db(expected, got) > 28
+    attention, = (step for step in engine.plan.steps if family(step) == "attention")
+    assert attention.precision == "int8"
+    assert "permute" not in [family(step) for step in engine.plan.steps]
+    # The quantised graph has a float softmax; the kernel rounds its weights to bytes.
+    graph = graph_from_json(engine.plan.graph, engine.plan.graph_arrays)
+    meant = reference.run(graph, feeds)["y"]
+    assert sqnr_db(meant, got) > 30
+    # Not in ONNX Runtime: its own int8 kernels round otherwise than the model says.
+    exported = graph_from_onnx(onnx_from_graph(graph))
+    assert sqnr_db(meant, reference.run(exported, feeds)["y"]) > 50
 
 
 def test_the_scores_are_not_read_from_outside(tmp_path: Path) -> None:

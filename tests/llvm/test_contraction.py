@@ -83,6 +83,14 @@ def test_a_float_contraction_agrees_with_its_reference(shape, precision, isa):
     check(spec, isa, inputs, constants, TOLERANCE[precision], pieces=2, slack=15)
 
 
+def test_a_nan_behind_an_odd_run_stays_out():
+    """A pair of bfloat16 would reach the next group: its weight there is zero, but NaN times zero is NaN."""
+    spec, (x, *others), constants = problem(Shape(1, 3, 10, 32, groups=2), "bf16", stored="float32")
+    x[..., 5] = 0x7FC0
+    got, = run(spec, AVX512_BF16, [x, *others], constants)
+    assert np.isfinite(got[..., :16]).all() and np.isnan(got[..., 16:]).all()
+
+
 @EVERY_ISA
 @pytest.mark.parametrize("tile", [Tile(1, 3, 1), Tile(2, 3, 2, 1), Tile(1, 5, 4, 1, prefetch=True), Tile(1, 14, 2)],
                          ids=str)

@@ -23,7 +23,7 @@ ISA = best_isa(host_features())
 def loop_of_products(isa: Isa, precision: str) -> str:
     """The assembly of the loop's body."""
     module = Module()
-    peaks.emit_products(module, "products", isa, arithmetic_for(precision, isa, 2))
+    peaks.emit_products(module, "products", isa, arithmetic_for(precision, isa))
     text = assembly(module.text(), isa)
     assert not spills(text)
     first, last = text.index("#APP"), text.rindex("#NO_APP")        # comments that LLVM puts around inline assembly

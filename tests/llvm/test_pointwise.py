@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -97,6 +98,14 @@ def test_every_instruction_rounds_as_its_meaning_says(op, isa):
     if op in ("less", "less_or_equal", "equal"):
         inputs = [np.rint(x) for x in inputs]       # so that some are equal
     check(spec, isa, inputs, {"program": []})
+
+
+def test_gelu_is_as_accurate_as_it_says():
+    x = np.linspace(-40, 40, 40001).astype(np.float32)
+    exact = np.array([0.5 * v * math.erfc(-v / math.sqrt(2)) for v in x.astype(np.float64)])
+    error = np.abs(INSTRUCTIONS["gelu"].meaning(x) - exact)
+    assert error[np.abs(x) <= 5].max() < 2.2e-6
+    assert (error / np.abs(x).clip(5))[np.abs(x) > 5].max() < 3e-7
 
 
 @EVERY_ISA

@@ -26,7 +26,8 @@ class Shape:
 
     def spec(self, precision, program, stored="", result=""):
         dtype, view = stored or STORED[precision], gapped if self.gaps else dense_view
-        b = view(dtype, (*self.lead, self.columns, self.depth) if self.turned else (*self.lead, self.depth, self.columns))
+        last = (self.columns, self.depth) if self.turned else (self.depth, self.columns)
+        b = view(dtype, (*self.lead, *last))
         if self.turned:
             b = View(dtype, (*b.shape[:-2], b.shape[-1], b.shape[-2]), (*b.strides[:-2], b.strides[-1], b.strides[-2]),
                      b.item)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ class Arithmetic(ABC):
     dtype: str                  # of x as stored
     weights_dtype: str
     elements: int = 1           # of x in a step
+    exact_end: ClassVar[bool] = False       # what lies behind a run must not be read, though its weights be zero
 
     @property
     def step_bytes(self) -> int:
@@ -41,6 +42,10 @@ class Arithmetic(ABC):
     @abstractmethod
     def pixel(self, isa: Isa, address: Value) -> Operand:
         """One step of one pixel, in every lane."""
+
+    def last_pixel(self, isa: Isa, address: Value) -> Operand:
+        """The same where the run ends inside the step, if it has an `exact_end`."""
+        return self.pixel(isa, address)
 
     @abstractmethod
     def weights(self, isa: Isa, address: Value) -> Operand:
@@ -134,12 +139,18 @@ class Widened(Arithmetic):
 
 class PairsOfBfloat(Arithmetic):
     """vdpbf16ps: two products a lane."""
+    exact_end = True
 
     def _pairs(self, isa: Isa, words: Value) -> Operand:
         return (words.f.cast("bitcast", words, vector(2 * isa.lanes, "bfloat"), "pairs"),)
 
     def pixel(self, isa: Isa, address: Value) -> Operand:
         return self._pairs(isa, address.f.splat(address.f.load(I32, address, hint="word"), isa.lanes))
+
+    def last_pixel(self, isa: Isa, address: Value) -> Operand:
+        """One element and a zero: behind it may lie a NaN, and NaN times a zero weight is NaN."""
+        one = address.f.cast("zext", address.f.load(I16, address, hint="element"), I32, "word")
+        return self._pairs(isa, address.f.splat(one, isa.lanes))
 
     def weights(self, isa: Isa, address: Value) -> Operand:
         return self._pairs(isa, address.f.load(isa.ints, address, isa.bytes, "weights"))
@@ -156,13 +167,12 @@ _FLOATS = {"fp32": Widened("float32", "float32"), "fp16": Widened("float16", "fl
 _PAIRS = PairsOfBfloat("bfloat16", "bfloat16", 2)
 
 
-def arithmetic_for(precision: str, isa: Isa, run: int) -> Arithmetic:
-    """The step for a precision. `run`: elements of x that follow each other (a pair must not read past them: what lies
-    there may be a NaN, and NaN times a zero weight is NaN)."""
+def arithmetic_for(precision: str, isa: Isa) -> Arithmetic:
+    """The step for a precision."""
     if precision == "int8":
         return INT8
     if precision == "int16":
         return INT16
-    if precision == "bf16" and isa.bf16 and run % 2 == 0:
+    if precision == "bf16" and isa.bf16:
         return _PAIRS
     return _FLOATS[precision]

@@ -48,13 +48,12 @@ def _silu(w: AffineWriter, node: Node, x: Affine) -> Affine:
 
 
 def _gelu(w: AffineWriter, node: Node, x: Affine) -> Affine:
+    if node.attrs.get("approximate") != "tanh":
+        return w.apply("gelu", x)
     x = w.settled(x)
-    if node.attrs.get("approximate") == "tanh":
-        cubic = w.multiply(w.multiply(x, x), x)
-        factor = math.sqrt(2 / math.pi)
-        inner = w.apply("tanh", w.add(x.scaled(factor), cubic.scaled(0.044715 * factor)))
-    else:
-        inner = w.apply("erf", x.scaled(math.sqrt(0.5)))
+    cubic = w.multiply(w.multiply(x, x), x)
+    factor = math.sqrt(2 / math.pi)
+    inner = w.apply("tanh", w.add(x.scaled(factor), cubic.scaled(0.044715 * factor)))
     return w.multiply(x, inner.scaled(0.5, 0.5))
 
 

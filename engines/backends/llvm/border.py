@@ -1,7 +1,7 @@
 """Borders of zeros around x, and the taps of a convolution that read nothing else: their products need no computing.
 
-Where a padded tensor's zero point is 0 (and in float), its halo holds zeros. Of a 3x3 convolution of 7x7 pixels, taps in
-the halo are 18 % of the products; of 14x14 pixels 9 %.
+Where a padded tensor's zero point is 0 (and in float), its halo holds zeros. Taps in the halo are 18 % of the products
+of a 3x3 convolution of 7x7 pixels, 9 % of one of 14x14.
 """
 from __future__ import annotations
 

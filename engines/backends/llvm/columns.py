@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from engines.backends.llvm.cost import Work
 from engines.backends.llvm.emit import I8, I16, Value, vector
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import Lanes
@@ -32,6 +33,10 @@ class Columns(ABC):
     @abstractmethod
     def load(self, lanes: Lanes, dtype: str, addresses: Sequence[Value]) -> list[Operand]:
         """Rows of one column of x, at most `rows` of them -> an operand for each vector of channels."""
+
+    @abstractmethod
+    def loading(self, isa: Isa, vectors: int, rows: int) -> Work:
+        """What `load` costs for all groups of `rows` rows."""
 
     @abstractmethod
     def dot(self, isa: Isa, acc: Value, operand: Operand, weights: Value) -> Value:
@@ -63,6 +68,11 @@ class FourRows(Columns):
         evens, odds = _zip_bytes(rows[0], rows[1], lanes.vectors), _zip_bytes(rows[2], rows[3], lanes.vectors)
         quads = [quad for a, b in zip(evens, odds, strict=True) for quad in _zip_shorts(a, b, lanes.vectors)]
         return [lanes.isa.unsigned(quad) for quad in quads[:lanes.vectors]]
+
+    def loading(self, isa: Isa, vectors: int, rows: int) -> Work:
+        groups, spread = -(-rows // 4), 0 if vectors == 4 else rows
+        widening = 2 * vectors * groups if isa.ready_bytes > isa.bytes else 0
+        return Work(others=spread + groups * (2 * max(vectors // 2, 1) + vectors) + widening, loads=rows)
 
     @staticmethod
     def _spread(lanes: Lanes, row: Value) -> Value:
@@ -98,6 +108,9 @@ class OneRow(Columns):
 
     def load(self, lanes: Lanes, dtype: str, addresses: Sequence[Value]) -> list[Operand]:
         return [(value,) for value in lanes.load(dtype, addresses[0])]
+
+    def loading(self, isa: Isa, vectors: int, rows: int) -> Work:
+        return Work(loads=rows * vectors)
 
     def dot(self, isa: Isa, acc: Value, operand: Operand, weights: Value) -> Value:
         return isa.fma(operand[0], weights.f.load(isa.floats, weights, isa.bytes, "weights"), acc)

@@ -27,7 +27,7 @@ MIDDLE = 128            # of uint8: stored - MIDDLE is an int8
 
 def product_arithmetic(precision: str, isa: Isa) -> Arithmetic:
     """The inner step. Floats that the machine does not multiply as they are stored are widened once, by the packing."""
-    return arithmetic_for(precision if precision == "int8" or precision == "bf16" and isa.bf16 else "fp32", isa, 2)
+    return arithmetic_for(precision if precision == "int8" or precision == "bf16" and isa.bf16 else "fp32", isa)
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def _opaque(isa: Isa, value: Value) -> Value:
 
 
 def _macs_per_second(isa: Isa) -> dict[str, float]:
-    arithmetics = {precision: arithmetic_for(precision, isa, 2) for precision in PRECISIONS}
+    arithmetics = {precision: arithmetic_for(precision, isa) for precision in PRECISIONS}
     times = measure({precision: _products(isa, arithmetic) for precision, arithmetic in arithmetics.items()})
     return {precision: TURNS * CHAINS * isa.lanes * arithmetic.elements / (times[precision] / 1e6)
             for precision, arithmetic in arithmetics.items()}

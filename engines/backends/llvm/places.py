@@ -22,7 +22,7 @@ from engines.backends.llvm.spec import View, dense_view
 from engines.backends.llvm.transposed import Phase, phases
 from engines.errors import ModelError
 from engines.ir import BATCH, Dim, Graph, Node, TensorType
-from engines.passes.facts import is_view_of_input, is_view_of_output
+from engines.passes.facts import is_product, is_view_of_input, is_view_of_output
 from engines.plan import TensorView
 
 NO_BUFFER = -1
@@ -217,11 +217,11 @@ class Places:
                 wanted[name] = wanted.get(name, Halo()) | halo
         return wanted
 
-    def _alike(self, a: str, b: str, items: bool = True) -> bool:
-        """Stored alike, the items leading: one may be a part of the other. items: there are as many of both."""
+    def _alike(self, a: str, b: str) -> bool:
+        """Stored alike, the items leading: one may be a part of the other."""
         types = self.graph.types
         return (types[a].quant == types[b].quant and stored_dtype(types[a]) == stored_dtype(types[b])
-                and (items_of(types[a]) == items_of(types[b]) or not items)
+                and items_of(types[a]) == items_of(types[b])
                 and not batch_axis(types[a]) and not batch_axis(types[b]))
 
     def _see_views(self, node: Node) -> None:
@@ -232,9 +232,7 @@ class Places:
             self._see_transpose(node)
             return
         if node.op == "Reshape":
-            output = node.outputs[0]
-            if self._alike(source, output, BATCH in types[source].shape):
-                self._parent[output] = _Inside(source, reshape=item_shape(types[output]), items=items_of(types[output]))
+            self._see_reshape(node)
             return
         if not all(self._alike(source, output) for output in node.outputs):
             return
@@ -245,6 +243,15 @@ class Places:
             strided = any(axis == rank - 1 and step != 1 for axis, _, _, step in cut or ())
             if cut is not None and not strided and not (moves_rows and self._wanted.get(output)):
                 self._parent[output] = _Inside(source, cuts=tuple(cut))
+
+    def _see_reshape(self, node: Node) -> None:
+        """Without a batch the leading axis is one like others."""
+        source, output = (self.graph.types[name] for name in (node.inputs[0], node.outputs[0]))
+        batched = BATCH in output.shape
+        if self._alike(node.inputs[0], node.outputs[0]) if batched else (
+                BATCH not in source.shape and source.quant == output.quant):
+            shape = item_shape(output) if batched else tuple(map(int, output.shape)) or (1,)
+            self._parent[node.outputs[0]] = _Inside(node.inputs[0], reshape=shape)
 
     def _see_pad(self, node: Node) -> None:
         """Unless a convolution pads the output once more: then there is a halo around a halo, and a copy."""
@@ -257,16 +264,20 @@ class Places:
         """In memory the batch leads before and after: moving it among axes that keep their order moves nothing."""
         source, output = node.inputs[0], node.outputs[0]
         axes = self._transposed_axes(node)
-        if axes == tuple(range(len(axes or ()))) and items_of(self.graph.types[source]) == BATCH:
+        if axes == tuple(range(len(node.attrs["perm"]))) and items_of(self.graph.types[source]) == BATCH:
             self._parent[output] = _Inside(source)
         elif axes is not None and is_view_of_input(self.graph, node):
             self._parent[output] = _Inside(source, perm=axes)
 
     def _transposed_axes(self, node: Node) -> tuple[int, ...] | None:
-        """How a Transpose moves an item's axes; None if the two tensors cannot share memory."""
+        """How a Transpose moves the axes in memory, the items' first; None if the two tensors cannot share memory."""
         source, target = (self.graph.types[name] for name in (node.inputs[0], node.outputs[0]))
-        alike = (source.quant, stored_dtype(source)) == (target.quant, stored_dtype(target))
-        return item_perm(node, source) if alike else None
+        if (source.quant, stored_dtype(source)) != (target.quant, stored_dtype(target)):
+            return None
+        if items_of(source) != BATCH:
+            return tuple(node.attrs["perm"])
+        axes = item_perm(node, source)
+        return None if axes is None else (0, *(axis + 1 for axis in axes))
 
     def _see_concat(self, node: Node) -> None:
         if node.op != "Concat":
@@ -295,17 +306,17 @@ class Places:
         """A Reshape of a tensor with gaps is a view only where none of its axes would cross one."""
         for name, inside in list(self._parent.items()):
             if inside.reshape is not None and (
-                    self._group_halo(inside.parent) or self._wanted.get(name) or not self._can_reshape(inside)):
+                    self._group_halo(inside.parent) or self._wanted.get(name) or not self._can_reshape(name, inside)):
                 del self._parent[name]
 
-    def _can_reshape(self, inside: _Inside) -> bool:
+    def _can_reshape(self, name: str, inside: _Inside) -> bool:
         assert inside.reshape is not None
         if inside.parent not in self._parent:
             return True
-        parent = self._without_halo(inside.parent)
-        if parent.items != inside.items:
-            return parent.view.dense
-        return len(inside.reshape) <= 3 and reshaped_strides(parent.view, inside.reshape) is not None
+        seen = reshaped(self._without_halo(inside.parent), inside.reshape)
+        return seen is not None and (len(seen.view.shape) <= 3 or all(
+            is_product(self.graph, node) or node.op == "Transpose" and is_view_of_input(self.graph, node)
+            for node in self.graph.consumers[name]))
 
     def _without_halo(self, name: str) -> Place:
         """Where the tensor would lie in a buffer of its group that has no halo."""
@@ -365,23 +376,33 @@ class _Inside:
     cuts: tuple[tuple[int, int, int, int], ...] = ()        # (axis, start, stop, step)
     halo: Halo = Halo()
     reshape: tuple[int, ...] | None = None
-    items: Dim = BATCH                                      # of what is reshaped
-    perm: tuple[int, ...] = ()                              # of the item's axes
+    perm: tuple[int, ...] = ()                              # of the items and the item's axes
 
     def derive(self, place: Place) -> Place:
         view = place.view
-        if self.reshape is not None and view.dense:
-            return replace(place, view=dense_view(view.dtype, self.reshape), items=self.items)
         if self.reshape is not None:
-            strides = reshaped_strides(view, self.reshape)
-            assert strides is not None
-            return replace(place, view=replace(view, shape=self.reshape, strides=strides))
+            seen = reshaped(place, self.reshape)
+            assert seen is not None
+            return seen
         if self.perm:
-            shape, strides = (tuple(values[axis] for axis in self.perm) for values in (view.shape, view.strides))
-            return replace(place, view=replace(view, shape=shape, strides=strides))
+            sizes, steps = (place.items, *view.shape), (view.item, *view.strides)
+            items, *inner = (sizes[axis] for axis in self.perm)
+            item, *gaps = (steps[axis] for axis in self.perm)
+            return replace(place, view=View(view.dtype, tuple(map(int, inner)), tuple(gaps), item), items=items)
         for cut in self.cuts:
             place = place.part(*cut)
         return place.with_halo(self.halo)
+
+
+def reshaped(place: Place, shape: tuple[int, ...]) -> Place | None:
+    """The same elements in another shape: of an item if there is a batch, else of all; None if that is no view."""
+    view = place.view if place.items == BATCH else as_one_item(place).view
+    strides = dense_view(view.dtype, shape).strides if place.view.dense else reshaped_strides(view, shape)
+    if strides is None:
+        return None
+    if place.items == BATCH:
+        return replace(place, view=replace(view, shape=shape, strides=strides))
+    return replace(place, view=View(view.dtype, shape[1:], strides[1:], strides[0]), items=shape[0])
 
 
 def reshaped_strides(view: View, shape: Sequence[int]) -> tuple[int, ...] | None:

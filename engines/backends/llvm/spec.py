@@ -123,7 +123,11 @@ class KernelSpec(ABC):
 
     @abstractmethod
     def tactics(self, isa: Isa) -> Sequence[Any]:
-        """Candidates, the likely best first: without timing, the first is taken."""
+        """Candidates. Without timing the cheapest is taken, the first of equals; with it, the dear are not timed."""
+
+    def cost(self, isa: Isa, tactic: Any) -> float:
+        """Cycles of one item, roughly (see cost.py); families of one tactic need not say."""
+        return 0.0
 
     def refinements(self, isa: Isa, best: Any) -> Sequence[Any]:
         """Variants of the fastest of `tactics`, to be timed in a second round."""
@@ -132,6 +136,10 @@ class KernelSpec(ABC):
     def packing(self, tactic: Any) -> Any:
         """What of a tactic decides how constants are packed: tactics equal in it share packed constants."""
         return tactic
+
+    def only_moves(self, tactic: Any) -> bool:
+        """Packing puts each constant into its place, whatever its value: so a plan can find them there again."""
+        return True
 
     @abstractmethod
     def grid(self, isa: Isa, tactic: Any) -> Grid:

@@ -102,19 +102,22 @@ class DivideByConstant(Rule):
         draft.finish("Mul", [match.value("x"), draft.constant("reciprocal", reciprocal)])
 
 
-class Square(Rule):
+class SmallPower(Rule):
     pattern = P("Pow", Value("x"), Constant("exponent"))
 
     def check(self, match: Match) -> bool:
         exponent = match.constant("exponent")
-        return _is_float(match) and exponent.size == 1 and float(exponent.reshape(())) in (2, 0.5)
+        return _is_float(match) and exponent.size == 1 and float(exponent.reshape(())) in (2, 3, 0.5)
 
     def rewrite(self, match: Match, draft: Draft) -> None:
-        x = match.value("x")
-        if float(match.constant("exponent").reshape(())) == 2:
+        x, exponent = match.value("x"), float(match.constant("exponent").reshape(()))
+        if exponent == 0.5:
+            draft.finish("Sqrt", [x])
+        elif exponent == 2:
             draft.finish("Mul", [x, x])
         else:
-            draft.finish("Sqrt", [x])
+            y = match.graph.types[match.root.outputs[0]]
+            draft.finish("Mul", [x, draft.node("Mul", [x, x], TensorType(y.dtype, y.shape))])
 
 
 class SumToAdd(Rule):
@@ -225,7 +228,7 @@ def _is_float(match: Match) -> bool:
     return bool(match.graph.types[match.root.outputs[0]].dtype.kind == "f")
 
 
-CANONICAL = (ClipToRelu(), ExtremeToClip(), MergeClips(), SubtractConstant(), MergeSums(), DivideByConstant(), Square(),
-             SumToAdd())
+CANONICAL = (ClipToRelu(), ExtremeToClip(), MergeClips(), SubtractConstant(), MergeSums(), DivideByConstant(),
+             SmallPower(), SumToAdd())
 NAMED = (ClipToHardSigmoid(), HardSwish(), HardSwishByClip(), HardSwishByScaledInput(), Swish(), Mish(),
          Gelu(), GeluHalfFirst(), GeluHalfInside())

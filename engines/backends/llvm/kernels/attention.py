@@ -5,7 +5,7 @@
 
     for head:                                   k' and v are packed, once a call
       for block of queries:
-        tiles of k' :  x = scale * sums + mask  -> scratch
+        tiles of k' :  x                        -> scratch
         rows of x   :  p, 1 / sum of p          -> scratch
         tiles of v  :  sums / sum of p          -> program -> y
 
@@ -20,6 +20,7 @@ al. 2022) without its running maximum: a row of scores fits a cache.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +28,15 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.access import item_addresses, load_channels, load_constants, offset, panels, run_program
+from engines.backends.llvm.access import (
+    item_addresses,
+    load_channels,
+    load_constants,
+    offset,
+    panels,
+    run_program,
+    unravel,
+)
 from engines.backends.llvm.arithmetic import INT8, Arithmetic
 from engines.backends.llvm.emit import FLOAT, PTR, Function, Module, Value
 from engines.backends.llvm.factors import (
@@ -45,12 +54,10 @@ from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.kernels.contraction import tile_shapes
 from engines.backends.llvm.kernels.softmax import less_peak, share, share_meaning
 from engines.backends.llvm.lanes import SIZES, Lanes, from_float, to_float
-from engines.backends.llvm.program import INSTRUCTIONS, Floats, Program, fma, load_meaning, store_meaning
+from engines.backends.llvm.power import LOG2_E, power, power_meaning
+from engines.backends.llvm.program import Floats, Program, fma, load_meaning, store_meaning
 from engines.backends.llvm.rows import PARTIALS, At, fold, fold_rows, live
 from engines.backends.llvm.spec import ALIGNMENT, Array, Grid, KernelSpec, Tactic, View, begin_kernel, pack_channels
-
-EXP = INSTRUCTIONS["exp"]
-BYTE = 255.0            # the largest p in int8
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ class Tiles(Tactic):
 
 @dataclass(frozen=True)
 class Attention(KernelSpec):
-    """Views of one item: q [heads, S, D], k [heads, T, D], v [heads, T, E], mask [heads, S, T], y [heads, S, E].
+    """Views of one item: q [..., S, D], k [..., T, D], v [..., T, E], mask [..., S, T], y [..., S, E]; ... are heads.
 
     The innermost axis of q and y is contiguous; of k and v it or the one before it. mask: floats, repeated by strides
     of 0. value 0 of the program is the mean of v in v's units: less its zero point, or in int8 less MIDDLE.
@@ -89,26 +96,30 @@ class Attention(KernelSpec):
         return (self.y,)
 
     @property
+    def lead(self) -> tuple[int, ...]:
+        return self.q.shape[:-2]
+
+    @property
     def heads(self) -> int:
-        return self.q.shape[0]
+        return math.prod(self.lead)
 
     @property
     def queries(self) -> int:
-        return self.q.shape[1]
+        return self.q.shape[-2]
 
     @property
     def keys(self) -> int:
-        return self.k.shape[1]
+        return self.k.shape[-2]
 
     @property
     def macs(self) -> int:
-        return self.heads * self.queries * self.keys * (self.q.shape[2] + self.v.shape[2])
+        return self.heads * self.queries * self.keys * (self.q.shape[-1] + self.v.shape[-1])
 
     # ---- tactics
     def tactics(self, isa: Isa) -> Sequence[Tiles]:
         found: dict[Tiles, None] = {}
         for scores in self._shapes(isa, self.keys)[:3]:
-            for mix in self._shapes(isa, self.v.shape[2])[:2]:
+            for mix in self._shapes(isa, self.v.shape[-1])[:2]:
                 found[Tiles(scores, mix, self._block(scores[0], 2))] = None
         return tuple(found)
 
@@ -139,13 +150,22 @@ class Attention(KernelSpec):
     def pack(self, isa: Isa, tactic: Tiles, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         """"numbers": the scale of the scores, the zero points of q, k and v; "program": float32 [1] or [E] ->
         [panel][constant][vector][lane]."""
-        columns = self.v.shape[2]
+        columns = self.v.shape[-1]
         order = panels(isa, columns, packed=False, width=tactic.mix[1] * isa.lanes)
-        return np.asarray(constants["numbers"], np.float32), pack_channels(constants["program"], columns, order)
+        return self._numbers(constants), pack_channels(constants["program"], columns, order)
+
+    @property
+    def _units(self) -> np.float32:
+        """What makes units of log 2 of differences of scores: 1 where the scale has done it already, for no mask."""
+        return np.float32(LOG2_E if self.mask else 1.0)
+
+    def _numbers(self, constants: Mapping[str, Any]) -> Floats:
+        scale, *zeros = constants["numbers"]
+        return np.asarray([scale * LOG2_E / float(self._units), *zeros], np.float32)
 
     # ---- meaning
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        scale, *zeros = np.asarray(constants["numbers"], np.float32)
+        scale, *zeros = self._numbers(constants)
         factors = [load_meaning(view.dtype, x) for view, x in zip(self.inputs, inputs, strict=True)]
         mask = factors[3] if self.mask else None
         if self.precision == "int8":
@@ -154,7 +174,7 @@ class Attention(KernelSpec):
         x = _product(q, k.swapaxes(-1, -2)) * scale
         x = x if mask is None else x + mask
         peak = fold_rows("max", x)
-        p = np.asarray(EXP.meaning(less_peak(x, peak)), np.float32)
+        p = power_meaning(less_peak(x, peak) * self._units, "float32")
         mean = _product(p, v) * share_meaning(peak, fold_rows("sum", p))
         return (store_meaning(self.y.dtype, self.program.meaning(mean, [], constants["program"])),)
 
@@ -164,7 +184,7 @@ class Attention(KernelSpec):
         sums = ((q - int(zeros[0])) @ (k - MIDDLE).swapaxes(-1, -2)).astype(np.float32)
         x = sums * scale if mask is None else fma(sums, scale, mask)
         peak = fold_rows("max", x)
-        p = np.rint(EXP.meaning(less_peak(x, peak)) * np.float32(BYTE)).astype(np.float32)
+        p = np.rint(power_meaning(less_peak(x, peak) * self._units, "uint8"))
         mixed = (p.astype(np.int64) @ (v - MIDDLE)).astype(np.float32)
         mean = mixed * share_meaning(peak, fold_rows("sum", p))
         return (store_meaning(self.y.dtype, self.program.meaning(mean, [], program)),)
@@ -239,8 +259,8 @@ class _Emitter:
         views = [spec.q, spec.k, spec.v, *([spec.mask] if spec.mask else []), spec.y]
         for row in f.range("head", begin, end):
             here = item_addresses([*tensors, y], views, row.divided(spec.heads))
-            head = row.remainder(spec.heads)
-            q, k, v, *mask, result = (offset(a, [head], view.strides[:1]) for a, view in zip(here, views, strict=True))
+            head = unravel(row.remainder(spec.heads), spec.lead)
+            q, k, v, *mask, result = (offset(a, head, view.strides[:-2]) for a, view in zip(here, views, strict=True))
             self._pack(k, v)
             for block in f.range("block", first, last):
                 self._block(f, _Head(q, k, v, mask[0] if mask else None, result), block * self.tiles.block)
@@ -286,22 +306,22 @@ class _Emitter:
         if not self.q.direct:
             self.q.copy(self.isa, q, count, self.at["q"], self.zeros[0])
             q = self.at["q"]
-        mask = offset(head.mask, [first], spec.mask.strides[1:2]) if spec.mask and head.mask else None
+        mask = offset(head.mask, [first], spec.mask.strides[-2:-1]) if spec.mask and head.mask else None
         for t, columns in f.tiles("panel of keys", spec.keys, self.k.width):
             panel = self.at["k"] + t.divided(self.k.width) * self.k.panel_bytes
-            here = offset(mask, [t], spec.mask.strides[2:]) if spec.mask and mask else self.at["x"]
+            here = offset(mask, [t], spec.mask.strides[-1:]) if spec.mask and mask else self.at["x"]
             for row, rows in f.tiles("row of scores", count, scores):
-                moved = here + row * spec.mask.strides[1] if spec.mask else here
+                moved = here + row * spec.mask.strides[-2] if spec.mask else here
                 f.run(self._scores(rows, columns), q + row * self.q.pitch, panel, self.numbers,
                       self.at["start"] + t * 4, moved, self.at["x"] + row * (4 * self.pitch) + t * 4)
         f.run(self._softmax(), self.at["x"], self.at["p"], self.at["inverse"], f.constant(count, "i64"))
-        y = offset(head.y, [first], spec.y.strides[1:2])
-        for e, columns in f.tiles("panel of values", spec.v.shape[2], self.v.width):
+        y = offset(head.y, [first], spec.y.strides[-2:-1])
+        for e, columns in f.tiles("panel of values", spec.v.shape[-1], self.v.width):
             panel = self.at["v"] + e.divided(self.v.width) * self.v.panel_bytes
             constants = self.constants + e * (4 * spec.program.constants)
             for row, rows in f.tiles("row of values", count, mix):
                 f.run(self._mix(rows, columns), self.at["p"] + row * self.weight_pitch, panel,
-                      self.at["inverse"] + row * 4, constants, y + row * spec.y.strides[1] + e * spec.y.strides[2])
+                      self.at["inverse"] + row * 4, constants, y + row * spec.y.strides[-2] + e * spec.y.strides[-1])
 
     # ---- the micro-kernels
     def _function(self, what: str, **types: str) -> tuple[str, Function | None]:
@@ -312,7 +332,7 @@ class _Emitter:
         return name, self.module.function(name, internal=True, **types)
 
     def _scores(self, rows: int, columns: int) -> str:
-        """x = scale * sums + mask, of rows x columns scores."""
+        """x, of rows x columns scores."""
         name, f = self._function(f"scores_{rows}x{columns}", q=PTR, k=PTR, numbers=PTR, start=PTR, mask=PTR, x=PTR)
         if f is None:
             return name
@@ -322,8 +342,10 @@ class _Emitter:
         sums = multiply(f, isa, self.arithmetic, q, k, self.q.pitch, (rows, lanes.vectors), self.q.steps,
                         [begin] * rows if self.exact else ())
         scale = f.splat(f.load(FLOAT, numbers, hint="scale"), isa.lanes)
+        others: list[Value] = []
         for m in range(rows):
-            others = load_channels(lanes, mask, added + m * mask.strides[1]) if mask else []
+            if mask and (m == 0 or mask.strides[-2]):
+                others = load_channels(lanes, mask, added + m * mask.strides[-2])
             for v in range(lanes.vectors):
                 value = isa.fma(sums[m, v], scale, others[v]) if mask else sums[m, v] * scale
                 f.store(value, x + (4 * self.pitch * m + v * isa.bytes), isa.bytes)
@@ -345,9 +367,11 @@ class _Emitter:
             peak = fold(f, isa, keys, "max", score)
 
             def weight(at: At, there: Value = there, peak: Value = peak, score: Any = score) -> Value:
-                value = live(isa, EXP.emit(isa, score(at) - peak), at.count, 0)
+                less = score(at) - peak
+                less = less * LOG2_E if self.spec.mask else less
+                value = live(isa, power(isa, less, dtype), at.count, 0)
                 if dtype == "uint8":
-                    ints = isa.round(value * BYTE)
+                    ints = isa.round(value)
                     f.store(f.cast("trunc", ints, f"<{isa.lanes} x i8>", "bytes"), there + at.column)
                     return isa.to_float(ints)
                 stored = from_float(isa, dtype, value)
@@ -376,7 +400,7 @@ class _Emitter:
                 share = f.splat(f.load(FLOAT, inverse + 4 * m, hint="share"), isa.lanes)
                 values.append(run_program(lanes, spec.program, [sums[m, n] * share for n in range(lanes.vectors)], [],
                                           numbers))
-            lanes.store(spec.y.dtype, values, [y + m * spec.y.strides[1] for m in group])
+            lanes.store(spec.y.dtype, values, [y + m * spec.y.strides[-2] for m in group])
         return name
 
 

@@ -33,7 +33,8 @@ from engines.backends.llvm.access import (
     panels,
     store_channels,
 )
-from engines.backends.llvm.columns import COLUMNS
+from engines.backends.llvm.columns import COLUMNS, Operand
+from engines.backends.llvm.cost import CALL, Work, epilogue, pieces
 from engines.backends.llvm.emit import PTR, Function, Module, Value
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import Lanes
@@ -86,18 +87,21 @@ class Depthwise(KernelSpec):
         """The interleaving of bytes makes packed order."""
         return self.precision == "int8"
 
+    def rows_read_by(self, i: int) -> set[int]:
+        """Rows of x that output row i reads, from the first tap of row 0 on."""
+        return {i * self.stride[0] + p * self.dilation[0] for p in range(self.taps[0])}
+
     def rows_read(self, rows: int) -> list[int]:
-        """Rows of x that `rows` neighbouring output rows read, from the first tap on."""
-        return sorted({i * self.stride[0] + p * self.dilation[0] for i in range(rows) for p in range(self.taps[0])})
+        """... that `rows` neighbouring output rows read."""
+        return sorted(set().union(*map(self.rows_read_by, range(rows))))
 
     # ---- tactics
     def tactics(self, isa: Isa) -> Sequence[DepthwiseTile]:
-        overlap = -(-((self.taps[1] - 1) * self.dilation[1] + 1) // self.stride[1])
         widest = isa.vectors_for(self.channels)
         # Output rows share loads only if the rows of x that they read are neighbours too.
         together = (2, 1) if self.dilation[0] == 1 and self.y.shape[0] > 1 else (1,)
         fitting = [(rows, vectors) for vectors in (4, 2, 1) for rows in together if vectors <= widest
-                   and overlap * rows * vectors <= isa.registers - self._other_registers(isa, vectors)]
+                   and self.sums(rows, vectors) <= isa.registers - self._other_registers(isa, vectors)]
         # The most vectors that fit share most; one step below may suit the number of channels better.
         best = sorted({vectors for _, vectors in fitting}, reverse=True)[:2]
         shapes = [(rows, vectors) for rows, vectors in fitting if vectors in best] or [(1, 1)]
@@ -105,11 +109,34 @@ class Depthwise(KernelSpec):
                               for rows, vectors in shapes for cols in (14, 7))
         return tuple(found)
 
+    def sums(self, rows: int, vectors: int) -> int:
+        """Accumulators in use at once: of all windows that overlap in a column."""
+        return -(-((self.taps[1] - 1) * self.dilation[1] + 1) // self.stride[1]) * rows * vectors
+
     def _other_registers(self, isa: Isa, vectors: int) -> int:
         """What a column needs beside the accumulators: its operands, a few in passing, and weights that no
         instruction takes from memory."""
         operands = isa.ready_bytes // isa.bytes if self.precision == "int8" else 1
         return vectors * (operands + (isa.lanes == 4)) + 4
+
+    def cost(self, isa: Isa, tactic: DepthwiseTile) -> float:
+        return sum(self._tile_cost(isa, rows, cols, isa.vectors_for(channels)) * down * across * panels
+                   for rows, down in pieces(self.y.shape[0], tactic.rows)
+                   for cols, across in pieces(self.y.shape[1], tactic.cols)
+                   for channels, panels in pieces(self.channels, tactic.vectors * isa.lanes))
+
+    def _tile_cost(self, isa: Isa, rows: int, cols: int, vectors: int) -> float:
+        arithmetic, read = COLUMNS[self.precision], self.rows_read(rows)
+        groups = [set(read[at:at + arithmetic.rows]) for at in range(0, len(read), arithmetic.rows)]
+        met = sum(not group.isdisjoint(self.rows_read_by(i)) for group in groups for i in range(rows))
+        columns = len({j * self.stride[1] + q * self.dilation[1] for j in range(cols) for q in range(self.taps[1])})
+        parts = -(-arithmetic.weight_bytes(isa) // isa.bytes)       # instructions of a dot product
+        dots = met * cols * self.taps[1] * vectors * parts
+        work = Work(dots, dots if parts > 1 else 0, dots)
+        work += arithmetic.loading(isa, vectors, len(read)) * columns
+        work += Work(loads=self.program.constants * vectors) * cols
+        work += epilogue(len(self.program.instructions), len(self.operands), vectors, rows) * (rows * cols * vectors)
+        return work.cycles + CALL
 
     def grid(self, isa: Isa, tactic: DepthwiseTile) -> Grid:
         return Grid(-(-self.y.shape[0] // tactic.rows), columns=-(-self.channels // (tactic.vectors * isa.lanes)))
@@ -233,36 +260,51 @@ class _Emitter:
         outputs = [(i, j) for i in range(rows) for j in range(cols)]
         acc = {(o, v): arithmetic.zero(isa, f.parameters["x"]) for o in outputs for v in range(lanes.vectors)}
         reads = sorted({j * spec.stride[1] + q * spec.dilation[1] for j in range(cols) for q in range(spec.taps[1])})
-        for column in reads:
+        ahead = 1 + self._loads_ahead(lanes.vectors, rows)
+        loaded = [self._load(f, lanes, column, rows) for column in reads[:ahead - 1]]
+        for number, column in enumerate(reads):
             f.write(f"; column {column}")
+            loaded += [self._load(f, lanes, following, rows) for following in reads[number:][ahead - 1:ahead]]
             users = [(j, q) for j in range(cols) for q in range(spec.taps[1])
                      if j * spec.stride[1] + q * spec.dilation[1] == column]
-            self._column(f, lanes, acc, column, rows, users)
+            self._column(f, lanes, acc, loaded.pop(0), rows, users)
             for j, q in users:
                 if q == spec.taps[1] - 1:
                     self._finish(f, lanes, acc, [(i, j) for i in range(rows)])
         return name
 
-    def _column(self, f: Function, lanes: Lanes, acc: dict[Any, Value], column: int, rows: int,
+    def _loads_ahead(self, vectors: int, rows: int) -> int:
+        """Columns that are loaded and interleaved before their turn, if there are registers for one: from the load to
+        the last store is a longer way than a processor looks ahead."""
+        operands = self.groups * vectors * (self.isa.ready_bytes // self.isa.bytes if self.spec.packed else 1)
+        return int(self.spec.sums(rows, vectors) + 2 * operands + 2 <= self.isa.registers)
+
+    def _groups(self, rows: int) -> list[list[int]]:
+        """The rows of x that `rows` output rows read, as they are loaded together."""
+        read = self.spec.rows_read(rows)
+        return [read[first:first + self.arithmetic.rows] for first in range(0, len(read), self.arithmetic.rows)]
+
+    def _load(self, f: Function, lanes: Lanes, column: int, rows: int) -> list[list[Operand]]:
+        """[group of rows][vector] of one column of x."""
+        x = self.spec.x
+        start = f.parameters["x"] + column * x.strides[1]
+        return [self.arithmetic.load(lanes, x.dtype, [start + row * x.strides[0] for row in members])
+                for members in self._groups(rows)]
+
+    def _column(self, f: Function, lanes: Lanes, acc: dict[Any, Value], operands: list[list[Operand]], rows: int,
                 users: list[tuple[int, int]]) -> None:
         """One column of x into the accumulators of the output columns and tap columns that meet there."""
         spec, isa, arithmetic = self.spec, self.isa, self.arithmetic
-        read = spec.rows_read(rows)
         # Hidden anew for each column, or LLVM would keep all weights in registers and spill the accumulators.
-        weights = hidden(f.parameters["w"])
-        size = arithmetic.weight_bytes(isa)
-        for group, first in enumerate(range(0, len(read), arithmetic.rows)):
-            members = read[first:first + arithmetic.rows]
-            start = f.parameters["x"] + column * spec.x.strides[1]
-            operands = arithmetic.load(lanes, spec.x.dtype, [start + row * spec.x.strides[0] for row in members])
+        weights, size = hidden(f.parameters["w"]), arithmetic.weight_bytes(isa)
+        for group, (members, values) in enumerate(zip(self._groups(rows), operands, strict=True)):
             for i in range(rows):
-                taps = {i * spec.stride[0] + p * spec.dilation[0] for p in range(spec.taps[0])}
-                if taps.isdisjoint(members):
+                if spec.rows_read_by(i).isdisjoint(members):
                     continue
                 for j, q in users:
                     at = ((i * self.groups + group) * spec.taps[1] + q) * lanes.vectors
                     for v in range(lanes.vectors):
-                        acc[(i, j), v] = arithmetic.dot(isa, acc[(i, j), v], operands[v], weights + (at + v) * size)
+                        acc[(i, j), v] = arithmetic.dot(isa, acc[(i, j), v], values[v], weights + (at + v) * size)
 
     def _finish(self, f: Function, lanes: Lanes, acc: dict[Any, Value], outputs: list[tuple[int, int]]) -> None:
         """Program and store. The outputs share each constant, which is loaded only when its vector's turn comes."""

@@ -93,7 +93,7 @@ class Recurrence(KernelSpec):
 
     @property
     def arithmetic(self) -> Arithmetic:
-        return arithmetic_for(self.precision, _ANY_MACHINE, self.hidden)
+        return arithmetic_for(self.precision, _ANY_MACHINE)
 
     @property
     def scales(self) -> int:

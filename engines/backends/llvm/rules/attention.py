@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from engines.backends.llvm.calls import Call, Context, Refused, broadcast_to, lowers, write_body
 from engines.backends.llvm.factors import MIDDLE
 from engines.backends.llvm.kernels.attention import Attention
+from engines.backends.llvm.places import batch_axis
 from engines.backends.llvm.rules.pointwise import FLOATS
 from engines.ir import Node, TensorType
 
@@ -14,10 +15,12 @@ from engines.ir import Node, TensorType
 def lower_attention(ctx: Context, node: Node) -> Sequence[Call]:
     attention, output = node.anchor, node.outputs[0]
     names, mask = attention.inputs[:3], (*attention.inputs, "")[3]
-    if any(name in ctx.graph.constants for name in names):
-        raise Refused("one of its factors is a constant")
-    factors, y = [ctx.places[name] for name in names], ctx.places[output]
-    views = [place.view for place in factors]
+    shape = ctx.type(output).shape
+    keys = ctx.type(names[1]).shape[-2]
+    if any(batch_axis(ctx.type(name)) for name in (*names, *filter(None, [mask]), output)):
+        raise Refused("the batch is not the leading axis of all of its tensors")
+    views = [broadcast_to(ctx, name, (*shape[:-2], *ctx.type(name).shape[-2:])) for name in names]
+    y = ctx.places[output]
     if any(view.dtype not in FLOATS for view in (*views, y.view)):
         raise Refused("only floats, or floats stored as uint8, are compiled")
     types = [ctx.type(name) for name in names]
@@ -25,15 +28,14 @@ def lower_attention(ctx: Context, node: Node) -> Sequence[Call]:
     written = write_body(ctx, node, _mean_of(types[2], exact))
     if written.operands:
         raise Refused("its body reads another tensor")
-    q, k, v = views
-    scores = (*ctx.type(output).shape[:3], k.shape[1])
-    inputs, mask_view = list(factors), None
+    inputs, mask_view = [ctx.places[name] for name in names], None
     if mask:
         inputs.append(ctx.places[mask])
-        mask_view = broadcast_to(ctx, mask, scores)
+        mask_view = broadcast_to(ctx, mask, (*shape[:-1], keys))
         if mask_view.dtype != "float32":
             raise Refused("its mask is not stored as float32")
     constants = {"numbers": _numbers(types, attention.attrs["scale"]), "program": written.constants}
+    q, k, v = views
     spec = Attention(q, k, v, y.view, mask_view, written.program, "int8" if exact else node.precision)
     return [Call(node, spec, tuple(inputs), (y,), constants)]
 

@@ -39,7 +39,7 @@ def lower_reshape(ctx: Context, node: Node) -> Sequence[Call]:
     if BATCH not in (x.items, y.items):
         x, y = as_one_item(x), as_one_item(y)
     if x.items != y.items:
-        raise Refused("it reshapes the leading axis")
+        raise Refused("it reshapes the axis of the batch")
     seen, target = refined(x.view, y.view)
     return [moved(ctx, node, source, replace(x, view=seen), output, replace(y, view=target))]
 

@@ -1,0 +1,58 @@
+"""What a tactic costs, roughly: to drop the hopeless before timing, and to choose where nothing can be timed.
+
+A core of today issues, in a cycle, about four vector instructions, two of them products, with two loads and one store.
+The largest of these counts is the time of a stretch of code; what it takes from the second level of cache comes on top,
+as far as it does not hide behind the arithmetic.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LATENCY = 4             # cycles from a product to the next one on the same sum
+CALL = 12               # cycles to enter and leave a micro-kernel and its loops
+FIRST_LEVEL = 24 << 10  # bytes that stay in the first level beside what streams through
+SECOND_LEVEL = 384 << 10
+NEAR, FAR = 1 / 48, 1 / 16      # cycles a byte, from the second level and from beyond
+SEEN = 0.3              # of the time of a read, what arithmetic does not hide
+
+
+@dataclass(frozen=True)
+class Work:
+    """Vector instructions of a stretch of code."""
+    products: float = 0         # multiply-adds: two a cycle
+    others: float = 0           # shuffles, conversions, sums
+    loads: float = 0
+    stores: float = 0
+
+    def __add__(self, more: Work) -> Work:
+        return Work(self.products + more.products, self.others + more.others, self.loads + more.loads,
+                    self.stores + more.stores)
+
+    def __mul__(self, times: float) -> Work:
+        return Work(self.products * times, self.others * times, self.loads * times, self.stores * times)
+
+    @property
+    def cycles(self) -> float:
+        return max(self.products / 2, (self.products + self.others) / 4, self.loads / 2, self.stores)
+
+
+def epilogue(instructions: int, operands: int, vectors: int, pixels: int) -> Work:
+    """A program on one of a pixel's vectors of sums, stored as u8: conversions, and its share of packs and shuffles.
+
+    Packs take four vectors at a time: of as many pixels as are at hand.
+    """
+    shuffles = 3 / min(4, vectors * pixels) + (1 / vectors if vectors < 4 else 0)
+    return Work(instructions, 2 + shuffles + 2 * operands, operands, 1 / vectors)
+
+
+def reading(size: float, times: float = 1) -> float:
+    """Cycles to read `size` bytes again and again, as far as they show."""
+    if size <= FIRST_LEVEL:
+        return 0.0
+    return SEEN * size * times * (NEAR if size <= SECOND_LEVEL else FAR)
+
+
+def pieces(extent: int, step: int) -> list[tuple[int, int]]:
+    """(size, how many) of the pieces that `extent` is cut into."""
+    whole, rest = divmod(extent, step)
+    return [(size, count) for size, count in ((step, whole), (rest, 1)) if size and count]

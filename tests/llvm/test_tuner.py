@@ -1,0 +1,51 @@
+"""What is timed, and what is taken where nothing can be timed."""
+from dataclasses import replace
+
+import numpy as np
+
+from engines.backends.llvm.border import Border
+from engines.backends.llvm.isa import AVX512_VNNI
+from engines.backends.llvm.kernels.contraction import Contraction
+from engines.backends.llvm.kernels.depthwise import Depthwise
+from engines.backends.llvm.program import Program
+from engines.backends.llvm.spec import dense_view
+from engines.backends.llvm.tuner import Tuner
+from engines.tactics import TimingCache
+
+PROGRAM = Program()
+
+
+def conv(pixels, cin, cout, taps=1):
+    x = dense_view("uint8", (pixels + taps - 1, pixels + taps - 1, cin))
+    y = dense_view("uint8", (pixels, pixels, cout))
+    spec = Contraction(x, y, (), PROGRAM, "int8", (taps, taps))
+    return replace(spec, border=Border(1, 1, 1, 1)) if taps == 3 else spec
+
+
+def taken(spec):
+    """Without timing."""
+    weights = np.zeros((spec.y.shape[2], 1 if isinstance(spec, Depthwise) else spec.x.shape[2], *spec.taps), np.int8)
+    return Tuner(AVX512_VNNI, TimingCache(), "", timing=False).choose(spec, {"weights": weights, "program": []}).tactic
+
+
+def test_without_timing_the_shape_of_a_layer_decides():
+    assert taken(conv(14, 512, 128)).shape == (14, 2)           # a deep reduction: many pixels for each weight
+    assert taken(conv(28, 64, 256)).shape == (6, 4)             # an expansion: little to add up, much to store
+    assert taken(conv(7, 128, 128, taps=3)).skip                # a seventh of the rows and columns is border
+    assert taken(conv(1, 512, 256)).vectors == 4                # one pixel: as many sums as there are
+
+
+def test_a_depthwise_tile_shares_the_interleaving_of_rows():
+    image = dense_view("uint8", (28, 28, 192))
+    spec = Depthwise(dense_view("uint8", (30, 30, 192)), image, (), PROGRAM, "int8", (3, 3))
+    assert (taken(spec).rows, taken(spec).vectors) == (2, 4)
+
+
+def test_the_hopeless_are_not_timed(monkeypatch):
+    timed = []
+    monkeypatch.setattr(Tuner, "_times", lambda self, spec, tactics, constants: timed.extend(tactics) or {
+        tactic: 1.0 for tactic in tactics})
+    spec = conv(1, 512, 256)
+    Tuner(AVX512_VNNI, TimingCache(), "").choose(spec, {})
+    assert {tactic.vectors for tactic in spec.tactics(AVX512_VNNI)} == {1, 2, 4}
+    assert {tactic.vectors for tactic in timed} == {4}
