@@ -28,8 +28,8 @@ def graph_from_onnx(model: str | Path | onnx.ModelProto, *,
     """The model as a Graph in canonical form; tensors keep their names.
 
     A symbolic leading extent of an input becomes "batch". Every other extent must be known: `shapes` gives whole input
-    shapes, {"x": (None, 3, 224, 224)}, where None (or -1, or "batch") stands for the batch. keep_batch: a leading extent
-    that the model leaves open is the batch whatever number `shapes` has there.
+    shapes, {"x": (None, 3, 224, 224)}, where None (or -1, or "batch") stands for the batch. keep_batch: a leading
+    extent that the model leaves open is the batch whatever number `shapes` has there.
 
     Raises ModelError: no readable ONNX model, an opset before 9, operators that nobody can evaluate (all are listed),
     a symbolic extent without a value, or a node whose inputs do not fit.
