@@ -47,14 +47,16 @@ class Workshop:
 
     def builds(self, model: Model, precision: str) -> list[Build]:
         """Ours first."""
-        ours = self._made(OURS, precision, lambda: self._plan(model, precision))
+        plan = self._plan_file(model, precision)
+        ours = self._made(OURS, precision, partial(self._plan, model, precision, plan))
         if precision != "int8":
             return [ours, *(Build(runtime, "fp32" if runtime == ORT else precision, model.source)
                             for runtime in (OPENVINO, ORT))]
-        exported = ours.file.with_suffix(".onnx") if ours.file else None
-        why = "" if exported else "there is no exported model: our build failed"
-        return [ours, *(Build(runtime, "our Q/DQ", exported, why) for runtime in (OPENVINO, ORT)),
-                *self._quantised(model)]
+        exported = plan.with_suffix(".onnx")
+        if ours.failure and plan.exists():
+            ours = replace(ours, file=plan, failure="")     # it could not be exported, but it runs
+        qdq = Build(OPENVINO, "our Q/DQ", *((exported,) if exported.exists() else (None, "it could not be exported")))
+        return [ours, qdq, replace(qdq, runtime=ORT), *self._quantised(model)]
 
     def _quantised(self, model: Model) -> Iterator[Build]:
         attention = has_attention(model.source)
@@ -73,14 +75,16 @@ class Workshop:
             return Build(runtime, name, None, why)
 
     # ---- each by a process of its own
-    def _plan(self, model: Model, precision: str) -> Path:
-        """What build-engine makes by default, and beside it, for INT8, the exported Q/DQ model."""
+    def _plan_file(self, model: Model, precision: str) -> Path:
         data = model.data_digest if precision == "int8" else ""
         key = digest(model.source.read_bytes(), self._compiler, precision, data, *model.build_options)
-        plan = self._place(model, f"{precision}-{key}.plan")
+        return self._place(model, f"{precision}-{key}.plan")
+
+    def _plan(self, model: Model, precision: str, plan: Path) -> Path:
+        """What build-engine makes by default, and beside it, for INT8, the exported Q/DQ model."""
         options: tuple[str, ...] = (f"--{precision}", *model.build_options)
         if precision == "int8":
-            ranges = self._place(model, f"ranges-{digest(self._calibration, data)}.json")
+            ranges = self._place(model, f"ranges-{digest(self._calibration, model.data_digest)}.json")
             options += (*model.calibration_options, "--calib-cache", str(ranges),
                         "--export-qdq", str(plan.with_suffix(".onnx")))
         return self._run(plan, f"infer-server builds {model.name} in {precision}", "infer_server.cli.build_engine",
@@ -101,14 +105,10 @@ class Workshop:
         return folder / file
 
     def _run(self, output: Path, what: str, module: str, *arguments: str) -> Path:
-        """Raises CalledProcessError; what it had written by then is removed."""
+        """Raises CalledProcessError."""
         if not output.exists():
             self.say(what)
-            try:
-                subprocess.run([sys.executable, "-m", module, *arguments], check=True, capture_output=True, text=True)
-            except BaseException:
-                output.unlink(missing_ok=True)
-                raise
+            subprocess.run([sys.executable, "-m", module, *arguments], check=True, capture_output=True, text=True)
         return output
 
 

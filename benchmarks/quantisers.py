@@ -106,7 +106,11 @@ QUANTISERS: Mapping[str, Quantiser] = {quantiser.name: quantiser for quantiser i
 
 def main(arguments: Sequence[str]) -> None:
     name, model, items, output = arguments
-    QUANTISERS[name].make(Path(model), load_items(Path(items)), Path(output))
+    try:
+        QUANTISERS[name].make(Path(model), load_items(Path(items)), Path(output))
+    except BaseException:
+        Path(output).unlink(missing_ok=True)        # half a model is none
+        raise
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@
     python -m benchmarks.serving --model mobilenet_v2 --precision fp32 --threads 2 --write
 
 At each concurrency: throughput, latency, the mean size of the batches that the server formed, and the share of the
-throughput that the engine alone has at that size. Loads and engine runs alternate, so that a busy moment of the machine
-meets both; the table shows the median of the repetitions. The load test takes part of the machine: its share is in it.
+throughput that the engine alone has at that size. The server has one instance, as run-engine has one context. Loads and
+engine runs alternate, so that a busy moment of the machine meets both; the table shows the median of the repetitions.
+The load test takes part of the machine: its share is in it.
 """
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def serving(plan: Path, threads: int) -> Iterator[str]:
     grpc, http, metrics = (free_port() for _ in range(3))
     process = subprocess.Popen(
         [sys.executable, "-m", "infer_server.cli.serve", "--model-repository", plan.parents[2],
-         "--threads", str(threads), "--grpc-port", str(grpc), "--http-port", str(http), "--metrics-port", str(metrics)])
+         "--threads", str(threads), "--cores", str(threads),         # one instance
+         "--grpc-port", str(grpc), "--http-port", str(http), "--metrics-port", str(metrics)])
     try:
         wait_until_ready(f"127.0.0.1:{grpc}", plan.parents[1].name, process)
         yield f"127.0.0.1:{grpc}"

@@ -7,11 +7,11 @@ costs more than it saves is timed, as tactics are, and kept in the same cache.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from engines.clock import thread_seconds
 from engines.execution import Arena, Program, Span, run_span
 from engines.plan import Band, Buffer, Plan, Step, runs_by_item
 from engines.tactics import TimingCache
@@ -92,7 +92,7 @@ def _ratio(program: Program, arena: Arena, window: Band) -> float:
     best = [float("inf")] * 2
     for _ in range(ROUNDS):
         for i, span in enumerate(spans):
-            begin = time.perf_counter()
+            begin = thread_seconds()
             run_span(program, arena, span, ITEMS)
-            best[i] = min(best[i], time.perf_counter() - begin)
+            best[i] = min(best[i], thread_seconds() - begin)
     return best[0] / best[1]

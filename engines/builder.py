@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from engines.backends.llvm.backend import Progress, compile_graph, make_tuner
-from engines.backends.llvm.tuner import Tuner
+from engines.backends.llvm.backend import compile_graph, make_tuner
+from engines.backends.llvm.tuner import Progress, Tuner
 from engines.bands import with_bands
 from engines.errors import ConfigError
 from engines.frontend.onnx_import import graph_from_onnx

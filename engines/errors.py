@@ -14,11 +14,11 @@
 
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of an error about an unknown name: "; did you mean 'size'?", or all that is known if none is near."""
+    from difflib import get_close_matches       # here, for serving imports this module and hardly ever errs
     known = list(known)
     if near := get_close_matches(name, known, n=1):
         return f"; did you mean '{near[0]}'?"

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.backends.llvm.elf import LoadedCode
+from engines.clock import thread_seconds
 from engines.errors import PlanCorruptError
 from engines.fallback import FallbackStep
 from engines.ir import Array
@@ -249,12 +249,13 @@ def run_span(program: Program, arena: Arena, span: Span, batch: int) -> None:
 def time_steps(program: Program, arena: Arena, batch: int, repeats: int, fallbacks: bool = True) -> list[float]:
     """Seconds of each step, the least of `repeats`: the steps run in order, each timed alone, less the cost of a call.
 
-    Without `fallbacks` those are left out, and take 0 s: the reference may refuse what lies in an arena at rest.
+    It is CPU time of this thread. Without `fallbacks` those are left out, and take 0 s: the reference may refuse what
+    lies in an arena at rest.
     """
     def seconds(span: Span) -> float:
-        start = time.perf_counter()
+        start = thread_seconds()
         run_span(program, arena, span, batch)
-        return time.perf_counter() - start
+        return thread_seconds() - start
 
     arena.prepare(batch)
     spans = [Span(i, i + 1, span.fallback) for span in program.spans for i in range(span.first, span.last)]

@@ -16,6 +16,7 @@ from engines.memory import Memory
 
 _WIDE = ("int32", "int16")      # in this order: what fits a byte as int32 also does as pairs of int16
 _SMALLEST = 4096                # bytes: shorter runs are left as they are
+_WORTH = 0.25                   # of the memory, saved: for less, processes rather go on sharing the file's pages
 _SAMPLE = 1024                  # elements that settle most cases
 
 
@@ -31,7 +32,8 @@ def narrow(memory: bytes | memoryview, starts: Iterable[int]) -> tuple[bytes | m
     data = np.frombuffer(memory, np.uint8)
     bounds = sorted({0, len(data), *starts})
     runs = [Run(end - begin, _narrow_dtype(data[begin:end])) for begin, end in pairwise(bounds)]
-    if not any(run.dtype for run in runs):
+    saved = sum(run.bytes - run.bytes // np.dtype(run.dtype).itemsize for run in runs if run.dtype)
+    if saved < _WORTH * len(data) or not saved:
         return memory, ()
     parts = [data[begin:end].view(run.dtype).astype(np.int8) if run.dtype else data[begin:end]
              for (begin, end), run in zip(pairwise(bounds), runs, strict=True)]

@@ -86,7 +86,8 @@ class ParallelProgram:
 class ParallelExecution:
     """One context: `workers` - 1 helper threads, as many arenas as workers."""
 
-    def __init__(self, shared: ParallelProgram) -> None:
+    def __init__(self, shared: ParallelProgram, cpus: Sequence[int] | None = None) -> None:
+        """cpus: one for each worker, the caller first, to keep the helpers on; None: wherever the caller is not."""
         self._shared, self._program = shared, shared.program
         program, workers = shared.program, shared.workers
         first = Arena(program, program.separate_layout)
@@ -98,7 +99,7 @@ class ParallelExecution:
         self._statuses = [[words(most_chunks(s, workers), STATUS_WORDS) for s in program.spans] for _ in self.arenas]
         self.runs = [words(len(program.spans), RUN_WORDS) for _ in self.arenas]
         self._epoch = 0
-        self._crew = Crew(program, workers, shared.ticks_per_us, len(self.arenas),
+        self._crew = Crew(program, workers, shared.ticks_per_us, len(self.arenas), cpus,
                           (self.arenas, self._statuses, self.runs, shared))
         self._run_chunks = program.function("run_chunks", 2)
         self._free_arena = program.function("free_arena", 1)
@@ -158,7 +159,8 @@ class ParallelExecution:
 class Crew:
     """The helper threads of one context, and the control block through which emitted code talks to them."""
 
-    def __init__(self, program: Program, workers: int, ticks_per_us: float, arenas: int, keep: object) -> None:
+    def __init__(self, program: Program, workers: int, ticks_per_us: float, arenas: int, cpus: Sequence[int] | None,
+                 keep: object) -> None:
         """keep: what a late helper may still read or write; it must outlive the threads."""
         self.control = words(CONTROL_WORDS + workers * WORKER_WORDS)
         self.workers = self.control[CONTROL_WORDS:].reshape(workers, WORKER_WORDS)
@@ -173,22 +175,31 @@ class Crew:
                          for number in range(1, workers)]
         for thread in self._threads:
             thread.start()
+        if cpus is not None:
+            for thread, cpu in zip(self._threads, cpus[1:], strict=True):
+                self._move(thread, {cpu})
+            self._cpus = set()
         # A crew that is forgotten, or alive when the interpreter ends, goes home before its memory does.
         self._finalizer = weakref.finalize(self, _dismiss, program.function("dismiss", 1), self.control,
-                                           self._threads)
+                                           self._threads, (program, keep))
 
     def keep_off_this_cpu(self) -> None:
         """Let helpers use every CPU but the caller's: Linux may wake one there, and it would wait for milliseconds."""
+        if not self._cpus:      # pinned, or not to be moved
+            return
         cpu = libc().sched_getcpu()
         others = self._cpus - {cpu}
-        if cpu == self._cpu or not others:
-            return
-        self._cpu = cpu
-        try:
+        if cpu != self._cpu and others:
+            self._cpu = cpu
             for thread in self._threads:
-                # A thread of before a fork is not alive in the child, and its id may be somebody else's.
-                if thread.is_alive() and thread.native_id is not None:
-                    os.sched_setaffinity(thread.native_id, others)
+                self._move(thread, others)
+
+    def _move(self, thread: threading.Thread, cpus: set[int]) -> None:
+        # A thread of before a fork is not alive in the child, and its id may be somebody else's.
+        if not thread.is_alive() or thread.native_id is None:
+            return
+        try:
+            os.sched_setaffinity(thread.native_id, cpus)
         except OSError as error:
             _log.warning("helper threads go wherever the system puts them, for it refuses to be told (%s)", error)
             self._cpus = set()
@@ -202,7 +213,8 @@ def _live(help_: EmittedFunction, control: Words, number: int, keep: object) -> 
     help_(control.ctypes.data, number)
 
 
-def _dismiss(dismiss: EmittedFunction, control: Words, threads: Sequence[threading.Thread]) -> None:
+def _dismiss(dismiss: EmittedFunction, control: Words, threads: Sequence[threading.Thread], keep: object) -> None:
+    """`keep` holds the code that runs here: the helpers may be gone, and all that they held, before it returns."""
     dismiss(control.ctypes.data)
     for thread in threads:
         if thread is not threading.current_thread():    # garbage may be collected on any thread

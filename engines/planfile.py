@@ -9,10 +9,12 @@ there (engines/packed.py); only constants of the graph that are nowhere else hav
 compressed; constants are not, for the file is mapped, not read: processes that load one plan share its weights. (Where
 kernels want integers wider than their values, each process widens its own: engines/narrow.py.)
 
-Code is checked by BLAKE2b, for it will be executed; the rest by CRC-32, which finds every burst of up to 32 wrong bits
-and reads 3.5 GB a second, so that 25 MB of weights take 7 ms. Both guard against accidents, not against an attacker:
-a plan is a program, load it only from where you would load a program. The graph and its arrays are checked and decoded
-only when somebody asks for them.
+Code is checked by BLAKE2b, for it will be executed; the rest by the CRC-32 of the sums of each page's 64-bit words (and
+of the bytes behind the last whole page). It finds any change inside one word, and pages that are missing or in each
+other's place; it overlooks changes that cancel out in one page, such as two words exchanged. Summing reads 10 GB a
+second, three times as fast as a CRC of every byte. Both guard against accidents, not against an attacker: a plan is a
+program, load it only from where you would load a program. The graph and its arrays are checked and decoded only when
+somebody asks for them.
 """
 from __future__ import annotations
 
@@ -21,7 +23,6 @@ import hashlib
 import json
 import mmap
 import os
-import secrets
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -53,7 +54,9 @@ def _strong(data: _Buffer) -> str:
 
 
 def _fast(data: _Buffer) -> str:
-    return f"{zlib.crc32(data):08x}"
+    whole = len(data) // PAGE * PAGE
+    sums = np.frombuffer(data[:whole], np.uint64).reshape(-1, PAGE // 8).sum(axis=1)
+    return f"{zlib.crc32(data[whole:], zlib.crc32(sums)):08x}"
 
 
 def _checksum(section: str) -> Callable[[_Buffer], str]:
@@ -82,7 +85,7 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
                                  "arrays": arrays, "sections": records})
     header = _HEADER.pack(MAGIC, VERSION, 0, at, len(manifest), bytes.fromhex(_strong(manifest)), at + len(manifest))
 
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
         with open(temporary, "xb") as file:
             file.write(header)

@@ -4,7 +4,8 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -12,17 +13,18 @@ from engines import cpu
 from engines.errors import ConfigError, InputError, PlanTargetError
 from engines.execution import Execution, Program, SerialExecution
 from engines.ir import Array
-from engines.parallel import ParallelExecution, ParallelProgram
 from engines.plan import IoTensor, Plan, Step, TensorView
 from engines.planfile import read_plan
 
 _log = logging.getLogger(__name__)
 
 
-def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismatch: str = "relower") -> Engine:
+def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismatch: str = "relower",
+                cpus: Sequence[int] | None = None) -> Engine:
     """The engine of a plan file.
 
     threads: that work on one request. For many requests at a time, one thread and several contexts give more.
+    cpus: pins the threads of every context, one CPU for each; see Engine.create_context, which takes its own.
     on_target_mismatch: if this CPU lacks what the code needs, "relower" compiles the plan's graph again for this one
     (seconds; needs llvmlite), "refuse" raises PlanTargetError.
 
@@ -35,7 +37,7 @@ def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismat
         if on_target_mismatch == "refuse":
             raise PlanTargetError(f"{path}: {mismatch}; build it here, or load it with on_target_mismatch='relower'")
         plan = _relower(plan, f"{path}: {mismatch}")
-    return Engine(plan, threads)
+    return Engine(plan, threads, cpus)
 
 
 def _mismatch(plan: Plan) -> str:
@@ -60,17 +62,30 @@ def _relower(plan: Plan, why: str) -> Plan:
     return relowered
 
 
+def _checked_cpus(cpus: Sequence[int] | None, threads: int) -> tuple[int, ...] | None:
+    if cpus is None:
+        return None
+    if len(set(cpus)) != threads or len(cpus) != threads:
+        raise ConfigError(f"cpus={list(cpus)}: {threads} threads take as many CPUs, each another one")
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(cpus)
+    if unknown := sorted(set(cpus) - allowed):
+        raise ConfigError(f"cpus={list(cpus)}: this process may not use {unknown}; it has {sorted(allowed)}")
+    return tuple(cpus)
+
+
 class Engine:
     """Thread-safe: `run` takes a context from a pool, or makes one if all are in use."""
 
-    def __init__(self, plan: Plan, threads: int = 1) -> None:
+    def __init__(self, plan: Plan, threads: int = 1, cpus: Sequence[int] | None = None) -> None:
         """plan: as read from a file, or just built. Raises PlanCorruptError, PlanTargetError, ConfigError."""
         if threads < 1:
             raise ConfigError(f"threads={threads}: at least 1")
+        self._cpus = _checked_cpus(cpus, threads)
         self.plan = plan
         self.threads = threads
         self._program = Program(plan)
-        self._parallel = ParallelProgram(self._program, threads) if threads > 1 else None
+        self._execution = (_parallel(self._program, threads) if threads > 1
+                           else lambda cpus: SerialExecution(self._program))
         self._feeds = Feeds(plan)
         self._idle: deque[ExecutionContext] = deque()      # its append and pop are atomic
 
@@ -94,12 +109,17 @@ class Engine:
     @property
     def arena_bytes(self) -> int:
         """Of one context's buffers (a context of T threads has T such arenas)."""
-        return (self._program.separate_layout if self._parallel else self._program.shared_layout).total
+        return (self._program.separate_layout if self.threads > 1 else self._program.shared_layout).total
 
-    def create_context(self) -> ExecutionContext:
-        """A context of its own memory, for one owner thread at a time."""
-        execution = ParallelExecution(self._parallel) if self._parallel else SerialExecution(self._program)
-        return ExecutionContext(self.plan, execution)
+    def create_context(self, cpus: Sequence[int] | None = None) -> ExecutionContext:
+        """A context of its own memory, for one owner thread at a time.
+
+        cpus: where its threads stay, a CPU for each; without it, or load_engine's, helpers go to any CPU but the
+        caller's. The first is the caller's own: that thread is not ours to move, pin it with os.sched_setaffinity.
+        Raises ConfigError: not as many as threads, or none of ours.
+        """
+        cpus = _checked_cpus(cpus, self.threads) or self._cpus
+        return ExecutionContext(self.plan, self._execution(cpus))
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """{output name: array} for {input name: array}, in the dtypes and shapes of the ONNX model.
@@ -123,11 +143,17 @@ class Engine:
             self._idle.pop().close()
 
 
+def _parallel(program: Program, threads: int) -> Callable[[tuple[int, ...] | None], Execution]:
+    """What makes executions of several threads; imported here, for on one thread serving starts without it."""
+    from engines.parallel import ParallelExecution, ParallelProgram
+    return partial(ParallelExecution, ParallelProgram(program, threads))
+
+
 class ExecutionContext:
     """The memory of one run, and what carries it out. One owner thread at a time."""
 
     def __init__(self, plan: Plan, execution: Execution) -> None:
-        self._plan, self._execution = plan, execution
+        self._plan, self.execution = plan, execution
         self._inputs = {io.name: io.view for io in plan.inputs}
         self._outputs = {io.name: io.view for io in plan.outputs}
         self._arrays: dict[tuple[str, str, int], Array] = {}    # (kind, name, batch) -> what has been asked for
@@ -142,7 +168,7 @@ class ExecutionContext:
     def execute(self, batch: int = 1) -> None:
         """Run the network on the first `batch` slots. The GIL is released for all but fallback steps."""
         self._check(batch)
-        self._execution.run(batch)
+        self.execution.run(batch)
 
     def output(self, name: str, batch: int = 1) -> Array:
         """An output of the last execute: a view, valid until the next one."""
@@ -153,11 +179,11 @@ class ExecutionContext:
         self._check(batch)
         if repeats < 1:
             raise ConfigError(f"profile: repeats={repeats}, at least 1")
-        return list(zip(self._plan.steps, self._execution.profile(batch, repeats), strict=True))
+        return list(zip(self._plan.steps, self.execution.profile(batch, repeats), strict=True))
 
     def close(self) -> None:
         """Stop the context's threads. Its memory is freed with the last view of it."""
-        self._execution.close()
+        self.execution.close()
 
     def _array(self, kind: str, name: str, batch: int) -> Array:
         """Where a tensor lies never changes, so each array is made once."""
@@ -167,7 +193,7 @@ class ExecutionContext:
             table = self._inputs if kind == "input" else self._outputs
             if name not in table:
                 raise InputError(f"{self._plan.name} has no {kind} '{name}'; it has {_names(table)}")
-            make = self._execution.input if kind == "input" else self._execution.output
+            make = self.execution.input if kind == "input" else self.execution.output
             found = self._arrays[kind, name, batch] = make(table[name], batch)
         return found
 

@@ -54,10 +54,6 @@ class Schedule:
     stages: Words
     depends: Words
 
-    @property
-    def chunk_count(self) -> int:
-        return len(self.chunks) - 1
-
 
 def cut(step: Step, batch: int, us: float, workers: int) -> Cut:
     """Cut a step's grid; `us` is what all of it takes one thread."""
@@ -161,18 +157,22 @@ def _rows_of_producer(step: Step, own: Cut, producer: Step, its: Cut) -> list[li
     pairs = [(read, write) for read in step.reads for write in producer.writes if read.buffer == write.buffer]
     if not pairs:
         return None
-    found: list[list[Range]] = [[] for _ in own.rows]
+    found = rows_awaited(pairs, own.rows, its.rows)
+    return None if all((0, len(its.rows)) in ranges for ranges in found) else found
+
+
+def rows_awaited(pairs: Sequence[tuple[Reach, Reach]], own: Sequence[Range], its: Sequence[Range]) -> list[list[Range]]:
+    """For each range of rows of `own` the ranges of `its` that touch the same bytes; pairs: (own reach, its reach)."""
+    found: list[list[Range]] = [[] for _ in own]
     for read, write in pairs:
-        begins, ends = _bytes(write, its.rows)
-        read_begins, read_ends = _bytes(read, own.rows)
+        begins, ends = _bytes(write, its)
+        read_begins, read_ends = _bytes(read, own)
         # Sorted, since strides are not negative; a running maximum, since a row may reach behind the next one.
         firsts = np.searchsorted(np.maximum.accumulate(ends), read_begins, "right")
         lasts = np.searchsorted(np.minimum.accumulate(begins[::-1])[::-1], read_ends, "left")
         for ranges, begin, end in zip(found, firsts.tolist(), lasts.tolist(), strict=True):
             if begin < end:
                 ranges.append((begin, end))
-    if all((0, len(its.rows)) in ranges for ranges in found):
-        return None
     return found
 
 

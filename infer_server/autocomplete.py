@@ -15,8 +15,12 @@ from infer_server.errors import ModelConfigError
 from protos import model_config
 
 
-def complete(message: model_config.ModelConfig, name: str, engine: Engine, filename: str) -> model_config.ModelConfig:
-    """A completed copy of `message`, for a model in the folder `name`. Raises ModelConfigError."""
+def complete(message: model_config.ModelConfig, name: str, engine: Engine, filename: str,
+             instances: int = 1) -> model_config.ModelConfig:
+    """A completed copy of `message`, for a model in the folder `name`. Raises ModelConfigError.
+
+    instances: of an instance group that says nothing of its count.
+    """
     completed = model_config.ModelConfig()
     completed.CopyFrom(message)
     if completed.name not in ("", name):
@@ -36,8 +40,10 @@ def complete(message: model_config.ModelConfig, name: str, engine: Engine, filen
         completed.dynamic_batching.SetInParent()
     if not completed.instance_group:
         completed.instance_group.add(name=name, kind=model_config.ModelInstanceGroup.KIND_CPU)
+    if completed.dynamic_batching.preserve_ordering:
+        instances = 1
     for group in completed.instance_group:
-        group.count = group.count or 1
+        group.count = group.count or instances
     if not completed.version_policy.WhichOneof("policy_choice"):
         completed.version_policy.latest.num_versions = 1
     return completed

@@ -43,8 +43,13 @@ class Engine(Protocol):
     def outputs(self) -> Sequence[Tensor]: ...
     @property
     def max_batch(self) -> int: ...                     # 0: the model has no batch axis
+    @property
+    def threads(self) -> int: ...                       # that work on one execution
+    @property
+    def arena_bytes(self) -> int: ...                   # of memory that a context takes
 
-    def create_context(self) -> ExecutionContext: ...
+    def create_context(self, cpus: Sequence[int] | None = None) -> ExecutionContext:
+        """cpus: where its threads stay, one for each, the first for the caller's; None: anywhere."""
 
 
 EngineLoader = Callable[[Path, int], Engine]            # (plan file, intra-op threads) -> engine; raises EngineError

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from itertools import chain
 
 from infer_server.errors import QueueFullError, UnavailableError
-from infer_server.policy import BatchPolicy, QueuePolicy, Send, decide, expired
+from infer_server.policy import BatchPolicy, QueuePolicy, Send, decide, expired, share
 from infer_server.request import Request
 
 
@@ -29,11 +29,17 @@ class Batcher:
         self._queue: deque[Request] = deque()       # oldest first
         self._delayed: deque[Request] = deque()     # expired under timeout_action DELAY: served when nothing else waits
         self._timed = 0                             # how many in _queue have a deadline
+        self._idle = 0                              # instances that wait for requests
         self._closed = False
         self._changed = threading.Condition(threading.Lock())
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._delayed)
+
+    @property
+    def idle(self) -> int:
+        """Instances that wait for requests."""
+        return self._idle
 
     def submit(self, request: Request) -> None:
         """Appends a request. The instances learn of it by wake().
@@ -80,12 +86,14 @@ class Batcher:
                 if not self._queue and not self._delayed:
                     if self._closed:
                         return None
+                    self._idle += 1
                     self._changed.wait()
+                    self._idle -= 1
                     continue
                 decision = decide(chain(self._queue, self._delayed), now_ns, self._batching)
                 if isinstance(decision, Send) or self._closed:
                     count = decision.count if isinstance(decision, Send) else len(self)
-                    return self._pop(count)
+                    return self._pop(share(count, self._idle, self._batching))
                 self._changed.wait((self._next_event_ns(decision.until_ns) - now_ns) / 1e9)
 
     def close(self) -> None:

@@ -40,12 +40,14 @@ class BuildOptions:
     preprocess: str = ""
     uint8_input: str = ""                   # "true": images come as uint8 [N, H, W, C]
     threads: str = ""                       # "": the server's --threads
+    pin: str = ""                           # "true": each thread of an instance stays on a CPU of its own
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
             raise ModelConfigError(f"parameter precision: '{self.precision}' is none of {', '.join(PRECISIONS)}")
-        if self.uint8_input not in ("", "true", "false"):
-            raise ModelConfigError(f"parameter uint8_input: expected true or false, got '{self.uint8_input}'")
+        for name in ("uint8_input", "pin"):
+            if getattr(self, name) not in ("", "true", "false"):
+                raise ModelConfigError(f"parameter {name}: expected true or false, got '{getattr(self, name)}'")
         if self.threads and not (self.threads.isdecimal() and int(self.threads) > 0):
             raise ModelConfigError(f"parameter threads: expected a number of threads, got '{self.threads}'")
 

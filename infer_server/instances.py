@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -36,13 +37,15 @@ class Instance:
     """Pulls batches and executes them until the batcher is closed and empty."""
 
     def __init__(self, name: str, batcher: Batcher, context: ExecutionContext, outputs: Sequence[str], batched: bool,
-                 statistics: Statistics, deliver: Callable[[list[Outcome]], None]) -> None:
+                 statistics: Statistics, deliver: Callable[[list[Outcome]], None], cpu: int | None = None) -> None:
+        """cpu: where its thread stays; None: anywhere."""
         self._batcher = batcher
         self._context = context
         self._outputs = outputs
         self._batched = batched                     # tensors have a leading batch axis
         self._statistics = statistics
         self._deliver = deliver                     # hands results to the event loop: once a batch
+        self._cpu = cpu
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -52,6 +55,8 @@ class Instance:
         self._thread.join()
 
     def _run(self) -> None:
+        if self._cpu is not None:
+            os.sched_setaffinity(0, {self._cpu})
         while (batch := self._batcher.take()) is not None:
             try:
                 outcomes = self._execute(batch)

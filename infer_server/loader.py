@@ -3,11 +3,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engines.errors import EngineError, PlanTargetError
 from infer_server.backend import Engine, EngineLoader, load_plan
 from infer_server.building import Compiler
+from infer_server.cores import CpuDealer, allowed_cpus, default_instances
 from infer_server.errors import RepositoryError
 from infer_server.layout import Source
 from infer_server.model import Model
@@ -22,6 +23,8 @@ class Loader:
     compiler: Compiler                          # for what is no plan yet, or none for this machine
     threads: int = 1                            # a model's own `threads` parameter goes before it
     load_engine: EngineLoader = load_plan
+    cores: int = 1                              # for the instances of a model that does not say how many it has
+    dealer: CpuDealer = field(default_factory=lambda: CpuDealer(allowed_cpus()))
 
     def load(self, source: Source) -> Model:
         """Raises RepositoryError with the reason that the index will show."""
@@ -33,7 +36,9 @@ class Loader:
         threads = int(source.config.build.threads or self.threads)
         try:
             engine = self._engine(source, threads)
-            return Model(source.name, source.version, engine, source.message, source.file.name, self.loop)
+            instances = default_instances(self.cores, threads, engine.arena_bytes)
+            return Model(source.name, source.version, engine, source.message, source.file.name, self.loop, instances,
+                         self.dealer)
         except RepositoryError:
             raise
         except EngineError as error:

@@ -8,6 +8,7 @@ from infer_server.autocomplete import complete
 from infer_server.backend import Engine, warm_up
 from infer_server.batcher import Batcher
 from infer_server.config import from_message
+from infer_server.cores import CpuDealer
 from infer_server.errors import QueueFullError, RequestExpiredError, UnavailableError
 from infer_server.instances import Instance
 from infer_server.request import Outcome, Request, finish
@@ -25,10 +26,11 @@ class Model:
     """
 
     def __init__(self, name: str, version: int, engine: Engine, message: model_config.ModelConfig, filename: str,
-                 loop: asyncio.AbstractEventLoop) -> None:
+                 loop: asyncio.AbstractEventLoop, instances: int, dealer: CpuDealer) -> None:
+        """instances: where the message does not say how many; dealer: of CPUs, to models that pin their threads."""
         self.name = name
         self.version = version
-        self.config_message = complete(message, name, engine, filename)
+        self.config_message = complete(message, name, engine, filename, instances)
         self.config = from_message(self.config_message)
         self.signature = Signature(self.config)
         self.statistics = Statistics()
@@ -36,13 +38,15 @@ class Model:
         self._batcher = Batcher(name, self.config.batching, self.config.queueing, self._refuse)
         self._waker = Waker(loop, self._batcher, self.config.batching.max_batch_size)
         outputs = [spec.name for spec in self.config.outputs]
-        contexts = [engine.create_context() for _ in range(self.config.instances)]
+        cpus = [dealer.deal(engine.threads) if self.config.build.pin == "true" else None
+                for _ in range(self.config.instances)]
+        contexts = [engine.create_context(own) for own in cpus]
         for context in contexts:
             warm_up(context, engine)
         self._instances = [
             Instance(f"{name}/{version} instance {i}", self._batcher, context, outputs, self.config.batched,
-                     self.statistics, self._deliver)
-            for i, context in enumerate(contexts)]
+                     self.statistics, self._deliver, own[0] if own else None)
+            for i, (context, own) in enumerate(zip(contexts, cpus, strict=True))]
         for instance in self._instances:
             instance.start()
 

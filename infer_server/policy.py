@@ -96,6 +96,17 @@ def decide(queue: Iterable[Queued], now_ns: int, policy: BatchPolicy) -> Send | 
     return Wait(window_ends_ns)
 
 
+def share(count: int, idle: int, policy: BatchPolicy) -> int:
+    """How many of `count` requests an instance takes if `idle` others could take some as well.
+
+    Cores that would be idle make two small batches faster than one large. Not where the policy asks for certain sizes
+    or waits for fuller batches.
+    """
+    if policy.preferred_batch_sizes or policy.max_queue_delay_us:
+        return count
+    return -(-count // (1 + idle))
+
+
 def expired(queue: Iterable[Queued], now_ns: int) -> list[int]:
     """The positions of the requests whose deadline has passed."""
     return [i for i, request in enumerate(queue) if request.deadline_ns and now_ns > request.deadline_ns]

@@ -36,6 +36,7 @@ class ServerOptions:
     http_port: int = 8000
     metrics_port: int = 8002
     threads: int = 1                            # for one batch of one instance
+    cores: int = 1                              # for the instances of a model that does not say how many it has
     explicit_control: bool = False              # models are loaded and unloaded by clients
     load_models: tuple[str, ...] = ()           # under explicit control: at start
     drain_grace_secs: float = 1.0               # between readiness dropping and refusing what is new
@@ -56,7 +57,8 @@ class Server:
     def __init__(self, options: ServerOptions, load_engine: EngineLoader = load_plan) -> None:
         self._options = options
         self._compiler = Compiler(options.cache_dir)
-        loader = Loader(asyncio.get_running_loop(), self._compiler, options.threads, load_engine)
+        loader = Loader(asyncio.get_running_loop(), self._compiler, options.threads, load_engine,
+                        options.cores)
         self.lifecycle = Lifecycle()
         self.repository = Repository(options.model_repository, loader.load)
         self._grpc = create_server(

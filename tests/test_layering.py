@@ -23,7 +23,7 @@ PACKAGES = {
 
 # Inside engines: a module may import what its layer stands on, and all that this stands on in turn.
 STANDS_ON = {
-    "version": (), "errors": (), "tables": (),
+    "version": (), "errors": (), "tables": (), "clock": (),
     "ir": ("errors",),
     "packed": ("ir",),
     "plan": ("packed",),
@@ -47,7 +47,7 @@ STANDS_ON = {
     "planfile": ("records", "narrow"),
     "memory": ("plan",),
     "fallback": ("plan",),
-    "execution": ("memory", "tables", "loader", "fallback"),
+    "execution": ("memory", "tables", "clock", "loader", "fallback"),
     "schedule": ("execution",),
     "parallel": ("schedule",),
     "runtime": ("planfile", "cpu", "parallel"),

@@ -167,9 +167,9 @@ def _attention(node: Node, types: Sequence[TensorType | None], constant: Constan
     (q, k, v, *mask), (y,), kind = [name for name in node.inputs if name], node.outputs, types[0]
     assert kind is not None
     parts: list[Part] = [
-        ("Transpose", [k], [f"{y}.k_turned"], {"perm": (0, 1, 3, 2)}),
-        ("MatMul", [q, f"{y}.k_turned"], [f"{y}.products"], {}),
-        ("Mul", [f"{y}.products", constant("factor", np.array(node.attrs["scale"], kind.dtype))], [f"{y}.scaled"], {})]
+        ("Transpose", [k], [f"{y}.turned_keys"], {"perm": (0, 1, 3, 2)}),
+        ("MatMul", [q, f"{y}.turned_keys"], [f"{y}.products"], {}),
+        ("Mul", [f"{y}.products", constant("scale", np.array(node.attrs["scale"], kind.dtype))], [f"{y}.scaled"], {})]
     scores = f"{y}.scaled"
     if mask:
         scores = f"{y}.masked"

@@ -1,8 +1,8 @@
 """The batch is an axis of its own in every tensor, as kernels need it.
 
 Exporters merge it with other axes: the windows of images [16*batch, 49, 96], the heads of all items
-[12*batch, 128, 64], the rows of a linear layer [197*batch, 768]. An axis of k * batch is taken apart again into the axes it was made of,
-from the Reshape that merged it to the one that splits it:
+[12*batch, 128, 64], the rows of a linear layer [197*batch, 768]. An axis of k * batch is taken apart again into the
+axes it was made of, from the Reshape that merged it to the one that splits it:
 
     Reshape [batch, 4, 7, C] -> [4*batch, 7, C]; Softmax(axis=2)   ->   (nothing); Softmax(axis=3) on [batch, 4, 7, C]
 

@@ -6,12 +6,13 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from engines.clock import thread_seconds
 from engines.plan import Step
 from engines.roofline import Bound, Peaks, bound
 from engines.runtime import Engine, ExecutionContext
 from infer_server.cli.common import Cell, table
 
-SECONDS = 1.0                       # of passes over the network, as far as they are within:
+SECONDS = 1.0                       # of runs, and again of passes step by step, as far as they are within:
 FEWEST_PASSES, MOST_PASSES = 5, 200
 
 
@@ -48,12 +49,21 @@ class Line:
 @dataclass(frozen=True)
 class Profile:
     lines: tuple[Line, ...]         # in the order of execution
+    run: float                      # seconds of the whole network, the least of all runs: CPU time of one thread, or of
+                                    # several the time on the wall
     peaks: Peaks
     batch: int
+    banded: int = 0                 # steps that a run of this batch takes item by item; they are timed for all at once
 
     @property
     def seconds(self) -> float:
+        """Of all steps, one by one."""
         return sum(line.seconds for line in self.lines)
+
+    @property
+    def percent_of_peak(self) -> float:
+        """Of one core's arithmetic, over the whole run."""
+        return _percent(sum(line.bound.compute for line in self.lines), self.run)
 
 
 def profile(engine: Engine, context: ExecutionContext, batch: int) -> Profile:
@@ -61,12 +71,19 @@ def profile(engine: Engine, context: ExecutionContext, batch: int) -> Profile:
     from engines.backends.llvm.peaks import measure_peaks  # LLVM is not for those who only run a plan
 
     peaks = measure_peaks()
-    begin = time.perf_counter()
-    context.execute(batch)
-    passes = int(SECONDS / (time.perf_counter() - begin))
-    times = context.profile(batch, repeats=min(max(passes, FEWEST_PASSES), MOST_PASSES))
+    clock = thread_seconds if engine.threads == 1 else time.perf_counter
+
+    def run_once() -> float:
+        begin = clock()
+        context.execute(batch)
+        return clock() - begin
+
+    passes = min(max(int(SECONDS / run_once()), FEWEST_PASSES), MOST_PASSES)
+    run = min(run_once() for _ in range(passes))
+    times = context.profile(batch, repeats=passes)
     lines = (Line(step, seconds, bound(step, engine.plan, batch, peaks), batch) for step, seconds in times)
-    return Profile(tuple(lines), peaks, batch)
+    banded = sum(band.last - band.first for band in engine.plan.bands) if batch > 1 and engine.threads == 1 else 0
+    return Profile(tuple(lines), run, peaks, batch, banded)
 
 
 # ---- as people read it
@@ -76,8 +93,11 @@ def header(found: Profile) -> str:
     macs = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in peaks.macs_per_second.items())
     reads = ", ".join(f"{level.name} {level.bytes_per_second / 1e9:.0f}" for level in peaks.levels)
     return (f"one core of {peaks.processor} ({peaks.target}), measured now: G MAC/s in {macs}; GB/s read from {reads}\n"
-            f"batch {found.batch}, each step alone on one thread: {found.seconds * 1e3:.3f} ms in all, bound "
-            f"{sum(line.bound.seconds for line in found.lines) * 1e3:.3f} ms")
+            f"batch {found.batch}: {found.run * 1e3:.3f} ms a run, {found.percent_of_peak:.1f} % of the arithmetic's "
+            f"peak; each step alone on one thread {found.seconds * 1e3:.3f} ms in all, bound "
+            f"{sum(line.bound.seconds for line in found.lines) * 1e3:.3f} ms"
+            + (f"\n{found.banded} steps run item by item, but are shown as if they took all items at once"
+               if found.banded else ""))
 
 
 def slowest(found: Profile) -> str:
@@ -112,7 +132,8 @@ def _percent(part: float, whole: float) -> float:
 def as_json(found: Profile) -> dict[str, Any]:
     """All of it; seconds, bytes and MACs are of the whole batch."""
     peaks = found.peaks
-    return {"batch": found.batch, "seconds": found.seconds,
+    return {"batch": found.batch, "run_seconds": found.run, "percent_of_peak": found.percent_of_peak,
+            "seconds": found.seconds,
             "peaks": {"processor": peaks.processor, "target": peaks.target,
                       "macs_per_second": dict(peaks.macs_per_second),
                       "bytes_per_second": {level.name: level.bytes_per_second for level in peaks.levels}},

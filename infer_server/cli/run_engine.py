@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from engines import load_engine
-from engines.errors import InputError
+from engines.errors import ConfigError, InputError
 from engines.ir import Array
 from engines.plan import IoTensor, Plan
 from engines.planfile import read_plan
@@ -95,10 +96,23 @@ def report(engine: Engine, batch: int, times: np.ndarray[Any, Any]) -> dict[str,
             "target": engine.plan.target, "precision": engine.plan.precision}
 
 
+def pinned(threads: int) -> list[int]:
+    """The first CPUs that this process may use, one for each thread. ConfigError: there are not as many."""
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigError("--pin: this system does not let a thread choose its CPU")
+    cpus = sorted(os.sched_getaffinity(0))
+    if threads > len(cpus):
+        raise ConfigError(f"--pin: {threads} threads, but this process may use {len(cpus)} CPUs; lower --threads")
+    return cpus[:threads]
+
+
 def _command(options: argparse.Namespace) -> int:
     threads = options.threads or int(read_plan(options.plan).metadata.get("threads", 1))
-    engine = load_engine(options.plan, threads)
+    cpus = pinned(threads) if options.pin else None
+    engine = load_engine(options.plan, threads, cpus=cpus)
     context = ready_context(engine, options.batch, options.data)
+    if cpus:        # after the helpers were made: they inherit what their maker may use
+        os.sched_setaffinity(0, {cpus[0]})
     if options.profile:
         found = profile(engine, context, options.batch)
         print(json.dumps(as_json(found), indent=1) if options.json else f"{header(found)}\n\n{slowest(found)}")
@@ -120,6 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="items a run (default 1)")
     parser.add_argument("--threads", type=positive, metavar="N",
                         help="threads a run (default: what the plan was built for)")
+    parser.add_argument("--pin", action="store_true", help="keep each thread on a CPU of its own")
     parser.add_argument("--data", metavar="X.npz", help="an array per input; without it, random numbers")
     parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="how long to measure (default 2)")
     parser.add_argument("--profile", action="store_true",

@@ -11,6 +11,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from infer_server.cores import allowed_cpus
 from infer_server.malloc import tune_malloc
 from infer_server.server import Server, ServerOptions
 
@@ -77,7 +78,7 @@ def _options(parsed: argparse.Namespace) -> ServerOptions:
     return ServerOptions(
         model_repository=parsed.model_repository, cache_dir=parsed.cache_dir, host=parsed.host,
         grpc_port=parsed.grpc_port, http_port=parsed.http_port, metrics_port=parsed.metrics_port,
-        threads=parsed.threads, explicit_control=parsed.model_control_mode == "explicit",
+        threads=parsed.threads, cores=parsed.cores, explicit_control=parsed.model_control_mode == "explicit",
         load_models=tuple(parsed.load_model), drain_grace_secs=parsed.drain_grace_secs,
         exit_timeout_secs=parsed.exit_timeout_secs, max_message_bytes=parsed.max_message_mib << 20)
 
@@ -100,6 +101,9 @@ def _parser() -> argparse.ArgumentParser:
                         help="under explicit control, a model to load at start; can be repeated")
     parser.add_argument("--threads", type=_positive, default=1, metavar="N",
                         help="threads for one batch; instance_group says how many batches run at a time (%(default)s)")
+    parser.add_argument("--cores", type=_positive, default=len(allowed_cpus()), metavar="N",
+                        help="a model whose instance_group says nothing has an instance for every --threads of these "
+                             "(all: %(default)s)")
     parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "infer-server", metavar="DIR",
                         help="where engines built from ONNX files are kept (%(default)s)")
     parser.add_argument("--drain-grace-secs", type=float, default=1.0, metavar="S",

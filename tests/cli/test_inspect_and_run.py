@@ -72,6 +72,17 @@ def test_run_takes_the_threads_that_the_plan_was_built_for(workshop: Workshop, p
     assert run(workshop, plan)["threads"] == 2
 
 
+def test_run_pins_its_threads(workshop: Workshop, plan: str) -> None:
+    allowed = os.sched_getaffinity(0)
+    try:
+        assert run(workshop, plan, "--threads", "1", "--pin")["threads"] == 1
+        assert os.sched_getaffinity(0) == {min(allowed)}
+        assert run_engine.main([plan, "--threads", "2", "--pin"]) != 0
+        assert "2 threads, but this process may use 1 CPUs" in workshop.capture.readouterr().err
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
 def test_run_profiles_every_kernel(workshop: Workshop, plan: str) -> None:
     assert run_engine.main([plan, "--threads", "1", "--profile"]) == 0
     printed = workshop.capture.readouterr().out
@@ -110,7 +121,8 @@ def test_inspect_profiles_with_the_most_to_gain_on_top(workshop: Workshop, plan:
     printed = workshop.capture.readouterr().out.splitlines()
     assert "measured now" in printed[0]
     begin = next(i for i, line in enumerate(printed) if line.startswith("---")) + 1
-    over = [float(line.split()[1]) for line in printed[begin:]]
+    column = printed[begin - 2].index("us over") + len("us over")       # numbers end where their heading does
+    over = [float(line[:column].split()[-1]) for line in printed[begin:]]
     assert over == sorted(over, reverse=True) and len(over) == len(load_engine(plan).plan.steps)
 
 

@@ -1,11 +1,15 @@
 """What is exported runs in ONNX Runtime and gives what the reference gives."""
 import numpy as np
+import onnx.parser
 import onnxruntime
 import pytest
 
 from engines.frontend.onnx_export import onnx_from_graph
+from engines.frontend.onnx_import import graph_from_onnx
 from engines.ir import Graph, Node, QParams, TensorType, type_of, verify
+from engines.passes.pipeline import optimise, simplify
 from engines.reference import run
+from tests.zoo import run_onnx
 
 RANDOM = np.random.default_rng(0)
 F32 = np.dtype(np.float32)
@@ -65,3 +69,20 @@ def test_quantised_weights_are_integers_with_a_scale_for_each_channel():
     weights = next(n for n in proto.graph.node if n.op_type == "DequantizeLinear" and n.output[0] == "w")
     assert stored[weights.input[0]].data_type == 3      # INT8
     assert stored[weights.input[1]].dims == [4]
+
+
+def test_attention_whose_keys_came_transposed_is_exported_under_names_of_its_own() -> None:
+    """The pass turns such keys under a name of the attention's; so does the export."""
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
+        m (float[N,2,4,8] q, float[N,2,8,4] k, float[N,2,4,8] v) => (float[N,2,4,8] z)
+        { scores = MatMul(q, k)  weights = Softmax<axis = -1>(scores)  y = MatMul(weights, v)
+          z = Softmax<axis = -1>(y) }""")
+    graph = optimise(simplify(graph_from_onnx(model)))
+    assert "ScaledDotProductAttention" in {node.op for node in graph.nodes}
+    exported = onnx_from_graph(graph)
+    names = [name for node in exported.graph.node for name in node.output]
+    assert len(names) == len(set(names))
+    rng = np.random.default_rng(0)
+    feeds = {"q": rng.standard_normal((3, 2, 4, 8), np.float32), "k": rng.standard_normal((3, 2, 8, 4), np.float32),
+             "v": rng.standard_normal((3, 2, 4, 8), np.float32)}
+    np.testing.assert_allclose(run_onnx(exported, feeds)["z"], run_onnx(model, feeds)["z"], rtol=1e-5, atol=1e-6)

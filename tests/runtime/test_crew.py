@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,8 +16,7 @@ from engines import schedule
 from engines.execution import Program
 from engines.ir import Array
 from engines.parallel import ParallelExecution, ParallelProgram
-from engines.plan import Fill, IoTensor, Plan, Step, TensorView
-from engines.schedule import Cut, cut
+from engines.plan import Fill, IoTensor, Plan, TensorView
 from engines.tables import WorkerRow
 from tests.runtime.tiny import executor, mix_object, mix_plan, mix_reference, mixed
 
@@ -86,6 +86,32 @@ def test_a_caller_whose_helpers_are_gone_runs_alone() -> None:
         np.testing.assert_array_equal(got[name], want)
     after = execution.workers[:, WorkerRow.DONE]
     assert (after[1:] == before[1:]).all() and after[0] > before[0]
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU")
+def test_helpers_stay_where_they_are_pinned_and_otherwise_off_the_callers_cpu() -> None:
+    plan, _, _ = random_plan(np.random.default_rng(6))
+    x = np.zeros((1, ROWS, COLUMNS), np.int32)
+    cpus = sorted(os.sched_getaffinity(0))[:2]
+    shared = ParallelProgram(Program(plan), workers=2)
+    for pinned in (cpus, cpus[::-1], None):
+        execution = ParallelExecution(shared, pinned)
+        run(execution, plan, x)
+        helper, = (t for t in threading.enumerate() if t.name == "mixer-helper-1")
+        allowed = os.sched_getaffinity(helper.native_id or 0)
+        assert allowed == {pinned[1]} if pinned else len(allowed) == len(os.sched_getaffinity(0)) - 1
+        execution.close()
+
+
+def test_what_sends_the_helpers_home_keeps_the_code_that_it_runs() -> None:
+    """A crew that is garbage: its helpers, the last to hold the program, may be gone before `dismiss` returns."""
+    plan, _, _ = random_plan(np.random.default_rng(7))
+    program = Program(plan)
+    execution = ParallelExecution(ParallelProgram(program, workers=2))
+    alive = execution._crew._finalizer.peek()
+    assert alive is not None and any(program in kept for kept in alive[2] if isinstance(kept, tuple))
+    execution.close()
 
 
 @pytest.mark.usefixtures("eager")
@@ -162,45 +188,3 @@ def test_idle_helpers_sleep() -> None:
         assert time.monotonic() < deadline, "helpers still spin after 5 s"
         time.sleep(0.001)
     execution.close()
-
-
-@pytest.mark.parametrize("workers", [2, 3, 7])
-@pytest.mark.parametrize("us", [1.0, 40.0, 1e5])
-def test_pieces_cover_a_grid_exactly_once(workers: int, us: float) -> None:
-    rng = np.random.default_rng(workers)
-    for _ in range(60):
-        row_step, column_step = int(rng.integers(1, 6)), int(rng.choice([1, 16, 64]))
-        step = Step("k", (), rows_per_item=int(rng.integers(0, 30)), rows=int(rng.integers(0, 20)), row_step=row_step,
-                    columns=int(rng.integers(1, 200)), column_step=column_step,
-                    constant_bytes=int(rng.choice([0, 1 << 20])))
-        batch = int(rng.integers(1, 5))
-        rows = step.rows_per_item * batch or step.rows
-        covered = np.zeros((rows, step.columns), int)
-        pieces = cut(step, batch, us, workers)
-        assert len(pieces) < 2 * workers * schedule.PIECES_PER_WORKER
-        for (r0, r1), (c0, c1) in pieces.pieces():
-            assert r0 % row_step == 0 and c0 % column_step == 0 and r0 < r1 and c0 < c1
-            covered[r0:r1, c0:c1] += 1
-        assert (covered == 1).all(), step
-
-
-def test_large_weights_are_cut_by_columns_and_short_steps_not_at_all() -> None:
-    step = Step("k", (), rows_per_item=56, columns=256, column_step=64)
-    assert cut(step, 1, 1.0, 2) == Cut(((0, 56),), ((0, 256),), True)
-    assert cut(step, 1, 50.0, 2) == Cut(((0, 28), (28, 56)), ((0, 256),), True)
-    large = Step("k", (), rows_per_item=56, columns=256, column_step=64, constant_bytes=1 << 20)
-    assert cut(large, 1, 50.0, 2) == Cut(((0, 56),), ((0, 128), (128, 256)), False)
-
-
-def test_many_workers_do_not_cut_a_step_into_crumbs() -> None:
-    step = Step("k", (), rows_per_item=56)
-    assert len(cut(step, 1, 10.0, 16)) == 4
-    assert len(cut(step, 1, 400.0, 16)) == 16
-
-
-def test_every_worker_gets_an_equal_share_if_either_axis_allows_it() -> None:
-    seven_rows = Step("k", (), rows_per_item=7, columns=256, column_step=64)
-    assert cut(seven_rows, 1, 50.0, 2) == Cut(((0, 7),), ((0, 128), (128, 256)), False)
-    one_column = Step("k", (), rows_per_item=7, columns=256, column_step=256, constant_bytes=1 << 20)
-    assert cut(one_column, 1, 50.0, 2) == Cut(((0, 3), (3, 7)), ((0, 256),), True)
-    assert len(cut(Step("k", (), rows_per_item=56), 1, 110.0, 2)) == 6, "a multiple of the workers"

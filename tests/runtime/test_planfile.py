@@ -164,3 +164,16 @@ def test_halos_and_operands_survive_as_their_types(path: Path) -> None:
     plan = read_plan(path)
     assert all(isinstance(fill, Fill) and isinstance(fill.halo[0], tuple) for fill in plan.fills)
     assert plan.steps[0].operands == (Operand(0), Operand(None, 64), Operand(1, 4))
+
+
+def test_weights_that_were_shifted_or_whose_pages_changed_places_are_found(tmp_path: Path) -> None:
+    weights = np.random.default_rng(0).bytes(5 * PAGE + 100)
+    plan, path = replace(halo_plan(), constants=weights), tmp_path / "m.plan"
+    write_plan(plan, path)
+    good, (offset, _) = path.read_bytes(), sections(path)["constants"]
+    pages = [weights[at:at + PAGE] for at in range(0, len(weights), PAGE)]
+    pages[1], pages[2] = pages[2], pages[1]
+    for wrong in (weights[1:] + b"x", bytes(8) + weights[:-8], b"".join(pages), weights[:PAGE] + bytes(4 * PAGE + 100)):
+        path.write_bytes(good[:offset] + wrong + good[offset + len(weights):])
+        with pytest.raises(PlanCorruptError, match="section 'constants'"):
+            read_plan(path)

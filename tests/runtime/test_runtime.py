@@ -170,6 +170,10 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         load_engine(tmp_path / "m.plan", on_target_mismatch="ignore")
     with pytest.raises(ConfigError, match="threads=0"):
         Engine(mix_plan(READS, OUTPUTS), 0)
+    with pytest.raises(ConfigError, match=r"cpus=\[0\]: 2 threads take as many CPUs"):
+        Engine(mix_plan(READS, OUTPUTS), 2, cpus=[0])
+    with pytest.raises(ConfigError, match="may not use"):
+        Engine(mix_plan(READS, OUTPUTS)).create_context(cpus=[1 << 20])
 
 
 @THREADS

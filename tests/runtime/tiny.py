@@ -17,7 +17,7 @@ from engines.backends.llvm.jit import compile_object, host_features
 from engines.backends.llvm.scheduler import scheduler_object
 from engines.backends.llvm.spec import begin_kernel
 from engines.ir import Array
-from engines.plan import Buffer, Fill, IoTensor, Operand, Plan, Step, TensorView
+from engines.plan import Buffer, Fill, IoTensor, Operand, Plan, Reach, Step, TensorView
 
 ISA = best_isa(host_features())
 
@@ -79,9 +79,12 @@ def mix_plan(reads: Sequence[tuple[int, int]], outputs: Sequence[int], rows: int
 
     def step(i: int) -> Step:
         row_step, column_step = steps[i] if steps else (1, 1)
+        (a, b), line = reads[i], columns * 4
+        reaches = (Reach(a, 0, item, 1, 0, item, rows), *(Reach(t, 0, line, 1, line, item, rows) for t in (b, i + 1)))
         return Step(symbol="mix", operands=tuple(Operand(t) for t in (*reads[i], i + 1)), rows_per_item=rows,
                     row_step=row_step, columns=columns, column_step=column_step, name=f"mix_{i}",
-                    depends=tuple({t - 1 for t in reads[i] if t}), constant_bytes=constant_bytes[i] if steps else 0)
+                    depends=tuple({t - 1 for t in reads[i] if t}), reads=reaches[:2], writes=reaches[2:],
+                    constant_bytes=constant_bytes[i] if steps else 0)
 
     return Plan(name="mixer", target=ISA.name, cpu={"features": sorted(ISA.requires), "model": "any"}, precision="fp32",
                 max_batch=max_batch, inputs=(io("x", 0),), outputs=tuple(io(f"t{t}", t) for t in outputs),

@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,7 +120,10 @@ class NumpyEngine:
     def slots(self, tensor: NumpyTensor) -> NDArray[Any]:
         return np.zeros((self.max_batch, *self.shape) if self.max_batch else self.shape, tensor.dtype)
 
-    def create_context(self) -> NumpyContext:
+    threads = 1
+    arena_bytes = 0
+
+    def create_context(self, cpus: Sequence[int] | None = None) -> NumpyContext:
         return NumpyContext(self)
 
     def _tensor(self, name: str) -> NumpyTensor:

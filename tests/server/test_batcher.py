@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -96,6 +97,24 @@ def test_a_closed_queue_gives_out_what_it_has_at_once_and_takes_nothing_more(loo
         queue.submit(request(loop))
     assert queue.take() == [waiting]
     assert queue.take() is None
+
+
+def test_idle_instances_share_what_waits(loop: asyncio.AbstractEventLoop) -> None:
+    queue, _, _ = batcher()
+    taken: list[list[Request] | None] = []
+    instances = [threading.Thread(target=lambda: taken.append(queue.take())) for _ in range(3)]
+    for instance in instances:
+        instance.start()
+    while queue.idle < 3:
+        time.sleep(0.001)
+    requests = [request(loop) for _ in range(7)]
+    for one in requests:
+        queue.submit(one)
+    queue.wake()
+    for instance in instances:
+        instance.join(10)
+    assert sorted(len(batch or ()) for batch in taken) == [2, 2, 3]
+    assert {id(one) for batch in taken for one in batch or ()} == {id(one) for one in requests}
 
 
 def test_an_idle_instance_sleeps_until_it_is_woken(loop: asyncio.AbstractEventLoop) -> None:

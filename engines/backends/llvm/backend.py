@@ -1,7 +1,7 @@
 """The CPU backend: a graph with stored types decided -> all of a plan that depends on the machine."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +14,8 @@ from engines.backends.llvm.isa import Isa, best_isa, isa_named
 from engines.backends.llvm.lower import Lowered, lower
 from engines.backends.llvm.places import NO_BUFFER, Place, batch_axis, tensor_view
 from engines.backends.llvm.scheduler import scheduler_object
-from engines.backends.llvm.spec import Window
-from engines.backends.llvm.tuner import Tuner
+from engines.backends.llvm.spec import KernelSpec, Window
+from engines.backends.llvm.tuner import Choice, Progress, Tuner
 from engines.cpu import detect
 from engines.ir import BATCH, Graph
 from engines.packed import PackedArray
@@ -23,7 +23,6 @@ from engines.plan import Buffer, Fallback, Fill, IoTensor, Operand, Reach, Step,
 from engines.serialize import node_to_json
 from engines.tactics import TimingCache
 
-Progress = Callable[[int, int, str], None]
 _PRECISIONS = {"uint8": "int8", "int8": "int8", "float16": "fp16", "bfloat16": "bf16"}
 
 
@@ -54,29 +53,26 @@ def compile_graph(graph: Graph, tuner: Tuner, max_batch: int, progress: Progress
                   to_keep: bool = True) -> Compiled:
     """Lower, choose a tactic for each kernel, pack constants, lay out buffers.
 
-    progress(done, of, what) is called as the kernels are chosen. to_keep: the plan is to be written, so find out which
-    of the graph's constants need not be.
+    progress(done, of, what) is called as kernels are compiled and timed. to_keep: the plan is to be written, so find
+    out which of the graph's constants need not be.
     """
     lowered = write_borders(lower(graph, tuner.isa), max_batch)
-    assembler = _Assembler(lowered, tuner, max_batch)
-    for i, call in enumerate(lowered.calls):
-        if progress:
-            progress(i, len(lowered.calls), call.node.name)
+    choices = tuner.choose({call.spec: call.constants for call in lowered.calls if call.spec}, progress)
+    assembler = _Assembler(lowered, tuner.isa, choices, max_batch)
+    for call in lowered.calls:
         assembler.add(call)
-    if progress:
-        progress(len(lowered.calls), len(lowered.calls), "")
     return assembler.finish(to_keep)
 
 
 class _Assembler:
     """Collects the calls of a lowered graph into steps."""
 
-    def __init__(self, lowered: Lowered, tuner: Tuner, max_batch: int) -> None:
-        self.lowered, self.tuner, self.max_batch = lowered, tuner, max_batch
+    def __init__(self, lowered: Lowered, isa: Isa, choices: Mapping[KernelSpec, Choice], max_batch: int) -> None:
+        self.lowered, self.isa, self.choices, self.max_batch = lowered, isa, choices, max_batch
         self.graph, self.places = lowered.graph, lowered.places
         self.steps: list[Step] = []
         self.code: dict[str, bytes] = {}
-        self.constants = Constants(self.graph, tuner.isa)
+        self.constants = Constants(self.graph, isa)
         self.writers: dict[int, list[int]] = {}     # buffer -> steps
 
     def add(self, call: Call) -> None:
@@ -90,13 +86,13 @@ class _Assembler:
     def _kernel(self, call: Call, depends: set[int]) -> Step:
         spec, node = call.spec, call.node
         assert spec is not None
-        choice = self.tuner.choose(spec, call.constants)
-        grid = spec.grid(self.tuner.isa, choice.tactic)
+        choice = self.choices[spec]
+        grid = spec.grid(self.isa, choice.tactic)
         self.code[choice.kernel.symbol] = choice.kernel.code
         packed = self.constants.add_packed(call, choice.tactic)
         batched = call.outputs[0].items == BATCH
         constant_bytes = sum(size for _, size in packed)
-        windows = spec.windows(self.tuner.isa, choice.tactic)
+        windows = spec.windows(self.isa, choice.tactic)
         reads, writes = (tuple(_reach(place, window, grid.rows_per_item) for place, window in pairs
                                if place.buffer != NO_BUFFER)
                          for pairs in (zip(call.inputs, windows, strict=False),
@@ -129,7 +125,7 @@ class _Assembler:
 
     # ---- buffers
     def finish(self, to_keep: bool) -> Compiled:
-        isa, cpu = self.tuner.isa, detect()
+        isa, cpu = self.isa, detect()
         made_for = {"features": sorted(isa.requires), "model": cpu.model,
                     "architecture": _architecture(isa, cpu.architecture)}
         return Compiled(

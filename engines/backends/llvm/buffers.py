@@ -12,7 +12,7 @@ from engines.ir import Node
 from engines.memory import plan_memory
 from engines.plan import Buffer, Fill
 
-# A context may take so many times what is alive at once: for halos that lie still, for inputs kept to the end, for gaps.
+# A context may take so many times what is alive at once: for still halos, for inputs kept to the end, for gaps.
 SPARE = 1.75
 
 

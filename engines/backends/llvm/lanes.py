@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from engines.backends.llvm.emit import FLOAT, I8, I16, I32, I64, Value, vector
 from engines.backends.llvm.isa import Isa
@@ -33,9 +34,9 @@ class Lanes:
     def channel(self, v: int, lane: int) -> int:
         return self.isa.channel(self.vectors, v, lane) if self.packed else v * self.isa.lanes + lane
 
-    def order(self) -> list[list[int]]:
+    def order(self) -> tuple[tuple[int, ...], ...]:
         """[vectors][lanes] -> channel; those past the last channel stand for nothing."""
-        return [[self.channel(v, lane) for lane in range(self.isa.lanes)] for v in range(self.vectors)]
+        return _order(self)
 
     # ---- memory -> float32
     def load(self, dtype: str, address: Value) -> list[Value]:
@@ -159,3 +160,8 @@ def from_float(isa: Isa, dtype: str, value: Value) -> Value:
     low, high = {"uint8": (0, 255), "int8": (-128, 127), "bool": (0, 1)}[dtype]
     ints = isa.round(isa.min(isa.max(value, low), high))
     return f.cast("trunc", ints, vector(isa.lanes, I8), "bytes")
+
+
+@cache
+def _order(lanes: Lanes) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(lanes.channel(v, lane) for lane in range(lanes.isa.lanes)) for v in range(lanes.vectors))

@@ -137,6 +137,10 @@ class KernelSpec(ABC):
         """What of a tactic decides how constants are packed: tactics equal in it share packed constants."""
         return tactic
 
+    def only_moves(self, tactic: Any) -> bool:
+        """Packing puts each constant into its place, whatever its value: so a plan can find them there again."""
+        return True
+
     @abstractmethod
     def grid(self, isa: Isa, tactic: Any) -> Grid:
         ...

@@ -1,8 +1,14 @@
-"""Kernels of specs: compiled once each, their tactics timed on this machine, the fastest taken."""
+"""Kernels of specs: compiled once each, their tactics timed on this machine, the fastest taken.
+
+For all specs of a graph together, in turns that do not disturb each other: while tactics are compiled, on every
+processor, nothing is timed; while they are timed, nothing is compiled. The tactics of a spec are one module, so that
+those that differ in their outer loops only share what is inside.
+"""
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from engines.backends.llvm.compilers import CompilerPool
 from engines.backends.llvm.elf import LoadedCode
 from engines.backends.llvm.emit import Module
 from engines.backends.llvm.isa import Isa
-from engines.backends.llvm.jit import compile_object
 from engines.backends.llvm.spec import Array, KernelSpec, View
 from engines.tactics import TimingCache
 from engines.version import COMPILER_VERSION
@@ -21,7 +27,11 @@ from engines.version import COMPILER_VERSION
 KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, *[ctypes.c_int64] * 4)
 SECONDS = 0.004             # spent on timing one tactic, in rounds among its rivals
 ROUNDS = 3
-HOPELESS = 1.3              # times the least cost: tactics beyond it are not timed
+COSTLY = 1.3                # times the least cost: tactics beyond it are not timed
+HOPELESS = 1.5              # times the fastest in its first runs: a tactic that is not timed further
+
+Progress = Callable[[int, int, str], None]
+Constants = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -44,76 +54,130 @@ class Tuner:
 
     def __init__(self, isa: Isa, cache: TimingCache, processor: str, timing: bool = True) -> None:
         self.isa, self.cache, self.processor, self.timing = isa, cache, processor, timing
-        self._kernels: dict[tuple[KernelSpec, Any], Kernel] = {}
         self._choices: dict[KernelSpec, Choice] = {}
         self.timed = 0              # tactics measured, not found in the cache
 
-    def choose(self, spec: KernelSpec, constants: Mapping[str, Any]) -> Choice:
-        """The tactic for a spec. `constants`: any values of the right shapes, for timing."""
-        if spec not in self._choices:
-            self._choices[spec] = self._choose(spec, constants)
-        return self._choices[spec]
+    def choose(self, wanted: Mapping[KernelSpec, Constants],
+               progress: Progress | None = None) -> dict[KernelSpec, Choice]:
+        """The tactic and the kernel of each spec. The constants: any values of the right shapes, for timing.
 
-    def _choose(self, spec: KernelSpec, constants: Mapping[str, Any]) -> Choice:
-        if not self.timing:
-            best = self._cheapest(spec, spec.tactics(self.isa))[0]
-            best = self._cheapest(spec, [best, *spec.refinements(self.isa, best)])[0]
-            return Choice(best, self.kernel(spec, best), 0.0)
-        times = self._times(spec, self._cheapest(spec, spec.tactics(self.isa)), constants)
-        best = min(times, key=lambda tactic: times[tactic])
-        times |= self._times(spec, [t for t in spec.refinements(self.isa, best) if t not in times], constants)
-        best = min(times, key=lambda tactic: times[tactic])
-        return Choice(best, self.kernel(spec, best), times[best])
+        progress(done, of, what) is called as kernels are compiled and timed.
+        """
+        new = {spec: constants for spec, constants in wanted.items() if spec not in self._choices}
+        report = _Report(progress, len(new), self.timing)
+        with CompilerPool(self.isa) as pool:
+            times = self._fastest(pool, new, report) if self.timing else \
+                {spec: (self._usual(spec), 0.0) for spec in new}
+            code = pool.compile((self._text(spec, [tactic]) for spec, (tactic, _) in times.items()),
+                                lambda: report("compiled"))
+        for (spec, (tactic, time_us)), object_ in zip(times.items(), code, strict=True):
+            self._choices[spec] = Choice(tactic, Kernel(self._symbol(spec, tactic), object_), time_us)
+        return {spec: self._choices[spec] for spec in wanted}
+
+    def _fastest(self, pool: CompilerPool, wanted: Mapping[KernelSpec, Constants],
+                 report: _Report) -> dict[KernelSpec, tuple[Any, float]]:
+        """The fastest tactic of each spec, refined, and its microseconds."""
+        likely = {spec: self._cheapest(spec, spec.tactics(self.isa)) for spec in wanted}
+        times = self._times(pool, wanted, likely, report)
+        refined = {spec: [t for t in spec.refinements(self.isa, _least(times[spec])) if t not in times[spec]]
+                   for spec in wanted}
+        for spec, more in self._times(pool, wanted, refined, report).items():
+            times[spec] |= more
+        return {spec: (_least(found), found[_least(found)]) for spec, found in times.items()}
+
+    def _usual(self, spec: KernelSpec) -> Any:
+        """The cheapest tactic, refined."""
+        best = self._cheapest(spec, spec.tactics(self.isa))[0]
+        return self._cheapest(spec, [best, *spec.refinements(self.isa, best)])[0]
 
     def _cheapest(self, spec: KernelSpec, tactics: Sequence[Any]) -> list[Any]:
-        """Those that by their cost may be the fastest, the cheapest first."""
+        """Those that by their cost may be the fastest, the cheapest first; of ways as different as Winograd's and a
+        direct one, whose costs compare less well, the likely of each."""
         costs = {tactic: spec.cost(self.isa, tactic) for tactic in tactics}
-        limit = min(costs.values()) * HOPELESS
-        return sorted((tactic for tactic, cost in costs.items() if cost <= limit), key=lambda tactic: costs[tactic])
+        limits: dict[type, float] = {}
+        for tactic, cost in costs.items():
+            limits[type(tactic)] = min(cost * COSTLY, limits.get(type(tactic), math.inf))
+        return sorted((tactic for tactic, cost in costs.items() if cost <= limits[type(tactic)]),
+                      key=lambda tactic: costs[tactic])
 
     # ---- code
-    def kernel(self, spec: KernelSpec, tactic: Any) -> Kernel:
-        if (spec, tactic) not in self._kernels:
-            symbol = f"{spec.family}_{self._digest(spec, tactic)[:16]}"
-            module = Module()
-            spec.emit(module, symbol, self.isa, tactic)
-            self._kernels[spec, tactic] = Kernel(symbol, compile_object(module.text(), self.isa))
-        return self._kernels[spec, tactic]
+    def _text(self, spec: KernelSpec, tactics: Sequence[Any]) -> str:
+        """The module of some tactics of a spec."""
+        module = Module()
+        for tactic in tactics:
+            spec.emit(module, self._symbol(spec, tactic), self.isa, tactic)
+        return module.text()
+
+    def _symbol(self, spec: KernelSpec, tactic: Any) -> str:
+        return f"{spec.family}_{self._digest(spec, tactic)[:16]}"
 
     def _digest(self, spec: KernelSpec, tactic: Any) -> str:
         text = repr((COMPILER_VERSION, self.isa.name, spec, tactic))
         return hashlib.sha256(text.encode()).hexdigest()
 
     # ---- times
-    def _times(self, spec: KernelSpec, tactics: Sequence[Any], constants: Mapping[str, Any]) -> dict[Any, float]:
-        """Microseconds of each tactic, from the cache or measured side by side."""
-        keys = {tactic: f"{self.processor}/{self._digest(spec, tactic)}" for tactic in tactics}
-        known = {tactic: self.cache.get(key) for tactic, key in keys.items()}
-        missing = [tactic for tactic in tactics if known[tactic] is None]
-        if missing:
-            packed: dict[Any, list[Array]] = {}
-            for tactic in missing:
-                if spec.packing(tactic) not in packed:
-                    packed[spec.packing(tactic)] = [aligned(c) for c in spec.pack(self.isa, tactic, constants)]
-            measured = measure({tactic: self._bound(spec, tactic, packed[spec.packing(tactic)]) for tactic in missing})
-            self.timed += len(missing)
-            for tactic, microseconds in measured.items():
-                self.cache.put(keys[tactic], microseconds)
-                known[tactic] = microseconds
-        return {tactic: found for tactic, found in known.items() if found is not None}
+    def _times(self, pool: CompilerPool, wanted: Mapping[KernelSpec, Constants],
+               tactics: Mapping[KernelSpec, Sequence[Any]], report: _Report) -> dict[KernelSpec, dict[Any, float]]:
+        """Microseconds of each tactic of each spec, from the cache or measured side by side."""
+        known = {spec: {tactic: self.cache.get(self._key(spec, tactic)) for tactic in some}
+                 for spec, some in tactics.items()}
+        missing = {spec: [tactic for tactic, found in times.items() if found is None] for spec, times in known.items()}
+        missing = {spec: some for spec, some in missing.items() if some}
+        report("in the timing cache", 2 * (len(tactics) - len(missing)))
+        code = pool.compile((self._text(spec, some) for spec, some in missing.items()), lambda: report("compiled"))
+        for (spec, some), object_ in zip(missing.items(), code, strict=True):
+            known[spec] |= self._measured(spec, some, wanted[spec], object_)
+            report(f"timed {spec.family}")
+        return {spec: {tactic: found for tactic, found in times.items() if found is not None}
+                for spec, times in known.items()}
 
-    def _bound(self, spec: KernelSpec, tactic: Any, packed: Sequence[Array]) -> Callable[[], None]:
-        """A call of the tactic's kernel on one item of zeros."""
-        kernel, grid = self.kernel(spec, tactic), spec.grid(self.isa, tactic)
-        loaded = LoadedCode([kernel.code])
-        arrays = [*map(_memory, spec.inputs), *packed, *map(_memory, spec.outputs)]
-        table = np.array([array.ctypes.data for array in arrays], np.int64)
-        function = KERNEL(loaded.addresses[kernel.symbol])
-        address, keep = table.ctypes.data, (arrays, table, loaded)
+    def _key(self, spec: KernelSpec, tactic: Any) -> str:
+        return f"{self.processor}/{self._digest(spec, tactic)}"
 
-        def call(keep: Any = keep) -> None:
-            function(address, 0, grid.rows_per_item, 0, grid.columns)
-        return call
+    def _measured(self, spec: KernelSpec, tactics: Sequence[Any], constants: Constants,
+                  code: bytes) -> dict[Any, float]:
+        """Microseconds of tactics on one item of zeros."""
+        loaded = LoadedCode([code])
+        inputs, outputs = list(map(_memory, spec.inputs)), list(map(_memory, spec.outputs))
+        packed: dict[Any, list[Array]] = {}
+        calls = {}
+        for tactic in tactics:
+            packing = spec.packing(tactic)
+            if packing not in packed:
+                packed[packing] = [aligned(constant) for constant in spec.pack(self.isa, tactic, constants)]
+            function = KERNEL(loaded.addresses[self._symbol(spec, tactic)])
+            calls[tactic] = _call(function, [*inputs, *packed[packing], *outputs], spec.grid(self.isa, tactic))
+        times = measure(calls)
+        self.timed += len(times)
+        for tactic, microseconds in times.items():
+            self.cache.put(self._key(spec, tactic), microseconds)
+        return times
+
+
+class _Report:
+    """Counts towards a progress: each spec is compiled and timed twice, and compiled once more; or only that."""
+
+    def __init__(self, progress: Progress | None, specs: int, timing: bool) -> None:
+        self._progress, self._done, self._of = progress, 0, specs * (5 if timing else 1)
+
+    def __call__(self, what: str, count: int = 1) -> None:
+        self._done += count
+        if self._progress and count:
+            self._progress(self._done, self._of, what)
+
+
+def _least(times: Mapping[Any, float]) -> Any:
+    return min(times, key=lambda tactic: times[tactic])
+
+
+def _call(function: Any, arrays: list[Array], grid: Any) -> Callable[[], None]:
+    """A call of a kernel for all of one item."""
+    table = np.array([array.ctypes.data for array in arrays], np.int64)
+    address, keep = table.ctypes.data, (arrays, table)
+
+    def call(keep: Any = keep) -> None:
+        function(address, 0, grid.rows_per_item, 0, grid.columns)
+    return call
 
 
 def aligned(array: Array) -> Array:
@@ -132,22 +196,31 @@ def _memory(view: View) -> Array:
     return aligned(np.zeros(reach + 256, np.uint8))
 
 
-def measure(calls: dict[Any, Callable[[], None]]) -> dict[Any, float]:
+def measure(calls: Mapping[Any, Callable[[], None]]) -> dict[Any, float]:
     """{name: call} -> {name: microseconds of its fastest run}, the calls taken in turns.
 
-    The fastest run, because everything that disturbs a measurement makes it longer.
+    The fastest run, because everything that disturbs a measurement makes it longer. Calls that are far behind after two
+    runs are left at that.
     """
     best = dict.fromkeys(calls, float("inf"))
     for call in calls.values():
         call()                      # touch the memory, fill the caches
-    for _ in range(ROUNDS):
+    for _ in range(2):
         for name, call in calls.items():
+            best[name] = min(best[name], _seconds(call))
+    limit = HOPELESS * min(best.values(), default=0.0)
+    hopeful = [name for name, seconds in best.items() if seconds <= limit]
+    for _ in range(ROUNDS):
+        for name in hopeful:
             end = time.perf_counter() + SECONDS / ROUNDS
             while True:
-                begin = time.perf_counter()
-                call()
-                now = time.perf_counter()
-                best[name] = min(best[name], now - begin)
-                if now >= end:
+                best[name] = min(best[name], _seconds(calls[name]))
+                if time.perf_counter() >= end:
                     break
     return {name: seconds * 1e6 for name, seconds in best.items()}
+
+
+def _seconds(call: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin

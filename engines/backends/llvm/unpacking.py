@@ -45,6 +45,8 @@ class PackingFinder:
 
         rounded: it may come back as it is stored, bfloat16 or float16 for float32.
         """
+        if not spec.only_moves(tactic):
+            return None
         weights = np.asarray(constants[key])
         identity = spec, spec.packing(tactic), key, weights.shape
         if identity not in self._found:

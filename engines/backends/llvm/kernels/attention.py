@@ -28,7 +28,15 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.access import item_addresses, load_channels, load_constants, offset, panels, run_program, unravel
+from engines.backends.llvm.access import (
+    item_addresses,
+    load_channels,
+    load_constants,
+    offset,
+    panels,
+    run_program,
+    unravel,
+)
 from engines.backends.llvm.arithmetic import INT8, Arithmetic
 from engines.backends.llvm.emit import FLOAT, PTR, Function, Module, Value
 from engines.backends.llvm.factors import (
@@ -50,7 +58,6 @@ from engines.backends.llvm.power import LOG2_E, power, power_meaning
 from engines.backends.llvm.program import Floats, Program, fma, load_meaning, store_meaning
 from engines.backends.llvm.rows import PARTIALS, At, fold, fold_rows, live
 from engines.backends.llvm.spec import ALIGNMENT, Array, Grid, KernelSpec, Tactic, View, begin_kernel, pack_channels
-
 
 
 @dataclass(frozen=True)

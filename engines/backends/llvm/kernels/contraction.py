@@ -30,13 +30,16 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.access import hidden, load_channels, load_constants, run_program
+from engines.backends.llvm.access import hidden
 from engines.backends.llvm.arithmetic import Arithmetic, Operand, arithmetic_for
 from engines.backends.llvm.border import Border, TapAxis
 from engines.backends.llvm.cost import CALL, LATENCY, Work, epilogue, pieces, reading
 from engines.backends.llvm.dealing import deal, emit_turns, turn_bytes, window_starts
 from engines.backends.llvm.emit import I32, I64, PTR, Function, Module, Value
+from engines.backends.llvm.epilogue import emit_epilogue
 from engines.backends.llvm.isa import Isa
+from engines.backends.llvm.kernels import winograd
+from engines.backends.llvm.kernels.winograd import Winograd
 from engines.backends.llvm.lanes import Lanes
 from engines.backends.llvm.program import Program, load_meaning, store_meaning
 from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, Window, begin_kernel, pack_channels
@@ -80,6 +83,7 @@ class Contraction(KernelSpec):
     dilation: tuple[int, int] = (1, 1)
     groups: int = 1
     border: Border = Border()       # of x
+    bounded: bool = False           # INT8: no x makes a sum of x * w leave +-2**25
     family = "contraction"
 
     @property
@@ -170,13 +174,17 @@ class Contraction(KernelSpec):
             return -(-self.flat.cols // tile.cols)
         return -(-self.rows // tile.rows)
 
-    def grid(self, isa: Isa, tactic: Tile) -> Grid:
+    def grid(self, isa: Isa, tactic: Tile | Winograd) -> Grid:
+        if isinstance(tactic, Winograd):
+            return winograd.grid(self, tactic)
         columns = self.groups if self.groups > 1 else -(-self.cout // self._panel(isa, tactic))
         if self.by_batch:
             return Grid(self.flat.cols, tactic.cols * max(tactic.block, 1), columns)
         return Grid(self.lines(tactic), 1, columns)
 
-    def windows(self, isa: Isa, tactic: Tile) -> Sequence[Window]:
+    def windows(self, isa: Isa, tactic: Tile | Winograd) -> Sequence[Window]:
+        if isinstance(tactic, Winograd):
+            return winograd.windows(self)
         spec = self.flat
         axis, size = (1, tactic.cols) if spec.rows == 1 else (0, tactic.rows)
         size = 1 if self.by_batch else size
@@ -184,14 +192,15 @@ class Contraction(KernelSpec):
         return [Window.along(spec.x, axis, 1, size * spec.stride[axis], count=read),
                 *(Window.along(view, axis, 1, size, count=size) for view in (*spec.operands, spec.y))]
 
-    def _panel(self, isa: Isa, tile: Tile) -> int:
+    def _panel(self, isa: Isa, tile: Tile | Winograd) -> int:
         return tile.vectors * isa.lanes
 
     # ---- tactics
-    def tactics(self, isa: Isa) -> Sequence[Tile]:
-        """Tile shapes; `refinements` then cuts the blocks of the fastest."""
+    def tactics(self, isa: Isa) -> Sequence[Tile | Winograd]:
+        """Tile shapes, of which `refinements` cuts the blocks; other ways to make the sums."""
         dealt = isa.dealt_tiles if self.precision == "int8" else ()
-        return (*self._tiles(isa, dealt, dealt=True), *self._tiles(isa, tile_shapes(isa, self.precision), dealt=False))
+        return (*self._tiles(isa, dealt, dealt=True), *self._tiles(isa, tile_shapes(isa, self.precision), dealt=False),
+                *winograd.tactics(self, isa))
 
     def _tiles(self, isa: Isa, shapes: Sequence[tuple[int, int]], dealt: bool) -> Sequence[Tile]:
         """Tiles of these (pixels, vectors), as far as the layer has so many."""
@@ -210,15 +219,19 @@ class Contraction(KernelSpec):
                 found[Tile(2, cols, vectors, dealt=dealt)] = None
         return tuple(found)
 
-    def refinements(self, isa: Isa, best: Tile) -> Sequence[Tile]:
+    def refinements(self, isa: Isa, best: Tile | Winograd) -> Sequence[Tile]:
         """The best tile with its pixels cut into blocks, with and without prefetch."""
+        if isinstance(best, Winograd):
+            return ()
         blocks = [0] if self.by_batch else [0, *(b for b in (1, 2, 4, 8, 16) if b < self.lines(best))]
         weights = self.turns(isa) * self.cout * self.arithmetic(isa).step_bytes
         return tuple(replace(best, block=block, prefetch=prefetch) for block in blocks
                      for prefetch in ((False, True) if weights >= 1 << 16 and not best.dealt else (False,)))
 
-    def cost(self, isa: Isa, tactic: Tile) -> float:
+    def cost(self, isa: Isa, tactic: Tile | Winograd) -> float:
         """Every tile's turns and epilogue; of what memory, the weights of a tile, of a block, and x for each panel."""
+        if isinstance(tactic, Winograd):
+            return winograd.cost(self, isa, tactic)
         panels, lines = pieces(self.cout, self._panel(isa, tactic)), self.lines(tactic)
         tiles = [(height * width, count * times) for height, count in pieces(self.flat.rows, tactic.rows)
                  for width, times in pieces(self.flat.cols, tactic.cols)]
@@ -255,23 +268,32 @@ class Contraction(KernelSpec):
         return math.prod(float(np.mean([len(axis.live(o)) / axis.taps for o in range(outputs)]))
                          for axis, outputs, counts in zip(self.axes, self.y.shape, counted, strict=False) if counts)
 
-    def packing(self, tactic: Tile) -> tuple[int, bool]:
-        return tactic.vectors, tactic.dealt
+    def packing(self, tactic: Tile | Winograd) -> tuple[type, int, bool]:
+        return type(tactic), tactic.vectors, isinstance(tactic, Tile) and tactic.dealt
+
+    def only_moves(self, tactic: Tile | Winograd) -> bool:
+        return isinstance(tactic, Tile) and not tactic.dealt
 
     # ---- code
-    def emit(self, module: Module, name: str, isa: Isa, tactic: Tile) -> None:
-        _Emitter(self.flat, module, name, isa, tactic).kernel(self.by_batch)
+    def emit(self, module: Module, name: str, isa: Isa, tactic: Tile | Winograd) -> None:
+        if isinstance(tactic, Winograd):
+            winograd.emit(self, module, name, isa, tactic)
+        else:
+            _Emitter(self.flat, module, name, isa, tactic).kernel(self.by_batch)
 
     # ---- constants
-    def pack(self, isa: Isa, tactic: Tile, constants: Mapping[str, Any]) -> tuple[Array, ...]:
+    def pack(self, isa: Isa, tactic: Tile | Winograd, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         """"weights": [cout of all groups, cin, *taps] (s8 or float) -> [panel][tap][k][vector][lane][element], or the
-        three arrays of Dealt; "program": a sequence of float32 [1] or [channels] -> [panel][constant][vector][lane]."""
+        three arrays of Dealt, or as Winograd reads them;
+        "program": a sequence of float32 [1] or [channels] -> [panel][constant][vector][lane]."""
         arithmetic, panels = self.arithmetic(isa), self._panels(isa, tactic)
         taps_last = np.asarray(constants["weights"]).reshape(-1, self.cin, *self.taps).transpose(0, 2, 3, 1)
         runs = arithmetic.store_weights(taps_last).reshape(len(taps_last), -1, self.run)
         runs = np.concatenate([runs, np.zeros_like(runs[:1])])          # absent channels read the last, zeros
         orders = [np.minimum(order, len(runs) - 1) for order in panels]
         program = pack_channels(constants["program"], self.y.shape[2], [order.tolist() for order in panels])
+        if isinstance(tactic, Winograd):
+            return winograd.pack_weights(self, isa, constants["weights"], panels), program
         if tactic.dealt:
             dealt = deal(runs[np.concatenate(orders)], self._run_offsets())
             return dealt.turns, dealt.offsets, dealt.starts, program
@@ -286,7 +308,7 @@ class Contraction(KernelSpec):
             (self.taps[0], 1 if self.one_run else self.taps[1]), self.dilation, self.x.strides[:2], strict=True))
         return (rows[:, None] + columns).ravel()
 
-    def _panels(self, isa: Isa, tile: Tile) -> list[Array]:
+    def _panels(self, isa: Isa, tile: Tile | Winograd) -> list[Array]:
         """For each panel [vectors][lanes] -> absolute channel, or one past the last where there is none."""
         panels, width = [], self._panel(isa, tile)
         for group in range(self.groups):
@@ -513,9 +535,12 @@ class _Emitter:
 
     # ---- the micro-kernel
     def _microkernel(self, part: _Part, channels: int) -> str:
-        """rows x cols pixels of `channels` couts, all of K in registers; its name."""
-        place = "" if part.column is None else f"_{part.column}"
-        name = f"{self.name}_{part.rows}x{part.cols}x{channels}{place}"
+        """rows x cols pixels of `channels` couts, all of K in registers; its name.
+
+        Tactics that differ in their blocks only have it in common, where they are in one module.
+        """
+        name = "_".join([*str(replace(self.tile, block=0)).split(), f"{part.rows}x{part.cols}x{channels}",
+                         *([] if part.column is None else [str(part.column)])])
         if name in self.module.functions:
             return name
         spec, isa, arithmetic = self.spec, self.isa, self.arithmetic
@@ -531,7 +556,8 @@ class _Emitter:
             emit_turns(f, isa, acc, [self._offset(i, j) for i, j in pixels])
         else:
             self._sum(f, part, acc, pixels, lanes.vectors)
-        self._epilogue(f, lanes, acc, pixels)
+        emit_epilogue(f, lanes, spec.program, spec.operands, spec.y, pixels,
+                      lambda p: [arithmetic.finish(isa, acc[p, v]) for v in range(lanes.vectors)])
         return name
 
     def _offset(self, i: int, j: int) -> int:
@@ -599,23 +625,3 @@ class _Emitter:
         """One step of a panel."""
         step = self.arithmetic.weight_bytes(self.isa)
         return [self.arithmetic.weights(self.isa, address + v * step) for v in range(vectors)]
-
-    def _epilogue(self, f: Function, lanes: Lanes, acc: dict[tuple[int, int], Value],
-                  pixels: list[tuple[int, int]]) -> None:
-        """acc {(pixel, vector)} -> program -> y."""
-        spec, isa = self.spec, self.isa
-        constants = load_constants(lanes, f.parameters["constants"], spec.program.constants)
-
-        def result(p: int, i: int, j: int) -> list[Value]:
-            f.write(f"; pixel {p}: {spec.program}")
-            sums = [self.arithmetic.finish(isa, acc[p, v]) for v in range(lanes.vectors)]
-            offsets = (i * view.strides[0] + j * view.strides[1] for view in spec.operands)
-            others = [load_channels(lanes, view, f.parameters[f"operand{n}"] + offset)
-                      for n, (view, offset) in enumerate(zip(spec.operands, offsets, strict=True))]
-            return run_program(lanes, spec.program, sums, others, constants)
-
-        y, together = f.parameters["y"], 4 // lanes.vectors
-        for first in range(0, len(pixels), together):
-            group = pixels[first:first + together]
-            values = [result(first + n, i, j) for n, (i, j) in enumerate(group)]
-            lanes.store(spec.y.dtype, values, [y + (i * spec.y.strides[0] + j * spec.y.strides[1]) for i, j in group])

@@ -33,7 +33,7 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
     y = ctx.places[node.outputs[0]]
     views = (x.view, y.view, operand_views(ctx, node, written))
     spec: KernelSpec = Contraction(*views, written.program, node.precision, taps, stride, dilation, groups,
-                                   _border(ctx, conv, x.view))
+                                   _border(ctx, conv, x.view), node.precision == "int8" and bounded(weights))
     if depthwise:
         spec = Depthwise(*views, written.program, node.precision, taps, stride, dilation)
     return [contraction_call(ctx, node, spec, x, written, weights)]
@@ -54,6 +54,12 @@ def lower_matmul(ctx: Context, node: Node) -> Sequence[Call]:
     spec = Contraction(image(x.view), image(ctx.places[node.outputs[0]].view), operand_views(ctx, node, written),
                        written.program, node.precision)
     return [contraction_call(ctx, node, spec, replace(x, view=spec.x), written, weights[:, :, None, None])]
+
+
+def bounded(weights: Array) -> bool:
+    """Whether sums of any bytes times these weights [cout, ...] lie within +-2**25."""
+    rows = weights.reshape(len(weights), -1).astype(np.int64)
+    return bool(255 * max(rows.clip(min=0).sum(1).max(), -rows.clip(max=0).sum(1).min()) < 1 << 25)
 
 
 def padded_input(ctx: Context, conv: Node, taps: Sequence[int]) -> tuple[Place, tuple[int, int], tuple[int, int]]:

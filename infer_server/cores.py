@@ -1,0 +1,45 @@
+"""How the instances of all models share the cores: how many a model has, and which CPUs are whose."""
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+
+from infer_server.errors import ModelConfigError
+
+ARENA_BUDGET_BYTES = 2 << 30        # of one model's instances together, where nobody said how many they shall be
+
+
+def allowed_cpus() -> list[int]:
+    """The CPUs that this process may use; where the system does not say, all of them."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def default_instances(cores: int, threads: int, arena_bytes: int) -> int:
+    """One instance for every `threads` cores, as long as their memory stays within the budget; at least one.
+
+    When requests queue, contexts side by side answer more of them than the same cores on one request after the other.
+    """
+    affordable = ARENA_BUDGET_BYTES // max(arena_bytes, 1)
+    return max(1, min(cores // threads, affordable))
+
+
+class CpuDealer:
+    """Deals CPUs to instances in turn, so that pinned instances of all models share them evenly. Thread-safe."""
+
+    def __init__(self, cpus: Sequence[int]) -> None:
+        self._cpus = list(cpus)
+        self._next = 0
+        self._lock = threading.Lock()
+
+    def deal(self, threads: int) -> tuple[int, ...]:
+        """A CPU for each thread of an instance. ModelConfigError: there are not as many."""
+        if threads > len(self._cpus):
+            raise ModelConfigError(f"parameter pin: an instance has {threads} threads, but this process may use only "
+                                   f"{len(self._cpus)} CPUs; lower threads, or leave out pin")
+        with self._lock:
+            dealt = [self._cpus[(self._next + i) % len(self._cpus)] for i in range(threads)]
+            self._next += threads
+        return tuple(dealt)

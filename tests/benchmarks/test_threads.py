@@ -1,0 +1,46 @@
+"""The check of several threads: that it passes where it should, and can fail."""
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+
+from benchmarks.threads import check, crew_counts, ready, speed
+from engines.runtime import Engine
+from tests.runtime.conftest import eager  # noqa: F401  (a fixture)
+from tests.runtime.tiny import mix_plan
+
+READS = [(0, 0), (1, 0), (2, 1), (3, 3)]
+ROWS, COLUMNS = 40, 64
+
+
+@pytest.mark.usefixtures("eager")
+def test_every_answer_under_bursts_is_that_of_one_thread() -> None:
+    plan = mix_plan(READS, [2, 4], ROWS, COLUMNS)
+    found = check(Engine(plan), Engine(plan, threads=3), requests=150, batch=4)
+    assert (found.requests, found.wrong) == (150, 0)
+    assert found.by_helpers > 0
+
+
+@pytest.mark.usefixtures("eager")
+def test_more_threads_than_cores_are_right_as_well() -> None:
+    plan = mix_plan(READS, [2, 4], ROWS, COLUMNS)
+    assert check(Engine(plan), Engine(plan, threads=8), requests=60, batch=4).wrong == 0
+
+
+@pytest.mark.usefixtures("eager")
+def test_an_answer_that_differs_is_counted() -> None:
+    other = mix_plan([(0, 0), (1, 1), (2, 1), (3, 3)], [2, 4], ROWS, COLUMNS)
+    engine = Engine(mix_plan(READS, [2, 4], ROWS, COLUMNS))
+    assert check(engine, Engine(other, threads=2), requests=5, batch=2, contended=nullcontext).wrong == 5
+
+
+@pytest.mark.usefixtures("eager")
+def test_both_contexts_are_timed_and_chunks_counted() -> None:
+    plan = mix_plan(READS, [4], ROWS, COLUMNS)
+    one, several = ready(Engine(plan)), ready(Engine(plan, threads=2))
+    found = speed("nothing else", one, several, seconds=0.02)
+    assert found.one_ms > 0 and found.several_ms > 0
+    helped, repeated = crew_counts(several)
+    assert helped >= 0 and repeated >= 0
+    several.close()
