@@ -86,11 +86,11 @@ def test_a_float_contraction_agrees_with_its_reference(shape, precision, isa):
 def test_a_nan_behind_an_odd_run_stays_out():
     """A pair of bfloat16 would reach the next group: its weight there is zero, but NaN times zero is NaN."""
     spec, (x, *others), constants = problem(Shape(1, 3, 10, 32, groups=2), "bf16", stored="float32")
-    clean, = run(spec, AVX512_BF16, [x, *others], constants)
+    expected, = run(spec, AVX512_BF16, [x, *others], constants)
     x[..., 5] = 0x7FC0
     got, = run(spec, AVX512_BF16, [x, *others], constants)
-    np.testing.assert_array_equal(got[..., :16], clean[..., :16])
-    assert (got[..., 16:] != clean[..., 16:]).any()
+    np.testing.assert_array_equal(got[..., :16], expected[..., :16])
+    assert (got[..., 16:] != expected[..., 16:]).any()
 
 
 @EVERY_ISA

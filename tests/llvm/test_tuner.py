@@ -25,7 +25,8 @@ def conv(pixels, cin, cout, taps=1):
 def taken(spec):
     """Without timing."""
     weights = np.zeros((spec.y.shape[2], 1 if isinstance(spec, Depthwise) else spec.x.shape[2], *spec.taps), np.int8)
-    return Tuner(AVX512_VNNI, TimingCache(), "", timing=False).choose(spec, {"weights": weights, "program": []}).tactic
+    tuner = Tuner(AVX512_VNNI, TimingCache(), "", timing=False)
+    return tuner.choose({spec: {"weights": weights, "program": []}})[spec].tactic
 
 
 def test_without_timing_the_shape_of_a_layer_decides():
@@ -43,9 +44,13 @@ def test_a_depthwise_tile_shares_the_interleaving_of_rows():
 
 def test_the_hopeless_are_not_timed(monkeypatch):
     timed = []
-    monkeypatch.setattr(Tuner, "_times", lambda self, spec, tactics, constants: timed.extend(tactics) or {
-        tactic: 1.0 for tactic in tactics})
+
+    def times(self, pool, wanted, tactics, report):
+        timed.extend(tactic for some in tactics.values() for tactic in some)
+        return {spec: dict.fromkeys(some, 1.0) for spec, some in tactics.items()}
+
+    monkeypatch.setattr(Tuner, "_times", times)
     spec = conv(1, 512, 256)
-    Tuner(AVX512_VNNI, TimingCache(), "").choose(spec, {})
+    Tuner(AVX512_VNNI, TimingCache(), "").choose({spec: {}})
     assert {tactic.vectors for tactic in spec.tactics(AVX512_VNNI)} == {1, 2, 4}
     assert {tactic.vectors for tactic in timed} == {4}
