@@ -61,7 +61,8 @@ class Builder:
         self.config, self.progress = config, progress
         self.cache = TimingCache(config.timing_cache or None)
         self._tuner = make_tuner(config.target, self.cache, config.timing)
-        self._here = make_tuner("", self.cache, timing=False)   # for what the build itself runs: calibration, trials
+        # for what the build itself runs: calibration, trials
+        self._here = make_tuner("", self.cache, timing=False, short_lived=True)
         self.log: list[Any] = []            # what the passes did and refused, for build-engine -v
 
     @property

@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 
 from engines.backends.llvm.border import Border
-from engines.backends.llvm.isa import AVX512_VNNI
+from engines.backends.llvm.isa import AVX2, AVX512_VNNI
 from engines.backends.llvm.kernels.contraction import Contraction
 from engines.backends.llvm.kernels.depthwise import Depthwise
 from engines.backends.llvm.program import Program
@@ -40,6 +40,14 @@ def test_a_depthwise_tile_shares_the_interleaving_of_rows():
     image = dense_view("uint8", (28, 28, 192))
     spec = Depthwise(dense_view("uint8", (30, 30, 192)), image, (), PROGRAM, "int8", (3, 3))
     assert (taken(spec).rows, taken(spec).vectors) == (2, 4)
+
+
+def test_a_plan_that_runs_a_few_times_is_packed_by_moving_weights_only():
+    spec = conv(56, 256, 64)
+    constants = {"weights": np.ones((64, 256, 1, 1), np.int8), "program": []}
+    lasting, short = (Tuner(AVX2, TimingCache(), "", timing=False, short_lived=short).choose({spec: constants})[spec]
+                      for short in (False, True))
+    assert lasting.tactic.dealt and not short.tactic.dealt
 
 
 def test_the_hopeless_are_not_timed(monkeypatch):

@@ -41,12 +41,12 @@ class Compiled:
     outputs: tuple[IoTensor, ...]
 
 
-def make_tuner(target: str, cache: TimingCache, timing: bool) -> Tuner:
+def make_tuner(target: str, cache: TimingCache, timing: bool, short_lived: bool = False) -> Tuner:
     """A tuner for a target by name, or for this machine ("")."""
     cpu = detect()
     isa = isa_named(target) if target else best_isa(cpu.features)
     runnable = isa.requires <= cpu.features and not (isa.triple and not isa.triple.startswith(cpu.architecture))
-    return Tuner(isa, cache, cpu.model, timing and runnable)
+    return Tuner(isa, cache, cpu.model, timing and runnable, short_lived)
 
 
 @dataclass(frozen=True)

@@ -50,10 +50,15 @@ class Choice:
 
 
 class Tuner:
-    """Chooses and compiles; equal specs are one kernel. `timing` off takes the tactic of least cost (cost.py)."""
+    """Chooses and compiles; equal specs are one kernel. `timing` off takes the tactic of least cost (cost.py).
 
-    def __init__(self, isa: Isa, cache: TimingCache, processor: str, timing: bool = True) -> None:
-        self.isa, self.cache, self.processor, self.timing = isa, cache, processor, timing
+    short_lived: for plans that run a few times, as calibration's trials. Packing weights is then most of the work, so
+    only tactics that move them as they are count.
+    """
+
+    def __init__(self, isa: Isa, cache: TimingCache, processor: str, timing: bool = True,
+                 short_lived: bool = False) -> None:
+        self.isa, self.cache, self.processor, self.timing, self.short_lived = isa, cache, processor, timing, short_lived
         self._choices: dict[KernelSpec, Choice] = {}
         self.timed = 0              # tactics measured, not found in the cache
 
@@ -87,7 +92,9 @@ class Tuner:
 
     def _usual(self, spec: KernelSpec) -> Any:
         """The cheapest tactic, refined."""
-        best = self._cheapest(spec, spec.tactics(self.isa))[0]
+        tactics = spec.tactics(self.isa)
+        quick = [tactic for tactic in tactics if spec.only_moves(tactic)] if self.short_lived else []
+        best = self._cheapest(spec, quick or tactics)[0]
         return self._cheapest(spec, [best, *spec.refinements(self.isa, best)])[0]
 
     def _cheapest(self, spec: KernelSpec, tactics: Sequence[Any]) -> list[Any]:
