@@ -5,8 +5,9 @@ import numpy as np
 
 from engines.backends.llvm.border import Border
 from engines.backends.llvm.isa import AVX2, AVX512_VNNI
-from engines.backends.llvm.kernels.contraction import Contraction
+from engines.backends.llvm.kernels.contraction import Contraction, Tile
 from engines.backends.llvm.kernels.depthwise import Depthwise
+from engines.backends.llvm.kernels.winograd import Winograd
 from engines.backends.llvm.program import Program
 from engines.backends.llvm.spec import dense_view
 from engines.backends.llvm.tuner import Tuner
@@ -43,11 +44,11 @@ def test_a_depthwise_tile_shares_the_interleaving_of_rows():
 
 
 def test_a_plan_that_runs_a_few_times_is_packed_by_moving_weights_only():
-    spec = conv(56, 256, 64)
-    constants = {"weights": np.ones((64, 256, 1, 1), np.int8), "program": []}
+    spec = replace(conv(56, 64, 64, taps=3), bounded=True)
+    constants = {"weights": np.ones((64, 64, 3, 3), np.int8), "program": []}
     lasting, short = (Tuner(AVX2, TimingCache(), "", timing=False, short_lived=short).choose({spec: constants})[spec]
                       for short in (False, True))
-    assert lasting.tactic.dealt and not short.tactic.dealt
+    assert isinstance(lasting.tactic, Winograd) and isinstance(short.tactic, Tile) and not short.tactic.dealt
 
 
 def test_the_hopeless_are_not_timed(monkeypatch):
