@@ -135,6 +135,11 @@ class Step:
     reason: str = ""                        # why it fell back, if it did
 
 
+def writes_border(step: Step) -> bool:
+    """Whether the step computes nothing, and only renews the halo of a buffer that shares memory with others."""
+    return step.tactic.startswith("border:")
+
+
 @dataclass(frozen=True)
 class Band:
     """Steps first..last - 1, which a context of one thread runs item by item.

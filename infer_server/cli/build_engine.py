@@ -30,7 +30,7 @@ from engines.serialize import graph_from_json
 from infer_server.cli.calibrating import Calibration, Say
 from infer_server.cli.common import guarded, positive
 from infer_server.cli.compiling import compile_model
-from infer_server.cli.inspect_engine import fallbacks, layers
+from infer_server.cli.inspect_engine import fallbacks, kernels, layers
 
 PRECISIONS = ("int8", "fp16", "bf16", "fp32", "best")
 
@@ -160,7 +160,7 @@ def _summary(plan: Plan, options: argparse.Namespace, say: Say) -> None:
     if missing := fallbacks(plan):
         _say(missing)
     size = Path(options.output).stat().st_size / 1e6
-    say(f"{options.output}: {plan.precision} for {plan.target}, {len(plan.steps)} kernels, {size:.1f} MB")
+    say(f"{options.output}: {plan.precision} for {plan.target}, {kernels(plan)}, {size:.1f} MB")
 
 
 def make_parser() -> argparse.ArgumentParser:

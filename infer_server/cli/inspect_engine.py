@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engines import load_engine
-from engines.plan import IoTensor, Plan
+from engines.plan import IoTensor, Plan, writes_border
 from engines.planfile import read_plan
 from infer_server.cli.common import guarded, positive, table
 from infer_server.cli.profile import as_json, header, profile, roofline
@@ -27,7 +27,8 @@ def describe(plan: Plan) -> dict[str, Any]:
         "inputs": [_tensor(t) for t in plan.inputs], "outputs": [_tensor(t) for t in plan.outputs],
         "kernels": [{"name": s.name, "fuses": list(s.fuses), "precision": s.precision, "tactic": s.tactic,
                      "time_us": s.time_us, "macs": s.macs, "bytes": s.bytes,
-                     **({"fallback": s.reason} if s.fallback else {})} for s in plan.steps],
+                     **({"fallback": s.reason} if s.fallback else {})} for s in plan.steps if not writes_border(s)],
+        "borders": [s.name for s in plan.steps if writes_border(s)],
         "by_item": [[s.name for s in plan.steps[band.first:band.last]] for band in plan.bands],
         "constants_bytes": len(plan.constants), "code_bytes": sum(map(len, plan.code)),
         "buffer_bytes": sum(b.bytes for b in plan.buffers), "metadata": dict(plan.metadata),
@@ -36,6 +37,12 @@ def describe(plan: Plan) -> dict[str, Any]:
 
 def _tensor(tensor: IoTensor) -> dict[str, Any]:
     return {"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape)}
+
+
+def kernels(plan: Plan) -> str:
+    """As people read it: 56 kernels, 3 border writers."""
+    borders = sum(map(writes_border, plan.steps))
+    return f"{len(plan.steps) - borders} kernels" + (f", {borders} border writers" if borders else "")
 
 
 def layers(plan: Plan) -> str:
@@ -71,7 +78,7 @@ def _command(options: argparse.Namespace) -> int:
     for band in plan.bands:
         print(f"\nitem by item in batches: '{plan.steps[band.first].name}' to '{plan.steps[band.last - 1].name}'")
     timed, macs = sum(step.time_us for step in plan.steps), sum(step.macs for step in plan.steps)
-    print(f"\n{len(plan.steps)} kernels, {timed / 1e3:.3f} ms as timed one by one, {macs / 1e6:.1f} M MAC, "
+    print(f"\n{kernels(plan)}, {timed / 1e3:.3f} ms as timed one by one, {macs / 1e6:.1f} M MAC, "
           f"{len(plan.constants) / 1e6:.2f} MB of constants")
     if missing := fallbacks(plan):
         print(missing)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from calibration.accuracy import sqnr_db
+from engines.plan import writes_border
 from tests.compiler.zoo_engines import MAX_BATCH, compiled, engine_of, fallbacks
 from tests.zoo import TINY, images_for, run_onnx
 
@@ -58,9 +59,10 @@ def test_items_do_not_change_each_other(tmp_path: Path) -> None:
 
 
 def test_resnet50_has_a_kernel_a_convolution(tmp_path: Path) -> None:
-    """53 convolutions and the last layer, the pools, and the input's conversion; BN, ReLU and Add are inside."""
+    """53 convolutions and the last layer, the pools, and the input's conversion; BN, ReLU and Add are inside. (What
+    renews the borders of shared buffers computes nothing.)"""
     plan = compiled(TINY["resnet50"](depths=(3, 4, 6, 3)), tmp_path, precision="int8").plan
-    assert len(plan.steps) <= 56
+    assert sum(not writes_border(step) for step in plan.steps) <= 56
     block = {"/layer1.0/conv3/Conv", "/layer1.0/conv3_bn/BatchNormalization", "/layer1.0/Add", "/layer1.0/Relu_2"}
     assert any(block <= set(step.fuses) for step in plan.steps)
 
