@@ -4,13 +4,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from engines.backends.llvm.border import Border, TapAxis
 from engines.backends.llvm.emit import Module
 from engines.backends.llvm.isa import AVX2, AVX512_BF16, AVX512_VNNI, AVX_VNNI
 from engines.backends.llvm.jit import assembly, spills
 from engines.backends.llvm.kernels.contraction import Contraction, Tile
 from engines.backends.llvm.program import Program, ProgramBuilder
 from engines.backends.llvm.spec import dense_view
+from engines.backends.llvm.taps import Border, TapAxis
 from tests.llvm.harness import EVERY_ISA, check, gapped, random_array, requantise, run
 
 BATCH = 2

@@ -3,13 +3,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.backends.llvm.border import Border
 from engines.backends.llvm.isa import AVX2, AVX512_VNNI
 from engines.backends.llvm.kernels.contraction import Contraction, Tile
 from engines.backends.llvm.kernels.depthwise import Depthwise
 from engines.backends.llvm.kernels.winograd import Winograd
 from engines.backends.llvm.program import Program
 from engines.backends.llvm.spec import dense_view
+from engines.backends.llvm.taps import Border
 from engines.backends.llvm.tuner import Tuner
 from engines.tactics import TimingCache
 

@@ -32,7 +32,6 @@ import numpy as np
 
 from engines.backends.llvm.access import hidden
 from engines.backends.llvm.arithmetic import Arithmetic, Operand, arithmetic_for
-from engines.backends.llvm.border import Border, TapAxis
 from engines.backends.llvm.cost import CALL, LATENCY, Work, epilogue, pieces, reading
 from engines.backends.llvm.dealing import deal, emit_turns, turn_bytes, window_starts
 from engines.backends.llvm.emit import I32, I64, PTR, Function, Module, Value
@@ -43,6 +42,7 @@ from engines.backends.llvm.kernels.winograd import Winograd
 from engines.backends.llvm.lanes import Lanes
 from engines.backends.llvm.program import Program, load_meaning, store_meaning
 from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, Window, begin_kernel, pack_channels
+from engines.backends.llvm.taps import Border, TapAxis
 
 FEW_PIXELS = 8          # items of no more pixels than this are cut by batch
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.border import Border
 from engines.backends.llvm.calls import Call, Context, Refused, Written, broadcast, image, lowers, write_body
 from engines.backends.llvm.kernels.contraction import Contraction
 from engines.backends.llvm.kernels.depthwise import Depthwise
 from engines.backends.llvm.places import Place, pads_of
 from engines.backends.llvm.rules.product import lower_product
 from engines.backends.llvm.spec import Array, KernelSpec, View
+from engines.backends.llvm.taps import Border
 from engines.ir import Node
 from engines.passes.facts import is_product
 
