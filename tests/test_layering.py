@@ -35,7 +35,7 @@ STANDS_ON = {
     "reference": ("ops",),
     "frontend": ("reference", "version"),
     "passes": ("frontend",),
-    "tactics": ("version", "errors"),
+    "tactics": ("version", "errors", "clock"),
     "backends": ("passes", "serialize", "tactics", "roofline", "tables", "cpu", "loader", "memory"),
     "bands": ("execution", "tactics"),
     "builder": ("backends", "bands"),

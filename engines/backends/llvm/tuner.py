@@ -21,6 +21,7 @@ from engines.backends.llvm.elf import LoadedCode
 from engines.backends.llvm.emit import Module
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.spec import Array, KernelSpec, View
+from engines.clock import thread_seconds
 from engines.tactics import TimingCache
 from engines.version import COMPILER_VERSION
 
@@ -206,7 +207,8 @@ def _memory(view: View) -> Array:
 def measure(calls: Mapping[Any, Callable[[], None]]) -> dict[Any, float]:
     """{name: call} -> {name: microseconds of its fastest run}, the calls taken in turns.
 
-    The fastest run, because everything that disturbs a measurement makes it longer. Calls that are far behind after two
+    The fastest run, because everything that disturbs a measurement makes it longer; in CPU time, for a slow kernel may
+    never have the core to itself. Calls that are far behind after two
     runs are left at that.
     """
     best = dict.fromkeys(calls, float("inf"))
@@ -228,6 +230,6 @@ def measure(calls: Mapping[Any, Callable[[], None]]) -> dict[Any, float]:
 
 
 def _seconds(call: Callable[[], None]) -> float:
-    begin = time.perf_counter()
+    begin = thread_seconds()
     call()
-    return time.perf_counter() - begin
+    return thread_seconds() - begin
