@@ -2,7 +2,7 @@
 
 A batch goes through a network step by step, so that weights are read once; early layers of a network of images have few
 weights and large tensors, and what one step hands on is out of the cache before the next one reads it. Whether that
-costs more than it saves is timed, as tactics are, and kept in the same cache.
+costs more than it saves is timed, as tactics are, and kept in the same cache: of two times their ratio.
 """
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def _gains(plan: Plan, windows: Sequence[Band], cache: TimingCache, processor: s
         arena.prepare(ITEMS)
         for i, window in enumerate(windows):
             if known[i] is None:
-                known[i] = _ratio(program, arena, window)
-                cache.put(keys[i], known[i] or 0.0)
+                known[i] = ratio = _ratio(program, arena, window)
+                cache.put(keys[i], ratio)
     return [ratio is not None and ratio < GAIN for ratio in known]
 
 

@@ -45,6 +45,11 @@ def pads(node: Node, rank: int) -> tuple[int, ...]:
     return tuple(node.attrs.get("pads", (0,) * (2 * rank)))
 
 
+def pads_with_zeros(node: Node) -> bool:
+    """Whether a Pad adds zeros: exact in every stored type, and what a convolution's own padding holds."""
+    return node.op == "Pad" and node.attrs.get("mode", "constant") == "constant" and node.attrs.get("value", 0) == 0
+
+
 def same_shape(a: Sequence[Dim], b: Sequence[Dim]) -> bool:
     return tuple(a) == tuple(b)
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from engines.ir import Graph, Node, TensorType
-from engines.passes.facts import ATTENTION, is_view_of_input, is_view_of_output
+from engines.passes.facts import ATTENTION, is_view_of_input, is_view_of_output, pads_with_zeros
 from engines.passes.fuse import EPILOGUE, WEIGHTED
 from engines.passes.rewrite import fresh_name
 
@@ -36,7 +36,7 @@ def classes(graph: Graph) -> list[tuple[str, ...]]:
     fixed = {name for name in parent if graph.types[name].dtype != FLOAT}.union(graph.inputs, graph.outputs)
     for node in graph.nodes:
         touched = [name for name in (*node.inputs, *node.outputs) if name in parent]
-        if node.op in _SHARING or _pads_with_zeros(node) or _is_view(graph, node):
+        if node.op in _SHARING or pads_with_zeros(node) or _is_view(graph, node):
             data = [name for name in touched if graph.types[name].dtype == FLOAT]
             for name in data[1:]:
                 parent[root(name)] = root(data[0])
@@ -58,12 +58,6 @@ def classes(graph: Graph) -> list[tuple[str, ...]]:
 
 def _is_view(graph: Graph, node: Node) -> bool:
     return node.op == "Transpose" and (is_view_of_input(graph, node) or is_view_of_output(graph, node))
-
-
-def _pads_with_zeros(node: Node) -> bool:
-    """Zero is exact in every stored type; another number might not be."""
-    return (node.op == "Pad" and node.attrs.get("mode", "constant") == "constant"
-            and node.attrs.get("value", 0) == 0)
 
 
 def is_image(graph: Graph, name: str) -> bool:

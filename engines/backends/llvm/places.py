@@ -22,7 +22,7 @@ from engines.backends.llvm.spec import View, dense_view
 from engines.backends.llvm.transposed import Phase, phases
 from engines.errors import ModelError
 from engines.ir import BATCH, Dim, Graph, Node, TensorType
-from engines.passes.facts import is_product, is_view_of_input, is_view_of_output
+from engines.passes.facts import is_product, is_view_of_input, is_view_of_output, pads_with_zeros
 from engines.plan import TensorView
 
 NO_BUFFER = -1
@@ -42,6 +42,11 @@ class Halo:
 
     def __bool__(self) -> bool:
         return any(self._sides())
+
+    def around(self, image: tuple[int, ...]) -> tuple[int, int, int]:
+        """The shape of [height, width, channels] with the halo."""
+        height, width, channels = image
+        return self.top + height + self.bottom, self.left + width + self.right, channels
 
     def _sides(self) -> tuple[int, int, int, int]:
         return self.top, self.left, self.bottom, self.right
@@ -78,9 +83,8 @@ class Place:
         """The image and what its buffer has around it."""
         if not halo:
             return self
-        height, width, channels = self.view.shape
-        shape = (halo.top + height + halo.bottom, halo.left + width + halo.right, channels)
-        return replace(self.moved(-halo.top, -halo.left, 0), view=replace(self.view, shape=shape))
+        return replace(self.moved(-halo.top, -halo.left, 0),
+                       view=replace(self.view, shape=halo.around(self.view.shape)))
 
     def moved(self, *steps: int) -> Place:
         """The same view, its origin moved by so many indices along each axis."""
@@ -149,7 +153,7 @@ def _halo_of_pad(graph: Graph, node: Node) -> Halo:
     """The halo that stands for a Pad of images [n, height, width, channels] by zeros; an empty one for any other."""
     source, output, pads = node.inputs[0], node.outputs[0], tuple(int(p) for p in node.attrs["pads"])
     if (len(pads) != 8 or min(pads) < 0 or any((pads[0], pads[3], pads[4], pads[7])) or graph.is_constant(source)
-            or node.attrs.get("mode", "constant") != "constant" or node.attrs.get("value", 0) != 0
+            or not pads_with_zeros(node)
             or graph.types[source].quant != graph.types[output].quant):
         return Halo()
     return Halo(pads[1], pads[2], pads[5], pads[6])
@@ -356,11 +360,7 @@ class Places:
     def _new_buffer(self, name: str) -> Place:
         tensor, halo = self.graph.types[name], self._group_halos.get(name, Halo())
         dtype, shape = stored_dtype(tensor), item_shape(tensor)
-        outer = shape
-        if halo:
-            height, width, channels = shape
-            outer = (halo.top + height + halo.bottom, halo.left + width + halo.right, channels)
-        whole = dense_view(dtype, outer)
+        whole = dense_view(dtype, halo.around(shape) if halo else shape)
         pad = float(tensor.quant.zero_point[0]) if tensor.quant else 0.0
         self.buffers.append(Storage(name, whole, items_of(tensor), halo, pad))
         place = Place(len(self.buffers) - 1, 0, whole, items_of(tensor))
