@@ -40,8 +40,8 @@ from engines.backends.llvm.kernels import winograd
 from engines.backends.llvm.kernels.winograd import Winograd
 from engines.backends.llvm.lanes import Lanes
 from engines.backends.llvm.pairing import PLACE, STEP, WINDOW, emit_steps, pair, window_starts
-from engines.backends.llvm.program import Program, load_meaning, store_meaning
-from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, Window, begin_kernel, pack_channels
+from engines.backends.llvm.program import load_meaning, store_meaning
+from engines.backends.llvm.spec import Array, Grid, ImageKernel, Tactic, View, Window, begin_kernel, pack_channels
 from engines.backends.llvm.taps import Border, TapAxis
 
 FEW_PIXELS = 8          # items of no more pixels than this are cut by batch
@@ -71,12 +71,8 @@ class Tile(Tactic):
 
 
 @dataclass(frozen=True)
-class Contraction(KernelSpec):
+class Contraction(ImageKernel):
     """Views of one item are [rows, columns, channels]; x's includes all that the taps reach."""
-    x: View
-    y: View
-    operands: tuple[View, ...]      # of the program, shaped as y
-    program: Program
     precision: str                  # int8, fp32, bf16, fp16
     taps: tuple[int, int] = (1, 1)
     stride: tuple[int, int] = (1, 1)
@@ -85,14 +81,6 @@ class Contraction(KernelSpec):
     border: Border = Border()       # of x
     bounded: bool = False           # INT8: no x makes a sum of x * w leave +-2**25
     family = "contraction"
-
-    @property
-    def inputs(self) -> tuple[View, ...]:
-        return (self.x, *self.operands)
-
-    @property
-    def outputs(self) -> tuple[View, ...]:
-        return (self.y,)
 
     @property
     def rows(self) -> int:
