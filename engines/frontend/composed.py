@@ -1,6 +1,8 @@
 """Operators that ONNX defines by others, written out by those: passes then meet them as any exporter's arithmetic."""
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from engines.frontend.normalise import Call, rule
@@ -16,21 +18,19 @@ def _rms_normalization(call: Call) -> list[Node]:
 
 @rule("GroupNormalization")
 def _group_normalization(call: Call) -> list[Node]:
-    """The channels of a group are the pixels of an instance norm. Before opset 21 scale and bias are per group."""
+    """The channels of a group are one line of an instance norm. Before opset 21 scale and bias are per group."""
     node, shape, groups = call.node, call.type().shape, int(call.attr("num_groups"))
-    dtype, (channels,) = call.type().dtype, fixed(shape[1:2])
+    dtype, per_group = call.type().dtype, call.opset < 21
     w = Parts(call)
     ones, zeros = (w.constant(np.full(groups, number, dtype)) for number in (1, 0))
-    grouped = w("Reshape", node.inputs[0], shape=(shape[0], groups, channels // groups, *shape[2:]))
-    normal = w("InstanceNormalization", grouped, ones, zeros, epsilon=call.attr("epsilon", 1e-5))
-    per_group = call.opset < 21
-    scale, bias = (w("Reshape", name, shape=(groups if per_group else channels, *(1,) * (len(shape) - 2 + per_group)))
-                   for name in node.inputs[1:3])
+    lines = w("Reshape", node.inputs[0], shape=(shape[0], groups, math.prod(fixed(shape[1:])) // groups))
+    y = w("InstanceNormalization", lines, *(node.inputs[1:3] if per_group else (ones, zeros)),
+          epsilon=call.attr("epsilon", 1e-5))
     if per_group:
-        moved = w("Add", w("Mul", normal, scale), bias)
-        return w.finish("Reshape", moved, shape=shape)
-    flat = w("Reshape", normal, shape=shape)
-    return w.finish("Add", w("Mul", flat, scale), bias)
+        return w.finish("Reshape", y, shape=shape)
+    y = w("Reshape", y, shape=shape)
+    scale, bias = (w("Reshape", name, shape=(*shape[1:2], *(1,) * (len(shape) - 2))) for name in node.inputs[1:3])
+    return w.finish("Add", w("Mul", y, scale), bias)
 
 
 @rule("RotaryEmbedding")
