@@ -113,6 +113,15 @@ def test_both_layouts_of_weights_give_the_same_result(shape, paired):
         check(spec, AVX2, inputs, constants, tactic=replace(tile, prefetch=prefetch), slack=15)
 
 
+@pytest.mark.parametrize("paired", [False, True])
+def test_channels_whose_weights_are_all_zero_give_their_bias(paired):
+    """Paired weights have no step then."""
+    spec, inputs, constants = problem(SHAPES["1x1 of one long row"], "int8")
+    constants["weights"][:16] = 0
+    tile = next(tile for tile in spec.tactics(AVX2) if tile.paired == paired)
+    check(spec, AVX2, inputs, constants, tactic=tile, slack=15)
+
+
 BORDERED = {
     "both sides in one tile": (Shape(7, 7, 16, 40, taps=(3, 3)), Border(1, 1, 1, 1)),
     "tiles between, gaps, strided": (Shape(5, 9, 8, 20, taps=(3, 3), stride=(2, 2), gaps=True), Border(1, 1, 1, 1)),
