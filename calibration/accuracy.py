@@ -57,13 +57,6 @@ class SqnrMeter:
         return dict(sorted(((tensor, sums.sqnr_db) for tensor, sums in self._sums.items()), key=lambda item: item[1]))
 
 
-def layer_report(sqnr: Mapping[str, float], limit: int = 10) -> str:
-    """The `limit` worst tensors as a table for people."""
-    worst = sorted(sqnr.items(), key=lambda item: item[1])[:limit]
-    width = max(len("tensor"), *(len(tensor) for tensor, _ in worst))
-    return "\n".join([f"{'tensor':{width}}  SQNR dB", *(f"{tensor:{width}}  {db:7.1f}" for tensor, db in worst)])
-
-
 @dataclass(frozen=True)
 class Powers:
     """Sums of reference**2, error**2, reference**4, error**4: what the ratios are made of."""

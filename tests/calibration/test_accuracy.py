@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from calibration.accuracy import SqnrMeter, cosine, layer_report, peak_snr_db, powers, sqnr_db, top1_agreement, typical
+from calibration.accuracy import SqnrMeter, cosine, peak_snr_db, powers, sqnr_db, top1_agreement, typical
 
 X = np.random.default_rng(0).standard_normal((4, 100)).astype(np.float32)
 
@@ -68,7 +68,3 @@ def test_neither_a_loud_item_nor_a_silent_one_decides():
     assert typical([*ordinary, silent]).peak_snr_db == pytest.approx(20, abs=1.5)
     assert typical([silent]) is None
     assert typical([powers(X[0] * 0, X[0])] * 3 + ordinary[:1]).peak_snr_db < 0     # most are silent: the mean serves
-
-
-def test_the_report_shows_the_worst_layers():
-    assert layer_report({"good": 40.0, "bad": 20.0}, limit=1).splitlines() == ["tensor  SQNR dB", "bad        20.0"]
