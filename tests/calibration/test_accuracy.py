@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from calibration.accuracy import SqnrMeter, cosine, peak_snr_db, powers, sqnr_db, top1_agreement, typical
+from calibration.accuracy import cosine, peak_snr_db, powers, sqnr_db, top1_agreement, typical
 
 X = np.random.default_rng(0).standard_normal((4, 100)).astype(np.float32)
 
@@ -48,15 +48,6 @@ def test_top1_counts_rows_with_the_same_largest_element():
     other = X.copy()
     other[0] = -other[0]
     assert top1_agreement(X, other) == 0.75
-
-
-def test_the_meter_takes_all_runs_as_one_array_and_lists_the_worst_first():
-    errors = np.array([[0.01], [0.02], [0.1], [0.01]])
-    meter = SqnrMeter()
-    for row, error in zip(X, errors, strict=True):
-        meter.add({"good": row, "bad": row, "only float": row}, {"good": row * 1.01, "bad": row * (1 + error)})
-    assert list(meter.result()) == ["bad", "good"]
-    assert meter.result() == pytest.approx({"bad": sqnr_db(X, X * (1 + errors)), "good": sqnr_db(X, X * 1.01)})
 
 
 def test_neither_a_loud_item_nor_a_silent_one_decides():
