@@ -64,6 +64,12 @@ def _reduce(node: Node, types: Sequence[TensorType | None], constant: Constant) 
     return [(op, inputs, outputs, {**attrs, "noop_with_empty_axes": 1})]
 
 
+@_rule("CumSum")
+def _cumulative(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
+    attrs = {key: node.attrs[key] for key in ("exclusive", "reverse") if key in node.attrs}
+    return [(node.op, [*node.inputs, constant("axis", np.array(node.attrs["axis"], np.int64))], node.outputs, attrs)]
+
+
 @_rule("Split")
 def _split(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
     return _moved(node, constant, "split", keep=("axis",))

@@ -11,6 +11,7 @@ import onnx
 from onnx import helper, inliner, numpy_helper
 
 from engines.errors import EngineError, ModelError
+from engines.frontend import attention, composed  # noqa: F401  (fill RULES)
 from engines.frontend.normalise import RULES, Call, normalise
 from engines.frontend.trace import Trace
 from engines.ir import BATCH, Array, Dim, Graph, Node, TensorType, verify
