@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,9 +17,9 @@ from tests.compiler.zoo_engines import MAX_BATCH, compiled
 from tests.zoo import TINY, images_for
 
 
-@pytest.fixture(params=["int8", "fp32"])
-def plan(request: pytest.FixtureRequest, tmp_path: Path) -> Plan:
-    return compiled(TINY["mobilenet_v2"](), tmp_path, precision=request.param).plan
+@pytest.fixture(scope="module", params=["int8", "fp32"])
+def plan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    return compiled(TINY["mobilenet_v2"](), tmp_path_factory.mktemp("bands"), precision=request.param).plan
 
 
 def long_bands(plan: Plan) -> list[Band]:

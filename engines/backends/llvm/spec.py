@@ -155,9 +155,9 @@ class KernelSpec(ABC):
     def emit(self, module: Module, name: str, isa: Isa, tactic: Any) -> None:
         """Write the kernel, and the micro-kernels it calls, into the module."""
 
-    @abstractmethod
     def pack(self, isa: Isa, tactic: Any, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         """The named constants (each family says which) in the order and layout that the kernel reads."""
+        return ()
 
     @abstractmethod
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
