@@ -60,9 +60,9 @@ class FillToExpand(Rule):
 
 
 class ItemsAlike(Rule):
-    """A node that reads nothing but constants and what was expanded along the batch, and keeps the items apart"""
-    pattern = P("Add Sub Mul Div Pow Max Min And Or Xor Not Where Equal Less LessOrEqual Greater GreaterOrEqual Cast Neg "
-                "Sin Cos Sqrt Exp Relu Reshape Transpose Slice Gather Concat Resize CumSum Softmax MatMul "
+    """A node that keeps the items apart and reads, of tensors with that axis, only such as were expanded along it"""
+    pattern = P("Add Sub Mul Div Pow Max Min And Or Xor Not Where Equal Less LessOrEqual Greater GreaterOrEqual Cast "
+                "Neg Sin Cos Sqrt Exp Relu Reshape Transpose Slice Gather Concat Resize CumSum Softmax MatMul "
                 "LayerNormalization")
 
     def check(self, match: Match) -> bool:
@@ -83,7 +83,7 @@ class ItemsAlike(Rule):
     @staticmethod
     def _one(graph: Graph, name: str, draft: Draft) -> str:
         """The operand as one item has it."""
-        if not name or name in graph.constants:
+        if not name or BATCH not in graph.shape(name):
             return name
         source, shape = graph.producer[name].inputs[0], _without_batch(graph.shape(name))
         if graph.shape(source) == shape:
@@ -96,10 +96,10 @@ def _without_batch(shape: Sequence[Dim]) -> Shape:
 
 
 def _of_one(graph: Graph, name: str) -> bool | None:
-    """Whether the operand is one item's, expanded along the batch; a constant is not; None for all others."""
-    if name in graph.constants:
-        return False
+    """Whether the operand was expanded along the batch; it has no such axis if not; None for all others."""
     node, shape = graph.producer.get(name), graph.shape(name)
+    if BATCH not in shape:
+        return False
     if node is None or node.op != "Expand" or shape.count(BATCH) != 1:
         return None
     return True if BATCH not in graph.shape(node.inputs[0]) else None
@@ -118,7 +118,7 @@ def _keeps_items_apart(graph: Graph, node: Node) -> bool:
         return not any(BATCH in graph.shape(name)[-2:] for name in node.inputs)
     if BATCH not in first:
         return False                # places that are looked up
-    axis = node.attrs.get("axis", -1) % len(first)
+    axis = int(node.attrs.get("axis", -1)) % len(first)
     return axis > first.index(BATCH) if node.op == "LayerNormalization" else axis != first.index(BATCH)
 
 
