@@ -4,6 +4,7 @@
     x[n, s]  by GatherND of pairs (n, s)                =  x[:, s]
     table[expand(i)] = expand(table[i])
     (a number everywhere)[i] = the number everywhere
+    GatherElements(x, expand(i)) = GatherElements(x, i, shape)      which reads i as often as it must
 """
 from __future__ import annotations
 
@@ -146,4 +147,22 @@ class LookupOfOneNumber(Rule):
         return data.reshape(-1)[:1] if data is not None and data.size and (data == data.flat[0]).all() else None
 
 
-LOOKUPS = (LookupInItem(), LookupOfPairs(), ExpandedLookup(), LookupOfOneNumber())
+class RepeatedPlaces(Rule):
+    """GatherElements by places that are alike for all items, or heads"""
+    pattern = P("GatherElements", Value("x"), Value("places"))
+
+    def check(self, match: Match) -> bool:
+        places = match.graph.producer.get(match.value("places"))
+        x, made = list(match.shape(match.value("x"))), list(match.shape(match.root.outputs[0]))
+        axis = match.root.attrs["axis"]
+        return (places is not None and places.op == "Expand" and isinstance(made[axis], int)
+                and x[:axis] + x[axis + 1:] == made[:axis] + made[axis + 1:])
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        source = match.graph.producer[match.value("places")].inputs[0]
+        attrs = {**match.root.attrs, "shape": match.shape(match.root.outputs[0])}
+        draft.finish("GatherElements", [match.value("x"), source], attrs)
+
+
+LOOKUPS = (LookupInItem(), LookupOfPairs(), ExpandedLookup(), LookupOfOneNumber(),
+           RepeatedPlaces())
