@@ -1,8 +1,9 @@
 """Which steps run item by item: bands of steps whose tensors for all items do not fit a cache, but those of one do.
 
 A batch goes through a network step by step, so that weights are read once; early layers of a network of images have few
-weights and large tensors, and what one step hands on is out of the cache before the next one reads it. Whether that
-costs more than it saves is timed, as tactics are, and kept in the same cache: of two times their ratio.
+weights and large tensors, and what one step hands on is out of the cache before the next one reads it. Item by item, it
+is also written where the item before was, in memory that the cache has. Whether reading the weights anew costs more is
+timed, as tactics are, and kept in the same cache: of two times their ratio.
 """
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def banded(plan: Plan, bands: Sequence[Band]) -> Plan:
     used = {band: {o.buffer for step in plan.steps[band.first:band.last] for o in step.operands} for band in bands}
 
     def lasting(number: int, buffer: Buffer) -> Buffer:
-        for band in (band for band in bands if number in used[band]):
+        for band in (band for band in bands if number in used[band] and not band.keeps(buffer)):
             buffer = replace(buffer, first=min(buffer.first, band.first), last=max(buffer.last, band.last - 1))
         return buffer
 
@@ -71,28 +72,34 @@ def _gains(plan: Plan, windows: Sequence[Band], cache: TimingCache, processor: s
     keys = [_key(plan, window, processor) for window in windows]
     known = [cache.get(key) for key in keys]
     if None in known:
-        program = Program(banded(plan, windows))
-        arena = Arena(program, program.shared_layout)
-        arena.prepare(ITEMS)
+        ways = [_Way(banded(plan, windows), by_item=True), _Way(plan, by_item=False)]
         for i, window in enumerate(windows):
             if known[i] is None:
-                known[i] = ratio = _ratio(program, arena, window)
+                known[i] = ratio = _ratio(ways, window)
                 cache.put(keys[i], ratio)
     return [ratio is not None and ratio < GAIN for ratio in known]
 
 
 def _key(plan: Plan, window: Band, processor: str) -> str:
     steps = [(step.symbol, step.rows_per_item) for step in plan.steps[window.first:window.last]]
-    return f"{processor}/{hashlib.sha256(repr((COMPILER_VERSION, 'by item', ITEMS, steps)).encode()).hexdigest()}"
+    return f"{processor}/{hashlib.sha256(repr((COMPILER_VERSION, 'item in place', ITEMS, steps)).encode()).hexdigest()}"
 
 
-def _ratio(program: Program, arena: Arena, window: Band) -> float:
-    """The time item by item over that step by step, the fastest of each, taken in turns."""
-    spans = (Span(window.first, window.last, by_item=True), Span(window.first, window.last))
-    best = [float("inf")] * 2
-    for _ in range(ROUNDS):
-        for i, span in enumerate(spans):
-            begin = thread_seconds()
-            run_span(program, arena, span, ITEMS)
-            best[i] = min(best[i], thread_seconds() - begin)
-    return best[0] / best[1]
+class _Way:
+    """A plan in memory of its own, to be timed."""
+
+    def __init__(self, plan: Plan, by_item: bool) -> None:
+        self._program, self._by_item = Program(plan), by_item
+        self._arena = Arena(self._program, self._program.shared_layout)
+        self._arena.prepare(ITEMS)
+
+    def seconds(self, window: Band) -> float:
+        begin = thread_seconds()
+        run_span(self._program, self._arena, Span(window.first, window.last, by_item=self._by_item), ITEMS)
+        return thread_seconds() - begin
+
+
+def _ratio(ways: Sequence[_Way], window: Band) -> float:
+    """The time of the first way over that of the second, the fastest of each, taken in turns."""
+    rounds = [[way.seconds(window) for way in ways] for _ in range(ROUNDS)]
+    return min(first for first, _ in rounds) / min(second for _, second in rounds)

@@ -34,7 +34,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A piece of memory of a context, for the time between two steps.
+    """A piece of memory of a context, for the time between two steps; what a step reads and writes never overlap.
 
     Inputs of the plan have first = -1, and no step writes them; outputs have last = len(steps).
     """
@@ -42,8 +42,6 @@ class Buffer:
     bytes: int                  # at max_batch, with whatever a kernel may read past the end
     first: int                  # index of the first step that writes it
     last: int                   # index of the last step that reads it
-    in_place_of: int | None = None      # a buffer of as many bytes whose last reader, step `first`, may write this one
-                                        # over it; without this, what a step reads and what it writes never overlap
 
 
 @dataclass(frozen=True)
@@ -144,11 +142,16 @@ def writes_border(step: Step) -> bool:
 class Band:
     """Steps first..last - 1, which a context of one thread runs item by item.
 
-    What one step hands on to the next is then still in a cache, where that of all items would not fit. The buffers that
-    these steps use are all alive from the first to the last of them.
+    What one step hands on to the next is then still in a cache, where that of all items would not fit. Buffers that no
+    other step uses hold one item, each item in the place of the one before; the others that these steps use are alive
+    from the first to the last of them.
     """
     first: int
     last: int
+
+    def keeps(self, buffer: Buffer) -> bool:
+        """Whether only these steps use the buffer."""
+        return self.first <= buffer.first and buffer.last < self.last
 
 
 @dataclass(frozen=True)
@@ -189,7 +192,14 @@ class Plan:
 
 def runs_by_item(step: Step) -> bool:
     """Whether the rows of an item can be run apart from those of others."""
-    return step.rows_per_item > 0 and step.rows_per_item % step.row_step == 0
+    return (step.rows_per_item > 0 and step.rows_per_item % step.row_step == 0
+            and len(step.reads) + len(step.writes) == sum(operand.buffer is not None for operand in step.operands))
+
+
+def item_strides(step: Step) -> list[int]:
+    """Bytes from an item to the next, of each operand of a step that runs by item; constants are the same for all."""
+    reaches = iter((*step.reads, *step.writes))
+    return [0 if operand.buffer is None else next(reaches).item_stride for operand in step.operands]
 
 
 def verify(plan: Plan) -> Plan:
@@ -224,9 +234,10 @@ def verify(plan: Plan) -> Plan:
             step = plan.steps[index]
             if not step.symbol or not runs_by_item(step):
                 raise broken(f"step {index} '{step.name}' cannot run item by item")
-            for buffer in {operand.buffer for operand in step.operands} - {None}:
-                for at in (band.first, band.last - 1):
-                    check_life(at, step, buffer)  # type: ignore[arg-type]
+            for buffer in {operand.buffer for operand in step.operands if operand.buffer is not None}:
+                if buffer >= len(plan.buffers) or not band.keeps(plan.buffers[buffer]):
+                    for at in (band.first, band.last - 1):
+                        check_life(at, step, buffer)
 
     for before, band in zip((Band(0, 0), *plan.bands), plan.bands, strict=False):
         check_band(band, before.last)

@@ -10,6 +10,7 @@ import pytest
 from engines import bands
 from engines.bands import banded, with_bands
 from engines.errors import PlanCorruptError
+from engines.execution import Program
 from engines.plan import Band, Plan, verify
 from engines.runtime import Engine
 from engines.tactics import TimingCache
@@ -36,11 +37,27 @@ def test_item_by_item_the_bytes_are_the_same(plan: Plan) -> None:
         np.testing.assert_array_equal(Engine(by_item, threads).run(x)["output"], expected)
 
 
-def test_a_tensor_that_dies_inside_a_band_keeps_its_memory_to_the_end_of_it(plan: Plan) -> None:
+def test_a_tensor_from_outside_that_dies_inside_a_band_keeps_its_memory_to_the_end_of_it(plan: Plan) -> None:
     band = long_bands(plan)[0]
     assert verify(banded(plan, [band]))
+    dying = [buffer for buffer in plan.buffers if buffer.first < band.first <= buffer.last < band.last - 1]
+    wrong = replace(plan, bands=(band,)) if dying else \
+        replace(plan, bands=(replace(band, first=band.first + 1),))     # what was its first step's is from outside now
     with pytest.raises(PlanCorruptError, match="alive in steps"):
-        verify(replace(plan, bands=(band,)))
+        verify(wrong)
+
+
+def test_what_only_a_band_uses_has_room_for_one_item(plan: Plan) -> None:
+    program, whole = Program(banded(plan, long_bands(plan))), Program(plan)
+    assert program.kept_in_bands and not whole.kept_in_bands
+    assert program.shared_layout.one_item == set(program.kept_in_bands)
+    assert program.shared_layout.total < whole.shared_layout.total
+    assert program.separate_layout.total == whole.separate_layout.total     # a crew ignores bands
+
+
+def test_steps_of_bands_can_be_timed_where_their_buffers_hold_one_item(plan: Plan) -> None:
+    context = Engine(banded(plan, long_bands(plan))).create_context()
+    assert all(0 <= seconds < 10 for _, seconds in context.profile(MAX_BATCH, repeats=1))
 
 
 @pytest.mark.parametrize("wrong", [(Band(3, 3),), (Band(2, 5), Band(4, 6)), (Band(0, 1000),)])

@@ -104,11 +104,11 @@ def test_the_tile_does_not_change_the_result(tile, isa):
         check(spec, isa, inputs, constants, tactic=replace(tile, cols=min(tile.cols, spec.flat.cols)), slack=15)
 
 
-@pytest.mark.parametrize("dealt", [False, True])
+@pytest.mark.parametrize("paired", [False, True])
 @EVERY_SHAPE
-def test_both_layouts_of_weights_give_the_same_result(shape, dealt):
+def test_both_layouts_of_weights_give_the_same_result(shape, paired):
     spec, inputs, constants = problem(shape, "int8")
-    tile = next(tile for tile in spec.tactics(AVX2) if tile.dealt == dealt)
+    tile = next(tile for tile in spec.tactics(AVX2) if tile.paired == paired)
     for prefetch in (False, True):
         check(spec, AVX2, inputs, constants, tactic=replace(tile, prefetch=prefetch), slack=15)
 
@@ -194,21 +194,21 @@ def test_halves_round_to_even():
 @pytest.mark.parametrize("isa", [AVX512_BF16, AVX512_VNNI, AVX_VNNI, AVX2], ids=lambda isa: isa.name)
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 def test_the_usual_winner_among_tiles_does_not_spill(precision, isa):
-    assert spills_of(isa, precision, *_wide(isa, precision).tactics(isa)[0].shape) <= 2
+    assert spills_of(isa, precision, _wide(isa, precision).tactics(isa)[0]) <= 2
 
 
 def test_a_tile_that_does_not_fit_is_seen_to_spill():
-    assert spills_of(AVX512_VNNI, "int8", 14, 4) > 10
+    assert spills_of(AVX512_VNNI, "int8", Tile(1, 14, 4)) > 10
 
 
 def _wide(isa, precision):
     return Shape(1, 64, 64, 4 * isa.lanes).spec(precision, Program(), residual=False)
 
 
-def spills_of(isa, precision, cols, vectors):
-    spec = Shape(1, cols, 256, vectors * isa.lanes).spec(precision, Program(), residual=False)
+def spills_of(isa, precision, tile):
+    spec = Shape(1, tile.cols, 256, tile.vectors * isa.lanes).spec(precision, Program(), residual=False)
     module = Module()
-    spec.emit(module, "kernel", isa, Tile(1, cols, vectors))
+    spec.emit(module, "kernel", isa, tile)
     return spills(assembly(module.text(), isa))
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from engines.backends.llvm import rules  # noqa: F401  (fills RULES)
 from engines.backends.llvm.calls import RULES, Call, Context, Refused
 from engines.backends.llvm.isa import Isa
-from engines.backends.llvm.places import Places, batch_axis
+from engines.backends.llvm.places import batch_axis
 from engines.backends.llvm.rules.copies import copy_call
+from engines.backends.llvm.sharing import Places
 from engines.ir import Graph, Node
 
 VIEWS = ("Split", "Slice", "Reshape", "Transpose")
