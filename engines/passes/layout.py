@@ -242,7 +242,9 @@ class _Layout:
 
     def _cheapest_form(self, node: Node, full: Sequence[str], rank: int) -> Perm:
         """The form that moves the fewest elements; channels-last images where that is a tie."""
-        choices = list(dict.fromkeys(self._home(tensor) for tensor in full)) or [identity(rank)]
+        ahead = self._items_first(node.outputs[0])
+        homes = dict.fromkeys(self._home(tensor) for tensor in full)
+        choices = [form for form in homes if form[0] == ahead[0]] or [ahead if full else identity(rank)]
         if rank == 4 and node.outputs[0] in self.wants_image:
             choices.append(IMAGE)
             if all(form == identity(4) for form in choices[:-1]):
