@@ -4,6 +4,7 @@
     x[n, s]  by GatherND of pairs (n, s)                =  x[:, s]
     table[expand(i)] = expand(table[i])
     (a number everywhere)[i] = the number everywhere
+    GatherElements(x, expand(i)) = GatherElements(x, i, shape)      which reads i as often as it must
 """
 from __future__ import annotations
 
@@ -11,41 +12,46 @@ import math
 
 import numpy as np
 
-from engines.ir import BATCH, Array, Graph, TensorType
+from engines.ir import BATCH, Array, Dim, Graph, TensorType
 from engines.passes.rewrite import Constant, Draft, Match, P, Rule, Value
-from engines.shapes import dim, extent
+from engines.shapes import Extent, extent
 
 
 class LookupInItem(Rule):
-    """Gather(Reshape(x [N, S, ...] -> [N * S, ...]), n * S + offsets)"""
+    """Gather(Reshape(x [N, ...] -> [N * S, ...]), n * S + offsets)"""
     pattern = P("Gather", Value("flat"), Value("places"))
 
     def check(self, match: Match) -> bool:
         flat = match.graph.producer.get(match.value("flat"))
         if flat is None or flat.op != "Reshape" or match.root.attrs.get("axis", 0) != 0:
             return False
-        source, target = match.shape(flat.inputs[0]), match.shape(flat.outputs[0])
-        found = _by_item(match.graph, match.value("places"))
-        if found is None or len(source) < 2 or source[0] != BATCH or not isinstance(source[1], int):
+        found, size = _by_item(match.graph, match.value("places")), self._size(match)
+        if found is None or match.shape(flat.inputs[0])[0] != BATCH:
             return False
         step, offsets = found
-        inside = offsets.min(initial=0) >= 0 and offsets.max(initial=0) < source[1]
-        return step == source[1] and inside and target == (dim(extent(BATCH) * source[1]), *_unit(source[2:], target))
+        return step == size and offsets.min(initial=0) >= 0 and offsets.max(initial=0) < size
 
     def rewrite(self, match: Match, draft: Draft) -> None:
-        graph = match.graph
-        x, found = graph.producer[match.value("flat")].inputs[0], _by_item(graph, match.value("places"))
+        graph, flat = match.graph, match.value("flat")
+        x, found = graph.producer[flat].inputs[0], _by_item(graph, match.value("places"))
         assert found is not None
-        _picked(match, draft, x, found[1])
+        shape = (BATCH, self._size(match), *match.shape(flat)[1:])
+        if match.shape(x) != shape:
+            x = draft.node("Reshape", [x], TensorType(graph.types[x].dtype, shape), {"shape": shape})
+        _picked(match, draft, x, shape, found[1])
+
+    @staticmethod
+    def _size(match: Match) -> int:
+        """How many rows of the flat tensor belong to an item; 0 if that cannot be told."""
+        rows = extent(match.shape(match.value("flat"))[0])
+        return rows.coefficient if isinstance(rows, Extent) and not rows.constant else 0
 
 
-def _picked(match: Match, draft: Draft, x: str, offsets: Array) -> None:
-    """Finishes with x[:, offsets] in the shape of what the match makes."""
-    graph = match.graph
-    if offsets.size != graph.shape(x)[1] or (offsets.ravel() != np.arange(offsets.size)).any():
-        picked = (BATCH, offsets.size, *graph.shape(x)[2:])
-        x = draft.node("Gather", [x, draft.constant("places", offsets.ravel())],
-                       TensorType(graph.types[x].dtype, picked), {"axis": 1})
+def _picked(match: Match, draft: Draft, x: str, shape: tuple[Dim, ...], offsets: Array) -> None:
+    """Finishes with x[:, offsets], of x of that shape, in the shape of what the match makes."""
+    if offsets.size != shape[1] or (offsets.ravel() != np.arange(offsets.size)).any():
+        picked = TensorType(match.graph.types[match.root.outputs[0]].dtype, (BATCH, offsets.size, *shape[2:]))
+        x = draft.node("Gather", [x, draft.constant("places", offsets.ravel())], picked, {"axis": 1})
     draft.finish("Reshape", [x], {"shape": match.shape(match.root.outputs[0])})
 
 
@@ -65,7 +71,7 @@ class LookupOfPairs(Rule):
     def rewrite(self, match: Match, draft: Draft) -> None:
         offsets = self._offsets(match)
         assert offsets is not None
-        _picked(match, draft, match.value("x"), offsets)
+        _picked(match, draft, match.value("x"), match.shape(match.value("x")), offsets)
 
     @staticmethod
     def _offsets(match: Match) -> Array | None:
@@ -73,11 +79,6 @@ class LookupOfPairs(Rule):
         if items is None or offsets is None or items[0] != 1 or items[1].any() or offsets[0]:
             return None
         return offsets[1]
-
-
-def _unit(rest: tuple[int | str, ...], target: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """The axes behind the flattened ones; a Flatten of [N, S] adds one of extent 1."""
-    return rest or (1,) * (len(target) - 1)
 
 
 def _by_item(graph: Graph, name: str) -> tuple[int, Array] | None:
@@ -146,4 +147,22 @@ class LookupOfOneNumber(Rule):
         return data.reshape(-1)[:1] if data is not None and data.size and (data == data.flat[0]).all() else None
 
 
-LOOKUPS = (LookupInItem(), LookupOfPairs(), ExpandedLookup(), LookupOfOneNumber())
+class RepeatedPlaces(Rule):
+    """GatherElements by places that are alike for all items, or heads"""
+    pattern = P("GatherElements", Value("x"), Value("places"))
+
+    def check(self, match: Match) -> bool:
+        places = match.graph.producer.get(match.value("places"))
+        x, made = list(match.shape(match.value("x"))), list(match.shape(match.root.outputs[0]))
+        axis = match.root.attrs["axis"]
+        return (places is not None and places.op == "Expand" and isinstance(made[axis], int)
+                and x[:axis] + x[axis + 1:] == made[:axis] + made[axis + 1:])
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        source = match.graph.producer[match.value("places")].inputs[0]
+        attrs = {**match.root.attrs, "shape": match.shape(match.root.outputs[0])}
+        draft.finish("GatherElements", [match.value("x"), source], attrs)
+
+
+LOOKUPS = (LookupInItem(), LookupOfPairs(), ExpandedLookup(), LookupOfOneNumber(),
+           RepeatedPlaces())
