@@ -54,6 +54,7 @@ def same_shape(a: Sequence[Dim], b: Sequence[Dim]) -> bool:
     return tuple(a) == tuple(b)
 
 
+NORMS = ("LayerNormalization", "RMSNormalization")         # from `axis` on; the inputs behind x are a scale, a bias
 ATTENTION = "ScaledDotProductAttention"
 
 
