@@ -91,8 +91,8 @@ class TopK(KernelSpec):
     def _make_keys(self, f: Function, isa: Isa, x: Value, keys: Value, peaks: Value) -> None:
         if self.blocks < self.peaks:
             lowest = f.constant(LOWEST, isa.ints)
-            for start in range(self.blocks // isa.lanes * isa.lanes, self.peaks, isa.lanes):
-                f.store(lowest, peaks + start * 4)
+            for behind in range(self.blocks // isa.lanes * isa.lanes, self.peaks, isa.lanes):
+                f.store(lowest, peaks + behind * 4)
         for start, count in f.tiles("block", self.width, BLOCK):
             for first in range(0, BLOCK, isa.lanes):
                 f.store(self._keys(f, isa, x + (start + first) * 4, count - first), keys + (start + first) * 4)
