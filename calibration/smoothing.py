@@ -19,7 +19,7 @@ import numpy as np
 
 from calibration.histogram import Floats
 from engines.ir import Array, Graph, Node, TensorType
-from engines.passes.facts import is_pointwise
+from engines.passes.facts import NORMS, is_pointwise
 from engines.passes.fuse import HEAVY
 from engines.passes.rewrite import fresh_name
 
@@ -88,7 +88,7 @@ def _multiplies(graph: Graph, node: Node, tensor: str) -> bool:
 def _scales_its_output(graph: Graph, node: Node) -> bool:
     if len(node.outputs) != 1 or graph.types[node.outputs[0]].dtype != np.float32:
         return False
-    if node.op == "LayerNormalization":
+    if node.op in NORMS:
         return all(graph.is_constant(name) and graph.constants[name].ndim == 1 for name in node.inputs[1:] if name)
     return node.anchor.op in HEAVY or is_pointwise(node.anchor)
 
@@ -127,7 +127,7 @@ class _Smoothing:
         return name
 
     def _making(self, node: Node) -> Node:
-        if node.op == "LayerNormalization":
+        if node.op in NORMS:
             constants = [self._constant(name, self.graph.constants[name] / self.factors) if name else ""
                          for name in node.inputs[1:]]
             return replace(node, inputs=(node.inputs[0], *constants))

@@ -84,6 +84,18 @@ def _gather_elements(node: Node, types: Sequence[TensorType | None], constant: C
             (node.op, [data, f"{y}.indices"], node.outputs, {"axis": axis})]
 
 
+@_rule("RMSNormalization")
+def _rms_normalization(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
+    """By its definition: ONNX has the operator from opset 23 on."""
+    (x, scale), y, kind = node.inputs, node.outputs[0], types[0]
+    assert kind is not None
+    axes = constant("axes", np.arange(node.attrs["axis"], len(kind.shape)))
+    epsilon = constant("epsilon", np.array(node.attrs["epsilon"], kind.dtype))
+    return [("Mul", [x, x], [f"{y}.squares"], {}), ("ReduceMean", [f"{y}.squares", axes], [f"{y}.mean"], {}),
+            ("Add", [f"{y}.mean", epsilon], [f"{y}.sum"], {}), ("Sqrt", [f"{y}.sum"], [f"{y}.size"], {}),
+            ("Div", [x, f"{y}.size"], [f"{y}.normal"], {}), ("Mul", [f"{y}.normal", scale], node.outputs, {})]
+
+
 @_rule("Split")
 def _split(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
     return _moved(node, constant, "split", keep=("axis",))

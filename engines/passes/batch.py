@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from engines.ir import BATCH, Array, Dim, Graph, Node, TensorType
-from engines.passes.facts import is_pointwise
+from engines.passes.facts import NORMS, is_pointwise
 from engines.passes.notes import Note, note
 from engines.passes.rewrite import fresh_name
 from engines.shapes import Extent, extent
@@ -201,7 +201,7 @@ class _Separator:
         axis, group = self.groups[source]
         if node.op == "Concat" and any(self.groups.get(name) != (axis, group) for name in node.inputs):
             raise _Stuck("its parts count the batch in different ways")
-        if node.op == "LayerNormalization" and node.attrs["axis"] % len(self.graph.shape(source)) <= axis:
+        if node.op in NORMS and node.attrs["axis"] % len(self.graph.shape(source)) <= axis:
             raise _Stuck("it normalises over the batch")
         attrs = {**node.attrs, "axis": self._axis(source, node.attrs.get("axis", 0 if node.op == "Split" else -1))}
         self._emit(replace(node, attrs=attrs), axis, group)
@@ -253,7 +253,7 @@ _VISITS: Mapping[str, Callable[[_Separator, Node], None]] = {
     "Reshape": _Separator._reshape, "Transpose": _Separator._transpose, "MatMul": _Separator._product,
     "Gemm": _Separator._gemm, "Gather": _Separator._gather,
     "GatherElements": _Separator._gather_elements, "Expand": _Separator._broadcasts,
-    **dict.fromkeys(("Softmax", "LogSoftmax", "LayerNormalization", "LpNormalization", "Concat", "Split", "ArgMax",
+    **dict.fromkeys(("Softmax", "LogSoftmax", *NORMS, "LpNormalization", "Concat", "Split", "ArgMax",
                      "ArgMin", "CumSum"), _Separator._along_axis),
     **dict.fromkeys(("Slice", "ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2",
                      "ReduceSumSquare", "ReduceLogSumExp"), _Separator._along_axes),

@@ -48,6 +48,7 @@ def pads_with_zeros(node: Node) -> bool:
     return node.op == "Pad" and node.attrs.get("mode", "constant") == "constant" and node.attrs.get("value", 0) == 0
 
 
+NORMS = ("LayerNormalization", "RMSNormalization")         # from `axis` on; the inputs behind x are a scale, a bias
 ATTENTION = "ScaledDotProductAttention"
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from engines.ir import BATCH, Array, Dim, Graph, Node, TensorType
 from engines.ops import OPS, LayoutOp
-from engines.passes.facts import is_pointwise
+from engines.passes.facts import NORMS, is_pointwise
 from engines.passes.rewrite import fresh_name
 from engines.passes.rules.reshape import moves_only_ones
 from engines.passes.views import (
@@ -215,7 +215,7 @@ class _Layout:
 
     def _is_by_rows(self, node: Node) -> bool:
         """A product by a constant matrix, a norm along the last axis: each row gives one, by itself."""
-        if node.op in _NORMS:
+        if node.op in NORMS:
             return node.attrs.get("axis", -1) % self._rank(node) == self._rank(node) - 1 and len(node.outputs) == 1
         return node.op == "MatMul" and self._rank(node) > 2 and getattr(
             self.graph.constants.get(node.inputs[1]), "ndim", 0) == 2
@@ -362,7 +362,6 @@ _AXIS_OPS: Mapping[str, Renumber] = {
     "TopK": _axis(-1),
     "Tile": _per_axis("repeats"),
 }
-_NORMS = ("LayerNormalization", "RMSNormalization")
 _REDUCTIONS = ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2",
                "ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp")
 _DROPS_AXES: Mapping[str, Callable[[Attrs, int], Sequence[int]]] = {

@@ -35,6 +35,7 @@ from engines.passes.rules.pooling import GlobalPoolOfRows, SpatialReduce, WholeI
 from engines.passes.rules.reduction import ReductionOfPowers
 from engines.passes.rules.reshape import MergeReshapes, MergeTransposes, ToReshape, TransposeOfOnes
 from engines.passes.rules.scale import LinearScale, ScaleLinear
+from engines.passes.rules.scatter import ScatterOfRows
 from engines.passes.rules.shuffle import ChannelShuffle
 from engines.passes.rules.softmax import AlongInnermost
 from engines.passes.siblings import merge_siblings
@@ -52,7 +53,7 @@ def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
         ("remove_no_ops", _rules(log, RemoveNoOp())),
         # one spelling each, so that a pattern need not know several
         ("canonical", _rules(log, *VIEWS, *activations.CANONICAL, CanonicalGemm(), MatMulToGemm(), InstanceNorm(),
-                             GlobalPoolOfRows(), WholeImagePool(), SpatialReduce())),
+                             ScatterOfRows(), GlobalPoolOfRows(), WholeImagePool(), SpatialReduce())),
         # in few nodes: what attention is recognised by, later
         ("masks", _rules(log, *LOOKUPS, *MASKS, *EXPANDS)),
         # what an Expand was moved behind is computed from constants alone

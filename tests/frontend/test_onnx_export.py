@@ -86,3 +86,18 @@ def test_attention_whose_keys_came_transposed_is_exported_under_names_of_its_own
     feeds = {"q": rng.standard_normal((3, 2, 4, 8), np.float32), "k": rng.standard_normal((3, 2, 8, 4), np.float32),
              "v": rng.standard_normal((3, 2, 4, 8), np.float32)}
     np.testing.assert_allclose(run_onnx(exported, feeds)["z"], run_onnx(model, feeds)["z"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("nodes, constants", [
+    ("y = RMSNormalization<axis = -1>(x, scale)", {"scale": RANDOM.standard_normal(8).astype(np.float32)}),
+    ("""axis = Constant<value = int64 {2}>()  y = CumSum<exclusive = 1>(x, axis)""", {}),
+    ("""shape = Shape<end = 2>(x)  three = Constant<value = int64[1] {3}>()  all = Concat<axis = 0>(shape, three)
+        every = Expand(index, all)  y = GatherElements<axis = 2>(x, every)""",
+     {"index": RANDOM.integers(0, 8, (1, 5, 3))})], ids=["a norm by root mean square", "sums", "repeated places"])
+def test_what_the_exported_opset_has_otherwise_is_written_by_what_it_has(nodes, constants):
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : 23]> m (float[N,5,8] x) => (float[N,5,M] y) {{ {nodes} }}')
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in constants.items())
+    graph = simplify(graph_from_onnx(model))
+    x = RANDOM.standard_normal((3, 5, 8)).astype(np.float32)
+    np.testing.assert_allclose(runtime(graph, {"x": x})["y"], run(graph, {"x": x})["y"], rtol=1e-5, atol=1e-5)

@@ -61,6 +61,15 @@ def test_strides_of_zero_broadcast_and_gaps_are_stepped_over(isa):
         check(Integers("where", views, output), isa, [draw(v, i) for i, v in enumerate(views)], {}, pieces=2)
 
 
+@EVERY_WIDTH
+@pytest.mark.parametrize("operation", ["divide", "modulo", "remainder"])
+def test_no_division_traps_and_signs_are_as_numpy_has_them(operation, isa):
+    view = dense_view("int64", (7, 7))
+    special = np.array([0, -1, 1, 7, -7, np.iinfo(np.int64).min, np.iinfo(np.int64).max])
+    a, b = (np.broadcast_to(x, (ITEMS, 7, 7)) for x in (special[:, None], special))
+    check(Integers(operation, (view, view), view), isa, [a, b], {})
+
+
 def test_a_wrong_operation_is_caught():
     view = dense_view("int64", (7,))
     x = [draw(view, 0), draw(view, 1)]
@@ -102,7 +111,8 @@ def only_call(op, kinds, made, **attrs):
 
 @pytest.mark.parametrize("op, kinds, made", [
     ("Add", [INT64, INT64], INT64), ("Equal", [INT64, INT64], BOOL), ("And", [BOOL, BOOL], BOOL), ("Not", [BOOL], BOOL),
-    ("Where", [BOOL, INT64, INT64], INT64), ("Less", ["int32", "int32"], BOOL), ("Max", ["int32", "int32"], "int32")])
+    ("Where", [BOOL, INT64, INT64], INT64), ("Less", ["int32", "int32"], BOOL), ("Max", ["int32", "int32"], "int32"),
+    ("Div", [INT64, INT64], INT64), ("Mod", [INT64, INT64], INT64)])
 def test_a_node_on_integers_is_one_operation(op, kinds, made):
     call = only_call(op, kinds, made)
     assert isinstance(call.spec, Integers), call.reason

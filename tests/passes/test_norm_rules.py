@@ -34,6 +34,18 @@ def test_what_only_looks_like_a_layer_norm_is_none(options: dict[str, object]) -
     assert "LayerNormalization" not in ops(keeps(simplify, layer_norm(**options)))      # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("way", ("Div", "Reciprocal", "one"))
+def test_a_norm_by_root_mean_square_written_out_is_one_node_with_its_scale(way: str) -> None:
+    net = Build()
+    x = net.input("x", 5, WIDTH)
+    mean = net("ReduceMean", net("Pow", x, net.constant(np.float32(2))), axes=(2,), keepdims=1)
+    root = net("Sqrt", net("Add", mean, net.constant(np.float32(1e-6))))
+    normal = {"Div": lambda: net("Div", x, root), "Reciprocal": lambda: net("Mul", x, net("Reciprocal", root)),
+              "one": lambda: net("Mul", x, net("Div", net.constant(np.float32(1)), root))}[way]()
+    graph = keeps(simplify, net.graph(net("Mul", net.constant(np.linspace(0.5, 2, WIDTH)), normal)))
+    assert ops(graph) == ["RMSNormalization"]
+
+
 @pytest.mark.parametrize("low, found", ((1e-12, True), (0.5, False)))
 def test_a_division_by_the_norm_has_a_name_unless_its_bound_matters(low: float, found: bool) -> None:
     net = Build()

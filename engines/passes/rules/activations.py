@@ -1,6 +1,7 @@
 """Pointwise arithmetic in one form, and activations under their names.
 
     Clip(x, 0, inf) = Max(x, 0) = Relu(x)           x ** 2 = x * x        x - c = x + (-c)        x / c = x * (1 / c)
+    1 / x = Reciprocal(x)
     (x + c) + d = x + (c + d)
     Clip(x + 3, 0, 6) / 6 = HardSigmoid(x)          x * HardSigmoid(x) = HardSwish(x)
     x * Sigmoid(x) = Swish(x)                       x * Tanh(Softplus(x)) = Mish(x)
@@ -100,6 +101,17 @@ class DivideByConstant(Rule):
         divisor = match.constant("c")
         reciprocal = (1 / divisor.astype(np.float64)).astype(divisor.dtype)
         draft.finish("Mul", [match.value("x"), draft.constant("reciprocal", reciprocal)])
+
+
+class OneByNumber(Rule):
+    pattern = P("Div", Constant("one"), Value("x"))
+
+    def check(self, match: Match) -> bool:
+        same_shape = match.shape(match.value("x")) == match.shape(match.root.outputs[0])
+        return _is_float(match) and bool(np.all(match.constant("one") == 1)) and same_shape
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        draft.finish("Reciprocal", [match.value("x")])
 
 
 class SmallPower(Rule):
@@ -229,6 +241,6 @@ def _is_float(match: Match) -> bool:
 
 
 CANONICAL = (ClipToRelu(), ExtremeToClip(), MergeClips(), SubtractConstant(), MergeSums(), DivideByConstant(),
-             SmallPower(), SumToAdd())
+             OneByNumber(), SmallPower(), SumToAdd())
 NAMED = (ClipToHardSigmoid(), HardSwish(), HardSwishByClip(), HardSwishByScaledInput(), Swish(), Mish(),
          Gelu(), GeluHalfFirst(), GeluHalfInside())

@@ -15,7 +15,7 @@ import numpy as np
 
 from engines.ir import BATCH, Dim, Graph, Node, TensorType
 from engines.ops import op_of
-from engines.passes.facts import is_pointwise
+from engines.passes.facts import NORMS, is_pointwise
 from engines.passes.rewrite import Draft, Match, P, Rule, Value
 
 Shape = tuple[Dim, ...]
@@ -63,7 +63,7 @@ class ItemsAlike(Rule):
     """A node that keeps the items apart and reads, of tensors with that axis, only such as were expanded along it"""
     pattern = P("Add Sub Mul Div Pow Max Min And Or Xor Not Where Equal Less LessOrEqual Greater GreaterOrEqual Cast "
                 "Neg Sin Cos Sqrt Exp Relu Reshape Transpose Slice Gather Concat Resize CumSum Softmax MatMul "
-                "LayerNormalization")
+                "LayerNormalization RMSNormalization")
 
     def check(self, match: Match) -> bool:
         node, graph = match.root, match.graph
@@ -119,7 +119,7 @@ def _keeps_items_apart(graph: Graph, node: Node) -> bool:
     if BATCH not in first:
         return False                # places that are looked up
     axis = int(node.attrs.get("axis", -1)) % len(first)
-    return axis > first.index(BATCH) if node.op == "LayerNormalization" else axis != first.index(BATCH)
+    return axis > first.index(BATCH) if node.op in NORMS else axis != first.index(BATCH)
 
 
 def _attrs_of_one(node: Node) -> dict[str, Any]:

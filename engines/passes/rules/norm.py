@@ -2,6 +2,7 @@
 
     c = x - mean(x);  c / sqrt(mean(c * c) + epsilon) = c * (1 / sqrt(...)) = LayerNormalization(x, 1)
     LayerNormalization(x, g, b) * k + d = LayerNormalization(x, k g, k b + d)
+    x / sqrt(mean(x * x) + epsilon) = x * (1 / sqrt(...)) = RMSNormalization(x, 1);  RMSNormalization(x, g) * k likewise
     x / max(sqrt(sum(x * x)), epsilon) = LpNormalization(x)
 """
 from __future__ import annotations
@@ -36,39 +37,61 @@ def _centred(graph: Graph, name: str) -> tuple[Node, Node] | None:
     return (mean, subtraction) if _over_last_axis(graph, mean) else None
 
 
-class LayerNorm(Rule):
-    """c / sqrt(mean(c * c) + epsilon)"""
+class RmsNorm(Rule):
+    """x / sqrt(mean(x * x) + epsilon)"""
     pattern = P("Div", Value("c"), _DEVIATION)
 
     def check(self, match: Match) -> bool | No:
-        if _centred(match.graph, match.value("c")) is None or not _over_last_axis(match.graph, match["variance"]):
+        if not _over_last_axis(match.graph, match["variance"]):
             return False
         if match.constant("epsilon").size != 1:
             return No("its epsilon is more than one number")
-        return isinstance(match.shape(match.root.outputs[0])[-1], int)
+        return (isinstance(match.shape(match.root.outputs[0])[-1], int)
+                and match.shape(match.root.outputs[0]) == match.shape(match.value("c")))
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        self._finish(match, draft, "RMSNormalization", match.value("c"))
+
+    @staticmethod
+    def _finish(match: Match, draft: Draft, op: str, x: str) -> None:
+        """The norm of x, its scale 1."""
+        kind = match.graph.types[match.root.outputs[0]]
+        ones = draft.constant("scale", np.ones(int(kind.shape[-1]), kind.dtype))
+        draft.finish(op, [x, ones], {"axis": len(kind.shape) - 1,
+                                     "epsilon": float(match.constant("epsilon").reshape(()))})
+
+
+class RmsNormByReciprocal(RmsNorm):
+    """x * (1 / sqrt(mean(x * x) + epsilon))"""
+    pattern = P("Mul", Value("c"), P("Reciprocal", _DEVIATION))
+
+
+class LayerNorm(RmsNorm):
+    """The same of c = x - mean(x)"""
+
+    def check(self, match: Match) -> bool | No:
+        return _centred(match.graph, match.value("c")) is not None and super().check(match)
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         parts = _centred(match.graph, match.value("c"))
         assert parts is not None
         draft.absorb(*parts)
-        kind = match.graph.types[match.root.outputs[0]]
-        ones = draft.constant("scale", np.ones(int(kind.shape[-1]), kind.dtype))
-        draft.finish("LayerNormalization", [parts[0].inputs[0], ones],
-                     {"axis": len(kind.shape) - 1, "epsilon": float(match.constant("epsilon").reshape(()))})
+        self._finish(match, draft, "LayerNormalization", parts[0].inputs[0])
 
 
 class LayerNormByReciprocal(LayerNorm):
-    """c * (1 / sqrt(mean(c * c) + epsilon))"""
-    pattern = P("Mul", Value("c"), P("Reciprocal", _DEVIATION))
+    pattern = RmsNormByReciprocal.pattern
 
 
 class NormScale(Rule):
-    """A product or sum with a constant per channel after a norm."""
-    pattern = P("Mul Add", P("LayerNormalization", Value("x"), Constant("scale"), bind="norm"), Constant("constant"))
+    """A product with a constant per channel after a norm, or a sum where the norm has a bias."""
+    pattern = P("Mul Add", P("LayerNormalization RMSNormalization", Value("x"), Constant("scale"), bind="norm"),
+                Constant("constant"))
 
     def check(self, match: Match) -> bool:
         norm = match["norm"]
-        return (norm.attrs.get("axis", -1) % self._rank(match) == self._rank(match) - 1
+        return ((norm.op == "LayerNormalization" or match.root.op == "Mul")
+                and norm.attrs.get("axis", -1) % self._rank(match) == self._rank(match) - 1
                 and match.shape(match.root.outputs[0]) == match.shape(norm.outputs[0])
                 and all(name in match.graph.constants for name in norm.inputs[1:] if name)
                 and self._vector(match) is not None)
@@ -76,6 +99,9 @@ class NormScale(Rule):
     def rewrite(self, match: Match, draft: Draft) -> None:
         norm, vector = match["norm"], self._vector(match)
         scale = match.constant("scale").reshape(-1)
+        if norm.op == "RMSNormalization":
+            draft.finish(norm.op, [match.value("x"), draft.constant("scale", scale * vector)], norm.attrs)
+            return
         bias: Array = match.graph.constants[norm.inputs[2]].reshape(-1) if norm.inputs[2:] else np.zeros_like(scale)
         scale, bias = (scale * vector, bias * vector) if match.root.op == "Mul" else (scale, bias + vector)
         inputs = [match.value("x"), draft.constant("scale", scale), draft.constant("bias", bias)]
@@ -110,4 +136,5 @@ class L2NormExpanded(L2Norm):
     pattern = P("Div", Value("x"), P("Expand", P("Clip", P("ReduceL2", Value("x"), bind="norm"), bind="clip")))
 
 
-NORMS = (LayerNorm(), LayerNormByReciprocal(), NormScale(), L2Norm(), L2NormExpanded())
+NORMS = (LayerNorm(), LayerNormByReciprocal(), RmsNorm(), RmsNormByReciprocal(), NormScale(), L2Norm(),
+         L2NormExpanded())

@@ -47,6 +47,35 @@ def _choice(meaning: np.ufunc, order: str) -> Operation:
     return Operation(meaning, lambda a, b: a.f.select(a.compare(order, b), a, b))
 
 
+# By 0 all of these give 0. The machine's division is not asked for what it would trap at: that, and -2**63 / -1.
+def _divisor(b: Value) -> Value:
+    special = b.compare("eq", 0).binary("or", b.compare("eq", -1))
+    return b.f.select(special, b.like(1), b)
+
+
+def _quotient(a: Value, b: Value) -> Value:
+    """Truncated toward zero."""
+    usual = a.binary("sdiv", _divisor(b))
+    return a.f.select(b.compare("eq", 0), a.like(0), a.f.select(b.compare("eq", -1), a.like(0) - a, usual))
+
+
+def _remainder(a: Value, b: Value) -> Value:
+    """With the sign of the dividend."""
+    return a.binary("srem", _divisor(b))
+
+
+def _modulo(a: Value, b: Value) -> Value:
+    """With the sign of the divisor."""
+    rest = _remainder(a, b)
+    opposed = rest.compare("ne", 0).binary("and", rest.binary("xor", b).compare("slt", 0))
+    return a.f.select(opposed, rest + b, rest)
+
+
+def _quotient_meaning(a: Any, b: Any) -> Any:
+    exact = np.where(b == 0, 1, b)
+    return np.where(b == 0, 0, (a - np.fmod(a, exact)) // exact)
+
+
 OPERATIONS: Mapping[str, Operation] = {
     "copy": Operation(lambda x: x, lambda x: x),
     "not": Operation(lambda x: x == 0, lambda x: _truth(x.compare("eq", 0))),
@@ -56,6 +85,9 @@ OPERATIONS: Mapping[str, Operation] = {
     "add": _binary(np.add, "add"),
     "subtract": _binary(np.subtract, "sub"),
     "multiply": _binary(np.multiply, "mul"),
+    "divide": Operation(_quotient_meaning, _quotient),
+    "modulo": Operation(np.mod, _modulo),
+    "remainder": Operation(np.fmod, _remainder),
     "and": _binary(np.bitwise_and, "and"),
     "or": _binary(np.bitwise_or, "or"),
     "xor": _binary(np.bitwise_xor, "xor"),
@@ -109,7 +141,7 @@ class Integers(KernelSpec):
 
     # ---- meaning
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(all="ignore"):
             result = OPERATIONS[self.operation].meaning(*(x.astype(np.int64) for x in inputs))
             return (np.asarray(result).astype(self.output.dtype),)
 

@@ -11,5 +11,6 @@ from engines.backends.llvm.rules import (  # noqa: F401
     recurrence,
     resize,
     rows,
+    top_k,
     transposed,
 )

@@ -10,6 +10,7 @@ from engines.ir import Node
 # What a node does; Clip's bounds and the like are attributes only of floats.
 OPERATIONS: Mapping[str, str] = {
     "Identity": "copy", "Neg": "negate", "Abs": "absolute", "Add": "add", "Sub": "subtract", "Mul": "multiply",
+    "Div": "divide", "Mod": "modulo",
     "Max": "greatest", "Min": "least", "Where": "where", "Equal": "equal", "Less": "less",
     "LessOrEqual": "less_or_equal", "Greater": "greater", "GreaterOrEqual": "greater_or_equal",
     "Not": "not", "And": "and", "Or": "or", "Xor": "xor",
@@ -31,6 +32,8 @@ def lower_integers(ctx: Context, node: Node) -> Sequence[Call]:
     names, output = tuple(filter(None, node.inputs)), ctx.places[node.outputs[0]]
     views = tuple(broadcast(ctx, name, node.outputs[0]) for name in names)
     operation = "copy" if node.op == "Cast" else OPERATIONS.get(node.op)
+    if node.op == "Mod" and node.attrs.get("fmod"):
+        operation = "remainder"
     if operation is None:
         raise Refused(f"no operation on integers for {node.op}")
     readable = (*STORED, FLOAT) if node.op == "Cast" else STORED

@@ -1,0 +1,39 @@
+"""Assignments to a part of a tensor are joints of what stays and what is new.
+
+    ScatterND(x, rows i, i + 1, ... j - 1, new) = Concat(x[:i], new, x[j:])         along the first axis
+"""
+from __future__ import annotations
+
+import numpy as np
+
+from engines.ir import TensorType
+from engines.passes.rewrite import Constant, Draft, Match, No, P, Rule, Value
+
+
+class ScatterOfRows(Rule):
+    pattern = P("ScatterND", Value("x"), Constant("rows"), Value("new"))
+
+    def check(self, match: Match) -> bool | No:
+        rows, extent = match.constant("rows"), match.shape(match.value("x"))[0]
+        if match.root.attrs.get("reduction", "none") != "none":
+            return No("it adds to what is there")
+        if rows.ndim != 2 or rows.shape[1] != 1 or not isinstance(extent, int) or not rows.size:
+            return No("its places are no rows")
+        first = int(rows[0, 0]) % extent
+        follow = np.array_equal(rows[:, 0] % extent, np.arange(first, first + len(rows)))
+        return follow or No("its rows do not follow each other")
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        kind, rows = match.graph.types[match.value("x")], match.constant("rows")
+        extent = int(kind.shape[0])
+        first = int(rows[0, 0]) % extent
+
+        def cut(start: int, end: int) -> list[str]:
+            if start == end:
+                return []
+            made = TensorType(kind.dtype, (end - start, *kind.shape[1:]))
+            attrs = {"axes": (0,), "starts": (start,), "ends": (end,), "steps": (1,)}
+            return [draft.node("Slice", [match.value("x")], made, attrs)]
+
+        parts = [*cut(0, first), match.value("new"), *cut(first + len(rows), extent)]
+        draft.finish("Concat", parts, {"axis": 0})
