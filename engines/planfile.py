@@ -40,7 +40,7 @@ from engines.plan import Plan
 from engines.records import from_plain, to_plain
 
 MAGIC = b"\x93INFPLAN"      # the first byte is not ASCII: no text file begins like this
-VERSION = 3
+VERSION = 4
 PAGE, LINE = 4096, 64
 _HEADER = struct.Struct("<8sIIQQ16sQ8x")     # magic, version, 0, manifest offset, size, checksum, file size
 _ELSEWHERE = ("code", "constants", "graph", "graph_arrays", "packed")        # fields of Plan that are sections
@@ -123,8 +123,9 @@ def _sections(plan: Plan) -> tuple[dict[str, _Buffer], dict[str, Any]]:
 
 
 def _constant_operands(plan: Plan) -> set[int]:
-    """Where in the constants an operand begins."""
-    return {operand.offset for step in plan.steps for operand in step.operands if operand.buffer is None}
+    """Where in the constants an operand begins, or what one is made of."""
+    read = {operand.offset for step in plan.steps for operand in step.operands if operand.buffer is None}
+    return read | {item.source for item in plan.derived}
 
 
 def _differences(packing: Packing) -> dict[str, Any]:

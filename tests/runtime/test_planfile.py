@@ -119,7 +119,7 @@ def test_another_format_says_what_to_do(path: Path, version: int, advice: str) -
     data = bytearray(path.read_bytes())
     data[8:12] = version.to_bytes(4, "little")
     path.write_bytes(data)
-    with pytest.raises(PlanVersionError, match=rf"plan format {version}, but this runtime reads format 3.*{advice}"):
+    with pytest.raises(PlanVersionError, match=rf"plan format {version}, but this runtime reads format 4.*{advice}"):
         read_plan(path)
 
 

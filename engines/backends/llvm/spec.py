@@ -4,7 +4,7 @@ Every kernel is called as
 
     void name(ptr operands, i64 row_begin, i64 row_end, i64 column_begin, i64 column_end)
 
-operands: the addresses of its inputs, then of its packed constants, then of its outputs. Its work is a grid of
+operands: the addresses of its inputs, then of its packed constants (see `made`), then of its outputs. Its work is a grid of
 `rows_per_item * batch` rows by `columns`; the caller may cut it at multiples of the steps and run the pieces anywhere.
 The batch is thus a run-time extent: row r belongs to item r // rows_per_item.
 """
@@ -156,7 +156,19 @@ class KernelSpec(ABC):
 
     @abstractmethod
     def pack(self, isa: Isa, tactic: Any, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """The named constants (each family says which) in the order and layout that the kernel reads."""
+        """The named constants (each family says which) in the order and layout that the kernel reads, or that what
+        it reads is `made` of."""
+
+    def made(self, isa: Isa, tactic: Any) -> Mapping[int, KernelSpec]:
+        """Packed constants that a plan keeps smaller than the kernel reads them: which -> the kernel that makes the one
+        of the other when a plan is loaded. It has one input, one output and no constants."""
+        return {}
+
+    def ready_constants(self, isa: Isa, tactic: Any, constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        """What `pack` gives, as the kernel reads it."""
+        made = self.made(isa, tactic)
+        return tuple(made[which].reference([array[None]], {})[0][0] if which in made else array
+                     for which, array in enumerate(self.pack(isa, tactic, constants)))
 
     @abstractmethod
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:

@@ -94,7 +94,8 @@ class Tuner:
     def _usual(self, spec: KernelSpec) -> Any:
         """The cheapest tactic, refined."""
         tactics = spec.tactics(self.isa)
-        quick = [tactic for tactic in tactics if spec.only_moves(tactic)] if self.short_lived else []
+        quick = [tactic for tactic in tactics if spec.only_moves(tactic) and not spec.made(self.isa, tactic)] \
+            if self.short_lived else []
         best = self._cheapest(spec, quick or tactics)[0]
         return self._cheapest(spec, [best, *spec.refinements(self.isa, best)])[0]
 
@@ -152,7 +153,7 @@ class Tuner:
         for tactic in tactics:
             packing = spec.packing(tactic)
             if packing not in packed:
-                packed[packing] = [aligned(constant) for constant in spec.pack(self.isa, tactic, constants)]
+                packed[packing] = [aligned(constant) for constant in spec.ready_constants(self.isa, tactic, constants)]
             function = KERNEL(loaded.addresses[self._symbol(spec, tactic)])
             calls[tactic] = _call(function, [*inputs, *packed[packing], *outputs], spec.grid(self.isa, tactic))
         times = measure(calls)

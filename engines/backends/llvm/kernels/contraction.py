@@ -272,7 +272,7 @@ class Contraction(KernelSpec):
         return type(tactic), tactic.vectors, isinstance(tactic, Tile) and tactic.dealt
 
     def only_moves(self, tactic: Tile | Winograd) -> bool:
-        return isinstance(tactic, Tile) and not tactic.dealt
+        return isinstance(tactic, Winograd) or not tactic.dealt
 
     # ---- code
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tile | Winograd) -> None:
@@ -284,7 +284,7 @@ class Contraction(KernelSpec):
     # ---- constants
     def pack(self, isa: Isa, tactic: Tile | Winograd, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         """"weights": [cout of all groups, cin, *taps] (s8 or float) -> [panel][tap][k][vector][lane][element], or the
-        three arrays of Dealt, or as Winograd reads them;
+        three arrays of Dealt, or what Winograd's are made of;
         "program": a sequence of float32 [1] or [channels] -> [panel][constant][vector][lane]."""
         arithmetic, panels = self.arithmetic(isa), self._panels(isa, tactic)
         taps_last = np.asarray(constants["weights"]).reshape(-1, self.cin, *self.taps).transpose(0, 2, 3, 1)
@@ -301,6 +301,9 @@ class Contraction(KernelSpec):
         steps = runs.reshape(len(runs), -1, arithmetic.elements)        # [cout][turn][element]
         return np.concatenate([arithmetic.ready(isa, steps[order].transpose(2, 0, 1, 3)).ravel()
                                for order in orders]), program
+
+    def made(self, isa: Isa, tactic: Tile | Winograd) -> Mapping[int, KernelSpec]:
+        return {0: winograd.made_weights(self, isa, self._panels(isa, tactic))} if isinstance(tactic, Winograd) else {}
 
     def _run_offsets(self) -> Array:
         """Bytes from tap (0, 0) to the start of each run."""
