@@ -42,7 +42,7 @@ class _Block:
 
 
 def plan_memory(buffers: Sequence[Buffer], fills: Sequence[Fill], reuse: bool = True) -> Layout:
-    """Offsets such that no two buffers alive together overlap (except in place), and no step overwrites a halo.
+    """Offsets such that no two buffers alive together overlap, and no step overwrites a halo.
 
     Offsets are multiples of 64. Buffers of a page and more have pages of their own, and begin at different lines of
     their first one: tensors of equal shape would otherwise meet in the same few cache sets. Inputs keep their memory to
@@ -65,40 +65,24 @@ def plan_memory(buffers: Sequence[Buffer], fills: Sequence[Fill], reuse: bool = 
 
 
 def _share(buffers: Sequence[Buffer], fills: Sequence[Fill]) -> list[_Block]:
-    """Blocks of buffers that must, or may, have one address: chains in place, and halos of one geometry."""
+    """A block for each buffer; those with halos of one geometry, alive one after the other, are one."""
     halos = _halos(fills)
     end = max((buffer.last for buffer in buffers), default=0)
     blocks: list[_Block] = []
-    chain_of: dict[int, int] = {}           # buffer -> index in blocks
     by_halo: dict[object, list[_Block]] = {}
     for i, buffer in sorted(enumerate(buffers), key=lambda item: item[1].first):
         life = _Block((i,), buffer.bytes, buffer.first, end if buffer.first < 0 else buffer.last)
-        source = buffer.in_place_of
         if i in halos:
             slots = by_halo.setdefault((halos[i], buffer.bytes), [])
             free = next((k for k, slot in enumerate(slots) if slot.last < life.first), len(slots))
-            slots[free:free + 1] = [_join(slots[free], life) if free < len(slots) else life]
-        elif source is not None and _may_take_over(buffers, source, i, chain_of, blocks):
-            chain_of[i] = chain_of[source]
-            blocks[chain_of[i]] = _join(blocks[chain_of[i]], life)
+            if free < len(slots):       # of a buffer that died before this one is born
+                life = replace(slots[free], members=(*slots[free].members, i), last=life.last)
+            slots[free:free + 1] = [life]
         else:
-            chain_of[i] = len(blocks)
             blocks.append(life)
     # A halo is written once, so nothing else may ever lie there.
     forever = [replace(slot, first=-1, last=end) for slots in by_halo.values() for slot in slots]
     return blocks + forever
-
-
-def _may_take_over(buffers: Sequence[Buffer], source: int, target: int, chain_of: dict[int, int],
-                   blocks: Sequence[_Block]) -> bool:
-    """The source is an ordinary buffer, done with at the very step that writes the target, and not taken yet."""
-    if source not in chain_of or buffers[source].bytes != buffers[target].bytes:
-        return False
-    return blocks[chain_of[source]].last == buffers[source].last == buffers[target].first
-
-
-def _join(a: _Block, b: _Block) -> _Block:
-    return _Block(a.members + b.members, max(a.bytes, b.bytes), min(a.first, b.first), max(a.last, b.last))
 
 
 def _halos(fills: Sequence[Fill]) -> dict[int, frozenset[Fill]]:

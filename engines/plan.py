@@ -52,7 +52,7 @@ class Derived:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A piece of memory of a context, for the time between two steps.
+    """A piece of memory of a context, for the time between two steps; what a step reads and writes never overlap.
 
     Inputs of the plan have first = -1, and no step writes them; outputs have last = len(steps).
     """
@@ -60,8 +60,6 @@ class Buffer:
     bytes: int                  # at max_batch, with whatever a kernel may read past the end
     first: int                  # index of the first step that writes it
     last: int                   # index of the last step that reads it
-    in_place_of: int | None = None      # a buffer of as many bytes whose last reader, step `first`, may write this one
-                                        # over it; without this, what a step reads and what it writes never overlap
 
 
 @dataclass(frozen=True)

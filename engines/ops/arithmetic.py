@@ -7,31 +7,15 @@ from typing import Any
 import numpy as np
 
 from engines.ir import Array, Node
-from engines.ops.pointwise import Pointwise
+from engines.ops.pointwise import Pointwise, from_numpy
 
-
-class Add(Pointwise):
-    symbolic = True
-
-    @staticmethod
-    def formula(a: Array, b: Array) -> Array:
-        return a + b
-
-
-class Sub(Pointwise):
-    symbolic = True
-
-    @staticmethod
-    def formula(a: Array, b: Array) -> Array:
-        return a - b
-
-
-class Mul(Pointwise):
-    symbolic = True
-
-    @staticmethod
-    def formula(a: Array, b: Array) -> Array:
-        return a * b
+from_numpy(Pointwise, symbolic=True, Add=np.add, Sub=np.subtract, Mul=np.multiply, Neg=np.negative,
+           Max=np.maximum, Min=np.minimum, Floor=np.floor, Ceil=np.ceil)
+from_numpy(Pointwise, Abs=np.absolute, Sign=np.sign, Sqrt=np.sqrt, Exp=np.exp, Log=np.log, Pow=np.power,
+           Round=np.rint,       # halves go to the even neighbour
+           Sin=np.sin, Cos=np.cos, Tan=np.tan, Asin=np.arcsin, Acos=np.arccos, Atan=np.arctan,
+           Sinh=np.sinh, Cosh=np.cosh, Asinh=np.arcsinh, Acosh=np.arccosh, Atanh=np.arctanh,
+           BitwiseAnd=np.bitwise_and, BitwiseOr=np.bitwise_or, BitwiseXor=np.bitwise_xor, BitwiseNot=np.bitwise_not)
 
 
 class Div(Pointwise):
@@ -61,94 +45,10 @@ class Mod(Pointwise):
         return np.fmod(a, b) if fmod else np.mod(a, b)
 
 
-class Pow(Pointwise):
-    @staticmethod
-    def formula(base: Array, exponent: Array) -> Array:
-        return np.power(base, exponent)
-
-
-class Max(Pointwise):
-    symbolic = True
-
-    @staticmethod
-    def formula(a: Array, b: Array) -> Array:
-        return np.maximum(a, b)
-
-
-class Min(Pointwise):
-    symbolic = True
-
-    @staticmethod
-    def formula(a: Array, b: Array) -> Array:
-        return np.minimum(a, b)
-
-
-class Abs(Pointwise):
-    @staticmethod
-    def formula(x: Array) -> Array:
-        return np.abs(x)
-
-
-class Neg(Pointwise):
-    symbolic = True
-
-    @staticmethod
-    def formula(x: Array) -> Array:
-        return -x
-
-
-class Sign(Pointwise):
-    @staticmethod
-    def formula(x: Array) -> Array:
-        return np.sign(x)
-
-
-class Floor(Pointwise):
-    symbolic = True
-
-    @staticmethod
-    def formula(x: Array) -> Array:
-        return np.floor(x)
-
-
-class Ceil(Pointwise):
-    symbolic = True
-
-    @staticmethod
-    def formula(x: Array) -> Array:
-        return np.ceil(x)
-
-
-class Round(Pointwise):
-    """Halves go to the even neighbour."""
-
-    @staticmethod
-    def formula(x: Array) -> Array:
-        return np.rint(x)
-
-
-class Sqrt(Pointwise):
-    @staticmethod
-    def formula(x: Array) -> Array:
-        return np.sqrt(x)
-
-
 class Reciprocal(Pointwise):
     @staticmethod
     def formula(x: Array) -> Array:
         return 1 / x
-
-
-class Exp(Pointwise):
-    @staticmethod
-    def formula(x: Array) -> Array:
-        return np.exp(x)
-
-
-class Log(Pointwise):
-    @staticmethod
-    def formula(x: Array) -> Array:
-        return np.log(x)
 
 
 class Erf(Pointwise):
@@ -160,18 +60,6 @@ class Erf(Pointwise):
 def erf(x: Array) -> Array:
     """The error function, correctly rounded from double precision; NumPy has none."""
     return np.asarray(np.frompyfunc(math.erf, 1, 1)(x)).astype(x.dtype)
-
-
-def _define_from_numpy(**functions: np.ufunc) -> None:
-    """Operators that are a NumPy function under another name."""
-    for name, function in functions.items():
-        type(name, (Pointwise,), {"formula": staticmethod(function), "__module__": __name__})
-
-
-_define_from_numpy(Sin=np.sin, Cos=np.cos, Tan=np.tan, Asin=np.arcsin, Acos=np.arccos, Atan=np.arctan,
-                   Sinh=np.sinh, Cosh=np.cosh, Asinh=np.arcsinh, Acosh=np.arccosh, Atanh=np.arctanh,
-                   BitwiseAnd=np.bitwise_and, BitwiseOr=np.bitwise_or, BitwiseXor=np.bitwise_xor,
-                   BitwiseNot=np.bitwise_not)
 
 
 class Cast(Pointwise):

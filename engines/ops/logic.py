@@ -6,77 +6,11 @@ from typing import Any
 import numpy as np
 
 from engines.ir import Array, Node
-from engines.ops.pointwise import Pointwise, Predicate
+from engines.ops.pointwise import Pointwise, Predicate, from_numpy
 
-
-class Equal(Predicate):
-    symbolic = True
-
-    @staticmethod
-    def formula(a: Array, b: Array) -> Array:
-        return np.equal(a, b)
-
-
-class Less(Predicate):
-    symbolic = True
-
-    @staticmethod
-    def formula(a: Array, b: Array) -> Array:
-        return np.less(a, b)
-
-
-class LessOrEqual(Predicate):
-    symbolic = True
-
-    @staticmethod
-    def formula(a: Array, b: Array) -> Array:
-        return np.less_equal(a, b)
-
-
-class Greater(Predicate):
-    symbolic = True
-
-    @staticmethod
-    def formula(a: Array, b: Array) -> Array:
-        return np.greater(a, b)
-
-
-class GreaterOrEqual(Predicate):
-    symbolic = True
-
-    @staticmethod
-    def formula(a: Array, b: Array) -> Array:
-        return np.greater_equal(a, b)
-
-
-class And(Predicate):
-    @staticmethod
-    def formula(a: Array, b: Array) -> Array:
-        return np.logical_and(a, b)
-
-
-class Or(Predicate):
-    @staticmethod
-    def formula(a: Array, b: Array) -> Array:
-        return np.logical_or(a, b)
-
-
-class Xor(Predicate):
-    @staticmethod
-    def formula(a: Array, b: Array) -> Array:
-        return np.logical_xor(a, b)
-
-
-class Not(Predicate):
-    @staticmethod
-    def formula(x: Array) -> Array:
-        return np.logical_not(x)
-
-
-class IsNaN(Predicate):
-    @staticmethod
-    def formula(x: Array) -> Array:
-        return np.isnan(x)
+from_numpy(Predicate, symbolic=True, Equal=np.equal, Less=np.less, LessOrEqual=np.less_equal, Greater=np.greater,
+           GreaterOrEqual=np.greater_equal)
+from_numpy(Predicate, And=np.logical_and, Or=np.logical_or, Xor=np.logical_xor, Not=np.logical_not, IsNaN=np.isnan)
 
 
 class IsInf(Predicate):

@@ -40,3 +40,9 @@ class Predicate(Pointwise, abstract=True):
     @classmethod
     def result_dtype(cls, node: Node, dtypes: list[np.dtype[Any]]) -> np.dtype[Any]:
         return np.dtype(np.bool_)
+
+
+def from_numpy(base: type[Pointwise], symbolic: bool = False, **functions: np.ufunc) -> None:
+    """Defines operators that are a NumPy function under another name."""
+    for name, function in functions.items():
+        type(name, (base,), {"formula": staticmethod(function), "symbolic": symbolic})

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from engines.backends.llvm.buffers import border
+from engines.backends.llvm.halos import Halo
 from engines.backends.llvm.isa import Isa
-from engines.backends.llvm.places import Halo, Storage
+from engines.backends.llvm.places import Storage
 from engines.backends.llvm.spec import dense_view
 from tests.llvm.harness import EVERY_WIDTH, loaded, runs_here
 

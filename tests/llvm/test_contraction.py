@@ -104,11 +104,11 @@ def test_the_tile_does_not_change_the_result(tile, isa):
         check(spec, isa, inputs, constants, tactic=replace(tile, cols=min(tile.cols, spec.flat.cols)), slack=15)
 
 
-@pytest.mark.parametrize("dealt", [False, True])
+@pytest.mark.parametrize("paired", [False, True])
 @EVERY_SHAPE
-def test_both_layouts_of_weights_give_the_same_result(shape, dealt):
+def test_both_layouts_of_weights_give_the_same_result(shape, paired):
     spec, inputs, constants = problem(shape, "int8")
-    tile = next(tile for tile in spec.tactics(AVX2) if tile.dealt == dealt)
+    tile = next(tile for tile in spec.tactics(AVX2) if tile.paired == paired)
     for prefetch in (False, True):
         check(spec, AVX2, inputs, constants, tactic=replace(tile, prefetch=prefetch), slack=15)
 

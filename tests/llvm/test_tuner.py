@@ -48,7 +48,7 @@ def test_a_plan_that_runs_a_few_times_is_packed_by_moving_weights_only():
     constants = {"weights": np.ones((64, 64, 3, 3), np.int8), "program": []}
     lasting, short = (Tuner(AVX2, TimingCache(), "", timing=False, short_lived=short).choose({spec: constants})[spec]
                       for short in (False, True))
-    assert isinstance(lasting.tactic, Winograd) and isinstance(short.tactic, Tile) and not short.tactic.dealt
+    assert isinstance(lasting.tactic, Winograd) and isinstance(short.tactic, Tile) and not short.tactic.paired
 
 
 def test_the_hopeless_are_not_timed(monkeypatch):

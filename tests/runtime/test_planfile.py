@@ -14,7 +14,7 @@ import pytest
 from engines.errors import PlanCorruptError, PlanError, PlanVersionError
 from engines.ir import QParams
 from engines.plan import Buffer, Fallback, Fill, Operand, Plan, Step
-from engines.planfile import MAGIC, PAGE, read_plan, write_plan
+from engines.planfile import MAGIC, PAGE, VERSION, read_plan, write_plan
 from engines.runtime import load_engine
 from tests.runtime.tiny import halo_plan
 
@@ -25,7 +25,7 @@ def rich_plan() -> Plan:
     view = replace(plan.outputs[0].view, quant=QParams((0.5, 0.25), (3, 0), "uint8", axis=1))
     fallback = Fallback({"op": "Erf", "attrs": {"axes": [1, 2]}}, (view, "w", ""), (view,))
     step = Step("", (), 0, rows=3, depends=(0,), fallback=fallback, fuses=("a", "b"), reason="no kernel for Erf")
-    return replace(plan, steps=(*plan.steps, step), buffers=(*plan.buffers, Buffer("z", 48, 1, 2, in_place_of=1)),
+    return replace(plan, steps=(*plan.steps, step), buffers=(*plan.buffers, Buffer("z", 48, 1, 2)),
                    graph={"nodes": [{"op": "Erf", "inputs": ["x"]}]},
                    graph_arrays={"w": np.arange(6, dtype=np.float16).reshape(2, 3), "none": np.zeros((0, 4), np.int64),
                                  "one": np.array(7, np.int8)},
@@ -119,7 +119,8 @@ def test_another_format_says_what_to_do(path: Path, version: int, advice: str) -
     data = bytearray(path.read_bytes())
     data[8:12] = version.to_bytes(4, "little")
     path.write_bytes(data)
-    with pytest.raises(PlanVersionError, match=rf"plan format {version}, but this runtime reads format 4.*{advice}"):
+    expected = rf"plan format {version}, but this runtime reads format {VERSION}.*{advice}"
+    with pytest.raises(PlanVersionError, match=expected):
         read_plan(path)
 
 

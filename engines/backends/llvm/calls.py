@@ -8,8 +8,9 @@ from typing import Any
 from engines.backends.llvm.affine import Affine, AffineWriter
 from engines.backends.llvm.bodies import write_node
 from engines.backends.llvm.isa import Isa
-from engines.backends.llvm.places import Place, Places
+from engines.backends.llvm.places import Place
 from engines.backends.llvm.program import Program, ProgramBuilder
+from engines.backends.llvm.sharing import Places
 from engines.backends.llvm.spec import Array, KernelSpec, View
 from engines.ir import Dim, Graph, Node, TensorType
 

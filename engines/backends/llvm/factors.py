@@ -2,6 +2,10 @@
 
     a [M, K] b [K, N]           M x N tiles of it in registers, all of K
 
+    left, right = Left(Matrix.of(a), arithmetic, isa), Right(Matrix.of(b), arithmetic, isa, vectors)
+    right.pack(b's address, scratch, right.zero(numbers, 1))
+    sums = right.multiply(a's address, left.pitch, a panel in scratch, (rows, columns))
+
 The right factor is packed by the kernel itself, into scratch, in the form that a contraction's weights are given at
 build: [panel of N][step of K][vector][lane][element], zeros past K and N. The left factor is read where it lies; only
 what lies there in another form than the inner step takes is copied.
@@ -42,6 +46,15 @@ class Matrix:
     def size(self) -> int:
         return SIZES[self.dtype]
 
+    @staticmethod
+    def of(view: View) -> Matrix:
+        """The last two axes of a view."""
+        return Matrix(view.dtype, view.shape[-2], view.shape[-1], (view.strides[-2], view.strides[-1]))
+
+    @property
+    def transposed(self) -> Matrix:
+        return Matrix(self.dtype, self.columns, self.rows, self.strides[::-1])
+
     def at(self, address: Value, row: Value | int, column: Value | int) -> Value:
         """The address of an element."""
         for index, stride in zip((row, column), self.strides, strict=True):
@@ -49,13 +62,29 @@ class Matrix:
         return address
 
 
-# ---- the right factor
 @dataclass(frozen=True)
-class Right:
-    """A right factor [K, N], packed into panels of `vectors` of columns."""
+class Factor:
+    """What the two sides of a product share."""
     matrix: Matrix
     arithmetic: Arithmetic
     isa: Isa
+
+    @property
+    def exact(self) -> bool:
+        """Integers: their zero points are not subtracted on the way."""
+        return self.arithmetic is INT8
+
+    def zero(self, numbers: Value, index: int) -> Value | None:
+        """What is subtracted from a stored element, in all lanes, if anything is: a float of the constant "numbers"."""
+        if self.exact or self.matrix.dtype != "uint8":
+            return None
+        return numbers.f.splat(numbers.f.load(FLOAT, numbers + 4 * index, hint="zero"), self.isa.lanes)
+
+
+# ---- the right factor
+@dataclass(frozen=True)
+class Right(Factor):
+    """A right factor [K, N], packed into panels of `vectors` of columns."""
     vectors: int
 
     @property
@@ -78,7 +107,7 @@ class Right:
         return -(-self.matrix.columns // self.width) * self.panel_bytes
 
     def pack(self, source: Value, target: Value, zero: Value | None) -> None:
-        """All panels. zero: what is subtracted from a stored element, in all lanes (floats), if anything is."""
+        """All panels."""
         for start, columns in source.f.tiles("packed panel", self.matrix.columns, self.width):
             here = self.matrix.at(source, 0, start)
             self.pack_panel(here, columns, target + start.divided(self.width) * self.panel_bytes, zero)
@@ -116,11 +145,46 @@ class Right:
                 if i * elements < size:
                     self._store(words, there + i * pitch)
 
+    # ---- packed panels
+    def column_sums(self, panel: Value, columns: int) -> list[Value]:
+        """The sums of a packed panel's columns, as packed: a vector of int32 for each of its vectors (int8)."""
+        f, isa, vectors = panel.f, self.isa, self.isa.vectors_for(columns)
+        ones = isa.unsigned(f.constant(1, vector(isa.bytes, I8)))
+        sums = {v: f.constant(0, isa.ints) for v in range(vectors)}
+        at = {"w": panel}
+        for _ in f.loop("k", self.steps, sums=sums, at=at):
+            for v in range(vectors):
+                sums[v] = isa.dot4(sums[v], ones, isa.ready_weights(at["w"] + v * isa.ready_bytes))
+            at["w"] += vectors * isa.ready_bytes
+        return list(sums.values())
+
+    def multiply(self, x: Value, pitch: int, panel: Value, shape: tuple[int, int],
+                 start: Sequence[Sequence[Value]] = ()) -> dict[tuple[int, int], Value]:
+        """The sums of a tile as float32: {(row, vector)}. shape: rows, `pitch` bytes apart, by columns of the panel.
+
+        start: [row][vector], what the sums begin with instead of zero.
+        """
+        f, isa, arithmetic = x.f, self.isa, self.arithmetic
+        rows, vectors, step = shape[0], isa.vectors_for(shape[1]), arithmetic.weight_bytes(isa)
+        acc = {(m, v): start[m][v] if start else arithmetic.zero(isa, x) for m in range(rows) for v in range(vectors)}
+        at = {"x": x, "w": panel}
+        for _ in f.loop("k", self.steps, acc=acc, at=at):
+            weights = [arithmetic.weights(isa, at["w"] + v * step) for v in range(vectors)]
+            for m in range(rows):
+                pixel = arithmetic.pixel(isa, at["x"] + m * pitch)
+                if m and len(weights[0]) > 1:       # too wide to keep: each row's products load them
+                    weights = [arithmetic.weights(isa, hidden(at["w"]) + v * step) for v in range(vectors)]
+                for v in range(vectors):
+                    acc[m, v] = arithmetic.dot(isa, acc[m, v], pixel, weights[v])
+            at["x"] += arithmetic.step_bytes
+            at["w"] += vectors * step
+        return {key: arithmetic.finish(isa, value) for key, value in acc.items()}
+
     # ---- elements in the dtype that they are multiplied in; a word is a step of one lane
     def _elements(self, address: Value, count: int, width: int, zero: Value | None) -> Value:
         """`count` stored neighbours as a vector of `width`."""
         f, element = address.f, ELEMENTS[self.matrix.dtype]
-        if self.arithmetic is INT8:
+        if self.exact:
             return _padded(f.load(vector(count, element), address, hint="bytes"), width, -MIDDLE)
         if self.matrix.dtype == self.arithmetic.weights_dtype:
             return _padded(f.load(vector(count, element), address, hint="stored"), width, 0)
@@ -133,7 +197,7 @@ class Right:
         return parts[0] if len(parts) == 1 else f.shuffle(parts[0], parts[1], range(width), "run")
 
     def _absent(self, f: Function, width: int) -> Value:
-        if self.arithmetic is INT8:
+        if self.exact:
             return f.constant(-MIDDLE, vector(width, I8))
         return f.constant(0, vector(width, ELEMENTS[self.arithmetic.weights_dtype]))
 
@@ -156,7 +220,7 @@ class Right:
 
     def _store(self, words: Value, address: Value) -> None:
         f = address.f
-        if self.arithmetic is not INT8:
+        if not self.exact:
             f.store(words, address, self.isa.bytes)
             return
         signed = f.cast("bitcast", words, vector(self.isa.bytes, I8), "quads").binary("xor", -MIDDLE)
@@ -189,59 +253,15 @@ def store_tile(lanes: Lanes, view: View, rows: int, result: Callable[[int], list
         lanes.store(view.dtype, [result(m) for m in group], [address + m * view.strides[-2] for m in group])
 
 
-def last_two_axes(view: View) -> Matrix:
-    return Matrix(view.dtype, view.shape[-2], view.shape[-1], (view.strides[-2], view.strides[-1]))
-
-
-# ---- zero points
-def subtracted(f: Function, isa: Isa, numbers: Value, index: int, dtype: str) -> Value | None:
-    """A float of the constant "numbers" in all lanes: what float arithmetic subtracts from stored bytes."""
-    return f.splat(f.load(FLOAT, numbers + 4 * index, hint="zero"), isa.lanes) if dtype == "uint8" else None
-
-
-# ---- int8: what zero points add to a sum of products
 def integer(f: Function, numbers: Value, index: int) -> Value:
     """A float of the constant "numbers" as an int32."""
     return f.cast("fptosi", f.load(FLOAT, numbers + 4 * index, hint="number"), I32, "number")
 
 
-def column_sums(isa: Isa, panel: Value, steps: int, vectors: int) -> list[Value]:
-    """The sums of a packed panel's columns, as packed."""
-    f = panel.f
-    ones = isa.unsigned(f.constant(1, vector(isa.bytes, I8)))
-    sums = {v: f.constant(0, isa.ints) for v in range(vectors)}
-    at = {"w": panel}
-    for _ in f.loop("k", steps, sums=sums, at=at):
-        for v in range(vectors):
-            sums[v] = isa.dot4(sums[v], ones, isa.ready_weights(at["w"] + v * isa.ready_bytes))
-        at["w"] += vectors * isa.ready_bytes
-    return list(sums.values())
-
-
-def row_sums(isa: Isa, matrix: Matrix, source: Value, target: Value) -> None:
-    """The sums of the rows of a left factor of bytes -> int32."""
-    f = source.f
-    ones = isa.spread(f.constant(1, vector(isa.bytes, I8)))
-    for row in f.loop("summed row", matrix.rows):
-        total = {"sum": f.constant(0, isa.ints)}
-        here = matrix.at(source, row, 0)
-        for column, count in f.tiles("summed part", matrix.columns, isa.bytes, total=total):
-            part = _padded(f.load(vector(count, I8), here + column, hint="bytes"), isa.bytes, 0)
-            total["sum"] = isa.dot4(total["sum"], isa.unsigned(part), ones)
-        value = total["sum"]
-        distance = isa.lanes // 2
-        while distance:
-            value = value + f.shuffle(value, None, [i ^ distance for i in range(isa.lanes)], "others")
-            distance //= 2
-        f.store(f.op(I32, f"extractelement {value}, i32 0", "sum"), target + row * 4)
-
-
 # ---- the left factor
 @dataclass(frozen=True)
-class Left:
+class Left(Factor):
     """A left factor [M, K]: rows in memory that the inner step reads."""
-    matrix: Matrix
-    arithmetic: Arithmetic
 
     @property
     def steps(self) -> int:
@@ -250,7 +270,7 @@ class Left:
     @property
     def direct(self) -> bool:
         """Whether it is read where it lies. A last step of bytes may read past a row: its weights there are zero."""
-        whole = self.matrix.columns % self.arithmetic.elements == 0 or self.arithmetic is INT8
+        whole = self.matrix.columns % self.arithmetic.elements == 0 or self.exact
         return self.matrix.dtype == self.arithmetic.dtype and self.matrix.strides[1] == self.matrix.size and whole
 
     @property
@@ -258,9 +278,9 @@ class Left:
         """Bytes from one row to the next, where the inner step reads it."""
         return self.matrix.strides[0] if self.direct else self.steps * self.arithmetic.step_bytes
 
-    def copy(self, isa: Isa, source: Value, rows: int, target: Value, zero: Value | None) -> None:
+    def copy(self, source: Value, rows: int, target: Value, zero: Value | None) -> None:
         """`rows` rows from `source` on, in the dtype of the arithmetic; zeros past K."""
-        f, dtype, elements = source.f, self.arithmetic.dtype, self.arithmetic.elements
+        f, isa, dtype, elements = source.f, self.isa, self.arithmetic.dtype, self.arithmetic.elements
         for row in f.loop("copied row", rows):
             for column, count in f.tiles("copied part", self.matrix.columns, isa.lanes):
                 here = self.matrix.at(source, row, column)
@@ -269,26 +289,19 @@ class Left:
                     stored = _padded(f.shuffle(stored, None, range(count), "part"), -(-count // elements) * elements, 0)
                 f.store(stored, target + row * self.pitch + column * SIZES[dtype])
 
-
-# ---- the tile
-def multiply(f: Function, isa: Isa, arithmetic: Arithmetic, x: Value, w: Value, pitch: int, shape: tuple[int, int],
-             steps: int, start: Sequence[Sequence[Value]] = ()) -> dict[tuple[int, int], Value]:
-    """The sums of a tile as float32: {(row, vector)}, of rows `pitch` bytes apart by the vectors of a packed panel.
-
-    start: [row][vector], what the sums begin with instead of zero.
-    """
-    rows, vectors = shape
-    step = arithmetic.weight_bytes(isa)
-    acc = {(m, v): start[m][v] if start else arithmetic.zero(isa, x) for m in range(rows) for v in range(vectors)}
-    at = {"x": x, "w": w}
-    for _ in f.loop("k", steps, acc=acc, at=at):
-        weights = [arithmetic.weights(isa, at["w"] + v * step) for v in range(vectors)]
-        for m in range(rows):
-            pixel = arithmetic.pixel(isa, at["x"] + m * pitch)
-            if m and len(weights[0]) > 1:       # too wide to keep: each row's products load them
-                weights = [arithmetic.weights(isa, hidden(at["w"]) + v * step) for v in range(vectors)]
-            for v in range(vectors):
-                acc[m, v] = arithmetic.dot(isa, acc[m, v], pixel, weights[v])
-        at["x"] += arithmetic.step_bytes
-        at["w"] += vectors * step
-    return {key: arithmetic.finish(isa, value) for key, value in acc.items()}
+    def row_sums(self, source: Value, target: Value) -> None:
+        """The sums of all rows -> int32 (int8)."""
+        f, isa = source.f, self.isa
+        ones = isa.spread(f.constant(1, vector(isa.bytes, I8)))
+        for row in f.loop("summed row", self.matrix.rows):
+            total = {"sum": f.constant(0, isa.ints)}
+            here = self.matrix.at(source, row, 0)
+            for column, count in f.tiles("summed part", self.matrix.columns, isa.bytes, total=total):
+                part = _padded(f.load(vector(count, I8), here + column, hint="bytes"), isa.bytes, 0)
+                total["sum"] = isa.dot4(total["sum"], isa.unsigned(part), ones)
+            value = total["sum"]
+            distance = isa.lanes // 2
+            while distance:
+                value = value + f.shuffle(value, None, [i ^ distance for i in range(isa.lanes)], "others")
+                distance //= 2
+            f.store(f.op(I32, f"extractelement {value}, i32 0", "sum"), target + row * 4)

@@ -8,7 +8,8 @@ from engines.backends.llvm import rules  # noqa: F401  (fills RULES)
 from engines.backends.llvm.calls import RULES, Call, Context, Refused
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.kernels.layout import Permute
-from engines.backends.llvm.places import Place, Places, batch_axis
+from engines.backends.llvm.places import Place, batch_axis
+from engines.backends.llvm.sharing import Places
 from engines.ir import Graph, Node
 
 VIEWS = ("Split", "Slice", "Reshape", "Transpose")

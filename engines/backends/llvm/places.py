@@ -1,55 +1,19 @@
-"""Where tensors lie: buffers with halos, and views instead of copies.
-
-A buffer holds one tensor, or several that share it:
-  Split, Slice     each output is a part of its input
-  Concat           each input is a part of the output, if it is free to be: its producer then writes into its slice
-  Reshape          the output is the input seen otherwise, where the gaps between its elements allow that
-  Transpose        beside a product of two run-time tensors, which reads and writes axes in any order
-  Pad by zeros     the output is the input seen with its halo
-
-A convolution reads its padding from memory: the tensors that it pads have a halo of their zero point around each image.
-Tensors that share a buffer share its halo. A constant tensor has a place too, among the plan's constants.
-"""
+"""Where a tensor lies: in which buffer, from which byte on, with which strides."""
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from engines.backends.llvm.halos import Halo
 from engines.backends.llvm.spec import View, dense_view
-from engines.backends.llvm.transposed import Phase, phases
-from engines.errors import ModelError
-from engines.ir import BATCH, Dim, Graph, Node, TensorType
-from engines.passes.facts import is_product, is_view_of_input, is_view_of_output, pads_with_zeros
+from engines.ir import BATCH, Dim, TensorType
 from engines.plan import TensorView
 
 NO_BUFFER = -1
 SLACK = 128         # bytes past every buffer that a kernel may read (never use): the end of its last vector
-
-
-@dataclass(frozen=True)
-class Halo:
-    """Rows and columns of padding around each image of a buffer."""
-    top: int = 0
-    left: int = 0
-    bottom: int = 0
-    right: int = 0
-
-    def __or__(self, other: Halo) -> Halo:
-        return Halo(*(max(a, b) for a, b in zip(self._sides(), other._sides(), strict=True)))
-
-    def __bool__(self) -> bool:
-        return any(self._sides())
-
-    def around(self, image: tuple[int, ...]) -> tuple[int, int, int]:
-        """The shape of [height, width, channels] with the halo."""
-        height, width, channels = image
-        return self.top + height + self.bottom, self.left + width + self.right, channels
-
-    def _sides(self) -> tuple[int, int, int, int]:
-        return self.top, self.left, self.bottom, self.right
 
 
 @dataclass(frozen=True)
@@ -108,15 +72,6 @@ def item_shape(tensor: TensorType) -> tuple[int, ...]:
     return tuple(int(extent) for i, extent in enumerate(tensor.shape) if i != axis)
 
 
-def item_perm(node: Node, source: TensorType) -> tuple[int, ...] | None:
-    """How a Transpose moves the axes of an item; None if it moves axes of all items."""
-    perm = node.attrs.get("perm") or tuple(reversed(range(len(source.shape))))
-    if items_of(source) != BATCH and perm[0] != 0:
-        return None
-    axis = batch_axis(source)
-    return tuple(a - (a > axis) for a in perm if a != axis)
-
-
 def as_one_item(place: Place) -> Place:
     """A tensor without batch seen as one item, its leading axis an axis like others."""
     view = place.view
@@ -127,272 +82,6 @@ def as_one_item(place: Place) -> Place:
 def stored_dtype(tensor: TensorType) -> str:
     """numpy's name of the dtype in memory; bool and small integers as they are, bfloat16 by its own name."""
     return tensor.quant.dtype if tensor.quant else str(np.dtype(tensor.dtype).name)
-
-
-def pads_of(node: Node) -> tuple[int, int, int, int]:
-    """(top, left, bottom, right) of a 2-D convolution or pool, zeros where it says nothing."""
-    pads = node.attrs.get("pads") or (0, 0, 0, 0)
-    return tuple(int(p) for p in pads)  # type: ignore[return-value]
-
-
-def halo_wanted(graph: Graph, node: Node) -> Mapping[str, Halo]:
-    """Input -> the halo that a convolution, or what a Pad is for, reads around it."""
-    if node.op == "Pad":
-        return {node.inputs[0]: halo} if (halo := _halo_of_pad(graph, node)) else {}
-    conv = node.anchor
-    if not conv.attrs.get("channels_last"):
-        return {}
-    if conv.op == "ConvTranspose" and conv.inputs[1] in graph.constants:
-        (top, bottom), (left, right) = (_beside(axis, int(extent)) for axis, extent in zip(
-            phases(graph, conv), graph.types[conv.inputs[0]].shape[1:3], strict=True))
-        return {conv.inputs[0]: Halo(top, left, bottom, right)}
-    return {conv.inputs[0]: Halo(*pads_of(conv))} if conv.op == "Conv" else {}
-
-
-def _halo_of_pad(graph: Graph, node: Node) -> Halo:
-    """The halo that stands for a Pad of images [n, height, width, channels] by zeros; an empty one for any other."""
-    source, output, pads = node.inputs[0], node.outputs[0], tuple(int(p) for p in node.attrs["pads"])
-    if (len(pads) != 8 or min(pads) < 0 or any((pads[0], pads[3], pads[4], pads[7])) or graph.is_constant(source)
-            or not pads_with_zeros(node)
-            or graph.types[source].quant != graph.types[output].quant):
-        return Halo()
-    return Halo(pads[1], pads[2], pads[5], pads[6])
-
-
-def _beside(axis: Sequence[Phase], extent: int) -> tuple[int, int]:
-    """How far before and behind an axis the phases of a transposed convolution read."""
-    return max(0, *(-phase.first for phase in axis)), max(0, *(phase.end - extent for phase in axis))
-
-
-def _check_extents(graph: Graph) -> None:
-    """ModelError for a tensor that is no batch of items of one shape."""
-    for node in graph.nodes:
-        for name in node.outputs:
-            symbols = [extent for extent in graph.types[name].shape if isinstance(extent, str)]
-            if symbols not in ([], [BATCH]):
-                shape = ", ".join(map(str, graph.types[name].shape))
-                raise ModelError(f"{graph.name}: node '{node.name or name}' ({node.op}) makes a tensor of shape "
-                                 f"[{shape}], but a tensor may have one axis of the batch, and no other that depends "
-                                 "on it; build the model for a fixed batch: give the input's whole shape with --shape")
-
-
-class Places:
-    """Tensor -> Place for a whole graph. `buffers` in the order of their making."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.buffers: list[Storage] = []
-        self._places: dict[str, Place] = {}
-        self._wanted = self._halos_wanted()
-        self._parent: dict[str, _Inside] = {}
-        _check_extents(graph)
-        for node in graph.nodes:
-            self._see_views(node)
-            self._see_pad(node)
-        for node in reversed(graph.nodes):
-            self._see_concat(node)
-            self._see_transposed_product(node)
-        self._drop_torn_reshapes()
-        self._group_halos = self._halos_of_groups()
-        for name in self._tensors():
-            self.place(name)
-
-    def __getitem__(self, name: str) -> Place:
-        if name in self.graph.constants:
-            tensor = self.graph.types[name]
-            return Place(NO_BUFFER, 0, dense_view(stored_dtype(tensor), item_shape(tensor)), items_of(tensor), name)
-        return self._places[name]
-
-    def is_view(self, child: str, parent: str) -> bool:
-        """Child lies inside parent's buffer: nothing has to be copied between them."""
-        inside = self._parent.get(child)
-        return inside is not None and inside.parent == parent
-
-    # ---- which tensors are parts of which
-    def _tensors(self) -> Iterator[str]:
-        yield from self.graph.inputs
-        for node in self.graph.nodes:
-            yield from node.outputs
-
-    def _halos_wanted(self) -> dict[str, Halo]:
-        wanted: dict[str, Halo] = {}
-        for node in self.graph.nodes:
-            for name, halo in halo_wanted(self.graph, node).items():
-                wanted[name] = wanted.get(name, Halo()) | halo
-        return wanted
-
-    def _alike(self, a: str, b: str) -> bool:
-        """Stored alike, the items leading: one may be a part of the other."""
-        types = self.graph.types
-        return (types[a].quant == types[b].quant and stored_dtype(types[a]) == stored_dtype(types[b])
-                and items_of(types[a]) == items_of(types[b])
-                and not batch_axis(types[a]) and not batch_axis(types[b]))
-
-    def _see_views(self, node: Node) -> None:
-        if node.op not in ("Split", "Slice", "Reshape", "Transpose") or node.inputs[0] in self.graph.constants:
-            return
-        source, types = node.inputs[0], self.graph.types
-        if node.op == "Transpose":
-            self._see_transpose(node)
-            return
-        if node.op == "Reshape":
-            self._see_reshape(node)
-            return
-        if not all(self._alike(source, output) for output in node.outputs):
-            return
-        cuts = cuts_of(node, types[source], [types[o] for o in node.outputs])
-        for output, cut in zip(node.outputs, cuts, strict=True):
-            rank = len(types[source].shape) - 1
-            moves_rows = any(axis < rank - 1 for axis, *_ in cut or ())
-            strided = any(axis == rank - 1 and step != 1 for axis, _, _, step in cut or ())
-            if cut is not None and not strided and not (moves_rows and self._wanted.get(output)):
-                self._parent[output] = _Inside(source, cuts=tuple(cut))
-
-    def _see_reshape(self, node: Node) -> None:
-        """Without a batch the leading axis is one like others."""
-        source, output = (self.graph.types[name] for name in (node.inputs[0], node.outputs[0]))
-        batched = BATCH in output.shape
-        if self._alike(node.inputs[0], node.outputs[0]) if batched else (
-                BATCH not in source.shape
-                and (source.quant, stored_dtype(source)) == (output.quant, stored_dtype(output))):
-            shape = item_shape(output) if batched else tuple(map(int, output.shape)) or (1,)
-            self._parent[node.outputs[0]] = _Inside(node.inputs[0], reshape=shape)
-
-    def _see_pad(self, node: Node) -> None:
-        """Unless a convolution pads the output once more: then there is a halo around a halo, and a copy."""
-        if node.op != "Pad" or self._wanted.get(node.outputs[0]):
-            return
-        if halo := _halo_of_pad(self.graph, node):
-            self._parent[node.outputs[0]] = _Inside(node.inputs[0], halo=halo)
-
-    def _see_transpose(self, node: Node) -> None:
-        """In memory the batch leads before and after: moving it among axes that keep their order moves nothing."""
-        source, output = node.inputs[0], node.outputs[0]
-        axes = self._transposed_axes(node)
-        if axes == tuple(range(len(node.attrs["perm"]))) and items_of(self.graph.types[source]) == BATCH:
-            self._parent[output] = _Inside(source)
-        elif axes is not None and is_view_of_input(self.graph, node):
-            self._parent[output] = _Inside(source, perm=axes)
-
-    def _transposed_axes(self, node: Node) -> tuple[int, ...] | None:
-        """How a Transpose moves the axes in memory, the items' first; None if the two tensors cannot share memory."""
-        source, target = (self.graph.types[name] for name in (node.inputs[0], node.outputs[0]))
-        if (source.quant, stored_dtype(source)) != (target.quant, stored_dtype(target)):
-            return None
-        if items_of(source) != BATCH:
-            return tuple(node.attrs["perm"])
-        axes = item_perm(node, source)
-        return None if axes is None else (0, *(axis + 1 for axis in axes))
-
-    def _see_concat(self, node: Node) -> None:
-        if node.op != "Concat":
-            return
-        output, types = node.outputs[0], self.graph.types
-        rank = len(types[output].shape)
-        axis = node.attrs["axis"] % rank - 1
-        start = 0
-        for name in node.inputs:
-            extent = int(types[name].shape[axis + 1]) if axis >= 0 else 0
-            free = (axis >= 0 and name in self.graph.producer and name not in self._parent
-                    and self._alike(name, output) and (axis == rank - 2 or not self._wanted.get(name))
-                    and node.inputs.count(name) == 1)
-            if free:
-                self._parent[name] = _Inside(output, cuts=((axis, start, start + extent, 1),))
-            start += extent
-
-    def _see_transposed_product(self, node: Node) -> None:
-        if node.op != "Transpose" or not is_view_of_output(self.graph, node):
-            return
-        source, output, axes = node.inputs[0], node.outputs[0], self._transposed_axes(node)
-        if axes is not None and output not in self._parent and source not in self._parent:
-            self._parent[source] = _Inside(output, perm=tuple(axes.index(axis) for axis in range(len(axes))))
-
-    def _drop_torn_reshapes(self) -> None:
-        """A Reshape of a tensor with gaps is a view only where none of its axes would cross one."""
-        for name, inside in list(self._parent.items()):
-            if inside.reshape is not None and (
-                    self._group_halo(inside.parent) or self._wanted.get(name) or not self._can_reshape(name, inside)):
-                del self._parent[name]
-
-    def _can_reshape(self, name: str, inside: _Inside) -> bool:
-        assert inside.reshape is not None
-        if inside.parent not in self._parent:
-            return True
-        seen = reshaped(self._without_halo(inside.parent), inside.reshape)
-        return seen is not None and (len(seen.view.shape) <= 3 or all(
-            is_product(self.graph, node) or node.op == "Transpose" and is_view_of_input(self.graph, node)
-            for node in self.graph.consumers[name]))
-
-    def _without_halo(self, name: str) -> Place:
-        """Where the tensor would lie in a buffer of its group that has no halo."""
-        inside = self._parent.get(name)
-        if inside is not None:
-            return inside.derive(self._without_halo(inside.parent))
-        tensor = self.graph.types[name]
-        return Place(0, 0, dense_view(stored_dtype(tensor), item_shape(tensor)), items_of(tensor))
-
-    def _root(self, name: str) -> str:
-        while name in self._parent:
-            name = self._parent[name].parent
-        return name
-
-    def _group_halo(self, name: str) -> Halo:
-        root, halo = self._root(name), Halo()
-        for other, wanted in self._wanted.items():
-            if self._root(other) == root:
-                halo |= wanted
-        return halo
-
-    def _halos_of_groups(self) -> dict[str, Halo]:
-        halos: dict[str, Halo] = {}
-        for name, wanted in self._wanted.items():
-            root = self._root(name)
-            halos[root] = halos.get(root, Halo()) | wanted
-        return halos
-
-    # ---- places
-    def place(self, name: str) -> Place:
-        if name not in self._places:
-            inside = self._parent.get(name)
-            self._places[name] = inside.derive(self.place(inside.parent)) if inside else self._new_buffer(name)
-        return self._places[name]
-
-    def _new_buffer(self, name: str) -> Place:
-        tensor, halo = self.graph.types[name], self._group_halos.get(name, Halo())
-        dtype, shape = stored_dtype(tensor), item_shape(tensor)
-        whole = dense_view(dtype, halo.around(shape) if halo else shape)
-        pad = float(tensor.quant.zero_point[0]) if tensor.quant else 0.0
-        self.buffers.append(Storage(name, whole, items_of(tensor), halo, pad))
-        place = Place(len(self.buffers) - 1, 0, whole, items_of(tensor))
-        if halo:
-            place = place.moved(halo.top, halo.left, 0)
-        return replace(place, view=replace(whole, shape=shape))
-
-
-@dataclass(frozen=True)
-class _Inside:
-    """How a tensor lies in another: cut along axes of the item, with its halo, its axes in another order, or in
-    another shape."""
-    parent: str
-    cuts: tuple[tuple[int, int, int, int], ...] = ()        # (axis, start, stop, step)
-    halo: Halo = Halo()
-    reshape: tuple[int, ...] | None = None
-    perm: tuple[int, ...] = ()                              # of the items and the item's axes
-
-    def derive(self, place: Place) -> Place:
-        view = place.view
-        if self.reshape is not None:
-            seen = reshaped(place, self.reshape)
-            assert seen is not None
-            return seen
-        if self.perm:
-            sizes, steps = (place.items, *view.shape), (view.item, *view.strides)
-            items, *inner = (sizes[axis] for axis in self.perm)
-            item, *gaps = (steps[axis] for axis in self.perm)
-            return replace(place, view=View(view.dtype, tuple(map(int, inner)), tuple(gaps), item), items=items)
-        for cut in self.cuts:
-            place = place.part(*cut)
-        return place.with_halo(self.halo)
 
 
 def reshaped(place: Place, shape: tuple[int, ...]) -> Place | None:
@@ -426,33 +115,6 @@ def reshaped_strides(view: View, shape: Sequence[int]) -> tuple[int, ...] | None
         strides.append(stride)
         extent, stride = extent // wanted, stride * wanted
     return tuple(reversed(strides)) if extent == 1 and not runs else None
-
-
-def cuts_of(node: Node, source: TensorType, outputs: list[TensorType]) -> list[list[tuple[int, int, int, int]] | None]:
-    """For each output of a Split or Slice its cuts in the item, or None where it is no view."""
-    rank = len(source.shape)
-    if node.op == "Split":
-        axis = node.attrs.get("axis", 0) % rank
-        if axis == 0:
-            return [None] * len(outputs)
-        result: list[list[tuple[int, int, int, int]] | None] = []
-        start = 0
-        for output in outputs:
-            extent = int(output.shape[axis])
-            result.append([(axis - 1, start, start + extent, 1)])
-            start += extent
-        return result
-    axes, starts, steps = (list(node.attrs[key]) for key in ("axes", "starts", "steps"))
-    cut: list[tuple[int, int, int, int]] = []
-    for axis, start, step in zip(axes, starts, steps, strict=True):
-        axis %= rank
-        if axis == 0 or step < 1:
-            return [None]
-        extent = int(source.shape[axis])
-        start = min(max(start + extent if start < 0 else start, 0), extent)
-        count = int(outputs[0].shape[axis])
-        cut.append((axis - 1, start, start + (count - 1) * step + 1, step))
-    return [cut]
 
 
 def strided(memory: Any, place: Place, items: int) -> Any:

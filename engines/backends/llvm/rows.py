@@ -165,10 +165,6 @@ class RowKernel(KernelSpec):
         return (self.y,)
 
     @property
-    def macs(self) -> int:
-        return 0
-
-    @property
     def width(self) -> int:
         return self.sources[0].shape[-1]
 
@@ -180,9 +176,6 @@ class RowKernel(KernelSpec):
     def scratch(self) -> int:
         """Elements of a row that it keeps from one pass to another."""
         return 0
-
-    def tactics(self, isa: Isa) -> Sequence[Tactic]:
-        return (Tactic(),)
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(math.prod(self.sources[0].shape[:-1]))

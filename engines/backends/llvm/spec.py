@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from engines.backends.llvm.emit import I64, PTR, Function, Module, Value
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import SIZES
+from engines.backends.llvm.program import Program
 
 Array = NDArray[Any]
 ALIGNMENT = 64                  # of packed constants: a cache line, and the widest vector
@@ -117,13 +118,13 @@ class KernelSpec(ABC):
         ...
 
     @property
-    @abstractmethod
     def macs(self) -> int:
-        """Multiply-accumulates an item (0 where there are none)."""
+        """Multiply-accumulates an item; families without any need not say."""
+        return 0
 
-    @abstractmethod
     def tactics(self, isa: Isa) -> Sequence[Any]:
         """Candidates. Without timing the cheapest is taken, the first of equals; with it, the dear are not timed."""
+        return (Tactic(),)
 
     def cost(self, isa: Isa, tactic: Any) -> float:
         """Cycles of one item, roughly (see cost.py); families of one tactic need not say."""
@@ -178,6 +179,26 @@ class KernelSpec(ABC):
     def bytes(self) -> int:
         """Moved an item: inputs and outputs, each once."""
         return sum(view.size * int(np.prod(view.shape)) for view in (*self.inputs, *self.outputs))
+
+
+@dataclass(frozen=True)
+class ImageKernel(KernelSpec):
+    """What the families on images share: x, its channels last, becomes y by way of a program.
+
+    operands: of the program, shaped as y unless a family says otherwise.
+    """
+    x: View
+    y: View
+    operands: tuple[View, ...]
+    program: Program
+
+    @property
+    def inputs(self) -> tuple[View, ...]:
+        return (self.x, *self.operands)
+
+    @property
+    def outputs(self) -> tuple[View, ...]:
+        return (self.y,)
 
 
 def begin_kernel(module: Module, name: str, count: int) -> tuple[Function, list[Value], list[Value]]:

@@ -37,21 +37,8 @@ from engines.backends.llvm.access import (
     run_program,
     unravel,
 )
-from engines.backends.llvm.arithmetic import INT8, Arithmetic
 from engines.backends.llvm.emit import FLOAT, PTR, Function, Module, Value
-from engines.backends.llvm.factors import (
-    MIDDLE,
-    Left,
-    Matrix,
-    Right,
-    column_sums,
-    integer,
-    last_two_axes,
-    multiply,
-    product_arithmetic,
-    store_tile,
-    subtracted,
-)
+from engines.backends.llvm.factors import MIDDLE, Left, Matrix, Right, integer, product_arithmetic, store_tile
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.kernels.contraction import tile_shapes
 from engines.backends.llvm.kernels.softmax import less_peak, share, share_meaning
@@ -212,14 +199,11 @@ class _Emitter:
 
     def __init__(self, spec: Attention, module: Module, name: str, isa: Isa, tiles: Tiles) -> None:
         self.spec, self.module, self.name, self.isa, self.tiles = spec, module, name, isa, tiles
-        self.arithmetic: Arithmetic = product_arithmetic(spec.precision, isa)
-        self.q = Left(last_two_axes(spec.q), self.arithmetic)
-        self.k = Right(_transposed(last_two_axes(spec.k)), self.arithmetic, isa, tiles.scores[1])
-        self.v = Right(last_two_axes(spec.v), self.arithmetic, isa, tiles.mix[1])
-
-    @property
-    def exact(self) -> bool:
-        return self.arithmetic is INT8
+        self.arithmetic = product_arithmetic(spec.precision, isa)
+        self.q = Left(Matrix.of(spec.q), self.arithmetic, isa)
+        self.k = Right(Matrix.of(spec.k).transposed, self.arithmetic, isa, tiles.scores[1])
+        self.v = Right(Matrix.of(spec.v), self.arithmetic, isa, tiles.mix[1])
+        self.exact = self.q.exact
 
     # ---- scratch: where what lies, in bytes
     @property
@@ -257,8 +241,7 @@ class _Emitter:
         self.at = {what: memory + start for what, (start, _) in self.scratch.items()}
         if not self.scratch["p"][1]:
             self.at["p"] = self.at["x"]         # in place
-        self.zeros = [None if self.exact else subtracted(f, self.isa, numbers, i, view.dtype)
-                      for i, view in enumerate((spec.q, spec.k, spec.v), 1)]
+        self.zeros = [factor.zero(numbers, i) for i, factor in enumerate((self.q, self.k, self.v), 1)]
         views = [spec.q, spec.k, spec.v, *([spec.mask] if spec.mask else []), spec.y]
         for row in f.range("head", begin, end):
             here = item_addresses([*tensors, y], views, row.divided(spec.heads))
@@ -281,7 +264,7 @@ class _Emitter:
         minus = f.splat(zero.like(0) - zero, isa.lanes)
         for start, columns in f.tiles("started panel", right.matrix.columns, right.width):
             panel = self.at["k"] + start.divided(right.width) * right.panel_bytes
-            for v, total in enumerate(column_sums(isa, panel, right.steps, isa.vectors_for(columns))):
+            for v, total in enumerate(right.column_sums(panel, columns)):
                 f.store(total * minus, self.at["start"] + start * 4 + v * isa.bytes, isa.bytes)
 
     def _block(self, f: Function, head: _Head, first: Value) -> None:
@@ -301,7 +284,7 @@ class _Emitter:
         spec, scores, mix = self.spec, self.tiles.scores[0], self.tiles.mix[0]
         q = self.q.matrix.at(head.q, first, 0)
         if not self.q.direct:
-            self.q.copy(self.isa, q, count, self.at["q"], self.zeros[0])
+            self.q.copy(q, count, self.at["q"], self.zeros[0])
             q = self.at["q"]
         mask = offset(head.mask, [first], spec.mask.strides[-2:-1]) if spec.mask and head.mask else None
         for t, columns in f.tiles("panel of keys", spec.keys, self.k.width):
@@ -336,8 +319,7 @@ class _Emitter:
         isa, mask, lanes = self.isa, self.spec.mask, Lanes(self.isa, columns, packed=False)
         q, k, numbers, start, added, x = f.parameters.values()
         begin = [f.load(isa.ints, start + v * isa.bytes, isa.bytes, "start") for v in range(lanes.vectors)]
-        sums = multiply(f, isa, self.arithmetic, q, k, self.q.pitch, (rows, lanes.vectors), self.q.steps,
-                        [begin] * rows if self.exact else ())
+        sums = self.k.multiply(q, self.q.pitch, k, (rows, columns), [begin] * rows if self.exact else ())
         scale = f.splat(f.load(FLOAT, numbers, hint="scale"), isa.lanes)
         others: list[Value] = []
         for m in range(rows):
@@ -387,7 +369,7 @@ class _Emitter:
             return name
         spec, isa, lanes = self.spec, self.isa, Lanes(self.isa, columns, packed=False)
         p, v, inverse, constants, y = f.parameters.values()
-        sums = multiply(f, isa, self.arithmetic, p, v, self.weight_pitch, (rows, lanes.vectors), self.v.steps)
+        sums = self.v.multiply(p, self.weight_pitch, v, (rows, columns))
         numbers = load_constants(lanes, constants, spec.program.constants)
 
         def result(m: int) -> list[Value]:
@@ -396,7 +378,3 @@ class _Emitter:
 
         store_tile(lanes, spec.y, rows, result, y)
         return name
-
-
-def _transposed(matrix: Matrix) -> Matrix:
-    return Matrix(matrix.dtype, matrix.columns, matrix.rows, matrix.strides[::-1])

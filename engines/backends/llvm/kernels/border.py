@@ -34,13 +34,6 @@ class Border(KernelSpec):
     def outputs(self) -> tuple[View, ...]:
         return self.runs
 
-    @property
-    def macs(self) -> int:
-        return 0
-
-    def tactics(self, isa: Isa) -> Sequence[Tactic]:
-        return (Tactic(),)
-
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(1)
 

@@ -33,15 +33,15 @@ import numpy as np
 from engines.backends.llvm.access import hidden
 from engines.backends.llvm.arithmetic import Arithmetic, Operand, arithmetic_for
 from engines.backends.llvm.cost import CALL, LATENCY, Work, epilogue, pieces, reading
-from engines.backends.llvm.dealing import deal, emit_turns, turn_bytes, window_starts
 from engines.backends.llvm.emit import I32, I64, PTR, Function, Module, Value
 from engines.backends.llvm.epilogue import emit_epilogue
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.kernels import winograd
 from engines.backends.llvm.kernels.winograd import Winograd
 from engines.backends.llvm.lanes import Lanes
-from engines.backends.llvm.program import Program, load_meaning, store_meaning
-from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, Window, begin_kernel, pack_channels
+from engines.backends.llvm.pairing import PLACE, STEP, WINDOW, emit_steps, pair, window_starts
+from engines.backends.llvm.program import load_meaning, store_meaning
+from engines.backends.llvm.spec import Array, Grid, ImageKernel, Tactic, View, Window, begin_kernel, pack_channels
 from engines.backends.llvm.taps import Border, TapAxis
 
 FEW_PIXELS = 8          # items of no more pixels than this are cut by batch
@@ -55,7 +55,7 @@ class Tile(Tactic):
     vectors: int            # 1, 2 or 4
     block: int = 0          # rows of tiles in a block of pixels; 0: all of them
     prefetch: bool = False  # ask for the next panel's weights, a line at every k
-    dealt: bool = False     # INT8: products are summed in 16 bits first, weights laid out as in dealing.py
+    paired: bool = False    # INT8: products are summed two by two in 16 bits first, weights laid out as in pairing.py
     skip: bool = False      # leave out taps that read nothing but the border of zeros
 
     @property
@@ -64,19 +64,15 @@ class Tile(Tactic):
         return self.rows * self.cols, self.vectors
 
     def __str__(self) -> str:
-        words = (f"tile {self.rows}x{self.cols}x{self.vectors}", "dealt" if self.dealt else "",
+        words = (f"tile {self.rows}x{self.cols}x{self.vectors}", "paired" if self.paired else "",
                  f"block {self.block}" if self.block else "", "prefetch" if self.prefetch else "",
                  "skip" if self.skip else "")
         return " ".join(filter(None, words))
 
 
 @dataclass(frozen=True)
-class Contraction(KernelSpec):
+class Contraction(ImageKernel):
     """Views of one item are [rows, columns, channels]; x's includes all that the taps reach."""
-    x: View
-    y: View
-    operands: tuple[View, ...]      # of the program, shaped as y
-    program: Program
     precision: str                  # int8, fp32, bf16, fp16
     taps: tuple[int, int] = (1, 1)
     stride: tuple[int, int] = (1, 1)
@@ -85,14 +81,6 @@ class Contraction(KernelSpec):
     border: Border = Border()       # of x
     bounded: bool = False           # INT8: no x makes a sum of x * w leave +-2**25
     family = "contraction"
-
-    @property
-    def inputs(self) -> tuple[View, ...]:
-        return (self.x, *self.operands)
-
-    @property
-    def outputs(self) -> tuple[View, ...]:
-        return (self.y,)
 
     @property
     def rows(self) -> int:
@@ -198,11 +186,12 @@ class Contraction(KernelSpec):
     # ---- tactics
     def tactics(self, isa: Isa) -> Sequence[Tile | Winograd]:
         """Tile shapes, of which `refinements` cuts the blocks; other ways to make the sums."""
-        dealt = isa.dealt_tiles if self.precision == "int8" else ()
-        return (*self._tiles(isa, dealt, dealt=True), *self._tiles(isa, tile_shapes(isa, self.precision), dealt=False),
+        pairs = isa.paired_tiles if self.precision == "int8" else ()
+        shapes = tile_shapes(isa, self.precision)
+        return (*self._tiles(isa, pairs, paired=True), *self._tiles(isa, shapes, paired=False),
                 *winograd.tactics(self, isa))
 
-    def _tiles(self, isa: Isa, shapes: Sequence[tuple[int, int]], dealt: bool) -> Sequence[Tile]:
+    def _tiles(self, isa: Isa, shapes: Sequence[tuple[int, int]], paired: bool) -> Sequence[Tile]:
         """Tiles of these (pixels, vectors), as far as the layer has so many."""
         widest = isa.vectors_for(self.cout)
         found: dict[Tile, None] = {}
@@ -211,12 +200,12 @@ class Contraction(KernelSpec):
             cols = min(cols, self.flat.cols)
             if self.by_batch:
                 cols = min(cols, 8)
-            found[Tile(1, cols, vectors, dealt=dealt)] = None
-            if self.border != Border() and not dealt:       # dealt weights are not in the order of taps
+            found[Tile(1, cols, vectors, paired=paired)] = None
+            if self.border != Border() and not paired:      # paired weights are not in the order of taps
                 found[Tile(1, cols, vectors, skip=True)] = None
             most = max((cols for cols, v in shapes if v >= vectors), default=1)
             if self.flat.rows > 1 and cols == self.cols and 2 * cols <= most:
-                found[Tile(2, cols, vectors, dealt=dealt)] = None
+                found[Tile(2, cols, vectors, paired=paired)] = None
         return tuple(found)
 
     def refinements(self, isa: Isa, best: Tile | Winograd) -> Sequence[Tile]:
@@ -250,9 +239,9 @@ class Contraction(KernelSpec):
     def _tile_cost(self, isa: Isa, pixels: int, vectors: int, tile: Tile) -> float:
         dots, turns = pixels * vectors, self.turns(isa)
         parts = -(-self.arithmetic(isa).weight_bytes(isa) // isa.bytes)     # instructions of a dot product
-        if tile.dealt:      # two turns a window, if its weights are no harder than usual
-            turns = 2 * len(window_starts(self.run)) * len(self._run_offsets())
-            turn = Work(4, 6, 1) * dots + Work(loads=turn_bytes(isa) / isa.bytes)
+        if tile.paired:     # four steps a window, if its weights are no harder than usual
+            turns = WINDOW // STEP * len(window_starts(self.run)) * len(self._run_offsets())
+            turn = Work(2, 1, 1) * dots + Work(others=pixels, loads=pixels)
         elif parts == 1:
             turn = Work(dots, 0, pixels + vectors)
         else:
@@ -269,10 +258,10 @@ class Contraction(KernelSpec):
                          for axis, outputs, counts in zip(self.axes, self.y.shape, counted, strict=False) if counts)
 
     def packing(self, tactic: Tile | Winograd) -> tuple[type, int, bool]:
-        return type(tactic), tactic.vectors, isinstance(tactic, Tile) and tactic.dealt
+        return type(tactic), tactic.vectors, isinstance(tactic, Tile) and tactic.paired
 
     def only_moves(self, tactic: Tile | Winograd) -> bool:
-        return isinstance(tactic, Winograd) or not tactic.dealt
+        return isinstance(tactic, Winograd) or not tactic.paired
 
     # ---- code
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tile | Winograd) -> None:
@@ -284,7 +273,7 @@ class Contraction(KernelSpec):
     # ---- constants
     def pack(self, isa: Isa, tactic: Tile | Winograd, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         """"weights": [cout of all groups, cin, *taps] (s8 or float) -> [panel][tap][k][vector][lane][element], or the
-        three arrays of Dealt, or what Winograd's are made of;
+        three arrays of Paired, or what Winograd's are made of;
         "program": a sequence of float32 [1] or [channels] -> [panel][constant][vector][lane]."""
         arithmetic, panels = self.arithmetic(isa), self._panels(isa, tactic)
         taps_last = np.asarray(constants["weights"]).reshape(-1, self.cin, *self.taps).transpose(0, 2, 3, 1)
@@ -294,9 +283,11 @@ class Contraction(KernelSpec):
         program = pack_channels(constants["program"], self.y.shape[2], [order.tolist() for order in panels])
         if isinstance(tactic, Winograd):
             return winograd.pack_weights(self, isa, constants["weights"], panels), program
-        if tactic.dealt:
-            dealt = deal(runs[np.concatenate(orders)], self._run_offsets())
-            return dealt.turns, dealt.offsets, dealt.starts, program
+        if tactic.paired:       # absent vectors of a last panel have their places too
+            width = self._panel(isa, tactic)
+            whole = [np.pad(order.ravel(), (0, width - order.size), constant_values=len(runs) - 1) for order in orders]
+            paired = pair(runs[np.stack(whole)], self._run_offsets())
+            return paired.steps, paired.places, paired.starts, program
         runs = np.pad(runs, ((0, 0), (0, 0), (0, -self.run % arithmetic.elements)))
         steps = runs.reshape(len(runs), -1, arithmetic.elements)        # [cout][turn][element]
         return np.concatenate([arithmetic.ready(isa, steps[order].transpose(2, 0, 1, 3)).ravel()
@@ -375,7 +366,7 @@ class _Emitter:
 
     # ---- the loops around
     def kernel(self, by_batch: bool) -> None:
-        count, packed = len(self.spec.operands), 4 if self.tile.dealt else 2
+        count, packed = len(self.spec.operands), 4 if self.tile.paired else 2
         f, addresses, bounds = begin_kernel(self.module, self.name, 1 + count + packed + 1)
         x, *operands = addresses[:1 + count]
         *self.weights, self.constants, y = addresses[1 + count:]
@@ -488,7 +479,7 @@ class _Emitter:
         before = first.divided(spec.cout) * places + start
         constants = self.constants + before * (4 * spec.program.constants)
         here = self._advance(block, start.like(0), *self._channels(start))
-        weights = self._panel_weights(f, before)
+        weights = self._panel_weights(f, before, first, start)
 
         def call(i: Value, j: Value, part: _Part, tile: Value) -> None:
             pixel, arguments = self._pixel(here, i, j), dict(weights)
@@ -504,15 +495,15 @@ class _Emitter:
 
         visit(call)
 
-    def _panel_weights(self, f: Function, before: Value) -> dict[str, Value]:
+    def _panel_weights(self, f: Function, before: Value, first: Value, start: Value) -> dict[str, Value]:
         """What a micro-kernel is told of a panel's weights, by the name of its parameter; `before`: couts in memory
         before the panel."""
         spec, isa = self.spec, self.isa
-        if self.tile.dealt:
-            turns, offsets, starts = self.weights
-            panel = starts + before.divided(isa.lanes) * 4
-            begin, end = (f.cast("zext", f.load(I32, panel + at, 4, "turn"), I64, "turn") for at in (0, 4))
-            return {"w": turns + begin * turn_bytes(isa), "offsets": offsets + begin * 4, "count": end - begin}
+        if self.tile.paired:
+            steps, places, starts = self.weights
+            panel = first.divided(spec.cout) * -(-spec.cout // self.panel) + start.divided(self.panel)
+            begin, end = (f.cast("zext", f.load(I32, starts + panel * 4 + at, 4, "step"), I64, "step") for at in (0, 4))
+            return {"w": steps + begin * self.panel * STEP, "places": places + begin * PLACE, "count": end - begin}
         bytes_of_cout = spec.turns(isa) * self.arithmetic.weight_bytes(isa) // isa.lanes
         weights = self.weights[0] + before * bytes_of_cout
         return {"w": weights, "ahead": weights + self.panel * bytes_of_cout}
@@ -548,15 +539,16 @@ class _Emitter:
             return name
         spec, isa, arithmetic = self.spec, self.isa, self.arithmetic
         operands = {f"operand{i}": PTR for i in range(len(spec.operands))}
-        panel = dict(w=PTR, offsets=PTR, count=I64) if self.tile.dealt else dict(w=PTR, ahead=PTR)
+        panel = dict(w=PTR, places=PTR, count=I64) if self.tile.paired else dict(w=PTR, ahead=PTR)
         panel |= {"tap_rows": I64} if part.tap_rows else {}
         f = self.module.function(name, internal=True, x=PTR, constants=PTR, **operands, y=PTR, **panel)
         lanes = Lanes(isa, channels, spec.y.dtype == "uint8")
         pixels = [(i, j) for i in range(part.rows) for j in range(part.cols)]
         acc = {(p, v): arithmetic.zero(isa, f.parameters["x"])
                for p in range(len(pixels)) for v in range(lanes.vectors)}
-        if self.tile.dealt:
-            emit_turns(f, isa, acc, [self._offset(i, j) for i, j in pixels], self.tile.prefetch)
+        if self.tile.paired:
+            emit_steps(f, isa, acc, [self._offset(i, j) for i, j in pixels], lanes.vectors, self.panel * STEP,
+                       self.tile.prefetch)
         else:
             self._sum(f, part, acc, pixels, lanes.vectors)
         emit_epilogue(f, lanes, spec.program, spec.operands, spec.y, pixels,

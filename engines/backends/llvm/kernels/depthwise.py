@@ -38,8 +38,8 @@ from engines.backends.llvm.cost import CALL, Work, epilogue, pieces
 from engines.backends.llvm.emit import PTR, Function, Module, Value
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import Lanes
-from engines.backends.llvm.program import Program, fma, load_meaning, store_meaning
-from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, Window, begin_kernel, pack_channels
+from engines.backends.llvm.program import fma, load_meaning, store_meaning
+from engines.backends.llvm.spec import Array, Grid, ImageKernel, Tactic, View, Window, begin_kernel, pack_channels
 
 
 @dataclass(frozen=True)
@@ -54,25 +54,13 @@ class DepthwiseTile(Tactic):
 
 
 @dataclass(frozen=True)
-class Depthwise(KernelSpec):
-    """Views of one item are [rows, columns, channels], as many channels in y as in x; operands are shaped as y."""
-    x: View
-    y: View
-    operands: tuple[View, ...]
-    program: Program
+class Depthwise(ImageKernel):
+    """Views of one item are [rows, columns, channels], as many channels in y as in x."""
     precision: str                  # int8, fp32, bf16, fp16: how x is stored; floats are computed in float32
     taps: tuple[int, int]
     stride: tuple[int, int] = (1, 1)
     dilation: tuple[int, int] = (1, 1)
     family = "depthwise"
-
-    @property
-    def inputs(self) -> tuple[View, ...]:
-        return (self.x, *self.operands)
-
-    @property
-    def outputs(self) -> tuple[View, ...]:
-        return (self.y,)
 
     @property
     def channels(self) -> int:

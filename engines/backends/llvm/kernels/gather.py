@@ -39,10 +39,6 @@ class Take(KernelSpec):
         return (self.y,)
 
     @property
-    def macs(self) -> int:
-        return 0
-
-    @property
     def run(self) -> int:
         """Bytes of what one index picks."""
         return self.x.size * math.prod(self.x.shape[self.axis + 1:])
@@ -53,9 +49,6 @@ class Take(KernelSpec):
         x, y = joined([View(v.dtype, (*v.shape[:self.axis], 1), (*v.strides[:self.axis], 0), v.item)
                        for v in (self.x, self.y)], keep_last=True)
         return x, y
-
-    def tactics(self, isa: Isa) -> Sequence[Tactic]:
-        return (Tactic(),)
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(math.prod(self.outer[0].shape))
@@ -105,16 +98,9 @@ class Lookup(KernelSpec):
         return (self.y,)
 
     @property
-    def macs(self) -> int:
-        return 0
-
-    @property
     def run(self) -> int:
         """Bytes of a row of the table."""
         return self.y.size * self.y.shape[-1]
-
-    def tactics(self, isa: Isa) -> Sequence[Tactic]:
-        return (Tactic(),)
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(math.prod(self.index.shape))

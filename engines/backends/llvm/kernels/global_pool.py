@@ -29,31 +29,15 @@ from engines.backends.llvm.emit import Function, Module, Value
 from engines.backends.llvm.fold import Fold
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import Lanes
-from engines.backends.llvm.program import Program, load_meaning, store_meaning
-from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, begin_kernel, pack_channels
+from engines.backends.llvm.program import load_meaning, store_meaning
+from engines.backends.llvm.spec import Array, Grid, ImageKernel, Tactic, begin_kernel, pack_channels
 
 
 @dataclass(frozen=True)
-class GlobalPool(KernelSpec):
+class GlobalPool(ImageKernel):
     """kind: "max" or "sum". x: [..., channels]; y and the operands: any shape of as many elements, channels last."""
-    x: View
-    y: View
-    operands: tuple[View, ...]
-    program: Program
     kind: str
     family = "global_pool"
-
-    @property
-    def inputs(self) -> tuple[View, ...]:
-        return (self.x, *self.operands)
-
-    @property
-    def outputs(self) -> tuple[View, ...]:
-        return (self.y,)
-
-    @property
-    def macs(self) -> int:
-        return 0
 
     @property
     def channels(self) -> int:
@@ -62,9 +46,6 @@ class GlobalPool(KernelSpec):
     @property
     def packed(self) -> bool:
         return self.y.dtype == "uint8" and self.x.dtype == "uint8"
-
-    def tactics(self, isa: Isa) -> Sequence[Tactic]:
-        return (Tactic(),)
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(1, columns=-(-self.channels // (PANEL * isa.lanes)))

@@ -49,10 +49,6 @@ class Permute(KernelSpec):
     def outputs(self) -> tuple[View, ...]:
         return (self.y,)
 
-    @property
-    def macs(self) -> int:
-        return 0
-
     # ---- which way
     @property
     def raw(self) -> bool:
@@ -88,9 +84,6 @@ class Permute(KernelSpec):
         return Pointwise((self.x,), self.y, self.program, self.uniform)
 
     # ---- grid
-    def tactics(self, isa: Isa) -> Sequence[Tactic]:
-        return (Tactic(),)
-
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         if self._pointwise:
             return self._pointwise.grid(isa, tactic)

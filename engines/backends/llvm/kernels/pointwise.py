@@ -53,10 +53,6 @@ class Pointwise(KernelSpec):
     def outputs(self) -> tuple[View, ...]:
         return (self.output,)
 
-    @property
-    def macs(self) -> int:
-        return 0
-
     @cached_property
     def runs(self) -> Runs:
         """Inputs, then the output, on as few axes as possible."""
@@ -67,9 +63,6 @@ class Pointwise(KernelSpec):
         """Packed order makes u8 -> u8 cheap; from floats, one shuffle after the packs is cheaper."""
         views = self.runs.views
         return self.output.dtype == "uint8" and all(v.dtype == "uint8" or v.strides[-1] == 0 for v in views)
-
-    def tactics(self, isa: Isa) -> Sequence[Tactic]:
-        return (Tactic(),)
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(self.runs.rows)

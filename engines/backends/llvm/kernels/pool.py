@@ -33,8 +33,8 @@ from engines.backends.llvm.emit import FLOAT, I32, Function, Module, Value
 from engines.backends.llvm.fold import Fold, Pixel
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import Lanes
-from engines.backends.llvm.program import Program, load_meaning, store_meaning
-from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, Window, begin_kernel, pack_channels
+from engines.backends.llvm.program import load_meaning, store_meaning
+from engines.backends.llvm.spec import Array, Grid, ImageKernel, Tactic, Window, begin_kernel, pack_channels
 
 MOST_UNROLLED = 25      # taps; larger windows are loops over their rows
 
@@ -84,12 +84,8 @@ class PoolTile(Tactic):
 
 
 @dataclass(frozen=True)
-class Pool(KernelSpec):
-    """kind: "max" or "average". Views are [height, width, channels]; operands are shaped as y."""
-    x: View
-    y: View
-    operands: tuple[View, ...]
-    program: Program
+class Pool(ImageKernel):
+    """kind: "max" or "average". Views are [height, width, channels]."""
     kind: str
     kernel: tuple[int, int]
     stride: tuple[int, int] = (1, 1)
@@ -98,18 +94,6 @@ class Pool(KernelSpec):
     count_include_pad: bool = False
     pad_value: int = 0
     family = "pool"
-
-    @property
-    def inputs(self) -> tuple[View, ...]:
-        return (self.x, *self.operands)
-
-    @property
-    def outputs(self) -> tuple[View, ...]:
-        return (self.y,)
-
-    @property
-    def macs(self) -> int:
-        return 0
 
     @property
     def axes(self) -> tuple[Axis, Axis]:

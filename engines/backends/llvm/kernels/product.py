@@ -30,21 +30,8 @@ from engines.backends.llvm.access import (
     run_program,
     unravel,
 )
-from engines.backends.llvm.arithmetic import INT8, Arithmetic
 from engines.backends.llvm.emit import I32, PTR, Function, Module, Value
-from engines.backends.llvm.factors import (
-    MIDDLE,
-    Left,
-    Right,
-    column_sums,
-    integer,
-    last_two_axes,
-    multiply,
-    product_arithmetic,
-    row_sums,
-    store_tile,
-    subtracted,
-)
+from engines.backends.llvm.factors import MIDDLE, Left, Matrix, Right, integer, product_arithmetic, store_tile
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.kernels.contraction import tile_shapes
 from engines.backends.llvm.lanes import Lanes
@@ -136,14 +123,11 @@ class _Emitter:
 
     def __init__(self, spec: Product, module: Module, name: str, isa: Isa, tile: Tile) -> None:
         self.spec, self.module, self.name, self.isa, self.tile = spec, module, name, isa, tile
-        self.arithmetic: Arithmetic = product_arithmetic(spec.precision, isa)
-        self.left = Left(last_two_axes(spec.a), self.arithmetic)
-        self.right = Right(last_two_axes(spec.b), self.arithmetic, isa, tile.vectors)
+        arithmetic = product_arithmetic(spec.precision, isa)
+        self.left = Left(Matrix.of(spec.a), arithmetic, isa)
+        self.right = Right(Matrix.of(spec.b), arithmetic, isa, tile.vectors)
+        self.exact = self.left.exact
         self.rows, self.columns = spec.y.shape[-2:]
-
-    @property
-    def exact(self) -> bool:
-        return self.arithmetic is INT8
 
     # ---- the loops around
     def kernel(self) -> None:
@@ -151,8 +135,7 @@ class _Emitter:
         f, addresses, (begin, end, first, last) = begin_kernel(self.module, self.name, len(spec.inputs) + 3)
         *tensors, self.numbers, self.constants, y = addresses
         self._scratch(f)
-        zeros = [None if self.exact else subtracted(f, self.isa, self.numbers, i, view.dtype)
-                 for i, view in enumerate((spec.a, spec.b))]
+        zeros = [factor.zero(self.numbers, i) for i, factor in enumerate((self.left, self.right))]
         views = (*spec.inputs, spec.y)
         count = math.prod(spec.lead)
         for row in f.range("matrix", begin, end):
@@ -160,7 +143,7 @@ class _Emitter:
             places = unravel(row.remainder(count), spec.lead)
             here = [offset(a, places, view.strides[:-2]) for a, view in zip(here, views, strict=True)]
             if self.exact:
-                row_sums(self.isa, self.left.matrix, here[0], self.sums)
+                self.left.row_sums(here[0], self.sums)
             self._panels(f, here, zeros, first, last)
 
     def _scratch(self, f: Function) -> None:
@@ -182,12 +165,11 @@ class _Emitter:
 
     def _panel(self, f: Function, here: list[Value], zeros: list[Value | None], start: Value, columns: int) -> None:
         a, b, *operands, y = here
-        spec, vectors = self.spec, self.isa.vectors_for(columns)
+        spec = self.spec
         self.right.pack_panel(self.right.matrix.at(b, 0, start), columns, self.packed, zeros[1])
         starts: list[Value] = []
         if self.exact:
-            starts = column_sums(self.isa, self.packed, self.right.steps, vectors)
-            starts = [self._start(f, total) for total in starts]
+            starts = [self._start(f, total) for total in self.right.column_sums(self.packed, columns)]
         constants = self.constants + start * (4 * spec.program.constants)
         outs = [offset(address, [start], view.strides[-1:])
                 for address, view in zip((*operands, y), (*spec.operands, spec.y), strict=True)]
@@ -195,7 +177,7 @@ class _Emitter:
         for top, height in f.tiles("block", self.rows, block):
             x = self.left.matrix.at(a, top, 0)
             if not self.left.direct:
-                self.left.copy(self.isa, x, height, self.copied, zeros[0])
+                self.left.copy(x, height, self.copied, zeros[0])
                 x = self.copied
             for row, rows in f.tiles("row", height, self.tile.rows):
                 moved = [offset(address, [top + row], view.strides[-2:-1])
@@ -226,8 +208,7 @@ class _Emitter:
             for m in range(rows):
                 of_row = f.splat(f.load(I32, given["sums"] + 4 * m, hint="sum") * zero, isa.lanes)
                 begin.append([given[v] - of_row for v in starts])
-        sums = multiply(f, isa, self.arithmetic, given["x"], given["w"], self.left.pitch, (rows, lanes.vectors),
-                        self.right.steps, begin)
+        sums = self.right.multiply(given["x"], self.left.pitch, given["w"], (rows, columns), begin)
         constants = load_constants(lanes, given["constants"], spec.program.constants)
 
         def result(m: int) -> list[Value]:

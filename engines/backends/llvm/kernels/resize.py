@@ -26,8 +26,8 @@ from engines.backends.llvm.access import (
 from engines.backends.llvm.emit import FLOAT, I8, I64, Function, Module, Value, vector
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import Lanes
-from engines.backends.llvm.program import Program, fma, load_meaning, store_meaning
-from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, Window, begin_kernel, pack_channels
+from engines.backends.llvm.program import fma, load_meaning, store_meaning
+from engines.backends.llvm.spec import Array, Grid, ImageKernel, Tactic, Window, begin_kernel, pack_channels
 
 Tap = tuple[Value, Value | None]        # byte offset, weight in all lanes (None: the one tap of weight 1)
 
@@ -40,26 +40,10 @@ def taps_of(matrix: Array) -> tuple[Array, Array]:
 
 
 @dataclass(frozen=True)
-class Resize(KernelSpec):
-    """taps: of rows, of columns. Operands are shaped as y."""
-    x: View
-    y: View
-    operands: tuple[View, ...]
-    program: Program
+class Resize(ImageKernel):
+    """taps: of rows, of columns."""
     taps: tuple[int, int] = (1, 1)
     family = "resize"
-
-    @property
-    def inputs(self) -> tuple[View, ...]:
-        return (self.x, *self.operands)
-
-    @property
-    def outputs(self) -> tuple[View, ...]:
-        return (self.y,)
-
-    @property
-    def macs(self) -> int:
-        return 0
 
     @property
     def packed(self) -> bool:
@@ -69,9 +53,6 @@ class Resize(KernelSpec):
     def copies(self) -> bool:
         """Bytes are only moved."""
         return self.taps == (1, 1) and self.packed and not self.program.instructions
-
-    def tactics(self, isa: Isa) -> Sequence[Tactic]:
-        return (Tactic(),)
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(self.y.shape[0])

@@ -55,13 +55,6 @@ class WinogradWeights(KernelSpec):
         """Of all panels and ks."""
         return (self.panels * self.vectors + self.last) * self.steps
 
-    @property
-    def macs(self) -> int:
-        return 0
-
-    def tactics(self, isa: Isa) -> Sequence[Tactic]:
-        return (Tactic(),)
-
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(self.steps, columns=self.panels + bool(self.last))
 

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from engines.backends.llvm.calls import Call, Context, Refused, Written, broadcast, image, lowers, write_body
+from engines.backends.llvm.halos import pads_of
 from engines.backends.llvm.kernels.contraction import Contraction
 from engines.backends.llvm.kernels.depthwise import Depthwise
-from engines.backends.llvm.places import Place, pads_of
+from engines.backends.llvm.places import Place
 from engines.backends.llvm.rules.product import lower_product
 from engines.backends.llvm.spec import Array, KernelSpec, View
 from engines.backends.llvm.taps import Border

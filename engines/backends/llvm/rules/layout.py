@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engines.backends.llvm.calls import Call, Context, lowers
-from engines.backends.llvm.places import as_one_item, item_perm
+from engines.backends.llvm.places import as_one_item
 from engines.backends.llvm.rules.copies import moved
+from engines.backends.llvm.sharing import item_perm
 from engines.ir import Node
 
 

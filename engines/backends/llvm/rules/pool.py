@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engines.backends.llvm.calls import Call, Context, Refused, Written, lowers, write_body
+from engines.backends.llvm.halos import pads_of
 from engines.backends.llvm.kernels.global_pool import GlobalPool
 from engines.backends.llvm.kernels.pool import Pool
 from engines.backends.llvm.kernels.reduce import Reduce
-from engines.backends.llvm.places import pads_of
 from engines.backends.llvm.program import Program
 from engines.backends.llvm.rules.contraction import operand_views
 from engines.backends.llvm.rules.pointwise import FLOATS
