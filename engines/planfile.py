@@ -35,7 +35,7 @@ import numpy as np
 from engines.errors import PlanCorruptError, PlanVersionError
 from engines.ir import Array
 from engines.narrow import Run, narrow, widen
-from engines.packed import PackedArray, Packing
+from engines.packed import PackedArray, Packing, Picked
 from engines.plan import Plan
 from engines.records import from_plain, to_plain
 
@@ -128,17 +128,24 @@ def _constant_operands(plan: Plan) -> set[int]:
     return read | {item.source for item in plan.derived}
 
 
-def _differences(packing: Packing) -> dict[str, Any]:
+def _differences(packing: Packing | Picked) -> dict[str, Any]:
     """Each number less the one before it: these repeat, so that they compress to little."""
-    return {"starts": np.diff(packing.starts, prepend=0).tolist(), "kinds": packing.kinds,
-            "steps": [np.diff(steps, prepend=0).tolist() for steps in packing.steps]}
+    def differences(numbers: tuple[int, ...]) -> list[int]:
+        return np.diff(numbers, prepend=0).tolist()
+
+    if isinstance(packing, Picked):
+        return {"lanes": packing.lanes, "rows": differences(packing.rows), "columns": differences(packing.columns)}
+    return {"starts": differences(packing.starts), "kinds": packing.kinds,
+            "steps": [differences(steps) for steps in packing.steps]}
 
 
-def _sums(content: Mapping[str, Any]) -> Packing:
+def _sums(content: Mapping[str, Any]) -> Packing | Picked:
     """The inverse."""
     def summed(differences: list[int]) -> tuple[int, ...]:
         return tuple(np.cumsum(differences, dtype=np.int64).tolist())
 
+    if "lanes" in content:
+        return Picked(content["lanes"], summed(content["rows"]), summed(content["columns"]))
     return Packing(summed(content["starts"]), tuple(content["kinds"]), tuple(map(summed, content["steps"])))
 
 
@@ -221,7 +228,8 @@ class _Reader:
     def _packed(self) -> dict[str, PackedArray]:
         content = json.loads(zlib.decompress(self.section("packed")))
         packings = [_sums(packing) for packing in content["packings"]]
-        return {name: PackedArray(**{**record, "shape": tuple(record["shape"]), "packing": packings[record["packing"]]})
+        return {name: PackedArray(**{**record, "shape": tuple(record["shape"]), "offsets": tuple(record["offsets"]),
+                                     "packing": packings[record["packing"]]})
                 for name, record in content["arrays"].items()}
 
 

@@ -89,15 +89,15 @@ class Constants:
                 way = finder.find(call.spec, tactic, call.constants, key, [self._parts[i] for i in parts],
                                   rounded=self._readers(name) == 1)
                 if way is not None:
-                    offset = self._offsets[parts[way.which]]
-                    found[name] = PackedArray(str(array.dtype), array.shape, axis, way.stored, offset, way.packing)
+                    offsets = tuple(self._offsets[parts[which]] for which in way.which)
+                    found[name] = PackedArray(str(array.dtype), array.shape, axis, way.stored, offsets, way.packing)
         return found
 
     def _as_it_is(self, name: str, operand: Operand) -> PackedArray:
         array = self._graph.constants[name]
         rows, row = len(array), array.nbytes // len(array)
         in_order = Packing(tuple(range(0, array.nbytes, row)), (0,) * rows, (tuple(range(0, row, array.itemsize)),))
-        return PackedArray(str(array.dtype), array.shape, 0, str(array.dtype), operand.offset, in_order)
+        return PackedArray(str(array.dtype), array.shape, 0, str(array.dtype), (operand.offset,), in_order)
 
     def _readers(self, name: str) -> int:
         return sum(node.inputs.count(name) for node in self._graph.consumers[name])

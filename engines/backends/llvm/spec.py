@@ -22,6 +22,7 @@ from engines.backends.llvm.emit import I64, PTR, Function, Module, Value
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import SIZES
 from engines.backends.llvm.program import Program
+from engines.packed import Picked
 
 Array = NDArray[Any]
 ALIGNMENT = 64                  # of packed constants: a cache line, and the widest vector
@@ -141,6 +142,11 @@ class KernelSpec(ABC):
     def only_moves(self, tactic: Any) -> bool:
         """Packing puts each constant into its place, whatever its value: so a plan can find them there again."""
         return True
+
+    def picked(self, isa: Isa, tactic: Any) -> Mapping[str, Picked]:
+        """The constants whose values decide where packing puts them, and that a plan finds by the tables beside them:
+        the first three packed arrays are what `Picked` reads."""
+        return {}
 
     @abstractmethod
     def grid(self, isa: Isa, tactic: Any) -> Grid:

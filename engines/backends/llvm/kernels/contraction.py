@@ -43,6 +43,7 @@ from engines.backends.llvm.pairing import PLACE, STEP, WINDOW, emit_steps, pair,
 from engines.backends.llvm.program import load_meaning, store_meaning
 from engines.backends.llvm.spec import Array, Grid, ImageKernel, Tactic, View, Window, begin_kernel, pack_channels
 from engines.backends.llvm.taps import Border, TapAxis
+from engines.packed import Picked
 
 FEW_PIXELS = 8          # items of no more pixels than this are cut by batch
 
@@ -295,6 +296,19 @@ class Contraction(ImageKernel):
 
     def made(self, isa: Isa, tactic: Tile | Winograd) -> Mapping[int, KernelSpec]:
         return {0: winograd.made_weights(self, isa, self._panels(isa, tactic))} if isinstance(tactic, Winograd) else {}
+
+    def picked(self, isa: Isa, tactic: Tile | Winograd) -> Mapping[str, Picked]:
+        if isinstance(tactic, Winograd) or not tactic.paired:
+            return {}
+        lanes = self._panel(isa, tactic)
+        rows = {channel: panel * lanes + lane for panel, order in enumerate(self._panels(isa, tactic))
+                for lane, channel in enumerate(order.ravel().tolist())}
+        # A column is a channel at a tap.
+        taps = [tap * dilation * stride for tap, dilation, stride in zip(
+            map(np.arange, self.taps), self.dilation, self.x.strides, strict=False)]
+        columns = (np.arange(self.cin)[:, None, None] + taps[0][:, None] + taps[1]).ravel()
+        return {"weights": Picked(lanes, tuple(rows[channel] for channel in range(self.y.shape[2])),
+                                  tuple(columns.tolist()))}
 
     def _run_offsets(self) -> Array:
         """Bytes from tap (0, 0) to the start of each run."""
