@@ -1,42 +1,38 @@
-"""The constants that kernels make of others when a plan is made ready to run."""
+"""The constants that kernels make of others when a plan is made ready to run: Plan.derived."""
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from functools import partial
 
 import numpy as np
 
 from engines.memory import Memory
 from engines.plan import Derived, Plan
-from engines.tables import WORD
-
-if TYPE_CHECKING:
-    from engines.execution import EmittedFunction
 
 PIECE = 1 << 20         # bytes that a thread makes before it takes the next piece
 
-Kernels = Callable[[Derived], "EmittedFunction"]
+Kernel = Callable[..., None]
 
 
-def derive(plan: Plan, kernel: Kernels, constants: int, threads: int = 1) -> Memory:
-    """The memory of a plan's derived constants, filled.
+def derive(plan: Plan, kernel: Callable[[Derived], Kernel], constants: int, threads: int = 1) -> Memory:
+    """Memory with a plan's derived constants in it, made by so many threads.
 
-    kernel: the function of each, which releases the GIL. constants: the address of the plan's constants.
+    kernel: the emitted function of each, which releases the GIL. constants: the address of the plan's constants.
     """
     memory = Memory(plan.derived_bytes)
-    pieces = _pieces(plan, kernel, constants, memory.address)
-    lock = threading.Lock()
+    pieces = [piece for item in plan.derived for piece in _pieces(item, kernel(item), constants, memory.address)]
+    pieces.reverse()        # taken from the end
 
     def work() -> None:
         while True:
-            with lock:
-                piece = next(pieces, None)
-            if piece is None:
+            try:
+                piece = pieces.pop()        # atomic
+            except IndexError:
                 return
             piece()
 
-    helpers = [threading.Thread(target=work) for _ in range(threads - 1 if plan.derived else 0)]
+    helpers = [threading.Thread(target=work) for _ in range(min(threads, len(pieces)) - 1)]
     for helper in helpers:
         helper.start()
     work()
@@ -45,21 +41,17 @@ def derive(plan: Plan, kernel: Kernels, constants: int, threads: int = 1) -> Mem
     return memory
 
 
-def _pieces(plan: Plan, kernel: Kernels, constants: int, memory: int) -> Iterator[Callable[[], None]]:
-    """Each constant's grid, cut along its columns and then its rows into pieces of about PIECE bytes."""
-    for item in plan.derived:
-        function = kernel(item)
-        operands = np.array([constants + item.source, memory + item.offset], np.int64)
-        assert operands.itemsize == WORD
-        count = max(item.bytes // PIECE, 1)
-        columns = min(count, item.columns)
-        rows = min(-(-count // columns), item.rows)
-        for column in range(columns):
-            for row in range(rows):
-                bounds = (row * item.rows // rows, (row + 1) * item.rows // rows,
-                          column * item.columns // columns, (column + 1) * item.columns // columns)
+def _pieces(item: Derived, kernel: Kernel, constants: int, memory: int) -> Iterator[Callable[[], None]]:
+    """A constant's grid, cut along its columns, then its rows, into pieces of about PIECE bytes."""
+    operands = np.array([constants + item.source, memory + item.offset], np.int64)
+    count = -(-item.bytes // PIECE)
+    columns = min(count, item.columns)
+    rows = min(-(-count // max(columns, 1)), item.rows)
 
-                def call(function: EmittedFunction = function, operands: np.ndarray = operands,
-                         bounds: tuple[int, ...] = bounds) -> None:
-                    function(operands.ctypes.data, *bounds)
-                yield call
+    def run(*bounds: int) -> None:
+        kernel(operands.ctypes.data, *bounds)
+
+    for column in range(columns):
+        for row in range(rows):
+            yield partial(run, row * item.rows // rows, (row + 1) * item.rows // rows,
+                          column * item.columns // columns, (column + 1) * item.columns // columns)

@@ -24,7 +24,6 @@ from engines.errors import PlanCorruptError
 from engines.ir import Array, QParams
 from engines.packed import PackedArray
 
-
 DERIVED = -1        # as Operand.buffer
 
 

@@ -6,8 +6,8 @@
 
 Each weight is there once: among the constants, as kernels read it. What the graph needs of it again is read back from
 there (engines/packed.py); only constants of the graph that are nowhere else have an array. Code, JSON and manifest are
-compressed; constants are not, for the file is mapped, not read: processes that load one plan share its weights. (Where
-kernels want integers wider than their values, each process widens its own: engines/narrow.py.)
+compressed; constants are not, for the file is mapped, not read: processes that load one plan share its weights. (But
+not those that kernels make of others when a plan is made ready to run: Plan.derived.)
 
 Code is checked by BLAKE2b, for it will be executed; the rest by the CRC-32 of the sums of each page's 64-bit words (and
 of the bytes behind the last whole page). It finds any change inside one word, and pages that are missing or in each
@@ -34,7 +34,6 @@ import numpy as np
 
 from engines.errors import PlanCorruptError, PlanVersionError
 from engines.ir import Array
-from engines.narrow import Run, narrow, widen
 from engines.packed import PackedArray, Packing, Picked
 from engines.plan import Plan
 from engines.records import from_plain, to_plain
@@ -72,8 +71,7 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write the file beside its name, then rename it: whoever reads `path` finds the old plan or the new one, whole."""
     target = Path(path)
     sections, arrays = _sections(plan)
-    constants, runs = narrow(plan.constants, _constant_operands(plan))
-    sections["constants"] = constants
+    sections["constants"] = plan.constants
 
     records: dict[str, dict[str, Any]] = {}
     at = PAGE
@@ -81,7 +79,7 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
         records[name] = {"offset": at, "bytes": len(data), "checksum": _checksum(name)(data)}
         at = -(-(at + len(data)) // LINE) * LINE
     fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.name not in _ELSEWHERE}
-    manifest = _compressed_json({"plan": fields, "code": [len(code) for code in plan.code], "runs": runs,
+    manifest = _compressed_json({"plan": fields, "code": [len(code) for code in plan.code],
                                  "arrays": arrays, "sections": records})
     header = _HEADER.pack(MAGIC, VERSION, 0, at, len(manifest), bytes.fromhex(_strong(manifest)), at + len(manifest))
 
@@ -120,12 +118,6 @@ def _sections(plan: Plan) -> tuple[dict[str, _Buffer], dict[str, Any]]:
             arrays[name] = {"dtype": array.dtype.str, "shape": array.shape, "section": f"array/{len(sections)}"}
             sections[f"array/{len(sections)}"] = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
     return sections, arrays
-
-
-def _constant_operands(plan: Plan) -> set[int]:
-    """Where in the constants an operand begins, or what one is made of."""
-    read = {operand.offset for step in plan.steps for operand in step.operands if operand.buffer is None}
-    return read | {item.source for item in plan.derived}
 
 
 def _differences(packing: Packing | Picked) -> dict[str, Any]:
@@ -201,17 +193,13 @@ class _Reader:
     def plan(self) -> Plan:
         try:
             fields = from_plain(Plan, self._manifest["plan"])
-            constants = self._constants()
+            constants = self.section("constants")
             packed = _Lazy(self._packed)
             return Plan(**fields, code=self._code(), constants=constants, graph=_Lazy(self._graph), packed=packed,
                         graph_arrays=_LazyArrays(self, self._manifest["arrays"], constants, packed))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             # The checksums hold, so this is what a faulty or a private version of the compiler wrote.
             raise PlanCorruptError(f"{self.path}: the manifest is not a plan's ({error!r}); {_REBUILD}") from error
-
-    def _constants(self) -> memoryview:
-        runs = tuple(Run(**run) for run in self._manifest["runs"])
-        return widen(self.section("constants"), runs) if runs else self.section("constants")
 
     def _code(self) -> tuple[bytes, ...]:
         objects, at = zlib.decompress(self.section("code")), 0

@@ -46,18 +46,20 @@ class Constants:
         added = [self.add(array) for array in call.spec.pack(self._isa, tactic, call.constants)]
         self._calls.append((call, tactic, list(range(first, len(self._parts)))))
         for which, spec in call.spec.made(self._isa, tactic).items():
-            added[which] = self._derive(spec, added[which][0], call.name)
+            added[which] = self._derive(spec, *added[which], call.name)
         return added
 
-    def _derive(self, spec: KernelSpec, source: Operand, name: str) -> tuple[Operand, int]:
-        """What a kernel makes of a constant."""
-        (made,), grid = spec.outputs, spec.grid(self._isa, spec.tactics(self._isa)[0])
+    def _derive(self, spec: KernelSpec, source: Operand, kept: int, name: str) -> tuple[Operand, int]:
+        """What a kernel makes of a constant of `kept` bytes."""
+        grid = spec.grid(self._isa, spec.tactics(self._isa)[0])
         assert (grid.row_step, grid.column_step) == (1, 1), f"{spec.family}: its grid is to be cut anywhere"
-        place = Derived(self._symbols[spec], source.offset, self._derived_size, made.span, grid.rows_per_item,
+        items = -(-kept // spec.inputs[0].item)
+        size = items * spec.outputs[0].item
+        place = Derived(self._symbols[spec], source.offset, self._derived_size, size, items * grid.rows_per_item,
                         grid.columns, name)
         self._derived.append(place)
-        self._derived_size += -(-made.span // ALIGNMENT) * ALIGNMENT
-        return Operand(DERIVED, place.offset), made.span
+        self._derived_size += -(-size // ALIGNMENT) * ALIGNMENT
+        return Operand(DERIVED, place.offset), size
 
     def tensor(self, name: str) -> Operand:
         """A constant of the graph, as it is."""

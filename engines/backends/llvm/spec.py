@@ -4,7 +4,7 @@ Every kernel is called as
 
     void name(ptr operands, i64 row_begin, i64 row_end, i64 column_begin, i64 column_end)
 
-operands: the addresses of its inputs, then of its packed constants (see `made`), then of its outputs. Its work is a grid of
+operands: the addresses of its inputs, then of its packed constants, then of its outputs. Its work is a grid of
 `rows_per_item * batch` rows by `columns`; the caller may cut it at multiples of the steps and run the pieces anywhere.
 The batch is thus a run-time extent: row r belongs to item r // rows_per_item.
 """
@@ -168,13 +168,14 @@ class KernelSpec(ABC):
 
     def made(self, isa: Isa, tactic: Any) -> Mapping[int, KernelSpec]:
         """Packed constants that a plan keeps smaller than the kernel reads them: which -> the kernel that makes the one
-        of the other when a plan is loaded. It has one input, one output and no constants."""
+        of the other when a plan is loaded. It has one dense input, one dense output and no constants; the constant is
+        as many of its items as it takes."""
         return {}
 
     def ready_constants(self, isa: Isa, tactic: Any, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         """What `pack` gives, as the kernel reads it."""
         made = self.made(isa, tactic)
-        return tuple(made[which].reference([array[None]], {})[0][0] if which in made else array
+        return tuple(_made_by(made[which], array) if which in made else array
                      for which, array in enumerate(self.pack(isa, tactic, constants)))
 
     @abstractmethod
@@ -205,6 +206,13 @@ class ImageKernel(KernelSpec):
     @property
     def outputs(self) -> tuple[View, ...]:
         return (self.y,)
+
+
+def _made_by(maker: KernelSpec, kept: Array) -> Array:
+    """What a kernel makes of a packed constant, its last item filled up with zeros."""
+    (view,), flat = maker.inputs, kept.reshape(-1)
+    whole = np.pad(flat, (0, -flat.nbytes % view.item // view.size))
+    return maker.reference([whole.reshape(-1, *view.shape)], {})[0].reshape(-1)
 
 
 def begin_kernel(module: Module, name: str, count: int) -> tuple[Function, list[Value], list[Value]]:

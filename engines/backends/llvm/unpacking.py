@@ -1,9 +1,10 @@
 """The way back from packed constants to the graph's: found by packing numbers instead of weights, and then checked.
 
-So no kernel family has to say how to undo its packing, but where the weights' values decide it. A matrix of zeros but for its first and last column, which hold
-the numbers of their rows, is packed; then one whose first and last row hold the numbers of their columns. Where a
-number comes to lie is where that element of the weights does. Numbers are written in digits that are exact in every
-stored dtype, one digit a matrix; the last row and column hold them negative, to be told from the first.
+So no kernel family has to say how to undo its packing (but where the weights' values decide it: KernelSpec.picked). A
+matrix of zeros but for its first and last column, which hold the numbers of their rows, is packed; then one whose first
+and last row hold the numbers of their columns. Where a number comes to lie is where that element of the weights does.
+Numbers are written in digits that are exact in every stored dtype, one digit a matrix; the last row and column hold
+them negative, to be told from the first.
 """
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from engines.backends.llvm.spec import Array, KernelSpec
 from engines.packed import Packing, Picked
 
 SMALLEST = 4096             # bytes: below, a constant takes hardly more room than the way back to it
-_LEAST, _BASE = 2, 120      # digits are 2 to 121: 0 is padding, -1 the upper bytes of a negative digit made wider
+_LEAST, _BASE = 1, 120      # digits are 1 to 120: 0 is padding
 _STORED = {"int8": ("int8",), "float32": ("float32", "bfloat16", "float16")}
 
 

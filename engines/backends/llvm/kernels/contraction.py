@@ -37,11 +37,22 @@ from engines.backends.llvm.emit import I32, I64, PTR, Function, Module, Value
 from engines.backends.llvm.epilogue import emit_epilogue
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.kernels import winograd
+from engines.backends.llvm.kernels.widen import widened
 from engines.backends.llvm.kernels.winograd import Winograd
 from engines.backends.llvm.lanes import Lanes
 from engines.backends.llvm.pairing import PLACE, STEP, WINDOW, emit_steps, pair, window_starts
 from engines.backends.llvm.program import load_meaning, store_meaning
-from engines.backends.llvm.spec import Array, Grid, ImageKernel, Tactic, View, Window, begin_kernel, pack_channels
+from engines.backends.llvm.spec import (
+    Array,
+    Grid,
+    ImageKernel,
+    KernelSpec,
+    Tactic,
+    View,
+    Window,
+    begin_kernel,
+    pack_channels,
+)
 from engines.backends.llvm.taps import Border, TapAxis
 from engines.packed import Picked
 
@@ -295,7 +306,9 @@ class Contraction(ImageKernel):
                                for order in orders]), program
 
     def made(self, isa: Isa, tactic: Tile | Winograd) -> Mapping[int, KernelSpec]:
-        return {0: winograd.made_weights(self, isa, self._panels(isa, tactic))} if isinstance(tactic, Winograd) else {}
+        if isinstance(tactic, Winograd):
+            return {0: winograd.made_weights(self, isa, self._panels(isa, tactic))}
+        return widened(isa) if self.precision == "int8" and not tactic.paired else {}
 
     def picked(self, isa: Isa, tactic: Tile | Winograd) -> Mapping[str, Picked]:
         if isinstance(tactic, Winograd) or not tactic.paired:

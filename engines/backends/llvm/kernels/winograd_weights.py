@@ -1,4 +1,4 @@
-"""Winograd's weights, G g G', made from plain ones when a plan is loaded: a plan holds 9 numbers where 36 are multiplied.
+"""Winograd's weights, G g G', made of plain ones when a plan is loaded: a plan holds 9 where 36 are multiplied.
 
     kept    [panel][k][tap of 3x3][vector][element]         int8 or float32
     made    [panel][position of 6x6][k][vector][element]    int16 or float32
@@ -69,7 +69,7 @@ class WinogradWeights(KernelSpec):
         return (np.concatenate(parts)[None],)
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
-        f, (kept, made), (row_begin, row_end, *columns) = begin_kernel(module, name, 2)
+        f, (kept, made), (row_begin, row_end, column_begin, column_end) = begin_kernel(module, name, 2)
         size, made_size = (SIZES[dtype] * self.elements for dtype in (self.dtype, _MADE[self.dtype]))
         panel_bytes = self.steps * self.vectors
 
@@ -77,9 +77,10 @@ class WinogradWeights(KernelSpec):
             source, target = (address + index * (panel_bytes * bytes_) for address, bytes_ in (
                 (kept, TAPS ** 2 * size), (made, PATCH ** 2 * made_size)))
             for k in f.range("k", row_begin, row_end):
-                self._transform(f, source + k * (TAPS ** 2 * vectors * size), target + k * (vectors * made_size), vectors)
+                here = source + k * (TAPS ** 2 * vectors * size)
+                self._transform(f, here, target + k * (vectors * made_size), vectors)
 
-        for index in f.range("panel", *columns):
+        for index in f.range("panel", column_begin, column_end):
             if self.panels:
                 with f.when(index.below(self.panels)):
                     panel(index, self.vectors)
@@ -109,6 +110,6 @@ class WinogradWeights(KernelSpec):
 
 def _transformed(taps: Array) -> Array:
     """[panel, k, 3, 3, element] -> [panel, 6, 6, k, element], flat."""
-    rows = transform_weights(np.moveaxis(taps, 2, 0))
-    both = [transform_weights(np.moveaxis(row, 2, 0)) for row in rows]
+    rows = transform_weights([taps[:, :, p] for p in range(TAPS)])
+    both = [transform_weights([row[:, :, q] for q in range(TAPS)]) for row in rows]
     return np.stack([np.stack(row, 1) for row in both], 1).ravel()
