@@ -26,8 +26,8 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -69,7 +69,6 @@ def _compressed_json(value: Any) -> bytes:
 # ---- writing
 def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write the file beside its name, then rename it: whoever reads `path` finds the old plan or the new one, whole."""
-    target = Path(path)
     sections, arrays = _sections(plan)
     sections["constants"] = plan.constants
 
@@ -83,7 +82,8 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
                                  "arrays": arrays, "sections": records})
     header = _HEADER.pack(MAGIC, VERSION, 0, at, len(manifest), bytes.fromhex(_strong(manifest)), at + len(manifest))
 
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    folder, name = os.path.split(os.fspath(path))
+    temporary = os.path.join(folder, f".{name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
         with open(temporary, "xb") as file:
             file.write(header)
@@ -94,9 +94,10 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
             file.write(manifest)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, target)
+        os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
         raise
 
 
