@@ -108,12 +108,13 @@ def _places(packed: list[Array], stored: str, count: int) -> NDArray[np.int64] |
         size = 2 if stored == "bfloat16" else np.dtype(stored).itemsize
         if len(data) % size:
             return None
-        values = load_meaning(stored, data.view("uint16" if stored == "bfloat16" else stored))
-        here = np.flatnonzero(np.abs(values.astype(np.float32)) >= _LEAST)
-        digits = np.abs(values[here].astype(np.float32)) - _LEAST
+        elements = data.view("uint16" if stored == "bfloat16" else stored)
+        here = np.flatnonzero(elements)
+        values = load_meaning(stored, elements[here]).astype(np.float32)
+        digits = np.abs(values) - _LEAST
         if places is not None and not np.array_equal(here, places) or not np.all(digits == np.floor(digits) % _BASE):
             return None
-        places, signs = here, values[here] < 0
+        places, signs = here, values < 0
         numbers = numbers + digits.astype(np.int64) * _BASE ** power
     result = np.full((2, count), -1, np.int64)
     if places is None or np.any(numbers >= count):

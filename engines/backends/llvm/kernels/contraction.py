@@ -301,9 +301,11 @@ class Contraction(ImageKernel):
             paired = pair(runs[np.stack(whole)], self._run_offsets())
             return paired.steps, paired.places, paired.starts, program
         runs = np.pad(runs, ((0, 0), (0, 0), (0, -self.run % arithmetic.elements)))
-        steps = runs.reshape(len(runs), -1, arithmetic.elements)        # [cout][turn][element]
-        return np.concatenate([arithmetic.ready(isa, steps[order].transpose(2, 0, 1, 3)).ravel()
-                               for order in orders]), program
+        # Elements that stay together are moved as one: [cout][turn]
+        steps = runs.reshape(len(runs), -1).view(f"u{arithmetic.elements * runs.itemsize}")
+        turned = [np.ascontiguousarray(steps[order].transpose(2, 0, 1))[..., None].view(runs.dtype)
+                   for order in orders]                                 # [turn][vector][lane][element]
+        return np.concatenate([arithmetic.ready(isa, panel).ravel() for panel in turned]), program
 
     def made(self, isa: Isa, tactic: Tile | Winograd) -> Mapping[int, KernelSpec]:
         if isinstance(tactic, Winograd):
