@@ -64,6 +64,7 @@ def _read(path: str) -> str:
 @cache
 def detect() -> CpuInfo:
     """This machine. Outside Linux no feature is known, so that only portable plans run."""
-    model, features = parse_cpuinfo(_read(_CPUINFO)) if os.path.exists(_CPUINFO) else (platform.processor(), frozenset())
+    known = os.path.exists(_CPUINFO)
+    model, features = parse_cpuinfo(_read(_CPUINFO)) if known else (platform.processor(), frozenset())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return CpuInfo(platform.machine(), model, features, _caches(), cores)

@@ -18,7 +18,7 @@ from engines.errors import PlanCorruptError
 from engines.fallback import FallbackStep
 from engines.ir import Array
 from engines.memory import LINE, Layout, Memory, array_at, plan_memory
-from engines.plan import DERIVED, Band, Fill, Plan, TensorView, verify
+from engines.plan import DERIVED, Band, Fill, Plan, TensorView, item_strides, verify
 from engines.tables import STEP_WORDS, WORD, StepRow
 
 Words = NDArray[np.int64]
@@ -45,7 +45,6 @@ class Program:
         self._derived = derive(plan, lambda item: self.function(item.symbol, 5, f"a constant of '{item.name}'"),
                                self._constants_address, threads)
         self.run_steps = self.function("run_steps", 5)
-        self.run_items = self.function("run_items", 5)
         self.steps = self._step_table()
         self.steps_address = self.steps.ctypes.data
         self.spans = _spans(plan)
@@ -82,9 +81,29 @@ class Program:
         return table
 
     @cached_property
+    def kept_in_bands(self) -> dict[int, int]:
+        """Buffers that hold one item, for only a band uses them -> bytes that an item of theirs takes."""
+        return {reach.buffer: reach.item_stride for band in self.plan.bands
+                for step in self.plan.steps[band.first:band.last] for reach in step.writes
+                if band.keeps(self.plan.buffers[reach.buffer])}
+
+    @cached_property
+    def item_strides(self) -> Words:
+        """Bytes from an item to the next, of each operand of the steps in bands; 0 for those of other steps."""
+        inside = {i for band in self.plan.bands for i in range(band.first, band.last)}
+        strides = [stride if operand.buffer not in self.kept_in_bands else 0
+                   for i, step in enumerate(self.plan.steps)
+                   for operand, stride in zip(step.operands, item_strides(step) if i in inside else
+                                              [0] * len(step.operands), strict=True)]
+        return np.array(strides, np.int64)
+
+    @cached_property
     def shared_layout(self) -> Layout:
-        """Of a context of one thread: buffers share memory."""
-        return plan_memory(self.plan.buffers, self.plan.fills)
+        """Of a context of one thread: buffers share memory, and what a band keeps to itself is one item's."""
+        others = self.plan.batch_slots - 1
+        buffers = [replace(buffer, bytes=buffer.bytes - others * self.kept_in_bands.get(i, 0))
+                   for i, buffer in enumerate(self.plan.buffers)]
+        return replace(plan_memory(buffers, self.plan.fills), one_item=frozenset(self.kept_in_bands))
 
     @cached_property
     def separate_layout(self) -> Layout:
@@ -155,6 +174,16 @@ class Arena:
         self._operands = program.operand_table(bases)
         self.operands: int = self._operands.ctypes.data     # address of the operand table
 
+    @cached_property
+    def _item_operands(self) -> Words:
+        """For each batch slot an operand table in which the operands of bands are that item's."""
+        slots = np.arange(self._program.plan.batch_slots)[:, None]
+        return self._operands + slots * self._program.item_strides
+
+    def item_operands(self, batch: int) -> list[int]:
+        """The addresses of the tables for the items of a batch, each to be run in bands as a batch of one."""
+        return [row.ctypes.data for row in self._item_operands[:batch]]
+
     @property
     def bytes(self) -> int:
         return self._layout.total
@@ -176,7 +205,8 @@ class Arena:
         self._filled = batch
 
     def _fill(self, fill: Fill, batch: int) -> None:
-        array, value = self.array(fill.view, batch), fill.value
+        array = self.array(fill.view, 1 if fill.view.buffer in self._layout.one_item else batch)
+        value = fill.value
         if fill.view.dtype == "bfloat16":
             value = int(np.float32(value).view(np.uint32)) >> 16
         if fill.view.batched:
@@ -221,57 +251,60 @@ class SerialExecution:
             call()
 
     def _ready(self, batch: int) -> tuple[Callable[[], None], ...]:
-        """Halos written, and each span a call whose arguments ctypes need not convert again: a small network takes
-        little longer than that."""
+        """Halos written, and the spans as calls."""
         self._arena.prepare(batch)
         turns = self._program.turns if batch > 1 else self._program.spans
-        self._calls[batch] = tuple(self._call(span, batch) for span in turns)
+        self._calls[batch] = tuple(call for span in turns for call in calls_of(self._program, self._arena, span, batch))
         return self._calls[batch]
 
-    def _call(self, span: Span, batch: int) -> Callable[[], None]:
-        if span.fallback is not None:
-            return partial(run_span, self._program, self._arena, span, batch)
-        arguments = (self._program.steps_address, self._arena.operands, span.first, span.last, batch)
-        run = self._program.run_items if span.by_item else self._program.run_steps
-        return partial(run, *map(ctypes.c_int64, arguments))
-
     def profile(self, batch: int, repeats: int) -> list[float]:
-        return time_steps(self._program, self._arena, batch, repeats)
+        return time_steps(self._program, self._arena, self._program.turns, batch, repeats)
 
     def close(self) -> None:
         """Nothing to stop: the memory goes with the last view of it."""
 
 
+def calls_of(program: Program, arena: Arena, span: Span, batch: int) -> tuple[Callable[[], None], ...]:
+    """A span on this thread: calls whose arguments ctypes need not convert again, for a small network takes little
+    longer than that."""
+    if span.fallback is not None:
+        return (partial(span.fallback.run, lambda view: arena.array(view, batch), batch),)
+    tables, items = (arena.item_operands(batch), 1) if span.by_item else ([arena.operands], batch)
+    arguments = ((program.steps_address, table, span.first, span.last, items) for table in tables)
+    return tuple(partial(program.run_steps, *map(ctypes.c_int64, values)) for values in arguments)
+
+
 def run_span(program: Program, arena: Arena, span: Span, batch: int) -> None:
     """Run a span on this thread."""
-    if span.fallback is not None:
-        span.fallback.run(lambda view: arena.array(view, batch), batch)
-    else:
-        run = program.run_items if span.by_item else program.run_steps
-        run(program.steps_address, arena.operands, span.first, span.last, batch)
+    for call in calls_of(program, arena, span, batch):
+        call()
 
 
-def time_steps(program: Program, arena: Arena, batch: int, repeats: int, fallbacks: bool = True) -> list[float]:
-    """Seconds of each step, the least of `repeats`: the steps run in order, each timed alone, less the cost of a call.
+def time_steps(program: Program, arena: Arena, spans: Sequence[Span], batch: int, repeats: int,
+               fallbacks: bool = True) -> list[float]:
+    """Seconds of each step of the spans, the least of `repeats`: they run in order, each timed alone, less the cost of
+    a call.
 
     It is CPU time of this thread. Without `fallbacks` those are left out, and take 0 s: the reference may refuse what
     lies in an arena at rest.
     """
-    def seconds(span: Span) -> float:
+    def seconds(call: Callable[[], None]) -> float:
         start = thread_seconds()
-        run_span(program, arena, span, batch)
+        call()
         return thread_seconds() - start
 
     arena.prepare(batch)
-    spans = [Span(i, i + 1, span.fallback) for span in program.spans for i in range(span.first, span.last)]
-    best = [math.inf if fallbacks or span.fallback is None else 0.0 for span in spans]
-    call = math.inf
+    steps = [replace(span, first=i, last=i + 1) for span in spans for i in range(span.first, span.last)]
+    calls = [calls_of(program, arena, step, batch) for step in steps]
+    best = [math.inf if fallbacks or step.fallback is None else 0.0 for step in steps]
+    nothing, = calls_of(program, arena, Span(0, 0), batch)
+    cost = math.inf
     for _ in range(repeats):
-        call = min(call, seconds(Span(0, 0)))
-        for i, span in enumerate(spans):
+        cost = min(cost, seconds(nothing))
+        for i, parts in enumerate(calls):
             if best[i]:
-                best[i] = min(best[i], seconds(span))
-    return [max(least - call, 0.0) for least in best]
+                best[i] = min(best[i], sum(map(seconds, parts)))
+    return [max(least - len(parts) * cost, 0.0) for least, parts in zip(best, calls, strict=True)]
 
 
 @cache

@@ -30,6 +30,7 @@ class Layout:
     """The offset of each buffer, in the order of Plan.buffers, and the bytes of them all."""
     offsets: tuple[int, ...]
     total: int
+    one_item: frozenset[int] = frozenset()      # buffers with room for one item, whatever the batch
 
 
 @dataclass(frozen=True)

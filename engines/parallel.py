@@ -68,7 +68,8 @@ class ParallelProgram:
         """Time the steps at batch 1, once for all contexts. The arena holds no request."""
         with self._lock:
             if self._step_us is None:
-                self._step_us = [s * 1e6 for s in time_steps(self.program, arena, 1, CALIBRATION_RUNS, fallbacks=False)]
+                self._step_us = [s * 1e6 for s in time_steps(
+                    self.program, arena, self.program.spans, 1, CALIBRATION_RUNS, fallbacks=False)]
 
     def schedules(self, batch: int) -> tuple[Schedule | None, ...]:
         """For each span its tables; None if the caller runs it alone: a fallback, or steps too short to be shared."""
@@ -144,7 +145,7 @@ class ParallelExecution:
         return row
 
     def profile(self, batch: int, repeats: int) -> list[float]:
-        return time_steps(self._program, self.arenas[self._pick_arena()], batch, repeats)
+        return time_steps(self._program, self.arenas[self._pick_arena()], self._program.spans, batch, repeats)
 
     @property
     def workers(self) -> Words:

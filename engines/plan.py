@@ -33,6 +33,11 @@ class Operand:
     buffer: int | None          # index in Plan.buffers; None: the constants; DERIVED: those that are made of others
     offset: int = 0
 
+    @property
+    def constant(self) -> bool:
+        """Not in a buffer, and the same for every context."""
+        return self.buffer is None or self.buffer == DERIVED
+
 
 @dataclass(frozen=True)
 class Derived:
@@ -159,11 +164,16 @@ def writes_border(step: Step) -> bool:
 class Band:
     """Steps first..last - 1, which a context of one thread runs item by item.
 
-    What one step hands on to the next is then still in a cache, where that of all items would not fit. The buffers that
-    these steps use are all alive from the first to the last of them.
+    What one step hands on to the next is then still in a cache, where that of all items would not fit. Buffers that no
+    other step uses hold one item, each item in the place of the one before; the others that these steps use are alive
+    from the first to the last of them.
     """
     first: int
     last: int
+
+    def keeps(self, buffer: Buffer) -> bool:
+        """Whether only these steps use the buffer."""
+        return self.first <= buffer.first and buffer.last < self.last
 
 
 @dataclass(frozen=True)
@@ -210,7 +220,14 @@ class Plan:
 
 def runs_by_item(step: Step) -> bool:
     """Whether the rows of an item can be run apart from those of others."""
-    return step.rows_per_item > 0 and step.rows_per_item % step.row_step == 0
+    return (step.rows_per_item > 0 and step.rows_per_item % step.row_step == 0
+            and len(step.reads) + len(step.writes) == sum(not operand.constant for operand in step.operands))
+
+
+def item_strides(step: Step) -> list[int]:
+    """Bytes from an item to the next, of each operand of a step that runs by item; constants are the same for all."""
+    reaches = iter((*step.reads, *step.writes))
+    return [0 if operand.constant else next(reaches).item_stride for operand in step.operands]
 
 
 def verify(plan: Plan) -> Plan:
@@ -245,9 +262,11 @@ def verify(plan: Plan) -> Plan:
             step = plan.steps[index]
             if not step.symbol or not runs_by_item(step):
                 raise broken(f"step {index} '{step.name}' cannot run item by item")
-            for buffer in {operand.buffer for operand in step.operands} - {None, DERIVED}:
-                for at in (band.first, band.last - 1):
-                    check_life(at, step, buffer)  # type: ignore[arg-type]
+            for buffer in {operand.buffer for operand in step.operands if not operand.constant}:
+                assert buffer is not None
+                if buffer >= len(plan.buffers) or not band.keeps(plan.buffers[buffer]):
+                    for at in (band.first, band.last - 1):
+                        check_life(at, step, buffer)
 
     for item in plan.derived:
         if not 0 <= item.source <= len(plan.constants) or item.offset < 0 or item.bytes < 0:

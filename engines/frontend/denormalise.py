@@ -64,6 +64,26 @@ def _reduce(node: Node, types: Sequence[TensorType | None], constant: Constant) 
     return [(op, inputs, outputs, {**attrs, "noop_with_empty_axes": 1})]
 
 
+@_rule("CumSum")
+def _cumulative(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
+    attrs = {key: node.attrs[key] for key in ("exclusive", "reverse") if key in node.attrs}
+    return [(node.op, [*node.inputs, constant("axis", np.array(node.attrs["axis"], np.int64))], node.outputs, attrs)]
+
+
+@_rule("GatherElements")
+def _gather_elements(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
+    """Repeated indices have the extents that the data have, but for those along the axis."""
+    data, indices = node.inputs
+    axis, y = int(node.attrs["axis"]), node.outputs[0]
+    if "shape" not in node.attrs:
+        return [(node.op, node.inputs, node.outputs, {"axis": axis})]
+    along = constant("along", np.array([node.attrs["shape"][axis]], np.int64))
+    return [("Shape", [data], [f"{y}.before"], {"end": axis}), ("Shape", [data], [f"{y}.behind"], {"start": axis + 1}),
+            ("Concat", [f"{y}.before", along, f"{y}.behind"], [f"{y}.shape"], {"axis": 0}),
+            ("Expand", [indices, f"{y}.shape"], [f"{y}.indices"], {}),
+            (node.op, [data, f"{y}.indices"], node.outputs, {"axis": axis})]
+
+
 @_rule("Split")
 def _split(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
     return _moved(node, constant, "split", keep=("axis",))

@@ -250,6 +250,13 @@ def _arg(call: Call) -> list[Node]:
                           **call.keep("select_last_index"))
 
 
+@rule("CumSum")
+def _cumulative(call: Call) -> list[Node]:
+    (axis,) = call.ints(1) or (0,)
+    return call.node_with(1, axis=normal_axis(axis, call.rank), exclusive=call.attr("exclusive", 0),
+                          reverse=call.attr("reverse", 0))
+
+
 @rule("TopK")
 def _top_k(call: Call) -> list[Node]:
     (k,) = call.option("k", 1, since=10) or (call.attr("k"),)

@@ -5,6 +5,7 @@ from engines.ops import (  # noqa: F401  (each fills OPS)
     arithmetic,
     attention,
     convolution,
+    cumulative,
     generate,
     linear,
     logic,

@@ -8,7 +8,7 @@ import numpy as np
 from engines.errors import GraphError
 from engines.ir import Array, Node, TensorType
 from engines.ops.op import Inputs, LayoutOp, Op, Types, Values, present
-from engines.shapes import dim, extent, fixed, normal_axis
+from engines.shapes import broadcast, dim, extent, fixed, normal_axis
 
 
 class Concat(Op):
@@ -111,18 +111,19 @@ class Gather(Op):
 
 
 class GatherElements(Op):
-    """y[i][j] = x[indices[i][j]][j], along `axis`."""
+    """y[i][j] = x[indices[i][j]][j], along `axis`. With the attribute `shape` the indices are first expanded to it."""
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
         x, indices = inputs
         assert x is not None and indices is not None
-        return (TensorType(x.dtype, indices.shape),)
+        return (TensorType(x.dtype, broadcast(indices.shape, node.attrs.get("shape", ()))),)
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
         x, indices = arrays
         axis = normal_axis(node.attrs.get("axis", 0), x.ndim)
+        indices = np.broadcast_to(indices, fixed(broadcast(indices.shape, node.attrs.get("shape", ()))))
         grid: list[Array] = list(np.indices(indices.shape, sparse=True))
         grid[axis] = indices
         return np.asarray(x[tuple(grid)])

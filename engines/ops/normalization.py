@@ -59,6 +59,18 @@ class LayerNormalization(Op):
         return (y if bias is None else y + bias).astype(x.dtype), mean.astype(np.float32), deviation.astype(np.float32)
 
 
+class RMSNormalization(_SameShape):
+    """x / sqrt(mean of x**2 + epsilon) * scale, over the axes from `axis` on."""
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Array) -> Array:
+        x, scale = arrays
+        axes = tuple(range(normal_axis(node.attrs.get("axis", -1), x.ndim), x.ndim))
+        wide = x.astype(np.float32) if x.dtype == np.float16 else x
+        size = np.sqrt(np.square(wide).mean(axis=axes, keepdims=True) + node.attrs.get("epsilon", 1e-5))
+        return np.asarray((wide / size).astype(x.dtype) * scale, x.dtype)
+
+
 def standardise(x: Array, axes: tuple[int, ...], epsilon: float) -> Array:
     """(x - mean) / sqrt(variance + epsilon) over `axes`."""
     mean = x.mean(axis=axes, keepdims=True)

@@ -142,8 +142,14 @@ class _Separator:
         inputs = tuple(name and self._fitted(name, behind, group) for name in node.inputs)
         shape = self.graph.shape(node.outputs[0])
         axis = len(shape) - behind
-        target = {"shape": (*shape[:axis], *group, *shape[axis + 1:])} if node.op == "Expand" else {}
+        target = {"shape": (*shape[:axis], *group, *shape[axis + 1:])} if "shape" in node.attrs else {}
         self._emit(replace(node, inputs=inputs, attrs={**node.attrs, **target}), axis, group)
+
+    def _gather_elements(self, node: Node) -> None:
+        data = node.inputs[0]
+        if data not in self.groups:
+            raise _Stuck("its places count more than the batch, its data do not")
+        self._broadcasts(replace(node, attrs={**node.attrs, "axis": self._axis(data, node.attrs["axis"])}))
 
     def _of_inputs(self, node: Node) -> tuple[int, Group]:
         """The merged axis of the inputs, from the right, and what it was made of."""
@@ -245,7 +251,8 @@ def _group_of(source: Sequence[Dim], target: Sequence[Dim], axis: int) -> Group:
 
 _VISITS: Mapping[str, Callable[[_Separator, Node], None]] = {
     "Reshape": _Separator._reshape, "Transpose": _Separator._transpose, "MatMul": _Separator._product,
-    "Gemm": _Separator._gemm, "Gather": _Separator._gather, "Expand": _Separator._broadcasts,
+    "Gemm": _Separator._gemm, "Gather": _Separator._gather,
+    "GatherElements": _Separator._gather_elements, "Expand": _Separator._broadcasts,
     **dict.fromkeys(("Softmax", "LogSoftmax", "LayerNormalization", "LpNormalization", "Concat", "Split", "ArgMax",
                      "ArgMin", "CumSum"), _Separator._along_axis),
     **dict.fromkeys(("Slice", "ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2",

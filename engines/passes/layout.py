@@ -6,7 +6,10 @@ Each tensor has a form in which it is stored (views.py). A walk over the nodes d
   renumbered: so a Transpose sinks through them, and meets its inverse or the end of the graph;
 * a Transpose only changes the form; a Reshape too, unless it tears apart axes that lie next to each other. Before a
   Gemm even that is free: its weights' columns are permuted instead;
+* what works on rows (the last axis) takes any form that leaves them at the end;
 * every other node, and every graph output, reads tensors as ONNX has them. That is where Transposes are left.
+
+Where neither form of two can be kept, the items lead: so every tensor lies in memory, wherever ONNX has that axis.
 """
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir import Array, Dim, Graph, Node, TensorType
+from engines.ir import BATCH, Array, Dim, Graph, Node, TensorType
 from engines.ops import OPS, LayoutOp
 from engines.passes.facts import is_pointwise
 from engines.passes.rewrite import fresh_name
@@ -83,8 +86,8 @@ class _Layout:
             self._reshape(node)
         elif is_pointwise(node) or node.op in _AXIS_OPS and self._rank(node) == len(self.shapes[node.outputs[0]]):
             self._any_form(node)
-        elif node.op == "MatMul" and self.graph.is_constant(node.inputs[1]) and self._rank(node) > 2:
-            self._product(node)
+        elif self._is_by_rows(node):
+            self._by_rows(node)
         elif node.op in _DROPS_AXES:
             self._drops_axes(node)
         else:
@@ -94,6 +97,11 @@ class _Layout:
     def _home(self, tensor: str) -> Perm:
         """The form in which the tensor is made."""
         return next(iter(self.forms[tensor]))
+
+    def _items_first(self, tensor: str) -> Perm:
+        """The axes as ONNX has them, but that of the items before the others."""
+        shape = self.shapes[tensor]
+        return tuple(sorted(range(len(shape)), key=lambda axis: shape[axis] != BATCH))
 
     def _rank(self, node: Node) -> int:
         return len(self.shapes[node.inputs[0]])
@@ -178,7 +186,10 @@ class _Layout:
         elif self._fold_into_readers(node):
             form, name = identity(len(after)), self.forms[source][home]
         else:
-            form, name = identity(len(after)), self._as_onnx(source)
+            ahead = self._items_first(source)
+            form = reshaped(ahead, before, after)
+            form, name = (identity(len(after)), self._as_onnx(source)) if form is None else (
+                form, self.read(source, ahead))
         self._emit(node, [name], [self._made(result, form)], shape=permuted(after, form))
 
     def _fold_into_readers(self, node: Node) -> bool:
@@ -202,12 +213,21 @@ class _Layout:
         self.constants[name] = weight[:, order] if gemm.attrs.get("transB") else weight[order]
         return name
 
-    def _product(self, node: Node) -> None:
-        """Rows times constant weights: in any form that leaves the rows' elements at the end."""
-        source, result = node.inputs[0], node.outputs[0]
-        home, rank = self._home(source), self._rank(node)
-        form = home if home[-1] == rank - 1 and self.graph.constants[node.inputs[1]].ndim == 2 else identity(rank)
-        self._emit(node, [self.read(source, form), node.inputs[1]], [self._made(result, form)])
+    def _is_by_rows(self, node: Node) -> bool:
+        """A product by a constant matrix, a norm along the last axis: each row gives one, by itself."""
+        if node.op in _NORMS:
+            return node.attrs.get("axis", -1) % self._rank(node) == self._rank(node) - 1 and len(node.outputs) == 1
+        return node.op == "MatMul" and self._rank(node) > 2 and getattr(
+            self.graph.constants.get(node.inputs[1]), "ndim", 0) == 2
+
+    def _by_rows(self, node: Node) -> None:
+        """In any form that leaves the rows' elements at the end."""
+        source, *others = node.inputs
+        last = self._rank(node) - 1
+        form = next((form for form in (self._home(source), self._items_first(source)) if form[-1] == last),
+                    identity(last + 1))
+        inputs = [self.read(source, form), *(self._as_onnx(name) for name in others)]
+        self._emit(node, inputs, [self._made(node.outputs[0], form)])
 
     def _any_form(self, node: Node) -> None:
         """Pointwise nodes, and those of _AXIS_OPS: same rank before and after."""
@@ -222,7 +242,9 @@ class _Layout:
 
     def _cheapest_form(self, node: Node, full: Sequence[str], rank: int) -> Perm:
         """The form that moves the fewest elements; channels-last images where that is a tie."""
-        choices = list(dict.fromkeys(self._home(tensor) for tensor in full)) or [identity(rank)]
+        ahead = self._items_first(node.outputs[0])
+        homes = dict.fromkeys(self._home(tensor) for tensor in full)
+        choices = [form for form in homes if form[0] == ahead[0]] or [ahead if full else identity(rank)]
         if rank == 4 and node.outputs[0] in self.wants_image:
             choices.append(IMAGE)
             if all(form == identity(4) for form in choices[:-1]):
@@ -340,6 +362,7 @@ _AXIS_OPS: Mapping[str, Renumber] = {
     "TopK": _axis(-1),
     "Tile": _per_axis("repeats"),
 }
+_NORMS = ("LayerNormalization", "RMSNormalization")
 _REDUCTIONS = ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2",
                "ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp")
 _DROPS_AXES: Mapping[str, Callable[[Attrs, int], Sequence[int]]] = {

@@ -22,9 +22,11 @@ from engines.passes.recurrent import split_recurrent
 from engines.passes.rewrite import Rule
 from engines.passes.rules import activations
 from engines.passes.rules.batchnorm import BatchNormConv, BatchNormToPointwise, LinearBatchNorm
+from engines.passes.rules.expand import EXPANDS
 from engines.passes.rules.gather import GatherOfOne
 from engines.passes.rules.gemm import CanonicalGemm, MatMulToGemm
 from engines.passes.rules.instance_norm import InstanceNorm
+from engines.passes.rules.lookups import LOOKUPS
 from engines.passes.rules.masks import MASKS
 from engines.passes.rules.noop import RemoveNoOp
 from engines.passes.rules.norm import NORMS
@@ -52,7 +54,9 @@ def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
         ("canonical", _rules(log, *VIEWS, *activations.CANONICAL, CanonicalGemm(), MatMulToGemm(), InstanceNorm(),
                              GlobalPoolOfRows(), WholeImagePool(), SpatialReduce())),
         # in few nodes: what attention is recognised by, later
-        ("masks", _rules(log, *MASKS)),
+        ("masks", _rules(log, *LOOKUPS, *MASKS, *EXPANDS)),
+        # what an Expand was moved behind is computed from constants alone
+        ("fold_constants", fold_constants),
         # before views are merged further: its Reshapes must still be apart
         ("channel_shuffle", _rules(log, ChannelShuffle())),
         # names for what exporters wrote as arithmetic, while every step of it is still a node

@@ -53,7 +53,6 @@ class Profile:
                                     # several the time on the wall
     peaks: Peaks
     batch: int
-    banded: int = 0                 # steps that a run of this batch takes item by item; they are timed for all at once
 
     @property
     def seconds(self) -> float:
@@ -82,8 +81,7 @@ def profile(engine: Engine, context: ExecutionContext, batch: int) -> Profile:
     run = min(run_once() for _ in range(passes))
     times = context.profile(batch, repeats=passes)
     lines = (Line(step, seconds, bound(step, engine.plan, batch, peaks), batch) for step, seconds in times)
-    banded = sum(band.last - band.first for band in engine.plan.bands) if batch > 1 and engine.threads == 1 else 0
-    return Profile(tuple(lines), run, peaks, batch, banded)
+    return Profile(tuple(lines), run, peaks, batch)
 
 
 # ---- as people read it
@@ -95,9 +93,7 @@ def header(found: Profile) -> str:
     return (f"one core of {peaks.processor} ({peaks.target}), measured now: G MAC/s in {macs}; GB/s read from {reads}\n"
             f"batch {found.batch}: {found.run * 1e3:.3f} ms a run, {found.percent_of_peak:.1f} % of the arithmetic's "
             f"peak; each step alone on one thread {found.seconds * 1e3:.3f} ms in all, bound "
-            f"{sum(line.bound.seconds for line in found.lines) * 1e3:.3f} ms"
-            + (f"\n{found.banded} steps run item by item, but are shown as if they took all items at once"
-               if found.banded else ""))
+            f"{sum(line.bound.seconds for line in found.lines) * 1e3:.3f} ms")
 
 
 def slowest(found: Profile) -> str:

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from engines import bands
 from engines.bands import banded, with_bands
 from engines.errors import PlanCorruptError
+from engines.execution import Program
 from engines.plan import Band, Plan, verify
 from engines.runtime import Engine
 from engines.tactics import TimingCache
@@ -17,14 +17,14 @@ from tests.compiler.zoo_engines import MAX_BATCH, compiled
 from tests.zoo import TINY, images_for
 
 
-@pytest.fixture(params=["int8", "fp32"])
-def plan(request: pytest.FixtureRequest, tmp_path: Path) -> Plan:
-    return compiled(TINY["mobilenet_v2"](), tmp_path, precision=request.param).plan
+@pytest.fixture(scope="module", params=["int8", "fp32"])
+def plan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    return compiled(TINY["mobilenet_v2"](), tmp_path_factory.mktemp("bands"), precision=request.param).plan
 
 
 def long_bands(plan: Plan) -> list[Band]:
-    """As many steps as may run so, in windows of any weights and sizes."""
-    return list(bands._windows([replace(step, constant_bytes=0, bytes=1 << 30) for step in plan.steps]))
+    """As many steps as may run so, whatever their weights."""
+    return list(bands._runs([replace(step, constant_bytes=0) for step in plan.steps]))
 
 
 def test_item_by_item_the_bytes_are_the_same(plan: Plan) -> None:
@@ -36,11 +36,27 @@ def test_item_by_item_the_bytes_are_the_same(plan: Plan) -> None:
         np.testing.assert_array_equal(Engine(by_item, threads).run(x)["output"], expected)
 
 
-def test_a_tensor_that_dies_inside_a_band_keeps_its_memory_to_the_end_of_it(plan: Plan) -> None:
+def test_a_tensor_from_outside_that_dies_inside_a_band_keeps_its_memory_to_the_end_of_it(plan: Plan) -> None:
     band = long_bands(plan)[0]
     assert verify(banded(plan, [band]))
+    dying = [buffer for buffer in plan.buffers if buffer.first < band.first <= buffer.last < band.last - 1]
+    wrong = replace(plan, bands=(band,)) if dying else \
+        replace(plan, bands=(replace(band, first=band.first + 1),))     # what was its first step's is from outside now
     with pytest.raises(PlanCorruptError, match="alive in steps"):
-        verify(replace(plan, bands=(band,)))
+        verify(wrong)
+
+
+def test_what_only_a_band_uses_has_room_for_one_item(plan: Plan) -> None:
+    program, whole = Program(banded(plan, long_bands(plan))), Program(plan)
+    assert program.kept_in_bands and not whole.kept_in_bands
+    assert program.shared_layout.one_item == set(program.kept_in_bands)
+    assert program.shared_layout.total < whole.shared_layout.total
+    assert program.separate_layout.total == whole.separate_layout.total     # a crew ignores bands
+
+
+def test_steps_of_bands_can_be_timed_where_their_buffers_hold_one_item(plan: Plan) -> None:
+    context = Engine(banded(plan, long_bands(plan))).create_context()
+    assert all(0 <= seconds < 10 for _, seconds in context.profile(MAX_BATCH, repeats=1))
 
 
 @pytest.mark.parametrize("wrong", [(Band(3, 3),), (Band(2, 5), Band(4, 6)), (Band(0, 1000),)])
@@ -53,8 +69,21 @@ def test_what_was_timed_is_not_timed_again(plan: Plan, monkeypatch: pytest.Monke
     monkeypatch.setattr(bands, "LEAST_BYTES", 0)
     monkeypatch.setattr(bands, "ITEMS", MAX_BATCH)
     cache = TimingCache()
-    monkeypatch.setattr(bands, "_ratio", lambda *_: 0.5)
+    monkeypatch.setattr(bands, "_difference", lambda *_: 1.0)
     first = with_bands(plan, cache, "this one")
     assert first.bands and len(cache)
-    monkeypatch.delattr(bands, "_ratio")
+    monkeypatch.delattr(bands, "_difference")
     assert with_bands(plan, cache, "this one") == first
+
+
+@pytest.mark.parametrize(("whole", "part", "chosen"), [(9.0, 1.0, "whole"), (2.0, 1.0, "parts"), (0.0, 0.0, "none")])
+def test_a_run_is_one_band_unless_its_windows_save_more(plan: Plan, monkeypatch: pytest.MonkeyPatch, whole: float,
+                                                       part: float, chosen: str) -> None:
+    monkeypatch.setattr(bands, "LEAST_BYTES", 0)
+    monkeypatch.setattr(bands, "ITEMS", MAX_BATCH)
+    run, = (run for run in bands._runs(plan.steps) if run.last - run.first > 2 * bands.WINDOW)
+    first, *_, last = bands._windows(run)
+    saving = {run: whole, first: part, last: 2 * part}      # the windows between them save nothing
+    monkeypatch.setattr(bands, "_difference", lambda by_step, by_item, band: saving.get(band, 0.0))
+    wanted = {"whole": (run,), "parts": (first, last), "none": ()}[chosen]
+    assert with_bands(plan, TimingCache(), "this one").bands == wanted

@@ -44,3 +44,14 @@ def test_an_instruction_is_written_once():
     x = builder.operand()
     assert builder.add("mul", x, 2.0) == builder.add("mul", x, 2.0) != builder.add("mul", x, 3.0)
     assert len(builder.program().instructions) == 2
+
+
+@pytest.mark.parametrize("bound, ops", [(6.0, ["mul"]), (5.99, ["mul"]), (5.98, ["mul", "min"])])
+def test_a_clip_that_rounds_to_the_end_of_the_range_is_left_to_the_store(bound, ops):
+    """254.5 rounds to the even 254: only what is above it ends at 255 with or without the clip."""
+    scale = np.nextafter(np.float64(6 / 255), 1)        # 6 / scale is less than 255
+    builder = ProgramBuilder(accumulator=True)
+    writer = AffineWriter(builder)
+    clipped = Affine.of(builder.accumulator, 0.01).clip(0.0, bound)
+    program = builder.program(writer.settle(writer.requantise(clipped, scale, 0, 0, 255)))
+    assert [i.op for i in program.instructions] == ops

@@ -113,6 +113,15 @@ def test_both_layouts_of_weights_give_the_same_result(shape, paired):
         check(spec, AVX2, inputs, constants, tactic=replace(tile, prefetch=prefetch), slack=15)
 
 
+@pytest.mark.parametrize("paired", [False, True])
+def test_channels_whose_weights_are_all_zero_give_their_bias(paired):
+    """Paired weights have no step then."""
+    spec, inputs, constants = problem(SHAPES["1x1 of one long row"], "int8")
+    constants["weights"][:16] = 0
+    tile = next(tile for tile in spec.tactics(AVX2) if tile.paired == paired)
+    check(spec, AVX2, inputs, constants, tactic=tile, slack=15)
+
+
 BORDERED = {
     "both sides in one tile": (Shape(7, 7, 16, 40, taps=(3, 3)), Border(1, 1, 1, 1)),
     "tiles between, gaps, strided": (Shape(5, 9, 8, 20, taps=(3, 3), stride=(2, 2), gaps=True), Border(1, 1, 1, 1)),
@@ -194,21 +203,21 @@ def test_halves_round_to_even():
 @pytest.mark.parametrize("isa", [AVX512_BF16, AVX512_VNNI, AVX_VNNI, AVX2], ids=lambda isa: isa.name)
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 def test_the_usual_winner_among_tiles_does_not_spill(precision, isa):
-    assert spills_of(isa, precision, *_wide(isa, precision).tactics(isa)[0].shape) <= 2
+    assert spills_of(isa, precision, _wide(isa, precision).tactics(isa)[0]) <= 2
 
 
 def test_a_tile_that_does_not_fit_is_seen_to_spill():
-    assert spills_of(AVX512_VNNI, "int8", 14, 4) > 10
+    assert spills_of(AVX512_VNNI, "int8", Tile(1, 14, 4)) > 10
 
 
 def _wide(isa, precision):
     return Shape(1, 64, 64, 4 * isa.lanes).spec(precision, Program(), residual=False)
 
 
-def spills_of(isa, precision, cols, vectors):
-    spec = Shape(1, cols, 256, vectors * isa.lanes).spec(precision, Program(), residual=False)
+def spills_of(isa, precision, tile):
+    spec = Shape(1, tile.cols, 256, tile.vectors * isa.lanes).spec(precision, Program(), residual=False)
     module = Module()
-    spec.emit(module, "kernel", isa, Tile(1, cols, vectors))
+    spec.emit(module, "kernel", isa, tile)
     return spills(assembly(module.text(), isa))
 
 

@@ -22,8 +22,9 @@ def windows(net: Build) -> str:
 
 
 def together(net: Build, x: str) -> str:
-    x = net("Reshape", x, shape=(BATCH, 2, 4, 3, 5))
-    return str(net("Reshape", net("Transpose", x, perm=(0, 2, 1, 3, 4)), shape=(BATCH, 4, 6, 5)))
+    width = net.types[x].shape[-1]
+    x = net("Reshape", x, shape=(BATCH, 2, 4, 3, width))
+    return str(net("Reshape", net("Transpose", x, perm=(0, 2, 1, 3, 4)), shape=(BATCH, 4, 6, width)))
 
 
 INSIDE: dict[str, Callable[[Build, str], str]] = {
@@ -39,6 +40,10 @@ INSIDE: dict[str, Callable[[Build, str], str]] = {
     "a slice": lambda net, x: net("Concat", net("Slice", x, axes=(2,), starts=(1,), ends=(3,), steps=(1,)),
                                   net("Slice", x, axes=(2,), starts=(0,), ends=(1,), steps=(1,)), axis=2),
     "a lookup": lambda net, x: net("Gather", x, net.constant(np.array([2, 0, 1])), axis=2),
+    "elements picked by places alike for all windows": lambda net, x: net(
+        "GatherElements", x, net.constant(np.array([[[[2], [0], [1]]]])), axis=3, shape=(f"2*{BATCH}", 4, 3, 1)),
+    "elements picked by places of each window": lambda net, x: net("GatherElements", x, net(
+        "Cast", net("Greater", x, net.constant(np.float32(0))), to="int64"), axis=2),
 }
 
 

@@ -35,6 +35,37 @@ def test_a_lookup_of_another_item_stays() -> None:
     assert "Range" in ops(graph)
 
 
+@pytest.mark.parametrize(("offsets", "left"), [(list(range(5)), []), ([4, 0, 0], ["Gather"])])
+def test_a_lookup_of_pairs_that_stays_inside_each_item_is_one_of_the_item(offsets: list[int], left: list[str]) -> None:
+    net = Build()
+    graph = keeps(simplify, net.graph(net("Relu", net("GatherND", net.input("x", 5), pairs(net, offsets),
+                                                      onnx_opset=17))))
+    assert ops(graph) == [*left, "Reshape", "Relu"]
+
+
+def test_a_lookup_of_pairs_of_which_one_lies_outside_stays() -> None:
+    net = Build()
+    graph = simplify(net.graph(net("GatherND", net.input("x", 5), pairs(net, [0, 5]), onnx_opset=17)))
+    assert "GatherND" in ops(graph)
+
+
+def pairs(net: Build, offsets: list[int]) -> str:
+    """(n, offset) for each item n: [N, 1, len(offsets), 2]."""
+    items = net("Reshape", places(net, 1, [0]), shape=(BATCH, 1, 1))
+    shape = (BATCH, 1, len(offsets))
+    both = [net("Expand", items, shape=shape), net("Expand", net.constant(np.array([[offsets]])), shape=shape)]
+    return str(net("Concat", *(net("Reshape", i, shape=(*shape, 1)) for i in both), axis=3))
+
+
+@pytest.mark.parametrize(("numbers", "stays"), [([3, 3, 3], False), ([3, 3, 4], True)])
+def test_a_lookup_where_all_is_one_number_needs_no_places(numbers: list[int], stays: bool) -> None:
+    net = Build()
+    table = net("Expand", net.constant(np.array([numbers])), shape=(BATCH, 3))
+    index = net("Cast", net("Greater", net.input("x", 3), net.constant(np.float32(0))), to="int64")
+    graph = keeps(simplify, net.graph(net("Cast", net("GatherElements", table, index, axis=1), to="float32")))
+    assert ("GatherElements" in ops(graph)) == stays
+
+
 def test_what_is_expanded_to_meet_a_larger_tensor_meets_it_as_it_is() -> None:
     net = Build()
     x, small = net.input("x", 4, 7), net.input("small", 1, 7)

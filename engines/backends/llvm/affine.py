@@ -152,7 +152,8 @@ class AffineWriter:
         return Affine.of(self.builder.add(op, *(self.settle(a) for a in arguments)))
 
     def requantise(self, value: Affine, scale: float, zero_point: int, low: int, high: int) -> Affine:
-        """value / scale + zero_point; clips that the saturating store does anyway are dropped."""
+        """value / scale + zero_point; clips that the rounding and saturating store does anyway are dropped: 6 / scale
+        may be a little less than 255 where the scale was made of 6."""
         moved = value.scaled(1.0 / scale, zero_point)
-        return Affine(moved.terms, moved.offset, np.where(moved.low <= low, -_INF, moved.low),
-                      np.where(moved.high >= high, _INF, moved.high))
+        return Affine(moved.terms, moved.offset, np.where(moved.low < low + 0.5, -_INF, moved.low),
+                      np.where(moved.high > high - 0.5, _INF, moved.high))

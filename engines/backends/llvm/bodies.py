@@ -111,12 +111,8 @@ def _compare(op: str, swap: bool = False) -> Writer:
 
 
 def _cast(w: AffineWriter, node: Node, x: Affine) -> Affine:
-    """To a float it is the same number; to bool, whether it is another than 0."""
-    if node.attrs["to"] == "bool":
-        return w.apply("equal", x, Affine.number(0.0)).scaled(-1, 1)
-    if node.attrs["to"].startswith(("int", "uint")):
-        raise NotImplementedError(f"no instruction for a Cast to {node.attrs['to']}")
-    return x
+    """To a float it is the same number; to bool, whether it is another than 0. (To integers: rules/integers.py)"""
+    return w.apply("equal", x, Affine.number(0.0)).scaled(-1, 1) if node.attrs["to"] == "bool" else x
 
 
 def _unary(op: str) -> Writer:
@@ -127,20 +123,6 @@ def _same(w: AffineWriter, node: Node, x: Affine) -> Affine:
     return x
 
 
-# Their answers are 1 for yes and 0 for no.
-COMPARISONS: Mapping[str, Writer] = {
-    "Equal": _compare("equal"),
-    "Less": _compare("less"),
-    "LessOrEqual": _compare("less_or_equal"),
-    "Greater": _compare("less", swap=True),
-    "GreaterOrEqual": _compare("less_or_equal", swap=True),
-}
-LOGIC: Mapping[str, Writer] = {
-    "Not": lambda w, node, x: x.scaled(-1, 1),
-    "And": lambda w, node, a, b: w.multiply(a, b),
-    "Or": lambda w, node, a, b: w.apply("max", a, b),
-    "Xor": lambda w, node, a, b: w.apply("equal", a, b).scaled(-1, 1),
-}
 WRITERS: Mapping[str, Writer] = {
     "Identity": _same,
     "Add": lambda w, node, a, b: w.add(a, b),
@@ -180,8 +162,12 @@ WRITERS: Mapping[str, Writer] = {
     "Pow": _pow,
     "Cast": _cast,
     "Where": lambda w, node, condition, a, b: w.apply("where_positive", condition, a, b),
-    **COMPARISONS,
-    **LOGIC,
+    # comparisons answer 1 for yes and 0 for no
+    "Equal": _compare("equal"),
+    "Less": _compare("less"),
+    "LessOrEqual": _compare("less_or_equal"),
+    "Greater": _compare("less", swap=True),
+    "GreaterOrEqual": _compare("less_or_equal", swap=True),
 }
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from engines.backends.llvm import rules  # noqa: F401  (fills RULES)
 from engines.backends.llvm.calls import RULES, Call, Context, Refused
 from engines.backends.llvm.isa import Isa
-from engines.backends.llvm.kernels.layout import Permute
-from engines.backends.llvm.places import Place, batch_axis
+from engines.backends.llvm.places import batch_axis
+from engines.backends.llvm.rules.copies import copy_call
 from engines.backends.llvm.sharing import Places
 from engines.ir import Graph, Node
 
@@ -57,12 +57,6 @@ def _batch_inside(ctx: Context, node: Node) -> str:
 def _fallback(ctx: Context, node: Node, reason: str) -> Call:
     inputs = tuple(ctx.places[name] for name in node.inputs if name and name not in ctx.graph.constants)
     return Call(node, None, inputs, tuple(ctx.places[name] for name in node.outputs), reason=reason)
-
-
-def copy_call(node: Node, source: Place, target: Place) -> Call:
-    """Moves a tensor from place to place, bit for bit. Both hold the same shape and stored dtype."""
-    spec = Permute(source.view, target.view)
-    return Call(node, spec, (source,), (target,), {"program": []})
 
 
 def _gather_parts(ctx: Context, node: Node) -> Iterator[Call]:

@@ -137,7 +137,7 @@ def emit_steps(f: Function, isa: Isa, acc: dict[Any, Value], pixels: Sequence[in
     at = {key: f.parameters[key] for key in ("w", "places")}
     bytes_ = vector(isa.bytes, I8)
     panel = f.parameters["count"] * step_bytes
-    for _ in f.loop("step", f.parameters["count"], acc=acc, at=at):
+    for _ in f.range("step", panel.like(0), f.parameters["count"], acc=acc, at=at):      # none if all weights are zero
         x = f.parameters["x"] + f.cast("sext", f.load(I32, at["places"], 8, "offset"), I64, "offset")
         picks = f.splat(f.load(I32, at["places"] + 4, 4, "picks"), isa.lanes)
         picks = f.cast("bitcast", picks, bytes_, "picks")

@@ -1,7 +1,6 @@
 """The executor as emitted code: no Python runs, and no lock is held, between the first step and the last.
 
     run_steps(steps, operands, first, last, batch)      one thread: each kernel over its whole grid
-    run_items(steps, operands, first, last, batch)      one thread: all of them for one item after the other
     run_chunks(control, run)                            the caller of a crew: publish, wake, work, wait for the end
     help(control, worker)                               a helper's life: wait, work, until told to stop
     dismiss(control)                                    send the helpers home
@@ -93,7 +92,6 @@ def scheduler_text(isa: Isa) -> str:
     machine = _MACHINES[architecture]
     module = Module(dict(machine.emulation))
     _emit_run_steps(module)
-    _emit_run_items(module)
     _Crew(module, machine).emit()
     return module.text()
 
@@ -173,18 +171,6 @@ def _emit_run_steps(module: Module) -> None:
         rows = _word(row, StepRow.ROWS_PER_ITEM) * batch + _word(row, StepRow.ROWS)
         zero = f.constant(0, I64)
         _run_kernel(row, StepRow, operands, zero, rows, zero, _word(row, StepRow.COLUMNS))
-
-
-def _emit_run_items(module: Module) -> None:
-    f = module.function("run_items", steps=PTR, operands=PTR, first=I64, last=I64, batch=I64)
-    steps, operands, first, last, batch = f.parameters.values()
-    zero = f.constant(0, I64)
-    for item in f.range("item", zero, batch):
-        for i in f.range("step", first, last):
-            row = _row(steps, i, STEP_WORDS)
-            rows = _word(row, StepRow.ROWS_PER_ITEM)
-            begin = rows * item
-            _run_kernel(row, StepRow, operands, begin, begin + rows, zero, _word(row, StepRow.COLUMNS))
 
 
 # ---- a crew

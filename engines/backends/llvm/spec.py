@@ -161,10 +161,10 @@ class KernelSpec(ABC):
     def emit(self, module: Module, name: str, isa: Isa, tactic: Any) -> None:
         """Write the kernel, and the micro-kernels it calls, into the module."""
 
-    @abstractmethod
     def pack(self, isa: Isa, tactic: Any, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         """The named constants (each family says which) in the order and layout that the kernel reads, or that what
         it reads is `made` of."""
+        return ()
 
     def made(self, isa: Isa, tactic: Any) -> Mapping[int, KernelSpec]:
         """Packed constants that a plan keeps smaller than the kernel reads them: which -> the kernel that makes the one

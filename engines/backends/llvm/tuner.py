@@ -209,8 +209,7 @@ def measure(calls: Mapping[Any, Callable[[], None]]) -> dict[Any, float]:
     """{name: call} -> {name: microseconds of its fastest run}, the calls taken in turns.
 
     The fastest run, because everything that disturbs a measurement makes it longer; in CPU time, for a slow kernel may
-    never have the core to itself. Calls that are far behind after two
-    runs are left at that.
+    never have the core to itself. Calls that are far behind after two runs are left at that.
     """
     best = dict.fromkeys(calls, float("inf"))
     for call in calls.values():

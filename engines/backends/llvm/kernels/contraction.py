@@ -40,7 +40,7 @@ from engines.backends.llvm.kernels import winograd
 from engines.backends.llvm.kernels.widen import widened
 from engines.backends.llvm.kernels.winograd import Winograd
 from engines.backends.llvm.lanes import Lanes
-from engines.backends.llvm.pairing import PLACE, STEP, WINDOW, emit_steps, pair, window_starts
+from engines.backends.llvm.pairing import PLACE, STEP, emit_steps, pair
 from engines.backends.llvm.program import load_meaning, store_meaning
 from engines.backends.llvm.spec import (
     Array,
@@ -56,6 +56,7 @@ from engines.backends.llvm.spec import (
 from engines.backends.llvm.taps import Border, TapAxis
 from engines.packed import Picked
 
+LEFT_ALONE = 9          # weights of a channel that find no partner, whatever their number: so it is with normal ones
 FEW_PIXELS = 8          # items of no more pixels than this are cut by batch
 
 
@@ -236,10 +237,11 @@ class Contraction(ImageKernel):
         panels, lines = pieces(self.cout, self._panel(isa, tactic)), self.lines(tactic)
         tiles = [(height * width, count * times) for height, count in pieces(self.flat.rows, tactic.rows)
                  for width, times in pieces(self.flat.cols, tactic.cols)]
-        total, weights = 0.0, 0
+        total, weights = 0.0, 0.0
+        turns, weight_bytes = self._turns(isa, tactic.paired)
         for couts, times in panels:
             vectors = isa.vectors_for(couts)
-            size = self.turns(isa) * vectors * self.arithmetic(isa).weight_bytes(isa)
+            size = turns * vectors * weight_bytes
             weights += times * size
             total += times * sum(count * (self._tile_cost(isa, pixels, vectors, tactic) + reading(size))
                                  for pixels, count in tiles)
@@ -248,17 +250,24 @@ class Contraction(ImageKernel):
         total += reading(x, blocks * (sum(times for _, times in panels) - 1))
         return self.groups * (total + reading(weights, blocks * (0.5 if tactic.prefetch else 1)))
 
+    def _turns(self, isa: Isa, paired: bool) -> tuple[float, int]:
+        """Turns of all K loops, and bytes of a vector's weights in each."""
+        if paired:
+            turns = -(-self.run // STEP) * len(self._run_offsets())
+            return turns + LEFT_ALONE / STEP, isa.lanes * STEP
+        return self.turns(isa), self.arithmetic(isa).weight_bytes(isa)
+
     def _tile_cost(self, isa: Isa, pixels: int, vectors: int, tile: Tile) -> float:
-        dots, turns = pixels * vectors, self.turns(isa)
-        parts = -(-self.arithmetic(isa).weight_bytes(isa) // isa.bytes)     # instructions of a dot product
-        if tile.paired:     # four steps a window, if its weights are no harder than usual
-            turns = WINDOW // STEP * len(window_starts(self.run)) * len(self._run_offsets())
+        dots, (turns, weight_bytes) = pixels * vectors, self._turns(isa, tile.paired)
+        parts = -(-weight_bytes // isa.bytes)       # instructions of a dot product, each with its sum
+        latency = 1                                 # from one sum to the next
+        if tile.paired:
             turn = Work(2, 1, 1) * dots + Work(others=pixels, loads=pixels)
         elif parts == 1:
-            turn = Work(dots, 0, pixels + vectors)
+            turn, latency = Work(dots, 0, pixels + vectors), LATENCY
         else:
             turn = Work(dots * parts, (dots + pixels) * parts, pixels + dots * parts)
-        cycles = max(turn.cycles, LATENCY) * (self._live(isa, tile.rows) if tile.skip else 1)
+        cycles = max(turn.cycles, latency) * (self._live(isa, tile.rows) if tile.skip else 1)
         program = epilogue(len(self.program.instructions), len(self.operands), vectors, pixels) * dots
         return turns * (cycles + tile.prefetch / 4) + program.cycles + CALL
 

@@ -3,6 +3,7 @@ from engines.backends.llvm.rules import (  # noqa: F401
     attention,
     contraction,
     copies,
+    cumulative,
     gather,
     layout,
     pointwise,

@@ -43,7 +43,7 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
 @lowers("Gemm", "MatMul")
 def lower_matmul(ctx: Context, node: Node) -> Sequence[Call]:
     product = node.anchor
-    if is_product(ctx.graph, node):
+    if is_product(ctx.graph, node) or len(ctx.type(product.inputs[1]).shape) > 2:      # a matrix for each head, perhaps
         return lower_product(ctx, node)
     weights = ctx.constant(product.inputs[1])
     if weights.ndim != 2 or product.attrs.get("transA"):

@@ -95,8 +95,15 @@ def refined(x: View, y: View) -> tuple[View, View]:
     return replace(x, shape=shape, strides=x_strides), replace(y, shape=shape, strides=y_strides)
 
 
+def copy_call(node: Node, source: Place, target: Place) -> Call:
+    """Moves a tensor from place to place, bit for bit. Both hold the same shape and stored dtype."""
+    return Call(node, Permute(source.view, target.view), (source,), (target,), {"program": []})
+
+
 def moved(ctx: Context, node: Node, source: str, seen: Place, output: str, target: Place) -> Call:
     """Tensor `source`, as it is seen, copied to where `output` lies; requantised where the two are stored otherwise."""
+    if seen.view.dtype == target.view.dtype and ctx.type(source).quant == ctx.type(output).quant:
+        return copy_call(node, seen, target)
     written = write_body(ctx, copy_node(source, output), None)
     if written.program.instructions and any(place.view.dtype not in FLOATS for place in (seen, target)):
         raise Refused("only floats are converted on the way")

@@ -1,4 +1,5 @@
-"""Gather -> Take, where the index is a constant, or Lookup, where the table is; a shuffle of channels -> Permute."""
+"""Gather -> Take, where the index is a constant, or Lookup, where the table is; a shuffle of channels -> Permute;
+GatherElements -> Pick."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -6,12 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.backends.llvm.calls import Call, Context, Refused, lowers
+from engines.backends.llvm.calls import Call, Context, Refused, broadcast, lowers
 from engines.backends.llvm.kernels.gather import Lookup, Take
 from engines.backends.llvm.kernels.layout import Permute
+from engines.backends.llvm.kernels.pick import Pick
 from engines.backends.llvm.places import Place
 from engines.backends.llvm.spec import dense_view
 from engines.ir import Array, Node
+
+INDICES = ("int32", "int64")
 
 
 @lowers("Gather")
@@ -20,7 +24,7 @@ def lower_gather(ctx: Context, node: Node) -> Sequence[Call]:
     output, y = ctx.type(node.outputs[0]), ctx.places[node.outputs[0]]
     if data in ctx.graph.constants:
         table, axis = ctx.constant(data), node.attrs.get("axis", 0)
-        if table.ndim != 2 or axis % 2 or output.quant or ctx.places[index].view.dtype not in ("int32", "int64"):
+        if table.ndim != 2 or axis % 2 or output.quant or ctx.places[index].view.dtype not in INDICES:
             raise Refused("only rows of a constant matrix of floats are looked up")
         lookup = Lookup(ctx.places[index].view, y.view, len(table))
         return [Call(node, lookup, (ctx.places[index],), (y,), {"table": table})]
@@ -38,6 +42,16 @@ def lower_gather(ctx: Context, node: Node) -> Sequence[Call]:
         view = replace(view, shape=(*view.shape[:axis], 1, *view.shape[axis:]),
                        strides=(*view.strides[:axis], 0, *view.strides[axis:]))
     return [Call(node, Take(x.view, view, axis), (x,), (y,), {"index": np.atleast_1d(picked)})]
+
+
+@lowers("GatherElements")
+def lower_pick(ctx: Context, node: Node) -> Sequence[Call]:
+    data, index = node.inputs
+    x, y, axis = ctx.places[data], ctx.places[node.outputs[0]], node.attrs["axis"] - 1
+    places = broadcast(ctx, index, node.outputs[0])
+    if axis < 0 or places.dtype not in INDICES or ctx.type(data).quant != ctx.type(node.outputs[0]).quant:
+        raise Refused("only elements of an axis behind the batch are picked, by int32 or int64")
+    return [Call(node, Pick(x.view, places, y.view, axis), (x, ctx.places[index]), (y,))]
 
 
 def _shuffled_groups(index: Array, channels: int) -> int:

@@ -10,6 +10,7 @@ from engines.backends.llvm.halos import pads_of
 from engines.backends.llvm.kernels.global_pool import GlobalPool
 from engines.backends.llvm.kernels.pool import Pool
 from engines.backends.llvm.kernels.reduce import Reduce
+from engines.backends.llvm.places import reshaped_strides
 from engines.backends.llvm.program import Program
 from engines.backends.llvm.rules.contraction import operand_views
 from engines.backends.llvm.rules.pointwise import FLOATS
@@ -49,7 +50,7 @@ def lower_global_pool(ctx: Context, node: Node) -> Sequence[Call]:
 
 @lowers("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin")
 def lower_reduction(ctx: Context, node: Node) -> Sequence[Call]:
-    """Over the innermost axis, or over all axes between the batch and the innermost."""
+    """Over the innermost axis, over all axes between the batch and the innermost, or over neighbours among those."""
     reduction, x = node.anchor, ctx.places[node.anchor.inputs[0]].view
     rank = len(x.shape) + 1
     axes = tuple(sorted(int(a) % rank for a in reduction.attrs.get("axes", range(rank))))
@@ -61,11 +62,35 @@ def lower_reduction(ctx: Context, node: Node) -> Sequence[Call]:
     operands = operand_views(ctx, node, written)
     if axes == tuple(range(1, rank - 1)) and kind != "min":
         return [pool_call(ctx, node, GlobalPool(x, y, operands, written.program, kind), written)]
+    between = axes == tuple(range(axes[0], axes[-1] + 1)) and axes[0] > 0 and axes[-1] < rank - 1
+    if between and kind != "min" and not operands:
+        return [_reduced_between(ctx, node, axes, kind)]
     if axes != (rank - 1,) or operands:
         raise Refused(f"{reduction.op} over axes {axes} of {rank}")
     if not reduction.attrs.get("keepdims", 1):
         y = replace(y, shape=(*y.shape, 1), strides=(*y.strides, y.size))
     return [pool_call(ctx, node, Reduce((x,), y, program=written.program, kind=kind), written)]
+
+
+def _reduced_between(ctx: Context, node: Node, axes: tuple[int, ...], kind: str) -> Call:
+    """What stands before the reduced axes, and those, are the rows of an image, what stands behind its columns and
+    channels: a pool of windows that are as high as what is reduced, and follow each other."""
+    x, y = ctx.places[node.anchor.inputs[0]].view, ctx.places[node.outputs[0]].view
+    rows, count, columns = (math.prod(part) for part in (
+        x.shape[:axes[0] - 1], x.shape[axes[0] - 1:axes[-1]], x.shape[axes[-1]:-1]))
+    channels = x.shape[-1]
+    terms = count if node.anchor.op == "ReduceSum" else 1       # the pool makes a mean
+    written = write_pooled(ctx, node, terms, terms)
+    spec = Pool(_seen(x, (rows * count, columns, channels)), _seen(y, (rows, columns, channels)), (), written.program,
+                "max" if kind == "max" else "average", (count, 1), (count, 1))
+    return pool_call(ctx, node, spec, written)
+
+
+def _seen(view: View, shape: tuple[int, ...]) -> View:
+    strides = reshaped_strides(view, shape)
+    if strides is None:
+        raise Refused("its axes do not follow each other in memory")
+    return replace(view, shape=shape, strides=strides)
 
 
 def write_pooled(ctx: Context, node: Node, scale: float, terms: int = 1) -> Written:

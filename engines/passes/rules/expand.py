@@ -1,0 +1,138 @@
+"""What repeats is an Expand, and what is alike for all items is computed for one.
+
+    Tile(x, repeats) = Reshape(Expand(Reshape(x)))          with an axis of its own for each that is repeated
+    ConstantOfShape(shape) = Expand(number, shape)
+    f(Expand(x)) = Expand(f(x))                             along the batch: of constants, f(x) is then a constant
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from engines.ir import BATCH, Dim, Graph, Node, TensorType
+from engines.ops import op_of
+from engines.passes.facts import is_pointwise
+from engines.passes.rewrite import Draft, Match, P, Rule, Value
+
+Shape = tuple[Dim, ...]
+
+
+class TileToExpand(Rule):
+    """[.., n, ..] -> [.., 1, n, ..] -> [.., r, n, ..] -> [.., r * n, ..]; an axis of extent 1 is expanded itself."""
+    pattern = P("Tile", Value("x"))
+
+    def check(self, match: Match) -> bool:
+        pairs = zip(match.shape(match.value("x")), match.root.attrs["repeats"], strict=True)
+        return all(repeat == 1 or extent != BATCH for extent, repeat in pairs)
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        kind = match.graph.types[match.value("x")]
+        apart: list[Dim] = []
+        repeated: list[Dim] = []
+        for extent, repeat in zip(kind.shape, match.root.attrs["repeats"], strict=True):
+            own = extent != 1 and repeat != 1
+            apart += [1, extent] if own else [extent]
+            repeated += [repeat, extent] if own else [repeat if extent == 1 else extent]
+        x, shape = match.value("x"), match.shape(match.root.outputs[0])
+        if len(apart) == len(kind.shape):
+            draft.finish("Expand", [x], {"shape": shape})
+            return
+        for op, made in (("Reshape", tuple(apart)), ("Expand", tuple(repeated))):
+            x = draft.node(op, [x], TensorType(kind.dtype, made), {"shape": made})
+        draft.finish("Reshape", [x], {"shape": shape})
+
+
+class FillToExpand(Rule):
+    """Of a shape that depends on the batch; others are constants."""
+    pattern = P("ConstantOfShape")
+
+    def check(self, match: Match) -> bool:
+        return BATCH in match.shape(match.root.outputs[0])
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        kind = match.graph.types[match.root.outputs[0]]
+        number = np.asarray(match.root.attrs.get("value", 0), kind.dtype).reshape(1)
+        draft.finish("Expand", [draft.constant("number", number)], {"shape": kind.shape})
+
+
+class ItemsAlike(Rule):
+    """A node that keeps the items apart and reads, of tensors with that axis, only such as were expanded along it"""
+    pattern = P("Add Sub Mul Div Pow Max Min And Or Xor Not Where Equal Less LessOrEqual Greater GreaterOrEqual Cast "
+                "Neg Sin Cos Sqrt Exp Relu Reshape Transpose Slice Gather Concat Resize CumSum Softmax MatMul "
+                "LayerNormalization")
+
+    def check(self, match: Match) -> bool:
+        node, graph = match.root, match.graph
+        made = match.shape(node.outputs[0])
+        alike = [_of_one(graph, name) for name in node.inputs if name]
+        if len(node.outputs) != 1 or made.count(BATCH) != 1 or None in alike or not any(alike):
+            return False
+        return _keeps_items_apart(graph, node) and _made_of_one(graph, node) == _without_batch(made)
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        graph, node = match.graph, match.root
+        kind = graph.types[node.outputs[0]]
+        inputs = [self._one(graph, name, draft) for name in node.inputs]
+        one = draft.node(node.op, inputs, TensorType(kind.dtype, _without_batch(kind.shape)), _attrs_of_one(node))
+        draft.finish("Expand", [one], {"shape": kind.shape})
+
+    @staticmethod
+    def _one(graph: Graph, name: str, draft: Draft) -> str:
+        """The operand as one item has it."""
+        if not name or BATCH not in graph.shape(name):
+            return name
+        source, shape = graph.producer[name].inputs[0], _without_batch(graph.shape(name))
+        if graph.shape(source) == shape:
+            return source
+        return draft.node("Expand", [source], TensorType(graph.types[name].dtype, shape), {"shape": shape})
+
+
+def _without_batch(shape: Sequence[Dim]) -> Shape:
+    return tuple(1 if extent == BATCH else extent for extent in shape)
+
+
+def _of_one(graph: Graph, name: str) -> bool | None:
+    """Whether the operand was expanded along the batch; it has no such axis if not; None for all others."""
+    node, shape = graph.producer.get(name), graph.shape(name)
+    if BATCH not in shape:
+        return False
+    if node is None or node.op != "Expand" or shape.count(BATCH) != 1:
+        return None
+    return True if BATCH not in graph.shape(node.inputs[0]) else None
+
+
+def _keeps_items_apart(graph: Graph, node: Node) -> bool:
+    """Whether item n of the result depends on item n of the operands only, in the same way for all n."""
+    first = graph.shape(node.inputs[0])
+    if is_pointwise(node) or node.op in ("Transpose", "Slice", "Resize"):
+        return True                 # a Slice or a Resize of the batch would give it another extent
+    if node.op == "Reshape":
+        made = graph.shape(node.outputs[0])
+        before = (shape[:shape.index(BATCH)] for shape in (first, made))
+        return len({math.prod(map(int, extents)) for extents in before}) == 1
+    if node.op == "MatMul":
+        return not any(BATCH in graph.shape(name)[-2:] for name in node.inputs)
+    if BATCH not in first:
+        return False                # places that are looked up
+    axis = int(node.attrs.get("axis", -1)) % len(first)
+    return axis > first.index(BATCH) if node.op == "LayerNormalization" else axis != first.index(BATCH)
+
+
+def _attrs_of_one(node: Node) -> dict[str, Any]:
+    """The attributes with an extent of 1 for the batch."""
+    return {key: _without_batch(value) if key in ("shape", "sizes") else value for key, value in node.attrs.items()}
+
+
+def _made_of_one(graph: Graph, node: Node) -> Shape:
+    """The shape that the node makes of one item."""
+    kinds = [replace(graph.types[name], shape=_without_batch(graph.shape(name))) if name else None
+             for name in node.inputs]
+    one = replace(node, attrs=_attrs_of_one(node))
+    return op_of(node.op).infer(one, kinds, [graph.constants.get(name) for name in node.inputs])[0].shape
+
+
+EXPANDS = (TileToExpand(), FillToExpand(), ItemsAlike())

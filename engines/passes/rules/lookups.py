@@ -1,0 +1,168 @@
+"""Lookups that exporters write in a roundabout way: token types, positions, masks of single items.
+
+    x.reshape(N * S, ...)[n * S + s]  for every item n  =  x[:, s]          a lookup that stays inside each item
+    x[n, s]  by GatherND of pairs (n, s)                =  x[:, s]
+    table[expand(i)] = expand(table[i])
+    (a number everywhere)[i] = the number everywhere
+    GatherElements(x, expand(i)) = GatherElements(x, i, shape)      which reads i as often as it must
+"""
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from engines.ir import BATCH, Array, Dim, Graph, TensorType
+from engines.passes.rewrite import Constant, Draft, Match, P, Rule, Value
+from engines.shapes import Extent, extent
+
+
+class LookupInItem(Rule):
+    """Gather(Reshape(x [N, ...] -> [N * S, ...]), n * S + offsets)"""
+    pattern = P("Gather", Value("flat"), Value("places"))
+
+    def check(self, match: Match) -> bool:
+        flat = match.graph.producer.get(match.value("flat"))
+        if flat is None or flat.op != "Reshape" or match.root.attrs.get("axis", 0) != 0:
+            return False
+        found, size = _by_item(match.graph, match.value("places")), self._size(match)
+        if found is None or match.shape(flat.inputs[0])[0] != BATCH:
+            return False
+        step, offsets = found
+        return step == size and offsets.min(initial=0) >= 0 and offsets.max(initial=0) < size
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        graph, flat = match.graph, match.value("flat")
+        x, found = graph.producer[flat].inputs[0], _by_item(graph, match.value("places"))
+        assert found is not None
+        shape = (BATCH, self._size(match), *match.shape(flat)[1:])
+        if match.shape(x) != shape:
+            x = draft.node("Reshape", [x], TensorType(graph.types[x].dtype, shape), {"shape": shape})
+        _picked(match, draft, x, shape, found[1])
+
+    @staticmethod
+    def _size(match: Match) -> int:
+        """How many rows of the flat tensor belong to an item; 0 if that cannot be told."""
+        rows = extent(match.shape(match.value("flat"))[0])
+        return rows.coefficient if isinstance(rows, Extent) and not rows.constant else 0
+
+
+def _picked(match: Match, draft: Draft, x: str, shape: tuple[Dim, ...], offsets: Array) -> None:
+    """Finishes with x[:, offsets], of x of that shape, in the shape of what the match makes."""
+    if offsets.size != shape[1] or (offsets.ravel() != np.arange(offsets.size)).any():
+        picked = TensorType(match.graph.types[match.root.outputs[0]].dtype, (BATCH, offsets.size, *shape[2:]))
+        x = draft.node("Gather", [x, draft.constant("places", offsets.ravel())], picked, {"axis": 1})
+    draft.finish("Reshape", [x], {"shape": match.shape(match.root.outputs[0])})
+
+
+class LookupOfPairs(Rule):
+    """GatherND(x [N, S, ...], pairs (n, offset))"""
+    pattern = P("GatherND", Value("x"), P("Concat", Value("items"), Value("offsets"), bind="pairs"))
+
+    def check(self, match: Match) -> bool:
+        source, pairs = match.shape(match.value("x")), match["pairs"]
+        found = self._offsets(match)
+        if found is None or match.root.attrs.get("batch_dims", 0) or len(pairs.inputs) != 2 or len(source) < 2:
+            return False
+        along_last = pairs.attrs["axis"] % len(match.shape(pairs.outputs[0])) == len(match.shape(pairs.outputs[0])) - 1
+        inside = isinstance(source[1], int) and found.min(initial=0) >= 0 and found.max(initial=0) < source[1]
+        return along_last and inside and source[0] == BATCH
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        offsets = self._offsets(match)
+        assert offsets is not None
+        _picked(match, draft, match.value("x"), match.shape(match.value("x")), offsets)
+
+    @staticmethod
+    def _offsets(match: Match) -> Array | None:
+        items, offsets = (_by_item(match.graph, match.value(name)) for name in ("items", "offsets"))
+        if items is None or offsets is None or items[0] != 1 or items[1].any() or offsets[0]:
+            return None
+        return offsets[1]
+
+
+def _by_item(graph: Graph, name: str) -> tuple[int, Array] | None:
+    """(step, offsets) of integers that are n * step + offsets for item n, which is counted along the first axis."""
+    if (constant := graph.constants.get(name)) is not None:
+        return 0, constant
+    node = graph.producer.get(name)
+    if node is None:
+        return None
+    if node.op == "Range" and graph.shape(name) == (BATCH,):
+        start, _, delta = (graph.constants.get(i) for i in node.inputs)
+        counts = start is not None and delta is not None and start == 0 and delta == 1
+        return (1, np.zeros(1, np.int64)) if counts else None
+    found = [part for name in node.inputs if (part := _by_item(graph, name)) is not None]
+    if len(found) < len(node.inputs):
+        return None
+    if node.op == "Expand":
+        step, offsets = found[0]
+        shape = graph.shape(name)
+        alone = shape[:1] == (BATCH,) and offsets.ndim == len(shape) and offsets.shape[0] == 1
+        return (step, np.broadcast_to(offsets, (1, *map(int, shape[1:])))) if alone else None
+    if node.op == "Reshape":
+        step, offsets = found[0]
+        shape = graph.shape(name)
+        alone = shape[:1] == (BATCH,) and offsets.size == math.prod(map(int, shape[1:]))
+        return (step, offsets.reshape(1, *map(int, shape[1:]))) if alone else None
+    if node.op == "Add":
+        (a, x), (b, y) = found
+        return a + b, np.asarray(x + y)
+    if node.op == "Mul" and 0 in (found[0][0], found[1][0]):
+        (a, x), (_, y) = sorted(found, key=lambda part: -part[0])
+        return (a * int(y.reshape(())), np.asarray(x * y)) if y.size == 1 else None
+    return None
+
+
+class ExpandedLookup(Rule):
+    """Gather(table, Expand(i)) = Expand(Gather(table, i)): token types, the same for every item"""
+    pattern = P("Gather", Constant("table"), P("Expand", Constant("places")))
+
+    def check(self, match: Match) -> bool:
+        return not match.root.attrs.get("axis", 0)
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        rows = np.take(match.constant("table"), match.constant("places"), axis=0)
+        draft.finish("Expand", [draft.constant("rows", rows)], {"shape": match.shape(match.root.outputs[0])})
+
+
+class LookupOfOneNumber(Rule):
+    """GatherElements from a constant that holds one number only: token types, looked up by position"""
+    pattern = P("GatherElements", Value("data"))
+
+    def check(self, match: Match) -> bool:
+        return self._number(match) is not None
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        number = self._number(match)
+        assert number is not None
+        draft.finish("Expand", [draft.constant("number", number)], {"shape": match.shape(match.root.outputs[0])})
+
+    @staticmethod
+    def _number(match: Match) -> Array | None:
+        """[1]"""
+        name = match.value("data")
+        source = match.graph.producer.get(name)
+        data = match.graph.constants.get(source.inputs[0] if source is not None and source.op == "Expand" else name)
+        return data.reshape(-1)[:1] if data is not None and data.size and (data == data.flat[0]).all() else None
+
+
+class RepeatedPlaces(Rule):
+    """GatherElements by places that are alike for all items, or heads"""
+    pattern = P("GatherElements", Value("x"), Value("places"))
+
+    def check(self, match: Match) -> bool:
+        places = match.graph.producer.get(match.value("places"))
+        x, made = list(match.shape(match.value("x"))), list(match.shape(match.root.outputs[0]))
+        axis = match.root.attrs["axis"]
+        return (places is not None and places.op == "Expand" and isinstance(made[axis], int)
+                and x[:axis] + x[axis + 1:] == made[:axis] + made[axis + 1:])
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        source = match.graph.producer[match.value("places")].inputs[0]
+        attrs = {**match.root.attrs, "shape": match.shape(match.root.outputs[0])}
+        draft.finish("GatherElements", [match.value("x"), source], attrs)
+
+
+LOOKUPS = (LookupInItem(), LookupOfPairs(), ExpandedLookup(), LookupOfOneNumber(),
+           RepeatedPlaces())
