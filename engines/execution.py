@@ -18,7 +18,7 @@ from engines.errors import PlanCorruptError
 from engines.fallback import FallbackStep
 from engines.ir import Array
 from engines.memory import LINE, Layout, Memory, array_at, plan_memory
-from engines.plan import DERIVED, Band, Fill, Plan, TensorView, item_strides, verify
+from engines.plan import DERIVED, Band, Derived, Fill, Plan, TensorView, item_strides, verify
 from engines.tables import STEP_WORDS, WORD, StepRow
 
 Words = NDArray[np.int64]
@@ -42,8 +42,7 @@ class Program:
         self.plan = verify(plan)
         self._code = LoadedCode(plan.code)
         self._constants, self._constants_address = _aligned(plan.constants)
-        self._derived = derive(plan, lambda item: self.function(item.symbol, 5, f"a constant of '{item.name}'"),
-                               self._constants_address, threads)
+        self._derived = derive(plan, self.kernel, self._constants_address, threads)
         self.run_steps = self.function("run_steps", 5)
         self.steps = self._step_table()
         self.steps_address = self.steps.ctypes.data
@@ -60,6 +59,10 @@ class Program:
         """An emitted function that takes i64s or addresses; a call releases the GIL."""
         prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * parameters)
         return prototype(self._address(name, user))
+
+    def kernel(self, item: Derived) -> EmittedFunction:
+        """What makes a derived constant."""
+        return self.function(item.symbol, 5, f"a constant of '{item.name}'")
 
     def _address(self, symbol: str, user: str) -> int:
         try:

@@ -92,7 +92,7 @@ def graph_hash(graph: Graph) -> str:
     digest = hashlib.sha256(str(graph).encode())
     for name in sorted(graph.constants):
         digest.update(name.encode())
-        digest.update(np.ascontiguousarray(graph.constants[name]).reshape(-1).view(np.uint8))
+        digest.update(np.ascontiguousarray(graph.constants[name]).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()[:32]
 
 
