@@ -30,7 +30,8 @@ def describe(plan: Plan) -> dict[str, Any]:
                      **({"fallback": s.reason} if s.fallback else {})} for s in plan.steps if not writes_border(s)],
         "borders": [s.name for s in plan.steps if writes_border(s)],
         "by_item": [[s.name for s in plan.steps[band.first:band.last]] for band in plan.bands],
-        "constants_bytes": len(plan.constants), "derived_bytes": plan.derived_bytes, "code_bytes": sum(map(len, plan.code)),
+        "constants_bytes": len(plan.constants), "derived_bytes": plan.derived_bytes,
+        "code_bytes": sum(map(len, plan.code)),
         "buffer_bytes": sum(b.bytes for b in plan.buffers), "metadata": dict(plan.metadata),
     }
 

@@ -140,7 +140,7 @@ class KernelSpec(ABC):
         return tactic
 
     def only_moves(self, tactic: Any) -> bool:
-        """Packing puts each constant into its place, whatever its value: so a plan can find them there again."""
+        """What the kernel reads are the constants themselves, each in its place, whatever its value."""
         return True
 
     def picked(self, isa: Isa, tactic: Any) -> Mapping[str, Picked]:

@@ -94,8 +94,7 @@ class Tuner:
     def _usual(self, spec: KernelSpec) -> Any:
         """The cheapest tactic, refined."""
         tactics = spec.tactics(self.isa)
-        quick = [tactic for tactic in tactics if spec.only_moves(tactic) and not spec.made(self.isa, tactic)] \
-            if self.short_lived else []
+        quick = [tactic for tactic in tactics if spec.only_moves(tactic)] if self.short_lived else []
         best = self._cheapest(spec, quick or tactics)[0]
         return self._cheapest(spec, [best, *spec.refinements(self.isa, best)])[0]
 

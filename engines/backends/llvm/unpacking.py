@@ -49,8 +49,7 @@ class PackingFinder:
         weights = np.asarray(constants[key])
         identity = spec, spec.packing(tactic), key, weights.shape
         if identity not in self._found:
-            self._found[identity] = self._probe(spec, tactic, constants, key) if spec.only_moves(tactic) else \
-                self._told(spec, tactic, key)
+            self._found[identity] = self._told(spec, tactic, key) or self._probe(spec, tactic, constants, key)
         found = self._found[identity]
         if found is None:
             return None

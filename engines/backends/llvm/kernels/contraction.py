@@ -282,7 +282,7 @@ class Contraction(ImageKernel):
         return type(tactic), tactic.vectors, isinstance(tactic, Tile) and tactic.paired
 
     def only_moves(self, tactic: Tile | Winograd) -> bool:
-        return isinstance(tactic, Winograd) or not tactic.paired
+        return isinstance(tactic, Tile) and not tactic.paired
 
     # ---- code
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tile | Winograd) -> None:
