@@ -39,7 +39,7 @@ TEMPORARIES = 4         # registers beside sums and weights: ones, picks, a pixe
 
 _ELEMENTS = np.arange(WINDOW)
 _BITS = np.left_shift(1, _ELEMENTS).astype(np.uint16)
-_ONES = np.array([bin(bits).count("1") for bits in range(1 << WINDOW)], np.uint8)
+_ONES = np.unpackbits(np.arange(1 << WINDOW, dtype=np.uint16).view(np.uint8)).reshape(-1, WINDOW).sum(1, np.uint8)
 _NO_PARTNER = np.uint8(WINDOW)
 
 Array = NDArray[np.int8]
