@@ -75,7 +75,7 @@ def _load(path: Path) -> tuple[onnx.ModelProto, str]:
 
 def _array(model: str, tensor: onnx.TensorProto) -> Array:
     try:
-        return np.array(numpy_helper.to_array(tensor))
+        return np.asarray(numpy_helper.to_array(tensor))
     except Exception as error:      # bad sizes, unknown types: numpy and onnx raise many kinds
         raise ModelError(f"{model}: tensor '{tensor.name}' cannot be read: {error}") from error
 

@@ -173,7 +173,8 @@ def _with_int8_weights(graph: Graph, chosen: Collection[tuple[str, ...]]) -> Gra
             name = fresh_name(f"{source}.int8", taken)
             columns = [-1 if axis == quant.axis else 1 for axis in range(weight.ndim)]
             scale = np.array(quant.scale, np.float32).reshape(columns)
-            constants[name] = np.clip(np.rint(weight / scale), -127, 127).astype(np.int8)
+            steps = weight / scale
+            constants[name] = np.clip(np.rint(steps, out=steps), -127, 127, out=steps).astype(np.int8)
             types[name] = TensorType(FLOAT, weight.shape, quant)
             node = replace(reading(node, {source: name}), precision="int8")
         nodes.append(node)

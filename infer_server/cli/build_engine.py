@@ -31,6 +31,7 @@ from infer_server.cli.calibrating import Calibration, Say
 from infer_server.cli.common import guarded, positive
 from infer_server.cli.compiling import compile_model
 from infer_server.cli.inspect_engine import fallbacks, kernels, layers
+from infer_server.malloc import tune_malloc
 
 
 def parse_shape(text: str) -> tuple[str, tuple[int | None, ...]]:
@@ -59,6 +60,7 @@ class Bar:
 
 
 def _command(options: argparse.Namespace) -> int:
+    tune_malloc()
     _check(options)
     config = BuildConfig(
         precision=options.precision, max_batch=options.max_batch, target=options.target or "",

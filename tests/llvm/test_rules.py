@@ -99,7 +99,7 @@ def execute(graph: Graph, isa: Any, x: Any) -> Any:
     for call in lowered.calls:
         assert call.spec is not None, call.reason
         tactic = call.spec.tactics(isa)[0]
-        packed = [constants_of(c) for c in call.spec.pack(isa, tactic, call.constants)]
+        packed = [constants_of(c) for c in call.spec.ready_constants(isa, tactic, call.constants)]
         inputs, outputs = ([memory[p.buffer][p.offset:] for p in places] for places in (call.inputs, call.outputs))
         grid = call.spec.grid(isa, tactic)
         kernel = loaded(call.spec, isa, tactic, native=False)

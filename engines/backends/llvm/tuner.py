@@ -152,7 +152,7 @@ class Tuner:
         for tactic in tactics:
             packing = spec.packing(tactic)
             if packing not in packed:
-                packed[packing] = [aligned(constant) for constant in spec.pack(self.isa, tactic, constants)]
+                packed[packing] = [aligned(constant) for constant in spec.ready_constants(self.isa, tactic, constants)]
             function = KERNEL(loaded.addresses[self._symbol(spec, tactic)])
             calls[tactic] = _call(function, [*inputs, *packed[packing], *outputs], spec.grid(self.isa, tactic))
         times = measure(calls)

@@ -41,6 +41,7 @@ from engines.backends.llvm.columns import COLUMNS, Operand
 from engines.backends.llvm.cost import CALL, Work, epilogue, pieces
 from engines.backends.llvm.emit import PTR, Function, Module, Value
 from engines.backends.llvm.isa import Isa
+from engines.backends.llvm.kernels.widen import widened
 from engines.backends.llvm.lanes import Lanes
 from engines.backends.llvm.program import fma, load_meaning, store_meaning
 from engines.backends.llvm.spec import (
@@ -48,6 +49,7 @@ from engines.backends.llvm.spec import (
     Array,
     Grid,
     ImageKernel,
+    KernelSpec,
     Tactic,
     View,
     Window,
@@ -202,6 +204,9 @@ class Depthwise(ImageKernel):
         parts = [arithmetic.ready(isa, spread[np.minimum(panel, self.channels)].transpose(2, 3, 5, 0, 1, 4))
                  for panel in order]
         return np.concatenate(parts), pack_channels(constants["program"], self.channels, order)
+
+    def made(self, isa: Isa, tactic: DepthwiseTile) -> Mapping[int, KernelSpec]:
+        return widened(isa) if self.precision == "int8" else {}
 
     # ---- meaning
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
