@@ -2,6 +2,7 @@
 
     x.reshape(N * S, ...)[n * S + s]  for every item n  =  x[:, s]          a lookup that stays inside each item
     x[n, s]  by GatherND of pairs (n, s)                =  x[:, s]
+    x[n, i_n]  by GatherND of pairs (n, i_n)            =  GatherElements(x, i)     a row of each item: its last token
     table[expand(i)] = expand(table[i])
     (a number everywhere)[i] = the number everywhere
     GatherElements(x, expand(i)) = GatherElements(x, i, shape)      which reads i as often as it must
@@ -114,6 +115,29 @@ def _by_item(graph: Graph, name: str) -> tuple[int, Array] | None:
     return None
 
 
+class LookupOfRow(Rule):
+    """GatherND(x [N, S, ...], pairs (n, place of item n))"""
+    pattern = LookupOfPairs.pattern
+
+    def check(self, match: Match) -> bool:
+        source, pairs = match.shape(match.value("x")), match["pairs"]
+        items = _by_item(match.graph, match.value("items"))
+        return (items is not None and items[0] == 1 and not items[1].any() and len(pairs.inputs) == 2
+                and not match.root.attrs.get("batch_dims", 0) and len(source) > 2 and source[0] == BATCH
+                and pairs.attrs["axis"] % 2 == 1 and match.shape(match.value("offsets")) == (BATCH, 1))
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        graph, x, places = match.graph, match.value("x"), match.value("offsets")
+        dtype, (_, tokens, *rest) = graph.types[x].dtype, match.shape(x)
+        width = math.prod(map(int, rest))
+        rows = draft.node("Reshape", [x], TensorType(dtype, (BATCH, tokens, width)), {"shape": (BATCH, tokens, width)})
+        index = draft.node("Reshape", [places], TensorType(graph.types[places].dtype, (BATCH, 1, 1)),
+                           {"shape": (BATCH, 1, 1)})
+        picked = draft.node("GatherElements", [rows, index], TensorType(dtype, (BATCH, 1, width)),
+                            {"axis": 1, "shape": (BATCH, 1, width)})
+        draft.finish("Reshape", [picked], {"shape": match.shape(match.root.outputs[0])})
+
+
 class ExpandedLookup(Rule):
     """Gather(table, Expand(i)) = Expand(Gather(table, i)): token types, the same for every item"""
     pattern = P("Gather", Constant("table"), P("Expand", Constant("places")))
@@ -164,5 +188,5 @@ class RepeatedPlaces(Rule):
         draft.finish("GatherElements", [match.value("x"), source], attrs)
 
 
-LOOKUPS = (LookupInItem(), LookupOfPairs(), ExpandedLookup(), LookupOfOneNumber(),
+LOOKUPS = (LookupInItem(), LookupOfPairs(), LookupOfRow(), ExpandedLookup(), LookupOfOneNumber(),
            RepeatedPlaces())
