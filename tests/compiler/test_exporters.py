@@ -50,6 +50,13 @@ CASES: dict[str, tuple[str, str, int, str, dict[str, tuple[int, ...]]]] = {
         "float[N,8,6] x, int64[N,8] seen", "float[N,6] y", 17, f"""
         axis = Constant<value = int64[1] {{1}}>()  count = ReduceSum<keepdims = 0>(seen, axis)
         one = Constant<value = int64 {{1}}>()  last = Sub(count, one)  {ROW_OF_EACH}""", {}),
+    "the last token of each item, looked up in a flat tensor": (
+        "float[N,8,6] x, int64[N,8] seen", "float[N,6] y", 17, """
+        axis = Constant<value = int64[1] {1}>()  count = ReduceSum<keepdims = 0>(seen, axis)
+        one = Constant<value = int64 {1}>()  last = Sub(count, one)  zero = Constant<value = int64 {0}>()
+        shape = Shape<start = 0, end = 1>(x)  size = Squeeze(shape)  items = Range(zero, size, one)
+        eight = Constant<value = int64 {8}>()  starts = Mul(items, eight)  places = Add(last, starts)
+        rows = Constant<value = int64[2] {-1, 6}>()  flat = Reshape(x, rows)  y = Gather(flat, places)""", {}),
     "the token with the highest number, as in CLIP": (
         "float[N,8,6] x, int64[N,8] ids", "float[N,6] y", 17, f"""
         axis = Constant<value = int64[1] {{1}}>()  one = Constant<value = int64 {{1}}>()

@@ -30,7 +30,7 @@ FAR = (1 << 31) - 1     # beyond every place
 
 @dataclass(frozen=True)
 class TopK(KernelSpec):
-    """x: float32 or int32 [..., width], its rows in one piece; indices: int64 [..., k]; values, if wanted: as x, [..., k].
+    """x: float32 or int32 [..., width], its rows in one piece; indices: int64 [..., k]; values, if wanted: [..., k].
 
     Of integers the least, -2**31, counts as the one above it.
     """
