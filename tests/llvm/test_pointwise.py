@@ -108,6 +108,12 @@ def test_gelu_is_as_accurate_as_it_says():
     assert (error / np.abs(x).clip(5))[np.abs(x) > 5].max() < 3.4e-7
 
 
+@pytest.mark.parametrize("op, exact", [("sin", np.sin), ("cos", np.cos)])
+def test_sine_and_cosine_are_as_accurate_as_they_say(op, exact):
+    x = np.concatenate([np.linspace(-40, 40, 40001), np.linspace(-2**16, 2**16, 400001)]).astype(np.float32)
+    assert np.abs(INSTRUCTIONS[op].meaning(x) - exact(x.astype(np.float64))).max() < 2e-7
+
+
 @EVERY_ISA
 def test_quantising_saturates_whatever_the_size_of_the_number(isa):
     b = ProgramBuilder(False)
