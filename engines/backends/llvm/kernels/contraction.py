@@ -309,7 +309,7 @@ class Contraction(ImageKernel):
             whole = [np.pad(order.ravel(), (0, width - order.size), constant_values=len(runs) - 1) for order in orders]
             paired = pair(runs[np.stack(whole)], self._run_offsets())
             return paired.steps, paired.places, paired.starts, program
-        runs = np.pad(runs, ((0, 0), (0, 0), (0, -self.run % arithmetic.elements)))
+        runs = np.ascontiguousarray(np.pad(runs, ((0, 0), (0, 0), (0, -self.run % arithmetic.elements))))
         # Elements that stay together are moved as one: [cout][turn]
         steps = runs.reshape(len(runs), -1).view(f"u{arithmetic.elements * runs.itemsize}")
         turned = [np.ascontiguousarray(steps[order].transpose(2, 0, 1))[..., None].view(runs.dtype)
