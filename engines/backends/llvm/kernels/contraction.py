@@ -311,7 +311,7 @@ class Contraction(ImageKernel):
             paired = pair(runs[np.stack(whole)], self._run_offsets())
             places = shorten_places(paired.places) if self._near else paired.places
             return paired.steps, places, paired.starts, program
-        runs = np.pad(runs, ((0, 0), (0, 0), (0, -self.run % arithmetic.elements)))
+        runs = np.ascontiguousarray(np.pad(runs, ((0, 0), (0, 0), (0, -self.run % arithmetic.elements))))
         # Elements that stay together are moved as one: [cout][turn]
         steps = runs.reshape(len(runs), -1).view(f"u{arithmetic.elements * runs.itemsize}")
         turned = [np.ascontiguousarray(steps[order].transpose(2, 0, 1))[..., None].view(runs.dtype)
