@@ -118,7 +118,7 @@ def main(arguments: Sequence[str]) -> None:
         write_chart(cases, CHART)
         command = " ".join(["python -m benchmarks.peers", *(FOLDERS.sub("", argument) for argument in arguments)])
         earlier = ", and what earlier runs added to the same results" if options.results else ""
-        write_section("peers", f"## One inference\n\n`{command}`{earlier}\n\n![{CHART.stem}]({CHART.name})\n\n{text}")
+        write_section("peers", f"### One inference\n\n`{command}`{earlier}\n\n![{CHART.stem}]({CHART.name})\n\n{text}")
         write_section(peaks.SECTION, roof)
 
 

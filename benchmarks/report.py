@@ -16,7 +16,7 @@ def report(cases: Sequence[Case]) -> str:
     return "\n\n".join([
         f"On {machine()}; {packages}. Costs are medians over turns, in the case's unit; ratios are those of the peer's "
         "fastest\nbuild to ours, turn by turn: median and quartiles. Above 1, ours is faster.",
-        summary(cases), "Geometric means of the ratios:", means(cases), "### Every build", *map(details, cases)])
+        summary(cases), "Geometric means of the ratios:", means(cases), "#### Every build", *map(details, cases)])
 
 
 def summary(cases: Sequence[Case]) -> str:

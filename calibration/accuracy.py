@@ -1,8 +1,8 @@
-"""How far a quantised model is from the float one: four measures, and a meter that sums them over streamed runs."""
+"""How far a quantised model is from the float one: four measures, and the sums they are made of."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,29 +39,6 @@ def cosine(reference: Array, value: Array) -> float:
 def top1_agreement(reference: Array, value: Array) -> float:
     """The share (0..1) of rows, along the last axis, whose largest element is at the same place in both."""
     return float(np.mean(np.argmax(reference, axis=-1) == np.argmax(value, axis=-1)))
-
-
-class SqnrMeter:
-    """SQNR of each tensor over many runs, all runs' values taken as one array: memory of a few numbers a tensor."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, Powers] = {}
-
-    def add(self, reference: Mapping[str, Array], value: Mapping[str, Array]) -> None:
-        """Count one run; tensors that only one of the two has are left out."""
-        for tensor in (name for name in reference if name in value):
-            self._sums[tensor] = self._sums.get(tensor, Powers()) + powers(reference[tensor], value[tensor])
-
-    def result(self) -> dict[str, float]:
-        """{tensor: dB}, worst first."""
-        return dict(sorted(((tensor, sums.sqnr_db) for tensor, sums in self._sums.items()), key=lambda item: item[1]))
-
-
-def layer_report(sqnr: Mapping[str, float], limit: int = 10) -> str:
-    """The `limit` worst tensors as a table for people."""
-    worst = sorted(sqnr.items(), key=lambda item: item[1])[:limit]
-    width = max(len("tensor"), *(len(tensor) for tensor, _ in worst))
-    return "\n".join([f"{'tensor':{width}}  SQNR dB", *(f"{tensor:{width}}  {db:7.1f}" for tensor, db in worst)])
 
 
 @dataclass(frozen=True)

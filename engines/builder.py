@@ -153,7 +153,7 @@ class Builder:
             name=graph.name, target=compiled.target, cpu=compiled.cpu, precision=self.config.precision,
             max_batch=chosen.max_batch, inputs=compiled.inputs, outputs=compiled.outputs, buffers=compiled.buffers,
             steps=compiled.steps, fills=compiled.fills, code=compiled.code, constants=compiled.constants,
-            graph=document, graph_arrays=arrays, packed=compiled.packed,
+            derived=compiled.derived, graph=document, graph_arrays=arrays, packed=compiled.packed,
             metadata={"compiler": COMPILER_VERSION, **(metadata or {})})
 
     def _max_batch(self, graph: Graph) -> int:
@@ -181,4 +181,4 @@ def relower(plan: Plan, target: str = "") -> Plan:
     compiled = assemble(choose_kernels(graph, tuner, plan.max_batch))
     return replace(plan, target=compiled.target, cpu=compiled.cpu, inputs=compiled.inputs, outputs=compiled.outputs,
                    buffers=compiled.buffers, steps=compiled.steps, fills=compiled.fills, code=compiled.code,
-                   constants=compiled.constants, packed=compiled.packed, bands=())
+                   constants=compiled.constants, derived=compiled.derived, packed=compiled.packed, bands=())

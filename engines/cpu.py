@@ -10,10 +10,10 @@ import platform
 import re
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+from glob import glob
 
-_CPUINFO = Path("/proc/cpuinfo")
-_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_CPUINFO = "/proc/cpuinfo"
+_CACHES = "/sys/devices/system/cpu/cpu0/cache"
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,23 @@ def _bytes(size: str) -> int:
 
 def _caches() -> tuple[tuple[str, int], ...]:
     found = []
-    for index in sorted(_CACHES.glob("index*")):
-        kind = (index / "type").read_text().strip()
+    for index in sorted(glob(f"{_CACHES}/index*")):
+        kind = _read(f"{index}/type").strip()
         if kind != "Instruction":
-            name = f"L{(index / 'level').read_text().strip()}{'d' if kind == 'Data' else ''}"
-            found.append((name, _bytes((index / "size").read_text())))
+            name = f"L{_read(f'{index}/level').strip()}{'d' if kind == 'Data' else ''}"
+            found.append((name, _bytes(_read(f"{index}/size"))))
     return tuple(found)
+
+
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
 
 
 @cache
 def detect() -> CpuInfo:
     """This machine. Outside Linux no feature is known, so that only portable plans run."""
-    model, features = parse_cpuinfo(_CPUINFO.read_text()) if _CPUINFO.exists() else (platform.processor(), frozenset())
+    known = os.path.exists(_CPUINFO)
+    model, features = parse_cpuinfo(_read(_CPUINFO)) if known else (platform.processor(), frozenset())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return CpuInfo(platform.machine(), model, features, _caches(), cores)

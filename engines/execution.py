@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 
 from engines.backends.llvm.elf import LoadedCode
 from engines.clock import thread_seconds
+from engines.derived import derive
 from engines.errors import PlanCorruptError
 from engines.fallback import FallbackStep
 from engines.ir import Array
 from engines.memory import LINE, Layout, Memory, array_at, plan_memory
-from engines.plan import Band, Fill, Plan, TensorView, item_strides, verify
+from engines.plan import DERIVED, Band, Derived, Fill, Plan, TensorView, item_strides, verify
 from engines.tables import STEP_WORDS, WORD, StepRow
 
 Words = NDArray[np.int64]
@@ -36,25 +37,32 @@ class Span:
 class Program:
     """A plan made ready to run: code loaded, tables filled. Read-only after that, and shared by every context."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, threads: int = 1) -> None:
+        """threads: that make the constants which the plan's file does not have."""
         self.plan = verify(plan)
         self._code = LoadedCode(plan.code)
         self._constants, self._constants_address = _aligned(plan.constants)
+        self._derived = derive(plan, self.kernel, self._constants_address, threads)
         self.run_steps = self.function("run_steps", 5)
         self.steps = self._step_table()
         self.steps_address = self.steps.ctypes.data
         self.spans = _spans(plan)
         self.turns = tuple(turn for span in self.spans for turn in _turns(span, plan.bands))
         operands = [operand for step in plan.steps for operand in step.operands]
-        # The constants count as one buffer more, after the others.
-        buffers = [len(plan.buffers) if o.buffer is None else o.buffer for o in operands]
+        # The constants count as two buffers more, after the others.
+        more = {None: len(plan.buffers), DERIVED: len(plan.buffers) + 1}
+        buffers = [more.get(o.buffer, o.buffer) for o in operands]
         self._operand_buffers = np.array(buffers, np.int64)
         self._operand_offsets = np.array([o.offset for o in operands], np.int64)
 
-    def function(self, name: str, parameters: int) -> EmittedFunction:
+    def function(self, name: str, parameters: int, user: str = "the executor") -> EmittedFunction:
         """An emitted function that takes i64s or addresses; a call releases the GIL."""
         prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * parameters)
-        return prototype(self._address(name, "the executor"))
+        return prototype(self._address(name, user))
+
+    def kernel(self, item: Derived) -> EmittedFunction:
+        """What makes a derived constant."""
+        return self.function(item.symbol, 5, f"a constant of '{item.name}'")
 
     def _address(self, symbol: str, user: str) -> int:
         try:
@@ -107,7 +115,7 @@ class Program:
 
     def operand_table(self, bases: Sequence[int]) -> Words:
         """The addresses of all operands of all steps, given that of each buffer."""
-        every = np.array([*bases, self._constants_address], np.int64)
+        every = np.array([*bases, self._constants_address, self._derived.address], np.int64)
         table: Words = every[self._operand_buffers] + self._operand_offsets
         return table
 

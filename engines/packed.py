@@ -5,11 +5,15 @@ there already, in the order that the kernels read them in: all that is kept of t
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from engines.ir import Array
+
+PICKS = 4           # elements of a step of Picked: an int32 says their places
+ROWS = 32           # of a matrix taken at once: their places stay in cache
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,57 @@ class Packing:
     kinds: tuple[int, ...]
     steps: tuple[tuple[int, ...], ...]
 
+    def take(self, arrays: Sequence[Array], stored: str) -> Array:
+        """The matrix, from an array that holds it so; of bfloat16, as float32."""
+        (data,), dtype = arrays, np.dtype("uint16" if stored == "bfloat16" else stored)
+        # An element begins at a multiple of its size.
+        starts, steps = (np.array(bytes_, np.int64) // dtype.itemsize for bytes_ in (self.starts, self.steps))
+        kinds, flat = np.array(self.kinds, np.int64), _bytes(data)
+        flat = flat[:len(flat) // dtype.itemsize * dtype.itemsize].view(dtype)
+        elements: Array = np.empty((len(starts), steps.shape[1]), dtype)
+        for first in range(0, len(starts), ROWS):
+            rows = slice(first, first + ROWS)
+            elements[rows] = flat[starts[rows, None] + steps[kinds[rows]]]
+        return (elements.astype(np.uint32) << 16).view(np.float32) if stored == "bfloat16" else elements
+
+
+@dataclass(frozen=True)
+class Picked:
+    """An order of the elements of a matrix of bytes that its values decided: tables beside them say where they are.
+
+        steps   int8 [step][lane][PICKS]
+        places  int32 [step][2]: an offset, and PICKS bytes that count from there
+        starts  int32 [panel + 1]: the first step of each panel of `lanes` rows
+
+    An element of a step is of the column whose offset its place says; where it is 0 for all lanes, there may be none.
+    """
+    lanes: int
+    rows: tuple[int, ...]           # of the matrix: panel * lanes + lane of each
+    columns: tuple[int, ...]        # ... and the offset of each
+
+    def take(self, arrays: Sequence[Array], stored: str) -> Array:
+        """The matrix, from `steps`, `places` and `starts`."""
+        places, starts = (_bytes(array).view(np.int32) for array in arrays[1:])
+        panels = max(self.rows) // self.lanes + 1
+        starts = starts[:panels + 1]
+        count = int(starts[-1])
+        steps = _bytes(arrays[0])[:count * self.lanes * PICKS].view(stored).reshape(count, self.lanes, PICKS)
+        places = places[:2 * count].reshape(count, 2)
+        there = steps.any(axis=1)                                   # [step][pick]
+        offsets = (places[:, :1] + places[:, 1:].view(np.uint8))[there]
+        columns = np.array(self.columns, np.int64)
+        order = np.argsort(columns)
+        found = order[np.searchsorted(columns, offsets, sorter=order)]
+        panel = np.broadcast_to(np.repeat(np.arange(panels), np.diff(starts))[:, None], there.shape)[there]
+        matrix = np.zeros((panels, len(columns), self.lanes), stored)
+        matrix[panel, found] = steps.swapaxes(1, 2)[there]
+        result: Array = matrix.swapaxes(1, 2).reshape(-1, len(columns))[np.array(self.rows, np.int64)]
+        return result
+
+
+def _bytes(array: Array) -> Array:
+    return array.reshape(-1).view(np.uint8)
+
 
 @dataclass(frozen=True)
 class PackedArray:
@@ -33,24 +88,14 @@ class PackedArray:
     shape: tuple[int, ...]
     axis: int
     stored: str                 # dtype of an element there: "int8", "float32", "float16" or "bfloat16"
-    offset: int                 # bytes, of what the packing counts from
-    packing: Packing
+    offsets: tuple[int, ...]    # bytes, of what the packing takes it from
+    packing: Packing | Picked
 
     def unpack(self, constants: bytes | memoryview) -> Array:
         """A new array, from the plan's constants."""
         shape = [*self.shape]
         shape.insert(0, shape.pop(self.axis))
-        matrix = take_packed(np.frombuffer(constants, np.uint8)[self.offset:], self.packing, self.stored)
+        data = np.frombuffer(constants, np.uint8)
+        matrix = self.packing.take([data[offset:] for offset in self.offsets], self.stored)
         array: Array = np.moveaxis(matrix.astype(self.dtype).reshape(shape), 0, self.axis)
         return array
-
-
-def take_packed(data: Array, packing: Packing, stored: str) -> Array:
-    """The matrix whose elements lie in `data` as the packing says; of bfloat16, as float32."""
-    dtype = np.dtype("uint16" if stored == "bfloat16" else stored)
-    starts, kinds = np.array(packing.starts, np.int64), np.array(packing.kinds, np.int64)
-    places = starts[:, None] + np.array(packing.steps, np.int64)[kinds]
-    flat = data.reshape(-1).view(np.uint8)
-    # An element begins at a multiple of its size.
-    elements: Array = flat[:len(flat) // dtype.itemsize * dtype.itemsize].view(dtype)[places // dtype.itemsize]
-    return (elements.astype(np.uint32) << 16).view(np.float32) if stored == "bfloat16" else elements

@@ -24,12 +24,34 @@ from engines.errors import PlanCorruptError
 from engines.ir import Array, QParams
 from engines.packed import PackedArray
 
+DERIVED = -1        # as Operand.buffer
+
 
 @dataclass(frozen=True)
 class Operand:
     """An address: `offset` bytes into a buffer, or into the constants of the plan."""
-    buffer: int | None          # index in Plan.buffers; None: the constants
+    buffer: int | None          # index in Plan.buffers; None: the constants; DERIVED: those that are made of others
     offset: int = 0
+
+    @property
+    def constant(self) -> bool:
+        """Not in a buffer, and the same for every context."""
+        return self.buffer is None or self.buffer == DERIVED
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A constant that a kernel makes of another one when the plan is made ready to run: the file has only the other.
+
+    The kernel is called as those of steps are, with two operands, on a grid that may be cut anywhere.
+    """
+    symbol: str                 # of the kernel in the code section
+    source: int                 # bytes into the constants
+    offset: int                 # bytes into the derived ones
+    bytes: int
+    rows: int
+    columns: int
+    name: str = ""              # of the first step that reads it
 
 
 @dataclass(frozen=True)
@@ -178,11 +200,17 @@ class Plan:
     fills: tuple[Fill, ...]
     code: tuple[bytes, ...]                 # ELF objects, position-independent, self-contained: kernels and scheduler
     constants: bytes | memoryview           # weights and epilogue constants, aligned, in order of execution
+    derived: tuple[Derived, ...] = ()       # ... and those that are made of them
     graph: Mapping[str, Any] = field(default_factory=dict)          # serialised Graph that it was lowered from ...
     graph_arrays: Mapping[str, Array] = field(default_factory=dict, compare=False)      # ... and its constants,
     packed: Mapping[str, PackedArray] = field(default_factory=dict)     # of which these are not written a second time
     metadata: Mapping[str, Any] = field(default_factory=dict)       # preprocessing, calibration, versions, report
     bands: tuple[Band, ...] = ()            # in order, apart from each other
+
+    @property
+    def derived_bytes(self) -> int:
+        """Of memory for the derived constants."""
+        return max((item.offset + item.bytes for item in self.derived), default=0)
 
     @property
     def batch_slots(self) -> int:
@@ -193,13 +221,13 @@ class Plan:
 def runs_by_item(step: Step) -> bool:
     """Whether the rows of an item can be run apart from those of others."""
     return (step.rows_per_item > 0 and step.rows_per_item % step.row_step == 0
-            and len(step.reads) + len(step.writes) == sum(operand.buffer is not None for operand in step.operands))
+            and len(step.reads) + len(step.writes) == sum(not operand.constant for operand in step.operands))
 
 
 def item_strides(step: Step) -> list[int]:
     """Bytes from an item to the next, of each operand of a step that runs by item; constants are the same for all."""
     reaches = iter((*step.reads, *step.writes))
-    return [0 if operand.buffer is None else next(reaches).item_stride for operand in step.operands]
+    return [0 if operand.constant else next(reaches).item_stride for operand in step.operands]
 
 
 def verify(plan: Plan) -> Plan:
@@ -234,11 +262,15 @@ def verify(plan: Plan) -> Plan:
             step = plan.steps[index]
             if not step.symbol or not runs_by_item(step):
                 raise broken(f"step {index} '{step.name}' cannot run item by item")
-            for buffer in {operand.buffer for operand in step.operands if operand.buffer is not None}:
+            for buffer in {operand.buffer for operand in step.operands if not operand.constant}:
+                assert buffer is not None
                 if buffer >= len(plan.buffers) or not band.keeps(plan.buffers[buffer]):
                     for at in (band.first, band.last - 1):
                         check_life(at, step, buffer)
 
+    for item in plan.derived:
+        if not 0 <= item.source <= len(plan.constants) or item.offset < 0 or item.bytes < 0:
+            raise broken(f"the constant of '{item.name}' is made of byte {item.source} of {len(plan.constants)}")
     for before, band in zip((Band(0, 0), *plan.bands), plan.bands, strict=False):
         check_band(band, before.last)
     for io in (*plan.inputs, *plan.outputs):
@@ -249,9 +281,13 @@ def verify(plan: Plan) -> Plan:
         if any(not 0 <= d < index for d in step.depends):
             raise broken(f"step {index} '{step.name}' depends on steps {list(step.depends)}")
         for operand in step.operands:
-            if operand.buffer is not None:
+            if operand.buffer is None:
+                size = len(plan.constants)
+            elif operand.buffer == DERIVED:
+                size = plan.derived_bytes
+            else:
                 check_life(index, step, operand.buffer)
-            size = len(plan.constants) if operand.buffer is None else plan.buffers[operand.buffer].bytes
+                size = plan.buffers[operand.buffer].bytes
             if not 0 <= operand.offset <= size:
                 raise broken(f"step {index} '{step.name}' has an operand at byte {operand.offset} of {size}")
         if step.fallback is not None:

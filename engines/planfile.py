@@ -6,8 +6,8 @@
 
 Each weight is there once: among the constants, as kernels read it. What the graph needs of it again is read back from
 there (engines/packed.py); only constants of the graph that are nowhere else have an array. Code, JSON and manifest are
-compressed; constants are not, for the file is mapped, not read: processes that load one plan share its weights. (Where
-kernels want integers wider than their values, each process widens its own: engines/narrow.py.)
+compressed; constants are not, for the file is mapped, not read: processes that load one plan share its weights. (But
+not those that kernels make of others when a plan is made ready to run: Plan.derived.)
 
 Code is checked by BLAKE2b, for it will be executed; the rest by the CRC-32 of the sums of each page's 64-bit words (and
 of the bytes behind the last whole page). It finds any change inside one word, and pages that are missing or in each
@@ -26,21 +26,20 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from engines.errors import PlanCorruptError, PlanVersionError
 from engines.ir import Array
-from engines.narrow import Run, narrow, widen
-from engines.packed import PackedArray, Packing
+from engines.packed import PackedArray, Packing, Picked
 from engines.plan import Plan
 from engines.records import from_plain, to_plain
 
 MAGIC = b"\x93INFPLAN"      # the first byte is not ASCII: no text file begins like this
-VERSION = 4
+VERSION = 5
 PAGE, LINE = 4096, 64
 _HEADER = struct.Struct("<8sIIQQ16sQ8x")     # magic, version, 0, manifest offset, size, checksum, file size
 _ELSEWHERE = ("code", "constants", "graph", "graph_arrays", "packed")        # fields of Plan that are sections
@@ -70,10 +69,8 @@ def _compressed_json(value: Any) -> bytes:
 # ---- writing
 def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write the file beside its name, then rename it: whoever reads `path` finds the old plan or the new one, whole."""
-    target = Path(path)
     sections, arrays = _sections(plan)
-    constants, runs = narrow(plan.constants, _constant_operands(plan))
-    sections["constants"] = constants
+    sections["constants"] = plan.constants
 
     records: dict[str, dict[str, Any]] = {}
     at = PAGE
@@ -81,11 +78,12 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
         records[name] = {"offset": at, "bytes": len(data), "checksum": _checksum(name)(data)}
         at = -(-(at + len(data)) // LINE) * LINE
     fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.name not in _ELSEWHERE}
-    manifest = _compressed_json({"plan": fields, "code": [len(code) for code in plan.code], "runs": runs,
+    manifest = _compressed_json({"plan": fields, "code": [len(code) for code in plan.code],
                                  "arrays": arrays, "sections": records})
     header = _HEADER.pack(MAGIC, VERSION, 0, at, len(manifest), bytes.fromhex(_strong(manifest)), at + len(manifest))
 
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    folder, name = os.path.split(os.fspath(path))
+    temporary = os.path.join(folder, f".{name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
         with open(temporary, "xb") as file:
             file.write(header)
@@ -96,9 +94,10 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
             file.write(manifest)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, target)
+        os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
         raise
 
 
@@ -122,22 +121,24 @@ def _sections(plan: Plan) -> tuple[dict[str, _Buffer], dict[str, Any]]:
     return sections, arrays
 
 
-def _constant_operands(plan: Plan) -> set[int]:
-    """Where in the constants an operand begins."""
-    return {operand.offset for step in plan.steps for operand in step.operands if operand.buffer is None}
-
-
-def _differences(packing: Packing) -> dict[str, Any]:
+def _differences(packing: Packing | Picked) -> dict[str, Any]:
     """Each number less the one before it: these repeat, so that they compress to little."""
-    return {"starts": np.diff(packing.starts, prepend=0).tolist(), "kinds": packing.kinds,
-            "steps": [np.diff(steps, prepend=0).tolist() for steps in packing.steps]}
+    def differences(numbers: tuple[int, ...]) -> list[int]:
+        return np.diff(numbers, prepend=0).tolist()
+
+    if isinstance(packing, Picked):
+        return {"lanes": packing.lanes, "rows": differences(packing.rows), "columns": differences(packing.columns)}
+    return {"starts": differences(packing.starts), "kinds": packing.kinds,
+            "steps": [differences(steps) for steps in packing.steps]}
 
 
-def _sums(content: Mapping[str, Any]) -> Packing:
+def _sums(content: Mapping[str, Any]) -> Packing | Picked:
     """The inverse."""
     def summed(differences: list[int]) -> tuple[int, ...]:
         return tuple(np.cumsum(differences, dtype=np.int64).tolist())
 
+    if "lanes" in content:
+        return Picked(content["lanes"], summed(content["rows"]), summed(content["columns"]))
     return Packing(summed(content["starts"]), tuple(content["kinds"]), tuple(map(summed, content["steps"])))
 
 
@@ -193,17 +194,13 @@ class _Reader:
     def plan(self) -> Plan:
         try:
             fields = from_plain(Plan, self._manifest["plan"])
-            constants = self._constants()
+            constants = self.section("constants")
             packed = _Lazy(self._packed)
             return Plan(**fields, code=self._code(), constants=constants, graph=_Lazy(self._graph), packed=packed,
                         graph_arrays=_LazyArrays(self, self._manifest["arrays"], constants, packed))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             # The checksums hold, so this is what a faulty or a private version of the compiler wrote.
             raise PlanCorruptError(f"{self.path}: the manifest is not a plan's ({error!r}); {_REBUILD}") from error
-
-    def _constants(self) -> memoryview:
-        runs = tuple(Run(**run) for run in self._manifest["runs"])
-        return widen(self.section("constants"), runs) if runs else self.section("constants")
 
     def _code(self) -> tuple[bytes, ...]:
         objects, at = zlib.decompress(self.section("code")), 0
@@ -220,7 +217,8 @@ class _Reader:
     def _packed(self) -> dict[str, PackedArray]:
         content = json.loads(zlib.decompress(self.section("packed")))
         packings = [_sums(packing) for packing in content["packings"]]
-        return {name: PackedArray(**{**record, "shape": tuple(record["shape"]), "packing": packings[record["packing"]]})
+        return {name: PackedArray(**{**record, "shape": tuple(record["shape"]), "offsets": tuple(record["offsets"]),
+                                     "packing": packings[record["packing"]]})
                 for name, record in content["arrays"].items()}
 
 

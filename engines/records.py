@@ -36,11 +36,17 @@ def _decoders(cls: type) -> dict[str, Callable[[Any], Any]]:
     return {f.name: _decoder(hints[f.name]) for f in dataclasses.fields(cls)}
 
 
+def _record_decoder(cls: type) -> Callable[[Any], Any]:
+    """Most of a plan is small records of numbers: only the fields that JSON does not give as they are get a look."""
+    decoders = [(name, decode) for name, decode in _decoders(cls).items() if decode is not _same]
+
+    return lambda value: cls(**value | {name: decode(value[name]) for name, decode in decoders if name in value})
+
+
 def _decoder(hint: Any) -> Callable[[Any], Any]:
     """JSON knows lists, not tuples, and no dataclasses: what undoes that for a value of this type."""
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        cls = hint
-        return lambda value: cls(**from_plain(cls, value))
+        return _record_decoder(hint)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return _union_decoder(arguments)

@@ -83,7 +83,7 @@ class Engine:
         self._cpus = _checked_cpus(cpus, threads)
         self.plan = plan
         self.threads = threads
-        self._program = Program(plan)
+        self._program = Program(plan, threads)
         self._execution = (_parallel(self._program, threads) if threads > 1
                            else lambda cpus: SerialExecution(self._program))
         self._feeds = Feeds(plan)

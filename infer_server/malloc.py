@@ -1,4 +1,4 @@
-"""Tunes the C library's allocator for messages of the size of images."""
+"""Tunes the C library's allocator for messages of the size of images, and for weights."""
 from __future__ import annotations
 
 import ctypes
@@ -16,7 +16,7 @@ _OPTIONS = {
 
 
 def tune_malloc() -> None:
-    """Keeps freed memory in the process for the next message. Says so where the allocator cannot be tuned."""
+    """Keeps freed memory in the process for the next message or array. Says so where the allocator cannot be tuned."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         log.info("no mallopt in this C library: large messages cost more")

@@ -17,7 +17,7 @@ def read_config(path: Path) -> model_config.ModelConfig:
     """Parses a config.pbtxt. Raises ModelConfigError."""
     message = model_config.ModelConfig()
     try:
-        text_format.Parse(path.read_text(), message)
+        text_format.Parse(path.read_text(encoding="utf-8"), message)
     except text_format.ParseError as error:
         line = error.GetLine()
         hint = _hint(str(error))

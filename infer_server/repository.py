@@ -107,10 +107,16 @@ class Repository:
 
         Raises RepositoryError if the folder itself cannot be read.
         """
-        chosen = await in_daemon_thread(lambda: model_names(self._directory)) if names is None else names
-        results = await asyncio.gather(*(self.load(name) for name in chosen), return_exceptions=True)
+        if names is None:
+            names = await in_daemon_thread(lambda: model_names(self._directory))
+            if not names:
+                log.warning("there is no model in %s; a model is a folder with a folder for each version",
+                            self._directory)
+        results = await asyncio.gather(*(self.load(name) for name in names), return_exceptions=True)
         for result in results:
-            if isinstance(result, BaseException) and not isinstance(result, ServeError):
+            if isinstance(result, UnknownModelError):       # of names given; load() has logged what else failed
+                log.error("%s", result)
+            elif isinstance(result, BaseException) and not isinstance(result, ServeError):
                 raise result
 
     async def load(self, name: str, message: model_config.ModelConfig | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -126,7 +127,11 @@ class Server:
         return Page(status=HTTPStatus.OK if self.lifecycle.ready else HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def _serve_pages(self, port: int, pages: dict[str, Callable[[], Page]], otherwise: Page) -> int:
-        server = await serve_pages(self._options.host, port, pages, otherwise)
+        try:
+            server = await serve_pages(self._options.host, port, pages, otherwise)
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+            raise OSError(f"cannot listen on {self._options.host}:{port}: {reason}") from error
         self._pages.append(server)
         bound: int = server.sockets[0].getsockname()[1]
         return bound
@@ -136,5 +141,6 @@ class Server:
         try:
             port: int = self._grpc.add_insecure_port(address)
         except RuntimeError as error:
-            raise OSError(f"cannot listen on {address}: {error}") from error
+            raise OSError(f"cannot listen on {address}: the port is taken, or this machine has no such address"
+                          ) from error
         return port

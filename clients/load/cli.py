@@ -105,11 +105,15 @@ async def try_once(channel: grpc.aio.Channel, url: str, request: bytes) -> None:
 def load_arrays(path: Path) -> dict[str, Array]:
     """The arrays of an .npz file by name. Raises PayloadError when it is none."""
     try:
-        with np.load(path) as file:
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise PayloadError(f"--input-data {path} is no .npz file")
-            return {name: file[name] for name in file.files}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        with path.open("rb") as file:
+            if not zipfile.is_zipfile(file):
+                raise PayloadError(f"--input-data {path} is no .npz file; write one with numpy.savez(path, NAME=array)")
+            file.seek(0)
+            with np.load(file) as archive:
+                return {name: archive[name] for name in archive.files}
+    except OSError as error:
+        raise PayloadError(f"--input-data {path}: {error.strerror or error}") from error
+    except (ValueError, zipfile.BadZipFile) as error:
         raise PayloadError(f"--input-data {path} cannot be read: {error}") from error
 
 

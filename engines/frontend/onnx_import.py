@@ -64,7 +64,7 @@ def graph_from_onnx(model: str | Path | onnx.ModelProto, *,
 def _load(path: Path) -> tuple[onnx.ModelProto, str]:
     try:
         proto = onnx.load(str(path))
-    except FileNotFoundError as error:
+    except OSError as error:        # the file, or one beside it that holds weights
         raise ModelError(f"{path}: {error.strerror or error}: '{error.filename or path}'") from error
     except Exception as error:      # whatever the protobuf runtime at hand raises for bytes that are no model
         raise ModelError(f"{path} is not a readable ONNX model (truncated, or another format): {error}") from error
@@ -75,7 +75,7 @@ def _load(path: Path) -> tuple[onnx.ModelProto, str]:
 
 def _array(model: str, tensor: onnx.TensorProto) -> Array:
     try:
-        return np.array(numpy_helper.to_array(tensor))
+        return np.asarray(numpy_helper.to_array(tensor))
     except Exception as error:      # bad sizes, unknown types: numpy and onnx raise many kinds
         raise ModelError(f"{model}: tensor '{tensor.name}' cannot be read: {error}") from error
 
@@ -120,8 +120,8 @@ def _input_type(model: str, value: onnx.ValueInfoProto, given: Sequence[Dim | No
                              f"{_option(value.name, [1, 3, 224, 224])}")
         given = declared
     elif tensor.HasField("shape") and not _fits(given, declared):
-        raise ModelError(f"{model}: the shape {text(d or '?' for d in given)} given for input '{value.name}' does not "
-                         f"fit the declared {text(d or '?' for d in declared)}")
+        raise ModelError(f"{model}: the shape {text(d or BATCH for d in given)} given for input '{value.name}' does "
+                         f"not fit the declared {text(d or '?' for d in declared)}")
     if keep_batch and declared and not _is_size(declared[0]):
         given = (None, *given[1:])
     shape = [BATCH if axis == 0 and not _is_size(d) else d for axis, d in enumerate(given)]

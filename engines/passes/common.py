@@ -1,13 +1,13 @@
 """Common subexpressions: nodes that compute the same from the same are one node; equal constants are one constant."""
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from engines.ir import Graph, Node
+from engines.ir import Array, Graph, Node
 from engines.passes.rewrite import COMMUTATIVE, rename
 
 _RANDOM = ("Random", "Bernoulli", "Multinomial", "Dropout")
@@ -15,11 +15,12 @@ _RANDOM = ("Random", "Bernoulli", "Multinomial", "Dropout")
 
 def merge_common(graph: Graph) -> Graph:
     aliases: dict[str, str] = {}
-    constants: dict[Hashable, str] = {}
-    for name, array in graph.constants.items():
-        key = (str(array.dtype), array.shape, array.tobytes())
-        if (first := constants.setdefault(key, name)) != name and name not in graph.outputs:
-            aliases[name] = first
+    for names in _look_alikes(graph.constants):
+        first_of: dict[bytes, str] = {}
+        for name in names if len(names) > 1 else ():
+            first = first_of.setdefault(graph.constants[name].tobytes(), name)
+            if first != name and name not in graph.outputs:
+                aliases[name] = first
     seen: dict[Hashable, Node] = {}
     kept: list[Node] = []
     for node in graph.nodes:
@@ -30,6 +31,15 @@ def merge_common(graph: Graph) -> Graph:
         else:
             aliases.update(zip(node.outputs, first_node.outputs, strict=True))
     return graph.rebuild(rename(graph, kept, aliases)) if aliases else graph
+
+
+def _look_alikes(constants: Mapping[str, Array]) -> Iterable[list[str]]:
+    """Names of constants that may be equal, in order: most others differ in their first row, which is soon compared."""
+    found: dict[Hashable, list[str]] = {}
+    for name, array in constants.items():
+        row = array[(0,) * (array.ndim - 1)].tobytes() if array.size else b""
+        found.setdefault((str(array.dtype), array.shape, row), []).append(name)
+    return found.values()
 
 
 def _repeatable(node: Node) -> bool:

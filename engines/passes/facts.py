@@ -1,11 +1,9 @@
 """Questions that passes ask about a graph."""
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from engines.ir import BATCH, Array, Dim, Graph, Node
+from engines.ir import BATCH, Array, Graph, Node
 from engines.ops import OPS
 
 
@@ -48,10 +46,6 @@ def pads(node: Node, rank: int) -> tuple[int, ...]:
 def pads_with_zeros(node: Node) -> bool:
     """Whether a Pad adds zeros: exact in every stored type, and what a convolution's own padding holds."""
     return node.op == "Pad" and node.attrs.get("mode", "constant") == "constant" and node.attrs.get("value", 0) == 0
-
-
-def same_shape(a: Sequence[Dim], b: Sequence[Dim]) -> bool:
-    return tuple(a) == tuple(b)
 
 
 NORMS = ("LayerNormalization", "RMSNormalization")         # from `axis` on; the inputs behind x are a scale, a bias

@@ -19,6 +19,7 @@ import numpy as np
 from engines.errors import ConfigError
 from engines.ir import Array, Graph, Node, QParams, TensorType
 from engines.passes.facts import ATTENTION, is_product
+from engines.passes.fuse import WEIGHTED
 from engines.passes.notes import Note, note
 from engines.passes.rewrite import fresh_name
 from engines.passes.rules.pad import never_negative
@@ -26,6 +27,7 @@ from engines.passes.storage import FLOAT, classes, computes_by, is_image, readin
 
 Ranges = Mapping[str, tuple[float, float]]
 FLOAT_PRECISIONS = ("fp32", "fp16", "bf16")
+_OUTPUT_AXIS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 0, "MatMul": 1}      # of the weights
 
 
 def edges_to_calibrate(graph: Graph) -> tuple[str, ...]:
@@ -90,7 +92,7 @@ def _bfloat16() -> np.dtype[Any]:
 
 # ---- what is quantised
 def _is_weighted(node: Node) -> bool:
-    return node.anchor.op in ("Conv", "ConvTranspose", "Gemm", "MatMul")
+    return node.anchor.op in WEIGHTED
 
 
 def _contractions(graph: Graph, keep_float: Collection[str]) -> list[Node]:
@@ -167,11 +169,12 @@ def _with_int8_weights(graph: Graph, chosen: Collection[tuple[str, ...]]) -> Gra
         if node.outputs in chosen:
             source = node.anchor.inputs[1]
             weight = graph.constants[source]
-            quant = weight_params(weight, 1 if node.anchor.op == "MatMul" else 0)
+            quant = weight_params(weight, _OUTPUT_AXIS[node.anchor.op])
             name = fresh_name(f"{source}.int8", taken)
             columns = [-1 if axis == quant.axis else 1 for axis in range(weight.ndim)]
             scale = np.array(quant.scale, np.float32).reshape(columns)
-            constants[name] = np.clip(np.rint(weight / scale), -127, 127).astype(np.int8)
+            steps = weight / scale
+            constants[name] = np.clip(np.rint(steps, out=steps), -127, 127, out=steps).astype(np.int8)
             types[name] = TensorType(FLOAT, weight.shape, quant)
             node = replace(reading(node, {source: name}), precision="int8")
         nodes.append(node)

@@ -68,10 +68,12 @@ def is_image(graph: Graph, name: str) -> bool:
 def computes_by(graph: Graph, node: Node) -> bool:
     """Whether the node is a contraction by constant weights that kernels run in every precision."""
     anchor = node.anchor
-    if anchor.op not in ("Conv", "Gemm", "MatMul") or not graph.is_constant(anchor.inputs[1]):
+    if anchor.op not in WEIGHTED or not graph.is_constant(anchor.inputs[1]):
         return False
     if anchor.op == "Conv":
         return bool(anchor.attrs.get("channels_last"))
+    if anchor.op == "ConvTranspose":
+        return bool(anchor.attrs.get("channels_last")) and anchor.attrs.get("group", 1) == 1
     return graph.constants[anchor.inputs[1]].ndim == 2
 
 

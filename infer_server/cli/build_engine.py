@@ -17,7 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from calibration.calibrators import CALIBRATORS
-from calibration.preprocess import load_preprocess
+from calibration.preprocess import PRESETS, load_preprocess
 from engines.backends.llvm.isa import ALL
 from engines.builder import DEFAULT_MAX_BATCH, BuildConfig
 from engines.cache import EngineCache
@@ -31,8 +31,7 @@ from infer_server.cli.calibrating import Calibration, Say
 from infer_server.cli.common import guarded, positive
 from infer_server.cli.compiling import compile_model
 from infer_server.cli.inspect_engine import fallbacks, kernels, layers
-
-PRECISIONS = ("int8", "fp16", "bf16", "fp32", "best")
+from infer_server.malloc import tune_malloc
 
 
 def parse_shape(text: str) -> tuple[str, tuple[int | None, ...]]:
@@ -61,6 +60,7 @@ class Bar:
 
 
 def _command(options: argparse.Namespace) -> int:
+    tune_malloc()
     _check(options)
     config = BuildConfig(
         precision=options.precision, max_batch=options.max_batch, target=options.target or "",
@@ -116,11 +116,11 @@ def _nothing(text: str) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    if not Path(options.model).exists():
-        raise ConfigError(f"there is no model {options.model}")
-    output = Path(options.output)
-    if output.is_dir() or not os.access(output.absolute().parent, os.W_OK):     # before minutes of calibration
-        raise ConfigError(f"cannot write {output}: name a file in a folder that exists and is yours to write")
+    if not Path(options.model).is_file():
+        raise ConfigError(f"there is no model file {options.model}")
+    for output in map(Path, filter(None, (options.output, options.export_qdq))):     # before minutes of calibration
+        if output.is_dir() or not os.access(output.absolute().parent, os.W_OK):
+            raise ConfigError(f"cannot write {output}: name a file in a folder that exists and is yours to write")
     if options.calib and options.precision not in ("int8", "best"):
         raise ConfigError(f"--calib is for --int8 and --best; this build is {options.precision}")
     if options.uint8_input and not options.preprocess:
@@ -169,16 +169,19 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("model", help="an ONNX file")
     parser.add_argument("-o", "--output", required=True, metavar="OUT.plan", help="the plan file to write")
     precision = parser.add_mutually_exclusive_group()
-    for name in PRECISIONS:
-        precision.add_argument(f"--{name}", action="store_const", const=name, dest="precision",
-                               help="the fastest of all, layer by layer" if name == "best" else f"build in {name}")
+    for name in ("int8", "fp16", "bf16", "fp32"):
+        precision.add_argument(f"--{name}", action="store_const", const=name, dest="precision", help=f"build in {name}")
+    precision.add_argument("--best", action="store_const", const="best", dest="precision",
+                           help="build in the fastest: int8 or fp32, layer by layer, where there is --calib; "
+                                "else one of the floats")
     parser.set_defaults(precision="fp32")
     parser.add_argument("--calib", metavar="PATH", help="calibration data: a folder of images or .npz files, an .npz "
                                                         "file, or script.py:function")
     parser.add_argument("--calibrator", metavar="NAME", help=f"{', '.join(CALIBRATORS)}; without it, the one with the "
                                                              "least error on the calibration data")
     parser.add_argument("--calib-cache", metavar="FILE", help="ranges: read if the file exists and fits, else written")
-    parser.add_argument("--preprocess", metavar="FILE|PRESET", help="how images become inputs")
+    parser.add_argument("--preprocess", metavar="FILE|PRESET",
+                        help=f"how images become inputs: a TOML file, or {', '.join(PRESETS)}")
     parser.add_argument("--uint8-input", action="store_true",
                         help="the engine takes images as uint8 [N, H, W, C] and normalises them as --preprocess says")
     parser.add_argument("--max-batch", type=positive, metavar="N",

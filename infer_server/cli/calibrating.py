@@ -91,7 +91,8 @@ def graph_hash(graph: Graph) -> str:
     """Of all that ranges depend on: the graph's text and its weights."""
     digest = hashlib.sha256(str(graph).encode())
     for name in sorted(graph.constants):
-        digest.update(name.encode() + graph.constants[name].tobytes())
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(graph.constants[name]).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()[:32]
 
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -25,11 +26,18 @@ def guarded(command: Callable[[argparse.Namespace], int], parser: argparse.Argum
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (EngineError, OSError) as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        print(f"{parser.prog}: error: {message_of(error)}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return 130
+
+
+def message_of(error: Exception) -> str:
+    """What a user reads of an error: the file before what the system says of it, and no error number."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def table(rows: Sequence[Sequence[Cell]], header: Sequence[str]) -> str:
@@ -47,7 +55,17 @@ def table(rows: Sequence[Sequence[Cell]], header: Sequence[str]) -> str:
 
 def positive(text: str) -> int:
     """An argparse type: a whole number of at least 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is below 1")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number above 0")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """An argparse type: a time, 0 or more."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds, 0 or more")
+    return value

@@ -30,7 +30,8 @@ def describe(plan: Plan) -> dict[str, Any]:
                      **({"fallback": s.reason} if s.fallback else {})} for s in plan.steps if not writes_border(s)],
         "borders": [s.name for s in plan.steps if writes_border(s)],
         "by_item": [[s.name for s in plan.steps[band.first:band.last]] for band in plan.bands],
-        "constants_bytes": len(plan.constants), "code_bytes": sum(map(len, plan.code)),
+        "constants_bytes": len(plan.constants), "derived_bytes": plan.derived_bytes,
+        "code_bytes": sum(map(len, plan.code)),
         "buffer_bytes": sum(b.bytes for b in plan.buffers), "metadata": dict(plan.metadata),
     }
 
@@ -79,7 +80,8 @@ def _command(options: argparse.Namespace) -> int:
         print(f"\nitem by item in batches: '{plan.steps[band.first].name}' to '{plan.steps[band.last - 1].name}'")
     timed, macs = sum(step.time_us for step in plan.steps), sum(step.macs for step in plan.steps)
     print(f"\n{kernels(plan)}, {timed / 1e3:.3f} ms as timed one by one, {macs / 1e6:.1f} M MAC, "
-          f"{len(plan.constants) / 1e6:.2f} MB of constants")
+          f"{len(plan.constants) / 1e6:.2f} MB of constants"
+          + (f", {plan.derived_bytes / 1e6:.2f} MB more made of them when it is loaded" if plan.derived else ""))
     if missing := fallbacks(plan):
         print(missing)
     return 0

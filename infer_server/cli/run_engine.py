@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from typing import Any
-from zipfile import BadZipFile
+from zipfile import BadZipFile, is_zipfile
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from engines.ir import Array
 from engines.plan import IoTensor, Plan
 from engines.planfile import read_plan
 from engines.runtime import Engine, ExecutionContext, Feeds
-from infer_server.cli.common import guarded, positive
+from infer_server.cli.common import guarded, positive, seconds
 from infer_server.cli.profile import as_json, header, profile, slowest
 
 WARM_UP_SECONDS = 0.2
@@ -43,9 +43,10 @@ def read_feed(path: str, plan: Plan, batch: int) -> dict[str, Array]:
     """The first `batch` items of an .npz with an array per input. InputError: it cannot be read, or does not fit."""
     try:
         with open(path, "rb") as file:
-            archive = np.load(file)
-            if not isinstance(archive, np.lib.npyio.NpzFile):
+            if not is_zipfile(file):
                 raise InputError(f"'{path}' is no .npz file; write one with numpy.savez(path, NAME=array, ...)")
+            file.seek(0)
+            archive = np.load(file)
             if missing := [t.name for t in plan.inputs if t.name not in archive]:
                 raise InputError(f"'{path}' has no array for {missing}; it has {sorted(archive)}")
             arrays = {t.name: archive[t.name] for t in plan.inputs}
@@ -136,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         help="threads a run (default: what the plan was built for)")
     parser.add_argument("--pin", action="store_true", help="keep each thread on a CPU of its own")
     parser.add_argument("--data", metavar="X.npz", help="an array per input; without it, random numbers")
-    parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="how long to measure (default 2)")
+    parser.add_argument("--seconds", type=seconds, default=2.0, metavar="S", help="how long to measure (default 2)")
     parser.add_argument("--profile", action="store_true",
                         help="print the time of each kernel instead, beside this core's measured peaks")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")

@@ -11,6 +11,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from infer_server.cli.common import positive, seconds
 from infer_server.cores import allowed_cpus
 from infer_server.malloc import tune_malloc
 from infer_server.server import Server, ServerOptions
@@ -24,17 +25,17 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=parsed.log_level.upper(), stream=sys.stderr,
                         format="%(asctime)s %(levelname)s %(message)s")
     if not parsed.model_repository.is_dir():
-        print(f"infer-server: --model-repository {parsed.model_repository}: no such folder", file=sys.stderr)
+        print(f"infer-server: error: --model-repository {parsed.model_repository}: no such folder", file=sys.stderr)
         return 2
     if parsed.load_model and parsed.model_control_mode != "explicit":
-        print("infer-server: --load-model needs --model-control-mode explicit; otherwise every model is loaded",
+        print("infer-server: error: --load-model needs --model-control-mode explicit; otherwise every model is loaded",
               file=sys.stderr)
         return 2
     tune_malloc()
     try:
         answered = _run(_serve(_options(parsed)))
     except OSError as error:
-        print(f"infer-server: {error}", file=sys.stderr)
+        print(f"infer-server: error: {error}", file=sys.stderr)
         return 1
     return 0 if answered else 1
 
@@ -89,38 +90,42 @@ def _parser() -> argparse.ArgumentParser:
         description="Serves a repository of models over Triton's gRPC protocol, with dynamic batching.")
     parser.add_argument("--model-repository", type=Path, required=True, metavar="DIR",
                         help="folders <model>/<version>/model.plan (or model.onnx, built when it is loaded)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    parser.add_argument("--grpc-port", type=int, default=8001, metavar="N", help="0 is any free port (%(default)s)")
-    parser.add_argument("--http-port", type=int, default=8000, metavar="N",
-                        help="/v2/health/live and /v2/health/ready (%(default)s)")
-    parser.add_argument("--metrics-port", type=int, default=8002, metavar="N",
-                        help="/metrics for Prometheus (%(default)s)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    parser.add_argument("--grpc-port", type=_port, default=8001, metavar="N", help="0 is any free port "
+                                                                                   "(default %(default)s)")
+    parser.add_argument("--http-port", type=_port, default=8000, metavar="N",
+                        help="/v2/health/live and /v2/health/ready (default %(default)s)")
+    parser.add_argument("--metrics-port", type=_port, default=8002, metavar="N",
+                        help="/metrics for Prometheus (default %(default)s)")
     parser.add_argument("--model-control-mode", choices=("none", "explicit"), default="none",
-                        help="none: every model is loaded at start; explicit: clients load and unload (%(default)s)")
+                        help="none: every model is loaded at start; explicit: clients load and unload "
+                             "(default %(default)s)")
     parser.add_argument("--load-model", action="append", default=[], metavar="NAME",
                         help="under explicit control, a model to load at start; can be repeated")
-    parser.add_argument("--threads", type=_positive, default=1, metavar="N",
-                        help="threads for one batch; instance_group says how many batches run at a time (%(default)s)")
-    parser.add_argument("--cores", type=_positive, default=len(allowed_cpus()), metavar="N",
+    parser.add_argument("--threads", type=positive, default=1, metavar="N",
+                        help="threads for one batch; instance_group says how many batches run at a time "
+                             "(default %(default)s)")
+    parser.add_argument("--cores", type=positive, default=len(allowed_cpus()), metavar="N",
                         help="a model whose instance_group says nothing has an instance for every --threads of these "
-                             "(all: %(default)s)")
+                             "(default: all, %(default)s)")
     parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "infer-server", metavar="DIR",
-                        help="where engines built from ONNX files are kept (%(default)s)")
-    parser.add_argument("--drain-grace-secs", type=float, default=1.0, metavar="S",
-                        help="how long new requests are accepted after a signal, when ready no more (%(default)s)")
-    parser.add_argument("--exit-timeout-secs", type=float, default=30.0, metavar="S",
-                        help="how long accepted requests may take to be answered after that (%(default)s)")
-    parser.add_argument("--max-message-mib", type=_positive, default=256, metavar="N",
-                        help="largest request (%(default)s)")
-    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+                        help="where engines built from ONNX files are kept (default %(default)s)")
+    parser.add_argument("--drain-grace-secs", type=seconds, default=1.0, metavar="S",
+                        help="how long new requests are accepted after a signal, when ready no more "
+                             "(default %(default)s)")
+    parser.add_argument("--exit-timeout-secs", type=seconds, default=30.0, metavar="S",
+                        help="how long accepted requests may take to be answered after that (default %(default)s)")
+    parser.add_argument("--max-message-mib", type=positive, default=256, metavar="N",
+                        help="largest request (default %(default)s)")
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info",
+                        help="the least that is written to stderr (default %(default)s)")
     return parser
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {number}")
-    return number
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a port, 0 to 65535")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from calibration.accuracy import SqnrMeter, cosine, layer_report, peak_snr_db, powers, sqnr_db, top1_agreement, typical
+from calibration.accuracy import cosine, peak_snr_db, powers, sqnr_db, top1_agreement, typical
 
 X = np.random.default_rng(0).standard_normal((4, 100)).astype(np.float32)
 
@@ -50,15 +50,6 @@ def test_top1_counts_rows_with_the_same_largest_element():
     assert top1_agreement(X, other) == 0.75
 
 
-def test_the_meter_takes_all_runs_as_one_array_and_lists_the_worst_first():
-    errors = np.array([[0.01], [0.02], [0.1], [0.01]])
-    meter = SqnrMeter()
-    for row, error in zip(X, errors, strict=True):
-        meter.add({"good": row, "bad": row, "only float": row}, {"good": row * 1.01, "bad": row * (1 + error)})
-    assert list(meter.result()) == ["bad", "good"]
-    assert meter.result() == pytest.approx({"bad": sqnr_db(X, X * (1 + errors)), "good": sqnr_db(X, X * 1.01)})
-
-
 def test_neither_a_loud_item_nor_a_silent_one_decides():
     """Three items with errors of 10 %; a loud one without, or a silent one with nothing but noise, changes little."""
     ordinary = [powers(row, row * 1.1) for row in X[:3]]
@@ -68,7 +59,3 @@ def test_neither_a_loud_item_nor_a_silent_one_decides():
     assert typical([*ordinary, silent]).peak_snr_db == pytest.approx(20, abs=1.5)
     assert typical([silent]) is None
     assert typical([powers(X[0] * 0, X[0])] * 3 + ordinary[:1]).peak_snr_db < 0     # most are silent: the mean serves
-
-
-def test_the_report_shows_the_worst_layers():
-    assert layer_report({"good": 40.0, "bad": 20.0}, limit=1).splitlines() == ["tensor  SQNR dB", "bad        20.0"]

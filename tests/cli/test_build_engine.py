@@ -138,6 +138,12 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_build(workshop: 
     assert "cannot write" in workshop.said
 
 
+def test_a_quantised_model_that_cannot_be_written_is_refused_before_the_build(workshop: Workshop) -> None:
+    exported = workshop.path("missing/q.onnx")
+    assert workshop.build("--int8", "--calib", workshop.calibration(), "--export-qdq", exported) == 2
+    assert "cannot write" in workshop.said and not Path(workshop.path("m.plan")).exists()
+
+
 def test_a_batch_axis_is_needed_for_max_batch(workshop: Workshop) -> None:
     onnx.save(MODEL(batch=1), workshop.path("fixed.onnx"))
     assert workshop.build("--max-batch", "4", model="fixed.onnx") == 2
@@ -151,6 +157,15 @@ def test_a_shape_makes_symbolic_extents_known(workshop: Workshop) -> None:
     assert "--shape x:" in workshop.said
     assert workshop.build("--shape", "x:1x3x8x6", "--no-timing", model="sizes.onnx") == 0
     assert read_plan(workshop.path("m.plan")).inputs[0].view.shape[-2:] == (8, 6)
+
+
+@pytest.mark.parametrize("option", ["--max-batch", "--threads"])
+@pytest.mark.parametrize("number", ["0", "-1", "many"])
+def test_a_number_that_is_none_is_a_usage_error(workshop: Workshop, option: str, number: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        workshop.build(f"{option}={number}")
+    assert ended.value.code == 2
+    assert f"'{number}' is not a whole number above 0" in workshop.capture.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["input", "input:", "input:axb", "input:1x0x2x2", "1x3x2x2"])

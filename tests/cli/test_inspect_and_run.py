@@ -145,11 +145,11 @@ def test_data_that_does_not_fit_is_refused(workshop: Workshop, plan: str, arrays
 def test_data_that_is_no_archive_is_refused(workshop: Workshop, plan: str) -> None:
     for name, content in (("text.npz", b"a text"), ("cut.npz", b"PK\3\4")):
         Path(workshop.path(name)).write_bytes(content)
-        assert run_engine.main([plan, "--data", workshop.path(name)]) == 2
-        assert name in workshop.capture.readouterr().err
     np.save(workshop.path("one.npy"), np.zeros(1))
-    assert run_engine.main([plan, "--data", workshop.path("one.npy")]) == 2
-    assert "numpy.savez" in workshop.capture.readouterr().err
+    for name in ("text.npz", "cut.npz", "one.npy"):
+        assert run_engine.main([plan, "--data", workshop.path(name)]) == 2
+        said = workshop.capture.readouterr().err
+        assert name in said and "numpy.savez" in said
 
 
 def test_a_batch_that_the_plan_does_not_take_is_refused(workshop: Workshop, plan: str) -> None:
@@ -159,6 +159,20 @@ def test_a_batch_that_the_plan_does_not_take_is_refused(workshop: Workshop, plan
     assert workshop.build("--no-timing", model="fixed.onnx", output="fixed.plan") == 0
     assert run_engine.main([workshop.path("fixed.plan"), "--batch", "2"]) == 2
     assert "no batch axis" in workshop.capture.readouterr().err
+
+
+@pytest.mark.parametrize("command", [inspect_engine.main, run_engine.main])
+def test_a_plan_that_is_not_there_is_named_without_an_error_number(command, workshop: Workshop) -> None:
+    assert command([workshop.path("missing.plan")]) == 2
+    assert workshop.capture.readouterr().err.endswith("missing.plan: No such file or directory\n")
+
+
+@pytest.mark.parametrize("seconds", ["-1", "soon", "nan", "inf"])
+def test_a_time_that_is_none_is_a_usage_error(workshop: Workshop, seconds: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_engine.main(["m.plan", f"--seconds={seconds}"])
+    assert ended.value.code == 2
+    assert f"'{seconds}' is not a number of seconds" in workshop.capture.readouterr().err
 
 
 @pytest.mark.parametrize("command", [inspect_engine.main, run_engine.main])

@@ -132,7 +132,7 @@ def test_a_server_without_statistics_is_measured_from_outside(tmp_path: Path, ca
     (["-m", "doubler", "-u", "127.0.0.1:1"], "127.0.0.1:1"),
     (["-m", "tripler", "-u", "{url}"], "unknown model 'tripler'"),
     (["-m", "doubler", "-u", "{url}", "--shape", "z:3"], "no input 'z'"),
-    (["-m", "doubler", "-u", "{url}", "--input-data", "/nowhere.npz"], "/nowhere.npz cannot be read"),
+    (["-m", "doubler", "-u", "{url}", "--input-data", "/nowhere.npz"], "/nowhere.npz: No such file or directory"),
 ])
 def test_what_cannot_run_says_why(arguments: list[str], message: str, capsys) -> None:
     with serving(Doubler()) as url:

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,14 +17,14 @@ from tests.compiler.zoo_engines import MAX_BATCH, compiled
 from tests.zoo import TINY, images_for
 
 
-@pytest.fixture(params=["int8", "fp32"])
-def plan(request: pytest.FixtureRequest, tmp_path: Path) -> Plan:
-    return compiled(TINY["mobilenet_v2"](), tmp_path, precision=request.param).plan
+@pytest.fixture(scope="module", params=["int8", "fp32"])
+def plan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    return compiled(TINY["mobilenet_v2"](), tmp_path_factory.mktemp("bands"), precision=request.param).plan
 
 
 def long_bands(plan: Plan) -> list[Band]:
-    """As many steps as may run so, in windows of any weights and sizes."""
-    return list(bands._windows([replace(step, constant_bytes=0, bytes=1 << 30) for step in plan.steps]))
+    """As many steps as may run so, whatever their weights."""
+    return list(bands._runs([replace(step, constant_bytes=0) for step in plan.steps]))
 
 
 def test_item_by_item_the_bytes_are_the_same(plan: Plan) -> None:
@@ -70,8 +69,21 @@ def test_what_was_timed_is_not_timed_again(plan: Plan, monkeypatch: pytest.Monke
     monkeypatch.setattr(bands, "LEAST_BYTES", 0)
     monkeypatch.setattr(bands, "ITEMS", MAX_BATCH)
     cache = TimingCache()
-    monkeypatch.setattr(bands, "_ratio", lambda *_: 0.5)
+    monkeypatch.setattr(bands, "_difference", lambda *_: 1.0)
     first = with_bands(plan, cache, "this one")
     assert first.bands and len(cache)
-    monkeypatch.delattr(bands, "_ratio")
+    monkeypatch.delattr(bands, "_difference")
     assert with_bands(plan, cache, "this one") == first
+
+
+@pytest.mark.parametrize(("whole", "part", "chosen"), [(9.0, 1.0, "whole"), (2.0, 1.0, "parts"), (0.0, 0.0, "none")])
+def test_a_run_is_one_band_unless_its_windows_save_more(plan: Plan, monkeypatch: pytest.MonkeyPatch, whole: float,
+                                                       part: float, chosen: str) -> None:
+    monkeypatch.setattr(bands, "LEAST_BYTES", 0)
+    monkeypatch.setattr(bands, "ITEMS", MAX_BATCH)
+    run, = (run for run in bands._runs(plan.steps) if run.last - run.first > 2 * bands.WINDOW)
+    first, *_, last = bands._windows(run)
+    saving = {run: whole, first: part, last: 2 * part}      # the windows between them save nothing
+    monkeypatch.setattr(bands, "_difference", lambda by_step, by_item, band: saving.get(band, 0.0))
+    wanted = {"whole": (run,), "parts": (first, last), "none": ()}[chosen]
+    assert with_bands(plan, TimingCache(), "this one").bands == wanted

@@ -102,7 +102,7 @@ def run(spec: KernelSpec, isa: Isa, inputs: list[Array], constants: dict[str, An
         memory = guarded(extent(view, batch), slack)
         memory[:] = UNTOUCHED
         results.append(memory)
-    operands = [*placed, *(constants_of(c) for c in spec.pack(isa, tactic, constants)), *results]
+    operands = [*placed, *(constants_of(c) for c in spec.ready_constants(isa, tactic, constants)), *results]
     grid = spec.grid(isa, tactic)
     cuts = _cuts(grid.rows_per_item * batch, grid.row_step, pieces)
     sides = _cuts(grid.columns, grid.column_step, pieces)

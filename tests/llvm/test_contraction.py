@@ -113,6 +113,15 @@ def test_both_layouts_of_weights_give_the_same_result(shape, paired):
         check(spec, AVX2, inputs, constants, tactic=replace(tile, prefetch=prefetch), slack=15)
 
 
+@pytest.mark.parametrize("paired", [False, True])
+def test_channels_whose_weights_are_all_zero_give_their_bias(paired):
+    """Paired weights have no step then."""
+    spec, inputs, constants = problem(SHAPES["1x1 of one long row"], "int8")
+    constants["weights"][:16] = 0
+    tile = next(tile for tile in spec.tactics(AVX2) if tile.paired == paired)
+    check(spec, AVX2, inputs, constants, tactic=tile, slack=15)
+
+
 BORDERED = {
     "both sides in one tile": (Shape(7, 7, 16, 40, taps=(3, 3)), Border(1, 1, 1, 1)),
     "tiles between, gaps, strided": (Shape(5, 9, 8, 20, taps=(3, 3), stride=(2, 2), gaps=True), Border(1, 1, 1, 1)),
@@ -219,3 +228,14 @@ def test_the_text_of_a_kernel_names_its_loops():
     comments = [line.strip() for line in module.text().splitlines() if line.strip().startswith("; for")]
     loops = ["item", "block", "panel", "line", "tap row", "k"]
     assert [comment.split(" in ")[0] for comment in comments] == [f"; for {loop}" for loop in loops]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("residual, allowed", [(False, 0), (True, 4)])
+def test_tiles_of_floats_hardly_spill_on_a_machine_of_32_registers(precision, residual, allowed):
+    """Not in the K loop, and not where constants join the sums: five of a residual's program beside 28 sums do."""
+    spec, _, _ = problem(Shape(1, 196, 64, 128), precision, residual=residual)
+    for tactic in spec.tactics(AVX512_BF16):
+        module = Module()
+        spec.emit(module, "kernel", AVX512_BF16, tactic)
+        assert spills(assembly(module.text(), AVX512_BF16)) <= allowed, tactic

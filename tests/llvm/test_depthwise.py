@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from engines.backends.llvm.emit import Module
-from engines.backends.llvm.isa import ALL, AVX2, AVX512_VNNI
+from engines.backends.llvm.isa import ALL, AVX2, AVX512_BF16, AVX512_VNNI
 from engines.backends.llvm.jit import assembly, spills
 from engines.backends.llvm.kernels.depthwise import Depthwise, DepthwiseTile
 from engines.backends.llvm.spec import dense_view
@@ -56,8 +56,19 @@ def test_any_window(taps, stride, dilation, isa):
 @pytest.mark.parametrize("stride, residual", [(1, True), (2, False)])
 def test_every_tactic_is_the_same_function(stride, residual, isa):
     spec, constants = depthwise(80, (3, 3), (stride, stride), outputs=(3, 5), residual=residual)
-    assert len(spec.tactics(isa)) >= 2
+    assert spec.tactics(isa)
     for tactic in (spec.tactics(isa)[-1], DepthwiseTile(1, 4, 2), DepthwiseTile(2, 3, 1)):
+        check(spec, isa, data(spec), constants, tactic=tactic)
+
+
+@EVERY_WIDTH
+@pytest.mark.parametrize("stride, dilation", [((1, 1), (1, 1)), ((2, 1), (1, 2))])
+@pytest.mark.parametrize("target", ["float32", "uint8"])
+def test_every_tactic_of_float32_adds_in_the_order_of_the_reference(stride, dilation, target, isa):
+    spec, constants = depthwise(40, (3, 2), stride, dilation, outputs=(3, 31), precision="fp32", target=target)
+    by_tap = [tactic for tactic in spec.tactics(isa) if tactic.by_tap]
+    assert len(by_tap) >= 2
+    for tactic in by_tap:
         check(spec, isa, data(spec), constants, tactic=tactic)
 
 
@@ -85,6 +96,16 @@ def test_the_accumulators_of_3x3_stay_in_registers(isa, tile):
     module = Module()
     spec.emit(module, "kernel", isa, tile)
     assert spills(assembly(module.text(), isa)) == 0
+
+
+def test_no_usual_tactic_spills_on_a_machine_of_32_registers():
+    for precision in ("fp32", "bf16", "fp16", "int8"):
+        for taps, stride in (((3, 3), (1, 1)), ((3, 3), (2, 2)), ((5, 5), (1, 1))):
+            spec, _ = depthwise(128, taps, stride, outputs=(14, 28), residual=False, precision=precision)
+            for tactic in spec.tactics(AVX512_BF16):
+                module = Module()
+                spec.emit(module, "kernel", AVX512_BF16, tactic)
+                assert spills(assembly(module.text(), AVX512_BF16)) == 0, (precision, taps, stride, tactic)
 
 
 def test_extreme_products_do_not_saturate():

@@ -1,4 +1,5 @@
 """The definitions of machine instructions against numpy, and against the machine where it has them."""
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -99,6 +100,21 @@ def test_a_dot_product_of_bfloats_adds_odd_then_even(lanes):
     types = [f"<{lanes} x float>", *[f"<{2 * lanes} x bfloat>"] * 2]
     got = call(f"llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}", types, types[0], [acc, a, b])[:4 * lanes].view(np.float32)
     np.testing.assert_array_equal(got, acc + x[:, 1] * y[:, 1] + x[:, 0] * y[:, 0])
+
+
+@pytest.mark.parametrize("lanes", [8, 16])
+def test_bfloats_are_rounded_half_to_even_and_denormals_are_zero(lanes):
+    random = np.random.default_rng(0)
+    halves = (np.array([0x3F808000, 0x3F818000, 0x7F7FFFFF], np.uint32)).view(np.float32)       # down, up, to infinity
+    x = np.concatenate([halves, -halves, random.standard_normal(lanes)]).astype(np.float32)[:lanes]
+    name, types = f"llvm.x86.avx512bf16.cvtneps2bf16.{32 * lanes}", ([f"<{lanes} x float>"], f"<{lanes} x bfloat>")
+
+    def rounded(values):
+        return call(name, *types, [np.resize(values, lanes).astype(np.float32)])[:2 * lanes].view(np.uint16)
+
+    np.testing.assert_array_equal(rounded(x), x.astype(ml_dtypes.bfloat16).view(np.uint16))
+    np.testing.assert_array_equal(rounded([1e-39, -1e-39, np.inf, -np.inf])[:4], [0, 0x8000, 0x7F80, 0xFF80])
+    assert np.isnan(rounded(np.array([0x7F800001], np.uint32).view(np.float32)).view(ml_dtypes.bfloat16)).all()
 
 
 def test_spills_are_counted():

@@ -114,6 +114,18 @@ def test_sine_and_cosine_are_as_accurate_as_they_say(op, exact):
     assert np.abs(INSTRUCTIONS[op].meaning(x) - exact(x.astype(np.float64))).max() < 2e-7
 
 
+EXACT = {"gelu_u8": lambda x: 0.5 * x * math.erfc(-x / math.sqrt(2)), "silu_u8": lambda x: x / (1 + math.exp(-x)),
+         "gelu_tanh_u8": lambda x: 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x ** 3)))}
+
+
+@pytest.mark.parametrize("op, largest", [("gelu_u8", 1 / 16), ("gelu_tanh_u8", 1 / 16), ("silu_u8", 1 / 10)])
+def test_what_is_stored_in_a_byte_is_as_fine_as_a_byte_shows(op, largest):
+    """In units of a byte whose range ends at x, or at 1/2 if x is less."""
+    x = np.linspace(-40, 40, 40001).astype(np.float32)
+    error = np.abs(INSTRUCTIONS[op].meaning(x) - np.array([EXACT[op](v) for v in x.astype(np.float64)]))
+    assert (error / np.abs(x).clip(0.5) * 255).max() < largest
+
+
 @EVERY_ISA
 def test_quantising_saturates_whatever_the_size_of_the_number(isa):
     b = ProgramBuilder(False)

@@ -21,6 +21,7 @@ FAMILIES = {
     "l2 norm": lambda *a, **k: Norm(*a, **k, kind="l2"),
     "lrn": lambda *a, **k: Lrn(*a, **k, alpha=0.3),
     "lrn of an even window": lambda *a, **k: Lrn(*a, **k, size=4, alpha=0.3, beta=0.5, bias=2.0),
+    "lrn by logarithms": lambda *a, **k: Lrn(*a, **k, alpha=0.3, beta=0.6),
 }
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 

@@ -52,6 +52,10 @@ CASES: dict[str, tuple[str, tuple[int, ...], dict[str, Any], dict[str, Any]]] = 
     "pad": ("Pad", IMAGE, {"pads": (0, 1, 2, 0, 0, 0, 1, 3), "value": 0.7}, {}),
     "pad that cuts": ("Pad", (9, 7), {"pads": (0, -2, 1, 0, 1, -3)}, {}),
     "transposed": ("ConvTranspose", IMAGE, {"kernel_shape": (2, 2), "strides": (2, 2)}, {"w": (12, 5, 2, 2)}),
+    "transposed, one channel": ("ConvTranspose", IMAGE, {"kernel_shape": (2, 2), "strides": (2, 2)},
+                                {"w": (12, 1, 2, 2), "b": (1,)}),
+    "transposed, few channels": ("ConvTranspose", IMAGE, {"kernel_shape": (4, 4), "strides": (2, 2),
+                                                          "pads": (1, 1, 1, 1)}, {"w": (12, 3, 4, 4), "b": (3,)}),
     "transposed, overlapping": ("ConvTranspose", IMAGE, {
         "kernel_shape": (3, 4), "strides": (2, 3), "pads": (1, 0, 1, 2), "output_padding": (1, 0)},
         {"w": (12, 5, 3, 4), "b": (5,)}),
@@ -95,7 +99,7 @@ def execute(graph: Graph, isa: Any, x: Any) -> Any:
     for call in lowered.calls:
         assert call.spec is not None, call.reason
         tactic = call.spec.tactics(isa)[0]
-        packed = [constants_of(c) for c in call.spec.pack(isa, tactic, call.constants)]
+        packed = [constants_of(c) for c in call.spec.ready_constants(isa, tactic, call.constants)]
         inputs, outputs = ([memory[p.buffer][p.offset:] for p in places] for places in (call.inputs, call.outputs))
         grid = call.spec.grid(isa, tactic)
         kernel = loaded(call.spec, isa, tactic, native=False)
@@ -133,6 +137,13 @@ def test_a_quantised_node_is_compiled(case: Any) -> None:
     got = execute(graph, PORTABLE, x)
     assert got.dtype == np.uint8 and np.abs(got - expected).max() < 0.501
     assert got.std() > 1 or case[0] in ("LpNormalization", "Softmax")
+
+
+@pytest.mark.parametrize("case, calls", [("transposed", 2), ("transposed, one channel", 2),
+                                         ("transposed, few channels", 2), ("transposed, overlapping", 6)])
+def test_the_phases_of_columns_are_one_kernel_unless_zeros_cost_more(case: str, calls: int) -> None:
+    """Overlapping, three phases that read one or two pixels differ in what they read at the border."""
+    assert len(lower(graph_of(CASES[case], quantised=False), AVX512_VNNI).calls) == calls
 
 
 def gather(data: Any, index: Any, axis: int) -> Graph:

@@ -4,9 +4,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engines.backends.llvm.isa import ALL, AVX2
+from engines.backends.llvm.isa import ALL, AVX2, AVX512_VNNI
 from engines.backends.llvm.kernels.contraction import Contraction
-from engines.backends.llvm.kernels.winograd import SCALES, WEIGHTS, Winograd, transform_input, transform_output
+from engines.backends.llvm.kernels.winograd import SCALES, Winograd, transform_input, transform_output
+from engines.backends.llvm.kernels.winograd_weights import WinogradWeights, transform_weights
 from engines.backends.llvm.rules.contraction import bounded
 from engines.backends.llvm.spec import dense_view
 from tests.llvm.harness import check, gapped, random_array, requantise
@@ -88,5 +89,40 @@ def test_the_transforms_make_a_convolution():
     x, w = random.integers(0, 256, 6), random.integers(-128, 128, 3)
     expected = [x[i:i + 3] @ w for i in range(4)]
     # The rows of G with their fractions: 1/4, -1/6, -1/6, 1/24, 1/24, 1; the outputs' scales are 24 times theirs.
-    products = np.array(transform_input(x)) * (WEIGHTS @ w)
+    products = np.array(transform_input(x)) * transform_weights(w)
     assert (np.array(transform_output(products)) == np.array(expected) * SCALES).all()
+
+
+# ---- weights made when a plan is loaded
+G = np.array([[1, 0, 0], [1, 1, 1], [1, -1, 1], [1, 2, 4], [1, -2, 4], [0, 0, 1]])     # without its fractions
+
+
+@WINOGRAD_ISAS
+@EVERY_SHAPE
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+def test_the_kernel_that_makes_the_weights_equals_its_meaning_bit_for_bit(shape, precision, isa):
+    spec, _, constants = problem(shape, precision)
+    if spec.cin % isa.lanes:
+        pytest.skip("not this many channels")
+    for tactic in winograd_tactics(spec, isa):
+        kept, made = spec.pack(isa, tactic, constants)[0], spec.made(isa, tactic)[0]
+        assert isinstance(made, WinogradWeights) and kept.shape == made.inputs[0].shape
+        assert kept.dtype == constants["weights"].dtype
+        check(made, isa, [kept[None]], {}, pieces=3)
+
+
+@pytest.mark.parametrize("isa", [AVX2, AVX512_VNNI], ids=lambda isa: isa.name)
+def test_made_weights_are_those_of_the_paper(isa):
+    """G g G' of every cout, where the kernel's panels have it."""
+    spec, _, constants = problem((8, 8, 32, 40), "int8")
+    tactic = winograd_tactics(spec, isa)[0]
+    made = spec.ready_constants(isa, tactic, constants)[0]
+    expected = np.einsum("ip,ocpq,jq->oijc", G, constants["weights"].astype(int), G).reshape(40, 36, -1, 2)
+    at = 0
+    for order in spec._panels(isa, tactic):
+        size = 36 * spec.cin * order.size
+        panel = made[at:at + size].reshape(36, -1, *order.shape, 2)
+        for where in np.argwhere(order < 40):
+            np.testing.assert_array_equal(panel[:, :, *where], expected[order[*where]])
+        at += size
+    assert at == len(made)

@@ -188,6 +188,19 @@ def test_int8_is_close_to_float_and_every_contraction_computes_in_it() -> None:
     assert 10 * np.log10(np.square(wanted).sum() / np.square(wanted - got).sum()) > 25
 
 
+def test_a_transposed_convolution_computes_in_int8_with_a_scale_for_each_of_its_outputs() -> None:
+    net = Build()
+    y = net("ConvTranspose", net("Relu", net.conv(image(net), 6)), net.draw(6, 5, 2, 2), kernel_shape=(2, 2),
+            strides=(2, 2))
+    graph = optimise(simplify(net.graph(y)))
+    quantised = quantize(graph, ranges(graph))
+    node = next(node for node in quantised.nodes if node.anchor.op == "ConvTranspose")
+    weights = quantised.types[node.anchor.inputs[1]].quant
+    assert node.precision == "int8" and weights is not None and (weights.axis, len(weights.scale)) == (1, 5)
+    (wanted,), (got,) = (reference.run(g, feeds(graph, 8)).values() for g in (graph, quantised))
+    assert 10 * np.log10(np.square(wanted).sum() / np.square(wanted - got).sum()) > 25
+
+
 def test_a_tensor_without_negative_values_has_zero_point_0_and_parts_share_a_scale() -> None:
     quantised = quantize(graph := optimise(simplify(bottleneck())), ranges(graph))
     relu = quantised.types["relu2"].quant

@@ -4,6 +4,7 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -53,14 +54,27 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
         assert running.wait(TIMEOUT_SECS) == 128 + signal.SIGTERM
 
 
-def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
-    with process(tmp_path) as (_, address):
+@pytest.mark.parametrize("taken", ["--grpc-port", "--http-port"])
+def test_a_port_that_is_taken_is_named(tmp_path: Path, taken: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        ports = {"--grpc-port": 0, "--http-port": 0, "--metrics-port": 0} | {taken: port}
         done = subprocess.run(
-            [sys.executable, "-m", "infer_server.cli.serve", "--model-repository", str(tmp_path), "--http-port", "0",
-             "--metrics-port", "0", "--grpc-port", address.rpartition(":")[2]],
+            [sys.executable, "-m", "infer_server.cli.serve", "--model-repository", str(tmp_path),
+             *(str(word) for option in ports.items() for word in option)],
             capture_output=True, text=True, timeout=TIMEOUT_SECS, check=False)
     assert done.returncode == 1
-    assert f"cannot listen on {address}" in done.stderr
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+
+
+@pytest.mark.parametrize(("option", "value"), [("--grpc-port", "65536"), ("--http-port", "-1"), ("--threads", "0"),
+                                               ("--exit-timeout-secs", "-1"), ("--drain-grace-secs", "soon")])
+def test_a_number_out_of_range_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str,
+                                                value: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--model-repository", str(tmp_path), f"{option}={value}"])
+    assert ended.value.code == 2
+    assert f"argument {option}: '{value}' is not" in capsys.readouterr().err
 
 
 def test_a_repository_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

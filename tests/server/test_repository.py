@@ -49,6 +49,14 @@ def test_under_explicit_control_only_what_was_asked_for_is_loaded(
     assert infer(client, "other").all()
 
 
+def test_a_repository_without_models_and_a_model_that_is_not_in_it_are_reported(
+        tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with serving(tmp_path):
+        assert eventually(lambda: "there is no model in" in caplog.text)
+    with serving(tmp_path, explicit_control=True, load_models=("absent",)):
+        assert eventually(lambda: "model 'absent' is not in the repository" in caplog.text)
+
+
 def test_a_model_that_cannot_be_loaded_says_why_and_harms_nobody(
         client: triton.InferenceServerClient, tmp_path: Path) -> None:
     (write_model(tmp_path, "corrupt") / "1" / "model.plan").write_bytes(b"\0")

@@ -209,12 +209,13 @@ def load_vector(lanes: Lanes, address: Value, count: int, v: int) -> list[Value]
 
 def run_program(lanes: Lanes, program: Program, accumulator: Sequence[Value] | None,
                 operands: Sequence[Sequence[Value]], constants: Sequence[Sequence[Value]]) -> list[Value]:
-    """The program on each vector of a pixel. operands: [operand][vector]; constants: [vector][constant]."""
+    """The program on each vector of a pixel, or on vectors of several. operands: [operand][vector]; constants:
+    [vector][constant]."""
     def one(v: int) -> Value:
         return program.emit(lanes.isa, accumulator[v] if accumulator else None, [operand[v] for operand in operands],
                             constants[v])
 
-    values = range(lanes.vectors)
+    values = range(len(constants))
     if not program.long:
         return [one(v) for v in values]
     f, results = (accumulator or operands[0])[0].f, []

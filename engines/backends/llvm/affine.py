@@ -88,10 +88,11 @@ def _is_one(scale: Floats | Affine) -> bool:
 
 
 class AffineWriter:
-    """Arithmetic on Affine values, over a ProgramBuilder."""
+    """Arithmetic on Affine values, over a ProgramBuilder. coarse: the result is stored in a byte, so functions need not
+    be finer."""
 
-    def __init__(self, builder: ProgramBuilder) -> None:
-        self.builder = builder
+    def __init__(self, builder: ProgramBuilder, coarse: bool = False) -> None:
+        self.builder, self.coarse = builder, coarse
 
     def settle(self, value: Affine) -> Ref:
         """The value in a register: a sum of fma, then what clip is left."""

@@ -19,7 +19,7 @@ from engines.backends.llvm.tuner import Choice, Progress, Tuner
 from engines.cpu import detect
 from engines.ir import BATCH, Graph
 from engines.packed import PackedArray
-from engines.plan import Buffer, Fallback, Fill, IoTensor, Operand, Reach, Step, TensorView
+from engines.plan import Buffer, Derived, Fallback, Fill, IoTensor, Operand, Reach, Step, TensorView
 from engines.serialize import node_to_json
 from engines.tactics import TimingCache
 
@@ -36,6 +36,7 @@ class Compiled:
     steps: tuple[Step, ...]
     code: tuple[bytes, ...]
     constants: bytes
+    derived: tuple[Derived, ...]
     packed: dict[str, PackedArray]
     inputs: tuple[IoTensor, ...]
     outputs: tuple[IoTensor, ...]
@@ -55,6 +56,7 @@ class Chosen:
     lowered: Lowered
     isa: Isa
     choices: Mapping[KernelSpec, Choice]
+    makers: Mapping[KernelSpec, Choice]         # of constants, when a plan is loaded
     max_batch: int
 
     def time_us(self, call: Call) -> float:
@@ -67,7 +69,9 @@ def choose_kernels(graph: Graph, tuner: Tuner, max_batch: int, progress: Progres
     timed."""
     lowered = write_borders(lower(graph, tuner.isa), max_batch)
     choices = tuner.choose({call.spec: call.constants for call in lowered.calls if call.spec}, progress)
-    return Chosen(lowered, tuner.isa, choices, max_batch)
+    made = tuner.choose({maker: {} for spec, choice in choices.items()
+                         for maker in spec.made(tuner.isa, choice.tactic).values()})
+    return Chosen(lowered, tuner.isa, choices, made, max_batch)
 
 
 def assemble(chosen: Chosen, to_keep: bool = True) -> Compiled:
@@ -87,8 +91,9 @@ class _Assembler:
                                                                 chosen.max_batch)
         self.graph, self.places = self.lowered.graph, self.lowered.places
         self.steps: list[Step] = []
-        self.code: dict[str, bytes] = {}
-        self.constants = Constants(self.graph, self.isa)
+        self.code = {choice.kernel.symbol: choice.kernel.code for choice in chosen.makers.values()}
+        self.constants = Constants(self.graph, self.isa,
+                                   {spec: choice.kernel.symbol for spec, choice in chosen.makers.items()})
         self.writers: dict[int, list[int]] = {}     # buffer -> steps
 
     def add(self, call: Call) -> None:
@@ -148,6 +153,7 @@ class _Assembler:
             target=isa.name, cpu=made_for,
             buffers=buffers_of(self.lowered, self.max_batch), fills=fills_of(self.lowered), steps=tuple(self.steps),
             code=(*self.code.values(), scheduler_object(isa)), constants=self.constants.data(),
+            derived=self.constants.derived(),
             packed=self.constants.packed() if to_keep else {},
             inputs=tuple(map(self._io, self.graph.inputs)), outputs=tuple(map(self._io, self.graph.outputs)))
 

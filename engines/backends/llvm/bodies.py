@@ -43,12 +43,17 @@ def _hard_swish(w: AffineWriter, node: Node, x: Affine) -> Affine:
 
 
 def _silu(w: AffineWriter, node: Node, x: Affine) -> Affine:
+    if w.coarse:
+        return w.apply("silu_u8", x)
     x = w.settled(x)
     return w.multiply(x, w.apply("sigmoid", x))
 
 
 def _gelu(w: AffineWriter, node: Node, x: Affine) -> Affine:
-    if node.attrs.get("approximate") != "tanh":
+    by_tanh = node.attrs.get("approximate") == "tanh"
+    if w.coarse:
+        return w.apply("gelu_tanh_u8" if by_tanh else "gelu_u8", x)
+    if not by_tanh:
         return w.apply("gelu", x)
     x = w.settled(x)
     cubic = w.multiply(w.multiply(x, x), x)

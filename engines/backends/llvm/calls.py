@@ -127,8 +127,9 @@ def write_body(ctx: Context, node: Node, accumulator: tuple[Any, Any] | None) ->
     accumulator: (scale, offset) of the anchor's sum, per channel or one number; None for a node without an anchor.
     """
     builder = ProgramBuilder(accumulator is not None)
-    writer = AffineWriter(builder)
     output = node.outputs[0]
+    quant = ctx.type(output).quant
+    writer = AffineWriter(builder, coarse=quant is not None)
     values: dict[str, Affine] = {}
     operands: dict[str, Affine] = {}
     parts = node.body or (node,)
@@ -151,7 +152,6 @@ def write_body(ctx: Context, node: Node, accumulator: tuple[Any, Any] | None) ->
     except NotImplementedError as reason:
         raise Refused(str(reason)) from reason
     result = values[output] if values else argument(node.inputs[0])
-    quant = ctx.type(output).quant
     if quant is not None:
         result = writer.requantise(result, quant.scale[0], quant.zero_point[0], 0, 255)
     program = builder.program(writer.settle(result))

@@ -1,17 +1,18 @@
 """The constants of a plan as they are packed for its kernels, and the way back from them to the graph's."""
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from engines.backends.llvm.calls import Call
 from engines.backends.llvm.isa import Isa
-from engines.backends.llvm.spec import ALIGNMENT, Array
+from engines.backends.llvm.spec import ALIGNMENT, Array, KernelSpec
 from engines.backends.llvm.unpacking import SMALLEST, PackingFinder
 from engines.ir import Graph
 from engines.packed import PackedArray, Packing
-from engines.plan import Operand
+from engines.plan import DERIVED, Derived, Operand
 
 TAIL = 4 * ALIGNMENT        # bytes behind them: a prefetch or the last vector may look past the end
 
@@ -19,13 +20,16 @@ TAIL = 4 * ALIGNMENT        # bytes behind them: a prefetch or the last vector m
 class Constants:
     """Collects packed constants, each on a cache line, in order of execution."""
 
-    def __init__(self, graph: Graph, isa: Isa) -> None:
-        self._graph, self._isa = graph, isa
+    def __init__(self, graph: Graph, isa: Isa, symbols: Mapping[KernelSpec, str]) -> None:
+        """symbols: of the kernels that make constants of others."""
+        self._graph, self._isa, self._symbols = graph, isa, symbols
         self._parts: list[Array] = []
         self._offsets: list[int] = []
         self._size = 0
         self._tensors: dict[str, Operand] = {}      # those that kernels read as they read any tensor
         self._calls: list[tuple[Call, Any, list[int]]] = []
+        self._derived: list[Derived] = []
+        self._derived_size = 0
 
     def add(self, array: Array) -> tuple[Operand, int]:
         """(where, bytes)"""
@@ -36,12 +40,26 @@ class Constants:
         return Operand(None, self._offsets[-1]), len(flat)
 
     def add_packed(self, call: Call, tactic: Any) -> list[tuple[Operand, int]]:
-        """The constants of a call, as its kernel's tactic packs them."""
+        """The constants of a call, as its kernel's tactic packs them: where the kernel reads each, and how much."""
         assert call.spec is not None
         first = len(self._parts)
         added = [self.add(array) for array in call.spec.pack(self._isa, tactic, call.constants)]
         self._calls.append((call, tactic, list(range(first, len(self._parts)))))
+        for which, spec in call.spec.made(self._isa, tactic).items():
+            added[which] = self._derive(spec, *added[which], call.name)
         return added
+
+    def _derive(self, spec: KernelSpec, source: Operand, kept: int, name: str) -> tuple[Operand, int]:
+        """What a kernel makes of a constant of `kept` bytes."""
+        grid = spec.grid(self._isa, spec.tactics(self._isa)[0])
+        assert (grid.row_step, grid.column_step) == (1, 1), f"{spec.family}: its grid is to be cut anywhere"
+        items = -(-kept // spec.inputs[0].item)
+        size = items * spec.outputs[0].item
+        place = Derived(self._symbols[spec], source.offset, self._derived_size, size, items * grid.rows_per_item,
+                        grid.columns, name)
+        self._derived.append(place)
+        self._derived_size += -(-size // ALIGNMENT) * ALIGNMENT
+        return Operand(DERIVED, place.offset), size
 
     def tensor(self, name: str) -> Operand:
         """A constant of the graph, as it is."""
@@ -53,6 +71,10 @@ class Constants:
         """All of them."""
         padded = (part for flat in self._parts for part in (flat.data, bytes(-len(flat) % ALIGNMENT)))
         return b"".join((*padded, bytes(TAIL)))
+
+    def derived(self) -> tuple[Derived, ...]:
+        """What is made of them."""
+        return tuple(self._derived)
 
     def packed(self) -> dict[str, PackedArray]:
         """The constants of the graph that can be read back from here, by name."""
@@ -69,15 +91,15 @@ class Constants:
                 way = finder.find(call.spec, tactic, call.constants, key, [self._parts[i] for i in parts],
                                   rounded=self._readers(name) == 1)
                 if way is not None:
-                    offset = self._offsets[parts[way.which]]
-                    found[name] = PackedArray(str(array.dtype), array.shape, axis, way.stored, offset, way.packing)
+                    offsets = tuple(self._offsets[parts[which]] for which in way.which)
+                    found[name] = PackedArray(str(array.dtype), array.shape, axis, way.stored, offsets, way.packing)
         return found
 
     def _as_it_is(self, name: str, operand: Operand) -> PackedArray:
         array = self._graph.constants[name]
         rows, row = len(array), array.nbytes // len(array)
         in_order = Packing(tuple(range(0, array.nbytes, row)), (0,) * rows, (tuple(range(0, row, array.itemsize)),))
-        return PackedArray(str(array.dtype), array.shape, 0, str(array.dtype), operand.offset, in_order)
+        return PackedArray(str(array.dtype), array.shape, 0, str(array.dtype), (operand.offset,), in_order)
 
     def _readers(self, name: str) -> int:
         return sum(node.inputs.count(name) for node in self._graph.consumers[name])

@@ -59,6 +59,7 @@ class _Object:
         self._check_header()
         self.sections = self._sections()
         self.symbols = self._symbols()
+        self.loaded = tuple(self._loaded())
 
     def _check_header(self) -> None:
         if self.data[:6] != b"\x7fELF\x02\x01":
@@ -84,9 +85,10 @@ class _Object:
         for section in self.sections:
             if section.type == _SYMTAB:
                 strings = self.sections[section.link].offset
-                for at in range(section.offset, section.offset + section.size, 24):
-                    name, info, _, index, value, _ = struct.unpack_from("<IBBHQQ", self.data, at)
-                    found.append(_Symbol(self._string(strings + name), index, value, info >> 4 != 0))
+                table = self.data[section.offset:section.offset + section.size]
+                for name, info, _, index, value, _ in struct.iter_unpack("<IBBHQQ", table):
+                    bound = info >> 4 != 0      # only these are asked for by name
+                    found.append(_Symbol(self._string(strings + name) if bound else "", index, value, bound))
         return found
 
     def _string(self, at: int) -> str:
@@ -95,7 +97,7 @@ class _Object:
             raise IndexError("a name without an end")
         return self.data[at:end].decode()
 
-    def loaded(self) -> Iterator[tuple[int, _Section]]:
+    def _loaded(self) -> Iterator[tuple[int, _Section]]:
         """The sections that running code needs. Nobody unwinds through kernels, so .eh_frame is not among them."""
         for index, section in enumerate(self.sections):
             if section.flags & _ALLOC and section.size and not section.name.startswith(".eh_frame"):
@@ -111,8 +113,8 @@ class _Object:
         """(offset in the section, type, symbol, addend) of a loaded section."""
         for section in self.sections:
             if section.type == _RELA and section.info == of:
-                for at in range(section.offset, section.offset + section.size, 24):
-                    offset, info, addend = struct.unpack_from("<QQq", self.data, at)
+                for offset, info, addend in struct.iter_unpack(
+                        "<QQq", self.data[section.offset:section.offset + section.size]):
                     yield offset, info & 0xFFFFFFFF, self.symbols[info >> 32], addend
 
 
@@ -137,7 +139,7 @@ class LoadedCode:
         size = 0
         for item in parsed:
             places.append({})
-            for index, section in item.loaded():
+            for index, section in item.loaded:
                 size = -(-size // section.alignment) * section.alignment
                 places[-1][index] = size
                 size += section.size
@@ -151,7 +153,7 @@ class LoadedCode:
             self._relocate(item, place)
 
     def _copy(self, item: _Object, place: dict[int, int]) -> None:
-        for index, section in item.loaded():
+        for index, section in item.loaded:
             content = item.data[section.offset:section.offset + section.size]
             self._map[place[index]:place[index] + section.size] = content
 
@@ -164,7 +166,7 @@ class LoadedCode:
 
     def _relocate(self, item: _Object, place: dict[int, int]) -> None:
         patch = _patch_x86 if item.machine == "x86_64" else _patch_arm
-        for index, section in item.loaded():
+        for index, section in item.loaded:
             for offset, kind, symbol, addend in item.relocations(index):
                 if symbol.section not in place:
                     raise PlanCorruptError(f"code calls or reads '{symbol.name}', which none of the plan's objects "

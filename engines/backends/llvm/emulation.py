@@ -3,8 +3,8 @@
 With `Module(emulation=EMULATION)` the text of any Isa runs on any machine, bit for bit, only slower. It is how the
 kernels of machines that we do not have are tested, and nothing else.
 
-Sources: Intel SDM (VPDPBUSD, VPDPWSSD, VPMADDWD, VPMADDUBSW, VPSHUFB, VPACKSSDW, VPACKUSWB, VDPBF16PS), Arm ARM (SDOT,
-USDOT).
+Sources: Intel SDM (VPDPBUSD, VPDPWSSD, VPMADDWD, VPMADDUBSW, VPSHUFB, VPACKSSDW, VPACKUSWB, VDPBF16PS, VCVTNEPS2BF16),
+Arm ARM (SDOT, USDOT).
 """
 from __future__ import annotations
 
@@ -120,6 +120,19 @@ def _dot_bfloat(name: str, lanes: int) -> str:
     return d.text(acc)
 
 
+def _to_bfloat(name: str, lanes: int) -> str:
+    """float32 -> bfloat16, halves to even; of what is denormal the sign is left, and what is no number stays none."""
+    d = _Definition(name, vector(lanes, "bfloat"), vector(lanes, FLOAT))
+    x, = d.arguments
+    bits = d.f.cast("bitcast", x, vector(lanes, I32), "bits")
+    size, upper = bits.binary("and", 0x7FFFFFFF), bits.binary("lshr", 16)
+    result = (bits + upper.binary("and", 1) + 0x7FFF).binary("lshr", 16)
+    result = d.f.select(size.compare("ult", 0x00800000), upper.binary("and", 0x8000), result)
+    result = d.f.select(size.compare("ugt", 0x7F800000), upper.binary("or", 0x0040), result)
+    shorts = d.f.cast("trunc", result, vector(lanes, I16), "bfloat")
+    return d.text(d.f.cast("bitcast", shorts, vector(lanes, "bfloat"), "bfloat"))
+
+
 def _definitions() -> dict[str, str]:
     table = {}
     for bits in (128, 256, 512):
@@ -129,6 +142,9 @@ def _definitions() -> dict[str, str]:
         table[name] = _dot2(name, bits // 32)
         name = f"llvm.x86.avx512bf16.dpbf16ps.{bits}"
         table[name] = _dot_bfloat(name, bits // 32)
+    for bits in (256, 512):     # LLVM has no plain form of the 128-bit one
+        name = f"llvm.x86.avx512bf16.cvtneps2bf16.{bits}"
+        table[name] = _to_bfloat(name, bits // 32)
     for name, unsigned in (("usdot", True), ("sdot", False)):
         name = f"llvm.aarch64.neon.{name}.v4i32.v16i8"
         table[name] = _dot4(name, 4, unsigned)

@@ -152,11 +152,8 @@ def from_float(isa: Isa, dtype: str, value: Value) -> Value:
         return value
     if dtype == "float16":
         return isa.float_to_half(value)
-    if dtype == "bfloat16":     # add half of the last kept bit, less one where that bit is 0: halves to even
-        bits = f.cast("bitcast", value, isa.ints, "bits")
-        odd = bits.binary("lshr", 16).binary("and", 1)
-        rounded = (bits + odd + 0x7FFF).binary("lshr", 16)
-        return f.cast("trunc", rounded, vector(isa.lanes, I16), "bfloat")
+    if dtype == "bfloat16":
+        return isa.float_to_bfloat(value)
     low, high = {"uint8": (0, 255), "int8": (-128, 127), "bool": (0, 1)}[dtype]
     ints = isa.round(isa.min(isa.max(value, low), high))
     return f.cast("trunc", ints, vector(isa.lanes, I8), "bytes")

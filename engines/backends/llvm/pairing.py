@@ -25,9 +25,10 @@ from numpy.typing import NDArray
 from engines.backends.llvm.access import hidden
 from engines.backends.llvm.emit import I8, I32, I64, Function, Value, vector
 from engines.backends.llvm.isa import Isa
+from engines.packed import PICKS
 
 WINDOW = 16             # bytes that a shuffle picks from
-STEP = 4                # bytes of a step: two pairs
+STEP = PICKS            # bytes of a step: two pairs
 SLOTS = 2 * WINDOW      # where no two elements go together, each has a pair to itself
 BLOCK = 1 << 11         # windows paired side by side: their tables stay in cache
 LARGEST = 128           # what the weights of one sign may add up to in a pair
@@ -38,7 +39,7 @@ TEMPORARIES = 4         # registers beside sums and weights: ones, picks, a pixe
 
 _ELEMENTS = np.arange(WINDOW)
 _BITS = np.left_shift(1, _ELEMENTS).astype(np.uint16)
-_ONES = np.array([bin(bits).count("1") for bits in range(1 << WINDOW)], np.uint8)
+_ONES = np.unpackbits(np.arange(1 << WINDOW, dtype=np.uint16).view(np.uint8)).reshape(-1, WINDOW).sum(1, np.uint8)
 _NO_PARTNER = np.uint8(WINDOW)
 
 Array = NDArray[np.int8]
@@ -136,7 +137,7 @@ def emit_steps(f: Function, isa: Isa, acc: dict[Any, Value], pixels: Sequence[in
     at = {key: f.parameters[key] for key in ("w", "places")}
     bytes_ = vector(isa.bytes, I8)
     panel = f.parameters["count"] * step_bytes
-    for _ in f.loop("step", f.parameters["count"], acc=acc, at=at):
+    for _ in f.range("step", panel.like(0), f.parameters["count"], acc=acc, at=at):      # none if all weights are zero
         x = f.parameters["x"] + f.cast("sext", f.load(I32, at["places"], 8, "offset"), I64, "offset")
         picks = f.splat(f.load(I32, at["places"] + 4, 4, "picks"), isa.lanes)
         picks = f.cast("bitcast", picks, bytes_, "picks")

@@ -239,34 +239,51 @@ def _erf_emit(isa: Isa, x: Value) -> Value:
     return x.f.select(x.compare("olt", 0), y * -1, y)
 
 
-# gelu x = x Phi(x), and Phi(x) = 1/2 + x q(x**2) on [-5, 5], 0 and 1 beyond: a polynomial and no division. Its variable
-# is u = 2 (x / 5)**2 - 1, where coefficients are small (in x**2 they cancel, and float32 leaves 3e-4). Fitted for the
-# least largest error of x Phi(x) under Phi(5) = 1: absolute error below 2.2e-6, and below 3.4e-7 |x| beyond 5.
-_GELU = (1.41363755e-1, -7.02984408e-2, 5.15246131e-2, -4.03866395e-2, 3.13650481e-2, -2.36618873e-2, 1.68802664e-2,
-         -1.00634592e-2, 5.1558041e-3, -4.0079765e-3, 3.17372917e-3, -1.04481308e-3)     # of u**0, u**1, ...
-_GELU_END = 5.0
+@dataclass(frozen=True)
+class Gate:
+    """x times a step from 0 to 1: x (1/2 + near q(u)), where near is x within [-end, end], u = 2 (near / end)**2 - 1.
+
+    A polynomial and no division. In u the coefficients are small (in x**2 they cancel, and float32 leaves 3e-4).
+
+    They are fitted by Lawson's algorithm for the least largest error of the product under q(1) = 1 / (2 end), so that
+    the step is whole beyond the ends.
+    """
+    end: float
+    coefficients: tuple[float, ...]     # of u**0, u**1, ...
+
+    def meaning(self, x: Any) -> Any:
+        near = np.minimum(np.maximum(x, np.float32(-self.end)), np.float32(self.end))
+        u = fma(near * near, np.float32(2 / self.end ** 2), np.float32(-1))
+        return x * fma(near, self._q(fma, u, [np.float32(c) for c in self.coefficients]), np.float32(0.5))
+
+    def emit(self, isa: Isa, x: Value) -> Value:
+        near = isa.min(isa.max(x, -self.end), self.end)
+        u = isa.fma(near * near, 2 / self.end ** 2, -1)
+        return x * isa.fma(near, self._q(isa.fma, u, self.coefficients), 0.5)
+
+    @staticmethod
+    def _q(fma: Callable[..., Any], u: Any, coefficients: Sequence[Any]) -> Any:
+        """By Estrin's scheme down to three terms: some products more than Horner's, and half as many instructions that
+        wait for each other."""
+        terms = list(coefficients)
+        while len(terms) > 3:
+            paired = [fma(u, odd, even) for even, odd in zip(terms[::2], terms[1::2], strict=False)]
+            terms = [*paired, *terms[2 * len(paired):]]
+            u = u * u
+        *lower, result = terms
+        for term in lower[::-1]:
+            result = fma(u, result, term)
+        return result
 
 
-def _gelu_meaning(x: Any) -> Any:
-    end = np.float32(_GELU_END)
-    near = np.minimum(np.maximum(x, -end), end)
-    u = fma(near * near, np.float32(2 / _GELU_END ** 2), np.float32(-1))
-    terms = [fma(u, np.float32(odd), np.float32(even)) for even, odd in zip(_GELU[::2], _GELU[1::2], strict=True)]
-    u = u * u
-    terms = [fma(u, odd, even) for even, odd in zip(terms[::2], terms[1::2], strict=True)]
-    u = u * u
-    return x * fma(near, fma(u, fma(u, terms[2], terms[1]), terms[0]), np.float32(0.5))
-
-
-def _gelu_emit(isa: Isa, x: Value) -> Value:
-    """By Estrin's scheme: two products more than Horner's, and half as many instructions that wait for each other."""
-    near = isa.min(isa.max(x, -_GELU_END), _GELU_END)
-    u = isa.fma(near * near, 2 / _GELU_END ** 2, -1)
-    terms = [isa.fma(u, odd, even) for even, odd in zip(_GELU[::2], _GELU[1::2], strict=True)]
-    u = u * u
-    terms = [isa.fma(u, odd, even) for even, odd in zip(terms[::2], terms[1::2], strict=True)]
-    u = u * u
-    return x * isa.fma(near, isa.fma(u, isa.fma(u, terms[2], terms[1]), terms[0]), 0.5)
+# x Phi(x): absolute error below 2.2e-6, and below 3.4e-7 |x| beyond 5.
+_GELU = Gate(5.0, (1.41363755e-1, -7.02984408e-2, 5.15246131e-2, -4.03866395e-2, 3.13650481e-2, -2.36618873e-2,
+                   1.68802664e-2, -1.00634592e-2, 5.1558041e-3, -4.0079765e-3, 3.17372917e-3, -1.04481308e-3))
+# For results that are stored in a byte: errors below a sixteenth (SiLU: a tenth) of its unit, max(|x|, 1/2) / 255.
+_GELU_U8 = Gate(3.5, (0.199394137, -0.0900131911, 0.0522459298, -0.0313684456, 0.0188512858, -0.00625257567))
+_GELU_TANH_U8 = Gate(3.5, (0.199472502, -0.0900409818, 0.0518385731, -0.030816989, 0.0191690773, -0.00676503219))
+_SILU_U8 = Gate(8.0, (0.087807022, -0.042114418, 0.0274583641, -0.0215534791, 0.0297212992, -0.0169348195,
+                      -0.02430957, 0.00919075869, 0.0352444313, -0.0220095832))
 
 
 # log x: x = 2**n * m with m in [sqrt(1/2), sqrt(2)); Cephes' logf.
@@ -357,7 +374,7 @@ def _unary(numpy_function: Callable[..., Any], word: str) -> Meaning:
     return Meaning(numpy_function, lambda isa, x: isa.unary(word, x))
 
 
-LONG = frozenset({"exp", "log", "sigmoid", "tanh", "erf", "gelu", "sin", "cos"})
+LONG = frozenset({"exp", "log", "sigmoid", "tanh", "erf", "gelu", "gelu_u8", "gelu_tanh_u8", "silu_u8", "sin", "cos"})
 INSTRUCTIONS: dict[str, Meaning] = {
     "add": Meaning(lambda a, b: a + b, lambda isa, a, b: a + b),
     "sub": Meaning(lambda a, b: a - b, lambda isa, a, b: a - b),
@@ -383,9 +400,12 @@ INSTRUCTIONS: dict[str, Meaning] = {
     "sigmoid": Meaning(_sigmoid_meaning, _sigmoid_emit),
     "tanh": Meaning(_tanh_meaning, _tanh_emit),
     "erf": Meaning(_erf_meaning, _erf_emit),
-    "gelu": Meaning(_gelu_meaning, _gelu_emit),
     "sin": Meaning(_sine_meaning(0), _sine_emit(0)),
     "cos": Meaning(_sine_meaning(1), _sine_emit(1)),
+    "gelu": Meaning(_GELU.meaning, _GELU.emit),
+    "gelu_u8": Meaning(_GELU_U8.meaning, _GELU_U8.emit),
+    "gelu_tanh_u8": Meaning(_GELU_TANH_U8.meaning, _GELU_TANH_U8.emit),
+    "silu_u8": Meaning(_SILU_U8.meaning, _SILU_U8.emit),
 }
 
 

@@ -109,7 +109,7 @@ class Row:
 def fold(f: Function, isa: Isa, width: int, kind: str, body: Callable[[At], Value]) -> Value:
     """The sum, max or min of body over `width` elements, in all lanes."""
     neutral = f.constant(NEUTRAL[kind], isa.floats)
-    partial = {i: neutral for i in range(PARTIALS // isa.lanes)}
+    partial = dict.fromkeys(range(PARTIALS // isa.lanes), neutral)
     for column, count in f.tiles("column", width, PARTIALS, partial=partial):
         for i, at in enumerate(vectors(isa, column, count)):
             partial[i] = _combine(isa, kind, partial[i], live(isa, body(at), at.count, NEUTRAL[kind]))

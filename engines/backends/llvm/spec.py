@@ -22,6 +22,7 @@ from engines.backends.llvm.emit import I64, PTR, Function, Module, Value
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import SIZES
 from engines.backends.llvm.program import Program
+from engines.packed import Picked
 
 Array = NDArray[Any]
 ALIGNMENT = 64                  # of packed constants: a cache line, and the widest vector
@@ -139,8 +140,13 @@ class KernelSpec(ABC):
         return tactic
 
     def only_moves(self, tactic: Any) -> bool:
-        """Packing puts each constant into its place, whatever its value: so a plan can find them there again."""
+        """What the kernel reads are the constants themselves, each in its place, whatever its value."""
         return True
+
+    def picked(self, isa: Isa, tactic: Any) -> Mapping[str, Picked]:
+        """The constants whose values decide where packing puts them, and that a plan finds by the tables beside them:
+        the first three packed arrays are what `Picked` reads."""
+        return {}
 
     @abstractmethod
     def grid(self, isa: Isa, tactic: Any) -> Grid:
@@ -155,9 +161,22 @@ class KernelSpec(ABC):
     def emit(self, module: Module, name: str, isa: Isa, tactic: Any) -> None:
         """Write the kernel, and the micro-kernels it calls, into the module."""
 
-    @abstractmethod
     def pack(self, isa: Isa, tactic: Any, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """The named constants (each family says which) in the order and layout that the kernel reads."""
+        """The named constants (each family says which) in the order and layout that the kernel reads, or that what
+        it reads is `made` of."""
+        return ()
+
+    def made(self, isa: Isa, tactic: Any) -> Mapping[int, KernelSpec]:
+        """Packed constants that a plan keeps smaller than the kernel reads them: which -> the kernel that makes the one
+        of the other when a plan is loaded. It has one dense input, one dense output and no constants; the constant is
+        as many of its items as it takes."""
+        return {}
+
+    def ready_constants(self, isa: Isa, tactic: Any, constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        """What `pack` gives, as the kernel reads it."""
+        made = self.made(isa, tactic)
+        return tuple(_made_by(made[which], array) if which in made else array
+                     for which, array in enumerate(self.pack(isa, tactic, constants)))
 
     @abstractmethod
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
@@ -187,6 +206,13 @@ class ImageKernel(KernelSpec):
     @property
     def outputs(self) -> tuple[View, ...]:
         return (self.y,)
+
+
+def _made_by(maker: KernelSpec, kept: Array) -> Array:
+    """What a kernel makes of a packed constant, its last item filled up with zeros."""
+    (view,), flat = maker.inputs, kept.reshape(-1)
+    whole = np.pad(flat, (0, -flat.nbytes % view.item // view.size))
+    return maker.reference([whole.reshape(-1, *view.shape)], {})[0].reshape(-1)
 
 
 def begin_kernel(module: Module, name: str, count: int) -> tuple[Function, list[Value], list[Value]]:

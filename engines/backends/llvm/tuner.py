@@ -152,7 +152,7 @@ class Tuner:
         for tactic in tactics:
             packing = spec.packing(tactic)
             if packing not in packed:
-                packed[packing] = [aligned(constant) for constant in spec.pack(self.isa, tactic, constants)]
+                packed[packing] = [aligned(constant) for constant in spec.ready_constants(self.isa, tactic, constants)]
             function = KERNEL(loaded.addresses[self._symbol(spec, tactic)])
             calls[tactic] = _call(function, [*inputs, *packed[packing], *outputs], spec.grid(self.isa, tactic))
         times = measure(calls)
@@ -208,8 +208,7 @@ def measure(calls: Mapping[Any, Callable[[], None]]) -> dict[Any, float]:
     """{name: call} -> {name: microseconds of its fastest run}, the calls taken in turns.
 
     The fastest run, because everything that disturbs a measurement makes it longer; in CPU time, for a slow kernel may
-    never have the core to itself. Calls that are far behind after two
-    runs are left at that.
+    never have the core to itself. Calls that are far behind after two runs are left at that.
     """
     best = dict.fromkeys(calls, float("inf"))
     for call in calls.values():

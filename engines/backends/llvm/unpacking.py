@@ -1,9 +1,10 @@
 """The way back from packed constants to the graph's: found by packing numbers instead of weights, and then checked.
 
-So no kernel family has to say how to undo its packing. A matrix of zeros but for its first and last column, which hold
-the numbers of their rows, is packed; then one whose first and last row hold the numbers of their columns. Where a
-number comes to lie is where that element of the weights does. Numbers are written in digits that are exact in every
-stored dtype, one digit a matrix; the last row and column hold them negative, to be told from the first.
+So no kernel family has to say how to undo its packing (but where the weights' values decide it: KernelSpec.picked). A
+matrix of zeros but for its first and last column, which hold the numbers of their rows, is packed; then one whose first
+and last row hold the numbers of their columns. Where a number comes to lie is where that element of the weights does.
+Numbers are written in digits that are exact in every stored dtype, one digit a matrix; the last row and column hold
+them negative, to be told from the first.
 """
 from __future__ import annotations
 
@@ -17,19 +18,19 @@ from numpy.typing import NDArray
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.program import load_meaning, store_meaning
 from engines.backends.llvm.spec import Array, KernelSpec
-from engines.packed import Packing, take_packed
+from engines.packed import Packing, Picked
 
 SMALLEST = 4096             # bytes: below, a constant takes hardly more room than the way back to it
-_LEAST, _BASE = 2, 120      # digits are 2 to 121: 0 is padding, -1 the upper bytes of a negative digit made wider
+_LEAST, _BASE = 1, 120      # digits are 1 to 120: 0 is padding
 _STORED = {"int8": ("int8",), "float32": ("float32", "bfloat16", "float16")}
 
 
 @dataclass(frozen=True)
 class Found:
     """A constant's elements lie in one of a kernel's packed arrays."""
-    which: int              # of them
+    which: tuple[int, ...]  # of them: what the packing takes it from
     stored: str             # dtype of an element there
-    packing: Packing
+    packing: Packing | Picked
 
 
 class PackingFinder:
@@ -45,19 +46,23 @@ class PackingFinder:
 
         rounded: it may come back as it is stored, bfloat16 or float16 for float32.
         """
-        if not spec.only_moves(tactic):
-            return None
         weights = np.asarray(constants[key])
         identity = spec, spec.packing(tactic), key, weights.shape
         if identity not in self._found:
-            self._found[identity] = self._probe(spec, tactic, constants, key)
+            self._found[identity] = self._told(spec, tactic, key) or self._probe(spec, tactic, constants, key)
         found = self._found[identity]
         if found is None:
             return None
         matrix = np.ascontiguousarray(weights).reshape(len(weights), -1)
         if rounded and found.stored != matrix.dtype:
             matrix = load_meaning(found.stored, store_meaning(found.stored, matrix))
-        return found if np.array_equal(take_packed(packed[found.which], found.packing, found.stored), matrix) else None
+        again = found.packing.take([packed[which] for which in found.which], found.stored)
+        return found if np.array_equal(again, matrix) else None
+
+    def _told(self, spec: KernelSpec, tactic: Any, key: str) -> Found | None:
+        """As the kernel family says it, for constants whose values decide where they lie."""
+        picked = spec.picked(self._isa, tactic).get(key)
+        return Found((0, 1, 2), "int8", picked) if picked else None
 
     def _probe(self, spec: KernelSpec, tactic: Any, constants: Mapping[str, Any], key: str) -> Found | None:
         weights = np.asarray(constants[key])
@@ -80,7 +85,7 @@ class PackingFinder:
                 rows = _places([packed[which] for packed in by_column], stored, shape[1])
                 packing = None if columns is None or rows is None else _packing(columns, rows)
                 if packing:
-                    return Found(which, stored, packing)
+                    return Found((which,), stored, packing)
         return None
 
 
@@ -102,12 +107,13 @@ def _places(packed: list[Array], stored: str, count: int) -> NDArray[np.int64] |
         size = 2 if stored == "bfloat16" else np.dtype(stored).itemsize
         if len(data) % size:
             return None
-        values = load_meaning(stored, data.view("uint16" if stored == "bfloat16" else stored))
-        here = np.flatnonzero(np.abs(values.astype(np.float32)) >= _LEAST)
-        digits = np.abs(values[here].astype(np.float32)) - _LEAST
+        elements = data.view("uint16" if stored == "bfloat16" else stored)
+        here = np.flatnonzero(elements)
+        values = load_meaning(stored, elements[here]).astype(np.float32)
+        digits = np.abs(values) - _LEAST
         if places is not None and not np.array_equal(here, places) or not np.all(digits == np.floor(digits) % _BASE):
             return None
-        places, signs = here, values[here] < 0
+        places, signs = here, values < 0
         numbers = numbers + digits.astype(np.int64) * _BASE ** power
     result = np.full((2, count), -1, np.int64)
     if places is None or np.any(numbers >= count):

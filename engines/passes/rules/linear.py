@@ -35,12 +35,14 @@ def output_channels(graph: Graph, node: Node) -> int:
 
 
 def scale_outputs(node: Node, weight: Array, factor: Array) -> Array:
-    """`weight` with the weights of output channel o multiplied by factor[o]."""
-    if node.op != "ConvTranspose":
-        return weight * factor.reshape(-1, *(1,) * (weight.ndim - 1))
-    groups = node.attrs.get("group", 1)                 # [Cin, Cout / groups, ...]: a block of rows for each group
-    blocks = weight.reshape(groups, -1, *weight.shape[1:])
-    scaled = blocks * factor.reshape(groups, 1, -1, *(1,) * (weight.ndim - 2))
+    """`weight` with the weights of output channel o multiplied by factor[o], in float64, and rounded once."""
+    if node.op == "ConvTranspose":      # [Cin, Cout / groups, ...]: a block of rows for each group
+        groups = node.attrs.get("group", 1)
+        blocks, factors = weight.reshape(groups, -1, *weight.shape[1:]), (groups, 1, -1, *(1,) * (weight.ndim - 2))
+    else:
+        blocks, factors = weight, (-1, *(1,) * (weight.ndim - 1))
+    scaled = np.empty_like(blocks)      # told where to put its results, numpy widens a piece at a time
+    np.multiply(blocks, factor.reshape(factors), out=scaled, dtype=np.float64, casting="same_kind")
     return scaled.reshape(weight.shape)
 
 
@@ -57,7 +59,7 @@ def finish_scaled(match: Match, draft: Draft, node: Node, factor: Array | None, 
     bias = bias_of(match.graph, node)
     name = node.inputs[1]
     if factor is not None:
-        name = draft.constant("weight", scale_outputs(node, weight.astype(np.float64), factor).astype(weight.dtype))
+        name = draft.constant("weight", scale_outputs(node, weight, factor))
         bias = bias * factor
     bias_name = draft.constant("bias", (bias + offset).astype(weight.dtype))
     draft.finish(node.op, [node.inputs[0], name, bias_name], node.attrs)

@@ -49,9 +49,6 @@ class Border(KernelSpec):
                             bytes_ = vector(min(part - first, isa.bytes), I8)
                             f.store(f.constant(self.value, bytes_), start + at + first)
 
-    def pack(self, isa: Isa, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        return ()
-
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         """Of one item: there is no input that would say how many there are."""
         return tuple(np.full((1, *view.shape), self.value, np.uint8) for view in self.runs)

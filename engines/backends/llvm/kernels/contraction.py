@@ -37,12 +37,24 @@ from engines.backends.llvm.emit import I32, I64, PTR, Function, Module, Value
 from engines.backends.llvm.epilogue import emit_epilogue
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.kernels import winograd
+from engines.backends.llvm.kernels.widen import widened
 from engines.backends.llvm.kernels.winograd import Winograd
 from engines.backends.llvm.lanes import Lanes
 from engines.backends.llvm.pairing import PLACE, STEP, emit_steps, pair
 from engines.backends.llvm.program import load_meaning, store_meaning
-from engines.backends.llvm.spec import Array, Grid, ImageKernel, Tactic, View, Window, begin_kernel, pack_channels
+from engines.backends.llvm.spec import (
+    Array,
+    Grid,
+    ImageKernel,
+    KernelSpec,
+    Tactic,
+    View,
+    Window,
+    begin_kernel,
+    pack_channels,
+)
 from engines.backends.llvm.taps import Border, TapAxis
+from engines.packed import Picked
 
 LEFT_ALONE = 9          # weights of a channel that find no partner, whatever their number: so it is with normal ones
 FEW_PIXELS = 8          # items of no more pixels than this are cut by batch
@@ -282,7 +294,7 @@ class Contraction(ImageKernel):
     # ---- constants
     def pack(self, isa: Isa, tactic: Tile | Winograd, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         """"weights": [cout of all groups, cin, *taps] (s8 or float) -> [panel][tap][k][vector][lane][element], or the
-        three arrays of Paired, or as Winograd reads them;
+        three arrays of Paired, or what Winograd's are made of;
         "program": a sequence of float32 [1] or [channels] -> [panel][constant][vector][lane]."""
         arithmetic, panels = self.arithmetic(isa), self._panels(isa, tactic)
         taps_last = np.asarray(constants["weights"]).reshape(-1, self.cin, *self.taps).transpose(0, 2, 3, 1)
@@ -297,10 +309,30 @@ class Contraction(ImageKernel):
             whole = [np.pad(order.ravel(), (0, width - order.size), constant_values=len(runs) - 1) for order in orders]
             paired = pair(runs[np.stack(whole)], self._run_offsets())
             return paired.steps, paired.places, paired.starts, program
-        runs = np.pad(runs, ((0, 0), (0, 0), (0, -self.run % arithmetic.elements)))
-        steps = runs.reshape(len(runs), -1, arithmetic.elements)        # [cout][turn][element]
-        return np.concatenate([arithmetic.ready(isa, steps[order].transpose(2, 0, 1, 3)).ravel()
-                               for order in orders]), program
+        runs = np.ascontiguousarray(np.pad(runs, ((0, 0), (0, 0), (0, -self.run % arithmetic.elements))))
+        # Elements that stay together are moved as one: [cout][turn]
+        steps = runs.reshape(len(runs), -1).view(f"u{arithmetic.elements * runs.itemsize}")
+        turned = [np.ascontiguousarray(steps[order].transpose(2, 0, 1))[..., None].view(runs.dtype)
+                   for order in orders]                                 # [turn][vector][lane][element]
+        return np.concatenate([arithmetic.ready(isa, panel).ravel() for panel in turned]), program
+
+    def made(self, isa: Isa, tactic: Tile | Winograd) -> Mapping[int, KernelSpec]:
+        if isinstance(tactic, Winograd):
+            return {0: winograd.made_weights(self, isa, self._panels(isa, tactic))}
+        return widened(isa) if self.precision == "int8" and not tactic.paired else {}
+
+    def picked(self, isa: Isa, tactic: Tile | Winograd) -> Mapping[str, Picked]:
+        if isinstance(tactic, Winograd) or not tactic.paired:
+            return {}
+        lanes = self._panel(isa, tactic)
+        rows = {channel: panel * lanes + lane for panel, order in enumerate(self._panels(isa, tactic))
+                for lane, channel in enumerate(order.ravel().tolist())}
+        # A column is a channel at a tap.
+        taps = [tap * dilation * stride for tap, dilation, stride in zip(
+            map(np.arange, self.taps), self.dilation, self.x.strides, strict=False)]
+        columns = (np.arange(self.cin)[:, None, None] + taps[0][:, None] + taps[1]).ravel()
+        return {"weights": Picked(lanes, tuple(rows[channel] for channel in range(self.y.shape[2])),
+                                  tuple(columns.tolist()))}
 
     def _run_offsets(self) -> Array:
         """Bytes from tap (0, 0) to the start of each run."""

@@ -18,7 +18,7 @@ from engines.backends.llvm.access import item_addresses, joined, offset, unravel
 from engines.backends.llvm.emit import FLOAT, I64, Module, Value, vector
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.kernels.integers import load_integers, store_integers
-from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, Window, begin_kernel
+from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, begin_kernel
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,6 @@ class CumulativeSum(KernelSpec):
     def outputs(self) -> tuple[View, ...]:
         return (self.y,)
 
-    @property
-    def macs(self) -> int:
-        return 0
-
     @cached_property
     def beside(self) -> tuple[View, ...]:
         """x and y without the axis."""
@@ -57,14 +53,8 @@ class CumulativeSum(KernelSpec):
         shape = self.beside[0].shape
         return shape[:-1] if all(v.strides[-1] == v.size for v in self.beside) else shape
 
-    def tactics(self, isa: Isa) -> Sequence[Tactic]:
-        return (Tactic(),)
-
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(math.prod(self.outer))
-
-    def windows(self, isa: Isa, tactic: Tactic) -> Sequence[Window]:
-        return [Window.whole(view) for view in (self.x, self.y)]
 
     # ---- code
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
@@ -103,10 +93,7 @@ class CumulativeSum(KernelSpec):
         else:
             address.f.store(value, address)
 
-    # ---- constants and meaning
-    def pack(self, isa: Isa, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        return ()
-
+    # ---- meaning
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         axis = self.axis + 1
         x = np.flip(inputs[0], axis) if self.reverse else inputs[0]

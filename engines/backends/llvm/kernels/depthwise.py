@@ -13,6 +13,10 @@
 All is unrolled, so accumulators roll: as many outputs are in registers as windows overlap. Neighbouring output rows
 share the rows of x that both read, and their interleaving; an output row meets zero weights for those it does not read.
 
+Floats have nothing to interleave, and each output's sum is a chain of taps, of which too few columns at a time fit the
+processor's window to keep it busy. So float32 also has tiles of as many outputs as there are registers, which meet a
+tap together; a widened type would be widened again for each of them.
+
 x's address is that of tap (0, 0) of output pixel (0, 0), in a halo of zero points; nothing past the last tap is read.
 """
 from __future__ import annotations
@@ -37,9 +41,21 @@ from engines.backends.llvm.columns import COLUMNS, Operand
 from engines.backends.llvm.cost import CALL, Work, epilogue, pieces
 from engines.backends.llvm.emit import PTR, Function, Module, Value
 from engines.backends.llvm.isa import Isa
+from engines.backends.llvm.kernels.widen import widened
 from engines.backends.llvm.lanes import Lanes
 from engines.backends.llvm.program import fma, load_meaning, store_meaning
-from engines.backends.llvm.spec import Array, Grid, ImageKernel, Tactic, View, Window, begin_kernel, pack_channels
+from engines.backends.llvm.spec import (
+    ALIGNMENT,
+    Array,
+    Grid,
+    ImageKernel,
+    KernelSpec,
+    Tactic,
+    View,
+    Window,
+    begin_kernel,
+    pack_channels,
+)
 
 
 @dataclass(frozen=True)
@@ -48,9 +64,15 @@ class DepthwiseTile(Tactic):
     rows: int
     cols: int
     vectors: int
+    by_tap: bool = False    # float32: all outputs meet one tap after the other; else one column of x after the other
+
+    @property
+    def packed_rows(self) -> int:
+        """Output rows that have weights of their own, zeros for rows of x that they do not read."""
+        return 1 if self.by_tap else self.rows
 
     def __str__(self) -> str:
-        return f"tile {self.rows}x{self.cols}x{self.vectors}"
+        return f"tile {self.rows}x{self.cols}x{self.vectors}{' by tap' if self.by_tap else ''}"
 
 
 @dataclass(frozen=True)
@@ -89,31 +111,51 @@ class Depthwise(ImageKernel):
         # Output rows share loads only if the rows of x that they read are neighbours too.
         together = (2, 1) if self.dilation[0] == 1 and self.y.shape[0] > 1 else (1,)
         fitting = [(rows, vectors) for vectors in (4, 2, 1) for rows in together if vectors <= widest
-                   and self.sums(rows, vectors) <= isa.registers - self._other_registers(isa, vectors)]
+                   and self.sums(rows, vectors) <= isa.registers - self._other_registers(isa, rows, vectors)]
         # The most vectors that fit share most; one step below may suit the number of channels better.
         best = sorted({vectors for _, vectors in fitting}, reverse=True)[:2]
         shapes = [(rows, vectors) for rows, vectors in fitting if vectors in best] or [(1, 1)]
         found = dict.fromkeys(DepthwiseTile(rows, min(cols, self.y.shape[1]), vectors)
                               for rows, vectors in shapes for cols in (14, 7))
+        return (*found, *self._by_tap(isa))
+
+    def _by_tap(self, isa: Isa) -> Sequence[DepthwiseTile]:
+        """Tiles of as many outputs as leave registers for a tap's weights, and of half as many."""
+        if self.precision != "fp32":
+            return ()
+        found: dict[DepthwiseTile, None] = {}
+        # Up to a cache line of channels: more are no better, and leave room for fewer outputs.
+        for vectors in (v for v in (1, 2, 4) if v <= isa.vectors_for(self.channels) and v * isa.bytes <= ALIGNMENT):
+            most = (isa.registers - 2) // vectors - (isa.lanes == 4)
+            for rows in (1, 2):
+                cols = most // rows
+                across = -(-self.y.shape[1] // cols)
+                if rows <= self.y.shape[0]:
+                    found[DepthwiseTile(rows, -(-self.y.shape[1] // across), vectors, by_tap=True)] = None
         return tuple(found)
 
     def sums(self, rows: int, vectors: int) -> int:
         """Accumulators in use at once: of all windows that overlap in a column."""
         return -(-((self.taps[1] - 1) * self.dilation[1] + 1) // self.stride[1]) * rows * vectors
 
-    def _other_registers(self, isa: Isa, vectors: int) -> int:
+    def _other_registers(self, isa: Isa, rows: int, vectors: int) -> int:
         """What a column needs beside the accumulators: its operands, a few in passing, and weights that no
         instruction takes from memory."""
-        operands = isa.ready_bytes // isa.bytes if self.precision == "int8" else 1
+        operands = -(-len(self.rows_read(rows)) // COLUMNS[self.precision].rows)
+        operands *= isa.ready_bytes // isa.bytes if self.precision == "int8" else 1
         return vectors * (operands + (isa.lanes == 4)) + 4
 
     def cost(self, isa: Isa, tactic: DepthwiseTile) -> float:
-        return sum(self._tile_cost(isa, rows, cols, isa.vectors_for(channels)) * down * across * panels
+        return sum(self._tile_cost(isa, rows, cols, isa.vectors_for(channels), tactic.by_tap) * down * across * panels
                    for rows, down in pieces(self.y.shape[0], tactic.rows)
                    for cols, across in pieces(self.y.shape[1], tactic.cols)
                    for channels, panels in pieces(self.channels, tactic.vectors * isa.lanes))
 
-    def _tile_cost(self, isa: Isa, rows: int, cols: int, vectors: int) -> float:
+    def _tile_cost(self, isa: Isa, rows: int, cols: int, vectors: int, by_tap: bool) -> float:
+        if by_tap:
+            taps = math.prod(self.taps) * vectors
+            work = Work(taps * rows * cols, 0, taps * (rows * cols + 1))
+            return (work + self._endings(rows, cols, vectors)).cycles + CALL
         arithmetic, read = COLUMNS[self.precision], self.rows_read(rows)
         groups = [set(read[at:at + arithmetic.rows]) for at in range(0, len(read), arithmetic.rows)]
         met = sum(not group.isdisjoint(self.rows_read_by(i)) for group in groups for i in range(rows))
@@ -123,8 +165,11 @@ class Depthwise(ImageKernel):
         work = Work(dots, dots if parts > 1 else 0, dots)
         work += arithmetic.loading(isa, vectors, len(read)) * columns
         work += Work(loads=self.program.constants * vectors) * cols
-        work += epilogue(len(self.program.instructions), len(self.operands), vectors, rows) * (rows * cols * vectors)
-        return work.cycles + CALL
+        return (work + self._endings(rows, cols, vectors)).cycles + CALL
+
+    def _endings(self, rows: int, cols: int, vectors: int) -> Work:
+        """The program on all outputs of a tile."""
+        return epilogue(len(self.program.instructions), len(self.operands), vectors, rows) * (rows * cols * vectors)
 
     def grid(self, isa: Isa, tactic: DepthwiseTile) -> Grid:
         return Grid(-(-self.y.shape[0] // tactic.rows), columns=-(-self.channels // (tactic.vectors * isa.lanes)))
@@ -136,7 +181,7 @@ class Depthwise(ImageKernel):
                 *(Window.along(view, step=rows, count=rows) for view in (*self.operands, self.y))]
 
     def packing(self, tactic: DepthwiseTile) -> tuple[int, int]:
-        return tactic.rows, tactic.vectors
+        return tactic.packed_rows, tactic.vectors
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: DepthwiseTile) -> None:
         _Emitter(self, module, name, isa, tactic).kernel()
@@ -147,10 +192,10 @@ class Depthwise(ImageKernel):
         as the arithmetic reads them; "program": float32 [1] or [channels] -> [panel][constant][vector][lane]."""
         arithmetic = COLUMNS[self.precision]
         weights = np.asarray(constants["weights"]).reshape(self.channels, *self.taps)
-        read, places = self.rows_read(tactic.rows), arithmetic.rows
+        read, places = self.rows_read(tactic.packed_rows), arithmetic.rows
         padded = -(-len(read) // places) * places
-        spread = np.zeros((self.channels + 1, tactic.rows, padded, self.taps[1]), weights.dtype)
-        for i in range(tactic.rows):
+        spread = np.zeros((self.channels + 1, tactic.packed_rows, padded, self.taps[1]), weights.dtype)
+        for i in range(tactic.packed_rows):
             for p in range(self.taps[0]):
                 spread[:-1, i, read.index(i * self.stride[0] + p * self.dilation[0])] = weights[:, p]
         # [channel][output row][group][row of the group][tap column]
@@ -159,6 +204,9 @@ class Depthwise(ImageKernel):
         parts = [arithmetic.ready(isa, spread[np.minimum(panel, self.channels)].transpose(2, 3, 5, 0, 1, 4))
                  for panel in order]
         return np.concatenate(parts), pack_channels(constants["program"], self.channels, order)
+
+    def made(self, isa: Isa, tactic: DepthwiseTile) -> Mapping[int, KernelSpec]:
+        return widened(isa) if self.precision == "int8" else {}
 
     # ---- meaning
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
@@ -182,7 +230,7 @@ class _Emitter:
     def __init__(self, spec: Depthwise, module: Module, name: str, isa: Isa, tile: DepthwiseTile) -> None:
         self.spec, self.module, self.name, self.isa, self.tile = spec, module, name, isa, tile
         self.arithmetic = COLUMNS[spec.precision]
-        self.groups = -(-len(spec.rows_read(tile.rows)) // self.arithmetic.rows)
+        self.groups = -(-len(spec.rows_read(tile.packed_rows)) // self.arithmetic.rows)
 
     # ---- the loops around
     def kernel(self) -> None:
@@ -234,7 +282,8 @@ class _Emitter:
 
     def _panel_bytes(self, vectors: int) -> int:
         """Of weights."""
-        return self.tile.rows * self.groups * self.spec.taps[1] * vectors * self.arithmetic.weight_bytes(self.isa)
+        vectors *= self.tile.packed_rows * self.groups * self.spec.taps[1]
+        return vectors * self.arithmetic.weight_bytes(self.isa)
 
     # ---- the micro-kernel
     def _microkernel(self, rows: int, cols: int, channels: int) -> str:
@@ -247,6 +296,10 @@ class _Emitter:
         lanes = Lanes(isa, channels, spec.packed)
         outputs = [(i, j) for i in range(rows) for j in range(cols)]
         acc = {(o, v): arithmetic.zero(isa, f.parameters["x"]) for o in outputs for v in range(lanes.vectors)}
+        if self.tile.by_tap:
+            self._taps(f, lanes, acc, outputs)
+            self._finish(f, lanes, acc, outputs)
+            return name
         reads = sorted({j * spec.stride[1] + q * spec.dilation[1] for j in range(cols) for q in range(spec.taps[1])})
         ahead = 1 + self._loads_ahead(lanes.vectors, rows)
         loaded = [self._load(f, lanes, column, rows) for column in reads[:ahead - 1]]
@@ -260,6 +313,27 @@ class _Emitter:
                 if q == spec.taps[1] - 1:
                     self._finish(f, lanes, acc, [(i, j) for i in range(rows)])
         return name
+
+    def _taps(self, f: Function, lanes: Lanes, acc: dict[Any, Value], outputs: list[tuple[int, int]]) -> None:
+        """One tap after the other into all outputs: as many sums that do not wait for each other as there are.
+
+        x comes from memory with each product, so its address is hidden anew for each tap, or LLVM would keep what
+        several taps read in registers and spill the sums.
+        """
+        spec, arithmetic = self.spec, self.arithmetic
+        row, pixel, _ = spec.x.strides
+        size = arithmetic.weight_bytes(self.isa)
+        for q in range(spec.taps[1]):
+            for p in range(spec.taps[0]):
+                f.write(f"; tap ({p}, {q})")
+                x = hidden(f.parameters["x"]) + (p * spec.dilation[0] * row + q * spec.dilation[1] * pixel)
+                at = f.parameters["w"] + (p * spec.taps[1] + q) * lanes.vectors * size
+                weights = [f.load(self.isa.floats, at + v * size, self.isa.bytes, "weights")
+                           for v in range(lanes.vectors)]
+                for i, j in outputs:
+                    values = lanes.load(spec.x.dtype, x + (i * spec.stride[0] * row + j * spec.stride[1] * pixel))
+                    for v, value in enumerate(values):
+                        acc[(i, j), v] = self.isa.fma(value, weights[v], acc[(i, j), v])
 
     def _loads_ahead(self, vectors: int, rows: int) -> int:
         """Columns that are loaded and interleaved before their turn, if there are registers for one: from the load to

@@ -118,16 +118,9 @@ class Integers(KernelSpec):
     def outputs(self) -> tuple[View, ...]:
         return (self.output,)
 
-    @property
-    def macs(self) -> int:
-        return 0
-
     @cached_property
     def runs(self) -> Runs:
         return Runs(joined((*self.sources, self.output), keep_last=False))
-
-    def tactics(self, isa: Isa) -> Sequence[Tactic]:
-        return (Tactic(),)
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(self.runs.rows)
@@ -146,10 +139,7 @@ class Integers(KernelSpec):
         values = [load_integers(view, place, count) for view, place in zip(views, places, strict=True)]
         store_integers(output, OPERATIONS[self.operation].emit(*values), target, count)
 
-    # ---- constants and meaning
-    def pack(self, isa: Isa, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        return ()
-
+    # ---- meaning
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         with np.errstate(all="ignore"):
             result = OPERATIONS[self.operation].meaning(*(x.astype(np.int64) for x in inputs))

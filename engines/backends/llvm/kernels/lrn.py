@@ -2,11 +2,14 @@
 
     y[c] = program(x[c] * (bias + alpha / size * sum over k of x[c - before + k]**2) ** -beta)      k in 0..size-1
 
-before = (size - 1) // 2, and channels that are not there count as 0. The power is e**(-beta * log t), t > 0.
+before = (size - 1) // 2, and channels that are not there count as 0. The power is e**(-beta * log t), t > 0; those of
+quarters that networks use are roots.
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +19,10 @@ from engines.backends.llvm.rows import PARTIALS, At, Row, RowKernel, live
 
 MARGIN = PARTIALS       # zeros kept before and behind the squares of a row; no window is larger
 EXP, LOG = INSTRUCTIONS["exp"], INSTRUCTIONS["log"]
+ROOTS: dict[float, Callable[[Any, Callable[[Any], Any]], Any]] = {     # beta -> t**beta, given a square root
+    0.5: lambda t, root: root(t),
+    0.75: lambda t, root: root(t) * root(root(t)),
+    1.0: lambda t, root: t}
 
 
 @dataclass(frozen=True)
@@ -34,21 +41,26 @@ class Lrn(RowKernel):
         assert self.size <= MARGIN, f"a window of {self.size} channels; the margins have {MARGIN}"
         f, lanes = row.f, row.isa.lanes
         zero, behind = f.constant(0, row.isa.floats), -(-self.width // lanes) * lanes
-        for first in range(0, MARGIN, lanes):
-            row.keep(zero, At(f.constant(first, "i64"), lanes))
-            row.keep(zero, At(f.constant(behind + first, "i64"), lanes), MARGIN)
+        before = (self.size - 1) // 2
+        for first in range(-(-before // lanes) * -lanes, 0, lanes):
+            row.keep(zero, At(f.constant(0, "i64"), lanes), MARGIN + first)
+        for first in range(behind, behind + self.size - 1 - before, lanes):
+            row.keep(zero, At(f.constant(0, "i64"), lanes), MARGIN + first)
 
         def square(at: At) -> Value:
             value = row.x(at)
             return row.keep(live(row.isa, value * value, at.count, 0), at, MARGIN)
 
         def normalised(at: At) -> Value:
-            first = MARGIN - (self.size - 1) // 2
+            first = MARGIN - before
             total = row.kept(at, first)
             for k in range(1, self.size):
                 total = total + row.kept(at, first + k)
-            logarithm = LOG.emit(row.isa, total * (self.alpha / self.size) + self.bias)
-            return row.x(at) * EXP.emit(row.isa, logarithm * -self.beta)
+            base = total * (self.alpha / self.size) + self.bias
+            if self.beta in ROOTS:
+                power: Value = ROOTS[self.beta](base, lambda value: row.isa.unary("sqrt", value))
+                return row.x(at) / power
+            return row.x(at) * EXP.emit(row.isa, LOG.emit(row.isa, base) * -self.beta)
 
         row.visit(square)
         row.store(normalised)
@@ -59,5 +71,7 @@ class Lrn(RowKernel):
         total = squares[..., :self.width]
         for k in range(1, self.size):
             total = total + squares[..., k:k + self.width]
-        logarithm = LOG.meaning(total * np.float32(self.alpha / self.size) + np.float32(self.bias))
-        return np.asarray(x * EXP.meaning(logarithm * np.float32(-self.beta)), np.float32)
+        base = total * np.float32(self.alpha / self.size) + np.float32(self.bias)
+        if self.beta in ROOTS:
+            return np.asarray(x / ROOTS[self.beta](base, np.sqrt), np.float32)
+        return np.asarray(x * EXP.meaning(LOG.meaning(base) * np.float32(-self.beta)), np.float32)

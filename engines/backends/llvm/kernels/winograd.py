@@ -30,6 +30,7 @@ from engines.backends.llvm.cost import Work, epilogue, reading
 from engines.backends.llvm.emit import FLOAT, I8, I16, I32, PTR, Function, Module, Value, vector
 from engines.backends.llvm.epilogue import emit_epilogue
 from engines.backends.llvm.isa import Isa
+from engines.backends.llvm.kernels.winograd_weights import WinogradWeights
 from engines.backends.llvm.lanes import Lanes
 from engines.backends.llvm.spec import Array, Grid, Tactic, View, Window, begin_kernel
 
@@ -40,8 +41,6 @@ OUTPUT, PATCH = 4, 6        # pixels of a tile and of its patch, each way
 POSITIONS = PATCH * PATCH
 SCALES = (24, 12, 6, 6)     # of the outputs of a column
 SCRATCH = 1 << 19           # bytes of V at most: it stays in L2, and any thread has so much stack
-
-WEIGHTS = np.array([[1, 0, 0], [1, 1, 1], [1, -1, 1], [1, 2, 4], [1, -2, 4], [0, 0, 1]])       # G without its fractions
 
 
 def transform_input(x: Sequence[Any]) -> list[Any]:
@@ -75,7 +74,7 @@ class _Numbers(ABC):
     """What differs between INT8 and float32: types in scratch, products, the end."""
     v_bytes: int                # of an element of V, and of the weights
     pair: int                   # elements of V that a product takes at once
-    dtype: type
+    weights: str                # dtype that a plan keeps them in
 
     @abstractmethod
     def load(self, address: Value, count: int) -> Value:
@@ -99,7 +98,7 @@ class _Numbers(ABC):
 
 
 class _Shorts(_Numbers):
-    v_bytes, pair, dtype = 2, 2, np.int16
+    v_bytes, pair, weights = 2, 2, "int8"
 
     def load(self, address: Value, count: int) -> Value:
         loaded = address.f.load(vector(count, I8), address, hint="bytes")
@@ -122,7 +121,7 @@ class _Shorts(_Numbers):
 
 
 class _Floats(_Numbers):
-    v_bytes, pair, dtype = 4, 1, np.float32
+    v_bytes, pair, weights = 4, 1, "float32"
 
     def load(self, address: Value, count: int) -> Value:
         return address.f.load(vector(count, FLOAT), address, 4, "x")
@@ -199,16 +198,23 @@ def windows(spec: Contraction) -> Sequence[Window]:
 
 # ---- constants
 def pack_weights(spec: Contraction, isa: Isa, weights: Array, panels: Sequence[Array]) -> Array:
-    """[cout, cin, 3, 3] -> [panel][position][cin / pair][vector][lane][pair] of G g G'.
+    """[cout, cin, 3, 3] -> [panel][cin / pair][tap][vector][lane][pair], of which `made_weights` makes G g G'.
 
     panels: [vector][lane] -> cout; past the last for none.
     """
     numbers = _NUMBERS[spec.precision]
-    wide: Array = np.asarray(weights, np.int32 if spec.precision == "int8" else np.float64)
-    transformed = np.einsum("ip,ocpq,jq->oijc", *(WEIGHTS, wide, WEIGHTS), optimize=True).astype(numbers.dtype)
-    steps = transformed.reshape(len(wide), POSITIONS, -1, numbers.pair)
+    stored = np.asarray(weights, numbers.weights)
+    steps = stored.reshape(len(stored), -1, numbers.pair, spec.taps[0] * spec.taps[1])
     steps = np.concatenate([steps, np.zeros_like(steps[:1])])
-    return np.concatenate([steps[np.minimum(order, len(wide))].transpose(2, 3, 0, 1, 4).ravel() for order in panels])
+    return np.concatenate([steps[np.minimum(order, len(stored))].transpose(2, 4, 0, 1, 3).ravel() for order in panels])
+
+
+def made_weights(spec: Contraction, isa: Isa, panels: Sequence[Array]) -> WinogradWeights:
+    """What makes them ready to be multiplied."""
+    numbers, widest, last = _NUMBERS[spec.precision], len(panels[0]), len(panels[-1])
+    whole = sum(len(order) == widest for order in panels)
+    return WinogradWeights(numbers.weights, spec.cin // numbers.pair, isa.lanes * numbers.pair, whole, widest,
+                           last if last < widest else 0)
 
 
 # ---- code

@@ -59,8 +59,9 @@ def lower_matmul(ctx: Context, node: Node) -> Sequence[Call]:
 
 def bounded(weights: Array) -> bool:
     """Whether sums of any bytes times these weights [cout, ...] lie within +-2**25."""
-    rows = weights.reshape(len(weights), -1).astype(np.int64)
-    return bool(255 * max(rows.clip(min=0).sum(1).max(), -rows.clip(max=0).sum(1).min()) < 1 << 25)
+    rows = weights.reshape(len(weights), -1)
+    highest, lowest = (limit(rows, 0).sum(axis=1, dtype=np.int64) for limit in (np.maximum, np.minimum))
+    return bool(255 * max(highest.max(), -lowest.min()) < 1 << 25)
 
 
 def padded_input(ctx: Context, conv: Node, taps: Sequence[int]) -> tuple[Place, tuple[int, int], tuple[int, int]]:

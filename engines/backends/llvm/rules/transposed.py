@@ -1,4 +1,9 @@
-"""ConvTranspose -> a Contraction for each phase of the output."""
+"""ConvTranspose -> a Contraction for each phase of the output's rows, and of its columns or of all of those together.
+
+The phases of the columns lie beside each other in memory: an output of n of them, c channels each, is an image of a
+column in n whose pixels have n * c channels. Where they read much the same pixels, one Contraction makes all of them:
+few channels then fill a vector better, and x is read once.
+"""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -10,6 +15,7 @@ from engines.backends.llvm.calls import Call, Context, Refused, broadcast, image
 from engines.backends.llvm.kernels.contraction import Contraction
 from engines.backends.llvm.places import Place
 from engines.backends.llvm.rules.contraction import accumulator_of
+from engines.backends.llvm.spec import Array
 from engines.backends.llvm.transposed import Phase, phases
 from engines.ir import Node
 
@@ -24,12 +30,16 @@ def lower_conv_transpose(ctx: Context, node: Node) -> Sequence[Call]:
     rows, columns = phases(ctx.graph, conv)
     if not all(phase.taps for phase in (*rows, *columns)):
         raise Refused("its kernel is smaller than its stride")
-    return [_phase(ctx, node, weights[:, :, row.taps][..., column.taps].swapaxes(0, 1), row, column)
-            for row in rows for column in columns]
+    calls: list[Call] = []
+    for row in rows:
+        apart = [_phase(ctx, node, weights[:, :, row.taps][..., column.taps].swapaxes(0, 1), row, column)
+                 for column in columns]
+        together = _together(ctx.isa.lanes, apart, columns)
+        calls += [together] if together else apart
+    return calls
 
 
-def _phase(ctx: Context, node: Node, weights: np.ndarray[tuple[int, ...], np.dtype[np.generic]], row: Phase,
-           column: Phase) -> Call:
+def _phase(ctx: Context, node: Node, weights: Array, row: Phase, column: Phase) -> Call:
     conv, output = node.anchor, node.outputs[0]
     written = write_body(ctx, node, accumulator_of(ctx, conv, weights.sum(axis=(1, 2, 3), dtype=np.float64)))
     x = ctx.places[conv.inputs[0]].moved(row.first, column.first, 0)
@@ -47,3 +57,32 @@ def _part(place: Place, row: Phase, column: Phase) -> Place:
     """The pixels of a phase."""
     height, width, _ = place.view.shape
     return place.part(0, row.start, height, row.step).part(1, column.start, width, column.step)
+
+
+def _together(lanes: int, apart: Sequence[Call], columns: Sequence[Phase]) -> Call | None:
+    """The calls of all phases of the columns as one, their channels one behind the other.
+
+    None where they differ in more than constants, where the pixels have gaps, or where the products with zeros, for
+    pixels that a phase does not read, cost more vectors than are saved.
+    """
+    (x, *others), (y,), spec = apart[0].inputs, apart[0].outputs, apart[0].spec
+    assert isinstance(spec, Contraction)
+    couts, count = y.view.shape[2], len(apart)
+    first = min(column.first for column in columns)
+    taps = max(column.first + len(column.taps) for column in columns) - first
+    alike = {(call.spec.program, call.spec.y) for call in apart if isinstance(call.spec, Contraction)}
+    if (others or len(alike) > 1 or count != columns[0].step or y.view.strides[1] != count * couts * y.view.size
+            or taps * -(-count * couts // lanes) > sum(len(c.taps) for c in columns) * -(-couts // lanes)):
+        return None
+    weights = np.zeros((count, couts, x.view.shape[2], spec.taps[0], taps), apart[0].constants["weights"].dtype)
+    for i, (call, column) in enumerate(zip(apart, columns, strict=True)):
+        begin = column.first - first
+        weights[i, ..., begin:begin + len(column.taps)] = call.constants["weights"]
+    x = x.moved(0, first - columns[0].first, 0)
+    x = replace(x, view=replace(x.view, shape=(x.view.shape[0], columns[0].outputs + taps - 1, x.view.shape[2])))
+    y = replace(y, view=replace(y.view, shape=(*y.view.shape[:2], count * couts)))
+    program = [np.concatenate([np.broadcast_to(constant, couts) for constant in constants])
+               for constants in zip(*(call.constants["program"] for call in apart), strict=True)]
+    spec = replace(spec, x=x.view, y=y.view, taps=(spec.taps[0], taps))
+    return Call(apart[0].node, spec, (x,), (y,), {"weights": weights.reshape(-1, *weights.shape[2:]),
+                                                 "program": program})

@@ -1,0 +1,21 @@
+"""Weights that are kept as bytes and made wider when a plan is loaded."""
+import numpy as np
+import pytest
+
+from engines.backends.llvm.isa import AVX2, AVX512_VNNI, PORTABLE
+from engines.backends.llvm.kernels.widen import Widen, widened
+from engines.backends.llvm.spec import ALIGNMENT
+from tests.llvm.harness import EVERY_WIDTH, check
+
+
+@EVERY_WIDTH
+@pytest.mark.parametrize("bits", [16, 32])
+def test_every_byte_becomes_the_same_number(isa, bits):
+    every = np.arange(-128, 128, dtype=np.int8).reshape(-1, ALIGNMENT)
+    spec = Widen(bits)
+    assert spec.reference([every], {})[0].ravel().tolist() == list(range(-128, 128))
+    check(spec, isa, [every], {}, pieces=3)
+
+
+def test_weights_are_as_wide_as_the_machine_multiplies_them():
+    assert [widened(isa) for isa in (AVX512_VNNI, AVX2, PORTABLE)] == [{}, {0: Widen(16)}, {0: Widen(32)}]
