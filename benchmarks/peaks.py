@@ -31,7 +31,8 @@ def section(counter: Counter) -> str:
     if counter.unit == "cycles":
         header.append(f"a cycle, at {hertz / 1e9:.2f} GHz")
         rows = [[*row, f"{rate / hertz:.1f}"] for row, (_, rate) in zip(rows, rates, strict=True)]
-    return (f"### Measured peaks\n\n`python -m benchmarks.peaks --write`\n\nOn {machine()}, kernels for {peaks.target}. "
+    return ("### Measured peaks\n\n`python -m benchmarks.peaks --write`\n\n"
+            f"On {machine()}, kernels for {peaks.target}. "
             "An arithmetic without instructions of its own is\ncomputed in float32.\n\n"
             f"{markdown_table(header, rows)}")
 

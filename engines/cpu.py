@@ -10,7 +10,6 @@ import platform
 import re
 from dataclasses import dataclass
 from functools import cache
-from glob import glob
 
 _CPUINFO = "/proc/cpuinfo"
 _CACHES = "/sys/devices/system/cpu/cpu0/cache"
@@ -48,11 +47,12 @@ def _bytes(size: str) -> int:
 
 def _caches() -> tuple[tuple[str, int], ...]:
     found = []
-    for index in sorted(glob(f"{_CACHES}/index*")):
-        kind = _read(f"{index}/type").strip()
+    for index in sorted(os.listdir(_CACHES)) if os.path.isdir(_CACHES) else ():
+        if not index.startswith("index"):
+            continue
+        kind, level, size = (_read(f"{_CACHES}/{index}/{name}").strip() for name in ("type", "level", "size"))
         if kind != "Instruction":
-            name = f"L{_read(f'{index}/level').strip()}{'d' if kind == 'Data' else ''}"
-            found.append((name, _bytes(_read(f"{index}/size"))))
+            found.append((f"L{level}{'d' if kind == 'Data' else ''}", _bytes(size)))
     return tuple(found)
 
 

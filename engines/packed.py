@@ -45,12 +45,13 @@ class Picked:
     """An order of the elements of a matrix of bytes that its values decided: tables beside them say where they are.
 
         steps   int8 [step][lane][PICKS]
-        places  int32 [step][2]: an offset, and PICKS bytes that count from there
+        places  int32 [step][2]: an offset, and PICKS bytes that count from there; or shorter, as `spread_places` reads
         starts  int32 [panel + 1]: the first step of each panel of `lanes` rows
 
     An element of a step is of the column whose offset its place says; where it is 0 for all lanes, there may be none.
     """
     lanes: int
+    short: bool                     # places are
     rows: tuple[int, ...]           # of the matrix: panel * lanes + lane of each
     columns: tuple[int, ...]        # ... and the offset of each
 
@@ -61,9 +62,12 @@ class Picked:
         starts = starts[:panels + 1]
         count = int(starts[-1])
         steps = _bytes(arrays[0])[:count * self.lanes * PICKS].view(stored).reshape(count, self.lanes, PICKS)
-        places = places[:2 * count].reshape(count, 2)
+        if self.short:
+            offset, picks = spread_places(places[:count].view(np.uint32))
+        else:
+            offset, picks = places[:2 * count:2], places[1:2 * count:2].copy().view(np.uint8).reshape(count, PICKS)
         there = steps.any(axis=1)                                   # [step][pick]
-        offsets = (places[:, :1] + places[:, 1:].view(np.uint8))[there]
+        offsets = (offset[:, None] + picks)[there]
         columns = np.array(self.columns, np.int64)
         order = np.argsort(columns)
         found = order[np.searchsorted(columns, offsets, sorter=order)]
@@ -72,6 +76,12 @@ class Picked:
         matrix[panel, found] = steps.swapaxes(1, 2)[there]
         result: Array = matrix.swapaxes(1, 2).reshape(-1, len(columns))[np.array(self.rows, np.int64)]
         return result
+
+
+def spread_places(words: Array) -> tuple[Array, Array]:
+    """uint32 [step], 16 bits of an offset and 4 of each pick -> int32 [step], uint8 [step][PICKS]."""
+    picks = words[:, None] >> (16 + 4 * np.arange(PICKS, dtype=np.uint32)) & 15
+    return (words & 0xFFFF).astype(np.int32), picks.astype(np.uint8)
 
 
 def _bytes(array: Array) -> Array:

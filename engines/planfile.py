@@ -127,7 +127,8 @@ def _differences(packing: Packing | Picked) -> dict[str, Any]:
         return np.diff(numbers, prepend=0).tolist()
 
     if isinstance(packing, Picked):
-        return {"lanes": packing.lanes, "rows": differences(packing.rows), "columns": differences(packing.columns)}
+        return {"lanes": packing.lanes, "short": packing.short, "rows": differences(packing.rows),
+                "columns": differences(packing.columns)}
     return {"starts": differences(packing.starts), "kinds": packing.kinds,
             "steps": [differences(steps) for steps in packing.steps]}
 
@@ -138,7 +139,7 @@ def _sums(content: Mapping[str, Any]) -> Packing | Picked:
         return tuple(np.cumsum(differences, dtype=np.int64).tolist())
 
     if "lanes" in content:
-        return Picked(content["lanes"], summed(content["rows"]), summed(content["columns"]))
+        return Picked(content["lanes"], content["short"], summed(content["rows"]), summed(content["columns"]))
     return Packing(summed(content["starts"]), tuple(content["kinds"]), tuple(map(summed, content["steps"])))
 
 

@@ -1,7 +1,6 @@
 """Engine: a loaded plan, for any number of threads. ExecutionContext: the memory of one request or batch at a time."""
 from __future__ import annotations
 
-import logging
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +14,6 @@ from engines.execution import Execution, Program, SerialExecution
 from engines.ir import Array
 from engines.plan import IoTensor, Plan, Step, TensorView
 from engines.planfile import read_plan
-
-_log = logging.getLogger(__name__)
 
 
 def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismatch: str = "relower",
@@ -53,7 +50,8 @@ def _mismatch(plan: Plan) -> str:
 
 
 def _relower(plan: Plan, why: str) -> Plan:
-    _log.warning("%s; compiling its graph again for this machine", why)
+    import logging  # a plan that fits needs none, and starts a few milliseconds sooner
+    logging.getLogger(__name__).warning("%s; compiling its graph again for this machine", why)
     try:
         from engines.builder import relower
     except ImportError as error:

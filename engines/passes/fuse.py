@@ -24,9 +24,9 @@ WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 HEAVY = WEIGHTED | {"AveragePool", "GlobalAveragePool", "Resize"}
 # What a kernel can do to a value on its way to memory. Other pointwise nodes stay nodes.
 EPILOGUE = frozenset({
-    "Add", "Sub", "Mul", "Div", "Neg", "Abs", "Max", "Min", "Exp", "Log", "Sqrt", "Erf", "Floor", "Ceil", "Round",
-    "Reciprocal", "Clip", "Relu", "LeakyRelu", "PRelu", "Sigmoid", "HardSigmoid", "HardSwish", "Swish", "Tanh", "Gelu",
-    "Softplus", "Mish", "Elu", "Celu", "Selu"})
+    "Add", "Sub", "Mul", "Div", "Neg", "Abs", "Max", "Min", "Exp", "Log", "Sqrt", "Erf", "Sin", "Cos", "Floor", "Ceil",
+    "Round", "Reciprocal", "Clip", "Relu", "LeakyRelu", "PRelu", "Sigmoid", "HardSigmoid", "HardSwish", "Swish", "Tanh",
+    "Gelu", "Softplus", "Mish", "Elu", "Celu", "Selu"})
 FLOAT = np.dtype(np.float32)
 REGION = 12         # how many nodes to look through for the place where the readers of a value meet
 

@@ -244,7 +244,7 @@ class _Layout:
         """The form that moves the fewest elements; channels-last images where that is a tie."""
         ahead = self._items_first(node.outputs[0])
         homes = dict.fromkeys(self._home(tensor) for tensor in full)
-        choices = [form for form in homes if form[0] == ahead[0]] or [ahead if full else identity(rank)]
+        choices = [form for form in homes if form[0] == ahead[0]] or [ahead]
         if rank == 4 and node.outputs[0] in self.wants_image:
             choices.append(IMAGE)
             if all(form == identity(4) for form in choices[:-1]):
@@ -361,6 +361,7 @@ _AXIS_OPS: Mapping[str, Renumber] = {
     "Gather": _axis(0),
     "TopK": _axis(-1),
     "Tile": _per_axis("repeats"),
+    "Expand": _per_axis("shape"),
 }
 _REDUCTIONS = ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2",
                "ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp")

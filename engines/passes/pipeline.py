@@ -32,7 +32,7 @@ from engines.passes.rules.noop import RemoveNoOp
 from engines.passes.rules.norm import NORMS
 from engines.passes.rules.pad import PadAveragePool, PadConv, PadMaxPool
 from engines.passes.rules.pooling import GlobalPoolOfRows, SpatialReduce, WholeImagePool
-from engines.passes.rules.reduction import ReductionOfPowers
+from engines.passes.rules.reduction import ReductionOfPowers, SumOfIntegers
 from engines.passes.rules.reshape import MergeReshapes, MergeTransposes, ToReshape, TransposeOfOnes
 from engines.passes.rules.scale import LinearScale, ScaleLinear
 from engines.passes.rules.scatter import ScatterOfRows
@@ -64,7 +64,7 @@ def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
         ("named_activations", _rules(log, *activations.NAMED)),
         # likewise; a reduction that is part of no norm is then written by commoner ones
         ("named_norms", _rules(log, *NORMS)),
-        ("reductions", _rules(log, ReductionOfPowers())),
+        ("reductions", _rules(log, ReductionOfPowers(), SumOfIntegers())),
         # twins merge before anything is folded into one of them alone
         ("merge_common", merge_common),
         # scales and shifts into weights; no-ops again, as some become x * 1

@@ -17,6 +17,11 @@ ITEMS = 3
 VOCABULARY = 40
 
 
+# y = row `last` of each item
+ROW_OF_EACH = """
+        zero = Constant<value = int64 {0}>()  shape = Shape<start = 0, end = 1>(x)  size = Squeeze(shape)
+        items = Range(zero, size, one)  n = Unsqueeze(items, axis)  place = Unsqueeze(last, axis)
+        pairs = Concat<axis = -1>(n, place)  y = GatherND(x, pairs)"""
 # name: (inputs, output, opset, nodes, shapes of constants drawn at random); "ids" are numbers of tokens, "seen" a mask
 CASES: dict[str, tuple[str, str, int, str, dict[str, tuple[int, ...]]]] = {
     "positions counted in the tokens that are none of padding, as in RoBERTa": (
@@ -41,6 +46,26 @@ CASES: dict[str, tuple[str, str, int, str, dict[str, tuple[int, ...]]]] = {
         last = Constant<value = int64[1] {-1}>()  wide_n = Expand(n, size)  ns = Unsqueeze(wide_n, last)
         wide_keys = Expand(keys, size)  ks = Unsqueeze(wide_keys, last)  pairs = Concat<axis = -1>(ns, ks)
         both = GatherND(mask, pairs)  y = Attention<scale = 0.4>(q, q, q, both)""", {}),
+    "the last token of each item": (
+        "float[N,8,6] x, int64[N,8] seen", "float[N,6] y", 17, f"""
+        axis = Constant<value = int64[1] {{1}}>()  count = ReduceSum<keepdims = 0>(seen, axis)
+        one = Constant<value = int64 {{1}}>()  last = Sub(count, one)  {ROW_OF_EACH}""", {}),
+    "the last token of each item, looked up in a flat tensor": (
+        "float[N,8,6] x, int64[N,8] seen", "float[N,6] y", 17, """
+        axis = Constant<value = int64[1] {1}>()  count = ReduceSum<keepdims = 0>(seen, axis)
+        one = Constant<value = int64 {1}>()  last = Sub(count, one)  zero = Constant<value = int64 {0}>()
+        shape = Shape<start = 0, end = 1>(x)  size = Squeeze(shape)  items = Range(zero, size, one)
+        eight = Constant<value = int64 {8}>()  starts = Mul(items, eight)  places = Add(last, starts)
+        rows = Constant<value = int64[2] {-1, 6}>()  flat = Reshape(x, rows)  y = Gather(flat, places)""", {}),
+    "the token with the highest number, as in CLIP": (
+        "float[N,8,6] x, int64[N,8] ids", "float[N,6] y", 17, f"""
+        axis = Constant<value = int64[1] {{1}}>()  one = Constant<value = int64 {{1}}>()
+        numbers = Cast<to = 6>(ids)  last = ArgMax<axis = 1, keepdims = 0>(numbers)  {ROW_OF_EACH}""", {}),
+    "the highest scores and where they were": (
+        "float[N,40] x", "float[N,5] y", 17, """
+        k = Constant<value = int64[1] {5}>()  eight = Constant<value = int64 {8}>()  scores, places = TopK(x, k)
+        class = Mod(places, eight)  box = Div(places, eight)  code = Add(class, box)
+        number = Cast<to = 1>(code)  y = Add(number, scores)""", {}),
     "attention of heads that share keys, in one tensor": (
         "float[N,5,24] q, float[N,7,8] k, float[N,7,12] v, float[5,7] mask", "float[N,5,36] y", 23,
         "y = Attention<q_num_heads = 6, kv_num_heads = 2, is_causal = 1>(q, k, v, mask)", {}),

@@ -22,7 +22,7 @@ from tests.zoo import Net, Tensor, architecture, images_for
 
 BYTES = {"int8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
 TARGETS = ("avx512_bf16", "avx2", "aarch64_i8mm", "portable")
-PAIRED = ("int8", "avx2")       # weights lie beside their places in the sum, which take an eighth of their room
+PAIRED = ("int8", "avx2")       # weights lie beside their places in the sum, which take a sixteenth of their room
 
 
 @architecture(size=48)
@@ -59,7 +59,7 @@ def test_a_plan_is_hardly_larger_than_its_weights(plan_of: Callable[..., Plan], 
     plan = plan_of(precision, target)
     _, size = written(plan, tmp_path)
     assert weights(plan) > 1e6
-    assert size <= (1.2 if (precision, target) == PAIRED else 1.1) * weights(plan) * BYTES[precision]
+    assert size <= (1.15 if (precision, target) == PAIRED else 1.1) * weights(plan) * BYTES[precision]
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -120,6 +120,12 @@ def test_what_is_stored_in_a_byte_is_as_fine_as_a_byte_shows(op, largest):
     assert (error / np.abs(x).clip(0.5) * 255).max() < largest
 
 
+@pytest.mark.parametrize("op, exact", [("sin", np.sin), ("cos", np.cos)])
+def test_sine_and_cosine_are_as_accurate_as_they_say(op, exact):
+    x = np.concatenate([np.linspace(-40, 40, 40001), np.linspace(-2**16, 2**16, 400001)]).astype(np.float32)
+    assert np.abs(INSTRUCTIONS[op].meaning(x) - exact(x.astype(np.float64))).max() < 2e-7
+
+
 @EVERY_ISA
 def test_quantising_saturates_whatever_the_size_of_the_number(isa):
     b = ProgramBuilder(False)

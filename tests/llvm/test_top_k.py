@@ -41,6 +41,16 @@ def test_infinities_and_both_zeros_are_numbers_like_others(largest, isa):
     check(spec_of((10,), 10, largest), isa, [np.repeat(x, ITEMS, 0)], {})
 
 
+@EVERY_WIDTH
+@pytest.mark.parametrize("largest", [True, False])
+def test_integers_are_ordered_too_and_places_alone_are_an_answer(largest, isa):
+    x = np.random.default_rng(0).integers(-(1 << 31) + 1, 1 << 31, (ITEMS, 3, 70)).astype(np.int32)
+    x[:, 0, 5] = np.iinfo(np.int32).max
+    spec = TopK(dense_view("int32", (3, 70)), None, dense_view("int64", (3, 1)), largest)
+    check(spec, isa, [x], {}, pieces=2)
+    np.testing.assert_array_equal(spec.reference([x], {})[0][..., 0], (np.argmax if largest else np.argmin)(x, -1))
+
+
 def test_a_wrong_order_is_caught():
     x = draw((20,), 1000)
     got, _ = run(spec_of((20,), 4), PORTABLE, [x], {})

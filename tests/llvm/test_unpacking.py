@@ -1,18 +1,19 @@
 """The way back from packed weights: right for every packing it is found for, and not found for others."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from engines.backends.llvm.isa import AVX512_VNNI, Isa
+from engines.backends.llvm.isa import AVX2, AVX512_VNNI, Isa
 from engines.backends.llvm.kernels.contraction import Contraction
 from engines.backends.llvm.kernels.depthwise import Depthwise
 from engines.backends.llvm.program import ProgramBuilder
 from engines.backends.llvm.spec import Array, KernelSpec, dense_view
 from engines.backends.llvm.unpacking import PackingFinder
+from engines.packed import Picked
 from tests.llvm.harness import EVERY_ISA
 
 STORED = {"int8": "int8", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -50,6 +51,18 @@ def test_every_weight_is_found_where_it_was_packed(isa: Isa, precision: str, cha
         again = found.packing.take([packed[which] for which in found.which], found.stored).astype(weights.dtype)
         assert [a.tobytes() for a in spec.pack(isa, tactic, {**constants, "weights": again.reshape(weights.shape)})] \
             == [a.tobytes() for a in packed]
+
+
+@pytest.mark.parametrize(("columns", "short"), [(6, True), (8000, False)])
+def test_paired_weights_are_found_by_short_places_and_by_long_ones(columns: int, short: bool) -> None:
+    """Where a row of the image is longer than a short offset reaches, places are kept as they are read."""
+    isa, near = AVX2, spec_of("int8", 8, 20)
+    spec = replace(near, x=dense_view("uint8", (5, columns, 8)), y=dense_view("uint8", (3, columns - 1, 20)))
+    constants = {"weights": weights_of(spec, "int8", (20, 8, 3, 2)), "program": []}
+    tactic = next(tactic for tactic in spec.tactics(isa) if tactic.paired)
+    found = PackingFinder(isa).find(spec, tactic, constants, "weights", spec.pack(isa, tactic, constants), rounded=True)
+    assert found is not None and isinstance(found.packing, Picked) and found.packing.short == short
+    assert bool(spec.made(isa, tactic)) == short
 
 
 def test_rounded_weights_are_refused_where_the_graph_needs_them_as_they_are() -> None:

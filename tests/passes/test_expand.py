@@ -59,3 +59,15 @@ def test_items_that_a_reshape_mixes_are_not_alike() -> None:
     filled = net("Expand", net.draw(4, 1), shape=(4, BATCH))
     mixed = net("Reshape", filled, shape=(BATCH, 4))
     assert "Reshape" in ops(keeps(simplify, net.graph(net("Add", net.input("x", 4), mixed))))
+
+
+@pytest.mark.parametrize(("width", "folded"), [(600, True), (100, False)])
+def test_a_bias_for_each_pair_of_places_is_folded_where_it_is_little_beside_the_weights(
+        width: int, folded: bool) -> None:
+    net = Build()
+    wide = net("MatMul", net.input("x", 80, width), net.draw(width, width))
+    distance = net.constant(np.abs(np.arange(80)[:, None] - np.arange(80)))
+    bias = net("Gather", net.draw(80, 12), distance, axis=0)            # 80 * 80 * 12: more than is spared anyway
+    scores = net("Slice", wide, axes=(2,), starts=(0,), ends=(12,), steps=(1,))
+    total = net("Add", net("Reshape", scores, shape=(BATCH, 80, 1, 12)), bias)
+    assert ("Gather" not in ops(simplify(net.graph(total)))) == folded

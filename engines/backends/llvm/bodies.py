@@ -151,6 +151,8 @@ WRITERS: Mapping[str, Writer] = {
     "Sqrt": _unary("sqrt"),
     "Abs": _unary("abs"),
     "Erf": _unary("erf"),
+    "Sin": _unary("sin"),
+    "Cos": _unary("cos"),
     "Floor": _unary("floor"),
     "Ceil": _unary("ceil"),
     "Round": _unary("round"),

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from engines.backends.llvm.emit import Value
+from engines.backends.llvm.functions import fma
 from engines.backends.llvm.isa import Isa
-from engines.backends.llvm.program import Floats, fma
+from engines.backends.llvm.program import Floats
 
 LOG2_E = float(np.log2(np.e))
 LOWEST = -126.0

@@ -115,7 +115,8 @@ def _keeps_items_apart(graph: Graph, node: Node) -> bool:
         before = (shape[:shape.index(BATCH)] for shape in (first, made))
         return len({math.prod(map(int, extents)) for extents in before}) == 1
     if node.op == "MatMul":
-        return not any(BATCH in graph.shape(name)[-2:] for name in node.inputs)
+        left, right = (graph.shape(name) for name in node.inputs)
+        return BATCH not in right[-2:] and left[-1] != BATCH and (left[-2] != BATCH or BATCH not in right)
     if BATCH not in first:
         return False                # places that are looked up
     axis = int(node.attrs.get("axis", -1)) % len(first)

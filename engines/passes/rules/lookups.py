@@ -2,6 +2,8 @@
 
     x.reshape(N * S, ...)[n * S + s]  for every item n  =  x[:, s]          a lookup that stays inside each item
     x[n, s]  by GatherND of pairs (n, s)                =  x[:, s]
+    x[n, i_n]  by GatherND of pairs (n, i_n)            =  GatherElements(x, i)     a row of each item: its last token
+    x.reshape(N * S, ...)[n * S + i_n]                  =  the same
     table[expand(i)] = expand(table[i])
     (a number everywhere)[i] = the number everywhere
     GatherElements(x, expand(i)) = GatherElements(x, i, shape)      which reads i as often as it must
@@ -25,7 +27,7 @@ class LookupInItem(Rule):
         flat = match.graph.producer.get(match.value("flat"))
         if flat is None or flat.op != "Reshape" or match.root.attrs.get("axis", 0) != 0:
             return False
-        found, size = _by_item(match.graph, match.value("places")), self._size(match)
+        found, size = _by_item(match.graph, match.value("places")), _rows_of_item(match, match.value("flat"))
         if found is None or match.shape(flat.inputs[0])[0] != BATCH:
             return False
         step, offsets = found
@@ -35,16 +37,16 @@ class LookupInItem(Rule):
         graph, flat = match.graph, match.value("flat")
         x, found = graph.producer[flat].inputs[0], _by_item(graph, match.value("places"))
         assert found is not None
-        shape = (BATCH, self._size(match), *match.shape(flat)[1:])
+        shape = (BATCH, _rows_of_item(match, match.value("flat")), *match.shape(flat)[1:])
         if match.shape(x) != shape:
             x = draft.node("Reshape", [x], TensorType(graph.types[x].dtype, shape), {"shape": shape})
         _picked(match, draft, x, shape, found[1])
 
-    @staticmethod
-    def _size(match: Match) -> int:
-        """How many rows of the flat tensor belong to an item; 0 if that cannot be told."""
-        rows = extent(match.shape(match.value("flat"))[0])
-        return rows.coefficient if isinstance(rows, Extent) and not rows.constant else 0
+
+def _rows_of_item(match: Match, flat: str) -> int:
+    """How many rows of the flat tensor belong to an item; 0 if that cannot be told."""
+    rows = extent(match.shape(flat)[0])
+    return rows.coefficient if isinstance(rows, Extent) and not rows.constant else 0
 
 
 def _picked(match: Match, draft: Draft, x: str, shape: tuple[Dim, ...], offsets: Array) -> None:
@@ -114,6 +116,64 @@ def _by_item(graph: Graph, name: str) -> tuple[int, Array] | None:
     return None
 
 
+class LookupOfRow(Rule):
+    """GatherND(x [N, S, ...], pairs (n, place of item n))"""
+    pattern = LookupOfPairs.pattern
+
+    def check(self, match: Match) -> bool:
+        source, pairs = match.shape(match.value("x")), match["pairs"]
+        items = _by_item(match.graph, match.value("items"))
+        return (items is not None and items[0] == 1 and not items[1].any() and len(pairs.inputs) == 2
+                and not match.root.attrs.get("batch_dims", 0) and len(source) > 2 and source[0] == BATCH
+                and pairs.attrs["axis"] % 2 == 1 and match.shape(match.value("offsets")) == (BATCH, 1))
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        x = match.value("x")
+        _row_of_each(match, draft, x, int(match.shape(x)[1]), match.value("offsets"))
+
+
+class LookupOfFlatRow(Rule):
+    """Gather(Reshape(x [N, S, ...] -> [N * S, ...]), n * S + place of item n), which is taken to lie in the item"""
+    pattern = P("Gather", Value("flat"), Value("places"))
+
+    def check(self, match: Match) -> bool:
+        flat = match.graph.producer.get(match.value("flat"))
+        return (flat is not None and flat.op == "Reshape" and match.root.attrs.get("axis", 0) == 0
+                and match.shape(flat.inputs[0])[0] == BATCH and self._place(match) is not None)
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        place = self._place(match)
+        assert place is not None
+        x = match.graph.producer[match.value("flat")].inputs[0]
+        _row_of_each(match, draft, x, _rows_of_item(match, match.value("flat")), place)
+
+    @staticmethod
+    def _place(match: Match) -> str | None:
+        """What is added to n * S."""
+        graph, places = match.graph, match.graph.producer.get(match.value("places"))
+        if places is None or places.op != "Add" or match.shape(places.outputs[0]) != (BATCH,):
+            return None
+        for start, place in (places.inputs, places.inputs[::-1]):
+            found = _by_item(graph, start)
+            if (found is not None and found[0] and found[0] == _rows_of_item(match, match.value("flat"))
+                    and not found[1].any() and match.shape(place) == (BATCH,)):
+                return place
+        return None
+
+
+def _row_of_each(match: Match, draft: Draft, x: str, tokens: int, places: str) -> None:
+    """Finishes with x[n, places[n]], of x seen as so many rows an item."""
+    graph = match.graph
+    dtype, size = graph.types[x].dtype, math.prod(map(int, match.shape(x)[1:]))
+    shape = (BATCH, tokens, size // tokens)
+    rows = draft.node("Reshape", [x], TensorType(dtype, shape), {"shape": shape})
+    index = draft.node("Reshape", [places], TensorType(graph.types[places].dtype, (BATCH, 1, 1)),
+                       {"shape": (BATCH, 1, 1)})
+    one = (BATCH, 1, size // tokens)
+    picked = draft.node("GatherElements", [rows, index], TensorType(dtype, one), {"axis": 1, "shape": one})
+    draft.finish("Reshape", [picked], {"shape": match.shape(match.root.outputs[0])})
+
+
 class ExpandedLookup(Rule):
     """Gather(table, Expand(i)) = Expand(Gather(table, i)): token types, the same for every item"""
     pattern = P("Gather", Constant("table"), P("Expand", Constant("places")))
@@ -164,5 +224,5 @@ class RepeatedPlaces(Rule):
         draft.finish("GatherElements", [match.value("x"), source], attrs)
 
 
-LOOKUPS = (LookupInItem(), LookupOfPairs(), ExpandedLookup(), LookupOfOneNumber(),
+LOOKUPS = (LookupInItem(), LookupOfPairs(), LookupOfRow(), LookupOfFlatRow(), ExpandedLookup(), LookupOfOneNumber(),
            RepeatedPlaces())

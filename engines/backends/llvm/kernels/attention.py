@@ -39,12 +39,13 @@ from engines.backends.llvm.access import (
 )
 from engines.backends.llvm.emit import FLOAT, PTR, Function, Module, Value
 from engines.backends.llvm.factors import MIDDLE, Left, Matrix, Right, integer, product_arithmetic, store_tile
+from engines.backends.llvm.functions import fma
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.kernels.contraction import tile_shapes
 from engines.backends.llvm.kernels.softmax import less_peak, share, share_meaning
 from engines.backends.llvm.lanes import SIZES, Lanes, from_float, to_float
 from engines.backends.llvm.power import LOG2_E, power, power_meaning
-from engines.backends.llvm.program import Floats, Program, fma, load_meaning, store_meaning
+from engines.backends.llvm.program import Floats, Program, load_meaning, store_meaning
 from engines.backends.llvm.rows import PARTIALS, At, fold, fold_rows, live
 from engines.backends.llvm.spec import ALIGNMENT, Array, Grid, KernelSpec, Tactic, View, begin_kernel, pack_channels
 

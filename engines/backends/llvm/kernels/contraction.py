@@ -37,6 +37,7 @@ from engines.backends.llvm.emit import I32, I64, PTR, Function, Module, Value
 from engines.backends.llvm.epilogue import emit_epilogue
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.kernels import winograd
+from engines.backends.llvm.kernels.places import FAR, Places, shorten_places
 from engines.backends.llvm.kernels.widen import widened
 from engines.backends.llvm.kernels.winograd import Winograd
 from engines.backends.llvm.lanes import Lanes
@@ -294,7 +295,7 @@ class Contraction(ImageKernel):
     # ---- constants
     def pack(self, isa: Isa, tactic: Tile | Winograd, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         """"weights": [cout of all groups, cin, *taps] (s8 or float) -> [panel][tap][k][vector][lane][element], or the
-        three arrays of Paired, or what Winograd's are made of;
+        three arrays of Paired (its places shorter), or what Winograd's are made of;
         "program": a sequence of float32 [1] or [channels] -> [panel][constant][vector][lane]."""
         arithmetic, panels = self.arithmetic(isa), self._panels(isa, tactic)
         taps_last = np.asarray(constants["weights"]).reshape(-1, self.cin, *self.taps).transpose(0, 2, 3, 1)
@@ -308,8 +309,9 @@ class Contraction(ImageKernel):
             width = self._panel(isa, tactic)
             whole = [np.pad(order.ravel(), (0, width - order.size), constant_values=len(runs) - 1) for order in orders]
             paired = pair(runs[np.stack(whole)], self._run_offsets())
-            return paired.steps, paired.places, paired.starts, program
-        runs = np.pad(runs, ((0, 0), (0, 0), (0, -self.run % arithmetic.elements)))
+            places = shorten_places(paired.places) if self._near else paired.places
+            return paired.steps, places, paired.starts, program
+        runs = np.ascontiguousarray(np.pad(runs, ((0, 0), (0, 0), (0, -self.run % arithmetic.elements))))
         # Elements that stay together are moved as one: [cout][turn]
         steps = runs.reshape(len(runs), -1).view(f"u{arithmetic.elements * runs.itemsize}")
         turned = [np.ascontiguousarray(steps[order].transpose(2, 0, 1))[..., None].view(runs.dtype)
@@ -319,7 +321,9 @@ class Contraction(ImageKernel):
     def made(self, isa: Isa, tactic: Tile | Winograd) -> Mapping[int, KernelSpec]:
         if isinstance(tactic, Winograd):
             return {0: winograd.made_weights(self, isa, self._panels(isa, tactic))}
-        return widened(isa) if self.precision == "int8" and not tactic.paired else {}
+        if tactic.paired:
+            return {1: Places()} if self._near else {}
+        return widened(isa) if self.precision == "int8" else {}
 
     def picked(self, isa: Isa, tactic: Tile | Winograd) -> Mapping[str, Picked]:
         if isinstance(tactic, Winograd) or not tactic.paired:
@@ -331,8 +335,13 @@ class Contraction(ImageKernel):
         taps = [tap * dilation * stride for tap, dilation, stride in zip(
             map(np.arange, self.taps), self.dilation, self.x.strides, strict=False)]
         columns = (np.arange(self.cin)[:, None, None] + taps[0][:, None] + taps[1]).ravel()
-        return {"weights": Picked(lanes, tuple(rows[channel] for channel in range(self.y.shape[2])),
+        return {"weights": Picked(lanes, self._near, tuple(rows[channel] for channel in range(self.y.shape[2])),
                                   tuple(columns.tolist()))}
+
+    @property
+    def _near(self) -> bool:
+        """All that a pixel's taps reach has a short offset."""
+        return bool(self._run_offsets().max() + self.run <= FAR)
 
     def _run_offsets(self) -> Array:
         """Bytes from tap (0, 0) to the start of each run."""

@@ -40,10 +40,11 @@ from engines.backends.llvm.access import (
 from engines.backends.llvm.columns import COLUMNS, Operand
 from engines.backends.llvm.cost import CALL, Work, epilogue, pieces
 from engines.backends.llvm.emit import PTR, Function, Module, Value
+from engines.backends.llvm.functions import fma
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.kernels.widen import widened
 from engines.backends.llvm.lanes import Lanes
-from engines.backends.llvm.program import fma, load_meaning, store_meaning
+from engines.backends.llvm.program import load_meaning, store_meaning
 from engines.backends.llvm.spec import (
     ALIGNMENT,
     Array,

@@ -28,9 +28,10 @@ from engines.backends.llvm.access import hidden, load_channels, store_channels
 from engines.backends.llvm.arithmetic import Arithmetic, Operand, arithmetic_for
 from engines.backends.llvm.cells import Cell, Source, Stage
 from engines.backends.llvm.emit import I16, I32, I64, PTR, Function, Module, Value, vector
+from engines.backends.llvm.functions import fma
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import Lanes
-from engines.backends.llvm.program import Floats, Program, fma, load_meaning, store_meaning
+from engines.backends.llvm.program import Floats, Program, load_meaning, store_meaning
 from engines.backends.llvm.spec import ALIGNMENT, Array, Grid, KernelSpec, Tactic, View, begin_kernel
 
 BLOCK = 8               # items whose states are in scratch together

@@ -24,9 +24,10 @@ from engines.backends.llvm.access import (
     store_channels,
 )
 from engines.backends.llvm.emit import FLOAT, I8, I64, Function, Module, Value, vector
+from engines.backends.llvm.functions import fma
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import Lanes
-from engines.backends.llvm.program import fma, load_meaning, store_meaning
+from engines.backends.llvm.program import load_meaning, store_meaning
 from engines.backends.llvm.spec import Array, Grid, ImageKernel, Tactic, Window, begin_kernel, pack_channels
 
 Tap = tuple[Value, Value | None]        # byte offset, weight in all lanes (None: the one tap of weight 1)

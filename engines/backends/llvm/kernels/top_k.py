@@ -16,22 +16,26 @@ from typing import Any
 import numpy as np
 
 from engines.backends.llvm.access import item_addresses, offset, unravel
-from engines.backends.llvm.emit import FLOAT, I32, I64, PTR, Function, Module, Value, vector
+from engines.backends.llvm.emit import I32, I64, PTR, Function, Module, Value, vector
 from engines.backends.llvm.isa import Isa
+from engines.backends.llvm.lanes import ELEMENTS
 from engines.backends.llvm.rows import live
 from engines.backends.llvm.spec import ALIGNMENT, Array, Grid, KernelSpec, Tactic, View, begin_kernel
 
 BLOCK = 64              # elements whose peak is remembered; a multiple of every machine's lanes
 WIDEST = 1 << 18        # keys of a row are kept on a thread's stack: 1 MiB
-LOWEST = -(1 << 31)     # of the keys; no number has it
+LOWEST = -(1 << 31)     # of the keys; no element has it
 FAR = (1 << 31) - 1     # beyond every place
 
 
 @dataclass(frozen=True)
 class TopK(KernelSpec):
-    """x: float32 [..., width], its rows in one piece; values: float32 [..., k]; indices: int64 [..., k]."""
+    """x: float32 or int32 [..., width], its rows in one piece; indices: int64 [..., k]; values, if wanted: [..., k].
+
+    Of integers the least, -2**31, counts as the one above it.
+    """
     x: View
-    values: View
+    values: View | None
     indices: View
     largest: bool = True
     family = "top_k"
@@ -42,7 +46,7 @@ class TopK(KernelSpec):
 
     @property
     def outputs(self) -> tuple[View, ...]:
-        return (self.values, self.indices)
+        return (self.values, self.indices) if self.values else (self.indices,)
 
     @property
     def macs(self) -> int:
@@ -69,21 +73,24 @@ class TopK(KernelSpec):
 
     # ---- code
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
-        f, addresses, (begin, end, *_) = begin_kernel(module, name, 3)
+        views, element = (*self.inputs, *self.outputs), ELEMENTS[self.x.dtype]
+        f, addresses, (begin, end, *_) = begin_kernel(module, name, len(views))
         keys, peaks = (f.op(PTR, f"alloca [{count} x i32], align {ALIGNMENT}", hint)
                        for count, hint in ((self.blocks * BLOCK, "keys"), (self.peaks, "peaks")))
-        views, rows = (self.x, self.values, self.indices), math.prod(self.x.shape[:-1])
+        rows = math.prod(self.x.shape[:-1])
         for row in f.range("row", begin, end):
             at = item_addresses(addresses, views, row.divided(rows))
             places = unravel(row.remainder(rows), self.x.shape[:-1])
-            x, values, indices = (offset(a, places, view.strides[:-1]) for a, view in zip(at, views, strict=True))
+            x, *values, indices = (offset(a, places, view.strides[:-1]) for a, view in zip(at, views, strict=True))
             self._make_keys(f, isa, x, keys, peaks)
-            for turn in f.loop("turn", self.values.shape[-1]):
+            for turn in f.loop("turn", self.indices.shape[-1]):
                 block = _first(f, isa, peaks, self.peaks, _highest(f, isa, peaks, self.peaks))
                 start = keys + block * (4 * BLOCK)
                 place = _first(f, isa, start, BLOCK, _highest(f, isa, start, BLOCK))
                 index = block * BLOCK + place
-                f.store(f.load(FLOAT, x + index * 4, hint="value"), values + turn * self.values.strides[-1])
+                if self.values:
+                    value = f.load(element, x + index * 4, hint="value")
+                    f.store(value, values[0] + turn * self.values.strides[-1])
                 f.store(index, indices + turn * self.indices.strides[-1])
                 f.store(f.constant(LOWEST, I32), start + place * 4)
                 f.store(_highest(f, isa, start, BLOCK), peaks + block * 4)
@@ -99,15 +106,19 @@ class TopK(KernelSpec):
             f.store(_highest(f, isa, keys + start * 4, BLOCK), peaks + start.divided(BLOCK) * 4)
 
     def _keys(self, f: Function, isa: Isa, address: Value, count: int) -> Value:
-        """A vector of integers in the order of the floats; both zeros are one number. Past the row, the lowest."""
+        """A vector of integers in the order of the elements; both zeros are one number. Past the row, the lowest."""
         if count <= 0:
             return f.constant(LOWEST, isa.ints)
-        part = f.load(vector(min(count, isa.lanes), FLOAT), address, hint="part")
+        part = f.load(vector(min(count, isa.lanes), ELEMENTS[self.x.dtype]), address, hint="part")
         if count < isa.lanes:
             part = f.shuffle(part, part.like(0), [min(i, count) for i in range(isa.lanes)], "part")
-        number = part + 0 if self.largest else part.like(0) - part
-        bits = f.cast("bitcast", number, isa.ints, "bits")
-        ordered = bits.binary("xor", bits.binary("ashr", 31).binary("and", FAR))
+        if part.type == isa.ints:
+            ordered = part if self.largest else part.binary("xor", -1)
+            ordered = f.call(isa.ints, f"llvm.smax.v{isa.lanes}i32", ordered, ordered.like(LOWEST + 1), hint="ordered")
+        else:
+            number = part + 0 if self.largest else part.like(0) - part
+            bits = f.cast("bitcast", number, isa.ints, "bits")
+            ordered = bits.binary("xor", bits.binary("ashr", 31).binary("and", FAR))
         return live(isa, ordered, min(count, isa.lanes), LOWEST)
 
     # ---- constants and meaning
@@ -116,8 +127,10 @@ class TopK(KernelSpec):
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         x, = inputs
-        order = np.argsort(-x if self.largest else x, -1, kind="stable")[..., :self.values.shape[-1]]
-        return np.take_along_axis(x, order, -1), order.astype(np.int64)
+        wide = x.astype(np.float64)
+        order = np.argsort(-wide if self.largest else wide, -1, kind="stable")[..., :self.indices.shape[-1]]
+        values = (np.take_along_axis(x, order, -1),) if self.values else ()
+        return (*values, order.astype(np.int64))
 
 
 def _highest(f: Function, isa: Isa, address: Value, count: int) -> Value:
