@@ -37,8 +37,7 @@ LINE = 64               # bytes that the caches move at once
 ABSENT = -1
 TEMPORARIES = 4         # registers beside sums and weights: ones, picks, a pixel, a product
 
-_ELEMENTS = np.arange(WINDOW)
-_BITS = np.left_shift(1, _ELEMENTS).astype(np.uint16)
+_BITS = np.left_shift(1, np.arange(WINDOW)).astype(np.uint16)
 _ONES = np.unpackbits(np.arange(1 << WINDOW, dtype=np.uint16).view(np.uint8)).reshape(-1, WINDOW).sum(1, np.uint8)
 _NO_PARTNER = np.uint8(WINDOW)
 
@@ -53,7 +52,8 @@ class Paired:
 
 
 def pair(weights: Array, offsets: NDArray[np.int64]) -> Paired:
-    """weights: [panel, lane, run, element of the run]; offsets: [run], bytes from a pixel of x to the run's start."""
+    """weights: int8 [panel, lane, run, element of the run]; offsets: int64 [run], bytes from a pixel of x to the run's
+    start. Any weights can be paired; no sum of Paired leaves 16 bits for any u8 x."""
     panels, lanes, runs, length = weights.shape
     starts = window_starts(length)
     table = np.zeros((panels, runs, len(starts), WINDOW, lanes), np.int8)
@@ -137,20 +137,22 @@ def emit_steps(f: Function, isa: Isa, acc: dict[Any, Value], pixels: Sequence[in
     at = {key: f.parameters[key] for key in ("w", "places")}
     bytes_ = vector(isa.bytes, I8)
     panel = f.parameters["count"] * step_bytes
+    keep = len(acc) + vectors + TEMPORARIES <= isa.registers
+
+    def load_weights(w: Value) -> list[Value]:
+        return [f.load(bytes_, w + v * isa.bytes, isa.bytes, "weights") for v in range(vectors)]
+
     for _ in f.range("step", panel.like(0), f.parameters["count"], acc=acc, at=at):      # none if all weights are zero
-        x = f.parameters["x"] + f.cast("sext", f.load(I32, at["places"], 8, "offset"), I64, "offset")
+        x = f.parameters["x"] + f.cast("sext", f.load(I32, at["places"], PLACE, "offset"), I64, "offset")
         picks = f.splat(f.load(I32, at["places"] + 4, 4, "picks"), isa.lanes)
         picks = f.cast("bitcast", picks, bytes_, "picks")
-        keep = len(acc) + vectors + TEMPORARIES <= isa.registers
-        w = at["w"]
-        weights = [f.load(bytes_, w + v * isa.bytes, isa.bytes, "weights") for v in range(vectors)]
+        weights = load_weights(at["w"])
         for p, pixel in enumerate(pixels):
             window = f.shuffle(f.load(vector(WINDOW, I8), x + pixel, hint="window"), None,
                                [i % WINDOW for i in range(isa.bytes)], "window")
             picked = isa.picked(window, picks)
             if p and not keep:      # each pixel's products load them
-                w = hidden(at["w"])
-                weights = [f.load(bytes_, w + v * isa.bytes, isa.bytes, "weights") for v in range(vectors)]
+                weights = load_weights(hidden(at["w"]))
             for v in range(vectors):
                 acc[p, v] = isa.paired_dot(acc[p, v], picked, weights[v])
         if prefetch:

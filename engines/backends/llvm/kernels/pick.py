@@ -42,16 +42,9 @@ class Pick(KernelSpec):
         return (self.y,)
 
     @property
-    def macs(self) -> int:
-        return 0
-
-    @property
     def rows(self) -> int:
         """Of the grid, for an item."""
         return math.prod(self.y.shape[:-1])
-
-    def tactics(self, isa: Isa) -> Sequence[Tactic]:
-        return (Tactic(),)
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(self.rows)
@@ -85,9 +78,6 @@ class Pick(KernelSpec):
             f.store(f.load(element, source, hint="picked"), y + i * self.y.strides[-1])
 
     # ---- constants and meaning
-    def pack(self, isa: Isa, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        return ()
-
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         x, index = inputs
         extent = self.x.shape[self.axis]

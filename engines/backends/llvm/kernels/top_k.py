@@ -49,10 +49,6 @@ class TopK(KernelSpec):
         return (self.values, self.indices) if self.values else (self.indices,)
 
     @property
-    def macs(self) -> int:
-        return 0
-
-    @property
     def width(self) -> int:
         return self.x.shape[-1]
 
@@ -64,9 +60,6 @@ class TopK(KernelSpec):
     def peaks(self) -> int:
         """How many are kept: whole turns of a search."""
         return -(-self.blocks // BLOCK) * BLOCK
-
-    def tactics(self, isa: Isa) -> Sequence[Tactic]:
-        return (Tactic(),)
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(math.prod(self.x.shape[:-1]))
@@ -122,9 +115,6 @@ class TopK(KernelSpec):
         return live(isa, ordered, min(count, isa.lanes), LOWEST)
 
     # ---- constants and meaning
-    def pack(self, isa: Isa, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        return ()
-
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         x, = inputs
         wide = x.astype(np.float64)

@@ -40,9 +40,6 @@ class Widen(KernelSpec):
                 wide = f.cast("sext", bytes_, vector(count, f"i{self.bits}"), "wide")
                 f.store(wide, made + (item * ALIGNMENT + at) * (self.bits // 8), isa.bytes)
 
-    def pack(self, isa: Isa, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        return ()
-
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         return (inputs[0].astype(f"int{self.bits}"),)
 

@@ -58,9 +58,6 @@ class WinogradWeights(KernelSpec):
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(self.steps, columns=self.panels + bool(self.last))
 
-    def pack(self, isa: Isa, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        return ()
-
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         kept = inputs[0].reshape(-1).astype(_MADE[self.dtype])
         cut = self.panels * self.vectors * self.steps * TAPS ** 2 * self.elements
