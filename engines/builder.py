@@ -13,14 +13,14 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engines.backends.llvm.backend import Chosen, assemble, choose_kernels, make_tuner
 from engines.backends.llvm.tuner import Progress
 from engines.bands import with_bands
 from engines.errors import ConfigError
 from engines.frontend.onnx_import import graph_from_onnx
-from engines.ir import BATCH, Graph
+from engines.ir import BATCH, Array, Graph
 from engines.passes.pipeline import optimise, simplify
 from engines.passes.pixels import Pixels, take_pixels
 from engines.passes.quantize import edges_to_calibrate, quantize, set_float_precision
@@ -28,6 +28,9 @@ from engines.plan import Plan
 from engines.serialize import graph_from_json, graph_to_json
 from engines.tactics import TimingCache
 from engines.version import COMPILER_VERSION
+
+if TYPE_CHECKING:
+    import onnx
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "best")
 DEFAULT_MAX_BATCH = 32
@@ -42,6 +45,7 @@ class BuildConfig:
     max_batch: int | None = None            # None: 32 where the model has a batch axis
     target: str = ""                        # name of an instruction set; "" is this machine's best
     shapes: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)  # of symbolic inputs; None: the batch
+    constants: Mapping[str, Array] = field(default_factory=dict)    # inputs that always have this value
     pixels: Pixels | None = None            # the image input takes uint8 [N, H, W, C], and normalises it so
     keep_float: tuple[str, ...] = ()        # ONNX nodes that an int8 build leaves in float
     timing: bool = True                     # time the tactics; without it the cheapest by its cost is taken
@@ -64,15 +68,17 @@ class Builder:
         # for what the build itself runs: calibration, trials
         self._here = make_tuner("", self.cache, timing=False, short_lived=True)
         self.log: list[Any] = []            # what the passes did and refused, for build-engine -v
+        self.notices: list[str] = []        # what every user of the build should know, a line each
 
     @property
     def target(self) -> str:
         return self._tuner.isa.name
 
     # ---- graphs
-    def graph(self, model: str | Path) -> Graph:
+    def graph(self, model: str | Path | onnx.ModelProto) -> Graph:
         """The model as one optimised float graph. ModelError says what cannot be read, and where."""
-        imported = graph_from_onnx(model, shapes=self.config.shapes, keep_batch=self.config.max_batch is not None)
+        imported = graph_from_onnx(model, shapes=self.config.shapes, constants=self.config.constants,
+                                   keep_batch=self.config.max_batch is not None, notices=self.notices)
         if self.config.pixels:
             imported = take_pixels(imported, self.config.pixels)
         return optimise(simplify(imported, self.log), self.log)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import GraphError
+from engines.errors import GraphError, UnknownTensorError
 from engines.ir import Array, Dim, Node, TensorType
 from engines.ops.movement import FAR
 from engines.ops.recurrent import ACTIVATIONS, DEFAULTS, PARAMETERS
@@ -49,8 +49,8 @@ class Call:
             return None
         array = self.values[index]
         if array is None:
-            raise GraphError(f"input '{self.node.inputs[index]}' depends on data; "
-                             "it must follow from constants and shapes")
+            raise UnknownTensorError(f"input '{self.node.inputs[index]}' depends on data; "
+                                     "it must follow from constants and shapes", self.node.inputs[index:index + 1])
         return list(np.ravel(array).tolist())
 
     def ints(self, index: int) -> tuple[int, ...] | None:

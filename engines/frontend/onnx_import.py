@@ -10,9 +10,10 @@ import numpy as np
 import onnx
 from onnx import helper, inliner, numpy_helper
 
-from engines.errors import EngineError, ModelError
+from engines.errors import EngineError, ModelError, UnknownTensorError, UnknownValueError
 from engines.frontend import attention, composed  # noqa: F401  (fill RULES)
 from engines.frontend.normalise import RULES, Call, normalise
+from engines.frontend.opsets import OLDEST_OPSET, current
 from engines.frontend.trace import Trace
 from engines.ir import BATCH, Array, Dim, Graph, Node, TensorType, verify
 from engines.ops import OPS, describe
@@ -20,33 +21,38 @@ from engines.shapes import Undecided, text
 
 log = logging.getLogger(__name__)
 
-OLDEST_OPSET = 9
 _DTYPE_ATTRIBUTES = {("Cast", "to"), ("QuantizeLinear", "output_dtype")}
 
 
 def graph_from_onnx(model: str | Path | onnx.ModelProto, *,
-                    shapes: Mapping[str, Sequence[Dim | None]] | None = None, keep_batch: bool = False) -> Graph:
+                    shapes: Mapping[str, Sequence[Dim | None]] | None = None,
+                    constants: Mapping[str, Array] | None = None, keep_batch: bool = False,
+                    notices: list[str] | None = None) -> Graph:
     """The model as a Graph in canonical form; tensors keep their names.
 
     A symbolic leading extent of an input becomes "batch". Every other extent must be known: `shapes` gives whole input
     shapes, {"x": (None, 3, 224, 224)}, where None (or -1, or "batch") stands for the batch. keep_batch: a leading
-    extent that the model leaves open is the batch whatever number `shapes` has there.
+    extent that the model leaves open is the batch whatever number `shapes` has there. constants: inputs that have
+    this value in every run; the graph has no such input. notices: takes what the user should know of the import.
 
-    Raises ModelError: no readable ONNX model, an opset before 9, operators that nobody can evaluate (all are listed),
-    a symbolic extent without a value, or a node whose inputs do not fit.
+    Raises ModelError: no readable ONNX model, an opset that the onnx package does not know or cannot convert,
+    operators that nobody can evaluate (all are listed), a symbolic extent without a value, or a node whose attributes
+    or inputs do not fit. UnknownValueError: shapes follow from the values of inputs, which `constants` could tell.
     """
     proto, name = (model, model.graph.name or "model") if isinstance(model, onnx.ModelProto) else _load(Path(model))
     if proto.functions:
         proto = inliner.inline_local_functions(proto)
+    proto, notice = current(name, proto)
+    if notice and notices is not None:
+        notices.append(notice)
     opsets = {_domain(entry.domain): entry.version for entry in proto.opset_import}
-    if opsets.get("", OLDEST_OPSET) < OLDEST_OPSET:
-        raise ModelError(f"{name}: opset {opsets['']} is not supported; convert the model to opset {OLDEST_OPSET} "
-                         "or later with onnx.version_converter")
     _refuse_unknown(name, proto.graph)
 
     trace = Trace()
     for tensor in proto.graph.initializer:
         trace.constant(tensor.name, _array(name, tensor))
+    for value_name, array in _constants(name, proto.graph, constants or {}).items():
+        trace.constant(value_name, array)
     inputs = [value for value in proto.graph.input if value.name not in trace.values]
     trace.types.update(_input_types(name, inputs, shapes or {}, keep_batch))
     for node in proto.graph.node:
@@ -107,6 +113,21 @@ def _input_types(model: str, inputs: Sequence[onnx.ValueInfoProto],
     return {value.name: _input_type(model, value, shapes.get(value.name), keep_batch) for value in inputs}
 
 
+def _constants(model: str, graph: onnx.GraphProto, given: Mapping[str, Array]) -> dict[str, Array]:
+    """The values of inputs, which must be of the types that the model declares."""
+    inputs = {value.name: value.type.tensor_type for value in graph.input}
+    if unknown := set(given) - set(inputs):
+        raise ModelError(f"{model} has no input '{min(unknown)}'; its inputs are {', '.join(inputs)}")
+    for name, array in given.items():
+        kind = inputs[name]
+        declared = [_extent(d) for d in kind.shape.dim]
+        dtype = np.dtype(helper.tensor_dtype_to_np_dtype(kind.elem_type))
+        if array.dtype != dtype or (kind.HasField("shape") and not _fits(array.shape, declared)):
+            raise ModelError(f"{model}: the constant {array.dtype}{list(array.shape)} given for input '{name}' does not "
+                             f"fit the declared {dtype}{text(d or '?' for d in declared)}")
+    return {name: np.asarray(array) for name, array in given.items()}
+
+
 def _input_type(model: str, value: onnx.ValueInfoProto, given: Sequence[Dim | None] | None,
                 keep_batch: bool) -> TensorType:
     tensor = value.type.tensor_type
@@ -162,6 +183,10 @@ def _add(model: str, trace: Trace, proto: onnx.NodeProto, opsets: Mapping[str, i
         call = Call(node, opsets.get("", OLDEST_OPSET), trace.inputs(node), trace.known(node))
         for made in normalise(call):
             trace.add(made)
+    except UnknownTensorError as error:
+        sources = trace.sources(error.tensors)
+        raise UnknownValueError(f"{model}: {describe(node)}: {error}; it would if {', '.join(map(repr, sources))} were "
+                                "known when the engine is built", sources) from error
     except (EngineError, Undecided) as error:
         where = "" if describe(node) in str(error) else f"{describe(node)}: "
         raise ModelError(f"{model}: {where}{error}") from error

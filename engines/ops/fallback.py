@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engines.errors import GraphError
+from engines.errors import UnknownTensorError
 from engines.ir import Array, Node, TensorType
 from engines.ops.op import Inputs, Op, Types, Values
 from engines.shapes import extent
@@ -37,7 +37,7 @@ class Fallback(Op, abstract=True):
         model = _model(node, inputs, values)
         inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
         found = {info.name: info.type.tensor_type for info in inferred.graph.output}
-        return tuple(_tensor_type(found[name]) for name in node.outputs if name)
+        return tuple(_tensor_type(node, found[name]) for name in node.outputs if name)
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> tuple[Array, ...]:
@@ -89,15 +89,15 @@ def _model(node: Node, inputs: Inputs, values: Values) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid(domain, node.attrs["onnx_opset"])])
 
 
-def _tensor_type(proto: Any) -> TensorType:
+def _tensor_type(node: Node, proto: Any) -> TensorType:
     from onnx import helper
 
     if not proto.HasField("shape") or not proto.elem_type:
-        raise GraphError("the shape of its result depends on data, which is not supported")
+        raise UnknownTensorError("the shape of its result depends on data, which is not supported", node.inputs)
     shape = []
     for d in proto.shape.dim:
         if not d.HasField("dim_value") and not d.dim_param:
-            raise GraphError("an extent of its result depends on data, which is not supported")
+            raise UnknownTensorError("an extent of its result depends on data, which is not supported", node.inputs)
         shape.append(d.dim_value if d.HasField("dim_value") else d.dim_param)
     for d in shape:
         extent(d)

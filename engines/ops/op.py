@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from engines.errors import EngineError, GraphError
+from engines.errors import EngineError, GraphError, UnknownTensorError
 from engines.ir import Array, Dim, Node, TensorType
 from engines.shapes import Extent, Undecided
 
@@ -65,6 +65,8 @@ class Op:
         """
         try:
             return cls.types(node, inputs, values)
+        except UnknownTensorError:
+            raise
         except (GraphError, Undecided) as error:
             shapes = ", ".join(str(t) for t in inputs if t)
             raise GraphError(f"{describe(node)} on {shapes}: {error}") from error
