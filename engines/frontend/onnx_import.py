@@ -10,18 +10,19 @@ import numpy as np
 import onnx
 from onnx import helper, inliner, numpy_helper
 
-from engines.errors import EngineError, ModelError, UnknownTensorError, UnknownValueError
+from engines.errors import EngineError, GraphError, ModelError, UnknownTensorError, UnknownValueError
 from engines.frontend import attention, composed  # noqa: F401  (fill RULES)
-from engines.frontend.normalise import RULES, Call, normalise
+from engines.frontend.normalise import RULES, Beyond, Call, normalise
 from engines.frontend.opsets import OLDEST_OPSET, current
+from engines.frontend.schema import check_node, check_types, same_as_default, schema_of
 from engines.frontend.trace import Trace
 from engines.ir import BATCH, Array, Dim, Graph, Node, TensorType, verify
 from engines.ops import OPS, describe
+from engines.ops.fallback import as_onnx
 from engines.shapes import Undecided, text
 
 log = logging.getLogger(__name__)
 
-_DTYPE_ATTRIBUTES = {("Cast", "to"), ("QuantizeLinear", "output_dtype")}
 
 
 def graph_from_onnx(model: str | Path | onnx.ModelProto, *,
@@ -178,10 +179,9 @@ def _option(name: str, declared: Sequence[Dim | None]) -> str:
 
 # ---- nodes
 def _add(model: str, trace: Trace, proto: onnx.NodeProto, opsets: Mapping[str, int]) -> None:
-    node = _node(model, proto, opsets)
+    node = _node(model, proto)
     try:
-        call = Call(node, opsets.get("", OLDEST_OPSET), trace.inputs(node), trace.known(node))
-        for made in normalise(call):
+        for made in _canonical(model, trace, proto, node, opsets):
             trace.add(made)
     except UnknownTensorError as error:
         sources = trace.sources(error.tensors)
@@ -192,17 +192,39 @@ def _add(model: str, trace: Trace, proto: onnx.NodeProto, opsets: Mapping[str, i
         raise ModelError(f"{model}: {where}{error}") from error
 
 
-def _node(model: str, proto: onnx.NodeProto, opsets: Mapping[str, int]) -> Node:
-    """The node as the file has it: attributes as ints, floats, strings, tuples or arrays."""
+def _canonical(model: str, trace: Trace, proto: onnx.NodeProto, node: Node, opsets: Mapping[str, int]) -> list[Node]:
+    """The canonical nodes of one that meets its schema; or the node as it is, for the onnx package, where it says more
+    than these could."""
     domain = _domain(proto.domain)
+    opset = opsets.get(domain, OLDEST_OPSET)
+    schema = schema_of(proto.op_type, opset, domain)
+    if schema is None:
+        raise GraphError(f"opset {opset} of ONNX has no {proto.op_type}")
+    check_node(schema, proto)
+    types = trace.inputs(node)
+    check_types(schema, types)
+    reason = "there is no operator of our own"
+    if not domain and (node.op in OPS or node.op in RULES):
+        call = Call(node, opset, types, trace.known(node))
+        try:
+            made = normalise(call)
+            lost = [name for name in call.unread if not same_as_default(schema, name, node.attrs[name])]
+            if not lost:
+                return made
+            reason = f"our own has no {' and '.join(lost)}"
+        except Beyond as beyond:
+            reason = f"our own is not for {beyond}"
+    log.info("%s: %s '%s' is evaluated by the onnx package: %s", model, proto.op_type, proto.name, reason)
+    return [as_onnx(node, opset, domain)]
+
+
+def _node(model: str, proto: onnx.NodeProto) -> Node:
+    """The node as the file has it: attributes as ints, floats, strings, tuples or arrays."""
     attrs = {a.name: _attribute(model, proto, a) for a in proto.attribute}
-    if domain or (proto.op_type not in OPS and proto.op_type not in RULES):
-        attrs |= {"onnx_opset": opsets.get(domain, 1), **({"onnx_domain": domain} if domain else {})}
-        log.info("%s: %s '%s' is evaluated by the onnx package", model, proto.op_type, proto.name)
     outputs = list(proto.output)
     while outputs and not outputs[-1]:
         outputs.pop()
-    name = proto.name or outputs[0]
+    name = proto.name or next(iter(outputs), proto.op_type)
     outputs = [output or f"{name}.unused{i}" for i, output in enumerate(outputs)]
     inputs = list(proto.input)
     while inputs and not inputs[-1]:
@@ -216,8 +238,6 @@ def _attribute(model: str, node: onnx.NodeProto, attribute: onnx.AttributeProto)
         return value.decode()
     if isinstance(value, onnx.TensorProto):
         return _array(model, value)
-    if (node.op_type, attribute.name) in _DTYPE_ATTRIBUTES:
-        return np.dtype(helper.tensor_dtype_to_np_dtype(value)).name
     if isinstance(value, float | int):
         return value
     if attribute.type in (onnx.AttributeProto.INTS, onnx.AttributeProto.FLOATS):

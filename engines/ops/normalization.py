@@ -28,6 +28,8 @@ class BatchNormalization(_SameShape):
 
 
 class InstanceNormalization(_SameShape):
+    attributes = ("epsilon",)
+
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
         x, *constants = arrays
@@ -79,6 +81,7 @@ def standardise(x: Array, axes: tuple[int, ...], epsilon: float) -> Array:
 
 class LRN(LayoutOp):
     """x / (bias + alpha / size * sum of squares over `size` neighbouring channels) ** beta"""
+    attributes = ("size", "alpha", "beta", "bias")
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
@@ -98,6 +101,8 @@ class LRN(LayoutOp):
 
 
 class LpNormalization(_SameShape):
+    attributes = ("p", "axis")
+
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
         (x,) = arrays

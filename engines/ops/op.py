@@ -35,6 +35,8 @@ class Op:
 
     pointwise: ClassVar[bool] = False       # y[i] depends on the inputs at i (after broadcasting) only
     symbolic: ClassVar[bool] = False        # compute also works on arrays of ints and Extents
+    # ONNX's attributes that mean the same here; what is written otherwise has a rule in frontend/normalise.py
+    attributes: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def random(cls, node: Node) -> bool:
