@@ -12,14 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engines.backends.llvm.backend import Chosen, assemble, choose_kernels, make_tuner
 from engines.backends.llvm.tuner import Progress
 from engines.bands import with_bands
 from engines.errors import ConfigError
-from engines.frontend.onnx_import import graph_from_onnx
+from engines.frontend.onnx_import import Model, graph_from_onnx
 from engines.ir import BATCH, Array, Graph
 from engines.passes.pipeline import optimise, simplify
 from engines.passes.pixels import Pixels, take_pixels
@@ -28,9 +27,6 @@ from engines.plan import Plan
 from engines.serialize import graph_from_json, graph_to_json
 from engines.tactics import TimingCache
 from engines.version import COMPILER_VERSION
-
-if TYPE_CHECKING:
-    import onnx
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "best")
 DEFAULT_MAX_BATCH = 32
@@ -75,7 +71,7 @@ class Builder:
         return self._tuner.isa.name
 
     # ---- graphs
-    def graph(self, model: str | Path | onnx.ModelProto) -> Graph:
+    def graph(self, model: Model) -> Graph:
         """The model as one optimised float graph. ModelError says what cannot be read, and where."""
         imported = graph_from_onnx(model, shapes=self.config.shapes, constants=self.config.constants,
                                    keep_batch=self.config.max_batch is not None, notices=self.notices)

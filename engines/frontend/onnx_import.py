@@ -25,7 +25,10 @@ log = logging.getLogger(__name__)
 
 
 
-def graph_from_onnx(model: str | Path | onnx.ModelProto, *,
+Model = str | Path | onnx.ModelProto        # a file, or what was read of one
+
+
+def graph_from_onnx(model: Model, *,
                     shapes: Mapping[str, Sequence[Dim | None]] | None = None,
                     constants: Mapping[str, Array] | None = None, keep_batch: bool = False,
                     notices: list[str] | None = None) -> Graph:
@@ -124,8 +127,8 @@ def _constants(model: str, graph: onnx.GraphProto, given: Mapping[str, Array]) -
         declared = [_extent(d) for d in kind.shape.dim]
         dtype = np.dtype(helper.tensor_dtype_to_np_dtype(kind.elem_type))
         if array.dtype != dtype or (kind.HasField("shape") and not _fits(array.shape, declared)):
-            raise ModelError(f"{model}: the constant {array.dtype}{list(array.shape)} given for input '{name}' does not "
-                             f"fit the declared {dtype}{text(d or '?' for d in declared)}")
+            raise ModelError(f"{model}: the constant {array.dtype}{list(array.shape)} given for input '{name}' does "
+                             f"not fit the declared {dtype}{text(d or '?' for d in declared)}")
     return {name: np.asarray(array) for name, array in given.items()}
 
 
