@@ -18,7 +18,7 @@ from typing import Any
 from engines.backends.llvm.backend import Chosen, assemble, choose_kernels, make_tuner
 from engines.backends.llvm.tuner import Progress
 from engines.bands import with_bands
-from engines.errors import ConfigError
+from engines.errors import ConfigError, EngineError
 from engines.frontend.onnx_import import graph_from_onnx
 from engines.ir import BATCH, Graph
 from engines.passes.pipeline import optimise, simplify
@@ -64,6 +64,7 @@ class Builder:
         # for what the build itself runs: calibration, trials
         self._here = make_tuner("", self.cache, timing=False, short_lived=True)
         self.log: list[Any] = []            # what the passes did and refused, for build-engine -v
+        self.remarks: list[str] = []        # what every user should know of the build
 
     @property
     def target(self) -> str:
@@ -71,11 +72,44 @@ class Builder:
 
     # ---- graphs
     def graph(self, model: str | Path) -> Graph:
-        """The model as one optimised float graph. ModelError says what cannot be read, and where."""
-        imported = graph_from_onnx(model, shapes=self.config.shapes, keep_batch=self.config.max_batch is not None)
+        """The model as one optimised float graph. ModelError says what cannot be read, and where.
+
+        A model that cannot be compiled for any batch, where nobody asked for one, is compiled for one item.
+        """
+        try:
+            graph = self._optimised(model)
+        except EngineError as reason:
+            if self._batch_is_asked_for:
+                raise
+            graph = self._for_one_item(model, reason)
+        if graph.dependence:
+            self.remarks.append("the items of a batch depend on each other, so it is neither cut nor merged with "
+                                f"others: {graph.dependence}")
+        return graph
+
+    def _optimised(self, model: str | Path, one_item: bool = False) -> Graph:
+        imported = graph_from_onnx(model, shapes=self.config.shapes, keep_batch=self.config.max_batch is not None,
+                                   one_item=one_item)
         if self.config.pixels:
             imported = take_pixels(imported, self.config.pixels)
         return optimise(simplify(imported, self.log), self.log)
+
+    def _for_one_item(self, model: str | Path, reason: EngineError) -> Graph:
+        """The graph for a batch of 1. Raises the reason why it was tried, if that was not the batch."""
+        self.log.clear()
+        try:
+            graph = self._optimised(model, one_item=True)
+        except EngineError:
+            raise reason from None
+        self.remarks.append(f"the batch is fixed to 1, for it cannot be left open: {reason}. --shape gives it another "
+                            "number")
+        return graph
+
+    @property
+    def _batch_is_asked_for(self) -> bool:
+        """Whether the user said that the model has a batch, or of what size it is."""
+        leading = [shape[:1] for shape in self.config.shapes.values()]
+        return self.config.max_batch is not None or (None,) in leading
 
     def edges(self, graph: Graph) -> tuple[str, ...]:
         """The tensors whose ranges an int8 build asks for."""
@@ -154,6 +188,7 @@ class Builder:
             max_batch=chosen.max_batch, inputs=compiled.inputs, outputs=compiled.outputs, buffers=compiled.buffers,
             steps=compiled.steps, fills=compiled.fills, code=compiled.code, constants=compiled.constants,
             derived=compiled.derived, graph=document, graph_arrays=arrays, packed=compiled.packed,
+            dependence=graph.dependence,
             metadata={"compiler": COMPILER_VERSION, **(metadata or {})})
 
     def _max_batch(self, graph: Graph) -> int:

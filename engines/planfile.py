@@ -39,7 +39,7 @@ from engines.plan import Plan
 from engines.records import from_plain, to_plain
 
 MAGIC = b"\x93INFPLAN"      # the first byte is not ASCII: no text file begins like this
-VERSION = 5
+VERSION = 6
 PAGE, LINE = 4096, 64
 _HEADER = struct.Struct("<8sIIQQ16sQ8x")     # magic, version, 0, manifest offset, size, checksum, file size
 _ELSEWHERE = ("code", "constants", "graph", "graph_arrays", "packed")        # fields of Plan that are sections

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from onnx import helper, inliner, numpy_helper
 from engines.errors import EngineError, ModelError
 from engines.frontend import attention, composed  # noqa: F401  (fill RULES)
 from engines.frontend.normalise import RULES, Call, normalise
+from engines.frontend.symbols import known_extents, refuse_several_batches, with_known
 from engines.frontend.trace import Trace
 from engines.ir import BATCH, Array, Dim, Graph, Node, TensorType, verify
 from engines.ops import OPS, describe
@@ -25,12 +27,13 @@ _DTYPE_ATTRIBUTES = {("Cast", "to"), ("QuantizeLinear", "output_dtype")}
 
 
 def graph_from_onnx(model: str | Path | onnx.ModelProto, *,
-                    shapes: Mapping[str, Sequence[Dim | None]] | None = None, keep_batch: bool = False) -> Graph:
+                    shapes: Mapping[str, Sequence[Dim | None]] | None = None, keep_batch: bool = False,
+                    one_item: bool = False) -> Graph:
     """The model as a Graph in canonical form; tensors keep their names.
 
     A symbolic leading extent of an input becomes "batch". Every other extent must be known: `shapes` gives whole input
     shapes, {"x": (None, 3, 224, 224)}, where None (or -1, or "batch") stands for the batch. keep_batch: a leading
-    extent that the model leaves open is the batch whatever number `shapes` has there.
+    extent that the model leaves open is the batch whatever number `shapes` has there. one_item: it is 1 instead.
 
     Raises ModelError: no readable ONNX model, an opset before 9, operators that nobody can evaluate (all are listed),
     a symbolic extent without a value, or a node whose inputs do not fit.
@@ -48,7 +51,8 @@ def graph_from_onnx(model: str | Path | onnx.ModelProto, *,
     for tensor in proto.graph.initializer:
         trace.constant(tensor.name, _array(name, tensor))
     inputs = [value for value in proto.graph.input if value.name not in trace.values]
-    trace.types.update(_input_types(name, inputs, shapes or {}, keep_batch))
+    types = _input_types(name, inputs, shapes or {}, keep_batch)
+    trace.types.update({name: _of_one_item(kind) for name, kind in types.items()} if one_item else types)
     for node in proto.graph.node:
         _add(name, trace, node, opsets)
 
@@ -104,16 +108,22 @@ def _input_types(model: str, inputs: Sequence[onnx.ValueInfoProto],
     if unknown := set(shapes) - {value.name for value in inputs}:
         raise ModelError(f"{model} has no input '{sorted(unknown)[0]}'; its inputs are "
                          f"{', '.join(value.name for value in inputs)}")
-    return {value.name: _input_type(model, value, shapes.get(value.name), keep_batch) for value in inputs}
+    declared = {value.name: [_extent(d) for d in value.type.tensor_type.shape.dim] for value in inputs}
+    numbers = {name: (None, *shape[1:]) if keep_batch else shape for name, shape in shapes.items()}
+    known = known_extents(model, declared, numbers)
+    types = {value.name: _input_type(model, value, with_known(declared[value.name], known), shapes.get(value.name),
+                                     keep_batch) for value in inputs}
+    batched = [name for name, kind in types.items() if kind.shape[:1] == (BATCH,)]
+    refuse_several_batches(model, declared, shapes, batched)
+    return types
 
 
-def _input_type(model: str, value: onnx.ValueInfoProto, given: Sequence[Dim | None] | None,
-                keep_batch: bool) -> TensorType:
+def _input_type(model: str, value: onnx.ValueInfoProto, declared: Sequence[Dim | None],
+                given: Sequence[Dim | None] | None, keep_batch: bool) -> TensorType:
     tensor = value.type.tensor_type
     if not value.type.HasField("tensor_type") or tensor.elem_type in (0, onnx.TensorProto.STRING):
         raise ModelError(f"{model}: input '{value.name}' is no tensor of numbers, which is all that is supported")
     dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.elem_type))
-    declared = [_extent(d) for d in tensor.shape.dim]
     if given is None:
         if not tensor.HasField("shape"):
             raise ModelError(f"{model}: input '{value.name}' declares no shape: give it, "
@@ -132,6 +142,10 @@ def _input_type(model: str, value: onnx.ValueInfoProto, given: Sequence[Dim | No
                              f"{text(d or '?' for d in declared)} is symbolic; "
                              f"only the leading one may be: give it, {_option(value.name, declared)}")
     return TensorType(dtype, tuple(d if isinstance(d, str) else int(d or 0) for d in shape))
+
+
+def _of_one_item(kind: TensorType) -> TensorType:
+    return replace(kind, shape=tuple(1 if extent == BATCH else extent for extent in kind.shape))
 
 
 def _extent(d: onnx.TensorShapeProto.Dimension) -> Dim | None:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from engines.ir import Graph, verify
 from engines.passes import rewrite
 from engines.passes.attention import fuse_attention
-from engines.passes.batch import separate_batch
+from engines.passes.batch import check_batch, separate_batch
 from engines.passes.common import merge_common
+from engines.passes.dependence import with_dependence
 from engines.passes.fold_constants import fold_constants
 from engines.passes.fuse import fuse_pointwise
 from engines.passes.layout import to_channels_last
@@ -82,6 +83,8 @@ def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
         ("fold_constants", fold_constants),
         ("remove_no_ops", _rules(log, RemoveNoOp(), *VIEWS)),
         ("merge_common", merge_common),
+        # while nodes are ONNX's, one by one: what follows only groups and moves them
+        ("dependence", lambda g: with_dependence(g, log)),
     ))
 
 
@@ -103,6 +106,8 @@ def optimise(graph: Graph, log: list[Note] | None = None) -> Graph:
         ("merge_siblings", lambda g: merge_siblings(g, log)),
         # last: nothing looks into a body after this
         ("fuse_pointwise", fuse_pointwise),
+        # what no pass could take apart, no backend can
+        ("check_batch", check_batch),
     ))
 
 

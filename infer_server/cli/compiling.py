@@ -23,8 +23,9 @@ def compile_model(model: str | Path, config: BuildConfig, calibration: Calibrati
     """Build a plan. Raises an EngineError that says what is wrong with the model, the options or the data."""
     builder = Builder(config, progress)
     graph = builder.graph(model)
-    if builder.arithmetic_note:
-        say(builder.arithmetic_note)
+    for remark in (*builder.remarks, builder.arithmetic_note):
+        if remark:
+            say(remark)
     metadata: dict[str, Any] = {"model": Path(model).name}
     ranges = None
     if config.precision == "int8" or config.precision == "best" and (calibration.source or calibration.cache):
