@@ -18,7 +18,8 @@ from typing import Any
 from engines.backends.llvm.backend import Chosen, assemble, choose_kernels, make_tuner
 from engines.backends.llvm.tuner import Progress
 from engines.bands import with_bands
-from engines.errors import ConfigError, EngineError
+from engines.errors import CompilerFault, ConfigError, EngineError
+from engines.faults import faults_named
 from engines.frontend.onnx_import import graph_from_onnx
 from engines.ir import BATCH, Graph
 from engines.passes.pipeline import optimise, simplify
@@ -71,6 +72,7 @@ class Builder:
         return self._tuner.isa.name
 
     # ---- graphs
+    @faults_named()
     def graph(self, model: str | Path) -> Graph:
         """The model as one optimised float graph. ModelError says what cannot be read, and where.
 
@@ -79,7 +81,7 @@ class Builder:
         try:
             graph = self._optimised(model)
         except EngineError as reason:
-            if self._batch_is_asked_for:
+            if self._batch_is_asked_for or isinstance(reason, CompilerFault):
                 raise
             graph = self._for_one_item(model, reason)
         if graph.dependence:
@@ -115,6 +117,7 @@ class Builder:
         """The tensors whose ranges an int8 build asks for."""
         return edges_to_calibrate(graph)
 
+    @faults_named()
     def stored(self, graph: Graph, ranges: Ranges | None = None, log: list[Any] | None = None) -> Graph:
         """The graph with the stored type of every tensor, and every node's arithmetic, decided.
 
@@ -128,6 +131,7 @@ class Builder:
         return set_float_precision(graph, "fp32" if precision == "best" else precision)
 
     # ---- plans
+    @faults_named()
     def plan(self, graph: Graph, ranges: Ranges | None = None, metadata: Mapping[str, Any] | None = None) -> Plan:
         """A plan of an optimised graph; an int8 one needs the ranges of its edges."""
         if self.config.precision == "best":
@@ -166,10 +170,12 @@ class Builder:
                     f"tensors and weights are stored in {self.config.precision}, sums are in float32")
         return ""
 
+    @faults_named()
     def trial(self, graph: Graph, ranges: Ranges) -> Plan:
         """The same for this machine without timing: to measure what ranges do to the results."""
         return self._compile_here(self.stored(graph, ranges))
 
+    @faults_named()
     def watching(self, graph: Graph, tensors: Collection[str]) -> Plan:
         """A float32 plan of a float graph that also gives these tensors as outputs: what calibration runs."""
         outputs = (*graph.outputs, *(name for name in tensors if name not in graph.outputs))
@@ -205,6 +211,7 @@ def _time_us(chosen: Chosen) -> float:
     return sum(map(chosen.time_us, chosen.lowered.calls))
 
 
+@faults_named()
 def relower(plan: Plan, target: str = "") -> Plan:
     """The same model for this machine (or `target`), from the graph in the plan: no timing, seconds.
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from engines.errors import GraphError
-from engines.ir import BATCH, Array, Dim
+from engines.ir import BATCH, Array, Dim, TensorType
 
 
 class Undecided(Exception):
@@ -188,6 +188,11 @@ def batch_of(shape: Sequence[Dim], actual: Sequence[int]) -> int | None:
     if bind(shape, batch) != tuple(actual):
         raise GraphError(f"shape {text(actual)} does not fit {text(shape)}")
     return batch
+
+
+def is_empty(tensor: TensorType) -> bool:
+    """Whether it has no elements, whatever the batch."""
+    return 0 in tensor.shape
 
 
 def broadcast(*shapes: Sequence[Dim]) -> tuple[Dim, ...]:

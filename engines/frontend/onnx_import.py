@@ -12,6 +12,7 @@ import onnx
 from onnx import helper, inliner, numpy_helper
 
 from engines.errors import EngineError, ModelError
+from engines.faults import faults_named
 from engines.frontend import attention, composed  # noqa: F401  (fill RULES)
 from engines.frontend.normalise import RULES, Call, normalise
 from engines.frontend.symbols import known_extents, refuse_several_batches, with_known
@@ -26,6 +27,7 @@ OLDEST_OPSET = 9
 _DTYPE_ATTRIBUTES = {("Cast", "to"), ("QuantizeLinear", "output_dtype")}
 
 
+@faults_named()
 def graph_from_onnx(model: str | Path | onnx.ModelProto, *,
                     shapes: Mapping[str, Sequence[Dim | None]] | None = None, keep_batch: bool = False,
                     one_item: bool = False) -> Graph:
@@ -51,8 +53,8 @@ def graph_from_onnx(model: str | Path | onnx.ModelProto, *,
     for tensor in proto.graph.initializer:
         trace.constant(tensor.name, _array(name, tensor))
     inputs = [value for value in proto.graph.input if value.name not in trace.values]
-    types = _input_types(name, inputs, shapes or {}, keep_batch)
-    trace.types.update({name: _of_one_item(kind) for name, kind in types.items()} if one_item else types)
+    for tensor_name, kind in _input_types(name, inputs, shapes or {}, keep_batch).items():
+        trace.input(tensor_name, _of_one_item(kind) if one_item else kind)
     for node in proto.graph.node:
         _add(name, trace, node, opsets)
 
@@ -150,12 +152,12 @@ def _of_one_item(kind: TensorType) -> TensorType:
 
 def _extent(d: onnx.TensorShapeProto.Dimension) -> Dim | None:
     if d.HasField("dim_value"):
-        return d.dim_value if d.dim_value > 0 else None
+        return d.dim_value if d.dim_value >= 0 else None
     return d.dim_param or None
 
 
 def _is_size(d: Dim | None) -> bool:
-    return isinstance(d, int) and d > 0
+    return isinstance(d, int) and d >= 0
 
 
 def _fits(given: Sequence[Dim | None], declared: Sequence[Dim | None]) -> bool:
