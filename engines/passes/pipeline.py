@@ -41,6 +41,7 @@ from engines.passes.rules.scatter import ScatterOfRows
 from engines.passes.rules.shuffle import ChannelShuffle
 from engines.passes.rules.softmax import AlongInnermost
 from engines.passes.siblings import merge_siblings
+from engines.passes.widen import widen_floats
 
 Pass = Callable[[Graph], Graph]
 VIEWS = (ToReshape(), TransposeOfOnes(), MergeReshapes(), MergeTransposes())
@@ -49,6 +50,8 @@ VIEWS = (ToReshape(), TransposeOfOnes(), MergeReshapes(), MergeTransposes())
 def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
     """The same function, equal in float, in fewer and canonical nodes. Still in ONNX's layout and ONNX's operators."""
     return _run(graph, (
+        # what computes then computes on float32, which all below takes floats to be
+        ("widen_floats", lambda g: widen_floats(g, log)),
         # shape arithmetic becomes attributes and constants, which all patterns below ask for
         ("fold_constants", fold_constants),
         # what stands between two nodes that belong together goes first
