@@ -147,6 +147,11 @@ def extent(dim: Dim) -> int | Extent:
     return Extent(int(match[1] or 1), int(match[2] or 0))
 
 
+def is_extent(dim: Dim) -> bool:
+    """Whether it is a number or of the form that `extent` reads."""
+    return not isinstance(dim, str) or bool(_DIM.fullmatch(dim))
+
+
 def dim(value: Any) -> Dim:
     """The Dim that writes down a number."""
     return str(value) if isinstance(value, Extent) else int(value)

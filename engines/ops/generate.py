@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from engines.errors import GraphError
+from engines.errors import UnknownTensorError
 from engines.ir import Array, Node, TensorType
 from engines.ops.items import ItemAxes, repeated
 from engines.ops.op import Inputs, Op, Types, Values
@@ -40,7 +40,7 @@ class Range(Op):
         first = inputs[0]
         assert first is not None
         if any(v is None for v in values) or len(values) < 3:
-            raise GraphError("its length depends on data: make start, limit and delta constants")
+            raise UnknownTensorError("its length depends on data: make start, limit and delta constants", node.inputs)
         start, limit, delta = (v.item() for v in values if v is not None)
         length = limit - start
         if delta != 1 or isinstance(length, float):

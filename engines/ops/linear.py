@@ -12,6 +12,7 @@ from engines.shapes import broadcast
 
 class Gemm(Op):
     """alpha * A' B' + beta * C, where ' is a transposition if transA, transB say so."""
+    attributes = ("alpha", "beta", "transA", "transB")
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:

@@ -232,6 +232,7 @@ class Pad(Op):
 
 class DepthToSpace(LayoutOp):
     """Channels become blocks of pixels. DCR: the block is the outer part of the channel; CRD: the inner."""
+    attributes = ("blocksize", "mode")
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
@@ -257,6 +258,7 @@ class DepthToSpace(LayoutOp):
 
 class SpaceToDepth(LayoutOp):
     """Blocks of pixels become channels, the inverse of DepthToSpace in either mode."""
+    attributes = ("blocksize", "mode")
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:

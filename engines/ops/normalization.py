@@ -47,6 +47,8 @@ class BatchNormalization(_SameShape):
 
 
 class InstanceNormalization(_SameShape):
+    attributes = ("epsilon",)
+
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
         if only_first(axes) != 0:
@@ -104,6 +106,7 @@ def standardise(x: Array, axes: tuple[int, ...], epsilon: float) -> Array:
 
 class LRN(LayoutOp):
     """x / (bias + alpha / size * sum of squares over `size` neighbouring channels) ** beta"""
+    attributes = ("size", "alpha", "beta", "bias")
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
@@ -123,6 +126,8 @@ class LRN(LayoutOp):
 
 
 class LpNormalization(_AlongAxis):
+    attributes = ("p", "axis")
+
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
         (x,) = arrays

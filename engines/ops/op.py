@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from engines.errors import EngineError, GraphError
+from engines.errors import EngineError, GraphError, UnknownTensorError
 from engines.ir import Array, Dim, Node, TensorType
 from engines.ops.items import ItemAxes, Mixed, only_first
 from engines.shapes import Extent, Undecided
@@ -36,6 +36,8 @@ class Op:
 
     pointwise: ClassVar[bool] = False       # y[i] depends on the inputs at i (after broadcasting) only
     symbolic: ClassVar[bool] = False        # compute also works on arrays of ints and Extents
+    # ONNX's attributes that mean the same here; what is written otherwise has a rule in frontend/normalise.py
+    attributes: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def random(cls, node: Node) -> bool:
@@ -75,6 +77,8 @@ class Op:
         """
         try:
             return cls.types(node, inputs, values)
+        except UnknownTensorError:
+            raise
         except (GraphError, Undecided) as error:
             shapes = ", ".join(str(t) for t in inputs if t)
             raise GraphError(f"{describe(node)} on {shapes}: {error}") from error

@@ -1,6 +1,7 @@
 """Operators that work on each element by itself, after broadcasting: the base of arithmetic, activations, logic."""
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -17,6 +18,13 @@ class Pointwise(Op, abstract=True):
     pointwise = True
 
     formula: ClassVar[Callable[..., Array]]
+
+    def __init_subclass__(cls, *, abstract: bool = False) -> None:
+        """Its attributes are the formula's parameters with defaults."""
+        super().__init_subclass__(abstract=abstract)
+        if not abstract and not isinstance(cls.formula, np.ufunc):
+            parameters = inspect.signature(cls.formula).parameters.values()
+            cls.attributes = tuple(p.name for p in parameters if p.default is not p.empty)
 
     @classmethod
     def result_dtype(cls, node: Node, dtypes: list[np.dtype[Any]]) -> np.dtype[Any]:

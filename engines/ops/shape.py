@@ -78,6 +78,7 @@ class Reshape(View):
 
 class Flatten(View):
     """To two axes: those before `axis`, and the rest."""
+    attributes = ("axis",)
 
     @classmethod
     def target(cls, node: Node, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
@@ -155,6 +156,7 @@ class Expand(Op):
 
 class Shape(Op):
     """The extents from axis `start` to `end`."""
+    attributes = ("start", "end")
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:

@@ -38,7 +38,7 @@ def random(*shape):
 
 def test_a_batch_whose_items_depend_on_each_other_is_run_whole(tmp_path):
     builder, plan = built(share_of_the_sum(), max_batch=8)
-    assert "ReduceSum" in plan.dependence and "neither cut nor merged" in builder.remarks[0]
+    assert "ReduceSum" in plan.dependence and "neither cut nor merged" in builder.notices[0]
     write_plan(plan, tmp_path / "m.plan")
     engine = Engine(read_plan(tmp_path / "m.plan"))
     assert not engine.independent_items
@@ -89,7 +89,7 @@ def test_what_depends_on_the_number_of_items_is_built_for_one(name, nodes, shape
     x = random(1, *shapes["x"][1:])
     want, = onnx.reference.ReferenceEvaluator(proto).run(None, {"x": x})
     np.testing.assert_allclose(Engine(plan).run({"x": x})["y"], want, rtol=1e-6, strict=True)
-    assert plan.max_batch == 0 and "fixed to 1" in builder.remarks[0], name
+    assert plan.max_batch == 0 and "fixed to 1" in builder.notices[0], name
     with pytest.raises(InputError):
         Engine(plan).run({"x": random(3, *shapes["x"][1:])})
 
