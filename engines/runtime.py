@@ -105,9 +105,9 @@ class Engine:
         return self.plan.max_batch
 
     @property
-    def independent_items(self) -> bool:
-        """Whether each item is computed from itself alone, so that a batch may be cut, and merged with others."""
-        return not self.plan.dependence
+    def dependence(self) -> str:
+        """Why a batch must neither be cut nor merged with others; "" if each item is computed from itself alone."""
+        return self.plan.dependence
 
     @property
     def arena_bytes(self) -> int:
