@@ -147,6 +147,11 @@ def extent(dim: Dim) -> int | Extent:
     return Extent(int(match[1] or 1), int(match[2] or 0))
 
 
+def is_extent(dim: Dim) -> bool:
+    """Whether it is a number, or depends on the batch alone."""
+    return not isinstance(dim, str) or _DIM.fullmatch(dim) is not None
+
+
 def dim(value: Any) -> Dim:
     """The Dim that writes down a number."""
     return str(value) if isinstance(value, Extent) else int(value)
@@ -210,7 +215,8 @@ def fixed(shape: Iterable[Dim]) -> tuple[int, ...]:
     """The same shape, known to be of ints; raises GraphError otherwise."""
     shape = tuple(shape)
     if any(isinstance(d, str) for d in shape):
-        raise GraphError(f"{text(shape)} must be fixed here: only the leading extent may be symbolic")
+        raise GraphError(f"{text(shape)} must be fixed here, and depends on the batch: build the model for a fixed "
+                         "batch, with the whole shape of each input that has one, as in --shape NAME:1x3x224x224")
     return tuple(int(d) for d in shape)
 
 

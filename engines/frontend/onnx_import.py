@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import onnx
 from onnx import helper, inliner, numpy_helper
 
+from engines.capacity import bytes_of, too_large
 from engines.errors import EngineError, ModelError
 from engines.faults import faults_named
 from engines.frontend import attention, composed  # noqa: F401  (fill RULES)
@@ -22,6 +24,7 @@ from engines.shapes import Undecided, text
 log = logging.getLogger(__name__)
 
 OLDEST_OPSET = 9
+IMAGE_SIDE, LENGTH = 224, 128        # in examples of --shape
 _DTYPE_ATTRIBUTES = {("Cast", "to"), ("QuantizeLinear", "output_dtype")}
 
 
@@ -107,34 +110,66 @@ def _input_types(model: str, inputs: Sequence[onnx.ValueInfoProto],
     if unknown := set(shapes) - {value.name for value in inputs}:
         raise ModelError(f"{model} has no input '{sorted(unknown)[0]}'; its inputs are "
                          f"{', '.join(value.name for value in inputs)}")
-    return {value.name: _input_type(model, value, shapes.get(value.name), keep_batch) for value in inputs}
+    declared = {value.name: _Declared.of(model, value) for value in inputs}
+    wanted = {name: given.shape(model, shapes.get(name), keep_batch) for name, given in declared.items()}
+    if missing := [name for name, shape in wanted.items() if shape is None]:
+        raise ModelError(_ask_for_shapes(model, [declared[name] for name in missing]))
+    types = {name: TensorType(declared[name].dtype, shape) for name, shape in wanted.items() if shape is not None}
+    for name, kind in types.items():
+        if wrong := too_large(bytes_of(kind)):
+            raise ModelError(f"{model}: input '{name}' {kind} takes {wrong}")
+    return types
 
 
-def _input_type(model: str, value: onnx.ValueInfoProto, given: Sequence[Dim | None] | None,
-                keep_batch: bool) -> TensorType:
-    tensor = value.type.tensor_type
-    if not value.type.HasField("tensor_type") or tensor.elem_type in (0, onnx.TensorProto.STRING):
-        raise ModelError(f"{model}: input '{value.name}' is no tensor of numbers, which is all that is supported")
-    dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.elem_type))
-    declared = [_extent(d) for d in tensor.shape.dim]
-    if given is None:
-        if not tensor.HasField("shape"):
-            raise ModelError(f"{model}: input '{value.name}' declares no shape: give it, "
-                             f"{_option(value.name, [1, 3, 224, 224])}")
-        given = declared
-    elif tensor.HasField("shape") and not _fits(given, declared):
-        raise ModelError(f"{model}: the shape {text(d or BATCH for d in given)} given for input '{value.name}' does "
-                         f"not fit the declared {text(d or '?' for d in declared)}")
-    if keep_batch and declared and not _is_size(declared[0]):
-        given = (None, *given[1:])
-    shape = [BATCH if axis == 0 and not _is_size(d) else d for axis, d in enumerate(given)]
-    for axis, d in enumerate(shape):
-        if d != BATCH and not _is_size(d):
-            label = f" ('{d}')" if isinstance(d, str) else ""
-            raise ModelError(f"{model}: extent {axis}{label} of input '{value.name}' "
-                             f"{text(d or '?' for d in declared)} is symbolic; "
-                             f"only the leading one may be: give it, {_option(value.name, declared)}")
-    return TensorType(dtype, tuple(d if isinstance(d, str) else int(d or 0) for d in shape))
+@dataclass(frozen=True)
+class _Declared:
+    """An input as the file declares it. `extents` None: of unknown rank; an extent None: unknown, without a name."""
+    name: str
+    dtype: np.dtype[Any]
+    extents: tuple[Dim | None, ...] | None
+
+    @staticmethod
+    def of(model: str, value: onnx.ValueInfoProto) -> _Declared:
+        tensor = value.type.tensor_type
+        if not value.type.HasField("tensor_type") or tensor.elem_type in (0, onnx.TensorProto.STRING):
+            raise ModelError(f"{model}: input '{value.name}' is no tensor of numbers, which is all that is supported")
+        dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+        return _Declared(value.name, dtype, tuple(map(_extent, tensor.shape.dim)) if tensor.HasField("shape") else None)
+
+    def shape(self, model: str, given: Sequence[Dim | None] | None, keep_batch: bool) -> tuple[Dim, ...] | None:
+        """The shape to compile for: of sizes behind what may be the batch. None: some are not known."""
+        if given is None:
+            given = self.extents
+        elif self.extents is not None and not _fits(given, self.extents):
+            raise ModelError(f"{model}: the shape {text(d or BATCH for d in given)} given for input '{self.name}' does "
+                             f"not fit the declared {self}")
+        if given is None:
+            return None
+        if keep_batch and self.extents and not _is_size(self.extents[0]):
+            given = (None, *given[1:])
+        shape = [BATCH if axis == 0 and not _is_size(d) else d for axis, d in enumerate(given)]
+        known = [d for d in shape if d == BATCH or _is_size(d)]
+        return tuple(d for d in known if d is not None) if len(known) == len(shape) else None
+
+    def __str__(self) -> str:
+        return "of unknown rank" if self.extents is None else text("?" if d is None else d for d in self.extents)
+
+    def option(self, sizes: dict[str, int]) -> str:
+        """An example of the option that gives the shape. `sizes`: of symbols, chosen so far."""
+        extents = self.extents if self.extents is not None else (None, 3, 224, 224)
+        side = IMAGE_SIDE if len(extents) == 4 and {1, 3, 4}.intersection(extents[1:]) else LENGTH
+        chosen = [d if _is_size(d) else sizes.setdefault(str(d), side) if d and axis else side if axis else BATCH
+                  for axis, d in enumerate(extents)]
+        return f"--shape {self.name}:{'x'.join(map(str, chosen))}"
+
+
+def _ask_for_shapes(model: str, inputs: Sequence[_Declared]) -> str:
+    """About all of them at once."""
+    sizes: dict[str, int] = {}
+    options = " ".join(given.option(sizes) for given in inputs)
+    listed = ", ".join(f"'{given.name}' {given}" for given in inputs)
+    return (f"{model}: only the leading extent of an input may be left open (it is the batch); give the sizes of "
+            f"{listed} for which to compile, as in {options}")
 
 
 def _extent(d: onnx.TensorShapeProto.Dimension) -> Dim | None:
@@ -150,12 +185,6 @@ def _is_size(d: Dim | None) -> bool:
 def _fits(given: Sequence[Dim | None], declared: Sequence[Dim | None]) -> bool:
     """Declared sizes must be met; a model of fixed batch is not made symbolic by asking."""
     return len(given) == len(declared) and all(g == d for g, d in zip(given, declared, strict=True) if _is_size(d))
-
-
-def _option(name: str, declared: Sequence[Dim | None]) -> str:
-    """An example of the option that gives a shape."""
-    sizes = [d if _is_size(d) else 224 if axis else BATCH for axis, d in enumerate(declared)]
-    return f"--shape {name}:{'x'.join(map(str, sizes))}"
 
 
 # ---- nodes

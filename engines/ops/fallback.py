@@ -13,7 +13,7 @@ import numpy as np
 from engines.errors import GraphError
 from engines.ir import Array, Node, TensorType
 from engines.ops.op import Inputs, Op, Types, Values
-from engines.shapes import extent
+from engines.shapes import is_extent
 
 if TYPE_CHECKING:
     import onnx
@@ -99,6 +99,6 @@ def _tensor_type(proto: Any) -> TensorType:
         if not d.HasField("dim_value") and not d.dim_param:
             raise GraphError("an extent of its result depends on data, which is not supported")
         shape.append(d.dim_value if d.HasField("dim_value") else d.dim_param)
-    for d in shape:
-        extent(d)
+    if invented := [d for d in shape if not is_extent(d)]:      # shape inference writes a new symbol, "unk__0"
+        raise GraphError(f"an extent of its result, '{invented[0]}', depends on data, which is not supported")
     return TensorType(np.dtype(helper.tensor_dtype_to_np_dtype(proto.elem_type)), tuple(shape))
