@@ -59,7 +59,7 @@ def lower_blocks(ctx: Context, node: Node) -> Sequence[Call]:
     if anchor.op == "DepthToSpace":
         seen, target = _deep(x, block, inner), _spread(y, block)
     else:
-        seen, target = _spread(x, block), _deep(y, block, inner=False)
+        seen, target = _spread(x, block), _deep(y, block, inner)
     return [moved(ctx, node, node.inputs[0], seen, node.outputs[0], target)]
 
 
