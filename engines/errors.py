@@ -7,6 +7,7 @@
     │   └── UnknownTensorError    a shape follows from the value of tensors that are not known before run time
     ├── ConfigError           options that make no sense, alone or together
     ├── CalibrationError      data or a table that cannot give ranges
+    ├── CompilerFault         an exception that the compiler should not have raised, and the node it was at (our bug)
     ├── InputError            a feed that does not fit the engine
     └── PlanError             a plan file that cannot be used
         ├── PlanCorruptError  truncated, tampered with, or no plan at all
@@ -28,7 +29,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 class EngineError(Exception):
-    """The root: catch this to catch everything that is not a bug of ours."""
+    """The root: catch this to catch everything that the compiler and the engine raise on purpose."""
 
 
 class ModelError(EngineError):
@@ -60,6 +61,10 @@ class ConfigError(EngineError):
 
 
 class CalibrationError(EngineError):
+    pass
+
+
+class CompilerFault(EngineError):
     pass
 
 

@@ -22,7 +22,7 @@ from engines.ops.fallback import as_onnx
 from engines.ops.movement import FAR
 from engines.ops.recurrent import ACTIVATIONS, DEFAULTS, PARAMETERS
 from engines.ops.window import Window
-from engines.shapes import Extent, dim, extent, fixed, normal_axis, product
+from engines.shapes import Extent, dim, extent, fixed, normal_axis, product, text
 
 
 @dataclass(frozen=True)
@@ -327,6 +327,8 @@ def _squeeze(call: Call) -> list[Node]:
             raise GraphError("it has no axes")
         rank += len(axes)
     elif axes is None:
+        if any(isinstance(d, str) for d in call.type().shape):
+            raise GraphError(f"which axes of {text(call.type().shape)} it removes depends on whether the batch is 1")
         axes = tuple(i for i, d in enumerate(call.type().shape) if d == 1)
     return call.node_with(1, axes=tuple(sorted(normal_axis(a, rank) for a in axes)))
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from engines.errors import UnknownTensorError
 from engines.ir import Array, Node, TensorType
+from engines.ops.items import ItemAxes, repeated
 from engines.ops.op import Inputs, Op, Types, Values
 from engines.shapes import dim, extent, fixed
 
@@ -17,6 +18,10 @@ class ConstantOfShape(Op):
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
         return (TensorType(cls._value(node).dtype, tuple(node.attrs["shape"])),)
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        return repeated(outputs[0].shape)
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:

@@ -20,6 +20,7 @@ import numpy as np
 
 from engines.errors import EngineError, GraphError, UnknownTensorError
 from engines.ir import Array, Dim, Node, TensorType
+from engines.ops.items import ItemAxes, Mixed, only_first
 from engines.shapes import Extent, Undecided
 
 _REGISTRY: dict[str, type[Op]] = {}
@@ -57,6 +58,15 @@ class Op:
     def compute(cls, node: Node, *arrays: Array) -> Array | tuple[Array, ...]:
         """The outputs. An absent optional input is None."""
         raise NotImplementedError
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        """The axis along which each output has the items of a batch: its item i follows from item i of the inputs.
+
+        axes: likewise for the inputs; None for one that is alike for all items, and for such an output. Raises Mixed
+        with the reason where an item follows from others, or may: an operator that does not say anything is one.
+        """
+        raise Mixed("it is not known to keep the items of a batch apart")
 
     @classmethod
     def infer(cls, node: Node, inputs: Inputs, values: Values = ()) -> Types:
@@ -128,6 +138,12 @@ class LayoutOp(Op, abstract=True):
 
     `types` and `compute` are written for channels first; weights are OIHW in both.
     """
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        if only_first(axes) != 0:
+            raise Mixed("its items are not the images")
+        return (0,) * len(outputs)
 
     @classmethod
     def infer(cls, node: Node, inputs: Inputs, values: Values = ()) -> Types:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from engines.ir import Array, Node, TensorType
+from engines.ops import items
 from engines.ops.op import Inputs, Op, Types, Values, present
 from engines.shapes import broadcast
 
@@ -33,6 +34,10 @@ class Pointwise(Op, abstract=True):
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
         given = present(inputs)
         return (TensorType(cls.result_dtype(node, [t.dtype for t in given]), broadcast(*(t.shape for t in given))),)
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: items.ItemAxes) -> items.ItemAxes:
+        return (items.broadcast(inputs, axes, len(outputs[0].shape)),)
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:

@@ -8,10 +8,10 @@ import numpy as np
 
 from engines.backends.llvm.calls import Call, Context, Refused, lowers
 from engines.backends.llvm.kernels.resize import Resize, taps_of
+from engines.backends.llvm.lanes import FLOATS
 from engines.backends.llvm.places import Place
 from engines.backends.llvm.rules.contraction import operand_views
 from engines.backends.llvm.rules.copies import moved
-from engines.backends.llvm.rules.pointwise import FLOATS
 from engines.backends.llvm.rules.pool import pool_call, write_pooled
 from engines.ir import Array, Node
 from engines.ops import resize
