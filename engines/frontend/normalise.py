@@ -235,13 +235,6 @@ def _lp_normalization(call: Call) -> list[Node]:
     return call.node_with(1, p=p, axis=normal_axis(call.attr("axis", -1), call.rank))
 
 
-@rule("LRN")
-def _lrn(call: Call) -> list[Node]:
-    if call.attr("size") < 1:
-        raise GraphError(f"its size is {call.attr('size')}, at least 1 it should be")
-    return call.node_with(1, **call.keep("size", "alpha", "beta", "bias"))
-
-
 @rule("BatchNormalization")
 def _batch_normalization(call: Call) -> list[Node]:
     if call.attr("training_mode", 0) or (len(call.node.outputs) > 1 and call.opset >= 14):
@@ -258,7 +251,7 @@ def _layer_normalization(call: Call) -> list[Node]:
 
 def plain_sums(call: Call) -> None:
     """stash_type: the precision of the inner sums, float32 where it is not said. It is float32 here."""
-    if call.attr("stash_type", TensorProto.FLOAT) != TensorProto.FLOAT:
+    if dtype_of(call.attr("stash_type", TensorProto.FLOAT)) != np.float32:
         raise Beyond("inner sums in another type than float32")
 
 
@@ -478,6 +471,8 @@ def _recurrent(call: Call) -> list[Node]:
         raise GraphError(f"unknown activation '{min(unknown)}'; ONNX has {', '.join(ACTIVATIONS)}")
     if len(names) != count * len(DEFAULTS[op]) or direction not in ("forward", "reverse", "bidirectional"):
         raise GraphError(f"{len(names)} activations for direction '{direction}'")
+    if call.attr("clip", 1.0) <= 0:
+        raise GraphError(f"clip is {call.attr('clip')}, which leaves nothing; it is above 0, or not there")
     if call.attr("hidden_size", size := fixed(call.type(2).shape)[-1]) != size:
         raise GraphError(f"hidden_size is {call.attr('hidden_size')}, but its weights are for {size}")
     given = {key: iter(call.attr(key) or ()) for key in ("activation_alpha", "activation_beta")}
@@ -500,8 +495,10 @@ def _convolution(call: Call) -> list[Node]:
         attrs["pads"] = _same_pads(call, kernel, attrs) or attrs["pads"]
         return call.node_with(3, **attrs)
     extra = tuple(call.attr("output_padding", (0,) * len(kernel)))
-    if len(extra) != len(kernel):
-        raise GraphError(f"output_padding is {extra}; it has {len(kernel)} numbers")
+    wanted = call.attr("output_shape", kernel)[-len(kernel):]       # batch and channels may stand before it
+    for name, numbers in (("output_padding", extra), ("output_shape", wanted)):
+        if len(numbers) != len(kernel):
+            raise GraphError(f"{name} is {tuple(numbers)}; it has {len(kernel)} numbers")
     return call.node_with(3, **attrs | {"output_padding": extra, "pads": _transposed_pads(call, kernel, attrs, extra)})
 
 
