@@ -27,8 +27,11 @@ log = logging.getLogger(__name__)
 
 
 
+Model = str | Path | onnx.ModelProto        # a file, or what was read of one
+
+
 @faults_named()
-def graph_from_onnx(model: str | Path | onnx.ModelProto, *,
+def graph_from_onnx(model: Model, *,
                     shapes: Mapping[str, Sequence[Dim | None]] | None = None,
                     constants: Mapping[str, Array] | None = None, keep_batch: bool = False, one_item: bool = False,
                     notices: list[str] | None = None) -> Graph:

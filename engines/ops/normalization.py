@@ -124,7 +124,6 @@ def standardise(x: Array, axes: tuple[int, ...], epsilon: float) -> Array:
 
 class LRN(LayoutOp):
     """x / (bias + alpha / size * sum of squares over `size` neighbouring channels) ** beta"""
-    attributes = ("size", "alpha", "beta", "bias")
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
@@ -144,8 +143,6 @@ class LRN(LayoutOp):
 
 
 class LpNormalization(_AlongAxis):
-    attributes = ("p", "axis")
-
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
         (x,) = arrays
