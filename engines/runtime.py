@@ -82,8 +82,7 @@ class Engine:
         self.plan = plan
         self.threads = threads
         self._program = Program(plan, threads)
-        self._execution = (_parallel(self._program, threads) if threads > 1
-                           else lambda cpus: SerialExecution(self._program))
+        self._execution = _executions(self._program, threads)
         self._feeds = Feeds(plan)
         self._idle: deque[ExecutionContext] = deque()      # its append and pop are atomic
 
@@ -141,8 +140,12 @@ class Engine:
             self._idle.pop().close()
 
 
-def _parallel(program: Program, threads: int) -> Callable[[tuple[int, ...] | None], Execution]:
-    """What makes executions of several threads; imported here, for on one thread serving starts without it."""
+def _executions(program: Program, threads: int) -> Callable[[tuple[int, ...] | None], Execution]:
+    """What makes executions. It knows the program, not the engine: a cycle would keep the weights in memory until the
+    collector comes by, and on an idle server that is never."""
+    if threads == 1:
+        return lambda cpus: SerialExecution(program)
+    # Imported here, for on one thread serving starts without it.
     from engines.parallel import ParallelExecution, ParallelProgram
     return partial(ParallelExecution, ParallelProgram(program, threads))
 
