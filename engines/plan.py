@@ -205,6 +205,7 @@ class Plan:
     packed: Mapping[str, PackedArray] = field(default_factory=dict)     # of which these are not written a second time
     metadata: Mapping[str, Any] = field(default_factory=dict)       # preprocessing, calibration, versions, report
     bands: tuple[Band, ...] = ()            # in order, apart from each other
+    dependence: str = ""                    # why a batch is neither cut nor merged with others; "": it may be
 
     @property
     def derived_bytes(self) -> int:

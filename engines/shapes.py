@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from engines.errors import GraphError
-from engines.ir import BATCH, Array, Dim
+from engines.ir import BATCH, Array, Dim, TensorType
 
 
 class Undecided(Exception):
@@ -147,6 +147,11 @@ def extent(dim: Dim) -> int | Extent:
     return Extent(int(match[1] or 1), int(match[2] or 0))
 
 
+def is_extent(dim: Dim) -> bool:
+    """Whether it is a number or of the form that `extent` reads."""
+    return not isinstance(dim, str) or bool(_DIM.fullmatch(dim))
+
+
 def dim(value: Any) -> Dim:
     """The Dim that writes down a number."""
     return str(value) if isinstance(value, Extent) else int(value)
@@ -188,6 +193,11 @@ def batch_of(shape: Sequence[Dim], actual: Sequence[int]) -> int | None:
     if bind(shape, batch) != tuple(actual):
         raise GraphError(f"shape {text(actual)} does not fit {text(shape)}")
     return batch
+
+
+def is_empty(tensor: TensorType) -> bool:
+    """Whether it has no elements, whatever the batch."""
+    return 0 in tensor.shape
 
 
 def broadcast(*shapes: Sequence[Dim]) -> tuple[Dim, ...]:

@@ -24,7 +24,9 @@ PACKAGES = {
 # Inside engines: a module may import what its layer stands on, and all that this stands on in turn.
 STANDS_ON = {
     "version": (), "errors": (), "tables": (), "clock": (),
+    "debug": (),
     "ir": ("errors",),
+    "faults": ("ir",),
     "packed": ("ir",),
     "plan": ("packed",),
     "roofline": ("plan",),
@@ -33,8 +35,8 @@ STANDS_ON = {
     "ops": ("shapes",),
     "serialize": ("ir",),
     "reference": ("ops",),
-    "frontend": ("reference", "version"),
-    "passes": ("frontend",),
+    "frontend": ("reference", "version", "faults"),
+    "passes": ("frontend", "debug"),
     "tactics": ("version", "errors", "clock"),
     "backends": ("passes", "serialize", "tactics", "roofline", "tables", "cpu", "loader", "memory"),
     "bands": ("execution", "tactics"),

@@ -34,6 +34,11 @@ def test_without_a_delay_all_that_fits_goes_at_once(queue: list[Waiting], count:
     assert decide(queue, 0, BatchPolicy(max_batch_size=8)) == Send(count)
 
 
+def test_requests_that_must_not_share_a_batch_go_one_by_one_and_at_once() -> None:
+    policy = BatchPolicy(max_batch_size=8, max_queue_delay_us=100, merges=False)
+    assert decide([Waiting(3), Waiting(1)], 0, policy) == Send(1)
+
+
 def test_a_window_opens_when_the_oldest_request_arrives_and_ends_after_the_delay() -> None:
     policy = BatchPolicy(max_batch_size=8, max_queue_delay_us=100)
     queue = [Waiting(enqueued_ns=5 * US), Waiting(enqueued_ns=90 * US)]

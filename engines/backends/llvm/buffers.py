@@ -29,7 +29,8 @@ def buffers_of(lowered: Lowered, max_batch: int) -> tuple[Buffer, ...]:
     inputs, outputs = ({places[name].buffer for name in names} for names in (graph.inputs, graph.outputs))
     result = []
     for i, storage in enumerate(places.buffers):
-        first = -1 if i in inputs else written.get(i, end)
+        # No step writes a tensor of no elements, though one may read it.
+        first = -1 if i in inputs else written.get(i, min(used.get(i, [end])))
         last = end if i in outputs else max([*used.get(i, []), first])
         result.append(Buffer(storage.name, buffer_bytes(storage, max(max_batch, 1)), first, last))
     return tuple(result)
