@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from engines import cpu
-from engines.errors import ConfigError, InputError, PlanTargetError
+from engines.errors import ConfigError, EngineError, InputError, PlanError, PlanTargetError
 from engines.execution import Execution, Program, SerialExecution
 from engines.ir import Array
 from engines.plan import IoTensor, Plan, Step, TensorView
@@ -56,7 +56,12 @@ def _relower(plan: Plan, why: str) -> Plan:
         from engines.builder import relower
     except ImportError as error:
         raise PlanTargetError(f"{why}; to compile it again here, install what is missing ({error})") from error
-    relowered: Plan = relower(plan)
+    try:
+        relowered: Plan = relower(plan)
+    except PlanError:
+        raise
+    except EngineError as error:
+        raise PlanTargetError(f"{why}; its graph cannot be compiled again here: {error}") from error
     return relowered
 
 
