@@ -194,6 +194,7 @@ def _check_life(plan: Plan, index: int, number: int, where: str) -> None:
 def _check_fallback(plan: Plan, index: int, fallback: Fallback, where: str) -> None:
     _check(len(fallback.constant_quant) in (0, len(fallback.inputs)),
            f"{where} has {len(fallback.inputs)} inputs, and says how {len(fallback.constant_quant)} are stored")
+    _check(bool(fallback.outputs), f"{where} has no output")
     for view in (*fallback.inputs, *fallback.outputs):
         if isinstance(view, TensorView):
             _check_view(plan, view, where)
