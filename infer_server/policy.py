@@ -1,12 +1,17 @@
-"""When to send a batch, and which requests have waited too long: pure functions of the queue, the clock and the policy.
+"""When to send a batch, and of which requests: pure functions of queue, clock, policy and measured times.
 
-The rules are Triton's (core/src/dynamic_batch_scheduler.cc, GetDynamicBatch; scheduler_utils.cc, ApplyPolicy).
+Without deadlines the rules are Triton's (core/src/dynamic_batch_scheduler.cc, GetDynamicBatch; scheduler_utils.cc,
+ApplyPolicy). Triton's queue knows nothing of the deadlines of clients: under overload it executes, first come first
+served, requests that are answered too late, and hardly any in time.
 """
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import islice
+from typing import Protocol, TypeVar
+
+from infer_server.batch_times import BatchTimes
 
 
 class Queued(Protocol):
@@ -18,7 +23,13 @@ class Queued(Protocol):
     @property
     def enqueued_ns(self) -> int: ...
     @property
-    def deadline_ns(self) -> int: ...           # 0: it may wait forever
+    def deadline_ns(self) -> int: ...           # by which it must be answered; 0: its client waits for ever
+
+
+Q = TypeVar("Q", bound=Queued)
+
+_NEVER_NS = 1 << 63
+_BETTER = 1.1               # how much better a smaller batch must be: the times are measured, and noisy
 
 
 @dataclass(frozen=True)
@@ -107,6 +118,74 @@ def share(count: int, idle: int, policy: BatchPolicy) -> int:
     return -(-count // (1 + idle))
 
 
-def expired(queue: Iterable[Queued], now_ns: int) -> list[int]:
-    """The positions of the requests whose deadline has passed."""
-    return [i for i, request in enumerate(queue) if request.deadline_ns and now_ns > request.deadline_ns]
+def choose(queue: Collection[Q], now_ns: int, policy: BatchPolicy, idle: int, times: BatchTimes) -> list[Q] | Wait:
+    """The requests that an instance executes now, where some of `queue` (oldest first, not empty) have deadlines.
+
+    The front of the queue, as decide() and share() have it, as long as all of it can be answered in time. Otherwise
+    those who cannot are passed over, and the batch has the size that answers most rows in time a second. None: not one
+    of the queue can be answered in time.
+    """
+    decision = decide(queue, now_ns, policy)
+    if isinstance(decision, Wait):
+        latest_ns = _latest_start_ns(queue, now_ns, times)
+        if now_ns < latest_ns:
+            return Wait(min(decision.until_ns, latest_ns))
+    count = share(decision.count if isinstance(decision, Send) else len(queue), idle, policy)
+    front = list(islice(queue, count))
+    if now_ns <= _latest_start_ns(front, now_ns, times):
+        return front
+    sizes = _halves(policy.max_batch_size)
+    safe = {size: times.estimate(size, now_ns).safe for size in sizes}
+    likely = {size: times.estimate(size, now_ns).likely for size in sizes}      # who may just make it is tried last
+    return _most_in_time(queue, now_ns, safe) or _most_in_time(queue, now_ns, likely)
+
+
+def is_hopeless(request: Queued, now_ns: int, times: BatchTimes) -> bool:
+    """Whether a request is most likely late even if it is executed at once and alone."""
+    return bool(request.deadline_ns) and now_ns + times.estimate(request.rows, now_ns).likely > request.deadline_ns
+
+
+def _most_in_time(queue: Iterable[Q], now_ns: int, takes_ns: Mapping[int, float]) -> list[Q]:
+    """Of the batches of these sizes, the largest first, that which answers most rows in time a second."""
+    best: list[Q] = []
+    best_rate = 0.0
+    for size, ns in takes_ns.items():
+        batch = _in_time(queue, now_ns + ns, size)
+        rate = _rows(batch) / max(ns, 1)
+        if rate > best_rate * _BETTER:
+            best, best_rate = batch, rate
+    return best
+
+
+def _in_time(queue: Iterable[Q], done_ns: float, size: int) -> list[Q]:
+    """The oldest requests, up to `size` rows of one shape, that may be answered at `done_ns`."""
+    batch: list[Q] = []
+    rows = 0
+    for request in queue:
+        if 0 < request.deadline_ns < done_ns or request.rows > size:
+            continue
+        if batch and (rows + request.rows > size or request.shape_key != batch[0].shape_key):
+            break
+        batch.append(request)
+        rows += request.rows
+        if rows == size:
+            break
+    return batch
+
+
+def _latest_start_ns(batch: Iterable[Queued], now_ns: int, times: BatchTimes) -> int:
+    """When a batch must start so that each of its requests is safely answered in time."""
+    batch = list(batch)
+    deadlines = [request.deadline_ns for request in batch if request.deadline_ns]
+    if not deadlines:
+        return _NEVER_NS
+    return int(min(deadlines) - times.estimate(_rows(batch), now_ns).safe)
+
+
+def _halves(size: int) -> list[int]:
+    """`size`, half of it, and so on down to 1."""
+    return [size >> i for i in range(size.bit_length())]
+
+
+def _rows(batch: Iterable[Queued]) -> int:
+    return sum(request.rows for request in batch)

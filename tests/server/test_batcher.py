@@ -36,7 +36,7 @@ def request(loop: asyncio.AbstractEventLoop, rows: int = 1, timeout_us: int = 0)
 def batcher(batching: BatchPolicy | None = None, **queueing: int | bool) -> tuple[Batcher, Clock, list[Request]]:
     clock, refused = Clock(), list[Request]()
     queue_policy = QueuePolicy(**queueing)      # type: ignore[arg-type]    # each test gives the fields their own types
-    made = Batcher("m", batching or BatchPolicy(8), queue_policy, refused.extend, clock)
+    made = Batcher("m", batching or BatchPolicy(8), queue_policy, lambda requests, _: refused.extend(requests), clock)
     return made, clock, refused
 
 

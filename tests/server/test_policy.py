@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from infer_server.policy import BatchPolicy, QueuePolicy, Send, Wait, decide, expired
+from infer_server.policy import BatchPolicy, QueuePolicy, Send, Wait, decide
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,6 @@ def test_the_largest_preferred_size_that_is_reached_goes_within_the_window() -> 
 def test_a_batch_that_would_step_over_every_preferred_size_is_sent_before() -> None:
     policy = BatchPolicy(8, frozenset({4}), max_queue_delay_us=100)
     assert decide([Waiting(3), Waiting(3)], 0, policy) == Send(1)
-
-
-def test_a_request_expires_after_its_deadline_and_not_at_it() -> None:
-    queue = [Waiting(), Waiting(deadline_ns=10), Waiting(deadline_ns=20)]
-    assert expired(queue, 10) == []
-    assert expired(queue, 11) == [1]
-    assert expired(queue, 21) == [1, 2]
 
 
 @pytest.mark.parametrize(("default", "override", "requested", "timeout"), [

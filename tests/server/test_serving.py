@@ -146,11 +146,10 @@ def test_a_request_whose_timeout_passes_in_the_queue_is_refused(
         with gate.closed():
             executing = clients.submit(infer, client)
             assert gate.holds(1)
-            late = clients.submit(infer, client, timeout=1)
-            assert eventually(lambda: pending(server) == 1)
-            time.sleep(0.001)
-        with pytest.raises(InferenceServerException, match="timeout expired"):
-            late.result()
+            with pytest.raises(InferenceServerException, match="timeout expired") as caught:
+                infer(client, timeout=1)
+            assert not executing.done(), "it is refused while every instance is busy"
+        assert caught.value.status() == "StatusCode.UNAVAILABLE"
         assert executing.result().all()
 
 
