@@ -20,7 +20,7 @@ from infer_server.errors import (
     UnavailableError,
 )
 from infer_server.expiry import Expiries
-from infer_server.policy import BatchPolicy, QueuePolicy, Wait, choose, decide, is_hopeless, share
+from infer_server.policy import BatchPolicy, Choice, Instances, QueuePolicy, Wait, choose, decide, is_hopeless, share
 from infer_server.request import Request
 
 Refuse = Callable[[list[Request], ServeError], None]
@@ -32,12 +32,13 @@ _Queue = OrderedDict[Request, None]
 class Batcher:
     """Thread-safe. `refuse` is called with requests that expired and why, on the thread that noticed it."""
 
-    def __init__(self, model: str, batching: BatchPolicy, queueing: QueuePolicy, refuse: Refuse,
+    def __init__(self, model: str, batching: BatchPolicy, queueing: QueuePolicy, refuse: Refuse, instances: int = 1,
                  clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._model = model
         self._batching = batching
         self._queueing = queueing
         self._refuse = refuse
+        self._instances = instances
         self._clock_ns = clock_ns
         self._times = BatchTimes()
         self._queue: _Queue = OrderedDict()         # oldest first
@@ -100,13 +101,14 @@ class Batcher:
                     self._changed.wait()
                     self._idle -= 1
                     continue
-                chosen = self._choose(now_ns)
-                if isinstance(chosen, Wait):
-                    self._changed.wait((min(chosen.until_ns, self._next_expiry_ns() or chosen.until_ns) - now_ns) / 1e9)
-                elif chosen:
-                    return self._pop(chosen)
-                else:
-                    self._refuse_all(list(self._waiting()), self._too_late(now_ns))
+                choice = self._choose(now_ns)
+                if isinstance(choice, Wait):
+                    self._changed.wait((min(choice.until_ns, self._next_expiry_ns() or choice.until_ns) - now_ns) / 1e9)
+                    continue
+                if choice.lost:
+                    self._refuse_all(choice.lost, self._too_late(now_ns))
+                if choice.batch:
+                    return self._pop(choice.batch)
 
     def measured(self, rows: int, ns: int) -> None:
         """A batch of `rows` took `ns` from take() until its answers were handed on."""
@@ -141,18 +143,18 @@ class Batcher:
     def _waiting(self) -> Collection[Request]:
         return [*self._queue, *self._delayed] if self._delayed else self._queue.keys()
 
-    def _choose(self, now_ns: int) -> list[Request] | Wait:
-        """The requests of the next batch; none, if all that wait would be late."""
+    def _choose(self, now_ns: int) -> Choice[Request] | Wait:
+        choice: Choice[Request] | Wait
         if self._deadlines:
-            chosen = choose(self._waiting(), now_ns, self._batching, self._idle, self._times)
-            if isinstance(chosen, Wait) and self._closed:
-                return list(self._waiting())
-            return chosen
-        decision = decide(chain(self._queue, self._delayed), now_ns, self._batching)
-        if isinstance(decision, Wait) and not self._closed:
-            return decision
-        count = len(self) if isinstance(decision, Wait) else decision.count
-        return list(islice(chain(self._queue, self._delayed), share(count, self._idle, self._batching)))
+            instances = Instances(self._instances, self._idle)
+            choice = choose(self._waiting(), now_ns, self._batching, instances, self._times)
+        else:
+            decision = decide(chain(self._queue, self._delayed), now_ns, self._batching)
+            choice = decision if isinstance(decision, Wait) else Choice(list(islice(
+                chain(self._queue, self._delayed), share(decision.count, self._idle, self._batching))))
+        if isinstance(choice, Wait) and self._closed:
+            return Choice(list(self._waiting()))    # all of it is one batch that waited for a fuller one
+        return choice
 
     def _pop(self, batch: list[Request]) -> list[Request]:
         self._remove(batch)

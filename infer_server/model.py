@@ -36,7 +36,8 @@ class Model:
         self.signature = Signature(self.config)
         self.statistics = Statistics()
         self._loop = loop
-        self._batcher = Batcher(name, self.config.batching, self.config.queueing, self._refuse)
+        self._batcher = Batcher(name, self.config.batching, self.config.queueing, self._refuse,
+                                self.config.instances)
         self._waker = Waker(loop, self._batcher, self.config.batching.max_batch_size)
         self._expiry = ExpiryTimer(loop, self._batcher)
         outputs = [spec.name for spec in self.config.outputs]

@@ -6,10 +6,11 @@ served, requests that are answered too late, and hardly any in time.
 """
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from infer_server.batch_times import BatchTimes
 
@@ -71,6 +72,20 @@ class Wait:
     until_ns: int
 
 
+@dataclass(frozen=True)
+class Choice(Generic[Q]):
+    """Execute `batch` together and refuse `lost`, which cannot be answered in time. One of them may be empty."""
+    batch: list[Q]
+    lost: list[Q] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Instances:
+    """Of a model: how many there are, and how many of them wait for requests, beside the one that decides."""
+    total: int = 1
+    idle: int = 0
+
+
 def decide(queue: Iterable[Queued], now_ns: int, policy: BatchPolicy) -> Send | Wait:
     """Whether an idle instance takes the front of `queue` (oldest first, not empty) now, and how much of it.
 
@@ -118,26 +133,58 @@ def share(count: int, idle: int, policy: BatchPolicy) -> int:
     return -(-count // (1 + idle))
 
 
-def choose(queue: Collection[Q], now_ns: int, policy: BatchPolicy, idle: int, times: BatchTimes) -> list[Q] | Wait:
-    """The requests that an instance executes now, where some of `queue` (oldest first, not empty) have deadlines.
+def choose(queue: Collection[Q], now_ns: int, policy: BatchPolicy, instances: Instances, times: BatchTimes
+           ) -> Choice[Q] | Wait:
+    """What an instance does with `queue` (oldest first, not empty), where some of it have deadlines.
 
-    The front of the queue, as decide() and share() have it, as long as all of it can be answered in time. Otherwise
-    those who cannot are passed over, and the batch has the size that answers most rows in time a second. None: not one
-    of the queue can be answered in time.
+    It executes the front of the queue, as decide() and share() have it, as long as all of that can be answered in time.
+    Otherwise the batch has the size that answers most rows in time a second, and shed() says of whom.
     """
     decision = decide(queue, now_ns, policy)
     if isinstance(decision, Wait):
         latest_ns = _latest_start_ns(queue, now_ns, times)
         if now_ns < latest_ns:
             return Wait(min(decision.until_ns, latest_ns))
-    count = share(decision.count if isinstance(decision, Send) else len(queue), idle, policy)
+    count = share(decision.count if isinstance(decision, Send) else len(queue), instances.idle, policy)
     front = list(islice(queue, count))
     if now_ns <= _latest_start_ns(front, now_ns, times):
-        return front
-    sizes = _halves(policy.max_batch_size)
-    safe = {size: times.estimate(size, now_ns).safe for size in sizes}
-    likely = {size: times.estimate(size, now_ns).likely for size in sizes}      # who may just make it is tried last
-    return _most_in_time(queue, now_ns, safe) or _most_in_time(queue, now_ns, likely)
+        return Choice(front)
+    takes = {size: times.estimate(size, now_ns) for size in _halves(policy.max_batch_size)}
+    for takes_ns in ({size: estimate.safe for size, estimate in takes.items()},
+                     {size: estimate.likely for size, estimate in takes.items()}):  # who may just make it, after all
+        size = _best_size(queue, now_ns, takes_ns)
+        if size:
+            kept, lost = shed(queue, size, now_ns + takes_ns[size], takes[size].likely / instances.total)
+            return Choice(_in_time(kept, now_ns + takes_ns[size], size), lost)
+    return Choice([], list(queue))
+
+
+def shed(queue: Iterable[Q], size: int, done_ns: float, next_ns: float) -> tuple[list[Q], list[Q]]:
+    """Who waits on, and who must be given up so that all of these are answered in time.
+
+    Batches of `size` rows go in the order of arrival; the first is answered at `done_ns`, each other `next_ns` after
+    the one before. Where a request would be late, the one with the nearest deadline of all up to it is given up: no
+    other choice answers more, and those who stay have the most time to spare.
+
+    J. M. Moore, An n Job, One Machine Sequencing Algorithm for Minimizing the Number of Late Jobs, 1968
+    """
+    kept: dict[int, Q] = {}                         # by position in the queue
+    deadlines: list[tuple[int, int]] = []           # of those kept that have one, a heap
+    lost = []
+    rows = 0
+    for position, request in enumerate(queue):
+        if request.rows > size:
+            continue                                # not part of such batches: neither kept nor lost
+        kept[position] = request
+        rows += request.rows
+        if not request.deadline_ns:
+            continue
+        heapq.heappush(deadlines, (request.deadline_ns, position))
+        if request.deadline_ns < done_ns + next_ns * ((rows - 1) // size):
+            given_up = kept.pop(heapq.heappop(deadlines)[1])
+            rows -= given_up.rows
+            lost.append(given_up)
+    return list(kept.values()), lost
 
 
 def is_hopeless(request: Queued, now_ns: int, times: BatchTimes) -> bool:
@@ -145,15 +192,13 @@ def is_hopeless(request: Queued, now_ns: int, times: BatchTimes) -> bool:
     return bool(request.deadline_ns) and now_ns + times.estimate(request.rows, now_ns).likely > request.deadline_ns
 
 
-def _most_in_time(queue: Iterable[Q], now_ns: int, takes_ns: Mapping[int, float]) -> list[Q]:
-    """Of the batches of these sizes, the largest first, that which answers most rows in time a second."""
-    best: list[Q] = []
-    best_rate = 0.0
+def _best_size(queue: Iterable[Queued], now_ns: int, takes_ns: Mapping[int, float]) -> int:
+    """Of these batch sizes, the largest first, that which answers most rows in time a second. 0: none answers any."""
+    best, best_rate = 0, 0.0
     for size, ns in takes_ns.items():
-        batch = _in_time(queue, now_ns + ns, size)
-        rate = _rows(batch) / max(ns, 1)
+        rate = _rows(_in_time(queue, now_ns + ns, size)) / max(ns, 1)
         if rate > best_rate * _BETTER:
-            best, best_rate = batch, rate
+            best, best_rate = size, rate
     return best
 
 

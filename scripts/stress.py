@@ -107,10 +107,11 @@ async def overload(options: argparse.Namespace) -> None:
                 while not (await offer(channel, "slow", 1000, 0.001, deadline))["OK"]:
                     pass
                 recovered = time.monotonic() - begin
+            batches = after.execution_count - before.execution_count
             executed = after.inference_count - before.inference_count
-            print(f"{dict(ended)}, goodput {ended['OK'] / options.seconds / capacity:.0%} of capacity, "
-                  f"executed {executed}, in vain {executed - ended['OK']}, RSS {rss:.0f} -> {server.rss_mb():.0f} MB, "
-                  f"answers again after {recovered:.2f} s")
+            print(f"{dict(ended)}, goodput {ended['OK'] / options.seconds / capacity:.0%} of capacity; "
+                  f"executed {executed} in {batches} batches, in vain {executed - ended['OK']}; "
+                  f"RSS {rss:.0f} -> {server.rss_mb():.0f} MB; answers again after {recovered:.2f} s")
 
 
 def main() -> None:
