@@ -180,7 +180,8 @@ def test_a_deadline_that_no_execution_can_meet_is_refused_and_not_executed(
         tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
     write_model(tmp_path, "m", gate=request.node.name)
     with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
-        server.server.repository.find("m")._batcher.measured(1, 10**12)
+        for rows in (1, 8):
+            server.server.repository.find("m")._batcher.measured(rows, 10**12)
         with gate.closed(), pytest.raises(InferenceServerException, match="it was not executed") as caught:
             infer(client, client_timeout=TIMEOUT_SECS)
         assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"
@@ -197,7 +198,7 @@ def test_an_answer_that_nobody_waits_for_any_more_is_no_success(
         tensor.set_data_from_numpy(ONE)
         ended = threading.Event()
         with gate.closed():
-            call = client.async_infer("m", [tensor], lambda *_: ended.set(), client_timeout=client_timeout)
+            call = client.async_infer("m", [tensor], lambda **_: ended.set(), client_timeout=client_timeout)
             assert gate.holds(1)
             if client_timeout is None:
                 call.cancel()
