@@ -13,15 +13,15 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engines.backends.llvm.backend import Chosen, assemble, choose_kernels, make_tuner
 from engines.backends.llvm.tuner import Progress
 from engines.bands import with_bands
-from engines.errors import ConfigError
+from engines.errors import CompilerFault, ConfigError, EngineError
 from engines.faults import faults_named
 from engines.frontend.onnx_import import graph_from_onnx
-from engines.ir import BATCH, Graph
+from engines.ir import BATCH, Array, Graph
 from engines.passes.pipeline import optimise, simplify
 from engines.passes.pixels import Pixels, take_pixels
 from engines.passes.quantize import edges_to_calibrate, quantize, set_float_precision
@@ -29,6 +29,9 @@ from engines.plan import Plan
 from engines.serialize import graph_from_json, graph_to_json
 from engines.tactics import TimingCache
 from engines.version import COMPILER_VERSION
+
+if TYPE_CHECKING:
+    import onnx
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "best")
 DEFAULT_MAX_BATCH = 32
@@ -43,6 +46,7 @@ class BuildConfig:
     max_batch: int | None = None            # None: 32 where the model has a batch axis
     target: str = ""                        # name of an instruction set; "" is this machine's best
     shapes: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)  # of symbolic inputs; None: the batch
+    constants: Mapping[str, Array] = field(default_factory=dict)    # inputs that always have this value
     pixels: Pixels | None = None            # the image input takes uint8 [N, H, W, C], and normalises it so
     keep_float: tuple[str, ...] = ()        # ONNX nodes that an int8 build leaves in float
     timing: bool = True                     # time the tactics; without it the cheapest by its cost is taken
@@ -65,6 +69,7 @@ class Builder:
         # for what the build itself runs: calibration, trials
         self._here = make_tuner("", self.cache, timing=False, short_lived=True)
         self.log: list[Any] = []            # what the passes did and refused, for build-engine -v
+        self.notices: list[str] = []        # what every user of the build should know, a line each
 
     @property
     def target(self) -> str:
@@ -72,12 +77,47 @@ class Builder:
 
     # ---- graphs
     @faults_named()
-    def graph(self, model: str | Path) -> Graph:
-        """The model as one optimised float graph. ModelError says what cannot be read, and where."""
-        imported = graph_from_onnx(model, shapes=self.config.shapes, keep_batch=self.config.max_batch is not None)
+    def graph(self, model: str | Path | onnx.ModelProto) -> Graph:
+        """The model as one optimised float graph. ModelError says what cannot be read, and where.
+
+        A model that cannot be compiled for any batch, where nobody asked for one, is compiled for one item.
+        """
+        try:
+            graph = self._optimised(model)
+        except EngineError as reason:
+            if self._batch_is_asked_for or isinstance(reason, CompilerFault):
+                raise
+            graph = self._for_one_item(model, reason)
+        if graph.dependence:
+            self.notices.append("the items of a batch depend on each other, so it is neither cut nor merged with "
+                                f"others: {graph.dependence}")
+        return graph
+
+    def _optimised(self, model: str | Path | onnx.ModelProto, one_item: bool = False) -> Graph:
+        imported = graph_from_onnx(model, shapes=self.config.shapes, constants=self.config.constants,
+                                   keep_batch=self.config.max_batch is not None, one_item=one_item,
+                                   notices=self.notices)
         if self.config.pixels:
             imported = take_pixels(imported, self.config.pixels)
         return optimise(simplify(imported, self.log), self.log)
+
+    def _for_one_item(self, model: str | Path | onnx.ModelProto, reason: EngineError) -> Graph:
+        """The graph for a batch of 1. Raises the reason why it was tried, if that was not the batch."""
+        self.log.clear()
+        self.notices.clear()
+        try:
+            graph = self._optimised(model, one_item=True)
+        except EngineError:
+            raise reason from None
+        self.notices.append(f"the batch is fixed to 1, for it cannot be left open: {reason}. --shape gives it another "
+                            "number")
+        return graph
+
+    @property
+    def _batch_is_asked_for(self) -> bool:
+        """Whether the user said that the model has a batch, or of what size it is."""
+        leading = [shape[:1] for shape in self.config.shapes.values()]
+        return self.config.max_batch is not None or (None,) in leading
 
     def edges(self, graph: Graph) -> tuple[str, ...]:
         """The tensors whose ranges an int8 build asks for."""
@@ -160,6 +200,7 @@ class Builder:
             max_batch=chosen.max_batch, inputs=compiled.inputs, outputs=compiled.outputs, buffers=compiled.buffers,
             steps=compiled.steps, fills=compiled.fills, code=compiled.code, constants=compiled.constants,
             derived=compiled.derived, graph=document, graph_arrays=arrays, packed=compiled.packed,
+            dependence=graph.dependence,
             metadata={"compiler": COMPILER_VERSION, **(metadata or {})})
 
     def _max_batch(self, graph: Graph) -> int:

@@ -2,7 +2,9 @@
 
     EngineError
     ├── ModelError            an ONNX file that cannot be read or compiled
+    │   └── UnknownValueError a shape follows from the value of inputs, which a build must be told
     ├── GraphError            a graph that breaks its own rules (our bug, or a bad pass)
+    │   └── UnknownTensorError    a shape follows from the value of tensors that are not known before run time
     ├── ConfigError           options that make no sense, alone or together
     ├── CalibrationError      data or a table that cannot give ranges
     ├── CompilerFault         an exception that the compiler should not have raised, and the node it was at (our bug)
@@ -34,8 +36,24 @@ class ModelError(EngineError):
     pass
 
 
+class UnknownValueError(ModelError):
+    """`inputs`: the graph's inputs whose values would have to be known."""
+
+    def __init__(self, message: str, inputs: Iterable[str]) -> None:
+        super().__init__(message)
+        self.inputs = tuple(inputs)
+
+
 class GraphError(EngineError):
     pass
+
+
+class UnknownTensorError(GraphError):
+    """`tensors`: those whose values would have to be known, of the graph that is being read."""
+
+    def __init__(self, message: str, tensors: Iterable[str]) -> None:
+        super().__init__(message)
+        self.tensors = tuple(tensors)
 
 
 class ConfigError(EngineError):

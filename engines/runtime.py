@@ -105,6 +105,11 @@ class Engine:
         return self.plan.max_batch
 
     @property
+    def independent_items(self) -> bool:
+        """Whether each item is computed from itself alone, so that a batch may be cut, and merged with others."""
+        return not self.plan.dependence
+
+    @property
     def arena_bytes(self) -> int:
         """Of one context's buffers (a context of T threads has T such arenas)."""
         return (self._program.separate_layout if self.threads > 1 else self._program.shared_layout).total
@@ -122,7 +127,8 @@ class Engine:
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """{output name: array} for {input name: array}, in the dtypes and shapes of the ONNX model.
 
-        Any number of items on the batch axis: more than max_batch run in slices. InputError says what does not fit.
+        Any number of items on the batch axis: more than max_batch run in slices, if the items are independent.
+        InputError says what does not fit.
         """
         arrays = {name: np.asarray(value) for name, value in feeds.items()}
         items = self._feeds.check(arrays)
@@ -257,6 +263,10 @@ def _run_slices(context: ExecutionContext, plan: Plan, arrays: Mapping[str, Arra
     slots = plan.batch_slots
     if 1 <= items <= slots:
         return _run_slice(context, plan, arrays, items)
+    if plan.dependence:
+        raise InputError(f"{plan.name}: {items} items, but the plan takes 1 to {slots} at once, and they cannot be run "
+                         f"in slices, for they depend on each other: {plan.dependence}. Build it with --max-batch "
+                         f"{max(items, 1)}")
     results = {io.name: np.empty(_with_batch(io.view, items), "uint16" if io.dtype == "bfloat16" else io.dtype)
                for io in plan.outputs}
     for start in range(0, items, slots):

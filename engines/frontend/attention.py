@@ -13,10 +13,9 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from onnx import helper
 
 from engines.errors import GraphError
-from engines.frontend.normalise import Call, rule
+from engines.frontend.normalise import Call, dtype_of, rule
 from engines.frontend.parts import Parts
 from engines.ir import Dim, Node
 from engines.shapes import fixed
@@ -42,6 +41,7 @@ def _attention(call: Call) -> list[Node]:
     node, w = call.node, Parts(call)
     flat = call.rank == 3
     heads = _heads(call, flat)
+    call.ignore("qk_matmul_output_mode")        # of an output that may not be there
     q = _split(w, call, QUERY, heads.queries) if flat else node.inputs[QUERY]
     keys, values = (_with_past(w, call, which, past, heads, output) for which, past, output in (
         (KEY, PAST_KEY, PRESENT_KEY), (VALUE, PAST_VALUE, PRESENT_VALUE)))
@@ -80,8 +80,9 @@ def _attention(call: Call) -> list[Node]:
 
 
 def _heads(call: Call, flat: bool) -> _Heads:
+    given = tuple(call.attr(name) for name in ("q_num_heads", "kv_num_heads"))
     if flat:
-        queries, keys = (call.attr(name) for name in ("q_num_heads", "kv_num_heads"))
+        queries, keys = given
         if not queries or not keys:
             raise GraphError("q, k and v of three axes need q_num_heads and kv_num_heads")
     else:
@@ -94,7 +95,7 @@ def _heads(call: Call, flat: bool) -> _Heads:
 def _softmax(w: Parts, call: Call, scores: str, axis: int) -> str:
     """In the precision that the node asks for."""
     own, wanted = call.type().dtype, call.attr("softmax_precision")
-    precise = np.dtype(helper.tensor_dtype_to_np_dtype(wanted)) if wanted else own
+    precise = dtype_of(wanted) if wanted else own
     if precise == own:
         return w("Softmax", scores, axis=axis)
     return w("Cast", w("Softmax", w("Cast", scores, to=precise.name), axis=axis), to=own.name)

@@ -6,7 +6,7 @@ it but as the input of a node that makes something of nothing (a sum over no ele
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -42,6 +42,21 @@ class Trace:
         if missing := [name for name in node.inputs if name and name not in self.types]:
             raise GraphError(f"it reads '{missing[0]}', which nothing before it produces")
         return [self.types[name] if name else None for name in node.inputs]
+
+    def sources(self, names: Iterable[str]) -> list[str]:
+        """The inputs of the graph that decide about the values of these tensors, as far as those are not known."""
+        makers = {output: node for node in self.nodes for output in node.outputs}
+        found, waiting, seen = [], list(names), set[str]()
+        while waiting:
+            name = waiting.pop()
+            if not name or name in seen or name in self.values:
+                continue
+            seen.add(name)
+            if name in makers:
+                waiting += makers[name].inputs
+            else:
+                found.append(name)
+        return sorted(found)
 
     def known(self, node: Node) -> list[Array | None]:
         return [self.values.get(name) for name in node.inputs]

@@ -4,6 +4,7 @@ from __future__ import annotations
 import numpy as np
 
 from engines.ir import Array, Node, TensorType
+from engines.ops.items import ItemAxes, Mixed, beside, only_first
 from engines.ops.op import Inputs, LayoutOp, Op, Types, Values
 from engines.shapes import normal_axis
 
@@ -16,8 +17,26 @@ class _SameShape(Op, abstract=True):
         return (TensorType(x.dtype, x.shape),)
 
 
+class _AlongAxis(_SameShape, abstract=True):
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        return (beside(outputs[0].shape, only_first(axes), (node.attrs.get("axis", -1),), "normalises along"),)
+
+
+class _FromAxisOn(Op, abstract=True):
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        rank = len(outputs[0].shape)
+        along = range(normal_axis(node.attrs.get("axis", -1), rank), rank)
+        return (beside(outputs[0].shape, only_first(axes), along, "normalises along"),) * len(outputs)
+
+
 class BatchNormalization(_SameShape):
     """(x - mean) / sqrt(var + epsilon) * scale + bias, constants per channel (inference form)."""
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        return (beside(outputs[0].shape, only_first(axes), (1,), "has a scale for each index of"),)
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
@@ -28,6 +47,14 @@ class BatchNormalization(_SameShape):
 
 
 class InstanceNormalization(_SameShape):
+    attributes = ("epsilon",)
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        if only_first(axes) != 0:
+            raise Mixed("its items are not the images")
+        return (0,)
+
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
         x, *constants = arrays
@@ -36,7 +63,7 @@ class InstanceNormalization(_SameShape):
         return np.asarray(y * scale + bias, x.dtype)
 
 
-class LayerNormalization(Op):
+class LayerNormalization(_FromAxisOn):
     """Over the axes from `axis` on. The optional outputs are the mean and the inverse standard deviation."""
 
     @classmethod
@@ -59,7 +86,7 @@ class LayerNormalization(Op):
         return (y if bias is None else y + bias).astype(x.dtype), mean.astype(np.float32), deviation.astype(np.float32)
 
 
-class RMSNormalization(_SameShape):
+class RMSNormalization(_FromAxisOn, _SameShape):
     """x / sqrt(mean of x**2 + epsilon) * scale, over the axes from `axis` on."""
 
     @classmethod
@@ -79,6 +106,7 @@ def standardise(x: Array, axes: tuple[int, ...], epsilon: float) -> Array:
 
 class LRN(LayoutOp):
     """x / (bias + alpha / size * sum of squares over `size` neighbouring channels) ** beta"""
+    attributes = ("size", "alpha", "beta", "bias")
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
@@ -97,7 +125,9 @@ class LRN(LayoutOp):
         return np.asarray(x / factor ** node.attrs.get("beta", 0.75), x.dtype)
 
 
-class LpNormalization(_SameShape):
+class LpNormalization(_AlongAxis):
+    attributes = ("p", "axis")
+
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
         (x,) = arrays
@@ -105,7 +135,7 @@ class LpNormalization(_SameShape):
         return np.asarray(np.where(norm == 0, 0, x / norm), x.dtype)
 
 
-class _Softmax(_SameShape, abstract=True):
+class _Softmax(_AlongAxis, abstract=True):
     @staticmethod
     def shifted(node: Node, x: Array) -> tuple[Array, int]:
         axis = node.attrs.get("axis", -1)

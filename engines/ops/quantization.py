@@ -4,10 +4,20 @@ from __future__ import annotations
 import numpy as np
 
 from engines.ir import Array, Node, TensorType
+from engines.ops.items import ItemAxes, beside, only_first
 from engines.ops.op import Inputs, Op, Types, Values
 
 
-class QuantizeLinear(Op):
+class _Linear(Op, abstract=True):
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        x, scale = inputs[:2]
+        assert x is not None and scale is not None
+        along = (node.attrs.get("axis", 1),) if scale.shape not in ((), (1,)) else ()
+        return (beside(x.shape, only_first(axes), along, "has a scale for each index of"),)
+
+
+class QuantizeLinear(_Linear):
     """saturate(round half to even(x / scale) + zero_point)"""
 
     @classmethod
@@ -29,7 +39,7 @@ class QuantizeLinear(Op):
         return np.clip(stored, range_.min, range_.max).astype(zero_point.dtype)
 
 
-class DequantizeLinear(Op):
+class DequantizeLinear(_Linear):
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
         x, scale = inputs[:2]

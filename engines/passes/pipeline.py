@@ -11,8 +11,9 @@ from engines.debug import debugging
 from engines.ir import Graph, verify
 from engines.passes import rewrite
 from engines.passes.attention import fuse_attention
-from engines.passes.batch import separate_batch
+from engines.passes.batch import check_batch, separate_batch
 from engines.passes.common import merge_common
+from engines.passes.dependence import with_dependence
 from engines.passes.fold_constants import fold_constants
 from engines.passes.fuse import fuse_pointwise
 from engines.passes.layout import to_channels_last
@@ -40,6 +41,7 @@ from engines.passes.rules.scatter import ScatterOfRows
 from engines.passes.rules.shuffle import ChannelShuffle
 from engines.passes.rules.softmax import AlongInnermost
 from engines.passes.siblings import merge_siblings
+from engines.passes.widen import widen_floats
 
 Pass = Callable[[Graph], Graph]
 VIEWS = (ToReshape(), TransposeOfOnes(), MergeReshapes(), MergeTransposes())
@@ -48,6 +50,8 @@ VIEWS = (ToReshape(), TransposeOfOnes(), MergeReshapes(), MergeTransposes())
 def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
     """The same function, equal in float, in fewer and canonical nodes. Still in ONNX's layout and ONNX's operators."""
     return _run(graph, (
+        # what computes then computes on float32, which all below takes floats to be
+        ("widen_floats", lambda g: widen_floats(g, log)),
         # shape arithmetic becomes attributes and constants, which all patterns below ask for
         ("fold_constants", fold_constants),
         # what stands between two nodes that belong together goes first
@@ -83,6 +87,8 @@ def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
         ("fold_constants", fold_constants),
         ("remove_no_ops", _rules(log, RemoveNoOp(), *VIEWS)),
         ("merge_common", merge_common),
+        # while nodes are ONNX's, one by one: what follows only groups and moves them
+        ("dependence", lambda g: with_dependence(g, log)),
     ))
 
 
@@ -104,6 +110,8 @@ def optimise(graph: Graph, log: list[Note] | None = None) -> Graph:
         ("merge_siblings", lambda g: merge_siblings(g, log)),
         # nothing looks into a body after this
         ("fuse_pointwise", fuse_pointwise),
+        # what no pass could take apart, no backend can
+        ("check_batch", check_batch),
         # last: before it, what is constant is to be known as such
         ("make_constant_outputs", make_constant_outputs),
     ))

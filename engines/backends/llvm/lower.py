@@ -51,7 +51,10 @@ def _calls(ctx: Context, node: Node) -> Sequence[Call]:
             raise Refused(f"no kernel for {node.anchor.op}")
         if node.op != "Transpose" and (name := _batch_inside(ctx, node)):
             raise Refused(f"the batch is not the leading axis of '{name}'")
-        return tuple(rule(ctx, node))
+        calls = tuple(rule(ctx, node))
+        if misfits := [call.spec for call in calls if call.spec and call.spec.misfit]:
+            raise Refused(f"{misfits[0].family} kernels do not compute so on {misfits[0].misfit}")
+        return calls
     except Refused as reason:
         return (_fallback(ctx, node, str(reason)),)
 

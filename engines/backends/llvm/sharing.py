@@ -41,7 +41,6 @@ class Places:
         self._places: dict[str, Place] = {}
         self._wanted = self._halos_wanted()
         self._parent: dict[str, _Inside] = {}
-        _check_extents(graph)
         _check_dtypes(graph)
         for node in graph.nodes:
             self._see_views(node)
@@ -250,18 +249,6 @@ class _Inside:
         for cut in self.cuts:
             place = place.part(*cut)
         return place.with_halo(self.halo)
-
-
-def _check_extents(graph: Graph) -> None:
-    """ModelError for a tensor that is no batch of items of one shape."""
-    for node in graph.nodes:
-        for name in node.outputs:
-            symbols = [extent for extent in graph.types[name].shape if isinstance(extent, str)]
-            if symbols not in ([], [BATCH]):
-                shape = ", ".join(map(str, graph.types[name].shape))
-                raise ModelError(f"{graph.name}: node '{node.name or name}' ({node.op}) makes a tensor of shape "
-                                 f"[{shape}], but a tensor may have one axis of the batch, and no other that depends "
-                                 "on it; build the model for a fixed batch: give the input's whole shape with --shape")
 
 
 def _check_dtypes(graph: Graph) -> None:

@@ -10,10 +10,10 @@ from engines.backends.llvm.halos import pads_of
 from engines.backends.llvm.kernels.global_pool import GlobalPool
 from engines.backends.llvm.kernels.pool import Pool
 from engines.backends.llvm.kernels.reduce import Reduce
+from engines.backends.llvm.lanes import FLOATS
 from engines.backends.llvm.places import reshaped_strides
 from engines.backends.llvm.program import Program
 from engines.backends.llvm.rules.contraction import operand_views
-from engines.backends.llvm.rules.pointwise import FLOATS
 from engines.backends.llvm.spec import KernelSpec, View
 from engines.ir import Node
 

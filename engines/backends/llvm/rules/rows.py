@@ -11,9 +11,9 @@ from engines.backends.llvm.calls import Call, Context, Refused, lowers, stored, 
 from engines.backends.llvm.kernels.lrn import Lrn
 from engines.backends.llvm.kernels.norm import Norm
 from engines.backends.llvm.kernels.softmax import Softmax
+from engines.backends.llvm.lanes import FLOATS
 from engines.backends.llvm.program import ProgramBuilder
 from engines.backends.llvm.rows import RowKernel
-from engines.backends.llvm.rules.pointwise import FLOATS
 from engines.ir import Node
 
 SMALLEST = 1e-12        # of an L2 norm: a row of zeros stays zeros
