@@ -10,7 +10,7 @@ from engines.builder import BuildConfig, Builder
 from engines.errors import ConfigError, ModelError
 from tests.compiler.small_models import assert_right, engine_of, node, small_model
 
-TYPES = ("FLOAT8E4M3FN", "FLOAT8E5M2", "INT4", "UINT4", "COMPLEX64", "STRING")
+TYPES = ("FLOAT8E4M3FN", "FLOAT8E5M2", "INT4", "UINT4", "STRING")
 CONVOLUTION = small_model([node("Conv", "x w", "y")], {"x": ["n", 3, 64, 64]}, ["y"],
                           {"w": np.ones((16, 3, 1, 1), np.float32)})
 
@@ -18,7 +18,7 @@ CONVOLUTION = small_model([node("Conv", "x w", "y")], {"x": ["n", 3, 64, 64]}, [
 @pytest.mark.parametrize("name", TYPES)
 def test_a_tensor_of_a_type_that_no_plan_holds_is_refused_by_name(name: str) -> None:
     nodes = [node("Cast", "x", "t", to=getattr(TensorProto, name)), node("Cast", "t", "y", to=TensorProto.FLOAT)]
-    with pytest.raises(ModelError, match=r"tensor 't', of node 'cast' \(Cast\), is of type \w+, which is supp"):
+    with pytest.raises(ModelError, match=r"tensor 't', of node 'cast' \([a-z.]*Cast\), is of type \w+, which"):
         engine_of(small_model(nodes, {"x": ["n", 4]}, ["y"], opset=21))
 
 
@@ -53,5 +53,5 @@ def test_an_item_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_extent_that_depends_on_data_is_said_to() -> None:
-    with pytest.raises(ModelError, match=r"'nonzero' \(NonZero\).*: an extent of its result, 'unk__0', depends on"):
+    with pytest.raises(ModelError, match=r"'nonzero' \(NonZero\).*: an extent of its result depends on data"):
         engine_of(small_model([node("NonZero", "x", "y")], {"x": [4]}, ["y"]))
