@@ -25,8 +25,6 @@ from engines.shapes import Undecided
 
 log = logging.getLogger(__name__)
 
-
-
 Model = str | Path | onnx.ModelProto        # a file, or what was read of one
 
 
