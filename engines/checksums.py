@@ -1,9 +1,9 @@
 """Checksums of a plan file's parts, and reading a part into memory while its sum is taken.
 
 `strong` is BLAKE2b. `PageSums` takes pages of 4096 bytes as rows of 512 words: the CRC-32 of the sum of each row, of
-the sums of all columns, and of the bytes behind the last whole page. A change inside one word, words exchanged, and pages
-that are missing or in each other's place are found; what it overlooks are changes of four words and more that cancel
-out in rows and columns alike. It takes 5 ms for 67 MB, where BLAKE2b takes 80. Both guard against accidents, not
+the sums of all columns, and of the bytes behind the last whole page. A change inside one word, words exchanged, and
+pages that are missing or in each other's place are found; what it overlooks are changes of four words and more that
+cancel out in rows and columns alike. It takes 5 ms for 67 MB, where BLAKE2b takes 80. Both guard against accidents, not
 against an attacker.
 """
 from __future__ import annotations

@@ -51,12 +51,12 @@ def _json(value: Any) -> bytes:
 
 
 def fingerprint_of(manifest: Mapping[str, Any]) -> str:
-    """BLAKE2b of all that decides what a plan computes, as JSON gives it: its fields, and its sections by their sums.
+    """BLAKE2b of a plan as JSON gives it: its fields, and its sections by their sums.
 
     Code runs with the offsets, grids and layouts that it was compiled for, and takes no others: a plan in which one of
     these was altered is refused, even where somebody made the checksums of the file right again.
     """
-    fields = {name: value for name, value in manifest["plan"].items() if name not in ("fingerprint", "metadata")}
+    fields = {name: value for name, value in manifest["plan"].items() if name != "fingerprint"}
     sums = {name: record["checksum"] for name, record in manifest["sections"].items()}
     return strong(_json([fields, manifest["code"], manifest["arrays"], sums]))
 

@@ -67,6 +67,8 @@ def _check_plan(plan: Plan) -> None:
            f"cpu features {features!r}")
     _check(isinstance(plan.cpu.get("architecture", ""), str), f"architecture {plan.cpu.get('architecture')!r}")
     _check(0 <= plan.max_batch <= ADDRESSABLE, f"batches of up to {plan.max_batch}")
+    threads = plan.metadata.get("threads", 1)
+    _check(isinstance(threads, int) and threads >= 1, f"built for {threads!r} threads")
     for item in plan.derived:
         _check_derived(plan, item)
     _check(sum(max(buffer.bytes, 0) for buffer in plan.buffers) + plan.derived_bytes <= ADDRESSABLE,

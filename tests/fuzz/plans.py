@@ -71,11 +71,11 @@ class File:
                 sums = page_sums if name == "constants" or name.startswith("array/") else strong
                 record |= {"offset": len(body), "bytes": len(content), "checksum": sums(content)}
                 body += content
-        return self.sealed(bytes(body), version)
+        return self.sealed(bytes(body) + bytes(-len(body) % 64), version)
 
     def sealed(self, body: bytes, version: int) -> bytes:
         """Header, body and the manifest as it is."""
-        packed = zlib.compress(json.dumps(self.manifest).encode())
+        packed = zlib.compress(json.dumps(self.manifest, separators=(",", ":")).encode())
         header = HEADER.pack(b"\x93INFPLAN", version, 0, len(body), len(packed), bytes.fromhex(strong(packed)),
                              len(body) + len(packed), 0)
         return header + body[HEADER.size:] + packed
