@@ -148,7 +148,7 @@ class Step:
     fuses: tuple[str, ...] = ()             # ONNX node names
     precision: str = "fp32"
     tactic: str = ""
-    time_us: float = 0.0                    # as timed at build, batch 1
+    time_us: float = 0.0                    # as timed at build, for one item
     macs: int = 0                           # multiply-accumulates an item
     bytes: int = 0                          # read and written an item, constants included
     reason: str = ""                        # why it fell back, if it did
