@@ -9,7 +9,8 @@ import pytest
 from engines.backends.llvm.cells import bounded, cell_of
 from engines.backends.llvm.isa import AVX2, AVX512_VNNI, PORTABLE
 from engines.backends.llvm.kernels import recurrence
-from engines.backends.llvm.kernels.recurrence import STATE_ONE, Panels, Recurrence, fits, whole_weights
+from engines.backends.llvm.kernels.recurrence import Panels, Recurrence, fits, whole_weights
+from engines.backends.llvm.kernels.recurrent_steps import STATE_ONE
 from engines.backends.llvm.program import ProgramBuilder
 from engines.backends.llvm.spec import View
 from engines.ir import Node
