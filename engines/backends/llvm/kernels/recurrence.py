@@ -6,7 +6,9 @@
 
 precision "int16" multiplies integers: the state, which is known to be between -1 and 1, in units of 2**-13, by weights
 of 16 bits with a scale per row, pairs at a time (vpmaddwd, vpdpwssd). Sums are exact; the error of a product is that of
-rounding its factors, some 2**-13, and the weights take half the bytes. Everything but these products is float32.
+rounding its factors, some 2**-13, and the weights take half the bytes. "int16x8" has weights of 8 bits with a scale per
+row: a quarter of the bytes, for layers whose weights are read from beyond the second level of cache in every step, and
+take as long as that. Everything but these products is float32.
 
 An item with a length of its own walks that many steps; y is zero behind them.
 """
@@ -18,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.arithmetic import Arithmetic, arithmetic_for
+from engines.backends.llvm.arithmetic import INT16, Arithmetic, arithmetic_for
 from engines.backends.llvm.cells import Cell, Stage
 from engines.backends.llvm.emit import Module
 from engines.backends.llvm.functions import fma
@@ -30,6 +32,7 @@ from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View
 
 FIRST_LEVEL = 1 << 15   # bytes of cache that most machines have there
 SECOND_LEVEL = 1 << 18  # ... and there, that some have no more of
+LARGE_SECOND_LEVEL = 1 << 20    # ... and that others have
 
 
 @dataclass(frozen=True)
@@ -79,16 +82,16 @@ class Recurrence(KernelSpec):
     @property
     def step_bytes(self) -> int:
         """Of the weights that one step of one direction reads."""
-        return self.cells[0].gates * self.hidden * self.turns() * self.arithmetic.elements * (2 if self.scales else 4)
+        return self.cells[0].gates * self.hidden * self.turns() * self.arithmetic.weight_bytes(_ONE_LANE)
 
     @property
     def arithmetic(self) -> Arithmetic:
-        return arithmetic_for(self.precision, _ANY_MACHINE)
+        return arithmetic_for(self.precision, _ONE_LANE)
 
     @property
     def scales(self) -> int:
         """Constants of a unit that make real numbers of its integer sums."""
-        return self.cells[0].gates if self.precision == "int16" else 0
+        return self.cells[0].gates if self.precision in INT16 else 0
 
     # ---- tiles
     def items(self, isa: Isa) -> int:
@@ -130,7 +133,7 @@ class Recurrence(KernelSpec):
 
     def stage_vector(self, isa: Isa, stage: Stage) -> int:
         """Bytes of the weights of one vector of units."""
-        return self.turns() * len(stage.gates) * isa.bytes
+        return self.turns() * len(stage.gates) * self.arithmetic.weight_bytes(isa)
 
     def room(self, isa: Isa) -> int:
         """Elements of a state: whole vectors, and all that the K loop reads."""
@@ -142,7 +145,7 @@ class Recurrence(KernelSpec):
 
     # ---- constants
     def pack(self, isa: Isa, tactic: Panels, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """"weights": [D, G H, H], float32 or int16 -> [direction][stage][vector of units][k][gate][lane][element];
+        """"weights": [D, G H, H], float32, int16 or int8 -> [direction][stage][vector of units][k][gate][lane][element];
         "units": a sequence of float32 [D, H], "scales": [D, G H] -> [direction][vector of units][constant][lane];
         "first": for each given state float32 [D H], as it is."""
         vectors = -(-self.hidden // isa.lanes)
@@ -223,26 +226,32 @@ class Recurrence(KernelSpec):
     def _product(self, d: int, gate: int, state: Floats, constants: Mapping[str, Any]) -> tuple[Floats, Any]:
         """The sums of one gate, and what makes real numbers of them."""
         weights = np.asarray(constants["weights"])[d].reshape(-1, self.hidden, self.hidden)[gate]
-        if self.precision != "int16":
+        if not self.scales:
             return np.asarray(weights @ state, np.float32), np.float32(1)
         whole = np.rint(state * np.float32(STATE_ONE)).astype(np.int64)
         sums = (weights.astype(np.int64) @ whole).astype(np.float32)
         return sums, self._rows_of_scales(constants)[gate][d]
 
 
-_ANY_MACHINE = Isa("reference", 4, 16, "", "", frozenset())
+_ONE_LANE = Isa("one lane", 1, 16, "", "", frozenset())
 
 
-def whole_weights(weights: Array) -> tuple[Array, Array]:
-    """[D, G H, H] float32 -> (int16, scales [D, G H]) for precision "int16".
+def whole_precision(weights: Array) -> str:
+    """Of recurrent weights [D, G H, H] in an INT8 engine: 16 bits where they stay in the second level of cache."""
+    return "int16" if weights[0].size * 2 <= LARGE_SECOND_LEVEL else "int16x8"
 
-    A row's scale is the finest for which neither a weight leaves 16 bits nor a sum of products 32.
+
+def whole_weights(weights: Array, precision: str) -> tuple[Array, Array]:
+    """[D, G H, H] float32 -> (int16 or int8, scales [D, G H]).
+
+    A row's scale is the finest for which neither a weight leaves its bits nor a sum of products 32.
     """
-    largest = np.abs(weights).max(axis=2) / np.iinfo(np.int16).max
+    dtype = INT16[precision].weights_dtype
+    largest = np.abs(weights).max(axis=2) / np.iinfo(dtype).max
     total = np.abs(weights).sum(axis=2) / ((np.iinfo(np.int32).max - weights.shape[2] * STATE_ONE) / STATE_ONE)
     step = np.maximum(largest, total)
     step = np.where(step > 0, step, 1)
-    return np.rint(weights / step[..., None]).astype(np.int16), (step / STATE_ONE).astype(np.float32)
+    return np.rint(weights / step[..., None]).astype(dtype), (step / STATE_ONE).astype(np.float32)
 
 
 def fits(isa: Isa, items: int, weights: int, spare: int = 0) -> bool:

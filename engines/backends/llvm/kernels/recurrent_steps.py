@@ -222,19 +222,19 @@ class _Emitter:
         split = next(n for n in (1, 2, STEPS) if n * len(keys) >= FEWEST_CHAINS or n == STEPS)
         acc = {(part, key): arithmetic.zero(isa, source) for part in range(split) for key in keys}
         at = {"s": source + (self.whole if spec.scales else 0), "w": f.parameters["w"], "ahead": f.parameters["ahead"]}
-        step = arithmetic.step_bytes
+        step, weight = arithmetic.step_bytes, arithmetic.weight_bytes(isa)
         for _ in f.loop("k", spec.turns() // split, acc=acc, at=at):
             for part in range(split):
                 states = {item: at["s"] + item * self.pitch + part * step for item in range(size)}
                 weights = {(g, v): at["w"] + v * spec.stage_vector(isa, stage)
-                           + (part * len(stage.gates) + g) * isa.bytes
+                           + (part * len(stage.gates) + g) * weight
                            for v in range(vectors) for g in range(len(stage.gates))}
                 self._outer_product(acc, part, states, weights)
                 if self.tactic.prefetch:
                     isa.prefetch(at["ahead"])
                     at["ahead"] += LINE
             at["s"] += split * step
-            at["w"] += split * len(stage.gates) * isa.bytes
+            at["w"] += split * len(stage.gates) * weight
         while split > 1:
             split //= 2
             for part in range(split):
