@@ -145,7 +145,7 @@ class Recurrence(KernelSpec):
 
     # ---- constants
     def pack(self, isa: Isa, tactic: Panels, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """"weights": [D, G H, H], float32, int16 or int8 -> [direction][stage][vector of units][k][gate][lane][element];
+        """"weights": [D, G H, H], float32, int16, int8 -> [direction][stage][vector of units][k][gate][lane][element];
         "units": a sequence of float32 [D, H], "scales": [D, G H] -> [direction][vector of units][constant][lane];
         "first": for each given state float32 [D H], as it is."""
         vectors = -(-self.hidden // isa.lanes)
