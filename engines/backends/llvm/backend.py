@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.buffers import buffers_of, fills_of, write_borders
+from engines.backends.llvm.buffers import buffers_of, check_memory, fills_of, write_borders
 from engines.backends.llvm.calls import Call
 from engines.backends.llvm.constants import Constants
 from engines.backends.llvm.isa import Isa, best_isa, isa_named
@@ -67,7 +67,9 @@ class Chosen:
 def choose_kernels(graph: Graph, tuner: Tuner, max_batch: int, progress: Progress | None = None) -> Chosen:
     """Lower a graph and choose a tactic for each kernel. progress(done, of, what) is called as they are compiled and
     timed."""
-    lowered = write_borders(lower(graph, tuner.isa), max_batch)
+    lowered = lower(graph, tuner.isa)
+    check_memory(lowered, max_batch)
+    lowered = write_borders(lowered, max_batch)
     choices = tuner.choose({call.spec: call.constants for call in lowered.calls if call.spec}, progress)
     made = tuner.choose({maker: {} for spec, choice in choices.items()
                          for maker in spec.made(tuner.isa, choice.tactic).values()})
