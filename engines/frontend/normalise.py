@@ -475,6 +475,8 @@ def _convolution(call: Call) -> list[Node]:
 @rule("MaxPool", "AveragePool", "LpPool")
 def _pool(call: Call) -> list[Node]:
     kernel = tuple(call.attr("kernel_shape"))
+    if not kernel or len(kernel) + 2 != call.rank:
+        raise GraphError(f"its input has {call.rank} axes and kernel_shape {list(kernel)}: two fewer, and at least one")
     attrs = {"kernel_shape": kernel, **_steps(call, len(kernel)), **call.keep("p", "count_include_pad")}
     attrs["pads"] = _same_pads(call, kernel, attrs) or attrs["pads"]
     if call.attr("ceil_mode", 0):
@@ -485,7 +487,11 @@ def _pool(call: Call) -> list[Node]:
 
 def _steps(call: Call, rank: int) -> dict[str, Any]:
     default = {"strides": (1,) * rank, "dilations": (1,) * rank, "pads": (0,) * 2 * rank}
-    return {name: tuple(call.attr(name) or value) for name, value in default.items()}
+    steps = {name: tuple(call.attr(name) or value) for name, value in default.items()}
+    for name, value in default.items():
+        if len(steps[name]) != len(value) or min(steps[name]) < min(value):
+            raise GraphError(f"{name} are {list(steps[name])}: {len(value)} numbers from {min(value)} on")
+    return steps
 
 
 def _same_pads(call: Call, kernel: tuple[int, ...], attrs: dict[str, Any]) -> tuple[int, ...] | None:
@@ -562,11 +568,15 @@ def _resize(call: Call) -> list[Node]:
         every = range(len(shape))
         attrs["roi"] = (*(starts.get(i, 0.0) for i in every), *(ends.get(i, 1.0) for i in every))
     if sizes:
+        if len(sizes) != len(axes):
+            raise GraphError(f"{len(sizes)} sizes for {len(axes)} axes")
         sizes = _kept_ratio(call, sizes, axes)
         wanted = dict(zip(axes, sizes, strict=True))
         every_size = tuple(dim(wanted[i]) if i in wanted else d for i, d in enumerate(shape))
         return call.node_with(1, sizes=every_size, **attrs)
-    factors = dict(zip(axes, scales or [], strict=True))
+    if len(scales or ()) != len(axes):
+        raise GraphError(f"{len(scales or ())} scales for {len(axes)} axes")
+    factors = dict(zip(axes, scales or (), strict=True))
     return call.node_with(1, scales=tuple(float(factors.get(i, 1.0)) for i in range(len(shape))), **attrs)
 
 
@@ -576,7 +586,10 @@ def _kept_ratio(call: Call, sizes: list[Any], axes: list[int]) -> list[Any]:
     if policy == "stretch":
         return sizes
     image = fixed(call.type().shape[a] for a in axes)
-    scale = {"not_larger": min, "not_smaller": max}[policy](s / d for s, d in zip(sizes, image, strict=True))
+    if policy not in ("not_larger", "not_smaller"):
+        raise GraphError(f"unknown keep_aspect_ratio_policy '{policy}'; ONNX has stretch, not_larger, not_smaller")
+    limit = min if policy == "not_larger" else max
+    scale = limit(s / d for s, d in zip(sizes, image, strict=True))
     return [math.floor(scale * d + 0.5) for d in image]
 
 
