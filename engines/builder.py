@@ -12,15 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engines.backends.llvm.backend import Chosen, assemble, choose_kernels, make_tuner
 from engines.backends.llvm.tuner import Progress
 from engines.bands import with_bands
 from engines.errors import CompilerFault, ConfigError, EngineError
 from engines.faults import faults_named
-from engines.frontend.onnx_import import graph_from_onnx
+from engines.frontend.onnx_import import Model, graph_from_onnx
 from engines.ir import BATCH, Array, Graph
 from engines.passes.pipeline import optimise, simplify
 from engines.passes.pixels import Pixels, take_pixels
@@ -29,9 +28,6 @@ from engines.plan import Plan
 from engines.serialize import graph_from_json, graph_to_json
 from engines.tactics import TimingCache
 from engines.version import COMPILER_VERSION
-
-if TYPE_CHECKING:
-    import onnx
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "best")
 DEFAULT_MAX_BATCH = 32
@@ -77,7 +73,7 @@ class Builder:
 
     # ---- graphs
     @faults_named()
-    def graph(self, model: str | Path | onnx.ModelProto) -> Graph:
+    def graph(self, model: Model) -> Graph:
         """The model as one optimised float graph. ModelError says what cannot be read, and where.
 
         A model that cannot be compiled for any batch, where nobody asked for one, is compiled for one item.
@@ -93,7 +89,7 @@ class Builder:
                                 f"others: {graph.dependence}")
         return graph
 
-    def _optimised(self, model: str | Path | onnx.ModelProto, one_item: bool = False) -> Graph:
+    def _optimised(self, model: Model, one_item: bool = False) -> Graph:
         imported = graph_from_onnx(model, shapes=self.config.shapes, constants=self.config.constants,
                                    keep_batch=self.config.max_batch is not None, one_item=one_item,
                                    notices=self.notices)
@@ -101,7 +97,7 @@ class Builder:
             imported = take_pixels(imported, self.config.pixels)
         return optimise(simplify(imported, self.log), self.log)
 
-    def _for_one_item(self, model: str | Path | onnx.ModelProto, reason: EngineError) -> Graph:
+    def _for_one_item(self, model: Model, reason: EngineError) -> Graph:
         """The graph for a batch of 1. Raises the reason why it was tried, if that was not the batch."""
         self.log.clear()
         self.notices.clear()
@@ -229,4 +225,4 @@ def relower(plan: Plan, target: str = "") -> Plan:
     compiled = assemble(choose_kernels(graph, tuner, plan.max_batch))
     return replace(plan, target=compiled.target, cpu=compiled.cpu, inputs=compiled.inputs, outputs=compiled.outputs,
                    buffers=compiled.buffers, steps=compiled.steps, fills=compiled.fills, code=compiled.code,
-                   constants=compiled.constants, derived=compiled.derived, packed=compiled.packed, bands=())
+                   constants=compiled.constants, derived=compiled.derived, packed=compiled.packed, bands=(), fingerprint="")

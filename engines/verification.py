@@ -13,8 +13,20 @@ import numpy as np
 
 from engines.errors import PlanCorruptError
 from engines.ir import QParams
-from engines.plan import DERIVED, Band, Derived, Fallback, Fill, IoTensor, Operand, Plan, Reach, Step, TensorView, \
-    runs_by_item
+from engines.plan import (
+    DERIVED,
+    Band,
+    Derived,
+    Fallback,
+    Fill,
+    IoTensor,
+    Operand,
+    Plan,
+    Reach,
+    Step,
+    TensorView,
+    runs_by_item,
+)
 
 ADDRESSABLE = 1 << 46       # bytes that a process can have: no sum of offsets below it leaves an i64
 _NUMBERS = "biufc"          # numpy's kinds of dtypes whose elements are what their bytes say
@@ -97,7 +109,7 @@ def _check_view(plan: Plan, view: TensorView, where: str) -> None:
     _check(view.item_stride >= (1 if view.batched and 0 not in view.shape else 0),
            f"{where} has items {view.item_stride} bytes apart")
     buffer, end = plan.buffers[view.buffer], view.end(plan.batch_slots)
-    _check(0 <= view.offset and end <= buffer.bytes,
+    _check(view.offset >= 0 and end <= buffer.bytes,
            f"{where} ends at byte {end} of buffer '{buffer.name}', which has {buffer.bytes}")
     if view.quant is not None:
         _check(view.quant.dtype == view.dtype, f"{where} is {view.dtype}, but quantised to {view.quant.dtype}")
@@ -182,6 +194,7 @@ def _check_life(plan: Plan, index: int, number: int, where: str) -> None:
 def _check_fallback(plan: Plan, index: int, fallback: Fallback, where: str) -> None:
     _check(len(fallback.constant_quant) in (0, len(fallback.inputs)),
            f"{where} has {len(fallback.inputs)} inputs, and says how {len(fallback.constant_quant)} are stored")
+    _check(bool(fallback.outputs), f"{where} has no output")
     for view in (*fallback.inputs, *fallback.outputs):
         if isinstance(view, TensorView):
             _check_view(plan, view, where)

@@ -23,7 +23,7 @@ Shape = Sequence[Dim | None]        # None: unknown, or, where a user gives it, 
 
 
 def input_types(model: str, inputs: Sequence[onnx.ValueInfoProto], shapes: Mapping[str, Shape],
-                keep_batch: bool) -> dict[str, TensorType]:
+                keep_batch: bool, one_item: bool) -> dict[str, TensorType]:
     """The type of each input, with numbers for all extents but that of the batch; see graph_from_onnx.
 
     Raises ModelError: a shape for an input that does not exist or that does not fit what is declared, extents that
@@ -45,7 +45,11 @@ def input_types(model: str, inputs: Sequence[onnx.ValueInfoProto], shapes: Mappi
     for name, kind in types.items():
         if wrong := too_large(bytes_of(kind)):
             raise ModelError(f"{model}: input '{name}' {kind} takes {wrong}")
-    return types
+    return {name: _of_one_item(kind) for name, kind in types.items()} if one_item else types
+
+
+def _of_one_item(kind: TensorType) -> TensorType:
+    return replace(kind, shape=tuple(1 if extent == BATCH else extent for extent in kind.shape))
 
 
 def constant_inputs(model: str, inputs: Iterable[onnx.ValueInfoProto], given: Mapping[str, Array]) -> dict[str, Array]:

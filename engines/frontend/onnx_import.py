@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from engines.frontend.normalise import RULES, Beyond, Call, normalise
 from engines.frontend.opsets import OLDEST_OPSET, current
 from engines.frontend.schema import check_node, check_types, same_as_default, schema_of
 from engines.frontend.trace import Trace
-from engines.ir import BATCH, Array, Dim, Graph, Node, TensorType, verify
+from engines.ir import Array, Dim, Graph, Node, verify
 from engines.ops import OPS, describe
 from engines.ops.fallback import as_onnx
 from engines.shapes import Undecided
@@ -28,8 +27,11 @@ log = logging.getLogger(__name__)
 
 
 
+Model = str | Path | onnx.ModelProto        # a file, or what was read of one
+
+
 @faults_named()
-def graph_from_onnx(model: str | Path | onnx.ModelProto, *,
+def graph_from_onnx(model: Model, *,
                     shapes: Mapping[str, Sequence[Dim | None]] | None = None,
                     constants: Mapping[str, Array] | None = None, keep_batch: bool = False, one_item: bool = False,
                     notices: list[str] | None = None) -> Graph:
@@ -61,8 +63,8 @@ def graph_from_onnx(model: str | Path | onnx.ModelProto, *,
     for value_name, array in constant_inputs(name, proto.graph.input, constants or {}).items():
         trace.constant(value_name, array)
     inputs = [value for value in proto.graph.input if value.name not in trace.values]
-    for tensor_name, kind in input_types(name, inputs, shapes or {}, keep_batch).items():
-        trace.input(tensor_name, _of_one_item(kind) if one_item else kind)
+    for tensor_name, kind in input_types(name, inputs, shapes or {}, keep_batch, one_item).items():
+        trace.input(tensor_name, kind)
     for node in proto.graph.node:
         _add(name, trace, node, opsets)
 
@@ -103,6 +105,8 @@ def _refuse_bytes(model: str, where: str, texts: Iterable[str | bytes]) -> None:
 
 
 def _array(model: str, tensor: onnx.TensorProto) -> Array:
+    if any(extent < 0 for extent in tensor.dims):       # NumPy would take -1 for "as many as there are"
+        raise ModelError(f"{model}: tensor '{tensor.name}' cannot be read: it is of shape {list(tensor.dims)}")
     try:
         return np.asarray(numpy_helper.to_array(tensor))
     except Exception as error:      # bad sizes, unknown types: numpy and onnx raise many kinds
@@ -125,10 +129,6 @@ def _refuse_unknown(model: str, graph: onnx.GraphProto) -> None:
         listed = ", ".join(f"{op} (as in node '{node}')" for op, node in sorted(unknown.items()))
         raise ModelError(f"{model}: operators that are not supported: {listed}. Export the model without them, or "
                          "replace them by operators of the default ONNX domain without subgraphs")
-
-
-def _of_one_item(kind: TensorType) -> TensorType:
-    return replace(kind, shape=tuple(1 if extent == BATCH else extent for extent in kind.shape))
 
 
 # ---- nodes

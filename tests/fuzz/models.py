@@ -3,8 +3,8 @@
     python -m tests.fuzz.models --count 3000 --seed 1       # thousands; prints what became of each kind
 
 Each is built and run by a worker with 10 s and 2 GB (tests/fuzz/worker.py). It must end in a named error that is no
-fault of the compiler, or in an engine whose answers are ONNX Runtime's or the onnx package's, where one of them runs the
-file; they are asked in a worker of their own, for damaged models may end them too.
+fault of the compiler, or in an engine whose answers are ONNX Runtime's or the onnx package's, where one of them runs
+the file; they are asked in a worker of their own, for damaged models may end them too.
 """
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def attention_model() -> onnx.ModelProto:
     draw = np.random.default_rng(1).standard_normal
     nodes = [node("LayerNormalization", "x g h", "n", axis=-1), node("MatMul", "n w", "q"), node("Add", "q b", "k"),
              node("Transpose", "k", "t", perm=[0, 2, 1]), node("MatMul", "k t", "s"),
-             node("Softmax", "s", "p", axis=-1), node("MatMul", "p n", "o"), node("Reshape", "o shape", "m"), node("Erf", "m", "e"),
-             node("ReduceMean", "e axes", "y", keepdims=0)]
+             node("Softmax", "s", "p", axis=-1), node("MatMul", "p n", "o"), node("Reshape", "o shape", "m"),
+             node("Erf", "m", "e"), node("ReduceMean", "e axes", "y", keepdims=0)]
     constants = {"g": draw(8), "h": draw(8), "w": draw((8, 8)), "b": draw(8)}
     return small_model(nodes, {"x": ["n", 4, 8]}, ["y"], {**{k: v.astype(np.float32) for k, v in constants.items()},
                                                           "shape": np.int64([0, 2, 16]), "axes": np.int64([2])})
@@ -78,7 +78,8 @@ def quantised_model() -> onnx.ModelProto:
     integers = np.random.default_rng(3).integers
     nodes = [node("QuantizeLinear", "x s z", "q"), node("DequantizeLinear", "q s z", "d"),
              node("DequantizeLinear", "w ws wz", "v", axis=0), node("Conv", "d v", "c"),
-             node("Clip", "c low high", "k"), node("QuantizeLinear", "k t z", "o"), node("DequantizeLinear", "o t z", "y")]
+             node("Clip", "c low high", "k"), node("QuantizeLinear", "k t z", "o"),
+             node("DequantizeLinear", "o t z", "y")]
     constants = {"s": np.float32(0.05), "z": np.uint8(128), "t": np.float32(0.1), "low": np.float32(-9),
                  "high": np.float32(9), "w": integers(-127, 128, (4, 3, 1, 1)).astype(np.int8),
                  "ws": np.float32([0.01, 0.02, 0.03, 0.04]), "wz": np.zeros(4, np.int8)}
@@ -202,13 +203,19 @@ def _rearranged(values: Any, at: int, rng: random.Random) -> str:
 
 def _another(model: onnx.ModelProto, field: FieldDescriptor, old: Any, rng: random.Random) -> Any:
     if isinstance(old, bytes):
-        return rng.choice((old[:-1], old + b"\0", b"", old[:len(old) // 2], bytes(len(old)), rng.randbytes(len(old))))
+        return rng.choice((old[:-1], old + b"\0", b"", old[:len(old) // 2], bytes(len(old)), _shuffled(old, rng)))
     if isinstance(old, str):
         names = [text for n in model.graph.node for text in (*n.input, *n.output, n.name)]
         return rng.choice(OPS if field.name == "op_type" and rng.random() < 0.8 else (*names, *TEXTS))
     if isinstance(old, float):
         return rng.choice((0.0, -1.0, 1e30, -1e-30, float("inf"), float("nan"), old * 2))
     return rng.choice((old + 1, old - 1, -old, old * 2, *NUMBERS))
+
+
+def _shuffled(data: bytes, rng: random.Random) -> bytes:
+    """Its words of four bytes in another order: weights stay of a size that an answer can be judged by."""
+    words = [data[at:at + 4] for at in range(0, len(data), 4)]
+    return b"".join(rng.sample(words, len(words)))
 
 
 KINDS: dict[str, Kind] = {"cut short": cut_short, "flipped": flipped, "overwritten": overwritten, "field": field_edited}

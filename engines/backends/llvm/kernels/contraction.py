@@ -617,7 +617,10 @@ class _Emitter:
         spec, isa, arithmetic = self.spec, self.isa, self.arithmetic
         x_row, x_pixel, _ = spec.x.strides
         at = {key: f.parameters[key] for key in ("x", "w", "ahead")}
-        for _ in f.loop("tap row", f.parameters.get("tap_rows", spec.taps[0]), acc=acc, at=at):
+        live = f.parameters.get("tap_rows")
+        rows = f.range("tap row", live.like(0), live, acc=acc, at=at) if live is not None else \
+            f.loop("tap row", spec.taps[0], acc=acc, at=at)
+        for _ in rows:
             start = at["x"]
             for columns, live in self._tap_columns(part):
                 alive = {p: pixel for p, pixel in enumerate(pixels) if pixel[1] in live}

@@ -54,6 +54,8 @@ def lower_reduction(ctx: Context, node: Node) -> Sequence[Call]:
     reduction, x = node.anchor, ctx.places[node.anchor.inputs[0]].view
     rank = len(x.shape) + 1
     axes = tuple(sorted(int(a) % rank for a in reduction.attrs.get("axes", range(rank))))
+    if rank < 2:
+        raise Refused("a tensor of one axis has no rows")
     kind = {"ReduceMax": "max", "ReduceMin": "min"}.get(reduction.op, "sum")
     count = math.prod(x.shape[axis - 1] for axis in axes)
     written = write_pooled(ctx, node, 1 / count if reduction.op == "ReduceMean" else 1.0,
