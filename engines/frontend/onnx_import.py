@@ -103,6 +103,8 @@ def _refuse_bytes(model: str, where: str, texts: Iterable[str | bytes]) -> None:
 
 
 def _array(model: str, tensor: onnx.TensorProto) -> Array:
+    if any(extent < 0 for extent in tensor.dims):       # NumPy would take -1 for "as many as there are"
+        raise ModelError(f"{model}: tensor '{tensor.name}' cannot be read: it is of shape {list(tensor.dims)}")
     try:
         return np.asarray(numpy_helper.to_array(tensor))
     except Exception as error:      # bad sizes, unknown types: numpy and onnx raise many kinds
