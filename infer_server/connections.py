@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from urllib.parse import unquote
@@ -14,15 +15,9 @@ from urllib.parse import unquote
 _DESCRIPTORS = "/dev/fd"            # of this process; Linux and macOS have it
 
 
-def stop_listening(port: int) -> None:
-    """New connections to a port of this process are refused from now on."""
-    for listener in _sockets(port, listening=True):
-        _shut_down(listener)
-
-
 def disconnect(port: int, peer: str = "") -> None:
     """Ends the connections to a port of this process: all, or those of one peer as gRPC writes it."""
-    for connection in _sockets(port, listening=False):
+    for connection in _sockets(port):
         if not peer or unquote(peer) == _peer(connection):
             _shut_down(connection)
 
@@ -32,14 +27,26 @@ def _shut_down(end: socket.socket) -> None:
         end.shutdown(socket.SHUT_RDWR)
 
 
-def _sockets(port: int, listening: bool) -> Iterator[socket.socket]:
-    """Duplicates of the TCP sockets of a local port, each for its turn: a descriptor may be another's by the next."""
+def _sockets(port: int) -> Iterator[socket.socket]:
+    """The connected TCP sockets of a local port.
+
+    Each is a duplicate, which lives for its turn: another thread may close the original, and open something else in its
+    place, at any time.
+    """
     for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
-        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as duplicate:
-            if (duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type == socket.SOCK_STREAM
-                    and duplicate.getsockname()[1] == port
-                    and bool(duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) == listening):
-                yield duplicate
+        with suppress(OSError):
+            duplicate = os.dup(int(name))
+            if not stat.S_ISSOCK(os.fstat(duplicate).st_mode):
+                os.close(duplicate)
+                continue
+            with socket.socket(fileno=duplicate) as end:
+                if _is_connected_to(end, port):
+                    yield end
+
+
+def _is_connected_to(end: socket.socket, port: int) -> bool:
+    return (end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM
+            and bool(end.getsockname()[1] == port) and not end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def _peer(connection: socket.socket) -> str:
