@@ -14,6 +14,7 @@ from onnx import helper, numpy_helper
 from engines.errors import ModelError
 from engines.ir import Array, Node, TensorType
 from engines.ops import describe
+from engines.ops.fallback import name_in_onnx
 from engines.ops.recurrent import PARAMETERS, activations
 from engines.shapes import extent
 
@@ -31,7 +32,7 @@ def denormalise(node: Node, types: Sequence[TensorType | None], constant: Consta
         return _RULES[node.op](node, types, constant)
     attrs = {key: _attribute(value) for key, value in node.attrs.items()
              if not key.startswith("onnx_") and key != "channels_last"}
-    return [(node.op, node.inputs, node.outputs, attrs)]
+    return [(name_in_onnx(node.op), node.inputs, node.outputs, attrs)]
 
 
 def _attribute(value: Any) -> Any:

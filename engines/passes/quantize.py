@@ -23,7 +23,8 @@ from engines.passes.fuse import WEIGHTED
 from engines.passes.notes import Note, note
 from engines.passes.rewrite import fresh_name
 from engines.passes.rules.pad import never_negative
-from engines.passes.storage import FLOAT, classes, computes_by, is_image, reading, with_conversions
+from engines.passes.storage import classes, computes_by, is_image, reading, with_conversions
+from engines.passes.widen import FLOAT, is_float
 
 Ranges = Mapping[str, tuple[float, float]]
 FLOAT_PRECISIONS = ("fp32", "fp16", "bf16")
@@ -97,7 +98,7 @@ def _is_weighted(node: Node) -> bool:
 
 def _contractions(graph: Graph, keep_float: Collection[str]) -> list[Node]:
     return [node for node in graph.nodes if computes_by(graph, node) and not set(node.origin) & set(keep_float)
-            and graph.types[node.anchor.inputs[0]].dtype.kind in "fV" and not graph.is_constant(node.anchor.inputs[0])]
+            and is_float(graph.types[node.anchor.inputs[0]]) and not graph.is_constant(node.anchor.inputs[0])]
 
 
 def _is_worth_it(graph: Graph, group: Collection[str], anchors: Collection[Node]) -> bool:

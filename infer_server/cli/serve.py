@@ -11,6 +11,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from infer_server.backend import EngineLoader, load_plan
 from infer_server.cli.common import positive, seconds
 from infer_server.cores import allowed_cpus
 from infer_server.malloc import tune_malloc
@@ -19,7 +20,7 @@ from infer_server.server import Server, ServerOptions
 log = logging.getLogger(__name__)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, load_engine: EngineLoader = load_plan) -> int:
     """Runs until SIGTERM or SIGINT. 0: all accepted requests answered; 1: not, or a port taken; 2: bad options."""
     parsed = _parser().parse_args(arguments)
     logging.basicConfig(level=parsed.log_level.upper(), stream=sys.stderr,
@@ -33,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     tune_malloc()
     try:
-        answered = _run(_serve(_options(parsed)))
+        answered = _run(_serve(_options(parsed), load_engine))
     except OSError as error:
         print(f"infer-server: error: {error}", file=sys.stderr)
         return 1
@@ -50,12 +51,12 @@ def _run(main: Coroutine[Any, Any, bool]) -> bool:
     return run(main)
 
 
-async def _serve(options: ServerOptions) -> bool:
+async def _serve(options: ServerOptions, load_engine: EngineLoader) -> bool:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _on_signal, number, stop)
-    server = Server(options)
+    server = Server(options, load_engine)
     ports = await server.start()
     log.info("gRPC on %s:%d, health on %s:%d, metrics on %s:%d", options.host, ports.grpc, options.host, ports.http,
              options.host, ports.metrics)

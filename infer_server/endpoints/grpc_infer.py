@@ -16,8 +16,11 @@ from infer_server.wire import InferRequest, join_response, response_header, spli
 from protos import inference
 
 
-async def infer(data: bytes, repository: Repository) -> bytes:
-    """Serves one serialised ModelInferRequest; returns the serialised response. Raises ServeErrors."""
+async def infer(data: bytes, repository: Repository, remaining_secs: float | None = None) -> bytes:
+    """Serves one serialised ModelInferRequest; returns the serialised response. Raises ServeErrors.
+
+    remaining_secs: how long its client still waits; None: for ever.
+    """
     received_ns = time.monotonic_ns()
     message = split_request(data)
     model = repository.find(message.header.model_name, message.header.model_version)
@@ -27,6 +30,8 @@ async def infer(data: bytes, repository: Repository) -> bytes:
         model.statistics.failed(Failure.OTHER, time.monotonic_ns() - received_ns)
         raise
     request.received_ns = received_ns
+    if remaining_secs is not None:
+        request.deadline_ns = received_ns + int(remaining_secs * 1e9)
     model.submit(request)
     try:
         return await request.answer

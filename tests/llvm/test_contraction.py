@@ -128,6 +128,7 @@ BORDERED = {
     "wide and dilated": (Shape(6, 7, 12, 16, taps=(5, 3), dilation=(2, 2)), Border(4, 2, 4, 2)),
     "a stem, odd run": (Shape(5, 9, 3, 16, taps=(7, 7), stride=(2, 2)), Border(3, 3, 2, 2)),
     "rows of nothing but border": (Shape(5, 4, 8, 16, taps=(2, 1)), Border(3, 0, 2, 0)),
+    "a padded 1x1, strided": (Shape(7, 7, 12, 33, stride=(2, 2)), Border(3, 3, 3, 3)),
 }
 
 
@@ -150,9 +151,10 @@ def test_taps_in_a_border_of_zeros_are_left_out(shape, border, tile, isa):
     check(spec, isa, [zeros_around(x, border), *others], constants, tactic=tile, pieces=2, slack=4)
 
 
-def test_what_lies_in_the_border_is_not_looked_at():
+@pytest.mark.parametrize("name", ["both sides in one tile", "a padded 1x1, strided"])
+def test_what_lies_in_the_border_is_not_looked_at(name):
     """The control: with other bytes there, only the taps that were left out can make the result right."""
-    shape, border = BORDERED["both sides in one tile"]
+    shape, border = BORDERED[name]
     spec, (x, *others), constants = problem(shape, "int8")
     spec, tile = replace(spec, border=border), Tile(1, 7, 2, skip=True)
     got, = run(spec, AVX2, [x, *others], constants, tactic=tile, slack=4)

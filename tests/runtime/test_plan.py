@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from engines.errors import PlanCorruptError
-from engines.plan import Buffer, Operand, Plan, verify
+from engines.plan import Buffer, Operand, Plan
 from engines.runtime import Engine
+from engines.verification import verify
 from tests.runtime.tiny import halo_plan, mix_plan
 
 

@@ -164,6 +164,7 @@ INT8 = Int8("uint8", "int8", 4)
 INT16 = Int16("int16", "int16", 2)
 _FLOATS = {"fp32": Widened("float32", "float32"), "fp16": Widened("float16", "float16"),
            "bf16": Widened("bfloat16", "bfloat16")}
+STORED = {"int8": INT8.dtype, **{precision: arithmetic.dtype for precision, arithmetic in _FLOATS.items()}}
 _PAIRS = PairsOfBfloat("bfloat16", "bfloat16", 2)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.buffers import buffers_of, fills_of, write_borders
+from engines.backends.llvm.buffers import buffers_of, check_memory, fills_of, write_borders
 from engines.backends.llvm.calls import Call
 from engines.backends.llvm.constants import Constants
 from engines.backends.llvm.isa import Isa, best_isa, isa_named
@@ -73,7 +73,9 @@ def choose_kernels(graph: Graph, tuner: Tuner, max_batch: int, opt_batch: int | 
     opt_batch: the batch that they are timed with; None: one item, and USUAL_BATCH where kernels are cut by batch.
     """
     batches = (1, min(max_batch, USUAL_BATCH)) if opt_batch is None and max_batch > 1 else (opt_batch or 1,)
-    lowered = for_batches_of(batches[-1], write_borders(lower(graph, tuner.isa), max_batch))
+    lowered = lower(graph, tuner.isa)
+    check_memory(lowered, max_batch)
+    lowered = for_batches_of(batches[-1], write_borders(lowered, max_batch))
     choices = tuner.choose({call.spec: call.constants for call in lowered.calls if call.spec}, progress, batches)
     made = tuner.choose({maker: {} for spec, choice in choices.items()
                          for maker in spec.made(tuner.isa, choice.tactic).values()})

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from engines.backends.llvm.access import hidden
-from engines.backends.llvm.arithmetic import Arithmetic, Operand, arithmetic_for
+from engines.backends.llvm.arithmetic import STORED, Arithmetic, Operand, arithmetic_for
 from engines.backends.llvm.cost import CALL, LATENCY, Work, epilogue, pieces, reading
 from engines.backends.llvm.emit import I32, I64, PTR, Function, Module, Value
 from engines.backends.llvm.epilogue import emit_epilogue
@@ -99,6 +99,10 @@ class Contraction(ImageKernel):
     bounded: bool = False           # INT8: no x makes a sum of x * w leave +-2**25
     items: int = 1                  # of the batches that its tactics are for, if it is cut by batch
     family = "contraction"
+
+    @property
+    def misfit(self) -> str:
+        return super().misfit or ("" if self.x.dtype == STORED[self.precision] else self.x.dtype)
 
     @property
     def rows(self) -> int:
@@ -640,7 +644,10 @@ class _Emitter:
         spec, isa, arithmetic = self.spec, self.isa, self.arithmetic
         x_row, x_pixel, _ = spec.x.strides
         at = {key: f.parameters[key] for key in ("x", "w", "ahead")}
-        for _ in f.loop("tap row", f.parameters.get("tap_rows", spec.taps[0]), acc=acc, at=at):
+        live = f.parameters.get("tap_rows")
+        rows = f.range("tap row", live.like(0), live, acc=acc, at=at) if live is not None else \
+            f.loop("tap row", spec.taps[0], acc=acc, at=at)
+        for _ in rows:
             start = at["x"]
             for columns, live in self._tap_columns(part):
                 alive = {p: pixel for p, pixel in enumerate(pixels) if pixel[1] in live}

@@ -30,7 +30,7 @@ from engines.backends.llvm.cells import Cell, Source, Stage
 from engines.backends.llvm.emit import I16, I32, I64, PTR, Function, Module, Value, vector
 from engines.backends.llvm.functions import fma
 from engines.backends.llvm.isa import Isa
-from engines.backends.llvm.lanes import Lanes
+from engines.backends.llvm.lanes import FLOATS, Lanes
 from engines.backends.llvm.program import Floats, Program, load_meaning, store_meaning
 from engines.backends.llvm.spec import ALIGNMENT, Array, Grid, KernelSpec, Tactic, View, begin_kernel
 
@@ -70,6 +70,7 @@ class Recurrence(KernelSpec):
     numbers: tuple[float, ...] = ()     # ... and its constants, the same for every unit
     precision: str = "fp32"
     family = "recurrence"
+    computes_on = (*FLOATS, "int32")    # lengths are int32
 
     @property
     def inputs(self) -> tuple[View, ...]:

@@ -5,13 +5,11 @@ from collections.abc import Sequence
 
 from engines.backends.llvm.bodies import WRITERS
 from engines.backends.llvm.calls import Call, Context, Refused, Written, broadcast, lowers, write_body
-from engines.backends.llvm.kernels.pointwise import Pointwise
+from engines.backends.llvm.kernels.pointwise import INTEGERS, Pointwise
+from engines.backends.llvm.lanes import FLOATS
 from engines.backends.llvm.rules import integers
 from engines.backends.llvm.spec import View
 from engines.ir import Node
-
-FLOATS = ("uint8", "float32", "float16", "bfloat16")        # what a float tensor may be stored as
-INTEGERS = ("bool", "int32", "int64")                       # what a Cast reads, and the condition of a Where
 
 
 @lowers(*dict.fromkeys((*WRITERS, *integers.OPERATIONS)))

@@ -10,10 +10,10 @@ from engines.backends.llvm.halos import pads_of
 from engines.backends.llvm.kernels.global_pool import GlobalPool
 from engines.backends.llvm.kernels.pool import Pool
 from engines.backends.llvm.kernels.reduce import Reduce
+from engines.backends.llvm.lanes import FLOATS
 from engines.backends.llvm.places import reshaped_strides
 from engines.backends.llvm.program import Program
 from engines.backends.llvm.rules.contraction import operand_views
-from engines.backends.llvm.rules.pointwise import FLOATS
 from engines.backends.llvm.spec import KernelSpec, View
 from engines.ir import Node
 
@@ -54,6 +54,8 @@ def lower_reduction(ctx: Context, node: Node) -> Sequence[Call]:
     reduction, x = node.anchor, ctx.places[node.anchor.inputs[0]].view
     rank = len(x.shape) + 1
     axes = tuple(sorted(int(a) % rank for a in reduction.attrs.get("axes", range(rank))))
+    if rank < 2:
+        raise Refused("a tensor of one axis has no rows")
     kind = {"ReduceMax": "max", "ReduceMin": "min"}.get(reduction.op, "sum")
     count = math.prod(x.shape[axis - 1] for axis in axes)
     written = write_pooled(ctx, node, 1 / count if reduction.op == "ReduceMean" else 1.0,

@@ -10,9 +10,9 @@ from engines.backends.llvm.affine import Affine, AffineWriter
 from engines.backends.llvm.calls import Call, Context, Refused, lowers
 from engines.backends.llvm.cells import bounded, cell_of
 from engines.backends.llvm.kernels.recurrence import Recurrence, whole_weights
+from engines.backends.llvm.lanes import FLOATS
 from engines.backends.llvm.places import Place
 from engines.backends.llvm.program import ProgramBuilder
-from engines.backends.llvm.rules.pointwise import FLOATS
 from engines.ir import Node
 from engines.ops.recurrent import directions
 

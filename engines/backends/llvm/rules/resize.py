@@ -8,10 +8,10 @@ import numpy as np
 
 from engines.backends.llvm.calls import Call, Context, Refused, lowers
 from engines.backends.llvm.kernels.resize import Resize, taps_of
+from engines.backends.llvm.lanes import FLOATS
 from engines.backends.llvm.places import Place
 from engines.backends.llvm.rules.contraction import operand_views
 from engines.backends.llvm.rules.copies import moved
-from engines.backends.llvm.rules.pointwise import FLOATS
 from engines.backends.llvm.rules.pool import pool_call, write_pooled
 from engines.ir import Array, Node
 from engines.ops import resize
@@ -59,7 +59,7 @@ def lower_blocks(ctx: Context, node: Node) -> Sequence[Call]:
     if anchor.op == "DepthToSpace":
         seen, target = _deep(x, block, inner), _spread(y, block)
     else:
-        seen, target = _spread(x, block), _deep(y, block, inner=False)
+        seen, target = _spread(x, block), _deep(y, block, inner)
     return [moved(ctx, node, node.inputs[0], seen, node.outputs[0], target)]
 
 

@@ -11,9 +11,9 @@ from engines.backends.llvm.calls import Call, Context, Refused, lowers, stored, 
 from engines.backends.llvm.kernels.lrn import Lrn
 from engines.backends.llvm.kernels.norm import Norm
 from engines.backends.llvm.kernels.softmax import Softmax
+from engines.backends.llvm.lanes import FLOATS
 from engines.backends.llvm.program import ProgramBuilder
 from engines.backends.llvm.rows import RowKernel
-from engines.backends.llvm.rules.pointwise import FLOATS
 from engines.ir import Node
 
 SMALLEST = 1e-12        # of an L2 norm: a row of zeros stays zeros
@@ -51,6 +51,8 @@ def row_call(ctx: Context, node: Node, family: Callable[..., RowKernel], accumul
              **options: Any) -> Call:
     """The family's kernel with these options: x dequantised on the way in, the body on the way out."""
     name, rank = node.anchor.inputs[0], len(ctx.type(node.anchor.inputs[0]).shape)
+    if rank < 2:
+        raise Refused("a tensor of one axis has no rows")
     if not node.anchor.attrs.get("channels_last") and node.anchor.attrs.get("axis", -1) % rank != rank - 1:
         raise Refused("only the innermost axis is compiled")
     x, y = ctx.places[name], ctx.places[node.outputs[0]]
