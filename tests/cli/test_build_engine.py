@@ -11,6 +11,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from calibration.accuracy import sqnr_db
+from engines.backends.llvm import tuner
 from engines.errors import PlanTargetError
 from engines.planfile import read_plan
 from engines.runtime import load_engine
@@ -134,10 +135,10 @@ def test_a_file_that_is_no_model_is_refused(workshop: Workshop, content: bytes) 
 
 
 def test_an_opset_that_is_too_old_is_named(workshop: Workshop) -> None:
-    workshop.model.opset_import[0].version = 8
+    workshop.model.opset_import[0].version = 5
     onnx.save(workshop.model, workshop.path("old.onnx"))
     assert workshop.build(model="old.onnx") == 2
-    assert "opset 8" in workshop.said
+    assert "opset 5" in workshop.said
 
 
 def test_an_unknown_operator_is_named(workshop: Workshop) -> None:
@@ -165,6 +166,22 @@ def test_a_batch_axis_is_needed_for_max_batch(workshop: Workshop) -> None:
     assert workshop.build("--no-timing", model="fixed.onnx") == 0
 
 
+def test_the_batch_to_optimise_for_is_one_that_the_plan_takes(workshop: Workshop) -> None:
+    assert workshop.build("--opt-batch", "8", *UNTIMED) == 2
+    assert "--opt-batch 8" in workshop.said and "raise --max-batch" in workshop.said
+    onnx.save(MODEL(batch=1), workshop.path("fixed.onnx"))
+    assert workshop.build("--opt-batch", "8", "--no-timing", model="fixed.onnx") == 2
+    assert "no symbolic batch axis" in workshop.said
+
+
+def test_tactics_are_timed_with_the_batch_to_optimise_for(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[int] = []
+    monkeypatch.setattr(tuner, "_call", lambda function, arrays, grid, items: lambda: timed.append(items))
+    onnx.save(_one_node("Relu", shape=("N", 3, 8, 6)), workshop.path("relu.onnx"))
+    assert workshop.build("--opt-batch", "3", "--max-batch", "4", model="relu.onnx") == 0
+    assert set(timed) == {3}
+
+
 def test_a_shape_makes_symbolic_extents_known(workshop: Workshop) -> None:
     onnx.save(_one_node("Relu", shape=("N", 3, "H", "W")), workshop.path("sizes.onnx"))
     assert workshop.build(model="sizes.onnx") == 2
@@ -173,7 +190,7 @@ def test_a_shape_makes_symbolic_extents_known(workshop: Workshop) -> None:
     assert read_plan(workshop.path("m.plan")).inputs[0].view.shape[-2:] == (8, 6)
 
 
-@pytest.mark.parametrize("option", ["--max-batch", "--threads"])
+@pytest.mark.parametrize("option", ["--max-batch", "--opt-batch", "--threads"])
 @pytest.mark.parametrize("number", ["0", "-1", "many"])
 def test_a_number_that_is_none_is_a_usage_error(workshop: Workshop, option: str, number: str) -> None:
     with pytest.raises(SystemExit) as ended:
