@@ -313,7 +313,7 @@ def _squeeze(call: Call) -> list[Node]:
 def _reduce(call: Call) -> list[Node]:
     axes = call.option("axes", 1, since=13 if call.node.op == "ReduceSum" else 18)
     nothing = call.attr("noop_with_empty_axes", 0)
-    if not axes and nothing and call.node.op != "ReduceSumSquare":
+    if not axes and nothing:
         axes = ()
     elif not axes:
         axes = tuple(range(call.rank))

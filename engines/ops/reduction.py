@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -56,16 +56,35 @@ class ReduceSum(Reduction):
     formula: ClassVar[Formula] = staticmethod(np.sum)
 
 
+def mean(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
+    """NumPy's, which is loud about the mean of nothing."""
+    return np.asarray(np.mean(x, axis, keepdims=keepdims) if x.size else np.sum(x, axis, keepdims=keepdims) * np.nan)
+
+
 class ReduceMean(Reduction):
-    formula: ClassVar[Formula] = staticmethod(np.mean)      # type: ignore[assignment]
+    formula: ClassVar[Formula] = staticmethod(mean)
 
 
 class ReduceMax(Reduction):
-    formula: ClassVar[Formula] = staticmethod(np.max)
+    """Of nothing: minus infinity, or the least that the dtype holds."""
+
+    @staticmethod
+    def formula(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
+        return np.asarray(np.max(x, axis, keepdims=keepdims, **({} if x.size else {"initial": _limits(x.dtype)[0]})))
 
 
 class ReduceMin(Reduction):
-    formula: ClassVar[Formula] = staticmethod(np.min)
+    """Of nothing: infinity, or the greatest that the dtype holds."""
+
+    @staticmethod
+    def formula(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
+        return np.asarray(np.min(x, axis, keepdims=keepdims, **({} if x.size else {"initial": _limits(x.dtype)[1]})))
+
+
+def _limits(dtype: np.dtype[Any]) -> tuple[Any, Any]:
+    if dtype.kind == "b":
+        return False, True
+    return (np.iinfo(dtype).min, np.iinfo(dtype).max) if dtype.kind in "iu" else (-np.inf, np.inf)
 
 
 class ReduceProd(Reduction):
