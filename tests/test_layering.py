@@ -27,6 +27,7 @@ STANDS_ON = {
     "debug": (),
     "ir": ("errors",),
     "faults": ("ir",),
+    "capacity": ("ir",),
     "packed": ("ir",),
     "plan": ("packed",),
     "roofline": ("plan",),
@@ -35,12 +36,13 @@ STANDS_ON = {
     "ops": ("shapes",),
     "serialize": ("ir",),
     "reference": ("ops",),
-    "frontend": ("reference", "version", "faults"),
+    "frontend": ("reference", "version", "faults", "capacity"),
     "passes": ("frontend", "debug"),
     "tactics": ("version", "errors", "clock"),
     "backends": ("passes", "serialize", "tactics", "roofline", "tables", "cpu", "loader", "memory"),
     "bands": ("execution", "tactics"),
     "builder": ("backends", "bands"),
+    "onnx_backend": ("builder", "runtime"),
     # serving
     "cpu": ("errors",),
     "loader": ("errors",),
@@ -74,7 +76,7 @@ SERVING = below("runtime")
 # Third-party modules that few may import; everybody else goes through those.
 HOMES = {
     "llvmlite": ("engines.backends.llvm",),
-    "onnx": ("engines.frontend", "engines.ops.fallback", "infer_server.cli.build_engine"),
+    "onnx": ("engines.frontend", "engines.ops.fallback", "engines.onnx_backend", "infer_server.cli.build_engine"),
 }
 
 

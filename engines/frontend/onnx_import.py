@@ -2,8 +2,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,23 @@ from onnx import helper, inliner, numpy_helper
 from engines.errors import EngineError, GraphError, ModelError, UnknownTensorError, UnknownValueError
 from engines.faults import faults_named
 from engines.frontend import attention, composed  # noqa: F401  (fill RULES)
+from engines.frontend.inputs import constant_inputs, input_types
 from engines.frontend.normalise import RULES, Beyond, Call, normalise
 from engines.frontend.opsets import OLDEST_OPSET, current
 from engines.frontend.schema import check_node, check_types, same_as_default, schema_of
-from engines.frontend.symbols import known_extents, refuse_several_batches, with_known
 from engines.frontend.trace import Trace
-from engines.ir import BATCH, Array, Dim, Graph, Node, TensorType, verify
+from engines.ir import Array, Dim, Graph, Node, verify
 from engines.ops import OPS, describe
 from engines.ops.fallback import as_onnx
-from engines.shapes import Undecided, text
+from engines.shapes import Undecided
 
 log = logging.getLogger(__name__)
 
+Model = str | Path | onnx.ModelProto        # a file, or what was read of one
 
 
 @faults_named()
-def graph_from_onnx(model: str | Path | onnx.ModelProto, *,
+def graph_from_onnx(model: Model, *,
                     shapes: Mapping[str, Sequence[Dim | None]] | None = None,
                     constants: Mapping[str, Array] | None = None, keep_batch: bool = False, one_item: bool = False,
                     notices: list[str] | None = None) -> Graph:
@@ -46,6 +46,7 @@ def graph_from_onnx(model: str | Path | onnx.ModelProto, *,
     or inputs do not fit. UnknownValueError: shapes follow from the values of inputs, which `constants` could tell.
     """
     proto, name = (model, model.graph.name or "model") if isinstance(model, onnx.ModelProto) else _load(Path(model))
+    _refuse_unreadable_names(name, proto.graph)
     if proto.functions:
         proto = inliner.inline_local_functions(proto)
     proto, notice = current(name, proto)
@@ -57,11 +58,11 @@ def graph_from_onnx(model: str | Path | onnx.ModelProto, *,
     trace = Trace()
     for tensor in proto.graph.initializer:
         trace.constant(tensor.name, _array(name, tensor))
-    for value_name, array in _constants(name, proto.graph, constants or {}).items():
+    for value_name, array in constant_inputs(name, proto.graph.input, constants or {}).items():
         trace.constant(value_name, array)
     inputs = [value for value in proto.graph.input if value.name not in trace.values]
-    for tensor_name, kind in _input_types(name, inputs, shapes or {}, keep_batch).items():
-        trace.input(tensor_name, _of_one_item(kind) if one_item else kind)
+    for tensor_name, kind in input_types(name, inputs, shapes or {}, keep_batch, one_item).items():
+        trace.input(tensor_name, kind)
     for node in proto.graph.node:
         _add(name, trace, node, opsets)
 
@@ -86,7 +87,24 @@ def _load(path: Path) -> tuple[onnx.ModelProto, str]:
     return proto, path.stem
 
 
+def _refuse_unreadable_names(model: str, graph: onnx.GraphProto) -> None:
+    """ModelError for text that is no UTF-8: the protobuf runtime hands it over as bytes, which no table knows."""
+    for node in graph.node:
+        texts = (node.name, node.op_type, node.domain, *node.input, *node.output, *(a.name for a in node.attribute))
+        _refuse_bytes(model, f"node '{node.name}' ({node.op_type})", texts)
+    values = [value.name for value in (*graph.input, *graph.output)] + [tensor.name for tensor in graph.initializer]
+    extents = (d.dim_param for value in graph.input for d in value.type.tensor_type.shape.dim)
+    _refuse_bytes(model, "an input, output or constant", (graph.name, *values, *extents))
+
+
+def _refuse_bytes(model: str, where: str, texts: Iterable[str | bytes]) -> None:
+    if broken := next((text for text in texts if isinstance(text, bytes)), None):
+        raise ModelError(f"{model}: {where} has a name that is no UTF-8 text: {broken!r}; the file is damaged")
+
+
 def _array(model: str, tensor: onnx.TensorProto) -> Array:
+    if any(extent < 0 for extent in tensor.dims):       # NumPy would take -1 for "as many as there are"
+        raise ModelError(f"{model}: tensor '{tensor.name}' cannot be read: it is of shape {list(tensor.dims)}")
     try:
         return np.asarray(numpy_helper.to_array(tensor))
     except Exception as error:      # bad sizes, unknown types: numpy and onnx raise many kinds
@@ -109,88 +127,6 @@ def _refuse_unknown(model: str, graph: onnx.GraphProto) -> None:
         listed = ", ".join(f"{op} (as in node '{node}')" for op, node in sorted(unknown.items()))
         raise ModelError(f"{model}: operators that are not supported: {listed}. Export the model without them, or "
                          "replace them by operators of the default ONNX domain without subgraphs")
-
-
-# ---- inputs
-def _input_types(model: str, inputs: Sequence[onnx.ValueInfoProto],
-                 shapes: Mapping[str, Sequence[Dim | None]], keep_batch: bool) -> dict[str, TensorType]:
-    if unknown := set(shapes) - {value.name for value in inputs}:
-        raise ModelError(f"{model} has no input '{sorted(unknown)[0]}'; its inputs are "
-                         f"{', '.join(value.name for value in inputs)}")
-    declared = {value.name: [_extent(d) for d in value.type.tensor_type.shape.dim] for value in inputs}
-    numbers = {name: (None, *shape[1:]) if keep_batch else shape for name, shape in shapes.items()}
-    known = known_extents(model, declared, numbers)
-    types = {value.name: _input_type(model, value, with_known(declared[value.name], known), shapes.get(value.name),
-                                     keep_batch) for value in inputs}
-    batched = [name for name, kind in types.items() if kind.shape[:1] == (BATCH,)]
-    refuse_several_batches(model, declared, shapes, batched)
-    return types
-
-
-def _constants(model: str, graph: onnx.GraphProto, given: Mapping[str, Array]) -> dict[str, Array]:
-    """The values of inputs, which must be of the types that the model declares."""
-    inputs = {value.name: value.type.tensor_type for value in graph.input}
-    if unknown := set(given) - set(inputs):
-        raise ModelError(f"{model} has no input '{min(unknown)}'; its inputs are {', '.join(inputs)}")
-    for name, array in given.items():
-        kind = inputs[name]
-        declared = [_extent(d) for d in kind.shape.dim]
-        dtype = np.dtype(helper.tensor_dtype_to_np_dtype(kind.elem_type))
-        if array.dtype != dtype or (kind.HasField("shape") and not _fits(array.shape, declared)):
-            raise ModelError(f"{model}: the constant {array.dtype}{list(array.shape)} given for input '{name}' does not "
-                             f"fit the declared {dtype}{text(d or '?' for d in declared)}")
-    return {name: np.asarray(array) for name, array in given.items()}
-
-
-def _input_type(model: str, value: onnx.ValueInfoProto, declared: Sequence[Dim | None],
-                given: Sequence[Dim | None] | None, keep_batch: bool) -> TensorType:
-    tensor = value.type.tensor_type
-    if not value.type.HasField("tensor_type") or tensor.elem_type in (0, onnx.TensorProto.STRING):
-        raise ModelError(f"{model}: input '{value.name}' is no tensor of numbers, which is all that is supported")
-    dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.elem_type))
-    if given is None:
-        if not tensor.HasField("shape"):
-            raise ModelError(f"{model}: input '{value.name}' declares no shape: give it, "
-                             f"{_option(value.name, [1, 3, 224, 224])}")
-        given = declared
-    elif tensor.HasField("shape") and not _fits(given, declared):
-        raise ModelError(f"{model}: the shape {text(d or BATCH for d in given)} given for input '{value.name}' does "
-                         f"not fit the declared {text(d or '?' for d in declared)}")
-    if keep_batch and declared and not _is_size(declared[0]):
-        given = (None, *given[1:])
-    shape = [BATCH if axis == 0 and not _is_size(d) else d for axis, d in enumerate(given)]
-    for axis, d in enumerate(shape):
-        if d != BATCH and not _is_size(d):
-            label = f" ('{d}')" if isinstance(d, str) else ""
-            raise ModelError(f"{model}: extent {axis}{label} of input '{value.name}' "
-                             f"{text(d or '?' for d in declared)} is symbolic; "
-                             f"only the leading one may be: give it, {_option(value.name, declared)}")
-    return TensorType(dtype, tuple(d if isinstance(d, str) else int(d or 0) for d in shape))
-
-
-def _of_one_item(kind: TensorType) -> TensorType:
-    return replace(kind, shape=tuple(1 if extent == BATCH else extent for extent in kind.shape))
-
-
-def _extent(d: onnx.TensorShapeProto.Dimension) -> Dim | None:
-    if d.HasField("dim_value"):
-        return d.dim_value if d.dim_value >= 0 else None
-    return d.dim_param or None
-
-
-def _is_size(d: Dim | None) -> bool:
-    return isinstance(d, int) and d >= 0
-
-
-def _fits(given: Sequence[Dim | None], declared: Sequence[Dim | None]) -> bool:
-    """Declared sizes must be met; a model of fixed batch is not made symbolic by asking."""
-    return len(given) == len(declared) and all(g == d for g, d in zip(given, declared, strict=True) if _is_size(d))
-
-
-def _option(name: str, declared: Sequence[Dim | None]) -> str:
-    """An example of the option that gives a shape."""
-    sizes = [d if _is_size(d) else 224 if axis else BATCH for axis, d in enumerate(declared)]
-    return f"--shape {name}:{'x'.join(map(str, sizes))}"
 
 
 # ---- nodes
@@ -249,16 +185,20 @@ def _node(model: str, proto: onnx.NodeProto) -> Node:
 
 
 def _attribute(model: str, node: onnx.NodeProto, attribute: onnx.AttributeProto) -> Any:
-    value = helper.get_attribute_value(attribute)
-    if isinstance(value, bytes):
-        return value.decode()
+    try:
+        value = helper.get_attribute_value(attribute)
+        if isinstance(value, bytes):
+            return value.decode()
+        if attribute.type == onnx.AttributeProto.STRINGS:
+            return tuple(v.decode() for v in value)
+    except ValueError as error:     # a type that ONNX does not have; bytes that are no text
+        raise ModelError(f"{model}: node '{node.name}' ({node.op_type}): attribute '{attribute.name}' cannot be read: "
+                         f"{error}") from error
     if isinstance(value, onnx.TensorProto):
         return _array(model, value)
     if isinstance(value, float | int):
         return value
     if attribute.type in (onnx.AttributeProto.INTS, onnx.AttributeProto.FLOATS):
         return tuple(value)
-    if attribute.type == onnx.AttributeProto.STRINGS:
-        return tuple(v.decode() for v in value)
     raise ModelError(f"{model}: node '{node.name}' ({node.op_type}): attribute '{attribute.name}' is of a kind that is "
                      "not supported")

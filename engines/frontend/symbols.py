@@ -19,16 +19,16 @@ def known_extents(model: str, declared: Mapping[str, Shape], given: Mapping[str,
     known: dict[str, int] = {}
     for name, shape in given.items():
         for symbol, extent in zip(declared[name], shape, strict=False):
-            if isinstance(symbol, str) and isinstance(extent, int) and extent > 0 and \
+            if isinstance(symbol, str) and isinstance(extent, int) and extent >= 0 and \
                     known.setdefault(symbol, extent) != extent:
                 raise ModelError(f"{model}: '{symbol}' is one extent, but the shapes given make it {known[symbol]} and "
                                  f"{extent} (input '{name}', declared {text(d or '?' for d in declared[name])})")
     return known
 
 
-def with_known(shape: Shape, known: Mapping[str, int]) -> list[Dim | None]:
+def with_known(shape: Shape, known: Mapping[str, int]) -> tuple[Dim | None, ...]:
     """A declared shape with the numbers of those symbols."""
-    return [known.get(extent, extent) if isinstance(extent, str) else extent for extent in shape]
+    return tuple(known.get(extent, extent) if isinstance(extent, str) else extent for extent in shape)
 
 
 def refuse_several_batches(model: str, declared: Mapping[str, Shape], given: Mapping[str, Shape],

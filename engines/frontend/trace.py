@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from engines.capacity import bytes_of, too_large
 from engines.errors import GraphError
 from engines.ir import Array, Node, TensorType, type_of
 from engines.ops import op_of
@@ -67,11 +68,16 @@ class Trace:
             return
         node = self._without_empty_parts(node)
         op, inputs, values = op_of(node.op), self.inputs(node), self.known(node)
-        if op is Fallback and (results := op.known(node, inputs, values)) is not None:
-            self._settle(node, results)     # first: its shape may be one that depends on data
+        try:
+            types = op.infer(node, inputs, values)[:len(node.outputs)]
+        except GraphError:      # its shape may be one that depends on data, which may be known
+            if op is not Fallback or (results := op.known(node, inputs, values)) is None:
+                raise
+            self._settle(node, results)
             return
-        types = op.infer(node, inputs, values)[:len(node.outputs)]
-        self.types.update(zip(node.outputs, types, strict=True))
+        for name, kind in zip(node.outputs, types, strict=True):
+            _check_size(name, kind)
+            self.types[name] = kind
         if all(map(is_empty, types)):
             self._make_empty(node, types)
             return
@@ -119,3 +125,9 @@ class Trace:
     def constants(self) -> Mapping[str, Array]:
         made = {name for node in self.nodes for name in node.outputs}.union(self._inputs)
         return {name: array for name, array in self.values.items() if name not in made}
+
+
+def _check_size(name: str, kind: TensorType) -> None:
+    """Raises GraphError for a tensor of which not even one item fits into memory."""
+    if wrong := too_large(bytes_of(kind)):
+        raise GraphError(f"'{name}' {kind} takes {wrong}")

@@ -21,7 +21,7 @@ MAX_BATCH = 2           # so that ITEMS items run in slices
 # What may be refused, by a part of the message; the list may only shrink.
 REFUSALS = (
     "cannot be run in slices",                                  # items that depend on each other, beyond max_batch
-    "must be fixed here: only the leading extent may be symbolic",
+    "must be fixed here",                                       # a Slice or TopK along the items
     "batch == ",                                                # a Split of the items
     "does not fit into",                                        # a window that is wider than the image and its padding
 )

@@ -52,6 +52,8 @@ def row_call(ctx: Context, node: Node, family: Callable[..., RowKernel], accumul
              **options: Any) -> Call:
     """The family's kernel with these options: x dequantised on the way in, the body on the way out."""
     name, rank = node.anchor.inputs[0], len(ctx.type(node.anchor.inputs[0]).shape)
+    if rank < 2:
+        raise Refused("a tensor of one axis has no rows")
     if not node.anchor.attrs.get("channels_last") and node.anchor.attrs.get("axis", -1) % rank != rank - 1:
         raise Refused("only the innermost axis is compiled")
     x, y = ctx.places[name], ctx.places[node.outputs[0]]
