@@ -104,14 +104,17 @@ class Trace:
                                        node.origin))
 
     def _without_empty_parts(self, node: Node) -> Node:
-        """A Concat of what has elements."""
+        """A Concat of what adds to its axis."""
         if node.op != "Concat":
             return node
-        full = tuple(name for name in node.inputs if name not in self.types or not is_empty(self.types[name]))
+        axis = node.attrs["axis"]
+        full = tuple(name for name in node.inputs if name not in self.types or self.types[name].shape[axis] != 0)
         return replace(node, inputs=full or node.inputs[:1])
 
     def _settle(self, node: Node, results: tuple[Array, ...]) -> None:
-        results = results[:len(node.outputs)]
+        kinds = [self.types.get(name) for name in node.outputs]     # NumPy makes float32 of products of bfloat16
+        results = tuple(result.astype(kind.dtype, copy=False) if kind and result.dtype != object else result
+                        for result, kind in zip(results, kinds, strict=False))
         self.values.update(zip(node.outputs, results, strict=True))
         if any(result.dtype == object for result in results):       # still computed at run time, if anybody asks
             self.nodes.append(node)
