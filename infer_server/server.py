@@ -12,7 +12,7 @@ from pathlib import Path
 
 from infer_server.backend import EngineLoader, load_plan
 from infer_server.building import Compiler
-from infer_server.connections import disconnect
+from infer_server.connections import disconnect, stop_listening
 from infer_server.endpoints import metrics
 from infer_server.endpoints.grpc_server import InferenceService, create_server
 from infer_server.endpoints.http_server import Page, error_page, serve_pages
@@ -115,10 +115,11 @@ class Server:
         except TimeoutError:
             answered = False
             log.error("requests were still executing after %g s; they are given up", self._options.exit_timeout_secs)
+        stop_listening(self._grpc_port)
         await asyncio.sleep(_REFUSING_SECS)
         if answered:
             await self._inflight.wait_sent(_SENDING_SECS)
-        disconnect(self._grpc_port)             # nobody can have connected again before the next line takes effect
+        disconnect(self._grpc_port)
         await self._grpc.stop(0)
         for pages in self._pages:
             pages.close()
