@@ -3,7 +3,8 @@
     fp32    the ONNX file
     bf16    the ONNX file, OpenVINO told to compute in bf16; ONNX Runtime in float32, having nothing narrower
     int8    our exported Q/DQ model in both runtimes; NNCF's in OpenVINO; ONNX Runtime's static percentile Q/DQ in both;
-            where there is attention, NNCF's transformer mode, and Q/DQ around MatMul, Gemm and Conv only
+            where there is attention, NNCF's transformer mode, and Q/DQ around MatMul, Gemm and Conv only; where a
+            layer recurs, ONNX Runtime's dynamic quantisation
 
 What is built is kept in a folder, each under a digest of all that it was made from.
 """
@@ -17,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.models import Model, digest
-from benchmarks.quantisers import QUANTISERS, has_attention, save_items
+from benchmarks.quantisers import QUANTISERS, save_items, traits
 from benchmarks.runtimes import OPENVINO, ORT, OURS, versions
 
 CALIBRATION_ITEMS = 64      # at most, for the peers' quantisers
@@ -59,9 +60,9 @@ class Workshop:
         return [ours, qdq, replace(qdq, runtime=ORT), *self._quantised(model)]
 
     def _quantised(self, model: Model) -> Iterator[Build]:
-        attention = has_attention(model.source)
+        found = traits(model.source)
         for quantiser in QUANTISERS.values():
-            if attention or not quantiser.attention_only:
+            if not quantiser.only or quantiser.only in found:
                 made = self._made(quantiser.runtimes[0], quantiser.name, partial(self._peer, model, quantiser.name))
                 yield from (replace(made, runtime=runtime) for runtime in quantiser.runtimes)
 

@@ -7,10 +7,12 @@ from dataclasses import replace
 from benchmarks.accuracy import LEAST_COSINE, Judge, Outputs, compare
 from benchmarks.builds import Build, Say
 from benchmarks.cycles import Counter
-from benchmarks.measuring import Clock, WallClock, WorkClock, interleaved
+from benchmarks.measuring import FEWEST_TURNS, Clock, WallClock, WorkClock, interleaved
 from benchmarks.models import Model
 from benchmarks.results import Case, Row
 from benchmarks.runtimes import LOADERS, Feed, OnnxRuntime, Session
+
+HOPELESS = 1.5      # times the first turn of a peer's fastest build: such a build takes no more turns
 
 
 class Bench:
@@ -32,8 +34,9 @@ class Bench:
         return found
 
     def case(self, batch: int, threads: int, counter: Counter, seconds: float,
-             metrics: Mapping[Build, Mapping[str, float]]) -> Case:
-        """One thread is timed by its work, several by the clock on the wall; `metrics` are shown beside the times."""
+             metrics: Mapping[Build, Mapping[str, float]], fewest: int = FEWEST_TURNS, screened: bool = False) -> Case:
+        """One thread is timed by its work, several by the clock on the wall, for `fewest` turns at least; `metrics` are
+        shown beside the times. `screened`: builds that a first turn shows to be hopeless take no more."""
         feed = self.model.feed(batch)
         reference = _outputs(OnnxRuntime(self.model.source, feed, "fp32", 1))
         sessions = {build: self._load(build, feed, threads) for build in self.builds}
@@ -41,7 +44,11 @@ class Bench:
         calls = {build: session.infer for build, session in sessions.items()
                  if not isinstance(session, str) and not rows[build].failure}
         clock: Clock = WorkClock(counter) if threads == 1 else WallClock()
-        turns = interleaved(clock, calls, seconds) if calls else {}
+        slow = hopeless(interleaved(clock, calls, 0, fewest=1)) if screened else {}
+        for build, cost in slow.items():
+            del calls[build]
+            rows[build] = replace(rows[build], failure=f"too slow, {cost:.3g} {clock.unit} in its first turn")
+        turns = interleaved(clock, calls, seconds, fewest)
         timed = [replace(row, turns=tuple(turns.get(build, ())), metric=metrics.get(build, {}))
                  for build, row in rows.items()]
         return Case(self.model.name, self.precision, batch, threads, clock.unit, tuple(timed))
@@ -67,6 +74,12 @@ class Bench:
         if not agrees:
             self._say(f"  {build.runtime}, {build.name}: cosine {found.cosine:.4f} with float32")
         return Row(build.runtime, build.name, cosine=found.cosine, error=found.error, agrees=agrees, note=session.note)
+
+
+def hopeless(turns: Mapping[Build, Sequence[float]]) -> dict[Build, float]:
+    """Of the costs of a first turn, those that are far above another build's of the same runtime."""
+    return {build: cost for build, (cost, *_) in turns.items()
+            if cost > HOPELESS * min(other for same, (other, *_) in turns.items() if same.runtime == build.runtime)}
 
 
 def _outputs(session: Session) -> Outputs:

@@ -1,8 +1,9 @@
 """Programs measured side by side: turns of a few calls each, one program after the other, again and again.
 
 A turn begins with a call that is not counted, which brings the program's data back into the caches and its threads to
-where they run. A program's figure is the median over its turns of a turn's median; two programs are compared turn by
-turn, so that what slows the machine for seconds meets both sides of a ratio.
+where they run; a call so long that this makes no difference is counted at once. A program's figure is the median over
+its turns of a turn's median; two programs are compared turn by turn, so that what slows the machine for seconds meets
+both sides of a ratio.
 """
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from typing import Protocol, TypeVar
 from benchmarks.cycles import Counter
 
 TURN_SECONDS = 0.03
+LONG_SECONDS = 0.3      # of a call that warms its own caches
 FEWEST_TURNS = 5
 Name = TypeVar("Name")
 
@@ -47,11 +49,11 @@ class WorkClock:
 
 
 def interleaved(clock: Clock, calls: Mapping[Name, Callable[[], object]],
-                seconds: float) -> dict[Name, list[float]]:
-    """{name: cost of a call in each turn, in the clock's unit}, all of them with as many turns."""
+                seconds: float, fewest: int = FEWEST_TURNS) -> dict[Name, list[float]]:
+    """{name: cost of a call in each turn, in the clock's unit}, all of them with as many turns, `fewest` at least."""
     costs: dict[Name, list[float]] = {name: [] for name in calls}
     end, order = time.perf_counter() + seconds, list(calls)
-    while len(costs[order[0]]) < FEWEST_TURNS or time.perf_counter() < end:
+    while order and (len(costs[order[0]]) < fewest or time.perf_counter() < end):
         for name in order:
             costs[name].append(_turn(clock, calls[name]))
         order.reverse()         # nobody always follows the same one
@@ -59,7 +61,10 @@ def interleaved(clock: Clock, calls: Mapping[Name, Callable[[], object]],
 
 
 def _turn(clock: Clock, call: Callable[[], object]) -> float:
-    call()
+    begin = time.perf_counter()
+    first = clock.of(call)
+    if time.perf_counter() - begin >= LONG_SECONDS:
+        return first / 1e6
     counts: list[int] = []
     end = time.perf_counter() + TURN_SECONDS
     while not counts or time.perf_counter() < end:

@@ -20,6 +20,7 @@ from benchmarks.runtimes import OPENVINO, ORT, Feed
 
 PER_CHANNEL_OPSET = 13      # of QuantizeLinear's axis
 TARGET_OPSET = 17
+RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
 ORT_STRIDE = 8              # items of which ONNX Runtime keeps every tensor before it counts: 64 can take 13 GB
 
 
@@ -30,7 +31,7 @@ class Quantiser:
     make: Callable[[Path, Sequence[Feed], Path], None]
     suffix: str
     runtimes: tuple[str, ...]
-    attention_only: bool = False        # worth trying only where a model has attention
+    only: str = ""                      # worth trying only where a model has this: see `traits`
 
 
 def save_items(path: Path, items: Sequence[Feed]) -> None:
@@ -47,12 +48,14 @@ def load_items(path: Path) -> list[Feed]:
     return [items[index] for index in sorted(items)]
 
 
-def has_attention(model: Path) -> bool:
-    """A Softmax whose result a MatMul reads: what the quantisers call a transformer."""
+def traits(model: Path) -> set[str]:
+    """"attention": a Softmax whose result a MatMul reads, what the quantisers call a transformer; "recurrence"."""
     import onnx
     nodes = onnx.load(model, load_external_data=False).graph.node
     weights = {output for node in nodes if node.op_type == "Softmax" for output in node.output}
-    return any(node.op_type == "MatMul" and weights.intersection(node.input) for node in nodes)
+    attention = any(node.op_type == "MatMul" and weights.intersection(node.input) for node in nodes)
+    recurrence = any(node.op_type in RECURRENT for node in nodes)
+    return {name for name, found in (("attention", attention), ("recurrence", recurrence)) if found}
 
 
 def _nncf(model: Path, items: Sequence[Feed], output: Path, transformer: bool = False) -> None:
@@ -106,11 +109,18 @@ def _ort_products(model: Path, items: Sequence[Feed], output: Path) -> None:
     _ort(model, items, output, ("MatMul", "Gemm", "Conv"))
 
 
+def _ort_dynamic(model: Path, items: Sequence[Feed], output: Path) -> None:
+    """Weights of 8 bits, other ranges found at run time: what ONNX Runtime advises for recurrent layers."""
+    from onnxruntime import quantization as ort
+    ort.quantize_dynamic(model, output, per_channel=True, weight_type=ort.QuantType.QInt8)
+
+
 QUANTISERS: Mapping[str, Quantiser] = {quantiser.name: quantiser for quantiser in (
     Quantiser("nncf", _nncf, ".xml", (OPENVINO,)),
-    Quantiser("nncf-transformer", _nncf_transformer, ".xml", (OPENVINO,), attention_only=True),
+    Quantiser("nncf-transformer", _nncf_transformer, ".xml", (OPENVINO,), "attention"),
     Quantiser("ort-percentile", _ort, ".onnx", (OPENVINO, ORT)),
-    Quantiser("ort-percentile-products", _ort_products, ".onnx", (OPENVINO, ORT), attention_only=True))}
+    Quantiser("ort-percentile-products", _ort_products, ".onnx", (OPENVINO, ORT), "attention"),
+    Quantiser("ort-dynamic", _ort_dynamic, ".onnx", (ORT,), "recurrence"))}
 
 
 def main(arguments: Sequence[str]) -> None:

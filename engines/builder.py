@@ -12,15 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from engines.backends.llvm.backend import Chosen, assemble, choose_kernels, make_tuner
 from engines.backends.llvm.tuner import Progress
 from engines.bands import with_bands
-from engines.errors import ConfigError
-from engines.frontend.onnx_import import graph_from_onnx
-from engines.ir import BATCH, Graph
+from engines.errors import CompilerFault, ConfigError, EngineError
+from engines.faults import faults_named
+from engines.frontend.onnx_import import Model, graph_from_onnx
+from engines.ir import BATCH, Array, Graph
 from engines.passes.pipeline import optimise, simplify
 from engines.passes.pixels import Pixels, take_pixels
 from engines.passes.quantize import edges_to_calibrate, quantize, set_float_precision
@@ -40,8 +40,11 @@ class BuildConfig:
     """What a user decides about a build; all of it is part of the engine cache's key."""
     precision: str = "fp32"
     max_batch: int | None = None            # None: 32 where the model has a batch axis
+    opt_batch: int | None = None            # tactics are timed with so many items; None: with one, and with more
+                                            # where several items share a tile
     target: str = ""                        # name of an instruction set; "" is this machine's best
     shapes: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)  # of symbolic inputs; None: the batch
+    constants: Mapping[str, Array] = field(default_factory=dict)    # inputs that always have this value
     pixels: Pixels | None = None            # the image input takes uint8 [N, H, W, C], and normalises it so
     keep_float: tuple[str, ...] = ()        # ONNX nodes that an int8 build leaves in float
     timing: bool = True                     # time the tactics; without it the cheapest by its cost is taken
@@ -52,6 +55,8 @@ class BuildConfig:
             raise ConfigError(f"unknown precision '{self.precision}'; it is one of {', '.join(PRECISIONS)}")
         if self.max_batch is not None and self.max_batch < 1:
             raise ConfigError(f"--max-batch {self.max_batch}: a batch has at least one item")
+        if self.opt_batch is not None and self.opt_batch < 1:
+            raise ConfigError(f"--opt-batch {self.opt_batch}: a batch has at least one item")
 
 
 class Builder:
@@ -64,23 +69,61 @@ class Builder:
         # for what the build itself runs: calibration, trials
         self._here = make_tuner("", self.cache, timing=False, short_lived=True)
         self.log: list[Any] = []            # what the passes did and refused, for build-engine -v
+        self.notices: list[str] = []        # what every user of the build should know, a line each
 
     @property
     def target(self) -> str:
         return self._tuner.isa.name
 
     # ---- graphs
-    def graph(self, model: str | Path) -> Graph:
-        """The model as one optimised float graph. ModelError says what cannot be read, and where."""
-        imported = graph_from_onnx(model, shapes=self.config.shapes, keep_batch=self.config.max_batch is not None)
+    @faults_named()
+    def graph(self, model: Model) -> Graph:
+        """The model as one optimised float graph. ModelError says what cannot be read, and where.
+
+        A model that cannot be compiled for any batch, where nobody asked for one, is compiled for one item.
+        """
+        try:
+            graph = self._optimised(model)
+        except EngineError as reason:
+            if self._batch_is_asked_for or isinstance(reason, CompilerFault):
+                raise
+            graph = self._for_one_item(model, reason)
+        if graph.dependence:
+            self.notices.append("the items of a batch depend on each other, so it is neither cut nor merged with "
+                                f"others: {graph.dependence}")
+        return graph
+
+    def _optimised(self, model: Model, one_item: bool = False) -> Graph:
+        imported = graph_from_onnx(model, shapes=self.config.shapes, constants=self.config.constants,
+                                   keep_batch=self.config.max_batch is not None, one_item=one_item,
+                                   notices=self.notices)
         if self.config.pixels:
             imported = take_pixels(imported, self.config.pixels)
         return optimise(simplify(imported, self.log), self.log)
+
+    def _for_one_item(self, model: Model, reason: EngineError) -> Graph:
+        """The graph for a batch of 1. Raises the reason why it was tried, if that was not the batch."""
+        self.log.clear()
+        self.notices.clear()
+        try:
+            graph = self._optimised(model, one_item=True)
+        except EngineError:
+            raise reason from None
+        self.notices.append(f"the batch is fixed to 1, for it cannot be left open: {reason}. --shape gives it another "
+                            "number")
+        return graph
+
+    @property
+    def _batch_is_asked_for(self) -> bool:
+        """Whether the user said that the model has a batch, or of what size it is."""
+        leading = [shape[:1] for shape in self.config.shapes.values()]
+        return self.config.max_batch is not None or (None,) in leading
 
     def edges(self, graph: Graph) -> tuple[str, ...]:
         """The tensors whose ranges an int8 build asks for."""
         return edges_to_calibrate(graph)
 
+    @faults_named()
     def stored(self, graph: Graph, ranges: Ranges | None = None, log: list[Any] | None = None) -> Graph:
         """The graph with the stored type of every tensor, and every node's arithmetic, decided.
 
@@ -94,6 +137,7 @@ class Builder:
         return set_float_precision(graph, "fp32" if precision == "best" else precision)
 
     # ---- plans
+    @faults_named()
     def plan(self, graph: Graph, ranges: Ranges | None = None, metadata: Mapping[str, Any] | None = None) -> Plan:
         """A plan of an optimised graph; an int8 one needs the ranges of its edges."""
         if self.config.precision == "best":
@@ -122,7 +166,12 @@ class Builder:
         return [self._chosen(mixed), int8, *floats]
 
     def _chosen(self, graph: Graph) -> Chosen:
-        return choose_kernels(graph, self._tuner, self._max_batch(graph), self.progress)
+        max_batch = self._max_batch(graph)
+        if (self.config.opt_batch or 1) > max(max_batch, 1):
+            raise ConfigError(f"--opt-batch {self.config.opt_batch}: " + (
+                f"the plan takes at most {max_batch} items; raise --max-batch" if max_batch else
+                "the model's inputs have no symbolic batch axis, so it is timed in the shape that it declares"))
+        return choose_kernels(graph, self._tuner, max_batch, self.config.opt_batch, self.progress)
 
     @property
     def arithmetic_note(self) -> str:
@@ -132,10 +181,12 @@ class Builder:
                     f"tensors and weights are stored in {self.config.precision}, sums are in float32")
         return ""
 
+    @faults_named()
     def trial(self, graph: Graph, ranges: Ranges) -> Plan:
         """The same for this machine without timing: to measure what ranges do to the results."""
         return self._compile_here(self.stored(graph, ranges))
 
+    @faults_named()
     def watching(self, graph: Graph, tensors: Collection[str]) -> Plan:
         """A float32 plan of a float graph that also gives these tensors as outputs: what calibration runs."""
         outputs = (*graph.outputs, *(name for name in tensors if name not in graph.outputs))
@@ -154,6 +205,7 @@ class Builder:
             max_batch=chosen.max_batch, inputs=compiled.inputs, outputs=compiled.outputs, buffers=compiled.buffers,
             steps=compiled.steps, fills=compiled.fills, code=compiled.code, constants=compiled.constants,
             derived=compiled.derived, graph=document, graph_arrays=arrays, packed=compiled.packed,
+            dependence=graph.dependence,
             metadata={"compiler": COMPILER_VERSION, **(metadata or {})})
 
     def _max_batch(self, graph: Graph) -> int:
@@ -170,6 +222,7 @@ def _time_us(chosen: Chosen) -> float:
     return sum(map(chosen.time_us, chosen.lowered.calls))
 
 
+@faults_named()
 def relower(plan: Plan, target: str = "") -> Plan:
     """The same model for this machine (or `target`), from the graph in the plan: no timing, seconds.
 
@@ -181,4 +234,5 @@ def relower(plan: Plan, target: str = "") -> Plan:
     compiled = assemble(choose_kernels(graph, tuner, plan.max_batch))
     return replace(plan, target=compiled.target, cpu=compiled.cpu, inputs=compiled.inputs, outputs=compiled.outputs,
                    buffers=compiled.buffers, steps=compiled.steps, fills=compiled.fills, code=compiled.code,
-                   constants=compiled.constants, derived=compiled.derived, packed=compiled.packed, bands=())
+                   constants=compiled.constants, derived=compiled.derived, packed=compiled.packed, bands=(),
+                   fingerprint="")

@@ -2,9 +2,12 @@
 
     EngineError
     ├── ModelError            an ONNX file that cannot be read or compiled
+    │   └── UnknownValueError a shape follows from the value of inputs, which a build must be told
     ├── GraphError            a graph that breaks its own rules (our bug, or a bad pass)
+    │   └── UnknownTensorError    a shape follows from the value of tensors that are not known before run time
     ├── ConfigError           options that make no sense, alone or together
     ├── CalibrationError      data or a table that cannot give ranges
+    ├── CompilerFault         an exception that the compiler should not have raised, and the node it was at (our bug)
     ├── InputError            a feed that does not fit the engine
     └── PlanError             a plan file that cannot be used
         ├── PlanCorruptError  truncated, tampered with, or no plan at all
@@ -26,15 +29,31 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 class EngineError(Exception):
-    """The root: catch this to catch everything that is not a bug of ours."""
+    """The root: catch this to catch everything that the compiler and the engine raise on purpose."""
 
 
 class ModelError(EngineError):
     pass
 
 
+class UnknownValueError(ModelError):
+    """`inputs`: the graph's inputs whose values would have to be known."""
+
+    def __init__(self, message: str, inputs: Iterable[str]) -> None:
+        super().__init__(message)
+        self.inputs = tuple(inputs)
+
+
 class GraphError(EngineError):
     pass
+
+
+class UnknownTensorError(GraphError):
+    """`tensors`: those whose values would have to be known, of the graph that is being read."""
+
+    def __init__(self, message: str, tensors: Iterable[str]) -> None:
+        super().__init__(message)
+        self.tensors = tuple(tensors)
 
 
 class ConfigError(EngineError):
@@ -42,6 +61,10 @@ class ConfigError(EngineError):
 
 
 class CalibrationError(EngineError):
+    pass
+
+
+class CompilerFault(EngineError):
     pass
 
 

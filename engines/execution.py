@@ -18,8 +18,9 @@ from engines.errors import PlanCorruptError
 from engines.fallback import FallbackStep
 from engines.ir import Array
 from engines.memory import LINE, Layout, Memory, array_at, plan_memory
-from engines.plan import DERIVED, Band, Derived, Fill, Plan, TensorView, item_strides, verify
+from engines.plan import DERIVED, Band, Derived, Fill, Plan, TensorView, item_strides
 from engines.tables import STEP_WORDS, WORD, StepRow
+from engines.verification import verify
 
 Words = NDArray[np.int64]
 EmittedFunction = Callable[..., None]

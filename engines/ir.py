@@ -64,7 +64,7 @@ class Node:
     name: str = ""
     origin: tuple[str, ...] = ()        # names of the ONNX nodes it stands for
     body: tuple[Node, ...] = ()         # of a Fused node
-    precision: str = "fp32"             # arithmetic: fp32, bf16, fp16 or int8; set by passes/precision
+    precision: str = "fp32"             # arithmetic: fp32, bf16, fp16 or int8; set by passes/quantize
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "attrs", MappingProxyType(dict(self.attrs)))
@@ -91,6 +91,7 @@ class Graph:
     nodes: tuple[Node, ...]
     constants: Mapping[str, Array]
     types: Mapping[str, TensorType] = field(default_factory=dict)
+    dependence: str = ""        # why items of a batch must stay together; "": each is computed from its own inputs
 
     @cached_property
     def producer(self) -> Mapping[str, Node]:

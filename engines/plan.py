@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import PlanCorruptError
 from engines.ir import Array, QParams
 from engines.packed import PackedArray
 
@@ -149,7 +148,7 @@ class Step:
     fuses: tuple[str, ...] = ()             # ONNX node names
     precision: str = "fp32"
     tactic: str = ""
-    time_us: float = 0.0                    # as timed at build, batch 1
+    time_us: float = 0.0                    # as timed at build, for one item
     macs: int = 0                           # multiply-accumulates an item
     bytes: int = 0                          # read and written an item, constants included
     reason: str = ""                        # why it fell back, if it did
@@ -206,6 +205,8 @@ class Plan:
     packed: Mapping[str, PackedArray] = field(default_factory=dict)     # of which these are not written a second time
     metadata: Mapping[str, Any] = field(default_factory=dict)       # preprocessing, calibration, versions, report
     bands: tuple[Band, ...] = ()            # in order, apart from each other
+    dependence: str = ""                    # why a batch is neither cut nor merged with others; "": it may be
+    fingerprint: str = field(default="", compare=False)     # of all the rest, made when it is first written
 
     @property
     def derived_bytes(self) -> int:
@@ -228,71 +229,3 @@ def item_strides(step: Step) -> list[int]:
     """Bytes from an item to the next, of each operand of a step that runs by item; constants are the same for all."""
     reaches = iter((*step.reads, *step.writes))
     return [0 if operand.constant else next(reaches).item_stride for operand in step.operands]
-
-
-def verify(plan: Plan) -> Plan:
-    """The plan itself, after checking that its parts fit together; done whenever one is made ready to run.
-
-    Raises PlanCorruptError: an address outside its buffer, a buffer used before or after its life, a step that depends
-    on a later one. (What a kernel does with an address, nobody can check here.)
-    """
-    def broken(what: str) -> PlanCorruptError:
-        return PlanCorruptError(f"{plan.name}: {what}; this is a fault of the compiler, please report it")
-
-    def check_view(view: TensorView, where: str) -> None:
-        if not 0 <= view.buffer < len(plan.buffers):
-            raise broken(f"{where}: '{view.name}' lies in buffer {view.buffer}, of {len(plan.buffers)}")
-        buffer = plan.buffers[view.buffer]
-        if view.offset < 0 or view.end(plan.batch_slots) > buffer.bytes:
-            raise broken(f"{where}: '{view.name}' ends at byte {view.end(plan.batch_slots)} of buffer '{buffer.name}', "
-                         f"which has {buffer.bytes}")
-
-    def check_life(index: int, step: Step, number: int) -> None:
-        if not 0 <= number < len(plan.buffers):
-            raise broken(f"step {index} '{step.name}' uses buffer {number}, of {len(plan.buffers)}")
-        buffer = plan.buffers[number]
-        if not buffer.first <= index <= buffer.last:
-            raise broken(f"step {index} '{step.name}' uses buffer '{buffer.name}', which is alive in steps "
-                         f"{buffer.first} to {buffer.last}")
-
-    def check_band(band: Band, behind: int) -> None:
-        if not behind <= band.first < band.last <= len(plan.steps):
-            raise broken(f"steps {band.first} to {band.last - 1} are to run item by item")
-        for index in range(band.first, band.last):
-            step = plan.steps[index]
-            if not step.symbol or not runs_by_item(step):
-                raise broken(f"step {index} '{step.name}' cannot run item by item")
-            for buffer in {operand.buffer for operand in step.operands if not operand.constant}:
-                assert buffer is not None
-                if buffer >= len(plan.buffers) or not band.keeps(plan.buffers[buffer]):
-                    for at in (band.first, band.last - 1):
-                        check_life(at, step, buffer)
-
-    for item in plan.derived:
-        if not 0 <= item.source <= len(plan.constants) or item.offset < 0 or item.bytes < 0:
-            raise broken(f"the constant of '{item.name}' is made of byte {item.source} of {len(plan.constants)}")
-    for before, band in zip((Band(0, 0), *plan.bands), plan.bands, strict=False):
-        check_band(band, before.last)
-    for io in (*plan.inputs, *plan.outputs):
-        check_view(io.view, "inputs and outputs")
-    for fill in plan.fills:
-        check_view(fill.view, "halos")
-    for index, step in enumerate(plan.steps):
-        if any(not 0 <= d < index for d in step.depends):
-            raise broken(f"step {index} '{step.name}' depends on steps {list(step.depends)}")
-        for operand in step.operands:
-            if operand.buffer is None:
-                size = len(plan.constants)
-            elif operand.buffer == DERIVED:
-                size = plan.derived_bytes
-            else:
-                check_life(index, step, operand.buffer)
-                size = plan.buffers[operand.buffer].bytes
-            if not 0 <= operand.offset <= size:
-                raise broken(f"step {index} '{step.name}' has an operand at byte {operand.offset} of {size}")
-        if step.fallback is not None:
-            for view in (*step.fallback.inputs, *step.fallback.outputs):
-                if isinstance(view, TensorView):
-                    check_view(view, f"step {index} '{step.name}'")
-                    check_life(index, step, view.buffer)
-    return plan

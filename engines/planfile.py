@@ -6,81 +6,83 @@
 
 Each weight is there once: among the constants, as kernels read it. What the graph needs of it again is read back from
 there (engines/packed.py); only constants of the graph that are nowhere else have an array. Code, JSON and manifest are
-compressed; constants are not, for the file is mapped, not read: processes that load one plan share its weights. (But
-not those that kernels make of others when a plan is made ready to run: Plan.derived.)
+compressed; constants are not, for most would not shrink.
 
-Code is checked by BLAKE2b, for it will be executed; the rest by the CRC-32 of the sums of each page's 64-bit words (and
-of the bytes behind the last whole page). It finds any change inside one word, and pages that are missing or in each
-other's place; it overlooks changes that cancel out in one page, such as two words exchanged. Summing reads 10 GB a
-second, three times as fast as a CRC of every byte. Both guard against accidents, not against an attacker: a plan is a
-program, load it only from where you would load a program. The graph and its arrays are checked and decoded only when
-somebody asks for them.
+A plan runs from a copy of the file in memory of the process's own (engines/sections.py), checked while it is copied
+and never read again: what becomes of the file afterwards changes nothing. A file that is changed while it is read fails
+its checksums, or is the old plan or the new one, whole: the header vouches for the manifest, that for every section.
+
+Constants and arrays are checked by sums of pages, which are faster than memory; all else by BLAKE2b. Both guard against
+accidents, not against an attacker: a plan is a program, load it only from where you would load a program. The graph and
+its arrays are decoded only when somebody asks for them.
 """
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import mmap
 import os
 import struct
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
 
-from engines.errors import PlanCorruptError, PlanVersionError
+from engines.checksums import PAGE, Bytes, page_sums, strong
+from engines.errors import PlanCorruptError, PlanError, PlanVersionError
 from engines.ir import Array
 from engines.packed import PackedArray, Packing, Picked
 from engines.plan import Plan
-from engines.records import from_plain, to_plain
+from engines.records import FieldError, from_plain, read_record, to_plain
+from engines.sections import REBUILD, Section, Sections, deflate, read_document, summed
+from engines.verification import verify
 
 MAGIC = b"\x93INFPLAN"      # the first byte is not ASCII: no text file begins like this
-VERSION = 5
-PAGE, LINE = 4096, 64
-_HEADER = struct.Struct("<8sIIQQ16sQ8x")     # magic, version, 0, manifest offset, size, checksum, file size
+VERSION = 7
+LINE = 64
+_HEADER = struct.Struct("<8sIIQQ16sQQ")      # magic, version, 0, manifest offset, size, checksum, file size, 0
 _ELSEWHERE = ("code", "constants", "graph", "graph_arrays", "packed")        # fields of Plan that are sections
-_REBUILD = "build the plan again, or copy it again from where it came"
 
-_Buffer = bytes | memoryview
-
-
-def _strong(data: _Buffer) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+def _json(value: Any) -> bytes:
+    return json.dumps(value, default=to_plain, separators=(",", ":")).encode()
 
 
-def _fast(data: _Buffer) -> str:
-    whole = len(data) // PAGE * PAGE
-    sums = np.frombuffer(data[:whole], np.uint64).reshape(-1, PAGE // 8).sum(axis=1)
-    return f"{zlib.crc32(data[whole:], zlib.crc32(sums)):08x}"
+def fingerprint_of(manifest: Mapping[str, Any]) -> str:
+    """BLAKE2b of a plan as JSON gives it: its fields, and its sections by their sums.
 
-
-def _checksum(section: str) -> Callable[[_Buffer], str]:
-    return _strong if section == "code" else _fast
-
-
-def _compressed_json(value: Any) -> bytes:
-    return zlib.compress(json.dumps(value, default=to_plain, separators=(",", ":")).encode())
+    Code runs with the offsets, grids and layouts that it was compiled for, and takes no others: a plan in which one of
+    these was altered is refused, even where somebody made the checksums of the file right again.
+    """
+    fields = {name: value for name, value in manifest["plan"].items() if name != "fingerprint"}
+    sums = {name: record["checksum"] for name, record in manifest["sections"].items()}
+    return strong(_json([fields, manifest["code"], manifest["arrays"], sums]))
 
 
 # ---- writing
 def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write the file beside its name, then rename it: whoever reads `path` finds the old plan or the new one, whole."""
+    """Write the file beside its name, then rename it: whoever reads `path` finds the old plan or the new one, whole.
+
+    Raises PlanError: more than a plan holds, or a plan that was read and has been altered; OSError.
+    """
     sections, arrays = _sections(plan)
     sections["constants"] = plan.constants
 
     records: dict[str, dict[str, Any]] = {}
     at = PAGE
     for name, data in sorted(sections.items(), key=lambda item: item[0] != "constants"):
-        records[name] = {"offset": at, "bytes": len(data), "checksum": _checksum(name)(data)}
+        records[name] = {"offset": at, "bytes": len(data), "checksum": (page_sums if summed(name) else strong)(data)}
         at = -(-(at + len(data)) // LINE) * LINE
     fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.name not in _ELSEWHERE}
-    manifest = _compressed_json({"plan": fields, "code": [len(code) for code in plan.code],
-                                 "arrays": arrays, "sections": records})
-    header = _HEADER.pack(MAGIC, VERSION, 0, at, len(manifest), bytes.fromhex(_strong(manifest)), at + len(manifest))
+    content = {"plan": fields, "code": [len(code) for code in plan.code], "arrays": arrays, "sections": records}
+    fingerprint = fingerprint_of(json.loads(_json(content)))
+    if plan.fingerprint not in ("", fingerprint):
+        raise PlanError(f"{plan.name}: the plan was altered since it was compiled; compile it again, or clear its "
+                        "fingerprint to write it as another plan")
+    manifest = deflate(_json({**content, "plan": {**fields, "fingerprint": fingerprint}}), "the manifest")
+    header = _HEADER.pack(MAGIC, VERSION, 0, at, len(manifest), bytes.fromhex(strong(manifest)), at + len(manifest), 0)
 
     folder, name = os.path.split(os.fspath(path))
     temporary = os.path.join(folder, f".{name}.{os.getpid()}.{os.urandom(4).hex()}")
@@ -101,15 +103,15 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
         raise
 
 
-def _sections(plan: Plan) -> tuple[dict[str, _Buffer], dict[str, Any]]:
+def _sections(plan: Plan) -> tuple[dict[str, Bytes], dict[str, Any]]:
     """All but the constants, and what the arrays among them are."""
     packings = {item.packing: None for item in plan.packed.values()}
     numbers = {packing: i for i, packing in enumerate(packings)}
     packed = {name: {**to_plain(item), "packing": numbers[item.packing]} for name, item in plan.packed.items()}
-    sections: dict[str, _Buffer] = {
-        "code": zlib.compress(b"".join(plan.code)),
-        "graph": _compressed_json(plan.graph),
-        "packed": _compressed_json({"arrays": packed, "packings": [_differences(p) for p in packings]})}
+    sections: dict[str, Bytes] = {
+        "code": deflate(b"".join(plan.code), "the code"),
+        "graph": deflate(_json(dict(plan.graph)), "the graph"),
+        "packed": deflate(_json({"arrays": packed, "packings": [_differences(p) for p in packings]}), "the packings")}
     arrays: dict[str, Any] = {}
     for name, array in plan.graph_arrays.items():
         if array.dtype.hasobject:
@@ -144,83 +146,101 @@ def _sums(content: Mapping[str, Any]) -> Packing | Picked:
 
 
 # ---- reading
+@dataclass(frozen=True)
+class _StoredArray:
+    """A constant of the graph with a section of its own."""
+    dtype: str
+    shape: tuple[int, ...]
+    section: str
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    plan: Mapping[str, Any]                         # the fields of Plan that are no sections
+    code: tuple[int, ...]                           # bytes of each object
+    arrays: Mapping[str, _StoredArray | None]       # of the graph; None: it is packed
+    sections: Mapping[str, Section]
+
+
 def read_plan(path: str | os.PathLike[str]) -> Plan:
-    """The plan in a file; its constants are a read-only view of the mapped file.
+    """The plan in a file, whole, in memory of the process's own: the file may change afterwards.
 
     Raises PlanCorruptError (no plan, cut short, altered), PlanVersionError (another format), OSError (no such file).
     """
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size < _HEADER.size:
-            raise PlanCorruptError(f"{path}: {size} bytes are no engine plan; {_REBUILD}")
-        data = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
-    reader = _Reader(str(path), data, _manifest(str(path), data))
-    return reader.plan()
+    name = str(path)
+    with open(path, "rb", buffering=0) as file:
+        end, manifest = _read_manifest(name, file.fileno())
+        sections = Sections(name, file.fileno(), manifest.sections, end)
+    # From here on the checksums hold, so this is what a faulty or a private version of the compiler wrote.
+    try:
+        plan = _plan(manifest, sections)
+    except (ValueError, TypeError) as error:
+        raise PlanCorruptError(f"{name}: the manifest is not a plan's ({error}); {REBUILD}") from error
+    try:
+        return verify(plan)
+    except PlanCorruptError as error:
+        raise PlanCorruptError(f"{name}: {error}") from error
 
 
-def _manifest(path: str, data: memoryview) -> dict[str, Any]:
-    magic, version, _, offset, size, checksum, length = _HEADER.unpack_from(data)
+def _read_manifest(path: str, file: int) -> tuple[int, _Manifest]:
+    """Where the manifest begins, and it."""
+    size, first = os.fstat(file).st_size, os.pread(file, PAGE, 0)
+    header = first[:_HEADER.size]
+    if len(header) < _HEADER.size:
+        raise PlanCorruptError(f"{path}: {size} bytes are no engine plan; {REBUILD}")
+    magic, version, zero, offset, length, checksum, total, zeros = _HEADER.unpack(header)
     if magic != MAGIC:
-        raise PlanCorruptError(f"{path}: no engine plan, it begins with {bytes(magic)!r}; make one with build-engine")
+        raise PlanCorruptError(f"{path}: no engine plan, it begins with {magic!r}; make one with build-engine")
     if version != VERSION:
         update = "update infer-server, or " if version > VERSION else ""
         raise PlanVersionError(f"{path}: plan format {version}, but this runtime reads format {VERSION}; "
                                f"{update}build the plan again with this version")
-    if length != len(data):
-        raise PlanCorruptError(f"{path}: {len(data)} bytes, but {length} were written; {_REBUILD}")
-    manifest = data[offset:offset + size]
-    if len(manifest) != size or _strong(manifest) != checksum.hex():
-        raise PlanCorruptError(f"{path}: the manifest's checksum is wrong; {_REBUILD}")
-    content: dict[str, Any] = json.loads(zlib.decompress(manifest))
-    return content
+    if total != size or zero or zeros or any(first[_HEADER.size:]):
+        raise PlanCorruptError(f"{path}: {size} bytes, but {total} were written; {REBUILD}")
+    if not PAGE <= offset <= size or offset + length != size:
+        raise PlanCorruptError(f"{path}: the manifest ({length} bytes at {offset}) is not at the end; {REBUILD}")
+    data = os.pread(file, length, offset)
+    if len(data) != length or strong(data) != checksum.hex():
+        raise PlanCorruptError(f"{path}: the manifest's checksum is wrong; {REBUILD}")
+    content = read_document(data, f"{path}: the manifest")
+    try:
+        manifest: _Manifest = read_record(_Manifest, content)
+    except FieldError as error:
+        raise PlanCorruptError(f"{path}: the manifest is not a plan's ({error}); {REBUILD}") from error
+    if manifest.plan.get("fingerprint") != fingerprint_of(content):
+        raise PlanCorruptError(f"{path}: altered since it was compiled, its fingerprint is another; {REBUILD}")
+    return offset, manifest
 
 
-_Value = TypeVar("_Value")
+def _plan(manifest: _Manifest, sections: Sections) -> Plan:
+    fields = from_plain(Plan, manifest.plan)
+    if elsewhere := sorted(fields.keys() & set(_ELSEWHERE)):
+        raise ValueError(f"'{elsewhere[0]}' is a section")
+    constants, packed = sections["constants"], _Lazy(lambda: _packed(sections))
+    return Plan(**fields, code=_code(manifest.code, sections), constants=constants,
+                graph=_Lazy(lambda: sections.document("graph")), packed=packed,
+                graph_arrays=_Arrays(sections, manifest.arrays, packed))
 
 
-class _Reader:
-    """Sections by name, checked when they are read."""
+def _code(sizes: Sequence[int], sections: Sections) -> tuple[bytes, ...]:
+    code, bounds = sections.inflated("code"), [0, *accumulate(sizes)]
+    if min(sizes, default=0) < 0 or bounds[-1] != len(code):
+        raise ValueError(f"code of {len(code)} bytes, but of {bounds[-1]} in objects")
+    return tuple(code[begin:end] for begin, end in pairwise(bounds))
 
-    def __init__(self, path: str, data: memoryview, manifest: dict[str, Any]) -> None:
-        self.path, self._data, self._manifest = path, data, manifest
 
-    def section(self, name: str) -> memoryview:
-        record = self._manifest["sections"][name]
-        data = self._data[record["offset"]:record["offset"] + record["bytes"]]
-        if len(data) != record["bytes"] or _checksum(name)(data) != record["checksum"]:
-            raise PlanCorruptError(f"{self.path}: section '{name}' ({record['bytes']} bytes at {record['offset']}) has "
-                                   f"a wrong checksum; {_REBUILD}")
-        return data
-
-    def plan(self) -> Plan:
-        try:
-            fields = from_plain(Plan, self._manifest["plan"])
-            constants = self.section("constants")
-            packed = _Lazy(self._packed)
-            return Plan(**fields, code=self._code(), constants=constants, graph=_Lazy(self._graph), packed=packed,
-                        graph_arrays=_LazyArrays(self, self._manifest["arrays"], constants, packed))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            # The checksums hold, so this is what a faulty or a private version of the compiler wrote.
-            raise PlanCorruptError(f"{self.path}: the manifest is not a plan's ({error!r}); {_REBUILD}") from error
-
-    def _code(self) -> tuple[bytes, ...]:
-        objects, at = zlib.decompress(self.section("code")), 0
-        code = []
-        for size in self._manifest["code"]:
-            code.append(objects[at:at + size])
-            at += size
-        return tuple(code)
-
-    def _graph(self) -> dict[str, Any]:
-        graph: dict[str, Any] = json.loads(zlib.decompress(self.section("graph")))
-        return graph
-
-    def _packed(self) -> dict[str, PackedArray]:
-        content = json.loads(zlib.decompress(self.section("packed")))
+def _packed(sections: Sections) -> dict[str, PackedArray]:
+    try:
+        content = sections.document("packed")
         packings = [_sums(packing) for packing in content["packings"]]
         return {name: PackedArray(**{**record, "shape": tuple(record["shape"]), "offsets": tuple(record["offsets"]),
                                      "packing": packings[record["packing"]]})
                 for name, record in content["arrays"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        raise PlanCorruptError(f"{sections.path}: section 'packed' cannot be read ({error!r}); {REBUILD}") from error
+
+
+_Value = TypeVar("_Value")
 
 
 class _Lazy(Mapping[str, _Value]):
@@ -243,20 +263,27 @@ class _Lazy(Mapping[str, _Value]):
         return len(self.content)
 
 
-class _LazyArrays(Mapping[str, Array]):
-    """The graph's constants, each checked when it is asked for: views of the file, or read back from the constants."""
+class _Arrays(Mapping[str, Array]):
+    """The graph's constants, each made when it is asked for: views of a section, or read back from the constants."""
 
-    def __init__(self, reader: _Reader, records: dict[str, Any], constants: memoryview,
+    def __init__(self, sections: Sections, records: Mapping[str, _StoredArray | None],
                  packed: Mapping[str, PackedArray]) -> None:
-        self._reader, self._records, self._constants, self._packed = reader, records, constants, packed
+        self._sections, self._records, self._packed = sections, records, packed
 
     def __getitem__(self, name: str) -> Array:
         record = self._records[name]
-        if record is None:
-            array = self._packed[name].unpack(self._constants)
-            array.flags.writeable = False
-            return array
-        return np.ndarray(tuple(record["shape"]), np.dtype(record["dtype"]), self._reader.section(record["section"]))
+        try:
+            if record is not None:
+                dtype = np.dtype(record.dtype)
+                if dtype.hasobject:
+                    raise ValueError(f"dtype {record.dtype}")
+                return np.ndarray(record.shape, dtype, self._sections[record.section])
+            array = self._packed[name].unpack(self._sections["constants"])
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError, MemoryError, AttributeError) as error:
+            raise PlanCorruptError(f"{self._sections.path}: the constant '{name}' of the graph cannot be read "
+                                   f"({error!r}); {REBUILD}") from error
+        array.flags.writeable = False
+        return array
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._records)

@@ -1,14 +1,46 @@
-"""Dataclasses <-> JSON: written by field, read by annotation. No pickle, nothing that executes."""
+"""Dataclasses <-> JSON: written by field, read by annotation. No pickle, nothing that executes.
+
+What is read has the types that the annotations say, or is refused: FieldError names the field, "steps[3].rows: ...".
+JSON knows lists, not tuples, and no dataclasses; an annotation decides what each becomes:
+
+    bool, str, None     as they are
+    int                 of 64 bits; true is none
+    float               or an int
+    tuple, Mapping      of what the annotation says; a Mapping's keys are str
+    a dataclass         an object with its fields; those that have a default may be absent, others are unknown
+    a union             whatever of its members the JSON's type fits
+    Any                 not looked into
+"""
 from __future__ import annotations
 
 import dataclasses
 import types
 import typing
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
+
+_LEAST, _MOST = -1 << 63, (1 << 63) - 1
+
+Decode = Callable[[Any], Any]
+_ByType = dict[type, Decode]            # of a JSON value -> what makes ours of it
+
+
+class FieldError(ValueError):
+    """A value that is not what its field's annotation says. `path` leads to it: ".steps", "[3]", ".rows"."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.path = what, ""
+
+    def at(self, place: str) -> FieldError:
+        """The same, one level further out."""
+        self.path = place + self.path
+        return self
+
+    def __str__(self) -> str:
+        return f"{self.path.removeprefix('.')}: {self.what}" if self.path else self.what
 
 
 def to_plain(value: Any) -> Any:
@@ -25,45 +57,120 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(cls: type, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Field name -> value. Raises KeyError for a field that the class does not have."""
+    """Field name -> value, of the fields that are there. Raises FieldError."""
     decoders = _decoders(cls)
-    return {name: decoders[name](value) for name, value in content.items()}
+    found: dict[str, Any] = {}
+    for name, value in content.items():
+        decode = decoders.get(name)
+        if decode is None:
+            raise FieldError(f"a {cls.__name__} has no field '{name}'")
+        try:
+            found[name] = decode(value)
+        except FieldError as error:
+            raise error.at(f".{name}") from None
+    return found
+
+
+def read_record(cls: type, content: Mapping[str, Any]) -> Any:
+    """An instance of the dataclass. Raises FieldError."""
+    return _record(cls)(content)
 
 
 @cache
-def _decoders(cls: type) -> dict[str, Callable[[Any], Any]]:
+def _decoders(cls: type) -> dict[str, Decode]:
     hints = typing.get_type_hints(cls)
     return {f.name: _decoder(hints[f.name]) for f in dataclasses.fields(cls)}
 
 
-def _record_decoder(cls: type) -> Callable[[Any], Any]:
-    """Most of a plan is small records of numbers: only the fields that JSON does not give as they are get a look."""
-    decoders = [(name, decode) for name, decode in _decoders(cls).items() if decode is not _same]
+def _record(cls: type) -> Decode:
+    needed = frozenset(f.name for f in dataclasses.fields(cls)
+                       if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING)
 
-    return lambda value: cls(**value | {name: decode(value[name]) for name, decode in decoders if name in value})
+    def decode(value: Mapping[str, Any]) -> Any:
+        fields = from_plain(cls, value)
+        if not needed <= fields.keys():
+            raise FieldError(f"a {cls.__name__} without '{min(needed - fields.keys())}'")
+        return cls(**fields)
+
+    return decode
 
 
-def _decoder(hint: Any) -> Callable[[Any], Any]:
-    """JSON knows lists, not tuples, and no dataclasses: what undoes that for a value of this type."""
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return _record_decoder(hint)
+def _decoder(hint: Any) -> Decode:
+    """What makes a value of this type of JSON's."""
+    if hint is Any:
+        return _same
+    if hint is int:
+        return _int         # by far the most, so they are spared the table
+    return partial(_by_type, _table(hint), _name(hint))
+
+
+def _by_type(table: _ByType, wanted: str, value: Any) -> Any:
+    decode = table.get(type(value))
+    if decode is None:
+        raise FieldError(f"{_shown(value)} is no {wanted}")
+    return decode(value)
+
+
+def _table(hint: Any) -> _ByType:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return _union_decoder(arguments)
-    if origin is tuple and arguments[-1] is Ellipsis:
-        inner = _decoder(arguments[0])
-        return tuple if inner is _same else lambda value: tuple(inner(v) for v in value)
+        return {kind: decode for member in arguments for kind, decode in _table(member).items()}
     if origin is tuple:
-        inners = [_decoder(argument) for argument in arguments]
-        return lambda value: tuple(inner(v) for inner, v in zip(inners, value, strict=True))
-    return _same
+        several = arguments[-1] is Ellipsis
+        return {list: partial(_tuple, _decoder(arguments[0])) if several
+                else partial(_fixed_tuple, tuple(map(_decoder, arguments)))}
+    if origin is not None and issubclass(origin, Mapping):
+        return {dict: partial(_mapping, _decoder(arguments[1]))}
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return {dict: _record(hint)}
+    if hint is float:
+        return {float: _same, int: _int}
+    return {hint: _int if hint is int else _same}
 
 
-def _union_decoder(arguments: tuple[Any, ...]) -> Callable[[Any], Any]:
-    """A union has at most one member that needs decoding here, and JSON writes that one as an object."""
-    inner = next((decode for decode in map(_decoder, arguments) if decode is not _same), _same)
-    return lambda value: inner(value) if isinstance(value, dict) else value
+def _tuple(inner: Decode, value: list[Any]) -> tuple[Any, ...]:
+    found: list[Any] = []
+    try:
+        for item in value:
+            found.append(inner(item))
+    except FieldError as error:
+        raise error.at(f"[{len(found)}]") from None
+    return tuple(found)
+
+
+def _fixed_tuple(inners: tuple[Decode, ...], value: list[Any]) -> tuple[Any, ...]:
+    if len(value) != len(inners):
+        raise FieldError(f"{_shown(value)} has not {len(inners)} members")
+    return tuple(inner(item) for inner, item in zip(inners, value, strict=True))
+
+
+def _mapping(inner: Decode, value: dict[str, Any]) -> dict[str, Any]:
+    if inner is _same:
+        return value
+    found = {}
+    for key, item in value.items():
+        try:
+            found[key] = inner(item)
+        except FieldError as error:
+            raise error.at(f"['{key}']") from None
+    return found
+
+
+def _int(value: Any) -> int:
+    if type(value) is not int or not _LEAST <= value <= _MOST:
+        raise FieldError(f"{_shown(value)} is no int")
+    return value
 
 
 def _same(value: Any) -> Any:
     return value
+
+
+def _name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+
+
+def _shown(value: Any) -> str:
+    """As a message quotes it: no longer than that."""
+    text = repr(value) if not isinstance(value, int) or abs(value) <= _MOST else "a number of more than 64 bits"
+    return text if len(text) <= 60 else f"{text[:57]}..."

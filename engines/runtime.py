@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from engines import cpu
-from engines.errors import ConfigError, InputError, PlanTargetError
+from engines.errors import ConfigError, EngineError, InputError, PlanError, PlanTargetError
 from engines.execution import Execution, Program, SerialExecution
 from engines.ir import Array
 from engines.plan import IoTensor, Plan, Step, TensorView
@@ -56,7 +56,12 @@ def _relower(plan: Plan, why: str) -> Plan:
         from engines.builder import relower
     except ImportError as error:
         raise PlanTargetError(f"{why}; to compile it again here, install what is missing ({error})") from error
-    relowered: Plan = relower(plan)
+    try:
+        relowered: Plan = relower(plan)
+    except PlanError:
+        raise
+    except EngineError as error:
+        raise PlanTargetError(f"{why}; its graph cannot be compiled again here: {error}") from error
     return relowered
 
 
@@ -82,8 +87,7 @@ class Engine:
         self.plan = plan
         self.threads = threads
         self._program = Program(plan, threads)
-        self._execution = (_parallel(self._program, threads) if threads > 1
-                           else lambda cpus: SerialExecution(self._program))
+        self._execution = _executions(self._program, threads)
         self._feeds = Feeds(plan)
         self._idle: deque[ExecutionContext] = deque()      # its append and pop are atomic
 
@@ -105,6 +109,11 @@ class Engine:
         return self.plan.max_batch
 
     @property
+    def dependence(self) -> str:
+        """Why a batch must neither be cut nor merged with others; "" if each item is computed from itself alone."""
+        return self.plan.dependence
+
+    @property
     def arena_bytes(self) -> int:
         """Of one context's buffers (a context of T threads has T such arenas)."""
         return (self._program.separate_layout if self.threads > 1 else self._program.shared_layout).total
@@ -122,7 +131,8 @@ class Engine:
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """{output name: array} for {input name: array}, in the dtypes and shapes of the ONNX model.
 
-        Any number of items on the batch axis: more than max_batch run in slices. InputError says what does not fit.
+        Any number of items on the batch axis: more than max_batch run in slices, if the items are independent.
+        InputError says what does not fit.
         """
         arrays = {name: np.asarray(value) for name, value in feeds.items()}
         items = self._feeds.check(arrays)
@@ -141,8 +151,12 @@ class Engine:
             self._idle.pop().close()
 
 
-def _parallel(program: Program, threads: int) -> Callable[[tuple[int, ...] | None], Execution]:
-    """What makes executions of several threads; imported here, for on one thread serving starts without it."""
+def _executions(program: Program, threads: int) -> Callable[[tuple[int, ...] | None], Execution]:
+    """What makes executions. It knows the program, not the engine: a cycle would keep the weights in memory until the
+    collector comes by, and on an idle server that is never."""
+    if threads == 1:
+        return lambda cpus: SerialExecution(program)
+    # Imported here, for on one thread serving starts without it.
     from engines.parallel import ParallelExecution, ParallelProgram
     return partial(ParallelExecution, ParallelProgram(program, threads))
 
@@ -257,6 +271,10 @@ def _run_slices(context: ExecutionContext, plan: Plan, arrays: Mapping[str, Arra
     slots = plan.batch_slots
     if 1 <= items <= slots:
         return _run_slice(context, plan, arrays, items)
+    if plan.dependence:
+        raise InputError(f"{plan.name}: {items} items, but the plan takes 1 to {slots} at once, and they cannot be run "
+                         f"in slices, for they depend on each other: {plan.dependence}. Build it with --max-batch "
+                         f"{max(items, 1)}")
     results = {io.name: np.empty(_with_batch(io.view, items), "uint16" if io.dtype == "bfloat16" else io.dtype)
                for io in plan.outputs}
     for start in range(0, items, slots):

@@ -40,7 +40,8 @@ def node_from_json(document: Mapping[str, Any]) -> Node:
 
 def graph_to_json(graph: Graph) -> tuple[Json, dict[str, Array]]:
     """The graph without its constants, and those."""
-    document = {"name": graph.name, "inputs": list(graph.inputs), "outputs": list(graph.outputs),
+    document = {"name": graph.name, "dependence": graph.dependence,
+                "inputs": list(graph.inputs), "outputs": list(graph.outputs),
                 "nodes": [node_to_json(node) for node in graph.nodes],
                 "types": {name: _write_type(kind) for name, kind in graph.types.items()}}
     return document, dict(graph.constants)
@@ -51,7 +52,8 @@ def graph_from_json(document: Mapping[str, Any], arrays: Mapping[str, Array]) ->
     try:
         types = {name: _read_type(kind) for name, kind in document["types"].items()}
         graph = Graph(document["name"], tuple(document["inputs"]), tuple(document["outputs"]),
-                      tuple(node_from_json(node) for node in document["nodes"]), dict(arrays), types)
+                      tuple(node_from_json(node) for node in document["nodes"]), dict(arrays), types,
+                      document["dependence"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PlanCorruptError(f"the plan holds a graph that cannot be read ({error!r}); build it again") from error
     return verify(graph)

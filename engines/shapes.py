@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from engines.errors import GraphError
-from engines.ir import BATCH, Array, Dim
+from engines.ir import BATCH, Array, Dim, TensorType
 
 
 class Undecided(Exception):
@@ -147,6 +147,11 @@ def extent(dim: Dim) -> int | Extent:
     return Extent(int(match[1] or 1), int(match[2] or 0))
 
 
+def is_extent(dim: Dim) -> bool:
+    """Whether it is a number or of the form that `extent` reads."""
+    return not isinstance(dim, str) or bool(_DIM.fullmatch(dim))
+
+
 def dim(value: Any) -> Dim:
     """The Dim that writes down a number."""
     return str(value) if isinstance(value, Extent) else int(value)
@@ -190,6 +195,11 @@ def batch_of(shape: Sequence[Dim], actual: Sequence[int]) -> int | None:
     return batch
 
 
+def is_empty(tensor: TensorType) -> bool:
+    """Whether it has no elements, whatever the batch."""
+    return 0 in tensor.shape
+
+
 def broadcast(*shapes: Sequence[Dim]) -> tuple[Dim, ...]:
     """NumPy's rule: aligned at the right, an extent of 1 stretches. Raises GraphError where extents differ."""
     result: list[Dim] = []
@@ -201,11 +211,18 @@ def broadcast(*shapes: Sequence[Dim]) -> tuple[Dim, ...]:
     return tuple(result)
 
 
+def check_stretches(what: str, shape: Sequence[Dim], target: Sequence[Dim]) -> None:
+    """Raises GraphError unless NumPy's rule stretches `shape` to `target`, which stays as it is."""
+    if broadcast(shape, target) != tuple(target):
+        raise GraphError(f"its {what} of shape {text(shape)} does not fit {text(target)}")
+
+
 def fixed(shape: Iterable[Dim]) -> tuple[int, ...]:
     """The same shape, known to be of ints; raises GraphError otherwise."""
     shape = tuple(shape)
     if any(isinstance(d, str) for d in shape):
-        raise GraphError(f"{text(shape)} must be fixed here: only the leading extent may be symbolic")
+        raise GraphError(f"{text(shape)} must be fixed here, and depends on the batch: build the model for a fixed "
+                         "batch, with the whole shape of each input that has one, as in --shape NAME:1x3x224x224")
     return tuple(int(d) for d in shape)
 
 

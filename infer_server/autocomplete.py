@@ -35,7 +35,12 @@ def complete(message: model_config.ModelConfig, name: str, engine: Engine, filen
     _complete_tensors("input", completed.input, engine.inputs, batched)
     _complete_tensors("output", completed.output, engine.outputs, batched)
 
-    if completed.max_batch_size > 1:
+    if engine.dependence:
+        # As in Triton without dynamic_batching: every request is a batch of its own.
+        if completed.HasField("dynamic_batching"):
+            raise ModelConfigError("dynamic_batching: requests cannot share a batch, for the items of this model's "
+                                   f"batch depend on each other: {engine.dependence}; remove it")
+    elif completed.max_batch_size > 1:
         # Batching is what the server is for, so it is on unless max_batch_size is 1; Triton wants to be asked.
         completed.dynamic_batching.SetInParent()
     if not completed.instance_group:

@@ -45,6 +45,8 @@ class Engine(Protocol):
     @property
     def max_batch(self) -> int: ...                     # 0: the model has no batch axis
     @property
+    def dependence(self) -> str: ...                    # why requests must not share a batch; "": they may
+    @property
     def threads(self) -> int: ...                       # that work on one execution
     @property
     def arena_bytes(self) -> int: ...                   # of memory that a context takes

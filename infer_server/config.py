@@ -104,6 +104,7 @@ def from_message(message: model_config.ModelConfig) -> ModelConfig:
     dynamic = message.dynamic_batching
     batching = BatchPolicy(
         max_batch_size=max(1, message.max_batch_size),
+        merges=message.HasField("dynamic_batching"),
         preferred_batch_sizes=frozenset(dynamic.preferred_batch_size),
         max_queue_delay_us=dynamic.max_queue_delay_microseconds)
     if message.max_batch_size < 0:

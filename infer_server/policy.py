@@ -39,6 +39,7 @@ class BatchPolicy:
     max_batch_size: int = 1
     preferred_batch_sizes: frozenset[int] = frozenset()
     max_queue_delay_us: int = 0                 # how long the oldest request may wait for a fuller batch
+    merges: bool = True                         # requests share a batch; without dynamic_batching each has its own
 
     @property
     def largest_preferred(self) -> int:
@@ -92,6 +93,8 @@ def decide(queue: Iterable[Queued], now_ns: int, policy: BatchPolicy) -> Send | 
     The window for a fuller batch opens when the oldest request arrives; without max_queue_delay_us it is never open,
     and a batch is whatever has gathered while the instance was busy.
     """
+    if not policy.merges:
+        return Send(1)
     rows = count = 0
     preferred = 0                               # requests up to the largest preferred size that was met
     full = False
@@ -155,7 +158,7 @@ def choose(queue: Collection[Q], now_ns: int, policy: BatchPolicy, instances: In
         size = _best_size(queue, now_ns, takes_ns)
         if size:
             kept, lost = shed(queue, size, now_ns + takes_ns[size], takes[size].likely / instances.total)
-            return Choice(_in_time(kept, now_ns + takes_ns[size], size), lost)
+            return Choice(_in_time(kept, now_ns + takes_ns[size], size)[:None if policy.merges else 1], lost)
     return Choice([], list(queue))
 
 

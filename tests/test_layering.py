@@ -24,7 +24,10 @@ PACKAGES = {
 # Inside engines: a module may import what its layer stands on, and all that this stands on in turn.
 STANDS_ON = {
     "version": (), "errors": (), "tables": (), "clock": (),
+    "debug": (),
     "ir": ("errors",),
+    "faults": ("ir",),
+    "capacity": ("ir",),
     "packed": ("ir",),
     "plan": ("packed",),
     "roofline": ("plan",),
@@ -33,21 +36,25 @@ STANDS_ON = {
     "ops": ("shapes",),
     "serialize": ("ir",),
     "reference": ("ops",),
-    "frontend": ("reference", "version"),
-    "passes": ("frontend",),
+    "frontend": ("reference", "version", "faults", "capacity"),
+    "passes": ("frontend", "debug"),
     "tactics": ("version", "errors", "clock"),
     "backends": ("passes", "serialize", "tactics", "roofline", "tables", "cpu", "loader", "memory"),
     "bands": ("execution", "tactics"),
     "builder": ("backends", "bands"),
+    "onnx_backend": ("builder", "runtime"),
     # serving
     "cpu": ("errors",),
     "loader": ("errors",),
     "records": (),
     "derived": ("memory",),
-    "planfile": ("records", "plan"),
+    "verification": ("plan",),
+    "checksums": (),
+    "sections": ("checksums", "memory"),
+    "planfile": ("records", "sections", "verification"),
     "memory": ("plan",),
     "fallback": ("plan",),
-    "execution": ("derived", "tables", "clock", "loader", "fallback"),
+    "execution": ("verification", "derived", "tables", "clock", "loader", "fallback"),
     "schedule": ("execution",),
     "parallel": ("schedule",),
     "runtime": ("planfile", "cpu", "parallel"),
@@ -69,7 +76,7 @@ SERVING = below("runtime")
 # Third-party modules that few may import; everybody else goes through those.
 HOMES = {
     "llvmlite": ("engines.backends.llvm",),
-    "onnx": ("engines.frontend", "engines.ops.fallback", "infer_server.cli.build_engine"),
+    "onnx": ("engines.frontend", "engines.ops.fallback", "engines.onnx_backend", "infer_server.cli.build_engine"),
 }
 
 

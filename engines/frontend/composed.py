@@ -5,20 +5,32 @@ import math
 
 import numpy as np
 
-from engines.frontend.normalise import Call, rule
+from engines.frontend.normalise import Call, plain_sums, rule
 from engines.frontend.parts import Parts
 from engines.ir import Dim, Node
 from engines.shapes import fixed, normal_axis
 
 
+@rule("Swish")
+def _swish(call: Call) -> list[Node]:
+    """x * sigmoid(alpha * x)"""
+    alpha, x = call.attr("alpha", 1.0), call.node.inputs[0]
+    if alpha == 1:
+        return call.node_with(1)
+    w = Parts(call)
+    return w.finish("Mul", x, w("Sigmoid", w("Mul", x, w.constant(np.array(alpha, call.type().dtype)))))
+
+
 @rule("RMSNormalization")
 def _rms_normalization(call: Call) -> list[Node]:
+    plain_sums(call)
     return call.node_with(2, axis=normal_axis(call.attr("axis", -1), call.rank), epsilon=call.attr("epsilon", 1e-5))
 
 
 @rule("GroupNormalization")
 def _group_normalization(call: Call) -> list[Node]:
     """The channels of a group are one line of an instance norm. Before opset 21 scale and bias are per group."""
+    plain_sums(call)
     node, shape, groups = call.node, call.type().shape, int(call.attr("num_groups"))
     dtype, per_group = call.type().dtype, call.opset < 21
     w = Parts(call)
@@ -44,11 +56,11 @@ def _rotary_embedding(call: Call) -> list[Node]:
     """
     node, shape = call.node, call.type().shape
     w, x = Parts(call), node.inputs[0]
-    heads_first = len(shape) == 4
+    heads_first, count = len(shape) == 4, int(call.attr("num_heads", 0))
     if heads_first:
         items, heads, tokens, depth = shape
     else:
-        (items, tokens, hidden), heads = shape, int(call.attr("num_heads"))
+        (items, tokens, hidden), heads = shape, count
         depth = fixed([hidden])[0] // heads
         x = w("Reshape", x, shape=(items, tokens, heads, depth))
     (size,) = fixed([depth])

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from onnx import TensorProto, helper
 
-from engines.errors import GraphError
+from engines.errors import GraphError, UnknownTensorError
 from engines.ir import Array, Dim, Node, TensorType
+from engines.ops import op_of
+from engines.ops.fallback import as_onnx
 from engines.ops.movement import FAR
 from engines.ops.recurrent import ACTIVATIONS, DEFAULTS, PARAMETERS
 from engines.ops.window import Window
-from engines.shapes import Extent, dim, extent, fixed, normal_axis, product
+from engines.shapes import Extent, broadcast, dim, extent, fixed, normal_axis, product, text
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class Call:
     opset: int
     types: Sequence[TensorType | None]
     values: Sequence[Array | None]
+    read: set[str] = field(default_factory=set)     # the attributes that the rule asked for
+
 
     def has(self, index: int) -> bool:
         return index < len(self.node.inputs) and bool(self.node.inputs[index])
@@ -49,8 +54,8 @@ class Call:
             return None
         array = self.values[index]
         if array is None:
-            raise GraphError(f"input '{self.node.inputs[index]}' depends on data; "
-                             "it must follow from constants and shapes")
+            raise UnknownTensorError(f"input '{self.node.inputs[index]}' depends on data; "
+                                     "it must follow from constants and shapes", self.node.inputs[index:index + 1])
         return list(np.ravel(array).tolist())
 
     def ints(self, index: int) -> tuple[int, ...] | None:
@@ -64,7 +69,7 @@ class Call:
         """Integers that are an attribute before opset `since` and an input from then on."""
         if self.opset >= since:
             return self.ints(index)
-        found = self.node.attrs.get(name)
+        found = self.attr(name)
         return None if found is None else tuple(found)
 
     def node_with(self, inputs: int = 1, **attrs: Any) -> list[Node]:
@@ -73,11 +78,26 @@ class Call:
                         attrs={k: v for k, v in attrs.items() if v is not None})]
 
     def attr(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
         return self.node.attrs.get(name, default)
 
     def keep(self, *names: str) -> dict[str, Any]:
         """Those of the node's attributes."""
+        self.read.update(names)
         return {name: self.node.attrs[name] for name in names if name in self.node.attrs}
+
+    def ignore(self, *names: str) -> None:
+        """Attributes that change nothing here; the rule says why."""
+        self.read.update(names)
+
+    @property
+    def unread(self) -> list[str]:
+        """Attributes that nobody has asked for, so far: what the node means would be lost without them."""
+        return sorted(set(self.node.attrs) - self.read)
+
+
+class Beyond(Exception):
+    """Why a node that is right has no canonical form: it is left as ONNX has it, for the onnx package to evaluate."""
 
 
 Rule = Callable[[Call], list[Node]]
@@ -92,8 +112,12 @@ def rule(*ops: str) -> Callable[[Rule], Rule]:
 
 
 def normalise(call: Call) -> list[Node]:
-    """The canonical nodes. Raises GraphError: what the rule needs to know is not known, or makes no sense."""
-    return RULES[call.node.op](call) if call.node.op in RULES else [call.node]
+    """The canonical nodes. Raises GraphError: what the rule needs to know is not known, or makes no sense; Beyond."""
+    return RULES.get(call.node.op, _as_it_is)(call)
+
+
+def _as_it_is(call: Call) -> list[Node]:
+    return call.node_with(len(call.node.inputs), **call.keep(*op_of(call.node.op).attributes))
 
 
 def identity(call: Call) -> list[Node]:
@@ -103,11 +127,15 @@ def identity(call: Call) -> list[Node]:
 # ---- constants
 @rule("Constant")
 def _constant(call: Call) -> list[Node]:
-    kinds = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}
-    (name, value), = call.node.attrs.items()
-    if name != "value" and name not in kinds:
+    kinds = {"value": None, "value_float": np.float32, "value_floats": np.float32, "value_int": np.int64,
+             "value_ints": np.int64}
+    given = call.keep(*call.node.attrs)
+    if len(given) != 1:
+        raise GraphError(f"a constant has one value; this one has {len(given)}")
+    (name, value), = given.items()
+    if name not in kinds:
         raise GraphError(f"a constant given as {name} is not supported")
-    return call.node_with(0, value=np.asarray(value, kinds.get(name)))
+    return call.node_with(0, value=np.asarray(value, kinds[name]))
 
 
 @rule("ConstantOfShape")
@@ -119,7 +147,7 @@ def _constant_of_shape(call: Call) -> list[Node]:
 @rule("Clip")
 def _clip(call: Call) -> list[Node]:
     if call.opset < 11:
-        return [call.node]
+        return call.node_with(1, **call.keep("min", "max"))
     bounds = [call.values[i] if call.has(i) else None for i in (1, 2)]
     if all(bound is not None or not call.has(i) for i, bound in enumerate(bounds, 1)):
         low, high = (None if bound is None else bound.item() for bound in bounds)
@@ -154,30 +182,90 @@ def _variadic(call: Call) -> list[Node]:
 
 @rule("Cast", "CastLike")
 def _cast(call: Call) -> list[Node]:
-    to = call.type(1).dtype if call.node.op == "CastLike" else call.attr("to")
-    return [replace(node, op="Cast") for node in call.node_with(1, to=np.dtype(to).name)]
+    to = call.type(1).dtype if call.node.op == "CastLike" else dtype_of(call.attr("to"))
+    if is_rare(to) or is_rare(call.type().dtype):
+        raise Beyond(f"a cast of {call.type().dtype} to {to}")
+    call.ignore("saturate", "round_mode")       # they are about the types of eight bits and less
+    return [replace(node, op="Cast") for node in call.node_with(1, to=to.name)]
+
+
+def is_rare(dtype: np.dtype[Any]) -> bool:
+    """A type that NumPy does not have, but for bfloat16: floats of eight bits and fewer, integers of four and two."""
+    return dtype.isbuiltin != 1 and dtype.name != "bfloat16"
+
+
+def is_float(dtype: np.dtype[Any]) -> bool:
+    return dtype.isbuiltin == 1 and dtype.kind == "f" or dtype.name == "bfloat16"
+
+
+def dtype_of(number: int) -> np.dtype[Any]:
+    """The dtype that an attribute means by a TensorProto.DataType."""
+    try:
+        return np.dtype(helper.tensor_dtype_to_np_dtype(number))
+    except (KeyError, TypeError, ValueError) as error:
+        raise GraphError(f"{number} is no type of elements that ONNX knows") from error
 
 
 @rule("Dropout")
 def _dropout(call: Call) -> list[Node]:
-    training = call.values[2] if call.has(2) else None
-    if call.has(2) and (training is None or training.any()):
+    """Without training nothing is dropped: the mask is true everywhere."""
+    call.ignore("ratio", "seed")
+    ratio, training = call.value(1), call.value(2)
+    if training and training[0] and (ratio is None or ratio[0]):
         raise GraphError("it is in training mode; export the model for inference")
+    made = identity(call)
     if len(call.node.outputs) > 1:
-        raise GraphError("its mask is used, which only training needs; export the model for inference")
-    return identity(call)
+        true = np.ones(1, np.bool_ if call.opset >= 10 else call.type().dtype)
+        made.append(replace(call.node, op="ConstantOfShape", inputs=(), outputs=call.node.outputs[1:],
+                            attrs={"shape": call.type().shape, "value": true}))
+    return made
+
+
+@rule("Celu")
+def _celu(call: Call) -> list[Node]:
+    if not (alpha := call.attr("alpha", 1.0)):
+        raise GraphError("it divides by alpha, which is 0")
+    return call.node_with(1, alpha=alpha)
+
+
+@rule("LpNormalization")
+def _lp_normalization(call: Call) -> list[Node]:
+    if (p := call.attr("p", 2)) not in (1, 2):
+        raise GraphError(f"its p is {p}; ONNX has 1 and 2")
+    return call.node_with(1, p=p, axis=normal_axis(call.attr("axis", -1), call.rank))
+
+
+@rule("LRN")
+def _lrn(call: Call) -> list[Node]:
+    if call.attr("size") < 1:
+        raise GraphError(f"its size is {call.attr('size')}, at least 1 it should be")
+    return call.node_with(1, **call.keep("size", "alpha", "beta", "bias"))
 
 
 @rule("BatchNormalization")
 def _batch_normalization(call: Call) -> list[Node]:
     if call.attr("training_mode", 0) or (len(call.node.outputs) > 1 and call.opset >= 14):
         raise GraphError("it is in training mode; export the model for inference")
+    call.ignore("momentum")         # of training
     return [replace(node, outputs=node.outputs[:1]) for node in call.node_with(5, epsilon=call.attr("epsilon", 1e-5))]
 
 
 @rule("LayerNormalization")
 def _layer_normalization(call: Call) -> list[Node]:
+    plain_sums(call)
     return call.node_with(3, axis=normal_axis(call.attr("axis", -1), call.rank), epsilon=call.attr("epsilon", 1e-5))
+
+
+def plain_sums(call: Call) -> None:
+    """stash_type: the precision of the inner sums, float32 where it is not said. It is float32 here."""
+    if call.attr("stash_type", TensorProto.FLOAT) != TensorProto.FLOAT:
+        raise Beyond("inner sums in another type than float32")
+
+
+@rule("Range")
+def _range(call: Call) -> list[Node]:
+    call.ignore("stash_type")       # it is computed while the engine is built, in double precision
+    return call.node_with(3)
 
 
 @rule("Softmax", "LogSoftmax")
@@ -206,13 +294,26 @@ def _dequantize_linear(call: Call) -> list[Node]:
 
 
 def _quantised(call: Call, inputs: int, zero_point: int) -> list[Node]:
+    number, scale = call.attr("output_dtype", 0), call.type(1).dtype
+    wanted = dtype_of(number) if number else None
+    kinds = [t.dtype for t in call.types if t is not None]
+    if any(map(is_rare, kinds)) or wanted and is_rare(wanted):
+        raise Beyond("a quantised type of which NumPy knows nothing")
+    if call.node.op == "DequantizeLinear" and wanted and wanted != scale:
+        raise Beyond(f"a result in another type than the scale's, {scale}")
+    if call.attr("precision", 0):
+        raise Beyond("a division in another precision than the input's")
+    if (known := call.values[1]) is not None and not np.all(np.isfinite(known)):
+        raise GraphError("its scale is no finite number")
+    call.ignore("saturate")         # of types of eight bits and fewer that are floats
     attrs: dict[str, Any] = call.keep("block_size")
+    axis = call.attr("axis", 1)
     if call.type(1).shape not in ((), (1,)):
-        attrs["axis"] = normal_axis(call.attr("axis", 1), call.rank)
+        attrs["axis"] = normal_axis(axis, call.rank)
     made = call.node_with(inputs, **attrs)
-    if call.node.op == "QuantizeLinear" and not call.has(zero_point) and call.attr("output_dtype"):
+    if call.node.op == "QuantizeLinear" and not call.has(zero_point) and wanted:
         name = f"{call.node.outputs[0]}.zero_point"
-        zeros = np.zeros(fixed(call.type(1).shape), np.dtype(call.attr("output_dtype")))
+        zeros = np.zeros(fixed(call.type(1).shape), wanted)
         return [Node("Constant", (), (name,), {"value": zeros}),
                 *(replace(node, inputs=(*node.inputs[:2], name)) for node in made)]
     return made
@@ -228,6 +329,8 @@ def _squeeze(call: Call) -> list[Node]:
             raise GraphError("it has no axes")
         rank += len(axes)
     elif axes is None:
+        if any(isinstance(d, str) for d in call.type().shape):
+            raise GraphError(f"which axes of {text(call.type().shape)} it removes depends on whether the batch is 1")
         axes = tuple(i for i, d in enumerate(call.type().shape) if d == 1)
     return call.node_with(1, axes=tuple(sorted(normal_axis(a, rank) for a in axes)))
 
@@ -236,12 +339,18 @@ def _squeeze(call: Call) -> list[Node]:
       "ReduceLogSum", "ReduceLogSumExp")
 def _reduce(call: Call) -> list[Node]:
     axes = call.option("axes", 1, since=13 if call.node.op == "ReduceSum" else 18)
-    if not axes and call.attr("noop_with_empty_axes", 0) and call.node.op != "ReduceSumSquare":
-        axes = ()
-    elif not axes:
-        axes = tuple(range(call.rank))
-    axes = tuple(sorted(normal_axis(a, call.rank) for a in axes))
-    return call.node_with(1, axes=axes, keepdims=call.attr("keepdims", 1))
+    nothing, keepdims = call.attr("noop_with_empty_axes", 0), call.attr("keepdims", 1)
+    if not axes and nothing:
+        return _of_each(call)
+    axes = tuple(sorted(normal_axis(a, call.rank) for a in axes or range(call.rank)))
+    return call.node_with(1, axes=axes, keepdims=keepdims)
+
+
+def _of_each(call: Call) -> list[Node]:
+    """A reduction over no axes: what is done to an element before its sum is taken, and to the sum after."""
+    op = {"ReduceL1": "Abs", "ReduceL2": "Abs", "ReduceLogSum": "Log", "ReduceSumSquare": "Mul"}.get(call.node.op)
+    x = call.node.inputs[0]
+    return [replace(call.node, op=op, inputs=(x, x) if op == "Mul" else (x,), attrs={})] if op else identity(call)
 
 
 @rule("ArgMax", "ArgMin")
@@ -260,13 +369,22 @@ def _cumulative(call: Call) -> list[Node]:
 @rule("TopK")
 def _top_k(call: Call) -> list[Node]:
     (k,) = call.option("k", 1, since=10) or (call.attr("k"),)
+    call.ignore("sorted")       # what is not asked to be sorted may be
     return call.node_with(1, k=k, axis=normal_axis(call.attr("axis", -1), call.rank), largest=call.attr("largest", 1))
 
 
 @rule("Concat", "Gather", "GatherElements")
 def _axis(call: Call) -> list[Node]:
+    if not call.rank:
+        raise GraphError("its first input has no axes")
     axis = normal_axis(call.attr("axis", 0), call.rank)
     return call.node_with(len(call.node.inputs), axis=axis)
+
+
+@rule("Scatter")
+def _scatter(call: Call) -> list[Node]:
+    """ScatterElements under its first name."""
+    return [as_onnx(replace(call.node, op="ScatterElements", attrs=call.keep("axis")), 11)]
 
 
 @rule("Transpose")
@@ -296,7 +414,8 @@ def _is(value: Any, number: int) -> bool:
 
 @rule("Expand")
 def _expand(call: Call) -> list[Node]:
-    return call.node_with(1, shape=_dims(call.value(1)))
+    """To the shape that comes of it: the target may have fewer axes, or 1 where the input has more."""
+    return call.node_with(1, shape=broadcast(call.type().shape, _dims(call.value(1))))
 
 
 @rule("Tile")
@@ -313,8 +432,12 @@ def _split(call: Call) -> list[Node]:
     if sizes is None:
         (size,) = fixed(call.type().shape[axis:axis + 1])
         parts = call.attr("num_outputs", len(node.outputs))
+        if parts != len(node.outputs):
+            raise GraphError(f"num_outputs is {parts}, but it has {len(node.outputs)} outputs")
         each = -(-size // parts)        # the last part may be smaller
         sizes = tuple(min(each, size - start) for start in range(0, each * parts, each))
+    if len(sizes) != len(node.outputs):
+        raise GraphError(f"it cuts {len(sizes)} parts, but has {len(node.outputs)} outputs")
     return call.node_with(1, axis=axis, split=tuple(sizes))
 
 
@@ -338,7 +461,7 @@ def _slice(call: Call) -> list[Node]:
 @rule("Pad")
 def _pad(call: Call) -> list[Node]:
     if call.opset < 11:
-        return [call.node]
+        return call.node_with(1, **call.keep("pads", "mode", "value"))
     pads, fill = call.ints(1) or (), call.value(2)
     axes = [normal_axis(a, call.rank) for a in call.ints(3) or range(call.rank)]
     if len(pads) != 2 * len(axes):
@@ -361,6 +484,8 @@ def _recurrent(call: Call) -> list[Node]:
         raise GraphError(f"unknown activation '{min(unknown)}'; ONNX has {', '.join(ACTIVATIONS)}")
     if len(names) != count * len(DEFAULTS[op]) or direction not in ("forward", "reverse", "bidirectional"):
         raise GraphError(f"{len(names)} activations for direction '{direction}'")
+    if call.attr("hidden_size", size := fixed(call.type(2).shape)[-1]) != size:
+        raise GraphError(f"hidden_size is {call.attr('hidden_size')}, but its weights are for {size}")
     given = {key: iter(call.attr(key) or ()) for key in ("activation_alpha", "activation_beta")}
     # The given values are for those functions that have such a parameter, in their order.
     parameters = {key: tuple(float(next(given[key], PARAMETERS[name][i])) if len(PARAMETERS.get(name, ())) > i else 0.0
@@ -374,29 +499,42 @@ def _recurrent(call: Call) -> list[Node]:
 @rule("Conv", "ConvTranspose")
 def _convolution(call: Call) -> list[Node]:
     kernel = fixed(call.type(1).shape[2:])
+    if (given := tuple(call.attr("kernel_shape") or kernel)) != kernel:
+        raise GraphError(f"kernel_shape is {given}, but the weights have {kernel}")
     attrs = {"kernel_shape": kernel, "group": call.attr("group", 1), **_steps(call, len(kernel))}
     if call.node.op == "Conv":
         attrs["pads"] = _same_pads(call, kernel, attrs) or attrs["pads"]
         return call.node_with(3, **attrs)
     extra = tuple(call.attr("output_padding", (0,) * len(kernel)))
+    if len(extra) != len(kernel):
+        raise GraphError(f"output_padding is {extra}; it has {len(kernel)} numbers")
     return call.node_with(3, **attrs | {"output_padding": extra, "pads": _transposed_pads(call, kernel, attrs, extra)})
 
 
 @rule("MaxPool", "AveragePool", "LpPool")
 def _pool(call: Call) -> list[Node]:
     kernel = tuple(call.attr("kernel_shape"))
+    if min(kernel, default=0) < 1:
+        raise GraphError(f"kernel_shape is {kernel}; it has numbers from 1 on")
     attrs = {"kernel_shape": kernel, **_steps(call, len(kernel)), **call.keep("p", "count_include_pad")}
     attrs["pads"] = _same_pads(call, kernel, attrs) or attrs["pads"]
     if call.attr("ceil_mode", 0):
         attrs |= _without_ceil(call, attrs)
-    if len(call.node.outputs) > 1:
-        attrs |= call.keep("storage_order")
-    return call.node_with(1, **attrs)
+    order = call.keep("storage_order")      # of the indices that are the second output
+    return call.node_with(1, **attrs | (order if len(call.node.outputs) > 1 else {}))
 
 
 def _steps(call: Call, rank: int) -> dict[str, Any]:
+    """strides, dilations and pads, one or two numbers for each axis behind batch and channels."""
+    if rank + 2 != call.rank or rank < 1:
+        raise GraphError(f"its window has {rank} axes, its input {call.rank}: two more, with batch and channels, it "
+                         "should have")
     default = {"strides": (1,) * rank, "dilations": (1,) * rank, "pads": (0,) * 2 * rank}
-    return {name: tuple(call.attr(name) or value) for name, value in default.items()}
+    found = {name: tuple(call.attr(name) or value) for name, value in default.items()}
+    for name, numbers in found.items():
+        if len(numbers) != len(default[name]) or min(numbers) < min(default[name]):
+            raise GraphError(f"{name} are {numbers}, not {len(default[name])} numbers from {min(default[name])} on")
+    return found
 
 
 def _same_pads(call: Call, kernel: tuple[int, ...], attrs: dict[str, Any]) -> tuple[int, ...] | None:
@@ -460,6 +598,7 @@ def _resize(call: Call) -> list[Node]:
         "coordinate_transformation_mode": call.attr("coordinate_transformation_mode", "half_pixel"),
         "nearest_mode": call.attr("nearest_mode", "round_prefer_floor"),
         **call.keep("cubic_coeff_a", "exclude_outside", "extrapolation_value", "antialias")}
+    call.ignore("keep_aspect_ratio_policy")     # of sizes, where there are any
     if call.opset < 11:
         attrs |= {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
         return call.node_with(1, scales=tuple(call.value(1) or ()), **attrs)
@@ -471,12 +610,22 @@ def _resize(call: Call) -> list[Node]:
         starts, ends = dict(zip(axes, roi, strict=False)), dict(zip(axes, roi[len(axes):], strict=False))
         every = range(len(shape))
         attrs["roi"] = (*(starts.get(i, 0.0) for i in every), *(ends.get(i, 1.0) for i in every))
+    if len(axes) not in map(len, (sizes or (), scales or ())):
+        raise GraphError(f"it has {len(axes)} axes, and as many scales or sizes it should have")
     if sizes:
+        if len(sizes) != len(axes):
+            raise GraphError(f"{len(sizes)} sizes for {len(axes)} axes")
         sizes = _kept_ratio(call, sizes, axes)
         wanted = dict(zip(axes, sizes, strict=True))
         every_size = tuple(dim(wanted[i]) if i in wanted else d for i, d in enumerate(shape))
         return call.node_with(1, sizes=every_size, **attrs)
+    if len(scales or ()) != len(axes):
+        raise GraphError(f"{len(scales or ())} scales for {len(axes)} axes")
     factors = dict(zip(axes, scales or [], strict=True))
+    exact = [factors.get(i, 1.0) * size for i, size in enumerate(shape) if isinstance(size, int)]
+    if attrs["coordinate_transformation_mode"] == "align_corners" and any(size != round(size) for size in exact):
+        raise GraphError("its scales make a fraction of a pixel, of which align_corners means one thing in ONNX and "
+                         "another in ONNX Runtime; give it sizes")
     return call.node_with(1, scales=tuple(float(factors.get(i, 1.0)) for i in range(len(shape))), **attrs)
 
 
@@ -486,7 +635,10 @@ def _kept_ratio(call: Call, sizes: list[Any], axes: list[int]) -> list[Any]:
     if policy == "stretch":
         return sizes
     image = fixed(call.type().shape[a] for a in axes)
-    scale = {"not_larger": min, "not_smaller": max}[policy](s / d for s, d in zip(sizes, image, strict=True))
+    if policy not in ("not_larger", "not_smaller"):
+        raise GraphError(f"unknown keep_aspect_ratio_policy '{policy}'; ONNX has stretch, not_larger, not_smaller")
+    limit = min if policy == "not_larger" else max
+    scale = limit(s / d for s, d in zip(sizes, image, strict=True))
     return [math.floor(scale * d + 0.5) for d in image]
 
 

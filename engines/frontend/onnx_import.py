@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,45 +10,59 @@ import numpy as np
 import onnx
 from onnx import helper, inliner, numpy_helper
 
-from engines.errors import EngineError, ModelError
+from engines.errors import EngineError, GraphError, ModelError, UnknownTensorError, UnknownValueError
+from engines.faults import faults_named
 from engines.frontend import attention, composed  # noqa: F401  (fill RULES)
-from engines.frontend.normalise import RULES, Call, normalise
+from engines.frontend.inputs import constant_inputs, input_types
+from engines.frontend.normalise import RULES, Beyond, Call, normalise
+from engines.frontend.opsets import OLDEST_OPSET, current
+from engines.frontend.schema import check_node, check_types, same_as_default, schema_of
 from engines.frontend.trace import Trace
-from engines.ir import BATCH, Array, Dim, Graph, Node, TensorType, verify
+from engines.ir import Array, Dim, Graph, Node, verify
 from engines.ops import OPS, describe
-from engines.shapes import Undecided, text
+from engines.ops.fallback import as_onnx
+from engines.shapes import Undecided
 
 log = logging.getLogger(__name__)
 
-OLDEST_OPSET = 9
-_DTYPE_ATTRIBUTES = {("Cast", "to"), ("QuantizeLinear", "output_dtype")}
+Model = str | Path | onnx.ModelProto        # a file, or what was read of one
 
 
-def graph_from_onnx(model: str | Path | onnx.ModelProto, *,
-                    shapes: Mapping[str, Sequence[Dim | None]] | None = None, keep_batch: bool = False) -> Graph:
+@faults_named()
+def graph_from_onnx(model: Model, *,
+                    shapes: Mapping[str, Sequence[Dim | None]] | None = None,
+                    constants: Mapping[str, Array] | None = None, keep_batch: bool = False, one_item: bool = False,
+                    notices: list[str] | None = None) -> Graph:
     """The model as a Graph in canonical form; tensors keep their names.
 
     A symbolic leading extent of an input becomes "batch". Every other extent must be known: `shapes` gives whole input
     shapes, {"x": (None, 3, 224, 224)}, where None (or -1, or "batch") stands for the batch. keep_batch: a leading
-    extent that the model leaves open is the batch whatever number `shapes` has there.
+    extent that the model leaves open is the batch whatever number `shapes` has there; one_item: it is 1 instead.
+    constants: inputs that have this value in every run; the graph has no such input. notices: takes what the user
+    should know of the import.
 
-    Raises ModelError: no readable ONNX model, an opset before 9, operators that nobody can evaluate (all are listed),
-    a symbolic extent without a value, or a node whose inputs do not fit.
+    Raises ModelError: no readable ONNX model, an opset that the onnx package does not know or cannot convert,
+    operators that nobody can evaluate (all are listed), a symbolic extent without a value, or a node whose attributes
+    or inputs do not fit. UnknownValueError: shapes follow from the values of inputs, which `constants` could tell.
     """
     proto, name = (model, model.graph.name or "model") if isinstance(model, onnx.ModelProto) else _load(Path(model))
+    _refuse_unreadable_names(name, proto.graph)
     if proto.functions:
         proto = inliner.inline_local_functions(proto)
+    proto, notice = current(name, proto)
+    if notice and notices is not None:
+        notices.append(notice)
     opsets = {_domain(entry.domain): entry.version for entry in proto.opset_import}
-    if opsets.get("", OLDEST_OPSET) < OLDEST_OPSET:
-        raise ModelError(f"{name}: opset {opsets['']} is not supported; convert the model to opset {OLDEST_OPSET} "
-                         "or later with onnx.version_converter")
     _refuse_unknown(name, proto.graph)
 
     trace = Trace()
     for tensor in proto.graph.initializer:
         trace.constant(tensor.name, _array(name, tensor))
+    for value_name, array in constant_inputs(name, proto.graph.input, constants or {}).items():
+        trace.constant(value_name, array)
     inputs = [value for value in proto.graph.input if value.name not in trace.values]
-    trace.types.update(_input_types(name, inputs, shapes or {}, keep_batch))
+    for tensor_name, kind in input_types(name, inputs, shapes or {}, keep_batch, one_item).items():
+        trace.input(tensor_name, kind)
     for node in proto.graph.node:
         _add(name, trace, node, opsets)
 
@@ -73,7 +87,24 @@ def _load(path: Path) -> tuple[onnx.ModelProto, str]:
     return proto, path.stem
 
 
+def _refuse_unreadable_names(model: str, graph: onnx.GraphProto) -> None:
+    """ModelError for text that is no UTF-8: the protobuf runtime hands it over as bytes, which no table knows."""
+    for node in graph.node:
+        texts = (node.name, node.op_type, node.domain, *node.input, *node.output, *(a.name for a in node.attribute))
+        _refuse_bytes(model, f"node '{node.name}' ({node.op_type})", texts)
+    values = [value.name for value in (*graph.input, *graph.output)] + [tensor.name for tensor in graph.initializer]
+    extents = (d.dim_param for value in graph.input for d in value.type.tensor_type.shape.dim)
+    _refuse_bytes(model, "an input, output or constant", (graph.name, *values, *extents))
+
+
+def _refuse_bytes(model: str, where: str, texts: Iterable[str | bytes]) -> None:
+    if broken := next((text for text in texts if isinstance(text, bytes)), None):
+        raise ModelError(f"{model}: {where} has a name that is no UTF-8 text: {broken!r}; the file is damaged")
+
+
 def _array(model: str, tensor: onnx.TensorProto) -> Array:
+    if any(extent < 0 for extent in tensor.dims):       # NumPy would take -1 for "as many as there are"
+        raise ModelError(f"{model}: tensor '{tensor.name}' cannot be read: it is of shape {list(tensor.dims)}")
     try:
         return np.asarray(numpy_helper.to_array(tensor))
     except Exception as error:      # bad sizes, unknown types: numpy and onnx raise many kinds
@@ -98,86 +129,54 @@ def _refuse_unknown(model: str, graph: onnx.GraphProto) -> None:
                          "replace them by operators of the default ONNX domain without subgraphs")
 
 
-# ---- inputs
-def _input_types(model: str, inputs: Sequence[onnx.ValueInfoProto],
-                 shapes: Mapping[str, Sequence[Dim | None]], keep_batch: bool) -> dict[str, TensorType]:
-    if unknown := set(shapes) - {value.name for value in inputs}:
-        raise ModelError(f"{model} has no input '{sorted(unknown)[0]}'; its inputs are "
-                         f"{', '.join(value.name for value in inputs)}")
-    return {value.name: _input_type(model, value, shapes.get(value.name), keep_batch) for value in inputs}
-
-
-def _input_type(model: str, value: onnx.ValueInfoProto, given: Sequence[Dim | None] | None,
-                keep_batch: bool) -> TensorType:
-    tensor = value.type.tensor_type
-    if not value.type.HasField("tensor_type") or tensor.elem_type in (0, onnx.TensorProto.STRING):
-        raise ModelError(f"{model}: input '{value.name}' is no tensor of numbers, which is all that is supported")
-    dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.elem_type))
-    declared = [_extent(d) for d in tensor.shape.dim]
-    if given is None:
-        if not tensor.HasField("shape"):
-            raise ModelError(f"{model}: input '{value.name}' declares no shape: give it, "
-                             f"{_option(value.name, [1, 3, 224, 224])}")
-        given = declared
-    elif tensor.HasField("shape") and not _fits(given, declared):
-        raise ModelError(f"{model}: the shape {text(d or BATCH for d in given)} given for input '{value.name}' does "
-                         f"not fit the declared {text(d or '?' for d in declared)}")
-    if keep_batch and declared and not _is_size(declared[0]):
-        given = (None, *given[1:])
-    shape = [BATCH if axis == 0 and not _is_size(d) else d for axis, d in enumerate(given)]
-    for axis, d in enumerate(shape):
-        if d != BATCH and not _is_size(d):
-            label = f" ('{d}')" if isinstance(d, str) else ""
-            raise ModelError(f"{model}: extent {axis}{label} of input '{value.name}' "
-                             f"{text(d or '?' for d in declared)} is symbolic; "
-                             f"only the leading one may be: give it, {_option(value.name, declared)}")
-    return TensorType(dtype, tuple(d if isinstance(d, str) else int(d or 0) for d in shape))
-
-
-def _extent(d: onnx.TensorShapeProto.Dimension) -> Dim | None:
-    if d.HasField("dim_value"):
-        return d.dim_value if d.dim_value > 0 else None
-    return d.dim_param or None
-
-
-def _is_size(d: Dim | None) -> bool:
-    return isinstance(d, int) and d > 0
-
-
-def _fits(given: Sequence[Dim | None], declared: Sequence[Dim | None]) -> bool:
-    """Declared sizes must be met; a model of fixed batch is not made symbolic by asking."""
-    return len(given) == len(declared) and all(g == d for g, d in zip(given, declared, strict=True) if _is_size(d))
-
-
-def _option(name: str, declared: Sequence[Dim | None]) -> str:
-    """An example of the option that gives a shape."""
-    sizes = [d if _is_size(d) else 224 if axis else BATCH for axis, d in enumerate(declared)]
-    return f"--shape {name}:{'x'.join(map(str, sizes))}"
-
-
 # ---- nodes
 def _add(model: str, trace: Trace, proto: onnx.NodeProto, opsets: Mapping[str, int]) -> None:
-    node = _node(model, proto, opsets)
+    node = _node(model, proto)
     try:
-        call = Call(node, opsets.get("", OLDEST_OPSET), trace.inputs(node), trace.known(node))
-        for made in normalise(call):
+        for made in _canonical(model, trace, proto, node, opsets):
             trace.add(made)
+    except UnknownTensorError as error:
+        sources = trace.sources(error.tensors)
+        raise UnknownValueError(f"{model}: {describe(node)}: {error}; it would if {', '.join(map(repr, sources))} were "
+                                "known when the engine is built", sources) from error
     except (EngineError, Undecided) as error:
         where = "" if describe(node) in str(error) else f"{describe(node)}: "
         raise ModelError(f"{model}: {where}{error}") from error
 
 
-def _node(model: str, proto: onnx.NodeProto, opsets: Mapping[str, int]) -> Node:
-    """The node as the file has it: attributes as ints, floats, strings, tuples or arrays."""
+def _canonical(model: str, trace: Trace, proto: onnx.NodeProto, node: Node, opsets: Mapping[str, int]) -> list[Node]:
+    """The canonical nodes of one that meets its schema; or the node as it is, for the onnx package, where it says more
+    than these could."""
     domain = _domain(proto.domain)
+    opset = opsets.get(domain, OLDEST_OPSET)
+    schema = schema_of(proto.op_type, opset, domain)
+    if schema is None:
+        raise GraphError(f"opset {opset} of ONNX has no {proto.op_type}")
+    check_node(schema, proto)
+    types = trace.inputs(node)
+    check_types(schema, types)
+    reason = "there is no operator of our own"
+    if not domain and (node.op in OPS or node.op in RULES):
+        call = Call(node, opset, types, trace.known(node))
+        try:
+            made = normalise(call)
+            lost = [name for name in call.unread if not same_as_default(schema, name, node.attrs[name])]
+            if not lost:
+                return made
+            reason = f"our own has no {' and '.join(lost)}"
+        except Beyond as beyond:
+            reason = f"our own is not for {beyond}"
+    log.info("%s: %s '%s' is evaluated by the onnx package: %s", model, proto.op_type, proto.name, reason)
+    return [as_onnx(node, opset, domain)]
+
+
+def _node(model: str, proto: onnx.NodeProto) -> Node:
+    """The node as the file has it: attributes as ints, floats, strings, tuples or arrays."""
     attrs = {a.name: _attribute(model, proto, a) for a in proto.attribute}
-    if domain or (proto.op_type not in OPS and proto.op_type not in RULES):
-        attrs |= {"onnx_opset": opsets.get(domain, 1), **({"onnx_domain": domain} if domain else {})}
-        log.info("%s: %s '%s' is evaluated by the onnx package", model, proto.op_type, proto.name)
     outputs = list(proto.output)
     while outputs and not outputs[-1]:
         outputs.pop()
-    name = proto.name or outputs[0]
+    name = proto.name or next(iter(outputs), proto.op_type)
     outputs = [output or f"{name}.unused{i}" for i, output in enumerate(outputs)]
     inputs = list(proto.input)
     while inputs and not inputs[-1]:
@@ -186,18 +185,20 @@ def _node(model: str, proto: onnx.NodeProto, opsets: Mapping[str, int]) -> Node:
 
 
 def _attribute(model: str, node: onnx.NodeProto, attribute: onnx.AttributeProto) -> Any:
-    value = helper.get_attribute_value(attribute)
-    if isinstance(value, bytes):
-        return value.decode()
+    try:
+        value = helper.get_attribute_value(attribute)
+        if isinstance(value, bytes):
+            return value.decode()
+        if attribute.type == onnx.AttributeProto.STRINGS:
+            return tuple(v.decode() for v in value)
+    except ValueError as error:     # a type that ONNX does not have; bytes that are no text
+        raise ModelError(f"{model}: node '{node.name}' ({node.op_type}): attribute '{attribute.name}' cannot be read: "
+                         f"{error}") from error
     if isinstance(value, onnx.TensorProto):
         return _array(model, value)
-    if (node.op_type, attribute.name) in _DTYPE_ATTRIBUTES:
-        return np.dtype(helper.tensor_dtype_to_np_dtype(value)).name
     if isinstance(value, float | int):
         return value
     if attribute.type in (onnx.AttributeProto.INTS, onnx.AttributeProto.FLOATS):
         return tuple(value)
-    if attribute.type == onnx.AttributeProto.STRINGS:
-        return tuple(v.decode() for v in value)
     raise ModelError(f"{model}: node '{node.name}' ({node.op_type}): attribute '{attribute.name}' is of a kind that is "
                      "not supported")

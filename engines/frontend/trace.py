@@ -1,14 +1,22 @@
-"""Following nodes in order: what is known already is computed, everything gets a type."""
+"""Following nodes in order: what is known already is computed, everything gets a type.
+
+A tensor of no elements is known as soon as its shape is: nodes that make one are not run, and no pass or kernel meets
+it but as the input of a node that makes something of nothing (a sum over no elements).
+"""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+import numpy as np
+
+from engines.capacity import bytes_of, too_large
 from engines.errors import GraphError
 from engines.ir import Array, Node, TensorType, type_of
 from engines.ops import op_of
 from engines.ops.fallback import Fallback
+from engines.shapes import is_empty
 
 SMALL = 4096        # elements: computed at once, a shape may depend on it; more is left to passes.fold_constants
 
@@ -19,6 +27,12 @@ class Trace:
     types: dict[str, TensorType] = field(default_factory=dict)
     values: dict[str, Array] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
+    _inputs: set[str] = field(default_factory=set)
+
+    def input(self, name: str, kind: TensorType) -> None:
+        self._inputs.add(name)
+        self.types[name] = kind
+        self._know_empty(name, kind)
 
     def constant(self, name: str, array: Array) -> None:
         self.values[name], self.types[name] = array, type_of(array)
@@ -29,6 +43,21 @@ class Trace:
             raise GraphError(f"it reads '{missing[0]}', which nothing before it produces")
         return [self.types[name] if name else None for name in node.inputs]
 
+    def sources(self, names: Iterable[str]) -> list[str]:
+        """The inputs of the graph that decide about the values of these tensors, as far as those are not known."""
+        makers = {output: node for node in self.nodes for output in node.outputs}
+        found, waiting, seen = [], list(names), set[str]()
+        while waiting:
+            name = waiting.pop()
+            if not name or name in seen or name in self.values:
+                continue
+            seen.add(name)
+            if name in makers:
+                waiting += makers[name].inputs
+            else:
+                found.append(name)
+        return sorted(found)
+
     def known(self, node: Node) -> list[Array | None]:
         return [self.values.get(name) for name in node.inputs]
 
@@ -37,17 +66,49 @@ class Trace:
         if node.op == "Constant":
             self.constant(node.outputs[0], node.attrs["value"])
             return
+        node = self._without_empty_parts(node)
         op, inputs, values = op_of(node.op), self.inputs(node), self.known(node)
-        if op is Fallback and (results := op.known(node, inputs, values)) is not None:
-            self._settle(node, results)     # first: its shape may be one that depends on data
+        try:
+            types = op.infer(node, inputs, values)[:len(node.outputs)]
+        except GraphError:      # its shape may be one that depends on data, which may be known
+            if op is not Fallback or (results := op.known(node, inputs, values)) is None:
+                raise
+            self._settle(node, results)
             return
-        types = op.infer(node, inputs, values)[:len(node.outputs)]
-        self.types.update(zip(node.outputs, types, strict=True))
+        for name, kind in zip(node.outputs, types, strict=True):
+            _check_size(name, kind)
+            self.types[name] = kind
+        if all(map(is_empty, types)):
+            self._make_empty(node, types)
+            return
         small = all(math.prod(d if isinstance(d, int) else SMALL + 1 for d in t.shape) <= SMALL for t in types)
         if small and (results := op.known(node, inputs, values)) is not None:
             self._settle(node, results)
         else:
             self.nodes.append(node)
+
+    # ---- tensors of no elements
+    def _know_empty(self, name: str, kind: TensorType) -> None:
+        """Its value, unless its shape depends on the batch."""
+        extents = [extent for extent in kind.shape if isinstance(extent, int)]
+        if is_empty(kind) and len(extents) == len(kind.shape):
+            self.values[name] = np.zeros(extents, kind.dtype)
+
+    def _make_empty(self, node: Node, types: Sequence[TensorType]) -> None:
+        """The node's outputs as constants, or filled with zeros, none of them, where there is a batch."""
+        for name, kind in zip(node.outputs, types, strict=True):
+            self._know_empty(name, kind)
+            if name not in self.values:
+                value = np.zeros(1, kind.dtype)
+                self.nodes.append(Node("ConstantOfShape", (), (name,), {"shape": kind.shape, "value": value}, node.name,
+                                       node.origin))
+
+    def _without_empty_parts(self, node: Node) -> Node:
+        """A Concat of what has elements."""
+        if node.op != "Concat":
+            return node
+        full = tuple(name for name in node.inputs if name not in self.types or not is_empty(self.types[name]))
+        return replace(node, inputs=full or node.inputs[:1])
 
     def _settle(self, node: Node, results: tuple[Array, ...]) -> None:
         results = results[:len(node.outputs)]
@@ -59,5 +120,11 @@ class Trace:
 
     @property
     def constants(self) -> Mapping[str, Array]:
-        made = {name for node in self.nodes for name in node.outputs}
+        made = {name for node in self.nodes for name in node.outputs}.union(self._inputs)
         return {name: array for name, array in self.values.items() if name not in made}
+
+
+def _check_size(name: str, kind: TensorType) -> None:
+    """Raises GraphError for a tensor of which not even one item fits into memory."""
+    if wrong := too_large(bytes_of(kind)):
+        raise GraphError(f"'{name}' {kind} takes {wrong}")

@@ -100,11 +100,11 @@ class HardSwish(Pointwise):
 
 
 class Swish(Pointwise):
-    """x * sigmoid(alpha * x); SiLU is alpha = 1."""
+    """x * sigmoid(x), also called SiLU; ONNX's alpha is arithmetic before it is this."""
 
     @staticmethod
-    def formula(x: Array, alpha: float = 1.0) -> Array:
-        return x * sigmoid(alpha * x)
+    def formula(x: Array) -> Array:
+        return x * sigmoid(x)
 
 
 class Tanh(Pointwise):

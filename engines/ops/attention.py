@@ -5,6 +5,8 @@ import numpy as np
 
 from engines.errors import GraphError
 from engines.ir import Array, Node, TensorType
+from engines.ops.items import ItemAxes, Mixed
+from engines.ops.items import broadcast as broadcast_items
 from engines.ops.normalization import softmax
 from engines.ops.op import Inputs, Op, Types, Values
 from engines.shapes import broadcast
@@ -30,6 +32,15 @@ class ScaledDotProductAttention(Op):
         if mask is not None and broadcast(scores, mask.shape) != scores:
             raise GraphError("the mask does not broadcast to the scores")
         return (TensorType(q.dtype, (*lead, q.shape[-2], v.shape[-1])),)
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        rank = len(outputs[0].shape)
+        axis = broadcast_items(inputs, axes, rank)
+        of_keys = [place for place, at in enumerate(axes) if place and at is not None]
+        if axis == rank - 1 or axis == rank - 2 and of_keys:
+            raise Mixed("it attends from one item to others")
+        return (axis,)
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import numpy as np
 
 from engines.ir import Array, Node, TensorType
+from engines.ops.items import ItemAxes, beside, only_first
 from engines.ops.op import Inputs, Op, Types, Values
 
 
@@ -15,6 +16,10 @@ class CumSum(Op):
         x, = inputs
         assert x is not None
         return (TensorType(x.dtype, x.shape),)
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        return (beside(outputs[0].shape, only_first(axes), (node.attrs["axis"],), "sums along"),)
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:

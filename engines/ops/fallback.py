@@ -5,18 +5,32 @@ them is inferred or run; a graph without them never needs it.
 """
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engines.errors import GraphError
+from engines.errors import UnknownTensorError
 from engines.ir import Array, Node, TensorType
-from engines.ops.op import Inputs, Op, Types, Values
-from engines.shapes import extent
+from engines.ops.op import OPS, Inputs, Op, Types, Values
+from engines.shapes import is_extent
 
 if TYPE_CHECKING:
     import onnx
+
+
+_PREFIX = "onnx."
+
+
+def as_onnx(node: Node, opset: int, domain: str = "") -> Node:
+    """The node, just as ONNX has it, as one that the onnx package evaluates; of another name where we have our own."""
+    attrs = {**node.attrs, "onnx_opset": opset, **({"onnx_domain": domain} if domain else {})}
+    return replace(node, op=f"{_PREFIX}{node.op}" if node.op in OPS and not domain else node.op, attrs=attrs)
+
+
+def name_in_onnx(op: str) -> str:
+    return op.removeprefix(_PREFIX)
 
 
 _RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform",
@@ -37,7 +51,7 @@ class Fallback(Op, abstract=True):
         model = _model(node, inputs, values)
         inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
         found = {info.name: info.type.tensor_type for info in inferred.graph.output}
-        return tuple(_tensor_type(found[name]) for name in node.outputs if name)
+        return tuple(_tensor_type(node, found[name]) for name in node.outputs if name)
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> tuple[Array, ...]:
@@ -73,7 +87,7 @@ def _model(node: Node, inputs: Inputs, values: Values) -> onnx.ModelProto:
 
     attrs = {k: v for k, v in node.attrs.items() if not k.startswith("onnx_")}
     domain = node.attrs.get("onnx_domain", "")
-    proto = helper.make_node(node.op, list(node.inputs), list(node.outputs), domain=domain, **attrs)
+    proto = helper.make_node(name_in_onnx(node.op), list(node.inputs), list(node.outputs), domain=domain, **attrs)
     infos, initialisers = [], []
     for name, kind, value in zip(node.inputs, inputs, list(values) or [None] * len(inputs), strict=True):
         if not name:
@@ -89,16 +103,16 @@ def _model(node: Node, inputs: Inputs, values: Values) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid(domain, node.attrs["onnx_opset"])])
 
 
-def _tensor_type(proto: Any) -> TensorType:
+def _tensor_type(node: Node, proto: Any) -> TensorType:
     from onnx import helper
 
     if not proto.HasField("shape") or not proto.elem_type:
-        raise GraphError("the shape of its result depends on data, which is not supported")
+        raise UnknownTensorError("the shape of its result depends on data, which is not supported", node.inputs)
     shape = []
     for d in proto.shape.dim:
         if not d.HasField("dim_value") and not d.dim_param:
-            raise GraphError("an extent of its result depends on data, which is not supported")
+            raise UnknownTensorError("an extent of its result depends on data, which is not supported", node.inputs)
         shape.append(d.dim_value if d.HasField("dim_value") else d.dim_param)
-    for d in shape:
-        extent(d)
+    if any(isinstance(d, str) and not is_extent(d) for d in shape):     # onnx makes names for what it does not know
+        raise UnknownTensorError("an extent of its result depends on data, which is not supported", node.inputs)
     return TensorType(np.dtype(helper.tensor_dtype_to_np_dtype(proto.elem_type)), tuple(shape))

@@ -5,8 +5,9 @@ import math
 
 import numpy as np
 
-from engines.errors import GraphError
+from engines.errors import UnknownTensorError
 from engines.ir import Array, Node, TensorType
+from engines.ops.items import ItemAxes, repeated
 from engines.ops.op import Inputs, Op, Types, Values
 from engines.shapes import dim, extent, fixed
 
@@ -17,6 +18,10 @@ class ConstantOfShape(Op):
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
         return (TensorType(cls._value(node).dtype, tuple(node.attrs["shape"])),)
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        return repeated(outputs[0].shape)
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
@@ -35,7 +40,7 @@ class Range(Op):
         first = inputs[0]
         assert first is not None
         if any(v is None for v in values) or len(values) < 3:
-            raise GraphError("its length depends on data: make start, limit and delta constants")
+            raise UnknownTensorError("its length depends on data: make start, limit and delta constants", node.inputs)
         start, limit, delta = (v.item() for v in values if v is not None)
         length = limit - start
         if delta != 1 or isinstance(length, float):

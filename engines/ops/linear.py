@@ -5,12 +5,14 @@ import numpy as np
 
 from engines.errors import GraphError
 from engines.ir import Array, Node, TensorType
+from engines.ops.items import ItemAxes, Mixed
 from engines.ops.op import Inputs, Op, Types, Values
-from engines.shapes import broadcast
+from engines.shapes import broadcast, check_stretches
 
 
 class Gemm(Op):
     """alpha * A' B' + beta * C, where ' is a transposition if transA, transB say so."""
+    attributes = ("alpha", "beta", "transA", "transB")
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
@@ -22,7 +24,20 @@ class Gemm(Op):
         deep, columns = reversed(b.shape) if node.attrs.get("transB") else b.shape
         if depth != deep:
             raise GraphError(f"inner extents {depth} and {deep} differ")
+        if len(inputs) > 2 and (c := inputs[2]) is not None:
+            check_stretches("third operand", c.shape, (rows, columns))
         return (TensorType(a.dtype, (rows, columns)),)
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        transposed = [bool(node.attrs.get(key)) for key in ("transA", "transB")]
+        made = _of_product([None if axis is None else axis - 2 if not swap else -1 - axis
+                            for axis, swap in zip(axes, transposed, strict=False)])
+        if len(axes) > 2 and axes[2] is not None:
+            if made not in (None, axes[2] - len(inputs[2].shape)):      # type: ignore[union-attr]
+                raise Mixed("its third operand has its items along another axis")
+            made = axes[2] - len(inputs[2].shape)       # type: ignore[union-attr]
+        return (None if made is None else made + 2,)
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
@@ -53,6 +68,28 @@ class MatMul(Op):
         return (TensorType(a.dtype, (*broadcast(left[:-2], right[:-2]), *rows, *columns)),)
 
     @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        a, b = inputs
+        assert a is not None and b is not None
+        behind = [None if axis is None else axis - rank if rank > 1 else (axis - 1 if left else axis - 2)
+                  for left, axis, rank in zip((True, False), axes, (len(a.shape), len(b.shape)), strict=True)]
+        made = _of_product(behind)
+        assert made is not None
+        # An operand that is a vector leaves its axis of the matrix product out of the result.
+        dropped = (made < -1 and len(b.shape) == 1) + (made < -2 and len(a.shape) == 1)
+        return (made + dropped + len(outputs[0].shape),)
+
+    @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
         a, b = arrays
         return np.asarray(np.matmul(a, b))
+
+
+def _of_product(axes: ItemAxes) -> int | None:
+    """The axis of the items of a product a b, counted from the end as those of its factors: rows -2, columns -1."""
+    a, b = axes
+    if a == -1 or b == -2:
+        raise Mixed("it sums over the items")
+    if a is not None and b is not None and a != b:
+        raise Mixed("it multiplies every item by every other")
+    return b if a is None else a

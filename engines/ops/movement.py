@@ -7,6 +7,7 @@ import numpy as np
 
 from engines.errors import GraphError
 from engines.ir import Array, Node, TensorType
+from engines.ops.items import ItemAxes, Mixed, beside, only_first
 from engines.ops.op import Inputs, LayoutOp, Op, Types, Values, present
 from engines.shapes import broadcast, dim, extent, fixed, normal_axis
 
@@ -18,12 +19,21 @@ class Concat(Op):
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
         given = present(inputs)
         axis = normal_axis(node.attrs["axis"], len(given[0].shape))
+        if any(len(t.shape) != len(given[0].shape) for t in given) or not given[0].shape:
+            raise GraphError("its parts are of different ranks, or have no axes")
         others = {(*t.shape[:axis], *t.shape[axis + 1:]) for t in given}
         if len(others) > 1:
             raise GraphError(f"extents beside axis {axis} differ")
         total = sum((extent(t.shape[axis]) for t in given), start=0)
         shape = given[0].shape
         return (TensorType(given[0].dtype, (*shape[:axis], dim(total), *shape[axis + 1:])),)
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        found = {axis for axis, kind in zip(axes, inputs, strict=True) if kind is not None}
+        if len(found) > 1:
+            raise Mixed("its parts have their items along different axes")
+        return (beside(outputs[0].shape, found.pop(), (node.attrs["axis"],), "joins parts along"),)
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
@@ -43,6 +53,11 @@ class Split(Op):
         if sum((extent(s) for s in sizes), start=0) != extent(x.shape[axis]):
             raise GraphError(f"parts of {tuple(sizes)} do not add up to {x.shape[axis]}, the extent of axis {axis}")
         return tuple(TensorType(x.dtype, (*x.shape[:axis], size, *x.shape[axis + 1:])) for size in sizes)
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        axis = beside(outputs[0].shape, only_first(axes), (node.attrs.get("axis", 0),), "cuts")
+        return (axis,) * len(outputs)
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> tuple[Array, ...]:
@@ -66,6 +81,12 @@ class Slice(Op):
             (size,) = fixed([shape[axis]])
             shape[axis] = len(range(size)[cut])
         return (TensorType(x.dtype, tuple(shape)),)
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        rank = len(outputs[0].shape)
+        cut = [axis for axis, kept in cls.cuts(node, rank) if (kept.start, kept.stop, kept.step) != (None, None, 1)]
+        return (beside(outputs[0].shape, only_first(axes), cut, "cuts"),)
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
@@ -105,6 +126,18 @@ class Gather(Op):
         return (TensorType(x.dtype, (*x.shape[:axis], *indices.shape, *x.shape[axis + 1:])),)
 
     @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        x, indices = inputs
+        assert x is not None and indices is not None
+        along, (of_x, of_indices) = normal_axis(node.attrs.get("axis", 0), len(x.shape)), axes
+        if of_indices is not None and of_x is not None:
+            raise Mixed("it selects from all items")
+        if of_indices is not None:
+            return (along + of_indices,)
+        of_x = beside(x.shape, of_x, (along,), "selects from")
+        return (of_x + (len(indices.shape) - 1) * (of_x > along),)
+
+    @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
         x, indices = arrays
         return np.asarray(np.take(x, indices.astype(np.int64), axis=node.attrs.get("axis", 0)))
@@ -118,6 +151,18 @@ class GatherElements(Op):
         x, indices = inputs
         assert x is not None and indices is not None
         return (TensorType(x.dtype, broadcast(indices.shape, node.attrs.get("shape", ()))),)
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        x, indices = inputs
+        assert x is not None and indices is not None
+        along, (of_x, of_indices) = normal_axis(node.attrs.get("axis", 0), len(x.shape)), axes
+        shift = len(outputs[0].shape) - len(indices.shape)      # of indices that are first expanded
+        if of_x is None and of_indices is not None and of_indices + shift == along:
+            return (along,)
+        if of_x is None or of_x == along or of_indices is not None and of_indices + shift != of_x:
+            raise Mixed("it selects from several items")
+        return (of_x,)
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
@@ -142,6 +187,11 @@ class Tile(Op):
         return (TensorType(x.dtype, tuple(dim(extent(d) * extent(r)) for d, r in zip(x.shape, repeats, strict=True))),)
 
     @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        repeated = [axis for axis, times in enumerate(node.attrs["repeats"]) if times != 1]
+        return (beside(outputs[0].shape, only_first(axes), repeated, "repeats"),)
+
+    @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
         return np.tile(arrays[0], fixed(node.attrs["repeats"]))
 
@@ -156,6 +206,12 @@ class Pad(Op):
         widths = cls.widths(node, len(x.shape))
         shape = tuple(dim(extent(d) + before + after) for d, (before, after) in zip(x.shape, widths, strict=True))
         return (TensorType(x.dtype, shape),)
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        widths = cls.widths(node, len(outputs[0].shape))
+        padded = [axis for axis, width in enumerate(widths) if any(width)]
+        return (beside(outputs[0].shape, only_first(axes), padded, "pads"),)
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
@@ -178,6 +234,7 @@ class Pad(Op):
 
 class DepthToSpace(LayoutOp):
     """Channels become blocks of pixels. DCR: the block is the outer part of the channel; CRD: the inner."""
+    attributes = ("blocksize", "mode")
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
@@ -203,6 +260,7 @@ class DepthToSpace(LayoutOp):
 
 class SpaceToDepth(LayoutOp):
     """Blocks of pixels become channels, the inverse of DepthToSpace in either mode."""
+    attributes = ("blocksize", "mode")
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:

@@ -3,9 +3,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from engines.errors import GraphError
 from engines.ir import Array, Node, TensorType
-from engines.ops.op import Inputs, LayoutOp, Op, Types, Values
-from engines.shapes import normal_axis
+from engines.ops.items import ItemAxes, Mixed, beside, only_first
+from engines.ops.op import Inputs, LayoutOp, Op, Types, Values, present
+from engines.shapes import check_stretches, normal_axis, text
 
 
 class _SameShape(Op, abstract=True):
@@ -16,8 +18,44 @@ class _SameShape(Op, abstract=True):
         return (TensorType(x.dtype, x.shape),)
 
 
-class BatchNormalization(_SameShape):
+class _AlongAxis(_SameShape, abstract=True):
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        return (beside(outputs[0].shape, only_first(axes), (node.attrs.get("axis", -1),), "normalises along"),)
+
+
+class _FromAxisOn(_SameShape, abstract=True):
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        x, *constants = present(inputs)
+        for what, kind in zip(("scale", "bias"), constants, strict=False):
+            check_stretches(what, kind.shape, x.shape)
+        return super().types(node, inputs, values)
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        rank = len(outputs[0].shape)
+        along = range(normal_axis(node.attrs.get("axis", -1), rank), rank)
+        return (beside(outputs[0].shape, only_first(axes), along, "normalises along"),) * len(outputs)
+
+
+class _PerChannel(_SameShape, abstract=True):
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        x, *constants = inputs
+        assert x is not None
+        if len(x.shape) < 2 or any(kind is None or kind.shape != x.shape[1:2] for kind in constants):
+            found = ", ".join(text(kind.shape) for kind in present(constants))
+            raise GraphError(f"its constants {found} are not one for each channel of {text(x.shape)}")
+        return super().types(node, inputs, values)
+
+
+class BatchNormalization(_PerChannel):
     """(x - mean) / sqrt(var + epsilon) * scale + bias, constants per channel (inference form)."""
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        return (beside(outputs[0].shape, only_first(axes), (1,), "has a scale for each index of"),)
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
@@ -27,7 +65,15 @@ class BatchNormalization(_SameShape):
         return np.asarray(y, x.dtype)
 
 
-class InstanceNormalization(_SameShape):
+class InstanceNormalization(_PerChannel):
+    attributes = ("epsilon",)
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        if only_first(axes) != 0:
+            raise Mixed("its items are not the images")
+        return (0,)
+
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
         x, *constants = arrays
@@ -36,16 +82,15 @@ class InstanceNormalization(_SameShape):
         return np.asarray(y * scale + bias, x.dtype)
 
 
-class LayerNormalization(Op):
+class LayerNormalization(_FromAxisOn):
     """Over the axes from `axis` on. The optional outputs are the mean and the inverse standard deviation."""
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        x = inputs[0]
-        assert x is not None
-        axis = normal_axis(node.attrs.get("axis", -1), len(x.shape))
-        statistic = TensorType(np.dtype(np.float32), (*x.shape[:axis], *[1] * (len(x.shape) - axis)))
-        return TensorType(x.dtype, x.shape), statistic, statistic
+        (y,) = super().types(node, inputs, values)
+        axis = normal_axis(node.attrs.get("axis", -1), len(y.shape))
+        statistic = TensorType(np.dtype(np.float32), (*y.shape[:axis], *[1] * (len(y.shape) - axis)))
+        return y, statistic, statistic
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> tuple[Array, ...]:
@@ -59,7 +104,7 @@ class LayerNormalization(Op):
         return (y if bias is None else y + bias).astype(x.dtype), mean.astype(np.float32), deviation.astype(np.float32)
 
 
-class RMSNormalization(_SameShape):
+class RMSNormalization(_FromAxisOn):
     """x / sqrt(mean of x**2 + epsilon) * scale, over the axes from `axis` on."""
 
     @classmethod
@@ -97,7 +142,7 @@ class LRN(LayoutOp):
         return np.asarray(x / factor ** node.attrs.get("beta", 0.75), x.dtype)
 
 
-class LpNormalization(_SameShape):
+class LpNormalization(_AlongAxis):
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
         (x,) = arrays
@@ -105,7 +150,7 @@ class LpNormalization(_SameShape):
         return np.asarray(np.where(norm == 0, 0, x / norm), x.dtype)
 
 
-class _Softmax(_SameShape, abstract=True):
+class _Softmax(_AlongAxis, abstract=True):
     @staticmethod
     def shifted(node: Node, x: Array) -> tuple[Array, int]:
         axis = node.attrs.get("axis", -1)

@@ -18,8 +18,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from engines.errors import EngineError, GraphError
+from engines.errors import EngineError, GraphError, UnknownTensorError
 from engines.ir import Array, Dim, Node, TensorType
+from engines.ops.items import ItemAxes, Mixed, only_first
 from engines.shapes import Extent, Undecided
 
 _REGISTRY: dict[str, type[Op]] = {}
@@ -35,6 +36,8 @@ class Op:
 
     pointwise: ClassVar[bool] = False       # y[i] depends on the inputs at i (after broadcasting) only
     symbolic: ClassVar[bool] = False        # compute also works on arrays of ints and Extents
+    # ONNX's attributes that mean the same here; what is written otherwise has a rule in frontend/normalise.py
+    attributes: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def random(cls, node: Node) -> bool:
@@ -57,6 +60,15 @@ class Op:
         raise NotImplementedError
 
     @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        """The axis along which each output has the items of a batch: its item i follows from item i of the inputs.
+
+        axes: likewise for the inputs; None for one that is alike for all items, and for such an output. Raises Mixed
+        with the reason where an item follows from others, or may: an operator that does not say anything is one.
+        """
+        raise Mixed("it is not known to keep the items of a batch apart")
+
+    @classmethod
     def infer(cls, node: Node, inputs: Inputs, values: Values = ()) -> Types:
         """Types of all outputs (also those the node leaves out), without `quant`.
 
@@ -65,6 +77,8 @@ class Op:
         """
         try:
             return cls.types(node, inputs, values)
+        except UnknownTensorError:
+            raise
         except (GraphError, Undecided) as error:
             shapes = ", ".join(str(t) for t in inputs if t)
             raise GraphError(f"{describe(node)} on {shapes}: {error}") from error
@@ -124,6 +138,12 @@ class LayoutOp(Op, abstract=True):
 
     `types` and `compute` are written for channels first; weights are OIHW in both.
     """
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        if only_first(axes) != 0:
+            raise Mixed("its items are not the images")
+        return (0,) * len(outputs)
 
     @classmethod
     def infer(cls, node: Node, inputs: Inputs, values: Values = ()) -> Types:

@@ -1,12 +1,14 @@
 """Operators that work on each element by itself, after broadcasting: the base of arithmetic, activations, logic."""
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
 
 from engines.ir import Array, Node, TensorType
+from engines.ops import items
 from engines.ops.op import Inputs, Op, Types, Values, present
 from engines.shapes import broadcast
 
@@ -17,6 +19,13 @@ class Pointwise(Op, abstract=True):
 
     formula: ClassVar[Callable[..., Array]]
 
+    def __init_subclass__(cls, *, abstract: bool = False) -> None:
+        """Its attributes are the formula's parameters with defaults."""
+        super().__init_subclass__(abstract=abstract)
+        if not abstract and not isinstance(cls.formula, np.ufunc):
+            parameters = inspect.signature(cls.formula).parameters.values()
+            cls.attributes = tuple(p.name for p in parameters if p.default is not p.empty)
+
     @classmethod
     def result_dtype(cls, node: Node, dtypes: list[np.dtype[Any]]) -> np.dtype[Any]:
         return dtypes[0]
@@ -25,6 +34,10 @@ class Pointwise(Op, abstract=True):
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
         given = present(inputs)
         return (TensorType(cls.result_dtype(node, [t.dtype for t in given]), broadcast(*(t.shape for t in given))),)
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: items.ItemAxes) -> items.ItemAxes:
+        return (items.broadcast(inputs, axes, len(outputs[0].shape)),)
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:

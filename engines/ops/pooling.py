@@ -8,6 +8,7 @@ import numpy as np
 
 from engines.errors import GraphError
 from engines.ir import Array, Node, TensorType
+from engines.ops.items import ItemAxes, Mixed
 from engines.ops.op import Inputs, LayoutOp, Types, Values
 from engines.ops.window import Window
 from engines.shapes import fixed
@@ -30,6 +31,12 @@ class MaxPool(_Pool):
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
         (y,) = super().types(node, inputs, values)
         return y, TensorType(np.dtype(np.int64), y.shape)
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        if len(node.outputs) > 1 and node.outputs[1]:
+            raise Mixed("its second output numbers the pixels of all items")
+        return super().item_axes(node, inputs, outputs, axes)
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array | tuple[Array, ...]:

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 
 from engines.errors import GraphError
-from engines.ir import Array, Node, TensorType
+from engines.ir import Array, Dim, Node, TensorType
+from engines.ops.items import ItemAxes, Mixed
 from engines.ops.op import Inputs, Op, Types, Values
+from engines.shapes import text
 
 GATES: Mapping[str, int] = {"LSTM": 4, "GRU": 3, "RNN": 1}      # in ONNX's order: i o f c, z r h, and the only one
 DEFAULTS: Mapping[str, tuple[str, ...]] = {"LSTM": ("Sigmoid", "Tanh", "Tanh"), "GRU": ("Sigmoid", "Tanh"),
@@ -84,7 +86,19 @@ class _Layer(Op, abstract=True):
             raise GraphError(f"its weights do not fit {wanted[0]} direction(s) of {hidden} hidden units")
         y = (batch, steps, count, hidden) if first else (steps, count, batch, hidden)
         state = (batch, count, hidden) if first else (count, batch, hidden)
+        _check_states(state, inputs[5:7], values[5:7], items=0 if first else 1)
+        lengths = inputs[4] if len(inputs) > 4 else None
+        if lengths is not None and lengths.shape != (batch,):
+            raise GraphError(f"sequence_lens {text(lengths.shape)} are not one for each of {batch} items")
         return (TensorType(x.dtype, y), *(TensorType(x.dtype, state) for _ in range(_states(cls.__name__))))
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        first = node.attrs["layout"]
+        expected = (0 if first else 1, None, None, None, 0, *(0 if first else 1,) * 2, None)
+        if any(axis not in (None, wanted) for axis, wanted in zip(axes, expected, strict=False)):
+            raise Mixed("its operands have their items along other axes than the layer")
+        return (0 if first else 2, *(0 if first else 1,) * (len(outputs) - 1))
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> tuple[Array, ...]:
@@ -104,6 +118,14 @@ class _Layer(Op, abstract=True):
         if not node.attrs["layout"]:
             y, states = y.transpose(1, 2, 0, 3), [a.swapaxes(0, 1) for a in states]
         return tuple(np.ascontiguousarray(a) for a in (y, *states))
+
+
+def _check_states(wanted: tuple[Dim, ...], states: Inputs, values: Values, items: int) -> None:
+    """Raises GraphError for an initial state that is not of the shape `wanted`, nor a constant alike for all items."""
+    alike = tuple(1 if axis == items else extent for axis, extent in enumerate(wanted))
+    for state, value in zip(states, (*values, None, None), strict=False):
+        if state is not None and state.shape != wanted and (value is None or state.shape != alike):
+            raise GraphError(f"an initial state of {text(state.shape)} does not fit {text(wanted)}")
 
 
 class LSTM(_Layer):

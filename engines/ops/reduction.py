@@ -2,11 +2,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from engines.ir import Array, Dim, Node, TensorType
+from engines.ops.items import ItemAxes, beside, only_first
 from engines.ops.op import Inputs, Op, Types, Values
 from engines.shapes import fixed, normal_axis
 
@@ -24,6 +25,12 @@ class Reduction(Op, abstract=True):
         return (TensorType(x.dtype, reduced(x.shape, axes, node.attrs.get("keepdims", 1))),)
 
     @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        (x,) = inputs
+        assert x is not None
+        return (_kept(node, x, axes, cls.axes(node, len(x.shape))),)
+
+    @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
         (x,) = arrays
         y = cls.formula(x, axis=cls.axes(node, x.ndim), keepdims=bool(node.attrs.get("keepdims", 1)))
@@ -35,8 +42,23 @@ class Reduction(Op, abstract=True):
         return tuple(normal_axis(a, rank) for a in node.attrs.get("axes", range(rank)))
 
 
+def ends(dtype: np.dtype[Any]) -> tuple[Any, Any]:
+    """The least and the greatest value of a type."""
+    if dtype.kind == "b":
+        return False, True
+    if dtype.kind in "iu":
+        return np.iinfo(dtype).min, np.iinfo(dtype).max
+    return dtype.type(-np.inf), dtype.type(np.inf)
+
+
 def reduced(shape: tuple[Dim, ...], axes: tuple[int, ...], keepdims: bool) -> tuple[Dim, ...]:
     return tuple(1 if i in axes else d for i, d in enumerate(shape) if keepdims or i not in axes)
+
+
+def _kept(node: Node, x: TensorType, items: ItemAxes, axes: tuple[int, ...]) -> int:
+    """Where the axis of the items stands once `axes` are reduced."""
+    axis = beside(x.shape, only_first(items), axes, "reduces")
+    return axis if node.attrs.get("keepdims", 1) else axis - sum(reduced < axis for reduced in axes)
 
 
 class ReduceSum(Reduction):
@@ -48,11 +70,19 @@ class ReduceMean(Reduction):
 
 
 class ReduceMax(Reduction):
-    formula: ClassVar[Formula] = staticmethod(np.max)
+    """Of no elements: the least that the type has."""
+
+    @staticmethod
+    def formula(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
+        return np.asarray(np.max(x, axis=axis, keepdims=keepdims, initial=ends(x.dtype)[0]))
 
 
 class ReduceMin(Reduction):
-    formula: ClassVar[Formula] = staticmethod(np.min)
+    """Of no elements: the greatest that the type has."""
+
+    @staticmethod
+    def formula(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
+        return np.asarray(np.min(x, axis=axis, keepdims=keepdims, initial=ends(x.dtype)[1]))
 
 
 class ReduceProd(Reduction):
@@ -102,6 +132,12 @@ class _Arg(Op, abstract=True):
         return (TensorType(np.dtype(np.int64), reduced(x.shape, (axis,), node.attrs.get("keepdims", 1))),)
 
     @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        (x,) = inputs
+        assert x is not None
+        return (_kept(node, x, axes, (normal_axis(node.attrs.get("axis", 0), len(x.shape)),)),)
+
+    @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
         (x,) = arrays
         axis = node.attrs.get("axis", 0)
@@ -129,6 +165,10 @@ class TopK(Op):
         fixed(x.shape[axis:axis + 1])
         shape = (*x.shape[:axis], node.attrs["k"], *x.shape[axis + 1:])
         return TensorType(x.dtype, shape), TensorType(np.dtype(np.int64), shape)
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        return (beside(outputs[0].shape, only_first(axes), (node.attrs.get("axis", -1),), "sorts"),) * 2
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> tuple[Array, ...]:

@@ -7,6 +7,8 @@ import numpy as np
 
 from engines.errors import GraphError
 from engines.ir import Array, Dim, Node, TensorType
+from engines.ops.items import ItemAxes, Mixed, only_first, repeated, viewed
+from engines.ops.items import broadcast as broadcast_items
 from engines.ops.op import Inputs, Op, Types, Values
 from engines.shapes import broadcast, dim, extent, fixed, normal_axis, product, symbolic_array, text
 
@@ -19,6 +21,10 @@ class Identity(Op):
         (x,) = inputs
         assert x is not None
         return (TensorType(x.dtype, x.shape),)
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        return axes
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
@@ -45,6 +51,12 @@ class View(Op, abstract=True):
         return (TensorType(x.dtype, target),)
 
     @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        (x,) = inputs
+        assert x is not None
+        return (viewed(x.shape, only_first(axes), outputs[0].shape),)
+
+    @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
         (x,) = arrays
         return x.reshape(_sizes(cls.target(node, x.shape), x.size))
@@ -66,6 +78,7 @@ class Reshape(View):
 
 class Flatten(View):
     """To two axes: those before `axis`, and the rest."""
+    attributes = ("axis",)
 
     @classmethod
     def target(cls, node: Node, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
@@ -110,6 +123,11 @@ class Transpose(Op):
         return (TensorType(x.dtype, tuple(x.shape[i] for i in order)),)
 
     @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        rank = len(outputs[0].shape)
+        return (list(node.attrs.get("perm", range(rank)[::-1])).index(only_first(axes)),)
+
+    @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
         return np.ascontiguousarray(np.transpose(arrays[0], node.attrs.get("perm")))
 
@@ -125,6 +143,12 @@ class Expand(Op):
         return (TensorType(x.dtype, broadcast(x.shape, node.attrs["shape"])),)
 
     @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        if axes[0] is None:
+            return repeated(outputs[0].shape)
+        return (broadcast_items(inputs, axes, len(outputs[0].shape)),)
+
+    @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
         (x,) = arrays
         return np.array(np.broadcast_to(x, fixed(broadcast(x.shape, node.attrs["shape"]))))
@@ -132,12 +156,21 @@ class Expand(Op):
 
 class Shape(Op):
     """The extents from axis `start` to `end`."""
+    attributes = ("start", "end")
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
         (x,) = inputs
         assert x is not None
         return (TensorType(np.dtype(np.int64), (len(cls._wanted(node, x.shape)),)),)
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        (x,) = inputs
+        assert x is not None
+        if any(isinstance(extent, str) for extent in cls._wanted(node, x.shape)):
+            raise Mixed("it computes with the number of items")
+        return (None,)
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
@@ -160,6 +193,10 @@ class Size(Op):
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
         return (TensorType(np.dtype(np.int64), ()),)
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        raise Mixed("it computes with the number of items")
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:

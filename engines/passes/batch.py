@@ -16,11 +16,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from engines.errors import ModelError
 from engines.ir import BATCH, Array, Dim, Graph, Node, TensorType
+from engines.ops import describe
 from engines.passes.facts import NORMS, is_pointwise
 from engines.passes.notes import Note, note
 from engines.passes.rewrite import fresh_name
-from engines.shapes import Extent, extent
+from engines.shapes import Extent, extent, text
 
 Group = tuple[Dim, ...]         # the axes that one axis of a tensor was made of
 
@@ -44,6 +46,19 @@ def separate_batch(graph: Graph, log: list[Note] | None = None) -> Graph:
         note(log, graph.producer[merged[0]], "separate_batch", "an output of the model counts more than the batch")
         return graph
     return graph.rebuild(separator.nodes, separator.constants, separator.types)
+
+
+def check_batch(graph: Graph) -> Graph:
+    """The graph itself. ModelError for a tensor that is no batch of items of one shape."""
+    for node in graph.nodes:
+        for name in node.outputs:
+            symbols = [dim for dim in graph.shape(name) if isinstance(dim, str)]
+            if symbols not in ([], [BATCH]):
+                shape = text(graph.shape(name))
+                raise ModelError(f"{graph.name}: {describe(node)} makes a tensor of shape {shape}, but a tensor may "
+                                 "have one axis of the batch, and no other that depends on it; fix the batch: give the "
+                                 "input's whole shape with --shape")
+    return graph
 
 
 def _merged_axis(shape: Sequence[Dim]) -> int | None:

@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from engines.ir import Array, Graph, Node
 from engines.passes.facts import is_pointwise, is_product
 from engines.passes.rewrite import merged_origin
+from engines.passes.widen import FLOAT, is_float
 
 WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 HEAVY = WEIGHTED | {"AveragePool", "GlobalAveragePool", "Resize"}
@@ -27,7 +26,6 @@ EPILOGUE = frozenset({
     "Add", "Sub", "Mul", "Div", "Neg", "Abs", "Max", "Min", "Exp", "Log", "Sqrt", "Erf", "Sin", "Cos", "Floor", "Ceil",
     "Round", "Reciprocal", "Clip", "Relu", "LeakyRelu", "PRelu", "Sigmoid", "HardSigmoid", "HardSwish", "Swish", "Tanh",
     "Gelu", "Softplus", "Mish", "Elu", "Celu", "Selu"})
-FLOAT = np.dtype(np.float32)
 REGION = 12         # how many nodes to look through for the place where the readers of a value meet
 
 
@@ -117,12 +115,13 @@ def _is_heavy(graph: Graph, node: Node) -> bool:
 
 def _is_epilogue(graph: Graph, node: Node) -> bool:
     """Pointwise on floats, its constants numbers or one number per channel of the last axis; or what makes floats of
-    integers (pixels, masks), which then begins a chain."""
+    integers (pixels, masks), which then begins a chain; or what rounds floats."""
     if node.op == "Cast":
-        return graph.types[node.inputs[0]].dtype.kind in "uib" and graph.types[node.outputs[0]].dtype == FLOAT
+        source, result = graph.types[node.inputs[0]], graph.types[node.outputs[0]]
+        return is_float(result) if is_float(source) else source.dtype.kind in "uib" and result.dtype == FLOAT
     if node.op not in EPILOGUE or not is_pointwise(node):
         return False
-    if any(graph.types[name].dtype.kind != "f" for name in (*node.inputs, *node.outputs) if name):
+    if not all(is_float(graph.types[name]) for name in (*node.inputs, *node.outputs) if name):
         return False
     return all(array.size == 1 or array.size == array.shape[-1] for array in _constants(graph, node.inputs))
 

@@ -244,7 +244,7 @@ class _Layout:
         """The form that moves the fewest elements; channels-last images where that is a tie."""
         ahead = self._items_first(node.outputs[0])
         homes = dict.fromkeys(self._home(tensor) for tensor in full)
-        choices = [form for form in homes if form[0] == ahead[0]] or [ahead]
+        choices = [form for form in homes if form[:1] == ahead[:1]] or [ahead]
         if rank == 4 and node.outputs[0] in self.wants_image:
             choices.append(IMAGE)
             if all(form == identity(4) for form in choices[:-1]):

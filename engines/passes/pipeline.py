@@ -4,20 +4,22 @@ INFER_DEBUG=passes prints the graph after each pass that changed it.
 """
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 
+from engines.debug import debugging
 from engines.ir import Graph, verify
 from engines.passes import rewrite
 from engines.passes.attention import fuse_attention
-from engines.passes.batch import separate_batch
+from engines.passes.batch import check_batch, separate_batch
 from engines.passes.common import merge_common
+from engines.passes.dependence import with_dependence
 from engines.passes.fold_constants import fold_constants
 from engines.passes.fuse import fuse_pointwise
 from engines.passes.layout import to_channels_last
 from engines.passes.lines import lines_to_images
 from engines.passes.notes import Note
+from engines.passes.outputs import make_constant_outputs
 from engines.passes.recurrent import split_recurrent
 from engines.passes.rewrite import Rule
 from engines.passes.rules import activations
@@ -39,6 +41,7 @@ from engines.passes.rules.scatter import ScatterOfRows
 from engines.passes.rules.shuffle import ChannelShuffle
 from engines.passes.rules.softmax import AlongInnermost
 from engines.passes.siblings import merge_siblings
+from engines.passes.widen import widen_floats
 
 Pass = Callable[[Graph], Graph]
 VIEWS = (ToReshape(), TransposeOfOnes(), MergeReshapes(), MergeTransposes())
@@ -47,6 +50,8 @@ VIEWS = (ToReshape(), TransposeOfOnes(), MergeReshapes(), MergeTransposes())
 def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
     """The same function, equal in float, in fewer and canonical nodes. Still in ONNX's layout and ONNX's operators."""
     return _run(graph, (
+        # what computes then computes on float32, which all below takes floats to be
+        ("widen_floats", lambda g: widen_floats(g, log)),
         # shape arithmetic becomes attributes and constants, which all patterns below ask for
         ("fold_constants", fold_constants),
         # what stands between two nodes that belong together goes first
@@ -82,6 +87,8 @@ def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
         ("fold_constants", fold_constants),
         ("remove_no_ops", _rules(log, RemoveNoOp(), *VIEWS)),
         ("merge_common", merge_common),
+        # while nodes are ONNX's, one by one: what follows only groups and moves them
+        ("dependence", lambda g: with_dependence(g, log)),
     ))
 
 
@@ -101,8 +108,12 @@ def optimise(graph: Graph, log: list[Note] | None = None) -> Graph:
         ("merge_common", merge_common),
         # before vertical fusion, which would give each sibling a body of its own
         ("merge_siblings", lambda g: merge_siblings(g, log)),
-        # last: nothing looks into a body after this
+        # nothing looks into a body after this
         ("fuse_pointwise", fuse_pointwise),
+        # what no pass could take apart, no backend can
+        ("check_batch", check_batch),
+        # last: before it, what is constant is to be known as such
+        ("make_constant_outputs", make_constant_outputs),
     ))
 
 
@@ -111,7 +122,7 @@ def _rules(log: list[Note] | None, *rules: Rule) -> Pass:
 
 
 def _run(graph: Graph, passes: Sequence[tuple[str, Pass]]) -> Graph:
-    debug = "passes" in os.environ.get("INFER_DEBUG", "").split(",")
+    debug = debugging("passes")
     for name, run in passes:
         before, graph = graph, verify(run(graph))
         if debug and graph is not before:

@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-import numpy as np
-
 from engines.ir import Graph, Node, TensorType
 from engines.passes.facts import ATTENTION, is_view_of_input, is_view_of_output, pads_with_zeros
 from engines.passes.fuse import EPILOGUE, WEIGHTED
 from engines.passes.rewrite import fresh_name
+from engines.passes.widen import FLOAT, is_float
 
 _SHARING = frozenset({"Concat", "Split", "Slice", "Gather", "Reshape", "MaxPool", "GlobalMaxPool", "DepthToSpace",
                       "SpaceToDepth"})
 _CONVERTING = WEIGHTED | EPILOGUE | {"Fused", "Identity", "Transpose", "AveragePool", "GlobalAveragePool", "Resize"}
-FLOAT = np.dtype(np.float32)
 
 
 def classes(graph: Graph) -> list[tuple[str, ...]]:
@@ -46,7 +44,7 @@ def classes(graph: Graph) -> list[tuple[str, ...]]:
             fixed.update(name for name in node.inputs[3:] if name in parent)        # the mask
         elif node.op == "Recurrence":
             fixed.update(name for name in touched if name != node.outputs[0])
-        elif node.op not in _CONVERTING:
+        elif not _converts(graph, node):
             fixed.update(touched)
     still = {root(name) for name in fixed}
     members: dict[str, list[str]] = {}
@@ -54,6 +52,13 @@ def classes(graph: Graph) -> list[tuple[str, ...]]:
         if root(name) not in still:
             members.setdefault(root(name), []).append(name)
     return [tuple(names) for names in members.values()]
+
+
+def _converts(graph: Graph, node: Node) -> bool:
+    """Whether its kernel reads and writes every stored type."""
+    if node.op == "Cast":
+        return all(is_float(graph.types[name]) for name in (*node.inputs, *node.outputs))
+    return node.op in _CONVERTING
 
 
 def _is_view(graph: Graph, node: Node) -> bool:

@@ -141,7 +141,7 @@ def _from_data(builder: Builder, graph: Graph, wanted: Calibration,
     data = open_calibration_data(wanted.source, engine.inputs, wanted.declared)
     if data.note:
         say(data.note)
-    watched = _Watched(engine, data, TRIAL_BATCH if engine.max_batch else 1)
+    watched = _Watched(engine, data, TRIAL_BATCH if engine.max_batch and not engine.dependence else 1)
     watched.watch(edges, uneven)
     report: dict[str, Any] = {"preprocess": data.preprocess.to_json()} if data.preprocess is not None else {}
     hash_, items = graph_hash(graph), data.count or 0

@@ -5,17 +5,22 @@ import argparse
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 
-from engines.errors import EngineError
+from engines.debug import debugging
+from engines.errors import CompilerFault, EngineError
+from engines.faults import summary
 
 USER_ERROR = 2              # exit code: something that the user can mend
+FAULT = 70                  # ... and a fault of ours: EX_SOFTWARE of sysexits.h
 Cell = str | int | float
 
 
 def guarded(command: Callable[[argparse.Namespace], int], parser: argparse.ArgumentParser,
             arguments: Sequence[str] | None) -> int:
-    """Parse and run; a named error becomes one line on stderr and exit code 2, never a traceback."""
+    """Parse and run; an error becomes one line on stderr, never a traceback, and exit code 2, or 70 if it is a fault of
+    ours."""
     options = parser.parse_args(arguments)
     try:
         code = command(options)
@@ -25,12 +30,25 @@ def guarded(command: Callable[[argparse.Namespace], int], parser: argparse.Argum
         # What is left would be flushed, and fail, again at exit: https://docs.python.org/3/library/signal.html#note-on-sigpipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (EngineError, OSError) as error:
-        print(f"{parser.prog}: error: {message_of(error)}", file=sys.stderr)
-        return USER_ERROR
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        if debugging("traceback"):
+            traceback.print_exc()
+        print(f"{parser.prog}: {_said(parser.prog, error)}", file=sys.stderr)
+        return USER_ERROR if _is_users(error) else FAULT
+
+
+def _is_users(error: Exception) -> bool:
+    """Whether the user can mend it: all that we raise on purpose, and files that the system refuses."""
+    return isinstance(error, EngineError | OSError) and not isinstance(error, CompilerFault)
+
+
+def _said(prog: str, error: Exception) -> str:
+    if _is_users(error):
+        return f"error: {message_of(error)}"
+    return str(error) if isinstance(error, CompilerFault) else f"a fault of {prog}: {summary(error)}"
 
 
 def message_of(error: Exception) -> str:

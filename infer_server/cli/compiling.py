@@ -23,8 +23,8 @@ def compile_model(model: str | Path, config: BuildConfig, calibration: Calibrati
     """Build a plan. Raises an EngineError that says what is wrong with the model, the options or the data."""
     builder = Builder(config, progress)
     graph = builder.graph(model)
-    if builder.arithmetic_note:
-        say(builder.arithmetic_note)
+    for notice in (*builder.notices, *filter(None, [builder.arithmetic_note])):
+        say(notice)
     metadata: dict[str, Any] = {"model": Path(model).name}
     ranges = None
     if config.precision == "int8" or config.precision == "best" and (calibration.source or calibration.cache):

@@ -23,7 +23,7 @@ def describe(plan: Plan) -> dict[str, Any]:
     """The plan as the JSON that --json prints."""
     return {
         "name": plan.name, "target": plan.target, "cpu": dict(plan.cpu), "precision": plan.precision,
-        "max_batch": plan.max_batch,
+        "max_batch": plan.max_batch, "dependence": plan.dependence,
         "inputs": [_tensor(t) for t in plan.inputs], "outputs": [_tensor(t) for t in plan.outputs],
         "kernels": [{"name": s.name, "fuses": list(s.fuses), "precision": s.precision, "tactic": s.tactic,
                      "time_us": s.time_us, "macs": s.macs, "bytes": s.bytes,
@@ -74,6 +74,8 @@ def _command(options: argparse.Namespace) -> int:
         return ", ".join(f"{t.name} {t.dtype}{list(t.shape)}" for t in tensors)
 
     print(f"{plan.name}: {plan.precision} for {plan.target}, batches of up to {plan.max_batch or 'the declared shape'}")
+    if plan.dependence:
+        print(f"items depend on each other, so a batch is neither cut nor merged: {plan.dependence}")
     print(f"inputs   {shapes(plan.inputs)}\noutputs  {shapes(plan.outputs)}\n")
     print(layers(plan))
     for band in plan.bands:

@@ -79,6 +79,7 @@ def test_turns_are_taken_by_all_in_alternating_order() -> None:
         unit = "calls"
 
         def of(self, call: Callable[[], object]) -> int:
+            call()
             return 1_000_000
 
     def program(name: str) -> Callable[[], object]:

@@ -10,9 +10,10 @@ from engines import bands
 from engines.bands import banded, with_bands
 from engines.errors import PlanCorruptError
 from engines.execution import Program
-from engines.plan import Band, Plan, verify
+from engines.plan import Band, Plan
 from engines.runtime import Engine
 from engines.tactics import TimingCache
+from engines.verification import verify
 from tests.compiler.zoo_engines import MAX_BATCH, compiled
 from tests.zoo import TINY, images_for
 

@@ -1,4 +1,6 @@
 """Importing models: batch, shapes, chains of shape arithmetic, and what is refused."""
+import re
+
 import numpy as np
 import onnx
 import pytest
@@ -7,6 +9,7 @@ from onnx import helper, numpy_helper
 from engines.errors import ModelError
 from engines.frontend.onnx_import import graph_from_onnx
 from engines.reference import run
+from infer_server.cli.build_engine import parse_shape
 
 FLOAT, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
 
@@ -40,7 +43,7 @@ def test_a_target_may_multiply_the_batch():
     assert run(graph, {"x": np.zeros((5, 3, 4), np.float32)})["y"].shape == (15, 4)
 
 
-@pytest.mark.parametrize("extent", ["N", None, -1, 0, "unk__7"])
+@pytest.mark.parametrize("extent", ["N", None, -1, "unk__7"])
 def test_every_way_to_write_an_unknown_leading_extent_is_the_batch(extent):
     assert graph_from_onnx(model([node("Relu", "x", "y")], [extent, 3])).shape("y") == ("batch", 3)
 
@@ -50,8 +53,38 @@ def test_a_fixed_batch_stays_fixed():
 
 
 def test_a_symbolic_width_is_refused_with_the_option_that_gives_it():
-    with pytest.raises(ModelError, match=r"extent 3 \('W'\) of input 'x'.*--shape x:batchx3x48x224"):
+    with pytest.raises(ModelError, match=r"'x' \[N, 3, 48, W\] .*--shape x:batchx3x48x224$"):
         graph_from_onnx(model([node("Relu", "x", "y")], ["N", 3, 48, "W"]))
+
+
+def test_all_missing_shapes_are_asked_for_at_once_and_a_symbol_has_one_size():
+    inputs = {"ids": ["N", "T"], "x": ["N", "T", None], "image": ["N", 3, "H", "W"], "known": ["N", 4], "any": None}
+    graph = helper.make_graph([node("Relu", "known", "y")], "m",
+                              [helper.make_tensor_value_info(name, FLOAT, shape) for name, shape in inputs.items()],
+                              [helper.make_tensor_value_info("y", FLOAT, None)])
+    with pytest.raises(ModelError) as error:
+        graph_from_onnx(helper.make_model(graph))
+    options = re.findall(r"--shape (\S+)", str(error.value))
+    assert options == ["ids:batchx128", "x:batchx128x128", "image:batchx3x224x224", "any:batchx3x224x224"]
+    assert "'x' [N, T, ?]" in str(error.value) and "'any' of unknown rank" in str(error.value)
+    shapes = dict(map(parse_shape, options))
+    assert graph_from_onnx(helper.make_model(graph), shapes=shapes).shape("x") == ("batch", 128, 128)
+
+
+def test_an_input_that_no_machine_can_hold_is_refused_before_anything_is_allocated():
+    with pytest.raises(ModelError, match=r"input 'x' float32\[1000000,3000000\] takes 12000.0 GB, and this machine"):
+        graph_from_onnx(model([node("Relu", "x", "y")], [10 ** 6, 3 * 10 ** 6]))
+
+
+@pytest.mark.parametrize(("op", "inputs", "constants"), [
+    ("Expand", "x c", {"c": [10 ** 9, 10 ** 6]}), ("Tile", "x c", {"c": [10 ** 7, 10 ** 7]}),
+    ("ConstantOfShape", "c", {"c": [10 ** 8, 10 ** 8]}), ("Pad", "x c", {"c": [0, 0, 10 ** 12, 10 ** 9]}),
+    ("Range", "c d e", {"c": 0, "d": 10 ** 15, "e": 1}), ("HannWindow", "c", {"c": 10 ** 15}),
+    ("Resize", "x  scales", {"scales": np.float32([1e9, 1e9])})])
+def test_a_constant_or_tensor_that_explodes_is_refused_with_its_name_and_bytes(op, inputs, constants):
+    exploding = helper.make_node(op, inputs.split(" "), ["big"], name="far")
+    with pytest.raises(ModelError, match=rf"node 'far' \({op}\): 'big' \w+\[.*\] takes .* GB, and this machine has"):
+        graph_from_onnx(model([exploding, node("Identity", "big", "y")], [1, 1], constants=constants))
 
 
 def test_a_given_shape_fills_in_the_width():
@@ -108,3 +141,19 @@ def test_a_node_whose_inputs_do_not_fit_is_named():
     proto = model([node("Add", "x w", "y", name="sum")], ["N", 3], constants={"w": np.zeros(4, np.float32)})
     with pytest.raises(ModelError, match="node 'sum' .*do not broadcast"):
         graph_from_onnx(proto)
+
+
+@pytest.mark.parametrize("text", [b"relu", b"Relu", b"tensor", b"y_out"])
+def test_a_name_that_is_no_utf8_is_said_to_be_damage(tmp_path, text):
+    graph = model([helper.make_node("Relu", ["x"], ["tensor"], name="relu"), node("Abs", "tensor", "y_out")], ["N", 3],
+                  output="y_out")
+    (tmp_path / "m.onnx").write_bytes(graph.SerializeToString().replace(text, b"\xff" * len(text)))
+    with pytest.raises(ModelError, match=r"has a name that is no UTF-8 text: b'.xff"):
+        graph_from_onnx(tmp_path / "m.onnx")
+
+
+def test_an_attribute_that_is_no_utf8_is_named(tmp_path):
+    resize = node("DepthToSpace", "x", "y", blocksize=2, mode="CRD")
+    (tmp_path / "m.onnx").write_bytes(model([resize], ["N", 4, 2, 2]).SerializeToString().replace(b"CRD", b"\xff" * 3))
+    with pytest.raises(ModelError, match=r"\(DepthToSpace\): attribute 'mode' cannot be read: 'utf-8' codec"):
+        graph_from_onnx(tmp_path / "m.onnx")

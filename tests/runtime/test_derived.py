@@ -14,9 +14,10 @@ from engines.backends.llvm.jit import compile_object
 from engines.backends.llvm.spec import begin_kernel
 from engines.errors import PlanCorruptError
 from engines.execution import Program
-from engines.plan import DERIVED, Derived, Operand, Plan, verify
+from engines.plan import DERIVED, Derived, Operand, Plan
 from engines.planfile import read_plan, write_plan
 from engines.runtime import Engine
+from engines.verification import verify
 from tests.runtime.tiny import ISA, halo_plan
 
 ROWS, COLUMNS = 7, 5

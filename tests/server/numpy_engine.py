@@ -108,6 +108,7 @@ class NumpyEngine:
     max_batch: int = 8
     seconds: float = 0.0
     gate: str = ""              # the name of one in GATES
+    dependence: str = ""
 
     @property
     def inputs(self) -> list[NumpyTensor]:

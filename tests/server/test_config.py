@@ -109,6 +109,15 @@ def test_a_contradiction_between_configuration_and_model_is_named(text: str, ref
         complete(parsed(text), "m", NumpyEngine(), "model.plan")
 
 
+def test_a_model_whose_items_depend_on_each_other_is_not_batched_dynamically() -> None:
+    engine = NumpyEngine(dependence="node 's' (ReduceSum) reduces the axis of the items")
+    completed = complete(parsed(""), "m", engine, "model.plan")
+    assert completed.max_batch_size == 8 and not completed.HasField("dynamic_batching")
+    assert not from_message(completed).batching.merges
+    with pytest.raises(ModelConfigError, match="ReduceSum"):
+        complete(parsed("dynamic_batching { }"), "m", engine, "model.plan")
+
+
 def test_a_model_with_a_tensor_out_of_the_batch_is_refused() -> None:
     engine = NumpyEngine()
     outputs = [NumpyTensor("anchors", "float32", (4,))]

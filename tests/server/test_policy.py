@@ -46,6 +46,11 @@ def test_without_a_delay_all_that_fits_goes_at_once(queue: list[Waiting], count:
     assert decide(queue, 0, BatchPolicy(max_batch_size=8)) == Send(count)
 
 
+def test_requests_that_must_not_share_a_batch_go_one_by_one_and_at_once() -> None:
+    policy = BatchPolicy(max_batch_size=8, max_queue_delay_us=100, merges=False)
+    assert decide([Waiting(3), Waiting(1)], 0, policy) == Send(1)
+
+
 def test_a_window_opens_when_the_oldest_request_arrives_and_ends_after_the_delay() -> None:
     policy = BatchPolicy(max_batch_size=8, max_queue_delay_us=100)
     queue = [Waiting(enqueued_ns=5 * US), Waiting(enqueued_ns=90 * US)]
@@ -143,6 +148,12 @@ def test_a_small_batch_goes_where_a_large_one_would_come_too_late() -> None:
     queue = due(*[30] * 8)
     choice = chosen(queue, times(_1=5, _2=10, _4=20, _8=40))
     assert isinstance(choice, Choice) and choice.batch == queue[:4]
+
+
+def test_requests_that_must_not_share_a_batch_do_not_share_one_because_of_a_deadline_either() -> None:
+    queue = due(5, 30, 30)
+    choice = chosen(queue, times(_1=10), BatchPolicy(8, merges=False))
+    assert isinstance(choice, Choice) and choice.batch == queue[1:2]
 
 
 def test_who_may_just_make_it_is_tried_when_nobody_is_safe() -> None:

@@ -83,6 +83,19 @@ def test_what_gathers_while_an_instance_is_busy_is_one_batch(
     assert (stats.inference_count, stats.execution_count) == (32, 2)
 
 
+def test_requests_whose_items_would_depend_on_each_other_are_never_merged(
+        tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
+    write_model(tmp_path, "m", max_batch=32, gate=request.node.name, dependence="it normalises over the items")
+    with (serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client,
+          ThreadPoolExecutor(4) as clients):
+        with gate.closed():
+            asked = [clients.submit(infer, client) for _ in range(4)]
+            assert gate.holds(1)
+            assert eventually(lambda: pending(server) == 3)
+        assert all((future.result() == 3).all() for future in asked)
+        assert executions(server) == 4
+
+
 def test_many_clients_that_ask_again_and_again_share_batches(tmp_path: Path) -> None:
     write_model(tmp_path, "m", max_batch=32, seconds=0.01)
     with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:

@@ -125,9 +125,9 @@ class AffineWriter:
         return self.settle(scale) if isinstance(scale, Affine) else self._constant(scale)
 
     def _constant(self, numbers: Floats) -> Ref:
-        """Infinities become the largest float32, so that they survive arithmetic."""
+        """Where a byte is made of the result, infinities become the largest float32: no integer is made of infinity."""
         largest = float(np.finfo(np.float32).max)
-        return self.builder.constant(np.clip(numbers, -largest, largest))
+        return self.builder.constant(np.clip(numbers, -largest, largest) if self.coarse else numbers)
 
     def settled(self, value: Affine) -> Affine:
         return Affine.of(self.settle(value))

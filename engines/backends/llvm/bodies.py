@@ -13,6 +13,7 @@ import numpy as np
 
 from engines.backends.llvm.affine import Affine, AffineWriter
 from engines.ir import Node
+from engines.passes.widen import NARROW
 
 Writer = Callable[..., Affine]
 
@@ -65,7 +66,7 @@ def _gelu(w: AffineWriter, node: Node, x: Affine) -> Affine:
 def _softplus(w: AffineWriter, x: Affine) -> Affine:
     """log(1 + e**x) = max(x, 0) + log(1 + e**-|x|)"""
     x = w.settled(x)
-    small = w.apply("log", w.apply("exp", w.apply("abs", x).scaled(-1)).scaled(1, 1))
+    small = w.apply("log_of_positive", w.apply("exp", w.apply("abs", x).scaled(-1)).scaled(1, 1))
     return w.add(w.settled(x.clip(0, np.inf)), small)
 
 
@@ -116,8 +117,12 @@ def _compare(op: str, swap: bool = False) -> Writer:
 
 
 def _cast(w: AffineWriter, node: Node, x: Affine) -> Affine:
-    """To a float it is the same number; to bool, whether it is another than 0. (To integers: rules/integers.py)"""
-    return w.apply("equal", x, Affine.number(0.0)).scaled(-1, 1) if node.attrs["to"] == "bool" else x
+    """To float32 it is the same number, to floats of 16 bits the nearest of theirs; to bool, whether it is another than
+    0. (To integers: rules/integers.py)"""
+    to = node.attrs["to"]
+    if to == "bool":
+        return w.apply("equal", x, Affine.number(0.0)).scaled(-1, 1)
+    return w.apply(to, x) if to in NARROW else x
 
 
 def _unary(op: str) -> Writer:

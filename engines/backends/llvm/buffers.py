@@ -2,12 +2,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 
 from engines.backends.llvm.calls import Call
 from engines.backends.llvm.kernels.border import Border
 from engines.backends.llvm.lower import Lowered
 from engines.backends.llvm.places import Place, Storage, buffer_bytes, tensor_view
 from engines.backends.llvm.spec import View
+from engines.capacity import gigabytes, too_large
+from engines.errors import ConfigError
 from engines.ir import Node
 from engines.memory import plan_memory
 from engines.plan import Buffer, Fill
@@ -29,10 +32,31 @@ def buffers_of(lowered: Lowered, max_batch: int) -> tuple[Buffer, ...]:
     inputs, outputs = ({places[name].buffer for name in names} for names in (graph.inputs, graph.outputs))
     result = []
     for i, storage in enumerate(places.buffers):
-        first = -1 if i in inputs else written.get(i, end)
+        # No step writes a tensor of no elements, though one may read it.
+        first = -1 if i in inputs else written.get(i, min(used.get(i, [end])))
         last = end if i in outputs else max([*used.get(i, []), first])
         result.append(Buffer(storage.name, buffer_bytes(storage, max(max_batch, 1)), first, last))
     return tuple(result)
+
+
+def check_memory(lowered: Lowered, max_batch: int) -> None:
+    """Raises ConfigError if what is alive at once of the largest batch does not fit into memory."""
+    buffers = buffers_of(lowered, max_batch)
+    if wrong := too_large(peak := _alive_at_once(lowered, buffers)):
+        largest = max(buffers, key=lambda buffer: buffer.bytes)
+        batch = f" for a batch of {max_batch}; lower --max-batch" if max_batch > 1 and not too_large(
+            peak // max_batch) else ", too much for one item"
+        raise ConfigError(f"{lowered.graph.name}: its tensors ('{largest.name}' alone {gigabytes(largest.bytes)}) take "
+                          f"{wrong}{batch}")
+
+
+def _alive_at_once(lowered: Lowered, buffers: tuple[Buffer, ...]) -> int:
+    """The most bytes of buffers that one step finds alive."""
+    change = [0] * (len(lowered.calls) + 3)         # first and last are -1 to the number of calls
+    for buffer in buffers:
+        change[buffer.first + 1] += buffer.bytes
+        change[buffer.last + 2] -= buffer.bytes
+    return max(accumulate(change))
 
 
 def fills_of(lowered: Lowered) -> tuple[Fill, ...]:
@@ -55,8 +79,7 @@ def write_borders(lowered: Lowered, max_batch: int) -> Lowered:
     so they are taken together; first those that free the most for each step.
     """
     buffers, fills = buffers_of(lowered, max_batch), fills_of(lowered)
-    largest = max((sum(b.bytes for b in buffers if b.first <= step <= b.last) for step in range(len(lowered.calls))),
-                  default=0)
+    largest = _alive_at_once(lowered, buffers)
     groups: dict[object, list[int]] = {}
     for fill in fills:
         i = fill.view.buffer

@@ -1,6 +1,7 @@
 """What lowering produces: kernel calls on placed tensors; and what the rules share to make them."""
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -75,11 +76,15 @@ def image(view: View) -> View:
         outer = strides[0] * shape[0] if strides else view.size
         return replace(view, shape=(*(1,) * gaps, *shape), strides=(*(outer,) * gaps, *strides) if strides
                        else (view.size,) * 3)
-    while len(shape) > 3:
-        if strides[0] != shape[1] * strides[1]:
-            raise Refused("its leading axes do not follow each other in memory")
-        shape, strides = (shape[0] * shape[1], *shape[2:]), strides[1:]
-    return replace(view, shape=shape, strides=strides)
+    if not is_image(view):
+        raise Refused("its leading axes do not follow each other in memory")
+    return replace(view, shape=(math.prod(shape[:-2]), *shape[-2:]), strides=strides[-3:])
+
+
+def is_image(view: View) -> bool:
+    """Whether the axes before the last two are one: that of an image's rows."""
+    shape, strides = view.shape, view.strides
+    return all(strides[axis] == shape[axis + 1] * strides[axis + 1] for axis in range(len(shape) - 3))
 
 
 def broadcast(ctx: Context, name: str, to: str) -> View:

@@ -18,6 +18,7 @@ ELEMENTS = {"uint8": I8, "int8": I8, "bool": I8, "int32": I32, "int64": I64, "fl
             "float16": "half", "bfloat16": I16}
 SIZES = {"uint8": 1, "int8": 1, "bool": 1, "int32": 4, "int64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
          "int16": 2, "uint16": 2, "uint32": 4, "uint64": 8, "float64": 8}      # the last are for the reference's steps
+FLOATS = ("uint8", "float32", "float16", "bfloat16")        # what a float tensor may be stored as
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engines.backends.llvm import rules  # noqa: F401  (fills RULES)
 from engines.backends.llvm.calls import RULES, Call, Context, Refused
@@ -11,6 +11,7 @@ from engines.backends.llvm.places import batch_axis
 from engines.backends.llvm.rules.copies import copy_call
 from engines.backends.llvm.sharing import Places
 from engines.ir import Graph, Node
+from engines.shapes import is_empty
 
 VIEWS = ("Split", "Slice", "Reshape", "Transpose")
 
@@ -31,20 +32,35 @@ def lower(graph: Graph, isa: Isa) -> Lowered:
     return Lowered(graph, places, tuple(call for node in graph.nodes for call in _calls(ctx, node)))
 
 
+def for_batches_of(items: int, lowered: Lowered) -> Lowered:
+    """The same with kernels whose tactics are for batches of up to so many items."""
+    calls = (replace(call, spec=call.spec and call.spec.for_batches_of(items)) for call in lowered.calls)
+    return replace(lowered, calls=tuple(calls))
+
+
 def _calls(ctx: Context, node: Node) -> Sequence[Call]:
     try:
+        if all(is_empty(ctx.type(name)) for name in node.outputs if name):
+            return ()
+        if name := next((n for n in (*node.inputs, *node.outputs) if n and is_empty(ctx.type(n))), ""):
+            raise Refused(f"'{name}' has no elements")
         if node.op == "Concat":
             return tuple(_gather_parts(ctx, node))
         if node.op in VIEWS and all(ctx.places.is_view(output, node.inputs[0]) for output in node.outputs):
             return ()
         if node.op == "Transpose" and ctx.places.is_view(node.inputs[0], node.outputs[0]):
             return ()
+        if node.op == "Identity" and node.inputs[0] in ctx.graph.constants:
+            return (copy_call(node, ctx.places[node.inputs[0]], ctx.places[node.outputs[0]]),)
         rule = RULES.get(node.anchor.op)
         if rule is None:
             raise Refused(f"no kernel for {node.anchor.op}")
         if node.op != "Transpose" and (name := _batch_inside(ctx, node)):
             raise Refused(f"the batch is not the leading axis of '{name}'")
-        return tuple(rule(ctx, node))
+        calls = tuple(rule(ctx, node))
+        if misfits := [call.spec for call in calls if call.spec and call.spec.misfit]:
+            raise Refused(f"{misfits[0].family} kernels do not compute so on {misfits[0].misfit}")
+        return calls
     except Refused as reason:
         return (_fallback(ctx, node, str(reason)),)
 

@@ -74,9 +74,12 @@ def item_shape(tensor: TensorType) -> tuple[int, ...]:
 
 def as_one_item(place: Place) -> Place:
     """A tensor without batch seen as one item, its leading axis an axis like others."""
-    view = place.view
-    return replace(place, items=1, view=replace(view, shape=(int(place.items), *view.shape),
-                                                strides=(view.item, *view.strides)))
+    return replace(place, items=1, view=with_items(place.view, int(place.items)))
+
+
+def with_items(view: View, items: int) -> View:
+    """So many items seen as one, their axis leading."""
+    return View(view.dtype, (items, *view.shape), (view.item, *view.strides), items * view.item)
 
 
 def stored_dtype(tensor: TensorType) -> str:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from engines.backends.llvm.emit import Value
 from engines.backends.llvm.functions import FUNCTIONS, Meaning, fma
 from engines.backends.llvm.isa import Isa
+from engines.backends.llvm.lanes import to_float
 
 Floats = NDArray[np.float32]
 
@@ -139,6 +140,10 @@ def _truth_emit(a: Value, predicate: str, b: Value) -> Value:
     return a.f.select(a.compare(predicate, b), a.like(1), a.like(0))
 
 
+def _through(dtype: str, x: Any) -> Floats:
+    return load_meaning(dtype, store_meaning(dtype, np.asarray(x, np.float32)))
+
+
 def _unary(numpy_function: Callable[..., Any], word: str) -> Meaning:
     return Meaning(numpy_function, lambda isa, x: isa.unary(word, x))
 
@@ -163,6 +168,10 @@ INSTRUCTIONS: dict[str, Meaning] = {
     "floor": _unary(np.floor, "floor"),
     "ceil": _unary(np.ceil, "ceil"),
     "round": _unary(np.rint, "rint"),
+    # to the nearest number of 16 bits, beyond the greatest to infinity
+    "float16": Meaning(lambda x: _through("float16", x), lambda isa, x: isa.half_to_float(isa.float_to_half(x))),
+    "bfloat16": Meaning(lambda x: _through("bfloat16", x),
+                        lambda isa, x: to_float(isa, "bfloat16", isa.float_to_bfloat(x))),
     **FUNCTIONS,
 }
 

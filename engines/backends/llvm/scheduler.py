@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cache
 
 from engines.backends.llvm.emit import I32, I64, PTR, Function, Module, Value
 from engines.backends.llvm.isa import Isa
@@ -78,6 +79,7 @@ _MACHINES = {
 _FUTEX_WAIT_PRIVATE, _FUTEX_WAKE_PRIVATE = 128, 129
 
 
+@cache
 def scheduler_object(isa: Isa) -> bytes:
     """The executor as an ELF object for the machine of `isa`; it goes into Plan.code like any kernel."""
     from engines.backends.llvm.jit import compile_object

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from engines.backends.llvm.halos import Halo, halo_of_pad, halo_wanted
+from engines.backends.llvm.lanes import SIZES
 from engines.backends.llvm.places import (
     NO_BUFFER,
     Place,
@@ -27,6 +28,7 @@ from engines.backends.llvm.places import (
 from engines.backends.llvm.spec import View, dense_view
 from engines.errors import ModelError
 from engines.ir import BATCH, Graph, Node, TensorType
+from engines.ops import describe
 from engines.passes.facts import is_product, is_view_of_input, is_view_of_output
 
 
@@ -39,7 +41,7 @@ class Places:
         self._places: dict[str, Place] = {}
         self._wanted = self._halos_wanted()
         self._parent: dict[str, _Inside] = {}
-        _check_extents(graph)
+        _check_dtypes(graph)
         for node in graph.nodes:
             self._see_views(node)
             self._see_pad(node)
@@ -249,16 +251,14 @@ class _Inside:
         return place.with_halo(self.halo)
 
 
-def _check_extents(graph: Graph) -> None:
-    """ModelError for a tensor that is no batch of items of one shape."""
-    for node in graph.nodes:
-        for name in node.outputs:
-            symbols = [extent for extent in graph.types[name].shape if isinstance(extent, str)]
-            if symbols not in ([], [BATCH]):
-                shape = ", ".join(map(str, graph.types[name].shape))
-                raise ModelError(f"{graph.name}: node '{node.name or name}' ({node.op}) makes a tensor of shape "
-                                 f"[{shape}], but a tensor may have one axis of the batch, and no other that depends "
-                                 "on it; build the model for a fixed batch: give the input's whole shape with --shape")
+def _check_dtypes(graph: Graph) -> None:
+    """ModelError for a tensor, or a constant that nothing folds, of a type that plans cannot hold."""
+    for name in (*graph.inputs, *graph.constants, *(o for node in graph.nodes for o in node.outputs if o)):
+        if (dtype := stored_dtype(graph.types[name])) not in SIZES:
+            maker = graph.producer.get(name) or next(iter(graph.consumers.get(name, ())), None)
+            where = f", of {describe(maker)}," if maker else ""
+            raise ModelError(f"{graph.name}: tensor '{name}'{where} is of type {dtype}, which is supported only in "
+                             f"constants that become another type at build; tensors may be of {', '.join(SIZES)}")
 
 
 def cuts_of(node: Node, source: TensorType, outputs: list[TensorType]) -> list[list[tuple[int, int, int, int]] | None]:

@@ -11,16 +11,16 @@ The batch is thus a run-time extent: row r belongs to item r // rows_per_item.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engines.backends.llvm.emit import I64, PTR, Function, Module, Value
 from engines.backends.llvm.isa import Isa
-from engines.backends.llvm.lanes import SIZES
+from engines.backends.llvm.lanes import FLOATS, SIZES
 from engines.backends.llvm.program import Program
 from engines.packed import Picked
 
@@ -107,6 +107,7 @@ class Tactic:
 class KernelSpec(ABC):
     """A frozen dataclass: equal specs are one kernel, and repr() is the key of the timing cache."""
     family: str = ""
+    computes_on: ClassVar[Collection[str]] = FLOATS     # how its inputs and outputs may be stored
 
     @property
     @abstractmethod
@@ -119,9 +120,23 @@ class KernelSpec(ABC):
         ...
 
     @property
+    def misfit(self) -> str:
+        """A stored dtype that its code would take for another; "" if there is none, as there must be to emit it."""
+        return next((view.dtype for view in (*self.inputs, *self.outputs) if view.dtype not in self.computes_on), "")
+
+    @property
     def macs(self) -> int:
         """Multiply-accumulates an item; families without any need not say."""
         return 0
+
+    @property
+    def by_batch(self) -> bool:
+        """Whether its tiles hold pixels of several items: which tactic is fastest then depends on the batch."""
+        return False
+
+    def for_batches_of(self, items: int) -> KernelSpec:
+        """The same kernel with tactics for batches of up to so many items; itself, unless it is cut by batch."""
+        return self
 
     def tactics(self, isa: Isa) -> Sequence[Any]:
         """Candidates. Without timing the cheapest is taken, the first of equals; with it, the dear are not timed."""

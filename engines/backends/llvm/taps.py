@@ -37,19 +37,16 @@ class TapAxis:
         return range(min(first, self.taps), min(stop, self.taps))
 
     def live_of_several(self, first: Value, count: int) -> tuple[Value, Value]:
-        """(first tap, how many) that cover the live ones of outputs first..first + count - 1, known at run time.
-
-        Never none, so that a loop over them has a turn.
-        """
+        """(first tap, how many) that cover the live ones of outputs first..first + count - 1, known at run time; none
+        where all of these outputs lie in the border, as those of a padded 1x1 convolution may."""
         def tap(place: int, output: Value) -> Value:
             """The first tap of the output at or behind this place of x."""
             limit = output.like(place)
             behind = limit - (output * self.stride).at_most(limit)
             return (behind + (self.dilation - 1)).divided(self.dilation).at_most(self.taps)
 
-        begin = tap(self.before, first + (count - 1)).at_most(self.taps - 1)
-        end = tap(self.extent - self.after, first)
-        return begin, (end - begin.at_most(end)).at_least(1)
+        begin, end = tap(self.before, first + (count - 1)), tap(self.extent - self.after, first)
+        return begin, end - begin.at_most(end)
 
     def runs(self, outputs: range) -> list[tuple[int, frozenset[int]]]:
         """All taps in order, as runs of (how many, the outputs for which they are live)."""

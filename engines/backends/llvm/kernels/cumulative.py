@@ -30,6 +30,7 @@ class CumulativeSum(KernelSpec):
     exclusive: bool = False
     reverse: bool = False
     family = "cumulative_sum"
+    computes_on = ("float32", "int32", "int64")
 
     @property
     def inputs(self) -> tuple[View, ...]:

@@ -37,6 +37,7 @@ from engines.backends.llvm.access import (
     panels,
     store_channels,
 )
+from engines.backends.llvm.arithmetic import STORED
 from engines.backends.llvm.columns import COLUMNS, Operand
 from engines.backends.llvm.cost import CALL, Work, epilogue, pieces
 from engines.backends.llvm.emit import PTR, Function, Module, Value
@@ -84,6 +85,10 @@ class Depthwise(ImageKernel):
     stride: tuple[int, int] = (1, 1)
     dilation: tuple[int, int] = (1, 1)
     family = "depthwise"
+
+    @property
+    def misfit(self) -> str:
+        return super().misfit or ("" if self.x.dtype == STORED[self.precision] else self.x.dtype)
 
     @property
     def channels(self) -> int:

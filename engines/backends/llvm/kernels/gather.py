@@ -16,7 +16,7 @@ import numpy as np
 from engines.backends.llvm.access import copy_bytes, item_addresses, joined, offset, unravel
 from engines.backends.llvm.emit import I64, Function, Module, Value
 from engines.backends.llvm.isa import Isa
-from engines.backends.llvm.lanes import ELEMENTS
+from engines.backends.llvm.lanes import ELEMENTS, SIZES
 from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, Window, begin_kernel
 
 CHUNK = 16      # vectors of an unrolled copy
@@ -29,6 +29,7 @@ class Take(KernelSpec):
     y: View
     axis: int
     family = "take"
+    computes_on = SIZES     # it moves bytes
 
     @property
     def inputs(self) -> tuple[View, ...]:
@@ -88,6 +89,7 @@ class Lookup(KernelSpec):
     y: View
     rows: int           # of the table
     family = "lookup"
+    computes_on = SIZES     # it moves bytes
 
     @property
     def inputs(self) -> tuple[View, ...]:

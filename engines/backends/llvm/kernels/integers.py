@@ -109,6 +109,7 @@ class Integers(KernelSpec):
     sources: tuple[View, ...]
     output: View
     family = "integers"
+    computes_on = (*STORED, "float32")
 
     @property
     def inputs(self) -> tuple[View, ...]:

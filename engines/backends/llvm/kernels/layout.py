@@ -55,6 +55,10 @@ class Permute(KernelSpec):
         """The bytes are only moved."""
         return self.x.dtype == self.y.dtype and not self.program.instructions
 
+    @property
+    def misfit(self) -> str:
+        return "" if self.raw else super().misfit
+
     @cached_property
     def views(self) -> tuple[View, View]:
         x, y = joined((self.x, self.y), keep_last=self.program.constants > 0 and not self.uniform)

@@ -32,6 +32,7 @@ class Pick(KernelSpec):
     y: View
     axis: int
     family = "pick"
+    computes_on = ELEMENTS
 
     @property
     def inputs(self) -> tuple[View, ...]:

@@ -28,9 +28,11 @@ from engines.backends.llvm.access import (
 )
 from engines.backends.llvm.emit import Module, Value
 from engines.backends.llvm.isa import Isa
-from engines.backends.llvm.lanes import Lanes
+from engines.backends.llvm.lanes import FLOATS, Lanes
 from engines.backends.llvm.program import Program, load_meaning, store_meaning
 from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View, Window, begin_kernel, pack_channels
+
+INTEGERS = ("bool", "int8", "int32", "int64")       # what a Cast reads, and the condition of a Where
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Pointwise(KernelSpec):
     program: Program
     uniform: bool = False
     family = "pointwise"
+    computes_on = (*FLOATS, *INTEGERS)
 
     @property
     def inputs(self) -> tuple[View, ...]:

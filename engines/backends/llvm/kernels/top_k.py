@@ -39,6 +39,7 @@ class TopK(KernelSpec):
     indices: View
     largest: bool = True
     family = "top_k"
+    computes_on = ("float32", "int32", "int64")
 
     @property
     def inputs(self) -> tuple[View, ...]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from engines.backends.llvm.calls import Call, Context, Refused, broadcast_to, lowers, write_body
 from engines.backends.llvm.factors import MIDDLE
 from engines.backends.llvm.kernels.attention import Attention
+from engines.backends.llvm.lanes import FLOATS
 from engines.backends.llvm.places import batch_axis
-from engines.backends.llvm.rules.pointwise import FLOATS
 from engines.ir import Node, TensorType
 
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.calls import Call, Context, Refused, Written, broadcast, image, lowers, write_body
+from engines.backends.llvm.calls import Call, Context, Refused, Written, broadcast, image, is_image, lowers, write_body
 from engines.backends.llvm.halos import pads_of
 from engines.backends.llvm.kernels.contraction import Contraction
 from engines.backends.llvm.kernels.depthwise import Depthwise
-from engines.backends.llvm.places import Place
+from engines.backends.llvm.places import Place, with_items
 from engines.backends.llvm.rules.product import lower_product
 from engines.backends.llvm.spec import Array, KernelSpec, View
 from engines.backends.llvm.taps import Border
-from engines.ir import Node
+from engines.ir import BATCH, Node
 from engines.passes.facts import is_product
 
 
@@ -50,11 +50,24 @@ def lower_matmul(ctx: Context, node: Node) -> Sequence[Call]:
         raise Refused("only a product with constant weights [N, K] is compiled")
     if product.op == "MatMul" or not product.attrs.get("transB"):
         weights = weights.T
-    x = ctx.places[product.inputs[0]]
     written = write_body(ctx, node, accumulator_of(ctx, product, weights.sum(axis=1, dtype=np.float64)))
-    spec = Contraction(image(x.view), image(ctx.places[node.outputs[0]].view), operand_views(ctx, node, written),
-                       written.program, node.precision)
-    return [contraction_call(ctx, node, spec, replace(x, view=spec.x), written, weights[:, :, None, None])]
+    x, y, operands = _matrices(ctx, node, written)
+    spec = Contraction(x.view, y.view, operands, written.program, node.precision)
+    return [replace(contraction_call(ctx, node, spec, x, written, weights[:, :, None, None]), outputs=(y,))]
+
+
+def _matrices(ctx: Context, node: Node, written: Written) -> tuple[Place, Place, tuple[View, ...]]:
+    """x, y and the program's operands as images. Without a batch all leading axes are pixels of one, where they follow
+    each other in memory: the kernel then tiles them, while items of one row each would be tiled one by one."""
+    x, y = ctx.places[node.anchor.inputs[0]], ctx.places[node.outputs[0]]
+    views = [x.view, y.view, *(broadcast(ctx, name, node.outputs[0]) for name in written.operands)]
+    if y.items != BATCH:
+        items = [int(x.items), *[int(y.items)] * (len(views) - 1)]
+        together = [with_items(view, count) for view, count in zip(views, items, strict=True)]
+        if all(map(is_image, together)):
+            x, y, views = replace(x, items=1), replace(y, items=1), together
+    of_x, of_y, *operands = map(image, views)
+    return replace(x, view=of_x), replace(y, view=of_y), tuple(operands)
 
 
 def bounded(weights: Array) -> bool:

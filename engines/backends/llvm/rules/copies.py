@@ -9,9 +9,9 @@ import numpy as np
 from engines.backends.llvm.calls import Call, Context, Refused, broadcast, copy_node, lowers, write_body
 from engines.backends.llvm.kernels.layout import Permute
 from engines.backends.llvm.kernels.pointwise import Pointwise
+from engines.backends.llvm.lanes import FLOATS
 from engines.backends.llvm.places import Place, as_one_item
 from engines.backends.llvm.program import ProgramBuilder
-from engines.backends.llvm.rules.pointwise import FLOATS
 from engines.backends.llvm.sharing import cuts_of
 from engines.backends.llvm.spec import View
 from engines.ir import BATCH, Node, TensorType

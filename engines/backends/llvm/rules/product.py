@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from engines.backends.llvm.calls import Call, Context, Refused, broadcast_to, write_body
 from engines.backends.llvm.kernels.product import Product
+from engines.backends.llvm.lanes import FLOATS
 from engines.backends.llvm.places import batch_axis
-from engines.backends.llvm.rules.pointwise import FLOATS
 from engines.backends.llvm.spec import View
 from engines.ir import BATCH, Dim, Node
 

@@ -8,10 +8,10 @@ import numpy as np
 
 from engines.backends.llvm.calls import Call, Context, Refused, lowers
 from engines.backends.llvm.kernels.resize import Resize, taps_of
+from engines.backends.llvm.lanes import FLOATS
 from engines.backends.llvm.places import Place
 from engines.backends.llvm.rules.contraction import operand_views
 from engines.backends.llvm.rules.copies import moved
-from engines.backends.llvm.rules.pointwise import FLOATS
 from engines.backends.llvm.rules.pool import pool_call, write_pooled
 from engines.ir import Array, Node
 from engines.ops import resize
@@ -29,7 +29,9 @@ def lower_resize(ctx: Context, node: Node) -> Sequence[Call]:
         raise Refused("only floats, or floats stored as uint8, are resized")
     height, width, channels = x.shape
     factors = resize.Resize.factors(anchor, (1, channels, height, width))
-    if y.shape != (factors[2][0], factors[3][0], channels):
+    items = [ctx.places[name].items for name in (anchor.inputs[0], node.outputs[0])]
+    if set(anchor.attrs.get("scales", ())[:2]) - {1} or items[0] != items[1] \
+            or y.shape != (factors[2][0], factors[3][0], channels):
         raise Refused("only rows and columns are resized")
     rows, columns = (_taps(anchor, axis, size, *factors[axis]) for axis, size in ((2, height), (3, width)))
     written = write_pooled(ctx, node, 1.0)      # the weights of a pixel sum to 1
@@ -59,7 +61,7 @@ def lower_blocks(ctx: Context, node: Node) -> Sequence[Call]:
     if anchor.op == "DepthToSpace":
         seen, target = _deep(x, block, inner), _spread(y, block)
     else:
-        seen, target = _spread(x, block), _deep(y, block, inner=False)
+        seen, target = _spread(x, block), _deep(y, block, inner)
     return [moved(ctx, node, node.inputs[0], seen, node.outputs[0], target)]
 
 

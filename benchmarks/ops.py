@@ -1,0 +1,109 @@
+"""DeepBench's inference problems (benchmarks/deepbench.py) against OpenVINO and ONNX Runtime, on one thread.
+
+    python -m benchmarks.ops --results ops.json --write                 # all of them, fp32 and INT8: hours
+    python -m benchmarks.ops --results ops.json --write                 # again: goes on where it was interrupted
+    python -m benchmarks.ops --class recurrent --match lstm --precision int8 --minutes 20
+
+Each problem is a model of one node. Its builds are those of benchmarks.peers, each runtime is judged by its fastest,
+and they take turns in one process; their outputs are compared with ONNX Runtime's in float32. What takes least time
+comes first, so that --minutes measures as many problems as it can; --results keeps every case as it is measured, and
+skips what it has. Needs the extra "bench".
+"""
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.accuracy import LEAST_COSINE
+from benchmarks.builds import Workshop
+from benchmarks.cases import Bench
+from benchmarks.cycles import Counter
+from benchmarks.deepbench import CLASSES, Problem, problems
+from benchmarks.document import DOCUMENT, write_section
+from benchmarks.models import Model
+from benchmarks.ops_report import every_case, report
+from benchmarks.results import Case, read_results, write_results
+
+FEWEST_TURNS = 3        # of calls that may take many seconds each
+EVERY_CASE = DOCUMENT.with_name("ops.md")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    def choice(*known: str) -> Callable[[str], list[str]]:
+        def chosen(text: str) -> list[str]:
+            if unknown := set(text.split(",")) - set(known):
+                raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: choose from {', '.join(known)}")
+            return text.split(",")
+        return chosen
+
+    parser = argparse.ArgumentParser("benchmarks.ops", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--class", dest="classes", type=choice(*CLASSES), default=list(CLASSES), metavar="C,...",
+                        help=", ".join(CLASSES))
+    parser.add_argument("--precision", type=choice(*LEAST_COSINE), default=["fp32", "int8"], metavar="P,...",
+                        help=", ".join(LEAST_COSINE))
+    parser.add_argument("--match", default="", metavar="TEXT", help="only problems with this in their name")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of taking turns, for each case, at least")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="after which no case is begun")
+    parser.add_argument("--results", type=Path, metavar="FILE.json", help="add to these results, skip what they have")
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="keeps what was built, some 80 GB of all problems")
+    parser.add_argument("--list", action="store_true", help="the names of the chosen problems, nothing else")
+    parser.add_argument("--write", action="store_true", help="the report into docs/benchmarks.md and docs/ops.md")
+    return parser.parse_args(arguments)
+
+
+def chosen(options: argparse.Namespace) -> list[tuple[Problem, str]]:
+    """The problems and precisions that the options ask for, what takes least time first."""
+    return [(problem, precision) for problem in problems() for precision in options.precision
+            if problem.kind in options.classes and options.match in problem.name]
+
+
+def measured(problem: Problem, precision: str, folder: Path, counter: Counter, seconds: float) -> Case:
+    source, data = problem.write(folder)
+    model = Model(source, str(data))
+    bench = Bench(model, precision, Workshop(folder, say).builds(model, precision), say)
+    return bench.case(1, 1, counter, seconds, {}, FEWEST_TURNS, screened=True)
+
+
+def measure(options: argparse.Namespace, counter: Counter, known: Sequence[Case]) -> Iterator[Case]:
+    """The chosen cases that are not known yet, one after the other, until the time is over."""
+    have = {(case.model, case.precision) for case in known}
+    missing = [pair for pair in chosen(options) if (pair[0].name, pair[1]) not in have]
+    end = time.monotonic() + 60 * options.minutes
+    for i, (problem, precision) in enumerate(missing):
+        if time.monotonic() >= end:
+            say(f"the time is over: {len(missing) - i} of {len(missing)} cases are left")
+            return
+        say(f"{i + 1} of {len(missing)}: {problem.name}, {precision}")
+        with tempfile.TemporaryDirectory() as folder:
+            yield measured(problem, precision, options.cache or Path(folder), counter, options.seconds)
+
+
+def main(arguments: Sequence[str]) -> None:
+    options = parse(arguments)
+    if options.list:
+        print(*(f"{problem.name}, {precision}" for problem, precision in chosen(options)), sep="\n")
+        return
+    counter = Counter()         # before any runtime makes threads
+    cases = read_results(options.results) if options.results and options.results.exists() else []
+    for case in measure(options, counter, cases):
+        cases.append(case)
+        if options.results:
+            cases = write_results(options.results, cases)
+    text = report(cases)
+    print(text)
+    if options.write:
+        write_section("ops", f"### Single operators\n\n`python -m benchmarks.ops --write`\n\n{text}")
+        write_section("ops", every_case(cases), EVERY_CASE)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,93 @@
+"""What benchmarks.ops measured, as text: ratios by class, the worklist, and a line for every case.
+
+A ratio is peer / ours, of the peer's fastest build: above 1, ours is faster.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from statistics import geometric_mean
+
+from benchmarks.deepbench import CLASSES, problems
+from benchmarks.document import Cell, machine, markdown_table
+from benchmarks.results import Case, Ratio
+from benchmarks.runtimes import OPENVINO, ORT, versions
+
+PEERS = (OPENVINO, ORT)
+WANTED = 1.0        # of every ratio: what is below is on the worklist
+
+
+def report(cases: Sequence[Case]) -> str:
+    """Markdown: ratios by class and precision, and what is slower than a peer."""
+    packages = ", ".join(f"{package} {version}" for package, version in versions().items())
+    total = {kind: sum(known == kind for known in _kinds().values()) for kind in CLASSES}
+    return "\n\n".join([
+        f"DeepBench's inference problems as models of one node, one thread, on {machine()}; {packages}.\n"
+        "Ratios are those of a peer's fastest build to ours, turn by turn: the median. Above 1, ours is faster.",
+        f"Measured: {len(cases)} cases; in each precision there are "
+        + ", ".join(f"{count} of class {kind}" for kind, count in total.items()) + ".",
+        _summary(cases), _worklist(cases)])
+
+
+def every_case(cases: Sequence[Case]) -> str:
+    """A line each."""
+    header = ["problem", "precision", "ours", "unit"]
+    rows: list[list[Cell]] = [[case.model, case.precision, case.ours.cost, case.unit] for case in cases]
+    for peer in PEERS:
+        header += [peer, "its build", "ratio"]
+        for case, row in zip(cases, rows, strict=True):
+            row += _peer(case, peer)
+    return markdown_table(header, rows)
+
+
+def slower(cases: Sequence[Case]) -> list[Case]:
+    """The cases in which we failed, or a peer is faster; the worst first."""
+    return sorted((case for case in cases if _least(case) < WANTED), key=_least)
+
+
+def _summary(cases: Sequence[Case]) -> str:
+    groups: dict[tuple[str, str], list[Case]] = {}
+    for case in cases:
+        groups.setdefault((_kinds()[case.model], case.precision), []).append(case)
+    rows: list[list[Cell]] = [[kind, precision, len(group), *(cell for peer in PEERS for cell in _spread(group, peer))]
+                              for (kind, precision), group in sorted(groups.items())]
+    return markdown_table(["class", "precision", "cases", *(f"{peer}: {figure}" for peer in PEERS
+                                                            for figure in ("mean", "least", "below 1"))], rows)
+
+
+def _spread(group: Sequence[Case], peer: str) -> list[Cell]:
+    """The geometric mean of the ratios, the least, and how many are below 1."""
+    ratios = [ratio.median for case in group if (ratio := _ratio(case, peer))]
+    if not ratios:
+        return ["-", "-", "-"]
+    return [f"{geometric_mean(ratios):.2f}", f"{min(ratios):.2f}", sum(ratio < WANTED for ratio in ratios)]
+
+
+def _worklist(cases: Sequence[Case]) -> str:
+    below = slower(cases)
+    if not below:
+        return "No case is slower than a peer's."
+    return (f"Slower than a peer: {len(below)} of {len(cases)} cases.\n\n" + every_case(below))
+
+
+def _peer(case: Case, peer: str) -> list[Cell]:
+    row, ratio = case.fastest(peer), _ratio(case, peer)
+    return ["failed", "-", "-"] if row is None else [row.cost, row.build, str(ratio or "-")]
+
+
+def _ratio(case: Case, peer: str) -> Ratio | None:
+    row = case.fastest(peer)
+    return case.ratio(row) if row else None
+
+
+def _least(case: Case) -> float:
+    """The smaller of the two ratios; 0 where ours failed."""
+    if not case.ours.turns:
+        return 0.0
+    return min((ratio.median for peer in PEERS if (ratio := _ratio(case, peer))), default=WANTED)
+
+
+@cache
+def _kinds() -> dict[str, str]:
+    """{name of a problem: its class}"""
+    return {problem.name: problem.kind for problem in problems()}

@@ -1,0 +1,41 @@
+"""What fits into memory: what cannot is refused before anything of its size is allocated."""
+from __future__ import annotations
+
+import math
+import os
+import sys
+from functools import cache
+from pathlib import Path
+
+from engines.ir import TensorType
+
+_CGROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+@cache
+def memory_limit() -> int:
+    """Bytes that this process may have: the machine's memory, or less where a container or `ulimit -v` says so."""
+    limits = [sys.maxsize]
+    if hasattr(os, "sysconf"):
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        import resource  # POSIX only, as sysconf is
+        soft = resource.getrlimit(resource.RLIMIT_AS)[0]
+        limits += [soft] * (soft != resource.RLIM_INFINITY)
+    if _CGROUP.is_file() and (text := _CGROUP.read_text().strip()).isdecimal():
+        limits.append(int(text))
+    return min(limits)
+
+
+def bytes_of(tensor: TensorType) -> int:
+    """Of one item, where there is a batch."""
+    return math.prod(extent for extent in tensor.shape if isinstance(extent, int)) * tensor.dtype.itemsize
+
+
+def too_large(size: int) -> str:
+    """What is wrong with so many bytes; "" if they fit."""
+    limit = memory_limit()
+    return f"{gigabytes(size)}, and this machine has {gigabytes(limit)}" if size > limit else ""
+
+
+def gigabytes(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size < 1e15 else f"{size / 1e9:.1e} GB"

@@ -1,0 +1,146 @@
+"""What ONNX says that a node may be: its operator's schema in the opset of the model, which every node must meet."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper
+
+from engines.errors import GraphError, did_you_mean
+from engines.ir import TensorType
+
+# Attributes that are 0 or 1 wherever they occur; what another number would mean differs from one runtime to the next.
+FLAGS = frozenset({"allowzero", "antialias", "ceil_mode", "count_include_pad", "detect_negative", "detect_positive",
+                   "exclude_outside", "exclusive", "fmod", "input_forget", "interleaved", "inverse", "is_causal",
+                   "keepdims", "largest", "layout", "linear_before_reset", "noop_with_empty_axes", "onesided",
+                   "periodic", "reverse", "saturate", "select_last_index", "sorted", "storage_order", "training_mode",
+                   "transA", "transB", "upper"})
+_OPTION = onnx.defs.OpSchema.FormalParameterOption
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """A formal input. `variable`: inputs of the same variable have the same type."""
+    name: str
+    required: bool
+    types: frozenset[str]
+    variable: str
+
+
+@dataclass(frozen=True)
+class Schema:
+    """An operator in one opset."""
+    op: str
+    since: int
+    attributes: Mapping[str, int]       # name -> AttributeProto.AttributeType
+    required: frozenset[str]            # attributes
+    defaults: Mapping[str, Any]         # of attributes that have one
+    inputs: tuple[_Parameter, ...]      # the last may stand for several: in one type, or `mixed`
+    mixed: bool
+    counts: tuple[int, int]             # of inputs: least, most
+    outputs: tuple[int, int]            # least, most
+
+    def parameter(self, index: int) -> _Parameter:
+        return self.inputs[min(index, len(self.inputs) - 1)]
+
+
+@cache
+def schema_of(op: str, opset: int, domain: str = "") -> Schema | None:
+    """None if the opset has no such operator."""
+    try:
+        found = onnx.defs.get_schema(op, opset, domain)
+    except onnx.defs.SchemaError:
+        return None
+    last = found.inputs[-1] if found.inputs else None
+    return Schema(
+        op, found.since_version, {name: _kind(a) for name, a in found.attributes.items()},
+        frozenset(name for name, a in found.attributes.items() if a.required),
+        {name: helper.get_attribute_value(a.default_value) for name, a in found.attributes.items()
+         if a.default_value.type},
+        tuple(_Parameter(p.name, p.option == _OPTION.Single, frozenset(p.types), p.type_str) for p in found.inputs),
+        bool(last and not last.is_homogeneous), (found.min_input, found.max_input),
+        (found.min_output, found.max_output))
+
+
+def _kind(attribute: Any) -> int:
+    return int(attribute.type.value)
+
+
+def check_node(schema: Schema, node: onnx.NodeProto) -> None:
+    """Raises GraphError: an attribute that the operator does not have, or not of that kind; one that is missing; too
+    many or too few inputs or outputs."""
+    _check_attributes(schema, node)
+    inputs, outputs = list(node.input), list(node.output)
+    while inputs and not inputs[-1]:
+        inputs.pop()
+    least, most = schema.counts
+    if not least <= len(inputs) <= most:
+        raise GraphError(f"it has {len(inputs)} inputs; {schema.op} of opset {schema.since} takes "
+                         f"{_range(least, most)}")
+    for index, formal in enumerate(schema.inputs):
+        if formal.required and not (index < len(inputs) and inputs[index]):
+            raise GraphError(f"its input {index} ('{formal.name}') is missing")
+    least, most = schema.outputs
+    if not any(outputs) or not least <= len(outputs) <= most:
+        raise GraphError(f"it has {len(list(filter(None, outputs)))} outputs; {schema.op} of opset {schema.since} has "
+                         f"{_range(max(least, 1), most)}")
+
+
+def _range(least: int, most: int) -> str:
+    if most > 1000:         # ONNX's infinity is the greatest integer
+        return f"{least} or more"
+    return str(least) if least == most else f"{least} to {most}"
+
+
+def _check_attributes(schema: Schema, node: onnx.NodeProto) -> None:
+    given = [attribute.name for attribute in node.attribute]
+    for attribute in node.attribute:
+        if attribute.name not in schema.attributes:
+            raise GraphError(f"{schema.op} of opset {schema.since} has no attribute '{attribute.name}'"
+                             f"{did_you_mean(attribute.name, schema.attributes)}")
+        if given.count(attribute.name) > 1:
+            raise GraphError(f"attribute '{attribute.name}' is given twice")
+        if attribute.type != schema.attributes[attribute.name]:
+            kinds = onnx.AttributeProto.AttributeType
+            raise GraphError(f"attribute '{attribute.name}' is of kind {kinds.Name(attribute.type)}; {schema.op} takes "
+                             f"{kinds.Name(schema.attributes[attribute.name])}")
+        if attribute.name in FLAGS and attribute.i not in (0, 1):
+            raise GraphError(f"attribute '{attribute.name}' is {attribute.i}; it is 0 or 1")
+    if missing := schema.required.difference(given):
+        raise GraphError(f"attribute '{min(missing)}' is missing, without which {schema.op} means nothing")
+
+
+def check_types(schema: Schema, inputs: Sequence[TensorType | None]) -> None:
+    """Raises GraphError: an input of a dtype that the operator does not take, alone or beside another."""
+    bound: dict[str, str] = {}
+    for index, kind in enumerate(inputs):
+        if kind is None:
+            continue
+        formal, name = schema.parameter(index), _type_name(kind.dtype)
+        if name not in formal.types:
+            raise GraphError(f"its input {index} ('{formal.name}') is {kind.dtype}, which {schema.op} of opset "
+                             f"{schema.since} does not take")
+        if schema.mixed and index >= len(schema.inputs) - 1:
+            continue
+        if bound.setdefault(formal.variable, name) != name:
+            raise GraphError(f"its input {index} ('{formal.name}') is {kind.dtype}, but {schema.op} wants it in the "
+                             f"same type as another, {bound[formal.variable]}")
+
+
+def _type_name(dtype: np.dtype[Any]) -> str:
+    """As schemas write it: "tensor(float)"."""
+    return f"tensor({onnx.TensorProto.DataType.Name(helper.np_dtype_to_tensor_dtype(dtype)).lower()})"
+
+
+def same_as_default(schema: Schema, name: str, value: Any) -> bool:
+    """Whether an attribute says what its absence would."""
+    default = schema.defaults.get(name)
+    if isinstance(default, bytes):
+        default = default.decode()
+    if isinstance(default, list):
+        default = tuple(default)
+    return bool(default is not None and value == default)

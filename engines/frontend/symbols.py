@@ -1,0 +1,49 @@
+"""What the symbols of a model's input shapes say: one symbol is one extent, and different ones are different.
+
+ONNX gives an open extent a name (dim_param) or none. Inputs that share a name share its extent; of names that differ
+nothing is known, so that two of them cannot both count the batch unless somebody says so.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from engines.errors import ModelError
+from engines.ir import BATCH, Dim
+from engines.shapes import text
+
+Shape = Sequence[Dim | None]        # None or BATCH: the batch, or not known; other strings are symbols
+
+
+def known_extents(model: str, declared: Mapping[str, Shape], given: Mapping[str, Shape]) -> dict[str, int]:
+    """The number of each symbol to which one of the `given` shapes gives any. Raises ModelError for two numbers."""
+    known: dict[str, int] = {}
+    for name, shape in given.items():
+        for symbol, extent in zip(declared[name], shape, strict=False):
+            if isinstance(symbol, str) and isinstance(extent, int) and extent >= 0 and \
+                    known.setdefault(symbol, extent) != extent:
+                raise ModelError(f"{model}: '{symbol}' is one extent, but the shapes given make it {known[symbol]} and "
+                                 f"{extent} (input '{name}', declared {text(d or '?' for d in declared[name])})")
+    return known
+
+
+def with_known(shape: Shape, known: Mapping[str, int]) -> tuple[Dim | None, ...]:
+    """A declared shape with the numbers of those symbols."""
+    return tuple(known.get(extent, extent) if isinstance(extent, str) else extent for extent in shape)
+
+
+def refuse_several_batches(model: str, declared: Mapping[str, Shape], given: Mapping[str, Shape],
+                           batched: Sequence[str]) -> None:
+    """Raises ModelError if inputs whose leading extents nobody said to be equal are all taken for the batch.
+
+    batched: the inputs whose leading extent is the batch; in `given` the user has said so.
+    """
+    leading = {name: next(iter(declared[name]), None) for name in batched}
+    said = {leading[name] for name in batched if name in given}
+    unsaid = {leading[name] or name for name in batched if name not in given and leading[name] not in said}
+    if len(unsaid) + bool(said) < 2:
+        return
+    options = " ".join(f"--shape {name}:{'x'.join(str(d or '?') for d in (BATCH, *declared[name][1:]))}"
+                       for name in batched)
+    listed = ", ".join(f"'{name}' {text(d or '?' for d in declared[name])}" for name in batched)
+    raise ModelError(f"{model}: inputs whose leading extents are not one: {listed}. If they all count the items of the "
+                     f"batch, say so: {options}; else give numbers in place of '{BATCH}'")

@@ -1,0 +1,158 @@
+"""The compiler behind ONNX's own interface, onnx.backend.base: what onnx.backend.test and other tools speak.
+
+    representation = EngineBackend.prepare(onnx.load("m.onnx"))
+    (y,) = representation.run([x])
+
+Extents that the model leaves open, and inputs whose values decide about shapes, are taken from each call: there is an
+engine for every set of these, compiled when it is first met.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper
+from onnx.backend.base import Backend, BackendRep, Device, DeviceType, namedtupledict
+
+from engines.builder import BuildConfig, Builder
+from engines.errors import ConfigError, EngineError, InputError, UnknownValueError
+from engines.ir import Array
+from engines.runtime import Engine
+
+Feeds = Mapping[str, Array]
+
+
+class EngineBackend(Backend):
+    """Compiles for the CPU at hand, without timing: models that are run once or twice."""
+
+    @classmethod
+    def is_compatible(cls, model: onnx.ModelProto, device: str = "CPU", **options: Any) -> bool:
+        """Whether `prepare` takes the model."""
+        try:
+            cls.prepare(model, device, **options)
+        except EngineError:
+            return False
+        return True
+
+    @classmethod
+    def prepare(cls, model: onnx.ModelProto, device: str = "CPU", **options: Any) -> EngineRep:
+        """The model, compiled as far as its shapes are known. `options` are fields of BuildConfig.
+
+        Raises EngineError that says why the model cannot be compiled; ConfigError for another device than the CPU.
+        """
+        if not cls.supports_device(device):
+            raise ConfigError(f"device '{device}': engines run on the CPU only")
+        return EngineRep(model, **{"timing": False, **options})
+
+    @classmethod
+    def run_model(cls, model: onnx.ModelProto, inputs: Any, device: str = "CPU", **options: Any) -> tuple[Any, ...]:
+        return cls.prepare(model, device, **options).run(inputs)
+
+    @classmethod
+    def run_node(cls, node: onnx.NodeProto, inputs: Any, device: str = "CPU", outputs_info: Any = None,
+                 **options: Any) -> tuple[Any, ...]:
+        """One node on arrays, in opset `opset_version`, or the newest that the onnx package knows."""
+        opset = options.pop("opset_version", onnx.defs.onnx_opset_version())
+        return cls.run_model(_model_of(node, [np.asarray(x) for x in inputs], opset), inputs, device, **options)
+
+    @classmethod
+    def supports_device(cls, device: str) -> bool:
+        try:
+            return bool(Device(device).type == DeviceType.CPU)
+        except (AttributeError, ValueError):
+            return False
+
+
+class EngineRep(BackendRep):
+    """A model and its engines, by the shapes and values that each was compiled for."""
+
+    def __init__(self, model: onnx.ModelProto, **options: Any) -> None:
+        initialised = {tensor.name for tensor in model.graph.initializer}
+        values = [value for value in model.graph.input if value.name not in initialised]
+        self._model, self._options = model, options
+        self._inputs = [value.name for value in values]
+        self._open = any(_is_open(value) for value in values)
+        self._known: frozenset[str] = frozenset()       # inputs whose values an engine is compiled for
+        self._engines: dict[tuple[Any, ...], Engine] = {}
+        if not self._open:
+            self._prepare()
+
+    def run(self, inputs: Any, **options: Any) -> tuple[Any, ...]:
+        """The outputs in the model's order, which are also attributes of the tuple where their names are identifiers.
+
+        inputs: arrays in the order of the model's inputs, or {name: array}. Raises EngineError.
+        """
+        feeds = self._feeds(inputs)
+        engine = self._engine(feeds)
+        results = engine.run({io.name: _as_stored(feeds[io.name]) for io in engine.inputs})
+        arrays = [_as_named(results[io.name], io.dtype) for io in engine.outputs]
+        return namedtupledict("Outputs", [io.name for io in engine.outputs])(*arrays)
+
+    def engine(self, inputs: Any) -> Engine:
+        """The engine that `run` takes for these inputs."""
+        return self._engine(self._feeds(inputs))
+
+    def _feeds(self, inputs: Any) -> Feeds:
+        given = inputs if isinstance(inputs, Mapping) else dict(zip(self._inputs, inputs, strict=False))
+        if len(inputs) != len(self._inputs) or set(given) != set(self._inputs):
+            raise InputError(f"the model takes {len(self._inputs)} inputs, {', '.join(self._inputs)}; "
+                             f"{len(inputs)} are given")
+        return {name: np.asarray(array) for name, array in given.items()}
+
+    def _prepare(self) -> None:
+        """What does not depend on a call, so that a model that cannot be compiled is refused before one."""
+        try:
+            self._engines[()] = self._compiled({}, {})
+        except UnknownValueError as error:
+            self._known = frozenset(error.inputs)
+
+    def _engine(self, feeds: Feeds) -> Engine:
+        """Compiles for what the model leaves open, and for one value more whenever the compiler asks for it."""
+        while True:
+            values = {name: feeds[name] for name in sorted(self._known)}
+            shapes = {name: array.shape for name, array in feeds.items()} if self._open else {}
+            key = (*shapes.values(), *((name, array.tobytes()) for name, array in values.items()))
+            try:
+                if key not in self._engines:
+                    self._engines[key] = self._compiled(shapes, values)
+                return self._engines[key]
+            except UnknownValueError as error:
+                if self._known.issuperset(error.inputs):
+                    raise
+                self._known |= set(error.inputs)
+
+    def _compiled(self, shapes: Mapping[str, tuple[int, ...]], values: Feeds) -> Engine:
+        shapes = {name: shape for name, shape in shapes.items() if name not in values}
+        builder = Builder(BuildConfig(**self._options, shapes=shapes, constants=values))
+        return Engine(builder.plan(builder.graph(self._model)))
+
+
+def _is_open(value: onnx.ValueInfoProto) -> bool:
+    """Whether an extent of the input, or the number of them, is not in the model."""
+    kind = value.type.tensor_type
+    return not kind.HasField("shape") or not all(d.HasField("dim_value") for d in kind.shape.dim)
+
+
+def _model_of(node: onnx.NodeProto, inputs: Sequence[Array], opset: int) -> onnx.ModelProto:
+    """A model of this one node; its outputs are of whatever type it makes."""
+    names = [name for name in node.input if name]
+    infos = [helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+             for name, array in zip(names, inputs, strict=False)]
+    outputs = [helper.make_empty_tensor_value_info(name) for name in node.output if name]
+    graph = helper.make_graph([node], node.op_type, infos, outputs)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid(node.domain, opset)])
+
+
+def _as_stored(array: Array) -> Array:
+    """As engines take it: bfloat16 as its bits."""
+    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+
+
+def _as_named(array: Array, dtype: str) -> Array:
+    return array.view(helper.tensor_dtype_to_np_dtype(onnx.TensorProto.BFLOAT16)) if dtype == "bfloat16" else array
+
+
+prepare, run_model, run_node, supports_device = (EngineBackend.prepare, EngineBackend.run_model,
+                                                 EngineBackend.run_node, EngineBackend.supports_device)

@@ -1,0 +1,67 @@
+"""Builds a case, runs it, compares."""
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from engines import reference
+from engines.builder import BuildConfig, Builder
+from engines.errors import CompilerFault, EngineError, GraphError
+from engines.plan import Plan
+from engines.runtime import Engine
+from tests.net.evaluation import Array, expected, widened
+from tests.net.graphs import ITEMS, Case, dtype_of
+
+MAX_BATCH = 2           # so that ITEMS items run in slices
+seen: Counter[str] = Counter()      # what became of the cases: "right", or why they were refused
+
+
+class Wrong(AssertionError):
+    """An engine gave another number than ONNX."""
+
+
+def check(case: Case) -> None:
+    """Raises Wrong, or the exception of a fault: any that is not for users."""
+    try:
+        engine = Engine(plan_of(case))
+        for items in (1, MAX_BATCH, ITEMS) if case.symbolic else (ITEMS,):
+            compare(case, items, engine.run({name: as_stored(array) for name, array in case.feeds(items).items()}))
+    except (CompilerFault, GraphError):
+        raise
+    except EngineError as refusal:
+        seen[f"refused: {type(refusal).__name__}: {refusal}"] += 1
+    else:
+        seen["right"] += 1
+
+
+def plan_of(case: Case) -> Plan:
+    builder = Builder(BuildConfig(case.precision, max_batch=MAX_BATCH if case.symbolic else None, timing=False))
+    graph = builder.graph(case.model())
+    ranges = None
+    if case.precision == "int8":
+        watched = reference.run(graph, case.feeds(ITEMS), builder.edges(graph))
+        ranges = {name: (float(widened(array).min(initial=0)), float(widened(array).max(initial=0)))
+                  for name, array in watched.items()}
+    return builder.plan(graph, ranges)
+
+
+def compare(case: Case, items: int, results: dict[str, Array]) -> None:
+    values = {**case.feeds(items), **case.constants}
+    for name, wanted in expected(case.evaluators, values, case.outputs, case.precision).items():
+        got, value = results[name], wanted.value
+        if value.dtype.name == "bfloat16" and got.dtype == np.uint16:
+            got = got.view(dtype_of("bfloat16"))
+        if (got.dtype, got.shape) != (value.dtype, value.shape):
+            raise Wrong(f"{name} of {items} items is {got.dtype}{list(got.shape)}, "
+                        f"not {value.dtype}{list(value.shape)}")
+        if (wrong := wanted.wrong(got)).any():
+            place: Any = tuple(int(i) for i in np.argwhere(wrong)[0])
+            raise Wrong(f"{name}{list(place)} of {items} items is {got[place]}, not {value[place]} "
+                        f"(+-{wanted.tolerance[place]:.3g}); {wrong.sum()} of {wrong.size} are wrong")
+
+
+def as_stored(array: Array) -> Array:
+    """bfloat16 as an engine takes it: its bits."""
+    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
