@@ -234,4 +234,5 @@ def relower(plan: Plan, target: str = "") -> Plan:
     compiled = assemble(choose_kernels(graph, tuner, plan.max_batch))
     return replace(plan, target=compiled.target, cpu=compiled.cpu, inputs=compiled.inputs, outputs=compiled.outputs,
                    buffers=compiled.buffers, steps=compiled.steps, fills=compiled.fills, code=compiled.code,
-                   constants=compiled.constants, derived=compiled.derived, packed=compiled.packed, bands=(), fingerprint="")
+                   constants=compiled.constants, derived=compiled.derived, packed=compiled.packed, bands=(),
+                   fingerprint="")

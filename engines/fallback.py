@@ -37,8 +37,8 @@ class FallbackStep:
                 _store(array(view), np.asarray(result), view)
         except Exception as error:      # an operator's own, for which the values are at fault, or the plan
             raise PlanError(f"the reference cannot run {self._node.op} '{self._node.name or outputs[0].name}' on these "
-                            f"values ({type(error).__name__}: {error}); where it runs on no others either, build the plan "
-                            "again") from error
+                            f"values ({type(error).__name__}: {error}); where it runs on no others either, build the "
+                            "plan again") from error
 
     def _value(self, source: TensorView | str, array: Callable[[TensorView], Array]) -> Array | None:
         if isinstance(source, TensorView):

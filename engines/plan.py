@@ -206,7 +206,7 @@ class Plan:
     metadata: Mapping[str, Any] = field(default_factory=dict)       # preprocessing, calibration, versions, report
     bands: tuple[Band, ...] = ()            # in order, apart from each other
     dependence: str = ""                    # why a batch is neither cut nor merged with others; "": it may be
-    fingerprint: str = field(default="", compare=False)     # of all but the metadata, made when it is first written
+    fingerprint: str = field(default="", compare=False)     # of all the rest, made when it is first written
 
     @property
     def derived_bytes(self) -> int:

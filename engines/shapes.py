@@ -221,7 +221,8 @@ def fixed(shape: Iterable[Dim]) -> tuple[int, ...]:
     """The same shape, known to be of ints; raises GraphError otherwise."""
     shape = tuple(shape)
     if any(isinstance(d, str) for d in shape):
-        raise GraphError(f"{text(shape)} must be fixed here: only the leading extent may be symbolic")
+        raise GraphError(f"{text(shape)} must be fixed here, and depends on the batch: build the model for a fixed "
+                         "batch, with the whole shape of each input that has one, as in --shape NAME:1x3x224x224")
     return tuple(int(d) for d in shape)
 
 

@@ -22,7 +22,7 @@ from engines.ops.fallback import as_onnx
 from engines.ops.movement import FAR
 from engines.ops.recurrent import ACTIVATIONS, DEFAULTS, PARAMETERS
 from engines.ops.window import Window
-from engines.shapes import Extent, dim, extent, fixed, normal_axis, product, text
+from engines.shapes import Extent, broadcast, dim, extent, fixed, normal_axis, product, text
 
 
 @dataclass(frozen=True)
@@ -191,11 +191,11 @@ def _cast(call: Call) -> list[Node]:
 
 def is_rare(dtype: np.dtype[Any]) -> bool:
     """A type that NumPy does not have, but for bfloat16: floats of eight bits and fewer, integers of four and two."""
-    return dtype.kind == "V" and dtype.name != "bfloat16"
+    return dtype.isbuiltin != 1 and dtype.name != "bfloat16"
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
-    return dtype.kind == "f" or dtype.name == "bfloat16"
+    return dtype.isbuiltin == 1 and dtype.kind == "f" or dtype.name == "bfloat16"
 
 
 def dtype_of(number: int) -> np.dtype[Any]:
@@ -303,6 +303,8 @@ def _quantised(call: Call, inputs: int, zero_point: int) -> list[Node]:
         raise Beyond(f"a result in another type than the scale's, {scale}")
     if call.attr("precision", 0):
         raise Beyond("a division in another precision than the input's")
+    if (known := call.values[1]) is not None and not np.all(np.isfinite(known)):
+        raise GraphError("its scale is no finite number")
     call.ignore("saturate")         # of types of eight bits and fewer that are floats
     attrs: dict[str, Any] = call.keep("block_size")
     axis = call.attr("axis", 1)
@@ -373,6 +375,8 @@ def _top_k(call: Call) -> list[Node]:
 
 @rule("Concat", "Gather", "GatherElements")
 def _axis(call: Call) -> list[Node]:
+    if not call.rank:
+        raise GraphError("its first input has no axes")
     axis = normal_axis(call.attr("axis", 0), call.rank)
     return call.node_with(len(call.node.inputs), axis=axis)
 
@@ -410,7 +414,8 @@ def _is(value: Any, number: int) -> bool:
 
 @rule("Expand")
 def _expand(call: Call) -> list[Node]:
-    return call.node_with(1, shape=_dims(call.value(1)))
+    """To the shape that comes of it: the target may have fewer axes, or 1 where the input has more."""
+    return call.node_with(1, shape=broadcast(call.type().shape, _dims(call.value(1))))
 
 
 @rule("Tile")
@@ -431,6 +436,8 @@ def _split(call: Call) -> list[Node]:
             raise GraphError(f"num_outputs is {parts}, but it has {len(node.outputs)} outputs")
         each = -(-size // parts)        # the last part may be smaller
         sizes = tuple(min(each, size - start) for start in range(0, each * parts, each))
+    if len(sizes) != len(node.outputs):
+        raise GraphError(f"it cuts {len(sizes)} parts, but has {len(node.outputs)} outputs")
     return call.node_with(1, axis=axis, split=tuple(sizes))
 
 
@@ -606,10 +613,14 @@ def _resize(call: Call) -> list[Node]:
     if len(axes) not in map(len, (sizes or (), scales or ())):
         raise GraphError(f"it has {len(axes)} axes, and as many scales or sizes it should have")
     if sizes:
+        if len(sizes) != len(axes):
+            raise GraphError(f"{len(sizes)} sizes for {len(axes)} axes")
         sizes = _kept_ratio(call, sizes, axes)
         wanted = dict(zip(axes, sizes, strict=True))
         every_size = tuple(dim(wanted[i]) if i in wanted else d for i, d in enumerate(shape))
         return call.node_with(1, sizes=every_size, **attrs)
+    if len(scales or ()) != len(axes):
+        raise GraphError(f"{len(scales or ())} scales for {len(axes)} axes")
     factors = dict(zip(axes, scales or [], strict=True))
     exact = [factors.get(i, 1.0) * size for i, size in enumerate(shape) if isinstance(size, int)]
     if attrs["coordinate_transformation_mode"] == "align_corners" and any(size != round(size) for size in exact):
@@ -624,7 +635,10 @@ def _kept_ratio(call: Call, sizes: list[Any], axes: list[int]) -> list[Any]:
     if policy == "stretch":
         return sizes
     image = fixed(call.type().shape[a] for a in axes)
-    scale = {"not_larger": min, "not_smaller": max}[policy](s / d for s, d in zip(sizes, image, strict=True))
+    if policy not in ("not_larger", "not_smaller"):
+        raise GraphError(f"unknown keep_aspect_ratio_policy '{policy}'; ONNX has stretch, not_larger, not_smaller")
+    limit = min if policy == "not_larger" else max
+    scale = limit(s / d for s, d in zip(sizes, image, strict=True))
     return [math.floor(scale * d + 0.5) for d in image]
 
 

@@ -25,8 +25,6 @@ from engines.shapes import Undecided
 
 log = logging.getLogger(__name__)
 
-
-
 Model = str | Path | onnx.ModelProto        # a file, or what was read of one
 
 
@@ -94,9 +92,9 @@ def _refuse_unreadable_names(model: str, graph: onnx.GraphProto) -> None:
     for node in graph.node:
         texts = (node.name, node.op_type, node.domain, *node.input, *node.output, *(a.name for a in node.attribute))
         _refuse_bytes(model, f"node '{node.name}' ({node.op_type})", texts)
-    values = (*graph.input, *graph.output, *graph.initializer)
+    values = [value.name for value in (*graph.input, *graph.output)] + [tensor.name for tensor in graph.initializer]
     extents = (d.dim_param for value in graph.input for d in value.type.tensor_type.shape.dim)
-    _refuse_bytes(model, "an input, output or constant", (graph.name, *(value.name for value in values), *extents))
+    _refuse_bytes(model, "an input, output or constant", (graph.name, *values, *extents))
 
 
 def _refuse_bytes(model: str, where: str, texts: Iterable[str | bytes]) -> None:
@@ -105,6 +103,8 @@ def _refuse_bytes(model: str, where: str, texts: Iterable[str | bytes]) -> None:
 
 
 def _array(model: str, tensor: onnx.TensorProto) -> Array:
+    if any(extent < 0 for extent in tensor.dims):       # NumPy would take -1 for "as many as there are"
+        raise ModelError(f"{model}: tensor '{tensor.name}' cannot be read: it is of shape {list(tensor.dims)}")
     try:
         return np.asarray(numpy_helper.to_array(tensor))
     except Exception as error:      # bad sizes, unknown types: numpy and onnx raise many kinds

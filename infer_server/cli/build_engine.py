@@ -38,10 +38,11 @@ from infer_server.malloc import tune_malloc
 def parse_shape(text: str) -> tuple[str, tuple[int | None, ...]]:
     """"input:1x3x224x224" -> ("input", (1, 3, 224, 224)); "ids:batchx128" -> ("ids", (None, 128))"""
     name, colon, extents = text.rpartition(":")
-    open_batch, parts = extents.lower().startswith("batchx"), extents.lower().removeprefix("batchx").split("x")
-    if not colon or not all(part.isdecimal() and int(part) for part in parts):
+    first, *others = extents.lower().split("x")
+    sizes = [*[first] * (first != "batch"), *others]
+    if not colon or not all(part.isdecimal() and int(part) for part in sizes):
         raise argparse.ArgumentTypeError(f"'{text}' is not NAME:1x3x224x224 or NAME:batchx3x224x224")
-    return name, (*[None] * open_batch, *map(int, parts))
+    return name, (*[None] * (first == "batch"), *map(int, sizes))
 
 
 class Bar:

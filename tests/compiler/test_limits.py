@@ -29,6 +29,14 @@ def test_weights_of_four_bits_become_floats_at_build() -> None:
         {"c": np.arange(-8, 8).reshape(4, 4).astype(np.float32), "scale": np.float32(0.25)}, opset=21))
 
 
+@pytest.mark.parametrize("scales", [[0.5, 1, 2, 2], [1, 1.2, 2, 2]])
+def test_items_and_channels_that_are_resized_are_not_taken_for_pixels(scales: list[float]) -> None:
+    """The kernel resizes rows and columns only; here the reference does the work."""
+    resize = node("Resize", "x r scales", "y", mode="linear")
+    assert_right(small_model([resize], {"x": [2, 3, 4, 4]}, ["y"],
+                             {"r": np.zeros(0, np.float32), "scales": np.float32(scales)}))
+
+
 def with_memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(capacity, "memory_limit", lambda: size)
 

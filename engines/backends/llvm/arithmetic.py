@@ -5,6 +5,7 @@
     bf16   2 bfloat16 -> float32 where the machine has vdpbf16ps; else 1 bfloat16 widened to float32
     fp16   1 float16 widened to float32
     int16  2 int16 -> int32                      exact while the caller keeps sums below 2**31
+    int16x8  2 int16 x 2 of s8 -> int32          likewise; the loads widen the weights
 
 A step reads `step_bytes` of a pixel, the same for all lanes, and `step_bytes` of weights for each lane.
 """
@@ -17,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.backends.llvm.emit import FLOAT, I16, I32, Value, vector
+from engines.backends.llvm.emit import FLOAT, I8, I16, I32, Value, vector
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import ELEMENTS, SIZES, to_float
 from engines.backends.llvm.program import store_meaning
@@ -121,6 +122,17 @@ class Int16(Arithmetic):
         return np.asarray(weights, np.int16)
 
 
+class Int16x8(Int16):
+    """Weights of 8 bits: half the bytes where those are what takes the time."""
+
+    def weights(self, isa: Isa, address: Value) -> Operand:
+        stored = address.f.load(vector(2 * isa.lanes, I8), address, self.weight_bytes(isa), "weights")
+        return (address.f.cast("sext", stored, vector(2 * isa.lanes, I16), "pairs"),)
+
+    def store_weights(self, weights: NDArray[Any]) -> NDArray[Any]:
+        return np.asarray(weights, np.int8)
+
+
 class Widened(Arithmetic):
     """float32 arithmetic on any stored float: the loads widen."""
 
@@ -161,7 +173,7 @@ class PairsOfBfloat(Arithmetic):
 
 
 INT8 = Int8("uint8", "int8", 4)
-INT16 = Int16("int16", "int16", 2)
+INT16 = {"int16": Int16("int16", "int16", 2), "int16x8": Int16x8("int16", "int8", 2)}
 _FLOATS = {"fp32": Widened("float32", "float32"), "fp16": Widened("float16", "float16"),
            "bf16": Widened("bfloat16", "bfloat16")}
 STORED = {"int8": INT8.dtype, **{precision: arithmetic.dtype for precision, arithmetic in _FLOATS.items()}}
@@ -172,8 +184,8 @@ def arithmetic_for(precision: str, isa: Isa) -> Arithmetic:
     """The step for a precision."""
     if precision == "int8":
         return INT8
-    if precision == "int16":
-        return INT16
+    if precision in INT16:
+        return INT16[precision]
     if precision == "bf16" and isa.bf16:
         return _PAIRS
     return _FLOATS[precision]

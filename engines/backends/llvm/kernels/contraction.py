@@ -644,9 +644,9 @@ class _Emitter:
         spec, isa, arithmetic = self.spec, self.isa, self.arithmetic
         x_row, x_pixel, _ = spec.x.strides
         at = {key: f.parameters[key] for key in ("x", "w", "ahead")}
-        live = f.parameters.get("tap_rows")
-        rows = f.range("tap row", live.like(0), live, acc=acc, at=at) if live is not None else \
-            f.loop("tap row", spec.taps[0], acc=acc, at=at)
+        live_rows = f.parameters.get("tap_rows")
+        rows = f.loop("tap row", spec.taps[0], acc=acc, at=at) if live_rows is None else \
+            f.range("tap row", live_rows.like(0), live_rows, acc=acc, at=at)
         for _ in rows:
             start = at["x"]
             for columns, live in self._tap_columns(part):
