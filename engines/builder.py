@@ -12,15 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engines.backends.llvm.backend import Chosen, assemble, choose_kernels, make_tuner
 from engines.backends.llvm.tuner import Progress
 from engines.bands import with_bands
 from engines.errors import CompilerFault, ConfigError, EngineError
 from engines.faults import faults_named
-from engines.frontend.onnx_import import graph_from_onnx
+from engines.frontend.onnx_import import Model, graph_from_onnx
 from engines.ir import BATCH, Array, Graph
 from engines.passes.pipeline import optimise, simplify
 from engines.passes.pixels import Pixels, take_pixels
@@ -29,9 +28,6 @@ from engines.plan import Plan
 from engines.serialize import graph_from_json, graph_to_json
 from engines.tactics import TimingCache
 from engines.version import COMPILER_VERSION
-
-if TYPE_CHECKING:
-    import onnx
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "best")
 DEFAULT_MAX_BATCH = 32
@@ -44,6 +40,8 @@ class BuildConfig:
     """What a user decides about a build; all of it is part of the engine cache's key."""
     precision: str = "fp32"
     max_batch: int | None = None            # None: 32 where the model has a batch axis
+    opt_batch: int | None = None            # tactics are timed with so many items; None: with one, and with more
+                                            # where several items share a tile
     target: str = ""                        # name of an instruction set; "" is this machine's best
     shapes: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)  # of symbolic inputs; None: the batch
     constants: Mapping[str, Array] = field(default_factory=dict)    # inputs that always have this value
@@ -57,6 +55,8 @@ class BuildConfig:
             raise ConfigError(f"unknown precision '{self.precision}'; it is one of {', '.join(PRECISIONS)}")
         if self.max_batch is not None and self.max_batch < 1:
             raise ConfigError(f"--max-batch {self.max_batch}: a batch has at least one item")
+        if self.opt_batch is not None and self.opt_batch < 1:
+            raise ConfigError(f"--opt-batch {self.opt_batch}: a batch has at least one item")
 
 
 class Builder:
@@ -77,7 +77,7 @@ class Builder:
 
     # ---- graphs
     @faults_named()
-    def graph(self, model: str | Path | onnx.ModelProto) -> Graph:
+    def graph(self, model: Model) -> Graph:
         """The model as one optimised float graph. ModelError says what cannot be read, and where.
 
         A model that cannot be compiled for any batch, where nobody asked for one, is compiled for one item.
@@ -93,7 +93,7 @@ class Builder:
                                 f"others: {graph.dependence}")
         return graph
 
-    def _optimised(self, model: str | Path | onnx.ModelProto, one_item: bool = False) -> Graph:
+    def _optimised(self, model: Model, one_item: bool = False) -> Graph:
         imported = graph_from_onnx(model, shapes=self.config.shapes, constants=self.config.constants,
                                    keep_batch=self.config.max_batch is not None, one_item=one_item,
                                    notices=self.notices)
@@ -101,7 +101,7 @@ class Builder:
             imported = take_pixels(imported, self.config.pixels)
         return optimise(simplify(imported, self.log), self.log)
 
-    def _for_one_item(self, model: str | Path | onnx.ModelProto, reason: EngineError) -> Graph:
+    def _for_one_item(self, model: Model, reason: EngineError) -> Graph:
         """The graph for a batch of 1. Raises the reason why it was tried, if that was not the batch."""
         self.log.clear()
         self.notices.clear()
@@ -166,7 +166,12 @@ class Builder:
         return [self._chosen(mixed), int8, *floats]
 
     def _chosen(self, graph: Graph) -> Chosen:
-        return choose_kernels(graph, self._tuner, self._max_batch(graph), self.progress)
+        max_batch = self._max_batch(graph)
+        if (self.config.opt_batch or 1) > max(max_batch, 1):
+            raise ConfigError(f"--opt-batch {self.config.opt_batch}: " + (
+                f"the plan takes at most {max_batch} items; raise --max-batch" if max_batch else
+                "the model's inputs have no symbolic batch axis, so it is timed in the shape that it declares"))
+        return choose_kernels(graph, self._tuner, max_batch, self.config.opt_batch, self.progress)
 
     @property
     def arithmetic_note(self) -> str:
@@ -229,4 +234,5 @@ def relower(plan: Plan, target: str = "") -> Plan:
     compiled = assemble(choose_kernels(graph, tuner, plan.max_batch))
     return replace(plan, target=compiled.target, cpu=compiled.cpu, inputs=compiled.inputs, outputs=compiled.outputs,
                    buffers=compiled.buffers, steps=compiled.steps, fills=compiled.fills, code=compiled.code,
-                   constants=compiled.constants, derived=compiled.derived, packed=compiled.packed, bands=())
+                   constants=compiled.constants, derived=compiled.derived, packed=compiled.packed, bands=(),
+                   fingerprint="")

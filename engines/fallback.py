@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from engines.errors import PlanError
 from engines.ir import Array, QParams
 from engines.plan import Fallback, TensorView
 
@@ -21,21 +22,34 @@ class FallbackStep:
         from engines.serialize import node_from_json
         self._run_node, self._node, self._fallback = run_node, node_from_json(fallback.node), fallback
         quants = fallback.constant_quant or (None,) * len(fallback.inputs)
-        self._constants = {name: to_real(constants[name], quant)
+        self._constants = {name: constants[name] if quant is None else to_real(constants[name], quant)
                            for name, quant in zip(fallback.inputs, quants, strict=True)
                            if isinstance(name, str) and name}
 
     def run(self, array: Callable[[TensorView], Array], batch: int) -> None:
-        """`array` gives the memory of a tensor."""
-        inputs = [self._value(source, array) for source in self._fallback.inputs]
-        results = self._run_node(self._node, inputs, batch)
-        for view, result in zip(self._fallback.outputs, results, strict=True):
-            array(view)[...] = to_stored(np.asarray(result), view.quant, view.dtype)
+        """`array` gives the memory of a tensor. Raises PlanError: the node does not take these values, or gives others
+        than the plan has room for."""
+        outputs = self._fallback.outputs
+        try:
+            inputs = [self._value(source, array) for source in self._fallback.inputs]
+            results = self._run_node(self._node, inputs, batch)
+            for view, result in zip(outputs, results, strict=True):
+                _store(array(view), np.asarray(result), view)
+        except Exception as error:      # an operator's own, for which the values are at fault, or the plan
+            raise PlanError(f"the reference cannot run {self._node.op} '{self._node.name or outputs[0].name}' on these "
+                            f"values ({type(error).__name__}: {error}); where it runs on no others either, build the "
+                            "plan again") from error
 
     def _value(self, source: TensorView | str, array: Callable[[TensorView], Array]) -> Array | None:
         if isinstance(source, TensorView):
             return to_real(array(source), source.quant, source.dtype)
         return self._constants[source] if source else None
+
+
+def _store(target: Array, result: Array, view: TensorView) -> None:
+    if result.shape != target.shape:
+        raise ValueError(f"'{view.name}' {list(result.shape)} is to be stored as {list(target.shape)}")
+    target[...] = to_stored(result, view.quant, view.dtype)
 
 
 def to_real(stored: Array, quant: QParams | None, dtype: str = "") -> Array:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engines.errors import PlanError
 from engines.plan import Buffer, Fill, TensorView
 
 LINE = 64
@@ -115,10 +116,15 @@ class Memory:
     """
 
     def __init__(self, size: int) -> None:
+        """Raises PlanError: there is not so much."""
         self.size = max(size, 1)
         # An anonymous mapping begins on a page; the spare 2 MiB let ours begin on a huge one.
         # Private, or a forked child would write into its parent's tensors.
-        self._map = mmap.mmap(-1, -(-self.size // PAGE) * PAGE + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            self._map = mmap.mmap(-1, -(-self.size // PAGE) * PAGE + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise PlanError(f"this process cannot have {self.size} bytes of memory ({error}); a smaller --max-batch, "
+                            "fewer instances or fewer threads take less") from error
         raw = np.frombuffer(self._map, np.uint8)
         skip = -raw.ctypes.data % HUGE_PAGE
         self.bytes: NDArray[np.uint8] = raw[skip:skip + self.size]

@@ -8,9 +8,9 @@ Each weight is there once: among the constants, as kernels read it. What the gra
 there (engines/packed.py); only constants of the graph that are nowhere else have an array. Code, JSON and manifest are
 compressed; constants are not, for most would not shrink.
 
-A plan runs from a copy of the file in memory of the process's own (engines/checksums.py), checked while it is copied and
-never read again: what becomes of the file afterwards changes nothing. A file that is changed while it is read fails its
-checksums, or is the old plan or the new one, whole: the header vouches for the manifest, and that for every section.
+A plan runs from a copy of the file in memory of the process's own (engines/sections.py), checked while it is copied
+and never read again: what becomes of the file afterwards changes nothing. A file that is changed while it is read fails
+its checksums, or is the old plan or the new one, whole: the header vouches for the manifest, that for every section.
 
 Constants and arrays are checked by sums of pages, which are faster than memory; all else by BLAKE2b. Both guard against
 accidents, not against an attacker: a plan is a program, load it only from where you would load a program. The graph and
@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from engines.checksums import PAGE, Bytes, page_sums, strong
-from engines.errors import PlanCorruptError, PlanVersionError
+from engines.errors import PlanCorruptError, PlanError, PlanVersionError
 from engines.ir import Array
 from engines.packed import PackedArray, Packing, Picked
 from engines.plan import Plan
@@ -46,13 +46,27 @@ LINE = 64
 _HEADER = struct.Struct("<8sIIQQ16sQQ")      # magic, version, 0, manifest offset, size, checksum, file size, 0
 _ELSEWHERE = ("code", "constants", "graph", "graph_arrays", "packed")        # fields of Plan that are sections
 
-def _compressed_json(value: Any, what: str) -> bytes:
-    return deflate(json.dumps(value, default=to_plain, separators=(",", ":")).encode(), what)
+def _json(value: Any) -> bytes:
+    return json.dumps(value, default=to_plain, separators=(",", ":")).encode()
+
+
+def fingerprint_of(manifest: Mapping[str, Any]) -> str:
+    """BLAKE2b of a plan as JSON gives it: its fields, and its sections by their sums.
+
+    Code runs with the offsets, grids and layouts that it was compiled for, and takes no others: a plan in which one of
+    these was altered is refused, even where somebody made the checksums of the file right again.
+    """
+    fields = {name: value for name, value in manifest["plan"].items() if name != "fingerprint"}
+    sums = {name: record["checksum"] for name, record in manifest["sections"].items()}
+    return strong(_json([fields, manifest["code"], manifest["arrays"], sums]))
 
 
 # ---- writing
 def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write the file beside its name, then rename it: whoever reads `path` finds the old plan or the new one, whole."""
+    """Write the file beside its name, then rename it: whoever reads `path` finds the old plan or the new one, whole.
+
+    Raises PlanError: more than a plan holds, or a plan that was read and has been altered; OSError.
+    """
     sections, arrays = _sections(plan)
     sections["constants"] = plan.constants
 
@@ -62,8 +76,12 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
         records[name] = {"offset": at, "bytes": len(data), "checksum": (page_sums if summed(name) else strong)(data)}
         at = -(-(at + len(data)) // LINE) * LINE
     fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.name not in _ELSEWHERE}
-    manifest = _compressed_json({"plan": fields, "code": [len(code) for code in plan.code],
-                                 "arrays": arrays, "sections": records}, "the manifest")
+    content = {"plan": fields, "code": [len(code) for code in plan.code], "arrays": arrays, "sections": records}
+    fingerprint = fingerprint_of(json.loads(_json(content)))
+    if plan.fingerprint not in ("", fingerprint):
+        raise PlanError(f"{plan.name}: the plan was altered since it was compiled; compile it again, or clear its "
+                        "fingerprint to write it as another plan")
+    manifest = deflate(_json({**content, "plan": {**fields, "fingerprint": fingerprint}}), "the manifest")
     header = _HEADER.pack(MAGIC, VERSION, 0, at, len(manifest), bytes.fromhex(strong(manifest)), at + len(manifest), 0)
 
     folder, name = os.path.split(os.fspath(path))
@@ -92,8 +110,8 @@ def _sections(plan: Plan) -> tuple[dict[str, Bytes], dict[str, Any]]:
     packed = {name: {**to_plain(item), "packing": numbers[item.packing]} for name, item in plan.packed.items()}
     sections: dict[str, Bytes] = {
         "code": deflate(b"".join(plan.code), "the code"),
-        "graph": _compressed_json(dict(plan.graph), "the graph"),
-        "packed": _compressed_json({"arrays": packed, "packings": [_differences(p) for p in packings]}, "the packings")}
+        "graph": deflate(_json(dict(plan.graph)), "the graph"),
+        "packed": deflate(_json({"arrays": packed, "packings": [_differences(p) for p in packings]}), "the packings")}
     arrays: dict[str, Any] = {}
     for name, array in plan.graph_arrays.items():
         if array.dtype.hasobject:
@@ -166,7 +184,8 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
 
 def _read_manifest(path: str, file: int) -> tuple[int, _Manifest]:
     """Where the manifest begins, and it."""
-    size, header = os.fstat(file).st_size, os.pread(file, _HEADER.size, 0)
+    size, first = os.fstat(file).st_size, os.pread(file, PAGE, 0)
+    header = first[:_HEADER.size]
     if len(header) < _HEADER.size:
         raise PlanCorruptError(f"{path}: {size} bytes are no engine plan; {REBUILD}")
     magic, version, zero, offset, length, checksum, total, zeros = _HEADER.unpack(header)
@@ -176,17 +195,21 @@ def _read_manifest(path: str, file: int) -> tuple[int, _Manifest]:
         update = "update infer-server, or " if version > VERSION else ""
         raise PlanVersionError(f"{path}: plan format {version}, but this runtime reads format {VERSION}; "
                                f"{update}build the plan again with this version")
-    if total != size or zero or zeros:
+    if total != size or zero or zeros or any(first[_HEADER.size:]):
         raise PlanCorruptError(f"{path}: {size} bytes, but {total} were written; {REBUILD}")
     if not PAGE <= offset <= size or offset + length != size:
         raise PlanCorruptError(f"{path}: the manifest ({length} bytes at {offset}) is not at the end; {REBUILD}")
     data = os.pread(file, length, offset)
     if len(data) != length or strong(data) != checksum.hex():
         raise PlanCorruptError(f"{path}: the manifest's checksum is wrong; {REBUILD}")
+    content = read_document(data, f"{path}: the manifest")
     try:
-        return offset, read_record(_Manifest, read_document(data, f"{path}: the manifest"))
+        manifest: _Manifest = read_record(_Manifest, content)
     except FieldError as error:
         raise PlanCorruptError(f"{path}: the manifest is not a plan's ({error}); {REBUILD}") from error
+    if manifest.plan.get("fingerprint") != fingerprint_of(content):
+        raise PlanCorruptError(f"{path}: altered since it was compiled, its fingerprint is another; {REBUILD}")
+    return offset, manifest
 
 
 def _plan(manifest: _Manifest, sections: Sections) -> Plan:

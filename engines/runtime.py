@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from engines import cpu
-from engines.errors import ConfigError, InputError, PlanTargetError
+from engines.errors import ConfigError, EngineError, InputError, PlanError, PlanTargetError
 from engines.execution import Execution, Program, SerialExecution
 from engines.ir import Array
 from engines.plan import IoTensor, Plan, Step, TensorView
@@ -56,7 +56,12 @@ def _relower(plan: Plan, why: str) -> Plan:
         from engines.builder import relower
     except ImportError as error:
         raise PlanTargetError(f"{why}; to compile it again here, install what is missing ({error})") from error
-    relowered: Plan = relower(plan)
+    try:
+        relowered: Plan = relower(plan)
+    except PlanError:
+        raise
+    except EngineError as error:
+        raise PlanTargetError(f"{why}; its graph cannot be compiled again here: {error}") from error
     return relowered
 
 
@@ -82,8 +87,7 @@ class Engine:
         self.plan = plan
         self.threads = threads
         self._program = Program(plan, threads)
-        self._execution = (_parallel(self._program, threads) if threads > 1
-                           else lambda cpus: SerialExecution(self._program))
+        self._execution = _executions(self._program, threads)
         self._feeds = Feeds(plan)
         self._idle: deque[ExecutionContext] = deque()      # its append and pop are atomic
 
@@ -147,8 +151,12 @@ class Engine:
             self._idle.pop().close()
 
 
-def _parallel(program: Program, threads: int) -> Callable[[tuple[int, ...] | None], Execution]:
-    """What makes executions of several threads; imported here, for on one thread serving starts without it."""
+def _executions(program: Program, threads: int) -> Callable[[tuple[int, ...] | None], Execution]:
+    """What makes executions. It knows the program, not the engine: a cycle would keep the weights in memory until the
+    collector comes by, and on an idle server that is never."""
+    if threads == 1:
+        return lambda cpus: SerialExecution(program)
+    # Imported here, for on one thread serving starts without it.
     from engines.parallel import ParallelExecution, ParallelProgram
     return partial(ParallelExecution, ParallelProgram(program, threads))
 

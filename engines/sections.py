@@ -1,11 +1,12 @@
 """The sections of a plan file in memory of the process's own: read once, checked while they are read.
 
-A section is a range of the file's bytes under a name. All are read when the plan is, so that nothing depends on the file
-afterwards, and checked by the sums that the manifest has of them.
+A section is a range of the file's bytes under a name. All are read when the plan is, so that nothing depends on the
+file afterwards, and checked by the sums that the manifest has of them.
 """
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from engines.errors import PlanCorruptError, PlanError
 from engines.memory import Memory
 
 REBUILD = "build the plan again, or copy it again from where it came"
-INFLATED = 64 << 20         # bytes of a JSON document or of code, at most: a damaged one could ask for all memory there is
+INFLATED = 64 << 20         # bytes of a JSON document or of code, at most: a damaged one could ask for all memory
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Sections:
     def __init__(self, path: str, file: int, records: Mapping[str, Section], end: int) -> None:
         """file: its descriptor. end: of the last section. Raises PlanCorruptError: overlapping, cut short, altered."""
         self.path = path
-        self._check_places(records, end)
+        self._check_places(records, file, end)
         self._copy = Memory(end - PAGE)
         self._views: dict[str, memoryview] = {}
         whole = self._copy.bytes.data
@@ -48,13 +49,20 @@ class Sections:
             self._read(name, view, file, record)
             self._views[name] = view.toreadonly()
 
-    def _check_places(self, records: Mapping[str, Section], end: int) -> None:
+    def _check_places(self, records: Mapping[str, Section], file: int, end: int) -> None:
+        """One after the other, with nothing but zeros between them."""
         at = PAGE
         for name, record in sorted(records.items(), key=lambda item: (item[1].offset, item[1].bytes)):
             if record.bytes < 0 or record.offset < at or record.offset + record.bytes > end:
                 raise PlanCorruptError(f"{self.path}: section '{name}' ({record.bytes} bytes at {record.offset}) lies "
                                        f"over another one or outside the file; {REBUILD}")
+            self._check_gap(file, at, record.offset)
             at = record.offset + record.bytes
+        self._check_gap(file, at, end)
+
+    def _check_gap(self, file: int, begin: int, end: int) -> None:
+        if end - begin >= PAGE or any(os.pread(file, end - begin, begin)):
+            raise PlanCorruptError(f"{self.path}: bytes {begin} to {end} belong to no section; {REBUILD}")
 
     def _read(self, name: str, view: memoryview, file: int, record: Section) -> None:
         try:

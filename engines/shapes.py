@@ -211,6 +211,12 @@ def broadcast(*shapes: Sequence[Dim]) -> tuple[Dim, ...]:
     return tuple(result)
 
 
+def check_stretches(what: str, shape: Sequence[Dim], target: Sequence[Dim]) -> None:
+    """Raises GraphError unless NumPy's rule stretches `shape` to `target`, which stays as it is."""
+    if broadcast(shape, target) != tuple(target):
+        raise GraphError(f"its {what} of shape {text(shape)} does not fit {text(target)}")
+
+
 def fixed(shape: Iterable[Dim]) -> tuple[int, ...]:
     """The same shape, known to be of ints; raises GraphError otherwise."""
     shape = tuple(shape)

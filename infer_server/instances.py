@@ -15,7 +15,7 @@ from infer_server.backend import ExecutionContext
 from infer_server.batcher import Batcher
 from infer_server.errors import ExecutionError
 from infer_server.request import Outcome, Request
-from infer_server.statistics import Execution, Failure, Statistics
+from infer_server.statistics import Execution
 
 log = logging.getLogger(__name__)
 
@@ -37,14 +37,13 @@ class Instance:
     """Pulls batches and executes them until the batcher is closed and empty."""
 
     def __init__(self, name: str, batcher: Batcher, context: ExecutionContext, outputs: Sequence[str], batched: bool,
-                 statistics: Statistics, deliver: Callable[[list[Outcome]], None], cpu: int | None = None) -> None:
+                 deliver: Callable[[list[Outcome], Execution | None], None], cpu: int | None = None) -> None:
         """cpu: where its thread stays; None: anywhere."""
         self._batcher = batcher
         self._context = context
         self._outputs = outputs
         self._batched = batched                     # tensors have a leading batch axis
-        self._statistics = statistics
-        self._deliver = deliver                     # hands results to the event loop: once a batch
+        self._deliver = deliver                     # hands results to the event loop: once a batch; None: it failed
         self._cpu = cpu
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -59,14 +58,16 @@ class Instance:
             os.sched_setaffinity(0, {self._cpu})
         while (batch := self._batcher.take()) is not None:
             try:
-                outcomes = self._execute(batch)
+                outcomes, execution = self._execute(batch)
             except Exception as error:      # whatever an engine raises ends this batch, and never the thread
                 log.exception("%s failed on a batch of %d requests", self._thread.name, len(batch))
-                outcomes = self._failed(batch, error)
-            self._deliver(outcomes)
+                reason = f"the engine failed: {error}"
+                self._deliver([(request, ExecutionError(reason)) for request in batch], None)
+            else:
+                self._deliver(outcomes, execution)
         self._context.close()
 
-    def _execute(self, batch: list[Request]) -> list[Outcome]:
+    def _execute(self, batch: list[Request]) -> tuple[list[Outcome], Execution]:
         started_ns = time.monotonic_ns()
         rows = sum(request.rows for request in batch)
         self._gather(batch, rows)
@@ -74,9 +75,7 @@ class Instance:
         self._context.execute(rows)
         computed_ns = time.monotonic_ns()
         outcomes = self._scatter(batch, rows)
-        self._statistics.executed(Execution(
-            rows, [request.enqueued_ns for request in batch], started_ns, copied_ns, computed_ns, time.monotonic_ns()))
-        return outcomes
+        return outcomes, Execution(rows, started_ns, copied_ns, computed_ns, time.monotonic_ns())
 
     def _gather(self, batch: list[Request], rows: int) -> None:
         """The one copy between the received message and the engine."""
@@ -101,9 +100,3 @@ class Instance:
             outcomes.append((request, request.encode(mine)))
             row = end
         return outcomes
-
-    def _failed(self, batch: list[Request], error: Exception) -> list[Outcome]:
-        now_ns = time.monotonic_ns()
-        for request in batch:
-            self._statistics.failed(Failure.BACKEND, now_ns - request.enqueued_ns)
-        return [(request, ExecutionError(f"the engine failed: {error}")) for request in batch]

@@ -1,12 +1,18 @@
-"""When to send a batch, and which requests have waited too long: pure functions of the queue, the clock and the policy.
+"""When to send a batch, and of which requests: pure functions of queue, clock, policy and measured times.
 
-The rules are Triton's (core/src/dynamic_batch_scheduler.cc, GetDynamicBatch; scheduler_utils.cc, ApplyPolicy).
+Without deadlines the rules are Triton's (core/src/dynamic_batch_scheduler.cc, GetDynamicBatch; scheduler_utils.cc,
+ApplyPolicy). Triton's queue knows nothing of the deadlines of clients: under overload it executes, first come first
+served, requests that are answered too late, and hardly any in time.
 """
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
-from typing import Protocol
+import heapq
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Generic, Protocol, TypeVar
+
+from infer_server.batch_times import BatchTimes
 
 
 class Queued(Protocol):
@@ -18,7 +24,13 @@ class Queued(Protocol):
     @property
     def enqueued_ns(self) -> int: ...
     @property
-    def deadline_ns(self) -> int: ...           # 0: it may wait forever
+    def deadline_ns(self) -> int: ...           # by which it must be answered; 0: its client waits for ever
+
+
+Q = TypeVar("Q", bound=Queued)
+
+_NEVER_NS = 1 << 63
+_BETTER = 1.1               # how much better a smaller batch must be: the times are measured, and noisy
 
 
 @dataclass(frozen=True)
@@ -59,6 +71,20 @@ class Send:
 class Wait:
     """Nothing to execute before `until_ns`, unless a request arrives."""
     until_ns: int
+
+
+@dataclass(frozen=True)
+class Choice(Generic[Q]):
+    """Execute `batch` together and refuse `lost`, which cannot be answered in time. One of them may be empty."""
+    batch: list[Q]
+    lost: list[Q] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Instances:
+    """Of a model: how many there are, and how many of them wait for requests, beside the one that decides."""
+    total: int = 1
+    idle: int = 0
 
 
 def decide(queue: Iterable[Queued], now_ns: int, policy: BatchPolicy) -> Send | Wait:
@@ -110,6 +136,104 @@ def share(count: int, idle: int, policy: BatchPolicy) -> int:
     return -(-count // (1 + idle))
 
 
-def expired(queue: Iterable[Queued], now_ns: int) -> list[int]:
-    """The positions of the requests whose deadline has passed."""
-    return [i for i, request in enumerate(queue) if request.deadline_ns and now_ns > request.deadline_ns]
+def choose(queue: Collection[Q], now_ns: int, policy: BatchPolicy, instances: Instances, times: BatchTimes
+           ) -> Choice[Q] | Wait:
+    """What an instance does with `queue` (oldest first, not empty), where some of it have deadlines.
+
+    It executes the front of the queue, as decide() and share() have it, as long as all of that can be answered in time.
+    Otherwise the batch has the size that answers most rows in time a second, and shed() says of whom.
+    """
+    decision = decide(queue, now_ns, policy)
+    if isinstance(decision, Wait):
+        latest_ns = _latest_start_ns(queue, now_ns, times)
+        if now_ns < latest_ns:
+            return Wait(min(decision.until_ns, latest_ns))
+    count = share(decision.count if isinstance(decision, Send) else len(queue), instances.idle, policy)
+    front = list(islice(queue, count))
+    if now_ns <= _latest_start_ns(front, now_ns, times):
+        return Choice(front)
+    takes = {size: times.estimate(size, now_ns) for size in _halves(policy.max_batch_size)}
+    for takes_ns in ({size: estimate.safe for size, estimate in takes.items()},
+                     {size: estimate.likely for size, estimate in takes.items()}):  # who may just make it, after all
+        size = _best_size(queue, now_ns, takes_ns)
+        if size:
+            kept, lost = shed(queue, size, now_ns + takes_ns[size], takes[size].likely / instances.total)
+            return Choice(_in_time(kept, now_ns + takes_ns[size], size)[:None if policy.merges else 1], lost)
+    return Choice([], list(queue))
+
+
+def shed(queue: Iterable[Q], size: int, done_ns: float, next_ns: float) -> tuple[list[Q], list[Q]]:
+    """Who waits on, and who must be given up so that all of these are answered in time.
+
+    Batches of `size` rows go in the order of arrival; the first is answered at `done_ns`, each other `next_ns` after
+    the one before. Where a request would be late, the one with the nearest deadline of all up to it is given up: no
+    other choice answers more, and those who stay have the most time to spare.
+
+    J. M. Moore, An n Job, One Machine Sequencing Algorithm for Minimizing the Number of Late Jobs, 1968
+    """
+    kept: dict[int, Q] = {}                         # by position in the queue
+    deadlines: list[tuple[int, int]] = []           # of those kept that have one, a heap
+    lost = []
+    rows = 0
+    for position, request in enumerate(queue):
+        if request.rows > size:
+            continue                                # not part of such batches: neither kept nor lost
+        kept[position] = request
+        rows += request.rows
+        if not request.deadline_ns:
+            continue
+        heapq.heappush(deadlines, (request.deadline_ns, position))
+        if request.deadline_ns < done_ns + next_ns * ((rows - 1) // size):
+            given_up = kept.pop(heapq.heappop(deadlines)[1])
+            rows -= given_up.rows
+            lost.append(given_up)
+    return list(kept.values()), lost
+
+
+def is_hopeless(request: Queued, now_ns: int, times: BatchTimes) -> bool:
+    """Whether a request is most likely late even if it is executed at once and alone."""
+    return bool(request.deadline_ns) and now_ns + times.estimate(request.rows, now_ns).likely > request.deadline_ns
+
+
+def _best_size(queue: Iterable[Queued], now_ns: int, takes_ns: Mapping[int, float]) -> int:
+    """Of these batch sizes, the largest first, that which answers most rows in time a second. 0: none answers any."""
+    best, best_rate = 0, 0.0
+    for size, ns in takes_ns.items():
+        rate = _rows(_in_time(queue, now_ns + ns, size)) / max(ns, 1)
+        if rate > best_rate * _BETTER:
+            best, best_rate = size, rate
+    return best
+
+
+def _in_time(queue: Iterable[Q], done_ns: float, size: int) -> list[Q]:
+    """The oldest requests, up to `size` rows of one shape, that may be answered at `done_ns`."""
+    batch: list[Q] = []
+    rows = 0
+    for request in queue:
+        if 0 < request.deadline_ns < done_ns or request.rows > size:
+            continue
+        if batch and (rows + request.rows > size or request.shape_key != batch[0].shape_key):
+            break
+        batch.append(request)
+        rows += request.rows
+        if rows == size:
+            break
+    return batch
+
+
+def _latest_start_ns(batch: Iterable[Queued], now_ns: int, times: BatchTimes) -> int:
+    """When a batch must start so that each of its requests is safely answered in time."""
+    batch = list(batch)
+    deadlines = [request.deadline_ns for request in batch if request.deadline_ns]
+    if not deadlines:
+        return _NEVER_NS
+    return int(min(deadlines) - times.estimate(_rows(batch), now_ns).safe)
+
+
+def _halves(size: int) -> list[int]:
+    """`size`, half of it, and so on down to 1."""
+    return [size >> i for i in range(size.bit_length())]
+
+
+def _rows(batch: Iterable[Queued]) -> int:
+    return sum(request.rows for request in batch)

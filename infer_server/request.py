@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,22 +19,21 @@ class Request:
     shape_key: Hashable                         # the shapes of one item
     encode: Callable[[Arrays], bytes]           # its rows of the outputs -> its response; on an instance's thread
     answer: asyncio.Future[bytes]               # completed on the event loop only
-    timeout_us: int = 0                         # as asked for by the client; 0: the model's default
+    timeout_us: int = 0                         # in the queue, as asked for by the client; 0: the model's default
 
     received_ns: int = 0                        # set by the endpoint
+    deadline_ns: int = 0                        # by the endpoint, too: when its client gives up; 0: never
     enqueued_ns: int = 0                        # the rest by the batcher
-    deadline_ns: int = 0                        # 0: none
+    expires_ns: int = 0                         # when its timeout in the queue ends; 0: never
+
+    def finish(self, result: bytes | Exception) -> None:
+        """Completes its answer, on the event loop. If it was cancelled meanwhile, nobody reads it any more."""
+        if self.answer.done():
+            return
+        if isinstance(result, Exception):
+            self.answer.set_exception(result)
+        else:
+            self.answer.set_result(result)
 
 
 Outcome = tuple[Request, bytes | Exception]
-
-
-def finish(outcomes: Sequence[Outcome]) -> None:
-    """Completes the answers of requests, on the event loop. One that was cancelled meanwhile has no reader left."""
-    for request, result in outcomes:
-        if request.answer.done():
-            continue
-        if isinstance(result, Exception):
-            request.answer.set_exception(result)
-        else:
-            request.answer.set_result(result)

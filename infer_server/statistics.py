@@ -16,7 +16,7 @@ from enum import Enum
 class Failure(Enum):
     """Why a request was not answered; the values of the label `reason` in the metrics."""
     REJECTED = "REJECTED"       # queue full, or expired while it waited
-    CANCELED = "CANCELED"       # by the client, before it was executed
+    CANCELED = "CANCELED"       # its client no longer waits: it gave up, or its deadline passed during the execution
     BACKEND = "BACKEND"         # the engine failed
     OTHER = "OTHER"
 
@@ -59,7 +59,6 @@ class Counters:
 class Execution:
     """The times of one batch, all from the same clock."""
     rows: int
-    enqueued_ns: Sequence[int]                  # of each answered request
     started_ns: int                             # the batch was taken from the queue
     copied_ns: int                              # its inputs are in their slots
     computed_ns: int
@@ -73,16 +72,17 @@ class Statistics:
         self._lock = threading.Lock()
         self._counters = Counters()
 
-    def executed(self, execution: Execution) -> None:
-        e, c, requests = execution, self._counters, len(execution.enqueued_ns)
+    def executed(self, execution: Execution, enqueued_ns: Sequence[int]) -> None:
+        """A batch was executed; `enqueued_ns` of those of its requests that were answered in time."""
+        e, c, requests = execution, self._counters, len(enqueued_ns)
         with self._lock:
             batch = c.batches.setdefault(e.rows, BatchStatistics())
             c.last_inference_ms = time.time_ns() // 1_000_000
             c.inference_count += e.rows
             c.execution_count += 1
-            for enqueued_ns in e.enqueued_ns:
-                c.queue.add(1, e.started_ns - enqueued_ns)
-                c.success.add(1, e.encoded_ns - enqueued_ns)
+            for since_ns in enqueued_ns:
+                c.queue.add(1, e.started_ns - since_ns)
+                c.success.add(1, e.encoded_ns - since_ns)
             for total, of_size, ns in (
                     (c.compute_input, batch.compute_input, e.copied_ns - e.started_ns),
                     (c.compute_infer, batch.compute_infer, e.computed_ns - e.copied_ns),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
-from infer_server.errors import InvalidRequestError
+from infer_server.errors import MalformedMessageError
 from protos import inference
 
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
@@ -32,7 +32,7 @@ class InferRequest:
 
 
 def split_request(data: bytes) -> InferRequest:
-    """Splits a serialised ModelInferRequest. No length in it is trusted. Raises InvalidRequestError."""
+    """Splits a serialised ModelInferRequest. No length in it is trusted. Raises MalformedMessageError."""
     view = memoryview(data)
     size = len(data)
     raw_inputs: list[memoryview] = []
@@ -109,5 +109,5 @@ def _length_delimited(tag: int, length: int) -> bytes:
     return bytes(encoded)
 
 
-def _malformed(reason: str) -> InvalidRequestError:
-    return InvalidRequestError(f"not a ModelInferRequest: {reason}")
+def _malformed(reason: str) -> MalformedMessageError:
+    return MalformedMessageError(f"not a ModelInferRequest: {reason}")

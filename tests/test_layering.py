@@ -42,6 +42,7 @@ STANDS_ON = {
     "backends": ("passes", "serialize", "tactics", "roofline", "tables", "cpu", "loader", "memory"),
     "bands": ("execution", "tactics"),
     "builder": ("backends", "bands"),
+    "onnx_backend": ("builder", "runtime"),
     # serving
     "cpu": ("errors",),
     "loader": ("errors",),
@@ -75,7 +76,7 @@ SERVING = below("runtime")
 # Third-party modules that few may import; everybody else goes through those.
 HOMES = {
     "llvmlite": ("engines.backends.llvm",),
-    "onnx": ("engines.frontend", "engines.ops.fallback", "infer_server.cli.build_engine"),
+    "onnx": ("engines.frontend", "engines.ops.fallback", "engines.onnx_backend", "infer_server.cli.build_engine"),
 }
 
 

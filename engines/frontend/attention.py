@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engines.errors import GraphError
-from engines.frontend.normalise import Call, dtype_of, rule
+from engines.frontend.normalise import Call, dtype_of, is_float, rule
 from engines.frontend.parts import Parts
 from engines.ir import Dim, Node
 from engines.shapes import fixed
@@ -41,7 +41,9 @@ def _attention(call: Call) -> list[Node]:
     node, w = call.node, Parts(call)
     flat = call.rank == 3
     heads = _heads(call, flat)
-    call.ignore("qk_matmul_output_mode")        # of an output that may not be there
+    mode = call.attr("qk_matmul_output_mode", RAW)
+    if mode not in (RAW, CAPPED, MASKED, WEIGHTS):
+        raise GraphError(f"qk_matmul_output_mode is {mode}; it is 0 to 3")
     q = _split(w, call, QUERY, heads.queries) if flat else node.inputs[QUERY]
     keys, values = (_with_past(w, call, which, past, heads, output) for which, past, output in (
         (KEY, PAST_KEY, PRESENT_KEY), (VALUE, PAST_VALUE, PRESENT_VALUE)))
@@ -56,7 +58,7 @@ def _attention(call: Call) -> list[Node]:
         keys = w("Reshape", keys, shape=(items, heads.keys, 1, seen, depth))
         values = w("Reshape", values, shape=(items, heads.keys, 1, seen, value_depth))
     turn = (0, 1, 3, 2) if heads.each == 1 else (0, 1, 2, 4, 3)
-    scale = call.attr("scale") or 1 / math.sqrt(depth)
+    scale = call.attr("scale", 1 / math.sqrt(depth))
     dtype = call.type().dtype
     scores = w("MatMul", w("Mul", q, w.constant(np.array(scale, dtype))), w("Transpose", keys, perm=turn))
     stages = {RAW: scores}
@@ -71,7 +73,7 @@ def _attention(call: Call) -> list[Node]:
     y = w("MatMul", weights, values)
     every = (items, heads.queries, queries)
     if len(node.outputs) > SCORES:
-        w.output(SCORES, "Reshape", stages[call.attr("qk_matmul_output_mode", RAW)], shape=(*every, seen))
+        w.output(SCORES, "Reshape", stages[mode], shape=(*every, seen))
     width = fixed(call.type(VALUE).shape[-1:])[0] // (heads.keys if flat else 1)
     if not flat:
         return w.finish("Reshape", y, shape=(*every, width))
@@ -96,6 +98,8 @@ def _softmax(w: Parts, call: Call, scores: str, axis: int) -> str:
     """In the precision that the node asks for."""
     own, wanted = call.type().dtype, call.attr("softmax_precision")
     precise = dtype_of(wanted) if wanted else own
+    if wanted and not is_float(precise):
+        raise GraphError(f"softmax_precision is {precise}, which is no float")
     if precise == own:
         return w("Softmax", scores, axis=axis)
     return w("Cast", w("Softmax", w("Cast", scores, to=precise.name), axis=axis), to=own.name)

@@ -9,16 +9,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from onnx import helper, numpy_helper
+from onnx import defs, helper, numpy_helper
 
 from engines.errors import ModelError
-from engines.ir import Array, Node, TensorType
+from engines.ir import Array, Dim, Node, TensorType
 from engines.ops import describe
 from engines.ops.fallback import name_in_onnx
 from engines.ops.recurrent import PARAMETERS, activations
 from engines.shapes import extent
 
 OPSET = 20
+_OF_WINDOWS = {"strides": 1, "dilations": 1, "pads": 0, "output_padding": 0}     # defaults that no schema has
 
 Constant = Callable[[str, Array], str]
 Part = tuple[str, Sequence[str], Sequence[str], dict[str, Any]]
@@ -33,6 +34,26 @@ def denormalise(node: Node, types: Sequence[TensorType | None], constant: Consta
     attrs = {key: _attribute(value) for key, value in node.attrs.items()
              if not key.startswith("onnx_") and key != "channels_last"}
     return [(name_in_onnx(node.op), node.inputs, node.outputs, attrs)]
+
+
+def without_defaults(op: str, attrs: dict[str, Any]) -> dict[str, Any]:
+    """The attributes that say something else than the operator's default.
+
+    What runtimes put in place of an operator takes its older attributes only: ONNX Runtime's QLinearAveragePool has no
+    dilations, and a model that says they are 1 is refused.
+    """
+    if attrs.get("domain"):
+        return attrs
+    defaults = {name: helper.get_attribute_value(attribute.default_value)
+                for name, attribute in defs.get_schema(op, OPSET).attributes.items() if attribute.default_value.name}
+    return {name: value for name, value in attrs.items() if not _is_default(name, value, defaults)}
+
+
+def _is_default(name: str, value: Any, defaults: dict[str, Any]) -> bool:
+    if name in _OF_WINDOWS:
+        return all(number == _OF_WINDOWS[name] for number in value)
+    default = defaults.get(name)
+    return bool(value == (default.decode() if isinstance(default, bytes) else default))
 
 
 def _attribute(value: Any) -> Any:
@@ -116,6 +137,28 @@ def _tile(node: Node, types: Sequence[TensorType | None], constant: Constant) ->
 def _top_k(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
     k = constant("k", np.array([node.attrs["k"]], np.int64))
     return [("TopK", [*node.inputs, k], node.outputs, {key: node.attrs[key] for key in ("axis", "largest")})]
+
+
+def shuffled_groups(indices: Array) -> int:
+    """The number of groups if a Gather of these indices is a shuffle of channels between them, else 0."""
+    count = indices.size
+    groups = count // max(int(indices[1]), 1) if indices.ndim == 1 and count > 1 else 0
+    is_shuffle = 1 < groups < count and np.array_equal(indices, np.arange(count).reshape(groups, -1).T.ravel())
+    return groups if is_shuffle else 0
+
+
+def channel_shuffle(node: Node, shape: Sequence[Dim], groups: int, constant: Constant) -> list[Part]:
+    """The Gather of x, of this shape, as what runtimes know a shuffle by. OpenVINO 2026.4 computes a convolution behind
+    a Gather of channels wrongly."""
+    (x, _), (y,), axis = node.inputs, node.outputs, node.attrs["axis"]
+    before, behind = [0] * axis, [-1 if isinstance(d, str) else d for d in shape[axis + 1:]]
+    count = extent(shape[axis])
+    apart = constant("groups", np.array([*before, groups, count // groups, *behind], np.int64))
+    together = constant("shape", np.array([*before, count, *behind], np.int64))
+    swap = (*range(axis), axis + 1, axis, *range(axis + 2, len(shape) + 1))
+    return [("Reshape", [x, apart], [f"{y}.apart"], {}),
+            ("Transpose", [f"{y}.apart"], [f"{y}.swapped"], {"perm": swap}),
+            ("Reshape", [f"{y}.swapped", together], [y], {})]
 
 
 @_rule("Pad")

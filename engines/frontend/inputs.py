@@ -1,8 +1,9 @@
-"""A model's inputs: their types, from the shapes that the file declares and those that the user gives."""
+"""The inputs of a model: what the file declares, what the user says beyond that, and what is asked where both leave
+something open."""
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,70 +12,82 @@ from onnx import helper
 
 from engines.capacity import bytes_of, too_large
 from engines.errors import ModelError
-from engines.frontend.symbols import Shape, known_extents, refuse_several_batches, with_known
+from engines.frontend.symbols import known_extents, refuse_several_batches, with_known
 from engines.ir import BATCH, Array, Dim, TensorType
 from engines.shapes import text
 
-IMAGE_SIDE, LENGTH = 224, 128        # in examples of --shape
+IMAGE_SIDE, LENGTH = 224, 128       # in examples of --shape
+_ANY_IMAGE = (None, 3, IMAGE_SIDE, IMAGE_SIDE)
+
+Shape = Sequence[Dim | None]        # None: unknown, or, where a user gives it, the batch
 
 
 def input_types(model: str, inputs: Sequence[onnx.ValueInfoProto], shapes: Mapping[str, Shape],
                 keep_batch: bool, one_item: bool) -> dict[str, TensorType]:
-    """The type of each input, its leading extent "batch" if it is open (1 with one_item).
+    """The type of each input, with numbers for all extents but that of the batch; see graph_from_onnx.
 
-    shapes, keep_batch: as graph_from_onnx takes them. Raises ModelError: a shape for no input, one that does not fit
-    what is declared, or sizes that nobody gives; all inputs that need one are named at once.
+    Raises ModelError: a shape for an input that does not exist or that does not fit what is declared, extents that
+    nobody told (all inputs that have such are listed), an input that is no tensor of numbers or that no machine holds.
     """
     if unknown := set(shapes) - {value.name for value in inputs}:
-        raise ModelError(f"{model} has no input '{min(unknown)}'; its inputs are "
+        raise ModelError(f"{model} has no input '{sorted(unknown)[0]}'; its inputs are "
                          f"{', '.join(value.name for value in inputs)}")
-    declared = {value.name: Declared.of(model, value) for value in inputs}
-    extents = {name: given.extents or () for name, given in declared.items()}
-    known = known_extents(model, extents, {name: (None, *shape[1:]) if keep_batch else shape
-                                           for name, shape in shapes.items()})
+    declared = {value.name: _Declared.of(model, value) for value in inputs}
+    extents = {name: list(given.extents or ()) for name, given in declared.items()}
+    numbers = {name: (None, *shape[1:]) if keep_batch else shape for name, shape in shapes.items()}
+    known = known_extents(model, extents, numbers)
     wanted = {name: given.with_known(known).shape(model, shapes.get(name), keep_batch)
               for name, given in declared.items()}
     if missing := [name for name, shape in wanted.items() if shape is None]:
-        raise ModelError(_ask_for_shapes(model, [declared[name] for name in missing]))
+        raise ModelError(_ask_for_shapes(model, [declared[name].with_known(known) for name in missing]))
     types = {name: TensorType(declared[name].dtype, shape) for name, shape in wanted.items() if shape is not None}
-    refuse_several_batches(model, extents, shapes, [n for n, kind in types.items() if kind.shape[:1] == (BATCH,)])
+    refuse_several_batches(model, extents, shapes, [name for name, t in types.items() if t.shape[:1] == (BATCH,)])
     for name, kind in types.items():
         if wrong := too_large(bytes_of(kind)):
             raise ModelError(f"{model}: input '{name}' {kind} takes {wrong}")
     return {name: _of_one_item(kind) for name, kind in types.items()} if one_item else types
 
 
-def input_values(model: str, graph: onnx.GraphProto, given: Mapping[str, Array]) -> dict[str, Array]:
-    """The values of inputs that are constants. Raises ModelError for one that is not of the declared type."""
-    inputs = {value.name: value for value in graph.input}
-    if unknown := set(given) - set(inputs):
-        raise ModelError(f"{model} has no input '{min(unknown)}'; its inputs are {', '.join(inputs)}")
+def _of_one_item(kind: TensorType) -> TensorType:
+    return replace(kind, shape=tuple(1 if extent == BATCH else extent for extent in kind.shape))
+
+
+def constant_inputs(model: str, inputs: Iterable[onnx.ValueInfoProto], given: Mapping[str, Array]) -> dict[str, Array]:
+    """The values of inputs, which must be of the types that the model declares."""
+    declared = {value.name: _Declared.of(model, value) for value in inputs if value.name in given}
+    if unknown := set(given) - set(declared):
+        raise ModelError(f"{model} has no input '{min(unknown)}'; its inputs are "
+                         f"{', '.join(value.name for value in inputs)}")
     for name, array in given.items():
-        declared = Declared.of(model, inputs[name])
-        if array.dtype != declared.dtype or declared.extents is not None and not _fits(array.shape, declared.extents):
+        kind = declared[name]
+        if array.dtype != kind.dtype or kind.extents is not None and not _fits(array.shape, kind.extents):
             raise ModelError(f"{model}: the constant {array.dtype}{list(array.shape)} given for input '{name}' does "
-                             f"not fit the declared {declared.dtype}{declared}")
+                             f"not fit the declared {kind.dtype}{kind}")
     return {name: np.asarray(array) for name, array in given.items()}
 
 
 @dataclass(frozen=True)
-class Declared:
+class _Declared:
     """An input as the file declares it. `extents` None: of unknown rank; an extent None: unknown, without a name."""
     name: str
     dtype: np.dtype[Any]
     extents: tuple[Dim | None, ...] | None
 
     @staticmethod
-    def of(model: str, value: onnx.ValueInfoProto) -> Declared:
+    def of(model: str, value: onnx.ValueInfoProto) -> _Declared:
         tensor = value.type.tensor_type
         if not value.type.HasField("tensor_type") or tensor.elem_type in (0, onnx.TensorProto.STRING):
             raise ModelError(f"{model}: input '{value.name}' is no tensor of numbers, which is all that is supported")
-        dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.elem_type))
-        return Declared(value.name, dtype, tuple(map(_extent, tensor.shape.dim)) if tensor.HasField("shape") else None)
+        try:
+            dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+        except KeyError:
+            raise ModelError(f"{model}: input '{value.name}' is of type {tensor.elem_type}, which ONNX does not have"
+                             ) from None
+        return _Declared(value.name, dtype, tuple(map(_extent, tensor.shape.dim)) if tensor.HasField("shape") else None)
 
-    def with_known(self, known: Mapping[str, int]) -> Declared:
-        """The same with the numbers of those symbols."""
-        return self if self.extents is None else Declared(self.name, self.dtype, with_known(self.extents, known))
+    def with_known(self, known: Mapping[str, int]) -> _Declared:
+        """With numbers for symbols."""
+        return self if self.extents is None else replace(self, extents=tuple(with_known(self.extents, known)))
 
     def shape(self, model: str, given: Shape | None, keep_batch: bool) -> tuple[Dim, ...] | None:
         """The shape to compile for: of sizes behind what may be the batch. None: some are not known."""
@@ -88,32 +101,28 @@ class Declared:
         if keep_batch and self.extents and not _is_size(self.extents[0]):
             given = (None, *given[1:])
         shape = [BATCH if axis == 0 and not _is_size(d) else d for axis, d in enumerate(given)]
-        known = [d for d in shape if d == BATCH or _is_size(d)]
-        return tuple(d for d in known if d is not None) if len(known) == len(shape) else None
+        known = [d for d in shape if d is not None and (d == BATCH or _is_size(d))]
+        return tuple(known) if len(known) == len(shape) else None
 
     def __str__(self) -> str:
         return "of unknown rank" if self.extents is None else text("?" if d is None else d for d in self.extents)
 
     def option(self, sizes: dict[str, int]) -> str:
         """An example of the option that gives the shape. `sizes`: of symbols, chosen so far."""
-        extents = self.extents if self.extents is not None else (None, 3, 224, 224)
+        extents = _ANY_IMAGE if self.extents is None else self.extents
         side = IMAGE_SIDE if len(extents) == 4 and {1, 3, 4}.intersection(extents[1:]) else LENGTH
-        chosen = [d if _is_size(d) else sizes.setdefault(str(d), side) if d and axis else side if axis else BATCH
+        chosen = [d if _is_size(d) else BATCH if not axis else sizes.setdefault(str(d), side) if d else side
                   for axis, d in enumerate(extents)]
         return f"--shape {self.name}:{'x'.join(map(str, chosen))}"
 
 
-def _ask_for_shapes(model: str, inputs: Sequence[Declared]) -> str:
+def _ask_for_shapes(model: str, inputs: Sequence[_Declared]) -> str:
     """About all of them at once."""
     sizes: dict[str, int] = {}
     options = " ".join(given.option(sizes) for given in inputs)
     listed = ", ".join(f"'{given.name}' {given}" for given in inputs)
     return (f"{model}: only the leading extent of an input may be left open (it is the batch); give the sizes of "
             f"{listed} for which to compile, as in {options}")
-
-
-def _of_one_item(kind: TensorType) -> TensorType:
-    return TensorType(kind.dtype, tuple(1 if extent == BATCH else extent for extent in kind.shape))
 
 
 def _extent(d: onnx.TensorShapeProto.Dimension) -> Dim | None:
@@ -126,6 +135,6 @@ def _is_size(d: Dim | None) -> bool:
     return isinstance(d, int) and d >= 0
 
 
-def _fits(given: Sequence[Dim | None], declared: Sequence[Dim | None]) -> bool:
+def _fits(given: Shape, declared: Shape) -> bool:
     """Declared sizes must be met; a model of fixed batch is not made symbolic by asking."""
     return len(given) == len(declared) and all(g == d for g, d in zip(given, declared, strict=True) if _is_size(d))

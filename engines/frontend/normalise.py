@@ -22,7 +22,7 @@ from engines.ops.fallback import as_onnx
 from engines.ops.movement import FAR
 from engines.ops.recurrent import ACTIVATIONS, DEFAULTS, PARAMETERS
 from engines.ops.window import Window
-from engines.shapes import Extent, dim, extent, fixed, normal_axis, product, text
+from engines.shapes import Extent, broadcast, dim, extent, fixed, normal_axis, product, text
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Call:
 
 
 class Beyond(Exception):
-    """Why a node, right as it is, has no canonical form: it is left as ONNX has it, for the onnx package to evaluate."""
+    """Why a node that is right has no canonical form: it is left as ONNX has it, for the onnx package to evaluate."""
 
 
 Rule = Callable[[Call], list[Node]]
@@ -191,7 +191,11 @@ def _cast(call: Call) -> list[Node]:
 
 def is_rare(dtype: np.dtype[Any]) -> bool:
     """A type that NumPy does not have, but for bfloat16: floats of eight bits and fewer, integers of four and two."""
-    return dtype.kind == "V" and dtype.name != "bfloat16"
+    return dtype.isbuiltin != 1 and dtype.name != "bfloat16"
+
+
+def is_float(dtype: np.dtype[Any]) -> bool:
+    return dtype.isbuiltin == 1 and dtype.kind == "f" or dtype.name == "bfloat16"
 
 
 def dtype_of(number: int) -> np.dtype[Any]:
@@ -215,6 +219,27 @@ def _dropout(call: Call) -> list[Node]:
         made.append(replace(call.node, op="ConstantOfShape", inputs=(), outputs=call.node.outputs[1:],
                             attrs={"shape": call.type().shape, "value": true}))
     return made
+
+
+@rule("Celu")
+def _celu(call: Call) -> list[Node]:
+    if not (alpha := call.attr("alpha", 1.0)):
+        raise GraphError("it divides by alpha, which is 0")
+    return call.node_with(1, alpha=alpha)
+
+
+@rule("LpNormalization")
+def _lp_normalization(call: Call) -> list[Node]:
+    if (p := call.attr("p", 2)) not in (1, 2):
+        raise GraphError(f"its p is {p}; ONNX has 1 and 2")
+    return call.node_with(1, p=p, axis=normal_axis(call.attr("axis", -1), call.rank))
+
+
+@rule("LRN")
+def _lrn(call: Call) -> list[Node]:
+    if call.attr("size") < 1:
+        raise GraphError(f"its size is {call.attr('size')}, at least 1 it should be")
+    return call.node_with(1, **call.keep("size", "alpha", "beta", "bias"))
 
 
 @rule("BatchNormalization")
@@ -278,6 +303,8 @@ def _quantised(call: Call, inputs: int, zero_point: int) -> list[Node]:
         raise Beyond(f"a result in another type than the scale's, {scale}")
     if call.attr("precision", 0):
         raise Beyond("a division in another precision than the input's")
+    if (known := call.values[1]) is not None and not np.all(np.isfinite(known)):
+        raise GraphError("its scale is no finite number")
     call.ignore("saturate")         # of types of eight bits and fewer that are floats
     attrs: dict[str, Any] = call.keep("block_size")
     axis = call.attr("axis", 1)
@@ -312,13 +339,18 @@ def _squeeze(call: Call) -> list[Node]:
       "ReduceLogSum", "ReduceLogSumExp")
 def _reduce(call: Call) -> list[Node]:
     axes = call.option("axes", 1, since=13 if call.node.op == "ReduceSum" else 18)
-    nothing = call.attr("noop_with_empty_axes", 0)
-    if not axes and nothing and call.node.op != "ReduceSumSquare":
-        axes = ()
-    elif not axes:
-        axes = tuple(range(call.rank))
-    axes = tuple(sorted(normal_axis(a, call.rank) for a in axes))
-    return call.node_with(1, axes=axes, keepdims=call.attr("keepdims", 1))
+    nothing, keepdims = call.attr("noop_with_empty_axes", 0), call.attr("keepdims", 1)
+    if not axes and nothing:
+        return _of_each(call)
+    axes = tuple(sorted(normal_axis(a, call.rank) for a in axes or range(call.rank)))
+    return call.node_with(1, axes=axes, keepdims=keepdims)
+
+
+def _of_each(call: Call) -> list[Node]:
+    """A reduction over no axes: what is done to an element before its sum is taken, and to the sum after."""
+    op = {"ReduceL1": "Abs", "ReduceL2": "Abs", "ReduceLogSum": "Log", "ReduceSumSquare": "Mul"}.get(call.node.op)
+    x = call.node.inputs[0]
+    return [replace(call.node, op=op, inputs=(x, x) if op == "Mul" else (x,), attrs={})] if op else identity(call)
 
 
 @rule("ArgMax", "ArgMin")
@@ -343,6 +375,8 @@ def _top_k(call: Call) -> list[Node]:
 
 @rule("Concat", "Gather", "GatherElements")
 def _axis(call: Call) -> list[Node]:
+    if not call.rank:
+        raise GraphError("its first input has no axes")
     axis = normal_axis(call.attr("axis", 0), call.rank)
     return call.node_with(len(call.node.inputs), axis=axis)
 
@@ -380,7 +414,8 @@ def _is(value: Any, number: int) -> bool:
 
 @rule("Expand")
 def _expand(call: Call) -> list[Node]:
-    return call.node_with(1, shape=_dims(call.value(1)))
+    """To the shape that comes of it: the target may have fewer axes, or 1 where the input has more."""
+    return call.node_with(1, shape=broadcast(call.type().shape, _dims(call.value(1))))
 
 
 @rule("Tile")
@@ -397,8 +432,12 @@ def _split(call: Call) -> list[Node]:
     if sizes is None:
         (size,) = fixed(call.type().shape[axis:axis + 1])
         parts = call.attr("num_outputs", len(node.outputs))
+        if parts != len(node.outputs):
+            raise GraphError(f"num_outputs is {parts}, but it has {len(node.outputs)} outputs")
         each = -(-size // parts)        # the last part may be smaller
         sizes = tuple(min(each, size - start) for start in range(0, each * parts, each))
+    if len(sizes) != len(node.outputs):
+        raise GraphError(f"it cuts {len(sizes)} parts, but has {len(node.outputs)} outputs")
     return call.node_with(1, axis=axis, split=tuple(sizes))
 
 
@@ -460,8 +499,6 @@ def _recurrent(call: Call) -> list[Node]:
 @rule("Conv", "ConvTranspose")
 def _convolution(call: Call) -> list[Node]:
     kernel = fixed(call.type(1).shape[2:])
-    if not kernel or len(kernel) + 2 != call.rank:
-        raise GraphError(f"its input has {call.rank} axes and its weights {len(kernel) + 2}; both have at least three")
     if (given := tuple(call.attr("kernel_shape") or kernel)) != kernel:
         raise GraphError(f"kernel_shape is {given}, but the weights have {kernel}")
     attrs = {"kernel_shape": kernel, "group": call.attr("group", 1), **_steps(call, len(kernel))}
@@ -469,12 +506,16 @@ def _convolution(call: Call) -> list[Node]:
         attrs["pads"] = _same_pads(call, kernel, attrs) or attrs["pads"]
         return call.node_with(3, **attrs)
     extra = tuple(call.attr("output_padding", (0,) * len(kernel)))
+    if len(extra) != len(kernel):
+        raise GraphError(f"output_padding is {extra}; it has {len(kernel)} numbers")
     return call.node_with(3, **attrs | {"output_padding": extra, "pads": _transposed_pads(call, kernel, attrs, extra)})
 
 
 @rule("MaxPool", "AveragePool", "LpPool")
 def _pool(call: Call) -> list[Node]:
     kernel = tuple(call.attr("kernel_shape"))
+    if min(kernel, default=0) < 1:
+        raise GraphError(f"kernel_shape is {kernel}; it has numbers from 1 on")
     attrs = {"kernel_shape": kernel, **_steps(call, len(kernel)), **call.keep("p", "count_include_pad")}
     attrs["pads"] = _same_pads(call, kernel, attrs) or attrs["pads"]
     if call.attr("ceil_mode", 0):
@@ -484,8 +525,16 @@ def _pool(call: Call) -> list[Node]:
 
 
 def _steps(call: Call, rank: int) -> dict[str, Any]:
+    """strides, dilations and pads, one or two numbers for each axis behind batch and channels."""
+    if rank + 2 != call.rank or rank < 1:
+        raise GraphError(f"its window has {rank} axes, its input {call.rank}: two more, with batch and channels, it "
+                         "should have")
     default = {"strides": (1,) * rank, "dilations": (1,) * rank, "pads": (0,) * 2 * rank}
-    return {name: tuple(call.attr(name) or value) for name, value in default.items()}
+    found = {name: tuple(call.attr(name) or value) for name, value in default.items()}
+    for name, numbers in found.items():
+        if len(numbers) != len(default[name]) or min(numbers) < min(default[name]):
+            raise GraphError(f"{name} are {numbers}, not {len(default[name])} numbers from {min(default[name])} on")
+    return found
 
 
 def _same_pads(call: Call, kernel: tuple[int, ...], attrs: dict[str, Any]) -> tuple[int, ...] | None:
@@ -561,12 +610,22 @@ def _resize(call: Call) -> list[Node]:
         starts, ends = dict(zip(axes, roi, strict=False)), dict(zip(axes, roi[len(axes):], strict=False))
         every = range(len(shape))
         attrs["roi"] = (*(starts.get(i, 0.0) for i in every), *(ends.get(i, 1.0) for i in every))
+    if len(axes) not in map(len, (sizes or (), scales or ())):
+        raise GraphError(f"it has {len(axes)} axes, and as many scales or sizes it should have")
     if sizes:
+        if len(sizes) != len(axes):
+            raise GraphError(f"{len(sizes)} sizes for {len(axes)} axes")
         sizes = _kept_ratio(call, sizes, axes)
         wanted = dict(zip(axes, sizes, strict=True))
         every_size = tuple(dim(wanted[i]) if i in wanted else d for i, d in enumerate(shape))
         return call.node_with(1, sizes=every_size, **attrs)
+    if len(scales or ()) != len(axes):
+        raise GraphError(f"{len(scales or ())} scales for {len(axes)} axes")
     factors = dict(zip(axes, scales or [], strict=True))
+    exact = [factors.get(i, 1.0) * size for i, size in enumerate(shape) if isinstance(size, int)]
+    if attrs["coordinate_transformation_mode"] == "align_corners" and any(size != round(size) for size in exact):
+        raise GraphError("its scales make a fraction of a pixel, of which align_corners means one thing in ONNX and "
+                         "another in ONNX Runtime; give it sizes")
     return call.node_with(1, scales=tuple(float(factors.get(i, 1.0)) for i in range(len(shape))), **attrs)
 
 
@@ -576,7 +635,10 @@ def _kept_ratio(call: Call, sizes: list[Any], axes: list[int]) -> list[Any]:
     if policy == "stretch":
         return sizes
     image = fixed(call.type().shape[a] for a in axes)
-    scale = {"not_larger": min, "not_smaller": max}[policy](s / d for s, d in zip(sizes, image, strict=True))
+    if policy not in ("not_larger", "not_smaller"):
+        raise GraphError(f"unknown keep_aspect_ratio_policy '{policy}'; ONNX has stretch, not_larger, not_smaller")
+    limit = min if policy == "not_larger" else max
+    scale = limit(s / d for s, d in zip(sizes, image, strict=True))
     return [math.floor(scale * d + 0.5) for d in image]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from engines.frontend.denormalise import OPSET, denormalise
+from engines.frontend.denormalise import OPSET, channel_shuffle, denormalise, shuffled_groups, without_defaults
 from engines.ir import Array, Graph, Node, QParams, TensorType
 from engines.ops import LayoutOp, op_of
 from engines.version import COMPILER_VERSION
@@ -22,7 +22,7 @@ from engines.version import COMPILER_VERSION
 _TO_FIRST, _TO_LAST = (0, 3, 1, 2), (0, 2, 3, 1)        # perms: NHWC -> NCHW and back
 _FIRST_AXIS = (0, 2, 3, 1)                              # axis of NHWC -> the same axis of NCHW
 _AXIS_OPS = frozenset({"Concat", "Split", "Slice", "Pad", "Softmax", "LogSoftmax", "Identity", "ReduceMean",
-                       "ReduceSum", "ReduceMax", "ReduceMin"})
+                       "ReduceSum", "ReduceMax", "ReduceMin", "Gather"})
 
 
 def onnx_from_graph(graph: Graph) -> onnx.ModelProto:
@@ -69,11 +69,13 @@ class Writer:
     """The growing ONNX graph."""
     graph: Graph
     names: dict[str, Place] = field(default_factory=dict)
+    integers: dict[str, Place] = field(default_factory=dict)        # where a quantised tensor is as it is stored
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     initialisers: dict[str, onnx.TensorProto] = field(default_factory=dict)
     opsets: dict[str, int] = field(default_factory=lambda: {"": OPSET})
 
     def emit(self, op: str, inputs: Sequence[str], outputs: Sequence[str], name: str = "", **attrs: Any) -> str:
+        attrs = without_defaults(op, attrs)
         self.nodes.append(helper.make_node(op, list(inputs), list(outputs), name=name or outputs[0], **attrs))
         return outputs[0]
 
@@ -89,17 +91,36 @@ class Writer:
         if node.op == "Transpose" and place and perm == (_TO_FIRST if place.first else _TO_LAST):
             self.names[node.outputs[0]] = Place(place.name, not place.first)
             return
+        if self._joins_integers(node):
+            self._write_joined(node)
+            return
         if issubclass(op_of(node.op), LayoutOp):
             first = bool(node.attrs.get("channels_last"))
             inputs = [self.tensor(node.inputs[0], first), *(self.tensor(name) for name in node.inputs[1:])]
         elif first := self._channels_first(node):
-            inputs = [self.operand(name) for name in node.inputs]
+            inputs = ([self.tensor(node.inputs[0], first), self.tensor(node.inputs[1])] if node.op == "Gather" else
+                      [self.operand(name) for name in node.inputs])
             node = _with_first_axes(node)
         else:
             inputs = [self.tensor(name) for name in node.inputs]
         held = tuple(f"{name}.held" if name in self.graph.outputs else name for name in node.outputs)
         self._write_parts(node, inputs, held, first)
         self.names.update((name, Place(other, first)) for name, other in zip(node.outputs, held, strict=True))
+
+    def _joins_integers(self, node: Node) -> bool:
+        """Whether it is a Concat of tensors that are stored as it is."""
+        quant = self.graph.types[node.outputs[0]].quant
+        return (node.op == "Concat" and quant is not None and quant.axis is None and
+                all(self.graph.types[name].quant == quant and name in self.integers for name in node.inputs))
+
+    def _write_joined(self, node: Node) -> None:
+        """A Concat of integers, which is exact. OpenVINO 2026.4 crashes on a quantised Concat in float that is
+        quantised once more behind it."""
+        output, first = node.outputs[0], self._channels_first(node)
+        inputs = [self._turned(f"{name}.stored", self.integers[name], first) for name in node.inputs]
+        axis = _FIRST_AXIS[node.attrs["axis"]] if first else node.attrs["axis"]
+        stored = self.emit("Concat", inputs, [f"{output}.stored"], node.name, axis=axis)
+        self._dequantise(output, Place(stored, first))
 
     def _write_parts(self, node: Node, inputs: list[str], held: tuple[str, ...], first: bool) -> None:
         output = node.outputs[0]
@@ -112,13 +133,20 @@ class Writer:
         domain = {"domain": node.attrs["onnx_domain"]} if "onnx_domain" in node.attrs else {}
         self.opsets.update((name, node.attrs["onnx_opset"]) for name in domain.values())
         written = replace(node, inputs=tuple(inputs), outputs=held)
-        for op, names, outputs, attrs in denormalise(written, types, constant):
+        parts = denormalise(written, types, constant)
+        indices = self.graph.constants.get(node.inputs[1]) if node.op == "Gather" else None
+        if indices is not None and (groups := shuffled_groups(indices)):
+            shape = self.graph.shape(node.inputs[0])
+            parts = channel_shuffle(written, [shape[axis] for axis in _TO_FIRST] if first else shape, groups, constant)
+        for op, names, outputs, attrs in parts:
             self.emit(op, names, outputs, node.name if op == node.op else "", **attrs, **domain)
 
     def _channels_first(self, node: Node) -> bool:
         """Whether a node without a layout of its own can follow its inputs into channels first."""
         if not any(self.names[name].first for name in node.inputs if name in self.names):
             return False
+        if node.op == "Gather":
+            return len(self.graph.shape(node.inputs[1])) == 1
         if node.op in _AXIS_OPS:
             return not str(node.op).startswith("Reduce") or bool(node.attrs.get("keepdims", 1))
         ranks = [len(self.graph.shape(name)) for name in node.inputs if name and name not in self.graph.constants]
@@ -131,7 +159,9 @@ class Writer:
             return ""
         if name not in self.names:
             self.names[name] = Place(self._constant(name))
-        place = self.names[name]
+        return self._turned(name, self.names[name], first)
+
+    def _turned(self, name: str, place: Place, first: bool) -> str:
         if place.first == first:
             return place.name
         turned = f"{name}.{'nchw' if first else 'nhwc'}"
@@ -159,14 +189,21 @@ class Writer:
     def requantise(self, name: str) -> None:
         """Readers of a quantised tensor see it after rounding."""
         quant, place = self.graph.types[name].quant, self.names[name]
-        if quant is None:
+        if quant is None or name in self.integers:
             return
-        if quant.axis is not None and place.first:
-            quant = replace(quant, axis=_FIRST_AXIS[quant.axis])
-        constants, axis = self._quant(name, quant), _axis(quant)
-        stored = self.emit("QuantizeLinear", [place.name, *constants], [f"{name}.stored"], **axis)
-        rounded = self.emit("DequantizeLinear", [stored, *constants], [f"{name}.rounded"], **axis)
-        self.names[name] = Place(rounded, place.first)
+        quant = _placed(quant, place)
+        inputs = [place.name, *self._quant(name, quant)]
+        stored = self.emit("QuantizeLinear", inputs, [f"{name}.stored"], **_axis(quant))
+        self._dequantise(name, Place(stored, place.first))
+
+    def _dequantise(self, name: str, stored: Place) -> None:
+        """Its readers find it where its integers are made real numbers again."""
+        quant = self.graph.types[name].quant
+        assert quant is not None
+        quant = _placed(quant, stored)
+        rounded = self.emit("DequantizeLinear", [stored.name, *self._quant(name, quant)], [f"{name}.rounded"],
+                            **_axis(quant))
+        self.integers[name], self.names[name] = stored, Place(rounded, stored.first)
 
     def _quant(self, name: str, quant: QParams) -> list[str]:
         scale, zero_point = np.array(quant.scale, np.float32), np.array(quant.zero_point, quant.dtype)
@@ -189,6 +226,11 @@ class Writer:
                 names[:] = [new if name == old else name for name in names]
         self.names = {key: replace(place, name=new) if place.name == old else place
                       for key, place in self.names.items()}
+
+
+def _placed(quant: QParams, place: Place) -> QParams:
+    """The same for the tensor as it is written there."""
+    return replace(quant, axis=_FIRST_AXIS[quant.axis]) if quant.axis is not None and place.first else quant
 
 
 def _axis(quant: QParams) -> dict[str, Any]:

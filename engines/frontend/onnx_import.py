@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from onnx import helper, inliner, numpy_helper
 from engines.errors import EngineError, GraphError, ModelError, UnknownTensorError, UnknownValueError
 from engines.faults import faults_named
 from engines.frontend import attention, composed  # noqa: F401  (fill RULES)
-from engines.frontend.inputs import input_types, input_values
+from engines.frontend.inputs import constant_inputs, input_types
 from engines.frontend.normalise import RULES, Beyond, Call, normalise
 from engines.frontend.opsets import OLDEST_OPSET, current
 from engines.frontend.schema import check_node, check_types, same_as_default, schema_of
@@ -25,10 +25,11 @@ from engines.shapes import Undecided
 
 log = logging.getLogger(__name__)
 
+Model = str | Path | onnx.ModelProto        # a file, or what was read of one
 
 
 @faults_named()
-def graph_from_onnx(model: str | Path | onnx.ModelProto, *,
+def graph_from_onnx(model: Model, *,
                     shapes: Mapping[str, Sequence[Dim | None]] | None = None,
                     constants: Mapping[str, Array] | None = None, keep_batch: bool = False, one_item: bool = False,
                     notices: list[str] | None = None) -> Graph:
@@ -45,6 +46,7 @@ def graph_from_onnx(model: str | Path | onnx.ModelProto, *,
     or inputs do not fit. UnknownValueError: shapes follow from the values of inputs, which `constants` could tell.
     """
     proto, name = (model, model.graph.name or "model") if isinstance(model, onnx.ModelProto) else _load(Path(model))
+    _refuse_unreadable_names(name, proto.graph)
     if proto.functions:
         proto = inliner.inline_local_functions(proto)
     proto, notice = current(name, proto)
@@ -56,7 +58,7 @@ def graph_from_onnx(model: str | Path | onnx.ModelProto, *,
     trace = Trace()
     for tensor in proto.graph.initializer:
         trace.constant(tensor.name, _array(name, tensor))
-    for value_name, array in input_values(name, proto.graph, constants or {}).items():
+    for value_name, array in constant_inputs(name, proto.graph.input, constants or {}).items():
         trace.constant(value_name, array)
     inputs = [value for value in proto.graph.input if value.name not in trace.values]
     for tensor_name, kind in input_types(name, inputs, shapes or {}, keep_batch, one_item).items():
@@ -85,7 +87,24 @@ def _load(path: Path) -> tuple[onnx.ModelProto, str]:
     return proto, path.stem
 
 
+def _refuse_unreadable_names(model: str, graph: onnx.GraphProto) -> None:
+    """ModelError for text that is no UTF-8: the protobuf runtime hands it over as bytes, which no table knows."""
+    for node in graph.node:
+        texts = (node.name, node.op_type, node.domain, *node.input, *node.output, *(a.name for a in node.attribute))
+        _refuse_bytes(model, f"node '{node.name}' ({node.op_type})", texts)
+    values = [value.name for value in (*graph.input, *graph.output)] + [tensor.name for tensor in graph.initializer]
+    extents = (d.dim_param for value in graph.input for d in value.type.tensor_type.shape.dim)
+    _refuse_bytes(model, "an input, output or constant", (graph.name, *values, *extents))
+
+
+def _refuse_bytes(model: str, where: str, texts: Iterable[str | bytes]) -> None:
+    if broken := next((text for text in texts if isinstance(text, bytes)), None):
+        raise ModelError(f"{model}: {where} has a name that is no UTF-8 text: {broken!r}; the file is damaged")
+
+
 def _array(model: str, tensor: onnx.TensorProto) -> Array:
+    if any(extent < 0 for extent in tensor.dims):       # NumPy would take -1 for "as many as there are"
+        raise ModelError(f"{model}: tensor '{tensor.name}' cannot be read: it is of shape {list(tensor.dims)}")
     try:
         return np.asarray(numpy_helper.to_array(tensor))
     except Exception as error:      # bad sizes, unknown types: numpy and onnx raise many kinds
@@ -166,16 +185,20 @@ def _node(model: str, proto: onnx.NodeProto) -> Node:
 
 
 def _attribute(model: str, node: onnx.NodeProto, attribute: onnx.AttributeProto) -> Any:
-    value = helper.get_attribute_value(attribute)
-    if isinstance(value, bytes):
-        return value.decode()
+    try:
+        value = helper.get_attribute_value(attribute)
+        if isinstance(value, bytes):
+            return value.decode()
+        if attribute.type == onnx.AttributeProto.STRINGS:
+            return tuple(v.decode() for v in value)
+    except ValueError as error:     # a type that ONNX does not have; bytes that are no text
+        raise ModelError(f"{model}: node '{node.name}' ({node.op_type}): attribute '{attribute.name}' cannot be read: "
+                         f"{error}") from error
     if isinstance(value, onnx.TensorProto):
         return _array(model, value)
     if isinstance(value, float | int):
         return value
     if attribute.type in (onnx.AttributeProto.INTS, onnx.AttributeProto.FLOATS):
         return tuple(value)
-    if attribute.type == onnx.AttributeProto.STRINGS:
-        return tuple(v.decode() for v in value)
     raise ModelError(f"{model}: node '{node.name}' ({node.op_type}): attribute '{attribute.name}' is of a kind that is "
                      "not supported")

@@ -1,6 +1,8 @@
 """Models of older opsets, brought to one that this compiler reads by onnx's own converter."""
 from __future__ import annotations
 
+import math
+
 import onnx
 from onnx import version_converter
 
@@ -24,7 +26,18 @@ def current(model: str, proto: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
     if opset < OLDEST_CONVERTED:
         raise ModelError(f"{model}: opset {opset} is older than {OLDEST_CONVERTED}, the oldest that can be converted; "
                          f"export the model again in opset {OLDEST_OPSET} or later")
+    if opset < 7:
+        _refuse_per_channel(model, proto.graph)
     return _converted(model, proto, opset), f"{model}: opset {opset} was converted to {OLDEST_OPSET} by onnx"
+
+
+def _refuse_per_channel(model: str, graph: onnx.GraphProto) -> None:
+    """Before opset 7 the slopes of a PRelu are those of channels; the converter leaves them to meet the last axis."""
+    sizes = {tensor.name: math.prod(tensor.dims) for tensor in graph.initializer}
+    for node in graph.node:
+        if node.op_type == "PRelu" and sizes.get(node.input[1]) != 1:
+            raise ModelError(f"{model}: node '{node.name or node.output[0]}' (PRelu): slopes of channels in opset 6 "
+                             f"are not converted; export the model again in opset {OLDEST_OPSET} or later")
 
 
 def _converted(model: str, proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:

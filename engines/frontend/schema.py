@@ -13,6 +13,12 @@ from onnx import helper
 from engines.errors import GraphError, did_you_mean
 from engines.ir import TensorType
 
+# Attributes that are 0 or 1 wherever they occur; what another number would mean differs from one runtime to the next.
+FLAGS = frozenset({"allowzero", "antialias", "ceil_mode", "count_include_pad", "detect_negative", "detect_positive",
+                   "exclude_outside", "exclusive", "fmod", "input_forget", "interleaved", "inverse", "is_causal",
+                   "keepdims", "largest", "layout", "linear_before_reset", "noop_with_empty_axes", "onesided",
+                   "periodic", "reverse", "saturate", "select_last_index", "sorted", "storage_order", "training_mode",
+                   "transA", "transB", "upper"})
 _OPTION = onnx.defs.OpSchema.FormalParameterOption
 
 
@@ -51,13 +57,17 @@ def schema_of(op: str, opset: int, domain: str = "") -> Schema | None:
         return None
     last = found.inputs[-1] if found.inputs else None
     return Schema(
-        op, found.since_version, {name: int(a.type.value) for name, a in found.attributes.items()},
+        op, found.since_version, {name: _kind(a) for name, a in found.attributes.items()},
         frozenset(name for name, a in found.attributes.items() if a.required),
         {name: helper.get_attribute_value(a.default_value) for name, a in found.attributes.items()
          if a.default_value.type},
         tuple(_Parameter(p.name, p.option == _OPTION.Single, frozenset(p.types), p.type_str) for p in found.inputs),
         bool(last and not last.is_homogeneous), (found.min_input, found.max_input),
         (found.min_output, found.max_output))
+
+
+def _kind(attribute: Any) -> int:
+    return int(attribute.type.value)
 
 
 def check_node(schema: Schema, node: onnx.NodeProto) -> None:
@@ -69,7 +79,8 @@ def check_node(schema: Schema, node: onnx.NodeProto) -> None:
         inputs.pop()
     least, most = schema.counts
     if not least <= len(inputs) <= most:
-        raise GraphError(f"it has {len(inputs)} inputs; {schema.op} of opset {schema.since} takes {_range(least, most)}")
+        raise GraphError(f"it has {len(inputs)} inputs; {schema.op} of opset {schema.since} takes "
+                         f"{_range(least, most)}")
     for index, formal in enumerate(schema.inputs):
         if formal.required and not (index < len(inputs) and inputs[index]):
             raise GraphError(f"its input {index} ('{formal.name}') is missing")
@@ -97,6 +108,8 @@ def _check_attributes(schema: Schema, node: onnx.NodeProto) -> None:
             kinds = onnx.AttributeProto.AttributeType
             raise GraphError(f"attribute '{attribute.name}' is of kind {kinds.Name(attribute.type)}; {schema.op} takes "
                              f"{kinds.Name(schema.attributes[attribute.name])}")
+        if attribute.name in FLAGS and attribute.i not in (0, 1):
+            raise GraphError(f"attribute '{attribute.name}' is {attribute.i}; it is 0 or 1")
     if missing := schema.required.difference(given):
         raise GraphError(f"attribute '{min(missing)}' is missing, without which {schema.op} means nothing")
 

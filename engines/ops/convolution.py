@@ -7,7 +7,7 @@ from engines.errors import GraphError
 from engines.ir import Array, Node, TensorType
 from engines.ops.op import Inputs, LayoutOp, Types, Values
 from engines.ops.window import Window
-from engines.shapes import fixed
+from engines.shapes import fixed, text
 
 
 class Conv(LayoutOp):
@@ -24,6 +24,7 @@ class Conv(LayoutOp):
             raise GraphError(f"weights for {cin} channels in {group} groups do not fit {channels} channels")
         if tuple(kernel) != tuple(node.attrs["kernel_shape"]):
             raise GraphError(f"kernel_shape is {node.attrs['kernel_shape']}, but the weights have {kernel}")
+        _check_bias(inputs, cout)
         window = Window.of(node, len(sizes))
         return (TensorType(x.dtype, (x.shape[0], cout, *window.outputs(tuple(sizes)))),)
 
@@ -57,6 +58,7 @@ class ConvTranspose(LayoutOp):
         group = node.attrs.get("group", 1)
         if cin != channels or cin % group:
             raise GraphError(f"weights for {cin} channels in {group} groups do not fit {channels} channels")
+        _check_bias(inputs, cout * group)
         return (TensorType(x.dtype, (x.shape[0], cout * group, *_transposed_outputs(node, tuple(sizes)))),)
 
     @classmethod
@@ -79,6 +81,12 @@ class ConvTranspose(LayoutOp):
         inside = [slice(before, before + out) for (before, _), out in zip(window.pads, outputs, strict=True)]
         y = y[(slice(None), slice(None), *inside)]
         return y if bias is None else y + bias.reshape(-1, *[1] * len(sizes))
+
+
+def _check_bias(inputs: Inputs, channels: int) -> None:
+    bias = inputs[2] if len(inputs) > 2 else None
+    if bias is not None and bias.shape != (channels,):
+        raise GraphError(f"a bias of shape {text(bias.shape)} is not one for each of {channels} channels")
 
 
 def _transposed_outputs(node: Node, sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from engines.errors import GraphError
 from engines.ir import Array, Node, TensorType
 from engines.ops.items import ItemAxes, Mixed
 from engines.ops.op import Inputs, Op, Types, Values
-from engines.shapes import broadcast
+from engines.shapes import broadcast, check_stretches
 
 
 class Gemm(Op):
@@ -24,6 +24,8 @@ class Gemm(Op):
         deep, columns = reversed(b.shape) if node.attrs.get("transB") else b.shape
         if depth != deep:
             raise GraphError(f"inner extents {depth} and {deep} differ")
+        if len(inputs) > 2 and (c := inputs[2]) is not None:
+            check_stretches("third operand", c.shape, (rows, columns))
         return (TensorType(a.dtype, (rows, columns)),)
 
     @classmethod

@@ -19,6 +19,8 @@ class Concat(Op):
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
         given = present(inputs)
         axis = normal_axis(node.attrs["axis"], len(given[0].shape))
+        if any(len(t.shape) != len(given[0].shape) for t in given) or not given[0].shape:
+            raise GraphError("its parts are of different ranks, or have no axes")
         others = {(*t.shape[:axis], *t.shape[axis + 1:]) for t in given}
         if len(others) > 1:
             raise GraphError(f"extents beside axis {axis} differ")

@@ -3,10 +3,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from engines.errors import GraphError
 from engines.ir import Array, Node, TensorType
 from engines.ops.items import ItemAxes, Mixed, beside, only_first
-from engines.ops.op import Inputs, LayoutOp, Op, Types, Values
-from engines.shapes import normal_axis
+from engines.ops.op import Inputs, LayoutOp, Op, Types, Values, present
+from engines.shapes import check_stretches, normal_axis, text
 
 
 class _SameShape(Op, abstract=True):
@@ -23,7 +24,14 @@ class _AlongAxis(_SameShape, abstract=True):
         return (beside(outputs[0].shape, only_first(axes), (node.attrs.get("axis", -1),), "normalises along"),)
 
 
-class _FromAxisOn(Op, abstract=True):
+class _FromAxisOn(_SameShape, abstract=True):
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        x, *constants = present(inputs)
+        for what, kind in zip(("scale", "bias"), constants, strict=False):
+            check_stretches(what, kind.shape, x.shape)
+        return super().types(node, inputs, values)
+
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
         rank = len(outputs[0].shape)
@@ -31,7 +39,18 @@ class _FromAxisOn(Op, abstract=True):
         return (beside(outputs[0].shape, only_first(axes), along, "normalises along"),) * len(outputs)
 
 
-class BatchNormalization(_SameShape):
+class _PerChannel(_SameShape, abstract=True):
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        x, *constants = inputs
+        assert x is not None
+        if len(x.shape) < 2 or any(kind is None or kind.shape != x.shape[1:2] for kind in constants):
+            found = ", ".join(text(kind.shape) for kind in present(constants))
+            raise GraphError(f"its constants {found} are not one for each channel of {text(x.shape)}")
+        return super().types(node, inputs, values)
+
+
+class BatchNormalization(_PerChannel):
     """(x - mean) / sqrt(var + epsilon) * scale + bias, constants per channel (inference form)."""
 
     @classmethod
@@ -46,7 +65,7 @@ class BatchNormalization(_SameShape):
         return np.asarray(y, x.dtype)
 
 
-class InstanceNormalization(_SameShape):
+class InstanceNormalization(_PerChannel):
     attributes = ("epsilon",)
 
     @classmethod
@@ -68,11 +87,10 @@ class LayerNormalization(_FromAxisOn):
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        x = inputs[0]
-        assert x is not None
-        axis = normal_axis(node.attrs.get("axis", -1), len(x.shape))
-        statistic = TensorType(np.dtype(np.float32), (*x.shape[:axis], *[1] * (len(x.shape) - axis)))
-        return TensorType(x.dtype, x.shape), statistic, statistic
+        (y,) = super().types(node, inputs, values)
+        axis = normal_axis(node.attrs.get("axis", -1), len(y.shape))
+        statistic = TensorType(np.dtype(np.float32), (*y.shape[:axis], *[1] * (len(y.shape) - axis)))
+        return y, statistic, statistic
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> tuple[Array, ...]:
@@ -86,7 +104,7 @@ class LayerNormalization(_FromAxisOn):
         return (y if bias is None else y + bias).astype(x.dtype), mean.astype(np.float32), deviation.astype(np.float32)
 
 
-class RMSNormalization(_FromAxisOn, _SameShape):
+class RMSNormalization(_FromAxisOn):
     """x / sqrt(mean of x**2 + epsilon) * scale, over the axes from `axis` on."""
 
     @classmethod
@@ -106,7 +124,6 @@ def standardise(x: Array, axes: tuple[int, ...], epsilon: float) -> Array:
 
 class LRN(LayoutOp):
     """x / (bias + alpha / size * sum of squares over `size` neighbouring channels) ** beta"""
-    attributes = ("size", "alpha", "beta", "bias")
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
@@ -126,8 +143,6 @@ class LRN(LayoutOp):
 
 
 class LpNormalization(_AlongAxis):
-    attributes = ("p", "axis")
-
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
         (x,) = arrays

@@ -1,11 +1,15 @@
 """real = scale * (stored - zero_point), per tensor or per index of `axis`."""
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
-from engines.ir import Array, Node, TensorType
+from engines.errors import GraphError
+from engines.ir import Array, Dim, Node, TensorType
 from engines.ops.items import ItemAxes, beside, only_first
 from engines.ops.op import Inputs, Op, Types, Values
+from engines.shapes import fixed, normal_axis, text
 
 
 class _Linear(Op, abstract=True):
@@ -22,6 +26,7 @@ class QuantizeLinear(_Linear):
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        check_constants(node, inputs)
         x = inputs[0]
         assert x is not None
         zero_point = inputs[2] if len(inputs) > 2 else None
@@ -42,6 +47,7 @@ class QuantizeLinear(_Linear):
 class DequantizeLinear(_Linear):
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        check_constants(node, inputs)
         x, scale = inputs[:2]
         assert x is not None and scale is not None
         return (TensorType(scale.dtype, x.shape),)
@@ -54,6 +60,24 @@ class DequantizeLinear(_Linear):
         if zero_point is not None:
             real = real - along_axis(node, x, zero_point).astype(np.int32)
         return real.astype(scale.dtype) * along_axis(node, x, scale)
+
+
+def check_constants(node: Node, inputs: Inputs) -> None:
+    """Raises GraphError: scale and zero point that differ in shape, or are not one for each index, or block, of the
+    axis."""
+    x, *constants = (t.shape for t in inputs if t is not None)
+    if any(math.prod(fixed(shape)) == 1 and len(shape) <= 1 for shape in constants):
+        wanted: tuple[Dim, ...] = (1,)
+        constants = [shape or (1,) for shape in constants]
+    elif len(constants[0]) == 1:
+        wanted = (x[normal_axis(node.attrs.get("axis", 1), len(x))],)
+    else:
+        axis, block = node.attrs.get("axis", 1), node.attrs.get("block_size", 0)
+        if block < 1:
+            raise GraphError("its scales are blocks of the axis, but it has no block_size")
+        wanted = tuple(-(-d // block) if i == axis else d for i, d in enumerate(fixed(x)))
+    if any(tuple(shape) != wanted for shape in constants):
+        raise GraphError(f"scale and zero point are {' and '.join(map(text, constants))}, not {text(wanted)}")
 
 
 def along_axis(node: Node, x: Array, constants: Array) -> Array:

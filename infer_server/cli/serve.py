@@ -11,6 +11,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from infer_server.backend import EngineLoader, load_plan
 from infer_server.cli.common import positive, seconds
 from infer_server.cores import allowed_cpus
 from infer_server.malloc import tune_malloc
@@ -19,7 +20,7 @@ from infer_server.server import Server, ServerOptions
 log = logging.getLogger(__name__)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, load_engine: EngineLoader = load_plan) -> int:
     """Runs until SIGTERM or SIGINT. 0: all accepted requests answered; 1: not, or a port taken; 2: bad options."""
     parsed = _parser().parse_args(arguments)
     logging.basicConfig(level=parsed.log_level.upper(), stream=sys.stderr,
@@ -33,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     tune_malloc()
     try:
-        answered = _run(_serve(_options(parsed)))
+        answered = _run(_serve(_options(parsed), load_engine))
     except OSError as error:
         print(f"infer-server: error: {error}", file=sys.stderr)
         return 1
@@ -50,12 +51,12 @@ def _run(main: Coroutine[Any, Any, bool]) -> bool:
     return run(main)
 
 
-async def _serve(options: ServerOptions) -> bool:
+async def _serve(options: ServerOptions, load_engine: EngineLoader) -> bool:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _on_signal, number, stop)
-    server = Server(options)
+    server = Server(options, load_engine)
     ports = await server.start()
     log.info("gRPC on %s:%d, health on %s:%d, metrics on %s:%d", options.host, ports.grpc, options.host, ports.http,
              options.host, ports.metrics)
@@ -81,7 +82,8 @@ def _options(parsed: argparse.Namespace) -> ServerOptions:
         grpc_port=parsed.grpc_port, http_port=parsed.http_port, metrics_port=parsed.metrics_port,
         threads=parsed.threads, cores=parsed.cores, explicit_control=parsed.model_control_mode == "explicit",
         load_models=tuple(parsed.load_model), drain_grace_secs=parsed.drain_grace_secs,
-        exit_timeout_secs=parsed.exit_timeout_secs, max_message_bytes=parsed.max_message_mib << 20)
+        exit_timeout_secs=parsed.exit_timeout_secs, max_message_bytes=parsed.max_message_mib << 20,
+        max_inflight_bytes=parsed.max_inflight_mib << 20, send_timeout_secs=parsed.send_timeout_secs)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -117,6 +119,12 @@ def _parser() -> argparse.ArgumentParser:
                         help="how long accepted requests may take to be answered after that (default %(default)s)")
     parser.add_argument("--max-message-mib", type=positive, default=256, metavar="N",
                         help="largest request (default %(default)s)")
+    parser.add_argument("--max-inflight-mib", type=positive, default=1024, metavar="N",
+                        help="of requests and answers (an answer counts twice: gRPC has a copy) that are held at a "
+                             "time; requests beyond it get RESOURCE_EXHAUSTED (default %(default)s)")
+    parser.add_argument("--send-timeout-secs", type=seconds, default=60.0, metavar="S",
+                        help="how long a client may take to read an answer, before its connection is closed "
+                             "(default %(default)s)")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info",
                         help="the least that is written to stderr (default %(default)s)")
     return parser

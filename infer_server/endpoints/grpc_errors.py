@@ -6,25 +6,35 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError, Message
 
 from infer_server.errors import (
+    DeadlineExceededError,
     ExecutionError,
     InvalidRequestError,
+    MalformedMessageError,
+    MemoryLimitError,
     NotServedError,
     RepositoryError,
     ServeError,
     UnavailableError,
     UnknownModelError,
+    UnknownServiceError,
 )
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Request = TypeVar("Request", bound=Message)
+Handler = Callable[[Any, grpc.aio.ServicerContext], Awaitable[T]]
 
 # The statuses that Triton gives, so that what its clients retry they retry here.
 _STATUS: dict[type[ServeError], grpc.StatusCode] = {
     InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
     UnknownModelError: grpc.StatusCode.NOT_FOUND,
+    UnknownServiceError: grpc.StatusCode.NOT_FOUND,
     UnavailableError: grpc.StatusCode.UNAVAILABLE,
+    DeadlineExceededError: grpc.StatusCode.DEADLINE_EXCEEDED,
+    MemoryLimitError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     NotServedError: grpc.StatusCode.UNIMPLEMENTED,
     ExecutionError: grpc.StatusCode.INTERNAL,
     RepositoryError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -36,13 +46,26 @@ def status_of(error: ServeError) -> grpc.StatusCode:
     return next(_STATUS[cls] for cls in type(error).__mro__ if cls in _STATUS)
 
 
-def answering(call: Callable[[Any], Awaitable[T]]) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[T]]:
-    """A gRPC handler from a function of the request that raises ServeErrors."""
+def parsed(message: type[Request], data: bytes) -> Request:
+    """A message from its bytes. Raises MalformedMessageError."""
+    try:
+        return message.FromString(data)
+    except DecodeError as error:
+        raise MalformedMessageError(f"not a {message.DESCRIPTOR.name}: {error}") from error
+
+
+def answering(call: Callable[[Any, grpc.aio.ServicerContext], Awaitable[T]]) -> Handler[T]:
+    """A gRPC handler from a function that raises ServeErrors.
+
+    Handlers take bytes, and parse them by parsed(): what a deserialiser raises, gRPC takes for a fault of the server.
+    """
 
     async def handler(request: Any, context: grpc.aio.ServicerContext) -> T:
         try:
-            return await call(request)
+            return await call(request, context)
         except ServeError as error:
+            if isinstance(error, MalformedMessageError):        # no client of the protocol sends that
+                log.warning("%s: %s", context.peer(), error)
             await context.abort(status_of(error), str(error))
         except Exception as error:      # our bug: the client learns that much, the log has the rest
             log.exception("a call failed")

@@ -6,12 +6,14 @@ from typing import Any
 
 import grpc
 from google.protobuf import json_format
+from google.protobuf.message import Message
 
 import protos
-from infer_server.endpoints.grpc_errors import answering
+from infer_server.endpoints.grpc_errors import answering, parsed
 from infer_server.endpoints.grpc_infer import infer
 from infer_server.endpoints.health import health_handlers
 from infer_server.errors import InvalidRequestError, NotServedError, ServeError, UnavailableError
+from infer_server.inflight import Inflight
 from infer_server.lifecycle import Lifecycle
 from infer_server.model import Model
 from infer_server.repository import Repository
@@ -25,8 +27,10 @@ EXTENSIONS = ("model_configuration", "model_repository", "statistics")
 class InferenceService:
     """One coroutine for each call that is served, named as the call."""
 
-    def __init__(self, repository: Repository, lifecycle: Lifecycle, explicit_control: bool) -> None:
+    def __init__(self, repository: Repository, lifecycle: Lifecycle, inflight: Inflight,
+                 explicit_control: bool) -> None:
         self._repository = repository
+        self._inflight = inflight
         self._lifecycle = lifecycle
         self._explicit_control = explicit_control       # clients may load and unload models
 
@@ -58,8 +62,9 @@ class InferenceService:
                 tensors.add(name=spec.name, datatype=spec.datatype.name, shape=spec.full_shape(model.config.batched))
         return response
 
-    async def ModelInfer(self, data: bytes) -> bytes:
-        return await infer(data, self._repository)
+    async def infer(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        """ModelInfer takes and returns bytes: infer_server/wire.py."""
+        return await infer(data, context, self._repository, self._inflight)
 
     async def ModelConfig(self, request: inference.ModelConfigRequest) -> inference.ModelConfigResponse:
         model = self._repository.find(request.name, request.version)
@@ -103,14 +108,13 @@ def inference_handlers(service: InferenceService) -> grpc.GenericRpcHandler:
     """The handlers of every call of the service; those without a coroutine say that they are not served."""
     handlers = {}
     for method in protos.methods(protos.INFERENCE_SERVICE):
-        call: Callable[[Any], Awaitable[Any]] | None = getattr(service, method.name, None)
-        if call is None:
+        call: Callable[[Any], Awaitable[Message]] | None = getattr(service, method.name, None)
+        if method.name == "ModelInfer":
+            handlers[method.name] = grpc.unary_unary_rpc_method_handler(answering(service.infer))
+        elif call is None:
             handlers[method.name] = _not_served(method)
-        elif method.name == "ModelInfer":       # takes and returns bytes: infer_server/wire.py
-            handlers[method.name] = grpc.unary_unary_rpc_method_handler(answering(call))
         else:
-            handlers[method.name] = grpc.unary_unary_rpc_method_handler(
-                answering(call), method.request.FromString, method.response.SerializeToString)
+            handlers[method.name] = _served(method, call)
     return grpc.method_handlers_generic_handler(protos.INFERENCE_SERVICE, handlers)
 
 
@@ -125,8 +129,15 @@ def create_server(service: InferenceService, lifecycle: Lifecycle, max_message_b
     return server
 
 
+def _served(method: protos.Method, call: Callable[[Any], Awaitable[Message]]) -> grpc.RpcMethodHandler:
+    async def serve(data: bytes, _: grpc.aio.ServicerContext) -> bytes:
+        return (await call(parsed(method.request, data))).SerializeToString()
+
+    return grpc.unary_unary_rpc_method_handler(answering(serve))
+
+
 def _not_served(method: protos.Method) -> grpc.RpcMethodHandler:
-    async def refuse(_: Any) -> Any:
+    async def refuse(*_: Any) -> Any:
         raise NotServedError(f"{method.name} is not served by this server")
 
     # Every combination of streaming takes a coroutine: it aborts before it reads or writes a message.
@@ -136,7 +147,7 @@ def _not_served(method: protos.Method) -> grpc.RpcMethodHandler:
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }[method.client_streaming, method.server_streaming]
-    return handler(answering(refuse), method.request.FromString, method.response.SerializeToString)
+    return handler(answering(refuse))
 
 
 def _config_override(request: inference.RepositoryModelLoadRequest) -> model_config.ModelConfig | None:

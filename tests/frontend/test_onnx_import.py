@@ -141,3 +141,19 @@ def test_a_node_whose_inputs_do_not_fit_is_named():
     proto = model([node("Add", "x w", "y", name="sum")], ["N", 3], constants={"w": np.zeros(4, np.float32)})
     with pytest.raises(ModelError, match="node 'sum' .*do not broadcast"):
         graph_from_onnx(proto)
+
+
+@pytest.mark.parametrize("text", [b"relu", b"Relu", b"tensor", b"y_out"])
+def test_a_name_that_is_no_utf8_is_said_to_be_damage(tmp_path, text):
+    graph = model([helper.make_node("Relu", ["x"], ["tensor"], name="relu"), node("Abs", "tensor", "y_out")], ["N", 3],
+                  output="y_out")
+    (tmp_path / "m.onnx").write_bytes(graph.SerializeToString().replace(text, b"\xff" * len(text)))
+    with pytest.raises(ModelError, match=r"has a name that is no UTF-8 text: b'.xff"):
+        graph_from_onnx(tmp_path / "m.onnx")
+
+
+def test_an_attribute_that_is_no_utf8_is_named(tmp_path):
+    resize = node("DepthToSpace", "x", "y", blocksize=2, mode="CRD")
+    (tmp_path / "m.onnx").write_bytes(model([resize], ["N", 4, 2, 2]).SerializeToString().replace(b"CRD", b"\xff" * 3))
+    with pytest.raises(ModelError, match=r"\(DepthToSpace\): attribute 'mode' cannot be read: 'utf-8' codec"):
+        graph_from_onnx(tmp_path / "m.onnx")

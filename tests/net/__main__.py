@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections import Counter
 
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.net.check import check, seen
 from tests.net.strategies import NAMES, cases
@@ -41,7 +41,7 @@ def main() -> int:
 def _run(family: str, examples: int, number: int) -> bool:
     @seed(number)
     @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck),
-              print_blob=False)
+              print_blob=False, phases=[Phase.generate, Phase.shrink])
     @given(cases(family))
     def search(case: object) -> None:
         signal.alarm(SECONDS)
@@ -56,7 +56,11 @@ def _run(family: str, examples: int, number: int) -> bool:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
-        traceback.print_exception(error, limit=-6)
+        for each in getattr(error, "exceptions", [error]):
+            cause = each.__cause__ or each
+            where = traceback.extract_tb(cause.__traceback__)[-1]
+            print(f"{type(each).__name__}: {each}\n({type(cause).__name__} at {where.filename}:{where.lineno})",
+                  *getattr(each, "__notes__", ()), sep="\n")
         print(f"FAULT in {family}: python -m tests.net --family {family} --examples {examples} --seed {number}")
         return False
     print(f"{family}: {seen['right'] - before} right")

@@ -83,7 +83,8 @@ def evaluator(node: onnx.NodeProto, arrays: Sequence[Array | None]) -> Evaluator
 Move = Callable[[str, Array], Array]
 
 
-def evaluate(evaluators: Sequence[Evaluator], values: Mapping[str, Array], move: Move | None = None) -> dict[str, Array]:
+def evaluate(evaluators: Sequence[Evaluator], values: Mapping[str, Array],
+             move: Move | None = None) -> dict[str, Array]:
     """All tensors. values: inputs and constants. move: what becomes of every tensor before somebody reads it."""
     def settled(name: str, array: Array) -> Array:
         return move(name, array) if move and np.issubdtype(widened(array).dtype, np.floating) else array

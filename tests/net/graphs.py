@@ -66,7 +66,7 @@ class Tensor:
 
 @dataclass
 class Sketch:
-    """draw: hypothesis's. seed: of all numbers. floats, integers: the dtypes that this graph uses where it may choose."""
+    """draw: hypothesis's. seed: of all numbers. floats, integers: the dtypes of what this graph computes on."""
     draw: Draw
     seed: int
     floats: str
@@ -81,7 +81,7 @@ class Sketch:
 
     # ---- tensors
     def numbers(self, dtype: str, shape: Sequence[int], kind: str = "grid") -> Array:
-        """grid: quarters between -3 and 3, so that halves and equals occur; positive: from 1/4 on; any: all integers."""
+        """grid: quarters from -3 to 3, so that halves and equals occur; positive: from 1/4 on; any: all integers."""
         random = np.random.default_rng([self.seed, len(self.inputs), len(self.constants)])
         if dtype == "bool":
             return random.integers(0, 2, shape).astype(bool)
@@ -194,6 +194,10 @@ class Case:
 
     def feeds(self, items: int) -> dict[str, Array]:
         return {name: array[:items] if name in self.symbolic else array for name, array in self.inputs.items()}
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What hypothesis prints."""
+        printer.text(repr(self))
 
     def __repr__(self) -> str:
         """As a newcomer reads it: the model in ONNX's own words, and what it is fed."""

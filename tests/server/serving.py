@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 
 import uvloop
 
+from infer_server.cli import serve
 from infer_server.server import Ports, Server, ServerOptions
 from tests.server.numpy_engine import TIMEOUT_SECS, load_numpy_engine
 
@@ -72,3 +74,7 @@ def serving(repository: Path, **given: Any) -> Iterator[RunningServer]:
         yield running
     finally:
         running.stop()
+
+
+if __name__ == "__main__":              # infer-server over these engines, in a process of its own
+    sys.exit(serve.main(load_engine=load_numpy_engine))

@@ -24,6 +24,7 @@ from tritonclient.utils import InferenceServerException
 
 import protos
 from infer_server.server import Server
+from infer_server.statistics import Counters, Failure
 from protos import health
 from tests.server.numpy_engine import GATES, TIMEOUT_SECS, Gate, load_numpy_engine, write_model
 from tests.server.serving import RunningServer, options, serving
@@ -52,8 +53,12 @@ def pending(server: RunningServer, model: str = "m") -> int:
     return server.server.repository.find(model).pending
 
 
+def statistics(server: RunningServer, model: str = "m") -> Counters:
+    return server.server.repository.find(model).statistics.snapshot()
+
+
 def executions(server: RunningServer, model: str = "m") -> int:
-    return server.server.repository.find(model).statistics.snapshot().execution_count
+    return statistics(server, model).execution_count
 
 
 @pytest.fixture
@@ -159,11 +164,10 @@ def test_a_request_whose_timeout_passes_in_the_queue_is_refused(
         with gate.closed():
             executing = clients.submit(infer, client)
             assert gate.holds(1)
-            late = clients.submit(infer, client, timeout=1)
-            assert eventually(lambda: pending(server) == 1)
-            time.sleep(0.001)
-        with pytest.raises(InferenceServerException, match="timeout expired"):
-            late.result()
+            with pytest.raises(InferenceServerException, match="timeout expired") as caught:
+                infer(client, timeout=1)
+            assert not executing.done(), "it is refused while every instance is busy"
+        assert caught.value.status() == "StatusCode.UNAVAILABLE"
         assert executing.result().all()
 
 
@@ -181,7 +185,61 @@ def test_a_request_that_its_client_gives_up_is_dropped_from_the_queue(
         assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"
         assert executing.result().all()
         assert executions(server) == 1
-        assert 'reason="CANCELED"} 1' in scrape(server)
+        failures = statistics(server).failures       # whether its client or the queue noticed first, is open
+        assert failures[Failure.CANCELED] + failures[Failure.REJECTED] == 1
+
+
+def test_a_deadline_that_no_execution_can_meet_is_refused_and_not_executed(
+        tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
+    write_model(tmp_path, "m", gate=request.node.name)
+    with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+        for rows in (1, 8):
+            server.server.repository.find("m")._batcher.measured(rows, 10**12)
+        with gate.closed(), pytest.raises(InferenceServerException, match="it was not executed") as caught:
+            infer(client, client_timeout=TIMEOUT_SECS)
+        assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"
+        assert infer(client).all(), "who has no deadline is in no hurry"
+        assert (executions(server), statistics(server).failures[Failure.REJECTED]) == (1, 1)
+
+
+@pytest.mark.parametrize("client_timeout", [0.3, None])
+def test_an_answer_that_nobody_waits_for_any_more_is_no_success(
+        tmp_path: Path, gate: Gate, request: pytest.FixtureRequest, client_timeout: float | None) -> None:
+    write_model(tmp_path, "m", gate=request.node.name)
+    with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+        tensor = triton.InferInput("x", [1, 4], "FP32")
+        tensor.set_data_from_numpy(ONE)
+        ended = threading.Event()
+        with gate.closed():
+            call = client.async_infer("m", [tensor], lambda **_: ended.set(), client_timeout=client_timeout)
+            assert gate.holds(1)
+            if client_timeout is None:
+                call.cancel()
+            assert ended.wait(TIMEOUT_SECS)
+            time.sleep(0.05)                    # until the server has noticed, too
+        assert eventually(lambda: executions(server) == 1)
+        counted = statistics(server)
+    assert (counted.success.count, counted.failures[Failure.CANCELED], counted.inference_count) == (0, 1, 1)
+
+
+def test_under_overload_with_deadlines_what_is_executed_is_answered_in_time(tmp_path: Path) -> None:
+    """Three times what the engine can do: served first come first served, not one in ten was in time."""
+    write_model(tmp_path, "m", seconds=0.1, config="instance_group { count: 1 }")
+    with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+        with ThreadPoolExecutor(80) as clients:
+            def ask(i: int) -> bool:
+                time.sleep(i / 240)
+                try:
+                    return bool(infer(client, client_timeout=0.24).all())
+                except InferenceServerException as error:
+                    assert error.status() == "StatusCode.DEADLINE_EXCEEDED"
+                    return False
+
+            answered = sum(clients.map(ask, range(80)))
+            answered += sum(clients.map(lambda i: ask(i), range(80)))
+        executed = statistics(server).inference_count
+    assert answered >= 0.7 * executed > 0
+    assert executed >= 24, "it could do 53 and more"
 
 
 def test_garbage_on_the_ports_harms_nobody(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ class CountingBatcher(Batcher):
     """Remembers how many requests waited at each wake-up."""
 
     def __init__(self) -> None:
-        super().__init__("m", BatchPolicy(4), QueuePolicy(), lambda requests: None)
+        super().__init__("m", BatchPolicy(4), QueuePolicy(), lambda requests, error: None)
         self.waited: list[int] = []
 
     def wake(self) -> None:

@@ -13,9 +13,12 @@ ERRORS_ONLY = 3
 
 
 def run_onnx(model: onnx.ModelProto | Path, feeds: Mapping[str, NDArray[Any]], *,
-             outputs: list[str] | None = None) -> dict[str, NDArray[Any]]:
-    """{output name: value}, by one thread in float32. `outputs` None: all of the model's."""
+             outputs: list[str] | None = None, optimised: bool = True) -> dict[str, NDArray[Any]]:
+    """{output name: value}, by one thread in float32. `outputs` None: all of the model's; optimised: as is its default,
+    else node by node as the model has them."""
     options = onnxruntime.SessionOptions()
+    if not optimised:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = ERRORS_ONLY
     options.intra_op_num_threads = 1
     source = str(model) if isinstance(model, Path) else model.SerializeToString()

@@ -12,9 +12,10 @@ from engines.backends.llvm.kernels.lrn import Lrn
 from engines.backends.llvm.kernels.norm import Norm
 from engines.backends.llvm.kernels.softmax import Softmax
 from engines.backends.llvm.lanes import FLOATS
+from engines.backends.llvm.places import as_one_item
 from engines.backends.llvm.program import ProgramBuilder
 from engines.backends.llvm.rows import RowKernel
-from engines.ir import Node
+from engines.ir import BATCH, Node
 
 SMALLEST = 1e-12        # of an L2 norm: a row of zeros stays zeros
 
@@ -51,9 +52,15 @@ def row_call(ctx: Context, node: Node, family: Callable[..., RowKernel], accumul
              **options: Any) -> Call:
     """The family's kernel with these options: x dequantised on the way in, the body on the way out."""
     name, rank = node.anchor.inputs[0], len(ctx.type(node.anchor.inputs[0]).shape)
+    if rank < 2:
+        raise Refused("a tensor of one axis has no rows")
     if not node.anchor.attrs.get("channels_last") and node.anchor.attrs.get("axis", -1) % rank != rank - 1:
         raise Refused("only the innermost axis is compiled")
     x, y = ctx.places[name], ctx.places[node.outputs[0]]
+    if rank == 1:
+        if x.items == BATCH:
+            raise Refused("it works along the axis of the items")
+        x, y = as_one_item(x), as_one_item(y)
     written = write_body(ctx, node, accumulator)
     if written.operands or any(view.dtype not in FLOATS for view in (x.view, y.view)):
         raise Refused("only floats, or floats stored as uint8, without another operand are compiled")

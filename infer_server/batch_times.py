@@ -1,0 +1,84 @@
+"""How long a batch takes, as measured: a running estimate for each batch size.
+
+The time of a batch is that from leaving the queue to its answers being handed to the endpoint. Of each size the last
+few times are kept; order statistics of them are not moved by the one batch that met a busy machine, as a mean would be.
+"""
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from dataclasses import dataclass
+
+_WINDOW = 16                            # times of each size that count
+_SAFE_QUANTILE = 0.9                    # all but the slowest one of a full window
+_ON_THE_WAY = 9 / 8                     # an answer still has to reach its client, which nothing here can measure
+_FRESH_NS = 5_000_000_000               # for so long an estimate stands unconfirmed, or ...
+_FRESH_BATCHES = 10                     # ... for the time of so many batches, if that is longer
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Of the time of a batch, in ns."""
+    likely: float                       # half of them need no longer: with less time, being late is the rule
+    safe: float                         # almost every one is answered within it
+
+
+UNKNOWN = Estimate(0, 0)
+
+
+class BatchTimes:
+    """Between and beyond the sizes measured, estimates are linear; no batch is said to take longer than a larger one.
+
+    An estimate that is not fresh is UNKNOWN. Requests are refused because of these estimates, and where all are refused
+    nothing is measured any more: without an end to its validity, one slow moment would close the model for ever.
+    """
+
+    def __init__(self) -> None:
+        self._times: dict[int, deque[int]] = {}             # rows -> ns, the newest last
+        self._measured_ns = 0                               # when the newest of all was
+        self._sizes: list[int] = []                         # those measured, ascending
+        self._estimates: list[Estimate] = []                # one for each
+
+    def add(self, rows: int, ns: int, now_ns: int) -> None:
+        """A batch of `rows` took `ns`."""
+        self._times.setdefault(rows, deque(maxlen=_WINDOW)).append(ns)
+        self._measured_ns = now_ns
+        self._estimates = []
+
+    def estimate(self, rows: int, now_ns: int) -> Estimate:
+        """Of a batch of so many rows."""
+        if not self._times:
+            return UNKNOWN
+        if not self._estimates:
+            self._tabulate()
+        if now_ns - self._measured_ns > max(_FRESH_NS, _FRESH_BATCHES * self._estimates[-1].safe):
+            return UNKNOWN
+        return self._between(rows, bisect_left(self._sizes, rows))
+
+    def _between(self, rows: int, place: int) -> Estimate:
+        """`place`: of the smallest size measured that holds `rows`."""
+        if place == len(self._sizes):
+            last, share = self._estimates[-1], rows / self._sizes[-1]
+            return Estimate(last.likely * share, last.safe * share)
+        above = self._estimates[place]
+        if place == 0:
+            return above
+        below, share = self._estimates[place - 1], _share(self._sizes[place - 1], rows, self._sizes[place])
+        return Estimate(below.likely + share * (above.likely - below.likely),
+                        below.safe + share * (above.safe - below.safe))
+
+    def _tabulate(self) -> None:
+        self._sizes = sorted(self._times)
+        self._estimates = []
+        larger = Estimate(float("inf"), float("inf"))
+        for size in reversed(self._sizes):
+            times = sorted(self._times[size])
+            larger = Estimate(min(larger.likely, times[len(times) // 2]),
+                              min(larger.safe, times[int(len(times) * _SAFE_QUANTILE)] * _ON_THE_WAY))
+            self._estimates.append(larger)
+        self._estimates.reverse()
+
+
+def _share(low: int, value: int, high: int) -> float:
+    """How far `value` lies on the way from `low` to `high`."""
+    return (value - low) / (high - low)

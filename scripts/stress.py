@@ -1,0 +1,130 @@
+"""The server under stress: what tests/server/test_stress.py checks in seconds, for as long and as large as it matters.
+
+    python -m scripts.stress overload --seconds 60          # three times what the server can do, with deadlines
+
+A server of this project with engines in numpy runs in a process of its own; what it does is asked of its statistics.
+"""
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from tests.server.numpy_engine import write_model
+
+INFER = "/inference.GRPCInferenceService/ModelInfer"
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server in a process of its own."""
+    process: subprocess.Popen[str]
+    grpc_port: int
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.grpc_port}"
+
+    def rss_mb(self) -> float:
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.split("VmRSS:")[1].split()[0]) / 1024
+
+    def statistics(self, model: str) -> service_pb2.ModelStatistics:
+        with grpc.insecure_channel(self.address) as channel:
+            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+            return stub.ModelStatistics(service_pb2.ModelStatisticsRequest(name=model)).model_stats[0]
+
+
+@contextmanager
+def serving(repository: Path, *options: str) -> Iterator[Running]:
+    command = [sys.executable, "-m", "tests.server.serving", "--model-repository", str(repository),
+               "--grpc-port", "0", "--http-port", "0", "--metrics-port", "0", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        port = next(int(line.split("gRPC on ")[1].split(",")[0].rsplit(":", 1)[1])
+                    for line in process.stderr if "gRPC on" in line)
+        while "ready" not in next(process.stderr):
+            pass
+        try:
+            yield Running(process, port)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.communicate()
+
+
+def request(model: str, values: int) -> bytes:
+    message = service_pb2.ModelInferRequest(model_name=model, raw_input_contents=[bytes(4 * values)])
+    message.inputs.add(name="x", datatype="FP32", shape=[1, values])
+    return bytes(message.SerializeToString())
+
+
+async def offer(channel: grpc.aio.Channel, model: str, rate: float, seconds: float, deadline: float) -> Counter[str]:
+    """Sends requests at a rate, whatever becomes of them; how they ended."""
+    call, ended, data = channel.unary_unary(INFER), Counter[str](), request(model, 4)
+
+    async def one() -> None:
+        try:
+            await call(data, timeout=deadline)
+            ended["OK"] += 1
+        except grpc.aio.AioRpcError as error:
+            ended[error.code().name] += 1
+
+    begin = time.monotonic()
+    tasks = []
+    for i in range(int(rate * seconds)):
+        await asyncio.sleep(max(0.0, begin + i / rate - time.monotonic()))
+        tasks.append(asyncio.create_task(one()))
+    await asyncio.gather(*tasks)
+    return ended
+
+
+async def overload(options: argparse.Namespace) -> None:
+    """Three times the capacity of an engine that takes `--batch-secs` for a batch of 8, of requests with deadlines."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), "slow", seconds=options.batch_secs)
+        with serving(Path(folder), "--cores", "1") as server:
+            async with grpc.aio.insecure_channel(server.address) as channel:
+                await channel.unary_unary(INFER)(request("slow", 4))
+                before, rss = server.statistics("slow"), server.rss_mb()
+                capacity = 8 / options.batch_secs
+                deadline = options.deadline * options.batch_secs
+                ended = await offer(channel, "slow", 3 * capacity, options.seconds, deadline)
+                begin = time.monotonic()
+                after = server.statistics("slow")
+                while not (await offer(channel, "slow", 1000, 0.001, deadline))["OK"]:
+                    pass
+                recovered = time.monotonic() - begin
+            batches = after.execution_count - before.execution_count
+            executed = after.inference_count - before.inference_count
+            print(f"{dict(ended)}, goodput {ended['OK'] / options.seconds / capacity:.0%} of capacity; "
+                  f"executed {executed} in {batches} batches, in vain {executed - ended['OK']}; "
+                  f"RSS {rss:.0f} -> {server.rss_mb():.0f} MB; answers again after {recovered:.2f} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = parser.add_subparsers(required=True)
+    kind: Any = kinds.add_parser("overload")
+    kind.add_argument("--seconds", type=float, default=60.0)
+    kind.add_argument("--batch-secs", type=float, default=0.5)
+    kind.add_argument("--deadline", type=float, default=2.4, help="in batch times")
+    kind.set_defaults(run=overload)
+    options = parser.parse_args()
+    asyncio.run(options.run(options))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The tests of onnx.backend.test that run without a network, and the table of those that do not pass."""
+import random
+import tomllib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+from onnx.backend.test.case.test_case import TestCase
+from onnx.backend.test.loader import load_model_tests
+
+TABLE = Path(__file__).with_name("listed.toml")
+KINDS = ("node", "simple", "pytorch-converted", "pytorch-operator")
+Arrays = list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Why a test is not expected to pass. `outcome`: "refused" with an EngineError, or "random", of which ONNX says no
+    more than shape and type."""
+    pattern: str
+    outcome: str
+    reason: str
+
+
+@cache
+def entries() -> list[Entry]:
+    return [Entry(pattern, row["outcome"], row["reason"]) for row in tomllib.loads(TABLE.read_text())["listed"]
+            for pattern in row["tests"]]
+
+
+@cache
+def cases() -> dict[str, TestCase]:
+    """By name. Importing onnx's modules of node tests makes their data, of numbers that are drawn then."""
+    state = np.random.get_state(), random.getstate()
+    np.random.seed(0)
+    random.seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")         # of making the data: not ours
+        found = {case.name: case for kind in KINDS for case in load_model_tests(kind=kind)}
+    np.random.set_state(state[0])
+    random.setstate(state[1])
+    return dict(sorted(found.items()))
+
+
+def model_of(case: TestCase) -> onnx.ModelProto:
+    return case.model or onnx.load(Path(case.model_dir, "model.onnx"))
+
+
+def is_about_tensors(model: onnx.ModelProto) -> bool:
+    """Whether its inputs and outputs are tensors of numbers: no sequences, optionals, maps or strings."""
+    types = [value.type for value in (*model.graph.input, *model.graph.output)]
+    return all(t.WhichOneof("value") == "tensor_type" and t.tensor_type.elem_type != onnx.TensorProto.STRING
+               for t in types)
+
+
+def data_of(case: TestCase) -> Iterator[tuple[Arrays, Arrays]]:
+    """(inputs, outputs) of each of its data sets."""
+    if case.data_sets is not None:
+        yield from (([_array(x) for x in inputs], [_array(y) for y in outputs]) for inputs, outputs in case.data_sets)
+        return
+    for folder in sorted(Path(case.model_dir).glob("test_data_set_*")):
+        yield _stored(folder, "input"), _stored(folder, "output")
+
+
+def _array(value: np.ndarray | onnx.TensorProto) -> np.ndarray:
+    return numpy_helper.to_array(value) if isinstance(value, onnx.TensorProto) else np.asarray(value)
+
+
+def _stored(folder: Path, what: str) -> Arrays:
+    count = len(list(folder.glob(f"{what}_*.pb")))
+    files = [folder / f"{what}_{i}.pb" for i in range(count)]
+    return [numpy_helper.to_array(onnx.TensorProto.FromString(file.read_bytes())) for file in files]
+
+
+def listed(name: str) -> Entry | None:
+    return next((entry for entry in entries() if fnmatchcase(name, entry.pattern)), None)
+
