@@ -130,7 +130,12 @@ def _ask_for_shapes(model: str, inputs: Sequence[_Declared]) -> str:
 def _extent(d: onnx.TensorShapeProto.Dimension) -> Dim | None:
     if d.HasField("dim_value"):
         return d.dim_value if d.dim_value >= 0 else None
-    return d.dim_param or None
+    return d.dim_param if _is_symbol(d.dim_param) else None
+
+
+def _is_symbol(name: str) -> bool:
+    """Whether the name stands for one extent wherever it is: some exporters write "?", "-1" or "None" for any."""
+    return any(map(str.isalpha, name)) and name.casefold() not in ("none", "null", "nan")
 
 
 def _is_size(d: Dim | None) -> bool:
