@@ -12,10 +12,12 @@ from pathlib import Path
 
 from infer_server.backend import EngineLoader, load_plan
 from infer_server.building import Compiler
+from infer_server.connections import disconnect
 from infer_server.endpoints import metrics
 from infer_server.endpoints.grpc_server import InferenceService, create_server
 from infer_server.endpoints.http_server import Page, error_page, serve_pages
 from infer_server.errors import RepositoryError
+from infer_server.inflight import Inflight
 from infer_server.lifecycle import Lifecycle, Phase
 from infer_server.loader import Loader
 from infer_server.repository import Repository
@@ -43,6 +45,8 @@ class ServerOptions:
     drain_grace_secs: float = 1.0               # between readiness dropping and refusing what is new
     exit_timeout_secs: float = 30.0             # for what was accepted to be answered
     max_message_bytes: int = 256 << 20
+    max_inflight_bytes: int = 1 << 30           # of requests and answers that are held at a time
+    send_timeout_secs: float = 60.0             # for a client to read an answer that it asked for
 
 
 @dataclass(frozen=True)
@@ -62,9 +66,11 @@ class Server:
                         options.cores)
         self.lifecycle = Lifecycle()
         self.repository = Repository(options.model_repository, loader.load)
-        self._grpc = create_server(
-            InferenceService(self.repository, self.lifecycle, options.explicit_control), self.lifecycle,
-            options.max_message_bytes)
+        self._inflight = Inflight(options.max_inflight_bytes, options.send_timeout_secs,
+                                  lambda peer: disconnect(self._grpc_port, peer))
+        service = InferenceService(self.repository, self.lifecycle, self._inflight, options.explicit_control)
+        self._grpc = create_server(service, self.lifecycle, options.max_message_bytes)
+        self._grpc_port = 0
         self._pages: list[asyncio.Server] = []
         self._loading: asyncio.Task[None] | None = None
 
@@ -82,10 +88,10 @@ class Server:
         metrics_port = await self._serve_pages(options.metrics_port, {
             "/metrics": lambda: Page(metrics.render(self.repository.models()), metrics.CONTENT_TYPE),
         }, error_page(HTTPStatus.NOT_FOUND, "this port serves /metrics"))
-        grpc = self._listen_grpc()
+        self._grpc_port = self._listen_grpc()
         await self._grpc.start()
         self._loading = asyncio.create_task(self._load())
-        return Ports(grpc, http, metrics_port)
+        return Ports(self._grpc_port, http, metrics_port)
 
     async def loaded(self) -> None:
         """Until the models to be loaded at start are ready, or have failed."""
@@ -101,7 +107,8 @@ class Server:
         await asyncio.sleep(self._options.drain_grace_secs)
         self.lifecycle.enter(Phase.STOPPED)
         # The models go first and gRPC last: what arrives meanwhile is refused with a status that tells clients to go
-        # elsewhere, where a gRPC server that stops would cancel the calls that it has not handed out yet.
+        # elsewhere. A gRPC server that stops would cancel the calls that it has not handed out yet: before it does,
+        # nobody is connected any more.
         answered = True
         try:
             await asyncio.wait_for(self.repository.close(), self._options.exit_timeout_secs)
@@ -109,7 +116,10 @@ class Server:
             answered = False
             log.error("requests were still executing after %g s; they are given up", self._options.exit_timeout_secs)
         await asyncio.sleep(_REFUSING_SECS)
-        await self._grpc.stop(_SENDING_SECS if answered else 0)
+        if answered:
+            await self._inflight.wait_sent(_SENDING_SECS)
+        disconnect(self._grpc_port)             # nobody can have connected again before the next line takes effect
+        await self._grpc.stop(0)
         for pages in self._pages:
             pages.close()
         return answered

@@ -22,7 +22,7 @@ from engines.ops.fallback import as_onnx
 from engines.ops.movement import FAR
 from engines.ops.recurrent import ACTIVATIONS, DEFAULTS, PARAMETERS
 from engines.ops.window import Window
-from engines.shapes import Extent, dim, extent, fixed, normal_axis, product, text
+from engines.shapes import Extent, broadcast, dim, extent, fixed, normal_axis, product, text
 
 
 @dataclass(frozen=True)
@@ -191,11 +191,11 @@ def _cast(call: Call) -> list[Node]:
 
 def is_rare(dtype: np.dtype[Any]) -> bool:
     """A type that NumPy does not have, but for bfloat16: floats of eight bits and fewer, integers of four and two."""
-    return dtype.kind == "V" and dtype.name != "bfloat16"
+    return dtype.isbuiltin != 1 and dtype.name != "bfloat16"
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
-    return dtype.kind == "f" or dtype.name == "bfloat16"
+    return dtype.isbuiltin == 1 and dtype.kind == "f" or dtype.name == "bfloat16"
 
 
 def dtype_of(number: int) -> np.dtype[Any]:
@@ -414,7 +414,8 @@ def _is(value: Any, number: int) -> bool:
 
 @rule("Expand")
 def _expand(call: Call) -> list[Node]:
-    return call.node_with(1, shape=_dims(call.value(1)))
+    """To the shape that comes of it: the target may have fewer axes, or 1 where the input has more."""
+    return call.node_with(1, shape=broadcast(call.type().shape, _dims(call.value(1))))
 
 
 @rule("Tile")

@@ -82,7 +82,8 @@ def _options(parsed: argparse.Namespace) -> ServerOptions:
         grpc_port=parsed.grpc_port, http_port=parsed.http_port, metrics_port=parsed.metrics_port,
         threads=parsed.threads, cores=parsed.cores, explicit_control=parsed.model_control_mode == "explicit",
         load_models=tuple(parsed.load_model), drain_grace_secs=parsed.drain_grace_secs,
-        exit_timeout_secs=parsed.exit_timeout_secs, max_message_bytes=parsed.max_message_mib << 20)
+        exit_timeout_secs=parsed.exit_timeout_secs, max_message_bytes=parsed.max_message_mib << 20,
+        max_inflight_bytes=parsed.max_inflight_mib << 20, send_timeout_secs=parsed.send_timeout_secs)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -118,6 +119,12 @@ def _parser() -> argparse.ArgumentParser:
                         help="how long accepted requests may take to be answered after that (default %(default)s)")
     parser.add_argument("--max-message-mib", type=positive, default=256, metavar="N",
                         help="largest request (default %(default)s)")
+    parser.add_argument("--max-inflight-mib", type=positive, default=1024, metavar="N",
+                        help="of requests and answers (an answer counts twice: gRPC has a copy) that are held at a "
+                             "time; requests beyond it get RESOURCE_EXHAUSTED (default %(default)s)")
+    parser.add_argument("--send-timeout-secs", type=seconds, default=60.0, metavar="S",
+                        help="how long a client may take to read an answer, before its connection is closed "
+                             "(default %(default)s)")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info",
                         help="the least that is written to stderr (default %(default)s)")
     return parser
