@@ -149,6 +149,8 @@ def _clip(call: Call) -> list[Node]:
     if call.opset < 11:
         return call.node_with(1, **call.keep("min", "max"))
     bounds = [call.values[i] if call.has(i) else None for i in (1, 2)]
+    if any(bound is not None and bound.size != 1 for bound in bounds):
+        raise GraphError("its bounds are no numbers, but tensors")
     if all(bound is not None or not call.has(i) for i, bound in enumerate(bounds, 1)):
         low, high = (None if bound is None else bound.item() for bound in bounds)
         return call.node_with(1, min=low, max=high)

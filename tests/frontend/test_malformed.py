@@ -45,6 +45,7 @@ CASES = {
     "a range to no number": (malformed([("Range", ["a", "b", "c"], ["y"], {})], a=np.float32(0), b=np.float32(np.nan),
                                        c=np.float32(1)), "no number of steps"),
     "a range of steps of 0": (malformed([("Range", ["a", "b", "c"], ["y"], {})], a=0, b=5, c=0), "no number of steps"),
+    "a bound that is no number": (malformed([("Clip", ["x", "c"], ["y"], {})], c=np.ones(3, np.float32)), "no numbers"),
     "groups of 0": (malformed([("GroupNormalization", ["x", "g", "g"], ["y"], {"num_groups": 0})], IMAGE,
                               g=np.ones(2, np.float32)), "'groupnormalization' .*: integer division"),
     "blocks of 0": (malformed([("DepthToSpace", ["x"], ["y"], {"blocksize": 0})], IMAGE), "'depthtospace' "),
