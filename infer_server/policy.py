@@ -158,7 +158,7 @@ def choose(queue: Collection[Q], now_ns: int, policy: BatchPolicy, instances: In
         size = _best_size(queue, now_ns, takes_ns)
         if size:
             kept, lost = shed(queue, size, now_ns + takes_ns[size], takes[size].likely / instances.total)
-            return Choice(_in_time(kept, now_ns + takes_ns[size], size), lost)
+            return Choice(_in_time(kept, now_ns + takes_ns[size], size)[:None if policy.merges else 1], lost)
     return Choice([], list(queue))
 
 
