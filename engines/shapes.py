@@ -21,7 +21,6 @@ import numpy as np
 from engines.errors import GraphError
 from engines.ir import BATCH, Array, Dim, TensorType
 
-
 MOST_AXES = 31          # of a tensor; NumPy's arrays have 32 at most before its version 2
 
 
