@@ -149,6 +149,8 @@ def _clip(call: Call) -> list[Node]:
     if call.opset < 11:
         return call.node_with(1, **call.keep("min", "max"))
     bounds = [call.values[i] if call.has(i) else None for i in (1, 2)]
+    if any(bound is not None and bound.size != 1 for bound in bounds):
+        raise GraphError("its bounds are no numbers, but tensors")
     if all(bound is not None or not call.has(i) for i, bound in enumerate(bounds, 1)):
         low, high = (None if bound is None else bound.item() for bound in bounds)
         return call.node_with(1, min=low, max=high)
@@ -445,6 +447,8 @@ def _slice(call: Call) -> list[Node]:
         axes, steps = call.ints(3), call.ints(4)
     axes = tuple(normal_axis(a, len(shape)) for a in (range(len(starts)) if axes is None else axes))
     cut_steps = tuple(steps or (1,) * len(starts))
+    if {len(starts), len(ends), len(cut_steps), len(set(axes))} != {len(axes)} or 0 in cut_steps:
+        raise GraphError(f"{len(starts)} starts, {len(ends)} ends and steps {list(cut_steps)} for axes {list(axes)}")
     ends = [FAR if isinstance(e, Extent) and e == extent(shape[a]) else e for e, a in zip(ends, axes, strict=True)]
     if any(isinstance(v, Extent) for v in (*starts, *ends)):
         raise GraphError("it cuts at a place that depends on the batch")
@@ -607,17 +611,15 @@ def _resize(call: Call) -> list[Node]:
         starts, ends = dict(zip(axes, roi, strict=False)), dict(zip(axes, roi[len(axes):], strict=False))
         every = range(len(shape))
         attrs["roi"] = (*(starts.get(i, 0.0) for i in every), *(ends.get(i, 1.0) for i in every))
-    if len(axes) not in map(len, (sizes or (), scales or ())):
-        raise GraphError(f"it has {len(axes)} axes, and as many scales or sizes it should have")
+    if len(given := sizes or scales or ()) != len(axes):
+        raise GraphError(f"{len(given)} {'sizes' if sizes else 'scales'} for {len(axes)} axes")
     if sizes:
-        if len(sizes) != len(axes):
-            raise GraphError(f"{len(sizes)} sizes for {len(axes)} axes")
         sizes = _kept_ratio(call, sizes, axes)
         wanted = dict(zip(axes, sizes, strict=True))
         every_size = tuple(dim(wanted[i]) if i in wanted else d for i, d in enumerate(shape))
         return call.node_with(1, sizes=every_size, **attrs)
-    if len(scales or ()) != len(axes):
-        raise GraphError(f"{len(scales or ())} scales for {len(axes)} axes")
+    if not all(np.isfinite(scale) and scale > 0 for scale in scales or ()):
+        raise GraphError(f"its scales are {scales}: finite numbers above 0")
     factors = dict(zip(axes, scales or [], strict=True))
     exact = [factors.get(i, 1.0) * size for i, size in enumerate(shape) if isinstance(size, int)]
     if attrs["coordinate_transformation_mode"] == "align_corners" and any(size != round(size) for size in exact):
