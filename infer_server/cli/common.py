@@ -14,6 +14,7 @@ from engines.faults import summary
 
 USER_ERROR = 2              # exit code: something that the user can mend
 FAULT = 70                  # ... and a fault of ours: EX_SOFTWARE of sysexits.h
+NOT_VERIFIED = 1            # ... and a plan that is written, but fails build-engine --verify
 Cell = str | int | float
 
 

@@ -5,7 +5,6 @@
     bf16   2 bfloat16 -> float32 where the machine has vdpbf16ps; else 1 bfloat16 widened to float32
     fp16   1 float16 widened to float32
     int16  2 int16 -> int32                      exact while the caller keeps sums below 2**31
-    int16x8  2 int16 x 2 of s8 -> int32          likewise; the loads widen the weights
 
 A step reads `step_bytes` of a pixel, the same for all lanes, and `step_bytes` of weights for each lane.
 """
@@ -99,6 +98,20 @@ class Int8(Arithmetic):
         return np.asarray(weights, np.int8)
 
 
+class Quads(Int8):
+    """Weights as bytes on every machine: where dot4 wants them wider, the loads widen them, for more instructions and
+    fewer bytes. For weights that a kernel reads once for each time that they come from beyond the caches."""
+
+    def weights(self, isa: Isa, address: Value) -> Operand:
+        return isa.spread(address.f.load(vector(isa.bytes, I8), address, isa.bytes, "weights"))
+
+    def weight_bytes(self, isa: Isa) -> int:
+        return isa.bytes
+
+    def ready(self, isa: Isa, weights: NDArray[Any]) -> NDArray[Any]:
+        return weights
+
+
 class Int16(Arithmetic):
     def zero(self, isa: Isa, of: Value) -> Value:
         return of.f.constant(0, isa.ints)
@@ -120,17 +133,6 @@ class Int16(Arithmetic):
 
     def store_weights(self, weights: NDArray[Any]) -> NDArray[Any]:
         return np.asarray(weights, np.int16)
-
-
-class Int16x8(Int16):
-    """Weights of 8 bits: half the bytes where those are what takes the time."""
-
-    def weights(self, isa: Isa, address: Value) -> Operand:
-        stored = address.f.load(vector(2 * isa.lanes, I8), address, self.weight_bytes(isa), "weights")
-        return (address.f.cast("sext", stored, vector(2 * isa.lanes, I16), "pairs"),)
-
-    def store_weights(self, weights: NDArray[Any]) -> NDArray[Any]:
-        return np.asarray(weights, np.int8)
 
 
 class Widened(Arithmetic):
@@ -173,7 +175,8 @@ class PairsOfBfloat(Arithmetic):
 
 
 INT8 = Int8("uint8", "int8", 4)
-INT16 = {"int16": Int16("int16", "int16", 2), "int16x8": Int16x8("int16", "int8", 2)}
+QUADS = Quads("uint8", "int8", 4)
+INT16 = Int16("int16", "int16", 2)
 _FLOATS = {"fp32": Widened("float32", "float32"), "fp16": Widened("float16", "float16"),
            "bf16": Widened("bfloat16", "bfloat16")}
 STORED = {"int8": INT8.dtype, **{precision: arithmetic.dtype for precision, arithmetic in _FLOATS.items()}}
@@ -184,8 +187,8 @@ def arithmetic_for(precision: str, isa: Isa) -> Arithmetic:
     """The step for a precision."""
     if precision == "int8":
         return INT8
-    if precision in INT16:
-        return INT16[precision]
+    if precision == "int16":
+        return INT16
     if precision == "bf16" and isa.bf16:
         return _PAIRS
     return _FLOATS[precision]

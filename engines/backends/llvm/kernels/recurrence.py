@@ -6,9 +6,9 @@
 
 precision "int16" multiplies integers: the state, which is known to be between -1 and 1, in units of 2**-13, by weights
 of 16 bits with a scale per row, pairs at a time (vpmaddwd, vpdpwssd). Sums are exact; the error of a product is that of
-rounding its factors, some 2**-13, and the weights take half the bytes. "int16x8" has weights of 8 bits with a scale per
-row: a quarter of the bytes, for layers whose weights are read from beyond the second level of cache in every step, and
-take as long as that. Everything but these products is float32.
+rounding its factors, some 2**-13, and the weights take half the bytes. "int8" does the same in 8 bits, four products at
+a time (vpdpbusd): the state in units of 1/127 around a zero point of 128, for layers of so many weights that reading
+them in every step is what takes the time. Everything but these products is float32.
 
 An item with a length of its own walks that many steps; y is zero behind them.
 """
@@ -20,19 +20,18 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.arithmetic import INT16, Arithmetic, arithmetic_for
+from engines.backends.llvm.arithmetic import Arithmetic, arithmetic_for
 from engines.backends.llvm.cells import Cell, Stage
 from engines.backends.llvm.emit import Module
 from engines.backends.llvm.functions import fma
 from engines.backends.llvm.isa import Isa
-from engines.backends.llvm.kernels.recurrent_steps import BLOCK, STATE_ONE, STEPS, emit_recurrence
+from engines.backends.llvm.kernels.recurrent_steps import BLOCK, STEPS, WHOLE, emit_recurrence
 from engines.backends.llvm.lanes import FLOATS
 from engines.backends.llvm.program import Floats, Program, load_meaning, store_meaning
 from engines.backends.llvm.spec import Array, Grid, KernelSpec, Tactic, View
 
 FIRST_LEVEL = 1 << 15   # bytes of cache that most machines have there
 SECOND_LEVEL = 1 << 18  # ... and there, that some have no more of
-LARGE_SECOND_LEVEL = 1 << 20    # ... and that others have
 
 
 @dataclass(frozen=True)
@@ -86,12 +85,13 @@ class Recurrence(KernelSpec):
 
     @property
     def arithmetic(self) -> Arithmetic:
-        return arithmetic_for(self.precision, _ONE_LANE)
+        whole = WHOLE.get(self.precision)
+        return whole.arithmetic if whole else arithmetic_for(self.precision, _ONE_LANE)
 
     @property
     def scales(self) -> int:
         """Constants of a unit that make real numbers of its integer sums."""
-        return self.cells[0].gates if self.precision in INT16 else 0
+        return self.cells[0].gates if self.precision in WHOLE else 0
 
     # ---- tiles
     def items(self, isa: Isa) -> int:
@@ -107,8 +107,9 @@ class Recurrence(KernelSpec):
         return max(v for v in range(1, tactic.vectors + 1) if v == 1 or self._fits(isa, items, v * len(stage.gates)))
 
     def _fits(self, isa: Isa, items: int, weights: int) -> bool:
-        """Where dot2 is two instructions, their products need a register."""
-        return fits(isa, items, weights, int(bool(self.scales) and items > 1 and not isa.one_dot2))
+        """Where dot2 is two instructions, their products need a register; a factor of dot4 may take several."""
+        each = isa.ready_bytes // isa.bytes if self.precision == "int8" else 1
+        return fits(isa, items, weights, int(bool(self.scales) and items > 1 and not isa.one_dot2), each)
 
     def tactics(self, isa: Isa) -> Sequence[Panels]:
         most = max(len(stage.gates) for stage in self.cells[0].stages)
@@ -131,9 +132,14 @@ class Recurrence(KernelSpec):
         """Of the K loop."""
         return -(-self.hidden // (self.arithmetic.elements * STEPS)) * STEPS
 
+    @property
+    def head(self) -> int:
+        """Turns before the K loop's: where the state has a zero point, a turn's bytes hold what a sum begins with."""
+        return int(self.precision in WHOLE and WHOLE[self.precision].zero != 0)
+
     def stage_vector(self, isa: Isa, stage: Stage) -> int:
         """Bytes of the weights of one vector of units."""
-        return self.turns() * len(stage.gates) * self.arithmetic.weight_bytes(isa)
+        return (self.head + self.turns()) * len(stage.gates) * self.arithmetic.weight_bytes(isa)
 
     def room(self, isa: Isa) -> int:
         """Elements of a state: whole vectors, and all that the K loop reads."""
@@ -145,7 +151,8 @@ class Recurrence(KernelSpec):
 
     # ---- constants
     def pack(self, isa: Isa, tactic: Panels, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """"weights": [D, G H, H], float32, int16, int8 -> [direction][stage][vector of units][k][gate][lane][element];
+        """"weights": [D, G H, H], float32, int16, int8 -> [direction][stage][vector of units][k][gate][lane][element],
+        where there is a zero point, before the first k the int32 that makes up for it;
         "units": a sequence of float32 [D, H], "scales": [D, G H] -> [direction][vector of units][constant][lane];
         "first": for each given state float32 [D H], as it is."""
         vectors = -(-self.hidden // isa.lanes)
@@ -157,6 +164,9 @@ class Recurrence(KernelSpec):
             for stage in cell.stages:
                 padded = np.pad(own[list(stage.gates)], ((0, 0), *rows))
                 split = padded.reshape(len(stage.gates), vectors, isa.lanes, self.turns(), arithmetic.elements)
+                if self.head:
+                    start = np.int32(-WHOLE[self.precision].zero) * split.sum((3, 4), np.int32)
+                    split = np.concatenate([start[..., None].view(np.int8)[..., None, :], split], 3)
                 parts.append(split.transpose(1, 3, 0, 2, 4).ravel())
         units = [*constants["units"], *self._rows_of_scales(constants)]
         table = np.zeros((len(self.cells), len(units), vectors * isa.lanes), np.float32)
@@ -224,11 +234,11 @@ class Recurrence(KernelSpec):
         return [new[slot] for slot in range(cell.kept)]
 
     def _product(self, d: int, gate: int, state: Floats, constants: Mapping[str, Any]) -> tuple[Floats, Any]:
-        """The sums of one gate, and what makes real numbers of them."""
+        """The sums of one gate, without the zero point's part, and what makes real numbers of them."""
         weights = np.asarray(constants["weights"])[d].reshape(-1, self.hidden, self.hidden)[gate]
         if not self.scales:
             return np.asarray(weights @ state, np.float32), np.float32(1)
-        whole = np.rint(state * np.float32(STATE_ONE)).astype(np.int64)
+        whole = np.rint(state * np.float32(WHOLE[self.precision].one)).astype(np.int64)
         sums = (weights.astype(np.int64) @ whole).astype(np.float32)
         return sums, self._rows_of_scales(constants)[gate][d]
 
@@ -238,7 +248,7 @@ _ONE_LANE = Isa("one lane", 1, 16, "", "", frozenset())
 
 def whole_precision(weights: Array) -> str:
     """Of recurrent weights [D, G H, H] in an INT8 engine: 16 bits where they stay in the second level of cache."""
-    return "int16" if weights[0].size * 2 <= LARGE_SECOND_LEVEL else "int16x8"
+    return "int16" if weights[0].size * 2 <= SECOND_LEVEL else "int8"
 
 
 def whole_weights(weights: Array, precision: str) -> tuple[Array, Array]:
@@ -246,15 +256,16 @@ def whole_weights(weights: Array, precision: str) -> tuple[Array, Array]:
 
     A row's scale is the finest for which neither a weight leaves its bits nor a sum of products 32.
     """
-    dtype = INT16[precision].weights_dtype
+    dtype, one = WHOLE[precision].arithmetic.weights_dtype, WHOLE[precision].one
+    most = one + WHOLE[precision].zero      # of a state as it is stored
     largest = np.abs(weights).max(axis=2) / np.iinfo(dtype).max
-    total = np.abs(weights).sum(axis=2) / ((np.iinfo(np.int32).max - weights.shape[2] * STATE_ONE) / STATE_ONE)
+    total = np.abs(weights).sum(axis=2) / ((np.iinfo(np.int32).max - weights.shape[2] * most) / most)
     step = np.maximum(largest, total)
     step = np.where(step > 0, step, 1)
-    return np.rint(weights / step[..., None]).astype(dtype), (step / STATE_ONE).astype(np.float32)
+    return np.rint(weights / step[..., None]).astype(dtype), (step / one).astype(np.float32)
 
 
-def fits(isa: Isa, items: int, weights: int, spare: int = 0) -> bool:
-    """Whether a tile's accumulators fit the registers, beside the fewer of its two sides and one of the other, and
-    what the arithmetic needs to spare."""
-    return items * weights + min(items, weights) + 1 + spare <= isa.registers
+def fits(isa: Isa, items: int, weights: int, spare: int = 0, each: int = 1) -> bool:
+    """Whether a tile's accumulators fit the registers, beside the fewer of its two sides and one of the other, each in
+    so many registers, and what the arithmetic needs to spare."""
+    return items * weights + each * (min(items, weights) + 1) + spare <= isa.registers

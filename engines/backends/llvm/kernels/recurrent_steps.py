@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engines.backends.llvm.access import hidden, load_channels, store_channels
-from engines.backends.llvm.arithmetic import Operand
+from engines.backends.llvm.arithmetic import INT16, QUADS, Arithmetic, Operand
 from engines.backends.llvm.cells import Source, Stage
-from engines.backends.llvm.emit import I16, I32, I64, PTR, Function, Module, Value, vector
+from engines.backends.llvm.emit import I8, I16, I32, I64, PTR, Function, Module, Value, vector
 from engines.backends.llvm.isa import Isa
-from engines.backends.llvm.lanes import Lanes
+from engines.backends.llvm.lanes import SIZES, Lanes
 from engines.backends.llvm.spec import ALIGNMENT, View, begin_kernel
 
 if TYPE_CHECKING:
@@ -31,7 +31,17 @@ STRANDS = 4             # units whose updates are written in turns
 FEWEST_CHAINS = 8       # sums that must be under way at once to hide an fma's latency; fewer are split
 STEPS = 4               # the K loop's turns are a multiple of this, so that a sum can be split
 LINE = 64               # bytes of a cache line
-STATE_ONE = 1 << 13     # what 1.0 is in an int16 state
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A state between -1 and 1 in integers: round(state * one) + zero."""
+    arithmetic: Arithmetic
+    one: int
+    zero: int
+
+
+WHOLE = {"int16": Whole(INT16, 1 << 13, 0), "int8": Whole(QUADS, 127, 128)}
 
 
 def emit_recurrence(spec: Recurrence, module: Module, name: str, isa: Isa, tactic: Panels) -> None:
@@ -54,8 +64,9 @@ class _Emitter:
         self.spec, self.module, self.name, self.isa, self.tactic = spec, module, name, isa, tactic
         self.arithmetic, self.items = spec.arithmetic, spec.items(isa)
         self.block = 1 if spec.lengths is not None else BLOCK
-        self.whole = spec.room(isa) * 4                                     # where the int16 state follows
-        size = self.whole + (spec.room(isa) * 2 if spec.scales else 0)
+        self.stored = WHOLE.get(spec.precision)
+        self.whole = spec.room(isa) * 4                                     # where the state in integers follows
+        size = self.whole + (spec.room(isa) * SIZES[self.arithmetic.dtype] if self.stored else 0)
         self.pitch = -(-size // ALIGNMENT) * ALIGNMENT                      # bytes from item to item
         self.area = self.pitch * self.block                                 # of a state of all items
 
@@ -91,6 +102,8 @@ class _Emitter:
         for at, _ in f.tiles("clear", (1 + cell.states) * self.area, self.isa.bytes):
             f.store(f.constant(0, self.isa.floats), self.memory + at, self.isa.bytes)
         for item in f.range("item", count.like(0), count):
+            if self.stored and self.stored.zero:
+                self._clear_whole(f, self.memory + item * self.pitch + self.whole, self.stored.zero)
             for slot in self.first:
                 self._load_first(f, d, slot, start + item, item)
         x = self.x + start * spec.gates.item + d * cell.gates * spec.hidden * spec.gates.strides[1]
@@ -129,6 +142,11 @@ class _Emitter:
             at |= {key: at[key] + move for key, move in moves.items()}
             at["old"], at["new"] = at["new"], at["old"]
         return at["old"]
+
+    def _clear_whole(self, f: Function, state: Value, zero: int) -> None:
+        """Zeros in integers, where they are not the integer 0."""
+        for at, _ in f.tiles("zero", self.spec.room(self.isa), self.isa.lanes):
+            f.store(f.constant(zero, vector(self.isa.lanes, I8)), state + at, self.isa.lanes)
 
     def _load_first(self, f: Function, d: int, slot: int, item: Value, place: Value) -> None:
         view, source = self.first[slot]
@@ -221,7 +239,12 @@ class _Emitter:
         keys = [(item, g, v) for v in range(vectors) for g in range(len(stage.gates)) for item in range(size)]
         split = next(n for n in (1, 2, STEPS) if n * len(keys) >= FEWEST_CHAINS or n == STEPS)
         acc = {(part, key): arithmetic.zero(isa, source) for part in range(split) for key in keys}
-        at = {"s": source + (self.whole if spec.scales else 0), "w": f.parameters["w"], "ahead": f.parameters["ahead"]}
+        at = {"s": source + (self.whole if self.stored else 0), "w": f.parameters["w"], "ahead": f.parameters["ahead"]}
+        if spec.head:
+            for item, g, v in keys:
+                start = at["w"] + (v * spec.stage_vector(isa, stage) + g * isa.bytes)
+                acc[0, (item, g, v)] = f.load(isa.ints, start, isa.bytes, "start")
+            at["w"] += len(stage.gates) * isa.bytes
         step, weight = arithmetic.step_bytes, arithmetic.weight_bytes(isa)
         for _ in f.loop("k", spec.turns() // split, acc=acc, at=at):
             for part in range(split):
@@ -325,11 +348,13 @@ class _Unit:
     def _store(self, slot: int, value: Value) -> None:
         e, f, isa, spec = self.e, self.f, self.e.isa, self.e.spec
         f.store(value, self._address(slot, "new"), isa.bytes)
-        if spec.scales and any(stage.source == slot for stage in self.cell.stages):
-            whole = f.cast("trunc", isa.round(value * STATE_ONE), vector(isa.lanes, I16), "whole")
+        if e.stored and any(stage.source == slot for stage in self.cell.stages):
+            size = SIZES[e.stored.arithmetic.dtype]
+            integers = isa.round(value * e.stored.one) + e.stored.zero
+            whole = f.cast("trunc", integers, vector(isa.lanes, {1: I8, 2: I16}[size]), "whole")
             base = f.parameters["rest"] + (slot - 1) * e.area if slot else f.parameters["new"]
-            at = base + (self.item * e.pitch + e.whole + self.v * isa.lanes * 2) + f.parameters["start"] * 2
-            f.store(whole, at, 2 * isa.lanes)
+            at = base + (self.item * e.pitch + e.whole + self.v * isa.lanes * size) + f.parameters["start"] * size
+            f.store(whole, at, size * isa.lanes)
         if slot == 0 and spec.y is not None:
             unit = self.v * isa.lanes * spec.y.strides[1]
             e._store_y(value, self.count, f.parameters["y"] + (self.item * spec.y.item + unit))
