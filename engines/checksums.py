@@ -36,9 +36,10 @@ class PageSums:
 
     def add(self, block: Bytes) -> None:
         whole = len(block) // PAGE * PAGE
-        words = np.frombuffer(block[:whole], "<u8").reshape(-1, _WORDS)
-        self._rows = zlib.crc32(words.sum(axis=1).data, self._rows)
-        self._columns += words.sum(axis=0)
+        if whole:
+            words = np.frombuffer(block[:whole], "<u8").reshape(-1, _WORDS)
+            self._rows = zlib.crc32(words.sum(axis=1).data, self._rows)
+            self._columns += words.sum(axis=0)
         self._tail = block[whole:]
 
     def digest(self) -> str:

@@ -21,6 +21,8 @@ import numpy as np
 from engines.errors import GraphError
 from engines.ir import BATCH, Array, Dim, TensorType
 
+MOST_AXES = 31          # of a tensor; NumPy's arrays have 32 at most before its version 2
+
 
 class Undecided(Exception):
     """The answer depends on the batch, or is not of the form coefficient * batch + constant."""

@@ -1,7 +1,8 @@
 """Ends TCP connections of this process from outside of the library that owns them.
 
-gRPC for Python has no way to close a connection, and ends calls that it has not handed out yet with CANCELLED when it
-stops; no client repeats those. A client whose connection closes gets UNAVAILABLE, and asks another server.
+gRPC for Python has no way to close a connection, or to stop listening and go on answering; when it stops, it ends with
+CANCELLED what it has not handed out yet, and no client repeats that. A client whose connection closes, or is refused,
+gets UNAVAILABLE, and asks another server.
 """
 from __future__ import annotations
 
@@ -15,23 +16,30 @@ from urllib.parse import unquote
 _DESCRIPTORS = "/dev/fd"            # of this process; Linux and macOS have it
 
 
+def stop_listening(port: int) -> None:
+    """Refuses new connections to a port of this process from now on.
+
+    The listening socket is not shut down, which its owner would take for a failure: it closes, as another socket, which
+    nobody can reach, takes its descriptor.
+    """
+    for descriptor, listener in _sockets(port):
+        if _listens(listener):
+            with socket.socket(listener.family, socket.SOCK_STREAM) as unreachable:
+                os.dup2(unreachable.fileno(), descriptor, inheritable=False)
+
+
 def disconnect(port: int, peer: str = "") -> None:
     """Ends the connections to a port of this process: all, or those of one peer as gRPC writes it."""
-    for connection in _sockets(port):
-        if not peer or unquote(peer) == _peer(connection):
-            _shut_down(connection)
+    for _, connection in _sockets(port):
+        if not _listens(connection) and (not peer or unquote(peer) == _peer(connection)):
+            with suppress(OSError):             # its other end was faster
+                connection.shutdown(socket.SHUT_RDWR)
 
 
-def _shut_down(end: socket.socket) -> None:
-    with suppress(OSError):             # its other end was faster
-        end.shutdown(socket.SHUT_RDWR)
+def _sockets(port: int) -> Iterator[tuple[int, socket.socket]]:
+    """The TCP sockets of a local port: the descriptor, and a duplicate of it that lives for its turn.
 
-
-def _sockets(port: int) -> Iterator[socket.socket]:
-    """The connected TCP sockets of a local port.
-
-    Each is a duplicate, which lives for its turn: another thread may close the original, and open something else in its
-    place, at any time.
+    A duplicate, because another thread may close the original, and open something else in its place, at any time.
     """
     for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
         with suppress(OSError):
@@ -40,13 +48,13 @@ def _sockets(port: int) -> Iterator[socket.socket]:
                 os.close(duplicate)
                 continue
             with socket.socket(fileno=duplicate) as end:
-                if _is_connected_to(end, port):
-                    yield end
+                internet = end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM
+                if internet and end.getsockname()[1] == port:
+                    yield int(name), end
 
 
-def _is_connected_to(end: socket.socket, port: int) -> bool:
-    return (end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM
-            and bool(end.getsockname()[1] == port) and not end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+def _listens(end: socket.socket) -> bool:
+    return bool(end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def _peer(connection: socket.socket) -> str:
@@ -55,4 +63,5 @@ def _peer(connection: socket.socket) -> str:
         address, port = connection.getpeername()[:2]
     except OSError:
         return ""
-    return f"ipv4:{address}:{port}" if connection.family == socket.AF_INET else f"ipv6:[{address}]:{port}"
+    address = address.removeprefix("::ffff:")           # IPv4 on a socket for both
+    return f"ipv6:[{address}]:{port}" if ":" in address else f"ipv4:{address}:{port}"

@@ -149,6 +149,8 @@ def _clip(call: Call) -> list[Node]:
     if call.opset < 11:
         return call.node_with(1, **call.keep("min", "max"))
     bounds = [call.values[i] if call.has(i) else None for i in (1, 2)]
+    if any(bound is not None and bound.size != 1 for bound in bounds):
+        raise GraphError("its bounds are no numbers, but tensors")
     if all(bound is not None or not call.has(i) for i, bound in enumerate(bounds, 1)):
         low, high = (None if bound is None else bound.item() for bound in bounds)
         return call.node_with(1, min=low, max=high)
@@ -235,13 +237,6 @@ def _lp_normalization(call: Call) -> list[Node]:
     return call.node_with(1, p=p, axis=normal_axis(call.attr("axis", -1), call.rank))
 
 
-@rule("LRN")
-def _lrn(call: Call) -> list[Node]:
-    if call.attr("size") < 1:
-        raise GraphError(f"its size is {call.attr('size')}, at least 1 it should be")
-    return call.node_with(1, **call.keep("size", "alpha", "beta", "bias"))
-
-
 @rule("BatchNormalization")
 def _batch_normalization(call: Call) -> list[Node]:
     if call.attr("training_mode", 0) or (len(call.node.outputs) > 1 and call.opset >= 14):
@@ -258,7 +253,7 @@ def _layer_normalization(call: Call) -> list[Node]:
 
 def plain_sums(call: Call) -> None:
     """stash_type: the precision of the inner sums, float32 where it is not said. It is float32 here."""
-    if call.attr("stash_type", TensorProto.FLOAT) != TensorProto.FLOAT:
+    if dtype_of(call.attr("stash_type", TensorProto.FLOAT)) != np.float32:
         raise Beyond("inner sums in another type than float32")
 
 
@@ -452,6 +447,8 @@ def _slice(call: Call) -> list[Node]:
         axes, steps = call.ints(3), call.ints(4)
     axes = tuple(normal_axis(a, len(shape)) for a in (range(len(starts)) if axes is None else axes))
     cut_steps = tuple(steps or (1,) * len(starts))
+    if {len(starts), len(ends), len(cut_steps), len(set(axes))} != {len(axes)} or 0 in cut_steps:
+        raise GraphError(f"{len(starts)} starts, {len(ends)} ends and steps {list(cut_steps)} for axes {list(axes)}")
     ends = [FAR if isinstance(e, Extent) and e == extent(shape[a]) else e for e, a in zip(ends, axes, strict=True)]
     if any(isinstance(v, Extent) for v in (*starts, *ends)):
         raise GraphError("it cuts at a place that depends on the batch")
@@ -484,6 +481,8 @@ def _recurrent(call: Call) -> list[Node]:
         raise GraphError(f"unknown activation '{min(unknown)}'; ONNX has {', '.join(ACTIVATIONS)}")
     if len(names) != count * len(DEFAULTS[op]) or direction not in ("forward", "reverse", "bidirectional"):
         raise GraphError(f"{len(names)} activations for direction '{direction}'")
+    if call.attr("clip", 1.0) <= 0:
+        raise GraphError(f"clip is {call.attr('clip')}, which leaves nothing; it is above 0, or not there")
     if call.attr("hidden_size", size := fixed(call.type(2).shape)[-1]) != size:
         raise GraphError(f"hidden_size is {call.attr('hidden_size')}, but its weights are for {size}")
     given = {key: iter(call.attr(key) or ()) for key in ("activation_alpha", "activation_beta")}
@@ -506,8 +505,10 @@ def _convolution(call: Call) -> list[Node]:
         attrs["pads"] = _same_pads(call, kernel, attrs) or attrs["pads"]
         return call.node_with(3, **attrs)
     extra = tuple(call.attr("output_padding", (0,) * len(kernel)))
-    if len(extra) != len(kernel):
-        raise GraphError(f"output_padding is {extra}; it has {len(kernel)} numbers")
+    wanted = call.attr("output_shape", kernel)[-len(kernel):]       # batch and channels may stand before it
+    for name, numbers in (("output_padding", extra), ("output_shape", wanted)):
+        if len(numbers) != len(kernel):
+            raise GraphError(f"{name} is {tuple(numbers)}; it has {len(kernel)} numbers")
     return call.node_with(3, **attrs | {"output_padding": extra, "pads": _transposed_pads(call, kernel, attrs, extra)})
 
 
@@ -610,17 +611,15 @@ def _resize(call: Call) -> list[Node]:
         starts, ends = dict(zip(axes, roi, strict=False)), dict(zip(axes, roi[len(axes):], strict=False))
         every = range(len(shape))
         attrs["roi"] = (*(starts.get(i, 0.0) for i in every), *(ends.get(i, 1.0) for i in every))
-    if len(axes) not in map(len, (sizes or (), scales or ())):
-        raise GraphError(f"it has {len(axes)} axes, and as many scales or sizes it should have")
+    if len(given := sizes or scales or ()) != len(axes):
+        raise GraphError(f"{len(given)} {'sizes' if sizes else 'scales'} for {len(axes)} axes")
     if sizes:
-        if len(sizes) != len(axes):
-            raise GraphError(f"{len(sizes)} sizes for {len(axes)} axes")
         sizes = _kept_ratio(call, sizes, axes)
         wanted = dict(zip(axes, sizes, strict=True))
         every_size = tuple(dim(wanted[i]) if i in wanted else d for i, d in enumerate(shape))
         return call.node_with(1, sizes=every_size, **attrs)
-    if len(scales or ()) != len(axes):
-        raise GraphError(f"{len(scales or ())} scales for {len(axes)} axes")
+    if not all(np.isfinite(scale) and scale > 0 for scale in scales or ()):
+        raise GraphError(f"its scales are {scales}: finite numbers above 0")
     factors = dict(zip(axes, scales or [], strict=True))
     exact = [factors.get(i, 1.0) * size for i, size in enumerate(shape) if isinstance(size, int)]
     if attrs["coordinate_transformation_mode"] == "align_corners" and any(size != round(size) for size in exact):

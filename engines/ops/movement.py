@@ -123,6 +123,10 @@ class Gather(Op):
         x, indices = inputs
         assert x is not None and indices is not None
         axis = normal_axis(node.attrs.get("axis", 0), len(x.shape))
+        known, extent_ = values[1] if len(values) > 1 else None, x.shape[axis] if x.shape else 0
+        if known is not None and known.dtype != object and isinstance(extent_, int) and np.any(
+                (known < -extent_) | (known >= extent_)):
+            raise GraphError(f"its indices reach from {known.min()} to {known.max()}, axis {axis} has {extent_}")
         return (TensorType(x.dtype, (*x.shape[:axis], *indices.shape, *x.shape[axis + 1:])),)
 
     @classmethod

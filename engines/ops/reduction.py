@@ -65,8 +65,13 @@ class ReduceSum(Reduction):
     formula: ClassVar[Formula] = staticmethod(np.sum)
 
 
+def mean(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
+    """NumPy's, which is loud about the mean of nothing."""
+    return np.asarray(np.mean(x, axis, keepdims=keepdims) if x.size else np.sum(x, axis, keepdims=keepdims) * np.nan)
+
+
 class ReduceMean(Reduction):
-    formula: ClassVar[Formula] = staticmethod(np.mean)      # type: ignore[assignment]
+    formula: ClassVar[Formula] = staticmethod(mean)
 
 
 class ReduceMax(Reduction):

@@ -29,9 +29,10 @@ from engines.plan import Plan
 from engines.planfile import read_plan, write_plan
 from engines.serialize import graph_from_json
 from infer_server.cli.calibrating import Calibration, Say
-from infer_server.cli.common import guarded, positive
+from infer_server.cli.common import NOT_VERIFIED, guarded, positive
 from infer_server.cli.compiling import compile_model
 from infer_server.cli.inspect_engine import fallbacks, kernels, layers
+from infer_server.cli.verifying import verify_build
 from infer_server.malloc import tune_malloc
 
 
@@ -91,6 +92,8 @@ def _command(options: argparse.Namespace) -> int:
     if options.export_qdq:
         _export(plan, options.export_qdq, say)
     _summary(plan, options, say)
+    if options.verify and not verify_build(options.output, options.model, config, calibration, say, _say):
+        return NOT_VERIFIED
     return 0
 
 
@@ -124,8 +127,8 @@ def _check(options: argparse.Namespace) -> None:
     for output in map(Path, filter(None, (options.output, options.export_qdq))):     # before minutes of calibration
         if output.is_dir() or not os.access(output.absolute().parent, os.W_OK):
             raise ConfigError(f"cannot write {output}: name a file in a folder that exists and is yours to write")
-    if options.calib and options.precision not in ("int8", "best"):
-        raise ConfigError(f"--calib is for --int8 and --best; this build is {options.precision}")
+    if options.calib and options.precision not in ("int8", "best") and not options.verify:
+        raise ConfigError(f"--calib is for --int8, --best and --verify; this build is {options.precision}")
     if options.uint8_input and not options.preprocess:
         raise ConfigError("--uint8-input needs --preprocess: the scale, mean and std by which pixels become what the "
                           "model takes")
@@ -205,6 +208,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-timing", action="store_true", help="take each kernel's usual tactic without timing")
     parser.add_argument("--cache-dir", metavar="DIR", help="engine cache: the second identical build is a lookup")
     parser.add_argument("--export-qdq", metavar="FILE", help="also write the quantised model as ONNX")
+    parser.add_argument("--verify", action="store_true",
+                        help="run the plan and the model (by ONNX Runtime where it is installed) on items of --calib "
+                             f"or generated ones; exit with {NOT_VERIFIED} if an output is further off than the "
+                             "precision explains")
     parser.add_argument("-v", "--verbose", action="store_true", help="print what was fused, and every kernel")
     parser.add_argument("-q", "--quiet", action="store_true", help="print errors and fallbacks only")
     return parser

@@ -1,6 +1,7 @@
 """The service inference.GRPCInferenceService on grpc.aio."""
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -116,6 +117,14 @@ def inference_handlers(service: InferenceService) -> grpc.GenericRpcHandler:
         else:
             handlers[method.name] = _served(method, call)
     return grpc.method_handlers_generic_handler(protos.INFERENCE_SERVICE, handlers)
+
+
+def _concerns_us(record: logging.LogRecord) -> bool:
+    """Whether gRPC complains of something else than a client that went away while its answer was being sent."""
+    return not record.getMessage().startswith("ExecuteBatchError raised in core")
+
+
+logging.getLogger("grpc._cython.cygrpc").addFilter(_concerns_us)
 
 
 def create_server(service: InferenceService, lifecycle: Lifecycle, max_message_bytes: int) -> grpc.aio.Server:

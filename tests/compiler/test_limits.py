@@ -1,6 +1,9 @@
 """What a plan cannot hold is refused by name: types, and sizes that no machine has."""
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from onnx import TensorProto
@@ -52,6 +55,14 @@ def test_a_batch_that_fits_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     with_memory(monkeypatch, 2_000_000)
     builder = Builder(BuildConfig(timing=False, max_batch=2))
     builder.plan(builder.graph(CONVOLUTION))
+
+
+def test_a_limit_on_the_process_is_a_limit_on_the_model() -> None:
+    """As `ulimit -v` sets it; what the process has already is taken."""
+    script = ("import resource; from engines import capacity; size = capacity._address_space(); "
+              "resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 30), -1)); print(capacity.memory_limit())")
+    limit = int(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)
+    assert 0.9 * 2**30 < limit <= 2**30
 
 
 def test_an_item_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import faulthandler
 import signal
 import sys
 import traceback
-from collections import Counter
+import warnings
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("--keep-going", action="store_true", help="go on with the next family after a fault")
     options = parser.parse_args()
     faulthandler.enable()
+    warnings.simplefilter("error")
     signal.signal(signal.SIGALRM, _hangs)
     faults = 0
     for family in options.family:
@@ -72,11 +73,8 @@ def _hangs(signum: int, frame: object) -> None:
 
 
 def _report() -> None:
-    kinds: Counter[str] = Counter()
-    for what, count in seen.items():
-        kinds[what.split(" (")[-1] if len(what) > 160 else what] += count
-    for what, count in kinds.most_common(60):
-        print(f"{count:6} {what}", file=sys.stderr)
+    for what, count in seen.most_common():
+        print(f"{count:6} {what}")
 
 
 if __name__ == "__main__":

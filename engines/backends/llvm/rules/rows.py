@@ -8,7 +8,7 @@ import numpy as np
 
 from engines.backends.llvm.affine import AffineWriter
 from engines.backends.llvm.calls import Call, Context, Refused, lowers, stored, write_body
-from engines.backends.llvm.kernels.lrn import Lrn
+from engines.backends.llvm.kernels.lrn import MARGIN, Lrn
 from engines.backends.llvm.kernels.norm import Norm
 from engines.backends.llvm.kernels.softmax import Softmax
 from engines.backends.llvm.lanes import FLOATS
@@ -44,6 +44,8 @@ def lower_lrn(ctx: Context, node: Node) -> Sequence[Call]:
     lrn = node.anchor.attrs
     if not lrn.get("channels_last"):
         raise Refused("only LRN in NHWC is compiled")
+    if lrn["size"] > MARGIN:
+        raise Refused(f"a window of {lrn['size']} channels; {MARGIN} are the most")
     numbers: dict[str, Any] = {key: float(lrn[key]) for key in ("alpha", "beta", "bias") if key in lrn}
     return [row_call(ctx, node, Lrn, size=int(lrn["size"]), **numbers)]
 

@@ -1,0 +1,51 @@
+"""build-engine --verify: the plan beside the model it was built from, as a table and a verdict."""
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tqdm import tqdm
+
+from calibration.data import open_calibration_data
+from calibration.items import Feed
+from calibration.verify import OutputErrors, Verification, verify
+from engines.builder import BuildConfig
+from engines.planfile import read_plan
+from infer_server.cli.calibrating import Calibration, Say
+from infer_server.cli.common import table
+
+HEADER = ("output", "largest error", "of range", "item", "mean", "median", "SQNR dB", "cosine", "differ %", "")
+
+
+def verify_build(plan: str, model: str, config: BuildConfig, calibration: Calibration, say: Say, warn: Say) -> bool:
+    """Whether the plan file passes. The table goes to `say`, what is wrong and what to do about it to `warn`."""
+    data = None
+    if calibration.source:
+        data = open_calibration_data(calibration.source, read_plan(plan).inputs, calibration.declared)
+    found = verify(plan, model, data, shapes=config.shapes, pixels=config.pixels, progress=_bar)
+    source = data.source if data else "generated inputs"
+    say(f"{plan} ({found.precision}) beside {found.oracle}, {found.items} items of {source}:\n{listed(found)}")
+    if not found.faults:
+        say(f"{plan}: verified")
+        return True
+    warn("\n".join([f"{plan}: NOT verified", *(f"  {fault}" for fault in found.faults), f"  {found.advice}"]))
+    return False
+
+
+def listed(found: Verification) -> str:
+    """The errors of each output, a line each."""
+    return table([_row(errors, bool(errors.fault(found.limits))) for errors in found.outputs], HEADER)
+
+
+def _row(errors: OutputErrors, is_fault: bool) -> list[str]:
+    verdict = "FAILED" if is_fault else "passed"
+    if errors.wrong or not errors.floating:
+        numbers = ["-"] * 7
+    else:
+        numbers = [f"{errors.largest:.3g}", f"{errors.relative:.2e}", str(errors.item), f"{errors.mean:.3g}",
+                   f"{errors.median:.3g}", f"{errors.sqnr_db:.1f}", f"{errors.cosine:.6f}"]
+    return [errors.name, *numbers, f"{100 * errors.differing:.2f}", verdict]
+
+
+def _bar(feeds: Iterable[Feed], slow: bool) -> Iterable[Feed]:
+    """Progress on stderr, where that is a terminal and a feed takes long."""
+    return tqdm(feeds, desc="verifying", unit="batch", disable=None, leave=False) if slow else feeds
