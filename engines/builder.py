@@ -40,6 +40,8 @@ class BuildConfig:
     """What a user decides about a build; all of it is part of the engine cache's key."""
     precision: str = "fp32"
     max_batch: int | None = None            # None: 32 where the model has a batch axis
+    opt_batch: int | None = None            # tactics are timed with so many items; None: with one, and with more
+                                            # where several items share a tile
     target: str = ""                        # name of an instruction set; "" is this machine's best
     shapes: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)  # of symbolic inputs; None: the batch
     constants: Mapping[str, Array] = field(default_factory=dict)    # inputs that always have this value
@@ -53,6 +55,8 @@ class BuildConfig:
             raise ConfigError(f"unknown precision '{self.precision}'; it is one of {', '.join(PRECISIONS)}")
         if self.max_batch is not None and self.max_batch < 1:
             raise ConfigError(f"--max-batch {self.max_batch}: a batch has at least one item")
+        if self.opt_batch is not None and self.opt_batch < 1:
+            raise ConfigError(f"--opt-batch {self.opt_batch}: a batch has at least one item")
 
 
 class Builder:
@@ -162,7 +166,12 @@ class Builder:
         return [self._chosen(mixed), int8, *floats]
 
     def _chosen(self, graph: Graph) -> Chosen:
-        return choose_kernels(graph, self._tuner, self._max_batch(graph), self.progress)
+        max_batch = self._max_batch(graph)
+        if (self.config.opt_batch or 1) > max(max_batch, 1):
+            raise ConfigError(f"--opt-batch {self.config.opt_batch}: " + (
+                f"the plan takes at most {max_batch} items; raise --max-batch" if max_batch else
+                "the model's inputs have no symbolic batch axis, so it is timed in the shape that it declares"))
+        return choose_kernels(graph, self._tuner, max_batch, self.config.opt_batch, self.progress)
 
     @property
     def arithmetic_note(self) -> str:
@@ -225,4 +234,5 @@ def relower(plan: Plan, target: str = "") -> Plan:
     compiled = assemble(choose_kernels(graph, tuner, plan.max_batch))
     return replace(plan, target=compiled.target, cpu=compiled.cpu, inputs=compiled.inputs, outputs=compiled.outputs,
                    buffers=compiled.buffers, steps=compiled.steps, fills=compiled.fills, code=compiled.code,
-                   constants=compiled.constants, derived=compiled.derived, packed=compiled.packed, bands=(), fingerprint="")
+                   constants=compiled.constants, derived=compiled.derived, packed=compiled.packed, bands=(),
+                   fingerprint="")

@@ -20,10 +20,16 @@ def memory_limit() -> int:
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
         import resource  # POSIX only, as sysconf is
         soft = resource.getrlimit(resource.RLIMIT_AS)[0]
-        limits += [soft] * (soft != resource.RLIM_INFINITY)
+        limits += [soft - _address_space()] * (soft != resource.RLIM_INFINITY)
     if _CGROUP.is_file() and (text := _CGROUP.read_text().strip()).isdecimal():
         limits.append(int(text))
     return min(limits)
+
+
+def _address_space() -> int:
+    """Bytes that the process has already, where the system tells."""
+    sizes = Path("/proc/self/statm")
+    return int(sizes.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") if sizes.is_file() else 0
 
 
 def bytes_of(tensor: TensorType) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from engines.errors import PlanError
+from engines.errors import PlanCorruptError, PlanError
 from engines.ir import Array, QParams
 from engines.plan import Fallback, TensorView
 
@@ -17,14 +17,23 @@ class FallbackStep:
     """A fallback made ready to run: the node decoded, its constants real numbers, the reference imported."""
 
     def __init__(self, fallback: Fallback, constants: Mapping[str, Array]) -> None:
-        """constants: Plan.graph_arrays. PlanCorruptError if the node cannot be read."""
+        """constants: Plan.graph_arrays. Raises PlanCorruptError: the node or one of its constants cannot be read."""
         from engines.reference import run_node
         from engines.serialize import node_from_json
         self._run_node, self._node, self._fallback = run_node, node_from_json(fallback.node), fallback
         quants = fallback.constant_quant or (None,) * len(fallback.inputs)
-        self._constants = {name: constants[name] if quant is None else to_real(constants[name], quant)
+        self._constants = {name: self._constant(name, constants[name], quant)
                            for name, quant in zip(fallback.inputs, quants, strict=True)
                            if isinstance(name, str) and name}
+
+    def _constant(self, name: str, stored: Array, quant: QParams | None) -> Array:
+        if quant is None:
+            return stored
+        try:
+            return to_real(stored, quant)
+        except (ValueError, IndexError) as error:
+            raise PlanCorruptError(f"the constant '{name}' of {self._node.op} '{self._node.name}' is no {quant} "
+                                   f"({error}); build the plan again") from error
 
     def run(self, array: Callable[[TensorView], Array], batch: int) -> None:
         """`array` gives the memory of a tensor. Raises PlanError: the node does not take these values, or gives others
@@ -37,8 +46,8 @@ class FallbackStep:
                 _store(array(view), np.asarray(result), view)
         except Exception as error:      # an operator's own, for which the values are at fault, or the plan
             raise PlanError(f"the reference cannot run {self._node.op} '{self._node.name or outputs[0].name}' on these "
-                            f"values ({type(error).__name__}: {error}); where it runs on no others either, build the plan "
-                            "again") from error
+                            f"values ({type(error).__name__}: {error}); where it runs on no others either, build the "
+                            "plan again") from error
 
     def _value(self, source: TensorView | str, array: Callable[[TensorView], Array]) -> Array | None:
         if isinstance(source, TensorView):

@@ -123,8 +123,8 @@ class Memory:
         try:
             self._map = mmap.mmap(-1, -(-self.size // PAGE) * PAGE + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
-            raise PlanError(f"this process cannot have {self.size} bytes of memory ({error}); a smaller --max-batch, fewer "
-                            "instances or fewer threads take less") from error
+            raise PlanError(f"this process cannot have {self.size} bytes of memory ({error}); a smaller --max-batch, "
+                            "fewer instances or fewer threads take less") from error
         raw = np.frombuffer(self._map, np.uint8)
         skip = -raw.ctypes.data % HUGE_PAGE
         self.bytes: NDArray[np.uint8] = raw[skip:skip + self.size]

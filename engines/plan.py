@@ -148,7 +148,7 @@ class Step:
     fuses: tuple[str, ...] = ()             # ONNX node names
     precision: str = "fp32"
     tactic: str = ""
-    time_us: float = 0.0                    # as timed at build, batch 1
+    time_us: float = 0.0                    # as timed at build, for one item
     macs: int = 0                           # multiply-accumulates an item
     bytes: int = 0                          # read and written an item, constants included
     reason: str = ""                        # why it fell back, if it did
@@ -206,7 +206,7 @@ class Plan:
     metadata: Mapping[str, Any] = field(default_factory=dict)       # preprocessing, calibration, versions, report
     bands: tuple[Band, ...] = ()            # in order, apart from each other
     dependence: str = ""                    # why a batch is neither cut nor merged with others; "": it may be
-    fingerprint: str = field(default="", compare=False)     # of all but the metadata, made when it is first written
+    fingerprint: str = field(default="", compare=False)     # of all the rest, made when it is first written
 
     @property
     def derived_bytes(self) -> int:

@@ -8,9 +8,9 @@ Each weight is there once: among the constants, as kernels read it. What the gra
 there (engines/packed.py); only constants of the graph that are nowhere else have an array. Code, JSON and manifest are
 compressed; constants are not, for most would not shrink.
 
-A plan runs from a copy of the file in memory of the process's own (engines/checksums.py), checked while it is copied and
-never read again: what becomes of the file afterwards changes nothing. A file that is changed while it is read fails its
-checksums, or is the old plan or the new one, whole: the header vouches for the manifest, and that for every section.
+A plan runs from a copy of the file in memory of the process's own (engines/sections.py), checked while it is copied
+and never read again: what becomes of the file afterwards changes nothing. A file that is changed while it is read fails
+its checksums, or is the old plan or the new one, whole: the header vouches for the manifest, that for every section.
 
 Constants and arrays are checked by sums of pages, which are faster than memory; all else by BLAKE2b. Both guard against
 accidents, not against an attacker: a plan is a program, load it only from where you would load a program. The graph and
@@ -50,13 +50,13 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, default=to_plain, separators=(",", ":")).encode()
 
 
-def _fingerprint(manifest: Mapping[str, Any]) -> str:
-    """BLAKE2b of all that decides what a plan computes, as JSON gives it: its fields, and its sections by their sums.
+def fingerprint_of(manifest: Mapping[str, Any]) -> str:
+    """BLAKE2b of a plan as JSON gives it: its fields, and its sections by their sums.
 
     Code runs with the offsets, grids and layouts that it was compiled for, and takes no others: a plan in which one of
     these was altered is refused, even where somebody made the checksums of the file right again.
     """
-    fields = {name: value for name, value in manifest["plan"].items() if name not in ("fingerprint", "metadata")}
+    fields = {name: value for name, value in manifest["plan"].items() if name != "fingerprint"}
     sums = {name: record["checksum"] for name, record in manifest["sections"].items()}
     return strong(_json([fields, manifest["code"], manifest["arrays"], sums]))
 
@@ -77,7 +77,7 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
         at = -(-(at + len(data)) // LINE) * LINE
     fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.name not in _ELSEWHERE}
     content = {"plan": fields, "code": [len(code) for code in plan.code], "arrays": arrays, "sections": records}
-    fingerprint = _fingerprint(json.loads(_json(content)))
+    fingerprint = fingerprint_of(json.loads(_json(content)))
     if plan.fingerprint not in ("", fingerprint):
         raise PlanError(f"{plan.name}: the plan was altered since it was compiled; compile it again, or clear its "
                         "fingerprint to write it as another plan")
@@ -207,7 +207,7 @@ def _read_manifest(path: str, file: int) -> tuple[int, _Manifest]:
         manifest: _Manifest = read_record(_Manifest, content)
     except FieldError as error:
         raise PlanCorruptError(f"{path}: the manifest is not a plan's ({error}); {REBUILD}") from error
-    if manifest.plan.get("fingerprint") != _fingerprint(content):
+    if manifest.plan.get("fingerprint") != fingerprint_of(content):
         raise PlanCorruptError(f"{path}: altered since it was compiled, its fingerprint is another; {REBUILD}")
     return offset, manifest
 

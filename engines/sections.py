@@ -1,7 +1,7 @@
 """The sections of a plan file in memory of the process's own: read once, checked while they are read.
 
-A section is a range of the file's bytes under a name. All are read when the plan is, so that nothing depends on the file
-afterwards, and checked by the sums that the manifest has of them.
+A section is a range of the file's bytes under a name. All are read when the plan is, so that nothing depends on the
+file afterwards, and checked by the sums that the manifest has of them.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engines.errors import PlanCorruptError, PlanError
 from engines.memory import Memory
 
 REBUILD = "build the plan again, or copy it again from where it came"
-INFLATED = 64 << 20         # bytes of a JSON document or of code, at most: a damaged one could ask for all memory there is
+INFLATED = 64 << 20         # bytes of a JSON document or of code, at most: a damaged one could ask for all memory
 
 
 @dataclass(frozen=True)

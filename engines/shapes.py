@@ -21,6 +21,8 @@ import numpy as np
 from engines.errors import GraphError
 from engines.ir import BATCH, Array, Dim, TensorType
 
+MOST_AXES = 31          # of a tensor; NumPy's arrays have 32 at most before its version 2
+
 
 class Undecided(Exception):
     """The answer depends on the batch, or is not of the form coefficient * batch + constant."""
@@ -221,7 +223,8 @@ def fixed(shape: Iterable[Dim]) -> tuple[int, ...]:
     """The same shape, known to be of ints; raises GraphError otherwise."""
     shape = tuple(shape)
     if any(isinstance(d, str) for d in shape):
-        raise GraphError(f"{text(shape)} must be fixed here: only the leading extent may be symbolic")
+        raise GraphError(f"{text(shape)} must be fixed here, and depends on the batch: build the model for a fixed "
+                         "batch, with the whole shape of each input that has one, as in --shape NAME:1x3x224x224")
     return tuple(int(d) for d in shape)
 
 

@@ -1,8 +1,8 @@
 """Whether a plan's parts fit together; asked whenever one is read or made ready to run.
 
-What is checked is what Python and the executor rely on: every address in its buffer, every buffer alive where it is used,
-every tensor's type, extents and strides such that no index leaves its memory, every grid a grid. What a kernel does with
-the addresses that it is given, nobody can check here: machine code is trusted, as a program is.
+What is checked is what Python and the executor rely on: every address in its buffer, every buffer alive where it is
+used, every tensor's type, extents and strides such that no index leaves its memory, every grid a grid. What a kernel
+does with the addresses that it is given, nobody can check here: machine code is trusted, as a program is.
 """
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Broken(Exception):
 
 
 def verify(plan: Plan) -> Plan:
-    """The plan itself, after checking that its parts fit together. Raises PlanCorruptError: what does not, and where."""
+    """The plan itself, after checking that its parts fit together. Raises PlanCorruptError: what does not, where."""
     try:
         _check_plan(plan)
         for index, buffer in enumerate(plan.buffers):
@@ -67,6 +67,8 @@ def _check_plan(plan: Plan) -> None:
            f"cpu features {features!r}")
     _check(isinstance(plan.cpu.get("architecture", ""), str), f"architecture {plan.cpu.get('architecture')!r}")
     _check(0 <= plan.max_batch <= ADDRESSABLE, f"batches of up to {plan.max_batch}")
+    threads = plan.metadata.get("threads", 1)
+    _check(isinstance(threads, int) and threads >= 1, f"built for {threads!r} threads")
     for item in plan.derived:
         _check_derived(plan, item)
     _check(sum(max(buffer.bytes, 0) for buffer in plan.buffers) + plan.derived_bytes <= ADDRESSABLE,
@@ -76,8 +78,8 @@ def _check_plan(plan: Plan) -> None:
 def _check_derived(plan: Plan, item: Derived) -> None:
     _check(0 <= item.source <= len(plan.constants) and item.offset >= 0 and item.bytes >= 0
            and item.offset + item.bytes <= ADDRESSABLE,
-           f"the constant of '{item.name}' is made of byte {item.source} of {len(plan.constants)}, as {item.bytes} bytes "
-           f"at {item.offset}")
+           f"the constant of '{item.name}' is made of byte {item.source} of {len(plan.constants)}, as {item.bytes} "
+           f"bytes at {item.offset}")
     _check(0 <= item.rows <= ADDRESSABLE and 0 <= item.columns <= ADDRESSABLE,
            f"the constant of '{item.name}' has {item.rows} rows and {item.columns} columns")
 

@@ -26,7 +26,8 @@ from infer_server.request import Request
 Refuse = Callable[[list[Request], ServeError], None]
 # In order of arrival, and any of them found by identity. A plain dict forgets at each look for its first key which ones
 # were deleted before it.
-_Queue = OrderedDict[Request, None]
+_Queue = OrderedDict[Request, object]
+_GONE = object()
 
 
 class Batcher:
@@ -83,9 +84,9 @@ class Batcher:
     def withdraw(self, request: Request) -> bool:
         """Takes a request out of the queue; False if it is no longer there: executing, or ended."""
         with self._changed:
-            if request not in self._queue and request not in self._delayed:
+            if self._queue.pop(request, _GONE) is _GONE and self._delayed.pop(request, _GONE) is _GONE:
                 return False
-            self._remove([request])
+            self._forget_times(request)
             return True
 
     def take(self) -> list[Request] | None:
@@ -164,12 +165,15 @@ class Batcher:
 
     def _remove(self, requests: Iterable[Request]) -> None:
         for request in requests:
-            self._queue.pop(request, None)
-            self._delayed.pop(request, None)
-            if request.expires_ns:
-                self._timeouts.discard(request)
-            if request.deadline_ns:
-                self._deadlines.discard(request)
+            if self._queue.pop(request, _GONE) is _GONE:
+                self._delayed.pop(request, None)
+            self._forget_times(request)
+
+    def _forget_times(self, request: Request) -> None:
+        if request.expires_ns:
+            self._timeouts.discard(request)
+        if request.deadline_ns:
+            self._deadlines.discard(request)
 
     def _expire(self, now_ns: int) -> None:
         late = self._deadlines.pop_before(now_ns + self._shortest_ns(now_ns)) if self._deadlines else []

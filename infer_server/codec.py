@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from infer_server.errors import InvalidRequestError
-from infer_server.wire import InferRequest
+from infer_server.errors import InvalidRequestError, MalformedMessageError
+from infer_server.wire import MAX_VARINT_BYTES, InferRequest, Packed
 from protos import inference, model_config
 
 MAX_RANK = 32               # of a tensor
@@ -101,9 +101,11 @@ def decode_inputs(request: InferRequest, tensors: Sequence[InputTensor]) -> dict
             f"raw_input_contents holds {len(raw_inputs)} tensors for {len(tensors)} inputs; give one for each input")
     arrays: dict[str, NDArray[Any]] = {}
     for i, (tensor, message) in enumerate(zip(tensors, request.header.inputs, strict=True)):
-        if not raw_inputs:
+        if not raw_inputs and i in request.packed:
+            arrays[tensor.name] = _from_packed(tensor, request.packed[i])
+        elif not raw_inputs:
             arrays[tensor.name] = _from_contents(tensor, message.contents)
-        elif message.HasField("contents"):
+        elif message.HasField("contents") or i in request.packed:
             raise InvalidRequestError(f"{tensor}: raw_input_contents and contents must not be mixed in a request")
         else:
             arrays[tensor.name] = _from_raw(tensor, raw_inputs[i])
@@ -153,21 +155,77 @@ def _from_raw_bytes(tensor: InputTensor, raw: memoryview) -> NDArray[Any]:
 def _from_contents(tensor: InputTensor, contents: inference.InferTensorContents) -> NDArray[Any]:
     datatype = tensor.datatype
     if not datatype.contents:
-        raise InvalidRequestError(f"{tensor}: {datatype.name} has no typed contents; send it in raw_input_contents")
+        raise _no_typed_contents(tensor)
     others = [field.name for field, _ in contents.ListFields() if field.name != datatype.contents]
     if others:
         raise InvalidRequestError(f"{tensor}: expected its values in {datatype.contents}, got {', '.join(others)}")
     values: Sequence[Any] = getattr(contents, datatype.contents)
     count = math.prod(tensor.shape)
     if len(values) != count:
-        raise InvalidRequestError(f"{tensor}: expected {count} values in {datatype.contents}, got {len(values)}")
+        raise _wrong_count(tensor, len(values))
     if datatype.name == "BYTES":
         return _shaped(tensor, _object_array(values))
     if datatype.array.kind not in "iu":
         return _shaped(tensor, np.array(values, datatype.array))
-    array = np.array(values, np.int64 if datatype.name != "UINT64" else np.uint64)
-    limits = np.iinfo(datatype.array)
-    if count and (array.min() < limits.min or array.max() > limits.max):
+    return _narrowed(tensor, np.array(values, np.int64 if datatype.name != "UINT64" else np.uint64))
+
+
+def _from_packed(tensor: InputTensor, packed: Packed) -> NDArray[Any]:
+    datatype = tensor.datatype
+    if packed.field != datatype.contents:
+        if not datatype.contents:
+            raise _no_typed_contents(tensor)
+        raise InvalidRequestError(f"{tensor}: expected its values in {datatype.contents}, got {packed.field}")
+    count = math.prod(tensor.shape)
+    if datatype.array.kind == "f":
+        found, rest = divmod(packed.values.nbytes, datatype.array.itemsize)
+        if rest:
+            raise MalformedMessageError(f"{tensor}: {packed.field} ends within a value")
+        if found != count:
+            raise _wrong_count(tensor, found)
+        return _shaped(tensor, np.frombuffer(packed.values, datatype.array))
+    values = _varints(tensor, np.frombuffer(packed.values, np.uint8), count)
+    if datatype.name == "BOOL":
+        return _shaped(tensor, values != 0)
+    return _narrowed(tensor, values.view(_VARINT_KIND[packed.field]) if packed.field.endswith("64_contents")
+                     else values.astype(np.uint32).view(_VARINT_KIND[packed.field]))
+
+
+# What the base-128 integers of a field are read as; those of 32 bits lose what is above, as in every protobuf.
+_VARINT_KIND = {"int_contents": np.int32, "uint_contents": np.uint32, "int64_contents": np.int64,
+                "uint64_contents": np.uint64}
+
+
+def _varints(tensor: InputTensor, data: NDArray[np.uint8], count: int) -> NDArray[np.uint64]:
+    """`count` base-128 integers, seven bits a byte, the lowest first; the last byte of each is below 128."""
+    lasts = data < 0x80
+    if (found := int(np.count_nonzero(lasts))) != count:         # first: so no more is allocated than the model takes
+        raise _wrong_count(tensor, found)
+    ends = np.flatnonzero(lasts)
+    begins = np.concatenate(([0], ends[:-1] + 1)) if count else ends
+    lengths = ends - begins + 1
+    if data.size and (not lasts[-1] or lengths.max() > MAX_VARINT_BYTES):
+        raise MalformedMessageError(f"{tensor}: a number of more than {MAX_VARINT_BYTES} bytes, or one without an end")
+    values = np.zeros(count, np.uint64)
+    for place in range(lengths.max(initial=0)):
+        longer = np.flatnonzero(lengths > place)
+        values[longer] |= (data[begins[longer] + place] & np.uint8(0x7F)).astype(np.uint64) << np.uint64(7 * place)
+    return values
+
+
+def _wrong_count(tensor: InputTensor, found: int) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{tensor}: expected {math.prod(tensor.shape)} values in {tensor.datatype.contents}, got {found}")
+
+
+def _no_typed_contents(tensor: InputTensor) -> InvalidRequestError:
+    return InvalidRequestError(f"{tensor}: {tensor.datatype.name} has no typed contents; send it in raw_input_contents")
+
+
+def _narrowed(tensor: InputTensor, array: NDArray[Any]) -> NDArray[Any]:
+    """Integers in the datatype of a tensor. Raises InvalidRequestError if one does not fit."""
+    datatype, limits = tensor.datatype, np.iinfo(tensor.datatype.array)
+    if array.size and (array.min() < limits.min or array.max() > limits.max):
         raise InvalidRequestError(f"{tensor}: a value is outside of {datatype.name}'s {limits.min}..{limits.max}")
     return _shaped(tensor, array.astype(datatype.array))
 

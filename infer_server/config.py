@@ -6,8 +6,10 @@ What this server would have to ignore for a model to work is refused by name; wh
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 from infer_server.codec import FROM_CONFIG, Datatype
@@ -22,6 +24,12 @@ class TensorSpec:
     name: str
     datatype: Datatype
     dims: tuple[int, ...]                   # without the batch axis if the model is batched; -1: any extent
+
+    @cached_property
+    def item_bytes(self) -> int:
+        """Of one item; 0 if an extent is open, or if elements have no fixed size."""
+        return 0 if -1 in self.dims or self.datatype.array.hasobject else (
+            math.prod(self.dims) * self.datatype.array.itemsize)
 
     def describe(self, batched: bool) -> str:
         return f"{self.name} {self.datatype.name} {list(self.full_shape(batched))}"

@@ -9,6 +9,7 @@
     │   ├── QueueFullError        max_queue_size requests wait already
     │   └── RequestExpiredError   its timeout passed while it waited
     ├── DeadlineExceededError     its client's deadline passed, or is so near that no execution ends before it
+    ├── MemoryLimitError          the server holds as much of requests and answers as it may
     ├── NotServedError            a part of the protocol that this server does not implement
     ├── ExecutionError            the engine failed
     └── RepositoryError           a model that cannot be loaded; the message is the reason that the index shows
@@ -49,6 +50,10 @@ class RequestExpiredError(UnavailableError):
 
 
 class DeadlineExceededError(ServeError):
+    pass
+
+
+class MemoryLimitError(ServeError):
     pass
 
 

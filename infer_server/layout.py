@@ -5,6 +5,7 @@
 """
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,13 +40,28 @@ def model_names(repository: Path) -> list[str]:
         raise RepositoryError(f"model repository {repository}: {error.strerror}") from error
 
 
+def all_model_names(repositories: Iterable[Path]) -> list[str]:
+    """The models of several repositories. Raises RepositoryError if one is no folder."""
+    return sorted({name for repository in repositories for name in model_names(repository)})
+
+
+def repository_of(repositories: Sequence[Path], name: str) -> Path:
+    """Where a model is. Raises UnknownModelError; RepositoryError if more than one repository has it."""
+    found = [repository for repository in repositories if name in model_names(repository)]      # keeps "../x" inside
+    if not found:
+        raise UnknownModelError(f"model '{name}' is not in the repository: there is no folder {name} in "
+                                f"{', '.join(map(str, repositories))}")
+    if len(found) > 1:
+        raise RepositoryError(f"model '{name}' is in {' and in '.join(map(str, found))}: names of models must be "
+                              "unique; rename one of them")
+    return found[0]
+
+
 def read_model(repository: Path, name: str, message: model_config.ModelConfig | None = None) -> list[Source]:
     """The versions of a model that its policy chooses, highest first. `message` overrides config.pbtxt.
 
-    Raises UnknownModelError, RepositoryError or ModelConfigError.
+    Raises RepositoryError or ModelConfigError.
     """
-    if name not in model_names(repository):     # also keeps names like "../x" inside of the repository
-        raise UnknownModelError(f"model '{name}' is not in the repository: there is no folder {name} in {repository}")
     folder = repository / name
     if message is None:
         path = folder / CONFIG

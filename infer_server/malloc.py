@@ -15,6 +15,13 @@ _OPTIONS = {
 }
 
 
+def trim() -> None:
+    """Gives freed memory back to the system, where the allocator can."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
 def tune_malloc() -> None:
     """Keeps freed memory in the process for the next message or array. Says so where the allocator cannot be tuned."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -152,13 +152,14 @@ def choose(queue: Collection[Q], now_ns: int, policy: BatchPolicy, instances: In
     front = list(islice(queue, count))
     if now_ns <= _latest_start_ns(front, now_ns, times):
         return Choice(front)
-    takes = {size: times.estimate(size, now_ns) for size in _halves(policy.max_batch_size)}
+    sizes = _halves(policy.max_batch_size) if policy.merges else [max(request.rows for request in queue)]
+    takes = {size: times.estimate(size, now_ns) for size in sizes}
     for takes_ns in ({size: estimate.safe for size, estimate in takes.items()},
                      {size: estimate.likely for size, estimate in takes.items()}):  # who may just make it, after all
         size = _best_size(queue, now_ns, takes_ns)
         if size:
             kept, lost = shed(queue, size, now_ns + takes_ns[size], takes[size].likely / instances.total)
-            return Choice(_in_time(kept, now_ns + takes_ns[size], size), lost)
+            return Choice(_in_time(kept, now_ns + takes_ns[size], size)[:None if policy.merges else 1], lost)
     return Choice([], list(queue))
 
 

@@ -6,20 +6,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
 from infer_server.errors import InvalidRequestError, RepositoryError, ServeError, UnavailableError, UnknownModelError
-from infer_server.layout import Source, model_names, read_model
+from infer_server.layout import Source, all_model_names, read_model, repository_of
 from infer_server.model import Model
 from infer_server.workers import in_daemon_thread
 from protos import model_config
 
 log = logging.getLogger(__name__)
 
+_UNLOADED = "unloaded"  # the reason of versions that were let go of when somebody asked for it
 _LOADS = 2              # at a time: a model that takes minutes to build does not hold up all others
 
 
@@ -48,14 +50,18 @@ class IndexEntry:
 
 
 class Repository:
-    """A folder of models. find() is the request path: two dictionary lookups."""
+    """Folders of models. find() is the request path: two dictionary lookups."""
 
-    def __init__(self, directory: Path, load: Callable[[Source], Model]) -> None:
-        self._directory = directory
+    def __init__(self, directories: Sequence[Path], load: Callable[[Source], Model],
+                 changed: Callable[[], None] = lambda: None) -> None:
+        """changed: called when the state of a model is another than before."""
+        self._directories = directories
         self._load = load
+        self._changed = changed
         self._versions: dict[str, dict[int, Status]] = {}
         self._reasons: dict[str, str] = {}                  # of models that failed before any version was found
-        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)     # one load or unload at a time
+        self._locks: dict[str, asyncio.Lock] = {}           # one load or unload at a time, while there is one
+        self._users = Counter[str]()                        # of each lock
         self._loads = asyncio.Semaphore(_LOADS)
 
     def find(self, name: str, version: str = "") -> Model:
@@ -92,29 +98,38 @@ class Repository:
         """All that are ready."""
         return [status.model for statuses in self._versions.values() for status in statuses.values() if status.model]
 
+    def failures(self) -> dict[str, str]:
+        """Why models that were to be served are not, by "name" or "name version n"."""
+        failed = {f"{name} version {version}": status.reason
+                  for name, statuses in self._versions.items() for version, status in statuses.items()
+                  if status.state is State.UNAVAILABLE and status.reason != _UNLOADED}
+        return {**self._reasons, **failed}
+
     async def index(self) -> list[IndexEntry]:
         """Every model in the folder, loaded or not, by name and version."""
         entries = [IndexEntry(name, str(version), status.state.value, status.reason)
                    for name, statuses in self._versions.items() for version, status in statuses.items()]
         entries += [IndexEntry(name, "", State.UNAVAILABLE.value, reason) for name, reason in self._reasons.items()]
         known = self._versions.keys() | self._reasons.keys()
-        present = await in_daemon_thread(lambda: model_names(self._directory))
+        present = await in_daemon_thread(lambda: all_model_names(self._directories))
         entries += [IndexEntry(name, "", "", "") for name in present if name not in known]
         return sorted(entries, key=lambda entry: (entry.name, entry.version))
 
     async def load_all(self, names: Iterable[str] | None = None) -> None:
-        """Loads models, by default every one in the folder. A failure is logged and kept as a reason; the others go on.
+        """Loads models, by default every one there is. A failure is logged and kept as a reason; the others go on.
 
-        Raises RepositoryError if the folder itself cannot be read.
+        Raises RepositoryError if a folder itself cannot be read.
         """
         if names is None:
-            names = await in_daemon_thread(lambda: model_names(self._directory))
+            names = await in_daemon_thread(lambda: all_model_names(self._directories))
             if not names:
                 log.warning("there is no model in %s; a model is a folder with a folder for each version",
-                            self._directory)
+                            ", ".join(map(str, self._directories)))
+        names = list(names)
         results = await asyncio.gather(*(self.load(name) for name in names), return_exceptions=True)
-        for result in results:
+        for name, result in zip(names, results, strict=True):
             if isinstance(result, UnknownModelError):       # of names given; load() has logged what else failed
+                self._reasons[name] = str(result)
                 log.error("%s", result)
             elif isinstance(result, BaseException) and not isinstance(result, ServeError):
                 raise result
@@ -124,9 +139,10 @@ class Repository:
 
         `message` overrides its config.pbtxt. Raises UnknownModelError; RepositoryError, after all versions were tried.
         """
-        async with self._locks[name]:
+        async with self._alone(name):
             try:
-                sources = await in_daemon_thread(lambda: read_model(self._directory, name, message))
+                sources = await in_daemon_thread(
+                    lambda: read_model(repository_of(self._directories, name), name, message))
             except RepositoryError as error:
                 if name not in self._versions:
                     self._reasons[name] = str(error)
@@ -149,7 +165,7 @@ class Repository:
 
     async def unload(self, name: str) -> None:
         """Answers what the model has accepted, then lets go of it. Raises UnknownModelError."""
-        async with self._locks[name]:
+        async with self._alone(name):
             if name not in self._versions and name not in self._reasons:
                 raise UnknownModelError(f"model '{name}' is not loaded")
             self._reasons.pop(name, None)
@@ -159,12 +175,25 @@ class Repository:
             models = [status.model for status in statuses.values() if status.model]
             self._versions[name] = {version: Status(State.UNLOADING, "unloading") for version in statuses}
             await self._drain(models)
-            self._versions[name] = {version: Status(State.UNAVAILABLE, "unloaded") for version in statuses}
+            self._versions[name] = {version: Status(State.UNAVAILABLE, _UNLOADED) for version in statuses}
             log.info("model '%s' is unloaded", name)
 
     async def close(self) -> None:
         """Drains every model. The event loop goes on running meanwhile, so that their answers are delivered."""
         await self._drain(self.models())
+
+    @asynccontextmanager
+    async def _alone(self, name: str) -> AsyncIterator[None]:
+        """One load or unload of a model at a time; tells of the change at its end."""
+        self._users[name] += 1
+        try:
+            async with self._locks.setdefault(name, asyncio.Lock()):
+                yield
+        finally:
+            self._users[name] -= 1
+            if not self._users[name]:
+                del self._users[name], self._locks[name]
+            self._changed()
 
     async def _load_version(self, source: Source) -> None:
         statuses = self._versions[source.name]

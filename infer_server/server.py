@@ -2,24 +2,24 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from http import HTTPStatus
 from pathlib import Path
 
 from infer_server.backend import EngineLoader, load_plan
 from infer_server.building import Compiler
+from infer_server.connections import disconnect, stop_listening
 from infer_server.endpoints import metrics
 from infer_server.endpoints.grpc_server import InferenceService, create_server
-from infer_server.endpoints.http_server import Page, error_page, serve_pages
+from infer_server.endpoints.http_health import NOT_SERVED, health_page
+from infer_server.endpoints.http_server import Page, serve_pages
 from infer_server.errors import RepositoryError
+from infer_server.inflight import Inflight
 from infer_server.lifecycle import Lifecycle, Phase
 from infer_server.loader import Loader
 from infer_server.repository import Repository
-from infer_server.version import NAME, VERSION
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _SENDING_SECS = 5.0             # for computed answers to reach their clients
 @dataclass(frozen=True)
 class ServerOptions:
     """What the command line decides. A port of 0 is any free one."""
-    model_repository: Path
+    model_repositories: tuple[Path, ...]
     cache_dir: Path                             # engines built from ONNX files
     host: str = "127.0.0.1"
     grpc_port: int = 8001
@@ -39,10 +39,13 @@ class ServerOptions:
     threads: int = 1                            # for one batch of one instance
     cores: int = 1                              # for the instances of a model that does not say how many it has
     explicit_control: bool = False              # models are loaded and unloaded by clients
-    load_models: tuple[str, ...] = ()           # under explicit control: at start
+    load_models: tuple[str, ...] | None = ()    # under explicit control: at start; None: every one
+    strict_readiness: bool = True               # not ready while a model that was to be served has failed
     drain_grace_secs: float = 1.0               # between readiness dropping and refusing what is new
     exit_timeout_secs: float = 30.0             # for what was accepted to be answered
     max_message_bytes: int = 256 << 20
+    max_inflight_bytes: int = 1 << 30           # of requests and answers that are held at a time
+    send_timeout_secs: float = 60.0             # for a client to read an answer that it asked for
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,11 @@ class Ports:
     grpc: int
     http: int
     metrics: int
+
+
+def address(host: str, port: int) -> str:
+    """host:port, the host in brackets if it is an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class Server:
@@ -60,11 +68,14 @@ class Server:
         self._compiler = Compiler(options.cache_dir)
         loader = Loader(asyncio.get_running_loop(), self._compiler, options.threads, load_engine,
                         options.cores)
-        self.lifecycle = Lifecycle()
-        self.repository = Repository(options.model_repository, loader.load)
-        self._grpc = create_server(
-            InferenceService(self.repository, self.lifecycle, options.explicit_control), self.lifecycle,
-            options.max_message_bytes)
+        self.lifecycle = Lifecycle(lambda: not (options.strict_readiness and self.failures()))
+        self.repository = Repository(options.model_repositories, loader.load, self.lifecycle.changed)
+        self._unreadable: dict[str, str] = {}   # why there is no repository
+        self._inflight = Inflight(options.max_inflight_bytes, options.send_timeout_secs,
+                                  lambda peer: disconnect(self._grpc_port, peer))
+        service = InferenceService(self.repository, self.lifecycle, self._inflight, options.explicit_control)
+        self._grpc = create_server(service, self.lifecycle, options.max_message_bytes)
+        self._grpc_port = 0
         self._pages: list[asyncio.Server] = []
         self._loading: asyncio.Task[None] | None = None
 
@@ -74,23 +85,23 @@ class Server:
         Raises OSError for a port that cannot be had.
         """
         options = self._options
-        http = await self._serve_pages(options.http_port, {
-            "/v2": lambda: Page(json.dumps({"name": NAME, "version": VERSION, "extensions": []})),
-            "/v2/health/live": Page,
-            "/v2/health/ready": self._readiness,
-        }, error_page(HTTPStatus.NOT_IMPLEMENTED, "only /v2 and /v2/health/{live,ready} are served; use gRPC"))
-        metrics_port = await self._serve_pages(options.metrics_port, {
-            "/metrics": lambda: Page(metrics.render(self.repository.models()), metrics.CONTENT_TYPE),
-        }, error_page(HTTPStatus.NOT_FOUND, "this port serves /metrics"))
-        grpc = self._listen_grpc()
+        http = await self._serve_pages(
+            options.http_port, lambda path: health_page(path, self.lifecycle, self.repository), NOT_SERVED)
+        metrics_port = await self._serve_pages(
+            options.metrics_port, lambda path: metrics.page(path, self.repository.models()), metrics.NOT_FOUND)
+        self._grpc_port = self._listen_grpc()
         await self._grpc.start()
         self._loading = asyncio.create_task(self._load())
-        return Ports(grpc, http, metrics_port)
+        return Ports(self._grpc_port, http, metrics_port)
 
     async def loaded(self) -> None:
-        """Until the models to be loaded at start are ready, or have failed."""
+        """Until the models to be loaded at start are ready, or have failed: see failures()."""
         assert self._loading is not None, "start() comes first"
         await self._loading
+
+    def failures(self) -> dict[str, str]:
+        """Why models that were to be served are not."""
+        return {**self._unreadable, **self.repository.failures()}
 
     async def stop(self) -> bool:
         """Drops readiness, answers what was accepted, and closes. False: not all of it within exit_timeout_secs."""
@@ -101,15 +112,20 @@ class Server:
         await asyncio.sleep(self._options.drain_grace_secs)
         self.lifecycle.enter(Phase.STOPPED)
         # The models go first and gRPC last: what arrives meanwhile is refused with a status that tells clients to go
-        # elsewhere, where a gRPC server that stops would cancel the calls that it has not handed out yet.
+        # elsewhere. A gRPC server that stops would cancel the calls that it has not handed out yet: before it does,
+        # nobody is connected any more.
         answered = True
         try:
             await asyncio.wait_for(self.repository.close(), self._options.exit_timeout_secs)
         except TimeoutError:
             answered = False
             log.error("requests were still executing after %g s; they are given up", self._options.exit_timeout_secs)
+        stop_listening(self._grpc_port)
         await asyncio.sleep(_REFUSING_SECS)
-        await self._grpc.stop(_SENDING_SECS if answered else 0)
+        if answered:
+            await self._inflight.wait_sent(_SENDING_SECS)
+        disconnect(self._grpc_port)
+        await self._grpc.stop(0)
         for pages in self._pages:
             pages.close()
         return answered
@@ -118,29 +134,27 @@ class Server:
         names = self._options.load_models if self._options.explicit_control else None
         try:
             await self.repository.load_all(names)
-        except RepositoryError as error:        # the folder itself: clients can still ask why nothing is there
+        except RepositoryError as error:        # the folder itself: clients can still ask what is there
+            self._unreadable["model repository"] = str(error)
             log.error("%s", error)
         if self.lifecycle.phase is Phase.STARTING:
             self.lifecycle.enter(Phase.READY)
 
-    def _readiness(self) -> Page:
-        return Page(status=HTTPStatus.OK if self.lifecycle.ready else HTTPStatus.SERVICE_UNAVAILABLE)
-
-    async def _serve_pages(self, port: int, pages: dict[str, Callable[[], Page]], otherwise: Page) -> int:
+    async def _serve_pages(self, port: int, pages: Callable[[str], Page | None], otherwise: Page) -> int:
         try:
             server = await serve_pages(self._options.host, port, pages, otherwise)
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-            raise OSError(f"cannot listen on {self._options.host}:{port}: {reason}") from error
+            raise OSError(f"cannot listen on {address(self._options.host, port)}: {reason}") from error
         self._pages.append(server)
         bound: int = server.sockets[0].getsockname()[1]
         return bound
 
     def _listen_grpc(self) -> int:
-        address = f"{self._options.host}:{self._options.grpc_port}"
+        wanted = address(self._options.host, self._options.grpc_port)
         try:
-            port: int = self._grpc.add_insecure_port(address)
+            port: int = self._grpc.add_insecure_port(wanted)
         except RuntimeError as error:
-            raise OSError(f"cannot listen on {address}: the port is taken, or this machine has no such address"
+            raise OSError(f"cannot listen on {wanted}: the port is taken, or this machine has no such address"
                           ) from error
         return port

@@ -1,15 +1,16 @@
 """ModelInfer's messages on the wire, without copies of the tensors.
 
 protobuf's parser copies every element of raw_input_contents into a bytes object. Here the top level of a request is
-walked by hand: the tensors become views of the received message, and only the rest, a few dozen bytes, is parsed.
+walked by hand: the tensors become views of the received message, and only the rest, a few dozen bytes, is parsed. So do
+typed contents, of which the parser makes a number each.
 A response is likewise the serialised header, which repeats, joined with the tensors once.
 
 https://protobuf.dev/programming-guides/encoding
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
@@ -20,15 +21,28 @@ _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 _RAW_INPUT = inference.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _RESPONSE_ID = inference.ModelInferResponse.ID_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _RAW_OUTPUT = inference.ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
-_MAX_VARINT_BYTES = 10
+_INPUT = inference.ModelInferRequest.INPUTS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+_CONTENTS = inference.ModelInferRequest.InferInputTensor.CONTENTS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+_PACKED_FIELDS = {field.number << 3 | _LENGTH_DELIMITED: field.name       # tag -> name
+                  for field in inference.InferTensorContents.DESCRIPTOR.fields if field.name != "bytes_contents"}
+_MANY_BYTES = 4096          # of an input; with fewer, protobuf's parser is as fast
+MAX_VARINT_BYTES = 10
 _MAX_FIELDS = 4096          # at the top level; a message of nothing but empty fields would hold up the event loop
 
 
 @dataclass(frozen=True, slots=True)
+class Packed:
+    """The values of an InferTensorContents that holds nothing else than one packed field, as they were received."""
+    field: str                              # "fp32_contents"
+    values: memoryview
+
+
+@dataclass(frozen=True, slots=True)
 class InferRequest:
-    """A ModelInferRequest whose raw_input_contents stayed where they were received."""
+    """A ModelInferRequest whose tensors stayed where they were received."""
     header: inference.ModelInferRequest
     raw_inputs: tuple[memoryview, ...]
+    packed: Mapping[int, Packed] = field(default_factory=dict)      # typed contents by the position of their input
 
 
 def split_request(data: bytes) -> InferRequest:
@@ -36,8 +50,9 @@ def split_request(data: bytes) -> InferRequest:
     view = memoryview(data)
     size = len(data)
     raw_inputs: list[memoryview] = []
-    header: list[memoryview] = []           # the stretches between the tensors
-    position = stretch = fields = 0
+    header: list[memoryview | bytes] = []   # the stretches between the tensors
+    packed: dict[int, Packed] = {}
+    position = stretch = fields = inputs = 0
     while position < size:
         fields += 1
         if fields > _MAX_FIELDS:
@@ -61,10 +76,16 @@ def split_request(data: bytes) -> InferRequest:
             header.append(view[stretch:position])
             raw_inputs.append(view[begin:end])
             stretch = end
+        elif tag == _INPUT:
+            if end - begin >= _MANY_BYTES and (taken := _take_packed(data, view, begin, end)):
+                packed[inputs], rest = taken
+                header += (view[stretch:position], _length_delimited(_INPUT, len(rest)), rest)
+                stretch = end
+            inputs += 1
         position = end
     header.append(view[stretch:])
     try:
-        return InferRequest(inference.ModelInferRequest.FromString(b"".join(header)), tuple(raw_inputs))
+        return InferRequest(inference.ModelInferRequest.FromString(b"".join(header)), tuple(raw_inputs), packed)
     except DecodeError as error:
         raise _malformed(str(error)) from error
 
@@ -85,11 +106,42 @@ def join_response(header: bytes, request_id: str, raw_outputs: Sequence[memoryvi
     return b"".join(pieces)
 
 
+def _take_packed(data: bytes, view: memoryview, begin: int, end: int) -> tuple[Packed, bytes] | None:
+    """The packed values of an input that lies there, and the input without them; None if they lie in another form.
+
+    protobuf reads every form: several contents, unpacked values, or fields that are not numbers.
+    """
+    found: tuple[int, int, int, int] | None = None          # where the field is, where what it holds is
+    position = begin
+    while position < end:
+        tag, value = _varint(data, position)
+        if tag & 7 == _LENGTH_DELIMITED:
+            length, start = _varint(data, value)
+            after = start + length
+        elif tag & 7 == _VARINT:
+            start, (_, after) = value, _varint(data, value)
+        else:
+            return None
+        if after > end or (tag == _CONTENTS and found):
+            return None
+        if tag == _CONTENTS:
+            found = position, after, start, after
+        position = after
+    if not found or found[2] == found[3]:
+        return None
+    field_at, field_end, start, stop = found
+    tag, value = _varint(data, start)
+    length, first = _varint(data, value) if tag in _PACKED_FIELDS else (0, 0)
+    if first + length != stop:
+        return None
+    return Packed(_PACKED_FIELDS[tag], view[first:stop]), bytes(view[begin:field_at]) + bytes(view[field_end:end])
+
+
 def _varint(data: bytes, position: int) -> tuple[int, int]:
     """The base-128 integer at `position`, and where it ends."""
     value = shift = 0
     try:
-        for end in range(position + 1, position + 1 + _MAX_VARINT_BYTES):
+        for end in range(position + 1, position + 1 + MAX_VARINT_BYTES):
             byte = data[end - 1]
             value |= (byte & 0x7F) << shift
             if byte < 0x80:
@@ -97,7 +149,7 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
             shift += 7
     except IndexError:
         raise _malformed(f"it ends within the number at byte {position}") from None
-    raise _malformed(f"the number at byte {position} has more than {_MAX_VARINT_BYTES} bytes")
+    raise _malformed(f"the number at byte {position} has more than {MAX_VARINT_BYTES} bytes")
 
 
 def _length_delimited(tag: int, length: int) -> bytes:

@@ -1,6 +1,9 @@
 """The server under stress: what tests/server/test_stress.py checks in seconds, for as long and as large as it matters.
 
     python -m scripts.stress overload --seconds 60          # three times what the server can do, with deadlines
+    python -m scripts.stress terminate                      # SIGTERM while 64 clients ask
+    python -m scripts.stress slow-readers                   # 64 answers of 16 MB that nobody reads
+    python -m scripts.stress cancel                         # 50,000 requests that wait, and are all cancelled
 
 A server of this project with engines in numpy runs in a process of its own; what it does is asked of its statistics.
 """
@@ -23,6 +26,10 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from infer_server.batcher import Batcher
+from infer_server.policy import BatchPolicy, QueuePolicy
+from infer_server.request import Request
+from tests.server.mute_client import MuteClient
 from tests.server.numpy_engine import write_model
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
@@ -61,7 +68,7 @@ def serving(repository: Path, *options: str) -> Iterator[Running]:
         try:
             yield Running(process, port)
         finally:
-            process.send_signal(signal.SIGTERM)
+            process.terminate()
             process.communicate()
 
 
@@ -114,6 +121,71 @@ async def overload(options: argparse.Namespace) -> None:
                   f"RSS {rss:.0f} -> {server.rss_mb():.0f} MB; answers again after {recovered:.2f} s")
 
 
+async def terminate(_: argparse.Namespace) -> None:
+    """SIGTERM under 64 clients: those of a first run end with the first refusal, those of a second ask on and on."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), "m", seconds=0.005)
+        for persistent in (False, True):
+            with serving(Path(folder), "--drain-grace-secs", "0.2") as server:
+                asking = [asyncio.create_task(ask_on(server.address, persistent)) for _ in range(64)]
+                await asyncio.sleep(1)
+                server.process.send_signal(signal.SIGTERM)
+                ended = sum(await asyncio.gather(*asking), Counter[str]())
+                server.process.wait()
+            print(f"clients that ask {'on and on' if persistent else 'until refused'}: {dict(ended)}, "
+                  f"exit status {server.process.returncode}")
+
+
+async def ask_on(address: str, persistent: bool) -> Counter[str]:
+    """How the requests of one client on a connection of its own ended, until nobody listens any more."""
+    ended, data = Counter[str](), request("m", 4)
+    async with grpc.aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+        call = channel.unary_unary(INFER)
+        while True:
+            try:
+                await call(data)
+                ended["OK"] += 1
+            except grpc.aio.AioRpcError as error:
+                ended[error.code().name] += 1
+                if not persistent or "refused" in str(error.details()).lower():
+                    return ended
+
+
+async def slow_readers(options: argparse.Namespace) -> None:
+    """16 connections with 4 requests each of 16 MB for answers of as much, which are never read."""
+    values = 4 << 20
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), "large", shape=[values], max_batch=1)
+        with serving(Path(folder), "--max-inflight-mib", str(options.mib), "--cores", "1") as server:
+            body, rss = request("large", values), [server.rss_mb()]
+            readers = []
+            for _ in range(16):
+                readers.append(MuteClient(server.grpc_port))
+                for _ in range(4):
+                    readers[-1].ask(INFER, body)
+                rss.append(server.rss_mb())
+            await asyncio.sleep(2)
+            rss.append(server.rss_mb())
+            for reader in readers:
+                reader.close()
+            await asyncio.sleep(4)
+            print(f"--max-inflight-mib {options.mib}: RSS {rss[0]:.0f} MB before, {max(rss):.0f} at most, "
+                  f"{server.rss_mb():.0f} after; failures {server.statistics('large').inference_stats.fail.count}")
+
+
+async def cancel(options: argparse.Namespace) -> None:
+    """Requests that wait behind a slow one are cancelled all at once, by the end of their connection."""
+    batcher = Batcher("m", BatchPolicy(8), QueuePolicy(), lambda *_: None)
+    loop = asyncio.get_running_loop()
+    requests = [Request({}, 1, (), lambda _: b"", loop.create_future()) for _ in range(options.count)]
+    for one in requests:
+        batcher.submit(one)
+    begin = time.perf_counter()
+    for one in reversed(requests):
+        batcher.withdraw(one)
+    print(f"{options.count} requests cancelled, the newest first: {(time.perf_counter() - begin) * 1e3:.0f} ms")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(required=True)
@@ -122,6 +194,14 @@ def main() -> None:
     kind.add_argument("--batch-secs", type=float, default=0.5)
     kind.add_argument("--deadline", type=float, default=2.4, help="in batch times")
     kind.set_defaults(run=overload)
+    kind = kinds.add_parser("terminate")
+    kind.set_defaults(run=terminate)
+    kind = kinds.add_parser("slow-readers")
+    kind.add_argument("--mib", type=int, default=256)
+    kind.set_defaults(run=slow_readers)
+    kind = kinds.add_parser("cancel")
+    kind.add_argument("--count", type=int, default=50_000)
+    kind.set_defaults(run=cancel)
     options = parser.parse_args()
     asyncio.run(options.run(options))
 

@@ -14,7 +14,7 @@ from engines.capacity import bytes_of, too_large
 from engines.errors import ModelError
 from engines.frontend.symbols import known_extents, refuse_several_batches, with_known
 from engines.ir import BATCH, Array, Dim, TensorType
-from engines.shapes import text
+from engines.shapes import MOST_AXES, text
 
 IMAGE_SIDE, LENGTH = 224, 128       # in examples of --shape
 _ANY_IMAGE = (None, 3, IMAGE_SIDE, IMAGE_SIDE)
@@ -43,6 +43,8 @@ def input_types(model: str, inputs: Sequence[onnx.ValueInfoProto], shapes: Mappi
     types = {name: TensorType(declared[name].dtype, shape) for name, shape in wanted.items() if shape is not None}
     refuse_several_batches(model, extents, shapes, [name for name, t in types.items() if t.shape[:1] == (BATCH,)])
     for name, kind in types.items():
+        if len(kind.shape) > MOST_AXES:
+            raise ModelError(f"{model}: input '{name}' has {len(kind.shape)} axes, and {MOST_AXES} are the most")
         if wrong := too_large(bytes_of(kind)):
             raise ModelError(f"{model}: input '{name}' {kind} takes {wrong}")
     return {name: _of_one_item(kind) for name, kind in types.items()} if one_item else types
@@ -128,7 +130,12 @@ def _ask_for_shapes(model: str, inputs: Sequence[_Declared]) -> str:
 def _extent(d: onnx.TensorShapeProto.Dimension) -> Dim | None:
     if d.HasField("dim_value"):
         return d.dim_value if d.dim_value >= 0 else None
-    return d.dim_param or None
+    return d.dim_param if _is_symbol(d.dim_param) else None
+
+
+def _is_symbol(name: str) -> bool:
+    """Whether the name stands for one extent wherever it is: some exporters write "?", "-1" or "None" for any."""
+    return any(map(str.isalpha, name)) and name.casefold() not in ("none", "null", "nan")
 
 
 def _is_size(d: Dim | None) -> bool:

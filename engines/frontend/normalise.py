@@ -22,7 +22,7 @@ from engines.ops.fallback import as_onnx
 from engines.ops.movement import FAR
 from engines.ops.recurrent import ACTIVATIONS, DEFAULTS, PARAMETERS
 from engines.ops.window import Window
-from engines.shapes import Extent, dim, extent, fixed, normal_axis, product, text
+from engines.shapes import Extent, broadcast, dim, extent, fixed, normal_axis, product, text
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,8 @@ def _clip(call: Call) -> list[Node]:
     if call.opset < 11:
         return call.node_with(1, **call.keep("min", "max"))
     bounds = [call.values[i] if call.has(i) else None for i in (1, 2)]
+    if any(bound is not None and bound.size != 1 for bound in bounds):
+        raise GraphError("its bounds are no numbers, but tensors")
     if all(bound is not None or not call.has(i) for i, bound in enumerate(bounds, 1)):
         low, high = (None if bound is None else bound.item() for bound in bounds)
         return call.node_with(1, min=low, max=high)
@@ -191,11 +193,11 @@ def _cast(call: Call) -> list[Node]:
 
 def is_rare(dtype: np.dtype[Any]) -> bool:
     """A type that NumPy does not have, but for bfloat16: floats of eight bits and fewer, integers of four and two."""
-    return dtype.kind == "V" and dtype.name != "bfloat16"
+    return dtype.isbuiltin != 1 and dtype.name != "bfloat16"
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
-    return dtype.kind == "f" or dtype.name == "bfloat16"
+    return dtype.isbuiltin == 1 and dtype.kind == "f" or dtype.name == "bfloat16"
 
 
 def dtype_of(number: int) -> np.dtype[Any]:
@@ -235,13 +237,6 @@ def _lp_normalization(call: Call) -> list[Node]:
     return call.node_with(1, p=p, axis=normal_axis(call.attr("axis", -1), call.rank))
 
 
-@rule("LRN")
-def _lrn(call: Call) -> list[Node]:
-    if call.attr("size") < 1:
-        raise GraphError(f"its size is {call.attr('size')}, at least 1 it should be")
-    return call.node_with(1, **call.keep("size", "alpha", "beta", "bias"))
-
-
 @rule("BatchNormalization")
 def _batch_normalization(call: Call) -> list[Node]:
     if call.attr("training_mode", 0) or (len(call.node.outputs) > 1 and call.opset >= 14):
@@ -258,7 +253,7 @@ def _layer_normalization(call: Call) -> list[Node]:
 
 def plain_sums(call: Call) -> None:
     """stash_type: the precision of the inner sums, float32 where it is not said. It is float32 here."""
-    if call.attr("stash_type", TensorProto.FLOAT) != TensorProto.FLOAT:
+    if dtype_of(call.attr("stash_type", TensorProto.FLOAT)) != np.float32:
         raise Beyond("inner sums in another type than float32")
 
 
@@ -303,6 +298,8 @@ def _quantised(call: Call, inputs: int, zero_point: int) -> list[Node]:
         raise Beyond(f"a result in another type than the scale's, {scale}")
     if call.attr("precision", 0):
         raise Beyond("a division in another precision than the input's")
+    if (known := call.values[1]) is not None and not np.all(np.isfinite(known)):
+        raise GraphError("its scale is no finite number")
     call.ignore("saturate")         # of types of eight bits and fewer that are floats
     attrs: dict[str, Any] = call.keep("block_size")
     axis = call.attr("axis", 1)
@@ -373,6 +370,8 @@ def _top_k(call: Call) -> list[Node]:
 
 @rule("Concat", "Gather", "GatherElements")
 def _axis(call: Call) -> list[Node]:
+    if not call.rank:
+        raise GraphError("its first input has no axes")
     axis = normal_axis(call.attr("axis", 0), call.rank)
     return call.node_with(len(call.node.inputs), axis=axis)
 
@@ -410,7 +409,8 @@ def _is(value: Any, number: int) -> bool:
 
 @rule("Expand")
 def _expand(call: Call) -> list[Node]:
-    return call.node_with(1, shape=_dims(call.value(1)))
+    """To the shape that comes of it: the target may have fewer axes, or 1 where the input has more."""
+    return call.node_with(1, shape=broadcast(call.type().shape, _dims(call.value(1))))
 
 
 @rule("Tile")
@@ -431,6 +431,8 @@ def _split(call: Call) -> list[Node]:
             raise GraphError(f"num_outputs is {parts}, but it has {len(node.outputs)} outputs")
         each = -(-size // parts)        # the last part may be smaller
         sizes = tuple(min(each, size - start) for start in range(0, each * parts, each))
+    if len(sizes) != len(node.outputs):
+        raise GraphError(f"it cuts {len(sizes)} parts, but has {len(node.outputs)} outputs")
     return call.node_with(1, axis=axis, split=tuple(sizes))
 
 
@@ -445,6 +447,8 @@ def _slice(call: Call) -> list[Node]:
         axes, steps = call.ints(3), call.ints(4)
     axes = tuple(normal_axis(a, len(shape)) for a in (range(len(starts)) if axes is None else axes))
     cut_steps = tuple(steps or (1,) * len(starts))
+    if {len(starts), len(ends), len(cut_steps), len(set(axes))} != {len(axes)} or 0 in cut_steps:
+        raise GraphError(f"{len(starts)} starts, {len(ends)} ends and steps {list(cut_steps)} for axes {list(axes)}")
     ends = [FAR if isinstance(e, Extent) and e == extent(shape[a]) else e for e, a in zip(ends, axes, strict=True)]
     if any(isinstance(v, Extent) for v in (*starts, *ends)):
         raise GraphError("it cuts at a place that depends on the batch")
@@ -477,6 +481,8 @@ def _recurrent(call: Call) -> list[Node]:
         raise GraphError(f"unknown activation '{min(unknown)}'; ONNX has {', '.join(ACTIVATIONS)}")
     if len(names) != count * len(DEFAULTS[op]) or direction not in ("forward", "reverse", "bidirectional"):
         raise GraphError(f"{len(names)} activations for direction '{direction}'")
+    if call.attr("clip", 1.0) <= 0:
+        raise GraphError(f"clip is {call.attr('clip')}, which leaves nothing; it is above 0, or not there")
     if call.attr("hidden_size", size := fixed(call.type(2).shape)[-1]) != size:
         raise GraphError(f"hidden_size is {call.attr('hidden_size')}, but its weights are for {size}")
     given = {key: iter(call.attr(key) or ()) for key in ("activation_alpha", "activation_beta")}
@@ -499,8 +505,10 @@ def _convolution(call: Call) -> list[Node]:
         attrs["pads"] = _same_pads(call, kernel, attrs) or attrs["pads"]
         return call.node_with(3, **attrs)
     extra = tuple(call.attr("output_padding", (0,) * len(kernel)))
-    if len(extra) != len(kernel):
-        raise GraphError(f"output_padding is {extra}; it has {len(kernel)} numbers")
+    wanted = call.attr("output_shape", kernel)[-len(kernel):]       # batch and channels may stand before it
+    for name, numbers in (("output_padding", extra), ("output_shape", wanted)):
+        if len(numbers) != len(kernel):
+            raise GraphError(f"{name} is {tuple(numbers)}; it has {len(kernel)} numbers")
     return call.node_with(3, **attrs | {"output_padding": extra, "pads": _transposed_pads(call, kernel, attrs, extra)})
 
 
@@ -603,13 +611,15 @@ def _resize(call: Call) -> list[Node]:
         starts, ends = dict(zip(axes, roi, strict=False)), dict(zip(axes, roi[len(axes):], strict=False))
         every = range(len(shape))
         attrs["roi"] = (*(starts.get(i, 0.0) for i in every), *(ends.get(i, 1.0) for i in every))
-    if len(axes) not in map(len, (sizes or (), scales or ())):
-        raise GraphError(f"it has {len(axes)} axes, and as many scales or sizes it should have")
+    if len(given := sizes or scales or ()) != len(axes):
+        raise GraphError(f"{len(given)} {'sizes' if sizes else 'scales'} for {len(axes)} axes")
     if sizes:
         sizes = _kept_ratio(call, sizes, axes)
         wanted = dict(zip(axes, sizes, strict=True))
         every_size = tuple(dim(wanted[i]) if i in wanted else d for i, d in enumerate(shape))
         return call.node_with(1, sizes=every_size, **attrs)
+    if not all(np.isfinite(scale) and scale > 0 for scale in scales or ()):
+        raise GraphError(f"its scales are {scales}: finite numbers above 0")
     factors = dict(zip(axes, scales or [], strict=True))
     exact = [factors.get(i, 1.0) * size for i, size in enumerate(shape) if isinstance(size, int)]
     if attrs["coordinate_transformation_mode"] == "align_corners" and any(size != round(size) for size in exact):
@@ -624,7 +634,10 @@ def _kept_ratio(call: Call, sizes: list[Any], axes: list[int]) -> list[Any]:
     if policy == "stretch":
         return sizes
     image = fixed(call.type().shape[a] for a in axes)
-    scale = {"not_larger": min, "not_smaller": max}[policy](s / d for s, d in zip(sizes, image, strict=True))
+    if policy not in ("not_larger", "not_smaller"):
+        raise GraphError(f"unknown keep_aspect_ratio_policy '{policy}'; ONNX has stretch, not_larger, not_smaller")
+    limit = min if policy == "not_larger" else max
+    scale = limit(s / d for s, d in zip(sizes, image, strict=True))
     return [math.floor(scale * d + 0.5) for d in image]
 
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from engines.errors import EngineError, GraphError, ModelError, UnknownTensorErr
 from engines.faults import faults_named
 from engines.frontend import attention, composed  # noqa: F401  (fill RULES)
 from engines.frontend.inputs import constant_inputs, input_types
+from engines.frontend.names import check_names
 from engines.frontend.normalise import RULES, Beyond, Call, normalise
 from engines.frontend.opsets import OLDEST_OPSET, current
 from engines.frontend.schema import check_node, check_types, same_as_default, schema_of
@@ -24,8 +25,6 @@ from engines.ops.fallback import as_onnx
 from engines.shapes import Undecided
 
 log = logging.getLogger(__name__)
-
-
 
 Model = str | Path | onnx.ModelProto        # a file, or what was read of one
 
@@ -48,7 +47,7 @@ def graph_from_onnx(model: Model, *,
     or inputs do not fit. UnknownValueError: shapes follow from the values of inputs, which `constants` could tell.
     """
     proto, name = (model, model.graph.name or "model") if isinstance(model, onnx.ModelProto) else _load(Path(model))
-    _refuse_unreadable_names(name, proto.graph)
+    check_names(name, proto.graph)
     if proto.functions:
         proto = inliner.inline_local_functions(proto)
     proto, notice = current(name, proto)
@@ -89,22 +88,9 @@ def _load(path: Path) -> tuple[onnx.ModelProto, str]:
     return proto, path.stem
 
 
-def _refuse_unreadable_names(model: str, graph: onnx.GraphProto) -> None:
-    """ModelError for text that is no UTF-8: the protobuf runtime hands it over as bytes, which no table knows."""
-    for node in graph.node:
-        texts = (node.name, node.op_type, node.domain, *node.input, *node.output, *(a.name for a in node.attribute))
-        _refuse_bytes(model, f"node '{node.name}' ({node.op_type})", texts)
-    values = (*graph.input, *graph.output, *graph.initializer)
-    extents = (d.dim_param for value in graph.input for d in value.type.tensor_type.shape.dim)
-    _refuse_bytes(model, "an input, output or constant", (graph.name, *(value.name for value in values), *extents))
-
-
-def _refuse_bytes(model: str, where: str, texts: Iterable[str | bytes]) -> None:
-    if broken := next((text for text in texts if isinstance(text, bytes)), None):
-        raise ModelError(f"{model}: {where} has a name that is no UTF-8 text: {broken!r}; the file is damaged")
-
-
 def _array(model: str, tensor: onnx.TensorProto) -> Array:
+    if any(extent < 0 for extent in tensor.dims):       # NumPy would take -1 for "as many as there are"
+        raise ModelError(f"{model}: tensor '{tensor.name}' cannot be read: it is of shape {list(tensor.dims)}")
     try:
         return np.asarray(numpy_helper.to_array(tensor))
     except Exception as error:      # bad sizes, unknown types: numpy and onnx raise many kinds
@@ -139,7 +125,7 @@ def _add(model: str, trace: Trace, proto: onnx.NodeProto, opsets: Mapping[str, i
         sources = trace.sources(error.tensors)
         raise UnknownValueError(f"{model}: {describe(node)}: {error}; it would if {', '.join(map(repr, sources))} were "
                                 "known when the engine is built", sources) from error
-    except (EngineError, Undecided) as error:
+    except (EngineError, Undecided, ArithmeticError) as error:      # the last: 0 groups, infinite scales, blocks of 0
         where = "" if describe(node) in str(error) else f"{describe(node)}: "
         raise ModelError(f"{model}: {where}{error}") from error
 

@@ -1,7 +1,7 @@
 """What ONNX says that a node may be: its operator's schema in the opset of the model, which every node must meet."""
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,6 +19,24 @@ FLAGS = frozenset({"allowzero", "antialias", "ceil_mode", "count_include_pad", "
                    "keepdims", "largest", "layout", "linear_before_reset", "noop_with_empty_axes", "onesided",
                    "periodic", "reverse", "saturate", "select_last_index", "sorted", "storage_order", "training_mode",
                    "transA", "transB", "upper"})
+# Attributes that are counts wherever they occur: at least 1.
+COUNTS = frozenset({"blocksize", "group", "hidden_size", "kv_num_heads", "num_groups", "num_heads", "num_outputs",
+                    "q_num_heads", "size"})
+# Attributes that are words, and "operator.attribute" where operators differ. Schemas do not have them.
+WORDS: Mapping[str, Collection[str]] = {
+    "approximate": ("none", "tanh"),
+    "auto_pad": ("NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID"),
+    "coordinate_transformation_mode": ("half_pixel", "half_pixel_symmetric", "pytorch_half_pixel", "align_corners",
+                                       "asymmetric", "tf_half_pixel_for_nn", "tf_crop_and_resize"),
+    "direction": ("forward", "reverse", "bidirectional"),
+    "keep_aspect_ratio_policy": ("stretch", "not_larger", "not_smaller"),
+    "nearest_mode": ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil"),
+    "DepthToSpace.mode": ("DCR", "CRD"),
+    "Pad.mode": ("constant", "reflect", "edge", "wrap"),
+    "Resize.mode": ("nearest", "linear", "cubic"),
+    "SpaceToDepth.mode": ("DCR", "CRD"),
+    "Upsample.mode": ("nearest", "linear", "bilinear"),
+}
 _OPTION = onnx.defs.OpSchema.FormalParameterOption
 
 
@@ -108,10 +126,22 @@ def _check_attributes(schema: Schema, node: onnx.NodeProto) -> None:
             kinds = onnx.AttributeProto.AttributeType
             raise GraphError(f"attribute '{attribute.name}' is of kind {kinds.Name(attribute.type)}; {schema.op} takes "
                              f"{kinds.Name(schema.attributes[attribute.name])}")
-        if attribute.name in FLAGS and attribute.i not in (0, 1):
-            raise GraphError(f"attribute '{attribute.name}' is {attribute.i}; it is 0 or 1")
+        if not same_as_default(schema, attribute.name, helper.get_attribute_value(attribute)):
+            _check_value(schema, attribute)
     if missing := schema.required.difference(given):
         raise GraphError(f"attribute '{min(missing)}' is missing, without which {schema.op} means nothing")
+
+
+def _check_value(schema: Schema, attribute: onnx.AttributeProto) -> None:
+    name = attribute.name
+    if name in FLAGS and attribute.i not in (0, 1):
+        raise GraphError(f"attribute '{name}' is {attribute.i}; it is 0 or 1")
+    if name in COUNTS and attribute.i < 1:
+        raise GraphError(f"attribute '{name}' is {attribute.i}; it is a number from 1 on")
+    known = WORDS.get(f"{schema.op}.{name}", WORDS.get(name))
+    if known and attribute.s.decode(errors="replace") not in known:
+        raise GraphError(f"attribute '{name}' is '{attribute.s.decode(errors='replace')}'; it is one of "
+                         f"{', '.join(known)}")
 
 
 def check_types(schema: Schema, inputs: Sequence[TensorType | None]) -> None:
@@ -139,8 +169,6 @@ def _type_name(dtype: np.dtype[Any]) -> str:
 def same_as_default(schema: Schema, name: str, value: Any) -> bool:
     """Whether an attribute says what its absence would."""
     default = schema.defaults.get(name)
-    if isinstance(default, bytes):
+    if isinstance(default, bytes) and isinstance(value, str):
         default = default.decode()
-    if isinstance(default, list):
-        default = tuple(default)
-    return bool(default is not None and value == default)
+    return bool(default is not None and default == (list(value) if isinstance(value, tuple) else value))

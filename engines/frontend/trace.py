@@ -16,7 +16,7 @@ from engines.errors import GraphError
 from engines.ir import Array, Node, TensorType, type_of
 from engines.ops import op_of
 from engines.ops.fallback import Fallback
-from engines.shapes import is_empty
+from engines.shapes import MOST_AXES, is_empty, text
 
 SMALL = 4096        # elements: computed at once, a shape may depend on it; more is left to passes.fold_constants
 
@@ -76,7 +76,7 @@ class Trace:
             self._settle(node, results)
             return
         for name, kind in zip(node.outputs, types, strict=True):
-            _check_size(name, kind)
+            _check_shape(name, kind)
             self.types[name] = kind
         if all(map(is_empty, types)):
             self._make_empty(node, types)
@@ -104,14 +104,17 @@ class Trace:
                                        node.origin))
 
     def _without_empty_parts(self, node: Node) -> Node:
-        """A Concat of what has elements."""
+        """A Concat of what adds to its axis."""
         if node.op != "Concat":
             return node
-        full = tuple(name for name in node.inputs if name not in self.types or not is_empty(self.types[name]))
+        axis = node.attrs["axis"]
+        full = tuple(name for name in node.inputs if name not in self.types or self.types[name].shape[axis] != 0)
         return replace(node, inputs=full or node.inputs[:1])
 
     def _settle(self, node: Node, results: tuple[Array, ...]) -> None:
-        results = results[:len(node.outputs)]
+        kinds = [self.types.get(name) for name in node.outputs]     # NumPy makes float32 of products of bfloat16
+        results = tuple(result.astype(kind.dtype, copy=False) if kind and result.dtype != object else result
+                        for result, kind in zip(results, kinds, strict=False))
         self.values.update(zip(node.outputs, results, strict=True))
         if any(result.dtype == object for result in results):       # still computed at run time, if anybody asks
             self.nodes.append(node)
@@ -124,7 +127,10 @@ class Trace:
         return {name: array for name, array in self.values.items() if name not in made}
 
 
-def _check_size(name: str, kind: TensorType) -> None:
-    """Raises GraphError for a tensor of which not even one item fits into memory."""
+def _check_shape(name: str, kind: TensorType) -> None:
+    """Raises GraphError for what is no shape, or that of a tensor of which not even one item fits into memory."""
+    if any(isinstance(extent, int) and extent < 0 for extent in kind.shape) or len(kind.shape) > MOST_AXES:
+        raise GraphError(f"'{name}' would be of shape {text(kind.shape)}; extents are 0 and more, of {MOST_AXES} axes "
+                         "at most")
     if wrong := too_large(bytes_of(kind)):
         raise GraphError(f"'{name}' {kind} takes {wrong}")

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from engines.errors import UnknownTensorError
+from engines.errors import GraphError, UnknownTensorError
 from engines.ir import Array, Node, TensorType
 from engines.ops.items import ItemAxes, repeated
 from engines.ops.op import Inputs, Op, Types, Values
@@ -42,6 +42,8 @@ class Range(Op):
         if any(v is None for v in values) or len(values) < 3:
             raise UnknownTensorError("its length depends on data: make start, limit and delta constants", node.inputs)
         start, limit, delta = (v.item() for v in values if v is not None)
+        if delta == 0 or any(isinstance(v, float) and not math.isfinite(v) for v in (start, limit, delta)):
+            raise GraphError(f"from {start} to {limit} by {delta}: no number of steps")
         length = limit - start
         if delta != 1 or isinstance(length, float):
             length = max(math.ceil(length / delta), 0)

@@ -19,6 +19,8 @@ class Concat(Op):
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
         given = present(inputs)
         axis = normal_axis(node.attrs["axis"], len(given[0].shape))
+        if any(len(t.shape) != len(given[0].shape) for t in given) or not given[0].shape:
+            raise GraphError("its parts are of different ranks, or have no axes")
         others = {(*t.shape[:axis], *t.shape[axis + 1:]) for t in given}
         if len(others) > 1:
             raise GraphError(f"extents beside axis {axis} differ")
@@ -121,6 +123,10 @@ class Gather(Op):
         x, indices = inputs
         assert x is not None and indices is not None
         axis = normal_axis(node.attrs.get("axis", 0), len(x.shape))
+        known, extent_ = values[1] if len(values) > 1 else None, x.shape[axis] if x.shape else 0
+        if known is not None and known.dtype != object and isinstance(extent_, int) and np.any(
+                (known < -extent_) | (known >= extent_)):
+            raise GraphError(f"its indices reach from {known.min()} to {known.max()}, axis {axis} has {extent_}")
         return (TensorType(x.dtype, (*x.shape[:axis], *indices.shape, *x.shape[axis + 1:])),)
 
     @classmethod

@@ -10,6 +10,7 @@ from engines.errors import GraphError
 from engines.ir import Array, Node, TensorType
 from engines.ops.items import ItemAxes, Mixed
 from engines.ops.op import Inputs, LayoutOp, Types, Values
+from engines.ops.reduction import mean
 from engines.ops.window import Window
 from engines.shapes import fixed
 
@@ -115,7 +116,7 @@ class GlobalAveragePool(_GlobalPool):
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
         (x,) = arrays
-        return np.asarray(x.mean(axis=tuple(range(2, x.ndim)), keepdims=True))
+        return mean(x, tuple(range(2, x.ndim)), keepdims=True)
 
 
 class GlobalMaxPool(_GlobalPool):

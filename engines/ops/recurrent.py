@@ -84,6 +84,10 @@ class _Layer(Op, abstract=True):
         wanted = len(directions(node)), GATES[cls.__name__] * int(hidden)
         if (count, rows) != wanted or r.shape[:2] != wanted or width != x.shape[2]:
             raise GraphError(f"its weights do not fit {wanted[0]} direction(s) of {hidden} hidden units")
+        for at, vectors in ((3, 2 * rows), (7, 3 * hidden)):        # B and P
+            given = inputs[at] if len(inputs) > at else None
+            if given is not None and given.shape != (count, vectors):
+                raise GraphError(f"its input {at} is of shape {text(given.shape)}, not {text((count, vectors))}")
         y = (batch, steps, count, hidden) if first else (steps, count, batch, hidden)
         state = (batch, count, hidden) if first else (count, batch, hidden)
         _check_states(state, inputs[5:7], values[5:7], items=0 if first else 1)

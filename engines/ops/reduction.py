@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -42,6 +42,15 @@ class Reduction(Op, abstract=True):
         return tuple(normal_axis(a, rank) for a in node.attrs.get("axes", range(rank)))
 
 
+def ends(dtype: np.dtype[Any]) -> tuple[Any, Any]:
+    """The least and the greatest value of a type."""
+    if dtype.kind == "b":
+        return False, True
+    if dtype.kind in "iu":
+        return np.iinfo(dtype).min, np.iinfo(dtype).max
+    return dtype.type(-np.inf), dtype.type(np.inf)
+
+
 def reduced(shape: tuple[Dim, ...], axes: tuple[int, ...], keepdims: bool) -> tuple[Dim, ...]:
     return tuple(1 if i in axes else d for i, d in enumerate(shape) if keepdims or i not in axes)
 
@@ -56,16 +65,29 @@ class ReduceSum(Reduction):
     formula: ClassVar[Formula] = staticmethod(np.sum)
 
 
+def mean(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
+    """NumPy's, which is loud about the mean of nothing."""
+    return np.asarray(np.mean(x, axis, keepdims=keepdims) if x.size else np.sum(x, axis, keepdims=keepdims) * np.nan)
+
+
 class ReduceMean(Reduction):
-    formula: ClassVar[Formula] = staticmethod(np.mean)      # type: ignore[assignment]
+    formula: ClassVar[Formula] = staticmethod(mean)
 
 
 class ReduceMax(Reduction):
-    formula: ClassVar[Formula] = staticmethod(np.max)
+    """Of no elements: the least that the type has."""
+
+    @staticmethod
+    def formula(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
+        return np.asarray(np.max(x, axis=axis, keepdims=keepdims, initial=ends(x.dtype)[0]))
 
 
 class ReduceMin(Reduction):
-    formula: ClassVar[Formula] = staticmethod(np.min)
+    """Of no elements: the greatest that the type has."""
+
+    @staticmethod
+    def formula(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
+        return np.asarray(np.min(x, axis=axis, keepdims=keepdims, initial=ends(x.dtype)[1]))
 
 
 class ReduceProd(Reduction):

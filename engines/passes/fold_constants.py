@@ -27,7 +27,8 @@ def fold_constants(graph: Graph) -> Graph:
         else:
             spare -= growth if growth > SPARE_ELEMENTS else 0
             values = run_node(node, [constants[name] if name else None for name in node.inputs])
-            constants.update(zip(node.outputs, values, strict=True))
+            constants.update({name: value.astype(graph.types[name].dtype, copy=False)
+                              for name, value in zip(node.outputs, values, strict=True)})
     return graph.rebuild(kept, constants=constants)
 
 

@@ -27,6 +27,7 @@ from engines.passes.storage import classes, computes_by, is_image, reading, with
 from engines.passes.widen import FLOAT, is_float
 
 Ranges = Mapping[str, tuple[float, float]]
+SUMS = 1 << 31              # of an int8 contraction stay below
 FLOAT_PRECISIONS = ("fp32", "fp16", "bf16")
 _OUTPUT_AXIS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 0, "MatMul": 1}      # of the weights
 
@@ -50,10 +51,11 @@ def quantize(graph: Graph, ranges: Ranges, keep_float: Collection[str] = (), log
     anchors = _contractions(graph, keep_float)
     stored = _stored_types(graph, ranges, anchors)
     graph = graph.rebuild(graph.nodes, types=stored)
-    chosen = [node for node in anchors if _input_type(graph, node, ranges) is not None]
+    refused = {node.outputs: reason for node in anchors if (reason := _why_float(graph, node, ranges))}
+    chosen = [node for node in anchors if node.outputs not in refused]
     for node in anchors:
-        if node not in chosen:
-            note(log, node, "quantize", f"stays float: no range is known for its input '{node.anchor.inputs[0]}'")
+        if node.outputs in refused:
+            note(log, node, "quantize", f"stays float: {refused[node.outputs]}")
     wanted = {id(node): _input_type(graph, node, ranges) or _as_float(graph, node) for node in chosen}
     wanted |= {id(node): _as_float(graph, node) for node in graph.nodes
                if _is_weighted(node) and node not in chosen and not is_product(graph, node)}
@@ -139,6 +141,27 @@ def _input_type(graph: Graph, node: Node, ranges: Ranges) -> TensorType | None:
     if kind.quant is not None:
         return kind
     return replace(kind, quant=activation_params(*ranges[name])) if name in ranges else None
+
+
+def _why_float(graph: Graph, node: Node, ranges: Ranges) -> str:
+    """Why a contraction does not compute in int8; "" if it does."""
+    name, weight = node.anchor.inputs[:2]
+    if _input_type(graph, node, ranges) is None:
+        return f"no range is known for its input '{name}'"
+    if not sums_fit(graph.constants[weight], _OUTPUT_AXIS[node.anchor.op]):
+        return f"so many products with '{weight}' may add up to more than an int32 holds"
+    return ""
+
+
+def sums_fit(weight: Array, axis: int) -> bool:
+    """Whether no sum of bytes times these weights, as int8, leaves int32, whatever the bytes and in whatever order."""
+    depth = weight.size // weight.shape[axis]
+    if 255 * 127 * depth < SUMS:
+        return True
+    rows = np.moveaxis(weight, axis, 0).reshape(weight.shape[axis], -1)
+    largest = np.maximum(np.abs(rows).max(axis=1), np.finfo(np.float32).tiny)
+    one_sided = (np.maximum(sign * rows, 0).sum(axis=1, dtype=np.float64) / largest for sign in (1, -1))
+    return bool(255 * (127 * np.maximum(*one_sided).max() + depth / 2) < SUMS)      # depth / 2: of rounding
 
 
 def _as_float(graph: Graph, node: Node) -> TensorType:

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from calibration.calibrators import CALIBRATORS
 from calibration.preprocess import PRESETS, load_preprocess
+from engines.backends.llvm.backend import USUAL_BATCH
 from engines.backends.llvm.isa import ALL
 from engines.builder import DEFAULT_MAX_BATCH, BuildConfig
 from engines.cache import EngineCache
@@ -38,10 +39,11 @@ from infer_server.malloc import tune_malloc
 def parse_shape(text: str) -> tuple[str, tuple[int | None, ...]]:
     """"input:1x3x224x224" -> ("input", (1, 3, 224, 224)); "ids:batchx128" -> ("ids", (None, 128))"""
     name, colon, extents = text.rpartition(":")
-    open_batch, parts = extents.lower().startswith("batchx"), extents.lower().removeprefix("batchx").split("x")
-    if not colon or not all(part.isdecimal() and int(part) for part in parts):
+    first, *others = extents.lower().split("x")
+    sizes = [*[first] * (first != "batch"), *others]
+    if not colon or not all(part.isdecimal() and int(part) for part in sizes):
         raise argparse.ArgumentTypeError(f"'{text}' is not NAME:1x3x224x224 or NAME:batchx3x224x224")
-    return name, (*[None] * open_batch, *map(int, parts))
+    return name, (*[None] * (first == "batch"), *map(int, sizes))
 
 
 class Bar:
@@ -64,7 +66,8 @@ def _command(options: argparse.Namespace) -> int:
     tune_malloc()
     _check(options)
     config = BuildConfig(
-        precision=options.precision, max_batch=options.max_batch, target=options.target or "",
+        precision=options.precision, max_batch=options.max_batch, opt_batch=options.opt_batch,
+        target=options.target or "",
         shapes=dict(options.shape or ()), pixels=_pixels(options), keep_float=tuple(options.keep_float or ()),
         timing=not options.no_timing, timing_cache=options.timing_cache or "")
     calibration = Calibration(options.calib or "", options.calibrator or "", options.calib_cache or "",
@@ -189,6 +192,9 @@ def make_parser() -> argparse.ArgumentParser:
                         help="the engine takes images as uint8 [N, H, W, C] and normalises them as --preprocess says")
     parser.add_argument("--max-batch", type=positive, metavar="N",
                         help=f"most items a run (default {DEFAULT_MAX_BATCH})")
+    parser.add_argument("--opt-batch", type=positive, metavar="N",
+                        help="optimise for batches of N items: tactics are timed with so many (default: with one; "
+                             f"where several items share a tile, with {USUAL_BATCH} too, or --max-batch if it is less)")
     parser.add_argument("--shape", type=parse_shape, action="append", metavar="NAME:batchx128",
                         help="shape of an input whose extents beyond the batch are symbolic; a number in place of "
                              "\"batch\" fixes the batch too, unless --max-batch is given")

@@ -88,3 +88,11 @@ def seconds(text: str) -> float:
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds, 0 or more")
     return value
+
+
+def boolean(text: str) -> bool:
+    """An argparse type: true or false, in the spellings of Triton's options."""
+    values = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
+    if text.lower() not in values:
+        raise argparse.ArgumentTypeError(f"'{text}' is neither true nor false")
+    return values[text.lower()]

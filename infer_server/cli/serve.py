@@ -12,33 +12,50 @@ from pathlib import Path
 from typing import Any
 
 from infer_server.backend import EngineLoader, load_plan
-from infer_server.cli.common import positive, seconds
+from infer_server.cli.common import boolean, positive, seconds
 from infer_server.cores import allowed_cpus
+from infer_server.descriptors import raise_descriptor_limit
 from infer_server.malloc import tune_malloc
-from infer_server.server import Server, ServerOptions
+from infer_server.server import Server, ServerOptions, address
 
 log = logging.getLogger(__name__)
 
 
 def main(arguments: list[str] | None = None, load_engine: EngineLoader = load_plan) -> int:
-    """Runs until SIGTERM or SIGINT. 0: all accepted requests answered; 1: not, or a port taken; 2: bad options."""
+    """Runs until SIGTERM, SIGINT or SIGHUP.
+
+    0: all accepted requests answered; 1: not, or a port taken, or a model failed under --exit-on-error; 2: bad options.
+    """
     parsed = _parser().parse_args(arguments)
     logging.basicConfig(level=parsed.log_level.upper(), stream=sys.stderr,
                         format="%(asctime)s %(levelname)s %(message)s")
-    if not parsed.model_repository.is_dir():
-        print(f"infer-server: error: --model-repository {parsed.model_repository}: no such folder", file=sys.stderr)
-        return 2
-    if parsed.load_model and parsed.model_control_mode != "explicit":
-        print("infer-server: error: --load-model needs --model-control-mode explicit; otherwise every model is loaded",
-              file=sys.stderr)
+    mistake = _mistake(parsed)
+    if mistake:
+        print(f"infer-server: error: {mistake}", file=sys.stderr)
         return 2
     tune_malloc()
+    raise_descriptor_limit()
     try:
-        answered = _run(_serve(_options(parsed), load_engine))
+        answered = _run(_serve(_options(parsed), parsed.exit_on_error, load_engine))
     except OSError as error:
         print(f"infer-server: error: {error}", file=sys.stderr)
         return 1
     return 0 if answered else 1
+
+
+def _mistake(parsed: argparse.Namespace) -> str:
+    """What is wrong with the options together; nothing if they can be served."""
+    folders = parsed.model_repository
+    for folder in folders:
+        if not folder.is_dir():
+            return f"--model-repository {folder}: no such folder"
+        if [other.resolve() for other in folders].count(folder.resolve()) > 1:
+            return f"--model-repository {folder}: given twice"
+    if parsed.load_model and parsed.model_control_mode != "explicit":
+        return "--load-model needs --model-control-mode explicit; otherwise every model is loaded"
+    if "*" in parsed.load_model and len(parsed.load_model) > 1:
+        return "--load-model=* loads every model; give no other --load-model beside it"
+    return ""
 
 
 def _run(main: Coroutine[Any, Any, bool]) -> bool:
@@ -51,22 +68,37 @@ def _run(main: Coroutine[Any, Any, bool]) -> bool:
     return run(main)
 
 
-async def _serve(options: ServerOptions, load_engine: EngineLoader) -> bool:
+async def _serve(options: ServerOptions, exit_on_error: bool, load_engine: EngineLoader) -> bool:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _on_signal, number, stop)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:      # nohup ignores SIGHUP
+            loop.add_signal_handler(number, _on_signal, number, stop)
     server = Server(options, load_engine)
     ports = await server.start()
-    log.info("gRPC on %s:%d, health on %s:%d, metrics on %s:%d", options.host, ports.grpc, options.host, ports.http,
-             options.host, ports.metrics)
-    loaded = asyncio.create_task(server.loaded())
-    loaded.add_done_callback(lambda task: None if task.cancelled() else log.info("ready"))
+    log.info("gRPC on %s, health on %s, metrics on %s",
+             *(address(options.host, port) for port in (ports.grpc, ports.http, ports.metrics)))
+    loading = asyncio.create_task(_report_loaded(server, stop if exit_on_error else None))
     await stop.wait()
+    loading.cancel()
+    failed = exit_on_error and bool(server.failures())
     log.info("draining: what was accepted is answered; a second signal exits at once")
     answered = await server.stop()
     log.info("stopped")
-    return answered
+    return answered and not failed
+
+
+async def _report_loaded(server: Server, stop: asyncio.Event | None) -> None:
+    """Says when the models are loaded. stop: to be set if one has failed."""
+    await server.loaded()
+    failures = server.failures()
+    if not failures:
+        log.info("ready")
+        return
+    log.error("%d of the models to be served failed: %s", len(failures), ", ".join(failures))
+    if stop:
+        log.error("--exit-on-error: exiting")
+        stop.set()
 
 
 def _on_signal(number: int, stop: asyncio.Event) -> None:
@@ -78,20 +110,24 @@ def _on_signal(number: int, stop: asyncio.Event) -> None:
 
 def _options(parsed: argparse.Namespace) -> ServerOptions:
     return ServerOptions(
-        model_repository=parsed.model_repository, cache_dir=parsed.cache_dir, host=parsed.host,
+        model_repositories=tuple(parsed.model_repository), cache_dir=parsed.cache_dir, host=parsed.host.strip("[]"),
         grpc_port=parsed.grpc_port, http_port=parsed.http_port, metrics_port=parsed.metrics_port,
         threads=parsed.threads, cores=parsed.cores, explicit_control=parsed.model_control_mode == "explicit",
-        load_models=tuple(parsed.load_model), drain_grace_secs=parsed.drain_grace_secs,
-        exit_timeout_secs=parsed.exit_timeout_secs, max_message_bytes=parsed.max_message_mib << 20)
+        load_models=None if parsed.load_model == ["*"] else tuple(parsed.load_model),
+        strict_readiness=parsed.strict_readiness, drain_grace_secs=parsed.drain_grace_secs,
+        exit_timeout_secs=parsed.exit_timeout_secs, max_message_bytes=parsed.max_message_mib << 20,
+        max_inflight_bytes=parsed.max_inflight_mib << 20, send_timeout_secs=parsed.send_timeout_secs)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="infer-server",
         description="Serves a repository of models over Triton's gRPC protocol, with dynamic batching.")
-    parser.add_argument("--model-repository", type=Path, required=True, metavar="DIR",
-                        help="folders <model>/<version>/model.plan (or model.onnx, built when it is loaded)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    parser.add_argument("--model-repository", type=Path, required=True, action="append", metavar="DIR",
+                        help="folders <model>/<version>/model.plan (or model.onnx, built when it is loaded); can be "
+                             "repeated")
+    parser.add_argument("--host", default="127.0.0.1",
+                        help="address to listen on; :: is every one, IPv4 and IPv6 (default %(default)s)")
     parser.add_argument("--grpc-port", type=_port, default=8001, metavar="N", help="0 is any free port "
                                                                                    "(default %(default)s)")
     parser.add_argument("--http-port", type=_port, default=8000, metavar="N",
@@ -102,7 +138,11 @@ def _parser() -> argparse.ArgumentParser:
                         help="none: every model is loaded at start; explicit: clients load and unload "
                              "(default %(default)s)")
     parser.add_argument("--load-model", action="append", default=[], metavar="NAME",
-                        help="under explicit control, a model to load at start; can be repeated")
+                        help="under explicit control, a model to load at start; can be repeated; * is every one")
+    parser.add_argument("--strict-readiness", type=boolean, nargs="?", const=True, default=True, metavar="BOOL",
+                        help="not ready while a model that was to be served has failed (default true)")
+    parser.add_argument("--exit-on-error", type=boolean, nargs="?", const=True, default=False, metavar="BOOL",
+                        help="exit with status 1 if a model cannot be loaded at start (default false)")
     parser.add_argument("--threads", type=positive, default=1, metavar="N",
                         help="threads for one batch; instance_group says how many batches run at a time "
                              "(default %(default)s)")
@@ -118,6 +158,12 @@ def _parser() -> argparse.ArgumentParser:
                         help="how long accepted requests may take to be answered after that (default %(default)s)")
     parser.add_argument("--max-message-mib", type=positive, default=256, metavar="N",
                         help="largest request (default %(default)s)")
+    parser.add_argument("--max-inflight-mib", type=positive, default=1024, metavar="N",
+                        help="of requests and answers (an answer counts twice: gRPC has a copy) that are held at a "
+                             "time; requests beyond it get RESOURCE_EXHAUSTED (default %(default)s)")
+    parser.add_argument("--send-timeout-secs", type=seconds, default=60.0, metavar="S",
+                        help="how long a client may take to read an answer, before its connection is closed "
+                             "(default %(default)s)")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info",
                         help="the least that is written to stderr (default %(default)s)")
     return parser

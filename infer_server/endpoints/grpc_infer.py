@@ -5,9 +5,12 @@ import asyncio
 import functools
 import time
 
+import grpc
+
 from infer_server.codec import declared_inputs, decode_inputs, encode_raw
 from infer_server.config import TensorSpec
-from infer_server.errors import InvalidRequestError, NotServedError
+from infer_server.errors import InvalidRequestError, MemoryLimitError, NotServedError
+from infer_server.inflight import Call, Inflight
 from infer_server.model import Model
 from infer_server.repository import Repository
 from infer_server.request import Arrays, Request
@@ -16,36 +19,38 @@ from infer_server.wire import InferRequest, join_response, response_header, spli
 from protos import inference
 
 
-async def infer(data: bytes, repository: Repository, remaining_secs: float | None = None) -> bytes:
-    """Serves one serialised ModelInferRequest; returns the serialised response. Raises ServeErrors.
-
-    remaining_secs: how long its client still waits; None: for ever.
-    """
+async def infer(data: bytes, context: grpc.aio.ServicerContext, repository: Repository, inflight: Inflight) -> bytes:
+    """Serves one serialised ModelInferRequest; returns the serialised response. Raises ServeErrors."""
     received_ns = time.monotonic_ns()
+    call = inflight.begin(context, len(data))
     message = split_request(data)
     model = repository.find(message.header.model_name, message.header.model_version)
     try:
-        request = _request(message, model)
-    except (InvalidRequestError, NotServedError):
+        request = _request(message, model, call)
+    except (InvalidRequestError, NotServedError, MemoryLimitError):
         model.statistics.failed(Failure.OTHER, time.monotonic_ns() - received_ns)
         raise
     request.received_ns = received_ns
-    if remaining_secs is not None:
+    remaining_secs = context.time_remaining()
+    if remaining_secs is not None:              # its client does not wait for ever
         request.deadline_ns = received_ns + int(remaining_secs * 1e9)
     model.submit(request)
     try:
-        return await request.answer
+        answer = await request.answer
     except asyncio.CancelledError:
         model.cancel(request)
         raise
+    call.answered(len(answer))
+    return answer
 
 
-def _request(message: InferRequest, model: Model) -> Request:
+def _request(message: InferRequest, model: Model, call: Call) -> Request:
     header = message.header
     _refuse_extensions(header)
     tensors = declared_inputs(header)
     fit = model.signature.fit(tensors)
     outputs = model.signature.choose_outputs(tensor.name for tensor in header.outputs)
+    call.expect(fit.rows * sum(spec.item_bytes for spec in outputs))
 
     def encode(rows: Arrays) -> bytes:
         arrays = [rows[spec.name] for spec in outputs]

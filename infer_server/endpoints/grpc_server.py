@@ -1,6 +1,7 @@
 """The service inference.GRPCInferenceService on grpc.aio."""
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from infer_server.endpoints.grpc_errors import answering, parsed
 from infer_server.endpoints.grpc_infer import infer
 from infer_server.endpoints.health import health_handlers
 from infer_server.errors import InvalidRequestError, NotServedError, ServeError, UnavailableError
+from infer_server.inflight import Inflight
 from infer_server.lifecycle import Lifecycle
 from infer_server.model import Model
 from infer_server.repository import Repository
@@ -26,8 +28,10 @@ EXTENSIONS = ("model_configuration", "model_repository", "statistics")
 class InferenceService:
     """One coroutine for each call that is served, named as the call."""
 
-    def __init__(self, repository: Repository, lifecycle: Lifecycle, explicit_control: bool) -> None:
+    def __init__(self, repository: Repository, lifecycle: Lifecycle, inflight: Inflight,
+                 explicit_control: bool) -> None:
         self._repository = repository
+        self._inflight = inflight
         self._lifecycle = lifecycle
         self._explicit_control = explicit_control       # clients may load and unload models
 
@@ -61,7 +65,7 @@ class InferenceService:
 
     async def infer(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         """ModelInfer takes and returns bytes: infer_server/wire.py."""
-        return await infer(data, self._repository, context.time_remaining())
+        return await infer(data, context, self._repository, self._inflight)
 
     async def ModelConfig(self, request: inference.ModelConfigRequest) -> inference.ModelConfigResponse:
         model = self._repository.find(request.name, request.version)
@@ -113,6 +117,14 @@ def inference_handlers(service: InferenceService) -> grpc.GenericRpcHandler:
         else:
             handlers[method.name] = _served(method, call)
     return grpc.method_handlers_generic_handler(protos.INFERENCE_SERVICE, handlers)
+
+
+def _concerns_us(record: logging.LogRecord) -> bool:
+    """Whether gRPC complains of something else than a client that went away while its answer was being sent."""
+    return not record.getMessage().startswith("ExecuteBatchError raised in core")
+
+
+logging.getLogger("grpc._cython.cygrpc").addFilter(_concerns_us)
 
 
 def create_server(service: InferenceService, lifecycle: Lifecycle, max_message_bytes: int) -> grpc.aio.Server:

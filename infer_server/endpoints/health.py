@@ -6,26 +6,26 @@ import grpc
 import protos
 from infer_server.endpoints.grpc_errors import answering, parsed
 from infer_server.errors import UnknownServiceError
-from infer_server.lifecycle import Lifecycle, Phase
+from infer_server.lifecycle import Lifecycle
 from protos import health
 
 _SERVICES = ("", protos.INFERENCE_SERVICE)      # "" is the server as a whole
 
 
 def health_handlers(lifecycle: Lifecycle) -> grpc.GenericRpcHandler:
-    """Check and Watch, over the phases of the server."""
+    """Check and Watch, over the readiness of the server."""
 
     async def check(data: bytes, _: grpc.aio.ServicerContext) -> bytes:
         request = parsed(health.HealthCheckRequest, data)
         if request.service not in _SERVICES:
             raise UnknownServiceError(f"unknown service '{request.service}'")
-        return _response(lifecycle.phase).SerializeToString()
+        return _response(lifecycle.ready).SerializeToString()
 
     async def watch(data: bytes, context: grpc.aio.ServicerContext) -> None:
         request = parsed(health.HealthCheckRequest, data)
         last = None
-        async for phase in lifecycle.phases():      # ends when the server stops, so that no watcher holds it up
-            response = _response(phase) if request.service in _SERVICES else health.HealthCheckResponse(
+        async for ready in lifecycle.readiness():      # ends when the server stops, so that no watcher holds it up
+            response = _response(ready) if request.service in _SERVICES else health.HealthCheckResponse(
                 status=health.HealthCheckResponse.SERVICE_UNKNOWN)
             if response != last:
                 await context.write(response.SerializeToString())
@@ -36,7 +36,6 @@ def health_handlers(lifecycle: Lifecycle) -> grpc.GenericRpcHandler:
         "Watch": grpc.unary_stream_rpc_method_handler(answering(watch))})
 
 
-def _response(phase: Phase) -> health.HealthCheckResponse:
-    serving = phase is Phase.READY
+def _response(ready: bool) -> health.HealthCheckResponse:
     return health.HealthCheckResponse(
-        status=health.HealthCheckResponse.SERVING if serving else health.HealthCheckResponse.NOT_SERVING)
+        status=health.HealthCheckResponse.SERVING if ready else health.HealthCheckResponse.NOT_SERVING)

@@ -7,7 +7,9 @@ https://prometheus.io/docs/instrumenting/exposition_formats
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from http import HTTPStatus
 
+from infer_server.endpoints.http_server import Page, error_page
 from infer_server.model import Model
 from infer_server.statistics import Counters, Duration
 
@@ -25,6 +27,14 @@ _DURATIONS: dict[str, tuple[str, Callable[[Counters], Duration]]] = {
     "nv_inference_compute_infer_duration_us": ("compute inference", lambda c: c.compute_infer),
     "nv_inference_compute_output_duration_us": ("compute output", lambda c: c.compute_output),
 }
+
+
+NOT_FOUND = error_page(HTTPStatus.NOT_FOUND, "this port serves /metrics")
+
+
+def page(path: str, models: Iterable[Model]) -> Page | None:
+    """The page of a path; None: there is none."""
+    return Page(render(models), CONTENT_TYPE) if path == "/metrics" else None
 
 
 def render(models: Iterable[Model]) -> str:

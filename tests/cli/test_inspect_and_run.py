@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import onnx
 import pytest
 
 from engines import load_engine
-from infer_server.cli import inspect_engine, run_engine
+from infer_server.cli import inspect_engine, relower_plan, run_engine
 from tests.cli.commands import MODEL, UNTIMED, Workshop
 
 
@@ -41,6 +42,19 @@ def test_inspect_describes_the_plan_as_json(workshop: Workshop, plan: str) -> No
     assert described["inputs"][0]["name"] == "input" and described["max_batch"] == 4
     fused = [node for kernel in described["kernels"] for node in kernel["fuses"]]
     assert {node.name for node in workshop.model.graph.node if node.op_type == "Conv"} <= set(fused)
+
+
+@pytest.mark.parametrize("command", [[inspect_engine.main], [inspect_engine.main, "--json"],
+                                     [inspect_engine.main, "--profile"], [run_engine.main],
+                                     [relower_plan.main, "-o", "other.plan"]], ids=str)
+def test_a_damaged_plan_ends_a_command_with_one_line(workshop: Workshop, plan: str, command: list[Any]) -> None:
+    data = bytearray(Path(plan).read_bytes())
+    data[len(data) // 2] ^= 1
+    Path(plan).write_bytes(data)
+    assert command[0]([plan, *command[1:]]) == 2
+    printed = workshop.capture.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert re.search(rf"error: {plan}: section '\S+' .* has a wrong checksum; build the plan again", printed.err)
 
 
 def test_inspect_prints_a_line_a_kernel(workshop: Workshop, plan: str) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
 from calibration.accuracy import sqnr_db
 from engines import reference
@@ -287,3 +288,29 @@ def test_the_scores_are_not_read_from_outside(tmp_path: Path) -> None:
     feeds = feeds_for(Case(), 2)
     for output, value in Engine(result.plan).run(feeds).items():
         np.testing.assert_allclose(value, run_onnx(model, feeds)[output], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("precision", "near"), [("fp32", 1e-5), ("bf16", 0.05), ("int8", 0.2)])
+def test_a_query_that_sees_no_key_gets_zeros(precision: str, near: float, tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    weight = random.standard_normal((32, 32)).astype(np.float32) * 0.2
+    nodes = [helper.make_node("MatMul", ["x", "weight"], ["p"]),
+             helper.make_node("Attention", ["p", "p", "p", "seen"], ["mixed"], q_num_heads=4, kv_num_heads=4),
+             helper.make_node("MatMul", ["mixed", "weight"], ["y"])]
+    graph = helper.make_graph(nodes, "m", [
+        helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["N", 6, 32]),
+        helper.make_tensor_value_info("seen", onnx.TensorProto.BOOL, ["N", 1, 6, 6])],
+        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)], [numpy_helper.from_array(weight, "weight")])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)])
+
+    def feeds(items: int) -> dict[str, Any]:
+        seen = random.random((items, 1, 6, 6)) < 0.6
+        seen[:, :, 0] = False
+        return {"x": random.standard_normal((items, 6, 32)).astype(np.float32), "seen": seen}
+
+    engine = built(model, tmp_path, feeds(8) if precision == "int8" else None, precision=precision)
+    assert "attention" in map(family, engine.plan.steps)
+    given = feeds(3)
+    y = engine.run(given)["y"]
+    np.testing.assert_allclose(y, ReferenceEvaluator(model).run(None, given)[0], rtol=0, atol=near)
+    np.testing.assert_allclose(y[:, 0], 0, atol=1e-5)

@@ -31,9 +31,9 @@ def test_a_fault_while_types_are_found_names_the_node(monkeypatch: pytest.Monkey
 
 
 def test_a_fault_while_the_file_is_read_names_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(helper, "get_attribute_value", raising(UnicodeError("what is this")))
+    monkeypatch.setattr(helper, "get_attribute_value", raising(IndexError("what is this")))
     model = small_model([node("Elu", "x", "y", alpha=0.5)], {"x": ["n", 4]}, ["y"])
-    with pytest.raises(CompilerFault, match=r"at node 'elu' \(Elu\): UnicodeError: what is this"):
+    with pytest.raises(CompilerFault, match=r"at node 'elu' \(Elu\): IndexError: what is this"):
         engine_of(model)
 
 

@@ -1,6 +1,9 @@
 """What a plan cannot hold is refused by name: types, and sizes that no machine has."""
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from onnx import TensorProto
@@ -29,6 +32,14 @@ def test_weights_of_four_bits_become_floats_at_build() -> None:
         {"c": np.arange(-8, 8).reshape(4, 4).astype(np.float32), "scale": np.float32(0.25)}, opset=21))
 
 
+@pytest.mark.parametrize("scales", [[0.5, 1, 2, 2], [1, 1.2, 2, 2]])
+def test_items_and_channels_that_are_resized_are_not_taken_for_pixels(scales: list[float]) -> None:
+    """The kernel resizes rows and columns only; here the reference does the work."""
+    resize = node("Resize", "x r scales", "y", mode="linear")
+    assert_right(small_model([resize], {"x": [2, 3, 4, 4]}, ["y"],
+                             {"r": np.zeros(0, np.float32), "scales": np.float32(scales)}))
+
+
 def with_memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(capacity, "memory_limit", lambda: size)
 
@@ -44,6 +55,14 @@ def test_a_batch_that_fits_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     with_memory(monkeypatch, 2_000_000)
     builder = Builder(BuildConfig(timing=False, max_batch=2))
     builder.plan(builder.graph(CONVOLUTION))
+
+
+def test_a_limit_on_the_process_is_a_limit_on_the_model() -> None:
+    """As `ulimit -v` sets it; what the process has already is taken."""
+    script = ("import resource; from engines import capacity; size = capacity._address_space(); "
+              "resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 30), -1)); print(capacity.memory_limit())")
+    limit = int(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)
+    assert 0.9 * 2**30 < limit <= 2**30
 
 
 def test_an_item_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,22 @@ def test_a_vector_is_one_row(tmp_path: Path) -> None:
     assert step.rows == 1
 
 
+@pytest.mark.parametrize("ones, precision", [(70_000, "fp32"), (60_000, "int8")])
+def test_int8_is_for_sums_that_an_integer_holds(ones: int, precision: str, tmp_path: Path) -> None:
+    """70,000 times 255 * 127 is beyond 2**31; with 10,000 of the weights negative, the sums stay below it."""
+    weights = np.ones((70_000, 2), np.float32)
+    weights[ones:] = -1
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "deep",
+                              [helper.make_tensor_value_info("x", FLOAT, (1, 70_000))],
+                              [helper.make_tensor_value_info("y", FLOAT, None)],
+                              [numpy_helper.from_array(weights, "w")])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    feeds = {"x": np.ones((1, 70_000), np.float32)}
+    engine = built(model, tmp_path, feeds, precision="int8", max_batch=None)
+    assert products(engine)[0].precision == precision
+    np.testing.assert_allclose(engine.run(feeds)["y"], weights.sum(axis=0)[None], rtol=1e-2)
+
+
 @pytest.mark.parametrize("precision", TOLERANCE)
 def test_rows_of_a_batch_are_those_that_it_has(precision: str, tmp_path: Path) -> None:
     step, *_ = products(answers(layers(("batch", DEPTH)), (MAX_BATCH, DEPTH), tmp_path, precision))

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from calibration.accuracy import sqnr_db
-from engines.builder import BuildConfig
+from engines.builder import BuildConfig, Builder
 from engines.errors import ModelError
 from engines.frontend.onnx_export import onnx_from_graph
 from engines.frontend.onnx_import import graph_from_onnx
@@ -21,7 +21,7 @@ from infer_server.cli.calibrating import Calibration
 from infer_server.cli.compiling import compile_model
 from tests.compiler.recurrent_models import MODELS, Writer, sequences_for
 from tests.compiler.zoo_engines import fallbacks, relative_error
-from tests.frontend.test_onnx_backend import CASES, arrays, known_shapes_as_constants
+from tests.conformance.cases import cases, data_of, model_of
 from tests.zoo import run_onnx
 
 EVERY = pytest.mark.parametrize("name", MODELS)
@@ -139,17 +139,16 @@ def test_a_sequence_of_unknown_length_is_refused_by_name(tmp_path: Path) -> None
     assert graph_from_onnx(model, shapes={"x": (7, 1, 5)}).shape("y") == (7, 1, 1, 4)
 
 
-NODE_TESTS = {name: case for name, case in CASES.items()
-              if {node.op_type for node in case.model.graph.node} & {"LSTM", "GRU", "RNN"}}
+NODE_TESTS = [name for name, case in cases().items()
+              if {node.op_type for node in model_of(case).graph.node} & {"LSTM", "GRU", "RNN"}]
 
 
 @pytest.mark.parametrize("name", NODE_TESTS)
-def test_onnx_node_tests_are_compiled(name: str, tmp_path: Path) -> None:
-    case = NODE_TESTS[name]
-    for inputs, outputs in case.data_sets:
-        model, feeds = known_shapes_as_constants(case, arrays(inputs))
-        engine = engine_of(model, tmp_path)
+def test_onnx_node_tests_are_compiled(name: str) -> None:
+    """With their weights constant, as those of networks are; that the answers are right, tests/conformance shows."""
+    model = model_of(cases()[name])
+    for (_, *weights), _ in data_of(cases()[name]):
+        names = [value.name for value in model.graph.input]
+        builder = Builder(BuildConfig(timing=False, constants=dict(zip(names[1:], weights, strict=True))))
+        engine = Engine(builder.plan(builder.graph(model)))
         assert not fallbacks(engine), [f"{step.name}: {step.reason}" for step in fallbacks(engine)]
-        values = engine.run({tensor.name: feeds[tensor.name] for tensor in engine.inputs})
-        for output, expected in zip(case.model.graph.output, arrays(outputs), strict=True):
-            np.testing.assert_allclose(values[output.name], expected, rtol=case.rtol, atol=1e-6)

@@ -48,6 +48,13 @@ def test_every_way_to_write_an_unknown_leading_extent_is_the_batch(extent):
     assert graph_from_onnx(model([node("Relu", "x", "y")], [extent, 3])).shape("y") == ("batch", 3)
 
 
+@pytest.mark.parametrize("nameless", ["?", "-1", "None", "*"])
+def test_a_name_that_stands_for_anything_is_no_symbol(nameless):
+    """Two of them are not one extent."""
+    relu = model([node("Relu", "x", "y")], [nameless, 3, nameless, nameless])
+    assert graph_from_onnx(relu, shapes={"x": (None, 3, 48, 192)}).shape("y") == ("batch", 3, 48, 192)
+
+
 def test_a_fixed_batch_stays_fixed():
     assert graph_from_onnx(model([node("Relu", "x", "y")], [1, 3])).shape("y") == (1, 3)
 

@@ -2,11 +2,13 @@
 
     python -m tests.fuzz.plans --count 3000 --seed 1        # thousands; prints what became of each kind
 
-Each is loaded, looked at and run by a worker with 10 s and 2 GB (tests/fuzz/worker.py). It must end in a PlanError, or in
-the answers of the plan that it was made of.
+Each is loaded, read whole and run by a worker with 10 s and 2 GB (tests/fuzz/worker.py). It must end in a PlanError, or
+in the answers of the plan that it was made of. Machine code and weights are not edited under a right checksum: nobody
+could say what then is right.
 
-Machine code, weights and what only steers speed are not edited under a right checksum: nobody could say what then is
-right. Without one they are, and must be refused.
+"as compiled" is what a faulty compiler might write: an edited field, and a fingerprint made of it. Nobody knows its
+right answers, nor what its kernels do with wrong addresses; so it is only loaded and given memory, or run if it has no
+kernels. It must end in a PlanError or in any answer.
 """
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ import struct
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,16 +30,21 @@ import numpy as np
 from engines.bands import banded
 from engines.checksums import PAGE, page_sums, strong
 from engines.errors import PlanError
-from engines.planfile import read_plan, write_plan
-from engines.plan import Band, Plan
+from engines.ir import Node, QParams
+from engines.plan import Band, Buffer, Fallback, IoTensor, Plan, Step, TensorView
+from engines.planfile import fingerprint_of, read_plan, write_plan
 from engines.runtime import load_engine
+from engines.serialize import node_to_json
+from tests.compiler.zoo_engines import compiled
 from tests.fuzz.worker import Worker
-from tests.runtime.tiny import halo_plan, mix_plan
+from tests.runtime.tiny import executor, halo_plan, mix_plan
+from tests.zoo import TINY
 
 HEADER = struct.Struct("<8sIIQQ16sQQ")
-NUMBERS = (0, 1, -1, 2, 3, 7, 64, 255, 4096, 1 << 20, 1 << 31, (1 << 31) - 1, 1 << 40, 1 << 62, (1 << 63) - 1, -(1 << 63),
-           1 << 64, 10**30, 0.5, -0.0, 1e300, float("inf"), float("nan"))
-WORDS = ("", "x", "y", "int64x", "object", "float16", "int8", "O", "<i4", "i4,i4", "batch", "\0", "é" * 300, "constants")
+NUMBERS = (0, 1, -1, 2, 3, 7, 64, 255, 4096, 1 << 20, 1 << 31, (1 << 31) - 1, 1 << 40, 1 << 62, (1 << 63) - 1,
+           -(1 << 63), 1 << 64, 10**30, 0.5, -0.0, 1e300, float("inf"), float("nan"))
+WORDS = ("", "x", "y", "int64x", "object", "float16", "int8", "O", "<i4", "i4,i4", "batch", "\0", "é" * 300,
+         "constants")
 OTHERS: tuple[Any, ...] = (None, True, False, [], {}, [[]], [1, 2, 3], {"a": 1}, *NUMBERS, *WORDS)
 
 
@@ -55,7 +62,7 @@ class File:
                                for name, r in manifest["sections"].items()})
 
     def write(self, version: int) -> bytes:
-        """The file; sections lie where their records say, if these are as they should be, and else anywhere."""
+        """The file, with records of its sections as they are."""
         manifest, body = self.manifest, bytearray(PAGE)
         for name, content in self.sections.items():
             record = manifest["sections"].get(name) if isinstance(manifest.get("sections"), dict) else None
@@ -64,16 +71,18 @@ class File:
                 sums = page_sums if name == "constants" or name.startswith("array/") else strong
                 record |= {"offset": len(body), "bytes": len(content), "checksum": sums(content)}
                 body += content
-        return self.sealed(bytes(body), version)
+        return self.sealed(bytes(body) + bytes(-len(body) % 64), version)
 
     def sealed(self, body: bytes, version: int) -> bytes:
         """Header, body and the manifest as it is."""
-        packed = zlib.compress(json.dumps(self.manifest).encode())
+        packed = zlib.compress(json.dumps(self.manifest, separators=(",", ":")).encode())
         header = HEADER.pack(b"\x93INFPLAN", version, 0, len(body), len(packed), bytes.fromhex(strong(packed)),
                              len(body) + len(packed), 0)
         return header + body[HEADER.size:] + packed
 
 
+FINE = ("refused", "right", "loaded")       # of outcomes
+Feed = dict[str, Any]                       # arrays by name
 Places = list[tuple[Any, Any]]      # (container, key) of each value in a document
 
 
@@ -167,6 +176,13 @@ def field_edited(data: bytes, version: int, rng: random.Random) -> tuple[str, by
     return "; ".join(done), file.write(version)
 
 
+def field_compiled(data: bytes, version: int, rng: random.Random) -> tuple[str, bytes]:
+    file = File.read(data)
+    done = [edit(file.manifest["plan"], rng) for _ in range(rng.choice((1, 1, 2)))]
+    file.manifest["plan"]["fingerprint"] = fingerprint_of(file.manifest)
+    return "; ".join(done), file.write(version)
+
+
 def manifest_edited(data: bytes, version: int, rng: random.Random) -> tuple[str, bytes]:
     file = File.read(data)
     body = data[:HEADER.unpack_from(data)[3]]
@@ -205,10 +221,11 @@ def document_edited(data: bytes, version: int, rng: random.Random) -> tuple[str,
     return f"{name}: {done}", replace(file, sections={**file.sections, name: content}).write(version)
 
 
-KINDS: dict[str, Kind] = {"cut short": cut_short, "flipped": flipped, "overwritten": overwritten, "header": header_edited,
-                          "field": field_edited, "manifest": manifest_edited, "sections": sections_moved,
-                          "document": document_edited}
-WEIGHTS = {"field": 6}
+KINDS: dict[str, Kind] = {
+    "cut short": cut_short, "flipped": flipped, "overwritten": overwritten, "header": header_edited,
+    "field": field_edited, "as compiled": field_compiled, "manifest": manifest_edited, "sections": sections_moved,
+    "document": document_edited}
+WEIGHTS = {"field": 4, "as compiled": 6}
 
 
 def damaged(plans: list[bytes], count: int, seed: int) -> Iterator[tuple[int, str, str, bytes]]:
@@ -228,22 +245,18 @@ def feeds_of(plan: Plan, items: int) -> dict[str, Any]:
         "uint16" if io.dtype == "bfloat16" else io.dtype) for io in plan.inputs}
 
 
-def answers(path: str) -> list[dict[str, Any]]:
-    """Of one item and of many, and whatever else there is to read in a plan."""
+def answers(path: str, feeds: Sequence[Feed]) -> list[Feed]:
+    """Of a plan, after all that it holds was read."""
     engine = load_engine(path, on_target_mismatch="refuse")
-    results = [engine.run(feeds_of(engine.plan, items)) for items in (1, max(engine.max_batch, 1))]
     for mapping in (engine.plan.graph, engine.plan.packed, engine.plan.graph_arrays):
         dict(mapping)
-    return results
+    return [engine.run(feed) for feed in feeds]
 
 
-def outcome(path: str, feeds: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> str:
+def outcome(path: str, feeds: Sequence[Feed], wanted: Sequence[Feed]) -> str:
     """"refused: ...", "right", or what is wrong."""
     try:
-        engine = load_engine(path, on_target_mismatch="refuse")
-        read = [dict(mapping) for mapping in (engine.plan.graph, engine.plan.packed, engine.plan.graph_arrays)]
-        del read
-        found = [engine.run(feed) for feed in feeds]
+        found = answers(path, feeds)
     except PlanError as error:
         return f"refused: {type(error).__name__}: {error}"
     for got, want in zip(found, wanted, strict=True):
@@ -253,12 +266,50 @@ def outcome(path: str, feeds: list[dict[str, Any]], wanted: list[dict[str, Any]]
     return "right"
 
 
+def loaded(path: str, *_: Any) -> str:
+    """"refused: ...", or "loaded"."""
+    try:
+        engine = load_engine(path, on_target_mismatch="refuse")
+        context = engine.create_context()
+        for batch in (1, engine.plan.batch_slots):
+            for io in engine.inputs:
+                context.input(io.name, batch)[...] = 1
+            if not any(step.symbol for step in engine.plan.steps):
+                context.execute(batch)
+    except PlanError as error:
+        return f"refused: {type(error).__name__}: {error}"
+    return "loaded"
+
+
+def what_becomes(kind: str, *question: Any) -> str:
+    return loaded(*question) if kind == "as compiled" else outcome(*question)
+
+
+# ---- plans to damage
+def reference_plan() -> Plan:
+    """uint8 [3] times a constant, plus a constant, both on the reference."""
+    quants = [QParams((scale,), (zero,), dtype) for scale, zero, dtype in ((0.5, 128, "uint8"), (0.25, 0, "int8"))]
+    x = TensorView("x", "uint8", (3,), 0, 0, (1,), 3, quant=quants[0])
+    y, z = (TensorView(name, "float32", (2,), buffer, 0, (4,), 8) for name, buffer in (("y", 1), ("z", 2)))
+    product = Fallback(node_to_json(Node("MatMul", ("x", "w"), ("y",))), (x, "w"), (y,), (None, quants[1]))
+    total = Fallback(node_to_json(Node("Add", ("y", "b"), ("z",))), (y, "b"), (z,))
+    return Plan(name="m", target="", cpu={}, precision="int8", max_batch=2,
+                inputs=(IoTensor("x", "uint8", ("N", 3), x),), outputs=(IoTensor("z", "float32", ("N", 2), z),),
+                buffers=(Buffer("x", 6, -1, 0), Buffer("y", 16, 0, 1), Buffer("z", 16, 1, 2)),
+                steps=(Step("", (), 1, fallback=product), Step("", (), 1, depends=(0,), fallback=total)), fills=(),
+                code=(executor(),), constants=b"",
+                graph_arrays={"w": np.array([[4, -4], [8, 0], [0, 12]], np.int8), "b": np.ones(2, np.float32)})
+
+
 def seeds(folder: Path) -> list[Path]:
-    """Small plans of different kinds."""
-    made = {"halo": halo_plan(), "bands": banded(mix_plan([(0, 0), (0, 1), (2, 1), (1, 3), (4, 0)], [3, 5]), [Band(1, 4)])}
-    for name, plan in made.items():
+    """Small plans of different kinds, written there."""
+    reads = [(0, 0), (0, 1), (2, 1), (1, 3), (4, 0)]
+    network = compiled(TINY["mobilenet_v2"](), folder).plan
+    plans = {"halo": halo_plan(), "bands": banded(mix_plan(reads, [3, 5]), [Band(1, 4)]), "reference": reference_plan(),
+             "network": network}
+    for name, plan in plans.items():
         write_plan(plan, folder / f"{name}.plan")
-    return [folder / f"{name}.plan" for name in made]
+    return [folder / f"{name}.plan" for name in plans]
 
 
 def fuzz(paths: list[Path], count: int, seed: int, folder: Path) -> Iterator[tuple[str, str, str]]:
@@ -271,10 +322,10 @@ def fuzz(paths: list[Path], count: int, seed: int, folder: Path) -> Iterator[tup
         engine = load_engine(path)
         cases.append((feeds, [engine.run(feed) for feed in feeds]))
     target = folder / "damaged.plan"
-    with Worker(outcome) as worker:
+    with Worker(what_becomes) as worker:
         for which, kind, done, data in damaged(plans, count, seed):
             target.write_bytes(data)
-            yield kind, f"{paths[which].stem}, {done}", worker.ask(str(target), *cases[which])
+            yield kind, f"{paths[which].stem}, {done}", worker.ask(kind, str(target), *cases[which])
 
 
 def main() -> None:
@@ -288,7 +339,7 @@ def main() -> None:
         for kind, done, result in fuzz(options.plans or seeds(Path(folder)), options.count, options.seed, Path(folder)):
             word = result.split(":")[0]
             tally[kind, word] += 1
-            if word not in ("refused", "right"):
+            if word not in FINE:
                 print(f"{kind}: {done}: {result}", flush=True)
     for (kind, word), number in sorted(tally.items()):
         print(f"{kind:12} {word:10} {number}")

@@ -55,3 +55,13 @@ def test_a_clip_that_rounds_to_the_end_of_the_range_is_left_to_the_store(bound, 
     clipped = Affine.of(builder.accumulator, 0.01).clip(0.0, bound)
     program = builder.program(writer.settle(writer.requantise(clipped, scale, 0, 0, 255)))
     assert [i.op for i in program.instructions] == ops
+
+
+@pytest.mark.parametrize("coarse, constants", [(False, [-np.inf]), (True, [-np.finfo(np.float32).max])])
+def test_an_infinity_stays_one_unless_a_byte_is_made_of_it(coarse, constants):
+    """A mask of minus infinity hides a key; the least float32 only makes all that are hidden alike."""
+    builder = ProgramBuilder(accumulator=False)
+    writer = AffineWriter(builder, coarse)
+    writer.settle(write_node(writer, Node("Where", ("c", "a", "b"), ("y",)), [
+        Affine.of(builder.operand()), Affine.of(builder.operand()), Affine.number(-np.inf)]))
+    assert np.ravel(builder.constants).tolist() == constants

@@ -7,7 +7,7 @@ import pytest
 from engines.backends.llvm.emit import Module
 from engines.backends.llvm.isa import AVX2, AVX512_BF16, AVX512_VNNI, AVX_VNNI
 from engines.backends.llvm.jit import assembly, spills
-from engines.backends.llvm.kernels.contraction import Contraction, Tile
+from engines.backends.llvm.kernels.contraction import Contraction, Tile, tiles_of_the_batch
 from engines.backends.llvm.program import Program, ProgramBuilder
 from engines.backends.llvm.spec import dense_view
 from engines.backends.llvm.taps import Border, TapAxis
@@ -187,6 +187,30 @@ def test_any_batch_of_a_matrix_product_is_cut_into_tiles_of_its_bits(isa):
     assert spec.by_batch
     for batch in (1, 3, 13):
         check(spec, isa, [np.resize(x, (batch, *x.shape[1:])) for x in inputs], constants, slack=15, pieces=2)
+
+
+@EVERY_ISA
+@pytest.mark.parametrize("precision", ["int8", "fp32", "bf16"])
+def test_rows_of_a_batch_fill_tiles_whatever_their_number(precision, isa):
+    """Full tiles, tails of any size, several blocks; a tile is never taller than the batch that it is for."""
+    spec, inputs, constants = problem(SHAPES["gemm of one row an item"], precision)
+    many = spec.for_batches_of(13)
+    tallest = max(many.tactics(isa), key=lambda tile: (tile.cols, not tile.paired))
+    assert 1 < tallest.cols <= 13 and {tile.cols for tile in spec.tactics(isa)} == {1}
+    for batch, block in ((1, 0), (13, 0), (2 * tallest.cols + 7, 1)):
+        check(many, isa, [np.resize(x, (batch, *x.shape[1:])) for x in inputs], constants, TOLERANCE[precision],
+              tactic=replace(tallest, block=block), slack=15, pieces=2)
+
+
+def test_the_batch_makes_a_difference_to_what_is_cut_by_it_only():
+    image, row = (problem(SHAPES[name], "int8")[0] for name in ("3x3", "gemm of one row an item"))
+    assert image.for_batches_of(13) is image and row.for_batches_of(13).items == 13
+
+
+@pytest.mark.parametrize("pixels", [1, 5, 6, 31, 96])
+@pytest.mark.parametrize("cols", [1, 4, 6, 14])
+def test_the_tiles_of_a_batch_hold_all_of_its_pixels(pixels, cols):
+    assert sum(size * count for size, count in tiles_of_the_batch(pixels, cols)) == pixels
 
 
 def test_halves_round_to_even():

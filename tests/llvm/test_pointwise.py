@@ -93,11 +93,22 @@ def test_every_instruction_rounds_as_its_meaning_says(op, isa):
     view = dense_view("float32", (257,))
     spec = Pointwise((view,) * arity, view, program, uniform=True)
     inputs = [3 * x for x in inputs_of(spec)]
-    if op in ("sqrt", "log"):
+    if op in ("sqrt", "log_of_positive"):
         inputs = [np.abs(x) for x in inputs]
     if op in ("less", "less_or_equal", "equal"):
         inputs = [np.rint(x) for x in inputs]       # so that some are equal
     check(spec, isa, inputs, {"program": []})
+
+
+@EVERY_ISA
+def test_a_logarithm_has_its_ends(isa):
+    """log 0 is what masks are made by, and a negative number has none."""
+    program = Program((Instruction("log", (Ref("operand", 0),)),), 1, 0, accumulator=False)
+    view = dense_view("float32", (6,))
+    x = np.float32([[0, -0.0, np.inf, -1, -np.inf, 1]])
+    expected = np.float32([[-np.inf, -np.inf, np.inf, np.nan, np.nan, 0]])
+    np.testing.assert_array_equal(INSTRUCTIONS["log"].meaning(x), expected)
+    check(Pointwise((view,), view, program, uniform=True), isa, [x], {"program": []})
 
 
 def test_gelu_is_as_accurate_as_it_says():

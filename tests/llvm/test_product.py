@@ -91,6 +91,22 @@ def test_the_tile_does_not_change_the_result(tile, isa):
     check(spec, isa, inputs, constants, tactic=tile, slack=4)
 
 
+@EVERY_ISA
+@pytest.mark.parametrize("shape", [SHAPES["one b for all"], Shape((), 1, 203, 70, gaps=True)], ids=str)
+def test_few_rows_give_the_same_whether_the_right_factor_is_packed_or_not(shape, isa):
+    spec, inputs, constants = problem(shape, "fp32")
+    first, *others = spec.tactics(isa)
+    assert not first.packed and others[-1].packed
+    for tile in (first, others[-1]):
+        check(spec, isa, inputs, constants, TOLERANCE["fp32"], tactic=tile, pieces=2, slack=4)
+
+
+@pytest.mark.parametrize("precision, shape", [("int8", SHAPES["one b for all"]), ("fp32", SHAPES["one row, deep"]),
+                                              ("fp32", SHAPES["16x16x16"])])
+def test_a_right_factor_is_packed_where_it_cannot_be_read_as_it_lies_or_many_rows_read_it(precision, shape):
+    assert all(tile.packed for tile in problem(shape, precision)[0].tactics(AVX512_BF16))
+
+
 @pytest.mark.parametrize("isa", [AVX512_BF16, AVX512_VNNI, AVX_VNNI, AVX2], ids=lambda isa: isa.name)
 @pytest.mark.parametrize("precision", ["int8", "fp32", "bf16"])
 def test_the_usual_winner_among_tiles_does_not_spill(precision, isa):

@@ -9,7 +9,8 @@ import pytest
 from engines.backends.llvm.cells import bounded, cell_of
 from engines.backends.llvm.isa import AVX2, AVX512_VNNI, PORTABLE
 from engines.backends.llvm.kernels import recurrence
-from engines.backends.llvm.kernels.recurrence import STATE_ONE, Panels, Recurrence, fits, whole_weights
+from engines.backends.llvm.kernels.recurrence import Panels, Recurrence, fits, whole_precision, whole_weights
+from engines.backends.llvm.kernels.recurrent_steps import WHOLE
 from engines.backends.llvm.program import ProgramBuilder
 from engines.backends.llvm.spec import View
 from engines.ir import Node
@@ -57,8 +58,8 @@ class Case:
         self.constants: dict[str, Any] = {
             "weights": weights, "units": units,
             "first": [random.standard_normal(count * hidden).astype(np.float32) for _ in self.spec.given]}
-        if precision == "int16":
-            self.constants["weights"], self.constants["scales"] = whole_weights(weights)
+        if precision != "fp32":
+            self.constants["weights"], self.constants["scales"] = whole_weights(weights, precision)
         self.inputs = [random.standard_normal((batch, *view.shape)).astype(np.float32) for view in self.spec.inputs]
         if gates == "bfloat16":
             self.inputs[0] = (self.inputs[0].view(np.uint32) >> 16).astype(np.uint16)
@@ -79,6 +80,7 @@ CELLS: dict[str, dict[str, Any]] = {
                             "activation_beta": (1.5,) * 2},
     "rnn of elu": {"cell": "RNN", "activations": ("Elu",), "activation_alpha": (0.7,) * 2},
 }
+BOTH_WHOLE = pytest.mark.parametrize("precision", ["int16", "int8"])
 EVERY_CELL = pytest.mark.parametrize("attrs", CELLS.values(), ids=CELLS)
 
 
@@ -91,19 +93,20 @@ def test_a_cell_equals_its_reference(attrs, hidden, isa):
 
 
 @EVERY_ISA
+@BOTH_WHOLE
 @pytest.mark.parametrize("attrs", [{}, {"cell": "GRU"}, {"cell": "GRU", "linear_before_reset": 1}, {"cell": "RNN"}],
                          ids=["lstm", "gru", "gru, product reset", "rnn"])
-def test_whole_products_are_exact(attrs, isa):
-    case = Case(node_of(direction="bidirectional", **attrs), 37, "int16", batch=11)
+def test_whole_products_are_exact(attrs, precision, isa):
+    case = Case(node_of(direction="bidirectional", **attrs), 37, precision, batch=11)
     check(case.spec, isa, case.inputs, case.constants, pieces=2)
 
 
 @EVERY_WIDTH
-@pytest.mark.parametrize("batch", [1, 2, 3, 7, 8, 13])
+@pytest.mark.parametrize("batch, precision", [*((batch, "int16") for batch in (1, 2, 3, 7, 8, 13)), (13, "int8")])
 @pytest.mark.parametrize("attrs", [{}, {"cell": "GRU", "linear_before_reset": 1}, {"cell": "RNN"}],
                          ids=["lstm", "gru", "rnn"])
-def test_any_batch_is_cut_into_tiles(attrs, batch, isa, monkeypatch):
-    case = Case(node_of(direction="reverse", **attrs), 19, "int16", batch)
+def test_any_batch_is_cut_into_tiles(attrs, batch, precision, isa, monkeypatch):
+    case = Case(node_of(direction="reverse", **attrs), 19, precision, batch)
     monkeypatch.setattr(recurrence, "FIRST_LEVEL", 0)
     for tactic in (*case.spec.tactics(isa), Panels(1, prefetch=True)):
         check(case.spec, isa, case.inputs, case.constants, tactic=tactic)
@@ -167,14 +170,24 @@ def test_the_reference_agrees_with_the_operator(attrs, peepholes):
         np.testing.assert_allclose(got, wanted, 2e-5, 2e-5)
 
 
-def test_whole_weights_are_as_fine_as_their_sums_allow():
+@pytest.mark.parametrize("precision, sizes, error", [("int16", (8, 64, 600), 3e-3), ("int8", (8, 600, 5000), 3e-2)])
+def test_whole_weights_are_as_fine_as_their_sums_allow(precision, sizes, error):
     random = np.random.default_rng(0)
-    for hidden in (8, 64, 600):
+    for hidden in sizes:
         weights = random.standard_normal((1, 4, hidden)).astype(np.float32)
-        whole, scales = whole_weights(weights)
-        assert np.abs(whole.astype(np.int64)).sum(2).max() * STATE_ONE < 2 ** 31
-        np.testing.assert_allclose(whole * scales[..., None] * STATE_ONE, weights, atol=3e-3)
-    assert whole_weights(np.zeros((1, 3, 4), np.float32))[0].max() == 0
+        whole, scales = whole_weights(weights, precision)
+        stored = WHOLE[precision]
+        assert np.abs(whole.astype(np.int64)).sum(2).max() * (stored.one + stored.zero) < 2 ** 31
+        np.testing.assert_allclose(whole * scales[..., None] * stored.one, weights, atol=error)
+    assert whole_weights(np.zeros((1, 3, 4), np.float32), precision)[0].max() == 0
+
+
+def test_weights_that_leave_the_second_level_of_cache_have_8_bits():
+    """An LSTM of 128 units keeps 16; from there on, bytes are what takes the time."""
+    assert [whole_precision(np.zeros((2, 4 * hidden, hidden))) for hidden in (128, 256)] == ["int16", "int8"]
+    case = Case(node_of(), 32, "int8")
+    assert case.constants["weights"].dtype == np.int8
+    assert 2 * case.spec.step_bytes == Case(node_of(), 32, "int16").spec.step_bytes
 
 
 def test_only_states_between_minus_one_and_one_are_multiplied_as_integers():

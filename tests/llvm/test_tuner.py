@@ -2,15 +2,18 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
-from engines.backends.llvm.isa import AVX2, AVX512_VNNI
+from engines.backends.llvm import tuner as tuner_module
+from engines.backends.llvm.isa import AVX2, AVX512_VNNI, best_isa
 from engines.backends.llvm.kernels.contraction import Contraction, Tile
 from engines.backends.llvm.kernels.depthwise import Depthwise
 from engines.backends.llvm.kernels.winograd import Winograd
 from engines.backends.llvm.program import Program
 from engines.backends.llvm.spec import dense_view
 from engines.backends.llvm.taps import Border
-from engines.backends.llvm.tuner import Tuner
+from engines.backends.llvm.tuner import Tuner, _least
+from engines.cpu import detect
 from engines.tactics import TimingCache
 
 PROGRAM = Program()
@@ -37,6 +40,11 @@ def test_without_timing_the_shape_of_a_layer_decides():
     assert taken(conv(1, 512, 256)).vectors == 4                # one pixel: as many sums as there are
 
 
+def test_rows_of_a_batch_share_weights_though_one_row_alone_cannot():
+    assert taken(conv(1, 512, 256)).cols == 1
+    assert taken(conv(1, 512, 256).for_batches_of(32)).cols > 3
+
+
 def test_a_depthwise_tile_shares_the_interleaving_of_rows():
     image = dense_view("uint8", (28, 28, 192))
     spec = Depthwise(dense_view("uint8", (30, 30, 192)), image, (), PROGRAM, "int8", (3, 3))
@@ -51,12 +59,33 @@ def test_a_plan_that_runs_a_few_times_is_packed_by_moving_weights_only():
     assert isinstance(lasting.tactic, Winograd) and isinstance(short.tactic, Tile) and not short.tactic.paired
 
 
+@pytest.mark.parametrize("spec, sizes", [(conv(1, 64, 64).for_batches_of(8), {1, 8}), (conv(7, 64, 64), {1})])
+def test_kernels_cut_by_batch_are_timed_with_one_item_and_with_many(spec, sizes, monkeypatch):
+    """The clock says how many rows of the grid were run."""
+    cache, isa = TimingCache(), best_isa(detect().features)
+    monkeypatch.setattr(tuner_module, "measure", lambda calls: {tactic: 1.0 for tactic in calls})
+    constants = {"weights": np.zeros((64, 64, 1, 1), np.int8), "program": []}
+    seen = []
+    real = tuner_module._call
+    monkeypatch.setattr(tuner_module, "_call", lambda *arguments: seen.append(arguments[-1]) or real(*arguments))
+    for _ in range(2):          # the second tuner finds all in the cache
+        tuner = Tuner(isa, cache, "")
+        tuner.choose({spec: constants}, batches=(1, 8))
+    assert set(seen) == sizes and tuner.timed == 0
+
+
+def test_each_batch_counts_alike_however_long_it_takes():
+    """One row in a third of the time outweighs a tenth more of many."""
+    assert _least({"few": (1.0, 110.0), "many": (3.0, 100.0)}) == "few"
+    assert _least({"few": (1.0, 310.0), "many": (2.0, 100.0)}) == "many"
+
+
 def test_the_hopeless_are_not_timed(monkeypatch):
     timed = []
 
     def times(self, pool, wanted, tactics, report):
         timed.extend(tactic for some in tactics.values() for tactic in some)
-        return {spec: dict.fromkeys(some, 1.0) for spec, some in tactics.items()}
+        return {spec: dict.fromkeys(some, (1.0,)) for spec, some in tactics.items()}
 
     monkeypatch.setattr(Tuner, "_times", times)
     spec = conv(1, 512, 256)

@@ -7,13 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engines.backends.llvm import unpacking
+from engines.backends.llvm.cells import Cell, Stage
 from engines.backends.llvm.isa import AVX2, AVX512_VNNI, Isa
 from engines.backends.llvm.kernels.contraction import Contraction
 from engines.backends.llvm.kernels.depthwise import Depthwise
+from engines.backends.llvm.kernels.recurrence import Recurrence
 from engines.backends.llvm.program import ProgramBuilder
 from engines.backends.llvm.spec import Array, KernelSpec, dense_view
 from engines.backends.llvm.unpacking import PackingFinder
-from engines.packed import Picked
+from engines.packed import Packing, Picked
 from tests.llvm.harness import EVERY_ISA
 
 STORED = {"int8": "int8", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -97,3 +100,21 @@ def test_a_packing_that_does_not_keep_the_weights_has_no_way_back(keep: str, the
     damaged = (packed[0].copy(), packed[1])
     damaged[0][3] ^= 1      # the check is of these very weights
     assert PackingFinder(isa).find(spec, tactic, constants, "weights", damaged, True) is None
+
+
+@EVERY_ISA
+@pytest.mark.parametrize("directions", [1, 2])
+def test_recurrent_weights_are_a_matrix_of_units(directions: int, isa: Isa, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their leading axis is the directions: with these alone as rows, the way back would be as long as the weights."""
+    monkeypatch.setattr(unpacking, "MOST_COLUMNS", 100)
+    gates, y = (dense_view("float32", (5, directions * width)) for width in (80, 20))
+    cell = Cell((Stage((0, 1, 2, 3), 0, ()),), 1, 0)
+    spec = Recurrence(gates, 20, (cell,) * directions, (False,) * directions, y, (None,), (None,))
+    weights = weights_of(spec, "fp32", (directions, 80, 20))
+    constants, tactic = {"weights": weights, "units": []}, spec.tactics(isa)[0]
+    packed = spec.pack(isa, tactic, constants)
+    found = PackingFinder(isa).find(spec, tactic, constants, "weights", packed, rounded=False)
+    assert found is not None and isinstance(found.packing, Packing)
+    assert (len(found.packing.starts), len(found.packing.steps[0])) == (directions * 80, 20)
+    np.testing.assert_array_equal(found.packing.take([packed[which] for which in found.which], found.stored),
+                                  weights.reshape(-1, 20))

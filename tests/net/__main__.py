@@ -10,9 +10,9 @@ import faulthandler
 import signal
 import sys
 import traceback
-from collections import Counter
+import warnings
 
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.net.check import check, seen
 from tests.net.strategies import NAMES, cases
@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("--keep-going", action="store_true", help="go on with the next family after a fault")
     options = parser.parse_args()
     faulthandler.enable()
+    warnings.simplefilter("error")
     signal.signal(signal.SIGALRM, _hangs)
     faults = 0
     for family in options.family:
@@ -41,7 +42,7 @@ def main() -> int:
 def _run(family: str, examples: int, number: int) -> bool:
     @seed(number)
     @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck),
-              print_blob=False)
+              print_blob=False, phases=[Phase.generate, Phase.shrink])
     @given(cases(family))
     def search(case: object) -> None:
         signal.alarm(SECONDS)
@@ -56,7 +57,11 @@ def _run(family: str, examples: int, number: int) -> bool:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
-        traceback.print_exception(error, limit=-6)
+        for each in getattr(error, "exceptions", [error]):
+            cause = each.__cause__ or each
+            where = traceback.extract_tb(cause.__traceback__)[-1]
+            print(f"{type(each).__name__}: {each}\n({type(cause).__name__} at {where.filename}:{where.lineno})",
+                  *getattr(each, "__notes__", ()), sep="\n")
         print(f"FAULT in {family}: python -m tests.net --family {family} --examples {examples} --seed {number}")
         return False
     print(f"{family}: {seen['right'] - before} right")
@@ -68,11 +73,8 @@ def _hangs(signum: int, frame: object) -> None:
 
 
 def _report() -> None:
-    kinds: Counter[str] = Counter()
-    for what, count in seen.items():
-        kinds[what.split(" (")[-1] if len(what) > 160 else what] += count
-    for what, count in kinds.most_common(60):
-        print(f"{count:6} {what}", file=sys.stderr)
+    for what, count in seen.most_common():
+        print(f"{count:6} {what}")
 
 
 if __name__ == "__main__":

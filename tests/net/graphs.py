@@ -12,7 +12,7 @@ from hypothesis import reject
 from hypothesis import strategies as st
 from onnx import helper, numpy_helper
 
-from tests.net.evaluation import OPSET, Array, Evaluator, Unsupported, evaluate, evaluator
+from tests.net.evaluation import EXACT, OPSET, Array, Evaluator, Unsupported, evaluate, evaluator
 
 ITEMS = 3               # of the values that inputs are drawn with; fewer are the first of these
 FEWER = 2
@@ -22,7 +22,7 @@ SIGNED = ("int8", "int16", "int32", "int64")
 UNSIGNED = ("uint8", "uint16", "uint32", "uint64")
 INTEGERS = (*SIGNED, *UNSIGNED)
 FLOATS = ("float32", "float16", "bfloat16", "float64")
-EXTENTS = st.sampled_from([1, 2, 3, 4, 5, 8, 17])
+EXTENTS = st.sampled_from([1, 2, 3, 4, 5, 8, 17, 1, 2, 3, 0])
 Draw = Callable[[Any], Any]
 
 
@@ -66,7 +66,7 @@ class Tensor:
 
 @dataclass
 class Sketch:
-    """draw: hypothesis's. seed: of all numbers. floats, integers: the dtypes that this graph uses where it may choose."""
+    """draw: hypothesis's. seed: of all numbers. floats, integers: the dtypes of what this graph computes on."""
     draw: Draw
     seed: int
     floats: str
@@ -81,7 +81,7 @@ class Sketch:
 
     # ---- tensors
     def numbers(self, dtype: str, shape: Sequence[int], kind: str = "grid") -> Array:
-        """grid: quarters between -3 and 3, so that halves and equals occur; positive: from 1/4 on; any: all integers."""
+        """grid: quarters from -3 to 3, so that halves and equals occur; positive: from 1/4 on; any: all integers."""
         random = np.random.default_rng([self.seed, len(self.inputs), len(self.constants)])
         if dtype == "bool":
             return random.integers(0, 2, shape).astype(bool)
@@ -102,15 +102,16 @@ class Sketch:
             self.symbolic.add(name)
         return self._added(Tensor(name, array, array[:FEWER] if batched else array))
 
-    def constant(self, array: Any, dtype: str = "") -> Tensor:
+    def constant(self, array: Any, dtype: str = "", kind: str = EXACT) -> Tensor:
+        """What tells a node what to do; with another `kind`, what it computes with."""
         array = np.asarray(array)
         array = array.astype(dtype_of(dtype)) if dtype else array
-        name = f"c{len(self.constants)}"
+        name = f"{kind}{len(self.constants)}"
         self.constants[name] = array
         return self._added(Tensor(name, array, array))
 
     def weight(self, *shape: int, kind: str = "grid", dtype: str = "") -> Tensor:
-        return self.constant(self.numbers(dtype or self.floats, shape, kind))
+        return self.constant(self.numbers(dtype or self.floats, shape, kind), kind="w")
 
     def integers64(self, *numbers: int) -> Tensor:
         return self.constant(np.array(numbers, np.int64))
@@ -194,6 +195,10 @@ class Case:
 
     def feeds(self, items: int) -> dict[str, Array]:
         return {name: array[:items] if name in self.symbolic else array for name, array in self.inputs.items()}
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What hypothesis prints."""
+        printer.text(repr(self))
 
     def __repr__(self) -> str:
         """As a newcomer reads it: the model in ONNX's own words, and what it is fed."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from hypothesis import reject
 from hypothesis import strategies as st
+from hypothesis.errors import InvalidArgument
 
 from tests.net.families import EVERY, FAMILIES, Family
 from tests.net.graphs import FLOATS, INTEGERS, Case, Draw, Sketch
@@ -26,7 +27,11 @@ def cases(draw: Draw, family: str) -> Case:
 
 def _grown(sketch: Sketch, parts: Sequence[Family], count: int) -> Case:
     for _ in range(count):
-        sketch.draw(st.sampled_from(parts))(sketch)
+        part = sketch.draw(st.sampled_from(parts))
+        try:
+            part(sketch)
+        except (InvalidArgument, ZeroDivisionError):        # there is no number below 0 extents
+            reject()
     if not sketch.used & sketch.inputs.keys():
         reject()
     return sketch.case(sketch.draw(st.sampled_from(PRECISIONS)))

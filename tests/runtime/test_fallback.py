@@ -3,11 +3,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from engines.errors import PlanCorruptError
+from engines.errors import PlanCorruptError, PlanError
 from engines.fallback import to_real, to_stored
 from engines.ir import Array, Node, QParams
 from engines.plan import Buffer, Fallback, IoTensor, Plan, Step, TensorView
@@ -66,6 +67,36 @@ def test_a_fallback_that_cannot_be_read_is_found_at_load() -> None:
     broken = replace(plan.steps[1], fallback=replace(fallback, node={"op": "Neg"}))
     with pytest.raises(PlanCorruptError, match="a node that cannot be read"):
         Engine(replace(plan, steps=(plan.steps[0], broken, plan.steps[2])))
+
+
+def failing_plan(node: Node, inputs: tuple[TensorView | str, ...], **changes: Any) -> Plan:
+    """negated_plan with another node, of constants w [6, 10] and s []."""
+    plan = negated_plan()
+    fallback = plan.steps[1].fallback
+    assert fallback is not None
+    step = replace(plan.steps[1], fallback=replace(fallback, node=node_to_json(node), inputs=inputs, **changes))
+    return replace(plan, steps=(plan.steps[0], step, plan.steps[2]),
+                   graph_arrays={"w": np.ones((6, 10), np.int8), "s": np.array(1, np.int8)})
+
+
+@pytest.mark.parametrize(("node", "inputs"), [
+    (Node("Nonsense", ("t1",), ("t2",)), ("w",)),
+    (Node("MatMul", ("w", "w"), ("t2",)), ("w", "w")),              # its extents do not fit each other
+    (Node("Neg", ("s",), ("t2",)), ("s",)),                         # it would be repeated
+    (Node("Neg", ("t1",), ("t2", "t3")), ("w",)),
+    (Node("Transpose", ("w",), ("t2",), {"perm": (5, 0)}), ("w",)),
+])
+def test_a_fallback_that_cannot_run_or_gives_other_extents_is_a_plan_error(node: Node, inputs: tuple[str, ...]) -> None:
+    engine = Engine(failing_plan(node, inputs))
+    with pytest.raises(PlanError, match=f"the reference cannot run {node.op} 't2' on these values"):
+        engine.run({"x": np.zeros((1, 6, 10), np.int32)})
+
+
+@pytest.mark.parametrize("quant", [QParams((0.5,) * 3, (0,) * 3, "int8", axis=0),
+                                   QParams((0.5,), (0,), "int8", axis=7)])
+def test_a_constant_that_is_not_quantised_as_the_plan_says_is_found_at_load(quant: QParams) -> None:
+    with pytest.raises(PlanCorruptError, match="the constant 'w' of Neg"):
+        Engine(failing_plan(Node("Neg", ("w",), ("t2",), name="neg"), ("w",), constant_quant=(quant,)))
 
 
 @pytest.mark.parametrize(("dtype", "quant", "stored", "real"), [

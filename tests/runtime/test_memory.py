@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from engines.errors import PlanError
 from engines.memory import Layout, Memory, array_at, plan_memory
 from engines.plan import Buffer, Fill, TensorView
 
@@ -91,6 +92,12 @@ def test_an_input_keeps_its_memory() -> None:
     buffers = [Buffer("x", 4096, -1, 0), Buffer("y", 4096, 0, 1), Buffer("z", 4096, 1, 2)]
     offsets = plan_memory(buffers, []).offsets
     assert offsets[0] not in offsets[1:]
+
+
+@pytest.mark.parametrize("size", [1 << 50, 1 << 62, 1 << 64])
+def test_memory_that_no_machine_has_is_a_plan_error(size: int) -> None:
+    with pytest.raises(PlanError, match=f"cannot have {size} bytes of memory"):
+        Memory(size)
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float32", "bfloat16"])

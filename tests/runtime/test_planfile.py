@@ -7,15 +7,19 @@ import os
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from engines.checksums import PAGE, page_sums
 from engines.errors import PlanCorruptError, PlanError, PlanVersionError
 from engines.ir import QParams
 from engines.plan import Buffer, Fallback, Fill, Operand, Plan, Step
-from engines.planfile import MAGIC, PAGE, VERSION, read_plan, write_plan
+from engines.planfile import MAGIC, VERSION, fingerprint_of, read_plan, write_plan
 from engines.runtime import load_engine
+from engines.sections import INFLATED
+from tests.fuzz.plans import File
 from tests.runtime.tiny import halo_plan
 
 
@@ -129,6 +133,61 @@ def test_a_manifest_of_something_else_is_refused(tmp_path: Path) -> None:
         write_plan(faulty, tmp_path / "m.plan")
         with pytest.raises(PlanCorruptError, match="manifest is not a plan's"):
             read_plan(tmp_path / "m.plan")
+
+
+@pytest.mark.parametrize("change", [{"max_batch": 2}, {"metadata": {"threads": 3}}, {"constants": bytes(68)}])
+def test_a_plan_that_was_altered_after_it_was_read_is_not_written_as_that_plan(
+        path: Path, change: dict[str, Any]) -> None:
+    plan = replace(read_plan(path), **change)
+    with pytest.raises(PlanError, match="altered since it was compiled"):
+        write_plan(plan, path)
+    write_plan(replace(plan, fingerprint=""), path)
+    assert read_plan(path) == replace(plan, graph_arrays=read_plan(path).graph_arrays)
+
+
+def test_a_manifest_edited_under_a_right_checksum_is_refused_by_its_fingerprint(path: Path) -> None:
+    data = path.read_bytes()
+    file = File.read(data)
+    assert file.write(VERSION) == data
+    file.manifest["plan"]["steps"][0]["rows_per_item"] = 1
+    path.write_bytes(file.write(VERSION))
+    with pytest.raises(PlanCorruptError, match="altered since it was compiled, its fingerprint is another"):
+        read_plan(path)
+
+
+def test_words_exchanged_in_a_page_or_in_a_column_of_pages_are_found(tmp_path: Path) -> None:
+    words = np.random.default_rng(0).integers(0, 1 << 60, 4 * PAGE // 8)
+    good = page_sums(words.data.cast("B"))
+    for one, other in ((3, 200), (3, 3 + PAGE // 8), (3, 200 + PAGE // 8)):
+        changed = words.copy()
+        changed[[one, other]] = words[[other, one]]
+        assert page_sums(changed.data.cast("B")) != good
+    changed = words.copy()
+    changed[3] += 1
+    changed[200] -= 1
+    assert page_sums(changed.data.cast("B")) != good
+
+
+@pytest.mark.parametrize("at", [56, 100, PAGE - 1])
+def test_a_byte_that_belongs_to_nothing_is_zero_or_the_file_is_refused(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] = 1
+    path.write_bytes(data)
+    with pytest.raises(PlanCorruptError):
+        read_plan(path)
+
+
+def test_a_document_that_would_fill_the_memory_is_refused(path: Path) -> None:
+    file = File.read(path.read_bytes())
+    for content, message in ((bytes(INFLATED + 1), "holds more than"), (b"[" * 10**6, "is no JSON"),
+                             (b"[1]", "no JSON object")):
+        graph = zlib.compress(content)
+        file = replace(file, sections={**file.sections, "graph": graph})
+        file.write(VERSION)         # makes the records, and their sums
+        file.manifest["plan"]["fingerprint"] = fingerprint_of(file.manifest)
+        path.write_bytes(file.write(VERSION))
+        with pytest.raises(PlanCorruptError, match=f"section 'graph'.* {message}"):
+            dict(read_plan(path).graph)
 
 
 def test_a_write_that_fails_leaves_the_old_plan_and_no_litter(path: Path) -> None:

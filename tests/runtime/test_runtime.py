@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from engines import load_engine, runtime
-from engines.errors import ConfigError, InputError, PlanCorruptError, PlanTargetError
-from engines.ir import Array
+from engines.errors import ConfigError, InputError, PlanCorruptError, PlanError, PlanTargetError
+from engines.ir import Array, Graph, Node, TensorType
 from engines.plan import Operand
 from engines.planfile import write_plan
 from engines.runtime import Engine
+from engines.serialize import graph_to_json
 from tests.runtime.tiny import halo_plan, mix_plan, mix_reference
 
 READS = [(0, 0), (0, 1), (2, 1), (1, 3), (4, 0)]
@@ -163,6 +164,18 @@ def test_a_plan_for_another_cpu_is_refused_or_compiled_again(tmp_path: Path, mon
     x = some_input(2)
     assert_equal(load_engine(tmp_path / "m.plan").run({"x": x}), mix_reference(READS, OUTPUTS, x))
     assert "lacks amx_int4096; compiling its graph again" in caplog.text
+
+
+def test_a_plan_whose_graph_cannot_be_compiled_again_is_refused(tmp_path: Path) -> None:
+    plan = replace(mix_plan(READS, OUTPUTS), cpu={"features": ["amx_int4096"]})     # its graph is none
+    write_plan(plan, tmp_path / "m.plan")
+    with pytest.raises(PlanError, match="a graph that cannot be read"):
+        load_engine(tmp_path / "m.plan")
+    document, _ = graph_to_json(Graph("g", ("x",), ("y",), (Node("Relu", ("nowhere",), ("y",)),), {}, {
+        name: TensorType(np.dtype(np.float32), (1, 2)) for name in ("x", "y")}))
+    write_plan(replace(plan, graph=document, graph_arrays={}), tmp_path / "m.plan")
+    with pytest.raises(PlanTargetError, match="its graph cannot be compiled again here: .*reads 'nowhere'"):
+        load_engine(tmp_path / "m.plan")
 
 
 def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:

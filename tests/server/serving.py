@@ -61,8 +61,8 @@ class RunningServer:
 
 def options(repository: Path, **given: Any) -> ServerOptions:
     return ServerOptions(
-        model_repository=repository, cache_dir=repository / ".cache", grpc_port=0, http_port=0, metrics_port=0,
-        **{"drain_grace_secs": 0.0, **given})
+        cache_dir=repository / ".cache", grpc_port=0, http_port=0, metrics_port=0,
+        **{"model_repositories": (repository,), "drain_grace_secs": 0.0, **given})
 
 
 @contextmanager

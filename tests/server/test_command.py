@@ -10,12 +10,22 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 import tritonclient.grpc as triton
 
 from infer_server.cli.serve import _run, main
 from tests.server.numpy_engine import TIMEOUT_SECS
+from tests.server.serving import serving
+
+
+def ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager
@@ -36,7 +46,7 @@ def process(repository: Path, *options: str) -> Iterator[tuple[subprocess.Popen[
             running.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_it_with_success(tmp_path: Path, number: signal.Signals) -> None:
     with process(tmp_path) as (running, address):
         with triton.InferenceServerClient(address) as client:
@@ -80,6 +90,61 @@ def test_a_number_out_of_range_is_a_usage_error(tmp_path: Path, capsys: pytest.C
 def test_a_repository_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model-repository", str(tmp_path / "nowhere")]) == 2
     assert "nowhere: no such folder" in capsys.readouterr().err
+
+
+def test_options_that_contradict_each_other_are_a_usage_error(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for options, said in ((["--load-model", "m"], "needs --model-control-mode explicit"),
+                          (["--model-control-mode", "explicit", "--load-model=*", "--load-model=m"], "no other"),
+                          (["--model-repository", f"{tmp_path}/../{tmp_path.name}"], "given twice")):
+        assert main(["--model-repository", str(tmp_path), *options]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_hangup_is_ignored_where_the_caller_ignores_it(tmp_path: Path) -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with process(tmp_path) as (running, address):
+            running.send_signal(signal.SIGHUP)
+            with triton.InferenceServerClient(address) as client:
+                assert client.is_server_live()
+            assert running.poll() is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(("exit_on_error", "status"), [("true", 1), ("false", 0)])
+def test_a_model_that_cannot_be_loaded_ends_the_server_if_that_is_asked_for(
+        tmp_path: Path, exit_on_error: str, status: int) -> None:
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    with process(tmp_path, "--exit-on-error", exit_on_error) as (running, address):
+        if not status:
+            with triton.InferenceServerClient(address) as client:
+                assert client.is_server_live() and not client.is_server_ready()
+            running.terminate()
+        assert running.wait(TIMEOUT_SECS) == status
+        assert running.stderr is not None
+        assert "1 of the models to be served failed: m version 1" in running.stderr.read()
+
+
+@pytest.mark.skipif(not ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("host", ["::1", "[::1]", "::", "[::]"])
+def test_it_listens_on_ipv6(tmp_path: Path, host: str) -> None:
+    with process(tmp_path, "--host", host) as (_, address):
+        port = int(address.rsplit(":", 1)[1])
+        for name in ["[::1]"] + ["127.0.0.1"] * (host.strip("[]") == "::"):
+            with triton.InferenceServerClient(f"{name}:{port}") as client:
+                assert client.is_server_live()
+
+
+def test_http_listens_on_both_families_as_grpc_does(tmp_path: Path) -> None:
+    if not ipv6():
+        pytest.skip("this machine has no IPv6")
+    with serving(tmp_path, host="::") as server:
+        for name in ("[::1]", "127.0.0.1"):
+            with urlopen(f"http://{name}:{server.ports.http}/v2/health/live", timeout=10) as response:
+                assert response.status == 200
 
 
 def test_serving_needs_neither_compiler_nor_calibration() -> None:

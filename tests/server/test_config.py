@@ -11,7 +11,7 @@ from infer_server.autocomplete import complete
 from infer_server.building import build_command
 from infer_server.config import from_message
 from infer_server.errors import ModelConfigError, RepositoryError, UnknownModelError
-from infer_server.layout import read_model
+from infer_server.layout import read_model, repository_of
 from infer_server.pbtxt import read_config
 from infer_server.policy import BatchPolicy, QueuePolicy
 from protos import model_config
@@ -154,7 +154,7 @@ def test_a_folder_without_versions_says_what_is_expected(tmp_path: Path) -> None
 def test_names_lead_nowhere_but_to_the_folders_of_the_repository(tmp_path: Path, name: str) -> None:
     write_model(tmp_path, "m")
     with pytest.raises(UnknownModelError):
-        read_model(tmp_path, name)
+        repository_of([tmp_path], name)
 
 
 def test_an_onnx_file_is_built_with_the_options_of_its_configuration(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def reference(repository: Path) -> onnxruntime.InferenceSession:
 
 def test_compiled_models_answer_as_onnx_runtime_does_beside_corrupt_ones(
         repository: Path, tmp_path: Path, reference: onnxruntime.InferenceSession) -> None:
-    with (process(repository, "--cache-dir", str(tmp_path)) as (_, address),
+    with (process(repository, "--cache-dir", str(tmp_path), "--strict-readiness=false") as (_, address),
           triton.InferenceServerClient(address) as client):
         assert eventually(client.is_server_ready, BUILD_SECS)
         for model, batches in (("plan", (1, 3, 8)), ("foreign", (1, 8)), ("onnx", (1, 4))):

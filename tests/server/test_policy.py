@@ -150,6 +150,12 @@ def test_a_small_batch_goes_where_a_large_one_would_come_too_late() -> None:
     assert isinstance(choice, Choice) and choice.batch == queue[:4]
 
 
+def test_requests_that_must_not_share_a_batch_do_not_share_one_because_of_a_deadline_either() -> None:
+    queue = due(5, 30, 30)
+    choice = chosen(queue, times(_1=10), BatchPolicy(8, merges=False))
+    assert isinstance(choice, Choice) and choice.batch == queue[1:2]
+
+
 def test_who_may_just_make_it_is_tried_when_nobody_is_safe() -> None:
     queue = due(105)
     assert chosen(queue, times(_1=100)) == Choice(queue)

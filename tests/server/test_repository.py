@@ -7,14 +7,17 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
+import protos
+from protos import health
 from tests.server.numpy_engine import CONTEXTS, GATES, write_model
 from tests.server.serving import RunningServer, serving
-from tests.server.test_serving import eventually, infer
+from tests.server.test_serving import eventually, infer, page
 
 
 @pytest.fixture
@@ -180,3 +183,89 @@ def test_unknown_models_cannot_be_loaded_or_unloaded(client: triton.InferenceSer
         with pytest.raises(InferenceServerException) as caught:
             call("nobody")
         assert caught.value.status() == "StatusCode.NOT_FOUND"
+
+
+def test_a_server_is_not_ready_while_a_model_has_failed(tmp_path: Path) -> None:
+    write_model(tmp_path, "good")
+    plan = write_model(tmp_path, "bad") / "1" / "model.plan"
+    sound = plan.read_bytes()
+    plan.write_bytes(b"\0")
+    with (serving(tmp_path, explicit_control=True, load_models=None) as server,
+          triton.InferenceServerClient(server.address) as client):
+        assert not client.is_server_ready() and page(server, "/v2/health/ready") == 503
+        assert infer(client, "good").all()
+        plan.write_bytes(sound)
+        client.load_model("bad")
+        assert client.is_server_ready() and page(server, "/v2/health/ready") == 200
+        plan.write_bytes(b"\0")
+        with pytest.raises(InferenceServerException):
+            client.load_model("bad")
+        assert client.is_server_ready(), "what was loaded before is served"
+        client.unload_model("bad")
+        assert client.is_server_ready(), "nobody wants it served"
+
+
+def test_readiness_may_be_had_in_spite_of_failures(tmp_path: Path) -> None:
+    write_model(tmp_path, "bad", crash=True)
+    with serving(tmp_path, strict_readiness=False) as server, triton.InferenceServerClient(server.address) as client:
+        assert client.is_server_ready()
+
+
+@pytest.mark.parametrize("folder", ["nowhere", "."])
+def test_a_server_is_not_ready_without_what_it_was_told_to_serve(tmp_path: Path, folder: str) -> None:
+    with (serving(tmp_path, model_repositories=(tmp_path / folder,), explicit_control=folder == ".",
+                  load_models=("absent",)) as server, triton.InferenceServerClient(server.address) as client):
+        assert not client.is_server_ready()
+        if folder == ".":
+            with pytest.raises(InferenceServerException, match="there is no folder absent"):
+                infer(client, "absent")
+
+
+def test_a_health_watcher_sees_a_model_fail_and_recover(tmp_path: Path) -> None:
+    write_model(tmp_path, "m")
+    with (serving(tmp_path, explicit_control=True) as server, grpc.insecure_channel(server.address) as channel,
+          triton.InferenceServerClient(server.address) as client):
+        watch = channel.unary_stream(f"/{protos.HEALTH_SERVICE}/Watch", health.HealthCheckRequest.SerializeToString,
+                                     health.HealthCheckResponse.FromString)
+        seen = watch(health.HealthCheckRequest(), timeout=30)
+        assert next(seen).status == health.HealthCheckResponse.SERVING
+        plan = tmp_path / "m" / "1" / "model.plan"
+        sound = plan.read_bytes()
+        plan.write_bytes(b"\0")
+        with pytest.raises(InferenceServerException):
+            client.load_model("m")
+        assert next(seen).status == health.HealthCheckResponse.NOT_SERVING
+        plan.write_bytes(sound)
+        client.load_model("m")
+        assert next(seen).status == health.HealthCheckResponse.SERVING
+        seen.cancel()
+
+
+def test_several_repositories_are_served_and_a_name_in_two_of_them_is_refused(tmp_path: Path) -> None:
+    for folder, models in (("a", ("one", "both")), ("b", ("two", "both"))):
+        for model in models:
+            write_model(tmp_path / folder, model)
+    with (serving(tmp_path, model_repositories=(tmp_path / "a", tmp_path / "b")) as server,
+          triton.InferenceServerClient(server.address) as client):
+        assert infer(client, "one").all() and infer(client, "two").all()
+        with pytest.raises(InferenceServerException, match="names of models must be unique"):
+            infer(client, "both")
+        assert states(client) == {"one/1": "READY", "two/1": "READY", "both/": "UNAVAILABLE"}
+
+
+def test_names_that_nobody_has_leave_nothing_behind(
+        server: RunningServer, client: triton.InferenceServerClient) -> None:
+    for i in range(10):
+        with pytest.raises(InferenceServerException):
+            client.load_model(f"nobody{i}")
+    assert not server.server.repository._locks and not server.server.repository._users
+
+
+def test_probes_of_models_over_http_are_answered(server: RunningServer, tmp_path: Path) -> None:
+    write_model(tmp_path, "a model")
+    server.run(server.server.repository.load("a model"))
+    statuses = {path: page(server, f"/v2/models/{path}/ready") for path in (
+        "good", "good/versions/1", "a%20model", "good/versions/2", "good/versions/x", "nobody")}
+    assert list(statuses.values()) == [200, 200, 200, 404, 400, 404]
+    server.run(server.server.repository.unload("good"))
+    assert page(server, "/v2/models/good/ready") == 503

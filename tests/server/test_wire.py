@@ -148,3 +148,73 @@ def test_there_is_one_raw_tensor_for_each_input() -> None:
     header.inputs.add(name="x", datatype="UINT8", shape=[1])
     with pytest.raises(InvalidRequestError, match="2 tensors for 1 inputs"):
         decoded(InferRequest(header, (memoryview(b"a"), memoryview(b"b"))))
+
+
+@pytest.mark.parametrize("name", [name for name, datatype in DATATYPES.items()
+                                  if datatype.contents and name != "BYTES"])
+def test_typed_contents_in_packed_form_are_what_protobuf_reads(name: str) -> None:
+    datatype = DATATYPES[name]
+    rng = np.random.default_rng(0)
+    raw: np.ndarray = rng.integers(0, 256, 5000 * datatype.array.itemsize, np.uint8)
+    array = raw % 2 == 1 if name == "BOOL" else raw.view(datatype.array)
+    request = inference.ModelInferRequest(model_name="m", id="7")
+    request.inputs.add(name="before", datatype="UINT8", shape=[1]).contents.uint_contents.append(5)
+    tensor = request.inputs.add(name="x", datatype=name, shape=[50, 100])
+    getattr(tensor.contents, datatype.contents).extend(array.tolist())
+    request.inputs.add(name="after", datatype="INT64", shape=[2]).contents.int64_contents.extend([-1, 1 << 40])
+    split = split_request(request.SerializeToString())
+    assert list(split.packed) == [1] and not split.header.inputs[1].HasField("contents")
+    back = decoded(split)
+    np.testing.assert_array_equal(back["x"], array.reshape(50, 100))
+    assert back["x"].dtype == datatype.array
+    assert (back["before"].tolist(), back["after"].tolist()) == ([5], [-1, 1 << 40])
+
+
+def packed(datatype: str, shape: list[int], contents: bytes) -> InferRequest:
+    """An input whose contents are these bytes of an InferTensorContents, whatever they are."""
+    tensor = inference.ModelInferRequest.InferInputTensor(name="x", datatype=datatype, shape=shape).SerializeToString()
+    tensor += b"\x2a" + varint(len(contents)) + contents
+    return split_request(b"\x2a" + varint(len(tensor)) + tensor)
+
+
+def varint(value: int) -> bytes:
+    return bytes((value & 0x7F | 0x80,)) + varint(value >> 7) if value > 0x7F else bytes((value,))
+
+
+def run(field: int, values: bytes) -> bytes:
+    return bytes((field << 3 | 2,)) + varint(len(values)) + values
+
+
+def test_typed_contents_in_any_other_form_are_read_as_well() -> None:
+    half = np.arange(1000, dtype=np.float32)
+    for contents in (run(6, half.tobytes()) * 2, b"".join(b"\x35" + value.tobytes() for value in (*half, *half))):
+        request = packed("FP32", [2000], contents)
+        assert not request.packed
+        np.testing.assert_array_equal(decoded(request)["x"], [*half, *half])
+
+
+@pytest.mark.parametrize(("datatype", "contents", "text"), [
+    ("FP32", run(6, bytes(8001)), "ends within a value"),
+    ("FP32", run(6, bytes(8004)), "expected 2000 values in fp32_contents, got 2001"),
+    ("FP32", run(7, bytes(16000)), "expected its values in fp32_contents, got fp64_contents"),
+    ("FP16", run(6, bytes(8000)), "FP16 has no typed contents"),
+    ("INT8", run(2, b"\x80\x01" * 2000), "outside of INT8's"),
+    ("INT32", run(2, bytes(4500)), "expected 2000 values in int_contents, got 4500"),
+    ("INT32", run(2, bytes(2000) + b"\x80" * 2500), "without an end"),
+    ("INT64", run(3, bytes(1999) + b"\x80" * 2500 + b"\0"), "more than 10 bytes"),
+])
+def test_packed_contents_that_are_not_what_was_declared_are_refused(datatype: str, contents: bytes, text: str) -> None:
+    with pytest.raises(InvalidRequestError, match=text):
+        decoded(packed(datatype, [2000], contents))
+
+
+def test_packed_contents_are_not_copied() -> None:
+    request = packed("FP32", [2000], run(6, bytes(8000)))
+    array = decoded(request)["x"]
+    assert np.shares_memory(array, np.frombuffer(request.packed[0].values, np.uint8))
+
+
+def test_packed_and_raw_contents_are_not_mixed() -> None:
+    request = packed("FP32", [2000], run(6, bytes(8000)))
+    with pytest.raises(InvalidRequestError, match="must not be mixed"):
+        decoded(InferRequest(request.header, (memoryview(bytes(8000)),), request.packed))

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.backends.llvm.emit import FLOAT, I16, I32, Value, vector
+from engines.backends.llvm.emit import FLOAT, I8, I16, I32, Value, vector
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import ELEMENTS, SIZES, to_float
 from engines.backends.llvm.program import store_meaning
@@ -98,6 +98,20 @@ class Int8(Arithmetic):
         return np.asarray(weights, np.int8)
 
 
+class Quads(Int8):
+    """Weights as bytes on every machine: where dot4 wants them wider, the loads widen them, for more instructions and
+    fewer bytes. For weights that a kernel reads once for each time that they come from beyond the caches."""
+
+    def weights(self, isa: Isa, address: Value) -> Operand:
+        return isa.spread(address.f.load(vector(isa.bytes, I8), address, isa.bytes, "weights"))
+
+    def weight_bytes(self, isa: Isa) -> int:
+        return isa.bytes
+
+    def ready(self, isa: Isa, weights: NDArray[Any]) -> NDArray[Any]:
+        return weights
+
+
 class Int16(Arithmetic):
     def zero(self, isa: Isa, of: Value) -> Value:
         return of.f.constant(0, isa.ints)
@@ -161,6 +175,7 @@ class PairsOfBfloat(Arithmetic):
 
 
 INT8 = Int8("uint8", "int8", 4)
+QUADS = Quads("uint8", "int8", 4)
 INT16 = Int16("int16", "int16", 2)
 _FLOATS = {"fp32": Widened("float32", "float32"), "fp16": Widened("float16", "float16"),
            "bf16": Widened("bfloat16", "bfloat16")}

@@ -11,7 +11,7 @@ from engines.backends.llvm.buffers import buffers_of, check_memory, fills_of, wr
 from engines.backends.llvm.calls import Call
 from engines.backends.llvm.constants import Constants
 from engines.backends.llvm.isa import Isa, best_isa, isa_named
-from engines.backends.llvm.lower import Lowered, lower
+from engines.backends.llvm.lower import Lowered, for_batches_of, lower
 from engines.backends.llvm.places import NO_BUFFER, Place, batch_axis, tensor_view
 from engines.backends.llvm.scheduler import scheduler_object
 from engines.backends.llvm.spec import KernelSpec, Window
@@ -23,6 +23,7 @@ from engines.plan import Buffer, Derived, Fallback, Fill, IoTensor, Operand, Rea
 from engines.serialize import node_to_json
 from engines.tactics import TimingCache
 
+USUAL_BATCH = 32            # of full tiles, whatever their shape
 _PRECISIONS = {"uint8": "int8", "int8": "int8", "float16": "fp16", "bfloat16": "bf16"}
 
 
@@ -64,13 +65,18 @@ class Chosen:
         return self.choices[call.spec].time_us if call.spec else 0.0
 
 
-def choose_kernels(graph: Graph, tuner: Tuner, max_batch: int, progress: Progress | None = None) -> Chosen:
+def choose_kernels(graph: Graph, tuner: Tuner, max_batch: int, opt_batch: int | None = None,
+                   progress: Progress | None = None) -> Chosen:
     """Lower a graph and choose a tactic for each kernel. progress(done, of, what) is called as they are compiled and
-    timed."""
+    timed.
+
+    opt_batch: the batch that they are timed with; None: one item, and USUAL_BATCH where kernels are cut by batch.
+    """
+    batches = (1, min(max_batch, USUAL_BATCH)) if opt_batch is None and max_batch > 1 else (opt_batch or 1,)
     lowered = lower(graph, tuner.isa)
     check_memory(lowered, max_batch)
-    lowered = write_borders(lowered, max_batch)
-    choices = tuner.choose({call.spec: call.constants for call in lowered.calls if call.spec}, progress)
+    lowered = for_batches_of(batches[-1], write_borders(lowered, max_batch))
+    choices = tuner.choose({call.spec: call.constants for call in lowered.calls if call.spec}, progress, batches)
     made = tuner.choose({maker: {} for spec, choice in choices.items()
                          for maker in spec.made(tuner.isa, choice.tactic).values()})
     return Chosen(lowered, tuner.isa, choices, made, max_batch)

@@ -20,13 +20,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engines.backends.llvm.access import hidden, transposed
-from engines.backends.llvm.arithmetic import INT8, Arithmetic, arithmetic_for
+from engines.backends.llvm.arithmetic import INT8, Arithmetic, Operand, arithmetic_for
 from engines.backends.llvm.emit import FLOAT, I8, I32, Function, Value, vector
 from engines.backends.llvm.isa import Isa
 from engines.backends.llvm.lanes import ELEMENTS, SIZES, Lanes, from_float, to_float
 from engines.backends.llvm.spec import View
 
 MIDDLE = 128            # of uint8: stored - MIDDLE is an int8
+AHEAD = 16              # rows of a factor that is not packed: a panel's parts of them lie too far apart for the
+                        # processor to see what comes next, so each is asked for so many turns before
 
 
 def product_arithmetic(precision: str, isa: Isa) -> Arithmetic:
@@ -84,8 +86,9 @@ class Factor:
 # ---- the right factor
 @dataclass(frozen=True)
 class Right(Factor):
-    """A right factor [K, N], packed into panels of `vectors` of columns."""
+    """A right factor [K, N], packed into panels of `vectors` of columns; or read where it lies, if it can be."""
     vectors: int
+    packed: bool = True
 
     @property
     def steps(self) -> int:
@@ -100,6 +103,12 @@ class Right(Factor):
     @property
     def panel_bytes(self) -> int:
         return self.steps * self.vectors * self.arithmetic.weight_bytes(self.isa)
+
+    @property
+    def direct(self) -> bool:
+        """Whether it can be read where it lies: its rows are what the inner step takes."""
+        stored = (self.matrix.dtype, self.arithmetic.elements, self.matrix.strides[1])
+        return stored == (self.arithmetic.weights_dtype, 1, self.matrix.size)
 
     @property
     def bytes(self) -> int:
@@ -166,19 +175,30 @@ class Right(Factor):
         """
         f, isa, arithmetic = x.f, self.isa, self.arithmetic
         rows, vectors, step = shape[0], isa.vectors_for(shape[1]), arithmetic.weight_bytes(isa)
+        pitch_of_w = vectors * step if self.packed else self.matrix.strides[0]
         acc = {(m, v): start[m][v] if start else arithmetic.zero(isa, x) for m in range(rows) for v in range(vectors)}
         at = {"x": x, "w": panel}
         for _ in f.loop("k", self.steps, acc=acc, at=at):
-            weights = [arithmetic.weights(isa, at["w"] + v * step) for v in range(vectors)]
+            weights = [self._step(at["w"] + v * step, shape[1] - v * isa.lanes) for v in range(vectors)]
             for m in range(rows):
                 pixel = arithmetic.pixel(isa, at["x"] + m * pitch)
                 if m and len(weights[0]) > 1:       # too wide to keep: each row's products load them
                     weights = [arithmetic.weights(isa, hidden(at["w"]) + v * step) for v in range(vectors)]
                 for v in range(vectors):
                     acc[m, v] = arithmetic.dot(isa, acc[m, v], pixel, weights[v])
+            for v in () if self.packed else range(vectors):
+                isa.prefetch(at["w"] + (AHEAD * pitch_of_w + v * step))
             at["x"] += arithmetic.step_bytes
-            at["w"] += vectors * step
+            at["w"] += pitch_of_w
         return {key: arithmetic.finish(isa, value) for key, value in acc.items()}
+
+    def _step(self, address: Value, columns: int) -> Operand:
+        """A vector of a step; of a factor that is not packed, so many columns at most."""
+        if self.packed:
+            return self.arithmetic.weights(self.isa, address)
+        count = min(max(columns, 0), self.isa.lanes)
+        return (self._elements(address, count, self.isa.lanes, None) if count else
+                self._absent(address.f, self.isa.lanes),)
 
     # ---- elements in the dtype that they are multiplied in; a word is a step of one lane
     def _elements(self, address: Value, count: int, width: int, zero: Value | None) -> Value:

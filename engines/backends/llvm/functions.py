@@ -202,6 +202,20 @@ def _log_emit(isa: Isa, x: Value) -> Value:
     return isa.fma(turns, _LN2_HIGH, m + y)
 
 
+def _any_log_meaning(x: Any) -> Any:
+    y = _log_meaning(x)
+    y = np.where(x == 0, np.float32(-np.inf), y)
+    y = np.where(x == np.inf, np.float32(np.inf), y)
+    return np.where(x >= 0, y, np.float32(np.nan))
+
+
+def _any_log_emit(isa: Isa, x: Value) -> Value:
+    f, y = x.f, _log_emit(isa, x)
+    y = f.select(x.compare("oeq", 0), x.like(-np.inf), y)       # what masks are made by
+    y = f.select(x.compare("oeq", np.inf), x.like(np.inf), y)
+    return f.select(x.compare("oge", 0), y, x.like(np.nan))
+
+
 # sin x: x = n pi / 2 + r with |r| <= pi / 4; n's last two bits say whether it is the sine or the cosine of r, and with
 # which sign (cos x = sin(x + pi / 2): n + 1). pi / 2 in three pieces, of which the products with n are exact under fma;
 # Cephes' sinf and cosf. Absolute error below 2e-7 up to |x| = 2**16; beyond, n pi / 2 takes ever more of r's bits.
@@ -248,7 +262,8 @@ def _sine_emit(quarters: int) -> Callable[..., Value]:
 
 FUNCTIONS: dict[str, Meaning] = {       # each a dozen machine instructions, which wait for each other
     "exp": Meaning(_exp_meaning, _exp_emit),
-    "log": Meaning(_log_meaning, _log_emit),
+    "log": Meaning(_any_log_meaning, _any_log_emit),
+    "log_of_positive": Meaning(_log_meaning, _log_emit),
     "sigmoid": Meaning(_sigmoid_meaning, _sigmoid_emit),
     "tanh": Meaning(_tanh_meaning, _tanh_emit),
     "erf": Meaning(_erf_meaning, _erf_emit),

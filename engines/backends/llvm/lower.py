@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engines.backends.llvm import rules  # noqa: F401  (fills RULES)
 from engines.backends.llvm.calls import RULES, Call, Context, Refused
@@ -30,6 +30,12 @@ def lower(graph: Graph, isa: Isa) -> Lowered:
     places = Places(graph)
     ctx = Context(graph, places, isa)
     return Lowered(graph, places, tuple(call for node in graph.nodes for call in _calls(ctx, node)))
+
+
+def for_batches_of(items: int, lowered: Lowered) -> Lowered:
+    """The same with kernels whose tactics are for batches of up to so many items."""
+    calls = (replace(call, spec=call.spec and call.spec.for_batches_of(items)) for call in lowered.calls)
+    return replace(lowered, calls=tuple(calls))
 
 
 def _calls(ctx: Context, node: Node) -> Sequence[Call]:

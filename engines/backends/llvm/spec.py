@@ -129,6 +129,15 @@ class KernelSpec(ABC):
         """Multiply-accumulates an item; families without any need not say."""
         return 0
 
+    @property
+    def by_batch(self) -> bool:
+        """Whether its tiles hold pixels of several items: which tactic is fastest then depends on the batch."""
+        return False
+
+    def for_batches_of(self, items: int) -> KernelSpec:
+        """The same kernel with tactics for batches of up to so many items; itself, unless it is cut by batch."""
+        return self
+
     def tactics(self, isa: Isa) -> Sequence[Any]:
         """Candidates. Without timing the cheapest is taken, the first of equals; with it, the dear are not timed."""
         return (Tactic(),)

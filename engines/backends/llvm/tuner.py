@@ -20,7 +20,7 @@ from engines.backends.llvm.compilers import CompilerPool
 from engines.backends.llvm.elf import LoadedCode
 from engines.backends.llvm.emit import Module
 from engines.backends.llvm.isa import Isa
-from engines.backends.llvm.spec import Array, KernelSpec, View
+from engines.backends.llvm.spec import Array, Grid, KernelSpec, View
 from engines.clock import thread_seconds
 from engines.tactics import TimingCache
 from engines.version import COMPILER_VERSION
@@ -33,6 +33,7 @@ HOPELESS = 1.5              # times the fastest in its first runs: a tactic that
 
 Progress = Callable[[int, int, str], None]
 Constants = Mapping[str, Any]
+Times = tuple[float, ...]       # microseconds of a tactic, for a batch of each size that it is timed with
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,17 @@ class Tuner:
                  short_lived: bool = False) -> None:
         self.isa, self.cache, self.processor, self.timing, self.short_lived = isa, cache, processor, timing, short_lived
         self._choices: dict[KernelSpec, Choice] = {}
+        self._batches: tuple[int, ...] = (1,)
         self.timed = 0              # tactics measured, not found in the cache
 
-    def choose(self, wanted: Mapping[KernelSpec, Constants],
-               progress: Progress | None = None) -> dict[KernelSpec, Choice]:
+    def choose(self, wanted: Mapping[KernelSpec, Constants], progress: Progress | None = None,
+               batches: Sequence[int] = (1,)) -> dict[KernelSpec, Choice]:
         """The tactic and the kernel of each spec. The constants: any values of the right shapes, for timing.
 
-        progress(done, of, what) is called as kernels are compiled and timed.
+        progress(done, of, what) is called as kernels are compiled and timed. batches: the sizes of batches that are
+        timed; the first is for kernels to which the batch makes no difference, all are for those that it does.
         """
+        self._batches = tuple(batches)
         new = {spec: constants for spec, constants in wanted.items() if spec not in self._choices}
         report = _Report(progress, len(new), self.timing)
         with CompilerPool(self.isa) as pool:
@@ -89,7 +93,7 @@ class Tuner:
                    for spec in wanted}
         for spec, more in self._times(pool, wanted, refined, report).items():
             times[spec] |= more
-        return {spec: (_least(found), found[_least(found)]) for spec, found in times.items()}
+        return {spec: (_least(found), found[_least(found)][0] / self._batches[0]) for spec, found in times.items()}
 
     def _usual(self, spec: KernelSpec) -> Any:
         """The cheapest tactic, refined."""
@@ -125,10 +129,9 @@ class Tuner:
 
     # ---- times
     def _times(self, pool: CompilerPool, wanted: Mapping[KernelSpec, Constants],
-               tactics: Mapping[KernelSpec, Sequence[Any]], report: _Report) -> dict[KernelSpec, dict[Any, float]]:
-        """Microseconds of each tactic of each spec, from the cache or measured side by side."""
-        known = {spec: {tactic: self.cache.get(self._key(spec, tactic)) for tactic in some}
-                 for spec, some in tactics.items()}
+               tactics: Mapping[KernelSpec, Sequence[Any]], report: _Report) -> dict[KernelSpec, dict[Any, Times]]:
+        """Those of each tactic of each spec, from the cache or measured side by side."""
+        known = {spec: {tactic: self._known(spec, tactic) for tactic in some} for spec, some in tactics.items()}
         missing = {spec: [tactic for tactic, found in times.items() if found is None] for spec, times in known.items()}
         missing = {spec: some for spec, some in missing.items() if some}
         report("in the timing cache", 2 * (len(tactics) - len(missing)))
@@ -139,27 +142,39 @@ class Tuner:
         return {spec: {tactic: found for tactic, found in times.items() if found is not None}
                 for spec, times in known.items()}
 
-    def _key(self, spec: KernelSpec, tactic: Any) -> str:
-        return f"{self.processor}/{self._digest(spec, tactic)}"
+    def _sizes(self, spec: KernelSpec) -> tuple[int, ...]:
+        return self._batches if spec.by_batch else self._batches[:1]
+
+    def _known(self, spec: KernelSpec, tactic: Any) -> Times | None:
+        """What the cache has, if it has all."""
+        found = [self.cache.get(self._key(spec, tactic, items)) for items in self._sizes(spec)]
+        known = tuple(time_us for time_us in found if time_us is not None)
+        return known if len(known) == len(found) else None
+
+    def _key(self, spec: KernelSpec, tactic: Any, items: int) -> str:
+        return f"{self.processor}/{self._digest(spec, tactic)}/{items}"
 
     def _measured(self, spec: KernelSpec, tactics: Sequence[Any], constants: Constants,
-                  code: bytes) -> dict[Any, float]:
-        """Microseconds of tactics on one item of zeros."""
-        loaded = LoadedCode([code])
-        inputs, outputs = list(map(_memory, spec.inputs)), list(map(_memory, spec.outputs))
+                  code: bytes) -> dict[Any, Times]:
+        """Those of tactics on batches of zeros, which the cache takes."""
+        loaded, sizes = LoadedCode([code]), self._sizes(spec)
+        inputs, outputs = ([_memory(view, max(sizes)) for view in views] for views in (spec.inputs, spec.outputs))
         packed: dict[Any, list[Array]] = {}
-        calls = {}
+        calls: dict[int, dict[Any, Callable[[], None]]] = {items: {} for items in sizes}
         for tactic in tactics:
             packing = spec.packing(tactic)
             if packing not in packed:
                 packed[packing] = [aligned(constant) for constant in spec.ready_constants(self.isa, tactic, constants)]
             function = KERNEL(loaded.addresses[self._symbol(spec, tactic)])
-            calls[tactic] = _call(function, [*inputs, *packed[packing], *outputs], spec.grid(self.isa, tactic))
-        times = measure(calls)
-        self.timed += len(times)
-        for tactic, microseconds in times.items():
-            self.cache.put(self._key(spec, tactic), microseconds)
-        return times
+            for items in sizes:
+                calls[items][tactic] = _call(function, [*inputs, *packed[packing], *outputs],
+                                             spec.grid(self.isa, tactic), items)
+        times = {items: measure(of_tactics) for items, of_tactics in calls.items()}
+        self.timed += len(tactics)
+        for items, found in times.items():
+            for tactic, microseconds in found.items():
+                self.cache.put(self._key(spec, tactic, items), microseconds)
+        return {tactic: tuple(times[items][tactic] for items in sizes) for tactic in tactics}
 
 
 class _Report:
@@ -174,17 +189,19 @@ class _Report:
             self._progress(self._done, self._of, what)
 
 
-def _least(times: Mapping[Any, float]) -> Any:
-    return min(times, key=lambda tactic: times[tactic])
+def _least(times: Mapping[Any, Times]) -> Any:
+    """The tactic that takes least; of several batches each counts alike, in units of the fastest one's time."""
+    fastest = [max(min(of_batch), 1e-9) for of_batch in zip(*times.values(), strict=True)]
+    return min(times, key=lambda tactic: sum(us / unit for us, unit in zip(times[tactic], fastest, strict=True)))
 
 
-def _call(function: Any, arrays: list[Array], grid: Any) -> Callable[[], None]:
-    """A call of a kernel for all of one item."""
+def _call(function: Any, arrays: list[Array], grid: Grid, items: int) -> Callable[[], None]:
+    """A call of a kernel for all of a batch."""
     table = np.array([array.ctypes.data for array in arrays], np.int64)
     address, keep = table.ctypes.data, (arrays, table)
 
     def call(keep: Any = keep) -> None:
-        function(address, 0, grid.rows_per_item, 0, grid.columns)
+        function(address, 0, items * grid.rows_per_item, 0, grid.columns)
     return call
 
 
@@ -198,10 +215,9 @@ def aligned(array: Array) -> Array:
     return result
 
 
-def _memory(view: View) -> Array:
-    """Room for one item of a view, halo and slack included."""
-    reach = sum((extent - 1) * stride for extent, stride in zip(view.shape, view.strides, strict=True)) + view.size
-    return aligned(np.zeros(reach + 256, np.uint8))
+def _memory(view: View, items: int) -> Array:
+    """Room for so many items of a view, halo and slack included."""
+    return aligned(np.zeros((items - 1) * view.item + view.span + 256, np.uint8))
 
 
 def measure(calls: Mapping[Any, Callable[[], None]]) -> dict[Any, float]:

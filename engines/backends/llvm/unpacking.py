@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from engines.backends.llvm.spec import Array, KernelSpec
 from engines.packed import Packing, Picked
 
 SMALLEST = 4096             # bytes: below, a constant takes hardly more room than the way back to it
+MOST_COLUMNS = 1 << 16      # of a matrix: a packing says a number for each
 _LEAST, _BASE = 1, 120      # digits are 1 to 120: 0 is padding
 _STORED = {"int8": ("int8",), "float32": ("float32", "bfloat16", "float16")}
 
@@ -42,7 +44,7 @@ class PackingFinder:
 
     def find(self, spec: KernelSpec, tactic: Any, constants: Mapping[str, Any], key: str, packed: Sequence[Array],
              rounded: bool) -> Found | None:
-        """Where constants[key], as a matrix of len(constants[key]) rows, lies in `packed`; None if that has no form.
+        """Where constants[key], as a matrix, lies in `packed`; None if that has no form.
 
         rounded: it may come back as it is stored, bfloat16 or float16 for float32.
         """
@@ -53,7 +55,7 @@ class PackingFinder:
         found = self._found[identity]
         if found is None:
             return None
-        matrix = np.ascontiguousarray(weights).reshape(len(weights), -1)
+        matrix = np.ascontiguousarray(weights).reshape(_as_matrix(weights.shape))
         if rounded and found.stored != matrix.dtype:
             matrix = load_meaning(found.stored, store_meaning(found.stored, matrix))
         again = found.packing.take([packed[which] for which in found.which], found.stored)
@@ -66,7 +68,7 @@ class PackingFinder:
 
     def _probe(self, spec: KernelSpec, tactic: Any, constants: Mapping[str, Any], key: str) -> Found | None:
         weights = np.asarray(constants[key])
-        shape = len(weights), weights.size // len(weights)
+        shape = _as_matrix(weights.shape)
 
         def pack(axis: int) -> list[tuple[Array, ...]]:
             """The ends of an axis numbered, a digit at a time."""
@@ -87,6 +89,12 @@ class PackingFinder:
                 if packing:
                     return Found((which,), stored, packing)
         return None
+
+
+def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    """(rows, columns): the leading axis is the rows, and as many more as leave no great number of columns."""
+    axes = next((i for i in range(1, len(shape)) if prod(shape[i:]) <= MOST_COLUMNS), max(len(shape) - 1, 1))
+    return prod(shape[:axes]), prod(shape[axes:])
 
 
 def _digits(count: int) -> Iterator[Array]:

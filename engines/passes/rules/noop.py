@@ -1,7 +1,7 @@
 """Nodes that compute nothing are removed.
 
     Identity(x) = Dropout(x) = Cast(x, its own dtype) = Reshape(x, its own shape) = Concat(x) = Sum(x)
-    = Pad(x, 0) = Resize(x, 1) = x + 0 = x * 1 = x
+    = Pad(x, 0) = Resize(x, 1) = ReduceSum(x, over no axes) = x + 0 = x * 1 = x
 """
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ _NEUTRAL = {"Add": 0.0, "Sub": 0.0, "Mul": 1.0, "Div": 1.0, "Pow": 1.0}
 _JOINS = ("Concat", "Max", "Min", "Sum", "Mean")
 _SAME_IF_SHAPE_IS = ("Reshape", "Expand", "Tile", "Pad", "Slice", "Split", "Flatten", "Squeeze", "Unsqueeze")
 _POOLS = ("MaxPool", "AveragePool")
+_REDUCTIONS = ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd")
 
 
 class RemoveNoOp(Rule):
-    pattern = P(" ".join(("Identity Dropout Cast Transpose Resize", *_SAME_IF_SHAPE_IS, *_JOINS, *_POOLS, *_NEUTRAL)))
+    pattern = P(" ".join(("Identity Dropout Cast Transpose Resize", *_SAME_IF_SHAPE_IS, *_JOINS, *_POOLS, *_REDUCTIONS,
+                          *_NEUTRAL)))
 
     def check(self, match: Match) -> bool:
         return _unchanged(match.graph, match.root) is not None
@@ -56,6 +58,8 @@ def _computes_nothing(graph: Graph, node: Node) -> bool:
         return all(step > 0 for step in node.attrs["steps"])
     if node.op == "Pad":
         return not any(node.attrs["pads"])          # not only equal in shape: a shift crops one side and pads the other
+    if node.op in _REDUCTIONS:
+        return not node.attrs.get("axes", (0,))
     if node.op == "Resize":
         return node.attrs.get("coordinate_transformation_mode") != "tf_crop_and_resize" and all(
             scale == 1 for scale in node.attrs.get("scales", ()))

@@ -15,6 +15,9 @@ In int8 p is round(255 * e**...), a byte that uses its whole range in every row,
 these bytes: an exact mean. What q's zero point adds to a score depends on t and is what the sums begin with; what k's
 adds is the same for a whole row, which a softmax does not see.
 
+A query that sees no key, all x being minus infinity, has the mean 0: p and 1 / sum of p are 0, and in int8, where sums
+are of v - MIDDLE, v's zero point less MIDDLE is added.
+
 Source: Vaswani et al., Attention Is All You Need, equation 1; the order of the loops is that of FlashAttention (Dao et
 al. 2022) without its running maximum: a row of scores fits a cache.
 """
@@ -177,6 +180,8 @@ class Attention(KernelSpec):
         p = np.rint(power_meaning(less_peak(x, peak) * self._units, "uint8"))
         mixed = (p.astype(np.int64) @ (v - MIDDLE)).astype(np.float32)
         mean = mixed * share_meaning(peak, fold_rows("sum", p))
+        if self.mask:
+            mean = mean + np.where(peak > -np.inf, np.float32(0), zeros[2] - np.float32(MIDDLE))
         return (store_meaning(self.y.dtype, self.program.meaning(mean, [], program)),)
 
 
@@ -205,6 +210,7 @@ class _Emitter:
         self.k = Right(Matrix.of(spec.k).transposed, self.arithmetic, isa, tiles.scores[1])
         self.v = Right(Matrix.of(spec.v), self.arithmetic, isa, tiles.mix[1])
         self.exact = self.q.exact
+        self.adds_zero = self.exact and spec.mask is not None       # to the mean of a query that sees no key
 
     # ---- scratch: where what lies, in bytes
     @property
@@ -222,6 +228,7 @@ class _Emitter:
         """{what: (offset, bytes)}"""
         block = self.tiles.block
         sizes = {"k": self.k.bytes, "v": self.v.bytes, "x": block * self.pitch * 4, "inverse": block * 4,
+                 "added": block * 4 if self.adds_zero else 0,
                  "p": 0 if self.arithmetic.dtype == "float32" else block * self.weight_pitch,
                  "q": 0 if self.q.direct else block * self.q.pitch,
                  "start": self.pitch * 4 if self.exact else 0}
@@ -295,14 +302,16 @@ class _Emitter:
                 moved = here + row * spec.mask.strides[-2] if spec.mask else here
                 f.run(self._scores(rows, columns), q + row * self.q.pitch, panel, self.numbers,
                       self.at["start"] + t * 4, moved, self.at["x"] + row * (4 * self.pitch) + t * 4)
-        f.run(self._softmax(), self.at["x"], self.at["p"], self.at["inverse"], f.constant(count, "i64"))
+        f.run(self._softmax(), self.at["x"], self.at["p"], self.at["inverse"], self.at["added"], self.numbers,
+              f.constant(count, "i64"))
         y = offset(head.y, [first], spec.y.strides[-2:-1])
         for e, columns in f.tiles("panel of values", spec.v.shape[-1], self.v.width):
             panel = self.at["v"] + e.divided(self.v.width) * self.v.panel_bytes
             constants = self.constants + e * (4 * spec.program.constants)
             for row, rows in f.tiles("row of values", count, mix):
                 f.run(self._mix(rows, columns), self.at["p"] + row * self.weight_pitch, panel,
-                      self.at["inverse"] + row * 4, constants, y + row * spec.y.strides[-2] + e * spec.y.strides[-1])
+                      self.at["inverse"] + row * 4, self.at["added"] + row * 4, constants,
+                      y + row * spec.y.strides[-2] + e * spec.y.strides[-1])
 
     # ---- the micro-kernels
     def _function(self, what: str, **types: str) -> tuple[str, Function | None]:
@@ -332,12 +341,12 @@ class _Emitter:
         return name
 
     def _softmax(self) -> str:
-        """Rows of x -> p, and 1 / its sum."""
-        name, f = self._function("softmax", x=PTR, p=PTR, inverse=PTR, rows="i64")
+        """Rows of x -> p, 1 / its sum, and what is added to the mean."""
+        name, f = self._function("softmax", x=PTR, p=PTR, inverse=PTR, added=PTR, numbers=PTR, rows="i64")
         if f is None:
             return name
         isa, keys, dtype = self.isa, self.spec.keys, self.arithmetic.dtype
-        x, p, inverse, rows = f.parameters.values()
+        x, p, inverse, added, numbers, rows = f.parameters.values()
         for row in f.loop("row", rows):
             here, there = x + row * (4 * self.pitch), p + row * self.weight_pitch
 
@@ -361,21 +370,29 @@ class _Emitter:
             total = fold(f, isa, keys, "sum", weight)
             one = f.op(FLOAT, f"extractelement {share(peak, total)}, i32 0", "inverse")
             f.store(one, inverse + row * 4)
+            if self.adds_zero:
+                zero = f.splat(f.load(FLOAT, numbers + 12, hint="zero"), isa.lanes) - MIDDLE
+                unseen = f.select(peak.compare("ogt", -math.inf), zero.like(0), zero, "unseen")
+                f.store(f.op(FLOAT, f"extractelement {unseen}, i32 0", "added"), added + row * 4)
         return name
 
     def _mix(self, rows: int, columns: int) -> str:
-        """y = program(sums / sum of p), of rows x columns."""
-        name, f = self._function(f"mix_{rows}x{columns}", p=PTR, v=PTR, inverse=PTR, constants=PTR, y=PTR)
+        """y = program(sums / sum of p + added), of rows x columns."""
+        name, f = self._function(f"mix_{rows}x{columns}", p=PTR, v=PTR, inverse=PTR, added=PTR, constants=PTR, y=PTR)
         if f is None:
             return name
         spec, isa, lanes = self.spec, self.isa, Lanes(self.isa, columns, packed=False)
-        p, v, inverse, constants, y = f.parameters.values()
+        p, v, inverse, added, constants, y = f.parameters.values()
         sums = self.v.multiply(p, self.weight_pitch, v, (rows, columns))
         numbers = load_constants(lanes, constants, spec.program.constants)
 
         def result(m: int) -> list[Value]:
             part = f.splat(f.load(FLOAT, inverse + 4 * m, hint="share"), isa.lanes)
-            return run_program(lanes, spec.program, [sums[m, n] * part for n in range(lanes.vectors)], [], numbers)
+            means = [sums[m, n] * part for n in range(lanes.vectors)]
+            if self.adds_zero:
+                more = f.splat(f.load(FLOAT, added + 4 * m, hint="added"), isa.lanes)
+                means = [mean + more for mean in means]
+            return run_program(lanes, spec.program, means, [], numbers)
 
         store_tile(lanes, spec.y, rows, result, y)
         return name

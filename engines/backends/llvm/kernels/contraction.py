@@ -18,7 +18,8 @@ x[M, K] w[N, K]' is the 1x1 convolution of one row of M pixels.
 Two ways to cut the pixels into rows of the grid:
   by item   the rows of tiles of each item's image; every tail is known when the kernel is written
   by batch  items of few pixels (a matrix product of one row each) follow each other as one long row of pixels, whose
-            length is known at run time: its tail is cut into tiles of 8, 4, 2, 1 pixels
+            length is known at run time: its tail is cut into tiles of 8, 4, 2, 1 pixels. So one kernel is that of one
+            row, where a batch is one row, and that of full tiles, where it is many
 """
 from __future__ import annotations
 
@@ -59,6 +60,8 @@ from engines.packed import Picked
 
 LEFT_ALONE = 9          # weights of a channel that find no partner, whatever their number: so it is with normal ones
 FEW_PIXELS = 8          # items of no more pixels than this are cut by batch
+TAILS = (8, 4, 2, 1)    # pixels of the tiles that a batch's last pixels are cut into
+BLOCK_BYTES = 256 << 10     # of x, in a block of a batch's pixels: it stays in the second level while the panels pass
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class Contraction(ImageKernel):
     groups: int = 1
     border: Border = Border()       # of x
     bounded: bool = False           # INT8: no x makes a sum of x * w leave +-2**25
+    items: int = 1                  # of the batches that its tactics are for, if it is cut by batch
     family = "contraction"
 
     @property
@@ -174,6 +178,14 @@ class Contraction(ImageKernel):
         return (self.flat.rows == 1 and self.flat.cols <= FEW_PIXELS and self.taps == (1, 1) and self.stride == (1, 1)
                 and all(v.item == v.shape[1] * v.strides[1] for v in views))
 
+    def for_batches_of(self, items: int) -> Contraction:
+        return replace(self, items=items) if self.by_batch else self
+
+    def block_of_the_batch(self, tile: Tile) -> int:
+        """Pixels, where the spec is cut by batch."""
+        fitting = BLOCK_BYTES // (tile.cols * self.flat.x.strides[1])
+        return tile.cols * (tile.block or max(fitting, 1))
+
     def lines(self, tile: Tile) -> int:
         """Rows of tiles of an item; of one long row of pixels, its tiles."""
         if self.flat.rows == 1:
@@ -185,7 +197,7 @@ class Contraction(ImageKernel):
             return winograd.grid(self, tactic)
         columns = self.groups if self.groups > 1 else -(-self.cout // self._panel(isa, tactic))
         if self.by_batch:
-            return Grid(self.flat.cols, tactic.cols * max(tactic.block, 1), columns)
+            return Grid(self.flat.cols, 1, columns)
         return Grid(self.lines(tactic), 1, columns)
 
     def windows(self, isa: Isa, tactic: Tile | Winograd) -> Sequence[Window]:
@@ -215,9 +227,7 @@ class Contraction(ImageKernel):
         found: dict[Tile, None] = {}
         for cols, vectors in shapes:
             vectors = min(vectors, widest)
-            cols = min(cols, self.flat.cols)
-            if self.by_batch:
-                cols = min(cols, 8)
+            cols = min(cols, self.flat.cols * self.items)
             found[Tile(1, cols, vectors, paired=paired)] = None
             if self.border != Border() and not paired:      # paired weights are not in the order of taps
                 found[Tile(1, cols, vectors, skip=True)] = None
@@ -236,12 +246,19 @@ class Contraction(ImageKernel):
                      for prefetch in ((False, True) if weights >= 1 << 16 else (False,)))
 
     def cost(self, isa: Isa, tactic: Tile | Winograd) -> float:
-        """Every tile's turns and epilogue; of what memory, the weights of a tile, of a block, and x for each panel."""
         if isinstance(tactic, Winograd):
             return winograd.cost(self, isa, tactic)
-        panels, lines = pieces(self.cout, self._panel(isa, tactic)), self.lines(tactic)
-        tiles = [(height * width, count * times) for height, count in pieces(self.flat.rows, tactic.rows)
-                 for width, times in pieces(self.flat.cols, tactic.cols)]
+        return sum(self._cycles(isa, tactic, items) / items for items in {1, self.items})
+
+    def _cycles(self, isa: Isa, tactic: Tile, items: int) -> float:
+        """Every tile's turns and epilogue; of what memory, the weights of a tile, of a block, and x for each panel."""
+        panels = pieces(self.cout, self._panel(isa, tactic))
+        if self.by_batch:
+            pixels = items * self.flat.cols
+            tiles, blocks = tiles_of_the_batch(pixels, tactic.cols), -(-pixels // self.block_of_the_batch(tactic))
+        else:
+            lines = self.lines(tactic)
+            tiles, blocks = self._tiles_of_an_item(tactic), items * -(-lines // (tactic.block or lines))
         total, weights = 0.0, 0.0
         turns, weight_bytes = self._turns(isa, tactic.paired)
         for couts, times in panels:
@@ -250,10 +267,14 @@ class Contraction(ImageKernel):
             weights += times * size
             total += times * sum(count * (self._tile_cost(isa, pixels, vectors, tactic) + reading(size))
                                  for pixels, count in tiles)
-        blocks = -(-lines // (tactic.block or lines))
-        x = math.prod(self.x.shape) * self.x.size / blocks / self.groups
+        x = items * math.prod(self.x.shape) * self.x.size / blocks / self.groups
         total += reading(x, blocks * (sum(times for _, times in panels) - 1))
         return self.groups * (total + reading(weights, blocks * (0.5 if tactic.prefetch else 1)))
+
+    def _tiles_of_an_item(self, tile: Tile) -> list[tuple[int, int]]:
+        """(pixels, how many of them)"""
+        return [(height * width, count * times) for height, count in pieces(self.flat.rows, tile.rows)
+                for width, times in pieces(self.flat.cols, tile.cols)]
 
     def _turns(self, isa: Isa, paired: bool) -> tuple[float, int]:
         """Turns of all K loops, and bytes of a vector's weights in each."""
@@ -385,6 +406,12 @@ class Contraction(ImageKernel):
 _ANY_MACHINE = Isa("reference", 4, 16, "", "", frozenset())
 
 
+def tiles_of_the_batch(pixels: int, cols: int) -> list[tuple[int, int]]:
+    """(pixels, how many of them) of the tiles that so many pixels are cut into."""
+    whole, rest = divmod(pixels, cols)
+    return [(size, count) for size, count in ((cols, whole), *((tail, 1) for tail in TAILS if rest & tail)) if count]
+
+
 def tile_shapes(isa: Isa, precision: str) -> Sequence[tuple[int, int]]:
     """(pixels, vectors) worth trying on a machine, the usual winner first."""
     return isa.tiles if precision == "int8" else isa.float_tiles or isa.tiles
@@ -487,8 +514,8 @@ class _Emitter:
                 yield stop.like(whole) - start, rest
 
     def _pixels_of_the_batch(self, f: Function, base: _Pointers) -> None:
-        """Rows of the grid are pixels; full tiles, then one of 8, 4, 2, 1 for each bit of what remains."""
-        step, cols = self.tile.cols * max(self.tile.block, 1), self.tile.cols
+        """Rows of the grid are pixels; full tiles, then one of TAILS for each bit of what remains."""
+        step, cols = self.spec.block_of_the_batch(self.tile), self.tile.cols
         for start in f.range("pixels", self.bounds[0], self.bounds[1], step):
             count = (self.bounds[1] - start).at_most(step)
             whole, rest = count.divided(cols), count.remainder(cols)
@@ -496,7 +523,7 @@ class _Emitter:
             def visit(call: Callable[..., None], whole: Value = whole, rest: Value = rest) -> None:
                 for t in f.range("tile", whole.like(0), whole):
                     call(whole.like(0), t * cols, _Part(1, cols), t)
-                for size in (8, 4, 2, 1):
+                for size in TAILS:
                     if size < cols:
                         with f.when(rest.binary("and", size).compare("ne", 0)):
                             call(whole.like(0), whole * cols + rest.binary("and", -2 * size), _Part(1, size), whole)
@@ -617,9 +644,9 @@ class _Emitter:
         spec, isa, arithmetic = self.spec, self.isa, self.arithmetic
         x_row, x_pixel, _ = spec.x.strides
         at = {key: f.parameters[key] for key in ("x", "w", "ahead")}
-        live = f.parameters.get("tap_rows")
-        rows = f.range("tap row", live.like(0), live, acc=acc, at=at) if live is not None else \
-            f.loop("tap row", spec.taps[0], acc=acc, at=at)
+        live_rows = f.parameters.get("tap_rows")
+        rows = f.loop("tap row", spec.taps[0], acc=acc, at=at) if live_rows is None else \
+            f.range("tap row", live_rows.like(0), live_rows, acc=acc, at=at)
         for _ in rows:
             start = at["x"]
             for columns, live in self._tap_columns(part):

@@ -3,7 +3,7 @@
     y[n, ..., m, o] = program(sum over k of a[n, ..., m, k] * b[n, ..., k, o])
 
     for matrix of the batch:
-      for panel of columns:                     b's are packed, once for all rows
+      for panel of columns:                     b's are packed, once for all rows; few rows read them as they lie
         for tile of rows:                       a call of the micro-kernel: all of K in registers, program, store
 
 The grid's columns are panels, so no panel is packed twice. Each factor is read as it lies: its leading axes may be
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,7 @@ from engines.backends.llvm.lanes import Lanes
 from engines.backends.llvm.program import Program, load_meaning, store_meaning
 from engines.backends.llvm.spec import ALIGNMENT, Array, Grid, KernelSpec, Tactic, View, begin_kernel, pack_channels
 
+FEW_ROWS = 8            # of a: reading b as it lies may be faster than packing it
 COPIED_TILES = 4        # rows of a that are copied at a time, in tiles, where it is not read as it lies
 
 
@@ -46,9 +47,10 @@ class Tile(Tactic):
     """rows x (vectors of columns) of y are a micro-kernel."""
     rows: int
     vectors: int
+    packed: bool = True     # b, before it is multiplied
 
     def __str__(self) -> str:
-        return f"tile {self.rows}x{self.vectors}"
+        return f"tile {self.rows}x{self.vectors}" + " unpacked" * (not self.packed)
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,10 @@ class Product(KernelSpec):
         rows, columns = self.y.shape[-2:]
         widest = isa.vectors_for(columns)
         shapes = tile_shapes(isa, self.precision)
-        return tuple(dict.fromkeys(Tile(min(m, rows), min(vectors, widest)) for m, vectors in shapes))
+        packed = list(dict.fromkeys(Tile(min(m, rows), min(vectors, widest)) for m, vectors in shapes))
+        right = Right(Matrix.of(self.b), product_arithmetic(self.precision, isa), isa, widest)
+        unpacked = [replace(tile, packed=False) for tile in packed] if rows <= FEW_ROWS and right.direct else []
+        return (*unpacked, *packed)
 
     def packing(self, tactic: Tile) -> int:
         return tactic.vectors
@@ -125,7 +130,7 @@ class _Emitter:
         self.spec, self.module, self.name, self.isa, self.tile = spec, module, name, isa, tile
         arithmetic = product_arithmetic(spec.precision, isa)
         self.left = Left(Matrix.of(spec.a), arithmetic, isa)
-        self.right = Right(Matrix.of(spec.b), arithmetic, isa, tile.vectors)
+        self.right = Right(Matrix.of(spec.b), arithmetic, isa, tile.vectors, tile.packed)
         self.exact = self.left.exact
         self.rows, self.columns = spec.y.shape[-2:]
 
@@ -150,7 +155,8 @@ class _Emitter:
         """Room for a panel of b, for copied rows of a, and for the sums of a's rows."""
         copied = 0 if self.left.direct else COPIED_TILES * self.tile.rows * self.left.pitch
         addresses = []
-        for what, size in (("panel", self.right.panel_bytes), ("copied", copied), ("sums", 4 * self.rows * self.exact)):
+        panel = self.right.panel_bytes * self.tile.packed
+        for what, size in (("panel", panel), ("copied", copied), ("sums", 4 * self.rows * self.exact)):
             addresses.append(f.op(PTR, f"alloca [{size} x i8], align {ALIGNMENT}", what))
         self.packed, self.copied, self.sums = addresses
 
@@ -166,10 +172,12 @@ class _Emitter:
     def _panel(self, f: Function, here: list[Value], zeros: list[Value | None], start: Value, columns: int) -> None:
         a, b, *operands, y = here
         spec = self.spec
-        self.right.pack_panel(self.right.matrix.at(b, 0, start), columns, self.packed, zeros[1])
-        starts: list[Value] = []
+        w, starts = self.right.matrix.at(b, 0, start), []
+        if self.tile.packed:
+            self.right.pack_panel(w, columns, self.packed, zeros[1])
+            w = self.packed
         if self.exact:
-            starts = [self._start(f, total) for total in self.right.column_sums(self.packed, columns)]
+            starts = [self._start(f, total) for total in self.right.column_sums(w, columns)]
         constants = self.constants + start * (4 * spec.program.constants)
         outs = [offset(address, [start], view.strides[-1:])
                 for address, view in zip((*operands, y), (*spec.operands, spec.y), strict=True)]
@@ -182,7 +190,7 @@ class _Emitter:
             for row, rows in f.tiles("row", height, self.tile.rows):
                 moved = [offset(address, [top + row], view.strides[-2:-1])
                          for address, view in zip(outs, (*spec.operands, spec.y), strict=True)]
-                f.run(self._microkernel(rows, columns), x + row * self.left.pitch, self.packed, self.numbers,
+                f.run(self._microkernel(rows, columns), x + row * self.left.pitch, w, self.numbers,
                       self.sums + (top + row) * 4, constants, *moved, *starts)
 
     def _start(self, f: Function, total: Value) -> Value:

@@ -11,7 +11,7 @@ from engines.backends.llvm.calls import Call, Context, Refused, broadcast, lower
 from engines.backends.llvm.kernels.gather import Lookup, Take
 from engines.backends.llvm.kernels.layout import Permute
 from engines.backends.llvm.kernels.pick import Pick
-from engines.backends.llvm.places import Place
+from engines.backends.llvm.places import Place, as_one_item
 from engines.backends.llvm.spec import dense_view
 from engines.ir import Array, Node
 
@@ -26,6 +26,8 @@ def lower_gather(ctx: Context, node: Node) -> Sequence[Call]:
         table, axis = ctx.constant(data), node.attrs.get("axis", 0)
         if table.ndim != 2 or axis % 2 or output.quant or ctx.places[index].view.dtype not in INDICES:
             raise Refused("only rows of a constant matrix of floats are looked up")
+        if not ctx.type(index).shape:       # one row, and no axis of items
+            y = as_one_item(y)
         lookup = Lookup(ctx.places[index].view, y.view, len(table))
         return [Call(node, lookup, (ctx.places[index],), (y,), {"table": table})]
     x, axis = ctx.places[data], node.attrs.get("axis", 0) % len(ctx.type(data).shape) - 1

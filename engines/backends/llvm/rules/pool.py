@@ -11,11 +11,11 @@ from engines.backends.llvm.kernels.global_pool import GlobalPool
 from engines.backends.llvm.kernels.pool import Pool
 from engines.backends.llvm.kernels.reduce import Reduce
 from engines.backends.llvm.lanes import FLOATS
-from engines.backends.llvm.places import reshaped_strides
+from engines.backends.llvm.places import Place, as_one_item, reshaped_strides
 from engines.backends.llvm.program import Program
 from engines.backends.llvm.rules.contraction import operand_views
 from engines.backends.llvm.spec import KernelSpec, View
-from engines.ir import Node
+from engines.ir import BATCH, Node
 
 
 @lowers("MaxPool", "AveragePool")
@@ -50,34 +50,46 @@ def lower_global_pool(ctx: Context, node: Node) -> Sequence[Call]:
 
 @lowers("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin")
 def lower_reduction(ctx: Context, node: Node) -> Sequence[Call]:
-    """Over the innermost axis, over all axes between the batch and the innermost, or over neighbours among those."""
-    reduction, x = node.anchor, ctx.places[node.anchor.inputs[0]].view
-    rank = len(x.shape) + 1
-    axes = tuple(sorted(int(a) % rank for a in reduction.attrs.get("axes", range(rank))))
-    if rank < 2:
-        raise Refused("a tensor of one axis has no rows")
+    """Over the innermost axis, over all axes between the items and the innermost, or over neighbours among those."""
+    x, y, axes = _reduced(ctx, node)
+    reduction, rank = node.anchor, len(x.view.shape) + 1
     kind = {"ReduceMax": "max", "ReduceMin": "min"}.get(reduction.op, "sum")
-    count = math.prod(x.shape[axis - 1] for axis in axes)
+    count = math.prod(x.view.shape[axis - 1] for axis in axes)
     written = write_pooled(ctx, node, 1 / count if reduction.op == "ReduceMean" else 1.0,
                            count if reduction.op == "ReduceSum" else 1)
-    y = ctx.places[node.outputs[0]].view
-    operands = operand_views(ctx, node, written)
+    if written.operands:
+        raise Refused("its body reads another tensor")
+    between = axes == tuple(range(axes[0], axes[-1] + 1)) and axes[-1] < rank - 1
     if axes == tuple(range(1, rank - 1)) and kind != "min":
-        return [pool_call(ctx, node, GlobalPool(x, y, operands, written.program, kind), written)]
-    between = axes == tuple(range(axes[0], axes[-1] + 1)) and axes[0] > 0 and axes[-1] < rank - 1
-    if between and kind != "min" and not operands:
-        return [_reduced_between(ctx, node, axes, kind)]
-    if axes != (rank - 1,) or operands:
+        spec: KernelSpec = GlobalPool(x.view, y.view, (), written.program, kind)
+    elif between and kind != "min":
+        spec, written = _reduced_between(ctx, node, x.view, y.view, axes, kind)
+    elif axes == (rank - 1,):
+        view = y.view
+        if not reduction.attrs.get("keepdims", 1):
+            view = replace(view, shape=(*view.shape, 1), strides=(*view.strides, view.size))
+        spec = Reduce((x.view,), view, program=written.program, kind=kind)
+    else:
         raise Refused(f"{reduction.op} over axes {axes} of {rank}")
-    if not reduction.attrs.get("keepdims", 1):
-        y = replace(y, shape=(*y.shape, 1), strides=(*y.strides, y.size))
-    return [pool_call(ctx, node, Reduce((x,), y, program=written.program, kind=kind), written)]
+    return [Call(node, spec, (x,), (y,), {"program": written.constants})]
 
 
-def _reduced_between(ctx: Context, node: Node, axes: tuple[int, ...], kind: str) -> Call:
+def _reduced(ctx: Context, node: Node) -> tuple[Place, Place, tuple[int, ...]]:
+    """(x, y, axes), the items leading. Without a batch that axis may be reduced too: all of x is then one item."""
+    name, output = node.anchor.inputs[0], node.outputs[0]
+    x, y, rank = ctx.places[name], ctx.places[output], len(ctx.type(name).shape)
+    axes = tuple(sorted(int(a) % rank for a in node.anchor.attrs.get("axes", range(rank))))
+    if not axes or axes[0] > 0:
+        return x, y, axes
+    if x.items == BATCH:
+        raise Refused("it reduces the axis of the items")
+    return as_one_item(x), as_one_item(y) if ctx.type(output).shape else y, tuple(axis + 1 for axis in axes)
+
+
+def _reduced_between(ctx: Context, node: Node, x: View, y: View, axes: tuple[int, ...],
+                     kind: str) -> tuple[KernelSpec, Written]:
     """What stands before the reduced axes, and those, are the rows of an image, what stands behind its columns and
     channels: a pool of windows that are as high as what is reduced, and follow each other."""
-    x, y = ctx.places[node.anchor.inputs[0]].view, ctx.places[node.outputs[0]].view
     rows, count, columns = (math.prod(part) for part in (
         x.shape[:axes[0] - 1], x.shape[axes[0] - 1:axes[-1]], x.shape[axes[-1]:-1]))
     channels = x.shape[-1]
@@ -85,7 +97,7 @@ def _reduced_between(ctx: Context, node: Node, axes: tuple[int, ...], kind: str)
     written = write_pooled(ctx, node, terms, terms)
     spec = Pool(_seen(x, (rows * count, columns, channels)), _seen(y, (rows, columns, channels)), (), written.program,
                 "max" if kind == "max" else "average", (count, 1), (count, 1))
-    return pool_call(ctx, node, spec, written)
+    return spec, written
 
 
 def _seen(view: View, shape: tuple[int, ...]) -> View:

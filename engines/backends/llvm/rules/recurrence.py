@@ -9,7 +9,7 @@ import numpy as np
 from engines.backends.llvm.affine import Affine, AffineWriter
 from engines.backends.llvm.calls import Call, Context, Refused, lowers
 from engines.backends.llvm.cells import bounded, cell_of
-from engines.backends.llvm.kernels.recurrence import Recurrence, whole_weights
+from engines.backends.llvm.kernels.recurrence import Recurrence, whole_precision, whole_weights
 from engines.backends.llvm.lanes import FLOATS
 from engines.backends.llvm.places import Place
 from engines.backends.llvm.program import ProgramBuilder
@@ -45,8 +45,8 @@ def lower_recurrence(ctx: Context, node: Node) -> Sequence[Call]:
     constants: dict[str, Any] = {"weights": weights, "units": units, "first": [first[0] for first in firsts]}
     precision = "fp32"
     if node.precision != "fp32" and bounded(node) and not any(states):
-        precision = "int16"
-        constants["weights"], constants["scales"] = whole_weights(weights)
+        precision = whole_precision(weights) if node.precision == "int8" else "int16"
+        constants["weights"], constants["scales"] = whole_weights(weights, precision)
     made = [_wanted(ctx, name) for name in node.outputs]
     made += [None] * (1 + cells[0].kept - len(made))
     builder, numbers = _stored(ctx, node.outputs[0])

@@ -29,7 +29,9 @@ def lower_resize(ctx: Context, node: Node) -> Sequence[Call]:
         raise Refused("only floats, or floats stored as uint8, are resized")
     height, width, channels = x.shape
     factors = resize.Resize.factors(anchor, (1, channels, height, width))
-    if y.shape != (factors[2][0], factors[3][0], channels):
+    items = [ctx.places[name].items for name in (anchor.inputs[0], node.outputs[0])]
+    if set(anchor.attrs.get("scales", ())[:2]) - {1} or items[0] != items[1] \
+            or y.shape != (factors[2][0], factors[3][0], channels):
         raise Refused("only rows and columns are resized")
     rows, columns = (_taps(anchor, axis, size, *factors[axis]) for axis, size in ((2, height), (3, width)))
     written = write_pooled(ctx, node, 1.0)      # the weights of a pixel sum to 1

@@ -8,13 +8,14 @@ import numpy as np
 
 from engines.backends.llvm.affine import AffineWriter
 from engines.backends.llvm.calls import Call, Context, Refused, lowers, stored, write_body
-from engines.backends.llvm.kernels.lrn import Lrn
+from engines.backends.llvm.kernels.lrn import MARGIN, Lrn
 from engines.backends.llvm.kernels.norm import Norm
 from engines.backends.llvm.kernels.softmax import Softmax
 from engines.backends.llvm.lanes import FLOATS
+from engines.backends.llvm.places import as_one_item
 from engines.backends.llvm.program import ProgramBuilder
 from engines.backends.llvm.rows import RowKernel
-from engines.ir import Node
+from engines.ir import BATCH, Node
 
 SMALLEST = 1e-12        # of an L2 norm: a row of zeros stays zeros
 
@@ -43,6 +44,8 @@ def lower_lrn(ctx: Context, node: Node) -> Sequence[Call]:
     lrn = node.anchor.attrs
     if not lrn.get("channels_last"):
         raise Refused("only LRN in NHWC is compiled")
+    if lrn["size"] > MARGIN:
+        raise Refused(f"a window of {lrn['size']} channels; {MARGIN} are the most")
     numbers: dict[str, Any] = {key: float(lrn[key]) for key in ("alpha", "beta", "bias") if key in lrn}
     return [row_call(ctx, node, Lrn, size=int(lrn["size"]), **numbers)]
 
@@ -56,6 +59,10 @@ def row_call(ctx: Context, node: Node, family: Callable[..., RowKernel], accumul
     if not node.anchor.attrs.get("channels_last") and node.anchor.attrs.get("axis", -1) % rank != rank - 1:
         raise Refused("only the innermost axis is compiled")
     x, y = ctx.places[name], ctx.places[node.outputs[0]]
+    if rank == 1:
+        if x.items == BATCH:
+            raise Refused("it works along the axis of the items")
+        x, y = as_one_item(x), as_one_item(y)
     written = write_body(ctx, node, accumulator)
     if written.operands or any(view.dtype not in FLOATS for view in (x.view, y.view)):
         raise Refused("only floats, or floats stored as uint8, without another operand are compiled")

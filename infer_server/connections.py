@@ -1,0 +1,67 @@
+"""Ends TCP connections of this process from outside of the library that owns them.
+
+gRPC for Python has no way to close a connection, or to stop listening and go on answering; when it stops, it ends with
+CANCELLED what it has not handed out yet, and no client repeats that. A client whose connection closes, or is refused,
+gets UNAVAILABLE, and asks another server.
+"""
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from urllib.parse import unquote
+
+_DESCRIPTORS = "/dev/fd"            # of this process; Linux and macOS have it
+
+
+def stop_listening(port: int) -> None:
+    """Refuses new connections to a port of this process from now on.
+
+    The listening socket is not shut down, which its owner would take for a failure: it closes, as another socket, which
+    nobody can reach, takes its descriptor.
+    """
+    for descriptor, listener in _sockets(port):
+        if _listens(listener):
+            with socket.socket(listener.family, socket.SOCK_STREAM) as unreachable:
+                os.dup2(unreachable.fileno(), descriptor, inheritable=False)
+
+
+def disconnect(port: int, peer: str = "") -> None:
+    """Ends the connections to a port of this process: all, or those of one peer as gRPC writes it."""
+    for _, connection in _sockets(port):
+        if not _listens(connection) and (not peer or unquote(peer) == _peer(connection)):
+            with suppress(OSError):             # its other end was faster
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets(port: int) -> Iterator[tuple[int, socket.socket]]:
+    """The TCP sockets of a local port: the descriptor, and a duplicate of it that lives for its turn.
+
+    A duplicate, because another thread may close the original, and open something else in its place, at any time.
+    """
+    for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
+        with suppress(OSError):
+            duplicate = os.dup(int(name))
+            if not stat.S_ISSOCK(os.fstat(duplicate).st_mode):
+                os.close(duplicate)
+                continue
+            with socket.socket(fileno=duplicate) as end:
+                internet = end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM
+                if internet and end.getsockname()[1] == port:
+                    yield int(name), end
+
+
+def _listens(end: socket.socket) -> bool:
+    return bool(end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _peer(connection: socket.socket) -> str:
+    """The other end as gRPC writes it: ipv4:127.0.0.1:5000, ipv6:[::1]:5000; nothing if it has gone."""
+    try:
+        address, port = connection.getpeername()[:2]
+    except OSError:
+        return ""
+    address = address.removeprefix("::ffff:")           # IPv4 on a socket for both
+    return f"ipv6:[{address}]:{port}" if ":" in address else f"ipv4:{address}:{port}"

@@ -1,0 +1,135 @@
+"""No attribute is ignored: each one of each operator that we write ourselves, in each opset, set to other values.
+
+What comes out is what onnx.reference computes, or ONNX Runtime where the two differ, or an error that says why not. The
+models are those of onnx's node tests.
+"""
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import AttributeProto, helper
+from onnx.reference import ReferenceEvaluator
+
+from engines.errors import CompilerFault, EngineError, ModelError
+from engines.frontend.normalise import RULES
+from engines.frontend.opsets import OLDEST_OPSET
+from engines.onnx_backend import EngineBackend
+from engines.ops import OPS
+from tests.conformance.cases import Arrays, cases, data_of, is_about_tensors, model_of
+
+NUMBERS = {AttributeProto.INT: (-1, 0, 1, 2), AttributeProto.FLOAT: (0.0, 0.5, 2.0), AttributeProto.FLOATS: ([0.5],),
+           AttributeProto.INTS: ([0], [1], [1, 1], [2, 2], [1, 1, 1, 1], [0, 1, 1, 0])}
+NOT_IN_THE_REFERENCE = ("clip", "input_forget")     # which ignores them, of recurrent layers
+EACH = 2            # models of an operator in the newest opset; one in each older
+
+
+@cache
+def models() -> dict[str, list[str]]:
+    """Operator -> tests of one node of it."""
+    found: dict[str, list[str]] = {}
+    for name, case in cases().items():
+        if case.kind == "node" and len(case.model.graph.node) == 1 and is_about_tensors(case.model):
+            (node,) = case.model.graph.node
+            if not node.domain and node.op_type in {*OPS, *RULES}:
+                found.setdefault(node.op_type, []).append(name)
+    return found
+
+
+@cache
+def words(op: str, attribute: str) -> tuple[str, ...]:
+    """What a string attribute is set to in the tests of its operator, and a word that means nothing."""
+    nodes = [node for name in models()[op] for node in model_of(cases()[name]).graph.node]
+    return "nonsense", *sorted({a.s.decode() for node in nodes for a in node.attribute if a.name == attribute})
+
+
+def with_attribute(model: onnx.ModelProto, opset: int, attribute: str, value: Any) -> onnx.ModelProto:
+    changed = onnx.ModelProto()
+    changed.CopyFrom(model)
+    changed.opset_import[0].version = opset
+    (node,) = changed.graph.node
+    known = onnx.defs.get_schema(node.op_type, opset).attributes
+    kept = [a for a in node.attribute if a.name != attribute and a.name in known]
+    del node.attribute[:]
+    node.attribute.extend([*kept, helper.make_attribute(attribute, value)])
+    for output in changed.graph.output:     # the shape may be another one
+        output.type.tensor_type.ClearField("shape")
+    return changed
+
+
+def variants(op: str) -> Iterator[tuple[str, int, str, Any]]:
+    """(test, opset, attribute, value)"""
+    newest = onnx.defs.get_schema(op).since_version
+    for schema in onnx.defs.get_all_schemas_with_history():
+        if schema.name != op or schema.domain or schema.deprecated or max(schema.since_version, OLDEST_OPSET) > newest:
+            continue
+        opset = max(schema.since_version, OLDEST_OPSET)
+        for test in models()[op][:EACH if schema.since_version == newest else 1]:
+            for name, attribute in schema.attributes.items():
+                kind = attribute.type.value
+                values = words(op, name) if kind == AttributeProto.STRING else NUMBERS.get(kind, ())
+                yield from ((test, opset, name, value) for value in values)
+
+
+def expected(model: onnx.ModelProto, inputs: Arrays, attribute: str) -> Iterator[Arrays]:
+    """What onnx.reference computes, then ONNX Runtime; one that refuses the model is left out."""
+    names = [value.name for value in model.graph.input]
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        feeds = dict(zip(names, inputs, strict=True))
+        try:
+            if attribute not in NOT_IN_THE_REFERENCE:
+                yield [np.asarray(y) for y in ReferenceEvaluator(model).run(None, feeds)]
+            yield runtime(model).run(None, feeds)
+        except Exception:       # whatever NumPy makes of attributes that do not fit
+            return
+
+
+def runtime(model: onnx.ModelProto) -> Any:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def same(results: Arrays, wanted: Arrays) -> bool:
+    return all(y.dtype == z.dtype and y.shape == z.shape and np.allclose(
+        y.astype(np.float64), z.astype(np.float64), rtol=1e-2 if y.itemsize == 2 else 1e-3, atol=1e-5, equal_nan=True)
+        for y, z in zip(results, wanted, strict=True))
+
+
+def judged(test: str, opset: int, attribute: str, value: Any) -> str:
+    """"right", "refused", "undefined" where onnx.reference knows no answer, or what is wrong."""
+    case = cases()[test]
+    model = with_attribute(model_of(case), opset, attribute, value)
+    inputs, _ = next(data_of(case))
+    answers = expected(model, inputs, attribute)
+    wanted = next(answers, None)
+    try:
+        results = list(EngineBackend.run_model(model, inputs))
+    except CompilerFault as fault:
+        return f"{test} in opset {opset}, {attribute}={value}: {fault}"
+    except EngineError:
+        return "refused"
+    if wanted is None:
+        return "undefined"
+    if same(results, wanted) or any(same(results, others) for others in answers):
+        return "right"
+    return f"{test} in opset {opset}, {attribute}={value}: another result than onnx.reference and ONNX Runtime"
+
+
+@pytest.mark.parametrize("op", models())
+def test_no_attribute_is_ignored(op):
+    wrong = [verdict for variant in variants(op) if " " in (verdict := judged(*variant))]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("op", models())
+def test_an_attribute_that_onnx_does_not_know_is_refused(op):
+    opset = max(onnx.defs.get_schema(op).since_version, OLDEST_OPSET)
+    model = with_attribute(model_of(cases()[models()[op][0]]), opset, "frobnicate", 1)
+    with pytest.raises(ModelError, match="has no attribute 'frobnicate'"):
+        EngineBackend.prepare(model)

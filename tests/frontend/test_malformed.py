@@ -1,0 +1,76 @@
+"""Models that no schema refuses and that mean nothing: each is a ModelError that says what is wrong, before a kernel is
+compiled."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from engines.errors import ModelError
+from engines.frontend.onnx_import import graph_from_onnx
+
+RELU = ("Relu", ["x"], ["y"], {})
+
+
+def malformed(nodes: Sequence[Any], shape: Sequence[int] = (1, 3), inputs: Sequence[str] = ("x",),
+              outputs: Sequence[str] = ("y",), **constants: Any) -> onnx.ModelProto:
+    made = [helper.make_node(op, read, written, name=op.lower(), **attrs) for op, read, written, attrs in nodes]
+    arrays = [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()]
+    graph = helper.make_graph(made, "m", [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+                                          for name in inputs],
+                              [helper.make_empty_tensor_value_info(name) for name in outputs], arrays)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)])
+
+
+IMAGE = (1, 4, 4, 4)
+SCALED = ("Resize", ["x", "", "s"], ["y"], {})
+CASES = {
+    "two inputs of one name": (malformed([RELU], inputs=("x", "x")), "'x' is made twice: by an input and by an input"),
+    "two nodes that make one tensor": (malformed([RELU, ("Abs", ["x"], ["y"], {})]), "made twice: by node 'relu'"),
+    "a node that makes an input": (malformed([("Relu", ["x"], ["x"], {})], outputs=["x"]), "'x' is made twice"),
+    "a node that makes a constant": (malformed([("Relu", ["x"], ["c"], {}), ("Add", ["x", "c"], ["y"], {})],
+                                               c=np.ones(3, np.float32)), "'c' is made twice: by a constant and by"),
+    "a cycle": (malformed([("Add", ["x", "z"], ["y"], {}), ("Relu", ["y"], ["z"], {})]), "reads 'z', which nothing"),
+    "no outputs": (malformed([RELU], outputs=()), "has no outputs"),
+    "a tile of -1": (malformed([("Tile", ["x", "k"], ["y"], {})], k=[-1, 2]), r"of shape \[-1, 6\]"),
+    "an expansion to -1": (malformed([("Expand", ["x", "k"], ["y"], {})], k=[-1, 3]), r"of shape \[-1, 3\]"),
+    "a scale below 0": (malformed([SCALED], IMAGE, s=np.float32([1, 1, -2, 2])), "finite numbers above 0"),
+    "an infinite scale": (malformed([SCALED], IMAGE, s=np.float32([1, 1, np.inf, 2])), "finite numbers above 0"),
+    "too few scales": (malformed([SCALED], IMAGE, s=np.float32([1, 1, 2])), "3 scales for 4 axes"),
+    "an index beyond the end": (malformed([("Gather", ["x", "i"], ["y"], {"axis": 1})], i=[17]), "from 17 to 17"),
+    "a range to no number": (malformed([("Range", ["a", "b", "c"], ["y"], {})], a=np.float32(0), b=np.float32(np.nan),
+                                       c=np.float32(1)), "no number of steps"),
+    "a range of steps of 0": (malformed([("Range", ["a", "b", "c"], ["y"], {})], a=0, b=5, c=0), "no number of steps"),
+    "a bound that is no number": (malformed([("Clip", ["x", "c"], ["y"], {})], c=np.ones(3, np.float32)), "no numbers"),
+    "groups of 0": (malformed([("GroupNormalization", ["x", "g", "g"], ["y"], {"num_groups": 0})], IMAGE,
+                              g=np.ones(2, np.float32)), "'groupnormalization' .*: integer division"),
+    "blocks of 0": (malformed([("DepthToSpace", ["x"], ["y"], {"blocksize": 0})], IMAGE), "'depthtospace' "),
+    "starts without ends": (malformed([("Slice", ["x", "a", "b"], ["y"], {})], a=[0, 0], b=[1]), "2 starts, 1 ends"),
+    "steps of 0": (malformed([("Slice", ["x", "a", "a", "a", "b"], ["y"], {})], a=[0], b=[0]), r"steps \[0\]"),
+    "parts of different ranks": (malformed([("Concat", ["x", "c"], ["y"], {"axis": 0})], c=np.ones(3, np.float32)),
+                                 "parts are of different ranks"),
+    "more parts than outputs": (malformed([("Split", ["x", "k"], ["y"], {"axis": 1})], k=[1, 2]), "cuts 2 parts"),
+    "a bias that does not fit its layer": (
+        malformed([("LSTM", ["x", "w", "r", "b"], ["y"], {"hidden_size": 2})], (5, 1, 3), b=np.ones(16, np.float32),
+                  w=np.ones((1, 8, 3), np.float32), r=np.ones((1, 8, 2), np.float32)),
+        r"input 3 is of shape \[16\], not \[1, 16\]"),
+    "more axes than an array may have": (malformed([RELU], [1] * 40), "40 axes, and 31 are the most"),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_model_is_refused_for(case: tuple[onnx.ModelProto, str]) -> None:
+    with pytest.raises(ModelError, match=case[1]):
+        graph_from_onnx(case[0])
+
+
+def test_a_shape_of_negative_extents_is_refused() -> None:
+    """NumPy takes -3 for "as many as there are"."""
+    model = malformed([("Add", ["x", "c"], ["y"], {})], c=np.ones(3, np.float32))
+    model.graph.initializer[0].dims[0] = -3
+    with pytest.raises(ModelError, match=r"tensor 'c' cannot be read: it is of shape \[-3\]"):
+        graph_from_onnx(model)

@@ -1,0 +1,62 @@
+"""Every node must be one that ONNX knows in the opset of its model: attributes, counts, types."""
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from engines.errors import ModelError
+from engines.frontend.onnx_import import graph_from_onnx
+
+SHAPE = [1, 4, 6, 6]
+
+
+def imported(op, inputs="x", outputs="y", opset=20, dtypes=None, **attrs):
+    """One node; x is float32, constants w3 [4, 4, 3] and w1 [4] are there, and inputs of other dtypes."""
+    node = helper.make_node(op, inputs.split(" "), [name for name in outputs.split(" ") if name], name="n", **attrs)
+    given = {"x": TensorProto.FLOAT} | (dtypes or {})
+    graph = helper.make_graph(
+        [node], "m", [helper.make_tensor_value_info(name, dtype, SHAPE) for name, dtype in given.items()],
+        [helper.make_empty_tensor_value_info(name) for name in node.output or ("y",)],
+        [onnx.numpy_helper.from_array(np.ones(shape, np.float32), name)
+         for name, shape in (("w3", (4, 4, 3)), ("w1", (4,)))])
+    return graph_from_onnx(helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)]))
+
+
+@pytest.mark.parametrize(("message", "op", "arguments"), [
+    ("has no attribute 'alpa'; did you mean 'alpha'", "LeakyRelu", {"alpa": 0.1}),
+    ("attribute 'alpha' is of kind INT; LeakyRelu takes FLOAT", "LeakyRelu", {"alpha": 1}),
+    ("attribute 'keepdims' is 2; it is 0 or 1", "ReduceMean", {"keepdims": 2}),
+    ("attribute 'group' is 0; it is a number from 1 on", "Conv", {"inputs": "x w3", "group": 0}),
+    ("attribute 'mode' is 'RCD'; it is one of DCR, CRD", "DepthToSpace", {"blocksize": 2, "mode": "RCD"}),
+    ("attribute 'kernel_shape' is missing", "MaxPool", {}),
+    ("its input 1 .'W'. is missing", "Conv", {"inputs": "x  w1"}),
+    ("it has 1 inputs; MatMul of opset 13 takes 2", "MatMul", {}),
+    ("it has 2 inputs; Relu of opset 14 takes 1", "Relu", {"inputs": "x x"}),
+    ("it has 2 outputs; Relu of opset 14 has 1", "Relu", {"outputs": "y z"}),
+    ("it has 0 outputs; Relu of opset 14 has 1", "Relu", {"outputs": ""}),
+    ("is int64, which Sigmoid of opset 13 does not take", "Sigmoid",
+     {"inputs": "i", "dtypes": {"i": TensorProto.INT64}}),
+    ("is int64, but Add wants it in the same type as another, tensor.float.", "Add",
+     {"inputs": "x i", "dtypes": {"i": TensorProto.INT64}}),
+    ("a constant has one value; this one has 0", "Constant", {"inputs": ""}),
+    ("opset 17 of ONNX has no Gelu", "Gelu", {"opset": 17}),
+    ("opset 20 of ONNX has no ScaledDotProductAttention", "ScaledDotProductAttention", {"inputs": "x x x"}),
+    ("its window has 1 axes, its input 4", "Conv", {"inputs": "x w3"}),
+    ("its window has 0 axes", "Conv", {"inputs": "x w1"}),
+    ("strides are .0, 1., not 2 numbers from 1 on", "MaxPool", {"kernel_shape": [2, 2], "strides": [0, 1]}),
+    ("999 is no type of elements", "Cast", {"to": 999}),
+])
+def test_a_node_that_onnx_does_not_know_is_refused(message, op, arguments):
+    with pytest.raises(ModelError, match=message) as error:
+        imported(op, **arguments)
+    assert "'n'" in str(error.value) or "'y'" in str(error.value)
+
+
+def test_an_attribute_that_our_operator_has_not_goes_to_the_onnx_package():
+    (node,) = imported("LayerNormalization", "x w1", axis=1, stash_type=TensorProto.DOUBLE).nodes
+    assert node.op == "onnx.LayerNormalization" and node.attrs["stash_type"] == TensorProto.DOUBLE
+
+
+def test_an_attribute_that_says_what_its_absence_would_changes_nothing():
+    plain, said = (imported("Cast", to=TensorProto.FLOAT16, **attrs).nodes for attrs in ({}, {"saturate": 1}))
+    assert plain == said
