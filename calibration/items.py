@@ -120,7 +120,7 @@ def count_items(where: str, arrays: Mapping[str, Header], inputs: Sequence[Input
     counts = {}
     for name, tensor in wanted.items():
         header = arrays[name]
-        if header.dtype.kind != np.dtype(tensor.dtype).kind:
+        if kind_of(header.dtype) != kind_of(np.dtype(tensor.dtype)):
             raise CalibrationError(f"{where}: '{name}' is {header.dtype}; the model takes {tensor.dtype}")
         shape = _with_batch_axis(header.shape, tensor)
         if not _fits(shape, tensor):
@@ -144,6 +144,11 @@ def split_items(where: str, arrays: Feed, inputs: Sequence[Input]) -> Iterator[F
             part = array[item:item + 1] if holds_items(tensor) else array
             feed[tensor.name] = np.ascontiguousarray(part, np.dtype(tensor.dtype))
         yield feed
+
+
+def kind_of(dtype: np.dtype[Any]) -> str:
+    """NumPy's letter of a dtype's kind; bfloat16, a stranger to it, is a float."""
+    return "f" if dtype.name == "bfloat16" else dtype.kind
 
 
 def _fits(shape: tuple[int, ...], tensor: Input) -> bool:

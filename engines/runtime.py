@@ -129,12 +129,13 @@ class Engine:
         return ExecutionContext(self.plan, self._execution(cpus))
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """{output name: array} for {input name: array}, in the dtypes and shapes of the ONNX model.
+        """{output name: array} for {input name: array}, in the dtypes and shapes of the ONNX model; bfloat16 comes back
+        as its bits, uint16, and is taken so or in ml_dtypes' dtype.
 
         Any number of items on the batch axis: more than max_batch run in slices, if the items are independent.
         InputError says what does not fit.
         """
-        arrays = {name: np.asarray(value) for name, value in feeds.items()}
+        arrays = {name: _bits(np.asarray(value)) for name, value in feeds.items()}
         items = self._feeds.check(arrays)
         try:
             context = self._idle.pop()
@@ -227,6 +228,11 @@ def _with_batch(view: TensorView, items: int) -> tuple[int, ...]:
 
 
 # ---- feeds
+def _bits(array: Array) -> Array:
+    """bfloat16 as memory has it: NumPy has no such dtype, and a server need not."""
+    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+
+
 class Feeds:
     """What a plan's inputs take, worked out once."""
 

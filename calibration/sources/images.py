@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from calibration.items import CalibrationData, Feed, Input, batched_inputs, holds_items
+from calibration.items import CalibrationData, Feed, Input, batched_inputs, holds_items, kind_of
 from calibration.preprocess import PRESETS, Preprocess, shape_text
 from engines.errors import CalibrationError, ConfigError
 from engines.ir import Array
@@ -52,7 +52,7 @@ def default_preset(target: Input) -> str:
     """By channels: 3 get ImageNet's normalised RGB (bytes as they are, for an integer input), 1 gets gray in 0..1."""
     channels = {target.shape[1], target.shape[3]} if len(target.shape) == 4 else set()
     if 3 in channels:
-        return "imagenet" if np.dtype(target.dtype).kind == "f" else "raw"
+        return "imagenet" if kind_of(np.dtype(target.dtype)) == "f" else "raw"
     if 1 in channels:
         return "gray"
     raise ConfigError(f"'{target.name}' {shape_text(target.shape)} has neither 3 channels nor 1: "

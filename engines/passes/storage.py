@@ -75,6 +75,8 @@ def computes_by(graph: Graph, node: Node) -> bool:
     anchor = node.anchor
     if anchor.op not in WEIGHTED or not graph.is_constant(anchor.inputs[1]):
         return False
+    if not graph.constants[anchor.inputs[1]].size:
+        return False
     if anchor.op == "Conv":
         return bool(anchor.attrs.get("channels_last"))
     if anchor.op == "ConvTranspose":

@@ -20,6 +20,7 @@ from calibration.smoothing import ALPHAS, ChannelPeaks, smoothable, smoothed, sm
 from calibration.table import CalibrationTable, load_or_make, make_table
 from engines.builder import TRIAL_BATCH, Builder
 from engines.errors import ConfigError
+from engines.fallback import to_real
 from engines.ir import Array, Graph
 from engines.runtime import Engine
 
@@ -210,12 +211,14 @@ class Judge:
         self._builder, self._graph = builder, graph
         self._feeds: list[Feed] = list(data.batches(batch))
         self.items = sum(data.items_in(feed) for feed in self._feeds)
-        self._expected = [self._outputs(floats.run(feed)) for feed in self._feeds]
+        self._expected = [self._outputs(floats, feed) for feed in self._feeds]
 
-    def _outputs(self, values: Mapping[str, Array]) -> dict[str, Array]:
-        return {name: values[name] for name in self._graph.outputs}
+    def _outputs(self, engine: Engine, feed: Feed) -> dict[str, Array]:
+        """The model's, as real numbers: bfloat16 comes as its bits."""
+        values = engine.run(feed)
+        return {name: to_real(values[name], None, str(self._graph.types[name].dtype)) for name in self._graph.outputs}
 
     def errors(self, table: CalibrationTable) -> Errors:
         graph = prepared(self._builder, self._graph, table)
         engine = Engine(self._builder.trial(graph, table.ranges))
-        return compare(self._expected, [engine.run(feed) for feed in self._feeds])
+        return compare(self._expected, [self._outputs(engine, feed) for feed in self._feeds])

@@ -13,6 +13,8 @@ def halved(model: onnx.ModelProto, to: int = TensorProto.FLOAT16, keep_io: bool 
     """A copy whose float32 tensors are `to`; keep_io: but for its inputs and outputs, with Casts behind and before."""
     result = onnx.ModelProto()
     result.CopyFrom(model)
+    if to == TensorProto.BFLOAT16:
+        result.opset_import[0].version = 22         # the first that has it in all operators
     graph = result.graph
     for tensor in graph.initializer:
         _halve(tensor, to)

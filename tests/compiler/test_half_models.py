@@ -1,6 +1,7 @@
 """Models that hold float16 or bfloat16, built in every precision: inside they are float32, outside what they were."""
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -14,6 +15,8 @@ from engines.frontend.onnx_import import graph_from_onnx
 from engines.plan import Plan
 from engines.reference import run
 from engines.runtime import Engine
+from infer_server.cli.calibrating import Calibration
+from infer_server.cli.compiling import compile_model
 from tests.compiler.half_models import DTYPES, halved
 from tests.compiler.recurrent_models import MODELS, sequences_for
 from tests.zoo import TINY, images_for
@@ -46,11 +49,6 @@ def feeds_of(model: onnx.ModelProto) -> dict[str, Any]:
     return {value.name: made.astype(helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))}
 
 
-def as_bits(array: Any) -> Any:
-    """bfloat16 as an engine takes it."""
-    return array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array
-
-
 def as_real(array: Any) -> Any:
     wide = array.view(ml_dtypes.bfloat16) if array.dtype == np.uint16 else array
     return wide.astype(np.float64)
@@ -71,7 +69,7 @@ def test_a_half_model_computes_what_its_float32_twin_does(name: str, dtype: str,
     plan = built(half, precision)
     assert {tensor.dtype for tensor in (*plan.inputs, *plan.outputs)} == {"float32" if keep_io else dtype}
     assert not [step.name for step in plan.steps if step.fallback]
-    results = Engine(plan).run({key: as_bits(array) for key, array in feeds_of(half).items()})
+    results = Engine(plan).run(feeds_of(half))
     for key, expected in run(graph_from_onnx(model), feeds_of(model)).items():
         error = np.abs(as_real(results[key]) - expected).max() / np.abs(expected).max()
         assert error <= TOLERANCE[dtype] + TOLERANCE[precision], f"{key}: {error}"
@@ -101,3 +99,24 @@ def test_float64_is_computed_in_float64(precision: str) -> None:
                               [numpy_helper.from_array(w, "w")])
     plan = built(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), precision)
     np.testing.assert_allclose(Engine(plan).run({"x": x})["y"], np.maximum(x @ w, 0), 1e-12)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_half_model_is_calibrated_with_float32_data_and_judged_by_numbers(dtype: str, tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    x, w = random.standard_normal((64, 32)).astype(np.float32), random.standard_normal((32, 24)).astype(np.float32)
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["a"]), helper.make_node("Relu", ["a"], ["y"])]
+    graph = helper.make_graph(nodes, "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT, ("N", 32))],
+                              [helper.make_tensor_value_info("y", TensorProto.FLOAT, ("N", 24))],
+                              [numpy_helper.from_array(w, "w")])
+    model = halved(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), TYPES[dtype])
+    onnx.save(model, tmp_path / "m.onnx")
+    np.savez(tmp_path / "data.npz", x=x)
+    said: list[str] = []
+    plan = compile_model(tmp_path / "m.onnx", BuildConfig(precision="int8", max_batch=4, timing=False),
+                         Calibration(source=str(tmp_path / "data.npz")), say=said.append).plan
+    assert any(step.precision == "int8" for step in plan.steps)
+    assert "dB" in " ".join(said)
+    result = as_real(Engine(plan).run({"x": x.astype(DTYPES[TYPES[dtype]])})["y"])
+    expected = np.maximum(x @ w, 0)
+    assert np.abs(result - expected).max() / expected.max() <= 0.03

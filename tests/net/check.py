@@ -37,7 +37,7 @@ def check(case: Case) -> None:
     try:
         engine = engine_of(plan_of(case))
         for items in (1, MAX_BATCH, ITEMS) if case.symbolic else (ITEMS,):
-            compare(case, items, engine.run({name: as_stored(array) for name, array in case.feeds(items).items()}))
+            compare(case, items, engine.run(case.feeds(items)))
     except (ModelError, InputError) as refusal:
         reason = next((reason for reason in REFUSALS if reason in str(refusal)), None)
         if reason is None:
@@ -79,8 +79,3 @@ def compare(case: Case, items: int, results: dict[str, Array]) -> None:
             place: Any = tuple(int(i) for i in np.argwhere(wrong)[0])
             raise Wrong(f"{name}{list(place)} of {items} items is {got[place]}, not {value[place]} "
                         f"(+-{wanted.tolerance[place]:.3g}); {wrong.sum()} of {wrong.size} are wrong")
-
-
-def as_stored(array: Array) -> Array:
-    """bfloat16 as an engine takes it: its bits."""
-    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array

@@ -63,6 +63,10 @@ def _evaluators(nodes: Sequence[onnx.NodeProto], known: dict[str, Array]) -> tup
     return tuple(made)
 
 
+def test_weights_of_no_elements_have_no_scale() -> None:
+    check(case_of("""(float[N, 0] x) => (float[] y) <float[0, 1] w = {}> { y = Gemm (x, w) }""", "int8"))
+
+
 @pytest.mark.parametrize("name", FOUND)
 def test_what_the_net_found_stays_right(name: str) -> None:
     check(case_of(FOUND[name]))
