@@ -266,8 +266,8 @@ def outcome(path: str, answers: str) -> str:
 
 
 def judged(path: str, answers: str) -> str:
-    """"right", "unjudged" if neither ONNX Runtime nor the onnx package runs the file or its weights are huge, or what is
-    wrong."""
+    """"right", what is wrong, or "unjudged": neither ONNX Runtime nor the onnx package runs the file, or its weights are
+    huge."""
     warnings.simplefilter("ignore")
     with np.load(answers) as arrays:
         feeds = {name[3:]: arrays[name] for name in arrays if name.startswith("in/")}
