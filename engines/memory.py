@@ -133,6 +133,12 @@ class Memory:
             # Advice only: a kernel without huge pages refuses, and small pages work as well.
             ctypes.CDLL(None).madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(self.size), MADV_HUGEPAGE)
 
+    def freeze(self) -> None:
+        """From here on nobody writes to it: a kernel that is wrong about an address ends, and alters nothing."""
+        self.bytes.flags.writeable = False
+        if sys.platform == "linux":
+            ctypes.CDLL(None).mprotect(ctypes.c_void_p(self.address), ctypes.c_size_t(self.size), mmap.PROT_READ)
+
 
 def array_at(memory: NDArray[np.uint8], offset: int, view: TensorView, items: int) -> NDArray[Any]:
     """`items` batch slots of a tensor as a numpy array: [items, *shape], or shape if it has no batch axis.

@@ -9,6 +9,7 @@ engine for every set of these, compiled when it is first met.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,12 @@ from onnx import helper
 from onnx.backend.base import Backend, BackendRep, Device, DeviceType, namedtupledict
 
 from engines.builder import BuildConfig, Builder
-from engines.errors import ConfigError, EngineError, InputError, UnknownValueError
+from engines.errors import ConfigError, EngineError, InputError, UnknownValueError, did_you_mean
 from engines.ir import Array
 from engines.runtime import Engine
 
 Feeds = Mapping[str, Array]
+_OF_THE_RUNNER = ("rtol", "atol")       # onnx.backend.test hands a test's tolerances to the backend, too
 
 
 class EngineBackend(Backend):
@@ -44,6 +46,10 @@ class EngineBackend(Backend):
         """
         if not cls.supports_device(device):
             raise ConfigError(f"device '{device}': engines run on the CPU only")
+        options = {name: value for name, value in options.items() if name not in _OF_THE_RUNNER}
+        if unknown := sorted(set(options) - {field.name for field in fields(BuildConfig)}):
+            raise ConfigError(f"unknown option '{unknown[0]}'"
+                              f"{did_you_mean(unknown[0], [field.name for field in fields(BuildConfig)])}")
         return EngineRep(model, **{"timing": False, **options})
 
     @classmethod
@@ -73,7 +79,7 @@ class EngineRep(BackendRep):
         values = [value for value in model.graph.input if value.name not in initialised]
         self._model, self._options = model, options
         self._inputs = [value.name for value in values]
-        self._open = any(_is_open(value) for value in values)
+        self._open = all(value.type.HasField("tensor_type") for value in values) and any(map(_is_open, values))
         self._known: frozenset[str] = frozenset()       # inputs whose values an engine is compiled for
         self._engines: dict[tuple[Any, ...], Engine] = {}
         if not self._open:

@@ -142,6 +142,7 @@ class Step:
     reads: tuple[Reach, ...] = ()           # of every buffer in which another step writes; (): not known
     writes: tuple[Reach, ...] = ()          # of every buffer; (): not known
     constant_bytes: int = 0                 # of weights read by every row: they decide which axis is cut for threads
+    further_item: float = 1.0               # of the first one's time, as timed: less than 1 where items share weights
     fallback: Fallback | None = None
 
     name: str = ""

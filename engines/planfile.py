@@ -83,17 +83,19 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
                         "fingerprint to write it as another plan")
     manifest = deflate(_json({**content, "plan": {**fields, "fingerprint": fingerprint}}), "the manifest")
     header = _HEADER.pack(MAGIC, VERSION, 0, at, len(manifest), bytes.fromhex(strong(manifest)), at + len(manifest), 0)
+    _replace_file(path, [(0, header), *((records[name]["offset"], data) for name, data in sections.items()),
+                         (at, manifest)])
 
+
+def _replace_file(path: str | os.PathLike[str], parts: Sequence[tuple[int, Bytes]]) -> None:
+    """A file of (offset, bytes), with zeros between, in the place of whatever has that name."""
     folder, name = os.path.split(os.fspath(path))
     temporary = os.path.join(folder, f".{name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
         with open(temporary, "xb") as file:
-            file.write(header)
-            for name, data in sections.items():
-                file.seek(records[name]["offset"])
+            for offset, data in parts:
+                file.seek(offset)
                 file.write(data)
-            file.seek(at)
-            file.write(manifest)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

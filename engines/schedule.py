@@ -98,7 +98,8 @@ def make_schedule(program: Program, span: Span, batch: int, workers: int, step_u
     step_us: microseconds of each step of the plan at batch 1, on one thread.
     """
     steps = program.plan.steps[span.first:span.last]
-    times = [step_us[index] * (batch if step.rows_per_item else 1) for index, step in enumerate(steps, span.first)]
+    times = [us * (1 + (batch - 1) * step.further_item if step.rows_per_item else 1)
+             for us, step in zip(step_us[span.first:span.last], steps, strict=True)]
     cuts = [cut(step, batch, us, workers) for step, us in zip(steps, times, strict=True)]
     if all(len(c) <= 1 for c in cuts):
         return None

@@ -48,6 +48,7 @@ class Sections:
             view = whole[begin:begin + record.bytes]
             self._read(name, view, file, record)
             self._views[name] = view.toreadonly()
+        self._copy.freeze()
 
     def _check_places(self, records: Mapping[str, Section], file: int, end: int) -> None:
         """One after the other, with nothing but zeros between them."""

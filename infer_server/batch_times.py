@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _WINDOW = 16                            # times of each size that count
 _SAFE_QUANTILE = 0.9                    # all but the slowest one of a full window
@@ -16,8 +16,7 @@ _FRESH_NS = 5_000_000_000               # for so long an estimate stands unconfi
 _FRESH_BATCHES = 10                     # ... for the time of so many batches, if that is longer
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(NamedTuple):
     """Of the time of a batch, in ns."""
     likely: float                       # half of them need no longer: with less time, being late is the rule
     safe: float                         # almost every one is answered within it
@@ -34,14 +33,21 @@ class BatchTimes:
     """
 
     def __init__(self) -> None:
+        self.longest_ns = 0                                 # that any batch ever took: nobody with more time is late
         self._times: dict[int, deque[int]] = {}             # rows -> ns, the newest last
+        self._measured: dict[int, Estimate] = {}            # of each size by itself
         self._measured_ns = 0                               # when the newest of all was
         self._sizes: list[int] = []                         # those measured, ascending
-        self._estimates: list[Estimate] = []                # one for each
+        self._estimates: list[Estimate] = []                # one for each; none: to be made again
 
     def add(self, rows: int, ns: int, now_ns: int) -> None:
         """A batch of `rows` took `ns`."""
-        self._times.setdefault(rows, deque(maxlen=_WINDOW)).append(ns)
+        kept = self._times.setdefault(rows, deque(maxlen=_WINDOW))
+        kept.append(ns)
+        self.longest_ns = max(self.longest_ns, ns)
+        times = sorted(kept)
+        self._measured[rows] = Estimate(times[len(times) // 2],
+                                        times[int(len(times) * _SAFE_QUANTILE)] * _ON_THE_WAY)
         self._measured_ns = now_ns
         self._estimates = []
 
@@ -70,12 +76,13 @@ class BatchTimes:
     def _tabulate(self) -> None:
         self._sizes = sorted(self._times)
         self._estimates = []
-        larger = Estimate(float("inf"), float("inf"))
+        larger = self._measured[self._sizes[-1]]
         for size in reversed(self._sizes):
-            times = sorted(self._times[size])
-            larger = Estimate(min(larger.likely, times[len(times) // 2]),
-                              min(larger.safe, times[int(len(times) * _SAFE_QUANTILE)] * _ON_THE_WAY))
-            self._estimates.append(larger)
+            own = self._measured[size]
+            if own.likely > larger.likely or own.safe > larger.safe:
+                own = Estimate(min(own.likely, larger.likely), min(own.safe, larger.safe))
+            larger = own
+            self._estimates.append(own)
         self._estimates.reverse()
 
 

@@ -48,7 +48,8 @@ class Batcher:
         self._deadlines = Expiries()                # of all that have one
         self._idle = 0                              # instances that wait for requests
         self._closed = False
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._delayed)
@@ -64,7 +65,7 @@ class Batcher:
         Raises QueueFullError; DeadlineExceededError if it cannot be answered in time; UnavailableError after close().
         """
         limit = self._queueing.max_queue_size
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise UnavailableError(
                     f"model '{self._model}' takes no more requests: it is being unloaded, or the server is stopping")
@@ -83,10 +84,11 @@ class Batcher:
 
     def withdraw(self, request: Request) -> bool:
         """Takes a request out of the queue; False if it is no longer there: executing, or ended."""
-        with self._changed:
+        with self._lock:
             if self._queue.pop(request, _GONE) is _GONE and self._delayed.pop(request, _GONE) is _GONE:
                 return False
-            self._forget_times(request)
+            if request.expires_ns or request.deadline_ns:
+                self._forget_times(request)
             return True
 
     def take(self) -> list[Request] | None:

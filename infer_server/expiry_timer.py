@@ -7,7 +7,7 @@ import time
 from infer_server.batcher import Batcher
 from infer_server.request import Request
 
-_LONGEST_SECS = 1.0             # a batch may turn out to take longer, which moves what is due
+_LONGEST_NS = 1_000_000_000     # between two looks: a batch may turn out to take longer, which moves what is due
 
 
 class ExpiryTimer:
@@ -20,22 +20,24 @@ class ExpiryTimer:
         self._loop = loop
         self._batcher = batcher
         self._timer: asyncio.TimerHandle | None = None
-        self._due_ns = 0
+        self._fires_ns = 0              # when the timer does
 
     def submitted(self, request: Request) -> None:
         """A request was put into the queue."""
         if request.deadline_ns or request.expires_ns:
-            self._arm()
+            due_ns = min(request.deadline_ns or request.expires_ns, request.expires_ns or request.deadline_ns)
+            if self._timer is None or due_ns < self._fires_ns + _LONGEST_NS:
+                self._arm()
 
     def _arm(self) -> None:
         due_ns = self._batcher.next_expiry_ns()
-        if due_ns is None or (self._timer is not None and self._due_ns <= due_ns):
+        if due_ns is None or (self._timer is not None and self._fires_ns <= due_ns):
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._due_ns = due_ns
-        delay_secs = min(max((due_ns - time.monotonic_ns()) / 1e9, 0.0), _LONGEST_SECS)
-        self._timer = self._loop.call_later(delay_secs, self._fire)
+        now_ns = time.monotonic_ns()
+        self._fires_ns = min(max(due_ns, now_ns), now_ns + _LONGEST_NS)
+        self._timer = self._loop.call_later((self._fires_ns - now_ns) / 1e9, self._fire)
 
     def _fire(self) -> None:
         self._timer = None

@@ -76,6 +76,7 @@ class Inflight:
         self._calls.pop(call, None)
         self.held_bytes -= call.held_bytes
         call.held_bytes = 0
+        call.context = None                     # which refers to the call: memory would wait for the cycle collector
         if call.timer:
             call.timer.cancel()
         if self._peak_bytes >= _MUCH_BYTES and self.held_bytes <= _LITTLE_BYTES and not self._trimming:

@@ -56,16 +56,24 @@ class Instance:
     def _run(self) -> None:
         if self._cpu is not None:
             os.sched_setaffinity(0, {self._cpu})
-        while (batch := self._batcher.take()) is not None:
-            try:
-                outcomes, execution = self._execute(batch)
-            except Exception as error:      # whatever an engine raises ends this batch, and never the thread
-                log.exception("%s failed on a batch of %d requests", self._thread.name, len(batch))
-                reason = f"the engine failed: {error}"
-                self._deliver([(request, ExecutionError(reason)) for request in batch], None)
-            else:
-                self._deliver(outcomes, execution)
+        while self._serve_batch():
+            pass
         self._context.close()
+
+    def _serve_batch(self) -> bool:
+        """Waits for a batch and serves it, and then holds nothing of it any more. False: there will be none."""
+        batch = self._batcher.take()
+        if batch is None:
+            return False
+        try:
+            outcomes, execution = self._execute(batch)
+        except Exception as error:          # whatever an engine raises ends this batch, and never the thread
+            log.exception("%s failed on a batch of %d requests", self._thread.name, len(batch))
+            reason = f"the engine failed: {error}"
+            self._deliver([(request, ExecutionError(reason)) for request in batch], None)
+        else:
+            self._deliver(outcomes, execution)
+        return True
 
     def _execute(self, batch: list[Request]) -> tuple[list[Outcome], Execution]:
         started_ns = time.monotonic_ns()

@@ -193,7 +193,9 @@ def shed(queue: Iterable[Q], size: int, done_ns: float, next_ns: float) -> tuple
 
 def is_hopeless(request: Queued, now_ns: int, times: BatchTimes) -> bool:
     """Whether a request is most likely late even if it is executed at once and alone."""
-    return bool(request.deadline_ns) and now_ns + times.estimate(request.rows, now_ns).likely > request.deadline_ns
+    if not request.deadline_ns or request.deadline_ns > now_ns + times.longest_ns:
+        return False
+    return now_ns + times.estimate(request.rows, now_ns).likely > request.deadline_ns
 
 
 def _best_size(queue: Iterable[Queued], now_ns: int, takes_ns: Mapping[int, float]) -> int:

@@ -22,18 +22,23 @@ FLAGS = frozenset({"allowzero", "antialias", "ceil_mode", "count_include_pad", "
 # Attributes that are counts wherever they occur: at least 1.
 COUNTS = frozenset({"blocksize", "group", "hidden_size", "kv_num_heads", "num_groups", "num_heads", "num_outputs",
                     "q_num_heads", "size"})
-# Attributes that are words, and "operator.attribute" where operators differ. Schemas do not have them.
+# Attributes that are words, of which schemas do not tell: "operator.attribute", or the attribute of whatever operator.
+_DIRECTIONS = ("forward", "reverse", "bidirectional")
 WORDS: Mapping[str, Collection[str]] = {
-    "approximate": ("none", "tanh"),
     "auto_pad": ("NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID"),
-    "coordinate_transformation_mode": ("half_pixel", "half_pixel_symmetric", "pytorch_half_pixel", "align_corners",
-                                       "asymmetric", "tf_half_pixel_for_nn", "tf_crop_and_resize"),
-    "direction": ("forward", "reverse", "bidirectional"),
-    "keep_aspect_ratio_policy": ("stretch", "not_larger", "not_smaller"),
-    "nearest_mode": ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil"),
+    "BitShift.direction": ("LEFT", "RIGHT"),
     "DepthToSpace.mode": ("DCR", "CRD"),
+    "GRU.direction": _DIRECTIONS,
+    "Gelu.approximate": ("none", "tanh"),
+    "LSTM.direction": _DIRECTIONS,
     "Pad.mode": ("constant", "reflect", "edge", "wrap"),
+    "RNN.direction": _DIRECTIONS,
+    "Resize.coordinate_transformation_mode": (
+        "half_pixel", "half_pixel_symmetric", "pytorch_half_pixel", "align_corners", "asymmetric",
+        "tf_half_pixel_for_nn", "tf_crop_and_resize"),
+    "Resize.keep_aspect_ratio_policy": ("stretch", "not_larger", "not_smaller"),
     "Resize.mode": ("nearest", "linear", "cubic"),
+    "Resize.nearest_mode": ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil"),
     "SpaceToDepth.mode": ("DCR", "CRD"),
     "Upsample.mode": ("nearest", "linear", "bilinear"),
 }
@@ -61,6 +66,7 @@ class Schema:
     mixed: bool
     counts: tuple[int, int]             # of inputs: least, most
     outputs: tuple[int, int]            # least, most
+    no_tensors: frozenset[int]          # outputs that are sequences, optionals or maps
 
     def parameter(self, index: int) -> _Parameter:
         return self.inputs[min(index, len(self.inputs) - 1)]
@@ -81,7 +87,8 @@ def schema_of(op: str, opset: int, domain: str = "") -> Schema | None:
          if a.default_value.type},
         tuple(_Parameter(p.name, p.option == _OPTION.Single, frozenset(p.types), p.type_str) for p in found.inputs),
         bool(last and not last.is_homogeneous), (found.min_input, found.max_input),
-        (found.min_output, found.max_output))
+        (found.min_output, found.max_output),
+        frozenset(i for i, p in enumerate(found.outputs) if not any(t.startswith("tensor(") for t in p.types)))
 
 
 def _kind(attribute: Any) -> int:
@@ -106,6 +113,8 @@ def check_node(schema: Schema, node: onnx.NodeProto) -> None:
     if not any(outputs) or not least <= len(outputs) <= most:
         raise GraphError(f"it has {len(list(filter(None, outputs)))} outputs; {schema.op} of opset {schema.since} has "
                          f"{_range(max(least, 1), most)}")
+    if lists := [name for index, name in enumerate(outputs) if name and index in schema.no_tensors]:
+        raise GraphError(f"its output '{lists[0]}' is no tensor, which is all that is supported")
 
 
 def _range(least: int, most: int) -> str:
@@ -151,7 +160,8 @@ def check_types(schema: Schema, inputs: Sequence[TensorType | None]) -> None:
         if kind is None:
             continue
         formal, name = schema.parameter(index), _type_name(kind.dtype)
-        if name not in formal.types:
+        # Operators came to take bfloat16 one opset after the other; exporters do not wait for it.
+        if name not in formal.types and not (name == "tensor(bfloat16)" and "tensor(float16)" in formal.types):
             raise GraphError(f"its input {index} ('{formal.name}') is {kind.dtype}, which {schema.op} of opset "
                              f"{schema.since} does not take")
         if schema.mixed and index >= len(schema.inputs) - 1:
@@ -161,6 +171,7 @@ def check_types(schema: Schema, inputs: Sequence[TensorType | None]) -> None:
                              f"same type as another, {bound[formal.variable]}")
 
 
+@cache
 def _type_name(dtype: np.dtype[Any]) -> str:
     """As schemas write it: "tensor(float)"."""
     return f"tensor({onnx.TensorProto.DataType.Name(helper.np_dtype_to_tensor_dtype(dtype)).lower()})"

@@ -24,6 +24,7 @@ from engines.passes.recurrent import split_recurrent
 from engines.passes.rewrite import Rule
 from engines.passes.rules import activations
 from engines.passes.rules.batchnorm import BatchNormConv, BatchNormToPointwise, LinearBatchNorm
+from engines.passes.rules.border import PaddedPointwiseConv
 from engines.passes.rules.expand import EXPANDS
 from engines.passes.rules.gather import GatherOfOne
 from engines.passes.rules.gemm import CanonicalGemm, MatMulToGemm
@@ -82,6 +83,8 @@ def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
         ("fold_into_weights", _rules(log, LinearScale(), ScaleLinear())),
         # a Pad is zero before and after a batch norm folded past it, so it comes after those
         ("pads", _rules(log, PadConv(), PadAveragePool(), PadMaxPool())),
+        # once all padding is known
+        ("borders", _rules(log, PaddedPointwiseConv())),
         # what is folded into layers by then was written for signals as for images
         ("lines_to_images", lines_to_images),
         ("fold_constants", fold_constants),

@@ -66,10 +66,13 @@ def answering(call: Callable[[Any, grpc.aio.ServicerContext], Awaitable[T]]) -> 
         except ServeError as error:
             if isinstance(error, MalformedMessageError):        # no client of the protocol sends that
                 log.warning("%s: %s", context.peer(), error)
-            await context.abort(status_of(error), str(error))
+            code, details = status_of(error), str(error)
         except Exception as error:      # our bug: the client learns that much, the log has the rest
             log.exception("a call failed")
-            await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
+            code, details = grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}"
+        # gRPC keeps what abort() raises: neither the request nor the frames of the error shall hang on to that.
+        del request
+        await context.abort(code, details)
         raise AssertionError("abort() returned")
 
     return handler

@@ -60,7 +60,7 @@ def is_about_tensors(model: onnx.ModelProto) -> bool:
 
 
 def data_of(case: TestCase) -> Iterator[tuple[Arrays, Arrays]]:
-    """(inputs, outputs) of each of its data sets."""
+    """(inputs, outputs) of each of its data sets; what is no tensor comes as it is."""
     if case.data_sets is not None:
         yield from (([_array(x) for x in inputs], [_array(y) for y in outputs]) for inputs, outputs in case.data_sets)
         return
@@ -69,7 +69,7 @@ def data_of(case: TestCase) -> Iterator[tuple[Arrays, Arrays]]:
 
 
 def _array(value: np.ndarray | onnx.TensorProto) -> np.ndarray:
-    return numpy_helper.to_array(value) if isinstance(value, onnx.TensorProto) else np.asarray(value)
+    return numpy_helper.to_array(value) if isinstance(value, onnx.TensorProto) else value
 
 
 def _stored(folder: Path, what: str) -> Arrays:

@@ -1,11 +1,16 @@
 """engines.onnx_backend as a tool meets it: devices, nodes, open shapes, and inputs whose values decide about shapes."""
+import os
+import unittest
+
 import numpy as np
 import pytest
 from onnx import TensorProto, helper
+from onnx.backend.test import BackendTest
 
 from engines import onnx_backend
 from engines.errors import ConfigError, InputError, ModelError, UnknownValueError
 from engines.frontend.onnx_import import graph_from_onnx
+from tests.conformance.cases import cases
 
 X = np.arange(12, dtype=np.float32).reshape(3, 4)
 
@@ -89,3 +94,18 @@ def test_what_cannot_be_compiled_is_refused_before_it_is_run():
 def test_inputs_that_are_missing_are_counted():
     with pytest.raises(InputError, match="takes 2 inputs, x, rows; 1 are given"):
         onnx_backend.prepare(reshaped()).run([X])
+
+
+def test_an_unknown_option_is_refused_with_the_one_it_may_mean():
+    with pytest.raises(ConfigError, match="unknown option 'precison'; did you mean 'precision'"):
+        onnx_backend.prepare(reshaped(), precison="fp16")
+
+
+def test_onnx_runs_its_own_tests_through_the_module():
+    """As its users are told to: the backend is the module."""
+    cases()         # they are made once, without the warnings of making them
+    suite = BackendTest(onnx_backend, __name__).include("^test_(relu|reshape_extended_dims|add_bcast)_cpu$")
+    with open(os.devnull, "w") as nothing:
+        result = unittest.TextTestRunner(nothing).run(suite.test_suite)
+    ran = result.testsRun - len(result.skipped)
+    assert result.wasSuccessful() and ran == 3

@@ -47,7 +47,7 @@ CASES = {
     "a range of steps of 0": (malformed([("Range", ["a", "b", "c"], ["y"], {})], a=0, b=5, c=0), "no number of steps"),
     "a bound that is no number": (malformed([("Clip", ["x", "c"], ["y"], {})], c=np.ones(3, np.float32)), "no numbers"),
     "groups of 0": (malformed([("GroupNormalization", ["x", "g", "g"], ["y"], {"num_groups": 0})], IMAGE,
-                              g=np.ones(2, np.float32)), "'groupnormalization' .*: integer division"),
+                              g=np.ones(2, np.float32)), "'groupnormalization' .*: attribute 'num_groups' is 0"),
     "blocks of 0": (malformed([("DepthToSpace", ["x"], ["y"], {"blocksize": 0})], IMAGE), "'depthtospace' "),
     "starts without ends": (malformed([("Slice", ["x", "a", "b"], ["y"], {})], a=[0, 0], b=[1]), "2 starts, 1 ends"),
     "steps of 0": (malformed([("Slice", ["x", "a", "a", "a", "b"], ["y"], {})], a=[0], b=[0]), r"steps \[0\]"),

@@ -70,8 +70,9 @@ def test_kernels_cut_by_batch_are_timed_with_one_item_and_with_many(spec, sizes,
     monkeypatch.setattr(tuner_module, "_call", lambda *arguments: seen.append(arguments[-1]) or real(*arguments))
     for _ in range(2):          # the second tuner finds all in the cache
         tuner = Tuner(isa, cache, "")
-        tuner.choose({spec: constants}, batches=(1, 8))
+        choice = tuner.choose({spec: constants}, batches=(1, 8))[spec]
     assert set(seen) == sizes and tuner.timed == 0
+    assert choice.further_item == (0 if len(sizes) > 1 else 1), "a batch takes no longer than an item, or nobody knows"
 
 
 def test_each_batch_counts_alike_however_long_it_takes():

@@ -94,6 +94,23 @@ def test_pads_of_convolutions_and_average_pools_are_their_own() -> None:
     assert ops(keeps(simplify, net.graph(y))) == ["Conv", "AveragePool"]
 
 
+def padded_1x1(pads: tuple[int, ...], strides: tuple[int, int], bias: bool = True) -> Graph:
+    net = Build()
+    constants = [net.draw(6, 4, 1, 1), *([net.draw(6)] if bias else [])]
+    return net.graph(net("Conv", image(net), *constants, kernel_shape=(1, 1), strides=strides, pads=pads))
+
+
+@pytest.mark.parametrize("pads", [(1, 1, 1, 1), (3, 3, 3, 3), (0, 5, 2, 0)])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_a_padded_1x1_convolution_has_its_bias_around_it(pads: tuple[int, ...], stride: int) -> None:
+    with_bias, without = (ops(keeps(simplify, padded_1x1(pads, (stride, stride), bias))) for bias in (True, False))
+    assert with_bias[-3:] == ["Conv", "Pad", "Add"] and without[-2:] == ["Conv", "Pad"]
+
+
+def test_a_1x1_convolution_of_nothing_but_padding_stays() -> None:
+    assert ops(keeps(simplify, padded_1x1((1, 0, 0, 0), (20, 1)))) == ["Conv"]
+
+
 def test_a_channel_shuffle_is_a_gather() -> None:
     net = Build()
     x = net("Reshape", image(net, 12), shape=("batch", 3, 4, 8, 8))

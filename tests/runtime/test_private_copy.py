@@ -169,6 +169,17 @@ def test_loading_again_and_again_takes_the_memory_of_one_plan(tmp_path: Path) ->
     assert last < first - 0.9 * LARGE
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="this system does not tell what may be written")
+def test_nobody_may_write_to_the_weights_not_even_a_kernel(tmp_path: Path) -> None:
+    write_plan(plan_of(5), tmp_path / "m.plan")
+    engine = load_engine(tmp_path / "m.plan")
+    address = engine._program._constants.ctypes.data
+    with open("/proc/self/maps") as maps:
+        ranges = [(line.split()[1], *(int(end, 16) for end in line.split()[0].split("-"))) for line in maps]
+    for at in (address, address + 4 * BLOCK - 1):
+        assert [rights for rights, begin, end in ranges if begin <= at < end] == ["r--p"]
+
+
 def test_what_was_read_is_written_again_as_the_same_file(tmp_path: Path) -> None:
     write_plan(plan_of(5), tmp_path / "m.plan")
     write_plan(read_plan(tmp_path / "m.plan"), tmp_path / "again.plan")

@@ -89,6 +89,14 @@ def test_a_range_of_rows_waits_for_every_range_that_writes_what_it_reads() -> No
     assert exact > 500, "and mostly for no other"
 
 
+def test_items_that_share_weights_do_not_make_a_step_long_enough_to_be_shared() -> None:
+    """3 us are no work for two, four times 3 us are."""
+    plan = mix_plan([(0, 0)], [1])
+    alone, together = (make_schedule(program, program.spans[0], 4, 2, [3.0], 1.0) for program in (
+        Program(replace(plan, steps=(replace(plan.steps[0], further_item=share),))) for share in (1.0, 0.1)))
+    assert alone is not None and together is None
+
+
 def test_a_window_of_three_rows_waits_for_its_neighbours_only() -> None:
     """Two steps of 8 rows of 10 bytes, the second reading a row before and a row behind; 2 workers."""
     plan = mix_plan([(0, 0), (1, 1)], [2], rows=8, columns=1)

@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -13,6 +15,8 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 import protos
+from infer_server.endpoints.grpc_errors import answering
+from infer_server.errors import InvalidRequestError
 from scripts.stress import INFER, ask_on, request
 from tests.server.mute_client import MuteClient
 from tests.server.numpy_engine import write_model
@@ -110,3 +114,37 @@ def status(channel: grpc.Channel, path: str, data: bytes) -> grpc.StatusCode:
         next(channel.unary_stream(path)(data, timeout=10))
     code: grpc.StatusCode = caught.value.code()
     return code
+
+
+class Refusing:
+    """A context that keeps what abort() raises, as gRPC does."""
+    kept: Exception
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        self.kept = RuntimeError(code, details)
+        raise self.kept
+
+
+class Message:
+    """Bytes cannot be watched."""
+
+
+def test_a_refused_request_is_let_go_of_at_once() -> None:
+    async def refuse(message: Message, _: object) -> bytes:
+        raise InvalidRequestError("no")
+
+    async def ask(context: Refusing) -> weakref.ref[Message]:
+        message = Message()
+        handled = answering(refuse)(message, context)
+        watched = weakref.ref(message)
+        del message
+        with pytest.raises(RuntimeError):
+            await handled
+        return watched
+
+    gc.disable()
+    try:
+        context = Refusing()
+        assert asyncio.run(ask(context))() is None
+    finally:
+        gc.enable()

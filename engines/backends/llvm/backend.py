@@ -134,7 +134,7 @@ class _Assembler:
             rows=0 if batched else grid.rows_per_item * int(call.outputs[0].items),
             row_step=grid.row_step, columns=grid.columns, column_step=grid.column_step,
             depends=tuple(sorted(depends)), reads=reads, writes=writes, constant_bytes=constant_bytes,
-            name=call.name, fuses=node.origin,
+            further_item=round(choice.further_item, 3), name=call.name, fuses=node.origin,
             precision=getattr(spec, "precision", _PRECISIONS.get(spec.outputs[0].dtype, "fp32")),
             tactic=f"{spec.family}: {choice.tactic}", time_us=round(choice.time_us, 3),
             macs=spec.macs, bytes=spec.bytes + constant_bytes)

@@ -45,10 +45,12 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was taken for a spec, and its time for one item (0 if nothing was timed)."""
+    """What was taken for a spec, its time for one item (0 if nothing was timed), and the share of that which each
+    further item takes."""
     tactic: Any
     kernel: Kernel
     time_us: float
+    further_item: float
 
 
 class Tuner:
@@ -77,23 +79,24 @@ class Tuner:
         report = _Report(progress, len(new), self.timing)
         with CompilerPool(self.isa) as pool:
             times = self._fastest(pool, new, report) if self.timing else \
-                {spec: (self._usual(spec), 0.0) for spec in new}
+                {spec: (self._usual(spec), (0.0,)) for spec in new}
             code = pool.compile((self._text(spec, [tactic]) for spec, (tactic, _) in times.items()),
                                 lambda: report("compiled"))
-        for (spec, (tactic, time_us)), object_ in zip(times.items(), code, strict=True):
-            self._choices[spec] = Choice(tactic, Kernel(self._symbol(spec, tactic), object_), time_us)
+        for (spec, (tactic, found)), object_ in zip(times.items(), code, strict=True):
+            self._choices[spec] = Choice(tactic, Kernel(self._symbol(spec, tactic), object_),
+                                         found[0] / self._batches[0], self._further_item(found))
         return {spec: self._choices[spec] for spec in wanted}
 
     def _fastest(self, pool: CompilerPool, wanted: Mapping[KernelSpec, Constants],
-                 report: _Report) -> dict[KernelSpec, tuple[Any, float]]:
-        """The fastest tactic of each spec, refined, and its microseconds."""
+                 report: _Report) -> dict[KernelSpec, tuple[Any, Times]]:
+        """The fastest tactic of each spec, refined."""
         likely = {spec: self._cheapest(spec, spec.tactics(self.isa)) for spec in wanted}
         times = self._times(pool, wanted, likely, report)
         refined = {spec: [t for t in spec.refinements(self.isa, _least(times[spec])) if t not in times[spec]]
                    for spec in wanted}
         for spec, more in self._times(pool, wanted, refined, report).items():
             times[spec] |= more
-        return {spec: (_least(found), found[_least(found)][0] / self._batches[0]) for spec, found in times.items()}
+        return {spec: (_least(found), found[_least(found)]) for spec, found in times.items()}
 
     def _usual(self, spec: KernelSpec) -> Any:
         """The cheapest tactic, refined."""
@@ -141,6 +144,12 @@ class Tuner:
             report(f"timed {spec.family}")
         return {spec: {tactic: found for tactic, found in times.items() if found is not None}
                 for spec, times in known.items()}
+
+    def _further_item(self, found: Times) -> float:
+        """Of a batch of one and a larger one; 1 where no two were timed."""
+        if len(found) == 1 or not found[0]:
+            return 1.0
+        return min(max((found[1] / found[0] - 1) / (self._batches[1] - self._batches[0]), 0.0), 1.0)
 
     def _sizes(self, spec: KernelSpec) -> tuple[int, ...]:
         return self._batches if spec.by_batch else self._batches[:1]
