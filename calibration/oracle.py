@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from calibration.items import Feed
-from engines.frontend.onnx_import import graph_from_onnx
+from engines.frontend.onnx_import import graph_from_onnx, recurs_in_float16
 from engines.ir import Array, Dim, Graph
 from engines.passes.pixels import Pixels, take_pixels
 from engines.reference import run
@@ -56,7 +56,7 @@ def _typed(feed: Feed, graph: Graph) -> dict[str, Array]:
 
 
 def _onnx_runtime(model: Path, pixels: Pixels | None) -> Oracle:
-    if _ends_the_process(model):
+    if recurs_in_float16(model):        # 1.31 ends the process as it opens one
         raise ValueError("it crashes on recurrent layers of float16")
     import onnxruntime
     options = onnxruntime.SessionOptions()
@@ -75,14 +75,6 @@ def _onnx_runtime(model: Path, pixels: Pixels | None) -> Oracle:
         return dict(zip(names, map(np.asarray, session.run(names, dict(feed))), strict=True))
 
     return Oracle(f"ONNX Runtime {onnxruntime.__version__}", answer)
-
-
-def _ends_the_process(model: Path) -> bool:
-    """Whether ONNX Runtime (1.31) would crash as it opens the model: recurrent layers with weights of float16."""
-    import onnx
-    graph = onnx.load(str(model), load_external_data=False).graph
-    return (any(node.op_type in ("LSTM", "GRU", "RNN") for node in graph.node)
-            and any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in graph.initializer))
 
 
 def _normalised(images: Array, pixels: Pixels, shape: Sequence[Any]) -> Array:
