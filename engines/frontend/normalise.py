@@ -7,7 +7,6 @@ rule is canonical as it is.
 """
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,11 +17,8 @@ from onnx import TensorProto, helper
 from engines.errors import GraphError, UnknownTensorError
 from engines.ir import Array, Dim, Node, TensorType
 from engines.ops import op_of
-from engines.ops.fallback import as_onnx
-from engines.ops.movement import FAR
 from engines.ops.recurrent import ACTIVATIONS, DEFAULTS, PARAMETERS
-from engines.ops.window import Window
-from engines.shapes import Extent, broadcast, dim, extent, fixed, normal_axis, product, text
+from engines.shapes import Extent, dim, fixed, normal_axis
 
 
 @dataclass(frozen=True)
@@ -140,7 +136,8 @@ def _constant(call: Call) -> list[Node]:
 
 @rule("ConstantOfShape")
 def _constant_of_shape(call: Call) -> list[Node]:
-    return call.node_with(0, shape=_dims(call.value(0)), value=np.asarray(call.attr("value", np.zeros(1, np.float32))))
+    value = np.asarray(call.attr("value", np.zeros(1, np.float32)))
+    return call.node_with(0, shape=as_dims(call.value(0)), value=value)
 
 
 # ---- pointwise
@@ -314,161 +311,6 @@ def _quantised(call: Call, inputs: int, zero_point: int) -> list[Node]:
     return made
 
 
-# ---- axes
-@rule("Squeeze", "Unsqueeze")
-def _squeeze(call: Call) -> list[Node]:
-    axes = call.option("axes", 1, since=13)
-    rank = call.rank
-    if call.node.op == "Unsqueeze":
-        if axes is None:
-            raise GraphError("it has no axes")
-        rank += len(axes)
-    elif axes is None:
-        if any(isinstance(d, str) for d in call.type().shape):
-            raise GraphError(f"which axes of {text(call.type().shape)} it removes depends on whether the batch is 1")
-        axes = tuple(i for i, d in enumerate(call.type().shape) if d == 1)
-    return call.node_with(1, axes=tuple(sorted(normal_axis(a, rank) for a in axes)))
-
-
-@rule("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceSumSquare",
-      "ReduceLogSum", "ReduceLogSumExp")
-def _reduce(call: Call) -> list[Node]:
-    axes = call.option("axes", 1, since=13 if call.node.op == "ReduceSum" else 18)
-    nothing, keepdims = call.attr("noop_with_empty_axes", 0), call.attr("keepdims", 1)
-    if not axes and nothing:
-        return _of_each(call)
-    axes = tuple(sorted(normal_axis(a, call.rank) for a in axes or range(call.rank)))
-    return call.node_with(1, axes=axes, keepdims=keepdims)
-
-
-def _of_each(call: Call) -> list[Node]:
-    """A reduction over no axes: what is done to an element before its sum is taken, and to the sum after."""
-    op = {"ReduceL1": "Abs", "ReduceL2": "Abs", "ReduceLogSum": "Log", "ReduceSumSquare": "Mul"}.get(call.node.op)
-    x = call.node.inputs[0]
-    return [replace(call.node, op=op, inputs=(x, x) if op == "Mul" else (x,), attrs={})] if op else identity(call)
-
-
-@rule("ArgMax", "ArgMin")
-def _arg(call: Call) -> list[Node]:
-    return call.node_with(1, axis=normal_axis(call.attr("axis", 0), call.rank), keepdims=call.attr("keepdims", 1),
-                          **call.keep("select_last_index"))
-
-
-@rule("CumSum")
-def _cumulative(call: Call) -> list[Node]:
-    (axis,) = call.ints(1) or (0,)
-    return call.node_with(1, axis=normal_axis(axis, call.rank), exclusive=call.attr("exclusive", 0),
-                          reverse=call.attr("reverse", 0))
-
-
-@rule("TopK")
-def _top_k(call: Call) -> list[Node]:
-    (k,) = call.option("k", 1, since=10) or (call.attr("k"),)
-    call.ignore("sorted")       # what is not asked to be sorted may be
-    return call.node_with(1, k=k, axis=normal_axis(call.attr("axis", -1), call.rank), largest=call.attr("largest", 1))
-
-
-@rule("Concat", "Gather", "GatherElements")
-def _axis(call: Call) -> list[Node]:
-    if not call.rank:
-        raise GraphError("its first input has no axes")
-    axis = normal_axis(call.attr("axis", 0), call.rank)
-    return call.node_with(len(call.node.inputs), axis=axis)
-
-
-@rule("Scatter")
-def _scatter(call: Call) -> list[Node]:
-    """ScatterElements under its first name."""
-    return [as_onnx(replace(call.node, op="ScatterElements", attrs=call.keep("axis")), 11)]
-
-
-@rule("Transpose")
-def _transpose(call: Call) -> list[Node]:
-    return call.node_with(1, perm=tuple(call.attr("perm", range(call.rank)[::-1])))
-
-
-# ---- shapes
-@rule("Reshape")
-def _reshape(call: Call) -> list[Node]:
-    shape = call.type().shape
-    target: list[Any] = call.value(1) or []
-    if not call.attr("allowzero", 0):
-        if any(_is(t, 0) and i >= len(shape) for i, t in enumerate(target)):
-            raise GraphError(f"its target {target} copies an extent that the input does not have")
-        target = [extent(shape[i]) if _is(t, 0) else t for i, t in enumerate(target)]
-    if any(_is(t, -1) for t in target):
-        rest = math.prod((t for t in target if not _is(t, -1)), start=1)
-        left = 0 if _is(rest, 0) else product(shape) // rest
-        target = [left if _is(t, -1) else t for t in target]
-    return call.node_with(1, shape=_dims(target))
-
-
-def _is(value: Any, number: int) -> bool:
-    return not isinstance(value, Extent) and value == number
-
-
-@rule("Expand")
-def _expand(call: Call) -> list[Node]:
-    """To the shape that comes of it: the target may have fewer axes, or 1 where the input has more."""
-    return call.node_with(1, shape=broadcast(call.type().shape, _dims(call.value(1))))
-
-
-@rule("Tile")
-def _tile(call: Call) -> list[Node]:
-    return call.node_with(1, repeats=_dims(call.value(1)))
-
-
-@rule("Split")
-def _split(call: Call) -> list[Node]:
-    node, axis = call.node, normal_axis(call.attr("axis", 0), call.rank)
-    sizes: tuple[Dim, ...] | None = call.attr("split") if call.opset < 13 else None
-    if call.opset >= 13 and call.has(1):
-        sizes = _dims(call.value(1))
-    if sizes is None:
-        (size,) = fixed(call.type().shape[axis:axis + 1])
-        parts = call.attr("num_outputs", len(node.outputs))
-        if parts != len(node.outputs):
-            raise GraphError(f"num_outputs is {parts}, but it has {len(node.outputs)} outputs")
-        each = -(-size // parts)        # the last part may be smaller
-        sizes = tuple(min(each, size - start) for start in range(0, each * parts, each))
-    if len(sizes) != len(node.outputs):
-        raise GraphError(f"it cuts {len(sizes)} parts, but has {len(node.outputs)} outputs")
-    return call.node_with(1, axis=axis, split=tuple(sizes))
-
-
-@rule("Slice")
-def _slice(call: Call) -> list[Node]:
-    shape = call.type().shape
-    if call.opset < 10:
-        starts, ends = list(call.attr("starts")), list(call.attr("ends"))
-        axes, steps = call.attr("axes"), None
-    else:
-        starts, ends = call.value(1) or [], call.value(2) or []
-        axes, steps = call.ints(3), call.ints(4)
-    axes = tuple(normal_axis(a, len(shape)) for a in (range(len(starts)) if axes is None else axes))
-    cut_steps = tuple(steps or (1,) * len(starts))
-    if {len(starts), len(ends), len(cut_steps), len(set(axes))} != {len(axes)} or 0 in cut_steps:
-        raise GraphError(f"{len(starts)} starts, {len(ends)} ends and steps {list(cut_steps)} for axes {list(axes)}")
-    ends = [FAR if isinstance(e, Extent) and e == extent(shape[a]) else e for e, a in zip(ends, axes, strict=True)]
-    if any(isinstance(v, Extent) for v in (*starts, *ends)):
-        raise GraphError("it cuts at a place that depends on the batch")
-    return call.node_with(1, axes=axes, starts=tuple(map(int, starts)), ends=tuple(map(int, ends)), steps=cut_steps)
-
-
-@rule("Pad")
-def _pad(call: Call) -> list[Node]:
-    if call.opset < 11:
-        return call.node_with(1, **call.keep("pads", "mode", "value"))
-    pads, fill = call.ints(1) or (), call.value(2)
-    axes = [normal_axis(a, call.rank) for a in call.ints(3) or range(call.rank)]
-    if len(pads) != 2 * len(axes):
-        raise GraphError(f"{len(pads)} pads for {len(axes)} axes")
-    widths = [0] * 2 * call.rank
-    for i, axis in enumerate(axes):
-        widths[axis], widths[axis + call.rank] = pads[i], pads[i + len(axes)]
-    return call.node_with(1, pads=tuple(widths), mode=call.attr("mode", "constant"), value=fill[0] if fill else None)
-
-
 # ---- recurrent layers
 @rule("LSTM", "GRU", "RNN")
 def _recurrent(call: Call) -> list[Node]:
@@ -494,152 +336,6 @@ def _recurrent(call: Call) -> list[Node]:
                           linear_before_reset=call.attr("linear_before_reset", 0))
 
 
-# ---- images
-@rule("Conv", "ConvTranspose")
-def _convolution(call: Call) -> list[Node]:
-    kernel = fixed(call.type(1).shape[2:])
-    if (given := tuple(call.attr("kernel_shape") or kernel)) != kernel:
-        raise GraphError(f"kernel_shape is {given}, but the weights have {kernel}")
-    attrs = {"kernel_shape": kernel, "group": call.attr("group", 1), **_steps(call, len(kernel))}
-    if call.node.op == "Conv":
-        attrs["pads"] = _same_pads(call, kernel, attrs) or attrs["pads"]
-        return call.node_with(3, **attrs)
-    extra = tuple(call.attr("output_padding", (0,) * len(kernel)))
-    wanted = call.attr("output_shape", kernel)[-len(kernel):]       # batch and channels may stand before it
-    for name, numbers in (("output_padding", extra), ("output_shape", wanted)):
-        if len(numbers) != len(kernel):
-            raise GraphError(f"{name} is {tuple(numbers)}; it has {len(kernel)} numbers")
-    return call.node_with(3, **attrs | {"output_padding": extra, "pads": _transposed_pads(call, kernel, attrs, extra)})
-
-
-@rule("MaxPool", "AveragePool", "LpPool")
-def _pool(call: Call) -> list[Node]:
-    kernel = tuple(call.attr("kernel_shape"))
-    if min(kernel, default=0) < 1:
-        raise GraphError(f"kernel_shape is {kernel}; it has numbers from 1 on")
-    attrs = {"kernel_shape": kernel, **_steps(call, len(kernel)), **call.keep("p", "count_include_pad")}
-    attrs["pads"] = _same_pads(call, kernel, attrs) or attrs["pads"]
-    if call.attr("ceil_mode", 0):
-        attrs |= _without_ceil(call, attrs)
-    order = call.keep("storage_order")      # of the indices that are the second output
-    return call.node_with(1, **attrs | (order if len(call.node.outputs) > 1 else {}))
-
-
-def _steps(call: Call, rank: int) -> dict[str, Any]:
-    """strides, dilations and pads, one or two numbers for each axis behind batch and channels."""
-    if rank + 2 != call.rank or rank < 1:
-        raise GraphError(f"its window has {rank} axes, its input {call.rank}: two more, with batch and channels, it "
-                         "should have")
-    default = {"strides": (1,) * rank, "dilations": (1,) * rank, "pads": (0,) * 2 * rank}
-    found = {name: tuple(call.attr(name) or value) for name, value in default.items()}
-    for name, numbers in found.items():
-        if len(numbers) != len(default[name]) or min(numbers) < min(default[name]):
-            raise GraphError(f"{name} are {numbers}, not {len(default[name])} numbers from {min(default[name])} on")
-    return found
-
-
-def _same_pads(call: Call, kernel: tuple[int, ...], attrs: dict[str, Any]) -> tuple[int, ...] | None:
-    """The pads that auto_pad stands for: outputs are ceil(size / stride), the odd pixel of padding at one end."""
-    mode = call.attr("auto_pad", "NOTSET")
-    if mode == "NOTSET":
-        return None
-    if mode == "VALID":
-        return (0,) * 2 * len(kernel)
-    spans = Window(kernel, attrs["strides"], attrs["dilations"], ()).spans
-    totals = [max((-(-size // stride) - 1) * stride + span - size, 0) for size, stride, span in
-              zip(fixed(call.type().shape[2:]), attrs["strides"], spans, strict=True)]
-    return _ends(totals, upper=mode == "SAME_UPPER")
-
-
-def _ends(totals: Iterable[int], upper: bool) -> tuple[int, ...]:
-    """Padding divided between the beginning and the end of each axis; the end gets the odd pixel if `upper`."""
-    small, large = zip(*((total // 2, total - total // 2) for total in totals), strict=True)
-    return (*small, *large) if upper else (*large, *small)
-
-
-def _transposed_pads(call: Call, kernel: tuple[int, ...], attrs: dict[str, Any],
-                     extra: tuple[int, ...]) -> tuple[int, ...]:
-    """ConvTranspose's pads follow from a wanted output_shape, or from auto_pad's size * stride."""
-    mode, wanted = call.attr("auto_pad", "NOTSET"), call.attr("output_shape")
-    if wanted is None and mode in ("NOTSET", "VALID"):
-        return tuple(attrs["pads"])
-    sizes = fixed(call.type().shape[2:])
-    targets = wanted or [size * stride for size, stride in zip(sizes, attrs["strides"], strict=True)]
-    spans = Window(kernel, attrs["strides"], attrs["dilations"], ()).spans
-    totals = [(size - 1) * stride + more + span - target for size, stride, more, span, target in
-              zip(sizes, attrs["strides"], extra, spans, targets[-len(sizes):], strict=True)]
-    return _ends(totals, upper=mode == "SAME_UPPER")
-
-
-def _without_ceil(call: Call, attrs: dict[str, Any]) -> dict[str, Any]:
-    """ceil_mode as more padding at the end; not where an AveragePool counts its padding, but not this one."""
-    if attrs.get("count_include_pad"):
-        return {"ceil_mode": 1}
-    sizes = fixed(call.type().shape[2:])
-    probe = replace(call.node, attrs=attrs)
-    window = Window.of(probe, len(sizes))
-    ends = [max((count - 1) * stride + span - size - before, after) for count, stride, span, size, (before, after) in
-            zip(window.outputs(sizes, ceil=True), window.strides, window.spans, sizes, window.pads, strict=True)]
-    return {"pads": (*(before for before, _ in window.pads), *ends)}
-
-
-@rule("Upsample")
-def _upsample(call: Call) -> list[Node]:
-    scales = call.attr("scales") or call.value(1)
-    mode = call.attr("mode", "nearest")
-    return [replace(node, op="Resize") for node in call.node_with(
-        1, scales=tuple(scales or ()), mode="linear" if mode in ("linear", "bilinear") else mode,
-        coordinate_transformation_mode="asymmetric", nearest_mode="floor")]
-
-
-@rule("Resize")
-def _resize(call: Call) -> list[Node]:
-    attrs: dict[str, Any] = {
-        "mode": call.attr("mode", "nearest"),
-        "coordinate_transformation_mode": call.attr("coordinate_transformation_mode", "half_pixel"),
-        "nearest_mode": call.attr("nearest_mode", "round_prefer_floor"),
-        **call.keep("cubic_coeff_a", "exclude_outside", "extrapolation_value", "antialias")}
-    call.ignore("keep_aspect_ratio_policy")     # of sizes, where there are any
-    if call.opset < 11:
-        attrs |= {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
-        return call.node_with(1, scales=tuple(call.value(1) or ()), **attrs)
-    shape = call.type().shape
-    axes = [normal_axis(a, len(shape)) for a in call.attr("axes", range(len(shape)))]
-    sizes, scales = call.value(3), call.value(2)
-    if attrs["coordinate_transformation_mode"] == "tf_crop_and_resize":
-        roi = call.value(1) or []
-        starts, ends = dict(zip(axes, roi, strict=False)), dict(zip(axes, roi[len(axes):], strict=False))
-        every = range(len(shape))
-        attrs["roi"] = (*(starts.get(i, 0.0) for i in every), *(ends.get(i, 1.0) for i in every))
-    if len(given := sizes or scales or ()) != len(axes):
-        raise GraphError(f"{len(given)} {'sizes' if sizes else 'scales'} for {len(axes)} axes")
-    if sizes:
-        sizes = _kept_ratio(call, sizes, axes)
-        wanted = dict(zip(axes, sizes, strict=True))
-        every_size = tuple(dim(wanted[i]) if i in wanted else d for i, d in enumerate(shape))
-        return call.node_with(1, sizes=every_size, **attrs)
-    if not all(np.isfinite(scale) and scale > 0 for scale in scales or ()):
-        raise GraphError(f"its scales are {scales}: finite numbers above 0")
-    factors = dict(zip(axes, scales or [], strict=True))
-    exact = [factors.get(i, 1.0) * size for i, size in enumerate(shape) if isinstance(size, int)]
-    if attrs["coordinate_transformation_mode"] == "align_corners" and any(size != round(size) for size in exact):
-        raise GraphError("its scales make a fraction of a pixel, of which align_corners means one thing in ONNX and "
-                         "another in ONNX Runtime; give it sizes")
-    return call.node_with(1, scales=tuple(float(factors.get(i, 1.0)) for i in range(len(shape))), **attrs)
-
-
-def _kept_ratio(call: Call, sizes: list[Any], axes: list[int]) -> list[Any]:
-    """`sizes` as limits that an image must not exceed, or must reach, without changing its proportions."""
-    policy = call.attr("keep_aspect_ratio_policy", "stretch")
-    if policy == "stretch":
-        return sizes
-    image = fixed(call.type().shape[a] for a in axes)
-    if policy not in ("not_larger", "not_smaller"):
-        raise GraphError(f"unknown keep_aspect_ratio_policy '{policy}'; ONNX has stretch, not_larger, not_smaller")
-    limit = min if policy == "not_larger" else max
-    scale = limit(s / d for s, d in zip(sizes, image, strict=True))
-    return [math.floor(scale * d + 0.5) for d in image]
-
-
-def _dims(values: Iterable[Any] | None) -> tuple[Dim, ...]:
+def as_dims(values: Iterable[Any] | None) -> tuple[Dim, ...]:
+    """The extents that numbers are: ints, and Extents written down."""
     return tuple(dim(v) for v in values or ())

@@ -12,7 +12,7 @@ from onnx import helper, inliner, numpy_helper
 
 from engines.errors import EngineError, GraphError, ModelError, UnknownTensorError, UnknownValueError
 from engines.faults import faults_named
-from engines.frontend import attention, composed  # noqa: F401  (fill RULES)
+from engines.frontend import attention, axes, composed, images  # noqa: F401  (fill RULES)
 from engines.frontend.inputs import constant_inputs, input_types
 from engines.frontend.names import check_names
 from engines.frontend.normalise import RULES, Beyond, Call, normalise
