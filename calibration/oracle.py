@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from calibration.items import Feed
-from engines.frontend.onnx_import import graph_from_onnx
+from engines.frontend.onnx_import import graph_from_onnx, recurs_in_float16
 from engines.ir import Array, Dim, Graph
 from engines.passes.pixels import Pixels, take_pixels
 from engines.reference import run
@@ -56,6 +56,8 @@ def _typed(feed: Feed, graph: Graph) -> dict[str, Array]:
 
 
 def _onnx_runtime(model: Path, pixels: Pixels | None) -> Oracle:
+    if recurs_in_float16(model):        # 1.31 ends the process as it opens one
+        raise ValueError("it crashes on recurrent layers of float16")
     import onnxruntime
     options = onnxruntime.SessionOptions()
     options.log_severity_level = ERRORS_ONLY

@@ -169,10 +169,13 @@ def verify_engine(engine: Engine, oracle: Oracle, feeds: Iterable[Feed], precisi
 
 
 def precision_of(plan: Plan, graph: Graph) -> str:
-    """The coarsest arithmetic of the plan and its graph, by which it is judged; a model that quantises is in INT8."""
+    """The coarsest arithmetic of the plan and its graph, by which it is judged; a model that quantises is in INT8, and
+    one that holds float16 or bfloat16 rounds as those do."""
     if any(kind.quant for kind in graph.types.values()) or any(node.op in _QUANTISE for node in graph.nodes):
         return "int8"
     found = {node.precision for node in graph.nodes} if plan.precision == "best" else {plan.precision}
+    dtypes = {kind.dtype.name for kind in graph.types.values()}
+    found |= {precision for dtype, precision in (("float16", "fp16"), ("bfloat16", "bf16")) if dtype in dtypes}
     return next((precision for precision in ("int8", "bf16", "fp16") if precision in found), "fp32")
 
 

@@ -75,6 +75,13 @@ def graph_from_onnx(model: Model, *,
     return verify(graph.rebuild(graph.nodes))
 
 
+def recurs_in_float16(model: Path) -> bool:
+    """Whether the file has recurrent layers and weights of float16."""
+    graph = onnx.load(str(model), load_external_data=False).graph
+    return (any(node.op_type in ("LSTM", "GRU", "RNN") for node in graph.node)
+            and any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in graph.initializer))
+
+
 # ---- the file
 def _load(path: Path) -> tuple[onnx.ModelProto, str]:
     try:

@@ -128,7 +128,7 @@ def _check_attributes(schema: Schema, node: onnx.NodeProto) -> None:
     for attribute in node.attribute:
         if attribute.name not in schema.attributes:
             raise GraphError(f"{schema.op} of opset {schema.since} has no attribute '{attribute.name}'"
-                             f"{did_you_mean(attribute.name, schema.attributes)}")
+                             f"{did_you_mean(attribute.name, schema.attributes) if schema.attributes else ', nor any'}")
         if given.count(attribute.name) > 1:
             raise GraphError(f"attribute '{attribute.name}' is given twice")
         if attribute.type != schema.attributes[attribute.name]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnx.parser
 import pytest
+from onnx import TensorProto
 
 from calibration.generated import generated, index_bound
 from calibration.oracle import Oracle, oracle_of
@@ -20,6 +21,8 @@ from engines.errors import ModelError
 from engines.ir import Array
 from engines.passes.pixels import Pixels
 from engines.planfile import read_plan, write_plan
+from tests.compiler.half_models import halved
+from tests.compiler.recurrent_models import MODELS
 from tests.zoo import TINY
 
 TOKENS = """<ir_version: 8, opset_import: ["" : 17]>
@@ -55,6 +58,12 @@ def test_a_right_plan_passes(tmp_path: Path, precision: str) -> None:
     assert (found.precision, found.faults, found.items) == (precision, (), 13)
     assert found.oracle.startswith("ONNX Runtime") and found.outputs[0].name == "output"
     assert 0 < found.outputs[0].relative < LIMITS[precision].relative
+
+
+@pytest.mark.parametrize("to, precision", [(TensorProto.FLOAT16, "fp16"), (TensorProto.BFLOAT16, "bf16")])
+def test_a_model_of_16_bits_is_judged_by_their_rounding(tmp_path: Path, to: int, precision: str) -> None:
+    found = verify(*built(tmp_path, halved(MODELS["both ways"](), to), precision="fp32"))
+    assert (found.precision, found.faults) == (precision, ())
 
 
 def test_a_plan_of_other_weights_fails_and_the_output_is_named(tmp_path: Path) -> None:

@@ -101,14 +101,21 @@ def test_every_instruction_rounds_as_its_meaning_says(op, isa):
 
 
 @EVERY_ISA
-def test_a_logarithm_has_its_ends(isa):
+@pytest.mark.parametrize("op, x, expected", [
+    ("log", [0, -0.0, np.inf, -1, -np.inf, 1], [-np.inf, -np.inf, np.inf, np.nan, np.nan, 0]),
+    ("exp", [0, -1e30, np.inf, 88.73, -np.inf, np.nan], [1, 0, np.inf, np.inf, 0, np.nan])])
+def test_logarithms_and_exponentials_have_their_ends(op, x, expected, isa):
     """log 0 is what masks are made by, and a negative number has none."""
-    program = Program((Instruction("log", (Ref("operand", 0),)),), 1, 0, accumulator=False)
-    view = dense_view("float32", (6,))
-    x = np.float32([[0, -0.0, np.inf, -1, -np.inf, 1]])
-    expected = np.float32([[-np.inf, -np.inf, np.inf, np.nan, np.nan, 0]])
-    np.testing.assert_array_equal(INSTRUCTIONS["log"].meaning(x), expected)
+    program = Program((Instruction(op, (Ref("operand", 0),)),), 1, 0, accumulator=False)
+    view, x = dense_view("float32", (6,)), np.float32([x])
+    np.testing.assert_array_equal(INSTRUCTIONS[op].meaning(x), np.float32([expected]))
     check(Pointwise((view,), view, program, uniform=True), isa, [x], {"program": []})
+
+
+def test_an_exponential_is_as_accurate_as_it_says():
+    x = np.linspace(-86, 88.7, 40001).astype(np.float32)
+    exact = np.exp(x.astype(np.float64))
+    assert (np.abs(INSTRUCTIONS["exp"].meaning(x) - exact) / exact).max() < 4e-7
 
 
 def test_gelu_is_as_accurate_as_it_says():

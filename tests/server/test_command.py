@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.request import urlopen
@@ -118,14 +119,15 @@ def test_a_hangup_is_ignored_where_the_caller_ignores_it(tmp_path: Path) -> None
 def test_a_model_that_cannot_be_loaded_ends_the_server_if_that_is_asked_for(
         tmp_path: Path, exit_on_error: str, status: int) -> None:
     (tmp_path / "m" / "1").mkdir(parents=True)
-    with process(tmp_path, "--exit-on-error", exit_on_error) as (running, address):
+    with ThreadPoolExecutor(1) as reader, process(tmp_path, "--exit-on-error", exit_on_error) as (running, address):
+        log = running.stderr or ()
+        said = reader.submit(lambda: any("1 of the models to be served failed: m version 1" in line for line in log))
+        assert said.result(TIMEOUT_SECS)
         if not status:
             with triton.InferenceServerClient(address) as client:
                 assert client.is_server_live() and not client.is_server_ready()
             running.terminate()
         assert running.wait(TIMEOUT_SECS) == status
-        assert running.stderr is not None
-        assert "1 of the models to be served failed: m version 1" in running.stderr.read()
 
 
 @pytest.mark.skipif(not ipv6(), reason="this machine has no IPv6")

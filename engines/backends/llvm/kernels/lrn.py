@@ -18,7 +18,7 @@ from engines.backends.llvm.program import INSTRUCTIONS, Floats
 from engines.backends.llvm.rows import PARTIALS, At, Row, RowKernel, live
 
 MARGIN = PARTIALS       # zeros kept before and behind the squares of a row; no window is larger
-EXP, LOG = INSTRUCTIONS["exp"], INSTRUCTIONS["log_of_positive"]
+EXP, LOG = INSTRUCTIONS["exp_of_moderate"], INSTRUCTIONS["log_of_positive"]
 ROOTS: dict[float, Callable[[Any, Callable[[Any], Any]], Any]] = {     # beta -> t**beta, given a square root
     0.5: lambda t, root: root(t),
     0.75: lambda t, root: root(t) * root(root(t)),

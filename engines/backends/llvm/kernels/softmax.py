@@ -16,7 +16,7 @@ from engines.backends.llvm.program import INSTRUCTIONS, Floats
 from engines.backends.llvm.rows import At, Row, RowKernel, fold_rows
 
 KEPT = 1 << 13      # widest row whose exponentials are kept on the stack (32 KiB); a wider one computes them twice
-EXP, LOG = INSTRUCTIONS["exp"], INSTRUCTIONS["log_of_positive"]
+EXP, LOG = INSTRUCTIONS["exp_of_moderate"], INSTRUCTIONS["log_of_positive"]
 
 
 def share(peak: Value, total: Value) -> Value:
