@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -120,8 +121,9 @@ LOADERS: Mapping[str, Callable[[Path, Feed, str, int], Session]] = {OURS: Ours, 
 
 
 def versions() -> dict[str, str]:
-    """{package: version} of the peers and of what quantises for them."""
-    return {package: version(package) for package in ("openvino", "onnxruntime", "nncf")}
+    """{package: version} of the peers and of what quantises for them, as far as they are installed."""
+    packages = ("openvino", "onnxruntime", "nncf")
+    return {package: version(package) for package in packages if find_spec(package)}
 
 
 def _symbolic_extents(model: Path, feed: Feed) -> dict[str, int]:
