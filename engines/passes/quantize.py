@@ -87,7 +87,7 @@ def set_float_precision(graph: Graph, precision: str) -> Graph:
 
 
 def _bfloat16() -> np.dtype[Any]:
-    import ml_dtypes  # comes with onnx: a compiler has it, a server that only runs plans need not
+    import ml_dtypes  # here, for a server that only runs plans does without
 
     dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
     return dtype
