@@ -19,6 +19,7 @@ from engines.backends.llvm.tuner import Progress
 from engines.bands import with_bands
 from engines.errors import CompilerFault, ConfigError, EngineError
 from engines.faults import faults_named
+from engines.frontend.inputs import is_size
 from engines.frontend.onnx_import import Model, graph_from_onnx
 from engines.ir import BATCH, Array, Graph
 from engines.passes.pipeline import optimise, simplify
@@ -116,8 +117,8 @@ class Builder:
     @property
     def _batch_is_asked_for(self) -> bool:
         """Whether the user said that the model has a batch, or of what size it is."""
-        leading = [shape[:1] for shape in self.config.shapes.values()]
-        return self.config.max_batch is not None or (None,) in leading
+        leading = [shape[0] for shape in self.config.shapes.values() if shape]
+        return self.config.max_batch is not None or any(not is_size(extent) for extent in leading)
 
     def edges(self, graph: Graph) -> tuple[str, ...]:
         """The tensors whose ranges an int8 build asks for."""

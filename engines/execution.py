@@ -127,7 +127,7 @@ def words(*shape: int) -> Words:
 
 
 def _aligned(constants: bytes | memoryview) -> tuple[Array, int]:
-    """The constants and their address. A plan that comes from a file is mapped on a page; others are copied."""
+    """The constants and their address. Those of a plan that was read from a file lie on a page; others are copied."""
     array: Array = np.ndarray((len(constants),), np.uint8, constants)
     if array.ctypes.data % LINE:
         copy = Memory(len(array)).bytes

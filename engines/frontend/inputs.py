@@ -100,10 +100,10 @@ class _Declared:
                              f"not fit the declared {self}")
         if given is None:
             return None
-        if keep_batch and self.extents and not _is_size(self.extents[0]):
+        if keep_batch and self.extents and not is_size(self.extents[0]):
             given = (None, *given[1:])
-        shape = [BATCH if axis == 0 and not _is_size(d) else d for axis, d in enumerate(given)]
-        known = [d for d in shape if d is not None and (d == BATCH or _is_size(d))]
+        shape = [BATCH if axis == 0 and not is_size(d) else d for axis, d in enumerate(given)]
+        known = [d for d in shape if d is not None and (d == BATCH or is_size(d))]
         return tuple(known) if len(known) == len(shape) else None
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ class _Declared:
         """An example of the option that gives the shape. `sizes`: of symbols, chosen so far."""
         extents = _ANY_IMAGE if self.extents is None else self.extents
         side = IMAGE_SIDE if len(extents) == 4 and {1, 3, 4}.intersection(extents[1:]) else LENGTH
-        chosen = [d if _is_size(d) else BATCH if not axis else sizes.setdefault(str(d), side) if d else side
+        chosen = [d if is_size(d) else BATCH if not axis else sizes.setdefault(str(d), side) if d else side
                   for axis, d in enumerate(extents)]
         return f"--shape {self.name}:{'x'.join(map(str, chosen))}"
 
@@ -138,10 +138,11 @@ def _is_symbol(name: str) -> bool:
     return any(map(str.isalpha, name)) and name.casefold() not in ("none", "null", "nan")
 
 
-def _is_size(d: Dim | None) -> bool:
+def is_size(d: Dim | None) -> bool:
+    """Whether an extent is a number; None, -1 and names stand for one that is open."""
     return isinstance(d, int) and d >= 0
 
 
 def _fits(given: Shape, declared: Shape) -> bool:
     """Declared sizes must be met; a model of fixed batch is not made symbolic by asking."""
-    return len(given) == len(declared) and all(g == d for g, d in zip(given, declared, strict=True) if _is_size(d))
+    return len(given) == len(declared) and all(g == d for g, d in zip(given, declared, strict=True) if is_size(d))

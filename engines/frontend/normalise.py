@@ -30,7 +30,6 @@ class Call:
     values: Sequence[Array | None]
     read: set[str] = field(default_factory=set)     # the attributes that the rule asked for
 
-
     def has(self, index: int) -> bool:
         return index < len(self.node.inputs) and bool(self.node.inputs[index])
 

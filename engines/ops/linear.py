@@ -33,10 +33,12 @@ class Gemm(Op):
         transposed = [bool(node.attrs.get(key)) for key in ("transA", "transB")]
         made = _of_product([None if axis is None else axis - 2 if not swap else -1 - axis
                             for axis, swap in zip(axes, transposed, strict=False)])
-        if len(axes) > 2 and axes[2] is not None:
-            if made not in (None, axes[2] - len(inputs[2].shape)):      # type: ignore[union-attr]
+        c = inputs[2] if len(inputs) > 2 else None
+        if c is not None and axes[2] is not None:
+            of_c = axes[2] - len(c.shape)
+            if made not in (None, of_c):
                 raise Mixed("its third operand has its items along another axis")
-            made = axes[2] - len(inputs[2].shape)       # type: ignore[union-attr]
+            made = of_c
         return (None if made is None else made + 2,)
 
     @classmethod

@@ -1,8 +1,8 @@
 """A symbolic leading extent that is no batch of independent items: right, or refused with a reason; never sliced."""
 import numpy as np
-import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
 from engines.builder import BuildConfig, Builder
 from engines.errors import InputError, ModelError
@@ -87,7 +87,7 @@ def test_what_depends_on_the_number_of_items_is_built_for_one(name, nodes, shape
     proto = model(nodes, shapes, {"y": None}, **constants)
     builder, plan = built(proto)
     x = random(1, *shapes["x"][1:])
-    want, = onnx.reference.ReferenceEvaluator(proto).run(None, {"x": x})
+    want, = ReferenceEvaluator(proto).run(None, {"x": x})
     np.testing.assert_allclose(Engine(plan).run({"x": x})["y"], want, rtol=1e-6, strict=True)
     assert plan.max_batch == 0 and "fixed to 1" in builder.notices[0], name
     with pytest.raises(InputError):
@@ -100,5 +100,6 @@ def test_a_recurrent_state_of_fixed_extents_is_not_stretched_over_the_batch():
     proto = model(nodes, {"x": ["n", 5, 3], "h": [1, 1, 6]}, {"y": None}, w=random(1, 6, 3), r=random(1, 6, 6))
     _, plan = built(proto)
     assert plan.max_batch == 0 and plan.inputs[0].shape == (1, 5, 3)
-    with pytest.raises(ModelError, match="initial state"):
-        built(proto, max_batch=4)
+    for asked in ({"max_batch": 4}, {"shapes": {"x": (-1, 5, 3)}}, {"shapes": {"x": (None, 5, 3)}}):
+        with pytest.raises(ModelError, match="initial state"):
+            built(proto, **asked)
