@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import onnx
 
-from calibration.data import open_calibration_data
-from calibration.items import CalibrationData
-from calibration.preprocess import load_preprocess
-from engines.builder import BuildConfig, Builder
-from engines.ir import Array, Dim
+from calibration.data.items import CalibrationData
+from calibration.data.preprocess import load_preprocess
+from calibration.open_data import open_calibration_data
+from engines.compiler.builder import BuildConfig, Builder
+from engines.ir.graph import Array, Dim
 from infer_server.cli.build_engine import parse_shape
 from tests.zoo import ZOO, images
 
@@ -26,7 +26,7 @@ CALIBRATION_ITEMS = 32      # of random pictures, where no data is given
 
 @dataclass(frozen=True)
 class Input:
-    """A model input, as calibration.data wants to know it."""
+    """A model input, as calibration.open_data wants to know it."""
     name: str
     dtype: str
     shape: tuple[Dim, ...]

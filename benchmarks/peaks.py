@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from benchmarks.cycles import Counter
 from benchmarks.document import Cell, machine, markdown_table, write_section
-from engines.backends.llvm.peaks import measure_peaks
+from engines.backends.llvm.tuning.peaks import measure_peaks
 
 SECTION = "peaks"
 

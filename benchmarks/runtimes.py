@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from engines import load_engine
-from engines.ir import Array
+from engines.ir.graph import Array
 
 OURS, OPENVINO, ORT = "infer-server", "OpenVINO", "ONNX Runtime"
 Feed = Mapping[str, Array]          # every model input by its name

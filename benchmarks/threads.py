@@ -25,12 +25,12 @@ import numpy as np
 
 from benchmarks.document import Cell, machine, markdown_table, write_section
 from benchmarks.neighbours import bursts, busy_loop, second_copy
-from engines.ir import Array
-from engines.parallel import ParallelExecution
-from engines.plan import Plan
-from engines.planfile import read_plan
-from engines.runtime import Engine, ExecutionContext
-from engines.tables import WorkerRow
+from engines.backends.llvm.runtime.abi import WorkerRow
+from engines.backends.llvm.runtime.workers import ParallelExecution
+from engines.ir.graph import Array
+from engines.plan.file import read_plan
+from engines.plan.plan import Plan
+from engines.runtime.engine import Engine, ExecutionContext
 
 TURN = 3                # executions in a row of one context
 FEEDS = 16              # different inputs of the check

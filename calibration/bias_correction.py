@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from calibration.histogram import Floats
-from engines.ir import Array, Graph, Node
+from engines.ir.graph import Array, Graph, Node
 
 
 @dataclass(frozen=True)

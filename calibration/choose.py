@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from calibration.accuracy import Powers, cosine, powers, top1_agreement, typical
+from calibration.accuracy.measures import Powers, cosine, powers, top1_agreement, typical
 from calibration.table import CalibrationTable
 from engines.errors import CalibrationError
-from engines.ir import Array
+from engines.ir.graph import Array
 
 TIE_DB = 0.1        # scores nearer than this are equal
 MIN_CLASSES = 3     # an output of [items, classes] with at least so many is taken for a classifier's

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 from tqdm import tqdm
 
-from calibration.data import CalibrationData, Feed
 from calibration.histogram import Histogram
+from calibration.open_data import CalibrationData, Feed
 from engines.errors import CalibrationError
-from engines.ir import Array
+from engines.ir.graph import Array
 
 Run = Callable[[Feed], Mapping[str, Array]]     # feeds -> values of (at least) the watched tensors
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.errors import CalibrationError
-from engines.ir import Array
+from engines.ir.graph import Array
 
 BINS_PER_SIDE = 1 << 14         # 256 KiB a tensor; never fewer than 4 bins for each of S7310's 2048
 SMALLEST_EXPONENT = -100        # of a tensor without values above 2**-100; keeps bins / range finite in float32

@@ -18,10 +18,10 @@ from dataclasses import replace
 import numpy as np
 
 from calibration.histogram import Floats
-from engines.ir import Array, Graph, Node, TensorType
-from engines.passes.facts import NORMS, is_pointwise
-from engines.passes.fuse import HEAVY
-from engines.passes.rewrite import fresh_name
+from engines.ir.graph import Array, Graph, Node, TensorType
+from engines.passes.fusion.vertical import HEAVY
+from engines.passes.rewriting.facts import NORMS, is_pointwise
+from engines.passes.rewriting.rewrite import fresh_name
 
 PRODUCTS = ("MatMul", "Gemm")
 SMALLEST = 1e-3     # of the largest: what a channel that is next to nothing counts as

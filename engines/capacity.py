@@ -7,7 +7,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from engines.ir import TensorType
+from engines.ir.graph import TensorType
 
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 

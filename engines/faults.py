@@ -11,7 +11,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from engines.errors import CompilerFault, EngineError, ModelError
-from engines.ir import Node
+from engines.ir.graph import Node
 
 _REPORT = "please report it with the model; INFER_DEBUG=traceback shows where it was raised"
 

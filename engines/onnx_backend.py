@@ -17,10 +17,10 @@ import onnx
 from onnx import helper
 from onnx.backend.base import Backend, BackendRep, Device, DeviceType, namedtupledict
 
-from engines.builder import BuildConfig, Builder
+from engines.compiler.builder import BuildConfig, Builder
 from engines.errors import ConfigError, EngineError, InputError, UnknownValueError, did_you_mean
-from engines.ir import Array
-from engines.runtime import Engine
+from engines.ir.graph import Array
+from engines.runtime.engine import Engine
 
 Feeds = Mapping[str, Array]
 _OF_THE_RUNNER = ("rtol", "atol")       # onnx.backend.test hands a test's tolerances to the backend, too

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infer_server.backend import EngineLoader, load_plan
-from infer_server.building import Compiler
-from infer_server.connections import disconnect, stop_listening
 from infer_server.endpoints import metrics
+from infer_server.endpoints.connections import disconnect, stop_listening
 from infer_server.endpoints.grpc_server import InferenceService, create_server
 from infer_server.endpoints.http_health import NOT_SERVED, health_page
 from infer_server.endpoints.http_server import Page, serve_pages
+from infer_server.endpoints.inflight import Inflight
 from infer_server.errors import RepositoryError
-from infer_server.inflight import Inflight
 from infer_server.lifecycle import Lifecycle, Phase
-from infer_server.loader import Loader
-from infer_server.repository import Repository
+from infer_server.repository.building import Compiler
+from infer_server.repository.loader import Loader
+from infer_server.repository.repository import Repository
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ import numpy as np
 import tritonclient.grpc as triton
 from numpy.typing import NDArray
 
-from calibration.preprocess import load_preprocess
+from calibration.data.preprocess import load_preprocess
 from engines import load_engine
 from engines.errors import EngineError
 

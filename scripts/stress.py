@@ -1,4 +1,4 @@
-"""The server under stress: what tests/server/test_stress.py checks in seconds, for as long and as large as it matters.
+"""The server under stress: what test_stress.py checks in seconds, for as long and as large as it matters.
 
     python -m scripts.stress overload --seconds 60          # three times what the server can do, with deadlines
     python -m scripts.stress terminate                      # SIGTERM while 64 clients ask
@@ -26,11 +26,11 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from infer_server.batcher import Batcher
-from infer_server.policy import BatchPolicy, QueuePolicy
-from infer_server.request import Request
-from tests.server.mute_client import MuteClient
-from tests.server.numpy_engine import write_model
+from infer_server.batching.batcher import Batcher
+from infer_server.batching.policy import BatchPolicy, QueuePolicy
+from infer_server.batching.request import Request
+from tests.infer_server.mute_client import MuteClient
+from tests.infer_server.numpy_engine import write_model
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 
@@ -57,7 +57,7 @@ class Running:
 
 @contextmanager
 def serving(repository: Path, *options: str) -> Iterator[Running]:
-    command = [sys.executable, "-m", "tests.server.serving", "--model-repository", str(repository),
+    command = [sys.executable, "-m", "tests.infer_server.serving", "--model-repository", str(repository),
                "--grpc-port", "0", "--http-port", "0", "--metrics-port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

@@ -1,4 +1,4 @@
-"""Who may import whom, as ARCHITECTURE.md draws it: read from the sources, so that imports inside functions count too.
+"""Who may import whom, as ARCHITECTURE.md draws it: the rooms are the folders, the imports are read from the sources.
 
 An import at module level costs every user of the module; one inside a function costs those who call it. The two are
 told apart: serving a ready plan must not load the compiler, yet may call it when there is something to compile.
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,57 +22,87 @@ PACKAGES = {
     "infer_server": {"infer_server", "protos", "engines"},
 }
 
-# Inside engines: a module may import what its layer stands on, and all that this stands on in turn.
-STANDS_ON = {
-    "version": (), "errors": (), "tables": (), "clock": (),
-    "debug": (),
-    "ir": ("errors",),
-    "faults": ("ir",),
-    "capacity": ("ir",),
-    "packed": ("ir",),
-    "plan": ("packed",),
-    "roofline": ("plan",),
-    # compiling
-    "shapes": ("ir",),
-    "ops": ("shapes",),
-    "serialize": ("ir",),
-    "reference": ("ops",),
-    "frontend": ("reference", "version", "faults", "capacity"),
-    "passes": ("frontend", "debug"),
-    "tactics": ("version", "errors", "clock"),
-    "backends": ("passes", "serialize", "tactics", "roofline", "tables", "cpu", "loader", "memory"),
-    "bands": ("execution", "tactics"),
-    "builder": ("backends", "bands"),
-    "onnx_backend": ("builder", "runtime"),
-    # serving
-    "cpu": ("errors",),
-    "loader": ("errors",),
-    "records": (),
-    "derived": ("memory",),
-    "verification": ("plan",),
-    "checksums": (),
-    "sections": ("checksums", "memory"),
-    "planfile": ("records", "sections", "verification"),
-    "memory": ("plan",),
-    "fallback": ("plan",),
-    "execution": ("verification", "derived", "tables", "clock", "loader", "fallback"),
-    "schedule": ("execution",),
-    "parallel": ("schedule",),
-    "runtime": ("planfile", "cpu", "parallel"),
-    "cache": ("planfile", "version"),
+# A room (a folder, or a module beside the folders) -> the rooms that it stands on; it may import these and all that
+# they stand on in turn. A package's own modules stand above its folders, unless a line of their own says otherwise.
+STANDS_ON: dict[str, tuple[str, ...]] = {
+    "engines": (),
+    "engines.version": (), "engines.errors": (), "engines.debug": (),
+    "engines.ir": ("engines.errors",),
+    "engines.faults": ("engines.ir",),
+    "engines.capacity": ("engines.ir",),
+    "engines.machine": ("engines.errors", "engines.version"),
+    # the plan, and serving it
+    "engines.plan": ("engines.ir", "engines.machine"),
+    "engines.runtime.fallback": ("engines.plan",),
+    "engines.backends.llvm.runtime": ("engines.runtime.fallback",),
+    "engines.runtime": ("engines.backends.llvm.runtime",),
+    # from a model to an optimised graph
+    "engines.ops": ("engines.ir",),
+    "engines.frontend.operators": ("engines.ops",),
+    "engines.frontend": ("engines.frontend.operators", "engines.version", "engines.faults", "engines.capacity"),
+    "engines.passes.rewriting": ("engines.ops",),
+    "engines.passes.half_precision": ("engines.passes.rewriting",),
+    "engines.passes.rules": ("engines.passes.rewriting",),
+    "engines.passes.layout": ("engines.passes.rules",),
+    "engines.passes.fusion": ("engines.passes.layout", "engines.passes.half_precision"),
+    "engines.passes.quantization": ("engines.passes.fusion",),
+    "engines.passes": ("engines.passes.quantization", "engines.debug", "engines.frontend"),
+    # from the graph to kernel calls
+    "engines.lowering.epilogue": ("engines.passes", "engines.backends.llvm.codegen"),
+    "engines.lowering.calls": ("engines.lowering.epilogue", "engines.plan", "engines.backends.llvm.kernels"),
+    "engines.lowering.rules": ("engines.lowering.calls", "engines.backends.llvm.kernels"),
+    "engines.lowering": ("engines.lowering.rules", "engines.capacity"),
+    # from the calls to code
+    "engines.backends": (),
+    "engines.backends.llvm.codegen": ("engines.backends.llvm.runtime",),
+    "engines.backends.llvm.tuning.cost": (),
+    "engines.backends.llvm.kernels.spec": ("engines.backends.llvm.codegen", "engines.lowering.epilogue"),
+    "engines.backends.llvm.kernels.common": ("engines.backends.llvm.kernels.spec",),
+    "engines.backends.llvm.kernels.contraction": (
+        "engines.backends.llvm.kernels.common", "engines.backends.llvm.tuning.cost"),
+    "engines.backends.llvm.kernels.depthwise": ("engines.backends.llvm.kernels.contraction",),
+    "engines.backends.llvm.kernels.rows": ("engines.backends.llvm.kernels.common",),
+    "engines.backends.llvm.kernels.elementwise": ("engines.backends.llvm.kernels.rows",),
+    "engines.backends.llvm.kernels.matmul": (
+        "engines.backends.llvm.kernels.rows", "engines.backends.llvm.kernels.contraction"),
+    "engines.backends.llvm.kernels.movement": ("engines.backends.llvm.kernels.elementwise",),
+    "engines.backends.llvm.kernels.pooling": ("engines.backends.llvm.kernels.common",),
+    "engines.backends.llvm.kernels.recurrent": ("engines.backends.llvm.kernels.common",),
+    "engines.backends.llvm.kernels": (
+        "engines.backends.llvm.kernels.depthwise", "engines.backends.llvm.kernels.matmul",
+        "engines.backends.llvm.kernels.movement", "engines.backends.llvm.kernels.pooling",
+        "engines.backends.llvm.kernels.recurrent"),
+    "engines.backends.llvm.tuning": ("engines.backends.llvm.kernels",),
+    "engines.backends.llvm": ("engines.backends.llvm.tuning", "engines.lowering"),
+    # all together
+    "engines.compiler": ("engines.backends.llvm",),
+    "engines.onnx_backend": ("engines.compiler", "engines.runtime"),
+    # calibration
+    "calibration.histogram": (),
+    "calibration.data.sources": ("calibration.data",),
+    "calibration.data": (),
+    "calibration.accuracy": ("calibration.data",),
+    "calibration.calibrators": ("calibration.histogram",),
+    "calibration": ("calibration.accuracy", "calibration.calibrators", "calibration.data.sources"),
+    # the server
+    "infer_server.backend": (), "infer_server.errors": (), "infer_server.version": (), "infer_server.malloc": (),
+    "infer_server.descriptors": (), "infer_server.lifecycle": (), "infer_server.workers": (),
+    "infer_server.protocol": ("infer_server.errors",),
+    "infer_server.batching": ("infer_server.backend", "infer_server.errors"),
+    "infer_server.config": ("infer_server.batching", "infer_server.protocol"),
+    "infer_server.repository": ("infer_server.config", "infer_server.workers"),
+    "infer_server.endpoints": ("infer_server.repository", "infer_server.version", "infer_server.malloc",
+                               "infer_server.lifecycle"),
+    "infer_server.server": ("infer_server.endpoints",),
+    "infer_server.cli": ("infer_server.server", "infer_server.descriptors"),
+    "infer_server": (),
+    "protos": (),
+    "clients": (),
+    "clients.load": ("clients",),
 }
-# Where code is loaded stands beside where it is made, and is all of a backend that serving needs.
-LOADERS = ("engines.backends.llvm.elf",)
-# Allowed inside a function only: what a plan needs that is not ready to run as it is.
-DEFERRED = {"fallback": {"reference", "serialize"}, "runtime": {"builder"}}
-
-
-def below(layer: str) -> set[str]:
-    """The layers that `layer` may import, itself included."""
-    return {layer}.union(*(below(lower) for lower in STANDS_ON[layer]))
-
-
-SERVING = below("runtime")
+# What serving a ready plan may load; a plan's fallback steps, or a plan for another machine, need more when they run.
+SERVING = ("engines", "engines.runtime", "engines.version")
+DEFERRED = {"engines.runtime.fallback": {"engines.ops"}, "engines.runtime": {"engines.compiler"}}
 
 # Third-party modules that few may import; everybody else goes through those.
 HOMES = {
@@ -91,6 +122,19 @@ class Import:
         return f"{self.module} imports {self.target}" + (" inside a function" if self.deferred else "")
 
 
+@cache
+def below(room: str) -> frozenset[str]:
+    """The rooms that `room` may import, itself included."""
+    return frozenset({room}).union(*(below(lower) for lower in STANDS_ON[room]))
+
+
+def room_of(module: str) -> str:
+    """engines.passes.fusion.vertical -> engines.passes.fusion; a module with a line of its own is its own room."""
+    parts = module.split(".")
+    names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((name for name in names if name in STANDS_ON), "")
+
+
 def imports(module: str, source: str, modules: frozenset[str], is_package: bool = False) -> Iterator[Import]:
     """Every import statement of the source; `from a import b` is an import of a.b where that is a module."""
     tree = ast.parse(source)
@@ -108,16 +152,6 @@ def imports(module: str, source: str, modules: frozenset[str], is_package: bool 
                 yield Import(module, full if full in modules else base, node in inner)
 
 
-def engine_layer(module: str) -> str:
-    """engines.passes.fuse -> passes; engines itself is the public face of runtime."""
-    parts = module.split(".")
-    return "loader" if module in LOADERS else parts[1] if len(parts) > 1 else "runtime"
-
-
-def may_import_engine(layer: str, target: str, deferred: bool) -> bool:
-    return target in below(layer) or (deferred and target in DEFERRED.get(layer, ()))
-
-
 def fault(found: Import) -> str | None:
     """What is wrong with the import, or None."""
     package, target = found.module.split(".")[0], found.target.split(".")[0]
@@ -131,12 +165,14 @@ def fault(found: Import) -> str | None:
     tool = found.module.startswith("infer_server.cli")
     if target not in PACKAGES[package] and not (tool and target == "calibration"):
         return f"{found}: {package} may import {sorted(PACKAGES[package])} of our packages"
-    if package == target == "engines" and engine_layer(found.module) in STANDS_ON:
-        layer, lower = engine_layer(found.module), engine_layer(found.target)
-        if not may_import_engine(layer, lower, found.deferred):
-            return f"{found}: {layer} does not stand on {lower}"
+    room, lower = room_of(found.module), room_of(found.target)
+    allowed = lower in below(room) or (found.deferred and lower in DEFERRED.get(room, ()))
+    if package == target and package != "engines" and not allowed:
+        return f"{found}: {room} does not stand on {lower}"
+    if package == target == "engines" and room != "engines" and not allowed:
+        return f"{found}: {room} does not stand on {lower}"
     serves = package == "infer_server" and not tool
-    if serves and target == "engines" and not found.deferred and engine_layer(found.target) not in SERVING:
+    if serves and target == "engines" and not found.deferred and not any(lower in below(r) for r in SERVING):
         return f"{found}: a server of ready plans must not load the compiler; import it where it is called"
     return None
 
@@ -153,53 +189,61 @@ def sources() -> dict[str, Path]:
 
 def test_every_import_follows_the_layers() -> None:
     files = sources()
-    faults = [text for module, path in files.items() if not path.stem.endswith(("_pb2", "_pb2_grpc"))
+    faults = [text for module, path in files.items()
               for found in imports(module, path.read_text(), frozenset(files), path.stem == "__init__")
               if (text := fault(found))]
     assert not faults, "\n".join(faults)
 
 
-def test_every_module_of_engines_has_a_layer() -> None:
-    unknown = [module for module in sources()
-               if module.startswith("engines.") and engine_layer(module) not in STANDS_ON]
-    assert not unknown, f"say in ARCHITECTURE.md, then here, what these stand on: {unknown}"
+def test_every_folder_is_a_room_and_every_room_is_there() -> None:
+    files = sources()
+    folders = {module if path.stem == "__init__" else module.rpartition(".")[0] for module, path in files.items()}
+    assert not folders - set(STANDS_ON), "say what these stand on"
+    assert not set(STANDS_ON) - set(files), "these are not there any more"
 
 
 def test_serving_stands_on_nothing_that_compiles() -> None:
-    assert SERVING.isdisjoint({"shapes", "ops", "reference", "frontend", "passes", "tactics", "backends", "builder"})
+    serving = frozenset().union(*map(below, SERVING))
+    compiling = ("engines.ops", "engines.frontend", "engines.passes", "engines.lowering", "engines.compiler",
+                 "engines.backends.llvm.codegen", "engines.backends.llvm.kernels")
+    assert not [room for room in serving if room.startswith(compiling)]
 
 
 def test_a_forbidden_import_is_caught() -> None:
-    modules = frozenset({"engines.passes.rewrite", "engines.backends.llvm", "engines.ops.conv", "engines.runtime"})
+    modules = frozenset(sources())
     forbidden = {
-        "engines.passes.bad": "from engines.backends.llvm import lower",
-        "engines.passes.fusions.bad": "from ...backends import llvm",
-        "engines.ir": "from engines import ops",
-        "engines.runtime": "import engines.reference",
-        "engines.plan": "def read():\n    from engines.frontend import onnx_import",
-        "engines.planfile": "import onnx",
-        "engines.memory": "import llvmlite.ir",
-        "engines.builder": "from calibration.table import CalibrationTable",
+        "engines.passes.bad": "from engines.backends.llvm import backend",
+        "engines.passes.fusion.bad": "from ...backends import llvm",
+        "engines.ir.graph": "from engines import ops",
+        "engines.runtime.engine": "import engines.ops.reference",
+        "engines.plan.plan": "def read():\n    from engines.frontend import onnx_import",
+        "engines.plan.file": "import onnx",
+        "engines.plan.arena": "import llvmlite.ir",
+        "engines.compiler.builder": "from calibration.table import CalibrationTable",
+        "engines.backends.llvm.kernels.rows.bad": "from engines.backends.llvm.kernels.movement import gather",
+        "engines.backends.llvm.codegen.bad": "from engines.backends.llvm.tuning import tuner",
         "clients.load.bad": "from engines import load_engine",
+        "clients.bad": "from clients.load import cli",
         "protos.bad": "import infer_server",
-        "infer_server.repository": "from calibration import table",
-        "infer_server.batcher": "from engines.builder import build",
+        "infer_server.repository.bad": "from calibration import table",
+        "infer_server.batching.bad": "from infer_server.repository import model",
+        "infer_server.batching.batcher": "from engines.compiler.builder import build",
         "calibration.bad": "from tests import digits",
     }
     for module, source in forbidden.items():
-        known = modules | {"engines.ops"}
-        assert any(fault(found) for found in imports(module, source, known)), f"{module}: {source}"
+        assert any(fault(found) for found in imports(module, source, modules)), f"{module}: {source}"
 
 
 def test_an_allowed_import_is_not_caught() -> None:
     allowed = {
-        "engines.backends.llvm.lower": "from engines.plan import Step\nimport llvmlite.binding",
-        "engines.frontend.onnx_import": "import onnx\nfrom engines.ir import Graph",
-        "engines.fallback": "def step():\n    from engines import reference",
-        "infer_server.cli.build_engine": "from calibration import table\nfrom engines.builder import build",
-        "infer_server.batcher": "from engines import load_engine",
+        "engines.backends.llvm.kernels.rows.good": "from engines.backends.llvm.kernels.common import access",
+        "engines.backends.llvm.backend": "from engines.plan.plan import Step\nimport llvmlite.binding",
+        "engines.frontend.onnx_import": "import onnx\nfrom engines.ir.graph import Graph",
+        "engines.runtime.fallback": "def step():\n    from engines.ops import reference",
+        "infer_server.cli.build_engine": "from calibration import table\nfrom engines.compiler.builder import build",
+        "infer_server.batching.batcher": "from engines import load_engine",
         "clients.client": "import numpy\nfrom protos import service",
     }
+    modules = frozenset(sources())
     for module, source in allowed.items():
-        known = frozenset({"engines.plan", "engines.reference"})
-        assert [fault(found) for found in imports(module, source, known) if fault(found)] == [], f"{module}: {source}"
+        assert [fault(found) for found in imports(module, source, modules) if fault(found)] == [], f"{module}: {source}"

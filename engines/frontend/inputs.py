@@ -13,8 +13,8 @@ from onnx import helper
 from engines.capacity import bytes_of, too_large
 from engines.errors import ModelError
 from engines.frontend.symbols import known_extents, refuse_several_batches, with_known
-from engines.ir import BATCH, Array, Dim, TensorType
-from engines.shapes import MOST_AXES, text
+from engines.ir.graph import BATCH, Array, Dim, TensorType
+from engines.ir.shapes import MOST_AXES, text
 
 IMAGE_SIDE, LENGTH = 224, 128       # in examples of --shape
 _ANY_IMAGE = (None, 3, IMAGE_SIDE, IMAGE_SIDE)

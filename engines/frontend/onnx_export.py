@@ -14,8 +14,14 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from engines.frontend.denormalise import OPSET, channel_shuffle, denormalise, shuffled_groups, without_defaults
-from engines.ir import Array, Graph, Node, QParams, TensorType
+from engines.frontend.operators.denormalise import (
+    OPSET,
+    channel_shuffle,
+    denormalise,
+    shuffled_groups,
+    without_defaults,
+)
+from engines.ir.graph import Array, Graph, Node, QParams, TensorType
 from engines.ops import LayoutOp, op_of
 from engines.version import COMPILER_VERSION
 

@@ -12,17 +12,17 @@ from onnx import helper, inliner, numpy_helper
 
 from engines.errors import EngineError, GraphError, ModelError, UnknownTensorError, UnknownValueError
 from engines.faults import faults_named
-from engines.frontend import attention, axes, composed, images  # noqa: F401  (fill RULES)
 from engines.frontend.inputs import constant_inputs, input_types
 from engines.frontend.names import check_names
-from engines.frontend.normalise import RULES, Beyond, Call, normalise
+from engines.frontend.operators import attention, axes, composed, images  # noqa: F401  (fill RULES)
+from engines.frontend.operators.normalise import RULES, Beyond, Call, normalise
 from engines.frontend.opsets import OLDEST_OPSET, current
 from engines.frontend.schema import check_node, check_types, same_as_default, schema_of
 from engines.frontend.trace import Trace
-from engines.ir import Array, Dim, Graph, Node, verify
+from engines.ir.graph import Array, Dim, Graph, Node, verify
+from engines.ir.shapes import Undecided
 from engines.ops import OPS, describe
 from engines.ops.fallback import as_onnx
-from engines.shapes import Undecided
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from onnx import version_converter
 
 from engines.errors import ModelError
 
-OLDEST_OPSET = 9            # that engines.frontend.normalise reads
+OLDEST_OPSET = 9            # that engines.frontend.operators.normalise reads
 OLDEST_CONVERTED = 6        # tests/onnx shows that onnx's converter brings these over; older ones change more
 
 

@@ -11,7 +11,7 @@ import onnx
 from onnx import helper
 
 from engines.errors import GraphError, did_you_mean
-from engines.ir import TensorType
+from engines.ir.graph import TensorType
 
 # Attributes that are 0 or 1 wherever they occur; what another number would mean differs from one runtime to the next.
 FLAGS = frozenset({"allowzero", "antialias", "ceil_mode", "count_include_pad", "detect_negative", "detect_positive",

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from engines.errors import ModelError
-from engines.ir import BATCH, Dim
-from engines.shapes import text
+from engines.ir.graph import BATCH, Dim
+from engines.ir.shapes import text
 
 Shape = Sequence[Dim | None]        # None or BATCH: the batch, or not known; other strings are symbols
 

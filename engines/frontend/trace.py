@@ -13,17 +13,17 @@ import numpy as np
 
 from engines.capacity import bytes_of, too_large
 from engines.errors import GraphError
-from engines.ir import Array, Node, TensorType, type_of
+from engines.ir.graph import Array, Node, TensorType, type_of
+from engines.ir.shapes import MOST_AXES, is_empty, text
 from engines.ops import op_of
 from engines.ops.fallback import Fallback
-from engines.shapes import MOST_AXES, is_empty, text
 
 SMALL = 4096        # elements: computed at once, a shape may depend on it; more is left to passes.fold_constants
 
 
 @dataclass
 class Trace:
-    """Grows node by node. `values` holds constants, and object arrays of ints and Extents (see engines.shapes)."""
+    """Grows node by node. `values` holds constants, and object arrays of ints and Extents (see engines.ir.shapes)."""
     types: dict[str, TensorType] = field(default_factory=dict)
     values: dict[str, Array] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir import Array
+from engines.ir.graph import Array
 from engines.ops.arithmetic import erf
 from engines.ops.pointwise import Pointwise
 

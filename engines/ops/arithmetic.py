@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir import Array, Node
+from engines.ir.graph import Array, Node
 from engines.ops.pointwise import Pointwise, from_numpy
 
 from_numpy(Pointwise, symbolic=True, Add=np.add, Sub=np.subtract, Mul=np.multiply, Neg=np.negative,

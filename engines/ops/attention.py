@@ -4,12 +4,12 @@ from __future__ import annotations
 import numpy as np
 
 from engines.errors import GraphError
-from engines.ir import Array, Node, TensorType
+from engines.ir.graph import Array, Node, TensorType
+from engines.ir.shapes import broadcast
 from engines.ops.items import ItemAxes, Mixed
 from engines.ops.items import broadcast as broadcast_items
 from engines.ops.normalization import softmax
 from engines.ops.op import Inputs, Op, Types, Values
-from engines.shapes import broadcast
 
 
 class ScaledDotProductAttention(Op):

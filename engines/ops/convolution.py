@@ -4,10 +4,10 @@ from __future__ import annotations
 import numpy as np
 
 from engines.errors import GraphError
-from engines.ir import Array, Node, TensorType
+from engines.ir.graph import Array, Node, TensorType
+from engines.ir.shapes import fixed, text
 from engines.ops.op import Inputs, LayoutOp, Types, Values
 from engines.ops.window import Window
-from engines.shapes import fixed, text
 
 
 class Conv(LayoutOp):

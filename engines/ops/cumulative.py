@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.ir import Array, Node, TensorType
+from engines.ir.graph import Array, Node, TensorType
 from engines.ops.items import ItemAxes, beside, only_first
 from engines.ops.op import Inputs, Op, Types, Values
 

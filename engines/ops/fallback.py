@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engines.errors import UnknownTensorError
-from engines.ir import Array, Node, TensorType
+from engines.ir.graph import Array, Node, TensorType
+from engines.ir.shapes import is_extent
 from engines.ops.op import OPS, Inputs, Op, Types, Values
-from engines.shapes import is_extent
 
 if TYPE_CHECKING:
     import onnx

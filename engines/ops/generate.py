@@ -6,10 +6,10 @@ import math
 import numpy as np
 
 from engines.errors import GraphError, UnknownTensorError
-from engines.ir import Array, Node, TensorType
+from engines.ir.graph import Array, Node, TensorType
+from engines.ir.shapes import dim, extent, fixed
 from engines.ops.items import ItemAxes, repeated
 from engines.ops.op import Inputs, Op, Types, Values
-from engines.shapes import dim, extent, fixed
 
 
 class ConstantOfShape(Op):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from engines.ir import BATCH, Dim, TensorType
-from engines.shapes import normal_axis
+from engines.ir.graph import BATCH, Dim, TensorType
+from engines.ir.shapes import normal_axis
 
 ItemAxes = Sequence[int | None]     # for each tensor the axis of its items; None: alike for all items, or absent
 

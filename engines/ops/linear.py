@@ -4,10 +4,10 @@ from __future__ import annotations
 import numpy as np
 
 from engines.errors import GraphError
-from engines.ir import Array, Node, TensorType
+from engines.ir.graph import Array, Node, TensorType
+from engines.ir.shapes import broadcast, check_stretches
 from engines.ops.items import ItemAxes, Mixed
 from engines.ops.op import Inputs, Op, Types, Values
-from engines.shapes import broadcast, check_stretches
 
 
 class Gemm(Op):

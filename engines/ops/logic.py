@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir import Array, Node
+from engines.ir.graph import Array, Node
 from engines.ops.pointwise import Pointwise, Predicate, from_numpy
 
 from_numpy(Predicate, symbolic=True, Equal=np.equal, Less=np.less, LessOrEqual=np.less_equal, Greater=np.greater,

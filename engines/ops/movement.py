@@ -6,10 +6,10 @@ from itertools import accumulate
 import numpy as np
 
 from engines.errors import GraphError
-from engines.ir import Array, Node, TensorType
+from engines.ir.graph import Array, Node, TensorType
+from engines.ir.shapes import broadcast, dim, extent, fixed, normal_axis
 from engines.ops.items import ItemAxes, Mixed, beside, only_first
 from engines.ops.op import Inputs, LayoutOp, Op, Types, Values, present
-from engines.shapes import broadcast, dim, extent, fixed, normal_axis
 
 
 class Concat(Op):

@@ -4,10 +4,10 @@ from __future__ import annotations
 import numpy as np
 
 from engines.errors import GraphError
-from engines.ir import Array, Node, TensorType
+from engines.ir.graph import Array, Node, TensorType
+from engines.ir.shapes import check_stretches, normal_axis, text
 from engines.ops.items import ItemAxes, Mixed, beside, only_first
 from engines.ops.op import Inputs, LayoutOp, Op, Types, Values, present
-from engines.shapes import check_stretches, normal_axis, text
 
 
 class _SameShape(Op, abstract=True):

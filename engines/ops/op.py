@@ -19,9 +19,9 @@ from typing import ClassVar
 import numpy as np
 
 from engines.errors import EngineError, GraphError, UnknownTensorError
-from engines.ir import Array, Dim, Node, TensorType
+from engines.ir.graph import Array, Dim, Node, TensorType
+from engines.ir.shapes import Extent, Undecided
 from engines.ops.items import ItemAxes, Mixed, only_first
-from engines.shapes import Extent, Undecided
 
 _REGISTRY: dict[str, type[Op]] = {}
 OPS: Mapping[str, type[Op]] = MappingProxyType(_REGISTRY)

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from engines.ir import Array, Node, TensorType
+from engines.ir.graph import Array, Node, TensorType
+from engines.ir.shapes import broadcast
 from engines.ops import items
 from engines.ops.op import Inputs, Op, Types, Values, present
-from engines.shapes import broadcast
 
 
 class Pointwise(Op, abstract=True):

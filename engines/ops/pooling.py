@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from engines.errors import GraphError
-from engines.ir import Array, Node, TensorType
+from engines.ir.graph import Array, Node, TensorType
+from engines.ir.shapes import fixed
 from engines.ops.items import ItemAxes, Mixed
 from engines.ops.op import Inputs, LayoutOp, Types, Values
 from engines.ops.reduction import mean
 from engines.ops.window import Window
-from engines.shapes import fixed
 
 
 class _Pool(LayoutOp, abstract=True):

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from engines.errors import GraphError
-from engines.ir import Array, Dim, Node, TensorType
+from engines.ir.graph import Array, Dim, Node, TensorType
+from engines.ir.shapes import text
 from engines.ops.items import ItemAxes, Mixed
 from engines.ops.op import Inputs, Op, Types, Values
-from engines.shapes import text
 
 GATES: Mapping[str, int] = {"LSTM": 4, "GRU": 3, "RNN": 1}      # in ONNX's order: i o f c, z r h, and the only one
 DEFAULTS: Mapping[str, tuple[str, ...]] = {"LSTM": ("Sigmoid", "Tanh", "Tanh"), "GRU": ("Sigmoid", "Tanh"),

@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from engines.ir import Array, Dim, Node, TensorType
+from engines.ir.graph import Array, Dim, Node, TensorType
+from engines.ir.shapes import fixed, normal_axis
 from engines.ops.items import ItemAxes, beside, only_first
 from engines.ops.op import Inputs, Op, Types, Values
-from engines.shapes import fixed, normal_axis
 
 Formula = Callable[..., Array]
 

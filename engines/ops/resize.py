@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 
 from engines.errors import GraphError
-from engines.ir import Array, Node, TensorType
+from engines.ir.graph import Array, Node, TensorType
+from engines.ir.shapes import extent, fixed
 from engines.ops.op import Inputs, LayoutOp, Types, Values
-from engines.shapes import extent, fixed
 
 
 class Resize(LayoutOp):

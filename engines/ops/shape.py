@@ -6,11 +6,11 @@ import math
 import numpy as np
 
 from engines.errors import GraphError
-from engines.ir import Array, Dim, Node, TensorType
+from engines.ir.graph import Array, Dim, Node, TensorType
+from engines.ir.shapes import broadcast, dim, extent, fixed, normal_axis, product, symbolic_array, text
 from engines.ops.items import ItemAxes, Mixed, only_first, repeated, viewed
 from engines.ops.items import broadcast as broadcast_items
 from engines.ops.op import Inputs, Op, Types, Values
-from engines.shapes import broadcast, dim, extent, fixed, normal_axis, product, symbolic_array, text
 
 
 class Identity(Op):

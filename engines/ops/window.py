@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engines.errors import GraphError
-from engines.ir import Array, Node
+from engines.ir.graph import Array, Node
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from dataclasses import replace
 import numpy as np
 
 from engines.errors import EngineError
-from engines.ir import BATCH, Array, Graph, Node, TensorType
+from engines.ir.graph import BATCH, Array, Graph, Node, TensorType
 from engines.ops import describe, op_of
 from engines.ops.items import ItemAxes, Mixed
-from engines.passes.notes import Note
-from engines.reference import run
+from engines.ops.reference import run
+from engines.passes.rewriting.notes import Note
 
 ITEMS = 3
 SEEDS, SEEDS_OF_INTEGERS = 2, 4     # trials: integers of three values and truth are alike by chance more often

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 
-from engines.ir import Array, Graph, Node
+from engines.ir.graph import Array, Graph, Node
 from engines.ops import op_of
-from engines.reference import run_node
+from engines.ops.reference import run_node
 
 SPARE_ELEMENTS = 1 << 16        # results may be this much larger than the constants that they replace, each,
 SPARE_SHARE = 4                 # and one part in this many of all constants, together

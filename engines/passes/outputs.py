@@ -4,8 +4,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from engines.ir import Graph, Node
-from engines.passes.rewrite import fresh_name
+from engines.ir.graph import Graph, Node
+from engines.passes.rewriting.rewrite import fresh_name
 
 
 def make_constant_outputs(graph: Graph) -> Graph:

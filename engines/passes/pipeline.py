@@ -8,20 +8,22 @@ import sys
 from collections.abc import Callable, Sequence
 
 from engines.debug import debugging
-from engines.ir import Graph, verify
-from engines.passes import rewrite
-from engines.passes.attention import fuse_attention
-from engines.passes.batch import check_batch, separate_batch
-from engines.passes.common import merge_common
+from engines.ir.graph import Graph, verify
 from engines.passes.dependence import with_dependence
 from engines.passes.fold_constants import fold_constants
-from engines.passes.fuse import fuse_pointwise
-from engines.passes.layout import to_channels_last
-from engines.passes.lines import lines_to_images
-from engines.passes.notes import Note
+from engines.passes.fusion.attention import fuse_attention
+from engines.passes.fusion.recurrent import split_recurrent
+from engines.passes.fusion.siblings import merge_siblings
+from engines.passes.fusion.vertical import fuse_pointwise
+from engines.passes.half_precision import widen_floats
+from engines.passes.layout.channels_last import to_channels_last
+from engines.passes.layout.conv1d import lines_to_images
+from engines.passes.layout.separate_batch import check_batch, separate_batch
 from engines.passes.outputs import make_constant_outputs
-from engines.passes.recurrent import split_recurrent
-from engines.passes.rewrite import Rule
+from engines.passes.rewriting import rewrite
+from engines.passes.rewriting.common import merge_common
+from engines.passes.rewriting.notes import Note
+from engines.passes.rewriting.rewrite import Rule
 from engines.passes.rules import activations
 from engines.passes.rules.batchnorm import BatchNormConv, BatchNormToPointwise, LinearBatchNorm
 from engines.passes.rules.border import PaddedPointwiseConv
@@ -41,8 +43,6 @@ from engines.passes.rules.scale import LinearScale, ScaleLinear
 from engines.passes.rules.scatter import ScatterOfRows
 from engines.passes.rules.shuffle import ChannelShuffle
 from engines.passes.rules.softmax import AlongInnermost
-from engines.passes.siblings import merge_siblings
-from engines.passes.widen import widen_floats
 
 Pass = Callable[[Graph], Graph]
 VIEWS = (ToReshape(), TransposeOfOnes(), MergeReshapes(), MergeTransposes())

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from engines.errors import ConfigError
-from engines.ir import Graph, Node, TensorType
-from engines.passes.rewrite import fresh_name
+from engines.ir.graph import Graph, Node, TensorType
+from engines.passes.rewriting.rewrite import fresh_name
 
 FLOAT = np.dtype(np.float32)
 

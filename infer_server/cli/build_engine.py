@@ -17,17 +17,17 @@ from typing import Any
 from tqdm import tqdm
 
 from calibration.calibrators import CALIBRATORS
-from calibration.preprocess import PRESETS, load_preprocess
+from calibration.data.preprocess import PRESETS, load_preprocess
 from engines.backends.llvm.backend import USUAL_BATCH
-from engines.backends.llvm.isa import ALL
-from engines.builder import DEFAULT_MAX_BATCH, BuildConfig
-from engines.cache import EngineCache
+from engines.backends.llvm.codegen.isa import ALL
+from engines.compiler.builder import DEFAULT_MAX_BATCH, BuildConfig
+from engines.compiler.engine_cache import EngineCache
 from engines.errors import ConfigError
 from engines.frontend.onnx_export import onnx_from_graph
+from engines.ir.serialize import graph_from_json
 from engines.passes.pixels import Pixels
-from engines.plan import Plan
-from engines.planfile import read_plan, write_plan
-from engines.serialize import graph_from_json
+from engines.plan.file import read_plan, write_plan
+from engines.plan.plan import Plan
 from infer_server.cli.calibrating import Calibration, Say
 from infer_server.cli.common import NOT_VERIFIED, guarded, positive
 from infer_server.cli.compiling import compile_model
@@ -142,8 +142,8 @@ def _key_options(options: argparse.Namespace, config: BuildConfig, calibration: 
     The calibration cache counts with its content: builds that share its name may find other ranges in it.
     """
     from engines.backends.llvm.backend import make_tuner
-    from engines.cpu import detect
-    from engines.tactics import TimingCache
+    from engines.machine.cpu import detect
+    from engines.machine.timing_cache import TimingCache
     script, is_script, _ = calibration.source.partition(".py:")
     source = Path(f"{script}.py" if is_script else calibration.source)
     files = sorted(source.rglob("*")) if source.is_dir() else [source] if calibration.source else []

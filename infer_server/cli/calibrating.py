@@ -12,17 +12,17 @@ import numpy as np
 from calibration.bias_correction import ChannelMeans, correct_biases
 from calibration.choose import Errors, compare
 from calibration.collect import collect
-from calibration.data import CalibrationData, Feed, open_calibration_data
+from calibration.data.preprocess import Preprocess, load_preprocess
 from calibration.histogram import Histogram
-from calibration.preprocess import Preprocess, load_preprocess
+from calibration.open_data import CalibrationData, Feed, open_calibration_data
 from calibration.search import CANDIDATES, search
 from calibration.smoothing import ALPHAS, ChannelPeaks, smoothable, smoothed, smoothing_factors
 from calibration.table import CalibrationTable, load_or_make, make_table
-from engines.builder import TRIAL_BATCH, Builder
+from engines.compiler.builder import TRIAL_BATCH, Builder
 from engines.errors import ConfigError
-from engines.fallback import to_real
-from engines.ir import Array, Graph
-from engines.runtime import Engine
+from engines.ir.graph import Array, Graph
+from engines.runtime.engine import Engine
+from engines.runtime.fallback import to_real
 
 Say = Callable[[str], None]
 

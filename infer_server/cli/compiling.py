@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engines.builder import BuildConfig, Builder
-from engines.plan import Plan
+from engines.compiler.builder import BuildConfig, Builder
+from engines.plan.plan import Plan
 from infer_server.cli.calibrating import Calibration, Say, calibrate
 
 

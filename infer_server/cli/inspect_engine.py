@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from engines import load_engine
-from engines.plan import IoTensor, Plan, writes_border
-from engines.planfile import read_plan
+from engines.plan.file import read_plan
+from engines.plan.plan import IoTensor, Plan, writes_border
 from infer_server.cli.common import guarded, positive, table
 from infer_server.cli.profile import as_json, header, profile, roofline
 from infer_server.cli.run_engine import ready_context

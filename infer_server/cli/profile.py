@@ -6,10 +6,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from engines.clock import thread_seconds
-from engines.plan import Step
-from engines.roofline import Bound, Peaks, bound
-from engines.runtime import Engine, ExecutionContext
+from engines.machine.clock import thread_seconds
+from engines.plan.plan import Step
+from engines.plan.roofline import Bound, Peaks, bound
+from engines.runtime.engine import Engine, ExecutionContext
 from infer_server.cli.common import Cell, table
 
 SECONDS = 1.0                       # of runs, and again of passes step by step, as far as they are within:
@@ -67,7 +67,7 @@ class Profile:
 
 def profile(engine: Engine, context: ExecutionContext, batch: int) -> Profile:
     """Runs the network on what its inputs hold, step by step, after measuring the core's peaks. Needs llvmlite."""
-    from engines.backends.llvm.peaks import measure_peaks  # LLVM is not for those who only run a plan
+    from engines.backends.llvm.tuning.peaks import measure_peaks  # LLVM is not for those who only run a plan
 
     peaks = measure_peaks()
     clock = thread_seconds if engine.threads == 1 else time.perf_counter

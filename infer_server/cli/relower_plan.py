@@ -5,8 +5,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from engines.builder import relower
-from engines.planfile import read_plan, write_plan
+from engines.compiler.builder import relower
+from engines.plan.file import read_plan, write_plan
 from infer_server.cli.common import guarded
 
 

@@ -14,10 +14,10 @@ import numpy as np
 
 from engines import load_engine
 from engines.errors import ConfigError, InputError
-from engines.ir import Array
-from engines.plan import IoTensor, Plan
-from engines.planfile import read_plan
-from engines.runtime import Engine, ExecutionContext, Feeds
+from engines.ir.graph import Array
+from engines.plan.file import read_plan
+from engines.plan.plan import IoTensor, Plan
+from engines.runtime.engine import Engine, ExecutionContext, Feeds
 from infer_server.cli.common import guarded, positive, seconds
 from infer_server.cli.profile import as_json, header, profile, slowest
 

@@ -5,11 +5,11 @@ from collections.abc import Iterable
 
 from tqdm import tqdm
 
-from calibration.data import open_calibration_data
-from calibration.items import Feed
-from calibration.verify import OutputErrors, Verification, verify
-from engines.builder import BuildConfig
-from engines.planfile import read_plan
+from calibration.accuracy.verify import OutputErrors, Verification, verify
+from calibration.data.items import Feed
+from calibration.open_data import open_calibration_data
+from engines.compiler.builder import BuildConfig
+from engines.plan.file import read_plan
 from infer_server.cli.calibrating import Calibration, Say
 from infer_server.cli.common import table
 

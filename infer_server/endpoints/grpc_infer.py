@@ -7,15 +7,15 @@ import time
 
 import grpc
 
-from infer_server.codec import declared_inputs, decode_inputs, encode_raw
-from infer_server.config import TensorSpec
+from infer_server.batching.request import Arrays, Request
+from infer_server.batching.statistics import Failure
+from infer_server.config.config import TensorSpec
+from infer_server.endpoints.inflight import Call, Inflight
 from infer_server.errors import InvalidRequestError, MemoryLimitError, NotServedError
-from infer_server.inflight import Call, Inflight
-from infer_server.model import Model
-from infer_server.repository import Repository
-from infer_server.request import Arrays, Request
-from infer_server.statistics import Failure
-from infer_server.wire import InferRequest, join_response, response_header, split_request
+from infer_server.protocol.codec import declared_inputs, decode_inputs, encode_raw
+from infer_server.protocol.wire import InferRequest, join_response, response_header, split_request
+from infer_server.repository.model import Model
+from infer_server.repository.repository import Repository
 from protos import inference
 
 

@@ -10,15 +10,15 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 
 import protos
+from infer_server.batching.statistics import Counters, Duration
 from infer_server.endpoints.grpc_errors import answering, parsed
 from infer_server.endpoints.grpc_infer import infer
 from infer_server.endpoints.health import health_handlers
+from infer_server.endpoints.inflight import Inflight
 from infer_server.errors import InvalidRequestError, NotServedError, ServeError, UnavailableError
-from infer_server.inflight import Inflight
 from infer_server.lifecycle import Lifecycle
-from infer_server.model import Model
-from infer_server.repository import Repository
-from infer_server.statistics import Counters, Duration
+from infer_server.repository.model import Model
+from infer_server.repository.repository import Repository
 from infer_server.version import NAME, VERSION
 from protos import inference, model_config
 
@@ -64,7 +64,7 @@ class InferenceService:
         return response
 
     async def infer(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        """ModelInfer takes and returns bytes: infer_server/wire.py."""
+        """ModelInfer takes and returns bytes: infer_server/protocol/wire.py."""
         return await infer(data, context, self._repository, self._inflight)
 
     async def ModelConfig(self, request: inference.ModelConfigRequest) -> inference.ModelConfigResponse:

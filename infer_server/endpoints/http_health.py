@@ -11,7 +11,7 @@ from http import HTTPStatus
 from infer_server.endpoints.http_server import Page, error_page
 from infer_server.errors import InvalidRequestError, ServeError, UnknownModelError
 from infer_server.lifecycle import Lifecycle
-from infer_server.repository import Repository
+from infer_server.repository.repository import Repository
 from infer_server.version import NAME, VERSION
 
 NOT_SERVED = error_page(HTTPStatus.NOT_IMPLEMENTED,

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from http import HTTPStatus
 
+from infer_server.batching.statistics import Counters, Duration
 from infer_server.endpoints.http_server import Page, error_page
-from infer_server.model import Model
-from infer_server.statistics import Counters, Duration
+from infer_server.repository.model import Model
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -6,9 +6,9 @@ from contextlib import nullcontext
 import pytest
 
 from benchmarks.threads import check, crew_counts, ready, speed
-from engines.runtime import Engine
-from tests.runtime.conftest import eager  # noqa: F401  (a fixture)
-from tests.runtime.tiny import mix_plan
+from engines.runtime.engine import Engine
+from tests.engines.conftest import eager  # noqa: F401  (a fixture)
+from tests.engines.tiny import mix_plan
 
 READS = [(0, 0), (1, 0), (2, 1), (3, 3)]
 ROWS, COLUMNS = 40, 64

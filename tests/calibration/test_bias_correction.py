@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from calibration.bias_correction import ChannelMeans, bias_shift, correct_biases
-from engines.ir import Graph, Node, QParams, TensorType, type_of, verify
+from engines.ir.graph import Graph, Node, QParams, TensorType, type_of, verify
 
 FLOAT = np.dtype(np.float32)
 RNG = np.random.default_rng(0)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from calibration.smoothing import ChannelPeaks, smoothable, smoothed, smoothing_factors
-from engines.ir import Graph, Node, TensorType, type_of, verify
-from engines.reference import run
+from engines.ir.graph import Graph, Node, TensorType, type_of, verify
+from engines.ops.reference import run
 
 FLOAT = np.dtype(np.float32)
 RNG = np.random.default_rng(0)

@@ -11,8 +11,8 @@ from clients import InferenceClient
 from clients.errors import InvalidRequestError, ModelNotFoundError
 from clients.load.cli import CANNOT_RUN, FINE, main
 from clients.load.statistics import PHASES
-from tests.server.numpy_engine import write_model
-from tests.server.serving import serving
+from tests.infer_server.numpy_engine import write_model
+from tests.infer_server.serving import serving
 
 BATCH_SECONDS = 0.03            # many times what a client needs to ask again, even on a busy machine
 MAX_BATCH = 8

@@ -15,7 +15,7 @@ from onnx import AttributeProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from engines.errors import CompilerFault, EngineError, ModelError
-from engines.frontend.normalise import RULES
+from engines.frontend.operators.normalise import RULES
 from engines.frontend.opsets import OLDEST_OPSET
 from engines.onnx_backend import EngineBackend
 from engines.ops import OPS

@@ -22,11 +22,11 @@ import onnx
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from engines.builder import BuildConfig, Builder
+from engines.compiler.builder import BuildConfig, Builder
 from engines.errors import CompilerFault, EngineError
-from engines.plan import Plan
-from engines.runtime import Engine
-from tests.compiler.small_models import node, small_model
+from engines.plan.plan import Plan
+from engines.runtime.engine import Engine
+from tests.engines.compiler.small_models import node, small_model
 from tests.fuzz.worker import Worker
 
 ITEMS = 2                   # of a batch

@@ -27,17 +27,17 @@ from typing import Any
 
 import numpy as np
 
-from engines.bands import banded
-from engines.checksums import PAGE, page_sums, strong
+from engines.backends.llvm.tuning.item_major import banded
 from engines.errors import PlanError
-from engines.ir import Node, QParams
-from engines.plan import Band, Buffer, Fallback, IoTensor, Plan, Step, TensorView
-from engines.planfile import fingerprint_of, read_plan, write_plan
-from engines.runtime import load_engine
-from engines.serialize import node_to_json
-from tests.compiler.zoo_engines import compiled
+from engines.ir.graph import Node, QParams
+from engines.ir.serialize import node_to_json
+from engines.plan.checksums import PAGE, page_sums, strong
+from engines.plan.file import fingerprint_of, read_plan, write_plan
+from engines.plan.plan import Band, Buffer, Fallback, IoTensor, Plan, Step, TensorView
+from engines.runtime.engine import load_engine
+from tests.engines.compiler.zoo_engines import compiled
+from tests.engines.tiny import executor, halo_plan, mix_plan
 from tests.fuzz.worker import Worker
-from tests.runtime.tiny import executor, halo_plan, mix_plan
 from tests.zoo import TINY
 
 HEADER = struct.Struct("<8sIIQQ16sQQ")

@@ -6,11 +6,11 @@ import signal
 from collections import Counter
 from pathlib import Path
 
-from engines.planfile import read_plan, write_plan
-from engines.runtime import load_engine
+from engines.plan.file import read_plan, write_plan
+from engines.runtime.engine import load_engine
+from tests.engines.tiny import halo_plan
 from tests.fuzz.plans import FINE, KINDS, WEIGHTS, feeds_of, fuzz, outcome, seeds
 from tests.fuzz.worker import Worker
-from tests.runtime.tiny import halo_plan
 
 COUNT = 306         # so many of each kind, by its weight
 

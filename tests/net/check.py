@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from engines import reference
-from engines.builder import BuildConfig, Builder
+from engines.compiler.builder import BuildConfig, Builder
 from engines.errors import InputError, ModelError
-from engines.plan import Plan
-from engines.planfile import write_plan
-from engines.runtime import Engine, load_engine
+from engines.ops import reference
+from engines.plan.file import write_plan
+from engines.plan.plan import Plan
+from engines.runtime.engine import Engine, load_engine
 from tests.net.evaluation import Array, expected, widened
 from tests.net.graphs import ITEMS, Case, dtype_of
 

@@ -8,7 +8,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from engines.backends.llvm import bodies
+from engines.lowering.epilogue import from_onnx
 from tests.net.check import Wrong, check
 from tests.net.evaluation import OPSET, Array, Evaluator, evaluator
 from tests.net.graphs import ITEMS, Case
@@ -76,6 +76,6 @@ def test_what_the_net_found_stays_right(name: str) -> None:
 def test_a_kernel_that_is_a_little_wrong_is_caught(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_of("(float[N, 5] x) => (float[] y) { a = Sigmoid (x) y = Relu (a) }", precision)
     check(case)
-    monkeypatch.setitem(bodies.WRITERS, "Relu", lambda w, node, x: x.clip(0.25, np.inf))  # type: ignore[arg-type]
+    monkeypatch.setitem(from_onnx.WRITERS, "Relu", lambda w, node, x: x.clip(0.25, np.inf))  # type: ignore[arg-type]
     with pytest.raises(Wrong, match="of 1 items is 0.25, not 0.119"):
         check(case)

@@ -7,21 +7,21 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.buffers import buffers_of, check_memory, fills_of, write_borders
-from engines.backends.llvm.calls import Call
+from engines.backends.llvm.codegen.executor import scheduler_object
+from engines.backends.llvm.codegen.isa import Isa, best_isa, isa_named
 from engines.backends.llvm.constants import Constants
-from engines.backends.llvm.isa import Isa, best_isa, isa_named
-from engines.backends.llvm.lower import Lowered, for_batches_of, lower
-from engines.backends.llvm.places import NO_BUFFER, Place, batch_axis, tensor_view
-from engines.backends.llvm.scheduler import scheduler_object
-from engines.backends.llvm.spec import KernelSpec, Window
-from engines.backends.llvm.tuner import Choice, Progress, Tuner
-from engines.cpu import detect
-from engines.ir import BATCH, Graph
-from engines.packed import PackedArray
-from engines.plan import Buffer, Derived, Fallback, Fill, IoTensor, Operand, Reach, Step, TensorView
-from engines.serialize import node_to_json
-from engines.tactics import TimingCache
+from engines.backends.llvm.kernels.spec import KernelSpec, Window
+from engines.backends.llvm.tuning.tuner import Choice, Progress, Tuner
+from engines.ir.graph import BATCH, Graph
+from engines.ir.serialize import node_to_json
+from engines.lowering.buffers import buffers_of, check_memory, fills_of, write_borders
+from engines.lowering.calls.calls import Call
+from engines.lowering.calls.placement import NO_BUFFER, Place, batch_axis, tensor_view
+from engines.lowering.lower import Lowered, for_batches_of, lower
+from engines.machine.cpu import detect
+from engines.machine.timing_cache import TimingCache
+from engines.plan.packed import PackedArray
+from engines.plan.plan import Buffer, Derived, Fallback, Fill, IoTensor, Operand, Reach, Step, TensorView
 
 USUAL_BATCH = 32            # of full tiles, whatever their shape
 _PRECISIONS = {"uint8": "int8", "int8": "int8", "float16": "fp16", "bfloat16": "bf16"}

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.calls import Call
-from engines.backends.llvm.isa import Isa
-from engines.backends.llvm.spec import ALIGNMENT, Array, KernelSpec
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.kernels.spec import ALIGNMENT, Array, KernelSpec
 from engines.backends.llvm.unpacking import SMALLEST, PackingFinder
-from engines.ir import Graph
-from engines.packed import PackedArray, Packing
-from engines.plan import DERIVED, Derived, Operand
+from engines.ir.graph import Graph
+from engines.lowering.calls.calls import Call
+from engines.plan.packed import PackedArray, Packing
+from engines.plan.plan import DERIVED, Derived, Operand
 
 TAIL = 4 * ALIGNMENT        # bytes behind them: a prefetch or the last vector may look past the end
 

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.backends.llvm.isa import Isa
-from engines.backends.llvm.program import load_meaning, store_meaning
-from engines.backends.llvm.spec import Array, KernelSpec
-from engines.packed import Packing, Picked
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.kernels.spec import Array, KernelSpec
+from engines.lowering.epilogue.program import load_meaning, store_meaning
+from engines.plan.packed import Packing, Picked
 
 SMALLEST = 4096             # bytes: below, a constant takes hardly more room than the way back to it
 MOST_COLUMNS = 1 << 16      # of a matrix: a packing says a number for each

@@ -13,8 +13,8 @@ import math
 
 import numpy as np
 
-from engines.ir import Node, TensorType
-from engines.passes.rewrite import Constant, Draft, Match, P, Rule, Value
+from engines.ir.graph import Node, TensorType
+from engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
 
 
 def _near(match: Match, bind: str, number: float) -> bool:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.ir import Array, TensorType
-from engines.passes.facts import pads
-from engines.passes.rewrite import Constant, Draft, Match, No, P, Rule, Value
+from engines.ir.graph import Array, TensorType
+from engines.passes.rewriting.facts import pads
+from engines.passes.rewriting.rewrite import Constant, Draft, Match, No, P, Rule, Value
 from engines.passes.rules.linear import LINEAR, bias_of, finish_scaled, weights_are_constant
 
 _STATISTICS = (Constant("gamma"), Constant("beta"), Constant("mean"), Constant("var"))

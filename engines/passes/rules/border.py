@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engines.ir import TensorType
-from engines.passes.facts import pads, spatial
-from engines.passes.rewrite import Draft, Match, No, P, Rule, Value
+from engines.ir.graph import TensorType
+from engines.passes.rewriting.facts import pads, spatial
+from engines.passes.rewriting.rewrite import Draft, Match, No, P, Rule, Value
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir import BATCH, Dim, Graph, Node, TensorType
+from engines.ir.graph import BATCH, Dim, Graph, Node, TensorType
 from engines.ops import op_of
-from engines.passes.facts import NORMS, is_pointwise
-from engines.passes.rewrite import Draft, Match, P, Rule, Value
+from engines.passes.rewriting.facts import NORMS, is_pointwise
+from engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
 
 Shape = tuple[Dim, ...]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.ir import TensorType
-from engines.passes.rewrite import Constant, Draft, Match, P, Rule, Value
+from engines.ir.graph import TensorType
+from engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
 
 
 class InstanceNorm(Rule):

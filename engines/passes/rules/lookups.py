@@ -14,9 +14,9 @@ import math
 
 import numpy as np
 
-from engines.ir import BATCH, Array, Dim, Graph, TensorType
-from engines.passes.rewrite import Constant, Draft, Match, P, Rule, Value
-from engines.shapes import Extent, extent
+from engines.ir.graph import BATCH, Array, Dim, Graph, TensorType
+from engines.ir.shapes import Extent, extent
+from engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
 
 
 class LookupInItem(Rule):

@@ -7,10 +7,10 @@
 """
 from __future__ import annotations
 
-from engines.ir import TensorType
-from engines.passes.facts import is_pointwise, scalar
-from engines.passes.rewrite import Constant, Draft, Match, P, Rule, Value
-from engines.shapes import broadcast
+from engines.ir.graph import TensorType
+from engines.ir.shapes import broadcast
+from engines.passes.rewriting.facts import is_pointwise, scalar
+from engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
 
 _POINTWISE = P("Add Sub Mul Div Pow Max Min And Or Xor Not Where Equal Less LessOrEqual Greater GreaterOrEqual Cast "
                "Neg")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.ir import Graph, Node
-from engines.passes.facts import pads, spatial
-from engines.passes.rewrite import Draft, Match, P, Rule
+from engines.ir.graph import Graph, Node
+from engines.passes.rewriting.facts import pads, spatial
+from engines.passes.rewriting.rewrite import Draft, Match, P, Rule
 
 _NEUTRAL = {"Add": 0.0, "Sub": 0.0, "Mul": 1.0, "Div": 1.0, "Pow": 1.0}
 _JOINS = ("Concat", "Max", "Min", "Sum", "Mean")

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.ir import Array, Graph, Node
-from engines.passes.facts import per_channel
-from engines.passes.rewrite import Constant, Draft, Match, No, P, Rule, Value
+from engines.ir.graph import Array, Graph, Node
+from engines.passes.rewriting.facts import per_channel
+from engines.passes.rewriting.rewrite import Constant, Draft, Match, No, P, Rule, Value
 
 SMALL = 1e-10       # a bound below a norm that only a row of zeros falls under: LpNormalization leaves such a row zero
 

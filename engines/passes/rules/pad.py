@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.ir import Graph
-from engines.passes.facts import pads, spatial
-from engines.passes.rewrite import Draft, Match, No, P, Rule, Value
+from engines.ir.graph import Graph
+from engines.passes.rewriting.facts import pads, spatial
+from engines.passes.rewriting.rewrite import Draft, Match, No, P, Rule, Value
 
 # Below any value that a network computes: exporters write numbers like -3.4e38 where they mean minus infinity.
 _MINUS_INFINITY = -1e30

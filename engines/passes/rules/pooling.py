@@ -5,9 +5,9 @@
 """
 from __future__ import annotations
 
-from engines.ir import TensorType
-from engines.passes.facts import pads
-from engines.passes.rewrite import Draft, Match, P, Rule, Value
+from engines.ir.graph import TensorType
+from engines.passes.rewriting.facts import pads
+from engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
 
 _GLOBAL = {"ReduceMean": "GlobalAveragePool", "ReduceMax": "GlobalMaxPool",
            "AveragePool": "GlobalAveragePool", "MaxPool": "GlobalMaxPool"}

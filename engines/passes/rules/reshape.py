@@ -7,8 +7,8 @@
 """
 from __future__ import annotations
 
-from engines.ir import Dim
-from engines.passes.rewrite import Draft, Match, P, Rule, Value
+from engines.ir.graph import Dim
+from engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
 
 
 class ToReshape(Rule):

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.ir import Array
-from engines.passes.facts import per_channel
-from engines.passes.rewrite import Constant, Draft, Match, No, P, Rule, Value
+from engines.ir.graph import Array
+from engines.passes.rewriting.facts import per_channel
+from engines.passes.rewriting.rewrite import Constant, Draft, Match, No, P, Rule, Value
 from engines.passes.rules.linear import LINEAR, finish_scaled, output_channels, weights_are_constant
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.ir import TensorType
-from engines.passes.rewrite import Constant, Draft, Match, No, P, Rule, Value
+from engines.ir.graph import TensorType
+from engines.passes.rewriting.rewrite import Constant, Draft, Match, No, P, Rule, Value
 
 
 class ScatterOfRows(Rule):

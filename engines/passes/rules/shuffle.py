@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.passes.rewrite import Draft, Match, P, Rule, Value
+from engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
 
 
 class ChannelShuffle(Rule):

@@ -4,8 +4,8 @@
 """
 from __future__ import annotations
 
-from engines.ir import TensorType
-from engines.passes.rewrite import Draft, Match, P, Rule, Value
+from engines.ir.graph import TensorType
+from engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
 
 
 class AlongInnermost(Rule):

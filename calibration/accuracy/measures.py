@@ -1,0 +1,98 @@
+"""How far a quantised model is from the float one: four measures, and the sums they are made of."""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.ir.graph import Array
+
+
+def sqnr_db(reference: Array, value: Array) -> float:
+    """Signal to quantisation noise ratio in dB, 10 log10(sum r^2 / sum (r - v)^2); inf if equal, arrays of one shape.
+
+    6 dB are a bit; a layer's output in 8 bits has about 40 dB, a usable network output 15 to 30.
+    """
+    return powers(reference, value).sqnr_db
+
+
+def peak_snr_db(reference: Array, value: Array) -> float:
+    """Like sqnr_db in the 4-norm, 20 log10(|r|_4 / |r - v|_4), which the largest elements and errors dominate.
+
+    What is read from an output is its peaks: the class, the boxes, the characters. A detector whose scores are clipped
+    (few elements, far off) loses them while its SQNR stays. NanoDet-g, its worst output over 32 pictures: percentile
+    99.999 has 20.5 dB and a box F1 of 57, percentile 99.9999 18.3 dB and 92; in the 4-norm, 16.2 and 19.5 dB.
+    """
+    return powers(reference, value).peak_snr_db
+
+
+def cosine(reference: Array, value: Array) -> float:
+    """Cosine of the angle between the arrays as flat vectors; 1 if both are zero."""
+    a, b = _comparable(reference, value)
+    norms = float(np.linalg.norm(a) * np.linalg.norm(b))
+    return float(a @ b) / norms if norms else float(np.array_equal(a, b))
+
+
+def top1_agreement(reference: Array, value: Array) -> float:
+    """The share (0..1) of rows, along the last axis, whose largest element is at the same place in both."""
+    return float(np.mean(np.argmax(reference, axis=-1) == np.argmax(value, axis=-1)))
+
+
+@dataclass(frozen=True)
+class Powers:
+    """Sums of reference**2, error**2, reference**4, error**4: what the ratios are made of."""
+    r2: float = 0.0
+    e2: float = 0.0
+    r4: float = 0.0
+    e4: float = 0.0
+
+    def __add__(self, other: Powers) -> Powers:
+        return Powers(self.r2 + other.r2, self.e2 + other.e2, self.r4 + other.r4, self.e4 + other.e4)
+
+    @property
+    def sqnr_db(self) -> float:
+        return _decibel(self.r2, self.e2)
+
+    @property
+    def peak_snr_db(self) -> float:
+        return _decibel(self.r4, self.e4) / 2
+
+
+def powers(reference: Array, value: Array) -> Powers:
+    """The sums for one pair of arrays; elements that are infinite in the reference (masked scores) are left out."""
+    r, v = _comparable(reference, value)
+    r2, e2 = r ** 2, (r - v) ** 2
+    return Powers(float(r2.sum()), float(e2.sum()), float((r2 ** 2).sum()), float((e2 ** 2).sum()))
+
+
+def typical(items: Sequence[Powers]) -> Powers | None:
+    """The powers of the mean item, its signal 1; None if there is no signal in any.
+
+    An item's errors are taken relative to its own signal, or to the median item's where that is stronger: neither one
+    loud item decides, nor the noise in one that has next to nothing to say (a picture without objects).
+    """
+    table = np.array([[item.r2, item.e2, item.r4, item.e4] for item in items])
+    signals, errors = table[:, 0::2], table[:, 1::2]
+    if not signals.any():
+        return None
+    floor = np.median(signals, axis=0)
+    floor = np.where(floor > 0.0, floor, signals.mean(axis=0))
+    e2, e4 = (errors / np.maximum(signals, floor)).mean(axis=0)
+    return Powers(1.0, float(e2), 1.0, float(e4))
+
+
+def _comparable(reference: Array, value: Array) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Both arrays' elements, flat, where the reference is finite."""
+    known = np.isfinite(reference)
+    return np.asarray(reference[known], np.float64), np.asarray(value[known], np.float64)
+
+
+def _decibel(signal: float, noise: float) -> float:
+    if noise == 0.0:
+        return math.inf
+    if signal == 0.0 or not math.isfinite(noise):       # a quantised run that gave NaN is as bad as can be
+        return -math.inf
+    return 10.0 * math.log10(signal / noise)

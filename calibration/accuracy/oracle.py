@@ -1,0 +1,83 @@
+"""Who says what a model should answer: ONNX Runtime on the file, where it is installed, else our reference."""
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from calibration.data.items import Feed
+from engines.frontend.onnx_import import graph_from_onnx, recurs_in_float16
+from engines.ir.graph import Array, Dim, Graph
+from engines.ops.reference import run
+from engines.passes.pixels import Pixels, take_pixels
+
+ERRORS_ONLY = 3
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """`answer` gives the outputs for one feed; `name` is what a user reads of it; `slow`: seconds for an item."""
+    name: str
+    answer: Callable[[Feed], dict[str, Array]]
+    slow: bool = False
+
+
+def oracle_of(model: str | Path, shapes: Mapping[str, Sequence[Dim | None]] | None = None, *, keep_batch: bool = False,
+              pixels: Pixels | None = None) -> Oracle:
+    """The best there is for an ONNX file whose engine was built with these options.
+
+    ONNX Runtime takes the file as it is; what it refuses (a type, an operator), the reference computes. Raises
+    ModelError if the model cannot be read.
+    """
+    refused = ""
+    if importlib.util.find_spec("onnxruntime") is not None:
+        try:
+            return _onnx_runtime(Path(model), pixels)
+        except Exception as error:      # it raises a class of its own for each status
+            refused = f"; ONNX Runtime refuses the model: {str(error).splitlines()[0]}"
+    graph = graph_from_onnx(model, shapes=shapes, keep_batch=keep_batch)
+    graph = take_pixels(graph, pixels) if pixels else graph
+    return Oracle(f"the NumPy reference{refused}", lambda feed: run(graph, _typed(feed, graph)), slow=True)
+
+
+def reference_of(graph: Graph) -> Oracle:
+    """A plan's own graph, with what it stores quantised, in NumPy: all that can differ is how it was compiled."""
+    return Oracle("the NumPy reference of its quantised graph", lambda feed: run(graph, _typed(feed, graph)), slow=True)
+
+
+def _typed(feed: Feed, graph: Graph) -> dict[str, Array]:
+    """bfloat16 is fed to an engine as uint16."""
+    bfloat16 = {name for name in feed if graph.types[name].dtype.name == "bfloat16"}
+    return {name: array.view(graph.types[name].dtype) if name in bfloat16 else array for name, array in feed.items()}
+
+
+def _onnx_runtime(model: Path, pixels: Pixels | None) -> Oracle:
+    if recurs_in_float16(model):        # 1.31 ends the process as it opens one
+        raise ValueError("it crashes on recurrent layers of float16")
+    import onnxruntime
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = ERRORS_ONLY
+    session = onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+    if "tensor(bfloat16)" in {value.type for value in (*session.get_inputs(), *session.get_outputs())}:
+        raise ValueError("its Python interface has no bfloat16")
+    names = [output.name for output in session.get_outputs()]
+    shapes = {value.name: value.shape for value in session.get_inputs()}
+    floats = {value.name for value in session.get_inputs() if value.type == "tensor(float)"}
+
+    def answer(feed: Feed) -> dict[str, Array]:
+        if pixels:
+            feed = {name: _normalised(array, pixels, shapes[name]) if name in floats and array.dtype == np.uint8
+                    else array for name, array in feed.items()}
+        return dict(zip(names, map(np.asarray, session.run(names, dict(feed))), strict=True))
+
+    return Oracle(f"ONNX Runtime {onnxruntime.__version__}", answer)
+
+
+def _normalised(images: Array, pixels: Pixels, shape: Sequence[Any]) -> Array:
+    """uint8 [N, H, W, C] as the float32 images that the model takes: of this shape, channels first or last."""
+    real = images.astype(np.float32) * np.array(pixels.scale, np.float32) + np.array(pixels.shift, np.float32)
+    return np.ascontiguousarray(real.transpose(0, 3, 1, 2) if shape[1] == len(pixels.scale) else real)

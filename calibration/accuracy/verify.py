@@ -1,0 +1,253 @@
+"""Verification: an engine's outputs beside those that the model should give, and a verdict by the engine's precision.
+
+    verification = verify("m.plan", "m.onnx")
+    print(verification)
+    verification.faults                     # () if every output is within its limits
+"""
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from calibration.accuracy.measures import cosine, sqnr_db
+from calibration.accuracy.oracle import Oracle, oracle_of, reference_of
+from calibration.data.generated import generated
+from calibration.data.items import CalibrationData, Feed
+from engines.ir.graph import Array, Dim, Graph
+from engines.ir.serialize import graph_from_json
+from engines.passes.pixels import Pixels
+from engines.plan.plan import IoTensor, Plan
+from engines.runtime.engine import Engine, load_engine
+
+TOGETHER = 3            # items of the batches, beside single ones
+BATCHES = 4             # of so many items, where there are as many
+_QUANTISE = frozenset({"QuantizeLinear", "DynamicQuantizeLinear"})
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an output may be off: by the largest error as a share of its range, or in SQNR where single values say
+    little; of integers and truth, the share of elements that differ."""
+    relative: float = math.inf
+    sqnr_db: float = -math.inf
+    differing: float = 0.01
+
+
+LIMITS = {
+    "fp32": Limits(relative=1e-3),                          # sums in another order: 1e-6 to 1e-4
+    "fp16": Limits(relative=2e-2, differing=0.1),           # 11 bits a tensor, over all layers
+    "bf16": Limits(relative=1e-1, differing=0.2),           # 8 bits
+    "int8": Limits(sqnr_db=6.0, differing=0.5),             # an error half as large as the signal
+}
+_ADVICE = {
+    "fp32": "float32 leaves no room for that: it is a fault of the compiler, to be reported with the model, or the "
+            "model makes much of the last bits of its sums on these inputs: give typical ones, --calib",
+    "fp16": "build with --fp32 --verify: if that passes, the model needs more than float16 has",
+    "bf16": "build with --fp32 --verify: if that passes, the model needs more than bfloat16 has",
+    "int8": "build with --fp32 --verify: if that passes, quantisation is what costs it: calibrate on more and typical "
+            "data, check --preprocess, or leave nodes in float with --keep-float",
+}
+
+
+@dataclass(frozen=True)
+class OutputErrors:
+    """How far one output is from what it should be, over all items. Errors are of elements that are finite in both.
+
+    largest     absolute; `relative` is it as a share of the output's range, largest minus smallest value expected
+    item        the item that has it, counted from 0 in the order of the data
+    odd         elements that are NaN or infinite in one of the two, and not the same in the other
+    differing   share of the elements that are not equal
+    wrong       why there is nothing to compare: another dtype or shape, no finite value; "" if there is
+    """
+    name: str
+    largest: float = 0.0
+    relative: float = 0.0
+    mean: float = 0.0
+    median: float = 0.0
+    item: int = 0
+    sqnr_db: float = math.inf
+    cosine: float = 1.0
+    odd: int = 0
+    differing: float = 0.0
+    floating: bool = True
+    wrong: str = ""
+
+    def fault(self, limits: Limits) -> str:
+        """What is beyond the limits; "" if nothing."""
+        if self.wrong or self.odd:
+            return self.wrong or f"{self.odd} elements are NaN or infinite in one of the two only"
+        if not self.floating:
+            return (f"{100 * self.differing:.1f} % of the elements differ; at most {100 * limits.differing:g} % may"
+                    if self.differing > limits.differing else "")
+        if not self.relative <= limits.relative:
+            return (f"its largest error is {self.relative:.3g} of its range (item {self.item}); at most "
+                    f"{limits.relative:g} may be")
+        if not self.sqnr_db >= limits.sqnr_db:
+            return f"its SQNR is {self.sqnr_db:.1f} dB; at least {limits.sqnr_db:g} dB are wanted"
+        return ""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The errors of every output, and the verdict."""
+    oracle: str
+    items: int
+    precision: str
+    outputs: tuple[OutputErrors, ...]
+    together: tuple[OutputErrors, ...]      # the same items in a batch beside each alone, both by the engine
+
+    @property
+    def limits(self) -> Limits:
+        return LIMITS[self.precision]
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What is beyond the limits of the precision, an output a line."""
+        limits = self.limits
+        alone = [f"output '{errors.name}': {fault}" for errors in self.outputs if (fault := errors.fault(limits))]
+        return (*alone, *(f"output '{errors.name}' of an item depends on what else is in its batch: {fault}"
+                          for errors in self.together if (fault := errors.fault(limits))))
+
+    @property
+    def advice(self) -> str:
+        """What to do about the faults."""
+        return _ADVICE[self.precision]
+
+
+def verify(plan: str | os.PathLike[str], model: str | os.PathLike[str], data: CalibrationData | None = None, *,
+           shapes: Mapping[str, Sequence[Dim | None]] | None = None, pixels: Pixels | None = None,
+           progress: Callable[[Iterable[Feed], bool], Iterable[Feed]] | None = None) -> Verification:
+    """Run the plan file, and the ONNX file it was built from, on the same inputs: one item, and batches of three.
+
+    data        items (calibration.open_calibration_data); None generates them, seeded
+    shapes      what --shape gave the build
+    pixels      what --uint8-input made of the image input
+    progress    called with the feeds and whether they take seconds each; yields the feeds
+
+    The model is run by ONNX Runtime where it is installed, else by the NumPy reference. Generated inputs look like
+    nothing that an INT8 plan was calibrated on, so it is then compared with its own quantised graph.
+    Raises EngineErrors about the plan, the model or the data.
+    """
+    engine = load_engine(plan)
+    graph = graph_from_json(engine.plan.graph, engine.plan.graph_arrays)
+    precision = precision_of(engine.plan, graph)
+    if data is None and engine.plan.precision == "int8":
+        oracle = reference_of(graph)
+    else:
+        oracle = oracle_of(Path(model), shapes, keep_batch=bool(engine.max_batch), pixels=pixels)
+    if data is None:
+        data = generated(engine.inputs, graph, 1 + BATCHES * TOGETHER)
+    feeds = feeds_of(data, engine.max_batch)
+    return verify_engine(engine, oracle, progress(feeds, oracle.slow) if progress else feeds, precision)
+
+
+def verify_engine(engine: Engine, oracle: Oracle, feeds: Iterable[Feed], precision: str) -> Verification:
+    """The same for a loaded engine and an oracle, on feeds at hand.
+
+    The items of a batch are also run each alone, unless the plan says that they depend on each other.
+    """
+    beside: dict[str, list[_Pair]] = {tensor.name: [] for tensor in engine.outputs}
+    alone: dict[str, list[_Pair]] = {tensor.name: [] for tensor in engine.outputs}
+    count = 0
+    for feed in feeds:
+        items, made, expected = _items(engine, feed), engine.run(feed), oracle.answer(feed)
+        singles = [engine.run(single) for single in _singles(engine, feed, items)]
+        count += items
+        for tensor in engine.outputs:
+            value = made[tensor.name]
+            beside[tensor.name].append(_pair(tensor, expected[tensor.name], value, items))
+            if tensor.view.batched and singles:
+                whole = np.concatenate([single[tensor.name] for single in singles], tensor.view.batch_axis)
+                alone[tensor.name].append(_pair(tensor, whole, value, items))
+    return Verification(oracle.name, count, precision, tuple(_errors(name, pairs) for name, pairs in beside.items()),
+                        tuple(_errors(name, pairs) for name, pairs in alone.items() if pairs))
+
+
+def precision_of(plan: Plan, graph: Graph) -> str:
+    """The coarsest arithmetic of the plan and its graph, by which it is judged; a model that quantises is in INT8, and
+    one that holds float16 or bfloat16 rounds as those do."""
+    if any(kind.quant for kind in graph.types.values()) or any(node.op in _QUANTISE for node in graph.nodes):
+        return "int8"
+    found = {node.precision for node in graph.nodes} if plan.precision == "best" else {plan.precision}
+    dtypes = {kind.dtype.name for kind in graph.types.values()}
+    found |= {precision for dtype, precision in (("float16", "fp16"), ("bfloat16", "bf16")) if dtype in dtypes}
+    return next((precision for precision in ("int8", "bf16", "fp16") if precision in found), "fp32")
+
+
+def feeds_of(data: CalibrationData, max_batch: int) -> list[Feed]:
+    """One item, then batches of three: as many as the engine takes, if that is less."""
+    first, *_ = data.limit(1)
+    behind = data.every(1, start=1).limit(BATCHES * TOGETHER)
+    if data.count == 1:
+        return [first]
+    return [first, *behind.batches(min(TOGETHER, max_batch or 1))]
+
+
+# ---- one feed
+@dataclass(frozen=True)
+class _Pair:
+    """What is expected and what came, [items, elements of one]; `wrong` says why there are none."""
+    expected: Array
+    value: Array
+    floating: bool = True
+    wrong: str = ""
+
+
+def _items(engine: Engine, feed: Feed) -> int:
+    return next((len(feed[tensor.name]) for tensor in engine.inputs if tensor.view.batched), 1)
+
+
+def _singles(engine: Engine, feed: Feed, items: int) -> list[Feed]:
+    """Each item of a batch alone; none where they depend on each other, or there is but one."""
+    if items == 1 or engine.plan.dependence:
+        return []
+    batched = {tensor.name for tensor in engine.inputs if tensor.view.batched}
+    return [{name: array[i:i + 1] if name in batched else array for name, array in feed.items()} for i in range(items)]
+
+
+def _pair(tensor: IoTensor, expected: Array, value: Array, items: int) -> _Pair:
+    expected, value = (_readable(array, tensor) for array in (expected, value))
+    if expected.shape != value.shape or expected.dtype != value.dtype:
+        return _Pair(expected, value, wrong=f"it is {value.dtype}{list(value.shape)}, and should be "
+                                            f"{expected.dtype}{list(expected.shape)}")
+    if tensor.view.batched:
+        expected, value = (np.moveaxis(array, tensor.view.batch_axis, 0) for array in (expected, value))
+    rows = items if tensor.view.batched else 1
+    columns = expected.size // max(rows, 1)
+    return _Pair(expected.reshape(rows, columns), value.reshape(rows, columns), expected.dtype.kind == "f")
+
+
+def _readable(array: Array, tensor: IoTensor) -> Array:
+    """bfloat16, or its bits as an engine gives them, as float32."""
+    if tensor.dtype != "bfloat16":
+        return array
+    return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+# ---- all feeds
+def _errors(name: str, pairs: Sequence[_Pair]) -> OutputErrors:
+    if wrong := next((pair.wrong for pair in pairs if pair.wrong), ""):
+        return OutputErrors(name, wrong=wrong)
+    expected, value = (np.concatenate(arrays) for arrays in ([p.expected for p in pairs], [p.value for p in pairs]))
+    same = (expected == value) | ((expected != expected) & (value != value))
+    differing = 1.0 - float(same.mean()) if same.size else 0.0
+    if not pairs[0].floating:
+        return OutputErrors(name, differing=differing, floating=False)
+    finite = np.isfinite(expected) & np.isfinite(value)
+    odd = int((~finite & ~same).sum())
+    if not finite.any():
+        nothing = f"none of its {expected.size} values is finite: nothing can be compared; give typical inputs, --calib"
+        return OutputErrors(name, odd=odd, wrong=nothing if expected.size else "")
+    wide = np.where(finite, expected, 0).astype(np.float64)
+    error = np.abs(np.where(finite, value, 0).astype(np.float64) - wide)
+    seen, largest = wide[finite], float(error.max())
+    range_ = float(seen.max() - seen.min()) or float(np.abs(seen).max()) or 1.0
+    return OutputErrors(
+        name, largest, largest / range_, float(error[finite].mean()), float(np.median(error[finite])),
+        int(error.max(axis=1).argmax()), sqnr_db(expected[finite], value[finite]),
+        cosine(expected[finite], value[finite]), odd, differing)

@@ -1,0 +1,57 @@
+"""Inputs for a model that comes without data: random, but such as its inputs may be.
+
+    floats              normal, mean 0, deviation 1
+    uint8 images        0 to 255
+    indices             of the table that they pick from: token numbers below the vocabulary's size
+    masks               ones: every token counts
+    other integers      0 or 1; truth: either
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from calibration.data.items import CalibrationData, Feed, Input, batched_inputs
+from engines.ir.graph import Array, Graph
+
+SEED = 0
+_KEEPS_VALUES = frozenset({"Cast", "Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Split",
+                           "Expand", "Concat"})
+
+
+def generated(inputs: Sequence[Input], graph: Graph, count: int, seed: int = SEED) -> CalibrationData:
+    """`count` items for these inputs of the graph, the same for the same seed."""
+    bounds = {tensor.name: index_bound(graph, tensor.name) for tensor in inputs}
+
+    def read() -> Iterator[Feed]:
+        random = np.random.default_rng(seed)
+        for _ in range(count):
+            yield {tensor.name: _array(tensor, bounds[tensor.name], random) for tensor in inputs}
+
+    return CalibrationData(f"inputs generated with seed {seed}", read, count, batched_inputs(inputs))
+
+
+def index_bound(graph: Graph, name: str) -> int | None:
+    """What the tensor's values must stay below because they are indices; None if they are none."""
+    found: list[int] = []
+    for node in graph.consumers[name]:
+        for part in (node, *node.body):
+            if part.op in ("Gather", "GatherElements") and name in part.inputs[1:]:
+                extent = graph.shape(part.inputs[0])[part.attrs.get("axis", 0)]
+                found += [extent] if isinstance(extent, int) else []
+        if node.op in _KEEPS_VALUES:
+            found += [bound for output in node.outputs if (bound := index_bound(graph, output)) is not None]
+    return min(found, default=None)
+
+
+def _array(tensor: Input, bound: int | None, random: np.random.Generator) -> Array:
+    shape = [1 if isinstance(extent, str) else extent for extent in tensor.shape]
+    if tensor.dtype == "bfloat16":      # fed as its bits, the upper half of a float32
+        return (random.standard_normal(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    dtype = np.dtype(tensor.dtype)
+    if dtype.kind == "f":
+        return np.asarray(random.standard_normal(shape), dtype)
+    if "mask" in tensor.name.lower():
+        return np.ones(shape, dtype)
+    return np.asarray(random.integers(0, bound or (256 if dtype == np.uint8 else 2), shape), dtype)

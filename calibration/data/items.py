@@ -1,0 +1,162 @@
+"""Calibration items: feeds of all the model's inputs, streamed, counted, checked, stacked to batches."""
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from calibration.data.preprocess import Preprocess, shape_text
+from engines.errors import CalibrationError
+from engines.ir.graph import Array, Dim
+
+Feed = Mapping[str, Array]      # every model input by name
+
+
+class Input(Protocol):
+    """What must be known of a model input; engines.plan.plan.IoTensor is one."""
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[Dim, ...]: ...
+
+
+@dataclass(frozen=True)
+class CalibrationData:
+    """Items, read anew on every iteration; each is a feed whose inputs with a batch axis have leading extent 1.
+
+    count       number of items, None where only reading them all would tell
+    batched     the inputs with a symbolic batch axis; if there is none, items are never stacked
+    preprocess  what images go through, settled for the input; None for arrays
+    note        what was decided for the user and should be shown; "" if nothing
+    """
+    source: str
+    items: Callable[[], Iterator[Feed]]
+    count: int | None
+    batched: frozenset[str]
+    preprocess: Preprocess | None = None
+    note: str = ""
+
+    def __iter__(self) -> Iterator[Feed]:
+        """The items in order. Raises CalibrationError if there is none."""
+        empty = True
+        for item in self.items():
+            empty = False
+            yield item
+        if empty:
+            raise CalibrationError(f"{self.source} holds no items")
+
+    def batches(self, size: int) -> Iterator[Feed]:
+        """Feeds of up to `size` consecutive items, stacked on the leading axis.
+
+        Items that differ in shape, or in an input without a batch axis, never share a batch.
+        """
+        waiting: list[Feed] = []
+        for item in self:
+            if waiting and (len(waiting) >= size or not self._stackable(waiting[0], item)):
+                yield self._stack(waiting)
+                waiting = []
+            waiting.append(item)
+        yield self._stack(waiting)
+
+    def items_in(self, feed: Feed) -> int:
+        """The number of items that a feed of `batches` holds."""
+        return next((len(feed[name]) for name in self.batched), 1)
+
+    def limit(self, count: int) -> CalibrationData:
+        """The first `count` items."""
+        return self._sliced(0, count, 1)
+
+    def every(self, step: int, start: int = 0) -> CalibrationData:
+        """Items start, start + step, start + 2 step, ...: a thinner sample, or one part of a split."""
+        return self._sliced(start, None, step)
+
+    def _sliced(self, start: int, stop: int | None, step: int) -> CalibrationData:
+        count = None if self.count is None else len(range(self.count)[start:stop:step])
+        return replace(self, items=lambda: itertools.islice(self.items(), start, stop, step), count=count)
+
+    def _stackable(self, a: Feed, b: Feed) -> bool:
+        return bool(self.batched) and all(
+            a[name].shape == b[name].shape if name in self.batched else np.array_equal(a[name], b[name]) for name in a)
+
+    def _stack(self, items: Sequence[Feed]) -> Feed:
+        if len(items) == 1:
+            return items[0]
+        return {name: np.concatenate([item[name] for item in items]) if name in self.batched else first
+                for name, first in items[0].items()}
+
+
+# ---- what fits the model
+def batched_inputs(inputs: Sequence[Input]) -> frozenset[str]:
+    """The inputs whose leading extent is symbolic."""
+    return frozenset(tensor.name for tensor in inputs if tensor.shape and isinstance(tensor.shape[0], str))
+
+
+def holds_items(tensor: Input) -> bool:
+    """Whether the leading axis counts items: it is symbolic, or 1, where an array of N stands for N runs."""
+    return bool(tensor.shape) and (tensor.shape[0] == 1 or isinstance(tensor.shape[0], str))
+
+
+@dataclass(frozen=True)
+class Header:
+    """What is known of an array before it is read."""
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+def count_items(where: str, arrays: Mapping[str, Header], inputs: Sequence[Input]) -> int:
+    """The number of items in arrays that have the inputs' shapes with any number of items, or without the batch axis.
+
+    Raises CalibrationError, beginning with `where`, on names, dtypes or shapes that are not the model's. Floats of
+    another width, and integers of another, are fine; an integer for a float is not: it lacks its normalisation.
+    """
+    wanted = {tensor.name: tensor for tensor in inputs}
+    if arrays.keys() != wanted.keys():
+        raise CalibrationError(f"{where} holds {sorted(arrays)}; the model's inputs are {sorted(wanted)}")
+    counts = {}
+    for name, tensor in wanted.items():
+        header = arrays[name]
+        if kind_of(header.dtype) != kind_of(np.dtype(tensor.dtype)):
+            raise CalibrationError(f"{where}: '{name}' is {header.dtype}; the model takes {tensor.dtype}")
+        shape = _with_batch_axis(header.shape, tensor)
+        if not _fits(shape, tensor):
+            raise CalibrationError(f"{where}: '{name}' has shape {shape_text(header.shape)}; the model takes "
+                                   f"{shape_text(tensor.shape)}, or the same without the batch axis")
+        if holds_items(tensor):
+            counts[name] = shape[0]
+    if len(set(counts.values())) > 1:
+        raise CalibrationError(f"{where}: the inputs hold different numbers of items: {counts}")
+    return next(iter(counts.values()), 1)
+
+
+def split_items(where: str, arrays: Feed, inputs: Sequence[Input]) -> Iterator[Feed]:
+    """The items of arrays that may hold many: leading extent 1, the model's dtypes. Raises as `count_items` does."""
+    count = count_items(where, {name: Header(array.shape, array.dtype) for name, array in arrays.items()}, inputs)
+    for item in range(count):
+        feed = {}
+        for tensor in inputs:
+            array = arrays[tensor.name]
+            array = array.reshape(_with_batch_axis(array.shape, tensor))
+            part = array[item:item + 1] if holds_items(tensor) else array
+            feed[tensor.name] = np.ascontiguousarray(part, np.dtype(tensor.dtype))
+        yield feed
+
+
+def kind_of(dtype: np.dtype[Any]) -> str:
+    """NumPy's letter of a dtype's kind; bfloat16, a stranger to it, is a float."""
+    return "f" if dtype.name == "bfloat16" else dtype.kind
+
+
+def _fits(shape: tuple[int, ...], tensor: Input) -> bool:
+    first = 1 if holds_items(tensor) else 0
+    return len(shape) == len(tensor.shape) and all(
+        isinstance(wanted, str) or found == wanted
+        for found, wanted in zip(shape[first:], tensor.shape[first:], strict=True))
+
+
+def _with_batch_axis(shape: tuple[int, ...], tensor: Input) -> tuple[int, ...]:
+    return (1, *shape) if len(shape) == len(tensor.shape) - 1 and holds_items(tensor) else shape

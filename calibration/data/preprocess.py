@@ -1,0 +1,241 @@
+"""Image preprocessing, declared: from a picture to the array that a model takes.
+
+    decode in `color` order -> resize and centre-crop to the model's size -> (pixel * scale - mean) / std -> layout
+
+What is declared is recorded in the plan, so that whoever sends requests can do the same. A preset's name or a small
+TOML file says it on the command line; every key is optional:
+
+    preset = "imagenet"             # where the other keys start from; default "unit"
+    resize = "shorter-side"         # or "exact" (stretched), or "none": pictures have the model's size already
+    size = [224, 224]               # height, width; default: the model's
+    crop = 0.875                    # the part of the resized picture, in each direction, that is kept
+    interpolation = "bicubic"       # or "bilinear", "nearest", "lanczos", "box"
+    color = "RGB"                   # or "BGR", "GRAY"
+    layout = "auto"                 # or "NCHW", "NHWC"
+    scale = 0.00392156862745098
+    mean = [0.485, 0.456, 0.406]    # in the order of `color`, after `scale`; one number serves all channels
+    std = [0.229, 0.224, 0.225]
+"""
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from engines.errors import CalibrationError, ConfigError, did_you_mean
+from engines.ir.graph import Dim
+
+CHANNELS = MappingProxyType({"RGB": 3, "BGR": 3, "GRAY": 1})
+INTERPOLATIONS = MappingProxyType({
+    "nearest": Image.Resampling.NEAREST, "box": Image.Resampling.BOX, "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC, "lanczos": Image.Resampling.LANCZOS})
+CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "resize": ("shorter-side", "exact", "none"), "interpolation": tuple(INTERPOLATIONS), "color": tuple(CHANNELS),
+    "layout": ("auto", "NCHW", "NHWC")})
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """The declaration. Raises ConfigError, naming the field, if a value is none that the field takes.
+
+    `size` (height, width) None and `layout` "auto" are taken from the model's input by `fit`.
+    """
+    resize: str = "shorter-side"
+    size: tuple[int, int] | None = None
+    crop: float = 0.875
+    interpolation: str = "bicubic"
+    color: str = "RGB"
+    layout: str = "auto"
+    scale: float = 1 / 255
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                raise ConfigError(f"preprocessing: {name} = {value!r} is not known{did_you_mean(str(value), choices)}")
+        channels = CHANNELS[self.color]
+        for name in ("mean", "std"):
+            if len(getattr(self, name)) not in (1, channels):
+                raise ConfigError(f"preprocessing: {name} has {len(getattr(self, name))} numbers; "
+                                  f"{self.color} has {channels} channels, or give one number for all")
+        if not 0 < self.crop <= 1:
+            raise ConfigError(f"preprocessing: crop = {self.crop} must be above 0 and at most 1")
+        if 0 in self.std or self.scale == 0:
+            raise ConfigError("preprocessing: scale and std must not be zero")
+        if self.size is not None and (len(self.size) != 2 or min(self.size) < 1):
+            raise ConfigError(f"preprocessing: size = {list(self.size)} must be two positive numbers, height and width")
+
+    def fit(self, shape: Sequence[Dim]) -> Preprocess:
+        """This declaration with size and layout settled for a model input of `shape`: [N, C, H, W] or [N, H, W, C].
+
+        Raises ConfigError: an input that takes no such pictures, or symbolic height and width and no `size` here.
+        """
+        channels = CHANNELS[self.color]
+        fitting = [name for name, axis in (("NCHW", 1), ("NHWC", 3)) if len(shape) == 4 and shape[axis] == channels]
+        layouts = [name for name in fitting if self.layout in ("auto", name)]
+        if not layouts:
+            raise ConfigError(f"preprocessing: {self.color} pictures in layout {self.layout} don't fit "
+                              f"an input of shape {shape_text(shape)}")
+        layout = layouts[0]
+        extents = shape[2:4] if layout == "NCHW" else shape[1:3]
+        if all(isinstance(extent, str) for extent in extents) and self.size is None:
+            raise ConfigError(f"preprocessing: the input's shape {shape_text(shape)} leaves height and width open; "
+                              "set size = [HEIGHT, WIDTH] in a preprocessing file")
+        height, width = (extent if isinstance(extent, int) else (self.size or (0, 0))[axis]
+                         for axis, extent in enumerate(extents))
+        if self.size not in (None, (height, width)) or not height or not width:
+            raise ConfigError(f"preprocessing: size = {list(self.size or ())}, but the input's shape is "
+                              f"{shape_text(shape)}")
+        return replace(self, layout=layout, size=(height, width))
+
+    @property
+    def affine(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """(scale, shift) of each channel, in the order of `color`: apply() yields pixel * scale + shift."""
+        channels = CHANNELS[self.color]
+        mean, std = (values * (channels // len(values)) for values in (self.mean, self.std))
+        return tuple(self.scale / s for s in std), tuple(-m / s for m, s in zip(mean, std, strict=True))
+
+    @property
+    def of_pixels(self) -> Preprocess:
+        """The same up to the normalisation: pixels from 0 to 255, channels last."""
+        return replace(self, scale=1.0, mean=(0.0,), std=(1.0,), layout="NHWC")
+
+    def apply(self, image: Image.Image | str | Path, shape: Sequence[Dim]) -> NDArray[np.float32]:
+        """One picture as float32 [1, C, H, W] or [1, H, W, C], for a model input of `shape`.
+
+        Raises CalibrationError naming the file if it cannot be read as a picture, or has the wrong size for "none".
+        """
+        settled = self.fit(shape)
+        assert settled.size is not None
+        if isinstance(image, Image.Image):
+            picture, origin = image, "the picture"
+        else:
+            picture, origin = _read(image), str(image)
+        height, width = settled.size
+        if self.resize == "none" and (picture.height, picture.width) != (height, width):
+            raise CalibrationError(f"{origin} is {picture.width}x{picture.height} and the model takes "
+                                   f"{width}x{height}; set resize to 'shorter-side' or 'exact'")
+        pixels = np.asarray(settled._resized(picture.convert("L" if self.color == "GRAY" else "RGB")), np.float32)
+        if self.color == "BGR":
+            pixels = pixels[..., ::-1]
+        pixels = pixels.reshape(height, width, CHANNELS[self.color])
+        mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
+        values = (pixels * np.float32(self.scale) - mean) / std
+        if settled.layout == "NCHW":
+            values = values.transpose(2, 0, 1)
+        return np.ascontiguousarray(values[None], np.float32)
+
+    def _resized(self, picture: Image.Image) -> Image.Image:
+        """Resized so that the kept part has the size, and cropped to it around the centre."""
+        assert self.size is not None
+        height, width = self.size
+        if self.resize == "none":
+            return picture
+        whole_height, whole_width = round(height / self.crop), round(width / self.crop)
+        if self.resize == "shorter-side":
+            factor = max(whole_height / picture.height, whole_width / picture.width)
+            whole_height, whole_width = round(picture.height * factor), round(picture.width * factor)
+        picture = picture.resize((whole_width, whole_height), INTERPOLATIONS[self.interpolation])
+        left, top = (whole_width - width) // 2, (whole_height - height) // 2
+        return picture.crop((left, top, left + width, top + height))
+
+    # ---- as data
+    def to_json(self) -> dict[str, Any]:
+        """The declaration as JSON values, for a plan's metadata."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Preprocess:
+        """The declaration that to_json wrote. Raises ConfigError on unknown or ill-typed keys."""
+        return cls()._changed(document)
+
+    def _changed(self, document: Mapping[str, Any]) -> Preprocess:
+        known = {field.name: getattr(self, field.name) for field in fields(self)}
+        changes = {}
+        for key, value in document.items():
+            if key not in known:
+                raise ConfigError(f"preprocessing: unknown option '{key}'{did_you_mean(key, [*known, 'preset'])}")
+            changes[key] = _typed(key, value)
+        return replace(self, **changes)
+
+
+def _typed(key: str, value: Any) -> Any:
+    """`value` as the field `key` holds it; ConfigError if it is of another type."""
+    def is_number(x: Any) -> bool:
+        return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+    if key in CHOICES and isinstance(value, str):
+        return value
+    if key in ("crop", "scale") and is_number(value):
+        return float(value)
+    if key in ("mean", "std") and is_number(value):
+        return (float(value),)
+    if key in ("mean", "std") and isinstance(value, list) and value and all(map(is_number, value)):
+        return tuple(map(float, value))
+    if key == "size" and value is None:
+        return None
+    if key == "size" and isinstance(value, list) and all(isinstance(x, int) and is_number(x) for x in value):
+        return tuple(value)
+    kind = ("one of " + ", ".join(CHOICES[key]) if key in CHOICES else
+            {"size": "[HEIGHT, WIDTH]", "mean": "a number or a list of numbers",
+             "std": "a number or a list of numbers"}.get(key, "a number"))
+    raise ConfigError(f"preprocessing: {key} = {value!r} must be {kind}")
+
+
+IMAGENET = Preprocess(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+MINUS_ONE_TO_ONE = Preprocess(interpolation="bilinear", scale=1 / 127.5, mean=(1.0,))
+
+PRESETS: Mapping[str, Preprocess] = MappingProxyType({
+    "imagenet": IMAGENET,                                                               # torchvision, timm, ONNX zoo
+    "inception": MINUS_ONE_TO_ONE,
+    "imagenet-tf": MINUS_ONE_TO_ONE,                                                    # TensorFlow's, Keras' "tf" mode
+    "caffe": Preprocess(interpolation="bilinear", color="BGR", scale=1.0, mean=(103.939, 116.779, 123.68)),
+    "unit": Preprocess(resize="exact", crop=1.0, interpolation="bilinear"),             # 0 to 1
+    "gray": Preprocess(resize="exact", crop=1.0, interpolation="bilinear", color="GRAY"),
+    "raw": Preprocess(resize="exact", crop=1.0, interpolation="bilinear", scale=1.0),   # 0 to 255
+})
+
+
+def load_preprocess(source: str | Path) -> Preprocess:
+    """The preset of that name, or what the TOML file of that path declares.
+
+    Raises ConfigError: neither a preset nor a file; broken TOML; an unknown option, with the nearest known one.
+    """
+    if str(source) in PRESETS:
+        return PRESETS[str(source)]
+    path = Path(source)
+    if not path.is_file():
+        raise ConfigError(f"preprocessing '{source}' is neither a file nor a preset"
+                          f"{did_you_mean(str(source), PRESETS)}")
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        preset = document.pop("preset", "unit")
+        if preset not in PRESETS:
+            raise ConfigError(f"preprocessing: no preset {preset!r}{did_you_mean(str(preset), PRESETS)}")
+        return PRESETS[preset]._changed(document)
+    except (ConfigError, OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _read(path: str | Path) -> Image.Image:
+    try:
+        with Image.open(path) as image:
+            image.load()
+            # A palette with transparency becomes RGB by way of RGBA only.
+            return image.convert("RGBA") if "transparency" in image.info else image.copy()
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise CalibrationError(f"{path} cannot be read as an image: {error}; "
+                               "repair it or take it out of the folder") from error
+
+
+def shape_text(shape: Sequence[Dim]) -> str:
+    """As people write it: [N, 3, 224, 224]."""
+    return f"[{', '.join(map(str, shape))}]"

@@ -1,0 +1,69 @@
+"""numpy files: .npz with an array per model input, .npy for a model of one input."""
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from calibration.data.items import CalibrationData, Feed, Header, Input, batched_inputs, count_items, split_items
+from engines.errors import CalibrationError
+
+SUFFIXES = (".npz", ".npy")
+UNREADABLE = (OSError, ValueError, EOFError, zipfile.BadZipFile)
+
+
+def from_arrays(source: str, files: Sequence[Path], inputs: Sequence[Input]) -> CalibrationData:
+    """The items of the files, in order. Their headers are checked and counted now, their contents read later.
+
+    Raises CalibrationError that names the file: unreadable, or arrays that are not the model's inputs.
+    """
+    count = sum(count_items(str(file), _headers(file, inputs), inputs) for file in files)
+
+    def read() -> Iterator[Feed]:
+        for file in files:
+            yield from split_items(str(file), _load(file, inputs), inputs)
+
+    return CalibrationData(source, read, count, batched_inputs(inputs))
+
+
+def _headers(file: Path, inputs: Sequence[Input]) -> dict[str, Header]:
+    """{input: shape and dtype}, from the first bytes of each array."""
+    try:
+        if file.suffix == ".npy":
+            with file.open("rb") as stream:
+                return {_only(inputs, file): _header(stream)}
+        found = {}
+        with zipfile.ZipFile(file) as archive:
+            for member in archive.namelist():
+                with archive.open(member) as stream:
+                    found[member.removesuffix(".npy")] = _header(stream)
+        return found
+    except UNREADABLE as error:
+        raise CalibrationError(f"{file} cannot be read: {error}") from error
+
+
+def _header(stream: IO[bytes]) -> Header:
+    version = np.lib.format.read_magic(stream)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(stream)
+    return Header(shape, dtype)
+
+
+def _load(file: Path, inputs: Sequence[Input]) -> Feed:
+    try:
+        if file.suffix == ".npy":
+            return {_only(inputs, file): np.load(file, mmap_mode="r", allow_pickle=False)}
+        with np.load(file, allow_pickle=False) as archive:
+            return {name: archive[name] for name in archive.files}
+    except UNREADABLE as error:
+        raise CalibrationError(f"{file} cannot be read: {error}") from error
+
+
+def _only(inputs: Sequence[Input], file: Path) -> str:
+    if len(inputs) != 1:
+        raise CalibrationError(f"{file}: an .npy file has no names, and the model has {len(inputs)} inputs "
+                               f"({', '.join(tensor.name for tensor in inputs)}); give .npz files")
+    return inputs[0].name

@@ -1,0 +1,58 @@
+"""Open calibration data: a finite stream of items, each a feed of all the model's inputs, to be run through repeatedly.
+
+    a folder of images          one item each, through a declared preprocessing
+    a folder of .npz files      an array per model input in each; of .npy files where the model has one input
+    one .npz or .npy file       the same, usually with many items on the leading axis
+    script.py:function          called without arguments; yields feeds {input: array}
+
+Folders are searched in depth and read in the order of the paths. An array may hold one item without the batch axis
+[C, H, W], or any number of items [N, C, H, W].
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from calibration.data.items import CalibrationData, Feed, Input
+from calibration.data.preprocess import Preprocess
+from calibration.data.sources.arrays import SUFFIXES, from_arrays
+from calibration.data.sources.images import from_images, is_image
+from calibration.data.sources.script import from_script
+from engines.errors import CalibrationError
+
+__all__ = ["CalibrationData", "Feed", "Input", "open_calibration_data"]
+
+
+def open_calibration_data(source: str | Path, inputs: Sequence[Input],
+                          preprocess: Preprocess | None = None) -> CalibrationData:
+    """The data that `source` names, checked against the model's inputs as far as that goes without reading it all.
+
+    preprocess is for images; None picks a preset by the input's channels, and the result's `note` says which.
+    Raises CalibrationError: nothing there, no data in it, a file that cannot be read (named), or names, dtypes or
+    shapes that are not the model's; ConfigError: a preprocessing that does not fit the model.
+    """
+    text, path = str(source), Path(source)
+    if not path.exists() and ".py:" in text:
+        return from_script(text, inputs)
+    if not path.exists():
+        raise CalibrationError(f"calibration data {path} does not exist; give a folder of images or .npz files, "
+                               "an .npz file, or script.py:function")
+    if path.suffix == ".py":
+        raise CalibrationError(f"calibration script {path}: say which function, {path}:FUNCTION")
+    if path.is_file():
+        if path.suffix not in SUFFIXES:
+            raise CalibrationError(f"calibration data {path} is neither a folder nor an .npz or .npy file")
+        return from_arrays(text, [path], inputs)
+
+    files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+    arrays = [file for file in files if file.suffix in SUFFIXES]
+    images = [file for file in files if is_image(file)]
+    if arrays and images:
+        raise CalibrationError(f"calibration data {path} holds both images ({images[0].name}, ...) and arrays "
+                               f"({arrays[0].name}, ...); keep them in different folders")
+    if arrays:
+        return from_arrays(text, arrays, inputs)
+    if images:
+        return from_images(text, images, inputs, preprocess)
+    raise CalibrationError(f"calibration data {path} holds neither images nor .npz or .npy files "
+                           f"({len(files)} other files)")

@@ -1,0 +1,136 @@
+"""Compiles modules in processes of their own, several at once: LLVM's Python binding lets one thread compile at a time.
+
+A worker is this module run as a program: it reads texts and writes objects, each after its length, until its input
+ends.
+"""
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from queue import SimpleQueue
+from types import TracebackType
+from typing import IO
+
+from engines.backends.llvm.codegen.compile import compile_object
+from engines.backends.llvm.codegen.isa import Isa, isa_named
+
+ENOUGH = 1_000_000      # characters of IR, a second's work: for less it does not pay to start processes
+MOST_WORKERS = 8        # each takes some 80 MB
+_SIZE = struct.Struct("<q")         # of what follows; negative: of an error's text
+
+
+class CompilerPool:
+    """As many workers as processors, started when there is enough to do; until then, and on one processor, this process
+    compiles."""
+
+    def __init__(self, isa: Isa) -> None:
+        self._isa = isa
+        self._count = min(len(os.sched_getaffinity(0)), MOST_WORKERS) if hasattr(os, "sched_getaffinity") else 1
+        self._threads: ThreadPoolExecutor | None = None     # one for each worker, waiting for it
+        self._workers: SimpleQueue[_Worker] = SimpleQueue()
+
+    def __enter__(self) -> CompilerPool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if self._threads:
+            self._threads.shutdown(cancel_futures=True)
+            for _ in range(self._count):
+                self._workers.get().stop()
+
+    def compile(self, texts: Iterable[str], done: Callable[[], None] = lambda: None) -> list[bytes]:
+        """The object of each module's text, compiled while the next texts are made. done() is called after each.
+
+        Raises RuntimeError, with LLVM's own message, if a text is no valid IR.
+        """
+        waiting: list[str] = []
+        futures: list[Future[bytes]] = []
+        for text in texts:
+            waiting.append(text)
+            if self._threads is None and self._count > 1 and sum(map(len, waiting)) >= ENOUGH:
+                self._start()
+            if self._threads:
+                futures += [self._threads.submit(self._compile, text) for text in waiting]
+                waiting.clear()
+        makers: list[Callable[[], bytes]] = [future.result for future in futures]
+        makers += [partial(compile_object, text, self._isa) for text in waiting]
+        objects = []
+        for make in makers:
+            objects.append(make())
+            done()
+        return objects
+
+    def _start(self) -> None:
+        self._threads = ThreadPoolExecutor(self._count)
+        for _ in range(self._count):
+            self._workers.put(_Worker(self._isa.name))
+
+    def _compile(self, text: str) -> bytes:
+        worker = self._workers.get()
+        try:
+            return worker.compile(text)
+        finally:
+            self._workers.put(worker)
+
+
+class _Worker:
+    """One process."""
+
+    def __init__(self, isa: str) -> None:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self._process = subprocess.Popen([sys.executable, "-m", __name__, isa], env=environment,
+                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def compile(self, text: str) -> bytes:
+        assert self._process.stdin and self._process.stdout
+        try:
+            _write(self._process.stdin, text.encode())
+            answer, failed = _read(self._process.stdout)
+        except (BrokenPipeError, EOFError) as error:
+            raise RuntimeError(f"a compiler process ended with status {self._process.wait()}; is there enough memory "
+                               "for all of them?") from error
+        if failed:
+            raise RuntimeError(answer.decode())
+        return answer
+
+    def stop(self) -> None:
+        self._process.communicate()         # its input ends, and so does it
+
+
+def _write(stream: IO[bytes], data: bytes, failed: bool = False) -> None:
+    stream.write(_SIZE.pack(-len(data) if failed else len(data)) + data)
+    stream.flush()
+
+
+def _read(stream: IO[bytes]) -> tuple[bytes, bool]:
+    """(data, is it an error's text); EOFError where the stream ends."""
+    head = stream.read(_SIZE.size)
+    if len(head) < _SIZE.size:
+        raise EOFError
+    size, = _SIZE.unpack(head)
+    data = stream.read(abs(size))
+    if len(data) < abs(size):
+        raise EOFError
+    return data, size < 0
+
+
+def _serve(isa: Isa, requests: IO[bytes], answers: IO[bytes]) -> None:
+    while True:
+        try:
+            text, _ = _read(requests)
+        except EOFError:
+            return
+        try:
+            _write(answers, compile_object(text.decode(), isa))
+        except RuntimeError as error:
+            _write(answers, str(error).encode(), failed=True)
+
+
+if __name__ == "__main__":
+    _serve(isa_named(sys.argv[1]), sys.stdin.buffer, sys.stdout.buffer)

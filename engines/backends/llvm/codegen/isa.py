@@ -1,0 +1,373 @@
+"""Instruction sets as tables: what a kernel may ask of a vector, and the machines that answer.
+
+A kernel sees vectors of `lanes` int32 or float32 and one INT8 primitive, on each lane:
+
+    dot4(acc, pixel, weights) = acc + sum over e in 0..3 of u8 pixel[e] * s8 weights[e]       exact, in int32
+
+Everything else is plain LLVM vector arithmetic. A new machine is a new table, never a new kernel.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.backends.llvm.codegen.ir_builder import FLOAT, I8, I16, I32, Number, Value, vector
+from engines.errors import ConfigError
+
+Pixel = tuple[Value, ...]       # four bytes in every lane, in the form that a machine's dot4 takes
+Weights = tuple[Value, ...]
+Tiles = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Isa:
+    """A machine that LLVM knows, of which kernels use what LLVM itself makes of plain vector arithmetic."""
+    name: str
+    lanes: int                              # int32 or float32 elements of a register
+    registers: int                          # vector registers
+    cpu: str                                # LLVM's target, and what it has beyond that ("" is the target's baseline)
+    features: str
+    requires: frozenset[str]                # what /proc/cpuinfo must list
+    triple: str = ""                        # "" is this process's
+    packs: tuple[str, str] | None = None    # saturating inside each 128-bit part: 32 -> 16 signed, 16 -> 8 unsigned
+    bf16: bool = False                      # has vdpbf16ps and vcvtneps2bf16
+    tiles: Tiles = ((4, 2), (3, 2), (8, 1))     # (pixels, vectors) of a contraction that fit, the usual winner first
+    float_tiles: Tiles = ()                 # of float32 arithmetic, where they differ
+    winograd_tiles: Tiles = ()              # of the products of a Winograd convolution, where it is worth while
+    winograd_weights: int = 3 << 18         # how many it may have, transformed
+    paired_tiles: Tiles = ()                # of INT8 weights as `pairing` lays them out, where there is `paired_dot`
+
+    @property
+    def bytes(self) -> int:
+        return 4 * self.lanes
+
+    @property
+    def ints(self) -> str:
+        return vector(self.lanes, I32)
+
+    @property
+    def floats(self) -> str:
+        return vector(self.lanes, FLOAT)
+
+    # ---- float32; every operand but the first may be a number
+    def fma(self, a: Value, b: Value | Number, c: Value | Number) -> Value:
+        return a.f.call(self.floats, f"llvm.fma.v{self.lanes}f32", a, a.like(b), a.like(c), hint="fma")
+
+    # Compare and select become one vmaxps; llvm.maxnum would add code for NaN.
+    def max(self, a: Value, b: Value | Number) -> Value:
+        return a.f.select(a.compare("ogt", b), a, a.like(b), "max")
+
+    def min(self, a: Value, b: Value | Number) -> Value:
+        return a.f.select(a.compare("olt", b), a, a.like(b), "min")
+
+    def unary(self, word: str, x: Value) -> Value:
+        """word: sqrt, fabs, floor, ceil, rint: LLVM's intrinsic, exact everywhere."""
+        return x.f.call(self.floats, f"llvm.{word}.v{self.lanes}f32", x, hint=word)
+
+    def to_float(self, ints: Value) -> Value:
+        return ints.f.cast("sitofp", ints, self.floats, "float")
+
+    def round(self, x: Value) -> Value:
+        """float32 -> int32, halves to even. Trap: beyond +-2**31 the result is unspecified."""
+        return x.f.call(self.ints, f"llvm.lrint.v{self.lanes}i32.v{self.lanes}f32", x, hint="round")
+
+    def half_to_float(self, halves: Value) -> Value:
+        return halves.f.cast("fpext", halves, self.floats, "float")
+
+    def float_to_half(self, x: Value) -> Value:
+        return x.f.cast("fptrunc", x, vector(self.lanes, "half"), "half")
+
+    def float_to_bfloat(self, x: Value) -> Value:
+        """The bits of the bfloat16, halves to even. Trap: vcvtneps2bf16 makes 0 of what is denormal, below 2**-126."""
+        f, shorts = x.f, vector(self.lanes, I16)
+        if self.bf16:
+            name, type_ = f"llvm.x86.avx512bf16.cvtneps2bf16.{8 * self.bytes}", vector(self.lanes, "bfloat")
+            return f.cast("bitcast", f.call(type_, name, x, hint="bfloat"), shorts, "bits")
+        # Add half of the last kept bit, less one where that bit is 0.
+        bits = f.cast("bitcast", x, self.ints, "bits")
+        odd = bits.binary("lshr", 16).binary("and", 1)
+        return f.cast("trunc", (bits + odd + 0x7FFF).binary("lshr", 16), shorts, "bfloat")
+
+    # ---- u8 in memory: `vectors` registers (1, 2 or 4) hold the channels of one pixel
+    def vectors_for(self, channels: int) -> int:
+        return next((n for n in (1, 2) if n * self.lanes >= channels), 4)
+
+    def channel(self, vectors: int, v: int, lane: int) -> int:
+        """The channel in this lane of vector v: the packs work inside 128-bit parts; this makes up for it."""
+        part, element = divmod(lane, 4)
+        return part * 4 * vectors + v * 4 + element
+
+    def pack_u8(self, ints: Sequence[Value]) -> Value:
+        """Four vectors of int32 -> one of u8, saturated, elements in the order that `channel` undoes."""
+        f, shorts = ints[0].f, vector(2 * self.lanes, I16)
+        if self.packs:
+            low, high = (f.call(shorts, self.packs[0], *pair, hint="short") for pair in (ints[:2], ints[2:]))
+            return f.call(vector(4 * self.lanes, I8), self.packs[1], low, high, hint="packed")
+        quads = []      # the same order by plain shuffles: part by part, the four vectors' quads
+        for vector_ in ints:
+            low = f.call(self.ints, f"llvm.smax.v{self.lanes}i32", vector_, vector_.like(0), hint="low")
+            high = f.call(self.ints, f"llvm.smin.v{self.lanes}i32", low, low.like(255), hint="high")
+            quads.append(f.cast("trunc", high, vector(self.lanes, I8), "bytes"))
+        lows, highs = (f.shuffle(a, b, range(2 * self.lanes), "pair") for a, b in (quads[:2], quads[2:]))
+        mask = [v * self.lanes + part + e for part in range(0, self.lanes, 4) for v in range(4) for e in range(4)]
+        return f.shuffle(lows, highs, mask, "packed")
+
+    def prefetch(self, address: Value) -> None:
+        """Ask for a cache line, to be read, into the second level."""
+        f = address.f
+        f.run("llvm.prefetch.p0", address, *(f.constant(i, I32) for i in (0, 2, 1)))
+
+    # ---- INT8 dot products. `pixel`: four bytes for all lanes; `quads`: four bytes for each lane, already loaded
+    def pixel(self, address: Value) -> Pixel:
+        """The four bytes at address, in every lane."""
+        word = address.f.load(I32, address, hint="word")
+        everywhere = address.f.splat(word, self.lanes)
+        return self.unsigned(address.f.cast("bitcast", everywhere, vector(self.bytes, I8), "pixel"))
+
+    def ready(self, quads: NDArray[np.int8]) -> NDArray[np.int8]:
+        """[..., lanes, 4] weights -> the same in the order in which `ready_weights` loads them, perhaps wider."""
+        return np.moveaxis(quads, -1, -2).ravel()
+
+    def ready_weights(self, address: Value) -> Weights:
+        """`ready_bytes` of weights as `ready` laid them out, in integers of as many bits as that takes; aligned."""
+        return tuple(address.f.load(type_, address + i * self.bytes, self.bytes, "weights")
+                     for i, type_ in enumerate(self._ready_types))
+
+    @property
+    def ready_bytes(self) -> int:
+        """Of one vector of weights."""
+        return len(self._ready_types) * self.bytes
+
+    @property
+    def _ready_types(self) -> Sequence[str]:
+        return [self.ints] * 4
+
+    def spread(self, quads: Value) -> Weights:
+        """A vector of s8 weights in the form of `ready`, made at run time."""
+        words = quads.f.cast("bitcast", quads, self.ints, "words")
+        return tuple(words.binary("shl", 24 - 8 * e).binary("ashr", 24) for e in range(4))
+
+    def unsigned(self, quads: Value) -> Pixel:
+        """A vector of bytes as dot4's u8 operand."""
+        def quarter(e: int) -> Value:       # byte e of every lane, widened
+            bytes_ = quads.f.shuffle(quads, None, range(e, self.bytes, 4), "quarter")
+            return quads.f.cast("zext", bytes_, self.ints, "wide")
+        return tuple(quarter(e) for e in range(4))
+
+    def dot4(self, acc: Value, pixel: Pixel, weights: Weights) -> Value:
+        for x, w in zip(pixel, weights, strict=True):
+            acc = acc + x * w
+        return acc
+
+    def picked(self, window: Value, picks: Value) -> Value:
+        """The bytes of each 128-bit part of `window` in the places that `picks` says."""
+        raise NotImplementedError(f"{self.name} has no shuffle of bytes")
+
+    def paired_dot(self, acc: Value, pixel: Value, weights: Value) -> Value:
+        """dot4 of bytes as they are, where no sum of two products overflows 16 bits (see pairing.py)."""
+        raise NotImplementedError(f"{self.name} has no saturating products of bytes")
+
+    # ---- INT16
+    one_dot2: ClassVar[bool] = False        # dot2 is one instruction
+
+    def dot2(self, acc: Value, a: Value, b: Value) -> Value:
+        """acc + the sum of two products of int16 a lane; the sum wraps."""
+        for e in (0, 1):
+            wide = (v.f.cast("sext", v.f.shuffle(v, None, range(e, 2 * self.lanes, 2), "half"), self.ints, "wide")
+                    for v in (a, b))
+            x, y = wide
+            acc = acc + x * y
+        return acc
+
+
+class Portable(Isa):
+    """The baseline of any processor. Where x86-64's has no instruction, LLVM would call a maths library, which a
+    kernel on its own does not have; so these are written out, and round as the instructions do."""
+
+    def fma(self, a: Value, b: Value | Number, c: Value | Number) -> Value:
+        """In float64 the product is exact and the sum is rounded: twice with the last step, as in program.fma."""
+        f, doubles = a.f, vector(self.lanes, "double")
+        x, y, z = (f.cast("fpext", value, doubles, "double") for value in (a, a.like(b), a.like(c)))
+        product = f.op(doubles, f"fmul {x}, {y.name}", "product")
+        return f.cast("fptrunc", f.op(doubles, f"fadd {product}, {z.name}", "sum"), self.floats, "fma")
+
+    def unary(self, word: str, x: Value) -> Value:
+        if word in ("sqrt", "fabs"):
+            return super().unary(word, x)
+        nearest = self._rint(x)
+        if word == "floor":
+            return x.f.select(nearest.compare("ogt", x), nearest - 1, nearest)
+        if word == "ceil":
+            return x.f.select(nearest.compare("olt", x), nearest + 1, nearest)
+        assert word == "rint", word
+        return nearest
+
+    def _rint(self, x: Value) -> Value:
+        """From 2**23 on every float is an integer; below, adding 2**23 rounds the fraction away."""
+        size = super().unary("fabs", x)
+        rounded = (size + (1 << 23)) - (1 << 23)
+        near = x.f.select(size.compare("olt", 1 << 23), rounded, size)
+        return x.f.call(self.floats, f"llvm.copysign.v{self.lanes}f32", near, x, hint="rint")
+
+    def half_to_float(self, halves: Value) -> Value:
+        """The exponent and fraction moved into place; a product with 2**112 makes up for the smaller bias."""
+        f = halves.f
+        bits = f.cast("zext", f.cast("bitcast", halves, vector(self.lanes, I16), "bits"), self.ints, "bits")
+        size, sign = bits.binary("and", 0x7FFF), bits.binary("and", 0x8000).binary("shl", 16)
+        moved = f.cast("bitcast", size.binary("shl", 13), self.floats, "moved") * 2.0 ** 112
+        moved = f.cast("bitcast", moved, self.ints, "moved")
+        infinite = size.binary("shl", 13).binary("or", 0x7F800000)      # and not a number
+        result = f.select(size.compare("uge", 0x7C00), infinite, moved)
+        return f.cast("bitcast", result.binary("or", sign), self.floats, "float")
+
+    def float_to_half(self, x: Value) -> Value:
+        f = x.f
+        bits = f.cast("bitcast", x, self.ints, "bits")
+        size, sign = bits.binary("and", 0x7FFFFFFF), bits.binary("lshr", 16).binary("and", 0x8000)
+        odd = size.binary("lshr", 13).binary("and", 1)
+        normal = (size - ((127 - 15) << 23) + 0xFFF + odd).binary("lshr", 13)
+        # The unit of a denormal half is 2**-24, that of a float32 near 0.5: the sum leaves the half's bits.
+        small = f.cast("bitcast", f.cast("bitcast", size, self.floats, "size") + 0.5, self.ints, "small") - 0x3F000000
+        nan = f.select(size.compare("ugt", 0x7F800000), size.like(0x7E00), size.like(0x7C00))
+        result = f.select(size.compare("ult", 0x38800000), small, normal)
+        result = f.select(size.compare("uge", 0x47800000), nan, result)
+        shorts = f.cast("trunc", result.binary("or", sign), vector(self.lanes, I16), "shorts")
+        return f.cast("bitcast", shorts, vector(self.lanes, "half"), "half")
+
+
+class Bytes(Isa):
+    """Machines whose dot4 takes four bytes a lane as they are."""
+
+    def ready(self, quads: NDArray[np.int8]) -> NDArray[np.int8]:
+        return quads.ravel()
+
+    @property
+    def _ready_types(self) -> Sequence[str]:
+        return [vector(self.bytes, I8)]
+
+    def spread(self, quads: Value) -> Weights:
+        return (quads,)
+
+    def unsigned(self, quads: Value) -> Pixel:
+        return (quads,)
+
+
+class Vnni(Bytes):
+    """vpdpbusd. Trap: its u8 operand must be a register; only the s8 one folds a load."""
+    one_dot2 = True
+
+    def dot4(self, acc: Value, pixel: Pixel, weights: Weights) -> Value:
+        name = f"llvm.x86.avx512.vpdpbusd.{8 * self.bytes}"
+        return acc.f.call(self.ints, name, acc, *pixel, *weights, hint="acc")
+
+    def dot2(self, acc: Value, a: Value, b: Value) -> Value:
+        words = (value.f.cast("bitcast", value, self.ints, "words") for value in (a, b))
+        return acc.f.call(self.ints, f"llvm.x86.avx512.vpdpwssd.{8 * self.bytes}", acc, *words, hint="acc")
+
+
+class Avx2(Isa):
+    """vpmaddwd on bytes widened to 16 bits: even bytes, then odd. vpmaddubsw, shorter, saturates: it is for weights
+    that were paired to sums that fit."""
+
+    def ready(self, quads: NDArray[np.int8]) -> NDArray[np.int8]:
+        return np.stack([quads[..., 0::2], quads[..., 1::2]], -3).ravel()
+
+    @property
+    def _ready_types(self) -> Sequence[str]:
+        return [vector(2 * self.lanes, I16)] * 2
+
+    def _shorts(self, quads: Value) -> Value:
+        return quads.f.cast("bitcast", quads, vector(2 * self.lanes, I16), "shorts")
+
+    def spread(self, quads: Value) -> Weights:
+        both = self._shorts(quads)
+        return both.binary("shl", 8).binary("ashr", 8), both.binary("ashr", 8)
+
+    def unsigned(self, quads: Value) -> Pixel:
+        both = self._shorts(quads)
+        return both.binary("and", 255), both.binary("lshr", 8)
+
+    def dot4(self, acc: Value, pixel: Pixel, weights: Weights) -> Value:
+        for x, w in zip(pixel, weights, strict=True):
+            acc = self.dot2(acc, x, w)
+        return acc
+
+    def dot2(self, acc: Value, a: Value, b: Value) -> Value:
+        return acc + acc.f.call(self.ints, "llvm.x86.avx2.pmadd.wd", a, b, hint="products")
+
+    def picked(self, window: Value, picks: Value) -> Value:
+        return window.f.call(window.type, "llvm.x86.avx2.pshuf.b", window, picks, hint="picked")
+
+    def paired_dot(self, acc: Value, pixel: Value, weights: Value) -> Value:
+        shorts = vector(2 * self.lanes, I16)
+        sums = acc.f.call(shorts, "llvm.x86.avx2.pmadd.ub.sw", pixel, weights, hint="sums")
+        return self.dot2(acc, sums, sums.like(1))
+
+
+class I8mm(Bytes):
+    """aarch64 with usdot: u8 x s8, four products a lane, as dot4 is defined."""
+
+    def dot4(self, acc: Value, pixel: Pixel, weights: Weights) -> Value:
+        return acc.f.call(self.ints, "llvm.aarch64.neon.usdot.v4i32.v16i8", acc, *pixel, *weights, hint="acc")
+
+
+class DotProd(Bytes):
+    """aarch64 with sdot only: x = (x - 128) + 128, and 128 * w = 64 * w + 64 * w, each a dot product of s8."""
+
+    def unsigned(self, quads: Value) -> Pixel:
+        return (quads.binary("xor", -128),)
+
+    def dot4(self, acc: Value, pixel: Pixel, weights: Weights) -> Value:
+        half = weights[0].like(64)
+        for x in (pixel[0], half, half):
+            acc = acc.f.call(self.ints, "llvm.aarch64.neon.sdot.v4i32.v16i8", acc, x, *weights, hint="acc")
+        return acc
+
+
+_PACKS_512 = ("llvm.x86.avx512.packssdw.512", "llvm.x86.avx512.packuswb.512")
+_PACKS_256 = ("llvm.x86.avx2.packssdw", "llvm.x86.avx2.packuswb")
+_V3 = frozenset({"avx2", "fma", "f16c", "bmi2"})
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}
+_ARM = "aarch64-unknown-linux-gnu"
+
+_TILES_512 = ((14, 2), (12, 2), (6, 4), (4, 4), (7, 2), (8, 2), (16, 1))
+_TILES_256 = ((6, 2), (5, 2), (4, 2), (12, 1))
+_WINOGRAD_512, _WINOGRAD_256 = ((14, 2), (6, 4)), ((6, 2),)
+_TILES_ARM = ((6, 4), (4, 4), (12, 2), (8, 2), (16, 1))
+
+AVX512_BF16 = Vnni("avx512_bf16", 16, 32, "x86-64-v4", "+avx512vnni,+avx512bf16,-prefer-256-bit", _V4 | {"avx512_bf16"},
+                   packs=_PACKS_512, bf16=True, tiles=_TILES_512, winograd_tiles=_WINOGRAD_512)
+AVX512_VNNI = Vnni("avx512_vnni", 16, 32, "x86-64-v4", "+avx512vnni,-prefer-256-bit", _V4, packs=_PACKS_512,
+                   tiles=_TILES_512, winograd_tiles=_WINOGRAD_512)
+AVX_VNNI = Vnni("avx_vnni", 8, 16, "x86-64-v3", "+avxvnni", _V3 | {"avx_vnni"}, packs=_PACKS_256, tiles=_TILES_256,
+                winograd_tiles=_WINOGRAD_256)
+# A pixel is two registers (even and odd bytes); its weights, two more, are read from memory by the product itself.
+AVX2 = Avx2("avx2", 8, 16, "x86-64-v3", "", _V3, packs=_PACKS_256, tiles=((5, 2), (3, 4), (4, 2), (12, 1)),
+            float_tiles=_TILES_256, winograd_tiles=_WINOGRAD_256, winograd_weights=5 << 21,
+            paired_tiles=((6, 2), (5, 2), (4, 2), (3, 4)))
+AARCH64_I8MM = I8mm("aarch64_i8mm", 4, 32, "generic", "+neon,+i8mm", frozenset({"asimd", "i8mm"}), _ARM,
+                    tiles=_TILES_ARM)
+AARCH64_DOTPROD = DotProd("aarch64_dotprod", 4, 32, "generic", "+neon,+dotprod", frozenset({"asimd", "asimddp"}), _ARM,
+                          tiles=_TILES_ARM)
+AARCH64 = Isa("aarch64", 4, 32, "generic", "+neon", frozenset({"asimd"}), _ARM, float_tiles=_TILES_ARM)
+PORTABLE = Portable("portable", 4, 16, "", "", frozenset(), float_tiles=_TILES_256)
+
+# Best first: the first one whose features the machine has is the one it gets.
+ALL = (AVX512_BF16, AVX512_VNNI, AVX_VNNI, AVX2, AARCH64_I8MM, AARCH64_DOTPROD, AARCH64, PORTABLE)
+
+
+def isa_named(name: str) -> Isa:
+    """The table of that name. ConfigError names the known ones."""
+    for isa in ALL:
+        if isa.name == name:
+            return isa
+    raise ConfigError(f"unknown target '{name}'; known targets: {', '.join(isa.name for isa in ALL)}")
+
+
+def best_isa(features: frozenset[str]) -> Isa:
+    """The best table for a machine with these features (as /proc/cpuinfo names them)."""
+    return next(isa for isa in ALL if isa.requires <= features)

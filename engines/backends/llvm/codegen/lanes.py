@@ -1,0 +1,165 @@
+"""How the channels of a pixel lie in registers, and their way from and to memory.
+
+A pixel's channels (at most 4 * lanes of them) fill 1, 2 or 4 vectors of float32. In *natural* order vector v holds
+channels v * lanes + lane. Where u8 is stored, *packed* order is cheaper: the saturating packs then leave the bytes in
+natural order (Isa.channel).
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from engines.backends.llvm.codegen.ir_builder import FLOAT, I8, I16, I32, I64, Value, vector
+from engines.backends.llvm.codegen.isa import Isa
+
+# numpy's name of a stored dtype -> LLVM's element type
+ELEMENTS = {"uint8": I8, "int8": I8, "bool": I8, "int32": I32, "int64": I64, "float32": FLOAT,
+            "float16": "half", "bfloat16": I16}
+SIZES = {"uint8": 1, "int8": 1, "bool": 1, "int32": 4, "int64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+         "int16": 2, "uint16": 2, "uint32": 4, "uint64": 8, "float64": 8}      # the last are for the reference's steps
+FLOATS = ("uint8", "float32", "float16", "bfloat16")        # what a float tensor may be stored as
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """`channels` channels of a pixel in `vectors` registers."""
+    isa: Isa
+    channels: int
+    packed: bool
+
+    @property
+    def vectors(self) -> int:
+        return self.isa.vectors_for(self.channels)
+
+    def channel(self, v: int, lane: int) -> int:
+        return self.isa.channel(self.vectors, v, lane) if self.packed else v * self.isa.lanes + lane
+
+    def order(self) -> tuple[tuple[int, ...], ...]:
+        """[vectors][lanes] -> channel; those past the last channel stand for nothing."""
+        return _order(self)
+
+    # ---- memory -> float32
+    def load(self, dtype: str, address: Value) -> list[Value]:
+        """The channels at address, as `vectors` registers of float32; absent channels are 0."""
+        f, element = address.f, ELEMENTS[dtype]
+        if not self.packed:
+            return [self._load_natural(dtype, address + v * self.isa.lanes * SIZES[dtype],
+                                       self.channels - v * self.isa.lanes) for v in range(self.vectors)]
+        return self.widen(dtype, f.load(vector(self.channels, element), address, hint="row"))
+
+    def widen(self, dtype: str, row: Value) -> list[Value]:
+        """A pixel as stored, all its channels in one vector -> `vectors` registers of float32."""
+        if dtype == "uint8":
+            return [self.isa.to_float(ints) for ints in self.integers(row)]
+        picks = [[min(pick, self.channels) for pick in order] for order in self.order()]
+        return [to_float(self.isa, dtype, row.f.shuffle(row, row.like(0), mask, "lanes")) for mask in picks]
+
+    def integers(self, row: Value) -> list[Value]:
+        """A pixel of u8, all its channels in one vector -> `vectors` registers of int32; absent channels are 0."""
+        result, absent = [], self.channels
+        for order in self.order():
+            # Each byte and three zeros make a lane: one byte shuffle instead of a shuffle and a widening.
+            mask = [i for pick in order for i in (min(pick, absent), absent, absent, absent)]
+            lanes = row.f.shuffle(row, row.like(0), mask, "lanes")
+            result.append(row.f.cast("bitcast", lanes, self.isa.ints, "channels"))
+        return result
+
+    def _load_natural(self, dtype: str, address: Value, count: int) -> Value:
+        f, lanes = address.f, self.isa.lanes
+        if count <= 0:
+            return f.constant(0, self.isa.floats)
+        part = f.load(vector(min(count, lanes), ELEMENTS[dtype]), address, hint="part")
+        if count < lanes:
+            part = f.shuffle(part, part.like(0), [min(i, count) for i in range(lanes)], "part")
+        return to_float(self.isa, dtype, part)
+
+    # ---- float32 -> memory
+    def store(self, dtype: str, pixels: Sequence[Sequence[Value]], addresses: Sequence[Value]) -> None:
+        """Each pixel's `vectors` registers to its address; u8 and integers are rounded half to even and saturated."""
+        if dtype == "uint8":
+            if not self.packed:     # the packs take an int32; beyond its range a float must saturate before
+                pixels = [[self.isa.min(value, 255) for value in pixel] for pixel in pixels]
+            together = 4 // self.vectors    # pixels whose vectors fill one register of u8
+            for first in range(0, len(pixels), together):
+                group = slice(first, first + together)
+                self._store_packed([v for pixel in pixels[group] for v in pixel], addresses[group])
+            return
+        for values, address in zip(pixels, addresses, strict=True):
+            for v, value in enumerate(values):
+                if self.packed:
+                    self._store_quads(dtype, value, address, v)
+                else:
+                    self._store_natural(dtype, value, address + v * self.isa.lanes * SIZES[dtype],
+                                        self.channels - v * self.isa.lanes)
+
+    def _store_packed(self, values: Sequence[Value], addresses: Sequence[Value]) -> None:
+        f, vectors = values[0].f, self.vectors
+        ints = [self.isa.round(value) for value in values]
+        packed = self.isa.pack_u8((ints * 4)[:4])
+        places = {channel: (v, lane) for v, row in enumerate(self.order()) for lane, channel in enumerate(row)}
+        for slot, address in enumerate(addresses):
+            mask = []
+            for v, lane in (places[channel] for channel in range(self.channels)):
+                part, element = divmod(lane, 4)
+                mask.append(part * 16 + (slot * vectors + v) * 4 + element)
+            if self.channels % 4 == 0:      # neighbours by four stay together: a shuffle of words is cheaper
+                words = f.cast("bitcast", packed, self.isa.ints, "words")
+                f.store(f.shuffle(words, None, [i // 4 for i in mask[::4]], "pixel"), address)
+            else:
+                f.store(f.shuffle(packed, None, mask, "pixel"), address)
+
+    def _store_quads(self, dtype: str, value: Value, address: Value, v: int) -> None:
+        """Packed order keeps four neighbours together."""
+        stored = from_float(self.isa, dtype, value)
+        for lane in range(0, self.isa.lanes, 4):
+            channel = self.channel(v, lane)
+            count = min(4, self.channels - channel)
+            if count > 0:
+                part = value.f.shuffle(stored, None, range(lane, lane + count), "part")
+                value.f.store(part, address + channel * SIZES[dtype])
+
+    def _store_natural(self, dtype: str, value: Value, address: Value, count: int) -> None:
+        if count <= 0:
+            return
+        f, lanes = address.f, self.isa.lanes
+        stored = from_float(self.isa, dtype, value)
+        if count < lanes:
+            stored = f.shuffle(stored, None, range(count), "part")
+        f.store(stored, address)
+
+
+def to_float(isa: Isa, dtype: str, stored: Value) -> Value:
+    """A vector of `lanes` stored elements -> float32."""
+    f = stored.f
+    if dtype == "float32":
+        return stored
+    if dtype == "float16":
+        return isa.half_to_float(stored)
+    if dtype == "bfloat16":     # the upper half of a float32
+        wide = f.cast("zext", stored, isa.ints, "wide").binary("shl", 16)
+        return f.cast("bitcast", wide, isa.floats, "float")
+    if dtype in ("uint8", "bool"):
+        return isa.to_float(f.cast("zext", stored, isa.ints, "wide"))
+    if dtype == "int8":
+        return isa.to_float(f.cast("sext", stored, isa.ints, "wide"))
+    return f.cast("sitofp", stored, isa.floats, "float")
+
+
+def from_float(isa: Isa, dtype: str, value: Value) -> Value:
+    """float32 -> a vector of `lanes` elements as stored: halves to even, integers saturated."""
+    f = value.f
+    if dtype == "float32":
+        return value
+    if dtype == "float16":
+        return isa.float_to_half(value)
+    if dtype == "bfloat16":
+        return isa.float_to_bfloat(value)
+    low, high = {"uint8": (0, 255), "int8": (-128, 127), "bool": (0, 1)}[dtype]
+    ints = isa.round(isa.min(isa.max(value, low), high))
+    return f.cast("trunc", ints, vector(isa.lanes, I8), "bytes")
+
+
+@cache
+def _order(lanes: Lanes) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(lanes.channel(v, lane) for lane in range(lanes.isa.lanes)) for v in range(lanes.vectors))

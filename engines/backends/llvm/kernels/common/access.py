@@ -1,0 +1,231 @@
+"""How kernels walk views: fewer axes, offsets, and the channels of a pixel on their way through a program.
+
+Every family that works along the innermost axis does the same four things for a pixel: load the operands, load the
+constants of the panel, run the program, store. A *panel* is as many channels as four vectors hold.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engines.backends.llvm.codegen.ir_builder import I8, I32, PTR, Function, Value, vector
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.codegen.lanes import ELEMENTS, Lanes, from_float, to_float
+from engines.backends.llvm.kernels.spec import View, Window
+from engines.lowering.epilogue.program import Program
+
+PANEL = 4           # vectors
+BLOCK = 1 << 13     # elements of a row of the grid: enough to pay for its call, few enough to share out
+
+
+# ---- axes
+def joined(views: Sequence[View], keep_last: bool) -> tuple[View, ...]:
+    """The same elements in the same order with as few axes as all views allow.
+
+    Views are of one shape. Neighbouring axes become one where every view steps evenly across both; axes of extent 1
+    go. keep_last: the innermost axis stays one of its own (its index is a channel). At least one axis remains.
+    """
+    shape = views[0].shape
+    kept: list[tuple[int, tuple[int, ...]]] = []        # (extent, stride in each view), innermost first
+    for axis in reversed(range(len(shape))):
+        extent, strides = shape[axis], tuple(view.strides[axis] for view in views)
+        last = axis == len(shape) - 1
+        if extent == 1 and not (last and keep_last):
+            continue
+        if kept and not (keep_last and len(kept) == 1) and _continues(strides, *kept[-1]):
+            kept[-1] = (extent * kept[-1][0], kept[-1][1])
+        else:
+            kept.append((extent, strides))
+    kept = kept[::-1] or [(1, tuple(view.size for view in views))]
+    extents = tuple(extent for extent, _ in kept)
+    return tuple(View(view.dtype, extents, tuple(strides[i] for _, strides in kept), view.item)
+                 for i, view in enumerate(views))
+
+
+def _continues(outer: tuple[int, ...], extent: int, inner: tuple[int, ...]) -> bool:
+    return all(a == b * extent for a, b in zip(outer, inner, strict=True))
+
+
+def unravel(index: Value, shape: Sequence[int]) -> list[Value]:
+    """The place of element `index` (a run-time i64) in row-major order, an index for each axis."""
+    places = []
+    for extent in reversed(shape[1:]):
+        places.append(index.remainder(extent))
+        index = index.divided(extent)
+    return [index, *reversed(places)] if shape else []
+
+
+def offset(address: Value, places: Sequence[Value], strides: Sequence[int]) -> Value:
+    """The address moved by place * stride on each axis."""
+    for place, stride in zip(places, strides, strict=True):
+        if stride:
+            address = address + place * stride
+    return address
+
+
+def copy_bytes(isa: Isa, source: Value, target: Value, count: int) -> None:
+    """`count` bytes by vectors as wide as they come, unrolled."""
+    f = source.f
+    for first in range(0, count, isa.bytes):
+        part = vector(min(count - first, isa.bytes), I8)
+        f.store(f.load(part, source + first), target + first)
+
+
+def transposed(rows: list[Value]) -> list[Value]:
+    """n vectors of n -> the columns. A zip of rows i and i + n/2 rotates the bits of an element's index by one."""
+    n = len(rows)
+    for _ in range(n.bit_length() - 1):
+        zipped = []
+        for a, b in zip(rows[:n // 2], rows[n // 2:], strict=True):
+            for half in (0, n // 2):
+                mask = [half + i // 2 + i % 2 * n for i in range(n)]
+                zipped.append(a.f.shuffle(a, b, mask, "zip"))
+        rows = zipped
+    return rows
+
+
+def item_addresses(addresses: Sequence[Value], views: Sequence[View], item: Value) -> list[Value]:
+    return [offset(address, [item], [view.item]) for address, view in zip(addresses, views, strict=True)]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Joined views as runs along the innermost axis, and their cut into rows of the grid of about BLOCK elements.
+
+    With one axis a row of the grid is a block of it; otherwise it is a block of neighbours on the last axis but one.
+    """
+    views: tuple[View, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.views[0].shape
+
+    @property
+    def block(self) -> int:
+        if len(self.shape) == 1:
+            return min(BLOCK, self.shape[0])
+        return min(max(BLOCK // self.shape[-1], 1), self.shape[-2])
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.shape[max(len(self.shape) - 2, 0)] // self.block)
+
+    @property
+    def rows(self) -> int:
+        """Of the grid, for an item."""
+        return math.prod(self.shape[:-2]) * self.blocks
+
+    def windows(self) -> list[Window]:
+        """What a row of the grid touches of each view."""
+        outer = self.shape[:-2]
+        if outer:
+            return [Window.along(view, 0, math.prod(outer[1:]) * self.blocks) for view in self.views]
+        return [Window.along(view, 0, 1, self.block, count=self.block) for view in self.views]
+
+    def emit(self, f: Function, addresses: Sequence[Value], begin: Value, end: Value, width: int,
+             body: Callable[[list[Value], Value, int], None]) -> None:
+        """body(addresses of the run, start, count) for each `width` elements, and for a run's tail.
+
+        width divides BLOCK. The addresses are those of element 0 of the run.
+        """
+        outer = self.shape[:-2]
+        for row in f.range("row", begin, end):
+            at = item_addresses(addresses, self.views, row.divided(self.rows))
+            *places, block = unravel(row.remainder(self.rows), (*outer, self.blocks))
+            at = [offset(a, places, view.strides[:len(outer)]) for a, view in zip(at, self.views, strict=True)]
+            if len(self.shape) == 1:
+                self._part_of_run(f, at, block * self.block, width, body)
+                continue
+            last = (block * self.block + self.block).at_most(self.shape[-2])
+            for pixel in f.range("pixel", block * self.block, last):
+                here = [offset(a, [pixel], [view.strides[-2]]) for a, view in zip(at, self.views, strict=True)]
+                for start, count in f.tiles("element", self.shape[-1], width):
+                    body(here, start, count)
+
+    def _part_of_run(self, f: Function, at: list[Value], first: Value, width: int,
+                     body: Callable[[list[Value], Value, int], None]) -> None:
+        extent, tail = self.shape[0], self.shape[0] % width
+        last = (first + self.block).at_most(extent - tail)
+        for start in f.range("element", first, last, width):
+            body(at, start, width)
+        if tail:
+            with f.when((first + self.block).compare("uge", extent)):
+                body(at, first.like(extent - tail), tail)
+
+
+# ---- channels
+def panels(isa: Isa, channels: int, packed: bool, width: int = 0) -> list[list[list[int]]]:
+    """For each panel [vector][lane] -> channel, as spec.pack_channels takes them."""
+    width = width or PANEL * isa.lanes
+    return [[[start + channel for channel in row] for row in Lanes(isa, min(width, channels - start), packed).order()]
+            for start in range(0, channels, width)]
+
+
+def load_channels(lanes: Lanes, view: View, address: Value) -> list[Value]:
+    """Channels of a pixel as float32; a stride of 0 repeats one element, a gap is read element by element."""
+    f, isa, element, stride = address.f, lanes.isa, ELEMENTS[view.dtype], view.strides[-1]
+    if stride == view.size or lanes.channels == 1 and not lanes.packed:
+        return lanes.load(view.dtype, address)
+    if stride == 0:
+        return [to_float(isa, view.dtype, f.splat(f.load(element, address, hint="element"), isa.lanes))] * lanes.vectors
+    result = []
+    for channels in lanes.order():
+        value = f.constant(0, f"<{isa.lanes} x {element}>")
+        for lane, channel in enumerate(channels):
+            if channel < lanes.channels:
+                one = f.load(element, address + channel * stride, hint="element")
+                value = f.op(value.type, f"insertelement {value}, {one}, {f.constant(lane, I32)}", "gathered")
+        result.append(to_float(isa, view.dtype, value))
+    return result
+
+
+def store_channels(lanes: Lanes, view: View, pixels: Sequence[Sequence[Value]], addresses: Sequence[Value]) -> None:
+    """Pixels of float32 channels to their addresses; where the view has gaps, element by element."""
+    if view.strides[-1] == view.size or lanes.channels == 1:
+        lanes.store(view.dtype, pixels, addresses)
+        return
+    for pixel, address in zip(pixels, addresses, strict=True):
+        f = address.f
+        for channels, value in zip(lanes.order(), pixel, strict=True):
+            stored = from_float(lanes.isa, view.dtype, value)
+            for lane, channel in enumerate(channels):
+                if channel < lanes.channels:
+                    one = f.op(ELEMENTS[view.dtype], f"extractelement {stored}, {f.constant(lane, I32)}", "element")
+                    f.store(one, address + channel * view.strides[-1])
+
+
+def load_constants(lanes: Lanes, address: Value, count: int) -> list[list[Value]]:
+    """[vector][constant] of a panel; `address`: of the panel, packed by spec.pack_channels."""
+    return [load_vector(lanes, address, count, v) for v in range(lanes.vectors)]
+
+
+def load_vector(lanes: Lanes, address: Value, count: int, v: int) -> list[Value]:
+    """The constants of one vector of a panel."""
+    f, isa = address.f, lanes.isa
+    return [f.load(isa.floats, address + (c * lanes.vectors + v) * isa.bytes, isa.bytes, "constant")
+            for c in range(count)]
+
+
+def run_program(lanes: Lanes, program: Program, accumulator: Sequence[Value] | None,
+                operands: Sequence[Sequence[Value]], constants: Sequence[Sequence[Value]]) -> list[Value]:
+    """The program on each vector of a pixel, or on vectors of several. operands: [operand][vector]; constants:
+    [vector][constant]."""
+    def one(v: int) -> Value:
+        return program.emit(lanes.isa, accumulator[v] if accumulator else None, [operand[v] for operand in operands],
+                            constants[v])
+
+    values = range(len(constants))
+    if not program.long:
+        return [one(v) for v in values]
+    f, results = (accumulator or operands[0])[0].f, []
+    with f.interleaved(2 if lanes.isa.registers <= 16 else 4) as begin:     # each keeps about four registers
+        for v in values:
+            begin()
+            results.append(one(v))
+    return results
+
+
+def hidden(address: Value) -> Value:
+    """The same address, unknown to LLVM: loads from it are no repetition of earlier loads."""
+    return address.f.op(PTR, f'call ptr asm sideeffect "", "=r,0"({address})', "hidden")

@@ -1,0 +1,194 @@
+"""The inner step of a contraction, one table per arithmetic: what one turn of the K loop reads and accumulates.
+
+    int8   4 bytes of u8 x 4 of s8 -> int32      exact
+    fp32   1 float32 -> float32
+    bf16   2 bfloat16 -> float32 where the machine has vdpbf16ps; else 1 bfloat16 widened to float32
+    fp16   1 float16 widened to float32
+    int16  2 int16 -> int32                      exact while the caller keeps sums below 2**31
+
+A step reads `step_bytes` of a pixel, the same for all lanes, and `step_bytes` of weights for each lane.
+"""
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.backends.llvm.codegen.ir_builder import FLOAT, I8, I16, I32, Value, vector
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.codegen.lanes import ELEMENTS, SIZES, to_float
+from engines.lowering.epilogue.program import store_meaning
+
+Operand = tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Arithmetic(ABC):
+    dtype: str                  # of x as stored
+    weights_dtype: str
+    elements: int = 1           # of x in a step
+    exact_end: ClassVar[bool] = False       # what lies behind a run must not be read, though its weights be zero
+
+    @property
+    def step_bytes(self) -> int:
+        return self.elements * SIZES[self.dtype]
+
+    def zero(self, isa: Isa, of: Value) -> Value:
+        return of.f.constant(0, isa.floats)
+
+    @abstractmethod
+    def pixel(self, isa: Isa, address: Value) -> Operand:
+        """One step of one pixel, in every lane."""
+
+    def last_pixel(self, isa: Isa, address: Value) -> Operand:
+        """The same where the run ends inside the step, if it has an `exact_end`."""
+        return self.pixel(isa, address)
+
+    @abstractmethod
+    def weights(self, isa: Isa, address: Value) -> Operand:
+        """One step of weights, each lane its own."""
+
+    def weight_bytes(self, isa: Isa) -> int:
+        """Of one step of one vector of couts."""
+        return isa.lanes * self.elements * SIZES[self.weights_dtype]
+
+    @abstractmethod
+    def dot(self, isa: Isa, acc: Value, pixel: Operand, weights: Operand) -> Value:
+        ...
+
+    def finish(self, isa: Isa, acc: Value) -> Value:
+        """The accumulator as float32."""
+        return acc
+
+    def store_weights(self, weights: NDArray[Any]) -> NDArray[Any]:
+        """Weights in the dtype that they are multiplied in."""
+        return store_meaning(self.weights_dtype, np.asarray(weights, np.float32))
+
+    def ready(self, isa: Isa, weights: NDArray[Any]) -> NDArray[Any]:
+        """[..., lanes, elements] stored weights -> the same in the order and form that `weights` loads."""
+        return weights
+
+
+class Int8(Arithmetic):
+    def zero(self, isa: Isa, of: Value) -> Value:
+        return of.f.constant(0, isa.ints)
+
+    def pixel(self, isa: Isa, address: Value) -> Operand:
+        return isa.pixel(address)
+
+    def weights(self, isa: Isa, address: Value) -> Operand:
+        return isa.ready_weights(address)
+
+    def weight_bytes(self, isa: Isa) -> int:
+        return isa.ready_bytes
+
+    def ready(self, isa: Isa, weights: NDArray[Any]) -> NDArray[Any]:
+        return isa.ready(weights)
+
+    def dot(self, isa: Isa, acc: Value, pixel: Operand, weights: Operand) -> Value:
+        return isa.dot4(acc, pixel, weights)
+
+    def finish(self, isa: Isa, acc: Value) -> Value:
+        return isa.to_float(acc)
+
+    def store_weights(self, weights: NDArray[Any]) -> NDArray[Any]:
+        return np.asarray(weights, np.int8)
+
+
+class Quads(Int8):
+    """Weights as bytes on every machine: where dot4 wants them wider, the loads widen them, for more instructions and
+    fewer bytes. For weights that a kernel reads once for each time that they come from beyond the caches."""
+
+    def weights(self, isa: Isa, address: Value) -> Operand:
+        return isa.spread(address.f.load(vector(isa.bytes, I8), address, isa.bytes, "weights"))
+
+    def weight_bytes(self, isa: Isa) -> int:
+        return isa.bytes
+
+    def ready(self, isa: Isa, weights: NDArray[Any]) -> NDArray[Any]:
+        return weights
+
+
+class Int16(Arithmetic):
+    def zero(self, isa: Isa, of: Value) -> Value:
+        return of.f.constant(0, isa.ints)
+
+    def _pairs(self, isa: Isa, words: Value) -> Operand:
+        return (words.f.cast("bitcast", words, vector(2 * isa.lanes, I16), "pairs"),)
+
+    def pixel(self, isa: Isa, address: Value) -> Operand:
+        return self._pairs(isa, address.f.splat(address.f.load(I32, address, hint="word"), isa.lanes))
+
+    def weights(self, isa: Isa, address: Value) -> Operand:
+        return self._pairs(isa, address.f.load(isa.ints, address, isa.bytes, "weights"))
+
+    def dot(self, isa: Isa, acc: Value, pixel: Operand, weights: Operand) -> Value:
+        return isa.dot2(acc, pixel[0], weights[0])
+
+    def finish(self, isa: Isa, acc: Value) -> Value:
+        return isa.to_float(acc)
+
+    def store_weights(self, weights: NDArray[Any]) -> NDArray[Any]:
+        return np.asarray(weights, np.int16)
+
+
+class Widened(Arithmetic):
+    """float32 arithmetic on any stored float: the loads widen."""
+
+    def pixel(self, isa: Isa, address: Value) -> Operand:
+        one = address.f.load(ELEMENTS[self.dtype], address, hint="element")
+        return (to_float(isa, self.dtype, address.f.splat(one, isa.lanes)),)
+
+    def weights(self, isa: Isa, address: Value) -> Operand:
+        stored = vector(isa.lanes, ELEMENTS[self.weights_dtype])
+        loaded = address.f.load(stored, address, isa.lanes * SIZES[self.weights_dtype], "weights")
+        return (to_float(isa, self.weights_dtype, loaded),)
+
+    def dot(self, isa: Isa, acc: Value, pixel: Operand, weights: Operand) -> Value:
+        return isa.fma(pixel[0], weights[0], acc)
+
+
+class PairsOfBfloat(Arithmetic):
+    """vdpbf16ps: two products a lane."""
+    exact_end = True
+
+    def _pairs(self, isa: Isa, words: Value) -> Operand:
+        return (words.f.cast("bitcast", words, vector(2 * isa.lanes, "bfloat"), "pairs"),)
+
+    def pixel(self, isa: Isa, address: Value) -> Operand:
+        return self._pairs(isa, address.f.splat(address.f.load(I32, address, hint="word"), isa.lanes))
+
+    def last_pixel(self, isa: Isa, address: Value) -> Operand:
+        """One element and a zero: behind it may lie a NaN, and NaN times a zero weight is NaN."""
+        one = address.f.cast("zext", address.f.load(I16, address, hint="element"), I32, "word")
+        return self._pairs(isa, address.f.splat(one, isa.lanes))
+
+    def weights(self, isa: Isa, address: Value) -> Operand:
+        return self._pairs(isa, address.f.load(isa.ints, address, isa.bytes, "weights"))
+
+    def dot(self, isa: Isa, acc: Value, pixel: Operand, weights: Operand) -> Value:
+        name = f"llvm.x86.avx512bf16.dpbf16ps.{8 * isa.bytes}"
+        return acc.f.call(vector(isa.lanes, FLOAT), name, acc, *pixel, *weights, hint="acc")
+
+
+INT8 = Int8("uint8", "int8", 4)
+QUADS = Quads("uint8", "int8", 4)
+INT16 = Int16("int16", "int16", 2)
+_FLOATS = {"fp32": Widened("float32", "float32"), "fp16": Widened("float16", "float16"),
+           "bf16": Widened("bfloat16", "bfloat16")}
+STORED = {"int8": INT8.dtype, **{precision: arithmetic.dtype for precision, arithmetic in _FLOATS.items()}}
+_PAIRS = PairsOfBfloat("bfloat16", "bfloat16", 2)
+
+
+def arithmetic_for(precision: str, isa: Isa) -> Arithmetic:
+    """The step for a precision."""
+    if precision == "int8":
+        return INT8
+    if precision == "int16":
+        return INT16
+    if precision == "bf16" and isa.bf16:
+        return _PAIRS
+    return _FLOATS[precision]

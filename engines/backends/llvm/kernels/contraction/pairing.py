@@ -1,0 +1,162 @@
+"""INT8 dot products by vpmaddubsw, exactly: weights are paired so that no sum of two products overflows.
+
+vpmaddubsw multiplies 32 bytes at once, twice as many as vpmaddwd, and adds neighbours in 16 bits, where it saturates. A
+sum of two products u8 * s8 fits if its positive weights add up to no more than 128, and its negative ones too
+(255 * 128 < 2**15). Most pairs of weights are such, but all channels of a panel meet the same bytes of x, so a pair
+must fit in each of them. In which order the products are summed is free: among 16 neighbours of x (a *window*) those
+are paired that fit in every channel, a byte shuffle brings the bytes of x into that order, and a weight that fits with
+no other stays alone.
+
+    step = 4 bytes picked from a window, for all channels     x:      b  k   n  a         places in the window
+                                                              w:     two pairs for each channel
+
+A window of 16 takes four steps if all its elements find a partner. Which pairs there are and how many steps a panel
+has is decided by its weights. It is data, never text.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.backends.llvm.codegen.ir_builder import I8, I32, I64, Function, Value, vector
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.kernels.common.access import hidden
+from engines.plan.packed import PICKS
+
+WINDOW = 16             # bytes that a shuffle picks from
+STEP = PICKS            # bytes of a step: two pairs
+SLOTS = 2 * WINDOW      # where no two elements go together, each has a pair to itself
+BLOCK = 1 << 11         # windows paired side by side: their tables stay in cache
+LARGEST = 128           # what the weights of one sign may add up to in a pair
+PLACE = 8               # bytes of a step's offset and picks
+LINE = 64               # bytes that the caches move at once
+ABSENT = -1
+TEMPORARIES = 4         # registers beside sums and weights: ones, picks, a pixel, a product
+
+_BITS = np.left_shift(1, np.arange(WINDOW)).astype(np.uint16)
+_ONES = np.unpackbits(np.arange(1 << WINDOW, dtype=np.uint16).view(np.uint8)).reshape(-1, WINDOW).sum(1, np.uint8)
+_NO_PARTNER = np.uint8(WINDOW)
+
+Array = NDArray[np.int8]
+
+
+@dataclass(frozen=True)
+class Paired:
+    steps: Array                    # [step][lane of the panel][STEP]
+    places: NDArray[np.int32]       # [step][2]: bytes from a pixel of x to the window; STEP bytes, places in it
+    starts: NDArray[np.int32]       # [panel + 1]: the panel's first step
+
+
+def pair(weights: Array, offsets: NDArray[np.int64]) -> Paired:
+    """weights: int8 [panel, lane, run, element of the run]; offsets: int64 [run], bytes from a pixel of x to the run's
+    start. Any weights can be paired; no sum of Paired leaves 16 bits for any u8 x."""
+    panels, lanes, runs, length = weights.shape
+    starts = window_starts(length)
+    table = np.zeros((panels, runs, len(starts), WINDOW, lanes), np.int8)
+    covered = 0
+    for i, start in enumerate(starts):      # where windows overlap, the earlier one has the weights
+        part = weights[..., covered:start + WINDOW]
+        table[:, :, i, covered - start:covered - start + part.shape[-1]] = part.transpose(0, 2, 3, 1)
+        covered = start + WINDOW
+    windows = table.reshape(-1, WINDOW, lanes)
+    blocks = [_pair_windows(windows[first:first + BLOCK]) for first in range(0, len(windows), BLOCK)]
+    steps, picks, counts = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
+    places = (np.asarray(offsets)[:, None] + np.asarray(starts)).ravel()
+    at = np.repeat(np.tile(places, panels), counts).astype(np.int32)
+    first = np.concatenate([[0], np.cumsum(counts)])
+    return Paired(steps, np.stack([at, picks.view(np.int32)[:, 0]], -1), first[::len(places)].astype(np.int32))
+
+
+def window_starts(length: int) -> list[int]:
+    """Windows that cover a run of `length` bytes: they reach beyond its end only if it is shorter than one."""
+    starts = list(range(0, max(length - WINDOW, 0), WINDOW))
+    return [*starts, max(length - WINDOW, 0)]
+
+
+def _pair_windows(windows: Array) -> tuple[Array, NDArray[np.uint8], NDArray[np.int64]]:
+    """[n, WINDOW, lanes] weights -> the steps of all windows [step][lane][STEP], their picks [step][STEP], and how many
+    steps each window has."""
+    slots = _partners(_fitting(windows), np.bitwise_or.reduce(windows.any(axis=2) * _BITS, axis=1))
+    counts = -(-(slots != ABSENT).any(axis=2).sum(axis=1) * 2 // STEP)
+    taken = slots.reshape(-1, SLOTS // STEP, STEP)[np.arange(SLOTS // STEP) < counts[:, None]]
+    owner = np.repeat(np.arange(len(windows)), counts)
+    weights = windows[owner[:, None], taken] * (taken != ABSENT)[..., None]         # [step][STEP][lane]
+    return np.ascontiguousarray(weights.swapaxes(1, 2)), np.maximum(taken, 0).astype(np.uint8), counts
+
+
+def _fitting(windows: Array) -> NDArray[np.uint16]:
+    """[n, WINDOW, lanes] weights -> [WINDOW, n]: for each element a bit for each other one that it fits with."""
+    signed = windows.transpose(2, 1, 0).astype(np.int16)                            # [lane][element][n]
+    sums = np.concatenate([np.maximum(signed, 0), np.maximum(-signed, 0)]).astype(np.uint8)
+    room = LARGEST - sums
+    fitting = np.zeros(sums.shape[1:], np.uint16)
+    for a in range(WINDOW - 1):
+        fits = (sums[:, a:a + 1] <= room[:, a + 1:]).all(axis=0)                    # [element after a][n]
+        fitting[a] |= np.bitwise_or.reduce(fits * _BITS[a + 1:, None], axis=0)
+        fitting[a + 1:] |= fits * _BITS[a]
+    return fitting
+
+
+def _partners(fitting: NDArray[np.uint16], free: NDArray[np.uint16]) -> NDArray[np.int8]:
+    """[WINDOW, n] as `_fitting` says, [n] the elements that there are -> [n][pair][2] elements, ABSENT where none is.
+
+    The rule: those with the fewest possible partners choose first, and choose the one with the fewest.
+    """
+    n = len(free)
+    columns, free = np.arange(n), free.copy()
+    slots = np.full((n, SLOTS // 2, 2), ABSENT, np.int8)
+    count = np.zeros(n, np.int64)
+    for _ in range(WINDOW // 2):
+        possible = _ONES[fitting & free]
+        possible[(possible == 0) | (free & _BITS[:, None] == 0)] = _NO_PARTNER
+        a = possible.argmin(axis=0)
+        found = possible[a, columns] < _NO_PARTNER
+        b = np.where(fitting[a, columns] & _BITS[:, None], possible, _NO_PARTNER).argmin(axis=0)
+        slots[columns[found], count[found]] = np.stack([a, b], -1)[found]
+        count += found
+        free &= ~np.where(found, _BITS[a] | _BITS[b], 0).astype(np.uint16)
+    for element in range(WINDOW):
+        alone = np.flatnonzero(free & _BITS[element])
+        slots[alone, count[alone], 0] = element
+        count[alone] += 1
+    return slots
+
+
+# ---- code
+def emit_steps(f: Function, isa: Isa, acc: dict[Any, Value], pixels: Sequence[int], vectors: int, step_bytes: int,
+               prefetch: bool) -> None:
+    """All steps of a panel into acc {(pixel, vector): int32 of a vector of couts}. pixels: bytes of x to each;
+    step_bytes: of a step's weights in memory. prefetch: ask for the next panel, which follows.
+
+    f's parameters `w`, `places` and `count` are the panel's steps; `x` is the first pixel.
+    """
+    at = {key: f.parameters[key] for key in ("w", "places")}
+    bytes_ = vector(isa.bytes, I8)
+    panel = f.parameters["count"] * step_bytes
+    keep = len(acc) + vectors + TEMPORARIES <= isa.registers
+
+    def load_weights(w: Value) -> list[Value]:
+        return [f.load(bytes_, w + v * isa.bytes, isa.bytes, "weights") for v in range(vectors)]
+
+    for _ in f.range("step", panel.like(0), f.parameters["count"], acc=acc, at=at):      # none if all weights are zero
+        x = f.parameters["x"] + f.cast("sext", f.load(I32, at["places"], PLACE, "offset"), I64, "offset")
+        picks = f.splat(f.load(I32, at["places"] + 4, 4, "picks"), isa.lanes)
+        picks = f.cast("bitcast", picks, bytes_, "picks")
+        weights = load_weights(at["w"])
+        for p, pixel in enumerate(pixels):
+            window = f.shuffle(f.load(vector(WINDOW, I8), x + pixel, hint="window"), None,
+                               [i % WINDOW for i in range(isa.bytes)], "window")
+            picked = isa.picked(window, picks)
+            if p and not keep:      # each pixel's products load them
+                weights = load_weights(hidden(at["w"]))
+            for v in range(vectors):
+                acc[p, v] = isa.paired_dot(acc[p, v], picked, weights[v])
+        if prefetch:
+            for line in range(0, step_bytes, LINE):
+                isa.prefetch(at["w"] + panel + line)
+        at["w"] += step_bytes
+        at["places"] += PLACE

@@ -1,0 +1,55 @@
+"""Borders of zeros around x, and the taps of a convolution that read nothing else: their products need no computing.
+
+Where a padded tensor's zero point is 0 (and in float), its halo holds zeros. Taps in the halo are 18 % of the products
+of a 3x3 convolution of 7x7 pixels, 9 % of one of 14x14.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+
+from engines.backends.llvm.codegen.ir_builder import Value
+
+
+@dataclass(frozen=True)
+class Border:
+    """Rows and columns of x, in from its edges, that hold nothing but zeros."""
+    top: int = 0
+    left: int = 0
+    bottom: int = 0
+    right: int = 0
+
+
+@dataclass(frozen=True)
+class TapAxis:
+    """One axis of x and of the window that slides along it. `before`, `after`: how much of x is border."""
+    extent: int
+    before: int
+    after: int
+    taps: int
+    stride: int
+    dilation: int
+
+    def live(self, output: int) -> range:
+        """The taps of an output that read more than the border."""
+        first = -(-max(self.before - output * self.stride, 0) // self.dilation)
+        stop = -(-max(self.extent - self.after - output * self.stride, 0) // self.dilation)
+        return range(min(first, self.taps), min(stop, self.taps))
+
+    def live_of_several(self, first: Value, count: int) -> tuple[Value, Value]:
+        """(first tap, how many) that cover the live ones of outputs first..first + count - 1, known at run time; none
+        where all of these outputs lie in the border, as those of a padded 1x1 convolution may."""
+        def tap(place: int, output: Value) -> Value:
+            """The first tap of the output at or behind this place of x."""
+            limit = output.like(place)
+            behind = limit - (output * self.stride).at_most(limit)
+            return (behind + (self.dilation - 1)).divided(self.dilation).at_most(self.taps)
+
+        begin, end = tap(self.before, first + (count - 1)), tap(self.extent - self.after, first)
+        return begin, end - begin.at_most(end)
+
+    def runs(self, outputs: range) -> list[tuple[int, frozenset[int]]]:
+        """All taps in order, as runs of (how many, the outputs for which they are live)."""
+        live = {output: self.live(output) for output in outputs}
+        wanted = [frozenset(o for o in outputs if tap in live[o]) for tap in range(self.taps)]
+        return [(len(list(members)), who) for who, members in groupby(wanted)]

@@ -1,0 +1,58 @@
+"""Weights in wider integers than their values need, made of bytes when a plan is loaded.
+
+Machines without a dot product of bytes multiply weights of 16 or 32 bits. To widen them takes less time than to read
+the wider ones from a disk, or to check them.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engines.backends.llvm.codegen.ir_builder import I8, Module, vector
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.kernels.spec import (
+    ALIGNMENT,
+    Array,
+    Grid,
+    KernelSpec,
+    Tactic,
+    View,
+    begin_kernel,
+    dense_view,
+)
+
+
+@dataclass(frozen=True)
+class Widen(KernelSpec):
+    """An item is as many bytes as packed constants are multiples of: so one kernel serves all of them."""
+    bits: int
+    family = "widen"
+
+    @property
+    def inputs(self) -> tuple[View, ...]:
+        return (dense_view("int8", (ALIGNMENT,)),)
+
+    @property
+    def outputs(self) -> tuple[View, ...]:
+        return (dense_view(f"int{self.bits}", (ALIGNMENT,)),)
+
+    def grid(self, isa: Isa, tactic: Tactic) -> Grid:
+        return Grid(1)
+
+    def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
+        f, (kept, made), (begin, end, *_) = begin_kernel(module, name, 2)
+        count = 8 * isa.bytes // self.bits
+        for item in f.range("item", begin, end):
+            for at in range(0, ALIGNMENT, count):
+                bytes_ = f.load(vector(count, I8), kept + (item * ALIGNMENT + at), count, "bytes")
+                wide = f.cast("sext", bytes_, vector(count, f"i{self.bits}"), "wide")
+                f.store(wide, made + (item * ALIGNMENT + at) * (self.bits // 8), isa.bytes)
+
+    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        return (inputs[0].astype(f"int{self.bits}"),)
+
+
+def widened(isa: Isa) -> Mapping[int, KernelSpec]:
+    """KernelSpec.made of INT8 weights that are the first of a kernel's constants."""
+    return {0: Widen(8 * isa.ready_bytes // isa.bytes)} if isa.ready_bytes > isa.bytes else {}

@@ -1,0 +1,112 @@
+"""Winograd's weights, G g G', made of plain ones when a plan is loaded: a plan holds 9 where 36 are multiplied.
+
+    kept    [panel][k][tap of 3x3][vector][element]         int8 or float32
+    made    [panel][position of 6x6][k][vector][element]    int16 or float32
+
+    for panel: for k: for vector:
+      made[panel, :, k, vector] = G kept[panel, k, :, vector] G'        9 registers to 36
+
+Sums of float32 are taken in the order of `transform_weights`, so that every machine makes the same bits.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engines.backends.llvm.codegen.ir_builder import FLOAT, I8, I16, Function, Module, Value, vector
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.codegen.lanes import SIZES
+from engines.backends.llvm.kernels.spec import Array, Grid, KernelSpec, Tactic, View, begin_kernel, dense_view
+
+TAPS, PATCH = 3, 6
+_MADE = {"int8": "int16", "float32": "float32"}
+
+
+def transform_weights(g: Sequence[Any]) -> list[Any]:
+    """G g without G's fractions, three numbers to six."""
+    s, t, d = g[0] + g[2], g[0] + g[2] * 4, g[1] * 2
+    return [g[0], s + g[1], s - g[1], t + d, t - d, g[2]]
+
+
+@dataclass(frozen=True)
+class WinogradWeights(KernelSpec):
+    """A row of the grid is a k, a column a panel. It has one item: constants have no batch."""
+    dtype: str                  # of the weights as kept
+    steps: int                  # ks
+    elements: int               # of a vector
+    panels: int                 # of `vectors`
+    vectors: int
+    last: int                   # vectors of one panel more; 0: there is none
+    family = "winograd_weights"
+
+    @property
+    def inputs(self) -> tuple[View, ...]:
+        return (dense_view(self.dtype, (self._vectors * TAPS ** 2 * self.elements,)),)
+
+    @property
+    def outputs(self) -> tuple[View, ...]:
+        return (dense_view(_MADE[self.dtype], (self._vectors * PATCH ** 2 * self.elements,)),)
+
+    @property
+    def _vectors(self) -> int:
+        """Of all panels and ks."""
+        return (self.panels * self.vectors + self.last) * self.steps
+
+    def grid(self, isa: Isa, tactic: Tactic) -> Grid:
+        return Grid(self.steps, columns=self.panels + bool(self.last))
+
+    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        kept = inputs[0].reshape(-1).astype(_MADE[self.dtype])
+        cut = self.panels * self.vectors * self.steps * TAPS ** 2 * self.elements
+        parts = [_transformed(part.reshape(-1, self.steps, TAPS, TAPS, vectors * self.elements))
+                 for part, vectors in ((kept[:cut], self.vectors), (kept[cut:], self.last)) if part.size]
+        return (np.concatenate(parts)[None],)
+
+    def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
+        f, (kept, made), (row_begin, row_end, column_begin, column_end) = begin_kernel(module, name, 2)
+        size, made_size = (SIZES[dtype] * self.elements for dtype in (self.dtype, _MADE[self.dtype]))
+        panel_bytes = self.steps * self.vectors
+
+        def panel(index: Value, vectors: int) -> None:
+            source, target = (address + index * (panel_bytes * bytes_) for address, bytes_ in (
+                (kept, TAPS ** 2 * size), (made, PATCH ** 2 * made_size)))
+            for k in f.range("k", row_begin, row_end):
+                here = source + k * (TAPS ** 2 * vectors * size)
+                self._transform(f, here, target + k * (vectors * made_size), vectors)
+
+        for index in f.range("panel", column_begin, column_end):
+            if self.panels:
+                with f.when(index.below(self.panels)):
+                    panel(index, self.vectors)
+            if self.last:
+                with f.when(index.compare("uge", self.panels)):
+                    panel(index, self.last)
+
+    def _transform(self, f: Function, kept: Value, made: Value, vectors: int) -> None:
+        """One k of a panel. The vectors of a position are stored together: they fill its cache lines."""
+        size = SIZES[_MADE[self.dtype]] * self.elements
+        taps = [[[self._load(f, kept + ((p * TAPS + q) * vectors + v) * SIZES[self.dtype] * self.elements)
+                  for q in range(TAPS)] for p in range(TAPS)] for v in range(vectors)]
+        columns = [[transform_weights([row[q] for row in rows]) for q in range(TAPS)] for rows in taps]
+        for i in range(PATCH):
+            lines = [transform_weights([column[i] for column in half]) for half in columns]
+            for j in range(PATCH):
+                position = made + (i * PATCH + j) * self.steps * vectors * size
+                for v, line in enumerate(lines):
+                    f.store(line[j], position + v * size, size)
+
+    def _load(self, f: Function, address: Value) -> Value:
+        if self.dtype == "float32":
+            return f.load(vector(self.elements, FLOAT), address, 4 * self.elements, "taps")
+        loaded = f.load(vector(self.elements, I8), address, self.elements, "taps")
+        return f.cast("sext", loaded, vector(self.elements, I16), "taps")
+
+
+def _transformed(taps: Array) -> Array:
+    """[panel, k, 3, 3, element] -> [panel, 6, 6, k, element], flat."""
+    rows = transform_weights([taps[:, :, p] for p in range(TAPS)])
+    both = [transform_weights([row[:, :, q] for q in range(TAPS)]) for row in rows]
+    return np.stack([np.stack(row, 1) for row in both], 1).ravel()

@@ -1,0 +1,147 @@
+"""The k largest or smallest of a row, in order, and where they were; of equals the first.
+
+    for block of BLOCK elements: keys[block] = x as integers of the same order; peaks[block] = max of its keys
+    k times: the first block whose peak is the highest, and in it the first key that high, is the next
+             (what is taken becomes the lowest key there is, and its block's peak is made anew)
+
+A row is so read once, and each of the k costs as much as reading row / BLOCK + BLOCK elements.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engines.backends.llvm.codegen.ir_builder import I32, I64, PTR, Function, Module, Value, vector
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.codegen.lanes import ELEMENTS
+from engines.backends.llvm.kernels.common.access import item_addresses, offset, unravel
+from engines.backends.llvm.kernels.rows.passes import live
+from engines.backends.llvm.kernels.spec import ALIGNMENT, Array, Grid, KernelSpec, Tactic, View, begin_kernel
+
+BLOCK = 64              # elements whose peak is remembered; a multiple of every machine's lanes
+WIDEST = 1 << 18        # keys of a row are kept on a thread's stack: 1 MiB
+LOWEST = -(1 << 31)     # of the keys; no element has it
+FAR = (1 << 31) - 1     # beyond every place
+
+
+@dataclass(frozen=True)
+class TopK(KernelSpec):
+    """x: float32 or int32 [..., width], its rows in one piece; indices: int64 [..., k]; values, if wanted: [..., k].
+
+    Of integers the least, -2**31, counts as the one above it.
+    """
+    x: View
+    values: View | None
+    indices: View
+    largest: bool = True
+    family = "top_k"
+    computes_on = ("float32", "int32", "int64")
+
+    @property
+    def inputs(self) -> tuple[View, ...]:
+        return (self.x,)
+
+    @property
+    def outputs(self) -> tuple[View, ...]:
+        return (self.values, self.indices) if self.values else (self.indices,)
+
+    @property
+    def width(self) -> int:
+        return self.x.shape[-1]
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.width // BLOCK)
+
+    @property
+    def peaks(self) -> int:
+        """How many are kept: whole turns of a search."""
+        return -(-self.blocks // BLOCK) * BLOCK
+
+    def grid(self, isa: Isa, tactic: Tactic) -> Grid:
+        return Grid(math.prod(self.x.shape[:-1]))
+
+    # ---- code
+    def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
+        views, element = (*self.inputs, *self.outputs), ELEMENTS[self.x.dtype]
+        f, addresses, (begin, end, *_) = begin_kernel(module, name, len(views))
+        keys, peaks = (f.op(PTR, f"alloca [{count} x i32], align {ALIGNMENT}", hint)
+                       for count, hint in ((self.blocks * BLOCK, "keys"), (self.peaks, "peaks")))
+        rows = math.prod(self.x.shape[:-1])
+        for row in f.range("row", begin, end):
+            at = item_addresses(addresses, views, row.divided(rows))
+            places = unravel(row.remainder(rows), self.x.shape[:-1])
+            x, *values, indices = (offset(a, places, view.strides[:-1]) for a, view in zip(at, views, strict=True))
+            self._make_keys(f, isa, x, keys, peaks)
+            for turn in f.loop("turn", self.indices.shape[-1]):
+                block = _first(f, isa, peaks, self.peaks, _highest(f, isa, peaks, self.peaks))
+                start = keys + block * (4 * BLOCK)
+                place = _first(f, isa, start, BLOCK, _highest(f, isa, start, BLOCK))
+                index = block * BLOCK + place
+                if self.values:
+                    value = f.load(element, x + index * 4, hint="value")
+                    f.store(value, values[0] + turn * self.values.strides[-1])
+                f.store(index, indices + turn * self.indices.strides[-1])
+                f.store(f.constant(LOWEST, I32), start + place * 4)
+                f.store(_highest(f, isa, start, BLOCK), peaks + block * 4)
+
+    def _make_keys(self, f: Function, isa: Isa, x: Value, keys: Value, peaks: Value) -> None:
+        if self.blocks < self.peaks:
+            lowest = f.constant(LOWEST, isa.ints)
+            for behind in range(self.blocks // isa.lanes * isa.lanes, self.peaks, isa.lanes):
+                f.store(lowest, peaks + behind * 4)
+        for start, count in f.tiles("block", self.width, BLOCK):
+            for first in range(0, BLOCK, isa.lanes):
+                f.store(self._keys(f, isa, x + (start + first) * 4, count - first), keys + (start + first) * 4)
+            f.store(_highest(f, isa, keys + start * 4, BLOCK), peaks + start.divided(BLOCK) * 4)
+
+    def _keys(self, f: Function, isa: Isa, address: Value, count: int) -> Value:
+        """A vector of integers in the order of the elements; both zeros are one number. Past the row, the lowest."""
+        if count <= 0:
+            return f.constant(LOWEST, isa.ints)
+        part = f.load(vector(min(count, isa.lanes), ELEMENTS[self.x.dtype]), address, hint="part")
+        if count < isa.lanes:
+            part = f.shuffle(part, part.like(0), [min(i, count) for i in range(isa.lanes)], "part")
+        if part.type == isa.ints:
+            ordered = part if self.largest else part.binary("xor", -1)
+            ordered = f.call(isa.ints, f"llvm.smax.v{isa.lanes}i32", ordered, ordered.like(LOWEST + 1), hint="ordered")
+        else:
+            number = part + 0 if self.largest else part.like(0) - part
+            bits = f.cast("bitcast", number, isa.ints, "bits")
+            ordered = bits.binary("xor", bits.binary("ashr", 31).binary("and", FAR))
+        return live(isa, ordered, min(count, isa.lanes), LOWEST)
+
+    # ---- constants and meaning
+    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        x, = inputs
+        wide = x.astype(np.float64)
+        order = np.argsort(-wide if self.largest else wide, -1, kind="stable")[..., :self.indices.shape[-1]]
+        values = (np.take_along_axis(x, order, -1),) if self.values else ()
+        return (*values, order.astype(np.int64))
+
+
+def _highest(f: Function, isa: Isa, address: Value, count: int) -> Value:
+    """The greatest of `count` integers (a multiple of the lanes), an i32."""
+    best = {"best": f.constant(LOWEST, isa.ints)}
+    for i in f.loop("part", count // isa.lanes, best=best):
+        best["best"] = f.call(isa.ints, f"llvm.smax.v{isa.lanes}i32", best["best"],
+                              f.load(isa.ints, address + i * isa.bytes, hint="keys"), hint="best")
+    return f.call(I32, f"llvm.vector.reduce.smax.v{isa.lanes}i32", best["best"], hint="highest")
+
+
+def _first(f: Function, isa: Isa, address: Value, count: int, wanted: Value) -> Value:
+    """Where the first of `count` integers is that is `wanted`; one is. An i64."""
+    everywhere, far = f.splat(wanted, isa.lanes), f.constant(FAR, isa.ints)
+    lanes = ", ".join(f"{I32} {lane}" for lane in range(isa.lanes))
+    state = {"place": Value(f, isa.ints, f"<{lanes}>"), "found": far}
+    for i in f.loop("part", count // isa.lanes, state=state):
+        same = f.load(isa.ints, address + i * isa.bytes, hint="keys").compare("eq", everywhere)
+        here = f.select(same, state["place"], far)
+        state["found"] = f.call(isa.ints, f"llvm.smin.v{isa.lanes}i32", state["found"], here, hint="found")
+        state["place"] = state["place"] + isa.lanes
+    least = f.call(I32, f"llvm.vector.reduce.smin.v{isa.lanes}i32", state["found"], hint="first")
+    return f.cast("zext", least, I64, "place")

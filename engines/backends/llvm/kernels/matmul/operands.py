@@ -1,0 +1,327 @@
+"""The product of two tensors that are both computed at run time: what its kernels share.
+
+    a [M, K] b [K, N]           M x N tiles of it in registers, all of K
+
+    left, right = Left(Matrix.of(a), arithmetic, isa), Right(Matrix.of(b), arithmetic, isa, vectors)
+    right.pack(b's address, scratch, right.zero(numbers, 1))
+    sums = right.multiply(a's address, left.pitch, a panel in scratch, (rows, columns))
+
+The right factor is packed by the kernel itself, into scratch, in the form that a contraction's weights are given at
+build: [panel of N][step of K][vector][lane][element], zeros past K and N. The left factor is read where it lies; only
+what lies there in another form than the inner step takes is copied.
+
+A factor stored as uint8 means stored - zero point. Arithmetic in float subtracts it on the way (the difference has 8
+bits and a sign: exact in bfloat16 too). In int8 a right element is packed as stored - 128; what the zero points add to
+the sum is left to the kernel.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engines.backends.llvm.codegen.ir_builder import FLOAT, I8, I32, Function, Value, vector
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.codegen.lanes import ELEMENTS, SIZES, Lanes, from_float, to_float
+from engines.backends.llvm.kernels.common.access import hidden, transposed
+from engines.backends.llvm.kernels.common.arithmetic import INT8, Arithmetic, Operand, arithmetic_for
+from engines.backends.llvm.kernels.spec import View
+
+MIDDLE = 128            # of uint8: stored - MIDDLE is an int8
+AHEAD = 16              # rows of a factor that is not packed: a panel's parts of them lie too far apart for the
+                        # processor to see what comes next, so each is asked for so many turns before
+
+
+def product_arithmetic(precision: str, isa: Isa) -> Arithmetic:
+    """The inner step. Floats that the machine does not multiply as they are stored are widened once, by the packing."""
+    return arithmetic_for(precision if precision == "int8" or precision == "bf16" and isa.bf16 else "fp32", isa)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A factor in memory: rows x columns elements, `strides` bytes apart; one of the strides is an element's size."""
+    dtype: str
+    rows: int
+    columns: int
+    strides: tuple[int, int]
+
+    @property
+    def size(self) -> int:
+        return SIZES[self.dtype]
+
+    @staticmethod
+    def of(view: View) -> Matrix:
+        """The last two axes of a view."""
+        return Matrix(view.dtype, view.shape[-2], view.shape[-1], (view.strides[-2], view.strides[-1]))
+
+    @property
+    def transposed(self) -> Matrix:
+        return Matrix(self.dtype, self.columns, self.rows, self.strides[::-1])
+
+    def at(self, address: Value, row: Value | int, column: Value | int) -> Value:
+        """The address of an element."""
+        for index, stride in zip((row, column), self.strides, strict=True):
+            address = address + index * stride
+        return address
+
+
+@dataclass(frozen=True)
+class Factor:
+    """What the two sides of a product share."""
+    matrix: Matrix
+    arithmetic: Arithmetic
+    isa: Isa
+
+    @property
+    def exact(self) -> bool:
+        """Integers: their zero points are not subtracted on the way."""
+        return self.arithmetic is INT8
+
+    def zero(self, numbers: Value, index: int) -> Value | None:
+        """What is subtracted from a stored element, in all lanes, if anything is: a float of the constant "numbers"."""
+        if self.exact or self.matrix.dtype != "uint8":
+            return None
+        return numbers.f.splat(numbers.f.load(FLOAT, numbers + 4 * index, hint="zero"), self.isa.lanes)
+
+
+# ---- the right factor
+@dataclass(frozen=True)
+class Right(Factor):
+    """A right factor [K, N], packed into panels of `vectors` of columns; or read where it lies, if it can be."""
+    vectors: int
+    packed: bool = True
+
+    @property
+    def steps(self) -> int:
+        """Turns of the K loop."""
+        return -(-self.matrix.rows // self.arithmetic.elements)
+
+    @property
+    def width(self) -> int:
+        """Columns of a panel."""
+        return self.vectors * self.isa.lanes
+
+    @property
+    def panel_bytes(self) -> int:
+        return self.steps * self.vectors * self.arithmetic.weight_bytes(self.isa)
+
+    @property
+    def direct(self) -> bool:
+        """Whether it can be read where it lies: its rows are what the inner step takes."""
+        stored = (self.matrix.dtype, self.arithmetic.elements, self.matrix.strides[1])
+        return stored == (self.arithmetic.weights_dtype, 1, self.matrix.size)
+
+    @property
+    def bytes(self) -> int:
+        """Of all panels."""
+        return -(-self.matrix.columns // self.width) * self.panel_bytes
+
+    def pack(self, source: Value, target: Value, zero: Value | None) -> None:
+        """All panels."""
+        for start, columns in source.f.tiles("packed panel", self.matrix.columns, self.width):
+            here = self.matrix.at(source, 0, start)
+            self.pack_panel(here, columns, target + start.divided(self.width) * self.panel_bytes, zero)
+
+    def pack_panel(self, source: Value, columns: int, target: Value, zero: Value | None) -> None:
+        """One panel of `columns` columns, of which the first is at `source`."""
+        vectors = self.isa.vectors_for(columns)
+        pitch = vectors * self.arithmetic.weight_bytes(self.isa)
+        for v in range(vectors):
+            count = min(max(columns - v * self.isa.lanes, 0), self.isa.lanes)
+            here = self.matrix.at(source, 0, v * self.isa.lanes)
+            there = target + v * self.arithmetic.weight_bytes(self.isa)
+            if self.matrix.strides[1] == self.matrix.size:
+                self._from_rows(here, count, there, pitch, zero)
+            else:
+                self._from_columns(here, count, there, pitch, zero)
+
+    def _from_rows(self, source: Value, count: int, target: Value, pitch: int, zero: Value | None) -> None:
+        """A vector of columns of a matrix whose rows are contiguous: `elements` rows make a step."""
+        elements, row_bytes = self.arithmetic.elements, self.matrix.strides[0]
+        for row, size in source.f.tiles("packed row", self.matrix.rows, elements):
+            there = target + row.divided(elements) * pitch
+            parts = [self._elements(source + (row + e) * row_bytes, count, self.isa.lanes, zero) if e < size and count
+                     else self._absent(source.f, self.isa.lanes) for e in range(elements)]
+            self._store(self._joined(parts), there)
+
+    def _from_columns(self, source: Value, count: int, target: Value, pitch: int, zero: Value | None) -> None:
+        """The same where columns are contiguous: `lanes` steps of each, transposed in registers."""
+        lanes, elements = self.isa.lanes, self.arithmetic.elements
+        for row, size in source.f.tiles("packed run", self.matrix.rows, lanes * elements):
+            columns = [self._elements(self.matrix.at(source, row, j), size, lanes * elements, zero) if j < count
+                       else self._absent(source.f, lanes * elements) for j in range(lanes)]
+            there = target + row.divided(elements) * pitch
+            for i, words in enumerate(transposed([self._words(column) for column in columns])):
+                if i * elements < size:
+                    self._store(words, there + i * pitch)
+
+    # ---- packed panels
+    def column_sums(self, panel: Value, columns: int) -> list[Value]:
+        """The sums of a packed panel's columns, as packed: a vector of int32 for each of its vectors (int8)."""
+        f, isa, vectors = panel.f, self.isa, self.isa.vectors_for(columns)
+        ones = isa.unsigned(f.constant(1, vector(isa.bytes, I8)))
+        sums = {v: f.constant(0, isa.ints) for v in range(vectors)}
+        at = {"w": panel}
+        for _ in f.loop("k", self.steps, sums=sums, at=at):
+            for v in range(vectors):
+                sums[v] = isa.dot4(sums[v], ones, isa.ready_weights(at["w"] + v * isa.ready_bytes))
+            at["w"] += vectors * isa.ready_bytes
+        return list(sums.values())
+
+    def multiply(self, x: Value, pitch: int, panel: Value, shape: tuple[int, int],
+                 start: Sequence[Sequence[Value]] = ()) -> dict[tuple[int, int], Value]:
+        """The sums of a tile as float32: {(row, vector)}. shape: rows, `pitch` bytes apart, by columns of the panel.
+
+        start: [row][vector], what the sums begin with instead of zero.
+        """
+        f, isa, arithmetic = x.f, self.isa, self.arithmetic
+        rows, vectors, step = shape[0], isa.vectors_for(shape[1]), arithmetic.weight_bytes(isa)
+        pitch_of_w = vectors * step if self.packed else self.matrix.strides[0]
+        acc = {(m, v): start[m][v] if start else arithmetic.zero(isa, x) for m in range(rows) for v in range(vectors)}
+        at = {"x": x, "w": panel}
+        for _ in f.loop("k", self.steps, acc=acc, at=at):
+            weights = [self._step(at["w"] + v * step, shape[1] - v * isa.lanes) for v in range(vectors)]
+            for m in range(rows):
+                pixel = arithmetic.pixel(isa, at["x"] + m * pitch)
+                if m and len(weights[0]) > 1:       # too wide to keep: each row's products load them
+                    weights = [arithmetic.weights(isa, hidden(at["w"]) + v * step) for v in range(vectors)]
+                for v in range(vectors):
+                    acc[m, v] = arithmetic.dot(isa, acc[m, v], pixel, weights[v])
+            for v in () if self.packed else range(vectors):
+                isa.prefetch(at["w"] + (AHEAD * pitch_of_w + v * step))
+            at["x"] += arithmetic.step_bytes
+            at["w"] += pitch_of_w
+        return {key: arithmetic.finish(isa, value) for key, value in acc.items()}
+
+    def _step(self, address: Value, columns: int) -> Operand:
+        """A vector of a step; of a factor that is not packed, so many columns at most."""
+        if self.packed:
+            return self.arithmetic.weights(self.isa, address)
+        count = min(max(columns, 0), self.isa.lanes)
+        return (self._elements(address, count, self.isa.lanes, None) if count else
+                self._absent(address.f, self.isa.lanes),)
+
+    # ---- elements in the dtype that they are multiplied in; a word is a step of one lane
+    def _elements(self, address: Value, count: int, width: int, zero: Value | None) -> Value:
+        """`count` stored neighbours as a vector of `width`."""
+        f, element = address.f, ELEMENTS[self.matrix.dtype]
+        if self.exact:
+            return _padded(f.load(vector(count, element), address, hint="bytes"), width, -MIDDLE)
+        if self.matrix.dtype == self.arithmetic.weights_dtype:
+            return _padded(f.load(vector(count, element), address, hint="stored"), width, 0)
+        parts = []
+        for first in range(0, width, self.isa.lanes):
+            some = min(max(count - first, 0), self.isa.lanes)
+            here = address + first * self.matrix.size
+            parts.append(converted(self.isa, self.matrix.dtype, self.arithmetic.weights_dtype, here, some, zero)
+                         if some else self._absent(f, self.isa.lanes))
+        return parts[0] if len(parts) == 1 else f.shuffle(parts[0], parts[1], range(width), "run")
+
+    def _absent(self, f: Function, width: int) -> Value:
+        if self.exact:
+            return f.constant(-MIDDLE, vector(width, I8))
+        return f.constant(0, vector(width, ELEMENTS[self.arithmetic.weights_dtype]))
+
+    def _joined(self, rows: list[Value]) -> Value:
+        """Element e of each word from rows[e]."""
+        if len(rows) == 1:
+            return rows[0]
+        bits, words = 32 // len(rows), None
+        for e, row in enumerate(rows):
+            wide = row.f.cast("zext", row, self.isa.ints, "wide")
+            wide = wide.binary("shl", e * bits) if e else wide
+            words = wide if words is None else words.binary("or", wide)
+        assert words is not None
+        return words
+
+    def _words(self, elements: Value) -> Value:
+        if self.arithmetic.elements == 1:
+            return elements
+        return elements.f.cast("bitcast", elements, self.isa.ints, "words")
+
+    def _store(self, words: Value, address: Value) -> None:
+        f = address.f
+        if not self.exact:
+            f.store(words, address, self.isa.bytes)
+            return
+        signed = f.cast("bitcast", words, vector(self.isa.bytes, I8), "quads").binary("xor", -MIDDLE)
+        for i, part in enumerate(self.isa.spread(signed)):
+            f.store(part, address + i * self.isa.bytes, self.isa.bytes)
+
+
+def converted(isa: Isa, source: str, target: str, address: Value, count: int, zero: Value | None) -> Value:
+    """`count` neighbours of a stored dtype as `lanes` of another, less `zero`; zeros behind them."""
+    stored = _padded(address.f.load(vector(count, ELEMENTS[source]), address, hint="stored"), isa.lanes, 0)
+    value = to_float(isa, source, stored)
+    if zero is not None:
+        value = value - zero
+    return from_float(isa, target, value)
+
+
+def _padded(stored: Value, width: int, fill: int) -> Value:
+    """As a vector of `width`, `fill` behind what is there."""
+    count = int(stored.type[1:].split(" x ")[0])
+    if count == width:
+        return stored
+    return stored.f.shuffle(stored, stored.like(fill), [min(i, count) for i in range(width)], "padded")
+
+
+def store_tile(lanes: Lanes, view: View, rows: int, result: Callable[[int], list[Value]], address: Value) -> None:
+    """result(m), the vectors of row m, to memory, for each row of a tile whose first element is at `address`."""
+    together = 4 // lanes.vectors       # rows whose vectors fill one register of bytes
+    for first in range(0, rows, together):
+        group = range(first, min(first + together, rows))
+        lanes.store(view.dtype, [result(m) for m in group], [address + m * view.strides[-2] for m in group])
+
+
+def integer(f: Function, numbers: Value, index: int) -> Value:
+    """A float of the constant "numbers" as an int32."""
+    return f.cast("fptosi", f.load(FLOAT, numbers + 4 * index, hint="number"), I32, "number")
+
+
+# ---- the left factor
+@dataclass(frozen=True)
+class Left(Factor):
+    """A left factor [M, K]: rows in memory that the inner step reads."""
+
+    @property
+    def steps(self) -> int:
+        return -(-self.matrix.columns // self.arithmetic.elements)
+
+    @property
+    def direct(self) -> bool:
+        """Whether it is read where it lies. A last step of bytes may read past a row: its weights there are zero."""
+        whole = self.matrix.columns % self.arithmetic.elements == 0 or self.exact
+        return self.matrix.dtype == self.arithmetic.dtype and self.matrix.strides[1] == self.matrix.size and whole
+
+    @property
+    def pitch(self) -> int:
+        """Bytes from one row to the next, where the inner step reads it."""
+        return self.matrix.strides[0] if self.direct else self.steps * self.arithmetic.step_bytes
+
+    def copy(self, source: Value, rows: int, target: Value, zero: Value | None) -> None:
+        """`rows` rows from `source` on, in the dtype of the arithmetic; zeros past K."""
+        f, isa, dtype, elements = source.f, self.isa, self.arithmetic.dtype, self.arithmetic.elements
+        for row in f.loop("copied row", rows):
+            for column, count in f.tiles("copied part", self.matrix.columns, isa.lanes):
+                here = self.matrix.at(source, row, column)
+                stored = converted(isa, self.matrix.dtype, dtype, here, count, zero)
+                if count < isa.lanes:
+                    stored = _padded(f.shuffle(stored, None, range(count), "part"), -(-count // elements) * elements, 0)
+                f.store(stored, target + row * self.pitch + column * SIZES[dtype])
+
+    def row_sums(self, source: Value, target: Value) -> None:
+        """The sums of all rows -> int32 (int8)."""
+        f, isa = source.f, self.isa
+        ones = isa.spread(f.constant(1, vector(isa.bytes, I8)))
+        for row in f.loop("summed row", self.matrix.rows):
+            total = {"sum": f.constant(0, isa.ints)}
+            here = self.matrix.at(source, row, 0)
+            for column, count in f.tiles("summed part", self.matrix.columns, isa.bytes, total=total):
+                part = _padded(f.load(vector(count, I8), here + column, hint="bytes"), isa.bytes, 0)
+                total["sum"] = isa.dot4(total["sum"], isa.unsigned(part), ones)
+            value = total["sum"]
+            distance = isa.lanes // 2
+            while distance:
+                value = value + f.shuffle(value, None, [i ^ distance for i in range(isa.lanes)], "others")
+                distance //= 2
+            f.store(f.op(I32, f"extractelement {value}, i32 0", "sum"), target + row * 4)

@@ -1,0 +1,245 @@
+"""The matrix product of two tensors that are both computed at run time, in batches.
+
+    y[n, ..., m, o] = program(sum over k of a[n, ..., m, k] * b[n, ..., k, o])
+
+    for matrix of the batch:
+      for panel of columns:                     b's are packed, once for all rows; few rows read them as they lie
+        for tile of rows:                       a call of the micro-kernel: all of K in registers, program, store
+
+The grid's columns are panels, so no panel is packed twice. Each factor is read as it lies: its leading axes may be
+strided (heads of a wider tensor) or repeated (strides of 0), the last two of b may be in either order.
+
+In int8 the sum is of (a - za) * (b - zb), exact: b is packed as b' = b - MIDDLE, and what the zero points add is known
+before the product from the sums of a's rows and of b's columns.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from engines.backends.llvm.codegen.ir_builder import I32, PTR, Function, Module, Value
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.codegen.lanes import Lanes
+from engines.backends.llvm.kernels.common.access import (
+    item_addresses,
+    load_channels,
+    load_constants,
+    offset,
+    panels,
+    run_program,
+    unravel,
+)
+from engines.backends.llvm.kernels.contraction.contraction import tile_shapes
+from engines.backends.llvm.kernels.matmul.operands import (
+    MIDDLE,
+    Left,
+    Matrix,
+    Right,
+    integer,
+    product_arithmetic,
+    store_tile,
+)
+from engines.backends.llvm.kernels.spec import (
+    ALIGNMENT,
+    Array,
+    Grid,
+    KernelSpec,
+    Tactic,
+    View,
+    begin_kernel,
+    pack_channels,
+)
+from engines.lowering.epilogue.program import Program, load_meaning, store_meaning
+
+FEW_ROWS = 8            # of a: reading b as it lies may be faster than packing it
+COPIED_TILES = 4        # rows of a that are copied at a time, in tiles, where it is not read as it lies
+
+
+@dataclass(frozen=True)
+class Tile(Tactic):
+    """rows x (vectors of columns) of y are a micro-kernel."""
+    rows: int
+    vectors: int
+    packed: bool = True     # b, before it is multiplied
+
+    def __str__(self) -> str:
+        return f"tile {self.rows}x{self.vectors}" + " unpacked" * (not self.packed)
+
+
+@dataclass(frozen=True)
+class Product(KernelSpec):
+    """Views of one item: a [..., M, K], b [..., K, N], y and the program's operands [..., M, N].
+
+    The innermost axis of a and y is contiguous, of b it or the one before it.
+    """
+    a: View
+    b: View
+    y: View
+    operands: tuple[View, ...]
+    program: Program
+    precision: str                  # int8, fp32, bf16, fp16
+    family = "product"
+
+    @property
+    def inputs(self) -> tuple[View, ...]:
+        return (self.a, self.b, *self.operands)
+
+    @property
+    def outputs(self) -> tuple[View, ...]:
+        return (self.y,)
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        return self.y.shape[:-2]
+
+    @property
+    def depth(self) -> int:
+        return self.a.shape[-1]
+
+    @property
+    def macs(self) -> int:
+        return math.prod(self.y.shape) * self.depth
+
+    # ---- tactics
+    def tactics(self, isa: Isa) -> Sequence[Tile]:
+        rows, columns = self.y.shape[-2:]
+        widest = isa.vectors_for(columns)
+        shapes = tile_shapes(isa, self.precision)
+        packed = list(dict.fromkeys(Tile(min(m, rows), min(vectors, widest)) for m, vectors in shapes))
+        right = Right(Matrix.of(self.b), product_arithmetic(self.precision, isa), isa, widest)
+        unpacked = [replace(tile, packed=False) for tile in packed] if rows <= FEW_ROWS and right.direct else []
+        return (*unpacked, *packed)
+
+    def packing(self, tactic: Tile) -> int:
+        return tactic.vectors
+
+    def grid(self, isa: Isa, tactic: Tile) -> Grid:
+        return Grid(math.prod(self.lead), 1, -(-self.y.shape[-1] // (tactic.vectors * isa.lanes)))
+
+    # ---- code
+    def emit(self, module: Module, name: str, isa: Isa, tactic: Tile) -> None:
+        _Emitter(self, module, name, isa, tactic).kernel()
+
+    # ---- constants
+    def pack(self, isa: Isa, tactic: Tile, constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        """"numbers": the zero points of a and b; "program": float32 [1] or [N] -> [panel][constant][vector][lane]."""
+        order = panels(isa, self.y.shape[-1], packed=False, width=tactic.vectors * isa.lanes)
+        return (np.asarray(constants["numbers"], np.float32),
+                pack_channels(constants["program"], self.y.shape[-1], order))
+
+    # ---- meaning
+    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        a, b, *operands = (load_meaning(view.dtype, x) for view, x in zip(self.inputs, inputs, strict=True))
+        a, b = (x - np.float32(zero) for x, zero in zip((a, b), constants["numbers"], strict=True))
+        wide: type[Any] = np.int64 if self.precision == "int8" else np.float32
+        sums = np.matmul(a.astype(wide), b.astype(wide)).astype(np.float32)
+        return (store_meaning(self.y.dtype, self.program.meaning(sums, operands, constants["program"])),)
+
+
+class _Emitter:
+    """Writes one kernel: the loops around, and the micro-kernels they call."""
+
+    def __init__(self, spec: Product, module: Module, name: str, isa: Isa, tile: Tile) -> None:
+        self.spec, self.module, self.name, self.isa, self.tile = spec, module, name, isa, tile
+        arithmetic = product_arithmetic(spec.precision, isa)
+        self.left = Left(Matrix.of(spec.a), arithmetic, isa)
+        self.right = Right(Matrix.of(spec.b), arithmetic, isa, tile.vectors, tile.packed)
+        self.exact = self.left.exact
+        self.rows, self.columns = spec.y.shape[-2:]
+
+    # ---- the loops around
+    def kernel(self) -> None:
+        spec = self.spec
+        f, addresses, (begin, end, first, last) = begin_kernel(self.module, self.name, len(spec.inputs) + 3)
+        *tensors, self.numbers, self.constants, y = addresses
+        self._scratch(f)
+        zeros = [factor.zero(self.numbers, i) for i, factor in enumerate((self.left, self.right))]
+        views = (*spec.inputs, spec.y)
+        count = math.prod(spec.lead)
+        for row in f.range("matrix", begin, end):
+            here = item_addresses([*tensors, y], views, row.divided(count))
+            places = unravel(row.remainder(count), spec.lead)
+            here = [offset(a, places, view.strides[:-2]) for a, view in zip(here, views, strict=True)]
+            if self.exact:
+                self.left.row_sums(here[0], self.sums)
+            self._panels(f, here, zeros, first, last)
+
+    def _scratch(self, f: Function) -> None:
+        """Room for a panel of b, for copied rows of a, and for the sums of a's rows."""
+        copied = 0 if self.left.direct else COPIED_TILES * self.tile.rows * self.left.pitch
+        addresses = []
+        panel = self.right.panel_bytes * self.tile.packed
+        for what, size in (("panel", panel), ("copied", copied), ("sums", 4 * self.rows * self.exact)):
+            addresses.append(f.op(PTR, f"alloca [{size} x i8], align {ALIGNMENT}", what))
+        self.packed, self.copied, self.sums = addresses
+
+    def _panels(self, f: Function, here: list[Value], zeros: list[Value | None], first: Value, last: Value) -> None:
+        whole, tail = divmod(self.columns, self.right.width)
+        if whole:
+            for panel in f.range("panel", first, last.at_most(whole)):
+                self._panel(f, here, zeros, panel * self.right.width, self.right.width)
+        if tail:
+            with f.when(last.compare("ugt", whole)):
+                self._panel(f, here, zeros, last.like(whole * self.right.width), tail)
+
+    def _panel(self, f: Function, here: list[Value], zeros: list[Value | None], start: Value, columns: int) -> None:
+        a, b, *operands, y = here
+        spec = self.spec
+        w, starts = self.right.matrix.at(b, 0, start), []
+        if self.tile.packed:
+            self.right.pack_panel(w, columns, self.packed, zeros[1])
+            w = self.packed
+        if self.exact:
+            starts = [self._start(f, total) for total in self.right.column_sums(w, columns)]
+        constants = self.constants + start * (4 * spec.program.constants)
+        outs = [offset(address, [start], view.strides[-1:])
+                for address, view in zip((*operands, y), (*spec.operands, spec.y), strict=True)]
+        block = self.rows if self.left.direct else COPIED_TILES * self.tile.rows
+        for top, height in f.tiles("block", self.rows, block):
+            x = self.left.matrix.at(a, top, 0)
+            if not self.left.direct:
+                self.left.copy(x, height, self.copied, zeros[0])
+                x = self.copied
+            for row, rows in f.tiles("row", height, self.tile.rows):
+                moved = [offset(address, [top + row], view.strides[-2:-1])
+                         for address, view in zip(outs, (*spec.operands, spec.y), strict=True)]
+                f.run(self._microkernel(rows, columns), x + row * self.left.pitch, w, self.numbers,
+                      self.sums + (top + row) * 4, constants, *moved, *starts)
+
+    def _start(self, f: Function, total: Value) -> Value:
+        """What the sums of columns begin with, but for what depends on the row: za * (K * (zb - MIDDLE) - total)."""
+        za, zb = (integer(f, self.numbers, i) for i in (0, 1))
+        depth = (zb - MIDDLE) * self.spec.depth
+        return (f.splat(depth, self.isa.lanes) - total) * f.splat(za, self.isa.lanes)
+
+    # ---- the micro-kernel
+    def _microkernel(self, rows: int, columns: int) -> str:
+        name = f"{self.name}_{rows}x{columns}"
+        if name in self.module.functions:
+            return name
+        spec, isa, lanes = self.spec, self.isa, Lanes(self.isa, columns, packed=False)
+        operands = {f"operand{i}": PTR for i in range(len(spec.operands))}
+        starts = {f"start{v}": isa.ints for v in range(lanes.vectors)} if self.exact else {}
+        f = self.module.function(name, internal=True, x=PTR, w=PTR, numbers=PTR, sums=PTR, constants=PTR, **operands,
+                                 y=PTR, **starts)
+        given = f.parameters
+        begin: list[list[Value]] = []
+        if self.exact:
+            zero = integer(f, given["numbers"], 1) - MIDDLE
+            for m in range(rows):
+                of_row = f.splat(f.load(I32, given["sums"] + 4 * m, hint="sum") * zero, isa.lanes)
+                begin.append([given[v] - of_row for v in starts])
+        sums = self.right.multiply(given["x"], self.left.pitch, given["w"], (rows, columns), begin)
+        constants = load_constants(lanes, given["constants"], spec.program.constants)
+
+        def result(m: int) -> list[Value]:
+            others = [load_channels(lanes, view, given[f"operand{i}"] + m * view.strides[-2])
+                      for i, view in enumerate(spec.operands)]
+            return run_program(lanes, spec.program, [sums[m, v] for v in range(lanes.vectors)], others, constants)
+
+        store_tile(lanes, spec.y, rows, result, given["y"])
+        return name

@@ -1,0 +1,283 @@
+"""Strided copies: transposes, concat, split, slice, layout changes, with an optional program on the way.
+
+    y[n, i, j, ...] = program(x[n, i, j, ...])        x and y of one shape, each with its own strides
+
+Four ways, chosen by the strides:
+
+  runs         the innermost axis is contiguous in both: wide copies
+  planes       y interleaves 2 to 4 planes of x (an NCHW image becomes NHWC): vectors of each plane, one byte shuffle
+  transpose    another axis is contiguous in x: blocks of n x n elements, transposed in registers by log2(n) zips
+  elements     one by one
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+
+from engines.backends.llvm.codegen.ir_builder import FLOAT, I8, I16, I32, I64, Function, Module, Value, vector
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.codegen.lanes import ELEMENTS, from_float, to_float
+from engines.backends.llvm.kernels.common.access import (
+    BLOCK,
+    Runs,
+    copy_bytes,
+    item_addresses,
+    joined,
+    offset,
+    transposed,
+    unravel,
+)
+from engines.backends.llvm.kernels.elementwise.pointwise import Pointwise
+from engines.backends.llvm.kernels.spec import Array, Grid, KernelSpec, Tactic, View, Window, begin_kernel
+from engines.lowering.epilogue.program import Program, load_meaning, store_meaning
+
+COPY = Program((), 1, 0, accumulator=False)
+_INTEGERS = {1: I8, 2: I16, 4: I32, 8: I64}
+_MOST_PLANES = 4
+
+
+@dataclass(frozen=True)
+class Permute(KernelSpec):
+    """x and y have the same shape; program's constants are per index of y's innermost axis, or `uniform`."""
+    x: View
+    y: View
+    program: Program = COPY
+    uniform: bool = False
+    family = "permute"
+
+    @property
+    def inputs(self) -> tuple[View, ...]:
+        return (self.x,)
+
+    @property
+    def outputs(self) -> tuple[View, ...]:
+        return (self.y,)
+
+    # ---- which way
+    @property
+    def raw(self) -> bool:
+        """The bytes are only moved."""
+        return self.x.dtype == self.y.dtype and not self.program.instructions
+
+    @property
+    def misfit(self) -> str:
+        return "" if self.raw else super().misfit
+
+    @cached_property
+    def views(self) -> tuple[View, View]:
+        x, y = joined((self.x, self.y), keep_last=self.program.constants > 0 and not self.uniform)
+        return x, y
+
+    @property
+    def way(self) -> str:
+        x, y = self.views
+        if x.strides[-1] == x.size and y.strides[-1] == y.size:
+            return "runs"
+        if self.across is None or y.strides[-1] != y.size:
+            return "elements"
+        together = self.across == len(y.shape) - 2 and y.strides[-2] == y.shape[-1] * y.size
+        return "planes" if together and y.shape[-1] <= _MOST_PLANES else "transpose"
+
+    @property
+    def across(self) -> int | None:
+        """The axis that is contiguous in x."""
+        x, _ = self.views
+        return next((axis for axis, stride in enumerate(x.strides) if stride == x.size), None)
+
+    @property
+    def _pointwise(self) -> Pointwise | None:
+        """The same as a program on runs or elements; a raw copy has ways of its own."""
+        if self.way in ("planes", "transpose") or self.raw:
+            return None
+        return Pointwise((self.x,), self.y, self.program, self.uniform)
+
+    # ---- grid
+    def grid(self, isa: Isa, tactic: Tactic) -> Grid:
+        if self._pointwise:
+            return self._pointwise.grid(isa, tactic)
+        if self.way in ("planes", "transpose"):
+            return Grid(math.prod(self._outer) * self._blocks(isa))
+        return Grid(Runs(self.views).rows)
+
+    def windows(self, isa: Isa, tactic: Tactic) -> Sequence[Window]:
+        if self._pointwise:
+            return self._pointwise.windows(isa, tactic)
+        if self.way not in ("planes", "transpose"):
+            return Runs(self.views).windows()
+        assert self.across is not None
+        if not self._outer:
+            block = self._block(isa)
+            return [Window.along(view, self.across, 1, block, count=block) for view in self.views]
+        first = 0 if self.across else 1         # the outermost of the axes that count the rows of the grid
+        rows = math.prod(self._outer[1:]) * self._blocks(isa)
+        return [Window.along(view, first, rows) for view in self.views]
+
+    @property
+    def _outer(self) -> list[int]:
+        """Extents of all axes but the innermost and `across`."""
+        return [n for axis, n in enumerate(self.views[0].shape[:-1]) if axis != self.across]
+
+    def _block(self, isa: Isa) -> int:
+        """Elements along `across` in a row of the grid: whole tiles."""
+        step = self._tile(isa)
+        return max(BLOCK // (self.views[0].shape[-1] * step), 1) * step
+
+    def _blocks(self, isa: Isa) -> int:
+        assert self.across is not None
+        return -(-self.views[0].shape[self.across] // self._block(isa))
+
+    def _tile(self, isa: Isa) -> int:
+        """Elements of a vector: of 128 bits where bytes are only moved, since zips are native there everywhere."""
+        return 16 // self.x.size if self.raw else isa.lanes
+
+    # ---- code
+    def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
+        if self._pointwise:
+            self._pointwise.emit(module, name, isa, tactic)
+            return
+        f, (x, constants, y), (begin, end, *_) = begin_kernel(module, name, 3)
+        if self.way == "planes":
+            self._tiles(f, isa, x, y, begin, end, self._planes(isa, constants))
+        elif self.way == "transpose":
+            self._tiles(f, isa, x, y, begin, end, self._transpose(isa, constants))
+        else:
+            width = 4 * isa.bytes if self.way == "runs" else 1
+            Runs(self.views).emit(f, [x, y], begin, end, width, partial(self._copy, isa))
+
+    def _copy(self, isa: Isa, at: list[Value], start: Value, count: int) -> None:
+        """`count` neighbours from `start` on."""
+        x, y = (offset(a, [start], [v.strides[-1]]) for a, v in zip(at, self.views, strict=True))
+        copy_bytes(isa, x, y, count * self.x.size)
+
+    def _tiles(self, f: Function, isa: Isa, x: Value, y: Value, begin: Value, end: Value,
+               body: Callable[[Value, Value, int], None]) -> None:
+        """body(x, y, count) for every `count` neighbours along `across`, all of the innermost axis."""
+        across, block, step = self.across, self._block(isa), self._tile(isa)
+        assert across is not None
+        extent, rows = self.views[0].shape[across], math.prod(self._outer) * self._blocks(isa)
+        tail = extent % step
+        for row in f.range("row", begin, end):
+            at = item_addresses([x, y], self.views, row.divided(rows))
+            *places, index = unravel(row.remainder(rows), (*self._outer, self._blocks(isa)))
+            places.insert(across, index * block)
+            x0, y0 = (offset(a, places, view.strides[:-1]) for a, view in zip(at, self.views, strict=True))
+            x_step, y_step = (view.strides[across] for view in self.views)
+            count = (index.like(extent - tail) - index * block).at_most(block)
+            for i in f.range("tile", count.like(0), count, step):
+                body(x0 + i * x_step, y0 + i * y_step, step)
+            if tail:
+                with f.when((index + 1).compare("eq", self._blocks(isa))):
+                    body(x0 + count * x_step, y0 + count * y_step, tail)
+
+    def _load(self, isa: Isa, address: Value, count: int) -> Value:
+        """`count` neighbours in a whole vector: as stored where they are only moved, else float32."""
+        f, n = address.f, self._tile(isa)
+        element = _INTEGERS[self.x.size] if self.raw else ELEMENTS[self.x.dtype]
+        value = f.load(vector(count, element), address, hint="run")
+        if count < n:
+            value = f.shuffle(value, None, [min(i, count - 1) for i in range(n)], "run")
+        return value if self.raw else to_float(isa, self.x.dtype, value)
+
+    def _store(self, isa: Isa, value: Value, address: Value, count: int) -> None:
+        """The first `count` elements."""
+        f = address.f
+        value = value if self.raw else from_float(isa, self.y.dtype, value)
+        if count < self._tile(isa):
+            value = f.shuffle(value, None, range(count), "part")
+        f.store(value, address)
+
+    # ---- planes
+    def _planes(self, isa: Isa, constants: Value) -> Callable[[Value, Value, int], None]:
+        f, depth, n = constants.f, self.views[1].shape[-1], self._tile(isa)
+        numbers = [[f.splat(f.load(FLOAT, constants + 4 * (c * self._pitch(isa) + plane)), isa.lanes)
+                    for c in range(self.program.constants)] for plane in range(depth)]
+
+        def tile(x: Value, y: Value, count: int) -> None:
+            planes = [self._load(isa, x + plane * self.views[0].strides[-1], count) for plane in range(depth)]
+            if not self.raw:
+                planes = [self.program.emit(isa, None, [value], c) for value, c in zip(planes, numbers, strict=True)]
+                if self.y.dtype == "uint8":
+                    self._store_bytes(isa, planes, y, count)
+                    return
+            for i, value in enumerate(_interleave(planes)):
+                if count * depth > i * n:
+                    self._store(isa, value, y + i * n * self.y.size, min(count * depth - i * n, n))
+        return tile
+
+    @staticmethod
+    def _store_bytes(isa: Isa, planes: list[Value], y: Value, count: int) -> None:
+        """The packs leave four pixels of each plane in a 128-bit part: shuffle inside parts, then close the gaps."""
+        f, depth = y.f, len(planes)
+        ints = [isa.round(isa.min(plane, 255)) for plane in planes]
+        packed = isa.pack_u8([*ints, *[ints[0].like(0)] * (4 - depth)])
+        inside = [i % depth * 4 + i // depth for i in range(4 * depth)] + [15] * (16 - 4 * depth)
+        parts = range(0, isa.bytes, 16)
+        packed = f.shuffle(packed, None, [part + i for part in parts for i in inside], "pixels")
+        closed = [part + i for part in parts for i in range(4 * depth)]
+        f.store(f.shuffle(packed, None, closed[:count * depth], "run"), y)
+
+    # ---- transpose
+    def _transpose(self, isa: Isa, constants: Value) -> Callable[[Value, Value, int], None]:
+        (x_view, y_view), across, n = self.views, self.across, self._tile(isa)
+        step = 0 if self.uniform else 4     # bytes of constants of an index of the innermost axis
+        assert across is not None
+
+        def tile(x: Value, y: Value, count: int) -> None:
+            f = x.f
+            for start, size in f.tiles("innermost", y_view.shape[-1], n):
+                here, there = x + start * x_view.strides[-1], y + start * y_view.size
+                rows = [self._load(isa, here + min(i, size - 1) * x_view.strides[-1], count) for i in range(n)]
+                numbers = [f.load(isa.floats, constants + c * self._pitch(isa) * 4 + start * step)
+                           for c in range(self.program.constants)]
+                for i, value in enumerate(transposed(rows)[:count]):
+                    if not self.raw:
+                        value = self.program.emit(isa, None, [value], numbers)
+                    self._store(isa, value, there + i * y_view.strides[across], size)
+        return tile
+
+    def _pitch(self, isa: Isa) -> int:
+        """Floats from one constant to the next."""
+        return -(-self.views[1].shape[-1] // isa.lanes) * isa.lanes
+
+    # ---- constants and meaning
+    def pack(self, isa: Isa, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        """"program": a sequence of float32 [1] or [channels] -> [constant][channel], rounded up to whole vectors."""
+        given = constants.get("program", ())
+        if self._pointwise:
+            return self._pointwise.pack(isa, tactic, {"program": given})
+        table = np.zeros((len(given), self._pitch(isa)), np.float32)
+        for row, constant in zip(table, given, strict=True):
+            row[:None if self.uniform else self.y.shape[-1]] = constant
+        return (table.ravel(),)
+
+    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        x, = inputs
+        if self.raw:
+            return (x.copy(),)
+        result = self.program.meaning(None, [load_meaning(self.x.dtype, x)], constants.get("program", ()))
+        return (store_meaning(self.y.dtype, result),)
+
+
+def _lanes(value: Value) -> int:
+    return int(value.type[1:].split(" x ")[0])
+
+
+def _interleave(planes: list[Value]) -> list[Value]:
+    """k vectors of n -> k vectors holding element 0 of each, element 1 of each, ..."""
+    n, depth, result = _lanes(planes[0]), len(planes), []
+    for first in range(0, n * depth, n):
+        value = planes[0]
+        for k, plane in enumerate(planes[1:], 1):       # so far: planes below k are in place
+            def pick(i: int, k: int = k, first: int = first) -> int:
+                element, of = divmod(first + i, depth)
+                if of == k:
+                    return n + element
+                return element if k == 1 and of == 0 else i if of < k else 0
+            value = value.f.shuffle(value, plane, [pick(i) for i in range(n)], "pixels")
+        result.append(value)
+    return result

@@ -1,0 +1,208 @@
+"""What a recurrent cell does between the products of a step: programs on one unit's gates and states.
+
+A cell is a list of stages. A stage multiplies a state by some gates' weights, then updates states, unit by unit:
+
+    for stage in stages:
+        sum[g] = (state[stage.source] @ R[g]')        for g in stage.gates
+        for update in stage.updates:
+            state[update.slot] = program(x[...], sum[...], state[...], unit constants)
+
+State 0 is h, which every unit of the next product reads: its new value is seen from the next step on (and by updates
+that come later in the step). An LSTM has one stage and a second state, c. A GRU has one stage where the reset gate
+scales the product (linear_before_reset); else two, with the states z and r * h between them.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engines.backends.llvm.codegen.ir_builder import Value
+from engines.backends.llvm.codegen.isa import Isa
+from engines.ir.graph import Node
+from engines.lowering.epilogue.affine import Affine, AffineWriter
+from engines.lowering.epilogue.from_onnx import write_node
+from engines.lowering.epilogue.program import Floats, Program, ProgramBuilder
+from engines.ops.recurrent import DEFAULTS, GATES, activations
+
+# ("x", gate), ("sum", gate), ("gate", gate) which is the sum of both, ("state", slot), ("unit", constant of a unit)
+Source = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Update:
+    """A state's new value. `numbers` are the program's constants, the same for every unit."""
+    slot: int
+    program: Program
+    operands: tuple[Source, ...]
+    numbers: tuple[float, ...]
+
+    def meaning(self, operands: Sequence[Floats]) -> Floats:
+        return self.program.meaning(None, operands, [np.array(number, np.float32) for number in self.numbers])
+
+    def emit(self, isa: Isa, find: Callable[[Source], Value]) -> Value:
+        operands = [find(source) for source in self.operands]
+        numbers = [operands[0].like(number) for number in self.numbers]
+        return self.program.emit(isa, None, operands, numbers)
+
+
+@dataclass(frozen=True)
+class Stage:
+    gates: tuple[int, ...]
+    source: int
+    updates: tuple[Update, ...]
+
+
+@dataclass(frozen=True)
+class Cell:
+    stages: tuple[Stage, ...]
+    kept: int                   # states that outlive a step: the first ones
+    units: int                  # constants of a unit
+
+    @property
+    def states(self) -> int:
+        return 1 + max(update.slot for stage in self.stages for update in stage.updates)
+
+    @property
+    def gates(self) -> int:
+        return sum(len(stage.gates) for stage in self.stages)
+
+
+# Functions between -1 and 1, whatever their argument.
+_BOUNDED = frozenset({"Sigmoid", "Tanh", "HardSigmoid", "Softsign"})
+
+
+def bounded(node: Node) -> bool:
+    """Whether h stays between -1 and 1 if it starts there."""
+    kind, names = node.attrs["cell"], [name for name, _, _ in activations(node)]
+    per = len(DEFAULTS[kind])
+    # LSTM: o * h(c). GRU: a mean of g and the last h, if f is a share. RNN: f.
+    places = {"LSTM": (0, 2), "GRU": (0, 1), "RNN": (0,)}[kind]
+    shares = {"GRU": (0,)}.get(kind, ())
+    return (all(names[d + i] in _BOUNDED for d in range(0, len(names), per) for i in places)
+            and all(names[d + i] in ("Sigmoid", "HardSigmoid") for d in range(0, len(names), per) for i in shares))
+
+
+def cell_of(node: Node, direction: int, peepholes: bool) -> Cell:
+    """The cell of one direction of a Recurrence (engines/ops/recurrent.py). NotImplementedError: an activation that
+    has no instruction."""
+    per = len(DEFAULTS[node.attrs["cell"]])
+    chosen = slice(direction * per, (direction + 1) * per)
+    functions = [Node(name, (), (), {"alpha": alpha, "beta": beta}) for name, alpha, beta in activations(node)[chosen]]
+    return {"LSTM": _lstm, "GRU": _gru, "RNN": _rnn}[node.attrs["cell"]](node.attrs, functions, peepholes)
+
+
+class _Writer:
+    """Writes one update."""
+
+    def __init__(self, clip: float) -> None:
+        self._builder, self._clip = ProgramBuilder(False), clip
+        self._writer = AffineWriter(self._builder)
+        self._operands: dict[Source, Affine] = {}
+
+    def read(self, kind: str, index: int) -> Affine:
+        source = (kind, index)
+        if source not in self._operands:
+            self._operands[source] = Affine.of(self._builder.operand())
+        return self._operands[source]
+
+    def gate(self, index: int) -> Affine:
+        """x + sum of a gate."""
+        return self.read("gate", index)
+
+    def add(self, a: Affine, b: Affine) -> Affine:
+        return self._writer.add(a, b)
+
+    def multiply(self, a: Affine, b: Affine) -> Affine:
+        return self._writer.multiply(a, b)
+
+    def activate(self, function: Node, x: Affine) -> Affine:
+        """ONNX's function, of x clipped."""
+        if self._clip:
+            x = x.clip(-self._clip, self._clip)
+        return self.squash(function, x)
+
+    def squash(self, function: Node, x: Affine) -> Affine:
+        """The function alone: the states that an output is made of are not clipped."""
+        special = _FUNCTIONS.get(function.op)
+        if special:
+            x = self._writer.settled(x)
+            return self._writer.settled(special(self._writer, x, function.attrs["alpha"], function.attrs["beta"]))
+        return self._writer.settled(write_node(self._writer, function, [x]))
+
+    def update(self, slot: int, value: Affine) -> Update:
+        program = self._builder.program(self._writer.settle(value))
+        numbers = tuple(float(number[0]) for number in self._builder.constants)
+        return Update(slot, program, tuple(self._operands), numbers)
+
+
+def _threshold(w: AffineWriter, x: Affine, alpha: float, beta: float) -> Affine:
+    return w.apply("where_positive", x.scaled(1.0, -alpha), x, Affine.number(0.0))
+
+
+def _softsign(w: AffineWriter, x: Affine, alpha: float, beta: float) -> Affine:
+    return w.apply("div", x, w.apply("abs", x).scaled(1.0, 1.0))
+
+
+def _sigmoid(w: AffineWriter, x: Affine, alpha: float, beta: float) -> Affine:
+    """(1 + tanh(x / 2)) / 2: shorter than by exp; what it loses, relative accuracy near 0, a gate does not need."""
+    return w.apply("tanh", x.scaled(0.5)).scaled(0.5, 0.5)
+
+
+# Functions that are no pointwise operators of ONNX, or have other parameters there: of (x, alpha, beta).
+_FUNCTIONS: Mapping[str, Callable[[AffineWriter, Affine, float, float], Affine]] = {
+    "Sigmoid": _sigmoid,
+    "Affine": lambda w, x, alpha, beta: x.scaled(alpha, beta),
+    "ScaledTanh": lambda w, x, alpha, beta: w.apply("tanh", x.scaled(beta)).scaled(alpha),
+    "ThresholdedRelu": _threshold,
+    "Softsign": _softsign,
+}
+
+
+def _lstm(attrs: Mapping[str, Any], functions: Sequence[Node], peepholes: bool) -> Cell:
+    """c = f * c + i * g(new);  h = o * squash(c);  unit constants: the peepholes of i, o, f."""
+    f, g, squash = functions
+    i, o, forget, new = range(GATES["LSTM"])
+
+    def gate(w: _Writer, index: int, peephole: int) -> Affine:
+        x = w.gate(index)
+        if peepholes:
+            x = w.add(x, w.multiply(w.read("unit", peephole), w.read("state", 1)))
+        return w.activate(f, x)
+
+    w = _Writer(attrs["clip"])
+    share = gate(w, i, 0)
+    keep = share.scaled(-1.0, 1.0) if attrs["input_forget"] else gate(w, forget, 2)
+    kept, added = w.multiply(keep, w.read("state", 1)), w.multiply(share, w.activate(g, w.gate(new)))
+    c = w.update(1, w.add(kept, added))
+    w = _Writer(attrs["clip"])
+    h = w.update(0, w.multiply(gate(w, o, 1), w.squash(squash, w.read("state", 1))))
+    return Cell((Stage((i, o, forget, new), 0, (c, h)),), 2, 3 if peepholes else 0)
+
+
+def _gru(attrs: Mapping[str, Any], functions: Sequence[Node], peepholes: bool) -> Cell:
+    """h = (1 - z) * g(new) + z * h = new + z * (h - new);  unit constant: the bias that the reset gate scales."""
+    f, g = functions
+    z, r, new = range(GATES["GRU"])
+
+    def blended(w: _Writer, share: Affine, fresh: Affine) -> Affine:
+        return w.add(fresh, w.multiply(share, w.add(w.read("state", 0), fresh.scaled(-1.0))))
+
+    if attrs["linear_before_reset"]:
+        w = _Writer(attrs["clip"])
+        reset = w.activate(f, w.gate(r))
+        inner = w.multiply(reset, w.add(w.read("sum", new), w.read("unit", 0)))
+        fresh = w.activate(g, w.add(w.read("x", new), inner))
+        return Cell((Stage((z, r, new), 0, (w.update(0, blended(w, w.activate(f, w.gate(z)), fresh)),)),), 1, 1)
+    first, second, last = (_Writer(attrs["clip"]) for _ in range(3))
+    share = first.update(1, first.activate(f, first.gate(z)))
+    scaled = second.update(2, second.multiply(second.activate(f, second.gate(r)), second.read("state", 0)))
+    h = last.update(0, blended(last, last.read("state", 1), last.activate(g, last.gate(new))))
+    return Cell((Stage((z, r), 0, (share, scaled)), Stage((new,), 2, (h,))), 1, 0)
+
+
+def _rnn(attrs: Mapping[str, Any], functions: Sequence[Node], peepholes: bool) -> Cell:
+    w = _Writer(attrs["clip"])
+    return Cell((Stage((0,), 0, (w.update(0, w.activate(functions[0], w.gate(0))),)),), 1, 0)

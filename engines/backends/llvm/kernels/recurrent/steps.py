@@ -1,0 +1,360 @@
+"""The code of a Recurrence: cells from step to step, their products in registers (kernels/recurrence.py says what).
+
+    for direction: for block of items:             the states of the block stay in scratch on the stack
+      for t in time:
+        for stage of the cell:                     see cells.py
+          for panel of units: for tile of items:   a call of the micro-kernel:
+            for k in units:
+              sum[item, gate, unit] += state[item, k] * R[gate, unit, k]         all in registers
+            the updates of the stage; h goes to y
+
+h has two buffers that change places after each step, so the units of a step may be computed one after the other.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engines.backends.llvm.codegen.ir_builder import I8, I16, I32, I64, PTR, Function, Module, Value, vector
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.codegen.lanes import SIZES, Lanes
+from engines.backends.llvm.kernels.common.access import hidden, load_channels, store_channels
+from engines.backends.llvm.kernels.common.arithmetic import INT16, QUADS, Arithmetic, Operand
+from engines.backends.llvm.kernels.recurrent.cells import Source, Stage
+from engines.backends.llvm.kernels.spec import ALIGNMENT, View, begin_kernel
+
+if TYPE_CHECKING:
+    from engines.backends.llvm.kernels.recurrent.recurrence import Panels, Recurrence
+
+BLOCK = 8               # items whose states are in scratch together
+STRANDS = 4             # units whose updates are written in turns
+FEWEST_CHAINS = 8       # sums that must be under way at once to hide an fma's latency; fewer are split
+STEPS = 4               # the K loop's turns are a multiple of this, so that a sum can be split
+LINE = 64               # bytes of a cache line
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A state between -1 and 1 in integers: round(state * one) + zero."""
+    arithmetic: Arithmetic
+    one: int
+    zero: int
+
+
+WHOLE = {"int16": Whole(INT16, 1 << 13, 0), "int8": Whole(QUADS, 127, 128)}
+
+
+def emit_recurrence(spec: Recurrence, module: Module, name: str, isa: Isa, tactic: Panels) -> None:
+    """The kernel `name`."""
+    _Emitter(spec, module, name, isa, tactic).kernel()
+
+
+@dataclass(frozen=True)
+class _Pointers:
+    """What a block's items are reached by; of the first item."""
+    x: Value
+    y: Value | None
+    old: Value              # h of the last step ...
+    new: Value              # ... and of this one
+    rest: Value             # the other states
+
+
+class _Emitter:
+    def __init__(self, spec: Recurrence, module: Module, name: str, isa: Isa, tactic: Panels) -> None:
+        self.spec, self.module, self.name, self.isa, self.tactic = spec, module, name, isa, tactic
+        self.arithmetic, self.items = spec.arithmetic, spec.items(isa)
+        self.block = 1 if spec.lengths is not None else BLOCK
+        self.stored = WHOLE.get(spec.precision)
+        self.whole = spec.room(isa) * 4                                     # where the state in integers follows
+        size = self.whole + (spec.room(isa) * SIZES[self.arithmetic.dtype] if self.stored else 0)
+        self.pitch = -(-size // ALIGNMENT) * ALIGNMENT                      # bytes from item to item
+        self.area = self.pitch * self.block                                 # of a state of all items
+
+    # ---- the loops around
+    def kernel(self) -> None:
+        spec = self.spec
+        operands = len(spec.inputs) + 2 + len(spec.given) + len(spec.outputs)
+        f, addresses, bounds = begin_kernel(self.module, self.name, operands)
+        given = iter(addresses)
+        self.x = next(given)
+        every_item = View("float32", (len(spec.cells) * spec.hidden,), (4,), 0)
+        self.first = {slot: (view, next(given)) for slot, view in enumerate(spec.first) if view}
+        self.lengths = next(given) if spec.lengths else None
+        self.weights, self.units = next(given), next(given)
+        self.first |= {slot: (every_item, next(given)) for slot in spec.given}
+        self.y = next(given) if spec.y else None
+        self.last = [next(given) if view else None for view in spec.last]
+        states = 1 + max(cell.states for cell in spec.cells)
+        self.memory = f.op(PTR, f"alloca [{states * self.area} x i8], align {ALIGNMENT}", "states")
+        for start in f.range("block", bounds[0], bounds[1], self.block):
+            count = (bounds[1] - start).at_most(self.block)
+            for d in range(len(spec.cells)):
+                if len(spec.cells) == 1:
+                    self._direction(f, d, start, count)
+                    continue
+                with f.when(bounds[2].below(d + 1)), f.when(bounds[3].compare("ugt", d)):
+                    self._direction(f, d, start, count)
+
+    def _direction(self, f: Function, d: int, start: Value, count: Value) -> None:
+        """One cell over the whole sequence of the block's `count` items, from item `start` on."""
+        spec, cell = self.spec, self.spec.cells[d]
+        f.write(f"; direction {d}")
+        for at, _ in f.tiles("clear", (1 + cell.states) * self.area, self.isa.bytes):
+            f.store(f.constant(0, self.isa.floats), self.memory + at, self.isa.bytes)
+        for item in f.range("item", count.like(0), count):
+            if self.stored and self.stored.zero:
+                self._clear_whole(f, self.memory + item * self.pitch + self.whole, self.stored.zero)
+            for slot in self.first:
+                self._load_first(f, d, slot, start + item, item)
+        x = self.x + start * spec.gates.item + d * cell.gates * spec.hidden * spec.gates.strides[1]
+        y = None
+        if self.y is not None and spec.y is not None:
+            y = self.y + start * spec.y.item + d * spec.hidden * spec.y.strides[1]
+        steps: Value | int = spec.steps
+        if self.lengths is not None and spec.lengths is not None:
+            length = f.load(I32, self.lengths + start * spec.lengths.item, hint="length")
+            steps = f.cast("zext", length, I64, "length").at_most(spec.steps)
+        h = self._walk(f, d, x, y, count, steps)
+        if y is not None and isinstance(steps, Value):
+            self._clear_behind(f, y, steps)
+        for item in f.range("item", count.like(0), count):
+            for slot, view in enumerate(spec.last):
+                if view is not None:
+                    state = self.memory + (1 + slot) * self.area if slot else h
+                    self._store_last(f, d, slot, view, start + item, state + item * self.pitch)
+
+    def _walk(self, f: Function, d: int, x: Value, y: Value | None, count: Value, steps: Value | int) -> Value:
+        """The steps in their order; where the last h is. x and y: of step 0."""
+        spec = self.spec
+        moves = {"x": spec.gates.strides[0]}
+        at = {"x": x, "old": self.memory, "new": self.memory + self.area}
+        if y is not None and spec.y is not None:
+            moves["y"], at["y"] = spec.y.strides[0], y
+        if spec.backwards[d]:
+            final = count.like(steps) - 1
+            at |= {key: at[key] + final * move for key, move in moves.items()}
+            moves = {key: -move for key, move in moves.items()}
+        turns = f.loop("time", steps, at=at) if isinstance(steps, int) else f.range("time", count.like(0), steps, at=at)
+        for _ in turns:
+            here = _Pointers(at["x"], at.get("y"), at["old"], at["new"], self.memory + 2 * self.area)
+            for number in range(len(spec.cells[d].stages)):
+                self._stage(f, d, number, here, count)
+            at |= {key: at[key] + move for key, move in moves.items()}
+            at["old"], at["new"] = at["new"], at["old"]
+        return at["old"]
+
+    def _clear_whole(self, f: Function, state: Value, zero: int) -> None:
+        """Zeros in integers, where they are not the integer 0."""
+        for at, _ in f.tiles("zero", self.spec.room(self.isa), self.isa.lanes):
+            f.store(f.constant(zero, vector(self.isa.lanes, I8)), state + at, self.isa.lanes)
+
+    def _load_first(self, f: Function, d: int, slot: int, item: Value, place: Value) -> None:
+        view, source = self.first[slot]
+        source += item * view.item + d * self.spec.hidden * view.strides[0]
+        target = self.memory + (1 + slot if slot else 0) * self.area + place * self.pitch
+        for unit, count in f.tiles("unit", self.spec.hidden, self.isa.lanes):
+            value, = load_channels(self._lanes(count), view, source + unit * view.strides[0])
+            f.store(value, target + unit * 4, self.isa.bytes)
+
+    def _store_last(self, f: Function, d: int, slot: int, view: View, item: Value, state: Value) -> None:
+        target = self.last[slot]
+        assert target is not None
+        target += item * view.item + d * self.spec.hidden * view.strides[0]
+        for unit, count in f.tiles("unit", self.spec.hidden, self.isa.lanes):
+            value = f.load(self.isa.floats, state + unit * 4, self.isa.bytes, "state")
+            store_channels(self._lanes(count), view, [[value]], [target + unit * view.strides[0]])
+
+    def _clear_behind(self, f: Function, y: Value, length: Value) -> None:
+        """What y holds where an item has no step."""
+        view = self.spec.y
+        assert view is not None
+        for t in f.range("behind", length, length.like(self.spec.steps)):
+            for unit, count in f.tiles("unit", self.spec.hidden, self.isa.lanes):
+                self._store_y(f.constant(0, self.isa.floats), count, y + t * view.strides[0] + unit * view.strides[1])
+
+    def _lanes(self, count: int) -> Lanes:
+        return Lanes(self.isa, count, packed=False)
+
+    # ---- a stage of a step
+    def _stage(self, f: Function, d: int, number: int, here: _Pointers, count: Value) -> None:
+        """Tiles of items: full ones, then one of 4, 2, 1 for each bit of what remains."""
+        if self.items == 1 or self.block == 1:
+            self._panels(f, d, number, here, 1, count.like(0), count)
+            return
+        whole, rest = count.divided(self.items), count.remainder(self.items)
+        with f.when(whole.compare("ne", 0)):
+            self._panels(f, d, number, here, self.items, count.like(0), whole * self.items)
+        for size in (4, 2, 1):
+            if size < self.items:
+                with f.when(rest.binary("and", size).compare("ne", 0)):
+                    first = whole * self.items + rest.binary("and", -2 * size)
+                    self._panels(f, d, number, here, size, first, first + size)
+
+    def _panels(self, f: Function, d: int, number: int, here: _Pointers, size: int, first: Value, end: Value) -> None:
+        """The units, over tiles of `size` items: a panel's weights stay in cache while the tiles pass."""
+        spec, isa, cell = self.spec, self.isa, self.spec.cells[d]
+        stage, vectors = cell.stages[number], -(-spec.hidden // isa.lanes)
+        before = sum(vectors * spec.stage_vector(isa, s) for c in spec.cells[:d] for s in c.stages)
+        before += sum(vectors * spec.stage_vector(isa, s) for s in cell.stages[:number])
+        unit_vector = (cell.units + spec.scales) * isa.bytes
+        for start, width in f.tiles("units", spec.hidden, spec.vectors(isa, self.tactic, stage, size) * isa.lanes):
+            panel = start.divided(isa.lanes)
+            weights = self.weights + before + panel * spec.stage_vector(isa, stage)
+            units = self.units + d * vectors * unit_vector + panel * unit_vector
+            name = self._microkernel(spec.cells.index(cell), number, size, width)
+            following = weights + -(-width // isa.lanes) * spec.stage_vector(isa, stage)
+            for item in f.range("tile", first, end, size):
+                at = item * self.pitch
+                ahead = following + item.divided(size) * (spec.turns() * LINE)
+                pointers = {"x": here.x + item * spec.gates.item + start * spec.gates.strides[1],
+                            "old": here.old + at, "new": here.new + at, "rest": here.rest + at}
+                if here.y is not None and spec.y is not None:
+                    pointers["y"] = here.y + item * spec.y.item + start * spec.y.strides[1]
+                f.run(name, *pointers.values(), weights, units, start, ahead)
+
+    # ---- the micro-kernel
+    def _microkernel(self, which: int, number: int, size: int, width: int) -> str:
+        """`size` items by `width` units of a stage; its name."""
+        name = f"{self.name}_{which}_{number}_{size}x{width}"
+        if name in self.module.functions:
+            return name
+        spec, isa, stage = self.spec, self.isa, self.spec.cells[which].stages[number]
+        y = {"y": PTR} if spec.y is not None else {}
+        f = self.module.function(name, internal=True, x=PTR, old=PTR, new=PTR, rest=PTR, **y, w=PTR, units=PTR,
+                                 start=I64, ahead=PTR)
+        vectors = -(-width // isa.lanes)
+        sums = self._products(f, stage, size, vectors)
+        with f.interleaved(STRANDS) as begin:
+            for item in range(size):
+                for v in range(vectors):
+                    begin()
+                    own = {gate: sums[item, g, v] for g, gate in enumerate(stage.gates)}
+                    _Unit(self, f, which, item, v, min(isa.lanes, width - v * isa.lanes), own).update(stage)
+        return name
+
+    def _products(self, f: Function, stage: Stage, size: int, vectors: int) -> dict[tuple[int, int, int], Value]:
+        """{(item, gate's place in the stage, vector): sum over k of state * weight}"""
+        spec, isa, arithmetic = self.spec, self.isa, self.arithmetic
+        source = f.parameters["old"] if stage.source == 0 else f.parameters["rest"] + (stage.source - 1) * self.area
+        keys = [(item, g, v) for v in range(vectors) for g in range(len(stage.gates)) for item in range(size)]
+        split = next(n for n in (1, 2, STEPS) if n * len(keys) >= FEWEST_CHAINS or n == STEPS)
+        acc = {(part, key): arithmetic.zero(isa, source) for part in range(split) for key in keys}
+        at = {"s": source + (self.whole if self.stored else 0), "w": f.parameters["w"], "ahead": f.parameters["ahead"]}
+        if spec.head:
+            for item, g, v in keys:
+                start = at["w"] + (v * spec.stage_vector(isa, stage) + g * isa.bytes)
+                acc[0, (item, g, v)] = f.load(isa.ints, start, isa.bytes, "start")
+            at["w"] += len(stage.gates) * isa.bytes
+        step, weight = arithmetic.step_bytes, arithmetic.weight_bytes(isa)
+        for _ in f.loop("k", spec.turns() // split, acc=acc, at=at):
+            for part in range(split):
+                states = {item: at["s"] + item * self.pitch + part * step for item in range(size)}
+                weights = {(g, v): at["w"] + v * spec.stage_vector(isa, stage)
+                           + (part * len(stage.gates) + g) * weight
+                           for v in range(vectors) for g in range(len(stage.gates))}
+                self._outer_product(acc, part, states, weights)
+                if self.tactic.prefetch:
+                    isa.prefetch(at["ahead"])
+                    at["ahead"] += LINE
+            at["s"] += split * step
+            at["w"] += split * len(stage.gates) * weight
+        while split > 1:
+            split //= 2
+            for part in range(split):
+                for key in keys:
+                    acc[part, key] += acc[part + split, key]
+        return {key: arithmetic.finish(isa, acc[0, key]) for key in keys}
+
+    def _outer_product(self, acc: dict[Any, Value], part: int, states: dict[int, Value],
+                       weights: dict[tuple[int, int], Value]) -> None:
+        """acc += state * weight for each pair, given addresses. The shorter side waits in registers."""
+        isa, arithmetic = self.isa, self.arithmetic
+
+        def add(item: int, place: tuple[int, int], state: Operand, weight: Operand) -> None:
+            key = part, (item, *place)
+            acc[key] = arithmetic.dot(isa, acc[key], state, weight)
+
+        if len(states) <= len(weights):
+            pixels = {item: arithmetic.pixel(isa, address) for item, address in states.items()}
+            for place, address in weights.items():
+                # Hidden, or LLVM loads all weights at once, and the tile spills.
+                weight = arithmetic.weights(isa, hidden(address) if len(pixels) > 1 else address)
+                for item, pixel in pixels.items():
+                    add(item, place, pixel, weight)
+            return
+        loaded = {place: arithmetic.weights(isa, address) for place, address in weights.items()}
+        for item, address in states.items():
+            pixel = arithmetic.pixel(isa, address)
+            for place, weight in loaded.items():
+                add(item, place, pixel, weight)
+
+    def _store_y(self, value: Value, count: int, address: Value) -> None:
+        """h to y."""
+        view = self.spec.y
+        assert view is not None
+        result = self.spec.program.emit(self.isa, value, [], [value.like(number) for number in self.spec.numbers])
+        store_channels(self._lanes(count), view, [[result]], [address])
+
+
+class _Unit:
+    """A vector of units of one item after the products: finds what updates read, stores what they make."""
+
+    def __init__(self, emitter: _Emitter, f: Function, which: int, item: int, v: int, count: int,
+                 sums: dict[int, Value]) -> None:
+        self.e, self.f, self.item, self.v, self.count, self.sums = emitter, f, item, v, count, sums
+        self.cell = emitter.spec.cells[which]
+        self.known: dict[Source, Value] = {}
+
+    def update(self, stage: Stage) -> None:
+        for update in stage.updates:
+            value = update.emit(self.e.isa, self.find)
+            if update.slot:
+                self.known["state", update.slot] = value
+            self._store(update.slot, value)
+
+    def find(self, source: Source) -> Value:
+        if source not in self.known:
+            self.known[source] = self._found(*source)
+        return self.known[source]
+
+    def _found(self, kind: str, index: int) -> Value:
+        e, spec, isa, parameters = self.e, self.e.spec, self.e.isa, self.f.parameters
+        if kind == "gate" and spec.scales:
+            return isa.fma(self.sums[index], self._constant(self.cell.units + index), self.find(("x", index)))
+        if kind == "gate":
+            return self.sums[index] + self.find(("x", index))
+        if kind == "sum":
+            total = self.sums[index]
+            return total * self._constant(self.cell.units + index) if spec.scales else total
+        if kind == "unit":
+            return self._constant(index)
+        if kind == "state":
+            return self.f.load(isa.floats, self._address(index, "old"), isa.bytes, f"state {index}")
+        unit = index * spec.hidden + self.v * isa.lanes
+        address = parameters["x"] + (self.item * spec.gates.item + unit * spec.gates.strides[1])
+        return load_channels(e._lanes(self.count), spec.gates, address)[0]
+
+    def _constant(self, index: int) -> Value:
+        isa, each = self.e.isa, self.cell.units + self.e.spec.scales
+        place = self.f.parameters["units"] + (self.v * each + index) * isa.bytes
+        return self.f.load(isa.floats, place, isa.bytes, "constant")
+
+    def _address(self, slot: int, h: str) -> Value:
+        """Of this vector of a state; h: which of its two buffers."""
+        e, parameters = self.e, self.f.parameters
+        base = parameters["rest"] + (slot - 1) * e.area if slot else parameters[h]
+        return base + (self.item * e.pitch + self.v * e.isa.bytes) + parameters["start"] * 4
+
+    def _store(self, slot: int, value: Value) -> None:
+        e, f, isa, spec = self.e, self.f, self.e.isa, self.e.spec
+        f.store(value, self._address(slot, "new"), isa.bytes)
+        if e.stored and any(stage.source == slot for stage in self.cell.stages):
+            size = SIZES[e.stored.arithmetic.dtype]
+            integers = isa.round(value * e.stored.one) + e.stored.zero
+            whole = f.cast("trunc", integers, vector(isa.lanes, {1: I8, 2: I16}[size]), "whole")
+            base = f.parameters["rest"] + (slot - 1) * e.area if slot else f.parameters["new"]
+            at = base + (self.item * e.pitch + e.whole + self.v * isa.lanes * size) + f.parameters["start"] * size
+            f.store(whole, at, size * isa.lanes)
+        if slot == 0 and spec.y is not None:
+            unit = self.v * isa.lanes * spec.y.strides[1]
+            e._store_y(value, self.count, f.parameters["y"] + (self.item * spec.y.item + unit))

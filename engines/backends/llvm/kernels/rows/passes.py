@@ -1,0 +1,265 @@
+"""Programs of several passes over a row, for softmax, norms and reductions: vectorised along the innermost axis.
+
+A row program is written as its definition: its passes are functions of one vector.
+
+    peak = row.reduce("max", row.x)
+    total = row.reduce("sum", lambda at: exp(row.x(at) - peak))
+    row.store(lambda at: exp(row.x(at) - peak) / total)
+
+The order of a reduction is the same on every machine: element i goes to partial i % 64; the partials are then folded in
+halves. So results are equal bit for bit, whatever the lanes (`fold_rows` is the reference).
+"""
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engines.backends.llvm.codegen.ir_builder import I1, PTR, Function, Module, Value, vector
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.codegen.lanes import Lanes
+from engines.backends.llvm.kernels.common.access import (
+    PANEL,
+    item_addresses,
+    joined,
+    load_channels,
+    offset,
+    store_channels,
+    unravel,
+)
+from engines.backends.llvm.kernels.spec import ALIGNMENT, Array, Grid, KernelSpec, Tactic, View, Window, begin_kernel
+from engines.lowering.epilogue.program import Floats, Program, load_meaning, store_meaning
+
+PARTIALS = 64
+NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}
+LOAD = Program((), 1, 0, accumulator=False)     # a prologue that leaves the loaded value as it is
+
+
+@dataclass(frozen=True)
+class At:
+    """A vector of a row: its first column, and how many of its lanes are elements."""
+    column: Value
+    count: int
+
+
+class Row:
+    """One row: `x` is what the prologue makes of the sources, `store` runs the epilogue.
+
+    scratch: float32 memory that outlives a pass, spec.scratch of them.
+    """
+
+    def __init__(self, f: Function, isa: Isa, spec: RowKernel, sources: list[Value], prologue: Value,
+                 operands: list[Value], program: Value, y: Value, scratch: Value | None) -> None:
+        self.f, self.isa, self.spec, self.width, self._scratch = f, isa, spec, spec.width, scratch
+        self._sources, self._prologue, self._operands, self._program, self._y = sources, prologue, operands, program, y
+
+    def x(self, at: At) -> Value:
+        """float32 elements; lanes past the row hold nothing of meaning."""
+        values = [self._load(view, source, at) for view, source in zip(self.spec.sources, self._sources, strict=True)]
+        return self.spec.prologue.emit(self.isa, None, values, self._constants(self.spec.prologue, self._prologue, at))
+
+    def keep(self, value: Value, at: At, shift: int = 0) -> Value:
+        """Remember a vector until a later pass asks for it, `shift` elements (whole vectors) further on."""
+        self.f.store(value, self._kept_at(at, shift), self.isa.bytes)
+        return value
+
+    def kept(self, at: At, shift: int = 0) -> Value:
+        align = self.isa.bytes if shift % self.isa.lanes == 0 else 4
+        return self.f.load(self.isa.floats, self._kept_at(at, shift), align, "kept")
+
+    def _kept_at(self, at: At, shift: int) -> Value:
+        assert self._scratch is not None, f"{self.spec.family} has no scratch"
+        return self._scratch + at.column * 4 + shift * 4
+
+    def visit(self, body: Callable[[At], Value]) -> None:
+        """A pass for what the body does by itself."""
+        for column, count in self.f.tiles("column", self.width, PARTIALS):
+            for at in vectors(self.isa, column, count):
+                body(at)
+
+    def store(self, body: Callable[[At], Value]) -> None:
+        """y = program(body(at)), over the row."""
+        for column, count in self.f.tiles("column", self.width, PANEL * self.isa.lanes):
+            lanes = Lanes(self.isa, count, packed=False)
+            values = [self._finished(body(at), at) for at in vectors(self.isa, column, count)]
+            values += values[:1] * (lanes.vectors - len(values))        # of three vectors, the fourth is not stored
+            store_channels(lanes, self.spec.y, [values], [offset(self._y, [column], [self.spec.y.strides[-1]])])
+
+    def store_one(self, value: Value) -> None:
+        """y, one element, = program(value)."""
+        result = self._finished(value, At(self._y.f.constant(0, "i64"), 1))
+        store_channels(Lanes(self.isa, 1, packed=False), self.spec.y, [[result]], [self._y])
+
+    def reduce(self, kind: str, body: Callable[[At], Value]) -> Value:
+        """The sum, max or min of body over the row, in all lanes."""
+        return fold(self.f, self.isa, self.width, kind, body)
+
+    def _finished(self, value: Value, at: At) -> Value:
+        operands = [self._load(view, a, at) for view, a in zip(self.spec.operands, self._operands, strict=True)]
+        program = self.spec.program
+        return program.emit(self.isa, value, operands, self._constants(program, self._program, at))
+
+    def _load(self, view: View, address: Value, at: At) -> Value:
+        lanes = Lanes(self.isa, at.count, packed=False)
+        return load_channels(lanes, view, offset(address, [at.column], [view.strides[-1]]))[0]
+
+    def _constants(self, program: Program, address: Value, at: At) -> list[Value]:
+        pitch = 4 * _pitch(self.spec.constants_width)
+        place = address + (at.column * 4 if self.spec.constants_width > 1 else 0)
+        return [self.f.load(self.isa.floats, place + c * pitch, self.isa.bytes, "constant")
+                for c in range(program.constants)]
+
+
+def fold(f: Function, isa: Isa, width: int, kind: str, body: Callable[[At], Value]) -> Value:
+    """The sum, max or min of body over `width` elements, in all lanes."""
+    neutral = f.constant(NEUTRAL[kind], isa.floats)
+    partial = dict.fromkeys(range(PARTIALS // isa.lanes), neutral)
+    for column, count in f.tiles("column", width, PARTIALS, partial=partial):
+        for i, at in enumerate(vectors(isa, column, count)):
+            partial[i] = _combine(isa, kind, partial[i], live(isa, body(at), at.count, NEUTRAL[kind]))
+    values = list(partial.values())
+    while len(values) > 1:
+        half = len(values) // 2
+        values = [_combine(isa, kind, a, b) for a, b in zip(values[:half], values[half:], strict=True)]
+    result, distance = values[0], isa.lanes // 2
+    while distance:
+        others = f.shuffle(result, None, [i ^ distance for i in range(isa.lanes)], "others")
+        result = _combine(isa, kind, result, others)
+        distance //= 2
+    return result
+
+
+def vectors(isa: Isa, column: Value, count: int) -> list[At]:
+    """`count` elements from a column on, by vectors."""
+    return [At(column + first, min(isa.lanes, count - first)) for first in range(0, count, isa.lanes)]
+
+
+def live(isa: Isa, value: Value, count: int, neutral: float) -> Value:
+    """The value, neutral in the lanes from `count` on."""
+    if count == isa.lanes:
+        return value
+    mask = ", ".join(f"{I1} {int(lane < count)}" for lane in range(isa.lanes))
+    return value.f.select(Value(value.f, vector(isa.lanes, I1), f"<{mask}>"), value, value.like(neutral))
+
+
+def _combine(isa: Isa, kind: str, a: Value, b: Value) -> Value:
+    return a + b if kind == "sum" else isa.max(a, b) if kind == "max" else isa.min(a, b)
+
+
+@dataclass(frozen=True)
+class RowKernel(KernelSpec):
+    """The parts that all row programs share.
+
+    sources: of one shape [..., width] (a stride of 0 broadcasts); prologue: its operands -> x, usually dequantised.
+    y: of the same shape, or with one element a row; operands: of its program, shaped as y.
+    Constants are per index of the row: "prologue" and "program", each a sequence of float32 [1] or [width].
+    """
+    sources: tuple[View, ...]
+    y: View
+    operands: tuple[View, ...] = ()
+    prologue: Program = LOAD
+    program: Program = Program()
+
+    @property
+    def inputs(self) -> tuple[View, ...]:
+        return (*self.sources, *self.operands)
+
+    @property
+    def outputs(self) -> tuple[View, ...]:
+        return (self.y,)
+
+    @property
+    def width(self) -> int:
+        return self.sources[0].shape[-1]
+
+    @property
+    def constants_width(self) -> int:
+        return self.width
+
+    @property
+    def scratch(self) -> int:
+        """Elements of a row that it keeps from one pass to another."""
+        return 0
+
+    def grid(self, isa: Isa, tactic: Tactic) -> Grid:
+        return Grid(math.prod(self.sources[0].shape[:-1]))
+
+    def windows(self, isa: Isa, tactic: Tactic) -> Sequence[Window]:
+        rows = math.prod(self.sources[0].shape[1:-1])
+        if len(self.sources[0].shape) == 1:
+            return super().windows(isa, tactic)
+        return [Window.along(view, rows=rows) for view in (*self.inputs, *self.outputs)]
+
+    # ---- what a family defines
+    @abstractmethod
+    def emit_row(self, row: Row) -> None:
+        ...
+
+    @abstractmethod
+    def meaning(self, x: Floats) -> Floats:
+        """x [..., width] -> the accumulator of the program."""
+
+    # ---- code
+    def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
+        f, addresses, (begin, end, *_) = begin_kernel(module, name, len(self.inputs) + 3)
+        *inputs, prologue, program, y = addresses
+        rows = [_row_view(view, self.width) for view in (*self.inputs, self.y)]
+        views = joined(rows, keep_last=True)
+        outer = views[0].shape[:-1]
+        scratch = None
+        if self.scratch:    # in the entry block: elsewhere the stack would grow with each row
+            scratch = f.op(PTR, f"alloca [{_pitch(self.scratch)} x float], align {ALIGNMENT}", "scratch")
+        for row in f.range("row", begin, end):
+            at = item_addresses([*inputs, y], views, row.divided(math.prod(outer)))
+            places = unravel(row.remainder(math.prod(outer)), outer)
+            *starts, target = (offset(a, places, view.strides[:-1]) for a, view in zip(at, views, strict=True))
+            split = len(self.sources)
+            self.emit_row(Row(f, isa, self, starts[:split], prologue, starts[split:], program, target, scratch))
+
+    # ---- constants and meaning
+    def pack(self, isa: Isa, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        """-> the prologue's and the program's, each [constant][index], rounded up to whole vectors."""
+        return tuple(self._table(constants.get(key, ())) for key in ("prologue", "program"))
+
+    def _table(self, constants: Sequence[Array]) -> Array:
+        table = np.zeros((len(constants), _pitch(self.constants_width)), np.float32)
+        for row, constant in zip(table, constants, strict=True):
+            row[:None if self.constants_width == 1 else self.width] = constant
+        return table.ravel()
+
+    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        arrays = [load_meaning(view.dtype, x) for view, x in zip(self.inputs, inputs, strict=True)]
+        split = len(self.sources)
+        x = self.prologue.meaning(None, arrays[:split], constants.get("prologue", ()))
+        result = self.program.meaning(self.meaning(x), arrays[split:], constants.get("program", ()))
+        return (store_meaning(self.y.dtype, result),)
+
+
+def _row_view(view: View, width: int) -> View:
+    """One element a row, repeated: so that all views have one shape."""
+    if view.shape[-1] == width:
+        return view
+    return View(view.dtype, (*view.shape[:-1], width), (*view.strides[:-1], 0), view.item)
+
+
+def _pitch(width: int) -> int:
+    """Floats from one constant to the next."""
+    return -(-width // PARTIALS) * PARTIALS
+
+
+def fold_rows(kind: str, x: Floats) -> Floats:
+    """What Row.reduce makes of [..., width]: [..., 1]."""
+    combine: Any = {"sum": np.add, "max": np.maximum, "min": np.minimum}[kind]
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % PARTIALS)]
+    chunks = np.pad(x, padding, constant_values=np.float32(NEUTRAL[kind])).reshape(*x.shape[:-1], -1, PARTIALS)
+    partial: Any = chunks[..., 0, :]
+    for i in range(1, chunks.shape[-2]):
+        partial = combine(partial, chunks[..., i, :])
+    while partial.shape[-1] > 1:
+        half = partial.shape[-1] // 2
+        partial = combine(partial[..., :half], partial[..., half:])
+    return np.asarray(partial, np.float32)

@@ -1,0 +1,317 @@
+"""Runs a plan's steps: the tables that emitted code reads, the memory they point into, and the one-thread executor."""
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.backends.llvm.runtime.abi import STEP_WORDS, WORD, StepRow
+from engines.backends.llvm.runtime.elf import LoadedCode
+from engines.backends.llvm.runtime.expansion import derive
+from engines.errors import PlanCorruptError
+from engines.ir.graph import Array
+from engines.machine.clock import thread_seconds
+from engines.plan.arena import LINE, Layout, Memory, array_at, plan_memory
+from engines.plan.plan import DERIVED, Band, Derived, Fill, Plan, TensorView, item_strides
+from engines.plan.verification import verify
+from engines.runtime.fallback import FallbackStep
+
+Words = NDArray[np.int64]
+EmittedFunction = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Steps first..last - 1: all native, so that one call runs them, or one fallback."""
+    first: int
+    last: int
+    fallback: FallbackStep | None = None
+    by_item: bool = False       # one item after the other; else one step after the other
+
+
+class Program:
+    """A plan made ready to run: code loaded, tables filled. Read-only after that, and shared by every context."""
+
+    def __init__(self, plan: Plan, threads: int = 1) -> None:
+        """threads: that make the constants which the plan's file does not have."""
+        self.plan = verify(plan)
+        self._code = LoadedCode(plan.code)
+        self._constants, self._constants_address = _aligned(plan.constants)
+        self._derived = derive(plan, self.kernel, self._constants_address, threads)
+        self.run_steps = self.function("run_steps", 5)
+        self.steps = self._step_table()
+        self.steps_address = self.steps.ctypes.data
+        self.spans = _spans(plan)
+        self.turns = tuple(turn for span in self.spans for turn in _turns(span, plan.bands))
+        operands = [operand for step in plan.steps for operand in step.operands]
+        # The constants count as two buffers more, after the others.
+        more = {None: len(plan.buffers), DERIVED: len(plan.buffers) + 1}
+        buffers = [more.get(o.buffer, o.buffer) for o in operands]
+        self._operand_buffers = np.array(buffers, np.int64)
+        self._operand_offsets = np.array([o.offset for o in operands], np.int64)
+
+    def function(self, name: str, parameters: int, user: str = "the executor") -> EmittedFunction:
+        """An emitted function that takes i64s or addresses; a call releases the GIL."""
+        prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * parameters)
+        return prototype(self._address(name, user))
+
+    def kernel(self, item: Derived) -> EmittedFunction:
+        """What makes a derived constant."""
+        return self.function(item.symbol, 5, f"a constant of '{item.name}'")
+
+    def _address(self, symbol: str, user: str) -> int:
+        try:
+            return self._code.addresses[symbol]
+        except KeyError:
+            raise PlanCorruptError(f"{self.plan.name}: {user} needs '{symbol}', which the plan's code does not define; "
+                                   "build the plan again") from None
+
+    def _step_table(self) -> Words:
+        table = words(len(self.plan.steps), STEP_WORDS)
+        operands = 0
+        for row, step in zip(table, self.plan.steps, strict=True):
+            if step.symbol:
+                row[StepRow.FUNCTION] = self._address(step.symbol, f"step '{step.name}'")
+            row[StepRow.OPERANDS] = operands * WORD
+            row[StepRow.ROWS_PER_ITEM], row[StepRow.ROWS] = step.rows_per_item, 0 if step.rows_per_item else step.rows
+            row[StepRow.COLUMNS] = step.columns
+            operands += len(step.operands)
+        return table
+
+    @cached_property
+    def kept_in_bands(self) -> dict[int, int]:
+        """Buffers that hold one item, for only a band uses them -> bytes that an item of theirs takes."""
+        return {reach.buffer: reach.item_stride for band in self.plan.bands
+                for step in self.plan.steps[band.first:band.last] for reach in step.writes
+                if band.keeps(self.plan.buffers[reach.buffer])}
+
+    @cached_property
+    def item_strides(self) -> Words:
+        """Bytes from an item to the next, of each operand of the steps in bands; 0 for those of other steps."""
+        inside = {i for band in self.plan.bands for i in range(band.first, band.last)}
+        strides = [stride if operand.buffer not in self.kept_in_bands else 0
+                   for i, step in enumerate(self.plan.steps)
+                   for operand, stride in zip(step.operands, item_strides(step) if i in inside else
+                                              [0] * len(step.operands), strict=True)]
+        return np.array(strides, np.int64)
+
+    @cached_property
+    def shared_layout(self) -> Layout:
+        """Of a context of one thread: buffers share memory, and what a band keeps to itself is one item's."""
+        others = self.plan.batch_slots - 1
+        buffers = [replace(buffer, bytes=buffer.bytes - others * self.kept_in_bands.get(i, 0))
+                   for i, buffer in enumerate(self.plan.buffers)]
+        return replace(plan_memory(buffers, self.plan.fills), one_item=frozenset(self.kept_in_bands))
+
+    @cached_property
+    def separate_layout(self) -> Layout:
+        """Of a context of several threads: every buffer has memory of its own."""
+        return plan_memory(self.plan.buffers, self.plan.fills, reuse=False)
+
+    def operand_table(self, bases: Sequence[int]) -> Words:
+        """The addresses of all operands of all steps, given that of each buffer."""
+        every = np.array([*bases, self._constants_address, self._derived.address], np.int64)
+        table: Words = every[self._operand_buffers] + self._operand_offsets
+        return table
+
+
+def words(*shape: int) -> Words:
+    """A zeroed table of i64 that begins on a cache line, in memory that nothing moves."""
+    return np.ndarray(shape, np.int64, Memory(int(np.prod(shape)) * WORD).bytes)
+
+
+def _aligned(constants: bytes | memoryview) -> tuple[Array, int]:
+    """The constants and their address. Those of a plan that was read from a file lie on a page; others are copied."""
+    array: Array = np.ndarray((len(constants),), np.uint8, constants)
+    if array.ctypes.data % LINE:
+        copy = Memory(len(array)).bytes
+        copy[:len(array)] = array
+        array = copy
+    return array, array.ctypes.data
+
+
+def _spans(plan: Plan) -> tuple[Span, ...]:
+    spans: list[Span] = []
+    for index, step in enumerate(plan.steps):
+        if not step.symbol:
+            if step.fallback is None:
+                raise PlanCorruptError(f"{plan.name}: step '{step.name}' has neither a kernel nor a fallback")
+            spans.append(Span(index, index + 1, FallbackStep(step.fallback, plan.graph_arrays)))
+        elif spans and spans[-1].fallback is None:
+            spans[-1] = Span(spans[-1].first, index + 1)
+        else:
+            spans.append(Span(index, index + 1))
+    return tuple(spans)
+
+
+def _turns(span: Span, bands: Sequence[Band]) -> Iterator[Span]:
+    """The span cut where bands begin and end: what one thread runs."""
+    at = span.first
+    for band in bands:
+        if span.first <= band.first and band.last <= span.last:
+            if at < band.first:
+                yield Span(at, band.first)
+            yield Span(band.first, band.last, by_item=True)
+            at = band.last
+    if at < span.last:
+        yield replace(span, first=at)
+
+
+class Arena:
+    """The buffers of one context, and the operand table that points into them.
+
+    With `inputs`, the buffers of the plan's inputs are those of that arena: one place to write them, many to run in.
+    """
+
+    def __init__(self, program: Program, layout: Layout, inputs: Arena | None = None) -> None:
+        self._program, self._layout, self._inputs = program, layout, inputs
+        self._memory = Memory(layout.total)
+        self._filled = 0        # batch slots whose halos are written
+        self._borrowed = frozenset(i for i, buffer in enumerate(program.plan.buffers) if inputs and buffer.first < 0)
+        bases = [self._owner(i)._memory.address + offset for i, offset in enumerate(layout.offsets)]
+        self._operands = program.operand_table(bases)
+        self.operands: int = self._operands.ctypes.data     # address of the operand table
+
+    @cached_property
+    def _item_operands(self) -> Words:
+        """For each batch slot an operand table in which the operands of bands are that item's."""
+        slots = np.arange(self._program.plan.batch_slots)[:, None]
+        return self._operands + slots * self._program.item_strides
+
+    def item_operands(self, batch: int) -> list[int]:
+        """The addresses of the tables for the items of a batch, each to be run in bands as a batch of one."""
+        return [row.ctypes.data for row in self._item_operands[:batch]]
+
+    @property
+    def bytes(self) -> int:
+        return self._layout.total
+
+    def _owner(self, buffer: int) -> Arena:
+        return self._inputs if self._inputs is not None and buffer in self._borrowed else self
+
+    def array(self, view: TensorView, batch: int) -> Array:
+        """The tensor as it lies in memory: [batch, *shape], or shape if it has no batch axis."""
+        return array_at(self._owner(view.buffer)._memory.bytes, self._layout.offsets[view.buffer], view, batch)
+
+    def prepare(self, batch: int) -> None:
+        """Write the halos of the first `batch` slots, unless that has been done. Inputs are written after this."""
+        if batch <= self._filled:
+            return
+        for fill in self._program.plan.fills:
+            if fill.view.buffer not in self._borrowed:
+                self._fill(fill, batch)
+        self._filled = batch
+
+    def _fill(self, fill: Fill, batch: int) -> None:
+        array = self.array(fill.view, 1 if fill.view.buffer in self._layout.one_item else batch)
+        value = fill.value
+        if fill.view.dtype == "bfloat16":
+            value = int(np.float32(value).view(np.uint32)) >> 16
+        if fill.view.batched:
+            array[self._filled:] = value
+        elif not self._filled:
+            array[...] = value
+
+
+class Execution(Protocol):
+    """What carries out a context's requests: one thread, or a crew."""
+
+    def input(self, view: TensorView, batch: int) -> Array:
+        """Where the caller writes an input."""
+
+    def output(self, view: TensorView, batch: int) -> Array:
+        """Where the caller finds an output."""
+
+    def run(self, batch: int) -> None: ...
+
+    def profile(self, batch: int, repeats: int) -> list[float]: ...
+
+    def close(self) -> None: ...
+
+
+class SerialExecution:
+    """One thread, one arena whose buffers share memory."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._arena = Arena(program, program.shared_layout)
+        self._calls: dict[int, tuple[Callable[[], None], ...]] = {}     # of each batch that has been run
+
+    def input(self, view: TensorView, batch: int) -> Array:
+        self._arena.prepare(batch)
+        return self._arena.array(view, batch)
+
+    def output(self, view: TensorView, batch: int) -> Array:
+        return self._arena.array(view, batch)
+
+    def run(self, batch: int) -> None:
+        for call in self._calls.get(batch) or self._ready(batch):
+            call()
+
+    def _ready(self, batch: int) -> tuple[Callable[[], None], ...]:
+        """Halos written, and the spans as calls."""
+        self._arena.prepare(batch)
+        turns = self._program.turns if batch > 1 else self._program.spans
+        self._calls[batch] = tuple(call for span in turns for call in calls_of(self._program, self._arena, span, batch))
+        return self._calls[batch]
+
+    def profile(self, batch: int, repeats: int) -> list[float]:
+        return time_steps(self._program, self._arena, self._program.turns, batch, repeats)
+
+    def close(self) -> None:
+        """Nothing to stop: the memory goes with the last view of it."""
+
+
+def calls_of(program: Program, arena: Arena, span: Span, batch: int) -> tuple[Callable[[], None], ...]:
+    """A span on this thread: calls whose arguments ctypes need not convert again, for a small network takes little
+    longer than that."""
+    if span.fallback is not None:
+        return (partial(span.fallback.run, lambda view: arena.array(view, batch), batch),)
+    tables, items = (arena.item_operands(batch), 1) if span.by_item else ([arena.operands], batch)
+    arguments = ((program.steps_address, table, span.first, span.last, items) for table in tables)
+    return tuple(partial(program.run_steps, *map(ctypes.c_int64, values)) for values in arguments)
+
+
+def run_span(program: Program, arena: Arena, span: Span, batch: int) -> None:
+    """Run a span on this thread."""
+    for call in calls_of(program, arena, span, batch):
+        call()
+
+
+def time_steps(program: Program, arena: Arena, spans: Sequence[Span], batch: int, repeats: int,
+               fallbacks: bool = True) -> list[float]:
+    """Seconds of each step of the spans, the least of `repeats`: they run in order, each timed alone, less the cost of
+    a call.
+
+    It is CPU time of this thread. Without `fallbacks` those are left out, and take 0 s: the reference may refuse what
+    lies in an arena at rest.
+    """
+    def seconds(call: Callable[[], None]) -> float:
+        start = thread_seconds()
+        call()
+        return thread_seconds() - start
+
+    arena.prepare(batch)
+    steps = [replace(span, first=i, last=i + 1) for span in spans for i in range(span.first, span.last)]
+    calls = [calls_of(program, arena, step, batch) for step in steps]
+    best = [math.inf if fallbacks or step.fallback is None else 0.0 for step in steps]
+    nothing, = calls_of(program, arena, Span(0, 0), batch)
+    cost = math.inf
+    for _ in range(repeats):
+        cost = min(cost, seconds(nothing))
+        for i, parts in enumerate(calls):
+            if best[i]:
+                best[i] = min(best[i], sum(map(seconds, parts)))
+    return [max(least - len(parts) * cost, 0.0) for least, parts in zip(best, calls, strict=True)]
+
+
+@cache
+def libc() -> Any:
+    """This process's C library."""
+    return ctypes.CDLL(None, use_errno=True)

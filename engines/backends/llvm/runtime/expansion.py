@@ -1,0 +1,57 @@
+"""The constants that kernels make of others when a plan is made ready to run: Plan.derived."""
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+
+from engines.plan.arena import Memory
+from engines.plan.plan import Derived, Plan
+
+PIECE = 1 << 20         # bytes that a thread makes before it takes the next piece
+
+Kernel = Callable[..., None]
+
+
+def derive(plan: Plan, kernel: Callable[[Derived], Kernel], constants: int, threads: int = 1) -> Memory:
+    """Memory with a plan's derived constants in it, made by so many threads.
+
+    kernel: the emitted function of each, which releases the GIL. constants: the address of the plan's constants.
+    """
+    memory = Memory(plan.derived_bytes)
+    pieces = [piece for item in plan.derived for piece in _pieces(item, kernel(item), constants, memory.address)]
+    pieces.reverse()        # taken from the end
+
+    def work() -> None:
+        while True:
+            try:
+                piece = pieces.pop()        # atomic
+            except IndexError:
+                return
+            piece()
+
+    helpers = [threading.Thread(target=work) for _ in range(min(threads, len(pieces)) - 1)]
+    for helper in helpers:
+        helper.start()
+    work()
+    for helper in helpers:
+        helper.join()
+    return memory
+
+
+def _pieces(item: Derived, kernel: Kernel, constants: int, memory: int) -> Iterator[Callable[[], None]]:
+    """A constant's grid, cut along its columns, then its rows, into pieces of about PIECE bytes."""
+    operands = np.array([constants + item.source, memory + item.offset], np.int64)
+    count = -(-item.bytes // PIECE)
+    columns = min(count, item.columns)
+    rows = min(-(-count // max(columns, 1)), item.rows)
+
+    def run(*bounds: int) -> None:
+        kernel(operands.ctypes.data, *bounds)
+
+    for column in range(columns):
+        for row in range(rows):
+            yield partial(run, row * item.rows // rows, (row + 1) * item.rows // rows,
+                          column * item.columns // columns, (column + 1) * item.columns // columns)

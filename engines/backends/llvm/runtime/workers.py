@@ -1,0 +1,231 @@
+"""A context of several threads: the caller, and helpers that sleep until it rings.
+
+What makes it hold up when another process takes a core is in the emitted code (../codegen/executor.py): late chunks are
+run again, so nobody waits for a thread that is not running. Here are the crew, its arenas and tables.
+
+A late helper may be in the arena of an earlier request for as long as the system likes. So there is one arena more than
+there are helpers, and a request runs in one where nobody is; inputs are read from one place, which helpers never
+write; outputs are copied out. After a fork the child has no helpers: it runs alone, and correctly.
+"""
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from engines.backends.llvm.runtime.abi import (
+    CONTROL_WORDS,
+    RUN_WORDS,
+    STATUS_WORDS,
+    WORD,
+    WORKER_WORDS,
+    ControlRow,
+    RunRow,
+)
+from engines.backends.llvm.runtime.chunks import Schedule, make_schedule, most_chunks
+from engines.backends.llvm.runtime.execution import (
+    Arena,
+    EmittedFunction,
+    Program,
+    Words,
+    libc,
+    run_span,
+    time_steps,
+    words,
+)
+from engines.errors import ConfigError
+from engines.ir.graph import Array
+from engines.plan.plan import TensorView
+
+_log = logging.getLogger(__name__)
+
+SPIN_US = 50.0          # a helper's wait before it sleeps: less than this between requests costs no wake-up (6-7 us)
+CALIBRATION_RUNS = 3
+
+
+class ParallelProgram:
+    """What the contexts of one engine and one number of workers share: chunk tables, and the times behind them."""
+
+    def __init__(self, program: Program, workers: int) -> None:
+        if sys.platform != "linux":
+            raise ConfigError(f"threads={workers}: several threads for one request need Linux (futex); use threads=1, "
+                              "and several contexts")
+        self.program, self.workers = program, workers
+        self._schedules: dict[int, tuple[Schedule | None, ...]] = {}
+        self._step_us: Sequence[float] | None = None
+        self._lock = threading.Lock()
+
+    @cached_property
+    def ticks_per_us(self) -> float:
+        """The rate of the emitted code's clock, measured over 5 ms."""
+        ticks, out = self.program.function("ticks", 1), words(2)
+        start = time.perf_counter()
+        ticks(out.ctypes.data)
+        time.sleep(0.005)
+        ticks(out.ctypes.data + WORD)
+        return float(out[1] - out[0]) / (time.perf_counter() - start) / 1e6
+
+    def calibrate(self, arena: Arena) -> None:
+        """Time the steps at batch 1, once for all contexts. The arena holds no request."""
+        with self._lock:
+            if self._step_us is None:
+                self._step_us = [s * 1e6 for s in time_steps(
+                    self.program, arena, self.program.spans, 1, CALIBRATION_RUNS, fallbacks=False)]
+
+    def schedules(self, batch: int) -> tuple[Schedule | None, ...]:
+        """For each span its tables; None if the caller runs it alone: a fallback, or steps too short to be shared."""
+        found = self._schedules.get(batch)
+        if found is None:
+            assert self._step_us is not None, "calibrate first"
+            found = tuple(None if span.fallback else make_schedule(self.program, span, batch, self.workers,
+                                                                   self._step_us, self.ticks_per_us)
+                          for span in self.program.spans)
+            with self._lock:
+                found = self._schedules.setdefault(batch, found)
+        return found
+
+
+class ParallelExecution:
+    """One context: `workers` - 1 helper threads, as many arenas as workers."""
+
+    def __init__(self, shared: ParallelProgram, cpus: Sequence[int] | None = None) -> None:
+        """cpus: one for each worker, the caller first, to keep the helpers on; None: wherever the caller is not."""
+        self._shared, self._program = shared, shared.program
+        program, workers = shared.program, shared.workers
+        first = Arena(program, program.separate_layout)
+        self.arenas = [first, *(Arena(program, program.separate_layout, inputs=first) for _ in range(workers - 1))]
+        first.prepare(1)
+        shared.calibrate(first)
+
+        # Each span has its own: a helper that is late in one must not see its rows change under it.
+        self._statuses = [[words(most_chunks(s, workers), STATUS_WORDS) for s in program.spans] for _ in self.arenas]
+        self.runs = [words(len(program.spans), RUN_WORDS) for _ in self.arenas]
+        self._epoch = 0
+        self._crew = Crew(program, workers, shared.ticks_per_us, len(self.arenas), cpus,
+                          (self.arenas, self._statuses, self.runs, shared))
+        self._run_chunks = program.function("run_chunks", 2)
+        self._free_arena = program.function("free_arena", 1)
+        slots = program.plan.batch_slots
+        self._outputs = {io.view.name: np.empty_like(first.array(io.view, slots)) for io in program.plan.outputs}
+
+    def input(self, view: TensorView, batch: int) -> Array:
+        self.arenas[0].prepare(batch)
+        return self.arenas[0].array(view, batch)
+
+    def output(self, view: TensorView, batch: int) -> Array:
+        output = self._outputs[view.name]
+        return output[(slice(None),) * view.batch_axis + (slice(batch),)] if view.batched else output
+
+    def run(self, batch: int) -> None:
+        arena_index = self._pick_arena()
+        arena = self.arenas[arena_index]
+        arena.prepare(batch)
+        self._crew.keep_off_this_cpu()
+        control = self._crew.control.ctypes.data
+        for index, (span, schedule) in enumerate(zip(self._program.spans, self._shared.schedules(batch), strict=True)):
+            if schedule is None:
+                run_span(self._program, arena, span, batch)
+            else:
+                self._run_chunks(control, self._run_row(arena_index, index, schedule).ctypes.data)
+        for io in self._program.plan.outputs:
+            np.copyto(self.output(io.view, batch), arena.array(io.view, batch))
+
+    def _pick_arena(self) -> int:
+        self._free_arena(self._crew.control.ctypes.data)
+        return int(self._crew.control[ControlRow.FREE])
+
+    def _run_row(self, arena: int, span: int, schedule: Schedule) -> Words:
+        """The RunRow of a span in an arena, filled for this run; nobody reads it until it is published."""
+        self._epoch += 1
+        row: Words = self.runs[arena][span]
+        row[RunRow.ARENA], row[RunRow.EPOCH], row[RunRow.WORKERS] = arena, self._epoch, self._shared.workers
+        row[RunRow.CHUNKS], row[RunRow.STATUS] = schedule.chunks.ctypes.data, self._statuses[arena][span].ctypes.data
+        row[RunRow.OPERANDS] = self.arenas[arena].operands
+        row[RunRow.STAGES], row[RunRow.DEPENDS] = schedule.stages.ctypes.data, schedule.depends.ctypes.data
+        row[RunRow.STAGE_COUNT], row[RunRow.STAGE_BYTES] = len(schedule.stages) - 1, schedule.stages.strides[0]
+        return row
+
+    def profile(self, batch: int, repeats: int) -> list[float]:
+        return time_steps(self._program, self.arenas[self._pick_arena()], self._program.spans, batch, repeats)
+
+    @property
+    def workers(self) -> Words:
+        """What each worker, the caller first, is doing and has done: [workers, WORKER_WORDS], see WorkerRow."""
+        return self._crew.workers
+
+    def close(self) -> None:
+        """Send the helpers home; from then on the caller runs alone."""
+        self._crew.close()
+
+
+class Crew:
+    """The helper threads of one context, and the control block through which emitted code talks to them."""
+
+    def __init__(self, program: Program, workers: int, ticks_per_us: float, arenas: int, cpus: Sequence[int] | None,
+                 keep: object) -> None:
+        """keep: what a late helper may still read or write; it must outlive the threads."""
+        self.control = words(CONTROL_WORDS + workers * WORKER_WORDS)
+        self.workers = self.control[CONTROL_WORDS:].reshape(workers, WORKER_WORDS)
+        self.control[ControlRow.WORKERS], self.control[ControlRow.ARENAS] = workers, arenas
+        self.control[ControlRow.SYSCALL] = ctypes.cast(libc().syscall, ctypes.c_void_p).value or 0
+        self.control[ControlRow.SPIN] = round(SPIN_US * ticks_per_us)
+        self._cpus = os.sched_getaffinity(0)        # of the thread that makes the context; helpers inherit it
+        self._cpu = -1
+        help_ = program.function("help", 2)
+        self._threads = [threading.Thread(target=_live, args=(help_, self.control, number, (program, keep)),
+                                          daemon=True, name=f"{program.plan.name}-helper-{number}")
+                         for number in range(1, workers)]
+        for thread in self._threads:
+            thread.start()
+        if cpus is not None:
+            for thread, cpu in zip(self._threads, cpus[1:], strict=True):
+                self._move(thread, {cpu})
+            self._cpus = set()
+        # A crew that is forgotten, or alive when the interpreter ends, goes home before its memory does.
+        self._finalizer = weakref.finalize(self, _dismiss, program.function("dismiss", 1), self.control,
+                                           self._threads, (program, keep))
+
+    def keep_off_this_cpu(self) -> None:
+        """Let helpers use every CPU but the caller's: Linux may wake one there, and it would wait for milliseconds."""
+        if not self._cpus:      # pinned, or not to be moved
+            return
+        cpu = libc().sched_getcpu()
+        others = self._cpus - {cpu}
+        if cpu != self._cpu and others:
+            self._cpu = cpu
+            for thread in self._threads:
+                self._move(thread, others)
+
+    def _move(self, thread: threading.Thread, cpus: set[int]) -> None:
+        # A thread of before a fork is not alive in the child, and its id may be somebody else's.
+        if not thread.is_alive() or thread.native_id is None:
+            return
+        try:
+            os.sched_setaffinity(thread.native_id, cpus)
+        except OSError as error:
+            _log.warning("helper threads go wherever the system puts them, for it refuses to be told (%s)", error)
+            self._cpus = set()
+
+    def close(self) -> None:
+        self._finalizer()
+
+
+def _live(help_: EmittedFunction, control: Words, number: int, keep: object) -> None:
+    """A helper's thread. `keep` is in its frame, so that nothing it may touch is freed before it returns."""
+    help_(control.ctypes.data, number)
+
+
+def _dismiss(dismiss: EmittedFunction, control: Words, threads: Sequence[threading.Thread], keep: object) -> None:
+    """`keep` holds the code that runs here: the helpers may be gone, and all that they held, before it returns."""
+    dismiss(control.ctypes.data)
+    for thread in threads:
+        if thread is not threading.current_thread():    # garbage may be collected on any thread
+            thread.join()

@@ -1,0 +1,239 @@
+"""The compiler's front door: a model and a configuration -> a plan.
+
+    builder = Builder(BuildConfig(precision="int8"))
+    graph = builder.graph("m.onnx")                     # imported, simplified, fused; all float
+    ranges = ...                                        # of builder.edges(graph), from calibration
+    plan = builder.plan(graph, ranges)
+
+A Builder keeps its kernels and their times: building again with other ranges only packs other constants.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from engines.backends.llvm.backend import Chosen, assemble, choose_kernels, make_tuner
+from engines.backends.llvm.tuning.item_major import with_bands
+from engines.backends.llvm.tuning.tuner import Progress
+from engines.errors import CompilerFault, ConfigError, EngineError
+from engines.faults import faults_named
+from engines.frontend.inputs import is_size
+from engines.frontend.onnx_import import Model, graph_from_onnx
+from engines.ir.graph import BATCH, Array, Graph
+from engines.ir.serialize import graph_from_json, graph_to_json
+from engines.machine.timing_cache import TimingCache
+from engines.passes.pipeline import optimise, simplify
+from engines.passes.pixels import Pixels, take_pixels
+from engines.passes.quantization.quantize import edges_to_calibrate, quantize, set_float_precision
+from engines.plan.plan import Plan
+from engines.version import COMPILER_VERSION
+
+PRECISIONS = ("fp32", "fp16", "bf16", "int8", "best")
+DEFAULT_MAX_BATCH = 32
+TRIAL_BATCH = 4             # of the plans that calibration runs: every tensor is an output, so a batch is large
+Ranges = Mapping[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class BuildConfig:
+    """What a user decides about a build; all of it is part of the engine cache's key."""
+    precision: str = "fp32"
+    max_batch: int | None = None            # None: 32 where the model has a batch axis
+    opt_batch: int | None = None            # tactics are timed with so many items; None: with one, and with more
+                                            # where several items share a tile
+    target: str = ""                        # name of an instruction set; "" is this machine's best
+    shapes: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)  # of symbolic inputs; None: the batch
+    constants: Mapping[str, Array] = field(default_factory=dict)    # inputs that always have this value
+    pixels: Pixels | None = None            # the image input takes uint8 [N, H, W, C], and normalises it so
+    keep_float: tuple[str, ...] = ()        # ONNX nodes that an int8 build leaves in float
+    timing: bool = True                     # time the tactics; without it the cheapest by its cost is taken
+    timing_cache: str = ""                  # a file; "" keeps times for this build only
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise ConfigError(f"unknown precision '{self.precision}'; it is one of {', '.join(PRECISIONS)}")
+        if self.max_batch is not None and self.max_batch < 1:
+            raise ConfigError(f"--max-batch {self.max_batch}: a batch has at least one item")
+        if self.opt_batch is not None and self.opt_batch < 1:
+            raise ConfigError(f"--opt-batch {self.opt_batch}: a batch has at least one item")
+
+
+class Builder:
+    """One configuration, any number of builds."""
+
+    def __init__(self, config: BuildConfig, progress: Progress | None = None) -> None:
+        self.config, self.progress = config, progress
+        self.cache = TimingCache(config.timing_cache or None)
+        self._tuner = make_tuner(config.target, self.cache, config.timing)
+        # for what the build itself runs: calibration, trials
+        self._here = make_tuner("", self.cache, timing=False, short_lived=True)
+        self.log: list[Any] = []            # what the passes did and refused, for build-engine -v
+        self.notices: list[str] = []        # what every user of the build should know, a line each
+
+    @property
+    def target(self) -> str:
+        return self._tuner.isa.name
+
+    # ---- graphs
+    @faults_named()
+    def graph(self, model: Model) -> Graph:
+        """The model as one optimised float graph. ModelError says what cannot be read, and where.
+
+        A model that cannot be compiled for any batch, where nobody asked for one, is compiled for one item.
+        """
+        try:
+            graph = self._optimised(model)
+        except EngineError as reason:
+            if self._batch_is_asked_for or isinstance(reason, CompilerFault):
+                raise
+            graph = self._for_one_item(model, reason)
+        if graph.dependence:
+            self.notices.append("the items of a batch depend on each other, so it is neither cut nor merged with "
+                                f"others: {graph.dependence}")
+        return graph
+
+    def _optimised(self, model: Model, one_item: bool = False) -> Graph:
+        imported = graph_from_onnx(model, shapes=self.config.shapes, constants=self.config.constants,
+                                   keep_batch=self.config.max_batch is not None, one_item=one_item,
+                                   notices=self.notices)
+        if self.config.pixels:
+            imported = take_pixels(imported, self.config.pixels)
+        return optimise(simplify(imported, self.log), self.log)
+
+    def _for_one_item(self, model: Model, reason: EngineError) -> Graph:
+        """The graph for a batch of 1. Raises the reason why it was tried, if that was not the batch."""
+        self.log.clear()
+        self.notices.clear()
+        try:
+            graph = self._optimised(model, one_item=True)
+        except EngineError:
+            raise reason from None
+        self.notices.append(f"the batch is fixed to 1, for it cannot be left open: {reason}. --shape gives it another "
+                            "number")
+        return graph
+
+    @property
+    def _batch_is_asked_for(self) -> bool:
+        """Whether the user said that the model has a batch, or of what size it is."""
+        leading = [shape[0] for shape in self.config.shapes.values() if shape]
+        return self.config.max_batch is not None or any(not is_size(extent) for extent in leading)
+
+    def edges(self, graph: Graph) -> tuple[str, ...]:
+        """The tensors whose ranges an int8 build asks for."""
+        return edges_to_calibrate(graph)
+
+    @faults_named()
+    def stored(self, graph: Graph, ranges: Ranges | None = None, log: list[Any] | None = None) -> Graph:
+        """The graph with the stored type of every tensor, and every node's arithmetic, decided.
+
+        log: takes the notes of what stays float. Trials leave it out: the search makes dozens of the same graph.
+        """
+        precision = self.config.precision
+        if precision in ("int8", "best") and ranges is not None:
+            return quantize(graph, ranges, keep_float=self.config.keep_float, log=log)
+        if precision == "int8":
+            raise ConfigError("an int8 build needs calibration: give --calib, or a --calib-cache that exists")
+        return set_float_precision(graph, "fp32" if precision == "best" else precision)
+
+    # ---- plans
+    @faults_named()
+    def plan(self, graph: Graph, ranges: Ranges | None = None, metadata: Mapping[str, Any] | None = None) -> Plan:
+        """A plan of an optimised graph; an int8 one needs the ranges of its edges."""
+        if self.config.precision == "best":
+            chosen = min(self._candidates(graph, ranges), key=_time_us)
+        else:
+            chosen = self._chosen(self.stored(graph, ranges, self.log))
+        plan = self._plan(chosen, metadata=metadata)
+        if self._tuner.timing:
+            plan = with_bands(plan, self.cache, self._tuner.processor)
+        self.cache.save()
+        return plan
+
+    def _candidates(self, graph: Graph, ranges: Ranges | None) -> list[Chosen]:
+        """What --best chooses from: int8 where it is the faster of the two and float32 elsewhere, int8, and the floats.
+
+        Layers are compared one by one; what conversions between int8 and float layers cost shows in the whole.
+        """
+        floats = [self._chosen(set_float_precision(graph, precision)) for precision in ("fp32", "bf16", "fp16")]
+        if ranges is None:
+            return floats
+        int8 = self._chosen(quantize(graph, ranges, keep_float=self.config.keep_float, log=self.log))
+        float_us = {call.name: floats[0].time_us(call) for call in floats[0].lowered.calls}
+        slower = [name for call in int8.lowered.calls
+                  if int8.time_us(call) > float_us.get(call.name, math.inf) for name in call.node.origin]
+        mixed = quantize(graph, ranges, keep_float=(*self.config.keep_float, *slower))
+        return [self._chosen(mixed), int8, *floats]
+
+    def _chosen(self, graph: Graph) -> Chosen:
+        max_batch = self._max_batch(graph)
+        if (self.config.opt_batch or 1) > max(max_batch, 1):
+            raise ConfigError(f"--opt-batch {self.config.opt_batch}: " + (
+                f"the plan takes at most {max_batch} items; raise --max-batch" if max_batch else
+                "the model's inputs have no symbolic batch axis, so it is timed in the shape that it declares"))
+        return choose_kernels(graph, self._tuner, max_batch, self.config.opt_batch, self.progress)
+
+    @property
+    def arithmetic_note(self) -> str:
+        """What the user should know of the precision asked for on this target; "" if it is just what was asked for."""
+        if self.config.precision == "fp16" or self.config.precision == "bf16" and not self._tuner.isa.bf16:
+            return (f"{self.target} has no {self.config.precision} arithmetic that this compiler uses: "
+                    f"tensors and weights are stored in {self.config.precision}, sums are in float32")
+        return ""
+
+    @faults_named()
+    def trial(self, graph: Graph, ranges: Ranges) -> Plan:
+        """The same for this machine without timing: to measure what ranges do to the results."""
+        return self._compile_here(self.stored(graph, ranges))
+
+    @faults_named()
+    def watching(self, graph: Graph, tensors: Collection[str]) -> Plan:
+        """A float32 plan of a float graph that also gives these tensors as outputs: what calibration runs."""
+        outputs = (*graph.outputs, *(name for name in tensors if name not in graph.outputs))
+        return self._compile_here(set_float_precision(replace(graph, outputs=outputs), "fp32"))
+
+    def _compile_here(self, graph: Graph) -> Plan:
+        """A plan that this build runs and forgets."""
+        max_batch = min(self._max_batch(graph), TRIAL_BATCH)
+        return self._plan(choose_kernels(graph, self._here, max_batch), to_keep=False)
+
+    def _plan(self, chosen: Chosen, to_keep: bool = True, metadata: Mapping[str, Any] | None = None) -> Plan:
+        compiled, graph = assemble(chosen, to_keep), chosen.lowered.graph
+        document, arrays = graph_to_json(graph)
+        return Plan(
+            name=graph.name, target=compiled.target, cpu=compiled.cpu, precision=self.config.precision,
+            max_batch=chosen.max_batch, inputs=compiled.inputs, outputs=compiled.outputs, buffers=compiled.buffers,
+            steps=compiled.steps, fills=compiled.fills, code=compiled.code, constants=compiled.constants,
+            derived=compiled.derived, graph=document, graph_arrays=arrays, packed=compiled.packed,
+            dependence=graph.dependence,
+            metadata={"compiler": COMPILER_VERSION, **(metadata or {})})
+
+    def _max_batch(self, graph: Graph) -> int:
+        """0 for a model of fixed shape."""
+        if any(graph.shape(name)[:1] == (BATCH,) for name in graph.inputs):
+            return self.config.max_batch or DEFAULT_MAX_BATCH
+        if (self.config.max_batch or 1) > 1:
+            raise ConfigError(f"--max-batch {self.config.max_batch}: the model's inputs have no symbolic batch axis, "
+                              "so it takes exactly the shape it declares; export it with a dynamic batch axis")
+        return 0
+
+
+def _time_us(chosen: Chosen) -> float:
+    return sum(map(chosen.time_us, chosen.lowered.calls))
+
+
+@faults_named()
+def relower(plan: Plan, target: str = "") -> Plan:
+    """The same model for this machine (or `target`), from the graph in the plan: no timing, seconds.
+
+    The quantised graph is in the plan, so neither the ONNX file nor calibration data are needed; integers come out the
+    same bit for bit.
+    """
+    graph = graph_from_json(plan.graph, plan.graph_arrays)
+    tuner = make_tuner(target, TimingCache(), timing=False)
+    compiled = assemble(choose_kernels(graph, tuner, plan.max_batch))
+    return replace(plan, target=compiled.target, cpu=compiled.cpu, inputs=compiled.inputs, outputs=compiled.outputs,
+                   buffers=compiled.buffers, steps=compiled.steps, fills=compiled.fills, code=compiled.code,
+                   constants=compiled.constants, derived=compiled.derived, packed=compiled.packed, bands=(),
+                   fingerprint="")

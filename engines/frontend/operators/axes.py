@@ -1,0 +1,166 @@
+"""What works along axes, and what sees a tensor under another shape: axes and targets become attributes."""
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from engines.errors import GraphError
+from engines.frontend.operators.normalise import Call, as_dims, identity, rule
+from engines.ir.graph import Dim, Node
+from engines.ir.shapes import Extent, broadcast, extent, fixed, normal_axis, product, text
+from engines.ops.fallback import as_onnx
+from engines.ops.movement import FAR
+
+
+@rule("Squeeze", "Unsqueeze")
+def _squeeze(call: Call) -> list[Node]:
+    axes = call.option("axes", 1, since=13)
+    rank = call.rank
+    if call.node.op == "Unsqueeze":
+        if axes is None:
+            raise GraphError("it has no axes")
+        rank += len(axes)
+    elif axes is None:
+        if any(isinstance(d, str) for d in call.type().shape):
+            raise GraphError(f"which axes of {text(call.type().shape)} it removes depends on whether the batch is 1")
+        axes = tuple(i for i, d in enumerate(call.type().shape) if d == 1)
+    return call.node_with(1, axes=tuple(sorted(normal_axis(a, rank) for a in axes)))
+
+
+@rule("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceSumSquare",
+      "ReduceLogSum", "ReduceLogSumExp")
+def _reduce(call: Call) -> list[Node]:
+    axes = call.option("axes", 1, since=13 if call.node.op == "ReduceSum" else 18)
+    nothing, keepdims = call.attr("noop_with_empty_axes", 0), call.attr("keepdims", 1)
+    if not axes and nothing:
+        return _of_each(call)
+    axes = tuple(sorted(normal_axis(a, call.rank) for a in axes or range(call.rank)))
+    return call.node_with(1, axes=axes, keepdims=keepdims)
+
+
+def _of_each(call: Call) -> list[Node]:
+    """A reduction over no axes: what is done to an element before its sum is taken, and to the sum after."""
+    op = {"ReduceL1": "Abs", "ReduceL2": "Abs", "ReduceLogSum": "Log", "ReduceSumSquare": "Mul"}.get(call.node.op)
+    x = call.node.inputs[0]
+    return [replace(call.node, op=op, inputs=(x, x) if op == "Mul" else (x,), attrs={})] if op else identity(call)
+
+
+@rule("ArgMax", "ArgMin")
+def _arg(call: Call) -> list[Node]:
+    return call.node_with(1, axis=normal_axis(call.attr("axis", 0), call.rank), keepdims=call.attr("keepdims", 1),
+                          **call.keep("select_last_index"))
+
+
+@rule("CumSum")
+def _cumulative(call: Call) -> list[Node]:
+    (axis,) = call.ints(1) or (0,)
+    return call.node_with(1, axis=normal_axis(axis, call.rank), exclusive=call.attr("exclusive", 0),
+                          reverse=call.attr("reverse", 0))
+
+
+@rule("TopK")
+def _top_k(call: Call) -> list[Node]:
+    (k,) = call.option("k", 1, since=10) or (call.attr("k"),)
+    call.ignore("sorted")       # what is not asked to be sorted may be
+    return call.node_with(1, k=k, axis=normal_axis(call.attr("axis", -1), call.rank), largest=call.attr("largest", 1))
+
+
+@rule("Concat", "Gather", "GatherElements")
+def _axis(call: Call) -> list[Node]:
+    if not call.rank:
+        raise GraphError("its first input has no axes")
+    axis = normal_axis(call.attr("axis", 0), call.rank)
+    return call.node_with(len(call.node.inputs), axis=axis)
+
+
+@rule("Scatter")
+def _scatter(call: Call) -> list[Node]:
+    """ScatterElements under its first name."""
+    return [as_onnx(replace(call.node, op="ScatterElements", attrs=call.keep("axis")), 11)]
+
+
+@rule("Transpose")
+def _transpose(call: Call) -> list[Node]:
+    return call.node_with(1, perm=tuple(call.attr("perm", range(call.rank)[::-1])))
+
+
+@rule("Reshape")
+def _reshape(call: Call) -> list[Node]:
+    shape = call.type().shape
+    target: list[Any] = call.value(1) or []
+    if not call.attr("allowzero", 0):
+        if any(_is(t, 0) and i >= len(shape) for i, t in enumerate(target)):
+            raise GraphError(f"its target {target} copies an extent that the input does not have")
+        target = [extent(shape[i]) if _is(t, 0) else t for i, t in enumerate(target)]
+    if any(_is(t, -1) for t in target):
+        rest = math.prod((t for t in target if not _is(t, -1)), start=1)
+        left = 0 if _is(rest, 0) else product(shape) // rest
+        target = [left if _is(t, -1) else t for t in target]
+    return call.node_with(1, shape=as_dims(target))
+
+
+def _is(value: Any, number: int) -> bool:
+    return not isinstance(value, Extent) and value == number
+
+
+@rule("Expand")
+def _expand(call: Call) -> list[Node]:
+    """To the shape that comes of it: the target may have fewer axes, or 1 where the input has more."""
+    return call.node_with(1, shape=broadcast(call.type().shape, as_dims(call.value(1))))
+
+
+@rule("Tile")
+def _tile(call: Call) -> list[Node]:
+    return call.node_with(1, repeats=as_dims(call.value(1)))
+
+
+@rule("Split")
+def _split(call: Call) -> list[Node]:
+    node, axis = call.node, normal_axis(call.attr("axis", 0), call.rank)
+    sizes: tuple[Dim, ...] | None = call.attr("split") if call.opset < 13 else None
+    if call.opset >= 13 and call.has(1):
+        sizes = as_dims(call.value(1))
+    if sizes is None:
+        (size,) = fixed(call.type().shape[axis:axis + 1])
+        parts = call.attr("num_outputs", len(node.outputs))
+        if parts != len(node.outputs):
+            raise GraphError(f"num_outputs is {parts}, but it has {len(node.outputs)} outputs")
+        each = -(-size // parts)        # the last part may be smaller
+        sizes = tuple(min(each, size - start) for start in range(0, each * parts, each))
+    if len(sizes) != len(node.outputs):
+        raise GraphError(f"it cuts {len(sizes)} parts, but has {len(node.outputs)} outputs")
+    return call.node_with(1, axis=axis, split=tuple(sizes))
+
+
+@rule("Slice")
+def _slice(call: Call) -> list[Node]:
+    shape = call.type().shape
+    if call.opset < 10:
+        starts, ends = list(call.attr("starts")), list(call.attr("ends"))
+        axes, steps = call.attr("axes"), None
+    else:
+        starts, ends = call.value(1) or [], call.value(2) or []
+        axes, steps = call.ints(3), call.ints(4)
+    axes = tuple(normal_axis(a, len(shape)) for a in (range(len(starts)) if axes is None else axes))
+    cut_steps = tuple(steps or (1,) * len(starts))
+    if {len(starts), len(ends), len(cut_steps), len(set(axes))} != {len(axes)} or 0 in cut_steps:
+        raise GraphError(f"{len(starts)} starts, {len(ends)} ends and steps {list(cut_steps)} for axes {list(axes)}")
+    ends = [FAR if isinstance(e, Extent) and e == extent(shape[a]) else e for e, a in zip(ends, axes, strict=True)]
+    if any(isinstance(v, Extent) for v in (*starts, *ends)):
+        raise GraphError("it cuts at a place that depends on the batch")
+    return call.node_with(1, axes=axes, starts=tuple(map(int, starts)), ends=tuple(map(int, ends)), steps=cut_steps)
+
+
+@rule("Pad")
+def _pad(call: Call) -> list[Node]:
+    if call.opset < 11:
+        return call.node_with(1, **call.keep("pads", "mode", "value"))
+    pads, fill = call.ints(1) or (), call.value(2)
+    axes = [normal_axis(a, call.rank) for a in call.ints(3) or range(call.rank)]
+    if len(pads) != 2 * len(axes):
+        raise GraphError(f"{len(pads)} pads for {len(axes)} axes")
+    widths = [0] * 2 * call.rank
+    for i, axis in enumerate(axes):
+        widths[axis], widths[axis + call.rank] = pads[i], pads[i + len(axes)]
+    return call.node_with(1, pads=tuple(widths), mode=call.attr("mode", "constant"), value=fill[0] if fill else None)

@@ -1,0 +1,88 @@
+"""Operators that ONNX defines by others, written out by those: passes then meet them as any exporter's arithmetic."""
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from engines.frontend.operators.normalise import Call, plain_sums, rule
+from engines.frontend.operators.parts import Parts
+from engines.ir.graph import Dim, Node
+from engines.ir.shapes import fixed, normal_axis
+
+
+@rule("Swish")
+def _swish(call: Call) -> list[Node]:
+    """x * sigmoid(alpha * x)"""
+    alpha, x = call.attr("alpha", 1.0), call.node.inputs[0]
+    if alpha == 1:
+        return call.node_with(1)
+    w = Parts(call)
+    return w.finish("Mul", x, w("Sigmoid", w("Mul", x, w.constant(np.array(alpha, call.type().dtype)))))
+
+
+@rule("RMSNormalization")
+def _rms_normalization(call: Call) -> list[Node]:
+    plain_sums(call)
+    return call.node_with(2, axis=normal_axis(call.attr("axis", -1), call.rank), epsilon=call.attr("epsilon", 1e-5))
+
+
+@rule("GroupNormalization")
+def _group_normalization(call: Call) -> list[Node]:
+    """The channels of a group are one line of an instance norm. Before opset 21 scale and bias are per group."""
+    plain_sums(call)
+    node, shape, groups = call.node, call.type().shape, int(call.attr("num_groups"))
+    dtype, per_group = call.type().dtype, call.opset < 21
+    w = Parts(call)
+    ones, zeros = (w.constant(np.full(groups, number, dtype)) for number in (1, 0))
+    lines = w("Reshape", node.inputs[0], shape=(shape[0], groups, math.prod(fixed(shape[1:])) // groups))
+    y = w("InstanceNormalization", lines, *(node.inputs[1:3] if per_group else (ones, zeros)),
+          epsilon=call.attr("epsilon", 1e-5))
+    if per_group:
+        return w.finish("Reshape", y, shape=shape)
+    y = w("Reshape", y, shape=shape)
+    scale, bias = (w("Reshape", name, shape=(*shape[1:2], *(1,) * (len(shape) - 2))) for name in node.inputs[1:3])
+    return w.finish("Add", w("Mul", y, scale), bias)
+
+
+@rule("RotaryEmbedding")
+def _rotary_embedding(call: Call) -> list[Node]:
+    """Pairs of elements turned by an angle of their position:
+
+        y1 = cos x1 - sin x2        x1, x2: the halves of the first `rotary_embedding_dim` elements of a head,
+        y2 = sin x1 + cos x2        or, interleaved, its even and odd ones; the rest stays
+
+    x is [N, heads, S, D] or [N, S, heads * D]; cos and sin are [N, S, R / 2], or tables with a row for each position.
+    """
+    node, shape = call.node, call.type().shape
+    w, x = Parts(call), node.inputs[0]
+    heads_first, count = len(shape) == 4, int(call.attr("num_heads", 0))
+    if heads_first:
+        items, heads, tokens, depth = shape
+    else:
+        (items, tokens, hidden), heads = shape, count
+        depth = fixed([hidden])[0] // heads
+        x = w("Reshape", x, shape=(items, tokens, heads, depth))
+    (size,) = fixed([depth])
+    turned = int(call.attr("rotary_embedding_dim", 0)) or size
+    half = turned // 2
+    tables = [w("Gather", name, node.inputs[3], axis=0) if call.has(3) else name for name in node.inputs[1:3]]
+    axis = 1 if heads_first else 2
+    cos, sin = (w("Unsqueeze", table, axes=(axis,)) for table in tables)
+
+    def cut(start: int, end: int, step: int = 1) -> str:
+        return w("Slice", x, axes=(3,), starts=(start,), ends=(end,), steps=(step,))
+
+    interleaved = bool(call.attr("interleaved", 0))
+    first, second = (cut(0, turned, 2), cut(1, turned, 2)) if interleaved else (cut(0, half), cut(half, turned))
+    real = w("Sub", w("Mul", first, cos), w("Mul", second, sin))
+    imaginary = w("Add", w("Mul", first, sin), w("Mul", second, cos))
+    if interleaved:
+        beside: tuple[Dim, ...] = (*(shape[:3] if heads_first else (items, tokens, heads)), turned)
+        pairs = w("Concat", *(w("Unsqueeze", part, axes=(4,)) for part in (real, imaginary)), axis=4)
+        parts = [w("Reshape", pairs, shape=beside)]
+    else:
+        parts = [real, imaginary]
+    parts += [cut(turned, size)] if turned < size else []
+    result = w("Concat", *parts, axis=3)
+    return w.finish("Reshape", result, shape=shape)

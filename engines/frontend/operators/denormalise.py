@@ -1,0 +1,321 @@
+"""A canonical node -> ONNX nodes of opset 20: the inverse of normalise.py.
+
+A rule takes the node and `constant`, which stores an array as an initialiser and returns its name; it gives the nodes
+as (op, inputs, outputs, attributes).
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from onnx import defs, helper, numpy_helper
+
+from engines.errors import ModelError
+from engines.ir.graph import Array, Dim, Node, TensorType
+from engines.ir.shapes import extent
+from engines.ops import describe
+from engines.ops.fallback import name_in_onnx
+from engines.ops.recurrent import PARAMETERS, activations
+
+OPSET = 20
+_OF_WINDOWS = {"strides": 1, "dilations": 1, "pads": 0, "output_padding": 0}     # defaults that no schema has
+
+Constant = Callable[[str, Array], str]
+Part = tuple[str, Sequence[str], Sequence[str], dict[str, Any]]
+Rule = Callable[[Node, Sequence[TensorType | None], Constant], list[Part]]
+_RULES: dict[str, Rule] = {}
+
+
+def denormalise(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
+    """What to write for the node; `types` are those of its inputs."""
+    if node.op in _RULES:
+        return _RULES[node.op](node, types, constant)
+    attrs = {key: _attribute(value) for key, value in node.attrs.items()
+             if not key.startswith("onnx_") and key != "channels_last"}
+    return [(name_in_onnx(node.op), node.inputs, node.outputs, attrs)]
+
+
+def without_defaults(op: str, attrs: dict[str, Any]) -> dict[str, Any]:
+    """The attributes that say something else than the operator's default.
+
+    What runtimes put in place of an operator takes its older attributes only: ONNX Runtime's QLinearAveragePool has no
+    dilations, and a model that says they are 1 is refused.
+    """
+    if attrs.get("domain"):
+        return attrs
+    defaults = {name: helper.get_attribute_value(attribute.default_value)
+                for name, attribute in defs.get_schema(op, OPSET).attributes.items() if attribute.default_value.name}
+    return {name: value for name, value in attrs.items() if not _is_default(name, value, defaults)}
+
+
+def _is_default(name: str, value: Any, defaults: dict[str, Any]) -> bool:
+    if name in _OF_WINDOWS:
+        return all(number == _OF_WINDOWS[name] for number in value)
+    default = defaults.get(name)
+    return bool(value == (default.decode() if isinstance(default, bytes) else default))
+
+
+def _attribute(value: Any) -> Any:
+    return numpy_helper.from_array(value) if isinstance(value, np.ndarray) else value
+
+
+def _rule(*ops: str) -> Callable[[Rule], Rule]:
+    def register(function: Rule) -> Rule:
+        _RULES.update(dict.fromkeys(ops, function))
+        return function
+    return register
+
+
+def _moved(node: Node, constant: Constant, *names: str, keep: Sequence[str] = (), rename: str = "") -> list[Part]:
+    """Integer attributes become inputs of these names, in order."""
+    inputs = [constant(name, np.array(node.attrs[name], np.int64)) for name in names]
+    attrs = {key: node.attrs[key] for key in keep if key in node.attrs}
+    return [(rename or node.op, [*node.inputs, *inputs], node.outputs, attrs)]
+
+
+@_rule("Squeeze", "Unsqueeze")
+def _squeeze(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
+    return _moved(node, constant, "axes")
+
+
+@_rule("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceSumSquare",
+       "ReduceLogSum", "ReduceLogSumExp")
+def _reduce(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
+    (op, inputs, outputs, attrs), = _moved(node, constant, "axes", keep=("keepdims",))
+    return [(op, inputs, outputs, {**attrs, "noop_with_empty_axes": 1})]
+
+
+@_rule("CumSum")
+def _cumulative(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
+    attrs = {key: node.attrs[key] for key in ("exclusive", "reverse") if key in node.attrs}
+    return [(node.op, [*node.inputs, constant("axis", np.array(node.attrs["axis"], np.int64))], node.outputs, attrs)]
+
+
+@_rule("GatherElements")
+def _gather_elements(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
+    """Repeated indices have the extents that the data have, but for those along the axis."""
+    data, indices = node.inputs
+    axis, y = int(node.attrs["axis"]), node.outputs[0]
+    if "shape" not in node.attrs:
+        return [(node.op, node.inputs, node.outputs, {"axis": axis})]
+    along = constant("along", np.array([node.attrs["shape"][axis]], np.int64))
+    return [("Shape", [data], [f"{y}.before"], {"end": axis}), ("Shape", [data], [f"{y}.behind"], {"start": axis + 1}),
+            ("Concat", [f"{y}.before", along, f"{y}.behind"], [f"{y}.shape"], {"axis": 0}),
+            ("Expand", [indices, f"{y}.shape"], [f"{y}.indices"], {}),
+            (node.op, [data, f"{y}.indices"], node.outputs, {"axis": axis})]
+
+
+@_rule("RMSNormalization")
+def _rms_normalization(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
+    """By its definition: ONNX has the operator from opset 23 on."""
+    (x, scale), y, kind = node.inputs, node.outputs[0], types[0]
+    assert kind is not None
+    axes = constant("axes", np.arange(node.attrs["axis"], len(kind.shape)))
+    epsilon = constant("epsilon", np.array(node.attrs["epsilon"], kind.dtype))
+    return [("Mul", [x, x], [f"{y}.squares"], {}), ("ReduceMean", [f"{y}.squares", axes], [f"{y}.mean"], {}),
+            ("Add", [f"{y}.mean", epsilon], [f"{y}.sum"], {}), ("Sqrt", [f"{y}.sum"], [f"{y}.size"], {}),
+            ("Div", [x, f"{y}.size"], [f"{y}.normal"], {}), ("Mul", [f"{y}.normal", scale], node.outputs, {})]
+
+
+@_rule("Split")
+def _split(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
+    return _moved(node, constant, "split", keep=("axis",))
+
+
+@_rule("Slice")
+def _slice(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
+    return _moved(node, constant, "starts", "ends", "axes", "steps")
+
+
+@_rule("Tile")
+def _tile(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
+    return _moved(node, constant, "repeats")
+
+
+@_rule("TopK")
+def _top_k(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
+    k = constant("k", np.array([node.attrs["k"]], np.int64))
+    return [("TopK", [*node.inputs, k], node.outputs, {key: node.attrs[key] for key in ("axis", "largest")})]
+
+
+def shuffled_groups(indices: Array) -> int:
+    """The number of groups if a Gather of these indices is a shuffle of channels between them, else 0."""
+    count = indices.size
+    groups = count // max(int(indices[1]), 1) if indices.ndim == 1 and count > 1 else 0
+    is_shuffle = 1 < groups < count and np.array_equal(indices, np.arange(count).reshape(groups, -1).T.ravel())
+    return groups if is_shuffle else 0
+
+
+def channel_shuffle(node: Node, shape: Sequence[Dim], groups: int, constant: Constant) -> list[Part]:
+    """The Gather of x, of this shape, as what runtimes know a shuffle by. OpenVINO 2026.4 computes a convolution behind
+    a Gather of channels wrongly."""
+    (x, _), (y,), axis = node.inputs, node.outputs, node.attrs["axis"]
+    before, behind = [0] * axis, [-1 if isinstance(d, str) else d for d in shape[axis + 1:]]
+    count = extent(shape[axis])
+    apart = constant("groups", np.array([*before, groups, count // groups, *behind], np.int64))
+    together = constant("shape", np.array([*before, count, *behind], np.int64))
+    swap = (*range(axis), axis + 1, axis, *range(axis + 2, len(shape) + 1))
+    return [("Reshape", [x, apart], [f"{y}.apart"], {}),
+            ("Transpose", [f"{y}.apart"], [f"{y}.swapped"], {"perm": swap}),
+            ("Reshape", [f"{y}.swapped", together], [y], {})]
+
+
+@_rule("Pad")
+def _pad(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
+    (kind,) = types
+    assert kind is not None
+    pads = constant("pads", np.array(node.attrs["pads"], np.int64))
+    value = constant("value", np.array(node.attrs.get("value", 0), kind.dtype))
+    return [("Pad", [*node.inputs, pads, value], node.outputs, {"mode": node.attrs.get("mode", "constant")})]
+
+
+@_rule("Reshape", "Expand")
+def _target(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
+    """A symbolic extent is what is left over (Reshape), or what the input has (Expand)."""
+    shape, stand_in = node.attrs["shape"], -1 if node.op == "Reshape" else 1
+    if node.op == "Reshape" and sum(isinstance(d, str) for d in shape) > 1:
+        raise ModelError(f"{describe(node)}: two symbolic extents cannot be written to ONNX")
+    target = constant("shape", np.array([stand_in if isinstance(d, str) else d for d in shape], np.int64))
+    return [(node.op, [*node.inputs, target], node.outputs, {"allowzero": 1} if 0 in shape else {})]
+
+
+@_rule("ConstantOfShape")
+def _constant_of_shape(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
+    if any(isinstance(d, str) for d in node.attrs["shape"]):
+        raise ModelError(f"{describe(node)}: a symbolic extent made from nothing cannot be written to ONNX")
+    shape = constant("shape", np.array(node.attrs["shape"], np.int64))
+    value = numpy_helper.from_array(np.asarray(node.attrs["value"]).reshape(1))
+    return [("ConstantOfShape", [shape], node.outputs, {"value": value})]
+
+
+@_rule("Resize")
+def _resize(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
+    attrs = {key: value for key, value in node.attrs.items() if key not in ("scales", "sizes", "roi", "channels_last")}
+    roi = constant("roi", np.array(node.attrs["roi"], np.float32)) if "roi" in node.attrs else ""
+    if "scales" in node.attrs:
+        scales = constant("scales", np.array(node.attrs["scales"], np.float32))
+        return [("Resize", [*node.inputs, roi, scales], node.outputs, attrs)]
+    # Written for the image axes only: the batch may be symbolic.
+    sizes = node.attrs["sizes"][2:]
+    extents = constant("sizes", np.array([int(extent(d)) for d in sizes], np.int64))     # type: ignore[arg-type]
+    axes = list(range(2, 2 + len(sizes)))
+    return [("Resize", [*node.inputs, roi, "", extents], node.outputs, {**attrs, "axes": axes})]
+
+
+@_rule("Cast")
+def _cast(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
+    to = helper.np_dtype_to_tensor_dtype(np.dtype(node.attrs["to"]))
+    return [("Cast", node.inputs, node.outputs, {"to": to})]
+
+
+@_rule("Clip")
+def _clip(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
+    """Bounds are inputs; bounds per channel, which Clip does not have, are a Max and a Min."""
+    (kind,) = types
+    assert kind is not None
+    bounds = {key: constant(key, np.asarray(node.attrs[key], kind.dtype)) if key in node.attrs else ""
+              for key in ("min", "max")}
+    if all(np.ndim(node.attrs.get(key, 0)) == 0 for key in bounds):
+        return [("Clip", [*node.inputs, bounds["min"], bounds["max"]], node.outputs, {})]
+    (x,), (y,) = node.inputs, node.outputs
+    if not bounds["max"]:
+        return [("Max", [x, bounds["min"]], [y], {})]
+    if not bounds["min"]:
+        return [("Min", [x, bounds["max"]], [y], {})]
+    return [("Max", [x, bounds["min"]], [f"{y}.raised"], {}), ("Min", [f"{y}.raised", bounds["max"]], [y], {})]
+
+
+@_rule("Swish")
+def _swish(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
+    (x,), (y,), (kind,) = node.inputs, node.outputs, types
+    assert kind is not None
+    alpha = node.attrs.get("alpha", 1.0)
+    if alpha == 1:
+        return [("Sigmoid", [x], [f"{y}.sigmoid"], {}), ("Mul", [x, f"{y}.sigmoid"], [y], {})]
+    return [("Mul", [x, constant("alpha", np.array(alpha, kind.dtype))], [f"{y}.scaled"], {}),
+            ("Sigmoid", [f"{y}.scaled"], [f"{y}.sigmoid"], {}), ("Mul", [x, f"{y}.sigmoid"], [y], {})]
+
+
+@_rule("ScaledDotProductAttention")
+def _attention(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
+    """Its nodes before they were one: opset 20 has no such operator. ("scale" is a quantised tensor's, so "factor".)"""
+    (q, k, v, *mask), (y,), kind = [name for name in node.inputs if name], node.outputs, types[0]
+    assert kind is not None
+    rank = len(kind.shape)
+    turned = (*range(rank - 2), rank - 1, rank - 2)
+    parts: list[Part] = [
+        ("Transpose", [k], [f"{y}.turned_keys"], {"perm": turned}),
+        ("MatMul", [q, f"{y}.turned_keys"], [f"{y}.products"], {}),
+        ("Mul", [f"{y}.products", constant("factor", np.array(node.attrs["scale"], kind.dtype))], [f"{y}.scaled"], {})]
+    scores = f"{y}.scaled"
+    if mask:
+        scores = f"{y}.masked"
+        parts.append(("Add", [f"{y}.scaled", *mask], [scores], {}))
+    return [*parts, ("Softmax", [scores], [f"{y}.weights"], {"axis": -1}),
+            ("MatMul", [f"{y}.weights", v], [y], {})]
+
+
+@_rule("LSTM", "GRU", "RNN")
+def _recurrent(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
+    recurrent = types[2]
+    assert recurrent is not None
+    attrs = {**_recurrent_attributes(node, node.op, int(recurrent.shape[2])), "layout": node.attrs["layout"]}
+    return [(node.op, node.inputs, node.outputs, attrs)]
+
+
+@_rule("Recurrence")
+def _recurrence(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
+    """The layer whose input is the gates and whose W is their identity."""
+    (gates, r, bias, peepholes, lengths, *states), y = (*node.inputs, *("",) * (7 - len(node.inputs))), node.outputs[0]
+    recurrent = types[1]
+    assert recurrent is not None
+    (count, rows, hidden), op = (int(extent) for extent in recurrent.shape), node.attrs["cell"]
+    identity = np.eye(count * rows, dtype=np.float32).reshape(count, rows, count * rows)
+    parts: list[Part] = [("Transpose", [gates], [f"{y}.gates"], {"perm": (1, 0, 2)})]
+    biases = ""
+    if bias:        # the last H of [D, 2 G H]
+        biases = f"{y}.biases"
+        before = constant("before", np.zeros((count, 2 * rows - hidden), np.float32))
+        parts.append(("Concat", [before, bias], [biases], {"axis": 1}))
+    firsts = []
+    for i, state in enumerate(states if op == "LSTM" else states[:1]):
+        if not state:
+            firsts.append("")
+            continue
+        name = f"{y}.first{i}"
+        shape = constant(f"shape{i}", np.array([-1, count, hidden], np.int64))
+        parts += [("Reshape", [state, shape], [f"{name}.split"], {}),
+                  ("Shape", [gates], [f"{name}.batch"], {"start": 0, "end": 1}),
+                  ("Concat", [f"{name}.batch", constant(f"ones{i}", np.array([1, 1], np.int64))],
+                   [f"{name}.repeats"], {"axis": 0}),
+                  ("Expand", [f"{name}.split", f"{name}.repeats"], [f"{name}.items"], {}),
+                  ("Transpose", [f"{name}.items"], [name], {"perm": (1, 0, 2)})]
+        firsts.append(name)
+    inputs = [f"{y}.gates", constant("identity", identity), r, biases, lengths, *firsts, peepholes]
+    while not inputs[-1]:
+        inputs.pop()
+    made = [f"{output}.layer" for output in node.outputs]
+    parts.append((op, inputs, made, _recurrent_attributes(node, op, hidden)))
+    for i, (source, output) in enumerate(zip(made, node.outputs, strict=True)):
+        flat = constant(f"flat{i}", np.array([0, -1] if i else [0, 0, -1], np.int64))
+        parts += [("Transpose", [source], [f"{output}.items"], {"perm": (1, 0, 2) if i else (2, 0, 1, 3)}),
+                  ("Reshape", [f"{output}.items", flat], [output], {})]
+    return parts
+
+
+def _recurrent_attributes(node: Node, op: str, hidden: int) -> dict[str, Any]:
+    """Parameters are said for those functions that have them."""
+    chosen = activations(node)
+    attrs: dict[str, Any] = {"hidden_size": hidden, "direction": node.attrs["direction"],
+                             "activations": [name for name, _, _ in chosen]}
+    for i, key in enumerate(("activation_alpha", "activation_beta")):
+        if given := [values[i] for name, *values in chosen if len(PARAMETERS.get(name, ())) > i]:
+            attrs[key] = given
+    if node.attrs["clip"]:
+        attrs["clip"] = node.attrs["clip"]
+    if op == "GRU":
+        attrs["linear_before_reset"] = node.attrs["linear_before_reset"]
+    if op == "LSTM":
+        attrs["input_forget"] = node.attrs["input_forget"]
+    return attrs

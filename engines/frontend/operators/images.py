@@ -1,0 +1,161 @@
+"""Convolutions, pools and resizing: pads, strides and extents that follow from shapes are resolved."""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from engines.errors import GraphError
+from engines.frontend.operators.normalise import Call, rule
+from engines.ir.graph import Node
+from engines.ir.shapes import dim, fixed, normal_axis
+from engines.ops.window import Window
+
+
+@rule("Conv", "ConvTranspose")
+def _convolution(call: Call) -> list[Node]:
+    kernel = fixed(call.type(1).shape[2:])
+    if (given := tuple(call.attr("kernel_shape") or kernel)) != kernel:
+        raise GraphError(f"kernel_shape is {given}, but the weights have {kernel}")
+    attrs = {"kernel_shape": kernel, "group": call.attr("group", 1), **_steps(call, len(kernel))}
+    if call.node.op == "Conv":
+        attrs["pads"] = _same_pads(call, kernel, attrs) or attrs["pads"]
+        return call.node_with(3, **attrs)
+    extra = tuple(call.attr("output_padding", (0,) * len(kernel)))
+    wanted = call.attr("output_shape", kernel)[-len(kernel):]       # batch and channels may stand before it
+    for name, numbers in (("output_padding", extra), ("output_shape", wanted)):
+        if len(numbers) != len(kernel):
+            raise GraphError(f"{name} is {tuple(numbers)}; it has {len(kernel)} numbers")
+    return call.node_with(3, **attrs | {"output_padding": extra, "pads": _transposed_pads(call, kernel, attrs, extra)})
+
+
+@rule("MaxPool", "AveragePool", "LpPool")
+def _pool(call: Call) -> list[Node]:
+    kernel = tuple(call.attr("kernel_shape"))
+    if min(kernel, default=0) < 1:
+        raise GraphError(f"kernel_shape is {kernel}; it has numbers from 1 on")
+    attrs = {"kernel_shape": kernel, **_steps(call, len(kernel)), **call.keep("p", "count_include_pad")}
+    attrs["pads"] = _same_pads(call, kernel, attrs) or attrs["pads"]
+    if call.attr("ceil_mode", 0):
+        attrs |= _without_ceil(call, attrs)
+    order = call.keep("storage_order")      # of the indices that are the second output
+    return call.node_with(1, **attrs | (order if len(call.node.outputs) > 1 else {}))
+
+
+def _steps(call: Call, rank: int) -> dict[str, Any]:
+    """strides, dilations and pads, one or two numbers for each axis behind batch and channels."""
+    if rank + 2 != call.rank or rank < 1:
+        raise GraphError(f"its window has {rank} axes, its input {call.rank}: two more, with batch and channels, it "
+                         "should have")
+    default = {"strides": (1,) * rank, "dilations": (1,) * rank, "pads": (0,) * 2 * rank}
+    found = {name: tuple(call.attr(name) or value) for name, value in default.items()}
+    for name, numbers in found.items():
+        if len(numbers) != len(default[name]) or min(numbers) < min(default[name]):
+            raise GraphError(f"{name} are {numbers}, not {len(default[name])} numbers from {min(default[name])} on")
+    return found
+
+
+def _same_pads(call: Call, kernel: tuple[int, ...], attrs: dict[str, Any]) -> tuple[int, ...] | None:
+    """The pads that auto_pad stands for: outputs are ceil(size / stride), the odd pixel of padding at one end."""
+    mode = call.attr("auto_pad", "NOTSET")
+    if mode == "NOTSET":
+        return None
+    if mode == "VALID":
+        return (0,) * 2 * len(kernel)
+    spans = Window(kernel, attrs["strides"], attrs["dilations"], ()).spans
+    totals = [max((-(-size // stride) - 1) * stride + span - size, 0) for size, stride, span in
+              zip(fixed(call.type().shape[2:]), attrs["strides"], spans, strict=True)]
+    return _ends(totals, upper=mode == "SAME_UPPER")
+
+
+def _ends(totals: Iterable[int], upper: bool) -> tuple[int, ...]:
+    """Padding divided between the beginning and the end of each axis; the end gets the odd pixel if `upper`."""
+    small, large = zip(*((total // 2, total - total // 2) for total in totals), strict=True)
+    return (*small, *large) if upper else (*large, *small)
+
+
+def _transposed_pads(call: Call, kernel: tuple[int, ...], attrs: dict[str, Any],
+                     extra: tuple[int, ...]) -> tuple[int, ...]:
+    """ConvTranspose's pads follow from a wanted output_shape, or from auto_pad's size * stride."""
+    mode, wanted = call.attr("auto_pad", "NOTSET"), call.attr("output_shape")
+    if wanted is None and mode in ("NOTSET", "VALID"):
+        return tuple(attrs["pads"])
+    sizes = fixed(call.type().shape[2:])
+    targets = wanted or [size * stride for size, stride in zip(sizes, attrs["strides"], strict=True)]
+    spans = Window(kernel, attrs["strides"], attrs["dilations"], ()).spans
+    totals = [(size - 1) * stride + more + span - target for size, stride, more, span, target in
+              zip(sizes, attrs["strides"], extra, spans, targets[-len(sizes):], strict=True)]
+    return _ends(totals, upper=mode == "SAME_UPPER")
+
+
+def _without_ceil(call: Call, attrs: dict[str, Any]) -> dict[str, Any]:
+    """ceil_mode as more padding at the end; not where an AveragePool counts its padding, but not this one."""
+    if attrs.get("count_include_pad"):
+        return {"ceil_mode": 1}
+    sizes = fixed(call.type().shape[2:])
+    probe = replace(call.node, attrs=attrs)
+    window = Window.of(probe, len(sizes))
+    ends = [max((count - 1) * stride + span - size - before, after) for count, stride, span, size, (before, after) in
+            zip(window.outputs(sizes, ceil=True), window.strides, window.spans, sizes, window.pads, strict=True)]
+    return {"pads": (*(before for before, _ in window.pads), *ends)}
+
+
+@rule("Upsample")
+def _upsample(call: Call) -> list[Node]:
+    scales = call.attr("scales") or call.value(1)
+    mode = call.attr("mode", "nearest")
+    return [replace(node, op="Resize") for node in call.node_with(
+        1, scales=tuple(scales or ()), mode="linear" if mode in ("linear", "bilinear") else mode,
+        coordinate_transformation_mode="asymmetric", nearest_mode="floor")]
+
+
+@rule("Resize")
+def _resize(call: Call) -> list[Node]:
+    attrs: dict[str, Any] = {
+        "mode": call.attr("mode", "nearest"),
+        "coordinate_transformation_mode": call.attr("coordinate_transformation_mode", "half_pixel"),
+        "nearest_mode": call.attr("nearest_mode", "round_prefer_floor"),
+        **call.keep("cubic_coeff_a", "exclude_outside", "extrapolation_value", "antialias")}
+    call.ignore("keep_aspect_ratio_policy")     # of sizes, where there are any
+    if call.opset < 11:
+        attrs |= {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+        return call.node_with(1, scales=tuple(call.value(1) or ()), **attrs)
+    shape = call.type().shape
+    axes = [normal_axis(a, len(shape)) for a in call.attr("axes", range(len(shape)))]
+    sizes, scales = call.value(3), call.value(2)
+    if attrs["coordinate_transformation_mode"] == "tf_crop_and_resize":
+        roi = call.value(1) or []
+        starts, ends = dict(zip(axes, roi, strict=False)), dict(zip(axes, roi[len(axes):], strict=False))
+        every = range(len(shape))
+        attrs["roi"] = (*(starts.get(i, 0.0) for i in every), *(ends.get(i, 1.0) for i in every))
+    if len(given := sizes or scales or ()) != len(axes):
+        raise GraphError(f"{len(given)} {'sizes' if sizes else 'scales'} for {len(axes)} axes")
+    if sizes:
+        sizes = _kept_ratio(call, sizes, axes)
+        wanted = dict(zip(axes, sizes, strict=True))
+        every_size = tuple(dim(wanted[i]) if i in wanted else d for i, d in enumerate(shape))
+        return call.node_with(1, sizes=every_size, **attrs)
+    if not all(np.isfinite(scale) and scale > 0 for scale in scales or ()):
+        raise GraphError(f"its scales are {scales}: finite numbers above 0")
+    factors = dict(zip(axes, scales or [], strict=True))
+    exact = [factors.get(i, 1.0) * size for i, size in enumerate(shape) if isinstance(size, int)]
+    if attrs["coordinate_transformation_mode"] == "align_corners" and any(size != round(size) for size in exact):
+        raise GraphError("its scales make a fraction of a pixel, of which align_corners means one thing in ONNX and "
+                         "another in ONNX Runtime; give it sizes")
+    return call.node_with(1, scales=tuple(float(factors.get(i, 1.0)) for i in range(len(shape))), **attrs)
+
+
+def _kept_ratio(call: Call, sizes: list[Any], axes: list[int]) -> list[Any]:
+    """`sizes` as limits that an image must not exceed, or must reach, without changing its proportions."""
+    policy = call.attr("keep_aspect_ratio_policy", "stretch")
+    if policy == "stretch":
+        return sizes
+    image = fixed(call.type().shape[a] for a in axes)
+    if policy not in ("not_larger", "not_smaller"):
+        raise GraphError(f"unknown keep_aspect_ratio_policy '{policy}'; ONNX has stretch, not_larger, not_smaller")
+    limit = min if policy == "not_larger" else max
+    scale = limit(s / d for s, d in zip(sizes, image, strict=True))
+    return [math.floor(scale * d + 0.5) for d in image]

@@ -1,0 +1,340 @@
+"""Every ONNX form of a node, from opset 9 on -> the one canonical form that engines.ops defines.
+
+What an opset passes as a small constant input (axes, pads, sizes, bounds) becomes an attribute; what depends on shapes
+(auto_pad, -1 and 0 in targets, equal splits) is resolved; operators that are others in disguise (Dropout, Upsample,
+Sum, CastLike, ...) are replaced. A rule takes a Call and returns the nodes that stand for it; an operator without a
+rule is canonical as it is.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from onnx import TensorProto, helper
+
+from engines.errors import GraphError, UnknownTensorError
+from engines.ir.graph import Array, Dim, Node, TensorType
+from engines.ir.shapes import Extent, dim, fixed, normal_axis
+from engines.ops import op_of
+from engines.ops.recurrent import ACTIVATIONS, DEFAULTS, PARAMETERS
+
+
+@dataclass(frozen=True)
+class Call:
+    """A node as the file has it, in an opset, on inputs of which this much is known."""
+    node: Node
+    opset: int
+    types: Sequence[TensorType | None]
+    values: Sequence[Array | None]
+    read: set[str] = field(default_factory=set)     # the attributes that the rule asked for
+
+    def has(self, index: int) -> bool:
+        return index < len(self.node.inputs) and bool(self.node.inputs[index])
+
+    def type(self, index: int = 0) -> TensorType:
+        kind = self.types[index] if self.has(index) else None
+        if kind is None:
+            raise GraphError(f"input {index} is missing")
+        return kind
+
+    @property
+    def rank(self) -> int:
+        return len(self.type().shape)
+
+    def value(self, index: int) -> list[Any] | None:
+        """The elements of an input that must be known before run time (ints, floats or Extents); None if absent."""
+        if not self.has(index):
+            return None
+        array = self.values[index]
+        if array is None:
+            raise UnknownTensorError(f"input '{self.node.inputs[index]}' depends on data; "
+                                     "it must follow from constants and shapes", self.node.inputs[index:index + 1])
+        return list(np.ravel(array).tolist())
+
+    def ints(self, index: int) -> tuple[int, ...] | None:
+        """The same, as ints that do not depend on the batch."""
+        found = self.value(index)
+        if found is not None and any(isinstance(v, Extent) for v in found):
+            raise GraphError(f"input '{self.node.inputs[index]}' depends on the batch")
+        return None if found is None else tuple(int(v) for v in found)
+
+    def option(self, name: str, index: int, since: int) -> tuple[int, ...] | None:
+        """Integers that are an attribute before opset `since` and an input from then on."""
+        if self.opset >= since:
+            return self.ints(index)
+        found = self.attr(name)
+        return None if found is None else tuple(found)
+
+    def node_with(self, inputs: int = 1, **attrs: Any) -> list[Node]:
+        """The node with its first `inputs` inputs and these attributes only; None leaves one out."""
+        return [replace(self.node, inputs=self.node.inputs[:inputs],
+                        attrs={k: v for k, v in attrs.items() if v is not None})]
+
+    def attr(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return self.node.attrs.get(name, default)
+
+    def keep(self, *names: str) -> dict[str, Any]:
+        """Those of the node's attributes."""
+        self.read.update(names)
+        return {name: self.node.attrs[name] for name in names if name in self.node.attrs}
+
+    def ignore(self, *names: str) -> None:
+        """Attributes that change nothing here; the rule says why."""
+        self.read.update(names)
+
+    @property
+    def unread(self) -> list[str]:
+        """Attributes that nobody has asked for, so far: what the node means would be lost without them."""
+        return sorted(set(self.node.attrs) - self.read)
+
+
+class Beyond(Exception):
+    """Why a node that is right has no canonical form: it is left as ONNX has it, for the onnx package to evaluate."""
+
+
+Rule = Callable[[Call], list[Node]]
+RULES: dict[str, Rule] = {}
+
+
+def rule(*ops: str) -> Callable[[Rule], Rule]:
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(ops, function))
+        return function
+    return register
+
+
+def normalise(call: Call) -> list[Node]:
+    """The canonical nodes. Raises GraphError: what the rule needs to know is not known, or makes no sense; Beyond."""
+    return RULES.get(call.node.op, _as_it_is)(call)
+
+
+def _as_it_is(call: Call) -> list[Node]:
+    return call.node_with(len(call.node.inputs), **call.keep(*op_of(call.node.op).attributes))
+
+
+def identity(call: Call) -> list[Node]:
+    return [replace(call.node, op="Identity", inputs=call.node.inputs[:1], outputs=call.node.outputs[:1], attrs={})]
+
+
+# ---- constants
+@rule("Constant")
+def _constant(call: Call) -> list[Node]:
+    kinds = {"value": None, "value_float": np.float32, "value_floats": np.float32, "value_int": np.int64,
+             "value_ints": np.int64}
+    given = call.keep(*call.node.attrs)
+    if len(given) != 1:
+        raise GraphError(f"a constant has one value; this one has {len(given)}")
+    (name, value), = given.items()
+    if name not in kinds:
+        raise GraphError(f"a constant given as {name} is not supported")
+    return call.node_with(0, value=np.asarray(value, kinds[name]))
+
+
+@rule("ConstantOfShape")
+def _constant_of_shape(call: Call) -> list[Node]:
+    value = np.asarray(call.attr("value", np.zeros(1, np.float32)))
+    return call.node_with(0, shape=as_dims(call.value(0)), value=value)
+
+
+# ---- pointwise
+@rule("Clip")
+def _clip(call: Call) -> list[Node]:
+    if call.opset < 11:
+        return call.node_with(1, **call.keep("min", "max"))
+    bounds = [call.values[i] if call.has(i) else None for i in (1, 2)]
+    if any(bound is not None and bound.size != 1 for bound in bounds):
+        raise GraphError("its bounds are no numbers, but tensors")
+    if all(bound is not None or not call.has(i) for i, bound in enumerate(bounds, 1)):
+        low, high = (None if bound is None else bound.item() for bound in bounds)
+        return call.node_with(1, min=low, max=high)
+    chain, last = [], call.node.inputs[0]
+    for op, index in (("Max", 1), ("Min", 2)):
+        if call.has(index):
+            output = f"{call.node.outputs[0]}.{op.lower()}"
+            chain.append(replace(call.node, op=op, inputs=(last, call.node.inputs[index]), outputs=(output,), attrs={}))
+            last = output
+    return [*chain[:-1], replace(chain[-1], outputs=call.node.outputs)]
+
+
+@rule("Sum", "Max", "Min", "Mean")
+def _variadic(call: Call) -> list[Node]:
+    """A chain of binary nodes."""
+    node, op = call.node, {"Sum": "Add", "Mean": "Add"}.get(call.node.op, call.node.op)
+    if len(node.inputs) == 1:
+        return identity(call)
+    mean = node.op == "Mean"
+    names = [f"{node.outputs[0]}.{i}" for i in range(1, len(node.inputs) - (not mean))]
+    names += [] if mean else [node.outputs[0]]
+    firsts = [node.inputs[0], *names]
+    chain = [replace(node, op=op, inputs=pair, outputs=(name,), attrs={})
+             for *pair_, name in zip(firsts, node.inputs[1:], names, strict=False) for pair in [tuple(pair_)]]
+    if mean:
+        count = f"{node.outputs[0]}.count"
+        chain.append(Node("Constant", (), (count,), {"value": np.array(len(node.inputs), call.type().dtype)}))
+        chain.append(replace(node, op="Div", inputs=(names[-1], count), attrs={}))
+    return chain
+
+
+@rule("Cast", "CastLike")
+def _cast(call: Call) -> list[Node]:
+    to = call.type(1).dtype if call.node.op == "CastLike" else dtype_of(call.attr("to"))
+    if is_rare(to) or is_rare(call.type().dtype):
+        raise Beyond(f"a cast of {call.type().dtype} to {to}")
+    call.ignore("saturate", "round_mode")       # they are about the types of eight bits and less
+    return [replace(node, op="Cast") for node in call.node_with(1, to=to.name)]
+
+
+def is_rare(dtype: np.dtype[Any]) -> bool:
+    """A type that NumPy does not have, but for bfloat16: floats of eight bits and fewer, integers of four and two."""
+    return dtype.isbuiltin != 1 and dtype.name != "bfloat16"
+
+
+def is_float(dtype: np.dtype[Any]) -> bool:
+    return dtype.isbuiltin == 1 and dtype.kind == "f" or dtype.name == "bfloat16"
+
+
+def dtype_of(number: int) -> np.dtype[Any]:
+    """The dtype that an attribute means by a TensorProto.DataType."""
+    try:
+        return np.dtype(helper.tensor_dtype_to_np_dtype(number))
+    except (KeyError, TypeError, ValueError) as error:
+        raise GraphError(f"{number} is no type of elements that ONNX knows") from error
+
+
+@rule("Dropout")
+def _dropout(call: Call) -> list[Node]:
+    """Without training nothing is dropped: the mask is true everywhere."""
+    call.ignore("ratio", "seed")
+    ratio, training = call.value(1), call.value(2)
+    if training and training[0] and (ratio is None or ratio[0]):
+        raise GraphError("it is in training mode; export the model for inference")
+    made = identity(call)
+    if len(call.node.outputs) > 1:
+        true = np.ones(1, np.bool_ if call.opset >= 10 else call.type().dtype)
+        made.append(replace(call.node, op="ConstantOfShape", inputs=(), outputs=call.node.outputs[1:],
+                            attrs={"shape": call.type().shape, "value": true}))
+    return made
+
+
+@rule("Celu")
+def _celu(call: Call) -> list[Node]:
+    if not (alpha := call.attr("alpha", 1.0)):
+        raise GraphError("it divides by alpha, which is 0")
+    return call.node_with(1, alpha=alpha)
+
+
+@rule("LpNormalization")
+def _lp_normalization(call: Call) -> list[Node]:
+    if (p := call.attr("p", 2)) not in (1, 2):
+        raise GraphError(f"its p is {p}; ONNX has 1 and 2")
+    return call.node_with(1, p=p, axis=normal_axis(call.attr("axis", -1), call.rank))
+
+
+@rule("BatchNormalization")
+def _batch_normalization(call: Call) -> list[Node]:
+    if call.attr("training_mode", 0) or (len(call.node.outputs) > 1 and call.opset >= 14):
+        raise GraphError("it is in training mode; export the model for inference")
+    call.ignore("momentum")         # of training
+    return [replace(node, outputs=node.outputs[:1]) for node in call.node_with(5, epsilon=call.attr("epsilon", 1e-5))]
+
+
+@rule("LayerNormalization")
+def _layer_normalization(call: Call) -> list[Node]:
+    plain_sums(call)
+    return call.node_with(3, axis=normal_axis(call.attr("axis", -1), call.rank), epsilon=call.attr("epsilon", 1e-5))
+
+
+def plain_sums(call: Call) -> None:
+    """stash_type: the precision of the inner sums, float32 where it is not said. It is float32 here."""
+    if dtype_of(call.attr("stash_type", TensorProto.FLOAT)) != np.float32:
+        raise Beyond("inner sums in another type than float32")
+
+
+@rule("Range")
+def _range(call: Call) -> list[Node]:
+    call.ignore("stash_type")       # it is computed while the engine is built, in double precision
+    return call.node_with(3)
+
+
+@rule("Softmax", "LogSoftmax")
+def _softmax(call: Call) -> list[Node]:
+    """Before opset 13 all axes from `axis` on (default 1) are one."""
+    node, shape = call.node, call.type().shape
+    if call.opset >= 13:
+        return call.node_with(1, axis=normal_axis(call.attr("axis", -1), call.rank))
+    axis = normal_axis(call.attr("axis", 1), call.rank)
+    if all(d == 1 for d in shape[axis + 1:]):
+        return call.node_with(1, axis=axis)
+    flat, result = (f"{node.outputs[0]}.{part}" for part in ("flat", "softmax"))
+    return [replace(node, op="Flatten", outputs=(flat,), attrs={"axis": axis}),
+            replace(node, inputs=(flat,), outputs=(result,), attrs={"axis": 1}),
+            replace(node, op="Reshape", inputs=(result,), attrs={"shape": shape})]
+
+
+@rule("QuantizeLinear")
+def _quantize_linear(call: Call) -> list[Node]:
+    return _quantised(call, 3, 2)
+
+
+@rule("DequantizeLinear")
+def _dequantize_linear(call: Call) -> list[Node]:
+    return _quantised(call, 3, 2)
+
+
+def _quantised(call: Call, inputs: int, zero_point: int) -> list[Node]:
+    number, scale = call.attr("output_dtype", 0), call.type(1).dtype
+    wanted = dtype_of(number) if number else None
+    kinds = [t.dtype for t in call.types if t is not None]
+    if any(map(is_rare, kinds)) or wanted and is_rare(wanted):
+        raise Beyond("a quantised type of which NumPy knows nothing")
+    if call.node.op == "DequantizeLinear" and wanted and wanted != scale:
+        raise Beyond(f"a result in another type than the scale's, {scale}")
+    if call.attr("precision", 0):
+        raise Beyond("a division in another precision than the input's")
+    if (known := call.values[1]) is not None and not np.all(np.isfinite(known)):
+        raise GraphError("its scale is no finite number")
+    call.ignore("saturate")         # of types of eight bits and fewer that are floats
+    attrs: dict[str, Any] = call.keep("block_size")
+    axis = call.attr("axis", 1)
+    if call.type(1).shape not in ((), (1,)):
+        attrs["axis"] = normal_axis(axis, call.rank)
+    made = call.node_with(inputs, **attrs)
+    if call.node.op == "QuantizeLinear" and not call.has(zero_point) and wanted:
+        name = f"{call.node.outputs[0]}.zero_point"
+        zeros = np.zeros(fixed(call.type(1).shape), wanted)
+        return [Node("Constant", (), (name,), {"value": zeros}),
+                *(replace(node, inputs=(*node.inputs[:2], name)) for node in made)]
+    return made
+
+
+# ---- recurrent layers
+@rule("LSTM", "GRU", "RNN")
+def _recurrent(call: Call) -> list[Node]:
+    """Every attribute is said, and every activation has its alpha and beta."""
+    op, direction = call.node.op, call.attr("direction", "forward")
+    count = 2 if direction == "bidirectional" else 1
+    known = {name.lower(): name for name in ACTIVATIONS}
+    names = tuple(known.get(name.lower(), name) for name in call.attr("activations") or DEFAULTS[op] * count)
+    if unknown := set(names) - set(ACTIVATIONS):
+        raise GraphError(f"unknown activation '{min(unknown)}'; ONNX has {', '.join(ACTIVATIONS)}")
+    if len(names) != count * len(DEFAULTS[op]) or direction not in ("forward", "reverse", "bidirectional"):
+        raise GraphError(f"{len(names)} activations for direction '{direction}'")
+    if call.attr("clip", 1.0) <= 0:
+        raise GraphError(f"clip is {call.attr('clip')}, which leaves nothing; it is above 0, or not there")
+    if call.attr("hidden_size", size := fixed(call.type(2).shape)[-1]) != size:
+        raise GraphError(f"hidden_size is {call.attr('hidden_size')}, but its weights are for {size}")
+    given = {key: iter(call.attr(key) or ()) for key in ("activation_alpha", "activation_beta")}
+    # The given values are for those functions that have such a parameter, in their order.
+    parameters = {key: tuple(float(next(given[key], PARAMETERS[name][i])) if len(PARAMETERS.get(name, ())) > i else 0.0
+                             for name in names) for i, key in enumerate(given)}
+    return call.node_with(8, direction=direction, layout=call.attr("layout", 0), clip=float(call.attr("clip", 0.0)),
+                          activations=" ".join(names), **parameters, input_forget=call.attr("input_forget", 0),
+                          linear_before_reset=call.attr("linear_before_reset", 0))
+
+
+def as_dims(values: Iterable[Any] | None) -> tuple[Dim, ...]:
+    """The extents that numbers are: ints, and Extents written down."""
+    return tuple(dim(v) for v in values or ())

@@ -1,0 +1,49 @@
+"""Writing one ONNX node as several canonical ones.
+
+    w = Parts(call)
+    flat = w("Reshape", call.node.inputs[0], shape=(...))
+    return w.finish("Relu", flat)
+
+Names of what is made inside begin with the name of the node's first output.
+"""
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from engines.frontend.operators.normalise import Call
+from engines.ir.graph import Array, Node
+
+
+class Parts:
+    """The nodes so far. They carry the name of the node that they stand for."""
+
+    def __init__(self, call: Call) -> None:
+        self._node = call.node
+        self.nodes: list[Node] = []
+
+    def __call__(self, op: str, *inputs: str, **attrs: Any) -> str:
+        """Adds a node; the name of what it makes."""
+        return self._add(op, inputs, self._fresh(op.lower()), attrs)
+
+    def constant(self, array: Array) -> str:
+        return self._add("Constant", (), self._fresh("constant"), {"value": np.asarray(array)})
+
+    def output(self, index: int, op: str, *inputs: str, **attrs: Any) -> None:
+        """Adds the node that makes the ONNX node's output `index`, if anybody wants that."""
+        if index < len(self._node.outputs):
+            self._add(op, inputs, self._node.outputs[index], attrs)
+
+    def finish(self, op: str, *inputs: str, **attrs: Any) -> list[Node]:
+        """Adds the node that makes the first output; all nodes."""
+        self.output(0, op, *inputs, **attrs)
+        return self.nodes
+
+    def _fresh(self, hint: str) -> str:
+        return f"{self._node.outputs[0]}.{hint}{len(self.nodes)}"
+
+    def _add(self, op: str, inputs: tuple[str, ...], name: str, attrs: dict[str, Any]) -> str:
+        self.nodes.append(replace(self._node, op=op, inputs=inputs, outputs=(name,), attrs=attrs))
+        return name

@@ -1,0 +1,120 @@
+"""The buffers of a lowered graph: how large, how long alive, and what is around the images in them."""
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+
+from engines.backends.llvm.kernels.movement.border import Border
+from engines.backends.llvm.kernels.spec import View
+from engines.capacity import gigabytes, too_large
+from engines.errors import ConfigError
+from engines.ir.graph import Node
+from engines.lowering.calls.calls import Call
+from engines.lowering.calls.placement import Place, Storage, buffer_bytes, tensor_view
+from engines.lowering.lower import Lowered
+from engines.plan.arena import plan_memory
+from engines.plan.plan import Buffer, Fill
+
+# A context may take so many times what is alive at once: for still halos, for inputs kept to the end, for gaps.
+SPARE = 1.75
+
+
+def buffers_of(lowered: Lowered, max_batch: int) -> tuple[Buffer, ...]:
+    """In the order of Places.buffers; steps are the calls."""
+    used: dict[int, list[int]] = {}
+    for step, call in enumerate(lowered.calls):
+        for place in (*call.inputs, *call.outputs):
+            used.setdefault(place.buffer, []).append(step)
+    written: dict[int, int] = {}
+    for step, call in reversed(list(enumerate(lowered.calls))):
+        written |= dict.fromkeys((place.buffer for place in call.outputs), step)
+    end, places, graph = len(lowered.calls), lowered.places, lowered.graph
+    inputs, outputs = ({places[name].buffer for name in names} for names in (graph.inputs, graph.outputs))
+    result = []
+    for i, storage in enumerate(places.buffers):
+        # No step writes a tensor of no elements, though one may read it.
+        first = -1 if i in inputs else written.get(i, min(used.get(i, [end])))
+        last = end if i in outputs else max([*used.get(i, []), first])
+        result.append(Buffer(storage.name, buffer_bytes(storage, max(max_batch, 1)), first, last))
+    return tuple(result)
+
+
+def check_memory(lowered: Lowered, max_batch: int) -> None:
+    """Raises ConfigError if what is alive at once of the largest batch does not fit into memory."""
+    buffers = buffers_of(lowered, max_batch)
+    if wrong := too_large(peak := _alive_at_once(lowered, buffers)):
+        largest = max(buffers, key=lambda buffer: buffer.bytes)
+        batch = f" for a batch of {max_batch}; lower --max-batch" if max_batch > 1 and not too_large(
+            peak // max_batch) else ", too much for one item"
+        raise ConfigError(f"{lowered.graph.name}: its tensors ('{largest.name}' alone {gigabytes(largest.bytes)}) take "
+                          f"{wrong}{batch}")
+
+
+def _alive_at_once(lowered: Lowered, buffers: tuple[Buffer, ...]) -> int:
+    """The most bytes of buffers that one step finds alive."""
+    change = [0] * (len(lowered.calls) + 3)         # first and last are -1 to the number of calls
+    for buffer in buffers:
+        change[buffer.first + 1] += buffer.bytes
+        change[buffer.last + 2] -= buffer.bytes
+    return max(accumulate(change))
+
+
+def fills_of(lowered: Lowered) -> tuple[Fill, ...]:
+    """The halos that are written once, for a context's whole life."""
+    fills = []
+    for i, storage in enumerate(lowered.places.buffers):
+        if storage.halo and i not in lowered.borders:
+            halo = storage.halo
+            cells = ((halo.top, halo.bottom), (halo.left, halo.right), (0, 0))
+            view = tensor_view(storage.name, Place(i, 0, storage.whole, storage.items))
+            fills.append(Fill(view, storage.pad, cells if view.batched else ((0, 0), *cells)))
+    return tuple(fills)
+
+
+def write_borders(lowered: Lowered, max_batch: int) -> Lowered:
+    """The same, with some halos written in every run: as many as it takes to make the memory small.
+
+    A halo that is written once needs memory of its own, for nothing else may ever lie there. One that is written anew
+    takes a short step in every run, but its buffer shares memory like any other. Halos of one geometry share already,
+    so they are taken together; first those that free the most for each step.
+    """
+    buffers, fills = buffers_of(lowered, max_batch), fills_of(lowered)
+    largest = _alive_at_once(lowered, buffers)
+    groups: dict[object, list[int]] = {}
+    for fill in fills:
+        i = fill.view.buffer
+        if buffers[i].first >= 0:       # no step writes an input
+            groups.setdefault(replace(fill, view=replace(fill.view, name="", buffer=0)), []).append(i)
+    for group in sorted(groups.values(), key=lambda group: -buffers[group[0]].bytes / len(group)):
+        if plan_memory(buffers, fills).total <= SPARE * largest:
+            break
+        lowered = _with_borders(lowered, group)
+        buffers, fills = buffers_of(lowered, max_batch), fills_of(lowered)
+    return lowered
+
+
+def _with_borders(lowered: Lowered, group: list[int]) -> Lowered:
+    """The borders of these buffers written before anything else is."""
+    calls, missing = [], set(group)
+    for call in lowered.calls:
+        for buffer in sorted(missing.intersection(place.buffer for place in call.outputs)):
+            calls.append(border(lowered.places.buffers[buffer], buffer))
+            missing.remove(buffer)
+        calls.append(call)
+    return replace(lowered, calls=tuple(calls), borders=lowered.borders.union(group))
+
+
+def border(storage: Storage, buffer: int) -> Call:
+    """A call that writes the halo of a buffer."""
+    halo, whole = storage.halo, storage.whole
+    inner = whole.shape[0] - halo.top - halo.bottom
+    row, pixel, _ = whole.strides
+    left, right = halo.left * pixel, halo.right * pixel
+    cuts = ((0, 1, halo.top * row + left),                                              # (offset, runs, bytes)
+            ((halo.top + 1) * row - right, inner - 1, right + left),
+            ((halo.top + inner) * row - right, 1, right + halo.bottom * row))
+    places = [Place(buffer, offset, View("uint8", (runs, size), (row, 1), whole.item), storage.items)
+              for offset, runs, size in cuts if runs and size]
+    value = int(storage.pad)        # of floats it is 0, whose bytes are 0 too
+    node = Node("Pad", (), (storage.name,), name=f"border of {storage.name}")
+    return Call(node, Border(tuple(place.view for place in places), value), (), tuple(places))

@@ -1,0 +1,297 @@
+"""Which tensors share a buffer: views instead of copies.
+
+  Split, Slice     each output is a part of its input
+  Concat           each input is a part of the output, if it is free to be: its producer then writes into its slice
+  Reshape          the output is the input seen otherwise, where the gaps between its elements allow that
+  Transpose        beside a product of two run-time tensors, which reads and writes axes in any order
+  Pad by zeros     the output is the input seen with its halo
+
+Tensors that share a buffer share its halo. A constant tensor has a place too, among the plan's constants.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from engines.backends.llvm.codegen.lanes import SIZES
+from engines.backends.llvm.kernels.spec import View, dense_view
+from engines.errors import ModelError
+from engines.ir.graph import BATCH, Graph, Node, TensorType
+from engines.lowering.calls.halos import Halo, halo_of_pad, halo_wanted
+from engines.lowering.calls.placement import (
+    NO_BUFFER,
+    Place,
+    Storage,
+    batch_axis,
+    item_shape,
+    items_of,
+    reshaped,
+    stored_dtype,
+)
+from engines.ops import describe
+from engines.passes.rewriting.facts import is_product, is_view_of_input, is_view_of_output
+
+
+class Places:
+    """Tensor -> Place for a whole graph. `buffers` in the order of their making."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.buffers: list[Storage] = []
+        self._places: dict[str, Place] = {}
+        self._wanted = self._halos_wanted()
+        self._parent: dict[str, _Inside] = {}
+        _check_dtypes(graph)
+        for node in graph.nodes:
+            self._see_views(node)
+            self._see_pad(node)
+        for node in reversed(graph.nodes):
+            self._see_concat(node)
+            self._see_transposed_product(node)
+        self._drop_torn_reshapes()
+        self._group_halos = self._halos_of_groups()
+        for name in self._tensors():
+            self.place(name)
+
+    def __getitem__(self, name: str) -> Place:
+        if name in self.graph.constants:
+            tensor = self.graph.types[name]
+            return Place(NO_BUFFER, 0, dense_view(stored_dtype(tensor), item_shape(tensor)), items_of(tensor), name)
+        return self._places[name]
+
+    def is_view(self, child: str, parent: str) -> bool:
+        """Child lies inside parent's buffer: nothing has to be copied between them."""
+        inside = self._parent.get(child)
+        return inside is not None and inside.parent == parent
+
+    # ---- which tensors are parts of which
+    def _tensors(self) -> Iterator[str]:
+        yield from self.graph.inputs
+        for node in self.graph.nodes:
+            yield from node.outputs
+
+    def _halos_wanted(self) -> dict[str, Halo]:
+        wanted: dict[str, Halo] = {}
+        for node in self.graph.nodes:
+            for name, halo in halo_wanted(self.graph, node).items():
+                wanted[name] = wanted.get(name, Halo()) | halo
+        return wanted
+
+    def _alike(self, a: str, b: str) -> bool:
+        """Stored alike, the items leading: one may be a part of the other."""
+        types = self.graph.types
+        return (types[a].quant == types[b].quant and stored_dtype(types[a]) == stored_dtype(types[b])
+                and items_of(types[a]) == items_of(types[b])
+                and not batch_axis(types[a]) and not batch_axis(types[b]))
+
+    def _see_views(self, node: Node) -> None:
+        if node.op not in ("Split", "Slice", "Reshape", "Transpose") or node.inputs[0] in self.graph.constants:
+            return
+        source, types = node.inputs[0], self.graph.types
+        if node.op == "Transpose":
+            self._see_transpose(node)
+            return
+        if node.op == "Reshape":
+            self._see_reshape(node)
+            return
+        if not all(self._alike(source, output) for output in node.outputs):
+            return
+        cuts = cuts_of(node, types[source], [types[o] for o in node.outputs])
+        for output, cut in zip(node.outputs, cuts, strict=True):
+            rank = len(types[source].shape) - 1
+            moves_rows = any(axis < rank - 1 for axis, *_ in cut or ())
+            strided = any(axis == rank - 1 and step != 1 for axis, _, _, step in cut or ())
+            if cut is not None and not strided and not (moves_rows and self._wanted.get(output)):
+                self._parent[output] = _Inside(source, cuts=tuple(cut))
+
+    def _see_reshape(self, node: Node) -> None:
+        """Without a batch the leading axis is one like others."""
+        source, output = (self.graph.types[name] for name in (node.inputs[0], node.outputs[0]))
+        batched = BATCH in output.shape
+        if self._alike(node.inputs[0], node.outputs[0]) if batched else (
+                BATCH not in source.shape
+                and (source.quant, stored_dtype(source)) == (output.quant, stored_dtype(output))):
+            shape = item_shape(output) if batched else tuple(map(int, output.shape)) or (1,)
+            self._parent[node.outputs[0]] = _Inside(node.inputs[0], reshape=shape)
+
+    def _see_pad(self, node: Node) -> None:
+        """Unless a convolution pads the output once more: then there is a halo around a halo, and a copy."""
+        if node.op != "Pad" or self._wanted.get(node.outputs[0]):
+            return
+        if halo := halo_of_pad(self.graph, node):
+            self._parent[node.outputs[0]] = _Inside(node.inputs[0], halo=halo)
+
+    def _see_transpose(self, node: Node) -> None:
+        """In memory the batch leads before and after: moving it among axes that keep their order moves nothing."""
+        source, output = node.inputs[0], node.outputs[0]
+        axes = self._transposed_axes(node)
+        if axes == tuple(range(len(node.attrs["perm"]))) and items_of(self.graph.types[source]) == BATCH:
+            self._parent[output] = _Inside(source)
+        elif axes is not None and is_view_of_input(self.graph, node):
+            self._parent[output] = _Inside(source, perm=axes)
+
+    def _transposed_axes(self, node: Node) -> tuple[int, ...] | None:
+        """How a Transpose moves the axes in memory, the items' first; None if the two tensors cannot share memory."""
+        source, target = (self.graph.types[name] for name in (node.inputs[0], node.outputs[0]))
+        if (source.quant, stored_dtype(source)) != (target.quant, stored_dtype(target)):
+            return None
+        if items_of(source) != BATCH:
+            return tuple(node.attrs["perm"])
+        axes = item_perm(node, source)
+        return None if axes is None else (0, *(axis + 1 for axis in axes))
+
+    def _see_concat(self, node: Node) -> None:
+        if node.op != "Concat":
+            return
+        output, types = node.outputs[0], self.graph.types
+        rank = len(types[output].shape)
+        axis = node.attrs["axis"] % rank - 1
+        start = 0
+        for name in node.inputs:
+            extent = int(types[name].shape[axis + 1]) if axis >= 0 else 0
+            free = (axis >= 0 and name in self.graph.producer and name not in self._parent
+                    and self._alike(name, output) and (axis == rank - 2 or not self._wanted.get(name))
+                    and node.inputs.count(name) == 1)
+            if free:
+                self._parent[name] = _Inside(output, cuts=((axis, start, start + extent, 1),))
+            start += extent
+
+    def _see_transposed_product(self, node: Node) -> None:
+        if node.op != "Transpose" or not is_view_of_output(self.graph, node):
+            return
+        source, output, axes = node.inputs[0], node.outputs[0], self._transposed_axes(node)
+        if axes is not None and output not in self._parent and source not in self._parent:
+            self._parent[source] = _Inside(output, perm=tuple(axes.index(axis) for axis in range(len(axes))))
+
+    def _drop_torn_reshapes(self) -> None:
+        """A Reshape of a tensor with gaps is a view only where none of its axes would cross one."""
+        for name, inside in list(self._parent.items()):
+            if inside.reshape is not None and (
+                    self._group_halo(inside.parent) or self._wanted.get(name) or not self._can_reshape(name, inside)):
+                del self._parent[name]
+
+    def _can_reshape(self, name: str, inside: _Inside) -> bool:
+        assert inside.reshape is not None
+        if inside.parent not in self._parent:
+            return True
+        seen = reshaped(self._without_halo(inside.parent), inside.reshape)
+        return seen is not None and (len(seen.view.shape) <= 3 or all(
+            is_product(self.graph, node) or node.op == "Transpose" and is_view_of_input(self.graph, node)
+            for node in self.graph.consumers[name]))
+
+    def _without_halo(self, name: str) -> Place:
+        """Where the tensor would lie in a buffer of its group that has no halo."""
+        inside = self._parent.get(name)
+        if inside is not None:
+            return inside.derive(self._without_halo(inside.parent))
+        tensor = self.graph.types[name]
+        return Place(0, 0, dense_view(stored_dtype(tensor), item_shape(tensor)), items_of(tensor))
+
+    def _root(self, name: str) -> str:
+        while name in self._parent:
+            name = self._parent[name].parent
+        return name
+
+    def _group_halo(self, name: str) -> Halo:
+        root, halo = self._root(name), Halo()
+        for other, wanted in self._wanted.items():
+            if self._root(other) == root:
+                halo |= wanted
+        return halo
+
+    def _halos_of_groups(self) -> dict[str, Halo]:
+        halos: dict[str, Halo] = {}
+        for name, wanted in self._wanted.items():
+            root = self._root(name)
+            halos[root] = halos.get(root, Halo()) | wanted
+        return halos
+
+    # ---- places
+    def place(self, name: str) -> Place:
+        if name not in self._places:
+            inside = self._parent.get(name)
+            self._places[name] = inside.derive(self.place(inside.parent)) if inside else self._new_buffer(name)
+        return self._places[name]
+
+    def _new_buffer(self, name: str) -> Place:
+        tensor, halo = self.graph.types[name], self._group_halos.get(name, Halo())
+        dtype, shape = stored_dtype(tensor), item_shape(tensor)
+        whole = dense_view(dtype, halo.around(shape) if halo else shape)
+        pad = float(tensor.quant.zero_point[0]) if tensor.quant else 0.0
+        self.buffers.append(Storage(name, whole, items_of(tensor), halo, pad))
+        place = Place(len(self.buffers) - 1, 0, whole, items_of(tensor))
+        if halo:
+            place = place.moved(halo.top, halo.left, 0)
+        return replace(place, view=replace(whole, shape=shape))
+
+
+@dataclass(frozen=True)
+class _Inside:
+    """How a tensor lies in another: cut along axes of the item, with its halo, its axes in another order, or in
+    another shape."""
+    parent: str
+    cuts: tuple[tuple[int, int, int, int], ...] = ()        # (axis, start, stop, step)
+    halo: Halo = Halo()
+    reshape: tuple[int, ...] | None = None
+    perm: tuple[int, ...] = ()                              # of the items and the item's axes
+
+    def derive(self, place: Place) -> Place:
+        view = place.view
+        if self.reshape is not None:
+            seen = reshaped(place, self.reshape)
+            assert seen is not None
+            return seen
+        if self.perm:
+            sizes, steps = (place.items, *view.shape), (view.item, *view.strides)
+            items, *inner = (sizes[axis] for axis in self.perm)
+            item, *gaps = (steps[axis] for axis in self.perm)
+            return replace(place, view=View(view.dtype, tuple(map(int, inner)), tuple(gaps), item), items=items)
+        for cut in self.cuts:
+            place = place.part(*cut)
+        return place.with_halo(self.halo)
+
+
+def _check_dtypes(graph: Graph) -> None:
+    """ModelError for a tensor, or a constant that nothing folds, of a type that plans cannot hold."""
+    for name in (*graph.inputs, *graph.constants, *(o for node in graph.nodes for o in node.outputs if o)):
+        if (dtype := stored_dtype(graph.types[name])) not in SIZES:
+            maker = graph.producer.get(name) or next(iter(graph.consumers.get(name, ())), None)
+            where = f", of {describe(maker)}," if maker else ""
+            raise ModelError(f"{graph.name}: tensor '{name}'{where} is of type {dtype}, which is supported only in "
+                             f"constants that become another type at build; tensors may be of {', '.join(SIZES)}")
+
+
+def cuts_of(node: Node, source: TensorType, outputs: list[TensorType]) -> list[list[tuple[int, int, int, int]] | None]:
+    """For each output of a Split or Slice its cuts in the item, or None where it is no view."""
+    rank = len(source.shape)
+    if node.op == "Split":
+        axis = node.attrs.get("axis", 0) % rank
+        if axis == 0:
+            return [None] * len(outputs)
+        result: list[list[tuple[int, int, int, int]] | None] = []
+        start = 0
+        for output in outputs:
+            extent = int(output.shape[axis])
+            result.append([(axis - 1, start, start + extent, 1)])
+            start += extent
+        return result
+    axes, starts, steps = (list(node.attrs[key]) for key in ("axes", "starts", "steps"))
+    cut: list[tuple[int, int, int, int]] = []
+    for axis, start, step in zip(axes, starts, steps, strict=True):
+        axis %= rank
+        if axis == 0 or step < 1:
+            return [None]
+        extent = int(source.shape[axis])
+        start = min(max(start + extent if start < 0 else start, 0), extent)
+        count = int(outputs[0].shape[axis])
+        cut.append((axis - 1, start, start + (count - 1) * step + 1, step))
+    return [cut]
+
+
+def item_perm(node: Node, source: TensorType) -> tuple[int, ...] | None:
+    """How a Transpose moves the axes of an item; None if it moves axes of all items."""
+    perm = node.attrs.get("perm") or tuple(reversed(range(len(source.shape))))
+    if items_of(source) != BATCH and perm[0] != 0:
+        return None
+    axis = batch_axis(source)
+    return tuple(a - (a > axis) for a in perm if a != axis)

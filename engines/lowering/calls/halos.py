@@ -1,0 +1,71 @@
+"""Halos: the padding of images, in memory around them.
+
+A convolution reads its padding from memory: the tensors that it pads have a halo of their zero point around each image.
+A transposed convolution reads beyond its input where its phases do, and a Pad by zeros is a halo that is seen.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from engines.ir.graph import Graph, Node
+from engines.lowering.calls.phases import Phase, phases
+from engines.passes.rewriting.facts import pads_with_zeros
+
+
+@dataclass(frozen=True)
+class Halo:
+    """Rows and columns of padding around each image of a buffer."""
+    top: int = 0
+    left: int = 0
+    bottom: int = 0
+    right: int = 0
+
+    def __or__(self, other: Halo) -> Halo:
+        return Halo(*(max(a, b) for a, b in zip(self._sides(), other._sides(), strict=True)))
+
+    def __bool__(self) -> bool:
+        return any(self._sides())
+
+    def around(self, image: tuple[int, ...]) -> tuple[int, int, int]:
+        """The shape of [height, width, channels] with the halo."""
+        height, width, channels = image
+        return self.top + height + self.bottom, self.left + width + self.right, channels
+
+    def _sides(self) -> tuple[int, int, int, int]:
+        return self.top, self.left, self.bottom, self.right
+
+
+def pads_of(node: Node) -> tuple[int, int, int, int]:
+    """(top, left, bottom, right) of a 2-D convolution or pool, zeros where it says nothing."""
+    pads = node.attrs.get("pads") or (0, 0, 0, 0)
+    return tuple(int(p) for p in pads)  # type: ignore[return-value]
+
+
+def halo_wanted(graph: Graph, node: Node) -> Mapping[str, Halo]:
+    """Input -> the halo that a convolution, or what a Pad is for, reads around it."""
+    if node.op == "Pad":
+        return {node.inputs[0]: halo} if (halo := halo_of_pad(graph, node)) else {}
+    conv = node.anchor
+    if not conv.attrs.get("channels_last"):
+        return {}
+    if conv.op == "ConvTranspose" and conv.inputs[1] in graph.constants:
+        (top, bottom), (left, right) = (_beside(axis, int(extent)) for axis, extent in zip(
+            phases(graph, conv), graph.types[conv.inputs[0]].shape[1:3], strict=True))
+        return {conv.inputs[0]: Halo(top, left, bottom, right)}
+    return {conv.inputs[0]: Halo(*pads_of(conv))} if conv.op == "Conv" else {}
+
+
+def halo_of_pad(graph: Graph, node: Node) -> Halo:
+    """The halo that stands for a Pad of images [n, height, width, channels] by zeros; an empty one for any other."""
+    source, output, pads = node.inputs[0], node.outputs[0], tuple(int(p) for p in node.attrs["pads"])
+    if (len(pads) != 8 or min(pads) < 0 or any((pads[0], pads[3], pads[4], pads[7])) or graph.is_constant(source)
+            or not pads_with_zeros(node)
+            or graph.types[source].quant != graph.types[output].quant):
+        return Halo()
+    return Halo(pads[1], pads[2], pads[5], pads[6])
+
+
+def _beside(axis: Sequence[Phase], extent: int) -> tuple[int, int]:
+    """How far before and behind an axis the phases of a transposed convolution read."""
+    return max(0, *(-phase.first for phase in axis)), max(0, *(phase.end - extent for phase in axis))

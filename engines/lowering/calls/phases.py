@@ -1,0 +1,45 @@
+"""A transposed convolution as one ordinary convolution for each phase of its output.
+
+Along an axis of stride s, output s * u + a gets x[i] * w[p] where i * s + p = s * u + a + pad. With q = (a + pad) % s
+and b = (a + pad) // s the taps are p = q + s * m, at x[u + b - m]: every s-th tap, in reverse order. The outputs of
+phase a lie s apart, and no product is with a zero that was put between pixels.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engines.ir.graph import Graph, Node
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Outputs `start`, start + step, ...: `outputs` of them; output u reads `taps` of x from u + first on."""
+    start: int
+    step: int
+    outputs: int
+    first: int
+    taps: tuple[int, ...]       # of the kernel, in the order of x
+
+    @property
+    def end(self) -> int:
+        """One past the last element of x that is read."""
+        return self.first + self.outputs + len(self.taps) - 1
+
+
+def phases_of(kernel: int, stride: int, pad: int, outputs: int) -> tuple[Phase, ...]:
+    """Of one axis. A phase without taps (a kernel shorter than its stride) makes only the bias."""
+    found = []
+    for start in range(min(stride, outputs)):
+        base, place = divmod(start + pad, stride)
+        taps = tuple(reversed(range(place, kernel, stride)))
+        found.append(Phase(start, stride, -(-(outputs - start) // stride), base - len(taps) + 1, taps))
+    return tuple(found)
+
+
+def phases(graph: Graph, node: Node) -> tuple[tuple[Phase, ...], tuple[Phase, ...]]:
+    """Of the rows and of the columns of a ConvTranspose in NHWC."""
+    kernel = graph.constants[node.inputs[1]].shape[2:]
+    strides, pads = node.attrs.get("strides") or (1, 1), node.attrs.get("pads") or (0, 0, 0, 0)
+    extents = graph.types[node.outputs[0]].shape[1:3]
+    rows, columns = (phases_of(int(kernel[a]), int(strides[a]), int(pads[a]), int(extents[a])) for a in (0, 1))
+    return rows, columns

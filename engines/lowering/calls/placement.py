@@ -1,0 +1,140 @@
+"""Where a tensor lies: in which buffer, from which byte on, with which strides."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from engines.backends.llvm.kernels.spec import View, dense_view
+from engines.ir.graph import BATCH, Dim, TensorType
+from engines.lowering.calls.halos import Halo
+from engines.plan.plan import TensorView
+
+NO_BUFFER = -1
+SLACK = 128         # bytes past every buffer that a kernel may read (never use): the end of its last vector
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A buffer: `whole` is the view of all of it, halo included, one item; `pad` fills the halo."""
+    name: str                   # of the tensor that it was made for
+    whole: View
+    items: Dim                  # BATCH, or how many
+    halo: Halo = Halo()
+    pad: float = 0.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor in a buffer: `offset` is of element 0 of item 0."""
+    buffer: int                 # NO_BUFFER: `constant` is where it lies
+    offset: int
+    view: View
+    items: Dim
+    constant: str = ""          # the constant's name
+
+    def part(self, axis: int, start: int, stop: int, step: int = 1) -> Place:
+        """Indices start, start + step, ... below stop of an axis of the item."""
+        shape, strides = list(self.view.shape), list(self.view.strides)
+        shape[axis] = -(-(stop - start) // step)
+        offset = self.offset + start * strides[axis]
+        strides[axis] *= step
+        return replace(self, offset=offset, view=replace(self.view, shape=tuple(shape), strides=tuple(strides)))
+
+    def with_halo(self, halo: Halo) -> Place:
+        """The image and what its buffer has around it."""
+        if not halo:
+            return self
+        return replace(self.moved(-halo.top, -halo.left, 0),
+                       view=replace(self.view, shape=halo.around(self.view.shape)))
+
+    def moved(self, *steps: int) -> Place:
+        """The same view, its origin moved by so many indices along each axis."""
+        offset = sum(n * stride for n, stride in zip(steps, self.view.strides, strict=True))
+        return replace(self, offset=self.offset + offset)
+
+
+def items_of(tensor: TensorType) -> Dim:
+    """BATCH if the tensor has that axis; else the leading extent, or 1 for a scalar."""
+    return BATCH if BATCH in tensor.shape else tensor.shape[0] if tensor.shape else 1
+
+
+def batch_axis(tensor: TensorType) -> int:
+    """Where the axis of the items stands. In memory it always leads."""
+    return tensor.shape.index(BATCH) if BATCH in tensor.shape else 0
+
+
+def item_shape(tensor: TensorType) -> tuple[int, ...]:
+    """The shape without the axis of the items."""
+    axis = batch_axis(tensor)
+    return tuple(int(extent) for i, extent in enumerate(tensor.shape) if i != axis)
+
+
+def as_one_item(place: Place) -> Place:
+    """A tensor without batch seen as one item, its leading axis an axis like others."""
+    return replace(place, items=1, view=with_items(place.view, int(place.items)))
+
+
+def with_items(view: View, items: int) -> View:
+    """So many items seen as one, their axis leading."""
+    return View(view.dtype, (items, *view.shape), (view.item, *view.strides), items * view.item)
+
+
+def stored_dtype(tensor: TensorType) -> str:
+    """numpy's name of the dtype in memory; bool and small integers as they are, bfloat16 by its own name."""
+    return tensor.quant.dtype if tensor.quant else str(np.dtype(tensor.dtype).name)
+
+
+def reshaped(place: Place, shape: tuple[int, ...]) -> Place | None:
+    """The same elements in another shape: of an item if there is a batch, else of all; None if that is no view."""
+    view = place.view if place.items == BATCH else as_one_item(place).view
+    strides = dense_view(view.dtype, shape).strides if place.view.dense else reshaped_strides(view, shape)
+    if strides is None:
+        return None
+    if place.items == BATCH:
+        return replace(place, view=replace(view, shape=shape, strides=strides))
+    return replace(place, view=View(view.dtype, shape[1:], strides[1:], strides[0]), items=shape[0])
+
+
+def reshaped_strides(view: View, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """The strides of the same elements in another shape; None if an axis would cross a gap, or the last be none."""
+    runs: list[tuple[int, int]] = []        # (extent, stride) of axes that follow each other without a gap
+    for extent, stride in zip(view.shape, view.strides, strict=True):
+        if runs and runs[-1][1] == extent * stride:
+            runs[-1] = (runs[-1][0] * extent, stride)
+        elif extent != 1:
+            runs.append((extent, stride))
+    if runs and runs[-1][1] != view.size:
+        return None
+    strides: list[int] = []
+    extent, stride = 1, view.size           # what is left of the run that is being cut, from its end
+    for wanted in reversed(shape):
+        if extent == 1 and wanted != 1 and runs:
+            extent, stride = runs.pop()
+        if extent % wanted:
+            return None
+        strides.append(stride)
+        extent, stride = extent // wanted, stride * wanted
+    return tuple(reversed(strides)) if extent == 1 and not runs else None
+
+
+def strided(memory: Any, place: Place, items: int) -> Any:
+    """The tensor as a numpy array [items, *shape] over its buffer's bytes (a view)."""
+    dtype = np.dtype("uint16" if place.view.dtype == "bfloat16" else place.view.dtype)
+    return np.ndarray((items, *place.view.shape), dtype, memory, place.offset, (place.view.item, *place.view.strides))
+
+
+def buffer_bytes(storage: Storage, max_batch: int) -> int:
+    items = max_batch if storage.items == BATCH else int(storage.items)
+    return items * storage.whole.item + SLACK
+
+
+def tensor_view(name: str, place: Place, scalar: bool = False) -> TensorView:
+    """The place as a plan says it."""
+    view = place.view
+    if place.items == BATCH:
+        return TensorView(name, view.dtype, view.shape, place.buffer, place.offset, view.strides, view.item)
+    shape, strides = ((), ()) if scalar else ((int(place.items), *view.shape), (view.item, *view.strides))
+    return TensorView(name, view.dtype, shape, place.buffer, place.offset, strides, 0, batched=False)

@@ -1,0 +1,191 @@
+"""ONNX pointwise nodes as program instructions: one line an operator.
+
+A writer takes the AffineWriter, the node and its arguments as Affine values, and returns the result. To add a pointwise
+operator is to add a line here (and, if it is a new function, an instruction to program.py).
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from engines.ir.graph import Node
+from engines.lowering.epilogue.affine import Affine, AffineWriter
+from engines.passes.half_precision import NARROW
+
+Writer = Callable[..., Affine]
+
+
+def _clip(w: AffineWriter, node: Node, x: Affine) -> Affine:
+    low, high = node.attrs.get("min"), node.attrs.get("max")
+    return x.clip(-np.inf if low is None else low, np.inf if high is None else high)
+
+
+def _leaky_relu(w: AffineWriter, node: Node, x: Affine) -> Affine:
+    return _prelu(w, node, x, Affine.number(node.attrs.get("alpha", 0.01)))
+
+
+def _prelu(w: AffineWriter, node: Node, x: Affine, slope: Affine) -> Affine:
+    x = w.settled(x)
+    if slope.constant and np.all((slope.offset >= 0) & (slope.offset <= 1)):     # the greater of two lines
+        return w.apply("max", x, x.scaled(slope.offset))
+    return w.apply("where_positive", x, x, w.multiply(x, slope))
+
+
+def _hard_sigmoid(w: AffineWriter, node: Node, x: Affine) -> Affine:
+    return x.scaled(node.attrs.get("alpha", 0.2), node.attrs.get("beta", 0.5)).clip(0, 1)
+
+
+def _hard_swish(w: AffineWriter, node: Node, x: Affine) -> Affine:
+    x = x if x.one_fma else w.settled(x)
+    return w.multiply(x, x.scaled(1 / 6, 0.5).clip(0, 1))
+
+
+def _silu(w: AffineWriter, node: Node, x: Affine) -> Affine:
+    if w.coarse:
+        return w.apply("silu_u8", x)
+    x = w.settled(x)
+    return w.multiply(x, w.apply("sigmoid", x))
+
+
+def _gelu(w: AffineWriter, node: Node, x: Affine) -> Affine:
+    by_tanh = node.attrs.get("approximate") == "tanh"
+    if w.coarse:
+        return w.apply("gelu_tanh_u8" if by_tanh else "gelu_u8", x)
+    if not by_tanh:
+        return w.apply("gelu", x)
+    x = w.settled(x)
+    cubic = w.multiply(w.multiply(x, x), x)
+    factor = math.sqrt(2 / math.pi)
+    inner = w.apply("tanh", w.add(x.scaled(factor), cubic.scaled(0.044715 * factor)))
+    return w.multiply(x, inner.scaled(0.5, 0.5))
+
+
+def _softplus(w: AffineWriter, x: Affine) -> Affine:
+    """log(1 + e**x) = max(x, 0) + log(1 + e**-|x|)"""
+    x = w.settled(x)
+    small = w.apply("log_of_positive", w.apply("exp_of_moderate", w.apply("abs", x).scaled(-1)).scaled(1, 1))
+    return w.add(w.settled(x.clip(0, np.inf)), small)
+
+
+def _elu(w: AffineWriter, x: Affine, alpha: float, gamma: float = 1.0) -> Affine:
+    x = w.settled(x)
+    negative = w.apply("exp_of_moderate", x.clip(-np.inf, 0)).scaled(alpha * gamma, -alpha * gamma)
+    return w.apply("where_positive", x, x.scaled(gamma), negative)
+
+
+def _pow(w: AffineWriter, node: Node, x: Affine, exponent: Affine) -> Affine:
+    x = w.settled(x)
+    power = exponent.offset if exponent.constant and exponent.offset.size == 1 else None
+    if power == 2:
+        return w.multiply(x, x)
+    if power == 3:
+        return w.multiply(w.multiply(x, x), x)
+    if power == 0.5:
+        return w.apply("sqrt", x)
+    raise NotImplementedError("Pow with an exponent other than 0.5, 2 or 3")
+
+
+def _extreme(op: str) -> Writer:
+    def write(w: AffineWriter, node: Node, *arguments: Affine) -> Affine:
+        result = arguments[0]
+        for other in arguments[1:]:
+            if other.constant and not result.constant:
+                bound = other.offset
+                result = result.clip(bound, np.inf) if op == "max" else result.clip(-np.inf, bound)
+            else:
+                result = w.apply(op, result, other)
+        return result
+    return write
+
+
+def _divide(w: AffineWriter, node: Node, a: Affine, b: Affine) -> Affine:
+    return a.scaled(1.0 / b.offset) if b.constant else w.apply("div", a, b)
+
+
+def _sum(w: AffineWriter, node: Node, *arguments: Affine) -> Affine:
+    result = arguments[0]
+    for other in arguments[1:]:
+        result = w.add(result, other)
+    return result
+
+
+def _compare(op: str, swap: bool = False) -> Writer:
+    return lambda w, node, a, b: w.apply(op, b, a) if swap else w.apply(op, a, b)
+
+
+def _cast(w: AffineWriter, node: Node, x: Affine) -> Affine:
+    """To float32 it is the same number, to floats of 16 bits the nearest of theirs; to bool, whether it is another than
+    0. (To integers: rules/integers.py)"""
+    to = node.attrs["to"]
+    if to == "bool":
+        return w.apply("equal", x, Affine.number(0.0)).scaled(-1, 1)
+    return w.apply(to, x) if to in NARROW else x
+
+
+def _unary(op: str) -> Writer:
+    return lambda w, node, x: w.apply(op, x)
+
+
+def _same(w: AffineWriter, node: Node, x: Affine) -> Affine:
+    return x
+
+
+WRITERS: Mapping[str, Writer] = {
+    "Identity": _same,
+    "Add": lambda w, node, a, b: w.add(a, b),
+    "Sub": lambda w, node, a, b: w.add(a, b.scaled(-1)),
+    "Mul": lambda w, node, a, b: w.multiply(a, b),
+    "Div": _divide,
+    "Sum": _sum,
+    "Neg": lambda w, node, x: x.scaled(-1),
+    "Max": _extreme("max"),
+    "Min": _extreme("min"),
+    "Clip": _clip,
+    "Relu": lambda w, node, x: x.clip(0, np.inf),
+    "LeakyRelu": _leaky_relu,
+    "PRelu": _prelu,
+    "HardSigmoid": _hard_sigmoid,
+    "HardSwish": _hard_swish,
+    "Sigmoid": _unary("sigmoid"),
+    "Tanh": _unary("tanh"),
+    "Exp": _unary("exp"),
+    "Log": _unary("log"),
+    "Sqrt": _unary("sqrt"),
+    "Abs": _unary("abs"),
+    "Erf": _unary("erf"),
+    "Sin": _unary("sin"),
+    "Cos": _unary("cos"),
+    "Floor": _unary("floor"),
+    "Ceil": _unary("ceil"),
+    "Round": _unary("round"),
+    "Reciprocal": lambda w, node, x: w.apply("div", Affine.number(1.0), x),
+    "Silu": _silu,
+    "Swish": _silu,
+    "Gelu": _gelu,
+    "Softplus": lambda w, node, x: _softplus(w, x),
+    "Mish": lambda w, node, x: w.multiply(w.settled(x), w.apply("tanh", _softplus(w, x))),
+    "Elu": lambda w, node, x: _elu(w, x, node.attrs.get("alpha", 1.0)),
+    "Celu": lambda w, node, x: _elu(w, x.scaled(1 / node.attrs.get("alpha", 1.0)), 1.0, node.attrs.get("alpha", 1.0)),
+    "Selu": lambda w, node, x: _elu(w, x, node.attrs.get("alpha", 1.67326319217681884765625),
+                                    node.attrs.get("gamma", 1.05070102214813232421875)),
+    "Pow": _pow,
+    "Cast": _cast,
+    "Where": lambda w, node, condition, a, b: w.apply("where_positive", condition, a, b),
+    # comparisons answer 1 for yes and 0 for no
+    "Equal": _compare("equal"),
+    "Less": _compare("less"),
+    "LessOrEqual": _compare("less_or_equal"),
+    "Greater": _compare("less", swap=True),
+    "GreaterOrEqual": _compare("less_or_equal", swap=True),
+}
+
+
+def write_node(w: AffineWriter, node: Node, arguments: list[Any]) -> Affine:
+    """The node's result. NotImplementedError says what cannot be written."""
+    writer = WRITERS.get(node.op)
+    if writer is None:
+        raise NotImplementedError(f"no instruction for {node.op}")
+    return writer(w, node, *arguments)

@@ -1,0 +1,91 @@
+"""Graph -> kernel calls: each node by the rule of its anchor; what no rule takes runs on the reference, saying why."""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from engines.backends.llvm.codegen.isa import Isa
+from engines.ir.graph import Graph, Node
+from engines.ir.shapes import is_empty
+from engines.lowering import rules  # noqa: F401  (fills RULES)
+from engines.lowering.calls.aliasing import Places
+from engines.lowering.calls.calls import RULES, Call, Context, Refused
+from engines.lowering.calls.placement import batch_axis
+from engines.lowering.rules.copies import copy_call
+
+VIEWS = ("Split", "Slice", "Reshape", "Transpose")
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A graph as kernel calls, in order of execution."""
+    graph: Graph
+    places: Places
+    calls: tuple[Call, ...]
+    borders: frozenset[int] = frozenset()       # buffers whose halo a call writes
+
+
+def lower(graph: Graph, isa: Isa) -> Lowered:
+    """The graph that passes.pipeline made, with stored types decided, as calls of kernels for this machine."""
+    places = Places(graph)
+    ctx = Context(graph, places, isa)
+    return Lowered(graph, places, tuple(call for node in graph.nodes for call in _calls(ctx, node)))
+
+
+def for_batches_of(items: int, lowered: Lowered) -> Lowered:
+    """The same with kernels whose tactics are for batches of up to so many items."""
+    calls = (replace(call, spec=call.spec and call.spec.for_batches_of(items)) for call in lowered.calls)
+    return replace(lowered, calls=tuple(calls))
+
+
+def _calls(ctx: Context, node: Node) -> Sequence[Call]:
+    try:
+        if all(is_empty(ctx.type(name)) for name in node.outputs if name):
+            return ()
+        if name := next((n for n in (*node.inputs, *node.outputs) if n and is_empty(ctx.type(n))), ""):
+            raise Refused(f"'{name}' has no elements")
+        if node.op == "Concat":
+            return tuple(_gather_parts(ctx, node))
+        if node.op in VIEWS and all(ctx.places.is_view(output, node.inputs[0]) for output in node.outputs):
+            return ()
+        if node.op == "Transpose" and ctx.places.is_view(node.inputs[0], node.outputs[0]):
+            return ()
+        if node.op == "Identity" and node.inputs[0] in ctx.graph.constants:
+            return (copy_call(node, ctx.places[node.inputs[0]], ctx.places[node.outputs[0]]),)
+        rule = RULES.get(node.anchor.op)
+        if rule is None:
+            raise Refused(f"no kernel for {node.anchor.op}")
+        if node.op != "Transpose" and (name := _batch_inside(ctx, node)):
+            raise Refused(f"the batch is not the leading axis of '{name}'")
+        calls = tuple(rule(ctx, node))
+        if misfits := [call.spec for call in calls if call.spec and call.spec.misfit]:
+            raise Refused(f"{misfits[0].family} kernels do not compute so on {misfits[0].misfit}")
+        return calls
+    except Refused as reason:
+        return (_fallback(ctx, node, str(reason)),)
+
+
+def _batch_inside(ctx: Context, node: Node) -> str:
+    """A tensor of the node with axes before that of the batch: rules take shapes as items lie in memory."""
+    return next((name for name in (*node.inputs, *node.outputs) if name and batch_axis(ctx.type(name))), "")
+
+
+def _fallback(ctx: Context, node: Node, reason: str) -> Call:
+    inputs = tuple(ctx.places[name] for name in node.inputs if name and name not in ctx.graph.constants)
+    return Call(node, None, inputs, tuple(ctx.places[name] for name in node.outputs), reason=reason)
+
+
+def _gather_parts(ctx: Context, node: Node) -> Iterator[Call]:
+    """Concat: the inputs that do not already lie in their part of the output are copied there."""
+    output = ctx.places[node.outputs[0]]
+    axis = node.attrs["axis"] % len(ctx.type(node.outputs[0]).shape) - 1
+    if axis < 0:
+        raise Refused("Concat along the batch axis")
+    quant, start = ctx.type(node.outputs[0]).quant, 0
+    for name in node.inputs:
+        if ctx.type(name).quant != quant:
+            raise Refused(f"'{name}' is quantised otherwise than the result")
+        extent = int(ctx.type(name).shape[axis + 1])
+        if not ctx.places.is_view(name, node.outputs[0]):
+            yield copy_call(node, ctx.places[name], output.part(axis, start, start + extent))
+        start += extent

@@ -1,0 +1,56 @@
+"""ScaledDotProductAttention -> Attention."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engines.backends.llvm.codegen.lanes import FLOATS
+from engines.backends.llvm.kernels.matmul.attention import Attention
+from engines.backends.llvm.kernels.matmul.operands import MIDDLE
+from engines.ir.graph import Node, TensorType
+from engines.lowering.calls.calls import Call, Context, Refused, broadcast_to, lowers, write_body
+from engines.lowering.calls.placement import batch_axis
+
+
+@lowers("ScaledDotProductAttention")
+def lower_attention(ctx: Context, node: Node) -> Sequence[Call]:
+    attention, output = node.anchor, node.outputs[0]
+    names, mask = attention.inputs[:3], (*attention.inputs, "")[3]
+    shape = ctx.type(output).shape
+    keys = ctx.type(names[1]).shape[-2]
+    if any(batch_axis(ctx.type(name)) for name in (*names, *filter(None, [mask]), output)):
+        raise Refused("the batch is not the leading axis of all of its tensors")
+    views = [broadcast_to(ctx, name, (*shape[:-2], *ctx.type(name).shape[-2:])) for name in names]
+    y = ctx.places[output]
+    if any(view.dtype not in FLOATS for view in (*views, y.view)):
+        raise Refused("only floats, or floats stored as uint8, are compiled")
+    types = [ctx.type(name) for name in names]
+    exact = node.precision == "int8" and all(kind.quant for kind in types)
+    written = write_body(ctx, node, _mean_of(types[2], exact))
+    if written.operands:
+        raise Refused("its body reads another tensor")
+    inputs, mask_view = [ctx.places[name] for name in names], None
+    if mask:
+        inputs.append(ctx.places[mask])
+        mask_view = broadcast_to(ctx, mask, (*shape[:-1], keys))
+        if mask_view.dtype != "float32":
+            raise Refused("its mask is not stored as float32")
+    constants = {"numbers": _numbers(types, attention.attrs["scale"]), "program": written.constants}
+    q, k, v = views
+    spec = Attention(q, k, v, y.view, mask_view, written.program, "int8" if exact else node.precision)
+    return [Call(node, spec, tuple(inputs), (y,), constants)]
+
+
+def _numbers(types: Sequence[TensorType], scale: float) -> list[float]:
+    """The kernel's "numbers": what makes scores of sums of stored elements, and the zero points."""
+    quants = [kind.quant for kind in types]
+    for quant in quants[:2]:
+        scale *= quant.scale[0] if quant else 1.0
+    return [scale, *(float(quant.zero_point[0]) if quant else 0.0 for quant in quants)]
+
+
+def _mean_of(values: TensorType, exact: bool) -> tuple[float, float]:
+    """(scale, offset) that make real numbers of the kernel's mean of stored values."""
+    if values.quant is None:
+        return 1.0, 0.0
+    scale, zero = values.quant.scale[0], values.quant.zero_point[0]
+    return scale, scale * (MIDDLE - zero) if exact else 0.0

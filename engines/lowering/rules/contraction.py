@@ -1,0 +1,142 @@
+"""Conv, Gemm and MatMul by constant weights -> Contraction; a channel to itself -> Depthwise; by others -> Product."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from engines.backends.llvm.kernels.contraction.contraction import Contraction
+from engines.backends.llvm.kernels.contraction.taps import Border
+from engines.backends.llvm.kernels.depthwise.depthwise import Depthwise
+from engines.backends.llvm.kernels.spec import Array, KernelSpec, View
+from engines.ir.graph import BATCH, Node
+from engines.lowering.calls.calls import Call, Context, Refused, Written, broadcast, image, is_image, lowers, write_body
+from engines.lowering.calls.halos import pads_of
+from engines.lowering.calls.placement import Place, with_items
+from engines.lowering.rules.product import lower_product
+from engines.passes.rewriting.facts import is_product
+
+
+@lowers("Conv")
+def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
+    conv = node.anchor
+    if not conv.attrs.get("channels_last"):
+        raise Refused("only a 2-D convolution in NHWC is compiled")
+    weights = ctx.constant(conv.inputs[1])
+    x, stride, dilation = padded_input(ctx, conv, weights.shape[2:])
+    groups, taps = int(conv.attrs.get("group", 1)), (int(weights.shape[2]), int(weights.shape[3]))
+    depthwise = groups > 1 and weights.shape[:2] == (groups, 1)
+    if not depthwise:
+        weights, groups = _merge_small_groups(weights, groups, ctx.isa.lanes)
+    written = write_body(ctx, node, accumulator_of(ctx, conv, weights.sum(axis=(1, 2, 3), dtype=np.float64)))
+    y = ctx.places[node.outputs[0]]
+    views = (x.view, y.view, operand_views(ctx, node, written))
+    spec: KernelSpec = Contraction(*views, written.program, node.precision, taps, stride, dilation, groups,
+                                   _border(ctx, conv, x.view), node.precision == "int8" and bounded(weights))
+    if depthwise:
+        spec = Depthwise(*views, written.program, node.precision, taps, stride, dilation)
+    return [contraction_call(ctx, node, spec, x, written, weights)]
+
+
+@lowers("Gemm", "MatMul")
+def lower_matmul(ctx: Context, node: Node) -> Sequence[Call]:
+    product = node.anchor
+    if is_product(ctx.graph, node) or len(ctx.type(product.inputs[1]).shape) > 2:      # a matrix for each head, perhaps
+        return lower_product(ctx, node)
+    weights = ctx.constant(product.inputs[1])
+    if weights.ndim != 2 or product.attrs.get("transA"):
+        raise Refused("only a product with constant weights [N, K] is compiled")
+    if product.op == "MatMul" or not product.attrs.get("transB"):
+        weights = weights.T
+    written = write_body(ctx, node, accumulator_of(ctx, product, weights.sum(axis=1, dtype=np.float64)))
+    x, y, operands = _matrices(ctx, node, written)
+    spec = Contraction(x.view, y.view, operands, written.program, node.precision)
+    return [replace(contraction_call(ctx, node, spec, x, written, weights[:, :, None, None]), outputs=(y,))]
+
+
+def _matrices(ctx: Context, node: Node, written: Written) -> tuple[Place, Place, tuple[View, ...]]:
+    """x, y and the program's operands as images. Without a batch all leading axes are pixels of one, where they follow
+    each other in memory: the kernel then tiles them, while items of one row each would be tiled one by one."""
+    x, y = ctx.places[node.anchor.inputs[0]], ctx.places[node.outputs[0]]
+    views = [x.view, y.view, *(broadcast(ctx, name, node.outputs[0]) for name in written.operands)]
+    if y.items != BATCH:
+        items = [int(x.items), *[int(y.items)] * (len(views) - 1)]
+        together = [with_items(view, count) for view, count in zip(views, items, strict=True)]
+        if all(map(is_image, together)):
+            x, y, views = replace(x, items=1), replace(y, items=1), together
+    of_x, of_y, *operands = map(image, views)
+    return replace(x, view=of_x), replace(y, view=of_y), tuple(operands)
+
+
+def bounded(weights: Array) -> bool:
+    """Whether sums of any bytes times these weights [cout, ...] lie within +-2**25."""
+    rows = weights.reshape(len(weights), -1)
+    highest, lowest = (limit(rows, 0).sum(axis=1, dtype=np.int64) for limit in (np.maximum, np.minimum))
+    return bool(255 * max(highest.max(), -lowest.min()) < 1 << 25)
+
+
+def padded_input(ctx: Context, conv: Node, taps: Sequence[int]) -> tuple[Place, tuple[int, int], tuple[int, int]]:
+    """The input seen from tap (0, 0) of output pixel (0, 0), its halo included; stride; dilation."""
+    top, left, _, _ = pads_of(conv)
+    stride_h, stride_w = (int(s) for s in conv.attrs.get("strides") or (1, 1))
+    dilation_h, dilation_w = (int(d) for d in conv.attrs.get("dilations") or (1, 1))
+    rows, cols = (int(extent) for extent in ctx.type(conv.outputs[0]).shape[1:3])
+    reach = ((rows - 1) * stride_h + (taps[0] - 1) * dilation_h + 1,
+             (cols - 1) * stride_w + (taps[1] - 1) * dilation_w + 1)
+    place = ctx.places[conv.inputs[0]].moved(-top, -left, 0)
+    view = replace(place.view, shape=(*reach, place.view.shape[2]))
+    return replace(place, view=view), (stride_h, stride_w), (dilation_h, dilation_w)
+
+
+def _border(ctx: Context, conv: Node, view: View) -> Border:
+    """The zeros around the input in what the taps reach; none where its zero point is another number."""
+    quant, (top, left, _, _) = ctx.type(conv.inputs[0]).quant, pads_of(conv)
+    if quant is not None and quant.zero_point[0] != 0:
+        return Border()
+    height, width = (int(extent) for extent in ctx.type(conv.inputs[0]).shape[1:3])
+    return Border(top, left, max(view.shape[0] - top - height, 0), max(view.shape[1] - left - width, 0))
+
+
+def accumulator_of(ctx: Context, anchor: Node, weight_sums: Array) -> tuple[Any, Any]:
+    """(scale, offset) that make real numbers of the sum: scales of x and w, x's zero point, the bias.
+
+    real = sx * sw[o] * (sum of xq * wq - zx * sum of wq) + bias[o]
+    """
+    bias = ctx.constant(anchor.inputs[2]).reshape(-1) if len(anchor.inputs) > 2 and anchor.inputs[2] else np.float64(0)
+    x, w = ctx.type(anchor.inputs[0]).quant, ctx.type(anchor.inputs[1]).quant
+    if x is None or w is None:
+        if x is not None or w is not None:
+            raise Refused("only one of its operands is quantised")
+        return 1.0, bias.astype(np.float64)
+    scale = x.scale[0] * np.asarray(w.scale, np.float64)
+    return scale, bias.astype(np.float64) - scale * x.zero_point[0] * weight_sums
+
+
+def operand_views(ctx: Context, node: Node, written: Written) -> tuple[View, ...]:
+    return tuple(image(broadcast(ctx, name, node.outputs[0])) for name in written.operands)
+
+
+def contraction_call(ctx: Context, node: Node, spec: Any, x: Place, written: Written, weights: Array) -> Call:
+    places = ctx.places
+    return Call(node, spec, (x, *(places[name] for name in written.operands)), (places[node.outputs[0]],),
+                {"weights": weights, "program": written.constants})
+
+
+def _merge_small_groups(weights: Array, groups: int, lanes: int) -> tuple[Array, int]:
+    """Groups of fewer couts than a vector, several as one: its weights are block diagonal.
+
+    [groups * cout, cin, p, q] -> [merged * (k * cout), k * cin, p, q], k groups in one. The zeros cost multiplications
+    that the empty lanes would have wasted anyway.
+    """
+    cout, cin = weights.shape[0] // groups, weights.shape[1]
+    k = next((k for k in range(1, groups + 1) if groups % k == 0 and k * cout >= lanes), groups)
+    if groups == 1 or k == 1:
+        return weights, groups
+    merged = np.zeros((groups // k, k, cout, k, cin, *weights.shape[2:]), weights.dtype)
+    blocks = weights.reshape(groups // k, k, cout, cin, *weights.shape[2:])
+    for i in range(k):
+        merged[:, i, :, i] = blocks[:, i]
+    return merged.reshape(groups * cout, k * cin, *weights.shape[2:]), groups // k
+

@@ -1,0 +1,127 @@
+"""What only moves elements: Slice, Split and Reshape that are no views, Expand, Pad -> Permute; fills -> Pointwise."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from engines.backends.llvm.codegen.lanes import FLOATS
+from engines.backends.llvm.kernels.elementwise.pointwise import Pointwise
+from engines.backends.llvm.kernels.movement.layout import Permute
+from engines.backends.llvm.kernels.spec import View
+from engines.ir.graph import BATCH, Node, TensorType
+from engines.lowering.calls.aliasing import cuts_of
+from engines.lowering.calls.calls import Call, Context, Refused, broadcast, copy_node, lowers, write_body
+from engines.lowering.calls.placement import Place, as_one_item
+from engines.lowering.epilogue.program import ProgramBuilder
+
+
+@lowers("Slice", "Split")
+def lower_cut(ctx: Context, node: Node) -> Sequence[Call]:
+    source, calls = node.inputs[0], []
+    cuts = cuts_of(node, ctx.type(source), [ctx.type(output) for output in node.outputs])
+    for output, cut in zip(node.outputs, cuts, strict=True):
+        if cut is None:
+            raise Refused(f"{node.op} of the leading axis, or backwards")
+        if not ctx.places.is_view(output, source):
+            place = ctx.places[source]
+            for part in cut:
+                place = place.part(*part)
+            calls.append(moved(ctx, node, source, place, output, ctx.places[output]))
+    return calls
+
+
+@lowers("Reshape")
+def lower_reshape(ctx: Context, node: Node) -> Sequence[Call]:
+    """Of tensors with gaps, or stored otherwise: both sides seen with axes of which either's are products."""
+    source, output = node.inputs[0], node.outputs[0]
+    x, y = ctx.places[source], ctx.places[output]
+    if BATCH not in (x.items, y.items):
+        x, y = as_one_item(x), as_one_item(y)
+    if x.items != y.items:
+        raise Refused("it reshapes the axis of the batch")
+    seen, target = refined(x.view, y.view)
+    return [moved(ctx, node, source, replace(x, view=seen), output, replace(y, view=target))]
+
+
+@lowers("Expand")
+def lower_expand(ctx: Context, node: Node) -> Sequence[Call]:
+    source, output = node.inputs[0], node.outputs[0]
+    seen = replace(ctx.places[source], view=broadcast(ctx, source, output))
+    return [moved(ctx, node, source, seen, output, ctx.places[output])]
+
+
+@lowers("Pad")
+def lower_pad(ctx: Context, node: Node) -> Sequence[Call]:
+    """The inside copied, then a strip before and a strip after along each axis filled."""
+    if node.attrs.get("mode", "constant") != "constant":
+        raise Refused("only padding by a constant is compiled")
+    source, output = node.inputs[0], node.outputs[0]
+    if ctx.places.is_view(output, source):
+        return []
+    inside, whole, pads = ctx.places[source], ctx.places[output], node.attrs["pads"]
+    rank = len(pads) // 2
+    if pads[0] or pads[rank]:
+        raise Refused("padding of the leading axis")
+    target, strips = whole, []
+    for axis, (before, after) in enumerate(zip(pads[1:rank], pads[rank + 1:], strict=True)):
+        extent = inside.view.shape[axis]
+        inside = inside.part(axis, max(-before, 0), extent - max(-after, 0))
+        start, stop = max(before, 0), max(before, 0) + inside.view.shape[axis]
+        strips += [whole.part(axis, 0, start)] * (start > 0)
+        strips += [whole.part(axis, stop, whole.view.shape[axis])] * (stop < whole.view.shape[axis])
+        target = target.part(axis, start, stop)
+    value = as_stored(ctx.type(output), node.attrs.get("value", 0))
+    return [moved(ctx, node, source, inside, output, target), *(filled(node, strip, value) for strip in strips)]
+
+
+def refined(x: View, y: View) -> tuple[View, View]:
+    """The same elements in the same order, both in one shape: [6, 4] and [2, 12] become [2, 3, 4].
+
+    Refused where the extents have no common parts, as [4, 3] and [6, 2].
+    """
+    left, right = ([(n, s) for n, s in zip(v.shape, v.strides, strict=True) if n > 1] for v in (x, y))
+    parts = []          # (extent, stride in x, stride in y), innermost first
+    while left and right:
+        (n, a), (m, b) = left.pop(), right.pop()
+        part = min(n, m)
+        if n % part or m % part:
+            raise Refused(f"{x.shape} and {y.shape} have no common parts")
+        parts.append((part, a, b))
+        left += [(n // part, a * part)] * (n > part)
+        right += [(m // part, b * part)] * (m > part)
+    shape, x_strides, y_strides = zip(*reversed(parts or [(1, x.size, y.size)]), strict=True)
+    return replace(x, shape=shape, strides=x_strides), replace(y, shape=shape, strides=y_strides)
+
+
+def copy_call(node: Node, source: Place, target: Place) -> Call:
+    """Moves a tensor from place to place, bit for bit. Both hold the same shape and stored dtype."""
+    return Call(node, Permute(source.view, target.view), (source,), (target,), {"program": []})
+
+
+def moved(ctx: Context, node: Node, source: str, seen: Place, output: str, target: Place) -> Call:
+    """Tensor `source`, as it is seen, copied to where `output` lies; requantised where the two are stored otherwise."""
+    if seen.view.dtype == target.view.dtype and ctx.type(source).quant == ctx.type(output).quant:
+        return copy_call(node, seen, target)
+    written = write_body(ctx, copy_node(source, output), None)
+    if written.program.instructions and any(place.view.dtype not in FLOATS for place in (seen, target)):
+        raise Refused("only floats are converted on the way")
+    spec = Permute(seen.view, target.view, written.program, all(c.size == 1 for c in written.constants))
+    return Call(node, spec, (seen,), (target,), {"program": written.constants})
+
+
+def filled(node: Node, target: Place, number: float) -> Call:
+    if target.view.dtype not in FLOATS:
+        raise Refused("only floats are filled")
+    builder = ProgramBuilder(False)
+    builder.add("max", number, number)
+    spec = Pointwise((), target.view, builder.program(), uniform=True)
+    return Call(node, spec, (), (target,), {"program": builder.constants})
+
+
+def as_stored(tensor: TensorType, number: float) -> float:
+    """A real number as an element of the tensor."""
+    if tensor.quant is None:
+        return float(number)
+    return float(np.clip(np.rint(number / tensor.quant.scale[0] + tensor.quant.zero_point[0]), 0, 255))

@@ -1,0 +1,73 @@
+"""Gather -> Take, where the index is a constant, or Lookup, where the table is; a shuffle of channels -> Permute;
+GatherElements -> Pick."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from engines.backends.llvm.kernels.movement.gather import Lookup, Take
+from engines.backends.llvm.kernels.movement.gather_elements import Pick
+from engines.backends.llvm.kernels.movement.layout import Permute
+from engines.backends.llvm.kernels.spec import dense_view
+from engines.ir.graph import Array, Node
+from engines.lowering.calls.calls import Call, Context, Refused, broadcast, lowers
+from engines.lowering.calls.placement import Place, as_one_item
+
+INDICES = ("int32", "int64")
+
+
+@lowers("Gather")
+def lower_gather(ctx: Context, node: Node) -> Sequence[Call]:
+    data, index = node.inputs
+    output, y = ctx.type(node.outputs[0]), ctx.places[node.outputs[0]]
+    if data in ctx.graph.constants:
+        table, axis = ctx.constant(data), node.attrs.get("axis", 0)
+        if table.ndim != 2 or axis % 2 or output.quant or ctx.places[index].view.dtype not in INDICES:
+            raise Refused("only rows of a constant matrix of floats are looked up")
+        if not ctx.type(index).shape:       # one row, and no axis of items
+            y = as_one_item(y)
+        lookup = Lookup(ctx.places[index].view, y.view, len(table))
+        return [Call(node, lookup, (ctx.places[index],), (y,), {"table": table})]
+    x, axis = ctx.places[data], node.attrs.get("axis", 0) % len(ctx.type(data).shape) - 1
+    picked = ctx.constant(index)
+    if axis < 0 or picked.ndim > 1 or output.quant != ctx.type(data).quant:
+        raise Refused("only a constant index of one axis behind the batch is compiled")
+    if axis == len(x.view.shape) - 1 and picked.ndim == 1 and (groups := _shuffled_groups(picked, x.view.shape[-1])):
+        return [_shuffle(node, x, y, groups)]
+    inside = x.view.shape[axis + 1:]
+    if any(v.strides[len(v.strides) - len(inside):] != dense_view(v.dtype, inside).strides for v in (x.view, y.view)):
+        raise Refused("the axes behind the index do not lie in one piece")
+    view = y.view
+    if picked.ndim == 0:
+        view = replace(view, shape=(*view.shape[:axis], 1, *view.shape[axis:]),
+                       strides=(*view.strides[:axis], 0, *view.strides[axis:]))
+    return [Call(node, Take(x.view, view, axis), (x,), (y,), {"index": np.atleast_1d(picked)})]
+
+
+@lowers("GatherElements")
+def lower_pick(ctx: Context, node: Node) -> Sequence[Call]:
+    data, index = node.inputs
+    x, y, axis = ctx.places[data], ctx.places[node.outputs[0]], node.attrs["axis"] - 1
+    places = broadcast(ctx, index, node.outputs[0])
+    if axis < 0 or places.dtype not in INDICES or ctx.type(data).quant != ctx.type(node.outputs[0]).quant:
+        raise Refused("only elements of an axis behind the batch are picked, by int32 or int64")
+    return [Call(node, Pick(x.view, places, y.view, axis), (x, ctx.places[index]), (y,))]
+
+
+def _shuffled_groups(index: Array, channels: int) -> int:
+    """How many groups of channels the index interleaves: first of each, second of each, ...; 0 if it does not."""
+    if len(index) != channels:
+        return 0
+    groups = (g for g in range(2, channels) if channels % g == 0)
+    return next((g for g in groups if np.array_equal(index, np.arange(channels).reshape(g, -1).T.ravel())), 0)
+
+
+def _shuffle(node: Node, x: Place, y: Place, groups: int) -> Call:
+    """Channels seen as [channel of the group, group]: in x a group's channels are neighbours, in y the groups are."""
+    each, (*outer, size) = x.view.shape[-1] // groups, x.view.strides
+    shape = (*x.view.shape[:-1], each, groups)
+    apart = replace(x.view, shape=shape, strides=(*outer, size, each * size))
+    together = replace(y.view, shape=shape, strides=(*y.view.strides[:-1], groups * size, size))
+    return Call(node, Permute(apart, together), (x,), (y,), {"program": []})

@@ -1,0 +1,126 @@
+"""Pools and reductions -> Pool, GlobalPool, Reduce."""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from engines.backends.llvm.codegen.lanes import FLOATS
+from engines.backends.llvm.kernels.pooling.global_pool import GlobalPool
+from engines.backends.llvm.kernels.pooling.pool import Pool
+from engines.backends.llvm.kernels.rows.reduce import Reduce
+from engines.backends.llvm.kernels.spec import KernelSpec, View
+from engines.ir.graph import BATCH, Node
+from engines.lowering.calls.calls import Call, Context, Refused, Written, lowers, write_body
+from engines.lowering.calls.halos import pads_of
+from engines.lowering.calls.placement import Place, as_one_item, reshaped_strides
+from engines.lowering.epilogue.program import Program
+from engines.lowering.rules.contraction import operand_views
+
+
+@lowers("MaxPool", "AveragePool")
+def lower_pool(ctx: Context, node: Node) -> Sequence[Call]:
+    pool = node.anchor
+    if not pool.attrs.get("channels_last") or len(node.outputs) > 1 and node.outputs[1]:
+        raise Refused("only a 2-D pool in NHWC with one output is compiled")
+    written = write_pooled(ctx, node, 1.0)
+    x, y = ctx.places[pool.inputs[0]].view, ctx.places[node.outputs[0]].view
+    quant = ctx.type(pool.inputs[0]).quant
+    rows, cols = (int(k) for k in pool.attrs["kernel_shape"])
+    stride_rows, stride_cols = (int(s) for s in pool.attrs.get("strides") or (1, 1))
+    dilation_rows, dilation_cols = (int(d) for d in pool.attrs.get("dilations") or (1, 1))
+    spec = Pool(x, y, operand_views(ctx, node, written), written.program,
+                "max" if pool.op == "MaxPool" else "average", (rows, cols), (stride_rows, stride_cols), pads_of(pool),
+                (dilation_rows, dilation_cols), bool(pool.attrs.get("count_include_pad")),
+                quant.zero_point[0] if quant else 0)
+    return [pool_call(ctx, node, spec, written)]
+
+
+@lowers("GlobalAveragePool", "GlobalMaxPool")
+def lower_global_pool(ctx: Context, node: Node) -> Sequence[Call]:
+    pool = node.anchor
+    if not pool.attrs.get("channels_last"):
+        raise Refused("only a 2-D pool in NHWC is compiled")
+    x, y = ctx.places[pool.inputs[0]].view, ctx.places[node.outputs[0]].view
+    kind = "max" if pool.op == "GlobalMaxPool" else "mean"
+    written = write_pooled(ctx, node, 1 / math.prod(x.shape[:-1]) if kind == "mean" else 1.0)
+    spec = GlobalPool(x, y, operand_views(ctx, node, written), written.program, "max" if kind == "max" else "sum")
+    return [pool_call(ctx, node, spec, written)]
+
+
+@lowers("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin")
+def lower_reduction(ctx: Context, node: Node) -> Sequence[Call]:
+    """Over the innermost axis, over all axes between the items and the innermost, or over neighbours among those."""
+    x, y, axes = _reduced(ctx, node)
+    reduction, rank = node.anchor, len(x.view.shape) + 1
+    kind = {"ReduceMax": "max", "ReduceMin": "min"}.get(reduction.op, "sum")
+    count = math.prod(x.view.shape[axis - 1] for axis in axes)
+    written = write_pooled(ctx, node, 1 / count if reduction.op == "ReduceMean" else 1.0,
+                           count if reduction.op == "ReduceSum" else 1)
+    if written.operands:
+        raise Refused("its body reads another tensor")
+    between = axes == tuple(range(axes[0], axes[-1] + 1)) and axes[-1] < rank - 1
+    if axes == tuple(range(1, rank - 1)) and kind != "min":
+        spec: KernelSpec = GlobalPool(x.view, y.view, (), written.program, kind)
+    elif between and kind != "min":
+        spec, written = _reduced_between(ctx, node, x.view, y.view, axes, kind)
+    elif axes == (rank - 1,):
+        view = y.view
+        if not reduction.attrs.get("keepdims", 1):
+            view = replace(view, shape=(*view.shape, 1), strides=(*view.strides, view.size))
+        spec = Reduce((x.view,), view, program=written.program, kind=kind)
+    else:
+        raise Refused(f"{reduction.op} over axes {axes} of {rank}")
+    return [Call(node, spec, (x,), (y,), {"program": written.constants})]
+
+
+def _reduced(ctx: Context, node: Node) -> tuple[Place, Place, tuple[int, ...]]:
+    """(x, y, axes), the items leading. Without a batch that axis may be reduced too: all of x is then one item."""
+    name, output = node.anchor.inputs[0], node.outputs[0]
+    x, y, rank = ctx.places[name], ctx.places[output], len(ctx.type(name).shape)
+    axes = tuple(sorted(int(a) % rank for a in node.anchor.attrs.get("axes", range(rank))))
+    if not axes or axes[0] > 0:
+        return x, y, axes
+    if x.items == BATCH:
+        raise Refused("it reduces the axis of the items")
+    return as_one_item(x), as_one_item(y) if ctx.type(output).shape else y, tuple(axis + 1 for axis in axes)
+
+
+def _reduced_between(ctx: Context, node: Node, x: View, y: View, axes: tuple[int, ...],
+                     kind: str) -> tuple[KernelSpec, Written]:
+    """What stands before the reduced axes, and those, are the rows of an image, what stands behind its columns and
+    channels: a pool of windows that are as high as what is reduced, and follow each other."""
+    rows, count, columns = (math.prod(part) for part in (
+        x.shape[:axes[0] - 1], x.shape[axes[0] - 1:axes[-1]], x.shape[axes[-1]:-1]))
+    channels = x.shape[-1]
+    terms = count if node.anchor.op == "ReduceSum" else 1       # the pool makes a mean
+    written = write_pooled(ctx, node, terms, terms)
+    spec = Pool(_seen(x, (rows * count, columns, channels)), _seen(y, (rows, columns, channels)), (), written.program,
+                "max" if kind == "max" else "average", (count, 1), (count, 1))
+    return spec, written
+
+
+def _seen(view: View, shape: tuple[int, ...]) -> View:
+    strides = reshaped_strides(view, shape)
+    if strides is None:
+        raise Refused("its axes do not follow each other in memory")
+    return replace(view, shape=shape, strides=strides)
+
+
+def write_pooled(ctx: Context, node: Node, scale: float, terms: int = 1) -> Written:
+    """The program of a pool whose accumulator times `scale` is the mean, maximum or sum of `terms` stored elements."""
+    name, output = node.anchor.inputs[0], node.outputs[0]
+    views: list[View] = [ctx.places[name].view, ctx.places[output].view]
+    if any(view.dtype not in FLOATS for view in views):
+        raise Refused("only floats, or floats stored as uint8, are pooled")
+    quant = ctx.type(name).quant
+    if not node.body and scale == terms == 1 and quant == ctx.type(output).quant:
+        return Written(Program(), [], ())       # as it is stored; arithmetic would only round
+    if quant is None:
+        return write_body(ctx, node, (scale, 0.0))
+    return write_body(ctx, node, (quant.scale[0] * scale, -quant.scale[0] * quant.zero_point[0] * terms))
+
+
+def pool_call(ctx: Context, node: Node, spec: KernelSpec, written: Written) -> Call:
+    inputs = (ctx.places[node.anchor.inputs[0]], *(ctx.places[name] for name in written.operands))
+    return Call(node, spec, inputs, (ctx.places[node.outputs[0]],), {"program": written.constants})

@@ -1,0 +1,83 @@
+"""Resize -> tables of taps; DepthToSpace and SpaceToDepth -> Permute."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from engines.backends.llvm.codegen.lanes import FLOATS
+from engines.backends.llvm.kernels.movement.resize import Resize, taps_of
+from engines.ir.graph import Array, Node
+from engines.lowering.calls.calls import Call, Context, Refused, lowers
+from engines.lowering.calls.placement import Place
+from engines.lowering.rules.contraction import operand_views
+from engines.lowering.rules.copies import moved
+from engines.lowering.rules.pool import pool_call, write_pooled
+from engines.ops import resize
+
+
+@lowers("Resize")
+def lower_resize(ctx: Context, node: Node) -> Sequence[Call]:
+    anchor = node.anchor
+    if not anchor.attrs.get("channels_last"):
+        raise Refused("only a 2-D image in NHWC is resized")
+    if anchor.attrs.get("coordinate_transformation_mode") == "tf_crop_and_resize":
+        raise Refused("tf_crop_and_resize reads beside the image")
+    x, y = ctx.places[anchor.inputs[0]].view, ctx.places[node.outputs[0]].view
+    if x.dtype not in FLOATS:
+        raise Refused("only floats, or floats stored as uint8, are resized")
+    height, width, channels = x.shape
+    factors = resize.Resize.factors(anchor, (1, channels, height, width))
+    items = [ctx.places[name].items for name in (anchor.inputs[0], node.outputs[0])]
+    if set(anchor.attrs.get("scales", ())[:2]) - {1} or items[0] != items[1] \
+            or y.shape != (factors[2][0], factors[3][0], channels):
+        raise Refused("only rows and columns are resized")
+    rows, columns = (_taps(anchor, axis, size, *factors[axis]) for axis, size in ((2, height), (3, width)))
+    written = write_pooled(ctx, node, 1.0)      # the weights of a pixel sum to 1
+    spec = Resize(x, y, operand_views(ctx, node, written), written.program, (rows[0].shape[1], columns[0].shape[1]))
+    call = pool_call(ctx, node, spec, written)
+    return [replace(call, constants={**call.constants, "rows": rows, "columns": columns})]
+
+
+def _taps(node: Node, axis: int, size: int, outputs: int, scale: float) -> tuple[Array, Array]:
+    """(index, weight) [outputs, taps] of one axis."""
+    places = resize.coordinates(node, axis, size, outputs, scale)
+    if node.attrs.get("mode", "nearest") == "nearest":
+        nearest = resize.NEAREST[node.attrs.get("nearest_mode", "round_prefer_floor")](places)
+        index = np.clip(nearest, 0, size - 1).astype(np.int64)[:, None]
+        return index, np.ones(index.shape, np.float32)
+    return taps_of(resize.interpolation(node, places, size, scale))
+
+
+@lowers("DepthToSpace", "SpaceToDepth")
+def lower_blocks(ctx: Context, node: Node) -> Sequence[Call]:
+    """Both sides seen as [rows, block row, columns, block column, channels]."""
+    anchor, block = node.anchor, int(node.anchor.attrs["blocksize"])
+    if not anchor.attrs.get("channels_last"):
+        raise Refused(f"only {anchor.op} in NHWC is compiled")
+    x, y = ctx.places[anchor.inputs[0]], ctx.places[node.outputs[0]]
+    inner = anchor.attrs.get("mode", "DCR") == "CRD"
+    if anchor.op == "DepthToSpace":
+        seen, target = _deep(x, block, inner), _spread(y, block)
+    else:
+        seen, target = _spread(x, block), _deep(y, block, inner)
+    return [moved(ctx, node, node.inputs[0], seen, node.outputs[0], target)]
+
+
+def _spread(place: Place, block: int) -> Place:
+    """An image whose pixels are blocks."""
+    view, (rows, cols, channels) = place.view, place.view.shape
+    by_row, by_col, by_channel = view.strides
+    return replace(place, view=replace(view, shape=(rows // block, block, cols // block, block, channels), strides=(
+        by_row * block, by_row, by_col * block, by_col, by_channel)))
+
+
+def _deep(place: Place, block: int, inner: bool) -> Place:
+    """An image whose channels are blocks; `inner`: the place in the block is the inner part of the channel."""
+    view, (rows, cols, deep) = place.view, place.view.shape
+    by_row, by_col, size = view.strides
+    channels = deep // block ** 2
+    steps = (block * size, size, block ** 2 * size) if inner else (block * channels * size, channels * size, size)
+    return replace(place, view=replace(view, shape=(rows, block, cols, block, channels), strides=(
+        by_row, steps[0], by_col, steps[1], steps[2])))

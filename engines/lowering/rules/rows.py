@@ -1,0 +1,72 @@
+"""Softmax and the normalisations along the innermost axis -> row programs."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from engines.backends.llvm.codegen.lanes import FLOATS
+from engines.backends.llvm.kernels.rows.lrn import MARGIN, Lrn
+from engines.backends.llvm.kernels.rows.norm import Norm
+from engines.backends.llvm.kernels.rows.passes import RowKernel
+from engines.backends.llvm.kernels.rows.softmax import Softmax
+from engines.ir.graph import BATCH, Node
+from engines.lowering.calls.calls import Call, Context, Refused, lowers, stored, write_body
+from engines.lowering.calls.placement import as_one_item
+from engines.lowering.epilogue.affine import AffineWriter
+from engines.lowering.epilogue.program import ProgramBuilder
+
+SMALLEST = 1e-12        # of an L2 norm: a row of zeros stays zeros
+
+
+@lowers("Softmax", "LogSoftmax")
+def lower_softmax(ctx: Context, node: Node) -> Sequence[Call]:
+    return [row_call(ctx, node, Softmax, log=node.anchor.op == "LogSoftmax")]
+
+
+@lowers("LayerNormalization", "RMSNormalization", "LpNormalization")
+def lower_norm(ctx: Context, node: Node) -> Sequence[Call]:
+    norm = node.anchor
+    if any(node.outputs[1:]):
+        raise Refused("only its first output is compiled")
+    if norm.op == "LpNormalization":
+        if norm.attrs.get("p", 2) != 2:
+            raise Refused("only the L2 norm is compiled")
+        return [row_call(ctx, node, Norm, kind="l2", epsilon=SMALLEST)]
+    scale, shift = (ctx.constant(name).reshape(-1) if name else np.float64(0) for name in (*norm.inputs[1:], "")[:2])
+    kind, epsilon = "layer" if norm.op == "LayerNormalization" else "rms", float(norm.attrs.get("epsilon", 1e-5))
+    return [row_call(ctx, node, Norm, (scale, shift), kind=kind, epsilon=epsilon)]
+
+
+@lowers("LRN")
+def lower_lrn(ctx: Context, node: Node) -> Sequence[Call]:
+    lrn = node.anchor.attrs
+    if not lrn.get("channels_last"):
+        raise Refused("only LRN in NHWC is compiled")
+    if lrn["size"] > MARGIN:
+        raise Refused(f"a window of {lrn['size']} channels; {MARGIN} are the most")
+    numbers: dict[str, Any] = {key: float(lrn[key]) for key in ("alpha", "beta", "bias") if key in lrn}
+    return [row_call(ctx, node, Lrn, size=int(lrn["size"]), **numbers)]
+
+
+def row_call(ctx: Context, node: Node, family: Callable[..., RowKernel], accumulator: tuple[Any, Any] = (1.0, 0.0),
+             **options: Any) -> Call:
+    """The family's kernel with these options: x dequantised on the way in, the body on the way out."""
+    name, rank = node.anchor.inputs[0], len(ctx.type(node.anchor.inputs[0]).shape)
+    if rank < 2:
+        raise Refused("a tensor of one axis has no rows")
+    if not node.anchor.attrs.get("channels_last") and node.anchor.attrs.get("axis", -1) % rank != rank - 1:
+        raise Refused("only the innermost axis is compiled")
+    x, y = ctx.places[name], ctx.places[node.outputs[0]]
+    if rank == 1:
+        if x.items == BATCH:
+            raise Refused("it works along the axis of the items")
+        x, y = as_one_item(x), as_one_item(y)
+    written = write_body(ctx, node, accumulator)
+    if written.operands or any(view.dtype not in FLOATS for view in (x.view, y.view)):
+        raise Refused("only floats, or floats stored as uint8, without another operand are compiled")
+    builder = ProgramBuilder(False)
+    AffineWriter(builder).settle(stored(ctx.type(name), builder.operand()))
+    spec = family((x.view,), y.view, (), builder.program(), written.program, **options)
+    return Call(node, spec, (x,), (y,), {"prologue": builder.constants, "program": written.constants})

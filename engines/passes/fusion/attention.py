@@ -1,0 +1,263 @@
+"""Attention written as products becomes one node, whose kernel never stores the scores.
+
+    MatMul(Softmax(MatMul(q, k') * scale + mask), v) = ScaledDotProductAttention(q, k, v, mask)
+
+The scale may be a Mul anywhere between q or k and the Softmax; the mask an Add, or a Where by a constant, before or
+after the scale. Transposes that split heads stay nodes of their own: a backend sees through them.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engines.ir.graph import Array, Dim, Graph, Node, TensorType
+from engines.ir.shapes import broadcast
+from engines.passes.layout.permutations import axis_groups
+from engines.passes.rewriting.facts import reader, scalar
+from engines.passes.rewriting.notes import Note, note
+from engines.passes.rewriting.rewrite import fresh_name, merged_origin
+
+MOST_BYTES = 2 << 20        # of one head's keys and values as float32: they are packed on a thread's stack
+MASKING = -1e4              # what a Where puts in place of a score hides it if it is no greater than this
+
+
+class _Refused(Exception):
+    """Why a pattern that looks like attention stays as it is."""
+
+
+@dataclass
+class _Scores:
+    """What was found on the way up from a Softmax to the product of q and k'."""
+    nodes: list[Node] = field(default_factory=list)
+    factor: float = 1.0
+    masks: list[_Mask] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """What is added to scores of a shape, `factor` times; or a condition that puts `value` in place of scores."""
+    name: str
+    shape: tuple[Dim, ...]
+    factor: float = 1.0
+    value: float | None = None
+    holds: bool = True                  # whether the value is put where the condition is true
+
+
+def fuse_attention(graph: Graph, log: list[Note] | None = None) -> Graph:
+    """The graph with each attention that a kernel can run as one node; a note says why another one cannot."""
+    draft = _Draft(graph)
+    for node in graph.nodes:
+        softmax = graph.producer.get(node.inputs[0]) if node.op == "MatMul" else None
+        if softmax is not None and softmax.op == "Softmax" and not graph.is_constant(node.inputs[1]):
+            try:
+                draft.attention(node, softmax)
+                continue
+            except _Refused as reason:
+                note(log, node, "fuse_attention", str(reason))
+                draft.forget()
+        draft.nodes.append(node)
+    return graph.rebuild(draft.nodes, draft.constants, draft.types)
+
+
+class _Draft:
+    """The growing graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.nodes: list[Node] = []
+        self.constants: dict[str, Array] = {}
+        self.types: dict[str, TensorType] = {}
+        self._new: list[Node] = []
+        self._taken = {*graph.types, *graph.constants}
+
+    def forget(self) -> None:
+        self._new = []
+
+    def attention(self, node: Node, softmax: Node) -> None:
+        graph = self.graph
+        rank = len(graph.shape(softmax.outputs[0]))
+        if softmax.attrs.get("axis", -1) % rank != rank - 1:
+            raise _Refused("its softmax is not along the keys")
+        found = _scores(graph, node, softmax)
+        q, k_turned, v = *found.nodes[-1].inputs, node.inputs[1]
+        ranks = {len(graph.shape(name)) for name in (q, k_turned, v)}
+        if len(ranks) > 1 or min(ranks) < 3:
+            raise _Refused("its factors do not have equally many axes, at least three")
+        extents = [*graph.shape(q)[-2:], *graph.shape(v)[-2:]]
+        if not all(isinstance(extent, int) for extent in extents):
+            raise _Refused("its tokens are as many as there are items")
+        _, depth, keys, width = map(int, extents)
+        if 4 * keys * (depth + width) > MOST_BYTES:
+            raise _Refused(f"keys and values of {4 * keys * (depth + width)} bytes a head do not fit a cache")
+        scale = found.factor
+        base = node.outputs[0]
+        factors = []
+        for name, turn in ((q, False), (k_turned, True), (v, False)):
+            name, factor = self._unscaled(name, base) if name != v else (name, 1.0)
+            scale *= factor
+            factors.append(self._turned(name, base) if turn else name)
+        origin = merged_origin([*reversed(found.nodes), softmax, node])
+        inputs = (*factors, *self._mask(found, base))
+        self.nodes += [*self._new, Node("ScaledDotProductAttention", inputs, node.outputs, {"scale": scale}, node.name,
+                                        origin)]
+        self._new = []
+
+    # ---- new nodes
+    def _kind(self, name: str) -> TensorType:
+        return self.types.get(name) or self.graph.types[name]
+
+    def _add(self, op: str, inputs: Sequence[str], shape: Sequence[Dim], name: str,
+             attrs: Mapping[str, object] | None = None) -> str:
+        name = fresh_name(name, self._taken)
+        dtype = self._kind(inputs[-1]).dtype
+        self.types[name] = TensorType(dtype, tuple(shape))
+        self._new.append(Node(op, tuple(inputs), (name,), attrs or {}, name))
+        return name
+
+    def _constant(self, name: str, array: Array) -> str:
+        name = fresh_name(name, self._taken)
+        self.constants[name], self.types[name] = array, TensorType(array.dtype, array.shape)
+        return name
+
+    def _turned(self, name: str, base: str) -> str:
+        shape = self._kind(name).shape
+        perm = (*range(len(shape) - 2), len(shape) - 1, len(shape) - 2)
+        return self._add("Transpose", [name], tuple(shape[axis] for axis in perm), f"{base}.keys", {"perm": perm})
+
+    def _unscaled(self, name: str, base: str) -> tuple[str, float]:
+        """The tensor without the numbers that it was multiplied by on its way here, and their product."""
+        graph, factor, source = self.graph, 1.0, name
+        views: list[Node] = []              # on the way, the nearest to `name` first
+        top, below = name, 0                # above the last number, and how many of the views are below it
+        while (node := graph.producer.get(source)) is not None:
+            if (number := _number(graph, node)) is not None:
+                source, factor = number[0], factor * number[1]
+                top, below = source, len(views)
+            elif node.op in ("Transpose", "Reshape"):
+                views.append(node)
+                source = node.inputs[0]
+            else:
+                break
+        for node in reversed(views[:below]):
+            top = self._add(node.op, [top], graph.shape(node.outputs[0]), f"{base}.{node.op.lower()}", node.attrs)
+        return top, factor
+
+    # ---- masks
+    def _mask(self, found: _Scores, base: str) -> list[str]:
+        """What is added to the scores, as one tensor; [] if nothing is."""
+        scores = self.graph.shape(found.nodes[-1].outputs[0])
+        parts = [self._fitted(self._scaled(mask, base) if mask.value is None else self._where(mask, mask.value, base),
+                              mask.shape, scores, base) for mask in found.masks]
+        total = parts[:1]
+        for part in parts[1:]:
+            a, b = (self.constants.get(name, self.graph.constants.get(name)) for name in (*total, part))
+            if a is not None and b is not None:
+                total = [self._constant(f"{base}.mask", a + b)]
+            else:
+                shape = broadcast(*(self._kind(name).shape for name in (*total, part)))
+                total = [self._add("Add", [*total, part], shape, f"{base}.mask")]
+        return total
+
+    def _fitted(self, name: str, beside: tuple[Dim, ...], scores: tuple[Dim, ...], base: str) -> str:
+        """The mask of scores of one shape as it is for another: their leading axes were merged or split between."""
+        if beside == scores:
+            return name
+        array, groups = self.constants.get(name, self.graph.constants.get(name)), axis_groups(beside, scores)
+        if array is None or groups is None or any(isinstance(extent, str) for extent in beside):
+            raise _Refused("its mask is made for scores of another shape")
+        array = array.reshape((*(1,) * (len(beside) - array.ndim), *array.shape))
+        sizes, shape = list(array.shape), list(map(int, scores))
+        for before, after in groups:
+            alike = all(sizes[axis] == 1 for axis in before)
+            for axis in before:
+                sizes[axis] = 1 if alike else int(beside[axis])
+            for axis in after:
+                shape[axis] = 1 if alike else shape[axis]
+        return self._constant(f"{base}.mask", np.broadcast_to(array, sizes).reshape(shape))
+
+    def _scaled(self, mask: _Mask, base: str) -> str:
+        array, factor = self.graph.constants.get(mask.name), mask.factor
+        if factor == 1:
+            return mask.name
+        if array is not None:
+            return self._constant(f"{base}.mask", array * array.dtype.type(factor))
+        kind = self._kind(mask.name)
+        number = self._constant(f"{base}.factor", np.full(1, factor, kind.dtype))
+        return self._add("Mul", [number, mask.name], kind.shape, f"{base}.mask")
+
+    def _where(self, mask: _Mask, value: float, base: str) -> str:
+        """0 where a score is seen, the value where it is hidden."""
+        array = self.graph.constants.get(mask.name)
+        if array is not None:
+            hide = array.astype(bool) == mask.holds
+            return self._constant(f"{base}.mask", np.where(hide, value, 0).astype(np.float32))
+        numbers = [self._constant(f"{base}.{label}", np.full(1, n, np.float32))
+                   for label, n in (("hidden", value), ("seen", 0.0))]
+        return self._add("Where", [mask.name, *(numbers if mask.holds else numbers[::-1])],
+                         self._kind(mask.name).shape, f"{base}.mask")
+
+
+def _scores(graph: Graph, node: Node, softmax: Node) -> _Scores:
+    """From the Softmax up to the product; `nodes` in this order. What they make is read by nobody else."""
+    found = _Scores()
+    name, below = softmax.inputs[0], softmax
+    if reader(graph, softmax.outputs[0]) is not node:
+        raise _Refused("the weights are read by others too")
+    while True:
+        here = graph.producer.get(name)
+        if here is None or reader(graph, name) is not below:
+            raise _Refused("the scores are read by others too, or are no product")
+        found.nodes.append(here)
+        if here.op == "MatMul":
+            return found
+        name, below = _above(graph, here, found), here
+
+
+def _above(graph: Graph, node: Node, found: _Scores) -> str:
+    """The scores that the node reads; what it does to them is noted."""
+    number = _number(graph, node)
+    if number is not None:
+        found.factor *= number[1]
+        return number[0]
+    shape = graph.shape(node.outputs[0])
+    if node.op == "Add":
+        for scores, mask in (node.inputs, node.inputs[::-1]):
+            if graph.shape(scores) == shape and _leads_to_product(graph, scores):
+                found.masks.append(_Mask(mask, shape, found.factor))
+                return scores
+    if node.op == "Where":
+        condition, a, b = node.inputs
+        for scores, fill, holds in ((b, a, True), (a, b, False)):
+            value = scalar(graph, fill)
+            if value is not None and value * found.factor <= MASKING and graph.shape(scores) == shape:
+                found.masks.append(_Mask(condition, shape, value=value * found.factor, holds=holds))
+                return scores
+    if node.op == "Reshape" and graph.shape(node.inputs[0])[-2:] == shape[-2:]:
+        return node.inputs[0]
+    raise _Refused(f"{node.op} stands between its scores and its softmax")
+
+
+def _leads_to_product(graph: Graph, name: str) -> bool:
+    """Whether the tensor is made by a product of two tensors, perhaps scaled or masked since."""
+    node = graph.producer.get(name)
+    if node is None:
+        return False
+    if node.op == "MatMul":
+        return not any(graph.is_constant(factor) for factor in node.inputs)
+    return node.op in ("Mul", "Add", "Where", "Reshape") and any(
+        _leads_to_product(graph, above) for above in node.inputs
+        if node.op == "Reshape" or graph.shape(above) == graph.shape(name))
+
+
+def _number(graph: Graph, node: Node) -> tuple[str, float] | None:
+    """(tensor, number) of a product of the two that keeps the tensor's shape."""
+    if node.op != "Mul":
+        return None
+    for x, factor in (node.inputs, node.inputs[::-1]):
+        number = scalar(graph, factor)
+        if number is not None and graph.shape(x) == graph.shape(node.outputs[0]) and math.isfinite(number):
+            return x, number
+    return None

@@ -1,0 +1,160 @@
+"""Recurrent layers taken apart: what all steps have in common is a matrix product, the rest is a Recurrence.
+
+    LSTM(X, W, R, B) = Recurrence(X W' + b, R)
+
+so that the projection of all steps, of both directions, is one contraction that fuses and quantises like any other.
+The Recurrence has the batch in front whatever the layout of the layer; the Transposes that this takes mostly meet
+others: PyTorch's batch_first layers are exported with one before and one after (passes/layout.py moves them on).
+
+A first state of zeros, and lengths that are the whole sequence, are dropped however the exporter wrote them.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from engines.ir.graph import Array, Dim, Graph, Node, TensorType
+from engines.ops.recurrent import GATES, added_biases
+from engines.passes.rewriting.notes import Note, note
+from engines.passes.rewriting.rewrite import fresh_name
+
+# Operators whose result holds no other value than their data inputs do.
+_MOVING = frozenset({"Identity", "Cast", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Expand", "Tile",
+                     "Slice", "Split", "Gather"})
+_TIME_FIRST = (1, 0, 2)
+
+
+def split_recurrent(graph: Graph, log: list[Note] | None = None) -> Graph:
+    """The graph with every LSTM, GRU and RNN of constant weights as a product and a Recurrence."""
+    split = _Splitter(graph, log)
+    for node in graph.nodes:
+        split.visit(node)
+    return graph.rebuild(split.nodes, split.constants, split.types) if split.changed else graph
+
+
+def filled_with(graph: Graph, name: str) -> float | None:
+    """The value of every element of a tensor, if it is known before run time and only one."""
+    if name in graph.constants:
+        array = graph.constants[name]
+        return float(array.flat[0]) if array.size and (array == array.flat[0]).all() else None
+    node = graph.producer.get(name)
+    if node is None:
+        return None
+    if node.op == "ConstantOfShape":
+        return float(np.asarray(node.attrs["value"]).reshape(-1)[0])
+    if node.op in _MOVING:
+        return filled_with(graph, node.inputs[0])
+    if node.op == "Concat":
+        values = {filled_with(graph, part) for part in node.inputs}
+        return values.pop() if len(values) == 1 else None
+    return None
+
+
+class _Splitter:
+    """The nodes, constants and types of the new graph, as they grow."""
+
+    def __init__(self, graph: Graph, log: list[Note] | None) -> None:
+        self.graph, self.log, self.changed = graph, log, False
+        self.nodes: list[Node] = []
+        self.constants: dict[str, Array] = {}
+        self.types: dict[str, TensorType] = {}
+        self._taken = {*graph.types, *graph.constants}
+
+    def visit(self, node: Node) -> None:
+        if node.op not in GATES:
+            self.nodes.append(node)
+        elif variable := [name for name in (*node.inputs[1:4], *node.inputs[7:8])
+                          if name and name not in self.graph.constants]:
+            note(self.log, node, "split_recurrent", f"'{variable[0]}' is computed at run time")
+            self.nodes.append(node)
+        else:
+            self.changed = True
+            self._split(node)
+
+    def _split(self, node: Node) -> None:
+        x, w, r, b, lengths, *states, p = (*node.inputs, *("",) * (8 - len(node.inputs)))
+        weights, recurrent = self.graph.constants[w], self.graph.constants[r]
+        count, rows, hidden = len(weights), weights.shape[1], recurrent.shape[2]
+        bias = self.graph.constants[b] if b else np.zeros((count, 2 * rows), weights.dtype)
+        outside, inside = added_biases(node, bias, hidden)
+
+        shape = self.graph.shape(x)
+        if not node.attrs["layout"]:
+            shape = (shape[1], shape[0], shape[2])
+            x = self._node(node, "Transpose", (x,), shape, perm=_TIME_FIRST)
+        gates = (*shape[:2], count * rows)
+        matrix = np.ascontiguousarray(weights.reshape(count * rows, -1).T)
+        product = self._node(node, "MatMul", (x, self._constant(node, "projection", matrix)), gates)
+        projected = self._node(node, "Add", (product, self._constant(node, "bias", outside.reshape(-1))), gates)
+
+        steps = shape[1]
+        lengths = "" if lengths and filled_with(self.graph, lengths) == steps else lengths
+        optional = ["" if inside is None else self._constant(node, "inside", inside), p, lengths,
+                    *(self._first(node, state) for state in states)]
+        y, last = (*gates[:2], count * hidden), (gates[0], count * hidden)
+        outputs = list(node.outputs)
+        while len(outputs) > 1 and not self.graph.consumers[outputs[-1]] and outputs[-1] not in self.graph.outputs:
+            outputs.pop()
+        made = [self._name(node, f"state{i}" if i else "steps") for i in range(len(outputs))]
+        self.types |= {name: self._type(node, last if i else y) for i, name in enumerate(made)}
+        attrs = {key: value for key, value in node.attrs.items() if key != "layout"}
+        self.nodes.append(replace(node, op="Recurrence", inputs=_trimmed(projected, r, *optional),
+                                  outputs=tuple(made), attrs={**attrs, "cell": node.op}))
+        for i, (source, target) in enumerate(zip(made, outputs, strict=True)):
+            self._unfold(node, source, target, (*(last if i else y)[:-1], count, hidden))
+
+    def _unfold(self, node: Node, source: str, target: str, shape: Sequence[Dim]) -> None:
+        """[N, ..., D H] under the name and in the layout that the layer's own output has."""
+        if node.attrs["layout"]:
+            self._emit(node, "Reshape", (source,), target, shape=tuple(shape))
+            return
+        split = self._node(node, "Reshape", (source,), tuple(shape), shape=tuple(shape))
+        self._emit(node, "Transpose", (split,), target, perm=(1, 2, 0, 3) if len(shape) == 4 else _TIME_FIRST)
+
+    def _first(self, node: Node, state: str) -> str:
+        """A first state as [N, D H]; "" if it is absent or zeros."""
+        if not state or filled_with(self.graph, state) == 0:
+            return ""
+        made = self.graph.producer.get(state)
+        if made is not None and made.op == "Expand" and made.inputs[0] in self.graph.constants:
+            state = made.inputs[0]      # one state for every item
+        shape = self.graph.shape(state)
+        if state in self.graph.constants:
+            array = self.graph.constants[state]
+            array = array if node.attrs["layout"] else array.transpose(_TIME_FIRST)
+            return self._constant(node, "first", np.ascontiguousarray(array.reshape(len(array), -1)))
+        if not node.attrs["layout"]:
+            shape = (shape[1], shape[0], shape[2])
+            state = self._node(node, "Transpose", (state,), shape, perm=_TIME_FIRST)
+        flat = (shape[0], int(shape[1]) * int(shape[2]))
+        return self._node(node, "Reshape", (state,), flat, shape=flat)
+
+    # ---- names
+    def _name(self, node: Node, suffix: str) -> str:
+        return fresh_name(f"{node.outputs[0]}.{suffix}", self._taken)
+
+    def _constant(self, node: Node, suffix: str, array: Array) -> str:
+        name = self._name(node, suffix)
+        self.constants[name] = array
+        return name
+
+    def _type(self, node: Node, shape: Sequence[Dim]) -> TensorType:
+        return TensorType(self.graph.types[node.inputs[0]].dtype, tuple(shape))
+
+    def _node(self, node: Node, op: str, inputs: tuple[str, ...], extents: Sequence[Dim], **attrs: object) -> str:
+        name = self._name(node, op.lower())
+        self.types[name] = self._type(node, extents)
+        self._emit(node, op, inputs, name, **attrs)
+        return name
+
+    def _emit(self, node: Node, op: str, inputs: tuple[str, ...], output: str, **attrs: object) -> None:
+        self.nodes.append(Node(op, inputs, (output,), attrs, output, node.origin))
+
+
+def _trimmed(*inputs: str) -> tuple[str, ...]:
+    """Without absent inputs at the end."""
+    while not inputs[-1]:
+        inputs = inputs[:-1]
+    return inputs

@@ -1,0 +1,139 @@
+"""Vertical fusion: a heavy node and the pointwise nodes after it become one Fused node, one kernel.
+
+    Fused(x, w, b, r) -> y      body: t0 = Conv(x, w, b); t1 = Add(t0, r); y = Relu(t1)
+
+A group has one result that the outside sees; what is made inside never reaches memory. It grows by the readers of its
+result as long as that stays so: if there are several readers, by all nodes up to the one where their results meet again
+(x * sigmoid(x), GELU). A node with two possible hosts (the Add of two convolutions) goes to a heavy one, and of two
+heavy ones to the later: the other's result is then there already.
+
+Pointwise nodes that meet no heavy one are grouped among themselves: one pass over memory for a chain.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from engines.ir.graph import Array, Graph, Node
+from engines.passes.half_precision import FLOAT, is_float
+from engines.passes.rewriting.facts import is_pointwise, is_product
+from engines.passes.rewriting.rewrite import merged_origin
+
+WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+HEAVY = WEIGHTED | {"AveragePool", "GlobalAveragePool", "Resize"}
+# What a kernel can do to a value on its way to memory. Other pointwise nodes stay nodes.
+EPILOGUE = frozenset({
+    "Add", "Sub", "Mul", "Div", "Neg", "Abs", "Max", "Min", "Exp", "Log", "Sqrt", "Erf", "Sin", "Cos", "Floor", "Ceil",
+    "Round", "Reciprocal", "Clip", "Relu", "LeakyRelu", "PRelu", "Sigmoid", "HardSigmoid", "HardSwish", "Swish", "Tanh",
+    "Gelu", "Softplus", "Mish", "Elu", "Celu", "Selu"})
+REGION = 12         # how many nodes to look through for the place where the readers of a value meet
+
+
+@dataclass
+class _Group:
+    """Nodes that will be one; `last` is the place of the last of them in the graph."""
+    nodes: list[Node]
+    last: int
+    heavy: bool
+
+    @property
+    def result(self) -> str:
+        return self.nodes[-1].outputs[0]
+
+
+def fuse_pointwise(graph: Graph) -> Graph:
+    """Groups of more than one node become Fused; the rest stay as they are."""
+    places = {id(node): place for place, node in enumerate(graph.nodes)}
+    groups = _grouped(graph, places)
+    at = {group.last: group for group in groups}
+    inside = {id(node) for group in groups for node in group.nodes}
+    nodes: list[Node] = []
+    for place, node in enumerate(graph.nodes):
+        if group := at.get(place):
+            nodes.append(_fused(group.nodes))
+        elif id(node) not in inside:
+            nodes.append(node)
+    return graph.rebuild(nodes)
+
+
+def _grouped(graph: Graph, places: Mapping[int, int]) -> list[_Group]:
+    groups: dict[str, _Group] = {}          # by result
+    seen: set[int] = set()
+    for place, node in enumerate(graph.nodes):
+        if id(node) in seen:
+            continue
+        if _is_heavy(graph, node):
+            groups[node.outputs[0]] = _Group([node], place, heavy=True)
+        elif _is_epilogue(graph, node):
+            group = _joined(graph, groups, node, places)
+            seen.update(id(part) for part in group.nodes)
+            groups[group.result] = group
+    return list(groups.values())
+
+
+def _joined(graph: Graph, groups: dict[str, _Group], node: Node, places: Mapping[int, int]) -> _Group:
+    """The group that `node` becomes part of; the groups it was joined with are taken out of `groups`."""
+    hosts = {name: region for name in dict.fromkeys(node.inputs)
+             if name in groups and (region := _region(graph, name, places)) is not None}
+    if not hosts:
+        return _Group([node], places[id(node)], heavy=False)
+    name = max(hosts, key=lambda name: (groups[name].heavy, groups[name].last))
+    host, region = groups.pop(name), hosts[name]
+    chains = [groups.pop(other) for other, alone in hosts.items()
+              if other != name and len(alone) == 1 and not groups[other].heavy]
+    nodes = [*host.nodes, *(part for chain in chains for part in chain.nodes), *region]
+    return _Group(nodes, places[id(region[-1])], host.heavy)
+
+
+def _region(graph: Graph, value: str, places: Mapping[int, int]) -> list[Node] | None:
+    """The pointwise nodes, in order, from the readers of `value` to where all their results have met in one."""
+    region: dict[int, Node] = {}
+    open_values = [value]
+    while len(open_values) > 1 or not region:
+        earliest = open_values.pop(0)
+        if earliest in graph.outputs:
+            return None
+        for node in graph.consumers[earliest]:
+            if not _is_epilogue(graph, node) or graph.shape(node.outputs[0]) != graph.shape(value):
+                return None
+            region[places[id(node)]] = node
+        if not graph.consumers[earliest] or len(region) > REGION:
+            return None
+        nodes = [region[place] for place in sorted(region)]
+        inside = {id(node) for node in nodes}
+        open_values = [node.outputs[0] for node in nodes if node.outputs[0] in graph.outputs
+                       or any(id(r) not in inside for r in graph.consumers[node.outputs[0]])]
+    return [region[place] for place in sorted(region)] if open_values == [nodes[-1].outputs[0]] else None
+
+
+def _is_heavy(graph: Graph, node: Node) -> bool:
+    weights = node.inputs[1:] if node.op in WEIGHTED else ()
+    if not is_product(graph, node) and not all(graph.is_constant(name) for name in weights if name):
+        return False
+    return node.op in HEAVY and len(node.outputs) == 1
+
+
+def _is_epilogue(graph: Graph, node: Node) -> bool:
+    """Pointwise on floats, its constants numbers or one number per channel of the last axis; or what makes floats of
+    integers (pixels, masks), which then begins a chain; or what rounds floats."""
+    if node.op == "Cast":
+        source, result = graph.types[node.inputs[0]], graph.types[node.outputs[0]]
+        return is_float(result) if is_float(source) else source.dtype.kind in "uib" and result.dtype == FLOAT
+    if node.op not in EPILOGUE or not is_pointwise(node):
+        return False
+    if not all(is_float(graph.types[name]) for name in (*node.inputs, *node.outputs) if name):
+        return False
+    return all(array.size == 1 or array.size == array.shape[-1] for array in _constants(graph, node.inputs))
+
+
+def _constants(graph: Graph, names: Iterable[str]) -> list[Array]:
+    return [graph.constants[name] for name in names if name in graph.constants]
+
+
+def _fused(nodes: list[Node]) -> Node:
+    if len(nodes) == 1:
+        return nodes[0]
+    made = {node.outputs[0] for node in nodes}
+    inputs = tuple(dict.fromkeys(name for node in nodes for name in node.inputs if name and name not in made))
+    last = nodes[-1]
+    return Node("Fused", inputs, last.outputs, {}, last.name, merged_origin(nodes), tuple(nodes))

@@ -1,0 +1,371 @@
+"""Channels last: images are stored [N, H, W, C], and every other node works on tensors as they are stored.
+
+Each tensor has a form in which it is stored (views.py). A walk over the nodes decides it:
+* layout-sensitive nodes (Conv, pools, Resize, ...) read and make channels-last images;
+* nodes that can work on any form (pointwise, Concat, Softmax, ...) take the form that their inputs have, their axes
+  renumbered: so a Transpose sinks through them, and meets its inverse or the end of the graph;
+* a Transpose only changes the form; a Reshape too, unless it tears apart axes that lie next to each other. Before a
+  Gemm even that is free: its weights' columns are permuted instead;
+* what works on rows (the last axis) takes any form that leaves them at the end;
+* every other node, and every graph output, reads tensors as ONNX has them. That is where Transposes are left.
+
+Where neither form of two can be kept, the items lead: so every tensor lies in memory, wherever ONNX has that axis.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from engines.ir.graph import BATCH, Array, Dim, Graph, Node, TensorType
+from engines.ops import OPS, LayoutOp
+from engines.passes.layout.permutations import (
+    Perm,
+    channels_last,
+    identity,
+    order_of_elements,
+    permuted,
+    reshaped,
+    step,
+    without,
+)
+from engines.passes.rewriting.facts import NORMS, is_pointwise
+from engines.passes.rewriting.rewrite import fresh_name
+from engines.passes.rules.reshape import moves_only_ones
+
+IMAGE = channels_last(4)
+
+
+def to_channels_last(graph: Graph) -> Graph:
+    """The same graph over channels-last images; inputs and outputs keep their layout and their names.
+
+    A tensor that nodes make keeps its name whatever its form; the twin of a graph input or output `x` is `x.nhwc`.
+    """
+    return _Layout(graph).run()
+
+
+def _is_sensitive(graph: Graph, node: Node) -> bool:
+    return (node.op in OPS and issubclass(OPS[node.op], LayoutOp) and len(node.outputs) == 1
+            and len(graph.shape(node.inputs[0])) == 4)
+
+
+class _Layout:
+    """State of one walk: `forms` has the name of each form that exists of a tensor, the one it is made in first."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.nodes: list[Node] = []
+        self.constants: dict[str, Array] = {}
+        self.types: dict[str, TensorType] = {}
+        self.shapes: dict[str, tuple[Dim, ...]] = {name: kind.shape for name, kind in graph.types.items()}
+        self.dtypes = {name: kind.dtype for name, kind in graph.types.items()}
+        self.forms: dict[str, dict[Perm, str]] = {}
+        self.scrambled: dict[str, Array] = {}       # matrix -> the order of its columns: see _fold_into_readers
+        self.names = {*graph.inputs, *graph.types, *graph.constants}
+        self.used = {*graph.inputs, *graph.constants}
+        self.wants_image = _wanting_images(graph)
+        for name in (*graph.inputs, *graph.constants):
+            self.forms[name] = {identity(len(self.shapes[name])): name}
+
+    def run(self) -> Graph:
+        for node in self.graph.nodes:
+            self._visit(node)
+        for name in self.graph.outputs:
+            self._as_onnx(name)
+        return self.graph.rebuild(self.nodes, self.constants, self.types)
+
+    def _visit(self, node: Node) -> None:
+        if _is_sensitive(self.graph, node):
+            self._sensitive(node)
+        elif node.op == "Transpose":
+            self._transpose(node)
+        elif node.op == "Reshape":
+            self._reshape(node)
+        elif is_pointwise(node) or node.op in _AXIS_OPS and self._rank(node) == len(self.shapes[node.outputs[0]]):
+            self._any_form(node)
+        elif self._is_by_rows(node):
+            self._by_rows(node)
+        elif node.op in _DROPS_AXES:
+            self._drops_axes(node)
+        else:
+            self._stuck(node)
+
+    # ---- forms
+    def _home(self, tensor: str) -> Perm:
+        """The form in which the tensor is made."""
+        return next(iter(self.forms[tensor]))
+
+    def _items_first(self, tensor: str) -> Perm:
+        """The axes as ONNX has them, but that of the items before the others."""
+        shape = self.shapes[tensor]
+        return tuple(sorted(range(len(shape)), key=lambda axis: shape[axis] != BATCH))
+
+    def _rank(self, node: Node) -> int:
+        return len(self.shapes[node.inputs[0]])
+
+    def read(self, tensor: str, perm: Perm) -> str:
+        """The name of a form of a tensor; a node that makes it is added if there is none."""
+        forms = self.forms[tensor]
+        if perm not in forms:
+            home = self._home(tensor)
+            forms[perm] = self._moved(tensor, forms[home], step(home, perm), perm)
+        return forms[perm]
+
+    def _moved(self, tensor: str, source: str, perm: Perm, form: Perm) -> str:
+        name = self._name(tensor, form)
+        if tensor in self.graph.constants:
+            self.constants[name] = np.ascontiguousarray(self.graph.constants[tensor].transpose(form))
+            return name
+        self.types[name] = self._type(tensor, form)
+        self.nodes.append(_move(source, name, perm, permuted(self.shapes[tensor], self._home(tensor))))
+        return name
+
+    def _made(self, tensor: str, perm: Perm) -> str:
+        """The name under which a node is to make the tensor, in this form."""
+        own = perm == identity(len(perm)) or tensor not in self.graph.outputs
+        name = tensor if own else self._name(tensor, perm)
+        self.used.add(name)
+        self.types[name] = self._type(tensor, perm)
+        self.forms[tensor] = {perm: name}
+        return name
+
+    def _name(self, tensor: str, perm: Perm) -> str:
+        if perm == identity(len(perm)) and tensor not in self.used:
+            self.used.add(tensor)
+            return tensor
+        suffix = {identity(4): "nchw", IMAGE: "nhwc"}.get(perm, "axes" + "".join(map(str, perm)))
+        return fresh_name(f"{tensor}.{suffix}", self.names)
+
+    def _type(self, tensor: str, perm: Perm) -> TensorType:
+        return TensorType(self.dtypes[tensor], permuted(self.shapes[tensor], perm))
+
+    def _emit(self, node: Node, inputs: Sequence[str], outputs: Sequence[str], **attrs: Any) -> None:
+        self.nodes.append(replace(node, inputs=tuple(inputs), outputs=tuple(outputs), attrs={**node.attrs, **attrs}))
+
+    # ---- nodes
+    def _sensitive(self, node: Node) -> None:
+        image, *others = node.inputs
+        inputs = [self.read(image, IMAGE), *(self._as_onnx(name) for name in others)]
+        self._emit(node, inputs, [self._made(node.outputs[0], IMAGE)], channels_last=1)
+
+    def _stuck(self, node: Node) -> None:
+        inputs = [self._as_onnx(name) for name in node.inputs]
+        if node.inputs and node.inputs[0] in self.scrambled:
+            inputs[1] = self._unscrambled(node)
+        outputs = [self._made(name, identity(len(self.shapes[name]))) if name else "" for name in node.outputs]
+        self._emit(node, inputs, outputs)
+
+    def _as_onnx(self, tensor: str) -> str:
+        if not tensor:
+            return ""
+        name = self.read(tensor, identity(len(self.shapes[tensor])))
+        if tensor in self.graph.outputs and name != tensor:     # a Transpose's input was made as it
+            self.nodes.append(Node("Identity", (name,), (tensor,), name=tensor))
+            self.types[tensor] = self.graph.types[tensor]
+            self.used.add(tensor)
+            self.forms[tensor][identity(len(self.shapes[tensor]))] = tensor
+            return tensor
+        return name
+
+    def _transpose(self, node: Node) -> None:
+        source, result = node.inputs[0], node.outputs[0]
+        perm = node.attrs["perm"]
+        self.forms[result] = {tuple(perm.index(axis) for axis in form): name
+                              for form, name in self.forms[source].items()}
+
+    def _reshape(self, node: Node) -> None:
+        source, result = node.inputs[0], node.outputs[0]
+        before, after, home = self.shapes[source], self.shapes[result], self._home(source)
+        trivial = moves_only_ones(home, before)
+        form = identity(len(after)) if trivial else reshaped(home, before, after)
+        if form is not None:
+            name = self.forms[source][home]
+        elif self._fold_into_readers(node):
+            form, name = identity(len(after)), self.forms[source][home]
+        else:
+            ahead = self._items_first(source)
+            form = reshaped(ahead, before, after)
+            form, name = (identity(len(after)), self._as_onnx(source)) if form is None else (
+                form, self.read(source, ahead))
+        self._emit(node, [name], [self._made(result, form)], shape=permuted(after, form))
+
+    def _fold_into_readers(self, node: Node) -> bool:
+        """[N, C, H, W] -> [N, CHW] read by products with constants only: the elements stay in the order they have, and
+        the columns of the weights are put in that order."""
+        source, result = node.inputs[0], node.outputs[0]
+        before, after, home = self.shapes[source], self.shapes[result], self._home(source)
+        readers = self.graph.consumers[result]
+        if len(after) != 2 or before[0] != after[0] or home[0] != 0 or result in self.graph.outputs or not readers:
+            return False
+        if not all(r.op == "Gemm" and not r.attrs.get("transA") and r.inputs[0] == result
+                   and self.graph.is_constant(r.inputs[1]) and r.inputs.count(result) == 1 for r in readers):
+            return False
+        self.scrambled[result] = order_of_elements(before, home)
+        return True
+
+    def _unscrambled(self, gemm: Node) -> str:
+        """The weights of a product, their columns in the order of the matrix it reads."""
+        order, weight = self.scrambled[gemm.inputs[0]], self.graph.constants[gemm.inputs[1]]
+        name = fresh_name(f"{gemm.outputs[0]}.weight", self.names)
+        self.constants[name] = weight[:, order] if gemm.attrs.get("transB") else weight[order]
+        return name
+
+    def _is_by_rows(self, node: Node) -> bool:
+        """A product by a constant matrix, a norm along the last axis: each row gives one, by itself."""
+        if node.op in NORMS:
+            return node.attrs.get("axis", -1) % self._rank(node) == self._rank(node) - 1 and len(node.outputs) == 1
+        return node.op == "MatMul" and self._rank(node) > 2 and getattr(
+            self.graph.constants.get(node.inputs[1]), "ndim", 0) == 2
+
+    def _by_rows(self, node: Node) -> None:
+        """In any form that leaves the rows' elements at the end."""
+        source, *others = node.inputs
+        last = self._rank(node) - 1
+        form = next((form for form in (self._home(source), self._items_first(source)) if form[-1] == last),
+                    identity(last + 1))
+        inputs = [self.read(source, form), *(self._as_onnx(name) for name in others)]
+        self._emit(node, inputs, [self._made(node.outputs[0], form)])
+
+    def _any_form(self, node: Node) -> None:
+        """Pointwise nodes, and those of _AXIS_OPS: same rank before and after."""
+        rank = len(self.shapes[node.outputs[0]])
+        full = [i for i in node.inputs if i and i not in self.graph.constants and len(self.shapes[i]) == rank]
+        form = self._cheapest_form(node, full, rank)
+        attrs = _AXIS_OPS[node.op](node.attrs, form) if node.op in _AXIS_OPS else {}
+        keep = node.op == "Gather"          # its indices are a list, not a tensor of the same form
+        part = self._operand if is_pointwise(node) else self.read       # only pointwise nodes broadcast
+        inputs = [self._as_onnx(i) if not i or keep and place else part(i, form) for place, i in enumerate(node.inputs)]
+        self._emit(node, inputs, [self._made(name, form) if name else "" for name in node.outputs], **attrs)
+
+    def _cheapest_form(self, node: Node, full: Sequence[str], rank: int) -> Perm:
+        """The form that moves the fewest elements; channels-last images where that is a tie."""
+        ahead = self._items_first(node.outputs[0])
+        homes = dict.fromkeys(self._home(tensor) for tensor in full)
+        choices = [form for form in homes if form[:1] == ahead[:1]] or [ahead]
+        if rank == 4 and node.outputs[0] in self.wants_image:
+            choices.append(IMAGE)
+            if all(form == identity(4) for form in choices[:-1]):
+                return IMAGE
+
+        def moves(tensor: str, form: Perm) -> bool:
+            home = self._home(tensor)
+            return form not in self.forms[tensor] and not moves_only_ones(step(home, form),
+                                                                          permuted(self.shapes[tensor], home))
+
+        def cost(form: Perm) -> tuple[int, bool]:
+            return sum(self._elements(tensor) for tensor in full if moves(tensor, form)), form != IMAGE
+        return min(choices, key=cost)
+
+    def _elements(self, tensor: str) -> int:
+        return math.prod(extent for extent in self.shapes[tensor] if not isinstance(extent, str))
+
+    def _operand(self, tensor: str, form: Perm) -> str:
+        """A tensor of any rank as it is read, by broadcasting, beside tensors of this form."""
+        shape = self.shapes[tensor]
+        full = (*(1,) * (len(form) - len(shape)), *shape)
+        if tensor in self.graph.constants:
+            return self._constant_operand(tensor, full, form)
+        if len(shape) == len(form):
+            return self.read(tensor, form)
+        if form == identity(len(form)):
+            return self._as_onnx(tensor)
+        wide = fresh_name(f"{tensor}.rank{len(form)}", self.names)
+        self.shapes[wide], self.dtypes[wide] = full, self.dtypes[tensor]
+        self.nodes.append(Node("Reshape", (self._as_onnx(tensor),), (self._made(wide, identity(len(form))),),
+                               {"shape": full}, wide))
+        return self.read(wide, form)
+
+    def _constant_operand(self, tensor: str, full: tuple[Dim, ...], form: Perm) -> str:
+        """Permuted, without leading axes of 1: a constant per channel becomes [C]."""
+        array = self.graph.constants[tensor].reshape([int(extent) for extent in full]).transpose(form)
+        while array.ndim > 1 and array.shape[0] == 1:
+            array = array[0]
+        if array.shape == self.graph.constants[tensor].shape and form == identity(len(form)):
+            return tensor
+        name = fresh_name(f"{tensor}.last", self.names)
+        self.constants[name] = np.ascontiguousarray(array)
+        return name
+
+    def _drops_axes(self, node: Node) -> None:
+        """Reductions that lose their axes, a Gather of one index."""
+        source, result = node.inputs[0], node.outputs[0]
+        home, rank = self._home(source), self._rank(node)
+        axes = [axis % rank for axis in _DROPS_AXES[node.op](node.attrs, rank)]
+        lost = rank - len(self.shapes[result])
+        if lost not in (0, len(axes)):
+            self._stuck(node)
+            return
+        form = without(home, axes) if lost else home
+        moved = tuple(home.index(axis) for axis in axes)
+        attrs = {"axes": tuple(sorted(moved))} if node.op.startswith("Reduce") else {"axis": moved[0]}
+        others = [self._as_onnx(name) for name in node.inputs[1:]]
+        self._emit(node, [self.read(source, home), *others], [self._made(result, form)], **attrs)
+
+
+def _move(source: str, result: str, perm: Perm, shape: Sequence[Dim]) -> Node:
+    """Transpose(source, perm) of a source of that shape: a Reshape if only axes of extent 1 move."""
+    if moves_only_ones(perm, tuple(shape)):
+        return Node("Reshape", (source,), (result,), {"shape": permuted(shape, perm)}, result)
+    return Node("Transpose", (source,), (result,), {"perm": perm}, result)
+
+
+def _wanting_images(graph: Graph) -> set[str]:
+    """Tensors that only end, perhaps by way of pointwise nodes, in layout-sensitive nodes: move them early, once."""
+    wanting: set[str] = set()
+    for node in reversed(graph.nodes):
+        passes_on = is_pointwise(node) and node.outputs[0] in wanting
+        for place, name in enumerate(node.inputs):
+            if name in graph.outputs or len(graph.types[name].shape if name else ()) != 4:
+                continue
+            if all((_is_sensitive(graph, r) and r.inputs[0] == name) or
+                   (is_pointwise(r) and r.outputs[0] in wanting) for r in graph.consumers[name]) \
+                    and (passes_on or _is_sensitive(graph, node) and place == 0):
+                wanting.add(name)
+    return wanting
+
+
+# ---- attributes that name axes, renumbered for a form
+Attrs = Mapping[str, Any]
+Renumber = Callable[[Attrs, Perm], dict[str, Any]]
+
+
+def _axis(default: int) -> Renumber:
+    return lambda attrs, form: {"axis": form.index(attrs.get("axis", default) % len(form))}
+
+
+def _axes(attrs: Attrs, form: Perm) -> dict[str, Any]:
+    return {"axes": tuple(form.index(axis % len(form)) for axis in attrs["axes"])}
+
+
+def _pads(attrs: Attrs, form: Perm) -> dict[str, Any]:
+    before, after = attrs["pads"][:len(form)], attrs["pads"][len(form):]
+    return {"pads": permuted(before, form) + permuted(after, form)}
+
+
+def _per_axis(key: str) -> Renumber:
+    return lambda attrs, form: {key: permuted(attrs[key], form)}
+
+
+_AXIS_OPS: Mapping[str, Renumber] = {
+    "Identity": lambda attrs, form: {},
+    "Concat": _axis(0),
+    "Split": _axis(0),
+    "Slice": _axes,
+    "Pad": _pads,
+    "Softmax": _axis(-1),
+    "LogSoftmax": _axis(-1),
+    "LpNormalization": _axis(-1),
+    "Gather": _axis(0),
+    "TopK": _axis(-1),
+    "Tile": _per_axis("repeats"),
+    "Expand": _per_axis("shape"),
+}
+_REDUCTIONS = ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2",
+               "ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp")
+_DROPS_AXES: Mapping[str, Callable[[Attrs, int], Sequence[int]]] = {
+    **dict.fromkeys(_REDUCTIONS, lambda attrs, rank: attrs.get("axes", range(rank))),
+    **dict.fromkeys(("ArgMax", "ArgMin", "Gather"), lambda attrs, rank: [attrs.get("axis", 0)]),
+}

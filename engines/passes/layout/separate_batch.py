@@ -1,0 +1,275 @@
+"""The batch is an axis of its own in every tensor, as kernels need it.
+
+Exporters merge it with other axes: the windows of images [16*batch, 49, 96], the heads of all items
+[12*batch, 128, 64], the rows of a linear layer [197*batch, 768]. An axis of k * batch is taken apart again into the
+axes it was made of, from the Reshape that merged it to the one that splits it:
+
+    Reshape [batch, 4, 7, C] -> [4*batch, 7, C]; Softmax(axis=2)   ->   (nothing); Softmax(axis=3) on [batch, 4, 7, C]
+
+A graph is rewritten wholly or, where a node does not let the axes stay apart, not at all.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from engines.errors import ModelError
+from engines.ir.graph import BATCH, Array, Dim, Graph, Node, TensorType
+from engines.ir.shapes import Extent, extent, text
+from engines.ops import describe
+from engines.passes.rewriting.facts import NORMS, is_pointwise
+from engines.passes.rewriting.notes import Note, note
+from engines.passes.rewriting.rewrite import fresh_name
+
+Group = tuple[Dim, ...]         # the axes that one axis of a tensor was made of
+
+
+class _Stuck(Exception):
+    """Why an axis cannot be taken apart."""
+
+
+def separate_batch(graph: Graph, log: list[Note] | None = None) -> Graph:
+    """The graph without axes of k * batch; as it is if there is none, or a node stands in the way (see the log)."""
+    if not any(_merged_axis(kind.shape) is not None for kind in graph.types.values()):
+        return graph
+    separator = _Separator(graph)
+    for node in graph.nodes:
+        try:
+            separator.visit(node)
+        except _Stuck as reason:
+            note(log, node, "separate_batch", str(reason))
+            return graph
+    if merged := [name for name in graph.outputs if name in separator.groups]:
+        note(log, graph.producer[merged[0]], "separate_batch", "an output of the model counts more than the batch")
+        return graph
+    return graph.rebuild(separator.nodes, separator.constants, separator.types)
+
+
+def check_batch(graph: Graph) -> Graph:
+    """The graph itself. ModelError for a tensor that is no batch of items of one shape."""
+    for node in graph.nodes:
+        for name in node.outputs:
+            symbols = [dim for dim in graph.shape(name) if isinstance(dim, str)]
+            if symbols not in ([], [BATCH]):
+                shape = text(graph.shape(name))
+                raise ModelError(f"{graph.name}: {describe(node)} makes a tensor of shape {shape}, but a tensor may "
+                                 "have one axis of the batch, and no other that depends on it; fix the batch: give the "
+                                 "input's whole shape with --shape")
+    return graph
+
+
+def _merged_axis(shape: Sequence[Dim]) -> int | None:
+    """The axis whose extent is k * batch, k > 1."""
+    for axis, dim in enumerate(shape):
+        if isinstance(size := extent(dim), Extent) and size.coefficient > 1 and not size.constant:
+            return axis
+    return None
+
+
+class _Separator:
+    """The nodes, constants and types of the new graph, as they grow. `groups`: of tensors that had a merged axis."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.groups: dict[str, tuple[int, Group]] = {}      # tensor -> its merged axis, and what that was made of
+        self.nodes: list[Node] = []
+        self.constants: dict[str, Array] = {}
+        self.types: dict[str, TensorType] = {}
+        self._taken = {*graph.types, *graph.constants}
+
+    def visit(self, node: Node) -> None:
+        """Adds the node, or what does its work on separate axes. Raises _Stuck."""
+        merged = any(name in self.groups for name in node.inputs)
+        if not merged and all(_merged_axis(self.graph.shape(name)) is None for name in node.outputs if name):
+            self.nodes.append(node)
+        elif node.op in _VISITS:
+            _VISITS[node.op](self, node)
+        elif is_pointwise(node):
+            self._broadcasts(node)
+        else:
+            raise _Stuck(f"{node.op} counts more than the batch")
+
+    # ---- shapes
+    def _separated(self, name: str) -> tuple[Dim, ...]:
+        """The shape that a tensor has in the new graph."""
+        shape = self.graph.shape(name)
+        if name not in self.groups:
+            return shape
+        axis, group = self.groups[name]
+        return (*shape[:axis], *group, *shape[axis + 1:])
+
+    def _axis(self, name: str, axis: int) -> int:
+        """Where an axis of the old shape stands in the new one."""
+        axis %= len(self.graph.shape(name))
+        if name not in self.groups:
+            return axis
+        merged, group = self.groups[name]
+        if axis == merged:
+            raise _Stuck("it works along the axis that counts the batch")
+        return axis + (len(group) - 1) * (axis > merged)
+
+    def _emit(self, node: Node, axis: int | None, group: Group) -> None:
+        """Adds a node all of whose outputs have the merged axis `axis`, made of `group`; None: they have none."""
+        for name in filter(None, node.outputs):
+            if axis is not None:
+                self.groups[name] = axis, group
+            self.types[name] = TensorType(self.graph.types[name].dtype, self._separated(name))
+        self.nodes.append(node)
+
+    def _fitted(self, name: str, behind: int, group: Group) -> str:
+        """An operand that broadcasts along the merged axis, which is the `behind`-th from the right."""
+        shape = self._separated(name)
+        if name in self.groups:
+            axis, own = self.groups[name]
+            if own != group or len(self.graph.shape(name)) - axis != behind:
+                raise _Stuck(f"'{name}' counts its axis otherwise")
+            return name
+        if len(shape) < behind:
+            return name
+        if shape[-behind] != 1:
+            raise _Stuck(f"'{name}' has another axis where others count the batch")
+        place = len(shape) - behind
+        return self._reshaped(name, (*shape[:place], *(1,) * len(group), *shape[place + 1:]))
+
+    def _reshaped(self, name: str, shape: tuple[Dim, ...]) -> str:
+        made = fresh_name(f"{name}.apart", self._taken)
+        if name in self.graph.constants:
+            self.constants[made] = self.graph.constants[name].reshape([int(d) for d in shape])
+        else:
+            self.types[made] = TensorType(self.graph.types[name].dtype, shape)
+            self.nodes.append(Node("Reshape", (name,), (made,), {"shape": shape}, made))
+        return made
+
+    # ---- operators
+    def _reshape(self, node: Node) -> None:
+        source, target = self._separated(node.inputs[0]), self.graph.shape(node.outputs[0])
+        axis = _merged_axis(target)
+        group = () if axis is None else _group_of(source, target, axis)
+        shape = target if axis is None else (*target[:axis], *group, *target[axis + 1:])
+        self._emit(replace(node, attrs={"shape": shape}), axis, group)
+
+    def _broadcasts(self, node: Node) -> None:
+        """Pointwise nodes, Expand, and products of two tensors of several axes."""
+        behind, group = self._of_inputs(node)
+        inputs = tuple(name and self._fitted(name, behind, group) for name in node.inputs)
+        shape = self.graph.shape(node.outputs[0])
+        axis = len(shape) - behind
+        target = {"shape": (*shape[:axis], *group, *shape[axis + 1:])} if "shape" in node.attrs else {}
+        self._emit(replace(node, inputs=inputs, attrs={**node.attrs, **target}), axis, group)
+
+    def _gather_elements(self, node: Node) -> None:
+        data = node.inputs[0]
+        if data not in self.groups:
+            raise _Stuck("its places count more than the batch, its data do not")
+        self._broadcasts(replace(node, attrs={**node.attrs, "axis": self._axis(data, node.attrs["axis"])}))
+
+    def _of_inputs(self, node: Node) -> tuple[int, Group]:
+        """The merged axis of the inputs, from the right, and what it was made of."""
+        for name in node.inputs:
+            if name in self.groups:
+                axis, group = self.groups[name]
+                return len(self.graph.shape(name)) - axis, group
+        raise _Stuck(f"{node.op} makes an axis that counts more than the batch")
+
+    def _product(self, node: Node) -> None:
+        left, right = node.inputs
+        behind, group = self._of_inputs(node)
+        if behind > 2:
+            self._broadcasts(node)
+        elif left in self.groups and right not in self.groups and behind == 2 and len(self.graph.shape(right)) == 2:
+            self._emit(node, self.groups[left][0], group)           # rows
+        else:
+            raise _Stuck("it multiplies along the axis that counts the batch")
+
+    def _gemm(self, node: Node) -> None:
+        """Rows times constant weights: with more axes it is a MatMul."""
+        x, weight, *bias = node.inputs
+        axis, group = self.groups[x]
+        if axis or weight not in self.graph.constants or node.attrs.get("alpha", 1) != 1 or node.attrs.get("transA"):
+            raise _Stuck("its factors are no rows and constant weights")
+        matrix = self.graph.constants[weight]
+        if node.attrs.get("transB"):
+            weight = fresh_name(f"{weight}.rows", self._taken)
+            self.constants[weight] = np.ascontiguousarray(matrix.T)
+        if not bias:
+            self._emit(Node("MatMul", (x, weight), node.outputs, {}, node.name, node.origin), axis, group)
+            return
+        product = fresh_name(f"{node.outputs[0]}.product", self._taken)
+        self.nodes.append(Node("MatMul", (x, weight), (product,), {}, product, node.origin))
+        self._emit(Node("Add", (product, *bias), node.outputs, {}, node.name, node.origin), axis, group)
+        self.types[product] = self.types[node.outputs[0]]
+
+    def _transpose(self, node: Node) -> None:
+        source = node.inputs[0]
+        merged, group = self.groups[source]
+        perm: list[int] = []
+        for axis in node.attrs["perm"]:
+            perm += range(merged, merged + len(group)) if axis == merged else [self._axis(source, axis)]
+        self._emit(replace(node, attrs={"perm": tuple(perm)}), tuple(node.attrs["perm"]).index(merged), group)
+
+    def _along_axis(self, node: Node) -> None:
+        """What works along one axis, and keeps the others."""
+        source = next(name for name in node.inputs if name in self.groups)
+        axis, group = self.groups[source]
+        if node.op == "Concat" and any(self.groups.get(name) != (axis, group) for name in node.inputs):
+            raise _Stuck("its parts count the batch in different ways")
+        if node.op in NORMS and node.attrs["axis"] % len(self.graph.shape(source)) <= axis:
+            raise _Stuck("it normalises over the batch")
+        attrs = {**node.attrs, "axis": self._axis(source, node.attrs.get("axis", 0 if node.op == "Split" else -1))}
+        self._emit(replace(node, attrs=attrs), axis, group)
+
+    def _along_axes(self, node: Node) -> None:
+        """Slices and reductions along axes that they name."""
+        source = node.inputs[0]
+        axis, group = self.groups[source]
+        if "axes" not in node.attrs:
+            raise _Stuck("it reduces over the batch")
+        old = [a % len(self.graph.shape(source)) for a in node.attrs["axes"]]
+        attrs = {**node.attrs, "axes": tuple(self._axis(source, a) for a in old)}
+        dropped = 0 if node.op == "Slice" or node.attrs.get("keepdims", 1) else sum(a < axis for a in old)
+        self._emit(replace(node, attrs=attrs), axis - dropped, group)
+
+    def _gather(self, node: Node) -> None:
+        data, indices = node.inputs
+        axis = node.attrs.get("axis", 0) % len(self.graph.shape(data))
+        if data not in self.groups:
+            place, group = self.groups[indices]
+            self._emit(node, axis + place, group)
+            return
+        if indices in self.groups:
+            raise _Stuck("data and indices both count the batch")
+        merged, group = self.groups[data]
+        moved = merged + (len(self.graph.shape(indices)) - 1) * (merged > axis)
+        self._emit(replace(node, attrs={**node.attrs, "axis": self._axis(data, axis)}), moved, group)
+
+
+def _group_of(source: Sequence[Dim], target: Sequence[Dim], axis: int) -> Group:
+    """What the merged axis of a Reshape's target is made of: (before, batch, behind) without ones.
+
+    source has the batch as an axis of its own; elements keep their order, so what stands before the batch in the source
+    and not before the axis in the target is inside the axis.
+    """
+    size = extent(target[axis])
+    assert isinstance(size, Extent)
+    if BATCH not in source:
+        raise _Stuck(f"{list(source)} has no axis of the batch")
+    outside = math.prod(int(d) for d in target[:axis])
+    before, rest = divmod(math.prod(int(d) for d in source[:source.index(BATCH)]), outside)
+    behind, more = divmod(size.coefficient, before or 1)
+    if rest or more or not before:
+        raise _Stuck(f"{list(target)} mixes the axes of {list(source)}")
+    return (*[before] * (before > 1), BATCH, *[behind] * (behind > 1))
+
+
+_VISITS: Mapping[str, Callable[[_Separator, Node], None]] = {
+    "Reshape": _Separator._reshape, "Transpose": _Separator._transpose, "MatMul": _Separator._product,
+    "Gemm": _Separator._gemm, "Gather": _Separator._gather,
+    "GatherElements": _Separator._gather_elements, "Expand": _Separator._broadcasts,
+    **dict.fromkeys(("Softmax", "LogSoftmax", *NORMS, "LpNormalization", "Concat", "Split", "ArgMax",
+                     "ArgMin", "CumSum"), _Separator._along_axis),
+    **dict.fromkeys(("Slice", "ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2",
+                     "ReduceSumSquare", "ReduceLogSumExp"), _Separator._along_axes),
+}

@@ -1,0 +1,205 @@
+"""The stored type of every edge, and the arithmetic of every node.
+
+    activations   u8 = saturate(round(x / scale) + zero_point)      scale = (high - low) / 255, one per tensor
+    weights       s8 = round(w / scale[o])                          scale[o] = max |w[o]| / 127, one per output channel
+
+The range always holds 0, which is exact: padding with the zero point is padding with zero. A tensor that is never
+negative has zero point 0 and all of 0..255. Contractions by constant weights compute in int8, and products of tensors
+that are all stored so; their bias, what follows them in a body, and all other nodes compute in float between a
+dequantisation and a quantisation.
+"""
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from engines.errors import ConfigError
+from engines.ir.graph import Array, Graph, Node, QParams, TensorType
+from engines.passes.fusion.vertical import WEIGHTED
+from engines.passes.half_precision import FLOAT, is_float
+from engines.passes.quantization.storage import classes, computes_by, is_image, reading, with_conversions
+from engines.passes.rewriting.facts import ATTENTION, is_product
+from engines.passes.rewriting.notes import Note, note
+from engines.passes.rewriting.rewrite import fresh_name
+from engines.passes.rules.pad import never_negative
+
+Ranges = Mapping[str, tuple[float, float]]
+SUMS = 1 << 31              # of an int8 contraction stay below
+FLOAT_PRECISIONS = ("fp32", "fp16", "bf16")
+_OUTPUT_AXIS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 0, "MatMul": 1}      # of the weights
+
+
+def edges_to_calibrate(graph: Graph) -> tuple[str, ...]:
+    """The float tensors of an optimised graph that an int8 build may store in 8 bits."""
+    anchors = _contractions(graph, ())
+    names = [name for group in classes(graph) if _is_worth_it(graph, group, anchors) for name in group]
+    inputs = [node.anchor.inputs[0] for node in anchors]
+    return tuple(dict.fromkeys((*names, *inputs)))
+
+
+def quantize(graph: Graph, ranges: Ranges, keep_float: Collection[str] = (), log: list[Note] | None = None) -> Graph:
+    """An optimised graph with its edges stored as uint8 and its contractions in int8, as far as ranges are known.
+
+    ranges: tensor -> (low, high) of its real values, from calibration. keep_float: ONNX nodes that stay float.
+    Raises ConfigError for a name in keep_float that no node stands for.
+    """
+    if unknown := set(keep_float) - {name for node in graph.nodes for name in node.origin}:
+        raise ConfigError(f"no node of {graph.name} is called '{min(unknown)}'; keep_float takes names of ONNX nodes")
+    anchors = _contractions(graph, keep_float)
+    stored = _stored_types(graph, ranges, anchors)
+    graph = graph.rebuild(graph.nodes, types=stored)
+    refused = {node.outputs: reason for node in anchors if (reason := _why_float(graph, node, ranges))}
+    chosen = [node for node in anchors if node.outputs not in refused]
+    for node in anchors:
+        if node.outputs in refused:
+            note(log, node, "quantize", f"stays float: {refused[node.outputs]}")
+    wanted = {id(node): _input_type(graph, node, ranges) or _as_float(graph, node) for node in chosen}
+    wanted |= {id(node): _as_float(graph, node) for node in graph.nodes
+               if _is_weighted(node) and node not in chosen and not is_product(graph, node)}
+    names = {node.outputs for node in chosen}
+    graph = _with_int8_weights(with_conversions(graph, wanted), names)
+    return graph.rebuild(replace(node, precision="int8") if _is_exact(graph, node) and not set(node.origin) & set(
+        keep_float) else node for node in graph.nodes)
+
+
+def set_float_precision(graph: Graph, precision: str) -> Graph:
+    """The graph with every edge that allows it stored in a float precision, and its contractions computed in it.
+
+    fp16 edges have dtype float16; bf16 ones ml_dtypes.bfloat16, NumPy's dtype of that name. Inputs, outputs and what
+    kernels do not run on stored types stay float32.
+    """
+    if precision not in FLOAT_PRECISIONS:
+        raise ConfigError(f"'{precision}' is no float precision; those are {', '.join(FLOAT_PRECISIONS)}")
+    if precision == "fp32":
+        return graph
+    dtype = np.dtype(np.float16) if precision == "fp16" else _bfloat16()
+    types = {name: replace(graph.types[name], dtype=dtype) for group in classes(graph) for name in group}
+    graph = graph.rebuild(graph.nodes, types=types)
+    anchors = _contractions(graph, ())
+    wanted = {id(node): replace(graph.types[node.anchor.inputs[0]], dtype=dtype) for node in anchors}
+    others = [node for node in graph.nodes if node.op == "Recurrence" or is_product(graph, node)]
+    names = {node.outputs for node in (*anchors, *others)}
+    graph = with_conversions(graph, wanted)
+    return graph.rebuild(replace(node, precision=precision) if node.outputs in names else node for node in graph.nodes)
+
+
+def _bfloat16() -> np.dtype[Any]:
+    import ml_dtypes  # here, for a server that only runs plans does without
+
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return dtype
+
+
+# ---- what is quantised
+def _is_weighted(node: Node) -> bool:
+    return node.anchor.op in WEIGHTED
+
+
+def _contractions(graph: Graph, keep_float: Collection[str]) -> list[Node]:
+    return [node for node in graph.nodes if computes_by(graph, node) and not set(node.origin) & set(keep_float)
+            and is_float(graph.types[node.anchor.inputs[0]]) and not graph.is_constant(node.anchor.inputs[0])]
+
+
+def _is_worth_it(graph: Graph, group: Collection[str], anchors: Collection[Node]) -> bool:
+    """Images are, for their bytes; a vector only if a contraction reads it. A gate of one pixel stays exact."""
+    read = {node.anchor.inputs[0] for node in anchors}
+    return any(name in read or is_image(graph, name) for name in group)
+
+
+def _stored_types(graph: Graph, ranges: Ranges, anchors: Collection[Node]) -> dict[str, TensorType]:
+    types: dict[str, TensorType] = {}
+    for group in classes(graph):
+        known = [_bounded(graph, name, ranges[name]) for name in group if name in ranges]
+        if known and _is_worth_it(graph, group, anchors):
+            quant = activation_params(min(low for low, _ in known), max(high for _, high in known))
+            types |= {name: replace(graph.types[name], quant=quant) for name in group}
+    return types
+
+
+def _bounded(graph: Graph, name: str, span: tuple[float, float]) -> tuple[float, float]:
+    """A range without the negative values that a histogram's bins may add to a tensor that has none."""
+    node = graph.producer.get(name)
+    last = node.body[-1] if node is not None and node.body else node
+    never = last is not None and (last.op == "Relu" or never_negative(graph, name) and not (node and node.body))
+    return (max(span[0], 0.0), max(span[1], 0.0)) if never else span
+
+
+def activation_params(low: float, high: float) -> QParams:
+    """uint8 over [low, high], widened to hold 0; 0 is exact."""
+    low, high = min(low, 0.0), max(high, 0.0)
+    scale = float(np.float32((high - low) / 255)) or 1.0 / 255
+    return QParams((scale,), (int(np.clip(round(-low / scale), 0, 255)),), "uint8")
+
+
+def _input_type(graph: Graph, node: Node, ranges: Ranges) -> TensorType | None:
+    """How an int8 contraction reads its input: as it is stored, or converted from float. None: no range is known."""
+    name = node.anchor.inputs[0]
+    kind = graph.types[name]
+    if kind.quant is not None:
+        return kind
+    return replace(kind, quant=activation_params(*ranges[name])) if name in ranges else None
+
+
+def _why_float(graph: Graph, node: Node, ranges: Ranges) -> str:
+    """Why a contraction does not compute in int8; "" if it does."""
+    name, weight = node.anchor.inputs[:2]
+    if _input_type(graph, node, ranges) is None:
+        return f"no range is known for its input '{name}'"
+    if not sums_fit(graph.constants[weight], _OUTPUT_AXIS[node.anchor.op]):
+        return f"so many products with '{weight}' may add up to more than an int32 holds"
+    return ""
+
+
+def sums_fit(weight: Array, axis: int) -> bool:
+    """Whether no sum of bytes times these weights, as int8, leaves int32, whatever the bytes and in whatever order."""
+    depth = weight.size // weight.shape[axis]
+    if 255 * 127 * depth < SUMS:
+        return True
+    rows = np.moveaxis(weight, axis, 0).reshape(weight.shape[axis], -1)
+    largest = np.maximum(np.abs(rows).max(axis=1), np.finfo(np.float32).tiny)
+    one_sided = (np.maximum(sign * rows, 0).sum(axis=1, dtype=np.float64) / largest for sign in (1, -1))
+    return bool(255 * (127 * np.maximum(*one_sided).max() + depth / 2) < SUMS)      # depth / 2: of rounding
+
+
+def _as_float(graph: Graph, node: Node) -> TensorType:
+    return replace(graph.types[node.anchor.inputs[0]], quant=None)
+
+
+def _is_exact(graph: Graph, node: Node) -> bool:
+    """Whether a node without constant weights computes in int8: a product does if its factors are stored in 8 bits, as
+    they are, so nothing more is lost."""
+    factors = node.anchor.inputs[:3 if node.anchor.op == ATTENTION else 2]
+    return node.op == "Recurrence" or is_product(graph, node) and all(graph.types[name].quant for name in factors)
+
+
+# ---- weights
+def weight_params(weight: Array, axis: int) -> QParams:
+    """int8, symmetric, one scale for each index of `axis`; a channel of zeros has scale 1."""
+    largest = np.abs(weight).max(axis=tuple(i for i in range(weight.ndim) if i != axis))
+    scales = np.where(largest > 0, largest / 127, 1).astype(np.float32)
+    return QParams(tuple(map(float, scales)), (0,) * len(scales), "int8", axis)
+
+
+def _with_int8_weights(graph: Graph, chosen: Collection[tuple[str, ...]]) -> Graph:
+    """The nodes that make `chosen` outputs read int8 weights and compute in int8."""
+    taken = {*graph.types, *graph.constants}
+    constants: dict[str, Array] = {}
+    types: dict[str, TensorType] = {}
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        if node.outputs in chosen:
+            source = node.anchor.inputs[1]
+            weight = graph.constants[source]
+            quant = weight_params(weight, _OUTPUT_AXIS[node.anchor.op])
+            name = fresh_name(f"{source}.int8", taken)
+            columns = [-1 if axis == quant.axis else 1 for axis in range(weight.ndim)]
+            scale = np.array(quant.scale, np.float32).reshape(columns)
+            steps = weight / scale
+            constants[name] = np.clip(np.rint(steps, out=steps), -127, 127, out=steps).astype(np.int8)
+            types[name] = TensorType(FLOAT, weight.shape, quant)
+            node = replace(reading(node, {source: name}), precision="int8")
+        nodes.append(node)
+    return graph.rebuild(nodes, constants, types)

@@ -1,0 +1,118 @@
+"""Which edges may be stored in another type than float32, and which of them must be stored alike.
+
+Tensors that share memory (the parts of a Concat or Split) or whose elements are only moved or selected are one class:
+one type, one scale. A class stays float32 if any of its tensors is an input or output of the graph, or is touched by a
+node that kernels do not run on stored types.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from engines.ir.graph import Graph, Node, TensorType
+from engines.passes.fusion.vertical import EPILOGUE, WEIGHTED
+from engines.passes.half_precision import FLOAT, is_float
+from engines.passes.rewriting.facts import ATTENTION, is_view_of_input, is_view_of_output, pads_with_zeros
+from engines.passes.rewriting.rewrite import fresh_name
+
+_SHARING = frozenset({"Concat", "Split", "Slice", "Gather", "Reshape", "MaxPool", "GlobalMaxPool", "DepthToSpace",
+                      "SpaceToDepth"})
+_CONVERTING = WEIGHTED | EPILOGUE | {"Fused", "Identity", "Transpose", "AveragePool", "GlobalAveragePool", "Resize"}
+
+
+def classes(graph: Graph) -> list[tuple[str, ...]]:
+    """The classes of edges that may change their type, each in order of the graph."""
+    edges = [name for node in graph.nodes for name in node.outputs if name]
+    parent = {name: name for name in (*graph.inputs, *edges)}
+
+    def root(name: str) -> str:
+        while parent[name] != name:
+            parent[name] = parent[parent[name]]
+            name = parent[name]
+        return name
+
+    fixed = {name for name in parent if graph.types[name].dtype != FLOAT}.union(graph.inputs, graph.outputs)
+    for node in graph.nodes:
+        touched = [name for name in (*node.inputs, *node.outputs) if name in parent]
+        if node.op in _SHARING or pads_with_zeros(node) or _is_view(graph, node):
+            data = [name for name in touched if graph.types[name].dtype == FLOAT]
+            for name in data[1:]:
+                parent[root(name)] = root(data[0])
+            if any(graph.is_constant(name) and graph.types[name].dtype == FLOAT for name in node.inputs):
+                fixed.update(touched)               # a constant part of a Concat, a table of embeddings
+        elif node.op == ATTENTION:
+            fixed.update(name for name in node.inputs[3:] if name in parent)        # the mask
+        elif node.op == "Recurrence":
+            fixed.update(name for name in touched if name != node.outputs[0])
+        elif not _converts(graph, node):
+            fixed.update(touched)
+    still = {root(name) for name in fixed}
+    members: dict[str, list[str]] = {}
+    for name in edges:
+        if root(name) not in still:
+            members.setdefault(root(name), []).append(name)
+    return [tuple(names) for names in members.values()]
+
+
+def _converts(graph: Graph, node: Node) -> bool:
+    """Whether its kernel reads and writes every stored type."""
+    if node.op == "Cast":
+        return all(is_float(graph.types[name]) for name in (*node.inputs, *node.outputs))
+    return node.op in _CONVERTING
+
+
+def _is_view(graph: Graph, node: Node) -> bool:
+    return node.op == "Transpose" and (is_view_of_input(graph, node) or is_view_of_output(graph, node))
+
+
+def is_image(graph: Graph, name: str) -> bool:
+    """Large enough that its bytes matter: more than one pixel an item."""
+    return len(shape := graph.shape(name)) > 2 and any(extent != 1 for extent in shape[1:-1])
+
+
+def computes_by(graph: Graph, node: Node) -> bool:
+    """Whether the node is a contraction by constant weights that kernels run in every precision."""
+    anchor = node.anchor
+    if anchor.op not in WEIGHTED or not graph.is_constant(anchor.inputs[1]):
+        return False
+    if not graph.constants[anchor.inputs[1]].size:
+        return False
+    if anchor.op == "Conv":
+        return bool(anchor.attrs.get("channels_last"))
+    if anchor.op == "ConvTranspose":
+        return bool(anchor.attrs.get("channels_last")) and anchor.attrs.get("group", 1) == 1
+    return graph.constants[anchor.inputs[1]].ndim == 2
+
+
+def with_conversions(graph: Graph, wanted: Mapping[int, TensorType]) -> Graph:
+    """Node `id` reads its data input as the given type: an Identity before it converts what is stored otherwise."""
+    taken = {*graph.types, *graph.constants}
+    made: dict[tuple[str, TensorType], str] = {}
+    types: dict[str, TensorType] = {}
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        kind = wanted.get(id(node))
+        source = node.anchor.inputs[0] if node.anchor.inputs else ""
+        if kind is not None and graph.types[source] != kind:
+            if (source, kind) not in made:
+                name = fresh_name(f"{source}.{kind.quant.dtype if kind.quant else kind.dtype}", taken)
+                made[source, kind], types[name] = name, kind
+                nodes.append(Node("Identity", (source,), (name,), name=name))
+            node = reading(node, {source: made[source, kind]})
+        nodes.append(node)
+    return graph.rebuild(nodes, types=types)
+
+
+def reading(node: Node, names: Mapping[str, str]) -> Node:
+    """The node whose anchor reads other tensors; a body's later nodes go on reading what they read."""
+    anchor = replace(node.anchor, inputs=_renamed(node.anchor.inputs, names))
+    if not node.body:
+        return anchor
+    body = (anchor, *node.body[1:])
+    made = {name for part in body for name in part.outputs}
+    inputs = dict.fromkeys(name for part in body for name in part.inputs if name and name not in made)
+    return replace(node, inputs=tuple(inputs), body=body)
+
+
+def _renamed(inputs: Iterable[str], names: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(names.get(name, name) for name in inputs)

@@ -1,0 +1,62 @@
+"""Common subexpressions: nodes that compute the same from the same are one node; equal constants are one constant."""
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from engines.ir.graph import Array, Graph, Node
+from engines.passes.rewriting.rewrite import COMMUTATIVE, rename
+
+_RANDOM = ("Random", "Bernoulli", "Multinomial", "Dropout")
+
+
+def merge_common(graph: Graph) -> Graph:
+    aliases: dict[str, str] = {}
+    for names in _look_alikes(graph.constants):
+        first_of: dict[bytes, str] = {}
+        for name in names if len(names) > 1 else ():
+            first = first_of.setdefault(graph.constants[name].tobytes(), name)
+            if first != name and name not in graph.outputs:
+                aliases[name] = first
+    seen: dict[Hashable, Node] = {}
+    kept: list[Node] = []
+    for node in graph.nodes:
+        node = replace(node, inputs=tuple(aliases.get(i, i) for i in node.inputs))
+        first_node = seen.setdefault(_key(node), node) if _repeatable(node) else node
+        if first_node is node:
+            kept.append(node)
+        else:
+            aliases.update(zip(node.outputs, first_node.outputs, strict=True))
+    return graph.rebuild(rename(graph, kept, aliases)) if aliases else graph
+
+
+def _look_alikes(constants: Mapping[str, Array]) -> Iterable[list[str]]:
+    """Names of constants that may be equal, in order: most others differ in their first row, which is soon compared."""
+    found: dict[Hashable, list[str]] = {}
+    for name, array in constants.items():
+        row = array[(0,) * (array.ndim - 1)].tobytes() if array.size else b""
+        found.setdefault((str(array.dtype), array.shape, row), []).append(name)
+    return found.values()
+
+
+def _repeatable(node: Node) -> bool:
+    return not node.op.startswith(_RANDOM) and all(node.outputs)
+
+
+def _key(node: Node) -> Hashable:
+    inputs = tuple(sorted(node.inputs)) if node.op in COMMUTATIVE else node.inputs
+    return node.op, inputs, len(node.outputs), _frozen(node.attrs)
+
+
+def _frozen(value: Any) -> Hashable:
+    """An attribute as something that can be compared and hashed by value."""
+    if isinstance(value, Mapping):
+        return tuple(sorted((key, _frozen(item)) for key, item in value.items()))
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.shape, value.tobytes()
+    if isinstance(value, list | tuple):
+        return tuple(map(_frozen, value))
+    return value if isinstance(value, Hashable) else repr(value)

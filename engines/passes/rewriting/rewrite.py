@@ -1,0 +1,259 @@
+"""Rewriting by rules: a rule has a pattern, may refuse with a reason, and drafts what stands in its place.
+
+    class ConvRelu(Rule):
+        pattern = P("Relu", P("Conv", bind="conv"))
+        def check(self, match): return True or No("why not")
+        def rewrite(self, match, draft): draft.finish("ConvRelu", match["conv"].inputs)
+
+A round is one sweep over the nodes and one rebuild; rounds repeat until nothing changes. (Restarting after each match
+instead costs seconds on a graph of a thousand nodes.) Within a round a node takes part in one match at most, so a
+rule always sees the graph it was matched on.
+
+The last node drafted takes the outputs of the pattern's root, so tables keyed by tensor name stay true; every drafted
+node inherits the origins of all that was matched.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, permutations
+from types import EllipsisType
+from typing import Any
+
+from engines.ir.graph import Array, Graph, Node, TensorType, verify
+from engines.passes.rewriting.notes import Note, note
+
+COMMUTATIVE = frozenset({"Add", "Mul", "Max", "Min"})
+
+
+@dataclass(frozen=True)
+class No:
+    """Why a rule does not apply; falsy."""
+    reason: str
+
+    def __bool__(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A pattern's operand that must be a constant."""
+    bind: str
+
+
+@dataclass(frozen=True)
+class Value:
+    """A pattern's operand that may be anything; bound twice, it must be the same tensor."""
+    bind: str
+
+
+class P:
+    """A node of a pattern: one of the ops named (`"Conv Gemm"`), with these operands.
+
+    Operands left out, and `...`, match anything. What an inner node makes may be read by the pattern alone.
+    """
+
+    def __init__(self, ops: str, *inputs: P | Constant | Value | EllipsisType, bind: str = "") -> None:
+        self.ops = frozenset(ops.split())
+        self.inputs = inputs
+        self.bind = bind
+
+
+@dataclass(frozen=True)
+class Match:
+    """Where a pattern was found. `match["conv"]` is the node, `match.value("x")` the tensor bound to that name."""
+    graph: Graph
+    root: Node
+    nodes: tuple[Node, ...]             # all that match, root first; they are replaced
+    bound: Mapping[str, Node]
+    values: Mapping[str, str]
+
+    def __getitem__(self, bind: str) -> Node:
+        return self.bound[bind]
+
+    def value(self, bind: str) -> str:
+        return self.values[bind]
+
+    def constant(self, bind: str) -> Array:
+        return self.graph.constants[self.values[bind]]
+
+    def shape(self, name: str) -> tuple[int | str, ...]:
+        return self.graph.types[name].shape
+
+
+class Rule:
+    """A rewriting rule: see the module's text."""
+    pattern: P
+
+    def check(self, match: Match) -> bool | No:
+        return True
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        raise NotImplementedError
+
+
+class Draft:
+    """What a rule puts in place of its match. New tensors are named after the tensor that the match makes."""
+
+    def __init__(self, match: Match, taken: set[str]) -> None:
+        self._match = match
+        self._taken = taken                 # every tensor name in use; shared by the drafts of a round
+        self.nodes: list[Node] = []
+        self.constants: dict[str, Array] = {}
+        self.types: dict[str, TensorType] = {}
+        self.alias: str | None = None
+
+    def constant(self, suffix: str, array: Array) -> str:
+        """Adds a constant; returns its name."""
+        name = self._fresh(suffix)
+        self.constants[name] = array
+        return name
+
+    def node(self, op: str, inputs: Sequence[str], made: TensorType, attrs: Mapping[str, Any] | None = None) -> str:
+        """Adds a node that makes one inner tensor; returns that tensor's name."""
+        name = self._fresh(op.lower())
+        self.types[name] = made
+        self.nodes.append(Node(op, tuple(inputs), (name,), attrs or {}, name, self._origin()))
+        return name
+
+    def finish(self, op: str, inputs: Sequence[str], attrs: Mapping[str, Any] | None = None) -> None:
+        """Adds the node that makes what the match's root made."""
+        root = self._match.root
+        self.nodes.append(Node(op, tuple(inputs), root.outputs, attrs or {}, root.name, self._origin()))
+
+    def absorb(self, *nodes: Node) -> None:
+        """What is drafted stands for these too, though others may read what they make: they go if nobody does."""
+        self._match = replace(self._match, nodes=(*self._match.nodes, *nodes))
+
+    def same_as(self, name: str) -> None:
+        """What the match made is the tensor `name`: its readers read that instead."""
+        self.alias = name
+
+    def _origin(self) -> tuple[str, ...]:
+        return merged_origin(self._match.nodes[::-1])
+
+    def _fresh(self, suffix: str) -> str:
+        return fresh_name(f"{self._match.root.outputs[0]}.{suffix}", self._taken)
+
+
+def fresh_name(wanted: str, taken: set[str]) -> str:
+    """`wanted`, or with a number behind it if the name is taken; marks it as taken."""
+    name = next(n for i in count() if (n := f"{wanted}.{i}" if i else wanted) not in taken)
+    taken.add(name)
+    return name
+
+
+def merged_origin(nodes: Sequence[Node]) -> tuple[str, ...]:
+    """The ONNX nodes that all of `nodes` stand for, in order, each once."""
+    return tuple(dict.fromkeys(name for node in nodes for name in node.origin))
+
+
+def find(graph: Graph, root: Node, pattern: P) -> Match | None:
+    """The match of `pattern` whose last node is `root`, if there is one."""
+    return _match_node(root, pattern, Match(graph, root, (), {}, {}))
+
+
+def _match_node(node: Node, pattern: P, so_far: Match) -> Match | None:
+    if node.op not in pattern.ops or len(node.inputs) < len(pattern.inputs):
+        return None
+    bound = {**so_far.bound, pattern.bind: node} if pattern.bind else so_far.bound
+    here = replace(so_far, nodes=(*so_far.nodes, node), bound=bound)
+    commutes = node.op in COMMUTATIVE and len(pattern.inputs) == len(node.inputs) == 2
+    for inputs in permutations(node.inputs) if commutes else (node.inputs,):
+        found: Match | None = here
+        for name, part in zip(inputs, pattern.inputs, strict=False):
+            found = found and _match_operand(name, part, found)
+        if found:
+            return found
+    return None
+
+
+def _match_operand(name: str, part: P | Constant | Value | EllipsisType, so_far: Match) -> Match | None:
+    graph = so_far.graph
+    if isinstance(part, P):
+        node = graph.producer.get(name)
+        if node is None or len(node.outputs) > 1 or name in graph.outputs or len(graph.consumers[name]) != 1:
+            return None                     # a value that is seen from outside cannot be replaced
+        return _match_node(node, part, so_far)
+    if isinstance(part, EllipsisType):
+        return so_far
+    if isinstance(part, Constant) and not graph.is_constant(name) or so_far.values.get(part.bind, name) != name:
+        return None
+    return replace(so_far, values={**so_far.values, part.bind: name})
+
+
+def apply(graph: Graph, rules: Sequence[Rule], log: list[Note] | None = None) -> Graph:
+    """The graph after rounds of `rules` (earlier rules first at each node) until none applies; verified."""
+    while (after := _sweep(graph, rules, log)) is not None:
+        graph = verify(after)
+    return graph
+
+
+def _sweep(graph: Graph, rules: Sequence[Rule], log: list[Note] | None) -> Graph | None:
+    """One round; None if nothing applied."""
+    by_op: dict[str, list[Rule]] = {}
+    for rule in rules:
+        for op in rule.pattern.ops:
+            by_op.setdefault(op, []).append(rule)
+    taken_names = {*graph.inputs, *graph.types, *graph.constants}
+    drafts: dict[int, Draft] = {}           # by id of the root node
+    gone: set[int] = set()
+    for node in graph.nodes:
+        for rule in by_op.get(node.op, ()):
+            match = find(graph, node, rule.pattern)
+            if match is None or any(id(part) in gone for part in match.nodes):
+                continue
+            verdict = rule.check(match)
+            if not verdict:
+                if isinstance(verdict, No):
+                    note(log, node, type(rule).__name__, verdict.reason)
+                continue
+            draft = Draft(match, taken_names)
+            rule.rewrite(match, draft)
+            drafts[id(node)] = draft
+            gone.update(id(part) for part in match.nodes)
+            break
+    return _rebuilt(graph, drafts, gone) if drafts else None
+
+
+def _rebuilt(graph: Graph, drafts: Mapping[int, Draft], gone: set[int]) -> Graph:
+    nodes: list[Node] = []
+    aliases: dict[str, str] = {}
+    for node in graph.nodes:
+        if draft := drafts.get(id(node)):
+            nodes.extend(draft.nodes)
+            if draft.alias is not None:
+                aliases[node.outputs[0]] = draft.alias
+        elif id(node) not in gone:
+            nodes.append(node)
+    constants = {name: array for draft in drafts.values() for name, array in draft.constants.items()}
+    types = {name: made for draft in drafts.values() for name, made in draft.types.items()}
+    return graph.rebuild(rename(graph, nodes, aliases), constants, types)
+
+
+def rename(graph: Graph, nodes: Sequence[Node], aliases: Mapping[str, str]) -> list[Node]:
+    """`nodes` with every reader of a key of `aliases` reading its value instead.
+
+    A graph output keeps its name: there the node that makes the value makes the output's name instead, and where
+    that cannot be (the value is itself an input, a constant or an output) an Identity stays.
+    """
+    target = {name: _chase(name, aliases) for name in aliases}
+    made = {output for node in nodes for output in node.outputs}
+    kept: list[Node] = []
+    for output in graph.outputs:
+        if (value := target.get(output)) is None:
+            continue
+        if value in made and value not in graph.outputs and value not in target:
+            target[value] = output
+            target = {name: output if to == value else to for name, to in target.items() if name != output}
+        else:
+            kept.append(Node("Identity", (value,), (output,), name=output))
+    read = [replace(node, inputs=tuple(target.get(i, i) for i in node.inputs),
+                    outputs=tuple(target.get(o, o) for o in node.outputs)) for node in nodes]
+    return [*read, *kept]
+
+
+def _chase(name: str, aliases: Mapping[str, str]) -> str:
+    while name in aliases:
+        name = aliases[name]
+    return name

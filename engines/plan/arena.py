@@ -1,0 +1,155 @@
+"""Where buffers lie in the memory of a context.
+
+With reuse, buffers that are never alive together share memory: placed greedily from the largest to the smallest, each
+in the tightest gap that the buffers alive with it leave (greedy by size for offset calculation: Pisarchyk and Lee,
+"Efficient Memory Management for Deep Neural Net Inference", 2020). Without reuse, they follow each other.
+"""
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.errors import PlanError
+from engines.plan.plan import Buffer, Fill, TensorView
+
+LINE = 64
+PAGE = 4096
+COLOURS = 32            # of the 64 lines of a page
+HUGE_PAGE = 2 << 20
+MADV_HUGEPAGE = 14      # Linux's number; Python's mmap names it only where the C library's headers do
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The offset of each buffer, in the order of Plan.buffers, and the bytes of them all."""
+    offsets: tuple[int, ...]
+    total: int
+    one_item: frozenset[int] = frozenset()      # buffers with room for one item, whatever the batch
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Buffers that share one address, and the steps between which it is taken (both included)."""
+    members: tuple[int, ...]
+    bytes: int
+    first: int
+    last: int
+
+
+def plan_memory(buffers: Sequence[Buffer], fills: Sequence[Fill], reuse: bool = True) -> Layout:
+    """Offsets such that no two buffers alive together overlap, and no step overwrites a halo.
+
+    Offsets are multiples of 64. Buffers of a page and more have pages of their own, and begin at different lines of
+    their first one: tensors of equal shape would otherwise meet in the same few cache sets. Inputs keep their memory to
+    the end, so that a context may run on them again.
+    """
+    blocks = _share(buffers, fills) if reuse else [_Block((i,), b.bytes, 0, 0) for i, b in enumerate(buffers)]
+    order = sorted(blocks, key=lambda block: (-block.bytes, block.first)) if reuse else blocks
+    offsets = [0] * len(buffers)
+    placed: list[tuple[int, int, _Block]] = []
+    for turn, block in enumerate(order):
+        large = block.bytes >= PAGE
+        colour = turn * 5 % COLOURS * LINE if large else 0
+        # A large block's room is the same whatever its colour, so that blocks of one size can follow each other in it.
+        size = -(-(block.bytes + (COLOURS - 1) * LINE) // PAGE) * PAGE if large else block.bytes
+        start = _place(block, size, PAGE if large else LINE, placed)
+        placed.append((start, start + size, block))
+        for member in block.members:
+            offsets[member] = start + colour
+    return Layout(tuple(offsets), max((end for _, end, _ in placed), default=0))
+
+
+def _share(buffers: Sequence[Buffer], fills: Sequence[Fill]) -> list[_Block]:
+    """A block for each buffer; those with halos of one geometry, alive one after the other, are one."""
+    halos = _halos(fills)
+    end = max((buffer.last for buffer in buffers), default=0)
+    blocks: list[_Block] = []
+    by_halo: dict[object, list[_Block]] = {}
+    for i, buffer in sorted(enumerate(buffers), key=lambda item: item[1].first):
+        life = _Block((i,), buffer.bytes, buffer.first, end if buffer.first < 0 else buffer.last)
+        if i in halos:
+            slots = by_halo.setdefault((halos[i], buffer.bytes), [])
+            free = next((k for k, slot in enumerate(slots) if slot.last < life.first), len(slots))
+            if free < len(slots):       # of a buffer that died before this one is born
+                life = replace(slots[free], members=(*slots[free].members, i), last=life.last)
+            slots[free:free + 1] = [life]
+        else:
+            blocks.append(life)
+    # A halo is written once, so nothing else may ever lie there.
+    forever = [replace(slot, first=-1, last=end) for slots in by_halo.values() for slot in slots]
+    return blocks + forever
+
+
+def _halos(fills: Sequence[Fill]) -> dict[int, frozenset[Fill]]:
+    """Buffer -> its fills without the names: equal if and only if one may stand in for the other."""
+    found: dict[int, set[Fill]] = {}
+    for fill in fills:
+        anonymous = replace(fill, view=replace(fill.view, name="", buffer=0, quant=None))
+        found.setdefault(fill.view.buffer, set()).add(anonymous)
+    return {buffer: frozenset(group) for buffer, group in found.items()}
+
+
+def _place(block: _Block, size: int, alignment: int, placed: Sequence[tuple[int, int, _Block]]) -> int:
+    """The start of the tightest gap between the blocks alive with this one; after them all if none is wide enough."""
+    taken = sorted((start, end) for start, end, other in placed
+                   if other.first <= block.last and block.first <= other.last)
+    best, slack, free = -1, 0, 0
+    for start, end in taken:
+        left = start - free - size
+        if left >= 0 and (best < 0 or left < slack):
+            best, slack = free, left
+        free = max(free, -(-end // alignment) * alignment)
+    return best if best >= 0 else free
+
+
+class Memory:
+    """Zeroed bytes on huge pages where the system has them, freed with the last view of them.
+
+    A page costs nothing until it is touched.
+    """
+
+    def __init__(self, size: int) -> None:
+        """Raises PlanError: there is not so much."""
+        self.size = max(size, 1)
+        # An anonymous mapping begins on a page; the spare 2 MiB let ours begin on a huge one.
+        # Private, or a forked child would write into its parent's tensors.
+        try:
+            self._map = mmap.mmap(-1, -(-self.size // PAGE) * PAGE + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise PlanError(f"this process cannot have {self.size} bytes of memory ({error}); a smaller --max-batch, "
+                            "fewer instances or fewer threads take less") from error
+        raw = np.frombuffer(self._map, np.uint8)
+        skip = -raw.ctypes.data % HUGE_PAGE
+        self.bytes: NDArray[np.uint8] = raw[skip:skip + self.size]
+        self.address: int = self.bytes.ctypes.data
+        if sys.platform == "linux" and self.size >= HUGE_PAGE:
+            # Advice only: a kernel without huge pages refuses, and small pages work as well.
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(self.size), MADV_HUGEPAGE)
+
+    def freeze(self) -> None:
+        """From here on nobody writes to it: a kernel that is wrong about an address ends, and alters nothing."""
+        self.bytes.flags.writeable = False
+        if sys.platform == "linux":
+            ctypes.CDLL(None).mprotect(ctypes.c_void_p(self.address), ctypes.c_size_t(self.size), mmap.PROT_READ)
+
+
+def array_at(memory: NDArray[np.uint8], offset: int, view: TensorView, items: int) -> NDArray[Any]:
+    """`items` batch slots of a tensor as a numpy array: [items, *shape], or shape if it has no batch axis.
+
+    The axis of the items is where the tensor has it: [28, items, 64] of items [28, 64] if batch_axis is 1.
+    offset: of the view's buffer in `memory`. A bfloat16 tensor comes as uint16, its bits.
+    """
+    dtype = np.dtype("uint16" if view.dtype == "bfloat16" else view.dtype)
+    shape, strides = view.shape, view.strides
+    if view.batched:
+        axis = view.batch_axis
+        shape, strides = ((*shape[:axis], items, *shape[axis:]),
+                          (*strides[:axis], view.item_stride, *strides[axis:]))
+    return np.ndarray(shape, dtype, memory, offset + view.offset, strides)

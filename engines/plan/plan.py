@@ -1,0 +1,232 @@
+"""The plan: all that is decided about a model on one machine, and the file that holds it.
+
+A plan is a list of steps over buffers. A step calls one kernel (or, where nothing is compiled, the reference):
+
+    void kernel(ptr operands, i64 row_begin, i64 row_end, i64 column_begin, i64 column_end)
+
+`operands` is an array of addresses, in the kernel's own order, made from `Operand`s when a context is created. The
+work of a step is a grid: rows_per_item * batch rows by `columns`; any cut of it (rows at multiples of row_step,
+columns at multiples of column_step) may run on any thread, in any order, and even twice. So a kernel keeps its scratch
+on its stack, and what it writes depends on nothing but what it reads from other buffers.
+
+Where a buffer lies is not decided here: a context of one thread lets buffers share memory (arena.py), one of
+several threads must not, because there a late thread may still run a piece of an earlier step.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from engines.ir.graph import Array, QParams
+from engines.plan.packed import PackedArray
+
+DERIVED = -1        # as Operand.buffer
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An address: `offset` bytes into a buffer, or into the constants of the plan."""
+    buffer: int | None          # index in Plan.buffers; None: the constants; DERIVED: those that are made of others
+    offset: int = 0
+
+    @property
+    def constant(self) -> bool:
+        """Not in a buffer, and the same for every context."""
+        return self.buffer is None or self.buffer == DERIVED
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A constant that a kernel makes of another one when the plan is made ready to run: the file has only the other.
+
+    The kernel is called as those of steps are, with two operands, on a grid that may be cut anywhere.
+    """
+    symbol: str                 # of the kernel in the code section
+    source: int                 # bytes into the constants
+    offset: int                 # bytes into the derived ones
+    bytes: int
+    rows: int
+    columns: int
+    name: str = ""              # of the first step that reads it
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A piece of memory of a context, for the time between two steps; what a step reads and writes never overlap.
+
+    Inputs of the plan have first = -1, and no step writes them; outputs have last = len(steps).
+    """
+    name: str                   # of the (first) tensor in it, for whoever reads a plan
+    bytes: int                  # at max_batch, with whatever a kernel may read past the end
+    first: int                  # index of the first step that writes it
+    last: int                   # index of the last step that reads it
+
+
+@dataclass(frozen=True)
+class TensorView:
+    """Where a tensor lies. Element [n, i, j, ...] is at buffer + offset + n * item_stride + i * strides[0] + ..."""
+    name: str
+    dtype: str                  # numpy's name of the stored dtype, or "bfloat16"
+    shape: tuple[int, ...]      # of one item: without the batch axis if `batched`
+    buffer: int                 # index in Plan.buffers
+    offset: int                 # bytes, for batch slot 0
+    strides: tuple[int, ...]    # bytes, one for each axis of shape
+    item_stride: int            # bytes from one item of the batch to the next
+    batched: bool = True        # False: the tensor has no batch axis (shape is the whole of it)
+    quant: QParams | None = None
+    batch_axis: int = 0         # where the tensor's own shape has the batch; in memory it always leads
+
+    def end(self, items: int) -> int:
+        """The byte of the buffer after the last one of `items` batch slots."""
+        if 0 in self.shape:
+            return self.offset
+        last = sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True))
+        size = 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
+        return self.offset + last + ((items - 1) * self.item_stride if self.batched else 0) + size
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Bytes that a context sets once and that no step writes: the halo of a padded tensor.
+
+    Every item of `view` (the tensor with its halo) is filled wholly with `value`, one element of its dtype as stored.
+    Buffers share memory only if their fills are the same but for the names, so the halo survives them all.
+    """
+    view: TensorView
+    value: float
+    halo: tuple[tuple[int, int], ...]       # cells before and after the tensor proper, for each axis of view.shape
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """A node that no kernel runs: ops.reference does, in real numbers, on copies of what lies in the buffers."""
+    node: Mapping[str, Any]                     # as engines.ir.serialize writes it
+    inputs: tuple[TensorView | str, ...]        # a str names one of Plan.graph_arrays; "" is an absent optional input
+    outputs: tuple[TensorView, ...]
+    constant_quant: tuple[QParams | None, ...] = ()     # for each input, if there are constants stored quantised
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The bytes of a buffer that rows of a step's grid may touch.
+
+    Row r is row i = r % period of item n = r // period, and stays within
+
+        [begin, end) + n * item_stride + i // rows * stride
+
+    Columns are not told apart. A reach may be wider than what is touched, never narrower.
+    """
+    buffer: int
+    begin: int
+    end: int
+    rows: int               # neighbours that touch the same bytes
+    stride: int             # bytes from them to the next ones, not negative; nor is item_stride
+    item_stride: int
+    period: int             # rows of an item
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kernel call. The first group is what runs; the second is what inspect-engine shows."""
+    symbol: str                             # of the kernel in the code section; "" runs `fallback` in Python
+    operands: tuple[Operand, ...]
+    rows_per_item: int                      # 0: the step does not depend on the batch and has `rows` rows
+    rows: int = 0
+    row_step: int = 1
+    columns: int = 1
+    column_step: int = 1
+    depends: tuple[int, ...] = ()           # earlier steps that write what this one reads
+    reads: tuple[Reach, ...] = ()           # of every buffer in which another step writes; (): not known
+    writes: tuple[Reach, ...] = ()          # of every buffer; (): not known
+    constant_bytes: int = 0                 # of weights read by every row: they decide which axis is cut for threads
+    further_item: float = 1.0               # of the first one's time, as timed: less than 1 where items share weights
+    fallback: Fallback | None = None
+
+    name: str = ""
+    fuses: tuple[str, ...] = ()             # ONNX node names
+    precision: str = "fp32"
+    tactic: str = ""
+    time_us: float = 0.0                    # as timed at build, for one item
+    macs: int = 0                           # multiply-accumulates an item
+    bytes: int = 0                          # read and written an item, constants included
+    reason: str = ""                        # why it fell back, if it did
+
+
+def writes_border(step: Step) -> bool:
+    """Whether the step computes nothing, and only renews the halo of a buffer that shares memory with others."""
+    return step.tactic.startswith("border:")
+
+
+@dataclass(frozen=True)
+class Band:
+    """Steps first..last - 1, which a context of one thread runs item by item.
+
+    What one step hands on to the next is then still in a cache, where that of all items would not fit. Buffers that no
+    other step uses hold one item, each item in the place of the one before; the others that these steps use are alive
+    from the first to the last of them.
+    """
+    first: int
+    last: int
+
+    def keeps(self, buffer: Buffer) -> bool:
+        """Whether only these steps use the buffer."""
+        return self.first <= buffer.first and buffer.last < self.last
+
+
+@dataclass(frozen=True)
+class IoTensor:
+    """An input or output as the ONNX model declares it; shape has names for symbolic extents."""
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+    view: TensorView
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Decided, frozen, and equal to its file."""
+    name: str                               # of the model
+    target: str                             # name of the instruction set, e.g. "avx512_vnni"
+    cpu: Mapping[str, Any]                  # "features" that the code needs (list of str), "model" it was timed on
+    precision: str                          # as asked for: int8, fp16, bf16, fp32, best
+    max_batch: int                          # 0: the model has no batch axis
+    inputs: tuple[IoTensor, ...]
+    outputs: tuple[IoTensor, ...]
+    buffers: tuple[Buffer, ...]
+    steps: tuple[Step, ...]
+    fills: tuple[Fill, ...]
+    code: tuple[bytes, ...]                 # ELF objects, position-independent, self-contained: kernels and scheduler
+    constants: bytes | memoryview           # weights and epilogue constants, aligned, in order of execution
+    derived: tuple[Derived, ...] = ()       # ... and those that are made of them
+    graph: Mapping[str, Any] = field(default_factory=dict)          # serialised Graph that it was lowered from ...
+    graph_arrays: Mapping[str, Array] = field(default_factory=dict, compare=False)      # ... and its constants,
+    packed: Mapping[str, PackedArray] = field(default_factory=dict)     # of which these are not written a second time
+    metadata: Mapping[str, Any] = field(default_factory=dict)       # preprocessing, calibration, versions, report
+    bands: tuple[Band, ...] = ()            # in order, apart from each other
+    dependence: str = ""                    # why a batch is neither cut nor merged with others; "": it may be
+    fingerprint: str = field(default="", compare=False)     # of all the rest, made when it is first written
+
+    @property
+    def derived_bytes(self) -> int:
+        """Of memory for the derived constants."""
+        return max((item.offset + item.bytes for item in self.derived), default=0)
+
+    @property
+    def batch_slots(self) -> int:
+        """Items that the buffers hold: a model without a batch axis is one item."""
+        return max(self.max_batch, 1)
+
+
+def runs_by_item(step: Step) -> bool:
+    """Whether the rows of an item can be run apart from those of others."""
+    return (step.rows_per_item > 0 and step.rows_per_item % step.row_step == 0
+            and len(step.reads) + len(step.writes) == sum(not operand.constant for operand in step.operands))
+
+
+def item_strides(step: Step) -> list[int]:
+    """Bytes from an item to the next, of each operand of a step that runs by item; constants are the same for all."""
+    reaches = iter((*step.reads, *step.writes))
+    return [0 if operand.constant else next(reaches).item_stride for operand in step.operands]

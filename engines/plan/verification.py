@@ -1,0 +1,223 @@
+"""Whether a plan's parts fit together; asked whenever one is read or made ready to run.
+
+What is checked is what Python and the executor rely on: every address in its buffer, every buffer alive where it is
+used, every tensor's type, extents and strides such that no index leaves its memory, every grid a grid. What a kernel
+does with the addresses that it is given, nobody can check here: machine code is trusted, as a program is.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from engines.errors import PlanCorruptError
+from engines.ir.graph import QParams
+from engines.plan.plan import (
+    DERIVED,
+    Band,
+    Derived,
+    Fallback,
+    Fill,
+    IoTensor,
+    Operand,
+    Plan,
+    Reach,
+    Step,
+    TensorView,
+    runs_by_item,
+)
+
+ADDRESSABLE = 1 << 46       # bytes that a process can have: no sum of offsets below it leaves an i64
+_NUMBERS = "biufc"          # numpy's kinds of dtypes whose elements are what their bytes say
+
+
+class _Broken(Exception):
+    """What does not fit."""
+
+
+def verify(plan: Plan) -> Plan:
+    """The plan itself, after checking that its parts fit together. Raises PlanCorruptError: what does not, where."""
+    try:
+        _check_plan(plan)
+        for index, buffer in enumerate(plan.buffers):
+            _check(0 <= buffer.bytes <= ADDRESSABLE, f"buffer {index} '{buffer.name}' has {buffer.bytes} bytes")
+        for kind, tensors in (("inputs", plan.inputs), ("outputs", plan.outputs)):
+            _check_io(plan, kind, tensors)
+        for fill in plan.fills:
+            _check_fill(plan, fill)
+        for index, step in enumerate(plan.steps):
+            _check_step(plan, index, step, f"step {index} '{step.name}'")
+        for before, band in zip((Band(0, 0), *plan.bands), plan.bands, strict=False):
+            _check_band(plan, band, before.last)
+    except _Broken as broken:
+        raise PlanCorruptError(f"{plan.name}: {broken}; build the plan again, and if that does not help, report it: it "
+                               "is a fault of the compiler") from None
+    return plan
+
+
+def _check(holds: bool, what: str) -> None:
+    if not holds:
+        raise _Broken(what)
+
+
+def _check_plan(plan: Plan) -> None:
+    features = plan.cpu.get("features", [])
+    _check(isinstance(features, list | tuple) and all(isinstance(feature, str) for feature in features),
+           f"cpu features {features!r}")
+    _check(isinstance(plan.cpu.get("architecture", ""), str), f"architecture {plan.cpu.get('architecture')!r}")
+    _check(0 <= plan.max_batch <= ADDRESSABLE, f"batches of up to {plan.max_batch}")
+    threads = plan.metadata.get("threads", 1)
+    _check(isinstance(threads, int) and threads >= 1, f"built for {threads!r} threads")
+    for item in plan.derived:
+        _check_derived(plan, item)
+    _check(sum(max(buffer.bytes, 0) for buffer in plan.buffers) + plan.derived_bytes <= ADDRESSABLE,
+           "buffers of more bytes than a process can address")
+
+
+def _check_derived(plan: Plan, item: Derived) -> None:
+    _check(0 <= item.source <= len(plan.constants) and item.offset >= 0 and item.bytes >= 0
+           and item.offset + item.bytes <= ADDRESSABLE,
+           f"the constant of '{item.name}' is made of byte {item.source} of {len(plan.constants)}, as {item.bytes} "
+           f"bytes at {item.offset}")
+    _check(0 <= item.rows <= ADDRESSABLE and 0 <= item.columns <= ADDRESSABLE,
+           f"the constant of '{item.name}' has {item.rows} rows and {item.columns} columns")
+
+
+# ---- tensors
+def _check_io(plan: Plan, kind: str, tensors: Sequence[IoTensor]) -> None:
+    names = [tensor.name for tensor in tensors]
+    _check(len({*names}) == len(names), f"two {kind} of one name among {names}")
+    for tensor in tensors:
+        view = tensor.view
+        _check_view(plan, view, kind)
+        own = list(tensor.shape)
+        if view.batched:
+            _check(bool(plan.max_batch) and view.batch_axis < len(own) and isinstance(own.pop(view.batch_axis), str),
+                   f"{kind}: '{tensor.name}' {list(tensor.shape)} has no batch on axis {view.batch_axis}")
+        _check(tuple(own) == view.shape, f"{kind}: '{tensor.name}' {list(tensor.shape)} lies as {list(view.shape)}")
+        _check(tensor.dtype == view.dtype, f"{kind}: '{tensor.name}' is {tensor.dtype}, but stored as {view.dtype}")
+
+
+def _check_view(plan: Plan, view: TensorView, where: str) -> None:
+    where = f"{where}: '{view.name}'"
+    _check(0 <= view.buffer < len(plan.buffers), f"{where} lies in buffer {view.buffer}, of {len(plan.buffers)}")
+    _check(element_bytes(view.dtype) > 0, f"{where} has dtype '{view.dtype}'")
+    _check(len(view.shape) == len(view.strides) and len(view.shape) < 32 and min((0, *view.shape, *view.strides)) == 0,
+           f"{where} has extents {list(view.shape)} and strides {list(view.strides)}")
+    _check(math.prod(map(float, view.shape)) <= ADDRESSABLE, f"{where} has extents {list(view.shape)}")
+    _check(0 <= view.batch_axis <= (len(view.shape) if view.batched else 0), f"{where} has its batch on axis "
+           f"{view.batch_axis}")
+    _check(view.item_stride >= (1 if view.batched and 0 not in view.shape else 0),
+           f"{where} has items {view.item_stride} bytes apart")
+    buffer, end = plan.buffers[view.buffer], view.end(plan.batch_slots)
+    _check(view.offset >= 0 and end <= buffer.bytes,
+           f"{where} ends at byte {end} of buffer '{buffer.name}', which has {buffer.bytes}")
+    if view.quant is not None:
+        _check(view.quant.dtype == view.dtype, f"{where} is {view.dtype}, but quantised to {view.quant.dtype}")
+        _check_quant(view.quant, len(view.shape) + view.batched, where)
+
+
+def element_bytes(dtype: str) -> int:
+    """Of an element; 0 if no tensor has that dtype."""
+    if dtype == "bfloat16":
+        return 2
+    try:
+        found = np.dtype(dtype)
+    except (TypeError, ValueError, SyntaxError):
+        return 0
+    # Only by its own name: "4,i8" or "<i4" would be a dtype, too.
+    return found.itemsize if found.name == dtype and found.kind in _NUMBERS else 0
+
+
+def _check_quant(quant: QParams, axes: int, where: str) -> None:
+    _check(quant.dtype in ("int8", "uint8") and all(0 < scale < math.inf for scale in quant.scale),
+           f"{where} is quantised as {quant.dtype}, with scales {list(quant.scale)[:4]}")
+    low, high = (-128, 127) if quant.dtype == "int8" else (0, 255)
+    _check(all(low <= zero <= high for zero in quant.zero_point), f"{where} has zero points {quant.zero_point[:4]}")
+    _check(len(quant.scale) == len(quant.zero_point) >= 1 and (len(quant.scale) == 1 if quant.axis is None
+                                                               else 0 <= quant.axis < max(axes, 1)),
+           f"{where} has {len(quant.scale)} scales, {len(quant.zero_point)} zero points and axis {quant.axis}")
+
+
+def _check_fill(plan: Plan, fill: Fill) -> None:
+    view = fill.view
+    _check_view(plan, view, "halos")
+    _check(len(fill.halo) == len(view.shape) and all(cells >= 0 for pair in fill.halo for cells in pair),
+           f"halos: '{view.name}' {list(view.shape)} has cells {fill.halo}")
+    if view.dtype != "bfloat16" and np.dtype(view.dtype).kind in "iu":
+        limits = np.iinfo(view.dtype)
+        _check(math.isfinite(fill.value) and limits.min <= fill.value <= limits.max,
+               f"halos: '{view.name}' of {view.dtype} is filled with {fill.value}")
+
+
+# ---- steps
+def _check_step(plan: Plan, index: int, step: Step, where: str) -> None:
+    _check(all(0 <= d < index for d in step.depends), f"{where} depends on steps {list(step.depends)}")
+    _check(bool(step.symbol) == (step.fallback is None), f"{where} has neither a kernel nor a fallback, or both")
+    _check(0 <= step.rows_per_item <= ADDRESSABLE and 0 <= step.rows <= ADDRESSABLE and 0 <= step.columns <= ADDRESSABLE
+           and step.row_step >= 1 and step.column_step >= 1,
+           f"{where} has a grid of {step.rows_per_item} or {step.rows} rows by {step.row_step}, and {step.columns} "
+           f"columns by {step.column_step}")
+    _check(0 <= step.further_item <= 1, f"{where} takes {step.further_item} of its first item's time for another one")
+    for operand in step.operands:
+        _check_operand(plan, index, operand, where)
+    for reach in (*step.reads, *step.writes):
+        _check_reach(plan, index, reach, where)
+    if step.fallback is not None:
+        _check_fallback(plan, index, step.fallback, where)
+
+
+def _check_operand(plan: Plan, index: int, operand: Operand, where: str) -> None:
+    if operand.buffer is None:
+        size = len(plan.constants)
+    elif operand.buffer == DERIVED:
+        size = plan.derived_bytes
+    else:
+        _check_life(plan, index, operand.buffer, where)
+        size = plan.buffers[operand.buffer].bytes
+    _check(0 <= operand.offset <= size, f"{where} has an operand at byte {operand.offset} of {size}")
+
+
+def _check_reach(plan: Plan, index: int, reach: Reach, where: str) -> None:
+    _check_life(plan, index, reach.buffer, where)
+    _check(min(reach.stride, reach.item_stride) >= 0 and min(reach.rows, reach.period) >= 1
+           and max(abs(reach.begin), abs(reach.end), reach.stride, reach.item_stride) <= ADDRESSABLE,
+           f"{where} reaches bytes {reach.begin} to {reach.end} of buffer {reach.buffer}, then {reach.stride} further "
+           f"every {reach.rows} rows, and {reach.item_stride} every {reach.period}")
+
+
+def _check_life(plan: Plan, index: int, number: int, where: str) -> None:
+    _check(0 <= number < len(plan.buffers), f"{where} uses buffer {number}, of {len(plan.buffers)}")
+    buffer = plan.buffers[number]
+    _check(buffer.first <= index <= buffer.last,
+           f"{where} uses buffer '{buffer.name}', which is alive in steps {buffer.first} to {buffer.last}")
+
+
+def _check_fallback(plan: Plan, index: int, fallback: Fallback, where: str) -> None:
+    _check(len(fallback.constant_quant) in (0, len(fallback.inputs)),
+           f"{where} has {len(fallback.inputs)} inputs, and says how {len(fallback.constant_quant)} are stored")
+    _check(bool(fallback.outputs), f"{where} has no output")
+    for view in (*fallback.inputs, *fallback.outputs):
+        if isinstance(view, TensorView):
+            _check_view(plan, view, where)
+            _check_life(plan, index, view.buffer, where)
+        else:
+            _check(not view or view in plan.graph_arrays, f"{where} reads '{view}', which is no constant of the graph")
+
+
+def _check_band(plan: Plan, band: Band, behind: int) -> None:
+    _check(behind <= band.first < band.last <= len(plan.steps),
+           f"steps {band.first} to {band.last - 1} are to run item by item")
+    for index in range(band.first, band.last):
+        step = plan.steps[index]
+        where = f"step {index} '{step.name}'"
+        _check(bool(step.symbol) and runs_by_item(step), f"{where} cannot run item by item")
+        for buffer in _buffers(step.operands):
+            if not band.keeps(plan.buffers[buffer]):
+                _check_life(plan, band.first, buffer, where)
+                _check_life(plan, band.last - 1, buffer, where)
+
+
+def _buffers(operands: Iterable[Operand]) -> set[int]:
+    return {operand.buffer for operand in operands if operand.buffer is not None and operand.buffer != DERIVED}

@@ -1,0 +1,300 @@
+"""Engine: a loaded plan, for any number of threads. ExecutionContext: the memory of one request or batch at a time."""
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+
+from engines.backends.llvm.runtime.execution import Execution, Program, SerialExecution
+from engines.errors import ConfigError, EngineError, InputError, PlanError, PlanTargetError
+from engines.ir.graph import Array
+from engines.machine import cpu
+from engines.plan.file import read_plan
+from engines.plan.plan import IoTensor, Plan, Step, TensorView
+
+
+def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismatch: str = "relower",
+                cpus: Sequence[int] | None = None) -> Engine:
+    """The engine of a plan file.
+
+    threads: that work on one request. For many requests at a time, one thread and several contexts give more.
+    cpus: pins the threads of every context, one CPU for each; see Engine.create_context, which takes its own.
+    on_target_mismatch: if this CPU lacks what the code needs, "relower" compiles the plan's graph again for this one
+    (seconds; needs llvmlite), "refuse" raises PlanTargetError.
+
+    Raises PlanCorruptError, PlanVersionError, PlanTargetError, ConfigError, OSError.
+    """
+    if on_target_mismatch not in ("relower", "refuse"):
+        raise ConfigError(f"on_target_mismatch='{on_target_mismatch}': choose 'relower' or 'refuse'")
+    plan = read_plan(path)
+    if mismatch := _mismatch(plan):
+        if on_target_mismatch == "refuse":
+            raise PlanTargetError(f"{path}: {mismatch}; build it here, or load it with on_target_mismatch='relower'")
+        plan = _relower(plan, f"{path}: {mismatch}")
+    return Engine(plan, threads, cpus)
+
+
+def _mismatch(plan: Plan) -> str:
+    """What the plan's code needs and this machine is not; "" if they fit."""
+    machine = cpu.detect()
+    architecture = plan.cpu.get("architecture", machine.architecture)
+    if architecture != machine.architecture:
+        return f"made for {architecture}, but this machine is {machine.architecture}"
+    missing = machine.missing(frozenset(plan.cpu.get("features", ())))
+    if missing:
+        return f"made for '{plan.target}', but this CPU ({machine.model}) lacks {', '.join(sorted(missing))}"
+    return ""
+
+
+def _relower(plan: Plan, why: str) -> Plan:
+    import logging  # a plan that fits needs none, and starts a few milliseconds sooner
+    logging.getLogger(__name__).warning("%s; compiling its graph again for this machine", why)
+    try:
+        from engines.compiler.builder import relower
+    except ImportError as error:
+        raise PlanTargetError(f"{why}; to compile it again here, install what is missing ({error})") from error
+    try:
+        relowered: Plan = relower(plan)
+    except PlanError:
+        raise
+    except EngineError as error:
+        raise PlanTargetError(f"{why}; its graph cannot be compiled again here: {error}") from error
+    return relowered
+
+
+def _checked_cpus(cpus: Sequence[int] | None, threads: int) -> tuple[int, ...] | None:
+    if cpus is None:
+        return None
+    if len(set(cpus)) != threads or len(cpus) != threads:
+        raise ConfigError(f"cpus={list(cpus)}: {threads} threads take as many CPUs, each another one")
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(cpus)
+    if unknown := sorted(set(cpus) - allowed):
+        raise ConfigError(f"cpus={list(cpus)}: this process may not use {unknown}; it has {sorted(allowed)}")
+    return tuple(cpus)
+
+
+class Engine:
+    """Thread-safe: `run` takes a context from a pool, or makes one if all are in use."""
+
+    def __init__(self, plan: Plan, threads: int = 1, cpus: Sequence[int] | None = None) -> None:
+        """plan: as read from a file, or just built. Raises PlanCorruptError, PlanTargetError, ConfigError."""
+        if threads < 1:
+            raise ConfigError(f"threads={threads}: at least 1")
+        self._cpus = _checked_cpus(cpus, threads)
+        self.plan = plan
+        self.threads = threads
+        self._program = Program(plan, threads)
+        self._execution = _executions(self._program, threads)
+        self._feeds = Feeds(plan)
+        self._idle: deque[ExecutionContext] = deque()      # its append and pop are atomic
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    @property
+    def inputs(self) -> tuple[IoTensor, ...]:
+        return self.plan.inputs
+
+    @property
+    def outputs(self) -> tuple[IoTensor, ...]:
+        return self.plan.outputs
+
+    @property
+    def max_batch(self) -> int:
+        """Items that one execute takes; 0: the model has no batch axis."""
+        return self.plan.max_batch
+
+    @property
+    def dependence(self) -> str:
+        """Why a batch must neither be cut nor merged with others; "" if each item is computed from itself alone."""
+        return self.plan.dependence
+
+    @property
+    def arena_bytes(self) -> int:
+        """Of one context's buffers (a context of T threads has T such arenas)."""
+        return (self._program.separate_layout if self.threads > 1 else self._program.shared_layout).total
+
+    def create_context(self, cpus: Sequence[int] | None = None) -> ExecutionContext:
+        """A context of its own memory, for one owner thread at a time.
+
+        cpus: where its threads stay, a CPU for each; without it, or load_engine's, helpers go to any CPU but the
+        caller's. The first is the caller's own: that thread is not ours to move, pin it with os.sched_setaffinity.
+        Raises ConfigError: not as many as threads, or none of ours.
+        """
+        cpus = _checked_cpus(cpus, self.threads) or self._cpus
+        return ExecutionContext(self.plan, self._execution(cpus))
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """{output name: array} for {input name: array}, in the dtypes and shapes of the ONNX model; bfloat16 comes back
+        as its bits, uint16, and is taken so or in ml_dtypes' dtype.
+
+        Any number of items on the batch axis: more than max_batch run in slices, if the items are independent.
+        InputError says what does not fit.
+        """
+        arrays = {name: _bits(np.asarray(value)) for name, value in feeds.items()}
+        items = self._feeds.check(arrays)
+        try:
+            context = self._idle.pop()
+        except IndexError:
+            context = self.create_context()
+        try:
+            return _run_slices(context, self.plan, arrays, items)
+        finally:
+            self._idle.append(context)
+
+    def close(self) -> None:
+        """Stop the helper threads of the pooled contexts and free their memory; the engine may be used again."""
+        while self._idle:
+            self._idle.pop().close()
+
+
+def _executions(program: Program, threads: int) -> Callable[[tuple[int, ...] | None], Execution]:
+    """What makes executions. It knows the program, not the engine: a cycle would keep the weights in memory until the
+    collector comes by, and on an idle server that is never."""
+    if threads == 1:
+        return lambda cpus: SerialExecution(program)
+    # Imported here, for on one thread serving starts without it.
+    from engines.backends.llvm.runtime.workers import ParallelExecution, ParallelProgram
+    return partial(ParallelExecution, ParallelProgram(program, threads))
+
+
+class ExecutionContext:
+    """The memory of one run, and what carries it out. One owner thread at a time."""
+
+    def __init__(self, plan: Plan, execution: Execution) -> None:
+        self._plan, self.execution = plan, execution
+        self._inputs = {io.name: io.view for io in plan.inputs}
+        self._outputs = {io.name: io.view for io in plan.outputs}
+        self._arrays: dict[tuple[str, str, int], Array] = {}    # (kind, name, batch) -> what has been asked for
+
+    def input(self, name: str, batch: int = 1) -> Array:
+        """The slots of an input, to be written: [batch, ...], or the whole if the tensor has no batch axis.
+
+        What is in them stays there until it is overwritten.
+        """
+        return self._array("input", name, batch)
+
+    def execute(self, batch: int = 1) -> None:
+        """Run the network on the first `batch` slots. The GIL is released for all but fallback steps."""
+        self._check(batch)
+        self.execution.run(batch)
+
+    def output(self, name: str, batch: int = 1) -> Array:
+        """An output of the last execute: a view, valid until the next one."""
+        return self._array("output", name, batch)
+
+    def profile(self, batch: int = 1, repeats: int = 5) -> list[tuple[Step, float]]:
+        """(step, seconds) for each step, run alone on one thread: the least of `repeats` passes over the network."""
+        self._check(batch)
+        if repeats < 1:
+            raise ConfigError(f"profile: repeats={repeats}, at least 1")
+        return list(zip(self._plan.steps, self.execution.profile(batch, repeats), strict=True))
+
+    def close(self) -> None:
+        """Stop the context's threads. Its memory is freed with the last view of it."""
+        self.execution.close()
+
+    def _array(self, kind: str, name: str, batch: int) -> Array:
+        """Where a tensor lies never changes, so each array is made once."""
+        found = self._arrays.get((kind, name, batch))
+        if found is None:
+            self._check(batch)
+            table = self._inputs if kind == "input" else self._outputs
+            if name not in table:
+                raise InputError(f"{self._plan.name} has no {kind} '{name}'; it has {_names(table)}")
+            make = self.execution.input if kind == "input" else self.execution.output
+            found = self._arrays[kind, name, batch] = make(table[name], batch)
+        return found
+
+    def _check(self, batch: int) -> None:
+        if not 1 <= batch <= self._plan.batch_slots:
+            limit = f"1 to {self._plan.max_batch}" if self._plan.max_batch else "1 (the model has no batch axis)"
+            raise InputError(f"{self._plan.name}: batch {batch}, but the plan was built for {limit}")
+
+
+def _names(names: Mapping[str, object]) -> str:
+    return ", ".join(f"'{name}'" for name in names)
+
+
+def _with_batch(view: TensorView, items: int) -> tuple[int, ...]:
+    """The tensor's shape for that many items."""
+    if not view.batched:
+        return view.shape
+    return (*view.shape[:view.batch_axis], items, *view.shape[view.batch_axis:])
+
+
+# ---- feeds
+def _bits(array: Array) -> Array:
+    """bfloat16 as memory has it: NumPy has no such dtype, and a server need not."""
+    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+
+
+class Feeds:
+    """What a plan's inputs take, worked out once."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._expected = {io.name: (np.dtype("uint16" if io.dtype == "bfloat16" else io.dtype), io.view)
+                          for io in plan.inputs}
+
+    def check(self, arrays: Mapping[str, Array]) -> int:
+        """The number of items in the feeds (1 if the model has no batch axis). InputError: what was expected, what
+        came."""
+        if len(arrays) != len(self._expected) or any(name not in self._expected for name in arrays):
+            self._refuse_names(arrays)
+        items: int | None = None
+        for name, (dtype, view) in self._expected.items():
+            array = arrays[name]
+            if array.dtype != dtype:
+                raise InputError(f"{self._plan.name}: input '{name}' is {array.dtype}, the model takes {dtype}")
+            if (array.shape[1:] if view.batched else array.shape) != view.shape or array.ndim < view.batched:
+                wanted = ["batch", *view.shape] if view.batched else [*view.shape]
+                raise InputError(f"{self._plan.name}: input '{name}' has shape {list(array.shape)}, the model takes "
+                                 f"[{', '.join(map(str, wanted))}]")
+            if view.batched:
+                if items is not None and len(array) != items:
+                    self._refuse_counts(arrays)
+                items = len(array)
+        return 1 if items is None else items
+
+    def _refuse_names(self, arrays: Mapping[str, Array]) -> None:
+        taken = _names(self._expected)
+        if unknown := [name for name in arrays if name not in self._expected]:
+            raise InputError(f"{self._plan.name} has no input '{unknown[0]}'; it has {taken}")
+        missing = next(name for name in self._expected if name not in arrays)
+        raise InputError(f"{self._plan.name}: input '{missing}' is missing; the model takes {taken}")
+
+    def _refuse_counts(self, arrays: Mapping[str, Array]) -> None:
+        counts = [f"'{name}' has {len(arrays[name])}" for name, (_, view) in self._expected.items() if view.batched]
+        raise InputError(f"{self._plan.name}: inputs disagree on the batch: {', '.join(counts)}")
+
+
+def _run_slices(context: ExecutionContext, plan: Plan, arrays: Mapping[str, Array], items: int) -> dict[str, Array]:
+    slots = plan.batch_slots
+    if 1 <= items <= slots:
+        return _run_slice(context, plan, arrays, items)
+    if plan.dependence:
+        raise InputError(f"{plan.name}: {items} items, but the plan takes 1 to {slots} at once, and they cannot be run "
+                         f"in slices, for they depend on each other: {plan.dependence}. Build it with --max-batch "
+                         f"{max(items, 1)}")
+    results = {io.name: np.empty(_with_batch(io.view, items), "uint16" if io.dtype == "bfloat16" else io.dtype)
+               for io in plan.outputs}
+    for start in range(0, items, slots):
+        part = slice(start, min(start + slots, items))
+        feeds = {io.name: arrays[io.name][part] if io.view.batched else arrays[io.name] for io in plan.inputs}
+        made = _run_slice(context, plan, feeds, part.stop - part.start)
+        for io in plan.outputs:
+            items_of = (slice(None),) * io.view.batch_axis + (part,) if io.view.batched else ...
+            results[io.name][items_of] = made[io.name]
+    return results
+
+
+def _run_slice(context: ExecutionContext, plan: Plan, arrays: Mapping[str, Array], batch: int) -> dict[str, Array]:
+    for io in plan.inputs:
+        np.copyto(context.input(io.name, batch), arrays[io.name])
+    context.execute(batch)
+    return {io.name: context.output(io.name, batch).copy() for io in plan.outputs}

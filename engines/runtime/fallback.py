@@ -1,0 +1,83 @@
+"""Steps that no kernel runs: engines.ops.reference computes them in Python, in real numbers.
+
+What lies in the arena is dequantised or widened first, and the results are stored as the plan says.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from engines.errors import PlanCorruptError, PlanError
+from engines.ir.graph import Array, QParams
+from engines.plan.plan import Fallback, TensorView
+
+
+class FallbackStep:
+    """A fallback made ready to run: the node decoded, its constants real numbers, the reference imported."""
+
+    def __init__(self, fallback: Fallback, constants: Mapping[str, Array]) -> None:
+        """constants: Plan.graph_arrays. Raises PlanCorruptError: the node or one of its constants cannot be read."""
+        from engines.ir.serialize import node_from_json
+        from engines.ops.reference import run_node
+        self._run_node, self._node, self._fallback = run_node, node_from_json(fallback.node), fallback
+        quants = fallback.constant_quant or (None,) * len(fallback.inputs)
+        self._constants = {name: self._constant(name, constants[name], quant)
+                           for name, quant in zip(fallback.inputs, quants, strict=True)
+                           if isinstance(name, str) and name}
+
+    def _constant(self, name: str, stored: Array, quant: QParams | None) -> Array:
+        if quant is None:
+            return stored
+        try:
+            return to_real(stored, quant)
+        except (ValueError, IndexError) as error:
+            raise PlanCorruptError(f"the constant '{name}' of {self._node.op} '{self._node.name}' is no {quant} "
+                                   f"({error}); build the plan again") from error
+
+    def run(self, array: Callable[[TensorView], Array], batch: int) -> None:
+        """`array` gives the memory of a tensor. Raises PlanError: the node does not take these values, or gives others
+        than the plan has room for."""
+        outputs = self._fallback.outputs
+        try:
+            inputs = [self._value(source, array) for source in self._fallback.inputs]
+            results = self._run_node(self._node, inputs, batch)
+            for view, result in zip(outputs, results, strict=True):
+                _store(array(view), np.asarray(result), view)
+        except Exception as error:      # an operator's own, for which the values are at fault, or the plan
+            raise PlanError(f"the reference cannot run {self._node.op} '{self._node.name or outputs[0].name}' on these "
+                            f"values ({type(error).__name__}: {error}); where it runs on no others either, build the "
+                            "plan again") from error
+
+    def _value(self, source: TensorView | str, array: Callable[[TensorView], Array]) -> Array | None:
+        if isinstance(source, TensorView):
+            return to_real(array(source), source.quant, source.dtype)
+        return self._constants[source] if source else None
+
+
+def _store(target: Array, result: Array, view: TensorView) -> None:
+    if result.shape != target.shape:
+        raise ValueError(f"'{view.name}' {list(result.shape)} is to be stored as {list(target.shape)}")
+    target[...] = to_stored(result, view.quant, view.dtype)
+
+
+def to_real(stored: Array, quant: QParams | None, dtype: str = "") -> Array:
+    """A copy of what a stored tensor means: dequantised, or float32 for "bfloat16" (stored as its bits, uint16)."""
+    if quant is not None:
+        from engines.ops.reference import dequantize
+        return dequantize(stored, quant)
+    if dtype == "bfloat16":
+        return (stored.astype(np.uint32) << 16).view(np.float32)
+    return stored.copy()
+
+
+def to_stored(real: Array, quant: QParams | None, dtype: str) -> Array:
+    """The inverse: rounded half to even; integers saturated."""
+    if quant is not None:
+        from engines.ops.reference import quantize
+        return quantize(real, quant)
+    if dtype == "bfloat16":
+        bits = np.ascontiguousarray(real, np.float32).view(np.uint32)
+        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        return np.where(np.isnan(real), 0x7FC0, rounded).astype(np.uint16)
+    return real

@@ -1,0 +1,220 @@
+"""The queue between the event loop, which submits requests, and the instances' threads, which take batches.
+
+Whoever is free pulls: a batch is formed at the moment when an instance can execute it, never earlier, so that all that
+gathered while it was busy goes together.
+"""
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable
+from itertools import chain, islice
+
+from infer_server.batching.batch_times import BatchTimes
+from infer_server.batching.expiry import Expiries
+from infer_server.batching.policy import (
+    BatchPolicy,
+    Choice,
+    Instances,
+    QueuePolicy,
+    Wait,
+    choose,
+    decide,
+    is_hopeless,
+    share,
+)
+from infer_server.batching.request import Request
+from infer_server.errors import (
+    DeadlineExceededError,
+    QueueFullError,
+    RequestExpiredError,
+    ServeError,
+    UnavailableError,
+)
+
+Refuse = Callable[[list[Request], ServeError], None]
+# In order of arrival, and any of them found by identity. A plain dict forgets at each look for its first key which ones
+# were deleted before it.
+_Queue = OrderedDict[Request, object]
+_GONE = object()
+
+
+class Batcher:
+    """Thread-safe. `refuse` is called with requests that expired and why, on the thread that noticed it."""
+
+    def __init__(self, model: str, batching: BatchPolicy, queueing: QueuePolicy, refuse: Refuse, instances: int = 1,
+                 clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._model = model
+        self._batching = batching
+        self._queueing = queueing
+        self._refuse = refuse
+        self._instances = instances
+        self._clock_ns = clock_ns
+        self._times = BatchTimes()
+        self._queue: _Queue = OrderedDict()         # oldest first
+        self._delayed: _Queue = OrderedDict()       # expired under timeout_action DELAY: served when nothing else waits
+        self._timeouts = Expiries()                 # of those in _queue that have one
+        self._deadlines = Expiries()                # of all that have one
+        self._idle = 0                              # instances that wait for requests
+        self._closed = False
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+
+    def __len__(self) -> int:
+        return len(self._queue) + len(self._delayed)
+
+    @property
+    def idle(self) -> int:
+        """Instances that wait for requests."""
+        return self._idle
+
+    def submit(self, request: Request) -> None:
+        """Appends a request. The instances learn of it by wake().
+
+        Raises QueueFullError; DeadlineExceededError if it cannot be answered in time; UnavailableError after close().
+        """
+        limit = self._queueing.max_queue_size
+        with self._lock:
+            if self._closed:
+                raise UnavailableError(
+                    f"model '{self._model}' takes no more requests: it is being unloaded, or the server is stopping")
+            if limit and len(self) >= limit:
+                raise QueueFullError(f"Exceeds maximum queue size: {limit} requests wait for model '{self._model}'"
+                                     " already; retry later, or raise max_queue_size")
+            request.enqueued_ns = self._clock_ns()
+            if is_hopeless(request, request.enqueued_ns, self._times):
+                raise self._too_late(request.enqueued_ns)
+            self._append(request)
+
+    def wake(self) -> None:
+        """Wakes an idle instance. Apart from submit(), so that requests which arrive together cost one wake-up."""
+        with self._changed:
+            self._changed.notify()
+
+    def withdraw(self, request: Request) -> bool:
+        """Takes a request out of the queue; False if it is no longer there: executing, or ended."""
+        with self._lock:
+            if self._queue.pop(request, _GONE) is _GONE and self._delayed.pop(request, _GONE) is _GONE:
+                return False
+            if request.expires_ns or request.deadline_ns:
+                self._forget_times(request)
+            return True
+
+    def take(self) -> list[Request] | None:
+        """Blocks until there is a batch to execute, and removes it. None: closed, and nothing is left."""
+        with self._changed:
+            while True:
+                now_ns = self._clock_ns()
+                self._expire(now_ns)
+                if not self:
+                    if self._closed:
+                        return None
+                    self._idle += 1
+                    self._changed.wait()
+                    self._idle -= 1
+                    continue
+                choice = self._choose(now_ns)
+                if isinstance(choice, Wait):
+                    self._changed.wait((min(choice.until_ns, self._next_expiry_ns() or choice.until_ns) - now_ns) / 1e9)
+                    continue
+                if choice.lost:
+                    self._refuse_all(choice.lost, self._too_late(now_ns))
+                if choice.batch:
+                    return self._pop(choice.batch)
+
+    def measured(self, rows: int, ns: int) -> None:
+        """A batch of `rows` took `ns` from take() until its answers were handed on."""
+        with self._changed:
+            self._times.add(rows, ns, self._clock_ns())
+
+    def expire(self) -> None:
+        """Refuses (or delays) the requests that have waited too long."""
+        with self._changed:
+            self._expire(self._clock_ns())
+
+    def next_expiry_ns(self) -> int | None:
+        """When expire() will have something to do, as things are; None: no request can expire."""
+        with self._changed:
+            return self._next_expiry_ns()
+
+    def close(self) -> None:
+        """Accepts nothing more; what waits is still executed, without waiting for fuller batches."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _append(self, request: Request) -> None:
+        self._queue[request] = None
+        timeout_us = self._queueing.timeout_us(request.timeout_us)
+        if timeout_us:
+            request.expires_ns = request.enqueued_ns + timeout_us * 1000
+            self._timeouts.add(request, request.expires_ns)
+        if request.deadline_ns:
+            self._deadlines.add(request, request.deadline_ns)
+
+    def _waiting(self) -> Collection[Request]:
+        return [*self._queue, *self._delayed] if self._delayed else self._queue.keys()
+
+    def _choose(self, now_ns: int) -> Choice[Request] | Wait:
+        choice: Choice[Request] | Wait
+        if self._deadlines:
+            instances = Instances(self._instances, self._idle)
+            choice = choose(self._waiting(), now_ns, self._batching, instances, self._times)
+        else:
+            decision = decide(chain(self._queue, self._delayed), now_ns, self._batching)
+            choice = decision if isinstance(decision, Wait) else Choice(list(islice(
+                chain(self._queue, self._delayed), share(decision.count, self._idle, self._batching))))
+        if isinstance(choice, Wait) and self._closed:
+            return Choice(list(self._waiting()))    # all of it is one batch that waited for a fuller one
+        return choice
+
+    def _pop(self, batch: list[Request]) -> list[Request]:
+        self._remove(batch)
+        if self:
+            self._changed.notify()                  # what is left may keep another instance busy
+        return batch
+
+    def _remove(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            if self._queue.pop(request, _GONE) is _GONE:
+                self._delayed.pop(request, None)
+            self._forget_times(request)
+
+    def _forget_times(self, request: Request) -> None:
+        if request.expires_ns:
+            self._timeouts.discard(request)
+        if request.deadline_ns:
+            self._deadlines.discard(request)
+
+    def _expire(self, now_ns: int) -> None:
+        late = self._deadlines.pop_before(now_ns + self._shortest_ns(now_ns)) if self._deadlines else []
+        if late:
+            self._refuse_all(late, self._too_late(now_ns))
+        expired = self._timeouts.pop_before(now_ns) if self._timeouts else []
+        if expired and self._queueing.delay_expired:
+            for request in expired:
+                del self._queue[request]
+                self._delayed[request] = None
+        elif expired:
+            self._refuse_all(expired, RequestExpiredError(
+                f"Request timeout expired: it waited longer than its timeout for model '{self._model}'"))
+
+    def _refuse_all(self, requests: list[Request], error: ServeError) -> None:
+        self._remove(requests)
+        self._refuse(requests, error)
+
+    def _next_expiry_ns(self) -> int | None:
+        times = [self._timeouts.first_ns(), self._deadlines.first_ns()]
+        if times[1] is not None:
+            times[1] -= self._shortest_ns(self._clock_ns())
+        return min((ns + 1 for ns in times if ns is not None), default=None)
+
+    def _shortest_ns(self, now_ns: int) -> int:
+        """How long the fastest batch takes, most likely: a deadline nearer than that has been missed."""
+        return int(self._times.estimate(1, now_ns).likely)
+
+    def _too_late(self, now_ns: int) -> DeadlineExceededError:
+        return DeadlineExceededError(
+            f"Deadline Exceeded: model '{self._model}' could not have answered in time (an execution takes about "
+            f"{self._shortest_ns(now_ns) / 1e6:.3g} ms); it was not executed")

@@ -1,0 +1,49 @@
+"""Which of the waiting requests expires next."""
+from __future__ import annotations
+
+import heapq
+from itertools import count
+
+from infer_server.batching.request import Request
+
+_SLACK = 64                     # entries of requests that are gone, before the heap is made anew
+
+
+class Expiries:
+    """Times of requests, the earliest first. A request that is discarded leaves its entry in the heap for a while."""
+
+    def __init__(self) -> None:
+        self._at: dict[Request, int] = {}
+        self._heap: list[tuple[int, int, Request]] = []
+        self._order = count()                       # so that equal times never compare requests
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    def add(self, request: Request, at_ns: int) -> None:
+        self._at[request] = at_ns
+        heapq.heappush(self._heap, (at_ns, next(self._order), request))
+
+    def discard(self, request: Request) -> None:
+        """Forgets a request, if it is here."""
+        if self._at.pop(request, None) is not None and len(self._heap) > 2 * len(self._at) + _SLACK:
+            self._heap = [entry for entry in self._heap if entry[2] in self._at]
+            heapq.heapify(self._heap)
+
+    def first_ns(self) -> int | None:
+        """The earliest time of all."""
+        self._drop_gone()
+        return self._heap[0][0] if self._heap else None
+
+    def pop_before(self, ns: int) -> list[Request]:
+        """Forgets the requests whose times lie before `ns`, and returns them, the earliest first."""
+        due = []
+        while (first_ns := self.first_ns()) is not None and first_ns < ns:
+            request = heapq.heappop(self._heap)[2]
+            del self._at[request]
+            due.append(request)
+        return due
+
+    def _drop_gone(self) -> None:
+        while self._heap and self._heap[0][2] not in self._at:
+            heapq.heappop(self._heap)

@@ -1,0 +1,242 @@
+"""When to send a batch, and of which requests: pure functions of queue, clock, policy and measured times.
+
+Without deadlines the rules are Triton's (core/src/dynamic_batch_scheduler.cc, GetDynamicBatch; scheduler_utils.cc,
+ApplyPolicy). Triton's queue knows nothing of the deadlines of clients: under overload it executes, first come first
+served, requests that are answered too late, and hardly any in time.
+"""
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Generic, Protocol, TypeVar
+
+from infer_server.batching.batch_times import BatchTimes
+
+
+class Queued(Protocol):
+    """What a decision needs to know of a waiting request."""
+    @property
+    def rows(self) -> int: ...                  # items on its batch axis
+    @property
+    def shape_key(self) -> Hashable: ...        # requests of unequal keys never share a batch
+    @property
+    def enqueued_ns(self) -> int: ...
+    @property
+    def deadline_ns(self) -> int: ...           # by which it must be answered; 0: its client waits for ever
+
+
+Q = TypeVar("Q", bound=Queued)
+
+_NEVER_NS = 1 << 63
+_BETTER = 1.1               # how much better a smaller batch must be: the times are measured, and noisy
+
+
+@dataclass(frozen=True)
+class BatchPolicy:
+    """How requests are put together; the fields of config.pbtxt's max_batch_size and dynamic_batching."""
+    max_batch_size: int = 1
+    preferred_batch_sizes: frozenset[int] = frozenset()
+    max_queue_delay_us: int = 0                 # how long the oldest request may wait for a fuller batch
+    merges: bool = True                         # requests share a batch; without dynamic_batching each has its own
+
+    @property
+    def largest_preferred(self) -> int:
+        return max(self.preferred_batch_sizes, default=self.max_batch_size)
+
+
+@dataclass(frozen=True)
+class QueuePolicy:
+    """How long requests wait and how many may; the fields of config.pbtxt's default_queue_policy."""
+    max_queue_size: int = 0                     # requests; 0: no limit
+    default_timeout_us: int = 0                 # 0: none
+    allow_timeout_override: bool = False        # a request may ask for a shorter timeout
+    delay_expired: bool = False                 # expired requests go behind all others, instead of being refused
+
+    def timeout_us(self, requested_us: int) -> int:
+        """The timeout of a request that asks for `requested_us`; 0 is none, here as there."""
+        if not self.allow_timeout_override or not requested_us:
+            return self.default_timeout_us
+        return min(requested_us, self.default_timeout_us or requested_us)
+
+
+@dataclass(frozen=True)
+class Send:
+    """Execute the first `count` requests of the queue together."""
+    count: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing to execute before `until_ns`, unless a request arrives."""
+    until_ns: int
+
+
+@dataclass(frozen=True)
+class Choice(Generic[Q]):
+    """Execute `batch` together and refuse `lost`, which cannot be answered in time. One of them may be empty."""
+    batch: list[Q]
+    lost: list[Q] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Instances:
+    """Of a model: how many there are, and how many of them wait for requests, beside the one that decides."""
+    total: int = 1
+    idle: int = 0
+
+
+def decide(queue: Iterable[Queued], now_ns: int, policy: BatchPolicy) -> Send | Wait:
+    """Whether an idle instance takes the front of `queue` (oldest first, not empty) now, and how much of it.
+
+    The window for a fuller batch opens when the oldest request arrives; without max_queue_delay_us it is never open,
+    and a batch is whatever has gathered while the instance was busy.
+    """
+    if not policy.merges:
+        return Send(1)
+    rows = count = 0
+    preferred = 0                               # requests up to the largest preferred size that was met
+    full = False
+    oldest_ns = now_ns
+    first_key: Hashable = None
+    for request in queue:
+        if count == 0:
+            first_key, oldest_ns = request.shape_key, request.enqueued_ns
+        else:
+            grown = rows + request.rows
+            if not preferred and grown > policy.largest_preferred:
+                preferred = count               # to wait would step over every preferred size
+            if grown > policy.max_batch_size or request.shape_key != first_key:
+                full = True
+                break
+        rows += request.rows
+        count += 1
+        if rows in policy.preferred_batch_sizes:
+            preferred = count
+
+    window_ends_ns = oldest_ns + policy.max_queue_delay_us * 1000
+    if policy.max_queue_delay_us and now_ns >= window_ends_ns:
+        return Send(count)
+    if preferred:
+        return Send(preferred)
+    if full or rows >= policy.largest_preferred or not policy.max_queue_delay_us:
+        return Send(count)
+    return Wait(window_ends_ns)
+
+
+def share(count: int, idle: int, policy: BatchPolicy) -> int:
+    """How many of `count` requests an instance takes if `idle` others could take some as well.
+
+    Cores that would be idle make two small batches faster than one large. Not where the policy asks for certain sizes
+    or waits for fuller batches.
+    """
+    if policy.preferred_batch_sizes or policy.max_queue_delay_us:
+        return count
+    return -(-count // (1 + idle))
+
+
+def choose(queue: Collection[Q], now_ns: int, policy: BatchPolicy, instances: Instances, times: BatchTimes
+           ) -> Choice[Q] | Wait:
+    """What an instance does with `queue` (oldest first, not empty), where some of it have deadlines.
+
+    It executes the front of the queue, as decide() and share() have it, as long as all of that can be answered in time.
+    Otherwise the batch has the size that answers most rows in time a second, and shed() says of whom.
+    """
+    decision = decide(queue, now_ns, policy)
+    if isinstance(decision, Wait):
+        latest_ns = _latest_start_ns(queue, now_ns, times)
+        if now_ns < latest_ns:
+            return Wait(min(decision.until_ns, latest_ns))
+    count = share(decision.count if isinstance(decision, Send) else len(queue), instances.idle, policy)
+    front = list(islice(queue, count))
+    if now_ns <= _latest_start_ns(front, now_ns, times):
+        return Choice(front)
+    sizes = _halves(policy.max_batch_size) if policy.merges else [max(request.rows for request in queue)]
+    takes = {size: times.estimate(size, now_ns) for size in sizes}
+    for takes_ns in ({size: estimate.safe for size, estimate in takes.items()},
+                     {size: estimate.likely for size, estimate in takes.items()}):  # who may just make it, after all
+        size = _best_size(queue, now_ns, takes_ns)
+        if size:
+            kept, lost = shed(queue, size, now_ns + takes_ns[size], takes[size].likely / instances.total)
+            return Choice(_in_time(kept, now_ns + takes_ns[size], size)[:None if policy.merges else 1], lost)
+    return Choice([], list(queue))
+
+
+def shed(queue: Iterable[Q], size: int, done_ns: float, next_ns: float) -> tuple[list[Q], list[Q]]:
+    """Who waits on, and who must be given up so that all of these are answered in time.
+
+    Batches of `size` rows go in the order of arrival; the first is answered at `done_ns`, each other `next_ns` after
+    the one before. Where a request would be late, the one with the nearest deadline of all up to it is given up: no
+    other choice answers more, and those who stay have the most time to spare.
+
+    J. M. Moore, An n Job, One Machine Sequencing Algorithm for Minimizing the Number of Late Jobs, 1968
+    """
+    kept: dict[int, Q] = {}                         # by position in the queue
+    deadlines: list[tuple[int, int]] = []           # of those kept that have one, a heap
+    lost = []
+    rows = 0
+    for position, request in enumerate(queue):
+        if request.rows > size:
+            continue                                # not part of such batches: neither kept nor lost
+        kept[position] = request
+        rows += request.rows
+        if not request.deadline_ns:
+            continue
+        heapq.heappush(deadlines, (request.deadline_ns, position))
+        if request.deadline_ns < done_ns + next_ns * ((rows - 1) // size):
+            given_up = kept.pop(heapq.heappop(deadlines)[1])
+            rows -= given_up.rows
+            lost.append(given_up)
+    return list(kept.values()), lost
+
+
+def is_hopeless(request: Queued, now_ns: int, times: BatchTimes) -> bool:
+    """Whether a request is most likely late even if it is executed at once and alone."""
+    if not request.deadline_ns or request.deadline_ns > now_ns + times.longest_ns:
+        return False
+    return now_ns + times.estimate(request.rows, now_ns).likely > request.deadline_ns
+
+
+def _best_size(queue: Iterable[Queued], now_ns: int, takes_ns: Mapping[int, float]) -> int:
+    """Of these batch sizes, the largest first, that which answers most rows in time a second. 0: none answers any."""
+    best, best_rate = 0, 0.0
+    for size, ns in takes_ns.items():
+        rate = _rows(_in_time(queue, now_ns + ns, size)) / max(ns, 1)
+        if rate > best_rate * _BETTER:
+            best, best_rate = size, rate
+    return best
+
+
+def _in_time(queue: Iterable[Q], done_ns: float, size: int) -> list[Q]:
+    """The oldest requests, up to `size` rows of one shape, that may be answered at `done_ns`."""
+    batch: list[Q] = []
+    rows = 0
+    for request in queue:
+        if 0 < request.deadline_ns < done_ns or request.rows > size:
+            continue
+        if batch and (rows + request.rows > size or request.shape_key != batch[0].shape_key):
+            break
+        batch.append(request)
+        rows += request.rows
+        if rows == size:
+            break
+    return batch
+
+
+def _latest_start_ns(batch: Iterable[Queued], now_ns: int, times: BatchTimes) -> int:
+    """When a batch must start so that each of its requests is safely answered in time."""
+    batch = list(batch)
+    deadlines = [request.deadline_ns for request in batch if request.deadline_ns]
+    if not deadlines:
+        return _NEVER_NS
+    return int(min(deadlines) - times.estimate(_rows(batch), now_ns).safe)
+
+
+def _halves(size: int) -> list[int]:
+    """`size`, half of it, and so on down to 1."""
+    return [size >> i for i in range(size.bit_length())]
+
+
+def _rows(batch: Iterable[Queued]) -> int:
+    return sum(request.rows for request in batch)

@@ -1,0 +1,80 @@
+"""Whether the tensors of a request are those of the model: names, datatypes, shapes, batch size."""
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+
+from infer_server.config.config import ModelConfig, TensorSpec, nearest
+from infer_server.errors import InvalidRequestError
+from infer_server.protocol.codec import InputTensor
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What checking a request found out."""
+    rows: int                               # items on the batch axis; 1 without one
+    shape_key: Hashable                     # equal for requests that can share a batch
+
+
+class Signature:
+    """The inputs and outputs of a model, by name."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._model = config.name
+        self._inputs = {spec.name: spec for spec in config.inputs}
+        self._outputs = {spec.name: spec for spec in config.outputs}
+        self._batched = config.batched
+        self._max_batch_size = config.batching.max_batch_size
+
+    def fit(self, declared: Iterable[InputTensor]) -> Fit:
+        """Raises InvalidRequestError saying what was expected."""
+        tensors = {tensor.name: tensor for tensor in declared}
+        if tensors.keys() != self._inputs.keys():
+            raise self._wrong_names(tensors)
+        items: list[tuple[int, ...]] = []
+        rows = 1
+        for name, spec in self._inputs.items():
+            tensor = tensors[name]
+            if tensor.datatype != spec.datatype:
+                raise InvalidRequestError(f"unexpected datatype {tensor.datatype.name} for input '{name}' of model "
+                                          f"'{self._model}': expected {spec.datatype.name}")
+            shape = tensor.shape
+            item = shape[1:] if self._batched else shape
+            if len(shape) != len(spec.dims) + self._batched or not _fits(item, spec.dims):
+                raise InvalidRequestError(f"unexpected shape for input '{name}' of model '{self._model}': expected "
+                                          f"{list(spec.full_shape(self._batched))}, got {list(shape)}")
+            if self._batched:
+                if items and shape[0] != rows:
+                    raise InvalidRequestError(f"input '{name}' of model '{self._model}' has batch size {shape[0]}, but "
+                                              f"the inputs before it have {rows}")
+                rows = shape[0]
+            items.append(item)
+        if not 1 <= rows <= self._max_batch_size:
+            raise InvalidRequestError(f"inference request batch-size must be within 1..{self._max_batch_size} for "
+                                      f"model '{self._model}', got {rows}")
+        return Fit(rows, tuple(items))
+
+    def choose_outputs(self, requested: Iterable[str]) -> tuple[TensorSpec, ...]:
+        """The outputs to return; all of them if none is requested. Raises InvalidRequestError for an unknown one."""
+        chosen = []
+        for name in requested:
+            if name not in self._outputs:
+                raise InvalidRequestError(f"unexpected output '{name}' for model '{self._model}': it has "
+                                          f"{self._describe(self._outputs)}.{nearest(name, self._outputs)}")
+            chosen.append(self._outputs[name])
+        return tuple(chosen or self._outputs.values())
+
+    def _wrong_names(self, tensors: Mapping[str, InputTensor]) -> InvalidRequestError:
+        unknown = sorted(tensors.keys() - self._inputs.keys())
+        missing = sorted(self._inputs.keys() - tensors.keys())
+        problem = f"unexpected input '{unknown[0]}'" if unknown else f"input '{missing[0]}' is missing"
+        hint = nearest(unknown[0], self._inputs) if unknown else ""
+        return InvalidRequestError(
+            f"{problem} for model '{self._model}': expected {self._describe(self._inputs)}.{hint}")
+
+    def _describe(self, specs: Mapping[str, TensorSpec]) -> str:
+        return ", ".join(spec.describe(self._batched) for spec in specs.values())
+
+
+def _fits(item: tuple[int, ...], dims: tuple[int, ...]) -> bool:
+    return item == dims or all(extent == dim or dim == -1 for extent, dim in zip(item, dims, strict=True))

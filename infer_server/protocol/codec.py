@@ -1,0 +1,247 @@
+"""Tensors of the protocol <-> ndarrays: the only place that knows how either is laid out.
+
+Raw contents are little-endian, row-major, without padding; BYTES elements are each preceded by their length as a 4-byte
+integer. Typed contents hold one value an element in the field of their kind; FP16 and BF16 have none and must be raw.
+https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/open_inference_grpc.md
+"""
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer_server.errors import InvalidRequestError, MalformedMessageError
+from infer_server.protocol.wire import MAX_VARINT_BYTES, InferRequest, Packed
+from protos import inference, model_config
+
+MAX_RANK = 32               # of a tensor
+
+
+@dataclass(frozen=True)
+class Datatype:
+    """An element type of the protocol. BF16 has no dtype in numpy: its bits are kept as integers."""
+    name: str                       # "FP32"
+    engine: str                     # the name engines use: "float32"
+    array: np.dtype[Any]            # as received and sent
+    contents: str                   # the field of InferTensorContents; "" if there is none
+    config: int                     # the value of model_config.DataType
+
+
+def _datatype(name: str, engine: str, array: str, contents: str) -> Datatype:
+    config = "STRING" if name == "BYTES" else name
+    return Datatype(name, engine, np.dtype(array), contents, model_config.DataType.Value(f"TYPE_{config}"))
+
+
+DATATYPES = {datatype.name: datatype for datatype in (
+    _datatype("BOOL", "bool", "?", "bool_contents"),
+    _datatype("UINT8", "uint8", "u1", "uint_contents"),
+    _datatype("UINT16", "uint16", "<u2", "uint_contents"),
+    _datatype("UINT32", "uint32", "<u4", "uint_contents"),
+    _datatype("UINT64", "uint64", "<u8", "uint64_contents"),
+    _datatype("INT8", "int8", "i1", "int_contents"),
+    _datatype("INT16", "int16", "<i2", "int_contents"),
+    _datatype("INT32", "int32", "<i4", "int_contents"),
+    _datatype("INT64", "int64", "<i8", "int64_contents"),
+    _datatype("FP16", "float16", "<f2", ""),
+    _datatype("FP32", "float32", "<f4", "fp32_contents"),
+    _datatype("FP64", "float64", "<f8", "fp64_contents"),
+    _datatype("BF16", "bfloat16", "<u2", ""),
+    _datatype("BYTES", "object", "O", "bytes_contents"),
+)}
+FROM_ENGINE = {datatype.engine: datatype for datatype in DATATYPES.values()}
+FROM_CONFIG = {datatype.config: datatype for datatype in DATATYPES.values()}
+
+
+@dataclass(frozen=True, slots=True)
+class InputTensor:
+    """An input as a request declares it, before anything is known of its contents."""
+    name: str
+    datatype: Datatype
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"input '{self.name}' ({self.datatype.name} {list(self.shape)})"
+
+
+def declared_inputs(header: inference.ModelInferRequest) -> tuple[InputTensor, ...]:
+    """The inputs of a request, in its order. Raises InvalidRequestError for a declaration that is none.
+
+    They are compared with the model before their contents are read: what no model asks for is not worth the time.
+    """
+    tensors: dict[str, InputTensor] = {}
+    for tensor in header.inputs:
+        if tensor.name in tensors:
+            raise InvalidRequestError(f"input '{tensor.name}' is given twice")
+        datatype = DATATYPES.get(tensor.datatype)
+        if datatype is None:
+            raise InvalidRequestError(f"input '{tensor.name}': unknown datatype '{tensor.datatype}'; "
+                                      f"expected one of {', '.join(DATATYPES)}")
+        if len(tensor.shape) > MAX_RANK:
+            raise InvalidRequestError(f"input '{tensor.name}': a shape of {len(tensor.shape)} axes; at most {MAX_RANK}")
+        shape = tuple(tensor.shape)
+        if any(extent < 0 for extent in shape):
+            raise InvalidRequestError(f"input '{tensor.name}': shape {list(shape)} has a negative extent")
+        tensors[tensor.name] = InputTensor(tensor.name, datatype, shape)
+    return tuple(tensors.values())
+
+
+def decode_inputs(request: InferRequest, tensors: Sequence[InputTensor]) -> dict[str, NDArray[Any]]:
+    """The contents of `declared_inputs` by name, as views of the message where they were sent raw.
+
+    Raises InvalidRequestError where contents do not fill the declared shape and datatype exactly.
+    """
+    raw_inputs = request.raw_inputs
+    if raw_inputs and len(raw_inputs) != len(tensors):
+        raise InvalidRequestError(
+            f"raw_input_contents holds {len(raw_inputs)} tensors for {len(tensors)} inputs; give one for each input")
+    arrays: dict[str, NDArray[Any]] = {}
+    for i, (tensor, message) in enumerate(zip(tensors, request.header.inputs, strict=True)):
+        if not raw_inputs and i in request.packed:
+            arrays[tensor.name] = _from_packed(tensor, request.packed[i])
+        elif not raw_inputs:
+            arrays[tensor.name] = _from_contents(tensor, message.contents)
+        elif message.HasField("contents") or i in request.packed:
+            raise InvalidRequestError(f"{tensor}: raw_input_contents and contents must not be mixed in a request")
+        else:
+            arrays[tensor.name] = _from_raw(tensor, raw_inputs[i])
+    return arrays
+
+
+def encode_raw(array: NDArray[Any], datatype: Datatype) -> memoryview:
+    """The raw contents of an array, without a copy if it is contiguous."""
+    if datatype.name == "BYTES":
+        return memoryview(b"".join(struct.pack("<I", len(value)) + value for value in map(_as_bytes, array.flat)))
+    if array.dtype != datatype.array:
+        array = array.view(datatype.array) if datatype.name == "BF16" else array.astype(datatype.array)
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _from_raw(tensor: InputTensor, raw: memoryview) -> NDArray[Any]:
+    datatype = tensor.datatype
+    if datatype.name == "BYTES":
+        return _from_raw_bytes(tensor, raw)
+    expected = math.prod(tensor.shape) * datatype.array.itemsize
+    if raw.nbytes != expected:
+        raise InvalidRequestError(f"{tensor}: expected {expected} bytes of raw contents, got {raw.nbytes}")
+    if datatype.name == "BOOL":     # any byte but 0 is true; numpy's own bool must hold nothing but 0 and 1
+        return _shaped(tensor, np.frombuffer(raw, np.uint8) != 0)
+    return _shaped(tensor, np.frombuffer(raw, datatype.array))
+
+
+def _from_raw_bytes(tensor: InputTensor, raw: memoryview) -> NDArray[Any]:
+    count = math.prod(tensor.shape)
+    values: list[bytes] = []
+    position = 0
+    while position < raw.nbytes and len(values) < count:
+        if position + 4 > raw.nbytes:
+            raise InvalidRequestError(f"{tensor}: the raw contents end within the length of element {len(values)}")
+        (length,) = struct.unpack_from("<I", raw, position)
+        position += 4
+        if position + length > raw.nbytes:
+            raise InvalidRequestError(f"{tensor}: element {len(values)} of {length} bytes ends after the raw contents")
+        values.append(bytes(raw[position:position + length]))
+        position += length
+    if len(values) != count or position != raw.nbytes:
+        raise InvalidRequestError(f"{tensor}: expected {count} elements, each with its length, got {len(values)} and "
+                                  f"{raw.nbytes - position} more bytes")
+    return _shaped(tensor, _object_array(values))
+
+
+def _from_contents(tensor: InputTensor, contents: inference.InferTensorContents) -> NDArray[Any]:
+    datatype = tensor.datatype
+    if not datatype.contents:
+        raise _no_typed_contents(tensor)
+    others = [field.name for field, _ in contents.ListFields() if field.name != datatype.contents]
+    if others:
+        raise InvalidRequestError(f"{tensor}: expected its values in {datatype.contents}, got {', '.join(others)}")
+    values: Sequence[Any] = getattr(contents, datatype.contents)
+    count = math.prod(tensor.shape)
+    if len(values) != count:
+        raise _wrong_count(tensor, len(values))
+    if datatype.name == "BYTES":
+        return _shaped(tensor, _object_array(values))
+    if datatype.array.kind not in "iu":
+        return _shaped(tensor, np.array(values, datatype.array))
+    return _narrowed(tensor, np.array(values, np.int64 if datatype.name != "UINT64" else np.uint64))
+
+
+def _from_packed(tensor: InputTensor, packed: Packed) -> NDArray[Any]:
+    datatype = tensor.datatype
+    if packed.field != datatype.contents:
+        if not datatype.contents:
+            raise _no_typed_contents(tensor)
+        raise InvalidRequestError(f"{tensor}: expected its values in {datatype.contents}, got {packed.field}")
+    count = math.prod(tensor.shape)
+    if datatype.array.kind == "f":
+        found, rest = divmod(packed.values.nbytes, datatype.array.itemsize)
+        if rest:
+            raise MalformedMessageError(f"{tensor}: {packed.field} ends within a value")
+        if found != count:
+            raise _wrong_count(tensor, found)
+        return _shaped(tensor, np.frombuffer(packed.values, datatype.array))
+    values = _varints(tensor, np.frombuffer(packed.values, np.uint8), count)
+    if datatype.name == "BOOL":
+        return _shaped(tensor, values != 0)
+    return _narrowed(tensor, values.view(_VARINT_KIND[packed.field]) if packed.field.endswith("64_contents")
+                     else values.astype(np.uint32).view(_VARINT_KIND[packed.field]))
+
+
+# What the base-128 integers of a field are read as; those of 32 bits lose what is above, as in every protobuf.
+_VARINT_KIND = {"int_contents": np.int32, "uint_contents": np.uint32, "int64_contents": np.int64,
+                "uint64_contents": np.uint64}
+
+
+def _varints(tensor: InputTensor, data: NDArray[np.uint8], count: int) -> NDArray[np.uint64]:
+    """`count` base-128 integers, seven bits a byte, the lowest first; the last byte of each is below 128."""
+    lasts = data < 0x80
+    if (found := int(np.count_nonzero(lasts))) != count:         # first: so no more is allocated than the model takes
+        raise _wrong_count(tensor, found)
+    ends = np.flatnonzero(lasts)
+    begins = np.concatenate(([0], ends[:-1] + 1)) if count else ends
+    lengths = ends - begins + 1
+    if data.size and (not lasts[-1] or lengths.max() > MAX_VARINT_BYTES):
+        raise MalformedMessageError(f"{tensor}: a number of more than {MAX_VARINT_BYTES} bytes, or one without an end")
+    values = np.zeros(count, np.uint64)
+    for place in range(lengths.max(initial=0)):
+        longer = np.flatnonzero(lengths > place)
+        values[longer] |= (data[begins[longer] + place] & np.uint8(0x7F)).astype(np.uint64) << np.uint64(7 * place)
+    return values
+
+
+def _wrong_count(tensor: InputTensor, found: int) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{tensor}: expected {math.prod(tensor.shape)} values in {tensor.datatype.contents}, got {found}")
+
+
+def _no_typed_contents(tensor: InputTensor) -> InvalidRequestError:
+    return InvalidRequestError(f"{tensor}: {tensor.datatype.name} has no typed contents; send it in raw_input_contents")
+
+
+def _narrowed(tensor: InputTensor, array: NDArray[Any]) -> NDArray[Any]:
+    """Integers in the datatype of a tensor. Raises InvalidRequestError if one does not fit."""
+    datatype, limits = tensor.datatype, np.iinfo(tensor.datatype.array)
+    if array.size and (array.min() < limits.min or array.max() > limits.max):
+        raise InvalidRequestError(f"{tensor}: a value is outside of {datatype.name}'s {limits.min}..{limits.max}")
+    return _shaped(tensor, array.astype(datatype.array))
+
+
+def _object_array(values: Sequence[bytes]) -> NDArray[Any]:
+    array = np.empty(len(values), np.object_)
+    array[:] = values
+    return array
+
+
+def _shaped(tensor: InputTensor, array: NDArray[Any]) -> NDArray[Any]:
+    try:
+        return array.reshape(tensor.shape)
+    except ValueError as error:     # an empty tensor of absurd extents
+        raise InvalidRequestError(f"{tensor}: {error}") from error
+
+
+def _as_bytes(value: Any) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

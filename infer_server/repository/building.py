@@ -1,0 +1,101 @@
+"""Compiles models when they are loaded, in processes of their own: a model.onnx, or a plan made for another machine.
+
+A process, because compiling is minutes of Python that would hold the interpreter lock of the server, and because a
+compiler that crashes must not take the other models with it. The engine cache makes the second build a lookup.
+"""
+from __future__ import annotations
+
+import hashlib
+import logging
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from infer_server.errors import RepositoryError
+from infer_server.repository.folders import Source
+
+log = logging.getLogger(__name__)
+
+_REASON_LINES = 5           # of a compiler's errors, for the index
+
+
+class Compiler:
+    """Runs builds, any number at a time. Thread-safe."""
+
+    def __init__(self, cache_dir: Path) -> None:
+        self._cache_dir = cache_dir
+        self._lock = threading.Lock()
+        self._closed = False
+        self._running: set[subprocess.Popen[str]] = set()
+
+    def build(self, source: Source, threads: int) -> Path:
+        """Builds a plan from the ONNX file of `source`. Raises RepositoryError with what build-engine said."""
+        plan = self._place(source)
+        return self._compile(source, plan, build_command(source, plan, self._cache_dir, threads))
+
+    def relower(self, source: Source) -> Path:
+        """Compiles the graph in a plan again for this machine. Raises RepositoryError with what the compiler said."""
+        plan = self._place(source)
+        return self._compile(source, plan, [sys.executable, "-m", "infer_server.cli.relower_plan", str(source.file),
+                                            "-o", str(plan)])
+
+    def _place(self, source: Source) -> Path:
+        """Where its plan is kept. Servers of several repositories may share the cache: models of one name must not
+        meet in one file."""
+        where = hashlib.sha256(str(source.file.resolve()).encode()).hexdigest()[:16]
+        return self._cache_dir / "served" / f"{source.name}-{source.version}-{where}.plan"
+
+    def _compile(self, source: Source, plan: Path, command: list[str]) -> Path:
+        plan.parent.mkdir(parents=True, exist_ok=True)
+        log.info("building %s", source.file)
+        said, status = self._run(command)
+        lines = [line for line in said.splitlines() if line.strip()]
+        if status:
+            reason = "\n".join(lines[-_REASON_LINES:]) or f"exit status {status}"
+            raise RepositoryError(f"building {source.file} failed: {reason}")
+        for line in lines:              # with --quiet: what fell back, and why
+            log.warning("%s: %s", source.name, line)
+        return plan
+
+    def close(self) -> None:
+        """Ends the builds that still run; their build() raises."""
+        with self._lock:
+            self._closed = True
+            for process in self._running:
+                process.terminate()
+
+    def _run(self, command: list[str]) -> tuple[str, int]:
+        """Runs a command to its end; what it wrote to stderr, and its exit status."""
+        with self._lock:
+            if self._closed:
+                raise RepositoryError("the server is shutting down")
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            self._running.add(process)
+        try:
+            _, said = process.communicate()
+        finally:
+            with self._lock:
+                self._running.remove(process)
+        return said, process.returncode
+
+
+def build_command(source: Source, plan: Path, cache_dir: Path, threads: int) -> list[str]:
+    """The build-engine command for a source, its paths resolved against the model's folder."""
+    options = source.config.build
+    command = [sys.executable, "-m", "infer_server.cli.build_engine", "--quiet", str(source.file),
+               "-o", str(plan), f"--{options.precision}", "--threads", str(threads), "--cache-dir", str(cache_dir)]
+    if source.message.max_batch_size > 0:
+        command += ["--max-batch", str(source.message.max_batch_size)]
+    if options.calibrator:
+        command += ["--calibrator", options.calibrator]
+    for option, path in (("--calib", options.calib), ("--calib-cache", options.calib_cache)):
+        if path:
+            command += [option, str(source.folder / path)]
+    if options.preprocess:                      # a preset's name, or a file
+        file = source.folder / options.preprocess
+        command += ["--preprocess", str(file) if file.exists() else options.preprocess]
+    if options.uint8_input == "true":
+        command += ["--uint8-input"]
+    return command
+

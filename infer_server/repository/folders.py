@@ -1,0 +1,86 @@
+"""The folders of a model repository, as Triton lays them out.
+
+    <repository>/<model>/config.pbtxt           optional
+    <repository>/<model>/<version>/model.plan   or model.onnx, which is built when it is loaded
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from infer_server.config.config import ModelConfig, from_message
+from infer_server.config.pbtxt import read_config
+from infer_server.errors import RepositoryError, UnknownModelError
+from protos import model_config
+
+CONFIG = "config.pbtxt"
+FILENAMES = ("model.plan", "model.onnx")        # the first that is there is served
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a version of a model is loaded from."""
+    name: str
+    version: int
+    file: Path
+    message: model_config.ModelConfig           # as given, not completed
+    config: ModelConfig                         # the same, read
+
+    @property
+    def folder(self) -> Path:
+        return self.file.parent.parent
+
+
+def model_names(repository: Path) -> list[str]:
+    """The models of a repository. Raises RepositoryError if it is no folder."""
+    try:
+        return sorted(path.name for path in repository.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except OSError as error:
+        raise RepositoryError(f"model repository {repository}: {error.strerror}") from error
+
+
+def all_model_names(repositories: Iterable[Path]) -> list[str]:
+    """The models of several repositories. Raises RepositoryError if one is no folder."""
+    return sorted({name for repository in repositories for name in model_names(repository)})
+
+
+def repository_of(repositories: Sequence[Path], name: str) -> Path:
+    """Where a model is. Raises UnknownModelError; RepositoryError if more than one repository has it."""
+    found = [repository for repository in repositories if name in model_names(repository)]      # keeps "../x" inside
+    if not found:
+        raise UnknownModelError(f"model '{name}' is not in the repository: there is no folder {name} in "
+                                f"{', '.join(map(str, repositories))}")
+    if len(found) > 1:
+        raise RepositoryError(f"model '{name}' is in {' and in '.join(map(str, found))}: names of models must be "
+                              "unique; rename one of them")
+    return found[0]
+
+
+def read_model(repository: Path, name: str, message: model_config.ModelConfig | None = None) -> list[Source]:
+    """The versions of a model that its policy chooses, highest first. `message` overrides config.pbtxt.
+
+    Raises RepositoryError or ModelConfigError.
+    """
+    folder = repository / name
+    if message is None:
+        path = folder / CONFIG
+        message = read_config(path) if path.exists() else model_config.ModelConfig()
+    config = from_message(message)
+    numbers = [int(path.name) for path in folder.iterdir() if path.is_dir() and _is_version(path.name)]
+    if not numbers:
+        raise RepositoryError(f"{folder} has no version: expected a folder named by a number, such as 1, with "
+                              f"{' or '.join(FILENAMES)}")
+    return [Source(name, number, folder / str(number) / _filename(folder / str(number), config), message, config)
+            for number in config.versions.choose(numbers)]
+
+
+def _is_version(name: str) -> bool:
+    return name.isascii() and name.isdecimal() and not name.startswith("0")
+
+
+def _filename(folder: Path, config: ModelConfig) -> str:
+    if config.default_filename:
+        return config.default_filename
+    # Where neither is there, loading this version fails by the first name, and its siblings are not harmed.
+    return next((name for name in FILENAMES if (folder / name).exists()), FILENAMES[0])

@@ -1,0 +1,58 @@
+"""From a source in the repository to a model that is ready: build, load, complete the configuration, warm up."""
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+from engines.errors import EngineError, PlanTargetError
+from infer_server.backend import Engine, EngineLoader, load_plan
+from infer_server.errors import RepositoryError
+from infer_server.repository.building import Compiler
+from infer_server.repository.cores import CpuDealer, allowed_cpus, default_instances
+from infer_server.repository.folders import Source
+from infer_server.repository.model import Model
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Loads models; load() blocks, and is called on a worker thread."""
+    loop: asyncio.AbstractEventLoop             # where the requests of the models are submitted and answered
+    compiler: Compiler                          # for what is no plan yet, or none for this machine
+    threads: int = 1                            # a model's own `threads` parameter goes before it
+    load_engine: EngineLoader = load_plan
+    cores: int = 1                              # for the instances of a model that does not say how many it has
+    dealer: CpuDealer = field(default_factory=lambda: CpuDealer(allowed_cpus()))
+
+    def load(self, source: Source) -> Model:
+        """Raises RepositoryError with the reason that the index will show."""
+        if source.config.unused:
+            log.warning("%s: settings that change nothing on this server: %s", source.name,
+                        ", ".join(source.config.unused))
+        if not source.file.exists():
+            raise RepositoryError(f"{source.file}: no such file")
+        threads = int(source.config.build.threads or self.threads)
+        try:
+            engine = self._engine(source, threads)
+            instances = default_instances(self.cores, threads, engine.arena_bytes)
+            return Model(source.name, source.version, engine, source.message, source.file.name, self.loop, instances,
+                         self.dealer)
+        except RepositoryError:
+            raise
+        except EngineError as error:
+            where = "" if str(source.file) in str(error) else f"{source.file}: "
+            raise RepositoryError(f"{where}{error}") from error
+        except Exception as error:      # files are bad in ways that nobody foresaw; the other models must not notice
+            log.exception("loading %s failed", source.file)
+            raise RepositoryError(f"{source.file}: {type(error).__name__}: {error}") from error
+
+    def _engine(self, source: Source, threads: int) -> Engine:
+        if source.file.suffix == ".onnx":
+            return self.load_engine(self.compiler.build(source, threads), threads)
+        try:
+            return self.load_engine(source.file, threads)
+        except PlanTargetError as mismatch:
+            log.warning("%s: %s", source.name, mismatch)
+            return self.load_engine(self.compiler.relower(source), threads)

@@ -1,0 +1,226 @@
+"""The models that the server knows, and the state of each version: loading, ready, unloading, unavailable and why.
+
+All of it belongs to the event loop; what blocks (reading, building, loading, draining) runs on worker threads.
+"""
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+
+from infer_server.errors import InvalidRequestError, RepositoryError, ServeError, UnavailableError, UnknownModelError
+from infer_server.repository.folders import Source, all_model_names, read_model, repository_of
+from infer_server.repository.model import Model
+from infer_server.workers import in_daemon_thread
+from protos import model_config
+
+log = logging.getLogger(__name__)
+
+_UNLOADED = "unloaded"  # the reason of versions that were let go of when somebody asked for it
+_LOADS = 2              # at a time: a model that takes minutes to build does not hold up all others
+
+
+class State(Enum):
+    """Triton's names of them, as RepositoryIndex answers."""
+    LOADING = "LOADING"
+    READY = "READY"
+    UNLOADING = "UNLOADING"
+    UNAVAILABLE = "UNAVAILABLE"
+
+
+@dataclass(frozen=True)
+class Status:
+    """Of one version of a model."""
+    state: State
+    reason: str = ""                    # why it is not ready
+    model: Model | None = None          # while it is ready
+
+
+@dataclass(frozen=True)
+class IndexEntry:
+    name: str
+    version: str                        # "" if no version of the model could even be found
+    state: str                          # "" if it was never loaded
+    reason: str
+
+
+class Repository:
+    """Folders of models. find() is the request path: two dictionary lookups."""
+
+    def __init__(self, directories: Sequence[Path], load: Callable[[Source], Model],
+                 changed: Callable[[], None] = lambda: None) -> None:
+        """changed: called when the state of a model is another than before."""
+        self._directories = directories
+        self._load = load
+        self._changed = changed
+        self._versions: dict[str, dict[int, Status]] = {}
+        self._reasons: dict[str, str] = {}                  # of models that failed before any version was found
+        self._locks: dict[str, asyncio.Lock] = {}           # one load or unload at a time, while there is one
+        self._users = Counter[str]()                        # of each lock
+        self._loads = asyncio.Semaphore(_LOADS)
+
+    def find(self, name: str, version: str = "") -> Model:
+        """A ready model: the version asked for, else the highest ready one.
+
+        Raises UnknownModelError, UnavailableError with the reason, InvalidRequestError for a version that is no number.
+        """
+        statuses = self._versions.get(name)
+        if statuses is None:
+            if name in self._reasons:
+                raise UnavailableError(f"model '{name}' is not ready: {self._reasons[name]}")
+            raise UnknownModelError(f"Request for unknown model: '{name}' is not found")
+        if version:
+            if not version.isdecimal():
+                raise InvalidRequestError(f"model version must be a number, got '{version}'")
+            status = statuses.get(int(version))
+            if status is None:
+                known = ", ".join(map(str, sorted(statuses)))
+                raise UnknownModelError(
+                    f"Request for unknown model: '{name}' version {version} is not found; it has {known}")
+            if status.model is None:
+                raise UnavailableError(_not_ready(f"model '{name}' version {version}", status))
+            return status.model
+        for status in statuses.values():        # highest first
+            if status.model is not None:
+                return status.model
+        raise UnavailableError(_not_ready(f"model '{name}'", next(iter(statuses.values()))))
+
+    def versions(self, name: str) -> list[int]:
+        """The ready versions of a model."""
+        return sorted(number for number, status in self._versions.get(name, {}).items() if status.model is not None)
+
+    def models(self) -> list[Model]:
+        """All that are ready."""
+        return [status.model for statuses in self._versions.values() for status in statuses.values() if status.model]
+
+    def failures(self) -> dict[str, str]:
+        """Why models that were to be served are not, by "name" or "name version n"."""
+        failed = {f"{name} version {version}": status.reason
+                  for name, statuses in self._versions.items() for version, status in statuses.items()
+                  if status.state is State.UNAVAILABLE and status.reason != _UNLOADED}
+        return {**self._reasons, **failed}
+
+    async def index(self) -> list[IndexEntry]:
+        """Every model in the folder, loaded or not, by name and version."""
+        entries = [IndexEntry(name, str(version), status.state.value, status.reason)
+                   for name, statuses in self._versions.items() for version, status in statuses.items()]
+        entries += [IndexEntry(name, "", State.UNAVAILABLE.value, reason) for name, reason in self._reasons.items()]
+        known = self._versions.keys() | self._reasons.keys()
+        present = await in_daemon_thread(lambda: all_model_names(self._directories))
+        entries += [IndexEntry(name, "", "", "") for name in present if name not in known]
+        return sorted(entries, key=lambda entry: (entry.name, entry.version))
+
+    async def load_all(self, names: Iterable[str] | None = None) -> None:
+        """Loads models, by default every one there is. A failure is logged and kept as a reason; the others go on.
+
+        Raises RepositoryError if a folder itself cannot be read.
+        """
+        if names is None:
+            names = await in_daemon_thread(lambda: all_model_names(self._directories))
+            if not names:
+                log.warning("there is no model in %s; a model is a folder with a folder for each version",
+                            ", ".join(map(str, self._directories)))
+        names = list(names)
+        results = await asyncio.gather(*(self.load(name) for name in names), return_exceptions=True)
+        for name, result in zip(names, results, strict=True):
+            if isinstance(result, UnknownModelError):       # of names given; load() has logged what else failed
+                self._reasons[name] = str(result)
+                log.error("%s", result)
+            elif isinstance(result, BaseException) and not isinstance(result, ServeError):
+                raise result
+
+    async def load(self, name: str, message: model_config.ModelConfig | None = None) -> None:
+        """Loads or reloads a model; versions that are ready go on serving until their successors are.
+
+        `message` overrides its config.pbtxt. Raises UnknownModelError; RepositoryError, after all versions were tried.
+        """
+        async with self._alone(name):
+            try:
+                sources = await in_daemon_thread(
+                    lambda: read_model(repository_of(self._directories, name), name, message))
+            except RepositoryError as error:
+                if name not in self._versions:
+                    self._reasons[name] = str(error)
+                log.error("model '%s' cannot be loaded: %s", name, error)
+                raise
+            self._reasons.pop(name, None)
+            ready = {version: status for version, status in self._versions.get(name, {}).items() if status.model}
+            wanted = {source.version: Status(State.LOADING) for source in sources}
+            self._versions[name] = dict(sorted({**wanted, **ready}.items(), reverse=True))
+            failures = []
+            for source in sources:
+                try:
+                    await self._load_version(source)
+                except RepositoryError as error:
+                    failures.append(f"version {source.version}: {error}")
+            if len(failures) < len(sources):        # else what was there before is all there is
+                await self._retire(name, ready.keys() - wanted.keys())
+            if failures:
+                raise RepositoryError(f"failed to load '{name}': {'; '.join(failures)}")
+
+    async def unload(self, name: str) -> None:
+        """Answers what the model has accepted, then lets go of it. Raises UnknownModelError."""
+        async with self._alone(name):
+            if name not in self._versions and name not in self._reasons:
+                raise UnknownModelError(f"model '{name}' is not loaded")
+            self._reasons.pop(name, None)
+            statuses = self._versions.pop(name, {})
+            if not statuses:
+                return
+            models = [status.model for status in statuses.values() if status.model]
+            self._versions[name] = {version: Status(State.UNLOADING, "unloading") for version in statuses}
+            await self._drain(models)
+            self._versions[name] = {version: Status(State.UNAVAILABLE, _UNLOADED) for version in statuses}
+            log.info("model '%s' is unloaded", name)
+
+    async def close(self) -> None:
+        """Drains every model. The event loop goes on running meanwhile, so that their answers are delivered."""
+        await self._drain(self.models())
+
+    @asynccontextmanager
+    async def _alone(self, name: str) -> AsyncIterator[None]:
+        """One load or unload of a model at a time; tells of the change at its end."""
+        self._users[name] += 1
+        try:
+            async with self._locks.setdefault(name, asyncio.Lock()):
+                yield
+        finally:
+            self._users[name] -= 1
+            if not self._users[name]:
+                del self._users[name], self._locks[name]
+            self._changed()
+
+    async def _load_version(self, source: Source) -> None:
+        statuses = self._versions[source.name]
+        before = statuses[source.version]
+        try:
+            async with self._loads:
+                model = await in_daemon_thread(lambda: self._load(source))
+        except RepositoryError as error:
+            if before.model is None:
+                statuses[source.version] = Status(State.UNAVAILABLE, str(error))
+            else:
+                statuses[source.version] = replace(before, reason=f"serves what was loaded before: {error}")
+            log.error("model '%s' version %d cannot be loaded: %s", source.name, source.version, error)
+            raise
+        statuses[source.version] = Status(State.READY, model=model)
+        log.info("model '%s' version %d is ready", source.name, source.version)
+        if before.model is not None:
+            await self._drain([before.model])
+
+    async def _retire(self, name: str, versions: Iterable[int]) -> None:
+        """Lets go of versions that are not to be served any more."""
+        statuses = [self._versions[name].pop(version) for version in versions]
+        await self._drain(status.model for status in statuses if status.model)
+
+    async def _drain(self, models: Iterable[Model]) -> None:
+        await asyncio.gather(*(in_daemon_thread(model.drain) for model in models))
+
+
+def _not_ready(what: str, status: Status) -> str:
+    return f"{what} is not ready: {status.reason or status.state.value.lower()}"

@@ -1,0 +1,165 @@
+"""The machine instructions that kernels use, defined in plain LLVM IR: name of the intrinsic -> text of its definition.
+
+With `Module(emulation=EMULATION)` the text of any Isa runs on any machine, bit for bit, only slower. It is how the
+kernels of machines that we do not have are tested, and nothing else.
+
+Sources: Intel SDM (VPDPBUSD, VPDPWSSD, VPMADDWD, VPMADDUBSW, VPSHUFB, VPACKSSDW, VPACKUSWB, VDPBF16PS, VCVTNEPS2BF16),
+Arm ARM (SDOT, USDOT).
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engines.backends.llvm.codegen.ir_builder import FLOAT, I8, I16, I32, Function, Module, Value, vector
+
+
+class _Definition:
+    """The text of `define result @emulated...(a, b, ...)`: its body is written by the builder that kernels use."""
+
+    def __init__(self, intrinsic: str, result: str, *types: str) -> None:
+        self._head = f"define internal {result} @{intrinsic.replace('llvm.', 'emulated.', 1)}"
+        self._types = {f"a{i}": type_ for i, type_ in enumerate(types)}
+        self.f: Function = Module().function("body", False, **self._types)
+
+    @property
+    def arguments(self) -> Sequence[Value]:
+        return list(self.f.parameters.values())
+
+    def text(self, result: Value) -> str:
+        arguments = ", ".join(f"{type_} %{name}" for name, type_ in self._types.items())
+        return "\n".join([f"{self._head}({arguments}) nounwind {{", *self.f.lines, f"  ret {result}", "}"])
+
+
+def _lanes(type_: str) -> int:
+    return int(type_[1:].split(" x ")[0])
+
+
+def _every(f: Function, value: Value, step: int, first: int, cast: str, element: str) -> Value:
+    """Elements first, first + step, ... widened."""
+    picked = f.shuffle(value, None, range(first, _lanes(value.type), step), "picked")
+    return f.cast(cast, picked, vector(_lanes(picked.type), element), "wide")
+
+
+def _dot4(name: str, lanes: int, unsigned: bool) -> str:
+    """acc + sum over e in 0..3 of a[4 i + e] * b[4 i + e]; the sum wraps."""
+    d = _Definition(name, vector(lanes, I32), vector(lanes, I32), vector(4 * lanes, I8), vector(4 * lanes, I8))
+    acc, a, b = d.arguments
+    for e in range(4):
+        acc = acc + _every(d.f, a, 4, e, "zext" if unsigned else "sext", I32) * _every(d.f, b, 4, e, "sext", I32)
+    return d.text(acc)
+
+
+def _pmadd(name: str, lanes: int) -> str:
+    """a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1] of int16, in int32; the sum wraps."""
+    d = _Definition(name, vector(lanes, I32), vector(2 * lanes, I16), vector(2 * lanes, I16))
+    a, b = d.arguments
+    even, odd = (_every(d.f, a, 2, e, "sext", I32) * _every(d.f, b, 2, e, "sext", I32) for e in (0, 1))
+    return d.text(even + odd)
+
+
+def _dot2(name: str, lanes: int) -> str:
+    """acc + a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1] of int16, which come as words; the sum wraps."""
+    words = vector(lanes, I32)
+    d = _Definition(name, words, words, words, words)
+    acc, *operands = d.arguments
+    a, b = (d.f.cast("bitcast", value, vector(2 * lanes, I16), "halves") for value in operands)
+    for e in (0, 1):
+        acc = acc + _every(d.f, a, 2, e, "sext", I32) * _every(d.f, b, 2, e, "sext", I32)
+    return d.text(acc)
+
+
+def _pmadd_bytes(name: str, lanes: int) -> str:
+    """a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1] of u8 and s8, saturated to int16."""
+    d = _Definition(name, vector(lanes, I16), vector(2 * lanes, I8), vector(2 * lanes, I8))
+    a, b = d.arguments
+    even, odd = (_every(d.f, a, 2, e, "zext", I32) * _every(d.f, b, 2, e, "sext", I32) for e in (0, 1))
+    return d.text(_saturated(even + odd, I16, -(1 << 15), (1 << 15) - 1))
+
+
+def _shuffle_bytes(name: str, lanes: int) -> str:
+    """a[the low 4 bits of b[i], in i's 128-bit part], or 0 where b[i] < 0."""
+    bytes_ = vector(lanes, I8)
+    d = _Definition(name, bytes_, bytes_, bytes_)
+    a, b = d.arguments
+    result = d.f.constant(0, bytes_)
+    for i in range(lanes):
+        place = d.f.constant(i, I32)
+        pick = d.f.op(I8, f"extractelement {b}, {place}", "pick")
+        source = d.f.cast("zext", pick.binary("and", 15), I32, "source") + i // 16 * 16
+        picked = d.f.op(I8, f"extractelement {a}, {source}", "picked")
+        picked = d.f.select(pick.compare("slt", 0), picked.like(0), picked)
+        result = d.f.op(bytes_, f"insertelement {result}, {picked}, {place}", "bytes")
+    return d.text(result)
+
+
+def _saturated(value: Value, narrow: str, low: int, high: int) -> Value:
+    value = value.f.select(value.compare("slt", low), value.like(low), value)
+    value = value.f.select(value.compare("sgt", high), value.like(high), value)
+    return value.f.cast("trunc", value, vector(_lanes(value.type), narrow), "narrow")
+
+
+def _pack(name: str, lanes: int, wide: str, narrow: str, low: int, high: int) -> str:
+    """Saturated; inside each 128-bit part: that part of a, then that part of b."""
+    d = _Definition(name, vector(2 * lanes, narrow), vector(lanes, wide), vector(lanes, wide))
+    halves = [_saturated(value, narrow, low, high) for value in d.arguments]
+    part = 128 // int(wide[1:])
+    mask = [source + first + i for first in range(0, lanes, part) for source in (0, lanes) for i in range(part)]
+    return d.text(d.f.shuffle(halves[0], halves[1], mask, "packed"))
+
+
+def _dot_bfloat(name: str, lanes: int) -> str:
+    """acc + a[2 i + 1] * b[2 i + 1], then + a[2 i] * b[2 i]. Trap: the instruction also flushes denormals to zero."""
+    pairs = vector(2 * lanes, "bfloat")
+    d = _Definition(name, vector(lanes, FLOAT), vector(lanes, FLOAT), pairs, pairs)
+    acc, *operands = d.arguments
+    halves = [d.f.cast("bitcast", value, vector(2 * lanes, I16), "bits") for value in operands]
+    for e in (1, 0):    # a product of two bfloat16 is exact in float32, so the sum rounds once, as the machine's does
+        wide = [_every(d.f, half, 2, e, "zext", I32).binary("shl", 16) for half in halves]
+        a, b = (d.f.cast("bitcast", value, vector(lanes, FLOAT), "float") for value in wide)
+        acc = acc + a * b
+    return d.text(acc)
+
+
+def _to_bfloat(name: str, lanes: int) -> str:
+    """float32 -> bfloat16, halves to even; of what is denormal the sign is left, and what is no number stays none."""
+    d = _Definition(name, vector(lanes, "bfloat"), vector(lanes, FLOAT))
+    x, = d.arguments
+    bits = d.f.cast("bitcast", x, vector(lanes, I32), "bits")
+    size, upper = bits.binary("and", 0x7FFFFFFF), bits.binary("lshr", 16)
+    result = (bits + upper.binary("and", 1) + 0x7FFF).binary("lshr", 16)
+    result = d.f.select(size.compare("ult", 0x00800000), upper.binary("and", 0x8000), result)
+    result = d.f.select(size.compare("ugt", 0x7F800000), upper.binary("or", 0x0040), result)
+    shorts = d.f.cast("trunc", result, vector(lanes, I16), "bfloat")
+    return d.text(d.f.cast("bitcast", shorts, vector(lanes, "bfloat"), "bfloat"))
+
+
+def _definitions() -> dict[str, str]:
+    table = {}
+    for bits in (128, 256, 512):
+        name = f"llvm.x86.avx512.vpdpbusd.{bits}"
+        table[name] = _dot4(name, bits // 32, unsigned=True)
+        name = f"llvm.x86.avx512.vpdpwssd.{bits}"
+        table[name] = _dot2(name, bits // 32)
+        name = f"llvm.x86.avx512bf16.dpbf16ps.{bits}"
+        table[name] = _dot_bfloat(name, bits // 32)
+    for bits in (256, 512):     # LLVM has no plain form of the 128-bit one
+        name = f"llvm.x86.avx512bf16.cvtneps2bf16.{bits}"
+        table[name] = _to_bfloat(name, bits // 32)
+    for name, unsigned in (("usdot", True), ("sdot", False)):
+        name = f"llvm.aarch64.neon.{name}.v4i32.v16i8"
+        table[name] = _dot4(name, 4, unsigned)
+    for name, lanes in (("llvm.x86.avx2.pmadd.wd", 8), ("llvm.x86.avx512.pmaddw.d.512", 16)):
+        table[name] = _pmadd(name, lanes)
+    name = "llvm.x86.avx2.pmadd.ub.sw"
+    table[name] = _pmadd_bytes(name, 16)
+    name = "llvm.x86.avx2.pshuf.b"
+    table[name] = _shuffle_bytes(name, 32)
+    for prefix, suffix, bits in (("avx2", "", 256), ("avx512", ".512", 512)):
+        name = f"llvm.x86.{prefix}.packssdw{suffix}"
+        table[name] = _pack(name, bits // 32, I32, I16, -(1 << 15), (1 << 15) - 1)
+        name = f"llvm.x86.{prefix}.packuswb{suffix}"
+        table[name] = _pack(name, bits // 16, I16, I8, 0, 255)
+    return table
+
+
+EMULATION = _definitions()

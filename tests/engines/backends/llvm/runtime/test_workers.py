@@ -1,0 +1,191 @@
+"""Several threads on one request: whatever the system does to them, every byte is that of one thread."""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engines.backends.llvm.runtime import chunks
+from engines.backends.llvm.runtime.abi import WorkerRow
+from engines.backends.llvm.runtime.execution import Program
+from engines.backends.llvm.runtime.workers import ParallelExecution, ParallelProgram
+from engines.ir.graph import Array
+from engines.plan.plan import Fill, IoTensor, Plan, TensorView
+from tests.engines.tiny import executor, mix_object, mix_plan, mix_reference, mixed
+
+ROWS, COLUMNS, MAX_BATCH = 12, 16, 4
+LEAST_SECS, PATIENCE_SECS = 1, 30
+
+
+def random_plan(rng: np.random.Generator) -> tuple[Plan, list[tuple[int, int]], list[int]]:
+    """A random graph of mixes whose grids are cut at random multiples, along either axis."""
+    count = int(rng.integers(3, 14))
+    reads = [(int(rng.integers(max(0, i - 2), i + 1)), int(rng.integers(0, i + 1))) for i in range(count)]
+    outputs = sorted({count, int(rng.integers(1, count + 1))})
+    plan = mix_plan(reads, outputs, ROWS, COLUMNS, MAX_BATCH,
+                    steps=[(int(rng.integers(1, 5)), int(rng.choice([1, 3, 8, 16]))) for _ in reads],
+                    constant_bytes=[int(rng.choice([0, 1 << 20])) for _ in reads])
+    return plan, reads, outputs
+
+
+def run(execution: ParallelExecution, plan: Plan, x: Array) -> dict[str, Array]:
+    execution.input(plan.inputs[0].view, len(x))[...] = x
+    execution.run(len(x))
+    return {io.name: execution.output(io.view, len(x)) for io in plan.outputs}
+
+
+@pytest.fixture
+def busy_neighbour() -> Iterator[None]:
+    """Another process that works in bursts of 0.7 ms on every core, so that threads lose theirs in mid-chunk."""
+    program = ("import time\nwhile True:\n end = time.perf_counter() + 7e-4\n while time.perf_counter() < end: pass\n"
+               " time.sleep(7e-4)")
+    children = [subprocess.Popen([sys.executable, "-c", program]) for _ in os.sched_getaffinity(0)]
+    yield
+    for child in children:
+        child.kill()
+        child.wait()
+
+
+@pytest.mark.usefixtures("eager", "busy_neighbour")
+def test_every_byte_is_that_of_one_thread_whatever_the_neighbours_do() -> None:
+    rng = np.random.default_rng(1)
+    done = np.zeros(2, np.int64)
+    begin = time.monotonic()
+    runs = 0
+    # Worth something only if helpers took part and late chunks were run again, which takes its time on a busy machine.
+    while time.monotonic() - begin < (LEAST_SECS if done.all() else PATIENCE_SECS):
+        plan, reads, outputs = random_plan(rng)
+        execution = ParallelExecution(ParallelProgram(Program(plan), workers=int(rng.integers(2, 5))))
+        for _ in range(60):
+            batch = int(rng.integers(1, MAX_BATCH + 1))
+            x = rng.integers(-2**31, 2**31, (batch, ROWS, COLUMNS), np.int32)
+            got = run(execution, plan, x)
+            for name, want in mix_reference(reads, outputs, x).items():
+                np.testing.assert_array_equal(got[name], want, err_msg=f"run {runs}, {name}")
+            runs += 1
+        done += [execution.workers[1:, WorkerRow.DONE].sum(), execution.workers[:, WorkerRow.REPEATED].sum()]
+        execution.close()
+    assert done.all(), f"{runs} runs: chunks by helpers {done[0]}, chunks run again {done[1]}"
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_caller_whose_helpers_are_gone_runs_alone() -> None:
+    plan, reads, outputs = random_plan(np.random.default_rng(2))
+    execution = ParallelExecution(ParallelProgram(Program(plan), workers=3))
+    execution.close()
+    before = execution.workers[:, WorkerRow.DONE].copy()
+    x = np.arange(ROWS * COLUMNS, dtype=np.int32).reshape(1, ROWS, COLUMNS)
+    got = run(execution, plan, x)
+    for name, want in mix_reference(reads, outputs, x).items():
+        np.testing.assert_array_equal(got[name], want)
+    after = execution.workers[:, WorkerRow.DONE]
+    assert (after[1:] == before[1:]).all() and after[0] > before[0]
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU")
+def test_helpers_stay_where_they_are_pinned_and_otherwise_off_the_callers_cpu() -> None:
+    plan, _, _ = random_plan(np.random.default_rng(6))
+    x = np.zeros((1, ROWS, COLUMNS), np.int32)
+    cpus = sorted(os.sched_getaffinity(0))[:2]
+    shared = ParallelProgram(Program(plan), workers=2)
+    for pinned in (cpus, cpus[::-1], None):
+        execution = ParallelExecution(shared, pinned)
+        run(execution, plan, x)
+        helper, = (t for t in threading.enumerate() if t.name == "mixer-helper-1")
+        allowed = os.sched_getaffinity(helper.native_id or 0)
+        assert allowed == {pinned[1]} if pinned else len(allowed) == len(os.sched_getaffinity(0)) - 1
+        execution.close()
+
+
+def test_what_sends_the_helpers_home_keeps_the_code_that_it_runs() -> None:
+    """A crew that is garbage: its helpers, the last to hold the program, may be gone before `dismiss` returns."""
+    plan, _, _ = random_plan(np.random.default_rng(7))
+    program = Program(plan)
+    execution = ParallelExecution(ParallelProgram(program, workers=2))
+    alive = execution._crew._finalizer.peek()
+    assert alive is not None and any(program in kept for kept in alive[2] if isinstance(kept, tuple))
+    execution.close()
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_forked_child_runs_alone() -> None:
+    plan, reads, outputs = random_plan(np.random.default_rng(3))
+    execution = ParallelExecution(ParallelProgram(Program(plan), workers=2))
+    x = np.arange(ROWS * COLUMNS, dtype=np.int32).reshape(1, ROWS, COLUMNS)
+    want = mix_reference(reads, outputs, x)
+    run(execution, plan, x)
+    pid = os.fork()
+    if not pid:     # the child: no pytest, no finalizers, only an exit status
+        got = run(execution, plan, x[::-1])
+        os._exit(0 if all(np.array_equal(got[name], want[name]) for name in want) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    got = run(execution, plan, x)
+    assert all(np.array_equal(got[name], want[name]) for name in want)
+    execution.close()
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_request_stays_out_of_the_arena_in_which_a_late_helper_is() -> None:
+    plan, reads, outputs = random_plan(np.random.default_rng(5))
+    execution = ParallelExecution(ParallelProgram(Program(plan), workers=3))
+    execution.close()       # from here on the test plays the helpers
+    x = np.arange(ROWS * COLUMNS, dtype=np.int32).reshape(1, ROWS, COLUMNS)
+    for busy in ([], [0], [0, 1], [1, 2]):
+        for number, arena in enumerate(busy, 1):
+            execution.workers[number, WorkerRow.INSIDE] = execution.runs[arena][0].ctypes.data
+        before = [arena.array(plan.outputs[-1].view, 1).copy() for arena in execution.arenas]
+        x += 1
+        got = run(execution, plan, x)
+        for name, want in mix_reference(reads, outputs, x).items():
+            np.testing.assert_array_equal(got[name], want)
+        changed = [arena for arena in range(3)
+                   if (execution.arenas[arena].array(plan.outputs[-1].view, 1) != before[arena]).any()]
+        assert len(changed) == 1 and changed[0] not in busy
+
+
+def test_the_halo_of_an_input_is_written_before_the_input_and_never_again() -> None:
+    whole = TensorView("x", "int32", (2, 6), 0, 0, (24, 4), 48)
+    inner = replace(whole, shape=(2, 4), offset=4)
+    plan = mix_plan([(0, 0)], [1], rows=2, columns=6)
+    plan = replace(plan, inputs=(IoTensor("x", "int32", ("batch", 2, 4), inner),),
+                   fills=(Fill(whole, -7, ((0, 0), (1, 1))),))
+    execution = ParallelExecution(ParallelProgram(Program(plan), workers=2))
+    execution.close()
+    padded = np.full((2, 2, 6), -7, np.int32)
+    for busy in (0, 1, 0):
+        execution.workers[1, WorkerRow.INSIDE] = execution.runs[busy][0].ctypes.data
+        padded[:, :, 1:5] += 1
+        got = run(execution, plan, padded[:, :, 1:5])
+        np.testing.assert_array_equal(got["t1"], mixed(padded, padded))
+
+
+def test_a_request_ends_when_its_last_chunk_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two chunks of a millisecond; the helper begins later than the caller, so the caller is done first."""
+    monkeypatch.setattr(chunks, "CHUNK_US", 1e6)
+    plan = mix_plan([(0, 0)], [1], ROWS, COLUMNS)
+    plan = replace(plan, code=(mix_object("mix", ROWS, COLUMNS, repeats=5000), executor()))
+    execution = ParallelExecution(ParallelProgram(Program(plan), workers=2))
+    for turn in range(20):
+        x = np.full((1, ROWS, COLUMNS), turn, np.int32)
+        np.testing.assert_array_equal(run(execution, plan, x)["t1"], mixed(x, x))
+    execution.close()
+
+
+def test_idle_helpers_sleep() -> None:
+    plan, _, _ = random_plan(np.random.default_rng(4))
+    execution = ParallelExecution(ParallelProgram(Program(plan), workers=3))
+    run(execution, plan, np.zeros((1, ROWS, COLUMNS), np.int32))
+    deadline = time.monotonic() + 5
+    workers = execution.workers
+    while not workers[1:, WorkerRow.ASLEEP].all():
+        assert time.monotonic() < deadline, "helpers still spin after 5 s"
+        time.sleep(0.001)
+    execution.close()

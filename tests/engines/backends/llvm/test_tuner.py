@@ -1,0 +1,95 @@
+"""What is timed, and what is taken where nothing can be timed."""
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engines.backends.llvm.codegen.isa import AVX2, AVX512_VNNI, best_isa
+from engines.backends.llvm.kernels.contraction.contraction import Contraction, Tile
+from engines.backends.llvm.kernels.contraction.taps import Border
+from engines.backends.llvm.kernels.contraction.winograd import Winograd
+from engines.backends.llvm.kernels.depthwise.depthwise import Depthwise
+from engines.backends.llvm.kernels.spec import dense_view
+from engines.backends.llvm.tuning import tuner as tuner_module
+from engines.backends.llvm.tuning.tuner import Tuner, _least
+from engines.lowering.epilogue.program import Program
+from engines.machine.cpu import detect
+from engines.machine.timing_cache import TimingCache
+
+PROGRAM = Program()
+
+
+def conv(pixels, cin, cout, taps=1):
+    x = dense_view("uint8", (pixels + taps - 1, pixels + taps - 1, cin))
+    y = dense_view("uint8", (pixels, pixels, cout))
+    spec = Contraction(x, y, (), PROGRAM, "int8", (taps, taps))
+    return replace(spec, border=Border(1, 1, 1, 1)) if taps == 3 else spec
+
+
+def taken(spec):
+    """Without timing."""
+    weights = np.zeros((spec.y.shape[2], 1 if isinstance(spec, Depthwise) else spec.x.shape[2], *spec.taps), np.int8)
+    tuner = Tuner(AVX512_VNNI, TimingCache(), "", timing=False)
+    return tuner.choose({spec: {"weights": weights, "program": []}})[spec].tactic
+
+
+def test_without_timing_the_shape_of_a_layer_decides():
+    assert taken(conv(14, 512, 128)).shape == (14, 2)           # a deep reduction: many pixels for each weight
+    assert taken(conv(28, 64, 256)).shape == (6, 4)             # an expansion: little to add up, much to store
+    assert taken(conv(7, 128, 128, taps=3)).skip                # a seventh of the rows and columns is border
+    assert taken(conv(1, 512, 256)).vectors == 4                # one pixel: as many sums as there are
+
+
+def test_rows_of_a_batch_share_weights_though_one_row_alone_cannot():
+    assert taken(conv(1, 512, 256)).cols == 1
+    assert taken(conv(1, 512, 256).for_batches_of(32)).cols > 3
+
+
+def test_a_depthwise_tile_shares_the_interleaving_of_rows():
+    image = dense_view("uint8", (28, 28, 192))
+    spec = Depthwise(dense_view("uint8", (30, 30, 192)), image, (), PROGRAM, "int8", (3, 3))
+    assert (taken(spec).rows, taken(spec).vectors) == (2, 4)
+
+
+def test_a_plan_that_runs_a_few_times_is_packed_by_moving_weights_only():
+    spec = replace(conv(56, 64, 64, taps=3), bounded=True)
+    constants = {"weights": np.ones((64, 64, 3, 3), np.int8), "program": []}
+    lasting, short = (Tuner(AVX2, TimingCache(), "", timing=False, short_lived=short).choose({spec: constants})[spec]
+                      for short in (False, True))
+    assert isinstance(lasting.tactic, Winograd) and isinstance(short.tactic, Tile) and not short.tactic.paired
+
+
+@pytest.mark.parametrize("spec, sizes", [(conv(1, 64, 64).for_batches_of(8), {1, 8}), (conv(7, 64, 64), {1})])
+def test_kernels_cut_by_batch_are_timed_with_one_item_and_with_many(spec, sizes, monkeypatch):
+    """The clock says how many rows of the grid were run."""
+    cache, isa = TimingCache(), best_isa(detect().features)
+    monkeypatch.setattr(tuner_module, "measure", lambda calls: {tactic: 1.0 for tactic in calls})
+    constants = {"weights": np.zeros((64, 64, 1, 1), np.int8), "program": []}
+    seen = []
+    real = tuner_module._call
+    monkeypatch.setattr(tuner_module, "_call", lambda *arguments: seen.append(arguments[-1]) or real(*arguments))
+    for _ in range(2):          # the second tuner finds all in the cache
+        tuner = Tuner(isa, cache, "")
+        choice = tuner.choose({spec: constants}, batches=(1, 8))[spec]
+    assert set(seen) == sizes and tuner.timed == 0
+    assert choice.further_item == (0 if len(sizes) > 1 else 1), "a batch takes no longer than an item, or nobody knows"
+
+
+def test_each_batch_counts_alike_however_long_it_takes():
+    """One row in a third of the time outweighs a tenth more of many."""
+    assert _least({"few": (1.0, 110.0), "many": (3.0, 100.0)}) == "few"
+    assert _least({"few": (1.0, 310.0), "many": (2.0, 100.0)}) == "many"
+
+
+def test_the_hopeless_are_not_timed(monkeypatch):
+    timed = []
+
+    def times(self, pool, wanted, tactics, report):
+        timed.extend(tactic for some in tactics.values() for tactic in some)
+        return {spec: dict.fromkeys(some, (1.0,)) for spec, some in tactics.items()}
+
+    monkeypatch.setattr(Tuner, "_times", times)
+    spec = conv(1, 512, 256)
+    Tuner(AVX512_VNNI, TimingCache(), "").choose({spec: {}})
+    assert {tactic.vectors for tactic in spec.tactics(AVX512_VNNI)} == {1, 2, 4}
+    assert {tactic.vectors for tactic in timed} == {4}

@@ -1,0 +1,128 @@
+"""Winograd's convolution: exact for INT8 on every instruction set that has it, whatever the cut and the tail."""
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engines.backends.llvm.codegen.isa import ALL, AVX2, AVX512_VNNI
+from engines.backends.llvm.kernels.contraction.contraction import Contraction
+from engines.backends.llvm.kernels.contraction.winograd import SCALES, Winograd, transform_input, transform_output
+from engines.backends.llvm.kernels.contraction.winograd_weights import WinogradWeights, transform_weights
+from engines.backends.llvm.kernels.spec import dense_view
+from engines.lowering.rules.contraction import bounded
+from tests.engines.backends.harness import check, gapped, random_array, requantise
+
+BATCH = 3
+SHAPES = {"whole tiles": (8, 8, 32, 32), "tails both ways": (7, 9, 16, 40), "one small tile": (3, 2, 16, 8),
+          "narrow couts": (5, 8, 48, 5)}
+WINOGRAD_ISAS = pytest.mark.parametrize("isa", [isa for isa in ALL if isa.winograd_tiles], ids=lambda isa: isa.name)
+EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+
+
+def problem(shape, precision, view=dense_view, residual=True):
+    rows, cols, cin, cout = shape
+    random = np.random.default_rng(0)
+    program, constants = requantise(cout, random, (0.005 if precision == "int8" else 10) / (9 * cin)**0.5, residual)
+    stored = {"int8": "uint8", "fp32": "float32"}[precision]
+    y = view(stored, (rows, cols, cout))
+    spec = Contraction(view(stored, (rows + 2, cols + 2, cin)), y, (y,) * residual, program, precision, (3, 3),
+                       bounded=True)
+    weights = random_array(random, "int8" if precision == "int8" else "float32", (cout, cin, 3, 3))
+    inputs = [random_array(random, v.dtype, (BATCH, *v.shape)) for v in spec.inputs]
+    return spec, inputs, {"weights": weights, **constants}
+
+
+def winograd_tactics(spec, isa):
+    return [tactic for tactic in spec.tactics(isa) if isinstance(tactic, Winograd)]
+
+
+@WINOGRAD_ISAS
+@EVERY_SHAPE
+def test_int8_equals_the_reference_bit_for_bit(shape, isa):
+    spec, inputs, constants = problem(shape, "int8", gapped)
+    if spec.cin % isa.lanes:
+        pytest.skip("not this many channels")
+    assert spec.reference(inputs, constants)[0].std() > 10
+    for tactic in winograd_tactics(spec, isa)[:2]:
+        check(spec, isa, inputs, constants, tactic=tactic, pieces=2)
+
+
+@WINOGRAD_ISAS
+@EVERY_SHAPE
+def test_float32_agrees_with_the_reference(shape, isa):
+    """Between the rows of x lie any bytes: as floats they may be infinite, and must not be read as part of a patch."""
+    spec, inputs, constants = problem(shape, "fp32", gapped)
+    check(spec, isa, inputs, constants, 1e-4, tactic=winograd_tactics(spec, isa)[0], pieces=2)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_bytes_and_weights_are_exact(sign):
+    """Every product at its limit: what leaves int16 or the bound would show."""
+    spec, inputs, constants = problem((4, 4, 112, 8), "int8", residual=False)
+    inputs = [np.full_like(x, 255) for x in inputs]
+    constants = {"program": [np.float32(1 / 255 / 128 / 1008 * 255)[None], *constants["program"][1:]],
+                 "weights": np.full_like(constants["weights"], 127 if sign > 0 else -128)}
+    for pattern in (slice(None), slice(None, None, 2)):
+        inputs[0][:, pattern, ::2] = 0
+        check(spec, AVX2, inputs, constants, tactic=winograd_tactics(spec, AVX2)[0])
+
+
+def test_other_convolutions_have_no_such_tactic():
+    spec, _, _ = problem((8, 8, 32, 32), "int8")
+    assert winograd_tactics(spec, AVX2)
+    others = (dict(bounded=False), dict(stride=(2, 2)), dict(dilation=(2, 1)), dict(taps=(3, 1)), dict(groups=2),
+              dict(precision="bf16"),
+              dict(x=dense_view("uint8", (10, 10, 1024)), y=dense_view("uint8", (8, 8, 1024)), operands=()))
+    assert not any(winograd_tactics(replace(spec, **other), AVX2) for other in others)
+
+
+@pytest.mark.parametrize("channels, fits", [(114, True), (115, False)])
+def test_the_bound_on_sums_is_known_from_the_weights(channels, fits):
+    """Within it is what comes back from 32 bits after 6 of them were lost to the scales."""
+    weights = np.full((2, channels, 3, 3), -128, np.int8)
+    weights[0] = 0
+    assert bounded(weights) == (255 * 128 * 9 * channels < 1 << 25) == fits
+
+
+def test_the_transforms_make_a_convolution():
+    random = np.random.default_rng(0)
+    x, w = random.integers(0, 256, 6), random.integers(-128, 128, 3)
+    expected = [x[i:i + 3] @ w for i in range(4)]
+    # The rows of G with their fractions: 1/4, -1/6, -1/6, 1/24, 1/24, 1; the outputs' scales are 24 times theirs.
+    products = np.array(transform_input(x)) * transform_weights(w)
+    assert (np.array(transform_output(products)) == np.array(expected) * SCALES).all()
+
+
+# ---- weights made when a plan is loaded
+G = np.array([[1, 0, 0], [1, 1, 1], [1, -1, 1], [1, 2, 4], [1, -2, 4], [0, 0, 1]])     # without its fractions
+
+
+@WINOGRAD_ISAS
+@EVERY_SHAPE
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+def test_the_kernel_that_makes_the_weights_equals_its_meaning_bit_for_bit(shape, precision, isa):
+    spec, _, constants = problem(shape, precision)
+    if spec.cin % isa.lanes:
+        pytest.skip("not this many channels")
+    for tactic in winograd_tactics(spec, isa):
+        kept, made = spec.pack(isa, tactic, constants)[0], spec.made(isa, tactic)[0]
+        assert isinstance(made, WinogradWeights) and kept.shape == made.inputs[0].shape
+        assert kept.dtype == constants["weights"].dtype
+        check(made, isa, [kept[None]], {}, pieces=3)
+
+
+@pytest.mark.parametrize("isa", [AVX2, AVX512_VNNI], ids=lambda isa: isa.name)
+def test_made_weights_are_those_of_the_paper(isa):
+    """G g G' of every cout, where the kernel's panels have it."""
+    spec, _, constants = problem((8, 8, 32, 40), "int8")
+    tactic = winograd_tactics(spec, isa)[0]
+    made = spec.ready_constants(isa, tactic, constants)[0]
+    expected = np.einsum("ip,ocpq,jq->oijc", G, constants["weights"].astype(int), G).reshape(40, 36, -1, 2)
+    at = 0
+    for order in spec._panels(isa, tactic):
+        size = 36 * spec.cin * order.size
+        panel = made[at:at + size].reshape(36, -1, *order.shape, 2)
+        for where in np.argwhere(order < 40):
+            np.testing.assert_array_equal(panel[:, :, *where], expected[order[*where]])
+        at += size
+    assert at == len(made)

@@ -1,0 +1,35 @@
+"""The halo around images, written anew."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.kernels.spec import dense_view
+from engines.lowering.buffers import border
+from engines.lowering.calls.halos import Halo
+from engines.lowering.calls.placement import Storage
+from tests.engines.backends.harness import EVERY_WIDTH, loaded, runs_here
+
+BATCH = 3
+
+
+@EVERY_WIDTH
+@pytest.mark.parametrize("halo", [Halo(1, 1, 1, 1), Halo(0, 0, 2, 1), Halo(2, 0, 0, 0), Halo(0, 3, 0, 0),
+                                  Halo(1, 2, 3, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 4, 70), (5, 1, 3), (4, 6, 300)])
+def test_the_halo_of_every_item_is_written_and_nothing_else(isa: Isa, halo: Halo, shape: tuple[int, int, int]) -> None:
+    height, width, channels = shape
+    whole = dense_view("uint8", (halo.top + height + halo.bottom, halo.left + width + halo.right, channels))
+    call = border(Storage("x", whole, "batch", halo, 7.0), 0)
+    assert call.spec is not None
+    memory = np.zeros((BATCH + 1, *whole.shape), np.uint8)      # an item more than is written
+    kernel = loaded(call.spec, isa, call.spec.tactics(isa)[0], runs_here(isa) and bool(isa.requires))
+    kernel([memory.reshape(-1)[place.offset:] for place in call.outputs], (0, BATCH))
+    inside = np.zeros(memory.shape, bool)
+    inside[:, halo.top:halo.top + height, halo.left:halo.left + width] = True
+    inside[BATCH:] = True
+    np.testing.assert_array_equal(memory, np.where(inside, 0, 7))
+    for place, expected in zip(call.outputs, call.spec.reference([], {}), strict=True):
+        seen = np.ndarray((1, *place.view.shape), np.uint8, memory, place.offset, (0, *place.view.strides))
+        np.testing.assert_array_equal(seen, expected)

@@ -1,0 +1,267 @@
+"""Contractions on every instruction set: integers exact, floats close, whatever the tile, the tail and the cut."""
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from engines.backends.llvm.codegen.compile import assembly, spills
+from engines.backends.llvm.codegen.ir_builder import Module
+from engines.backends.llvm.codegen.isa import AVX2, AVX512_BF16, AVX512_VNNI, AVX_VNNI
+from engines.backends.llvm.kernels.contraction.contraction import Contraction, Tile, tiles_of_the_batch
+from engines.backends.llvm.kernels.contraction.taps import Border, TapAxis
+from engines.backends.llvm.kernels.spec import dense_view
+from engines.lowering.epilogue.program import Program, ProgramBuilder
+from tests.engines.backends.harness import EVERY_ISA, check, gapped, random_array, requantise, run
+
+BATCH = 2
+STORED = {"int8": "uint8", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# Sums in another order; in half precision, a unit in the last place.
+TOLERANCE = {"int8": 0, "fp32": 1e-4, "bf16": 4e-2, "fp16": 8e-3}
+
+
+@dataclass(frozen=True)
+class Shape:
+    rows: int
+    cols: int
+    cin: int
+    cout: int
+    taps: tuple[int, int] = (1, 1)
+    stride: tuple[int, int] = (1, 1)
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+    gaps: bool = False
+
+    def spec(self, precision, program, stored="", residual=True):
+        view = gapped if self.gaps else dense_view
+        reach = [(n - 1) * s + (t - 1) * d + 1 for n, s, t, d in
+                 zip((self.rows, self.cols), self.stride, self.taps, self.dilation, strict=True)]
+        y = view(stored or STORED[precision], (self.rows, self.cols, self.cout))
+        return Contraction(view(STORED[precision], (*reach, self.cin)), y, (y,) * residual, program, precision,
+                           self.taps, self.stride, self.dilation, self.groups)
+
+
+SHAPES = {
+    "3x3": Shape(7, 14, 16, 64, taps=(3, 3)),
+    "1x1 of one long row": Shape(7, 9, 24, 40),
+    "strided, odd couts, gaps": Shape(5, 6, 12, 17, taps=(3, 3), stride=(2, 2), gaps=True),
+    "stem: 3 channels, a run of 21 bytes": Shape(4, 9, 3, 17, taps=(7, 7), stride=(2, 2)),
+    "dilated, one dimension": Shape(5, 6, 10, 33, taps=(3, 1), dilation=(2, 1)),
+    "groups": Shape(5, 6, 24, 36, taps=(3, 3), stride=(1, 2), dilation=(2, 1), groups=4),
+    "gemm of one row an item": Shape(1, 1, 100, 70),
+}
+EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+
+
+def problem(shape, precision, stored="", residual=True):
+    """(spec, inputs, constants) with sums that land around the middle of u8."""
+    random = np.random.default_rng(0)
+    k = shape.cin // shape.groups * shape.taps[0] * shape.taps[1]
+    scale = (0.005 if precision == "int8" else 10) / k**0.5
+    program, constants = requantise(shape.cout, random, scale, residual)
+    spec = shape.spec(precision, program, stored, residual)
+    weights = random_array(random, "int8" if precision == "int8" else "float32",
+                           (shape.cout, shape.cin // shape.groups, *shape.taps))
+    inputs = [random_array(random, view.dtype, (BATCH, *view.shape)) for view in spec.inputs]
+    return spec, inputs, {"weights": weights, **constants}
+
+
+@EVERY_ISA
+@EVERY_SHAPE
+def test_an_integer_contraction_equals_its_reference_bit_for_bit(shape, isa):
+    spec, inputs, constants = problem(shape, "int8")
+    assert spec.reference(inputs, constants)[0].std() > 10      # not all saturated
+    check(spec, isa, inputs, constants, pieces=2, slack=15)
+
+
+@EVERY_ISA
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@EVERY_SHAPE
+def test_a_float_contraction_agrees_with_its_reference(shape, precision, isa):
+    spec, inputs, constants = problem(shape, precision)
+    if precision == "bf16":     # a rounding to the other side is one unit of 2**-8
+        constants["weights"] = constants["weights"] / 4
+    check(spec, isa, inputs, constants, TOLERANCE[precision], pieces=2, slack=15)
+
+
+def test_a_nan_behind_an_odd_run_stays_out():
+    """A pair of bfloat16 would reach the next group: its weight there is zero, but NaN times zero is NaN."""
+    spec, (x, *others), constants = problem(Shape(1, 3, 10, 32, groups=2), "bf16", stored="float32")
+    expected, = run(spec, AVX512_BF16, [x, *others], constants)
+    x[..., 5] = 0x7FC0
+    got, = run(spec, AVX512_BF16, [x, *others], constants)
+    np.testing.assert_array_equal(got[..., :16], expected[..., :16])
+    assert (got[..., 16:] != expected[..., 16:]).any()
+
+
+@EVERY_ISA
+@pytest.mark.parametrize("tile", [Tile(1, 3, 1), Tile(2, 3, 2, 1), Tile(1, 5, 4, 1, prefetch=True), Tile(1, 14, 2)],
+                         ids=str)
+def test_the_tile_does_not_change_the_result(tile, isa):
+    if tile.cols * tile.vectors > isa.registers:
+        pytest.skip(f"{tile} is made for more registers than {isa.name} has")
+    for shape in ("3x3", "1x1 of one long row", "gemm of one row an item"):
+        spec, inputs, constants = problem(SHAPES[shape], "int8")
+        check(spec, isa, inputs, constants, tactic=replace(tile, cols=min(tile.cols, spec.flat.cols)), slack=15)
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@EVERY_SHAPE
+def test_both_layouts_of_weights_give_the_same_result(shape, paired):
+    spec, inputs, constants = problem(shape, "int8")
+    tile = next(tile for tile in spec.tactics(AVX2) if tile.paired == paired)
+    for prefetch in (False, True):
+        check(spec, AVX2, inputs, constants, tactic=replace(tile, prefetch=prefetch), slack=15)
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_channels_whose_weights_are_all_zero_give_their_bias(paired):
+    """Paired weights have no step then."""
+    spec, inputs, constants = problem(SHAPES["1x1 of one long row"], "int8")
+    constants["weights"][:16] = 0
+    tile = next(tile for tile in spec.tactics(AVX2) if tile.paired == paired)
+    check(spec, AVX2, inputs, constants, tactic=tile, slack=15)
+
+
+BORDERED = {
+    "both sides in one tile": (Shape(7, 7, 16, 40, taps=(3, 3)), Border(1, 1, 1, 1)),
+    "tiles between, gaps, strided": (Shape(5, 9, 8, 20, taps=(3, 3), stride=(2, 2), gaps=True), Border(1, 1, 1, 1)),
+    "wide and dilated": (Shape(6, 7, 12, 16, taps=(5, 3), dilation=(2, 2)), Border(4, 2, 4, 2)),
+    "a stem, odd run": (Shape(5, 9, 3, 16, taps=(7, 7), stride=(2, 2)), Border(3, 3, 2, 2)),
+    "rows of nothing but border": (Shape(5, 4, 8, 16, taps=(2, 1)), Border(3, 0, 2, 0)),
+    "a padded 1x1, strided": (Shape(7, 7, 12, 33, stride=(2, 2)), Border(3, 3, 3, 3)),
+}
+
+
+def zeros_around(x, border):
+    """x with its border set to 0."""
+    height, width = x.shape[1:3]
+    inside = (slice(border.top, height - border.bottom), slice(border.left, width - border.right))
+    result = np.zeros_like(x)
+    result[:, *inside] = x[:, *inside]
+    return result
+
+
+@EVERY_ISA
+@pytest.mark.parametrize("tile", [Tile(1, 3, 2, 2, skip=True), Tile(2, 7, 1, skip=True)], ids=str)
+@pytest.mark.parametrize("shape, border", BORDERED.values(), ids=BORDERED)
+def test_taps_in_a_border_of_zeros_are_left_out(shape, border, tile, isa):
+    spec, (x, *others), constants = problem(shape, "int8")
+    spec = replace(spec, border=border)
+    tile = replace(tile, cols=min(tile.cols, shape.cols))
+    check(spec, isa, [zeros_around(x, border), *others], constants, tactic=tile, pieces=2, slack=4)
+
+
+@pytest.mark.parametrize("name", ["both sides in one tile", "a padded 1x1, strided"])
+def test_what_lies_in_the_border_is_not_looked_at(name):
+    """The control: with other bytes there, only the taps that were left out can make the result right."""
+    shape, border = BORDERED[name]
+    spec, (x, *others), constants = problem(shape, "int8")
+    spec, tile = replace(spec, border=border), Tile(1, 7, 2, skip=True)
+    got, = run(spec, AVX2, [x, *others], constants, tactic=tile, slack=4)
+    expected, = spec.reference([zeros_around(x, border), *others], constants)
+    np.testing.assert_array_equal(got, expected)
+    assert (expected != spec.reference([x, *others], constants)[0]).any()
+
+
+@pytest.mark.parametrize("axis", [TapAxis(9, 1, 1, 3, 1, 1), TapAxis(9, 1, 0, 3, 2, 1), TapAxis(15, 4, 4, 5, 1, 2),
+                                  TapAxis(6, 3, 2, 2, 1, 1)])
+def test_live_taps_are_those_that_read_inside(axis):
+    outputs = range((axis.extent - (axis.taps - 1) * axis.dilation - 1) // axis.stride + 1)
+    inside = {o: [tap for tap in range(axis.taps)
+                  if axis.before <= o * axis.stride + tap * axis.dilation < axis.extent - axis.after] for o in outputs}
+    assert {o: list(axis.live(o)) for o in outputs} == inside
+    runs = axis.runs(outputs)
+    assert [who for count, who in runs for _ in range(count)] == [
+        {o for o in outputs if tap in inside[o]} for tap in range(axis.taps)]
+
+
+@EVERY_ISA
+def test_quantised_sums_may_be_stored_as_floats(isa):
+    spec, inputs, constants = problem(Shape(3, 5, 20, 37), "int8", stored="float32", residual=False)
+    check(spec, isa, inputs, constants, slack=15)
+
+
+@EVERY_ISA
+def test_any_batch_of_a_matrix_product_is_cut_into_tiles_of_its_bits(isa):
+    spec, inputs, constants = problem(SHAPES["gemm of one row an item"], "int8")
+    assert spec.by_batch
+    for batch in (1, 3, 13):
+        check(spec, isa, [np.resize(x, (batch, *x.shape[1:])) for x in inputs], constants, slack=15, pieces=2)
+
+
+@EVERY_ISA
+@pytest.mark.parametrize("precision", ["int8", "fp32", "bf16"])
+def test_rows_of_a_batch_fill_tiles_whatever_their_number(precision, isa):
+    """Full tiles, tails of any size, several blocks; a tile is never taller than the batch that it is for."""
+    spec, inputs, constants = problem(SHAPES["gemm of one row an item"], precision)
+    many = spec.for_batches_of(13)
+    tallest = max(many.tactics(isa), key=lambda tile: (tile.cols, not tile.paired))
+    assert 1 < tallest.cols <= 13 and {tile.cols for tile in spec.tactics(isa)} == {1}
+    for batch, block in ((1, 0), (13, 0), (2 * tallest.cols + 7, 1)):
+        check(many, isa, [np.resize(x, (batch, *x.shape[1:])) for x in inputs], constants, TOLERANCE[precision],
+              tactic=replace(tallest, block=block), slack=15, pieces=2)
+
+
+def test_the_batch_makes_a_difference_to_what_is_cut_by_it_only():
+    image, row = (problem(SHAPES[name], "int8")[0] for name in ("3x3", "gemm of one row an item"))
+    assert image.for_batches_of(13) is image and row.for_batches_of(13).items == 13
+
+
+@pytest.mark.parametrize("pixels", [1, 5, 6, 31, 96])
+@pytest.mark.parametrize("cols", [1, 4, 6, 14])
+def test_the_tiles_of_a_batch_hold_all_of_its_pixels(pixels, cols):
+    assert sum(size * count for size, count in tiles_of_the_batch(pixels, cols)) == pixels
+
+
+def test_halves_round_to_even():
+    b = ProgramBuilder(True)
+    b.add("mul", b.accumulator, 0.5)
+    spec = Shape(1, 16, 4, 16).spec("int8", b.program(), residual=False)
+    x = np.random.default_rng(0).integers(0, 4, (BATCH, 1, 16, 4)).astype(np.uint8)
+    w = np.random.default_rng(1).integers(-3, 8, (16, 4, 1, 1)).astype(np.int8)
+    halves = np.einsum("nijc,oc->nijo", x.astype(int), w[:, :, 0, 0].astype(int)) / 2
+    check(spec, AVX2, [x], {"weights": w, "program": b.constants}, slack=15)
+    expected, = spec.reference([x], {"weights": w, "program": b.constants})
+    assert (expected == np.clip([round(h) for h in halves.flat], 0, 255).reshape(halves.shape)).all()
+    assert (expected != np.clip(np.floor(halves + 0.5), 0, 255)).any()      # the control: rounding up is told apart
+
+
+@pytest.mark.parametrize("isa", [AVX512_BF16, AVX512_VNNI, AVX_VNNI, AVX2], ids=lambda isa: isa.name)
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+def test_the_usual_winner_among_tiles_does_not_spill(precision, isa):
+    assert spills_of(isa, precision, _wide(isa, precision).tactics(isa)[0]) <= 2
+
+
+def test_a_tile_that_does_not_fit_is_seen_to_spill():
+    assert spills_of(AVX512_VNNI, "int8", Tile(1, 14, 4)) > 10
+
+
+def _wide(isa, precision):
+    return Shape(1, 64, 64, 4 * isa.lanes).spec(precision, Program(), residual=False)
+
+
+def spills_of(isa, precision, tile):
+    spec = Shape(1, tile.cols, 256, tile.vectors * isa.lanes).spec(precision, Program(), residual=False)
+    module = Module()
+    spec.emit(module, "kernel", isa, tile)
+    return spills(assembly(module.text(), isa))
+
+
+def test_the_text_of_a_kernel_names_its_loops():
+    spec = SHAPES["3x3"].spec("int8", Program(), residual=False)
+    module = Module()
+    spec.emit(module, "kernel", AVX512_VNNI, Tile(1, 14, 2))
+    comments = [line.strip() for line in module.text().splitlines() if line.strip().startswith("; for")]
+    loops = ["item", "block", "panel", "line", "tap row", "k"]
+    assert [comment.split(" in ")[0] for comment in comments] == [f"; for {loop}" for loop in loops]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("residual, allowed", [(False, 0), (True, 4)])
+def test_tiles_of_floats_hardly_spill_on_a_machine_of_32_registers(precision, residual, allowed):
+    """Not in the K loop, and not where constants join the sums: five of a residual's program beside 28 sums do."""
+    spec, _, _ = problem(Shape(1, 196, 64, 128), precision, residual=residual)
+    for tactic in spec.tactics(AVX512_BF16):
+        module = Module()
+        spec.emit(module, "kernel", AVX512_BF16, tactic)
+        assert spills(assembly(module.text(), AVX512_BF16)) <= allowed, tactic

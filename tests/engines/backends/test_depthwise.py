@@ -1,0 +1,125 @@
+import numpy as np
+import pytest
+
+from engines.backends.llvm.codegen.compile import assembly, spills
+from engines.backends.llvm.codegen.ir_builder import Module
+from engines.backends.llvm.codegen.isa import ALL, AVX2, AVX512_BF16, AVX512_VNNI
+from engines.backends.llvm.kernels.depthwise.depthwise import Depthwise, DepthwiseTile
+from engines.backends.llvm.kernels.spec import dense_view
+from tests.engines.backends.harness import EVERY_ISA, EVERY_WIDTH, check, gapped, random_array, requantise, run
+
+BATCH = 2
+DTYPES = {"int8": "uint8", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def depthwise(channels, taps, stride=(1, 1), dilation=(1, 1), outputs=(5, 9), precision="int8", target=None,
+              residual=True):
+    """The spec and its constants; weights over the whole range of s8."""
+    random = np.random.default_rng(channels)
+    reach = [(n - 1) * s + (k - 1) * d + 1 for n, s, k, d in zip(outputs, stride, taps, dilation, strict=True)]
+    scale = 40 / (128 * 73 * np.sqrt(np.prod(taps))) if precision == "int8" else 40
+    program, constants = requantise(channels, random, scale, residual)
+    dtype = DTYPES[precision]
+    y = gapped(target or dtype, (*outputs, channels))
+    operands = (dense_view(dtype, y.shape),) * residual
+    shape = (channels, 1, *taps)
+    if precision == "int8":
+        constants["weights"] = random.integers(-128, 128, shape).astype(np.int8)
+    else:
+        constants["weights"] = random.standard_normal(shape).astype(np.float32)
+    spec = Depthwise(gapped(dtype, (*reach, channels)), y, operands, program, precision, taps, stride, dilation)
+    return spec, constants
+
+
+def data(spec):
+    random = np.random.default_rng(0)
+    return [random_array(random, view.dtype, (BATCH, *view.shape)) for view in spec.inputs]
+
+
+@EVERY_ISA
+@pytest.mark.parametrize("channels", [1, 3, 17, 33, 116])
+def test_3x3_of_any_number_of_channels(channels, isa):
+    spec, constants = depthwise(channels, (3, 3), outputs=(3, 5))
+    check(spec, isa, data(spec), constants, pieces=2)
+
+
+@EVERY_WIDTH
+@pytest.mark.parametrize("taps, stride, dilation", [
+    ((3, 3), (2, 2), (1, 1)), ((5, 5), (1, 1), (1, 1)), ((5, 3), (2, 1), (1, 1)), ((3, 3), (1, 1), (2, 2)),
+    ((7, 7), (1, 1), (1, 1)), ((1, 4), (1, 2), (1, 1)), ((4, 1), (1, 1), (1, 1))])
+def test_any_window(taps, stride, dilation, isa):
+    spec, constants = depthwise(10, taps, stride, dilation, outputs=(3, 3))
+    check(spec, isa, data(spec), constants, pieces=2)
+
+
+@EVERY_WIDTH
+@pytest.mark.parametrize("stride, residual", [(1, True), (2, False)])
+def test_every_tactic_is_the_same_function(stride, residual, isa):
+    spec, constants = depthwise(80, (3, 3), (stride, stride), outputs=(3, 5), residual=residual)
+    assert spec.tactics(isa)
+    for tactic in (spec.tactics(isa)[-1], DepthwiseTile(1, 4, 2), DepthwiseTile(2, 3, 1)):
+        check(spec, isa, data(spec), constants, tactic=tactic)
+
+
+@EVERY_WIDTH
+@pytest.mark.parametrize("stride, dilation", [((1, 1), (1, 1)), ((2, 1), (1, 2))])
+@pytest.mark.parametrize("target", ["float32", "uint8"])
+def test_every_tactic_of_float32_adds_in_the_order_of_the_reference(stride, dilation, target, isa):
+    spec, constants = depthwise(40, (3, 2), stride, dilation, outputs=(3, 31), precision="fp32", target=target)
+    by_tap = [tactic for tactic in spec.tactics(isa) if tactic.by_tap]
+    assert len(by_tap) >= 2
+    for tactic in by_tap:
+        check(spec, isa, data(spec), constants, tactic=tactic)
+
+
+@EVERY_WIDTH
+def test_tactics_of_one_packing_share_their_constants(isa):
+    spec, constants = depthwise(40, (3, 3))
+    packed = {}
+    for tactic in spec.tactics(isa):
+        arrays = [array.tobytes() for array in spec.pack(isa, tactic, constants)]
+        assert packed.setdefault(spec.packing(tactic), arrays) == arrays
+    assert len(packed) >= 2
+
+
+@EVERY_WIDTH
+@pytest.mark.parametrize("precision, target", [
+    ("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16"), ("int8", "float32"), ("fp32", "uint8")])
+def test_floats_are_added_in_the_order_of_the_reference(precision, target, isa):
+    spec, constants = depthwise(24, (3, 3), outputs=(3, 5), precision=precision, target=target)
+    check(spec, isa, data(spec), constants)
+
+
+@pytest.mark.parametrize("isa, tile", [(AVX512_VNNI, DepthwiseTile(2, 7, 4)), (AVX2, DepthwiseTile(1, 7, 2))])
+def test_the_accumulators_of_3x3_stay_in_registers(isa, tile):
+    spec, _ = depthwise(128, (3, 3), outputs=(14, 14), residual=False)
+    module = Module()
+    spec.emit(module, "kernel", isa, tile)
+    assert spills(assembly(module.text(), isa)) == 0
+
+
+def test_no_usual_tactic_spills_on_a_machine_of_32_registers():
+    for precision in ("fp32", "bf16", "fp16", "int8"):
+        for taps, stride in (((3, 3), (1, 1)), ((3, 3), (2, 2)), ((5, 5), (1, 1))):
+            spec, _ = depthwise(128, taps, stride, outputs=(14, 28), residual=False, precision=precision)
+            for tactic in spec.tactics(AVX512_BF16):
+                module = Module()
+                spec.emit(module, "kernel", AVX512_BF16, tactic)
+                assert spills(assembly(module.text(), AVX512_BF16)) == 0, (precision, taps, stride, tactic)
+
+
+def test_extreme_products_do_not_saturate():
+    spec, constants = depthwise(16, (3, 3), residual=False)
+    inputs = [np.full_like(x, 255) for x in data(spec)]
+    for sign in (-128, 127):
+        constants["weights"][:] = sign
+        for isa in ALL:
+            check(spec, isa, inputs, constants)
+
+
+def test_a_wrong_weight_is_caught():
+    spec, constants = depthwise(16, (3, 3))
+    got, = run(spec, AVX2, data(spec), constants, native=False)
+    constants["weights"][3, 0, 2, 2] ^= 64
+    wrong, = spec.reference(data(spec), constants)
+    assert (got != wrong).any(axis=(0, 1, 2)).tolist() == [channel == 3 for channel in range(16)]

@@ -1,0 +1,43 @@
+import numpy as np
+import pytest
+
+from engines.backends.llvm.codegen.isa import PORTABLE
+from engines.backends.llvm.kernels.pooling.global_pool import GlobalPool
+from engines.backends.llvm.kernels.spec import dense_view
+from engines.lowering.epilogue.program import Program, ProgramBuilder
+from tests.engines.backends.harness import EVERY_WIDTH, check, gapped, random_array, requantise, run
+
+BATCH = 3
+
+
+def data(spec):
+    random = np.random.default_rng(0)
+    return [random_array(random, view.dtype, (BATCH, *view.shape)) for view in spec.inputs]
+
+
+@EVERY_WIDTH
+@pytest.mark.parametrize("channels", [1, 3, 24, 33, 116, 200])
+@pytest.mark.parametrize("source", ["uint8", "float32"])
+@pytest.mark.parametrize("target", ["uint8", "float32"])
+def test_a_mean_over_all_pixels(channels, source, target, isa):
+    program, constants = requantise(channels, np.random.default_rng(0), 1 / 35, residual=True)
+    y = dense_view(target, (1, 1, channels))
+    spec = GlobalPool(gapped(source, (5, 7, channels)), y, (y,), program, "sum")
+    check(spec, isa, data(spec), constants, pieces=2)
+
+
+@EVERY_WIDTH
+@pytest.mark.parametrize("dtype", ["uint8", "float32", "float16"])
+@pytest.mark.parametrize("shape", [(4, 3, 50), (9, 17), (17,)])
+def test_a_maximum_over_any_axes(shape, dtype, isa):
+    spec = GlobalPool(dense_view(dtype, shape), dense_view(dtype, shape[-1:]), (), Program((), 0, 0), "max")
+    check(spec, isa, data(spec), {"program": []}, pieces=2)
+
+
+def test_a_wrong_divisor_is_caught():
+    b, wrong = ProgramBuilder(True), ProgramBuilder(True)
+    b.add("mul", b.accumulator, 1 / 12)
+    wrong.add("mul", wrong.accumulator, 1 / 13)
+    spec = GlobalPool(dense_view("uint8", (3, 4, 5)), dense_view("float32", (1, 1, 5)), (), b.program(), "sum")
+    got, = run(spec, PORTABLE, data(spec), {"program": wrong.constants})
+    assert (got != spec.reference(data(spec), {"program": b.constants})[0]).all()

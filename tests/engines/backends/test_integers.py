@@ -1,0 +1,130 @@
+import numpy as np
+import pytest
+
+from engines.backends.llvm.codegen.isa import PORTABLE
+from engines.backends.llvm.kernels.elementwise.cumulative import CumulativeSum
+from engines.backends.llvm.kernels.elementwise.integers import OPERATIONS, STORED, Integers
+from engines.backends.llvm.kernels.spec import View, dense_view
+from engines.ir.graph import BATCH, Graph, Node, TensorType
+from engines.lowering.lower import lower
+from engines.ops import OPS
+from tests.engines.backends.harness import EVERY_WIDTH, check, gapped, random_array, run
+
+ITEMS = 2
+ARGUMENTS = {"copy": 1, "not": 1, "negate": 1, "invert": 1, "absolute": 1, "where": 3}
+
+
+def draw(view, seed=0, wide=False):
+    """Any number of the dtype; `wide`: of more bits than a float holds."""
+    random = np.random.default_rng(seed)
+    shape = (ITEMS, *(n if stride else 1 for n, stride in zip(view.shape, view.strides, strict=True)))
+    array = random_array(random, view.dtype, shape)
+    if wide and view.dtype in ("int32", "int64"):
+        info = np.iinfo(view.dtype)
+        array = random.integers(info.min, info.max, shape).astype(view.dtype)
+    return np.broadcast_to(array, (ITEMS, *view.shape))
+
+
+@EVERY_WIDTH
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_operation_is_exact_for_any_64_bits(operation, isa):
+    views = (dense_view("int64", (3, 37)),) * ARGUMENTS.get(operation, 2)
+    spec = Integers(operation, views, dense_view("int64", (3, 37)))
+    check(spec, isa, [draw(view, seed, wide=True) for seed, view in enumerate(views)], {}, pieces=2)
+
+
+@EVERY_WIDTH
+@pytest.mark.parametrize("target", STORED)
+@pytest.mark.parametrize("source", STORED)
+def test_every_stored_dtype_is_read_and_written_as_numpy_casts_it(source, target, isa):
+    spec = Integers("copy", (dense_view(source, (37,)),), dense_view(target, (37,)))
+    x = draw(spec.sources[0], wide=True)
+    check(spec, isa, [x], {})
+    np.testing.assert_array_equal(spec.reference([x], {})[0], x.astype(target))
+
+
+@EVERY_WIDTH
+def test_floats_are_truncated(isa):
+    spec = Integers("copy", (dense_view("float32", (37,)),), dense_view("int64", (37,)))
+    x = np.linspace(-1e6, 1e6, ITEMS * 37, dtype=np.float32).reshape(ITEMS, 37)
+    check(spec, isa, [x], {})
+
+
+@EVERY_WIDTH
+def test_strides_of_zero_broadcast_and_gaps_are_stepped_over(isa):
+    shape = (3, 4, 19)
+    column = View("bool", shape, (4, 1, 0), 12)
+    row = View("int64", shape, (0, 0, 8), 19 * 8)
+    spaced = View("int32", shape, (4 * 19 * 8, 19 * 8, 8), 3 * 4 * 19 * 8)
+    for output in (gapped("int64", shape), spaced):
+        views = (column, row, spaced)
+        check(Integers("where", views, output), isa, [draw(v, i) for i, v in enumerate(views)], {}, pieces=2)
+
+
+@EVERY_WIDTH
+@pytest.mark.parametrize("operation", ["divide", "modulo", "remainder"])
+def test_no_division_traps_and_signs_are_as_numpy_has_them(operation, isa):
+    view = dense_view("int64", (7, 7))
+    special = np.array([0, -1, 1, 7, -7, np.iinfo(np.int64).min, np.iinfo(np.int64).max])
+    a, b = (np.broadcast_to(x, (ITEMS, 7, 7)) for x in (special[:, None], special))
+    check(Integers(operation, (view, view), view), isa, [a, b], {})
+
+
+def test_a_wrong_operation_is_caught():
+    view = dense_view("int64", (7,))
+    x = [draw(view, 0), draw(view, 1)]
+    got, = run(Integers("less", (view, view), view), PORTABLE, x, {})
+    assert (got != Integers("less_or_equal", (view, view), view).reference([x[0], x[0]], {})[0]).any()
+
+
+@EVERY_WIDTH
+@pytest.mark.parametrize("dtype", ["float32", "int32", "int64"])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("way", [{}, {"exclusive": True}, {"reverse": True}, {"exclusive": True, "reverse": True}],
+                         ids=str)
+def test_sums_run_along_any_axis_either_way(way, axis, dtype, isa):
+    x = gapped(dtype, (4, 5, 19))
+    spec = CumulativeSum(x, dense_view(dtype, x.shape), axis, **way)
+    check(spec, isa, [draw(x)], {}, pieces=2)
+    node = Node("CumSum", ("x",), ("y",), {"axis": axis + 1, **{key: int(value) for key, value in way.items()}})
+    np.testing.assert_allclose(spec.reference([draw(x)], {})[0], OPS["CumSum"].reference(node, draw(x))[0], 1e-6)
+
+
+@EVERY_WIDTH
+def test_sums_run_along_the_tokens_of_a_request(isa):
+    view = dense_view("int64", (37,))
+    check(CumulativeSum(view, view, 0), isa, [draw(view)], {})
+
+
+# ---- nodes
+INT64, BOOL, FLOAT = (np.dtype(name) for name in ("int64", "bool", "float32"))
+
+
+def only_call(op, kinds, made, **attrs):
+    names = tuple(f"x{i}" for i in range(len(kinds)))
+    types = {name: TensorType(np.dtype(kind), (BATCH, 5)) for name, kind in zip(names, kinds, strict=True)}
+    node = Node(op, names, ("y",), attrs, op)
+    call, = lower(Graph("g", names, ("y",), (node,), {}, {**types, "y": TensorType(np.dtype(made), (BATCH, 5))}),
+                  PORTABLE).calls
+    return call
+
+
+@pytest.mark.parametrize("op, kinds, made", [
+    ("Add", [INT64, INT64], INT64), ("Equal", [INT64, INT64], BOOL), ("And", [BOOL, BOOL], BOOL), ("Not", [BOOL], BOOL),
+    ("Where", [BOOL, INT64, INT64], INT64), ("Less", ["int32", "int32"], BOOL), ("Max", ["int32", "int32"], "int32"),
+    ("Div", [INT64, INT64], INT64), ("Mod", [INT64, INT64], INT64)])
+def test_a_node_on_integers_is_one_operation(op, kinds, made):
+    call = only_call(op, kinds, made)
+    assert isinstance(call.spec, Integers), call.reason
+    x = [draw(view, i) for i, view in enumerate(call.spec.sources)]
+    np.testing.assert_array_equal(call.spec.reference(x, {})[0], OPS[op].reference(call.node, *x)[0])
+
+
+@pytest.mark.parametrize("kind, to", [("bool", "int64"), ("int64", "int32"), ("int64", "bool"), ("float32", "int64")])
+def test_a_cast_to_integers_is_one_too(kind, to):
+    assert isinstance(only_call("Cast", [kind], to, to=to).spec, Integers)
+
+
+def test_what_has_no_operation_on_integers_says_so():
+    assert "no operation on integers for Pow" in only_call("Pow", [INT64, INT64], INT64).reason
+    assert "stored as" in only_call("Add", ["uint32", "uint32"], "uint32").reason

@@ -1,0 +1,94 @@
+import numpy as np
+import pytest
+
+from engines.backends.llvm.codegen.isa import ALL, AVX2
+from engines.backends.llvm.kernels.pooling.pool import Pool
+from engines.backends.llvm.kernels.spec import dense_view
+from engines.lowering.epilogue.program import Program, ProgramBuilder
+from tests.engines.backends.harness import EVERY_WIDTH, check, gapped, random_array, requantise, run
+
+BATCH = 2
+PLAIN = Program((), 0, 0)
+WINDOWS = {     # kernel, stride, pads, dilation, extent of x
+    "3x3 stride 2 padded": ((3, 3), (2, 2), (1, 1, 1, 1), (1, 1), (9, 12)),
+    "2x2": ((2, 2), (2, 2), (0, 0, 0, 0), (1, 1), (6, 10)),
+    "5x5 same": ((5, 5), (1, 1), (2, 2, 2, 2), (1, 1), (6, 7)),
+    "7x7 of a small image": ((7, 7), (1, 1), (3, 3, 3, 3), (1, 1), (4, 5)),
+    "1x3 dilated": ((1, 3), (1, 1), (0, 2, 0, 2), (1, 2), (3, 9)),
+    "3x3 padded at the end": ((3, 3), (2, 2), (0, 0, 1, 1), (1, 1), (8, 8)),
+}
+EVERY_WINDOW = pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+
+
+def pool(kind, dtype, channels, window, program=PLAIN, target=None, operands=0, **options):
+    kernel, stride, pads, dilation, extent = window
+    outputs = [(n + pads[a] + pads[a + 2] - (kernel[a] - 1) * dilation[a] - 1) // stride[a] + 1
+               for a, n in enumerate(extent)]
+    y = gapped(target or dtype, (*outputs, channels))
+    return Pool(gapped(dtype, (*extent, channels)), y, (dense_view(dtype, y.shape),) * operands, program, kind, kernel,
+                stride, pads, dilation, **options)
+
+
+def data(spec):
+    random = np.random.default_rng(0)
+    return [random_array(random, view.dtype, (BATCH, *view.shape)) for view in spec.inputs]
+
+
+@EVERY_WIDTH
+@EVERY_WINDOW
+@pytest.mark.parametrize("dtype", ["uint8", "float32"])
+def test_a_maximum_is_that_of_the_window_inside_the_image(window, dtype, isa):
+    spec = pool("max", dtype, 17, window)
+    check(spec, isa, data(spec), {"program": []}, pieces=2)
+
+
+@EVERY_WIDTH
+@EVERY_WINDOW
+@pytest.mark.parametrize("include, dtype", [(True, "uint8"), (False, "float32")])
+def test_an_average_counts_padded_taps_as_asked(window, include, dtype, isa):
+    program, constants = requantise(10, np.random.default_rng(0), residual=True)
+    spec = pool("average", dtype, 10, window, program, operands=1, count_include_pad=include, pad_value=13)
+    check(spec, isa, data(spec), constants, pieces=2)
+
+
+@EVERY_WIDTH
+@pytest.mark.parametrize("channels, kind", [(1, "max"), (3, "average"), (24, "max"), (33, "average"), (116, "max")])
+def test_channels_that_do_not_fill_a_vector(channels, kind, isa):
+    program, constants = requantise(channels, np.random.default_rng(0))
+    spec = pool(kind, "uint8", channels, WINDOWS["2x2"], program)
+    for tactic in spec.tactics(isa)[::2]:
+        check(spec, isa, data(spec), constants, tactic=tactic)
+
+
+@EVERY_WIDTH
+@pytest.mark.parametrize("source, target", [("uint8", "float32"), ("float16", "float16"), ("bfloat16", "uint8")])
+def test_other_dtypes(source, target, isa):
+    b = ProgramBuilder(True)
+    b.add("fma", b.accumulator, 20.0, 3.0)
+    spec = pool("average", source, 20, WINDOWS["2x2"], b.program(), target)
+    check(spec, isa, data(spec), {"program": b.constants})
+
+
+@EVERY_WIDTH
+def test_windows_cut_by_ceil_mode_do_not_count_beyond_the_pads(isa):
+    x, y = dense_view("float32", (6, 6, 4)), dense_view("float32", (3, 3, 4))
+    spec = Pool(x, y, (), PLAIN, "average", (3, 3), (2, 2), count_include_pad=True)
+    ones = np.ones((1, *x.shape), np.float32)
+    result, = run(spec, isa, [ones], {"program": []})
+    np.testing.assert_allclose(result, 1, 1e-6)
+    check(spec, isa, data(spec), {"program": []})
+
+
+def test_a_wrong_count_is_caught():
+    spec = pool("average", "uint8", 8, WINDOWS["3x3 stride 2 padded"])
+    wrong = pool("average", "uint8", 8, WINDOWS["3x3 stride 2 padded"], count_include_pad=True)
+    with pytest.raises(AssertionError):
+        np.testing.assert_array_equal(run(spec, AVX2, data(spec), {"program": []}, native=False),
+                                      wrong.reference(data(spec), {"program": []}))
+
+
+def test_bytes_stay_bytes_where_nothing_is_computed():
+    from engines.backends.llvm.codegen.ir_builder import Module
+    spec, module = pool("max", "uint8", 64, WINDOWS["2x2"]), Module()
+    spec.emit(module, "kernel", ALL[0], spec.tactics(ALL[0])[0])
+    assert "x float" not in module.text()

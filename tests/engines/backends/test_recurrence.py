@@ -1,0 +1,213 @@
+"""Recurrent cells: as their reference on every machine, bit for bit where the products are of integers."""
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines.backends.llvm.codegen.isa import AVX2, AVX512_VNNI, PORTABLE
+from engines.backends.llvm.kernels.recurrent import recurrence
+from engines.backends.llvm.kernels.recurrent.cells import bounded, cell_of
+from engines.backends.llvm.kernels.recurrent.recurrence import Panels, Recurrence, fits, whole_precision, whole_weights
+from engines.backends.llvm.kernels.recurrent.steps import WHOLE
+from engines.backends.llvm.kernels.spec import View
+from engines.ir.graph import Node
+from engines.lowering.epilogue.program import ProgramBuilder
+from engines.ops.recurrent import DEFAULTS, GATES
+from engines.ops.recurrent import Recurrence as Operator
+from tests.engines.backends.harness import EVERY_ISA, EVERY_WIDTH, check, gapped, run
+
+FLOAT_SUMS = 2e-5       # float32 sums in another order, fed back for some steps
+STEPS = 5
+
+
+def node_of(cell: str = "LSTM", direction: str = "forward", **attrs: Any) -> Node:
+    count = 2 if direction == "bidirectional" else 1
+    names = attrs.pop("activations", DEFAULTS[cell]) * count
+    zeros = (0.0,) * len(names)
+    return Node("Recurrence", (), (), {
+        "cell": cell, "direction": direction, "activations": " ".join(names), "activation_alpha": zeros,
+        "activation_beta": zeros, "clip": 0.0, "input_forget": 0, "linear_before_reset": 0, **attrs})
+
+
+class Case:
+    """A spec of a node, with drawn constants and inputs."""
+
+    def __init__(self, node: Node, hidden: int, precision: str = "fp32", batch: int = 3, *, peepholes: bool = False,
+                 states: bool = False, given: bool = False, lengths: bool = False, y: str = "float32",
+                 gates: str = "float32", steps: int = STEPS) -> None:
+        random = np.random.default_rng(0)
+        backwards = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}[node.attrs["direction"]]
+        count, kind = len(backwards), node.attrs["cell"]
+        rows = GATES[kind] * hidden
+        cells = tuple(cell_of(node, d, peepholes) for d in range(count))
+        builder, numbers = ProgramBuilder(True), ()
+        if y == "uint8":
+            builder.add("fma", builder.accumulator, 100.0, 120.0)
+            numbers = (100.0, 120.0)
+        kept = cells[0].kept
+        state = View("float32", (count * hidden,), (4,), 4 * count * hidden + 8)
+        self.spec = Recurrence(
+            gapped(gates, (steps, count * rows)), hidden, cells, backwards, gapped(y, (steps, count * hidden)),
+            (state if states else None,) * kept, (state if states else None,) * kept,
+            View("int32", (), (), 4) if lengths else None, tuple(range(kept)) if given else (), builder.program(),
+            numbers, precision)
+        weights = (random.standard_normal((count, rows, hidden)) / np.sqrt(hidden)).astype(np.float32)
+        units = [random.standard_normal((count, hidden)).astype(np.float32) for _ in range(cells[0].units)]
+        self.constants: dict[str, Any] = {
+            "weights": weights, "units": units,
+            "first": [random.standard_normal(count * hidden).astype(np.float32) for _ in self.spec.given]}
+        if precision != "fp32":
+            self.constants["weights"], self.constants["scales"] = whole_weights(weights, precision)
+        self.inputs = [random.standard_normal((batch, *view.shape)).astype(np.float32) for view in self.spec.inputs]
+        if gates == "bfloat16":
+            self.inputs[0] = (self.inputs[0].view(np.uint32) >> 16).astype(np.uint16)
+        if lengths:
+            self.inputs[-1] = np.resize(np.array([3, 0, STEPS, 1], np.int32), batch)
+        self.real = [weights, *units]       # as the operator takes them
+
+
+CELLS: dict[str, dict[str, Any]] = {
+    "lstm": {},
+    "lstm with coupled gates and clip": {"input_forget": 1, "clip": 0.7},
+    "lstm of relu": {"activations": ("HardSigmoid", "Softsign", "Relu"), "activation_alpha": (0.2, 0.0, 0.0) * 2,
+                     "activation_beta": (0.5, 0.0, 0.0) * 2},
+    "gru": {"cell": "GRU"},
+    "gru, product reset": {"cell": "GRU", "linear_before_reset": 1},
+    "rnn": {"cell": "RNN"},
+    "rnn of a steep tanh": {"cell": "RNN", "activations": ("ScaledTanh",), "activation_alpha": (0.9,) * 2,
+                            "activation_beta": (1.5,) * 2},
+    "rnn of elu": {"cell": "RNN", "activations": ("Elu",), "activation_alpha": (0.7,) * 2},
+}
+BOTH_WHOLE = pytest.mark.parametrize("precision", ["int16", "int8"])
+EVERY_CELL = pytest.mark.parametrize("attrs", CELLS.values(), ids=CELLS)
+
+
+@EVERY_WIDTH
+@EVERY_CELL
+@pytest.mark.parametrize("hidden", [1, 5, 24])
+def test_a_cell_equals_its_reference(attrs, hidden, isa):
+    case = Case(node_of(direction="bidirectional", **attrs), hidden)
+    check(case.spec, isa, case.inputs, case.constants, FLOAT_SUMS, pieces=2)
+
+
+@EVERY_ISA
+@BOTH_WHOLE
+@pytest.mark.parametrize("attrs", [{}, {"cell": "GRU"}, {"cell": "GRU", "linear_before_reset": 1}, {"cell": "RNN"}],
+                         ids=["lstm", "gru", "gru, product reset", "rnn"])
+def test_whole_products_are_exact(attrs, precision, isa):
+    case = Case(node_of(direction="bidirectional", **attrs), 37, precision, batch=11)
+    check(case.spec, isa, case.inputs, case.constants, pieces=2)
+
+
+@EVERY_WIDTH
+@pytest.mark.parametrize("batch, precision", [*((batch, "int16") for batch in (1, 2, 3, 7, 8, 13)), (13, "int8")])
+@pytest.mark.parametrize("attrs", [{}, {"cell": "GRU", "linear_before_reset": 1}, {"cell": "RNN"}],
+                         ids=["lstm", "gru", "rnn"])
+def test_any_batch_is_cut_into_tiles(attrs, batch, precision, isa, monkeypatch):
+    case = Case(node_of(direction="reverse", **attrs), 19, precision, batch)
+    monkeypatch.setattr(recurrence, "FIRST_LEVEL", 0)
+    for tactic in (*case.spec.tactics(isa), Panels(1, prefetch=True)):
+        check(case.spec, isa, case.inputs, case.constants, tactic=tactic)
+
+
+@EVERY_WIDTH
+@pytest.mark.parametrize("batch", [1, 6])
+def test_states_come_in_and_go_out(batch, isa):
+    for attrs in ({}, {"cell": "GRU"}):
+        case = Case(node_of(direction="bidirectional", **attrs), 13, batch=batch, states=True)
+        check(case.spec, isa, case.inputs, case.constants, FLOAT_SUMS)
+
+
+@EVERY_WIDTH
+def test_first_states_may_be_constants(isa):
+    case = Case(node_of(direction="bidirectional"), 13, given=True)
+    check(case.spec, isa, case.inputs, case.constants, FLOAT_SUMS)
+
+
+@EVERY_WIDTH
+def test_a_single_step_goes_from_states_to_states(isa):
+    case = Case(node_of(direction="bidirectional"), 13, states=True, steps=1)
+    check(case.spec, isa, case.inputs, case.constants, FLOAT_SUMS)
+
+
+@EVERY_WIDTH
+def test_peepholes_look_at_the_cell_state(isa):
+    case = Case(node_of(direction="bidirectional"), 13, peepholes=True)
+    check(case.spec, isa, case.inputs, case.constants, FLOAT_SUMS)
+
+
+@EVERY_WIDTH
+def test_an_item_of_its_own_length_leaves_zeros_behind_its_end(isa):
+    case = Case(node_of(direction="bidirectional"), 13, batch=4, states=True, lengths=True, y="uint8")
+    y = run(case.spec, isa, case.inputs, case.constants)[0].reshape(4, STEPS, 2, 13)
+    assert (y[0, 3:] == 120).all() and (y[1] == 120).all() and (y[2] != 120).any()
+    states = Case(node_of(direction="bidirectional"), 13, batch=4, states=True, lengths=True)
+    check(states.spec, isa, states.inputs, states.constants, FLOAT_SUMS)
+
+
+@EVERY_WIDTH
+@pytest.mark.parametrize("y", ["uint8", "bfloat16", "float16"])
+def test_gates_and_y_are_stored_in_other_types(y, isa):
+    case = Case(node_of("GRU"), 21, "int16", y=y, gates="bfloat16" if y == "bfloat16" else "float32")
+    check(case.spec, isa, case.inputs, case.constants)
+
+
+@pytest.mark.parametrize("peepholes", [False, True])
+@EVERY_CELL
+def test_the_reference_agrees_with_the_operator(attrs, peepholes):
+    node = node_of(direction="bidirectional", **attrs)
+    if peepholes and node.attrs["cell"] != "LSTM":
+        return
+    case = Case(node, 7, states=True, lengths=True, peepholes=peepholes)
+    weights, *units = case.real
+    gates, *states, lengths = case.inputs
+    bias = units[0] if node.attrs["linear_before_reset"] else None
+    expected = Operator.compute(node, gates, weights, bias, np.concatenate(units, 1) if peepholes else None, lengths,
+                                *states)
+    for got, wanted in zip(case.spec.reference(case.inputs, case.constants), expected, strict=True):
+        np.testing.assert_allclose(got, wanted, 2e-5, 2e-5)
+
+
+@pytest.mark.parametrize("precision, sizes, error", [("int16", (8, 64, 600), 3e-3), ("int8", (8, 600, 5000), 3e-2)])
+def test_whole_weights_are_as_fine_as_their_sums_allow(precision, sizes, error):
+    random = np.random.default_rng(0)
+    for hidden in sizes:
+        weights = random.standard_normal((1, 4, hidden)).astype(np.float32)
+        whole, scales = whole_weights(weights, precision)
+        stored = WHOLE[precision]
+        assert np.abs(whole.astype(np.int64)).sum(2).max() * (stored.one + stored.zero) < 2 ** 31
+        np.testing.assert_allclose(whole * scales[..., None] * stored.one, weights, atol=error)
+    assert whole_weights(np.zeros((1, 3, 4), np.float32), precision)[0].max() == 0
+
+
+def test_weights_that_leave_the_second_level_of_cache_have_8_bits():
+    """An LSTM of 128 units keeps 16; from there on, bytes are what takes the time."""
+    assert [whole_precision(np.zeros((2, 4 * hidden, hidden))) for hidden in (128, 256)] == ["int16", "int8"]
+    case = Case(node_of(), 32, "int8")
+    assert case.constants["weights"].dtype == np.int8
+    assert 2 * case.spec.step_bytes == Case(node_of(), 32, "int16").spec.step_bytes
+
+
+def test_only_states_between_minus_one_and_one_are_multiplied_as_integers():
+    assert bounded(node_of()) and bounded(node_of("GRU")) and bounded(node_of("RNN"))
+    assert not bounded(node_of("RNN", activations=("Relu",)))
+    assert not bounded(node_of(activations=("Sigmoid", "Tanh", "Relu")))
+    assert not bounded(node_of("GRU", activations=("Tanh", "Tanh")))
+
+
+def test_the_constants_of_two_directions_are_not_confused():
+    case = Case(node_of(direction="bidirectional"), 9)
+    swapped = {**case.constants, "weights": case.constants["weights"][::-1]}
+    got = run(case.spec, PORTABLE, case.inputs, case.constants)[0]
+    assert not np.allclose(got, case.spec.reference(case.inputs, swapped)[0], atol=1e-2)
+
+
+def test_a_tile_of_items_takes_the_registers_that_its_gates_leave():
+    spec = Case(node_of("GRU", linear_before_reset=1), 64).spec
+    assert spec.items(AVX512_VNNI) == 8 and spec.items(AVX2) == 4
+    assert spec.vectors(AVX512_VNNI, Panels(4), spec.cells[0].stages[0], 8) == 1
+    assert fits(AVX2, 4, 3) and not fits(AVX2, 4, 4) and fits(AVX2, 1, 14)
+    in_cache = Case(node_of("GRU", linear_before_reset=1), 64, "int16").spec
+    assert in_cache.items(AVX512_VNNI) == in_cache.items(AVX2) == 1

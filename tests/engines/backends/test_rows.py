@@ -1,0 +1,131 @@
+"""Softmax, norms and reductions: bit for bit as their references on every machine; the references against float64."""
+import numpy as np
+import pytest
+
+from engines.backends.llvm.codegen.isa import PORTABLE
+from engines.backends.llvm.kernels.rows import softmax
+from engines.backends.llvm.kernels.rows.lrn import Lrn
+from engines.backends.llvm.kernels.rows.norm import Norm
+from engines.backends.llvm.kernels.rows.reduce import Reduce
+from engines.backends.llvm.kernels.rows.softmax import Softmax
+from engines.backends.llvm.kernels.spec import View, dense_view
+from engines.lowering.epilogue.program import ProgramBuilder
+from tests.engines.backends.harness import EVERY_WIDTH, check, gapped, random_array, requantise, run
+
+BATCH = 2
+FAMILIES = {
+    "softmax": lambda *a, **k: Softmax(*a, **k),
+    "log softmax": lambda *a, **k: Softmax(*a, **k, log=True),
+    "layer norm": lambda *a, **k: Norm(*a, **k),
+    "rms norm": lambda *a, **k: Norm(*a, **k, kind="rms"),
+    "l2 norm": lambda *a, **k: Norm(*a, **k, kind="l2"),
+    "lrn": lambda *a, **k: Lrn(*a, **k, alpha=0.3),
+    "lrn of an even window": lambda *a, **k: Lrn(*a, **k, size=4, alpha=0.3, beta=0.5, bias=2.0),
+    "lrn by logarithms": lambda *a, **k: Lrn(*a, **k, alpha=0.3, beta=0.6),
+}
+EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+
+
+def data(spec, spread=3):
+    random = np.random.default_rng(0)
+    arrays = [random_array(random, view.dtype, (BATCH, *view.shape)) for view in spec.inputs]
+    return [spread * x if x.dtype == np.float32 else x for x in arrays]
+
+
+def dequantise():
+    b = ProgramBuilder(False)
+    b.add("fma", b.operand(), 0.05, -6.4)
+    return b.program(), b.constants
+
+
+@EVERY_WIDTH
+@EVERY_FAMILY
+@pytest.mark.parametrize("width", [1, 7, 24, 65, 197])
+def test_a_row_program_equals_its_reference(family, width, isa):
+    view = gapped("float32", (3, 2, width))
+    spec = family((view,), view)
+    check(spec, isa, data(spec), {}, pieces=2)
+
+
+@EVERY_WIDTH
+@EVERY_FAMILY
+def test_rows_of_u8_are_dequantised_before_and_quantised_after(family, isa):
+    prologue, before = dequantise()
+    program, constants = requantise(37, np.random.default_rng(0), 30, residual=True)
+    x = gapped("uint8", (5, 37))
+    spec = family((x,), x, (dense_view("uint8", (5, 37)),), prologue, program)
+    check(spec, isa, data(spec), {"prologue": before, **constants})
+
+
+@EVERY_WIDTH
+@pytest.mark.parametrize("kind", ["sum", "max", "min"])
+@pytest.mark.parametrize("source, target", [("uint8", "uint8"), ("float32", "float32"), ("bfloat16", "float32")])
+def test_a_reduction_makes_one_element_a_row(source, target, kind, isa):
+    b = ProgramBuilder(True)
+    b.add("fma", b.accumulator, 0.01, 10)
+    spec = Reduce((gapped(source, (3, 4, 70)),), dense_view(target, (3, 4, 1)), (), program=b.program(), kind=kind)
+    check(spec, isa, data(spec), {"program": b.constants}, pieces=2)
+
+
+@EVERY_WIDTH
+def test_a_mask_is_added_on_the_way_in(isa):
+    b = ProgramBuilder(False)
+    b.add("fma", b.operand(), 0.125, b.operand())
+    mask = View("float32", (4, 3, 33), (0, 33 * 4, 4), 3 * 33 * 4)
+    spec = Softmax((dense_view("float32", (4, 3, 33)), mask), dense_view("float32", (4, 3, 33)), (), b.program())
+    x, _ = data(spec)
+    drawn = np.random.default_rng(1).standard_normal((BATCH, 1, 3, 33)).astype(np.float32)
+    check(spec, isa, [x, np.broadcast_to(drawn, x.shape)], {"prologue": b.constants})
+
+
+@EVERY_WIDTH
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "computed twice"])
+def test_a_row_that_may_look_at_nothing_becomes_zeros(kept, isa, monkeypatch):
+    if not kept:
+        monkeypatch.setattr(softmax, "KEPT", 16)
+    view = dense_view("float32", (3, 37))
+    spec, (x,) = Softmax((view,), view), data(Softmax((view,), view))
+    x[:, 1] = -np.inf
+    x[:, 2, :5] = -np.inf
+    result, = spec.reference([x], {})
+    assert not result[:, 1].any() and result[:, [0, 2]].sum(-1).min() > 0.99
+    check(spec, isa, [x], {})
+
+
+@EVERY_WIDTH
+def test_a_row_too_wide_for_the_stack_is_computed_twice(isa, monkeypatch):
+    monkeypatch.setattr(softmax, "KEPT", 128)
+    view = dense_view("float32", (2, 129))
+    spec = Softmax((view,), view)
+    assert not spec.scratch
+    check(spec, isa, data(spec), {})
+
+
+@EVERY_FAMILY
+@pytest.mark.parametrize("shift", [0, -300])
+def test_the_references_agree_with_float64(family, shift):
+    view = dense_view("float32", (5, 100))
+    spec = family((view,), view)
+    x = data(spec)[0] + np.float32(shift if isinstance(spec, Softmax) else 0)
+    got = spec.reference([x], {})[0]
+    wide = x.astype(np.float64)
+    if isinstance(spec, Softmax):
+        e = np.exp(wide - wide.max(-1, keepdims=True))
+        expected = e / e.sum(-1, keepdims=True)
+        expected = np.log(expected) if spec.log else expected
+    elif isinstance(spec, Lrn):
+        near = [sum(wide[..., max(c - (spec.size - 1) // 2, 0):c + spec.size // 2 + 1].T ** 2).T for c in range(100)]
+        expected = wide / (spec.bias + spec.alpha / spec.size * np.stack(near, -1)) ** spec.beta
+    elif spec.kind == "layer":
+        expected = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + spec.epsilon)
+    elif spec.kind == "rms":
+        expected = wide / np.sqrt((wide ** 2).mean(-1, keepdims=True) + spec.epsilon)
+    else:
+        expected = wide / np.sqrt((wide ** 2).sum(-1, keepdims=True))
+    np.testing.assert_allclose(got, expected, 2e-6, 2e-6)
+
+
+def test_a_wrong_epsilon_is_caught():
+    view = dense_view("float32", (2, 20))
+    spec, other = Norm((view,), view), Norm((view,), view, epsilon=1e-3)
+    assert (run(spec, PORTABLE, data(spec), {})[0] != other.reference(data(spec), {})[0]).any()

@@ -1,0 +1,57 @@
+import numpy as np
+import pytest
+
+from engines.backends.llvm.codegen.isa import PORTABLE
+from engines.backends.llvm.kernels.elementwise.top_k import BLOCK, TopK
+from engines.backends.llvm.kernels.spec import dense_view
+from engines.ir.graph import Node
+from engines.ops import OPS
+from tests.engines.backends.harness import EVERY_WIDTH, check, gapped, run
+
+ITEMS = 2
+
+
+def spec_of(shape, k, largest=True):
+    outer = shape[:-1]
+    return TopK(gapped("float32", shape), dense_view("float32", (*outer, k)), gapped("int64", (*outer, k)), largest)
+
+
+def draw(shape, kinds):
+    """Random numbers of which only so many differ."""
+    return np.random.default_rng(0).integers(-kinds, kinds, (ITEMS, *shape)).astype(np.float32) / 8
+
+
+@EVERY_WIDTH
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("shape, k", [((3, 5), 5), ((37,), 3), ((2, BLOCK), 1), ((3 * BLOCK + 17,), 40),
+                                      ((BLOCK * BLOCK + 70,), 9)])
+@pytest.mark.parametrize("kinds", [3, 1000], ids=["many equals", "few equals"])
+def test_the_k_come_in_order_and_equals_in_the_order_of_their_places(kinds, shape, k, largest, isa):
+    spec, x = spec_of(shape, k, largest), draw(shape, kinds)
+    check(spec, isa, [x], {}, pieces=2)
+    node = Node("TopK", ("x",), ("v", "i"), {"k": k, "axis": -1, "largest": int(largest)})
+    for mine, expected in zip(spec.reference([x], {}), OPS["TopK"].reference(node, x), strict=True):
+        np.testing.assert_array_equal(mine, expected)
+
+
+@EVERY_WIDTH
+@pytest.mark.parametrize("largest", [True, False])
+def test_infinities_and_both_zeros_are_numbers_like_others(largest, isa):
+    x = np.array([[0, -np.inf, -0.0, np.inf, 1e-40, -np.inf, np.inf, -1e-40, -0.0, 0]], np.float32)
+    check(spec_of((10,), 10, largest), isa, [np.repeat(x, ITEMS, 0)], {})
+
+
+@EVERY_WIDTH
+@pytest.mark.parametrize("largest", [True, False])
+def test_integers_are_ordered_too_and_places_alone_are_an_answer(largest, isa):
+    x = np.random.default_rng(0).integers(-(1 << 31) + 1, 1 << 31, (ITEMS, 3, 70)).astype(np.int32)
+    x[:, 0, 5] = np.iinfo(np.int32).max
+    spec = TopK(dense_view("int32", (3, 70)), None, dense_view("int64", (3, 1)), largest)
+    check(spec, isa, [x], {}, pieces=2)
+    np.testing.assert_array_equal(spec.reference([x], {})[0][..., 0], (np.argmax if largest else np.argmin)(x, -1))
+
+
+def test_a_wrong_order_is_caught():
+    x = draw((20,), 1000)
+    got, _ = run(spec_of((20,), 4), PORTABLE, [x], {})
+    assert (got != spec_of((20,), 4, largest=False).reference([x], {})[0]).any()

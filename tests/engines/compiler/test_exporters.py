@@ -1,0 +1,138 @@
+"""Turns of phrase of today's exporters, each a small model: compiled without a fallback, equal to ONNX's reference."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+from onnx.reference import ReferenceEvaluator
+
+from tests.engines.compiler.zoo_engines import engine_of, fallbacks, relative_error
+
+TOLERANCE = 2e-5        # of the largest value: float32 sums in another order
+ITEMS = 3
+VOCABULARY = 40
+
+
+# y = row `last` of each item
+ROW_OF_EACH = """
+        zero = Constant<value = int64 {0}>()  shape = Shape<start = 0, end = 1>(x)  size = Squeeze(shape)
+        items = Range(zero, size, one)  n = Unsqueeze(items, axis)  place = Unsqueeze(last, axis)
+        pairs = Concat<axis = -1>(n, place)  y = GatherND(x, pairs)"""
+# name: (inputs, output, opset, nodes, shapes of constants drawn at random); "ids" are numbers of tokens, "seen" a mask
+CASES: dict[str, tuple[str, str, int, str, dict[str, tuple[int, ...]]]] = {
+    "positions counted in the tokens that are none of padding, as in RoBERTa": (
+        "int64[N,8] ids", "float[N,8,6] y", 17, """
+        one = Constant<value = int64 {1}>()
+        padding = Equal(ids, one)  not_padding = Not(padding)  mask = Cast<to = 6>(not_padding)
+        sums = CumSum(mask, one)  counted = Mul(sums, mask)  wide = Cast<to = 7>(counted)
+        positions = Add(wide, one)  y = Gather(table, positions)""", {"table": (20, 6)}),
+    "token types looked up by position": (
+        "int64[N,8] ids", "float[N,8,6] y", 17, """
+        types = Constant<value = int64[1,9] {0,0,0,0,0,0,0,0,0}>()  shape = Shape<start = 0, end = 1>(ids)
+        nine = Constant<value = int64[1] {9}>()  size = Concat<axis = 0>(shape, nine)  every = Expand(types, size)
+        limit = Constant<value = int64 {8}>()  one = Constant<value = int64 {1}>()  less = Less(ids, limit)
+        places = Cast<to = 7>(less)  picked = GatherElements<axis = 1>(every, places)
+        rows = Gather(table, picked)  words = Gather(table, ids)  y = Add(rows, words)""", {"table": (VOCABULARY, 6)}),
+    "a mask looked up by pairs of item and key": (
+        "float[N,4,8,6] q, int64[N,8] seen", "float[N,4,8,6] y", 23, """
+        mask = Cast<to = 9>(seen)  zero = Constant<value = int64 {0}>()  one = Constant<value = int64 {1}>()
+        shape = Shape<start = 0, end = 1>(seen)  scalar = Squeeze(shape)  items = Range(zero, scalar, one)
+        apart = Constant<value = int64[3] {1,2,3}>()  n = Unsqueeze(items, apart)
+        keys = Constant<value = int64[1,1,1,8] {0,1,2,3,4,5,6,7}>()  like = Max(n, keys)  size = Shape(like)
+        last = Constant<value = int64[1] {-1}>()  wide_n = Expand(n, size)  ns = Unsqueeze(wide_n, last)
+        wide_keys = Expand(keys, size)  ks = Unsqueeze(wide_keys, last)  pairs = Concat<axis = -1>(ns, ks)
+        both = GatherND(mask, pairs)  y = Attention<scale = 0.4>(q, q, q, both)""", {}),
+    "the last token of each item": (
+        "float[N,8,6] x, int64[N,8] seen", "float[N,6] y", 17, f"""
+        axis = Constant<value = int64[1] {{1}}>()  count = ReduceSum<keepdims = 0>(seen, axis)
+        one = Constant<value = int64 {{1}}>()  last = Sub(count, one)  {ROW_OF_EACH}""", {}),
+    "the last token of each item, looked up in a flat tensor": (
+        "float[N,8,6] x, int64[N,8] seen", "float[N,6] y", 17, """
+        axis = Constant<value = int64[1] {1}>()  count = ReduceSum<keepdims = 0>(seen, axis)
+        one = Constant<value = int64 {1}>()  last = Sub(count, one)  zero = Constant<value = int64 {0}>()
+        shape = Shape<start = 0, end = 1>(x)  size = Squeeze(shape)  items = Range(zero, size, one)
+        eight = Constant<value = int64 {8}>()  starts = Mul(items, eight)  places = Add(last, starts)
+        rows = Constant<value = int64[2] {-1, 6}>()  flat = Reshape(x, rows)  y = Gather(flat, places)""", {}),
+    "the token with the highest number, as in CLIP": (
+        "float[N,8,6] x, int64[N,8] ids", "float[N,6] y", 17, f"""
+        axis = Constant<value = int64[1] {{1}}>()  one = Constant<value = int64 {{1}}>()
+        numbers = Cast<to = 6>(ids)  last = ArgMax<axis = 1, keepdims = 0>(numbers)  {ROW_OF_EACH}""", {}),
+    "the highest scores and where they were": (
+        "float[N,40] x", "float[N,5] y", 17, """
+        k = Constant<value = int64[1] {5}>()  eight = Constant<value = int64 {8}>()  scores, places = TopK(x, k)
+        class = Mod(places, eight)  box = Div(places, eight)  code = Add(class, box)
+        number = Cast<to = 1>(code)  y = Add(number, scores)""", {}),
+    "attention of heads that share keys, in one tensor": (
+        "float[N,5,24] q, float[N,7,8] k, float[N,7,12] v, float[5,7] mask", "float[N,5,36] y", 23,
+        "y = Attention<q_num_heads = 6, kv_num_heads = 2, is_causal = 1>(q, k, v, mask)", {}),
+    "attention with a past and a cap": (
+        "float[N,4,5,8] q, float[N,4,5,8] k, float[N,4,5,8] v, float[N,4,3,8] pk, float[N,4,3,8] pv",
+        "float[N,4,5,8] y", 23, """
+        y, keys, values = Attention<softcap = 2.0, is_causal = 1>(q, k, v, , pk, pv)""", {}),
+    "rotary embeddings": (
+        "float[N,4,8,6] q", "float[N,4,8,6] y", 23, "y = RotaryEmbedding(q, cos, sin)",
+        {"cos": (1, 8, 3), "sin": (1, 8, 3)}),
+    "norms by root mean square": (
+        "float[N,8,30] x", "float[N,8,30] y", 23, "y = RMSNormalization<axis = -1>(x, scale)", {"scale": (30,)}),
+    "norms of groups": (
+        "float[N,12,4,5] x", "float[N,12,4,5] y", 21, "y = GroupNormalization<num_groups = 3>(x, scale, bias)",
+        {"scale": (12,), "bias": (12,)}),
+    "places relative to each other, as in DeBERTa": (
+        "float[N,4,8,6] q", "float[N,4,8,8] y", 17, """
+        near = MatMul(q, places)  shape = Shape<start = 0, end = 2>(q)
+        size = Constant<value = int64[2] {8,8}>()  every = Concat<axis = 0>(shape, size)
+        indices = Expand(index, every)  y = GatherElements<axis = 3>(near, indices)""",
+        {"places": (1, 4, 6, 16), "index": (1, 1, 8, 8)}),
+    "tokens before items, as torch's attention has its result": (
+        "float[N,8,12] x", "float[N,8,12] y", 17, """
+        four = Constant<value = int64[4] {0,8,3,4}>()  heads = Reshape(x, four)
+        turned = Transpose<perm = [0,2,1,3]>(heads)  back = Transpose<perm = [2,0,1,3]>(turned)
+        flat = Constant<value = int64[2] {-1,12}>()  rows = Reshape(back, flat)
+        product = Gemm<transB = 1>(rows, weight)  like = Shape<start = 0, end = 1>(x)
+        eight = Constant<value = int64[1] {8}>()  width = Constant<value = int64[1] {12}>()
+        shape = Concat<axis = 0>(eight, like, width)  apart = Reshape(product, shape)
+        normal = LayerNormalization(apart, scale)  items = Transpose<perm = [1,0,2]>(normal)  y = Add(items, x)""",
+        {"weight": (12, 12), "scale": (12,)}),
+    "a mean over the height of lines of text": (
+        "float[N,6,4,9] x", "float[N,9,6] y", 18, """
+        image = Conv<kernel_shape = [1,1]>(x, weight)  last = Transpose<perm = [0,2,3,1]>(image)
+        axis = Constant<value = int64[1] {1}>()  y = ReduceMean<keepdims = 0>(last, axis)""", {"weight": (6, 6, 1, 1)}),
+}
+
+
+def model_of(case: tuple[str, str, int, str, dict[str, tuple[int, ...]]]) -> onnx.ModelProto:
+    inputs, output, opset, nodes, constants = case
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : {opset}]> m ({inputs}) => ({output}) {{ {nodes} }}')
+    random = np.random.default_rng(0)
+    for name, shape in constants.items():
+        array = random.integers(0, 16, shape) if name == "index" else random.standard_normal(shape).astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    return model
+
+
+def feeds_of(model: onnx.ModelProto) -> dict[str, Any]:
+    random = np.random.default_rng(1)
+    feeds: dict[str, Any] = {}
+    for value in model.graph.input:
+        shape = [d.dim_value or ITEMS for d in value.type.tensor_type.shape.dim]
+        if value.name == "ids":
+            feeds[value.name] = random.integers(0, 4, shape) * random.integers(0, VOCABULARY // 4, shape)
+        elif value.name == "seen":
+            feeds[value.name] = (np.arange(shape[1]) < random.integers(1, shape[1], (shape[0], 1))).astype(np.int64)
+        else:
+            feeds[value.name] = random.standard_normal(shape).astype(np.float32)
+    return feeds
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_turn_of_phrase_is_compiled(name: str, tmp_path: Path) -> None:
+    model = model_of(CASES[name])
+    engine, feeds = engine_of(model, tmp_path), feeds_of(model)
+    assert not fallbacks(engine), [f"{step.name}: {step.reason}" for step in fallbacks(engine)]
+    expected, = ReferenceEvaluator(model).run(["y"], feeds)
+    assert relative_error(engine.run(feeds)["y"], np.asarray(expected, np.float32)) < TOLERANCE

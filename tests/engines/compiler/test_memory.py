@@ -1,0 +1,46 @@
+"""How much memory a context of a compiled plan takes."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines.lowering import buffers
+from engines.plan.arena import plan_memory
+from engines.plan.plan import Plan
+from engines.runtime.engine import Engine
+from tests.engines.compiler.zoo_engines import compiled
+from tests.zoo import TINY, images_for
+
+MODELS = ("mobilenet_v2", "nanodet", "resnet18", "unet")
+
+
+def alive(plan: Plan) -> int:
+    """Bytes of the buffers that are alive at once, at most."""
+    return max(sum(b.bytes for b in plan.buffers if b.first <= step <= b.last) for step in range(len(plan.steps)))
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_context_takes_less_than_twice_what_is_alive_at_once(name: str, precision: str, tmp_path: Path) -> None:
+    model = TINY[name](size=96)
+    plan = compiled(model, tmp_path, precision=precision).plan
+    assert plan_memory(plan.buffers, plan.fills).total < 2 * alive(plan)
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+def test_halos_written_in_every_run_change_no_result(precision: str, tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TINY["mobilenet_v2"](size=96)
+    feeds = [{"input": images_for(model, 3, seed=seed)} for seed in (1, 2)]
+    results = {}
+    for spare in (0.0, 100.0):
+        monkeypatch.setattr(buffers, "SPARE", spare)
+        plan = compiled(model, tmp_path, precision=precision).plan
+        assert bool(plan.fills) == (spare == 100)
+        assert any(step.tactic.startswith("border") for step in plan.steps) == (spare == 0)
+        engine = Engine(plan)
+        results[spare] = [value for feed in feeds for value in engine.run(feed).values()]
+    for got, expected in zip(results[0.0], results[100.0], strict=True):
+        np.testing.assert_array_equal(got, expected)

@@ -1,0 +1,121 @@
+"""What the file of a compiled plan takes and gives: each weight once, and the graph back, bit for bit."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines.backends.llvm.backend import choose_kernels, make_tuner
+from engines.backends.llvm.runtime.execution import Program
+from engines.backends.llvm.runtime.expansion import derive
+from engines.compiler.builder import relower
+from engines.ir.serialize import graph_from_json
+from engines.machine.timing_cache import TimingCache
+from engines.plan.file import read_plan, write_plan
+from engines.plan.plan import DERIVED, Plan
+from engines.runtime.engine import Engine
+from tests.engines.compiler.zoo_engines import compiled
+from tests.zoo import Net, Tensor, architecture, images_for
+
+BYTES = {"int8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
+TARGETS = ("avx512_bf16", "avx2", "aarch64_i8mm", "portable")
+PAIRED = ("int8", "avx2")       # weights lie beside their places in the sum, which take a sixteenth of their room
+
+
+@architecture(size=48)
+def heavy(net: Net, x: Tensor) -> Tensor:
+    """Nearly all of it is weights: of full and narrow panels, of a matrix product, depthwise ones, and Winograd's."""
+    x = net.conv_bn_act(x, 256, 3, stride=4, name="stem")
+    x = net.conv_bn_act(x, 256, 3, groups=256, name="depthwise")
+    x = net.conv_bn_act(x, 80, 3, name="winograd")
+    x = net.conv_bn_act(x, 1000, 3, stride=2, name="wide")
+    return net.linear(net.flatten(net.global_avg_pool(x)), 300, name="fc")
+
+
+@pytest.fixture(scope="module")
+def plan_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Plan]:
+    """(precision, target) -> the plan of the heavy model; made once."""
+    folder, model = tmp_path_factory.mktemp("heavy"), heavy()
+    return cache(lambda precision, target="": compiled(model, folder, precision=precision, target=target).plan)
+
+
+def written(plan: Plan, folder: Path) -> tuple[Plan, int]:
+    """(the plan as it is read again, the size of its file)"""
+    write_plan(plan, folder / "m.plan")
+    return read_plan(folder / "m.plan"), (folder / "m.plan").stat().st_size
+
+
+def weights(plan: Plan) -> int:
+    return sum(array.size for array in plan.graph_arrays.values() if array.ndim > 1)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("precision", BYTES)
+def test_a_plan_is_hardly_larger_than_its_weights(plan_of: Callable[..., Plan], tmp_path: Path, precision: str,
+                                                  target: str) -> None:
+    plan = plan_of(precision, target)
+    _, size = written(plan, tmp_path)
+    assert weights(plan) > 1e6
+    assert size <= (1.15 if (precision, target) == PAIRED else 1.1) * weights(plan) * BYTES[precision]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("precision", BYTES)
+def test_a_plan_read_from_its_file_is_compiled_for_another_machine_to_the_bit(
+        plan_of: Callable[..., Plan], tmp_path: Path, precision: str, target: str) -> None:
+    made, here = plan_of(precision, target), plan_of(precision)
+    read, _ = written(made, tmp_path)
+    assert read.packed == made.packed
+    assert len(made.packed) >= 4
+    moved = relower(read)
+    assert moved.target == here.target and moved.constants == here.constants
+    x = {"input": images_for(heavy(), 2)}
+    for name, value in Engine(moved).run(x).items():
+        np.testing.assert_array_equal(value, Engine(here).run(x)[name])
+
+
+def test_the_graph_of_an_int8_plan_is_read_back_as_it_was(plan_of: Callable[..., Plan], tmp_path: Path) -> None:
+    made = plan_of("int8")
+    read, _ = written(made, tmp_path)
+    assert dict(read.graph) == made.graph
+    assert list(read.graph_arrays) == list(made.graph_arrays)
+    for name, array in made.graph_arrays.items():
+        assert read.graph_arrays[name].dtype == array.dtype
+        np.testing.assert_array_equal(read.graph_arrays[name], array)
+
+
+@pytest.mark.parametrize(("precision", "target", "made_bytes"), [
+    ("int8", "avx512_bf16", 36 * 256 * 80 * 2), ("fp32", "avx512_bf16", 36 * 256 * 80 * 4), ("bf16", "avx512_bf16", 0),
+    ("int8", "aarch64_i8mm", 0), ("int8", "portable", None)])
+def test_what_takes_more_room_where_it_is_read_is_made_when_the_plan_is_loaded(
+        plan_of: Callable[..., Plan], precision: str, target: str, made_bytes: int | None) -> None:
+    plan = plan_of(precision, target)
+    if made_bytes is None:      # every weight is an int32
+        made_bytes = sum(4 * array.size for array in plan.graph_arrays.values() if array.ndim > 1)
+        assert plan.derived_bytes >= made_bytes
+    else:
+        assert plan.derived_bytes == made_bytes
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+def test_made_constants_are_what_packing_means_bit_for_bit(plan_of: Callable[..., Plan], tmp_path: Path, precision: str,
+                                                           threads: int) -> None:
+    """Those of the plan as it is read again, cut into pieces for several threads."""
+    read, _ = written(plan_of(precision), tmp_path)
+    made = derive(read, Program(read).kernel, np.frombuffer(read.constants, np.uint8).ctypes.data, threads).bytes
+    chosen = choose_kernels(graph_from_json(read.graph, read.graph_arrays), make_tuner("", TimingCache(), timing=False),
+                            read.max_batch)
+    compared = 0
+    for step, call in zip(read.steps, chosen.lowered.calls, strict=True):
+        if call.spec is None:
+            continue
+        constants = call.spec.ready_constants(chosen.isa, chosen.choices[call.spec].tactic, call.constants)
+        for operand, constant in zip(step.operands[len(call.inputs):], constants, strict=False):
+            if operand.buffer == DERIVED:
+                np.testing.assert_array_equal(made[operand.offset:][:constant.nbytes], constant.view(np.uint8))
+                compared += constant.nbytes
+    assert compared == sum(item.bytes for item in read.derived) > 1e6

@@ -1,0 +1,154 @@
+"""Engines of recurrent networks answer what ONNX Runtime answers, and no step of theirs runs on the reference."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+
+from calibration.accuracy.measures import sqnr_db
+from engines.compiler.builder import BuildConfig, Builder
+from engines.errors import ModelError
+from engines.frontend.onnx_export import onnx_from_graph
+from engines.frontend.onnx_import import graph_from_onnx
+from engines.ops.reference import run
+from engines.passes.pipeline import optimise, simplify
+from engines.runtime.engine import Engine
+from infer_server.cli.calibrating import Calibration
+from infer_server.cli.compiling import compile_model
+from tests.conformance.cases import cases, data_of, model_of
+from tests.engines.compiler.recurrent_models import MODELS, Writer, sequences_for
+from tests.engines.compiler.zoo_engines import fallbacks, relative_error
+from tests.zoo import run_onnx
+
+EVERY = pytest.mark.parametrize("name", MODELS)
+TOLERANCE = 2e-5        # of the largest value: float32 sums in another order, fed back
+
+
+def oracle(name: str, model: onnx.ModelProto, x: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
+    """ONNX Runtime's answer; it does not know layout 1, so there ours, node by node."""
+    return run(graph_from_onnx(model), {"x": x}) if name == "batch major" else run_onnx(model, {"x": x})
+
+
+def engine_of(model: onnx.ModelProto, folder: Path, precision: str = "fp32") -> Engine:
+    onnx.save(model, folder / "model.onnx")
+    calibration = Calibration()
+    if precision == "int8":
+        np.savez(folder / "calibration.npz", x=sequences_for(model, 32, seed=100))
+        calibration = Calibration(source=str(folder / "calibration.npz"), calibrator="minmax")
+    symbolic = not model.graph.input[0].type.tensor_type.shape.dim[0].dim_value
+    config = BuildConfig(max_batch=9 if symbolic else None, timing=False, precision=precision)
+    return Engine(compile_model(folder / "model.onnx", config, calibration, say=lambda text: None).plan)
+
+
+@EVERY
+def test_an_engine_agrees_with_onnx_runtime_and_every_layer_has_a_kernel(name: str, tmp_path: Path) -> None:
+    model = MODELS[name]()
+    engine = engine_of(model, tmp_path)
+    assert not fallbacks(engine), [f"{step.name}: {step.reason}" for step in fallbacks(engine)]
+    for items in (1, 6, 11):        # one item, tiles of several, more than the plan's slots
+        x = sequences_for(model, items)
+        expected = oracle(name, model, x)
+        for output, value in engine.run({"x": x}).items():
+            assert relative_error(value, expected[output]) < TOLERANCE
+
+
+@EVERY
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_fixed_batch_is_compiled_too(name: str, batch: int, tmp_path: Path) -> None:
+    model = MODELS[name](batch=batch)
+    engine = engine_of(model, tmp_path)
+    assert not fallbacks(engine), [f"{step.name}: {step.reason}" for step in fallbacks(engine)]
+    x = sequences_for(model, batch)
+    expected = oracle(name, model, x)
+    for output, value in engine.run({"x": x}).items():
+        assert relative_error(value, expected[output]) < TOLERANCE
+
+
+@EVERY
+def test_the_passes_keep_the_meaning(name: str) -> None:
+    model = MODELS[name]()
+    x = sequences_for(model, 3)
+    expected = oracle(name, model, x)
+    graph = graph_from_onnx(model)
+    for stage in (graph, simplify(graph), optimise(simplify(graph))):
+        for output, value in run(stage, {"x": x}).items():
+            assert relative_error(value, expected[output]) < TOLERANCE
+
+
+@EVERY
+def test_the_exported_model_means_the_same(name: str) -> None:
+    model = MODELS[name]()
+    x = sequences_for(model, 3)
+    expected = oracle(name, model, x)
+    for output, value in run_onnx(onnx_from_graph(optimise(simplify(graph_from_onnx(model)))), {"x": x}).items():
+        assert relative_error(value, expected[output]) < TOLERANCE
+
+
+@pytest.mark.parametrize("precision, least_db", [("int8", 30.0), ("bf16", 35.0), ("fp16", 50.0)])
+@pytest.mark.parametrize("name", ["crnn", "recogniser", "commands", "signals", "keras lstm", "keras rnn of sequences"])
+def test_other_precisions_are_close(name: str, precision: str, least_db: float, tmp_path: Path) -> None:
+    model = MODELS[name]()
+    engine = engine_of(model, tmp_path, precision)
+    x = sequences_for(model, 8, seed=1)
+    expected = oracle(name, model, x)
+    for output, value in engine.run({"x": x}).items():
+        assert sqnr_db(expected[output], value) > least_db
+    assert not fallbacks(engine), [f"{step.name}: {step.reason}" for step in fallbacks(engine)]
+    assert any("recurrence" in step.tactic and step.precision == "int16" for step in engine.plan.steps)
+
+
+def test_a_layer_of_batch_first_moves_nothing(tmp_path: Path) -> None:
+    """Its Transposes meet, and what is left is a product and a recurrence a layer, and the last Gemm."""
+    steps = engine_of(MODELS["commands"](), tmp_path).plan.steps
+    assert [step.tactic.split(":")[0] for step in steps] == ["contraction", "recurrence"] * 2 + ["contraction"]
+
+
+def test_items_have_steps_of_their_own_number(tmp_path: Path) -> None:
+    w = Writer()
+    y, h = w.layer("GRU", w("Transpose", "x", perm=[1, 0, 2]), 5, 14, lengths="lengths", direction="bidirectional")
+    model = w.model(("N", 6, 5), lengths=True, y=(y, (6, 2, "N", 14)), h=(h, (2, "N", 14)))
+    engine = engine_of(model, tmp_path)
+    feeds = {"x": sequences_for(model, 4), "lengths": np.array([6, 1, 3, 4], np.int32)}
+    expected = run_onnx(model, feeds)
+    for output, value in engine.run(feeds).items():
+        assert relative_error(value, expected[output]) < TOLERANCE
+    assert not any("GRU" in "".join(step.fuses) for step in fallbacks(engine))
+
+
+def test_weights_that_are_computed_run_on_the_reference_and_the_build_says_so(tmp_path: Path) -> None:
+    w = Writer()
+    recurrent = w("Add", w.draw(1, 5, 5), w("ReduceMean", "x", axes=[0, 1, 2], keepdims=1))
+    y, _ = w("RNN", "x", w.draw(1, 5, 6), recurrent, count=2, hidden_size=5)
+    model = w.model((3, 1, 6), y=(y, (3, 1, 1, 5)))
+    engine = engine_of(model, tmp_path)
+    x = sequences_for(model, 3)
+    assert relative_error(engine.run({"x": x})["y"], run_onnx(model, {"x": x})["y"]) < TOLERANCE
+    assert [step.reason for step in fallbacks(engine) if "RNN" in step.name]
+
+
+def test_a_sequence_of_unknown_length_is_refused_by_name(tmp_path: Path) -> None:
+    w = Writer()
+    y = w.layer("GRU", "x", 5, 4)[0]
+    model = w.model(("T", 1, 5), y=(y, ("T", 1, 1, 4)))
+    with pytest.raises(ModelError, match="steps follow axis 0.*--shape"):
+        graph_from_onnx(model)
+    assert graph_from_onnx(model, shapes={"x": (7, 1, 5)}).shape("y") == (7, 1, 1, 4)
+
+
+NODE_TESTS = [name for name, case in cases().items()
+              if {node.op_type for node in model_of(case).graph.node} & {"LSTM", "GRU", "RNN"}]
+
+
+@pytest.mark.parametrize("name", NODE_TESTS)
+def test_onnx_node_tests_are_compiled(name: str) -> None:
+    """With their weights constant, as those of networks are; that the answers are right, tests/conformance shows."""
+    model = model_of(cases()[name])
+    for (_, *weights), _ in data_of(cases()[name]):
+        names = [value.name for value in model.graph.input]
+        builder = Builder(BuildConfig(timing=False, constants=dict(zip(names[1:], weights, strict=True))))
+        engine = Engine(builder.plan(builder.graph(model)))
+        assert not fallbacks(engine), [f"{step.name}: {step.reason}" for step in fallbacks(engine)]

@@ -1,0 +1,31 @@
+"""The compiler's graphs of the zoo before any kernel: each stage, run by the reference, answers as ONNX Runtime."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+
+from engines.frontend.onnx_import import graph_from_onnx
+from engines.ir.graph import verify
+from engines.ops.reference import run
+from engines.passes.pipeline import optimise, simplify
+from tests.engines.compiler.zoo_engines import relative_error
+from tests.zoo import TINY, images_for, run_onnx
+
+TOLERANCE = 1e-5        # of the largest value: float32 sums in another order, no kernels yet
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_import_simplify_and_optimise_keep_the_meaning(name: str, tmp_path: Path) -> None:
+    model = TINY[name]()
+    onnx.save(model, tmp_path / "model.onnx")
+    imported = graph_from_onnx(tmp_path / "model.onnx")
+    simplified = simplify(imported)
+    optimised = optimise(simplified, [])
+    x = images_for(model, 2, seed=1)
+    expected = run_onnx(model, {"input": x})
+    for graph in (imported, simplified, optimised):
+        for output, value in run(verify(graph), {"input": x}).items():
+            assert relative_error(value, expected[output]) < TOLERANCE
+    assert not [node for node in optimised.nodes if node.anchor.op in ("BatchNormalization", "Dropout", "Identity")]

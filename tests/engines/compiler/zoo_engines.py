@@ -1,0 +1,51 @@
+"""Engines of the zoo's models, built without timing so that a test takes a moment and the tactic is always the same."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from engines.compiler.builder import BuildConfig
+from engines.plan.plan import Step
+from engines.runtime.engine import Engine
+from infer_server.cli.calibrating import Calibration
+from infer_server.cli.compiling import Result, compile_model
+from tests.zoo import images_for
+
+MAX_BATCH = 4
+CALIBRATION_ITEMS = 32
+
+
+def compiled(model: onnx.ModelProto, folder: Path, calibrator: str = "minmax", **options: Any) -> Result:
+    """What build-engine makes of a model; int8 is calibrated on pictures that no test asks about.
+
+    calibrator: "" searches as build-engine does by default, which builds a model some forty times.
+    """
+    path = folder / "model.onnx"
+    if not path.exists():           # the test may have written it another way
+        onnx.save(model, path)
+    calibration = Calibration()
+    if options.get("precision") == "int8":
+        np.savez(folder / "calibration.npz", input=images_for(model, CALIBRATION_ITEMS, seed=100))
+        calibration = Calibration(source=str(folder / "calibration.npz"), calibrator=calibrator)
+    symbolic = not model.graph.input[0].type.tensor_type.shape.dim[0].dim_value
+    config = BuildConfig(max_batch=MAX_BATCH if symbolic else None, timing=False, **options)
+    return compile_model(path, config, calibration, say=lambda text: None)
+
+
+def engine_of(model: onnx.ModelProto, folder: Path, **options: Any) -> Engine:
+    return Engine(compiled(model, folder, **options).plan)
+
+
+def fallbacks(engine: Engine) -> list[Step]:
+    """The steps that no kernel computes."""
+    return [step for step in engine.plan.steps if step.fallback]
+
+
+def relative_error(value: NDArray[Any], expected: NDArray[Any]) -> float:
+    """The largest difference as a share of the largest value expected."""
+    assert value.shape == expected.shape and value.dtype == expected.dtype
+    return float(np.abs(value - expected).max() / np.abs(expected).max())

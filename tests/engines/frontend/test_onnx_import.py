@@ -1,0 +1,166 @@
+"""Importing models: batch, shapes, chains of shape arithmetic, and what is refused."""
+import re
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+from engines.errors import ModelError
+from engines.frontend.onnx_import import graph_from_onnx
+from engines.ops.reference import run
+from infer_server.cli.build_engine import parse_shape
+
+FLOAT, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
+
+
+def model(nodes, shape, opset=17, constants=None, output="y", out_shape=None):
+    graph = helper.make_graph(nodes, "m", [helper.make_tensor_value_info("x", FLOAT, shape)],
+                              [helper.make_tensor_value_info(output, FLOAT, out_shape)],
+                              [numpy_helper.from_array(np.asarray(v), k) for k, v in (constants or {}).items()])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
+
+
+def node(op, inputs, outputs, **attrs):
+    return helper.make_node(op, inputs.split(), outputs.split(), **attrs)
+
+
+def test_a_view_by_size_becomes_one_reshape_with_a_resolved_target():
+    nodes = [node("Shape", "x", "s"), node("Gather", "s zero", "n"), node("Unsqueeze", "n axes", "n1"),
+             node("Concat", "n1 rest", "target", axis=0), node("Reshape", "x target", "y")]
+    graph = graph_from_onnx(model(nodes, ["N", 3, 4], constants={"zero": 0, "axes": [0], "rest": [-1]}))
+    assert [n.op for n in graph.nodes] == ["Reshape"]
+    assert graph.nodes[0].attrs["shape"] == ("batch", 12)
+    assert graph.shape("y") == ("batch", 12)
+
+
+def test_a_target_may_multiply_the_batch():
+    nodes = [node("Shape", "x", "s"), node("Slice", "s zero one", "n"), node("Mul", "n three", "m"),
+             node("Concat", "m four", "target", axis=0), node("Reshape", "x target", "y")]
+    constants = {"zero": [0], "one": [1], "three": [3], "four": [4]}
+    graph = graph_from_onnx(model(nodes, ["N", 3, 4], constants=constants))
+    assert graph.shape("y") == ("3*batch", 4)
+    assert run(graph, {"x": np.zeros((5, 3, 4), np.float32)})["y"].shape == (15, 4)
+
+
+@pytest.mark.parametrize("extent", ["N", None, -1, "unk__7"])
+def test_every_way_to_write_an_unknown_leading_extent_is_the_batch(extent):
+    assert graph_from_onnx(model([node("Relu", "x", "y")], [extent, 3])).shape("y") == ("batch", 3)
+
+
+@pytest.mark.parametrize("nameless", ["?", "-1", "None", "*"])
+def test_a_name_that_stands_for_anything_is_no_symbol(nameless):
+    """Two of them are not one extent."""
+    relu = model([node("Relu", "x", "y")], [nameless, 3, nameless, nameless])
+    assert graph_from_onnx(relu, shapes={"x": (None, 3, 48, 192)}).shape("y") == ("batch", 3, 48, 192)
+
+
+def test_a_fixed_batch_stays_fixed():
+    assert graph_from_onnx(model([node("Relu", "x", "y")], [1, 3])).shape("y") == (1, 3)
+
+
+def test_a_symbolic_width_is_refused_with_the_option_that_gives_it():
+    with pytest.raises(ModelError, match=r"'x' \[N, 3, 48, W\] .*--shape x:batchx3x48x224$"):
+        graph_from_onnx(model([node("Relu", "x", "y")], ["N", 3, 48, "W"]))
+
+
+def test_all_missing_shapes_are_asked_for_at_once_and_a_symbol_has_one_size():
+    inputs = {"ids": ["N", "T"], "x": ["N", "T", None], "image": ["N", 3, "H", "W"], "known": ["N", 4], "any": None}
+    graph = helper.make_graph([node("Relu", "known", "y")], "m",
+                              [helper.make_tensor_value_info(name, FLOAT, shape) for name, shape in inputs.items()],
+                              [helper.make_tensor_value_info("y", FLOAT, None)])
+    with pytest.raises(ModelError) as error:
+        graph_from_onnx(helper.make_model(graph))
+    options = re.findall(r"--shape (\S+)", str(error.value))
+    assert options == ["ids:batchx128", "x:batchx128x128", "image:batchx3x224x224", "any:batchx3x224x224"]
+    assert "'x' [N, T, ?]" in str(error.value) and "'any' of unknown rank" in str(error.value)
+    shapes = dict(map(parse_shape, options))
+    assert graph_from_onnx(helper.make_model(graph), shapes=shapes).shape("x") == ("batch", 128, 128)
+
+
+def test_an_input_that_no_machine_can_hold_is_refused_before_anything_is_allocated():
+    with pytest.raises(ModelError, match=r"input 'x' float32\[1000000,3000000\] takes 12000.0 GB, and this machine"):
+        graph_from_onnx(model([node("Relu", "x", "y")], [10 ** 6, 3 * 10 ** 6]))
+
+
+@pytest.mark.parametrize(("op", "inputs", "constants"), [
+    ("Expand", "x c", {"c": [10 ** 9, 10 ** 6]}), ("Tile", "x c", {"c": [10 ** 7, 10 ** 7]}),
+    ("ConstantOfShape", "c", {"c": [10 ** 8, 10 ** 8]}), ("Pad", "x c", {"c": [0, 0, 10 ** 12, 10 ** 9]}),
+    ("Range", "c d e", {"c": 0, "d": 10 ** 15, "e": 1}), ("HannWindow", "c", {"c": 10 ** 15}),
+    ("Resize", "x  scales", {"scales": np.float32([1e9, 1e9])})])
+def test_a_constant_or_tensor_that_explodes_is_refused_with_its_name_and_bytes(op, inputs, constants):
+    exploding = helper.make_node(op, inputs.split(" "), ["big"], name="far")
+    with pytest.raises(ModelError, match=rf"node 'far' \({op}\): 'big' \w+\[.*\] takes .* GB, and this machine has"):
+        graph_from_onnx(model([exploding, node("Identity", "big", "y")], [1, 1], constants=constants))
+
+
+def test_a_given_shape_fills_in_the_width():
+    graph = graph_from_onnx(model([node("Relu", "x", "y")], ["N", 3, 48, "W"]), shapes={"x": (None, 3, 48, 320)})
+    assert graph.shape("y") == ("batch", 3, 48, 320)
+
+
+def test_a_given_shape_cannot_contradict_the_model():
+    with pytest.raises(ModelError, match="does not fit the declared"):
+        graph_from_onnx(model([node("Relu", "x", "y")], ["N", 3]), shapes={"x": (1, 4)})
+
+
+def test_old_and_new_forms_of_an_operator_become_the_same_node():
+    old = graph_from_onnx(model([node("Squeeze", "x", "y", axes=[1])], ["N", 1, 3], opset=11))
+    new = graph_from_onnx(model([node("Squeeze", "x a", "y")], ["N", 1, 3], opset=13, constants={"a": [1]}))
+    assert dict(old.nodes[0].attrs) == dict(new.nodes[0].attrs) == {"axes": (1,)}
+
+
+def test_a_softmax_before_opset_13_is_over_all_axes_from_its_axis_on():
+    x = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)
+    graph = graph_from_onnx(model([node("Softmax", "x", "y", axis=1)], ["N", 3, 4], opset=11))
+    np.testing.assert_allclose(run(graph, {"x": x})["y"].sum(axis=(1, 2)), 1, rtol=1e-6)
+
+
+def test_all_unknown_operators_are_named_at_once():
+    nodes = [node("Foo", "x", "a", domain="custom"), node("Bar", "a", "y", domain="custom")]
+    with pytest.raises(ModelError, match=r"custom\.Bar .*custom\.Foo"):
+        graph_from_onnx(model(nodes, ["N", 3]))
+
+
+def test_an_operator_that_we_do_not_write_runs_on_the_onnx_package():
+    graph = graph_from_onnx(model([node("Hardmax", "x", "y", axis=1)], ["N", 3]))
+    result = run(graph, {"x": np.array([[1, 3, 2]], np.float32)})["y"]
+    np.testing.assert_array_equal(result, [[0, 1, 0]])
+
+
+def test_a_file_that_is_no_model_is_refused_by_name(tmp_path):
+    for content in (b"", b"no model at all", model([node("Relu", "x", "y")], [1]).SerializeToString()[:-7]):
+        (tmp_path / "bad.onnx").write_bytes(content)
+        with pytest.raises(ModelError, match=r"bad\.onnx"):
+            graph_from_onnx(tmp_path / "bad.onnx")
+    with pytest.raises(ModelError, match=r"absent\.onnx"):
+        graph_from_onnx(tmp_path / "absent.onnx")
+
+
+def test_external_data_is_read_from_beside_the_model(tmp_path):
+    weights = np.arange(4096, dtype=np.float32).reshape(1, 4096)
+    proto = model([node("Add", "x w", "y")], ["N", 4096], constants={"w": weights})
+    onnx.save(proto, tmp_path / "m.onnx", save_as_external_data=True, location="w.bin", size_threshold=0)
+    np.testing.assert_array_equal(graph_from_onnx(tmp_path / "m.onnx").constants["w"], weights)
+
+
+def test_a_node_whose_inputs_do_not_fit_is_named():
+    proto = model([node("Add", "x w", "y", name="sum")], ["N", 3], constants={"w": np.zeros(4, np.float32)})
+    with pytest.raises(ModelError, match="node 'sum' .*do not broadcast"):
+        graph_from_onnx(proto)
+
+
+@pytest.mark.parametrize("text", [b"relu", b"Relu", b"tensor", b"y_out"])
+def test_a_name_that_is_no_utf8_is_said_to_be_damage(tmp_path, text):
+    graph = model([helper.make_node("Relu", ["x"], ["tensor"], name="relu"), node("Abs", "tensor", "y_out")], ["N", 3],
+                  output="y_out")
+    (tmp_path / "m.onnx").write_bytes(graph.SerializeToString().replace(text, b"\xff" * len(text)))
+    with pytest.raises(ModelError, match=r"has a name that is no UTF-8 text: b'.xff"):
+        graph_from_onnx(tmp_path / "m.onnx")
+
+
+def test_an_attribute_that_is_no_utf8_is_named(tmp_path):
+    resize = node("DepthToSpace", "x", "y", blocksize=2, mode="CRD")
+    (tmp_path / "m.onnx").write_bytes(model([resize], ["N", 4, 2, 2]).SerializeToString().replace(b"CRD", b"\xff" * 3))
+    with pytest.raises(ModelError, match=r"\(DepthToSpace\): attribute 'mode' cannot be read: 'utf-8' codec"):
+        graph_from_onnx(tmp_path / "m.onnx")

@@ -1,0 +1,67 @@
+"""Programs are written with as few instructions as their meaning allows."""
+import numpy as np
+import pytest
+
+from engines.ir.graph import Node
+from engines.lowering.epilogue.affine import Affine, AffineWriter
+from engines.lowering.epilogue.from_onnx import write_node
+from engines.lowering.epilogue.program import ProgramBuilder
+
+ACC, OTHER = np.linspace(-400, 400, 65, dtype=np.float32), np.linspace(0, 255, 65, dtype=np.float32)
+
+
+def written(body, operands=0):
+    """body(writer, x, *operands), requantised; x = 0.01 * accumulator + 0.3. The ops, and what ACC and OTHER become."""
+    builder = ProgramBuilder(accumulator=True)
+    writer = AffineWriter(builder)
+    others = [Affine.of(builder.operand(), 0.02, -0.5) for _ in range(operands)]
+    result = body(writer, Affine.of(builder.accumulator, 0.01, 0.3), *others)
+    program = builder.program(writer.settle(writer.requantise(result, 0.05, 100, 0, 255)))
+    return [i.op for i in program.instructions], program.meaning(ACC, [OTHER] * operands, builder.constants)
+
+
+def node(op, **attrs):
+    return lambda writer, *x: write_node(writer, Node(op, ("x",), ("y",), attrs), list(x))
+
+
+@pytest.mark.parametrize("body, operands, ops, meaning", [
+    (node("Relu"), 0, ["fma", "max"], lambda x, y: np.maximum(x, 0)),
+    (node("HardSwish"), 0, ["fma", "max", "min", "fma", "fma"], lambda x, y: x * np.clip(x / 6 + 0.5, 0, 1)),
+    (node("Silu"), 0, ["fma", "sigmoid", "mul", "fma"], lambda x, y: x / (1 + np.exp(-x))),
+    (node("Mul"), 1, ["fma", "fma", "fma"], lambda x, y: x * y),
+    (lambda w, x, y: w.add(w.multiply(x, y), y), 1, ["fma", "fma", "fma", "fma"], lambda x, y: x * y + y),
+    (lambda w, x: w.multiply(w.multiply(x, x), x), 0, ["fma", "fma", "mul", "fma"], lambda x, y: x ** 3),
+], ids=["relu", "hard swish", "silu", "product", "product and sum", "cube"])
+def test_a_scale_after_a_product_meets_the_constants_of_a_factor(body, operands, ops, meaning):
+    found, result = written(body, operands)
+    assert found == ops
+    x, y = ACC.astype(np.float64) * 0.01 + 0.3, OTHER.astype(np.float64) * 0.02 - 0.5
+    np.testing.assert_allclose(result, meaning(x, y) / 0.05 + 100, rtol=2e-5, atol=2e-4)
+
+
+def test_an_instruction_is_written_once():
+    builder = ProgramBuilder(accumulator=False)
+    x = builder.operand()
+    assert builder.add("mul", x, 2.0) == builder.add("mul", x, 2.0) != builder.add("mul", x, 3.0)
+    assert len(builder.program().instructions) == 2
+
+
+@pytest.mark.parametrize("bound, ops", [(6.0, ["mul"]), (5.99, ["mul"]), (5.98, ["mul", "min"])])
+def test_a_clip_that_rounds_to_the_end_of_the_range_is_left_to_the_store(bound, ops):
+    """254.5 rounds to the even 254: only what is above it ends at 255 with or without the clip."""
+    scale = np.nextafter(np.float64(6 / 255), 1)        # 6 / scale is less than 255
+    builder = ProgramBuilder(accumulator=True)
+    writer = AffineWriter(builder)
+    clipped = Affine.of(builder.accumulator, 0.01).clip(0.0, bound)
+    program = builder.program(writer.settle(writer.requantise(clipped, scale, 0, 0, 255)))
+    assert [i.op for i in program.instructions] == ops
+
+
+@pytest.mark.parametrize("coarse, constants", [(False, [-np.inf]), (True, [-np.finfo(np.float32).max])])
+def test_an_infinity_stays_one_unless_a_byte_is_made_of_it(coarse, constants):
+    """A mask of minus infinity hides a key; the least float32 only makes all that are hidden alike."""
+    builder = ProgramBuilder(accumulator=False)
+    writer = AffineWriter(builder, coarse)
+    writer.settle(write_node(writer, Node("Where", ("c", "a", "b"), ("y",)), [
+        Affine.of(builder.operand()), Affine.of(builder.operand()), Affine.number(-np.inf)]))
+    assert np.ravel(builder.constants).tolist() == constants

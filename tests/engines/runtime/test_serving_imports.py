@@ -1,0 +1,8 @@
+"""Serving a plan must not need the onnx package."""
+import subprocess
+import sys
+
+
+def test_operators_reference_and_serialisation_are_imported_without_onnx():
+    code = "import sys, engines.ops, engines.ops.reference, engines.ir.serialize; assert 'onnx' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,115 @@
+"""Plans made by hand: a few kernels over int32 tensors [rows, columns] per item, and what they must compute.
+
+    mix(a, b)[r, c] = 3 * a[rows - 1 - r, columns - 1 - c] + b[r, c] + 1        modulo 2**32
+
+It reads one input back to front, so that a piece that runs before all of its input is there gives a wrong result.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+
+from engines.backends.llvm.codegen.compile import compile_object, host_features
+from engines.backends.llvm.codegen.executor import scheduler_object
+from engines.backends.llvm.codegen.ir_builder import I32, Module
+from engines.backends.llvm.codegen.isa import best_isa
+from engines.backends.llvm.kernels.spec import begin_kernel
+from engines.ir.graph import Array
+from engines.plan.plan import Buffer, Fill, IoTensor, Operand, Plan, Reach, Step, TensorView
+
+ISA = best_isa(host_features())
+
+
+@cache
+def mix_object(name: str, rows: int, columns: int, repeats: int = 1) -> bytes:
+    """repeats: compute every element so often, to take longer."""
+    module = Module()
+    f, (a, b, y), (row_begin, row_end, column_begin, column_end) = begin_kernel(module, name, 3)
+    for row in f.range("row", row_begin, row_end):
+        item, inside = row.divided(rows), row.remainder(rows)
+        mirrored_row = item * rows + (f.constant(rows - 1, inside.type) - inside)
+        for column in f.range("column", column_begin, column_end):
+            mirrored = mirrored_row * columns + (f.constant(columns - 1, column.type) - column)
+            here = (row * columns + column) * 4
+            for _ in f.loop("repeat", repeats):
+                value = f.load(I32, a + mirrored * 4, 4) * 3 + f.load(I32, b + here, 4) + 1
+                f.store(value, y + here, 4)
+    return compile_object(module.text(), ISA)
+
+
+@cache
+def add_one_object(name: str) -> bytes:
+    """y[r, c] = x[r, c] + constant, rows of 4 int32 in a tensor with a halo of one column on each side."""
+    module = Module()
+    f, (x, constant, y), (row_begin, row_end, column_begin, column_end) = begin_kernel(module, name, 3)
+    for row in f.range("row", row_begin, row_end):
+        for column in f.range("column", column_begin, column_end):
+            value = f.load(I32, x + (row * 4 + column) * 4, 4) + f.load(I32, constant, 4)
+            f.store(value, y + (row * 6 + column) * 4, 4)
+    return compile_object(module.text(), ISA)
+
+
+@cache
+def executor() -> bytes:
+    return scheduler_object(ISA)
+
+
+def mixed(a: Array, b: Array) -> Array:
+    """The meaning of mix, on [batch, rows, columns]."""
+    return (a[:, ::-1, ::-1].astype(np.uint32) * 3 + b.astype(np.uint32) + 1).astype(np.int32)
+
+
+def mix_plan(reads: Sequence[tuple[int, int]], outputs: Sequence[int], rows: int = 6, columns: int = 10,
+             max_batch: int = 4, steps: Sequence[tuple[int, int]] = (), constant_bytes: Sequence[int] = ()) -> Plan:
+    """Tensor 0 is the input; tensor i + 1 = mix of the two tensors reads[i]. steps: (row_step, column_step) of each.
+
+    The outputs are named t<tensor>.
+    """
+    item = rows * columns * 4
+    last = {tensor: i for i, pair in enumerate(reads) for tensor in pair} | dict.fromkeys(outputs, len(reads))
+    buffers = [Buffer(f"t{i}", item * max_batch, i - 1, last.get(i, max(i - 1, 0))) for i in range(len(reads) + 1)]
+
+    def view(tensor: int) -> TensorView:
+        return TensorView(f"t{tensor}", "int32", (rows, columns), tensor, 0, (columns * 4, 4), item)
+
+    def io(name: str, tensor: int) -> IoTensor:
+        return IoTensor(name, "int32", ("batch", rows, columns), view(tensor))
+
+    def step(i: int) -> Step:
+        row_step, column_step = steps[i] if steps else (1, 1)
+        (a, b), line = reads[i], columns * 4
+        reaches = (Reach(a, 0, item, 1, 0, item, rows), *(Reach(t, 0, line, 1, line, item, rows) for t in (b, i + 1)))
+        return Step(symbol="mix", operands=tuple(Operand(t) for t in (*reads[i], i + 1)), rows_per_item=rows,
+                    row_step=row_step, columns=columns, column_step=column_step, name=f"mix_{i}",
+                    depends=tuple({t - 1 for t in reads[i] if t}), reads=reaches[:2], writes=reaches[2:],
+                    constant_bytes=constant_bytes[i] if steps else 0)
+
+    return Plan(name="mixer", target=ISA.name, cpu={"features": sorted(ISA.requires), "model": "any"}, precision="fp32",
+                max_batch=max_batch, inputs=(io("x", 0),), outputs=tuple(io(f"t{t}", t) for t in outputs),
+                buffers=tuple(buffers), steps=tuple(step(i) for i in range(len(reads))), fills=(),
+                code=(mix_object("mix", rows, columns), executor()), constants=b"",
+                graph={"nodes": ["mix"]}, graph_arrays={"w": np.arange(6, dtype=np.float32).reshape(2, 3)},
+                metadata={"compiler": "by hand"})
+
+
+def mix_reference(reads: Sequence[tuple[int, int]], outputs: Sequence[int], x: Array) -> dict[str, Array]:
+    tensors = [x]
+    for a, b in reads:
+        tensors.append(mixed(tensors[a], tensors[b]))
+    return {f"t{i}": tensors[i] for i in outputs}
+
+
+def halo_plan(max_batch: int = 3) -> Plan:
+    """x [2, 4] -> y = x + 5 in a tensor with a halo of -7 on both sides of each row; the output shows the halo."""
+    x = TensorView("x", "int32", (2, 4), 0, 0, (16, 4), 32)
+    y = TensorView("y", "int32", (2, 6), 1, 0, (24, 4), 48)
+    step = Step(symbol="add", operands=(Operand(0), Operand(None, 64), Operand(1, 4)), rows_per_item=2, columns=4,
+                name="add")
+    return Plan(name="halo", target=ISA.name, cpu={"features": sorted(ISA.requires)}, precision="fp32",
+                max_batch=max_batch, inputs=(IoTensor("x", "int32", ("N", 2, 4), x),),
+                outputs=(IoTensor("y", "int32", ("N", 2, 6), y),),
+                buffers=(Buffer("x", 32 * max_batch, -1, 0), Buffer("y", 48 * max_batch, 0, 1)), steps=(step,),
+                fills=(Fill(y, -7, ((0, 0), (1, 1))),), code=(add_one_object("add"), executor()),
+                constants=bytes(64) + np.int32(5).tobytes())

@@ -1,0 +1,202 @@
+"""When batches are sent and requests expire: pure decisions, no threads, no sleep."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from infer_server.batching.batch_times import BatchTimes
+from infer_server.batching.policy import (
+    BatchPolicy,
+    Choice,
+    Instances,
+    QueuePolicy,
+    Send,
+    Wait,
+    choose,
+    decide,
+    is_hopeless,
+    shed,
+)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    rows: int = 1
+    enqueued_ns: int = 0
+    shape_key: str = "same"
+    deadline_ns: int = 0
+
+
+def ones(count: int) -> list[Waiting]:
+    return [Waiting() for _ in range(count)]
+
+
+US = 1000
+
+
+@pytest.mark.parametrize(("queue", "count"), [
+    (ones(1), 1),
+    (ones(5), 5),
+    (ones(9), 8),                                               # a full batch, and one left
+    ([Waiting(3), Waiting(3), Waiting(3)], 2),                  # rows count, requests are never cut
+    ([Waiting(), Waiting(shape_key="other"), Waiting()], 1),    # other shapes wait for the next batch
+])
+def test_without_a_delay_all_that_fits_goes_at_once(queue: list[Waiting], count: int) -> None:
+    assert decide(queue, 0, BatchPolicy(max_batch_size=8)) == Send(count)
+
+
+def test_requests_that_must_not_share_a_batch_go_one_by_one_and_at_once() -> None:
+    policy = BatchPolicy(max_batch_size=8, max_queue_delay_us=100, merges=False)
+    assert decide([Waiting(3), Waiting(1)], 0, policy) == Send(1)
+
+
+def test_a_window_opens_when_the_oldest_request_arrives_and_ends_after_the_delay() -> None:
+    policy = BatchPolicy(max_batch_size=8, max_queue_delay_us=100)
+    queue = [Waiting(enqueued_ns=5 * US), Waiting(enqueued_ns=90 * US)]
+    assert decide(queue, 50 * US, policy) == Wait(105 * US)
+    assert decide(queue, 105 * US, policy) == Send(2)
+
+
+def test_a_full_batch_does_not_wait_for_the_window() -> None:
+    policy = BatchPolicy(max_batch_size=4, max_queue_delay_us=100)
+    assert decide(ones(4), 0, policy) == Send(4)
+    assert decide([Waiting(3), Waiting(2)], 0, policy) == Send(1)       # cannot grow: the next one does not fit
+    assert decide([Waiting(1), Waiting(1, shape_key="other")], 0, policy) == Send(1)
+
+
+def test_the_largest_preferred_size_that_is_reached_goes_within_the_window() -> None:
+    policy = BatchPolicy(8, frozenset({2, 4}), max_queue_delay_us=100)
+    assert decide(ones(1), 0, policy) == Wait(100 * US)
+    assert decide(ones(3), 0, policy) == Send(2)
+    assert decide(ones(6), 0, policy) == Send(4)
+    assert decide(ones(6), 100 * US, policy) == Send(6)                 # the window is over: whatever waits
+
+
+def test_a_batch_that_would_step_over_every_preferred_size_is_sent_before() -> None:
+    policy = BatchPolicy(8, frozenset({4}), max_queue_delay_us=100)
+    assert decide([Waiting(3), Waiting(3)], 0, policy) == Send(1)
+
+
+@pytest.mark.parametrize(("default", "override", "requested", "timeout"), [
+    (0, False, 50, 0),          # requests may not ask
+    (0, True, 50, 50),
+    (100, True, 50, 50),
+    (100, True, 500, 100),      # they may only shorten it
+    (100, True, 0, 100),
+])
+def test_a_request_may_shorten_its_timeout_where_that_is_allowed(
+        default: int, override: bool, requested: int, timeout: int) -> None:
+    policy = QueuePolicy(default_timeout_us=default, allow_timeout_override=override)
+    assert policy.timeout_us(requested) == timeout
+
+
+MS = 1_000_000
+
+
+def times(**ms: int) -> BatchTimes:
+    """Measured now, by rows: times(_1=10, _8=50)."""
+    measured = BatchTimes()
+    for rows, takes_ms in ms.items():
+        measured.add(int(rows[1:]), takes_ms * MS, now_ns=0)
+    return measured
+
+
+def due(*deadlines_ms: int) -> list[Waiting]:
+    """Requests that must be answered so many ms from now."""
+    return [Waiting(deadline_ns=ms * MS) for ms in deadlines_ms]
+
+
+def chosen(queue: list[Waiting], measured: BatchTimes, policy: BatchPolicy | None = None) -> Choice[Waiting] | Wait:
+    return choose(queue, 0, policy or BatchPolicy(8), Instances(), measured)
+
+
+def test_as_long_as_everybody_is_in_time_the_oldest_go_first() -> None:
+    queue = due(*range(100, 109))
+    assert chosen(queue, times(_1=10, _8=50)) == Choice(queue[:8])
+
+
+def test_under_overload_nobody_is_executed_who_would_be_late() -> None:
+    queue = due(*range(10, 1200, 20))                       # 60 that wait, when a batch of 8 takes 500 ms
+    choice = chosen(queue, times(_8=500))
+    assert isinstance(choice, Choice)
+    assert len(choice.batch) == 8
+    assert all(request.deadline_ns >= 500 * 9 / 8 * MS for request in choice.batch)
+    assert not {id(request) for request in choice.lost} & {id(request) for request in choice.batch}
+
+
+def test_those_who_cannot_be_answered_given_what_is_ahead_of_them_are_given_up_at_once() -> None:
+    queue = due(*[1200] * 40)
+    choice = chosen(queue, times(_8=500))
+    assert choice == Choice(queue[:8]), "the front is in time, and nobody looks further"
+    kept, lost = shed(queue, 8, 500 * MS, 500 * MS)
+    assert (len(kept), len(lost)) == (16, 24)
+
+
+def test_the_nearest_deadline_is_given_up_and_patient_requests_are_not() -> None:
+    patient, hasty = due(*[10_000] * 8), due(600)
+    assert shed(patient + hasty, 8, 500 * MS, 500 * MS) == (patient, hasty)
+    assert shed(hasty + patient, 8, 500 * MS, 500 * MS) == (hasty + patient, [])
+
+
+def test_who_has_no_deadline_is_never_given_up() -> None:
+    queue = ones(20) + due(600)
+    assert shed(queue, 8, 500 * MS, 500 * MS) == (queue[:20], queue[20:])
+
+
+def test_a_small_batch_goes_where_a_large_one_would_come_too_late() -> None:
+    queue = due(*[30] * 8)
+    choice = chosen(queue, times(_1=5, _2=10, _4=20, _8=40))
+    assert isinstance(choice, Choice) and choice.batch == queue[:4]
+
+
+def test_requests_that_must_not_share_a_batch_do_not_share_one_because_of_a_deadline_either() -> None:
+    queue = due(5, 30, 30)
+    choice = chosen(queue, times(_1=10), BatchPolicy(8, merges=False))
+    assert isinstance(choice, Choice) and choice.batch == queue[1:2]
+
+
+def test_who_may_just_make_it_is_tried_when_nobody_is_safe() -> None:
+    queue = due(105)
+    assert chosen(queue, times(_1=100)) == Choice(queue)
+    assert not is_hopeless(queue[0], 0, times(_1=100))
+
+
+def test_nothing_is_executed_when_all_would_be_late() -> None:
+    queue = due(90, 95)
+    assert chosen(queue, times(_1=100)) == Choice([], queue)
+    assert is_hopeless(queue[0], 0, times(_1=100))
+
+
+def test_a_window_for_a_fuller_batch_ends_in_time_for_the_nearest_deadline() -> None:
+    policy = BatchPolicy(8, max_queue_delay_us=1_000_000)
+    assert chosen(due(500, 200), times(_8=80), policy) == Wait((200 - 90) * MS)
+    assert chosen(due(500, 90), times(_8=80), policy) == Choice(due(500, 90))
+
+
+def test_without_measurements_everybody_is_in_time() -> None:
+    queue = due(1, 2)
+    assert chosen(queue, BatchTimes()) == Choice(queue)
+
+
+def test_a_batch_is_estimated_from_the_sizes_around_it() -> None:
+    measured = times(_1=10, _9=90)
+    assert [measured.estimate(rows, 0).likely / MS for rows in (1, 5, 9, 18)] == [10, 50, 90, 180]
+
+
+def test_one_slow_batch_moves_no_estimate() -> None:
+    measured = BatchTimes()
+    for ms in [10] * 15 + [1000]:
+        measured.add(1, ms * MS, 0)
+    assert measured.estimate(1, 0).likely == 10 * MS
+    assert measured.estimate(1, 0).safe == 10 * 9 / 8 * MS
+
+
+def test_a_larger_batch_that_was_faster_corrects_the_smaller() -> None:
+    assert times(_1=100, _8=20).estimate(1, 0).likely == 20 * MS
+
+
+def test_an_estimate_that_nothing_confirms_refuses_nobody_for_ever() -> None:
+    measured, (hasty,) = times(_1=1000), due(20_000 + 500)
+    assert is_hopeless(Waiting(deadline_ns=500 * MS), 0, measured)
+    assert not is_hopeless(hasty, 20_000 * MS, measured)

@@ -1,0 +1,58 @@
+"""When an idle instance is woken, counted in turns of the event loop."""
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+from infer_server.batching.batcher import Batcher
+from infer_server.batching.policy import BatchPolicy, QueuePolicy
+from infer_server.batching.request import Request
+from infer_server.batching.waker import Waker
+
+
+class CountingBatcher(Batcher):
+    """Remembers how many requests waited at each wake-up."""
+
+    def __init__(self) -> None:
+        super().__init__("m", BatchPolicy(4), QueuePolicy(), lambda requests, error: None)
+        self.waited: list[int] = []
+
+    def wake(self) -> None:
+        self.waited.append(len(self))
+        super().wake()
+
+
+def submissions(turns_between: list[int]) -> list[int]:
+    """Submits a request after each of these numbers of turns; what waited at each wake-up."""
+
+    async def submit_all() -> list[int]:
+        loop = asyncio.get_running_loop()
+        batcher = CountingBatcher()
+        waker = Waker(loop, batcher, max_batch_size=4)
+        for turns in turns_between:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            batcher.submit(Request({"x": np.zeros(1)}, 1, (), lambda outputs: b"", loop.create_future()))
+            waker.submitted()
+        for _ in range(50):
+            await asyncio.sleep(0)
+        return batcher.waited
+
+    return asyncio.run(submit_all())
+
+
+def test_one_request_wakes_an_instance_without_any_timer() -> None:
+    assert submissions([0]) == [1]
+
+
+def test_requests_that_are_read_in_successive_turns_wake_an_instance_once() -> None:
+    assert submissions([0, 1, 2]) == [3]
+
+
+def test_a_full_batch_is_not_held_back() -> None:
+    assert submissions([0, 0, 0, 0, 3])[0] == 4
+
+
+def test_requests_far_apart_wake_an_instance_each() -> None:
+    assert submissions([0, 30]) == [1, 2], "nobody took the first one in this test"

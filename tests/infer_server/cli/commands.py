@@ -1,0 +1,55 @@
+"""The commands, run in this process on a small model of the zoo, without timing where a test does not ask for it."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from engines.ir.graph import Array
+from engines.runtime.engine import Engine, load_engine
+from infer_server.cli import build_engine
+from tests.zoo import TINY, images_for, run_onnx
+
+MODEL = TINY["explicit_pads"]
+CALIBRATION_ITEMS = 8
+UNTIMED = ("--no-timing", "--max-batch", "4")
+
+
+@dataclass
+class Workshop:
+    """A folder with a model and calibration data, and what build-engine makes in it."""
+    folder: Path
+    capture: pytest.CaptureFixture[str]
+    said: str = ""              # stderr of the last build
+
+    def __post_init__(self) -> None:
+        self.model = MODEL()
+        onnx.save(self.model, self.folder / "m.onnx")
+
+    def path(self, name: str) -> str:
+        return str(self.folder / name)
+
+    def calibration(self, name: str = "calib.npz") -> str:
+        np.savez(self.folder / name, input=images_for(self.model, CALIBRATION_ITEMS, seed=100))
+        return self.path(name)
+
+    def build(self, *options: str, model: str = "m.onnx", output: str = "m.plan") -> int:
+        """The exit code of build-engine."""
+        code = build_engine.main([self.path(model), "-o", self.path(output), *options])
+        self.said = self.capture.readouterr().err
+        return code
+
+    def built(self, *options: str, output: str = "m.plan") -> Engine:
+        """The engine of a build that must succeed."""
+        assert self.build(*options, output=output) == 0, self.said
+        return load_engine(self.path(output))
+
+    def feeds(self, items: int = 3) -> dict[str, Array]:
+        return {"input": images_for(self.model, items, seed=1)}
+
+    def expected(self, items: int = 3) -> Array:
+        """What ONNX Runtime answers."""
+        return run_onnx(self.model, self.feeds(items))["output"]

@@ -1,0 +1,66 @@
+"""--timing-cache and --cache-dir: the second build decides what the first one did, and does not do its work again."""
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engines.backends.llvm.tuning import tuner
+from tests.infer_server.cli.commands import UNTIMED, Workshop
+
+
+def test_a_build_from_a_timing_cache_times_nothing_and_is_the_same_file(
+        workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = ("--timing-cache", workshop.path("times.json"))
+    monkeypatch.setattr(tuner, "SECONDS", 1e-4)         # any times will do
+    first = workshop.built(*cache)
+    assert all(step.time_us > 0 for step in first.plan.steps)
+    monkeypatch.setattr(tuner, "measure", lambda calls: pytest.fail(f"{len(calls)} tactics are timed again"))
+    workshop.built(*cache, output="second.plan")
+    assert Path(workshop.path("second.plan")).read_bytes() == Path(workshop.path("m.plan")).read_bytes()
+
+
+def test_the_second_identical_build_is_a_lookup_and_still_exports(workshop: Workshop) -> None:
+    options = ("--int8", "--calib", workshop.calibration(), "--calibrator", "minmax", *UNTIMED,
+               "--cache-dir", workshop.path("cache"))
+    assert workshop.build(*options) == 0
+    assert workshop.build(*options, "--export-qdq", workshop.path("qdq.onnx"), output="second.plan") == 0
+    assert "taken from the engine cache" in workshop.said
+    assert Path(workshop.path("qdq.onnx")).exists()
+    assert Path(workshop.path("second.plan")).read_bytes() == Path(workshop.path("m.plan")).read_bytes()
+
+
+def test_another_option_is_another_engine(workshop: Workshop) -> None:
+    cache = ("--cache-dir", workshop.path("cache"), *UNTIMED)
+    assert workshop.build(*cache) == 0
+    assert workshop.build("--fp16", *cache) == 0
+    assert "taken from" not in workshop.said
+
+
+def test_other_ranges_in_the_calibration_cache_are_another_engine(workshop: Workshop) -> None:
+    ranges = workshop.path("ranges.json")
+    options = ("--int8", "--calib-cache", ranges, "--cache-dir", workshop.path("cache"), *UNTIMED)
+    data = ("--calib", workshop.calibration())
+    assert workshop.build(*options, *data, "--calibrator", "minmax") == 0
+    assert workshop.build(*options, *data, "--calibrator", "minmax") == 0
+    assert "taken from the engine cache" in workshop.said
+    assert workshop.build(*options) == 0
+    first = Path(workshop.path("m.plan")).read_bytes()
+    Path(ranges).unlink()
+    assert workshop.build("--int8", "--calib-cache", ranges, *data, "--calibrator", "percentile", *UNTIMED) == 0
+    assert workshop.build(*options) == 0
+    assert "taken from the engine cache" not in workshop.said
+    assert Path(workshop.path("m.plan")).read_bytes() != first
+
+
+def test_of_two_builders_of_one_engine_one_builds(workshop: Workshop) -> None:
+    """The second finds the lock held, or the entry there."""
+    command = [sys.executable, "-m", "infer_server.cli.build_engine", workshop.path("m.onnx"), *UNTIMED,
+               "--cache-dir", workshop.path("cache"), "-o"]
+    builders = [subprocess.Popen([*command, workshop.path(output)], stderr=subprocess.PIPE, text=True)
+                for output in ("a.plan", "b.plan")]
+    said = "".join(builder.communicate()[1] for builder in builders)
+    assert [builder.returncode for builder in builders] == [0, 0], said
+    assert said.count("built in") == said.count("taken from the engine cache") == 1

@@ -1,0 +1,167 @@
+"""The command: infer-server as a process, and the signals that end it."""
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+import tritonclient.grpc as triton
+
+from infer_server.cli.serve import _run, main
+from tests.infer_server.numpy_engine import TIMEOUT_SECS
+from tests.infer_server.serving import serving
+
+
+def ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def process(repository: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The running command, and the address of its gRPC port."""
+    command = [sys.executable, "-m", "infer_server.cli.serve", "--model-repository", str(repository),
+               "--grpc-port", "0", "--http-port", "0", "--metrics-port", "0", "--drain-grace-secs", "0", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr is not None
+        for line in running.stderr:
+            if match := re.search(r"gRPC on (\S+),", line):
+                break
+        else:
+            pytest.fail("it ended before it listened")
+        try:
+            yield running, match[1]
+        finally:
+            running.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_it_with_success(tmp_path: Path, number: signal.Signals) -> None:
+    with process(tmp_path) as (running, address):
+        with triton.InferenceServerClient(address) as client:
+            assert client.is_server_live()
+        running.send_signal(number)
+        assert running.wait(TIMEOUT_SECS) == 0
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    with process(tmp_path, "--drain-grace-secs", "60") as (running, _):
+        running.send_signal(signal.SIGTERM)
+        assert running.stderr is not None
+        assert any("draining" in line for line in running.stderr)
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(TIMEOUT_SECS) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("taken", ["--grpc-port", "--http-port"])
+def test_a_port_that_is_taken_is_named(tmp_path: Path, taken: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        ports = {"--grpc-port": 0, "--http-port": 0, "--metrics-port": 0} | {taken: port}
+        done = subprocess.run(
+            [sys.executable, "-m", "infer_server.cli.serve", "--model-repository", str(tmp_path),
+             *(str(word) for option in ports.items() for word in option)],
+            capture_output=True, text=True, timeout=TIMEOUT_SECS, check=False)
+    assert done.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+
+
+@pytest.mark.parametrize(("option", "value"), [("--grpc-port", "65536"), ("--http-port", "-1"), ("--threads", "0"),
+                                               ("--exit-timeout-secs", "-1"), ("--drain-grace-secs", "soon")])
+def test_a_number_out_of_range_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str,
+                                                value: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--model-repository", str(tmp_path), f"{option}={value}"])
+    assert ended.value.code == 2
+    assert f"argument {option}: '{value}' is not" in capsys.readouterr().err
+
+
+def test_a_repository_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model-repository", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere: no such folder" in capsys.readouterr().err
+
+
+def test_options_that_contradict_each_other_are_a_usage_error(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for options, said in ((["--load-model", "m"], "needs --model-control-mode explicit"),
+                          (["--model-control-mode", "explicit", "--load-model=*", "--load-model=m"], "no other"),
+                          (["--model-repository", f"{tmp_path}/../{tmp_path.name}"], "given twice")):
+        assert main(["--model-repository", str(tmp_path), *options]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_hangup_is_ignored_where_the_caller_ignores_it(tmp_path: Path) -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with process(tmp_path) as (running, address):
+            running.send_signal(signal.SIGHUP)
+            with triton.InferenceServerClient(address) as client:
+                assert client.is_server_live()
+            assert running.poll() is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(("exit_on_error", "status"), [("true", 1), ("false", 0)])
+def test_a_model_that_cannot_be_loaded_ends_the_server_if_that_is_asked_for(
+        tmp_path: Path, exit_on_error: str, status: int) -> None:
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    with ThreadPoolExecutor(1) as reader, process(tmp_path, "--exit-on-error", exit_on_error) as (running, address):
+        log = running.stderr or ()
+        said = reader.submit(lambda: any("1 of the models to be served failed: m version 1" in line for line in log))
+        assert said.result(TIMEOUT_SECS)
+        if not status:
+            with triton.InferenceServerClient(address) as client:
+                assert client.is_server_live() and not client.is_server_ready()
+            running.terminate()
+        assert running.wait(TIMEOUT_SECS) == status
+
+
+@pytest.mark.skipif(not ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("host", ["::1", "[::1]", "::", "[::]"])
+def test_it_listens_on_ipv6(tmp_path: Path, host: str) -> None:
+    with process(tmp_path, "--host", host) as (_, address):
+        port = int(address.rsplit(":", 1)[1])
+        for name in ["[::1]"] + ["127.0.0.1"] * (host.strip("[]") == "::"):
+            with triton.InferenceServerClient(f"{name}:{port}") as client:
+                assert client.is_server_live()
+
+
+def test_http_listens_on_both_families_as_grpc_does(tmp_path: Path) -> None:
+    if not ipv6():
+        pytest.skip("this machine has no IPv6")
+    with serving(tmp_path, host="::") as server:
+        for name in ("[::1]", "127.0.0.1"):
+            with urlopen(f"http://{name}:{server.ports.http}/v2/health/live", timeout=10) as response:
+                assert response.status == 200
+
+
+def test_serving_needs_neither_compiler_nor_calibration() -> None:
+    script = "import sys, infer_server.cli.serve, engines.runtime.engine; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert "engines.runtime.engine" in loaded
+    assert not {"onnx", "llvmlite", "calibration", "engines.passes", "engines.compiler.builder"} & set(loaded)
+
+
+def test_it_serves_on_asyncio_where_uvloop_is_missing(
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    async def on_asyncio() -> bool:
+        return type(asyncio.get_running_loop()).__module__.startswith("asyncio.")
+
+    assert not _run(on_asyncio())
+    monkeypatch.setitem(sys.modules, "uvloop", None)        # importing it raises ImportError
+    assert _run(on_asyncio())
+    assert "uvloop is not installed" in caplog.text

@@ -1,0 +1,175 @@
+"""config.pbtxt: read strictly, completed from the model, and refused with the remedy."""
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from google.protobuf import text_format
+
+from infer_server.batching.policy import BatchPolicy, QueuePolicy
+from infer_server.config.autocomplete import complete
+from infer_server.config.config import from_message
+from infer_server.config.pbtxt import read_config
+from infer_server.errors import ModelConfigError, RepositoryError, UnknownModelError
+from infer_server.repository.building import build_command
+from infer_server.repository.folders import read_model, repository_of
+from protos import model_config
+from tests.infer_server.numpy_engine import NumpyEngine, NumpyTensor, write_model
+
+
+def parsed(text: str) -> model_config.ModelConfig:
+    return text_format.Parse(text, model_config.ModelConfig())
+
+
+def test_the_settings_of_the_dynamic_batcher_are_read() -> None:
+    config = from_message(parsed("""
+        name: "m"  max_batch_size: 16
+        input { name: "x" data_type: TYPE_FP16 dims: [3, -1] }
+        dynamic_batching {
+          preferred_batch_size: [4, 8]  max_queue_delay_microseconds: 500
+          default_queue_policy {
+            timeout_action: DELAY  default_timeout_microseconds: 9  allow_timeout_override: true  max_queue_size: 7
+          }
+        }
+        instance_group [{ count: 2 kind: KIND_CPU }, { count: 1 }]
+        version_policy { specific { versions: [2, 5] } }
+        parameters { key: "precision" value { string_value: "int8" } }
+        model_warmup { name: "zeros" }
+    """))
+    assert config.batching == BatchPolicy(16, frozenset({4, 8}), 500)
+    assert config.queueing == QueuePolicy(7, 9, True, True)
+    assert (config.instances, config.versions.specific, config.build.precision) == (3, (2, 5), "int8")
+    assert config.inputs[0].describe(batched=True) == "x FP16 [-1, 3, -1]"
+    assert config.unused == ("model_warmup",)
+
+
+@pytest.mark.parametrize(("text", "refusal"), [
+    ("max_batch_size: -1", "expected 0 or more"),
+    ("max_batch_size: 4 dynamic_batching { preferred_batch_size: 5 }", "5 is not within 1..4"),
+    ("sequence_batching {}", "sequence_batching: sequences are not served"),
+    ("ensemble_scheduling {}", "ensembles are not served"),
+    ("response_cache { enable: true }", "response_cache"),
+    ("dynamic_batching { priority_levels: 2 }", "priority_levels"),
+    ("instance_group { kind: KIND_GPU }", "use KIND_CPU"),
+    ("instance_group { rate_limiter {} }", "rate_limiter is not served"),
+    ("instance_group { count: 2 } dynamic_batching { preserve_ordering: true }", "count of 1"),
+    ('input { name: "x" dims: 1 }', "data_type is missing"),
+    ('input { name: "x" data_type: TYPE_FP32 dims: 0 }', "must be positive"),
+    ('input { name: "x" data_type: TYPE_FP32 reshape { shape: 1 } }', "reshape is not served"),
+    ('parameters { key: "precison" value { string_value: "int8" } }', "Did you mean 'precision'?"),
+    ('parameters { key: "precision" value { string_value: "int4" } }', "'int4' is none of"),
+    ('default_model_filename: "../../secret"', "a file in the version's folder"),
+    ("version_policy { specific {} }", "names no versions"),
+])
+def test_what_makes_no_sense_or_is_not_served_is_refused_by_name(text: str, refusal: str) -> None:
+    with pytest.raises(ModelConfigError, match=refusal):
+        from_message(parsed(text))
+
+
+@pytest.mark.parametrize(("text", "refusal"), [
+    ("\n\nmax_batchsize: 4", r":3: .*max_batchsize.*Did you mean 'max_batch_size'\?"),
+    ("dynamic_batching {\n  max_queue_delay_micros: 4 }", r":2: .*Did you mean 'max_queue_delay_microseconds'\?"),
+    ("max_batch_size: many", ":1: .*many"),
+    ('input {\n data_type: FP32 }', ":2: .*FP32"),
+])
+def test_a_spelling_mistake_is_shown_with_its_line_and_the_nearest_field(
+        tmp_path: Path, text: str, refusal: str) -> None:
+    path = tmp_path / "config.pbtxt"
+    path.write_text(text)
+    with pytest.raises(ModelConfigError, match="config.pbtxt" + refusal):
+        read_config(path)
+
+
+def test_an_empty_configuration_is_completed_wholly() -> None:
+    completed = complete(parsed(""), "m", NumpyEngine(kind="two", shape=(2, 3)), "model.plan")
+    assert [(t.name, t.data_type, list(t.dims)) for t in completed.input] == [
+        ("x", model_config.TYPE_FP32, [2, 3]), ("x2", model_config.TYPE_FP32, [2, 3])]
+    assert completed.max_batch_size == 8 and completed.HasField("dynamic_batching")
+    assert completed.version_policy.latest.num_versions == 1
+
+
+def test_what_the_configuration_says_is_kept() -> None:
+    given = parsed('max_batch_size: 2 output { name: "y" data_type: TYPE_FP32 dims: -1 label_filename: "labels.txt" }')
+    completed = complete(given, "m", NumpyEngine(), "model.plan")
+    assert completed.max_batch_size == 2
+    assert (list(completed.output[0].dims), completed.output[0].label_filename) == ([-1], "labels.txt")
+    assert completed.input[0].name == "x"
+
+
+@pytest.mark.parametrize(("text", "refusal"), [
+    ('name: "other"', "expected 'm', the name of its folder"),
+    ("max_batch_size: 9", "built for a batch of 8 at most; lower it, or rebuild with --max-batch 9"),
+    ('input { name: "xx" data_type: TYPE_FP32 dims: 4 }', "the model has x. Did you mean 'x'?"),
+    ('input { name: "x" data_type: TYPE_FP16 dims: 4 }', "data_type is TYPE_FP16, but the model's is TYPE_FP32"),
+    ('input { name: "x" data_type: TYPE_FP32 dims: [8, 4] }', r"dims are \[8, 4\], but the model's are \[4\] without"),
+])
+def test_a_contradiction_between_configuration_and_model_is_named(text: str, refusal: str) -> None:
+    with pytest.raises(ModelConfigError, match=refusal):
+        complete(parsed(text), "m", NumpyEngine(), "model.plan")
+
+
+def test_a_model_whose_items_depend_on_each_other_is_not_batched_dynamically() -> None:
+    engine = NumpyEngine(dependence="node 's' (ReduceSum) reduces the axis of the items")
+    completed = complete(parsed(""), "m", engine, "model.plan")
+    assert completed.max_batch_size == 8 and not completed.HasField("dynamic_batching")
+    assert not from_message(completed).batching.merges
+    with pytest.raises(ModelConfigError, match="ReduceSum"):
+        complete(parsed("dynamic_batching { }"), "m", engine, "model.plan")
+
+
+def test_a_model_with_a_tensor_out_of_the_batch_is_refused() -> None:
+    engine = NumpyEngine()
+    outputs = [NumpyTensor("anchors", "float32", (4,))]
+    with (patch.object(NumpyEngine, "outputs", outputs),
+          pytest.raises(ModelConfigError, match=r"output 'anchors' of shape \[4\] has no batch axis")):
+        complete(parsed(""), "m", engine, "model.plan")
+
+
+def test_versions_are_those_of_the_policy_highest_first(tmp_path: Path) -> None:
+    for version in (1, 3, 12):
+        folder = write_model(tmp_path, "m", version)
+    (folder / "notes").mkdir()
+    (folder / "007").mkdir()
+
+    def versions(policy: str) -> list[int]:
+        (folder / "config.pbtxt").write_text(policy)
+        return [source.version for source in read_model(tmp_path, "m")]
+
+    assert versions("") == [12]
+    assert versions("version_policy { latest { num_versions: 2 } }") == [12, 3]
+    assert versions("version_policy { all {} }") == [12, 3, 1]
+    assert versions("version_policy { specific { versions: [1, 12] } }") == [12, 1]
+    with pytest.raises(ModelConfigError, match=r"asks for versions \[2\]; the folder has \[1, 3, 12\]"):
+        versions("version_policy { specific { versions: 2 } }")
+
+
+def test_a_folder_without_versions_says_what_is_expected(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RepositoryError, match="expected a folder named by a number"):
+        read_model(tmp_path, "empty")
+
+
+@pytest.mark.parametrize("name", ["..", ".", "", "m/1", "nobody"])
+def test_names_lead_nowhere_but_to_the_folders_of_the_repository(tmp_path: Path, name: str) -> None:
+    write_model(tmp_path, "m")
+    with pytest.raises(UnknownModelError):
+        repository_of([tmp_path], name)
+
+
+def test_an_onnx_file_is_built_with_the_options_of_its_configuration(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, "m", config="""
+        max_batch_size: 32
+        parameters { key: "precision" value { string_value: "int8" } }
+        parameters { key: "calib" value { string_value: "photos" } }
+        parameters { key: "preprocess" value { string_value: "imagenet" } }
+        parameters { key: "uint8_input" value { string_value: "true" } }
+    """)
+    (folder / "1" / "model.plan").rename(folder / "1" / "model.onnx")
+    (source,) = read_model(tmp_path, "m")
+    assert source.file.name == "model.onnx"
+    command = build_command(source, tmp_path / "m.plan", tmp_path / "cache", threads=2)
+    assert command[2:] == [
+        "infer_server.cli.build_engine", "--quiet", str(source.file), "-o", str(tmp_path / "m.plan"), "--int8",
+        "--threads", "2", "--cache-dir", str(tmp_path / "cache"), "--max-batch", "32",
+        "--calib", str(folder / "photos"), "--preprocess", "imagenet", "--uint8-input"]

@@ -1,0 +1,388 @@
+"""What the server promises under load, with clients that misbehave, and when it is told to stop."""
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
+
+import protos
+from infer_server.batching.statistics import Counters, Failure
+from infer_server.server import Server
+from protos import health
+from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, Gate, load_numpy_engine, write_model
+from tests.infer_server.serving import RunningServer, options, serving
+
+ONE = np.ones((1, 4), np.float32)
+
+
+def infer(client: triton.InferenceServerClient, model: str = "m", **options: object) -> np.ndarray:
+    tensor = triton.InferInput("x", [1, 4], "FP32")
+    tensor.set_data_from_numpy(ONE)
+    y: np.ndarray = client.infer(model, [tensor], **options).as_numpy("y")
+    return y
+
+
+def eventually(condition: Callable[[], bool], timeout_secs: float = TIMEOUT_SECS) -> bool:
+    """Whether a condition comes true within the time that a test may take."""
+    end = time.monotonic() + timeout_secs
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def pending(server: RunningServer, model: str = "m") -> int:
+    return server.server.repository.find(model).pending
+
+
+def statistics(server: RunningServer, model: str = "m") -> Counters:
+    return server.server.repository.find(model).statistics.snapshot()
+
+
+def executions(server: RunningServer, model: str = "m") -> int:
+    return statistics(server, model).execution_count
+
+
+@pytest.fixture
+def gate(request: pytest.FixtureRequest) -> Gate:
+    """Of the models that are written with gate=request.node.name."""
+    return GATES[request.node.name]
+
+
+def test_what_gathers_while_an_instance_is_busy_is_one_batch(
+        tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
+    write_model(tmp_path, "m", max_batch=32, gate=request.node.name)
+    with (serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client,
+          ThreadPoolExecutor(32) as clients):
+        with gate.closed():
+            first = clients.submit(infer, client)
+            assert gate.holds(1)
+            others = [clients.submit(infer, client) for _ in range(31)]
+            assert eventually(lambda: pending(server) == 31)
+        assert all((future.result() == 3).all() for future in (first, *others))
+        stats = client.get_inference_statistics("m").model_stats[0]
+    assert [(batch.batch_size, batch.compute_infer.count) for batch in stats.batch_stats] == [(1, 1), (31, 1)]
+    assert (stats.inference_count, stats.execution_count) == (32, 2)
+
+
+def test_requests_whose_items_would_depend_on_each_other_are_never_merged(
+        tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
+    write_model(tmp_path, "m", max_batch=32, gate=request.node.name, dependence="it normalises over the items")
+    with (serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client,
+          ThreadPoolExecutor(4) as clients):
+        with gate.closed():
+            asked = [clients.submit(infer, client) for _ in range(4)]
+            assert gate.holds(1)
+            assert eventually(lambda: pending(server) == 3)
+        assert all((future.result() == 3).all() for future in asked)
+        assert executions(server) == 4
+
+
+def test_many_clients_that_ask_again_and_again_share_batches(tmp_path: Path) -> None:
+    write_model(tmp_path, "m", max_batch=32, seconds=0.01)
+    with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+        with ThreadPoolExecutor(32) as clients:
+            assert all((y == 3).all() for y in clients.map(lambda _: infer(client), range(320)))
+        stats = client.get_inference_statistics("m").model_stats[0]
+    assert stats.inference_count == 320
+    assert stats.inference_count / stats.execution_count > 4
+
+
+def test_each_request_of_a_batch_gets_its_own_rows(tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
+    write_model(tmp_path, "m", max_batch=32, gate=request.node.name)
+
+    def ask(client: triton.InferenceServerClient, i: int) -> bool:
+        x = np.full((1 + i % 3, 4), i, np.float32)
+        tensor = triton.InferInput("x", list(x.shape), "FP32")
+        tensor.set_data_from_numpy(x)
+        y = client.infer("m", [tensor]).as_numpy("y")
+        return y.shape == x.shape and bool((y == 2 * i + 1).all())
+
+    with (serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client,
+          ThreadPoolExecutor(16) as clients):
+        with gate.closed():
+            first = clients.submit(ask, client, 0)
+            assert gate.holds(1)
+            others = [clients.submit(ask, client, i) for i in range(1, 13)]
+            assert eventually(lambda: pending(server) == 12)
+        assert all(future.result() for future in (first, *others))
+        assert executions(server) == 2
+
+
+def test_two_instances_execute_at_the_same_time(tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
+    write_model(tmp_path, "m", config="instance_group { count: 2 } max_batch_size: 1", gate=request.node.name)
+    with (serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client,
+          ThreadPoolExecutor(3) as clients, gate.closed()):
+        for _ in range(3):
+            clients.submit(infer, client)
+        assert gate.holds(2)
+        assert eventually(lambda: pending(server) == 1)
+
+
+def test_a_full_queue_refuses_at_once_and_the_waiting_are_answered(
+        tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
+    write_model(tmp_path, "m", gate=request.node.name, config="""
+        max_batch_size: 1 dynamic_batching { default_queue_policy { max_queue_size: 1 } }""")
+    with (serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client,
+          ThreadPoolExecutor(2) as clients):
+        with gate.closed():
+            executing = clients.submit(infer, client)
+            assert gate.holds(1)
+            waiting = clients.submit(infer, client)
+            assert eventually(lambda: pending(server) == 1)
+            with pytest.raises(InferenceServerException, match="Exceeds maximum queue size") as caught:
+                infer(client)
+        assert caught.value.status() == "StatusCode.UNAVAILABLE"
+        assert executing.result().all() and waiting.result().all()
+        assert 'reason="REJECTED"} 1' in scrape(server)
+
+
+def test_a_request_whose_timeout_passes_in_the_queue_is_refused(
+        tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
+    write_model(tmp_path, "m", gate=request.node.name, config="""
+        max_batch_size: 1 dynamic_batching { default_queue_policy { allow_timeout_override: true } }""")
+    with (serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client,
+          ThreadPoolExecutor(2) as clients):
+        with gate.closed():
+            executing = clients.submit(infer, client)
+            assert gate.holds(1)
+            with pytest.raises(InferenceServerException, match="timeout expired") as caught:
+                infer(client, timeout=1)
+            assert not executing.done(), "it is refused while every instance is busy"
+        assert caught.value.status() == "StatusCode.UNAVAILABLE"
+        assert executing.result().all()
+
+
+def test_a_request_that_its_client_gives_up_is_dropped_from_the_queue(
+        tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
+    write_model(tmp_path, "m", gate=request.node.name, config="max_batch_size: 1")
+    with (serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client,
+          ThreadPoolExecutor(1) as clients):
+        with gate.closed():
+            executing = clients.submit(infer, client)
+            assert gate.holds(1)
+            with pytest.raises(InferenceServerException) as caught:
+                infer(client, client_timeout=0.5)
+            assert eventually(lambda: pending(server) == 0)
+        assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"
+        assert executing.result().all()
+        assert executions(server) == 1
+        failures = statistics(server).failures       # whether its client or the queue noticed first, is open
+        assert failures[Failure.CANCELED] + failures[Failure.REJECTED] == 1
+
+
+def test_a_deadline_that_no_execution_can_meet_is_refused_and_not_executed(
+        tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
+    write_model(tmp_path, "m", gate=request.node.name)
+    with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+        for rows in (1, 8):
+            server.server.repository.find("m")._batcher.measured(rows, 10**12)
+        with gate.closed(), pytest.raises(InferenceServerException, match="it was not executed") as caught:
+            infer(client, client_timeout=TIMEOUT_SECS)
+        assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"
+        assert infer(client).all(), "who has no deadline is in no hurry"
+        assert (executions(server), statistics(server).failures[Failure.REJECTED]) == (1, 1)
+
+
+@pytest.mark.parametrize("client_timeout", [0.3, None])
+def test_an_answer_that_nobody_waits_for_any_more_is_no_success(
+        tmp_path: Path, gate: Gate, request: pytest.FixtureRequest, client_timeout: float | None) -> None:
+    write_model(tmp_path, "m", gate=request.node.name)
+    with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+        tensor = triton.InferInput("x", [1, 4], "FP32")
+        tensor.set_data_from_numpy(ONE)
+        ended = threading.Event()
+        with gate.closed():
+            call = client.async_infer("m", [tensor], lambda **_: ended.set(), client_timeout=client_timeout)
+            assert gate.holds(1)
+            if client_timeout is None:
+                call.cancel()
+            assert ended.wait(TIMEOUT_SECS)
+            time.sleep(0.05)                    # until the server has noticed, too
+        assert eventually(lambda: executions(server) == 1)
+        counted = statistics(server)
+    assert (counted.success.count, counted.failures[Failure.CANCELED], counted.inference_count) == (0, 1, 1)
+
+
+def test_under_overload_with_deadlines_what_is_executed_is_answered_in_time(tmp_path: Path) -> None:
+    """Three times what the engine can do: served first come first served, not one in ten was in time."""
+    write_model(tmp_path, "m", seconds=0.1, config="instance_group { count: 1 }")
+    with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+        with ThreadPoolExecutor(80) as clients:
+            def ask(i: int) -> bool:
+                time.sleep(i / 240)
+                try:
+                    return bool(infer(client, client_timeout=0.24).all())
+                except InferenceServerException as error:
+                    assert error.status() == "StatusCode.DEADLINE_EXCEEDED"
+                    return False
+
+            answered = sum(clients.map(ask, range(80)))
+            answered += sum(clients.map(lambda i: ask(i), range(80)))
+        executed = statistics(server).inference_count
+    assert answered >= 0.7 * executed > 0
+    assert executed >= 24, "it could do 53 and more"
+
+
+def test_garbage_on_the_ports_harms_nobody(tmp_path: Path) -> None:
+    write_model(tmp_path, "m")
+    with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+        for port in (server.ports.grpc, server.ports.http, server.ports.metrics):
+            for garbage in (os.urandom(4096), b"GET / HTTP/1.1\r\n\r\n", b"", b"x" * 100_000,
+                            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(500)):
+                with socket.create_connection(("127.0.0.1", port)) as connection:
+                    connection.sendall(garbage)
+        for garbage in (b"\xff" * 100, b"\x3a\xff\xff\xff\xff\x0f", b"\x2a\x7f"):
+            with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError) as caught:
+                channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(garbage, timeout=10)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert infer(client).all()
+
+
+def test_a_client_that_is_killed_mid_request_takes_nobody_with_it(tmp_path: Path) -> None:
+    write_model(tmp_path, "m", seconds=0.1)
+    with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+        script = textwrap.dedent(f"""
+            import numpy, sys, threading, tritonclient.grpc as triton
+            client = triton.InferenceServerClient("{server.address}")
+            x = triton.InferInput("x", [1, 4], "FP32"); x.set_data_from_numpy(numpy.ones((1, 4), numpy.float32))
+            for _ in range(8):
+                threading.Thread(target=client.infer, args=("m", [x])).start()
+            print("sent", flush=True)
+        """)
+        with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as killed:
+            assert killed.stdout is not None and killed.stdout.readline() == b"sent\n"
+            killed.send_signal(signal.SIGKILL)
+        assert infer(client).all()
+
+
+def test_stopping_under_load_answers_all_that_was_accepted(tmp_path: Path) -> None:
+    write_model(tmp_path, "m", max_batch=4, seconds=0.02)
+    answered: list[np.ndarray] = []
+    refused: list[InferenceServerException] = []
+    lost: list[InferenceServerException] = []
+    with serving(tmp_path, drain_grace_secs=0.1) as server:
+        def ask_until_refused() -> None:
+            with triton.InferenceServerClient(server.address) as client:
+                while True:
+                    try:
+                        answered.append(infer(client))
+                    except InferenceServerException as error:
+                        (refused if error.status() == "StatusCode.UNAVAILABLE" else lost).append(error)
+                        return
+
+        clients = [threading.Thread(target=ask_until_refused) for _ in range(8)]
+        for client in clients:
+            client.start()
+        assert eventually(lambda: len(answered) > 20)
+        model = server.server.repository.find("m")
+        server.stop()
+        for client in clients:
+            client.join(TIMEOUT_SECS)
+    assert (len(refused), lost) == (8, [])
+    assert model.statistics.snapshot().success.count == len(answered), "an answer that was computed did not arrive"
+
+
+def test_stopping_waits_for_no_model_that_is_still_loading(
+        tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
+    write_model(tmp_path, "m", gate=request.node.name)
+
+    async def start_and_stop() -> bool:
+        server = Server(options(tmp_path), load_numpy_engine)
+        await server.start()
+        await asyncio.to_thread(gate.holds, 1)
+        return await server.stop()
+
+    with gate.closed():
+        assert asyncio.run(start_and_stop())
+
+
+def test_an_execution_that_does_not_end_is_given_up_and_reported(
+        tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
+    write_model(tmp_path, "m", gate=request.node.name)
+    with serving(tmp_path, exit_timeout_secs=0.1) as server, ThreadPoolExecutor(1) as clients:
+        with triton.InferenceServerClient(server.address) as client, gate.closed():
+            stuck = clients.submit(infer, client)
+            assert gate.holds(1)
+            assert server.stop() is False
+        with pytest.raises(InferenceServerException):
+            stuck.result()
+
+
+def test_readiness_drops_before_requests_are_refused(tmp_path: Path) -> None:
+    write_model(tmp_path, "m")
+    with serving(tmp_path, drain_grace_secs=2.0) as server, triton.InferenceServerClient(server.address) as client:
+        assert client.is_server_ready() and page(server, "/v2/health/ready") == 200
+        stopping: Future[bool] = ThreadPoolExecutor(1).submit(server.stop)
+        assert eventually(lambda: not client.is_server_ready())
+        assert page(server, "/v2/health/ready") == 503 and page(server, "/v2/health/live") == 200
+        assert infer(client).all(), "it still answers those who have not noticed yet"
+        stopping.result(TIMEOUT_SECS)
+
+
+def test_a_health_watcher_sees_the_server_go(tmp_path: Path) -> None:
+    write_model(tmp_path, "m")
+    with serving(tmp_path) as server, grpc.insecure_channel(server.address) as channel:
+        check = channel.unary_unary(f"/{protos.HEALTH_SERVICE}/Check", health.HealthCheckRequest.SerializeToString,
+                                    health.HealthCheckResponse.FromString)
+        watch = channel.unary_stream(f"/{protos.HEALTH_SERVICE}/Watch", health.HealthCheckRequest.SerializeToString,
+                                     health.HealthCheckResponse.FromString)
+        assert check(health.HealthCheckRequest()).status == health.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.RpcError) as caught:
+            check(health.HealthCheckRequest(service="nobody"))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        seen = watch(health.HealthCheckRequest(service=protos.INFERENCE_SERVICE), timeout=TIMEOUT_SECS)
+        assert next(seen).status == health.HealthCheckResponse.SERVING
+        begin = time.monotonic()
+        server.stop()
+        assert next(seen).status == health.HealthCheckResponse.NOT_SERVING
+        assert time.monotonic() - begin < 4, "a watcher must not hold the server up"
+
+
+def test_metrics_have_tritons_names_and_count(tmp_path: Path) -> None:
+    write_model(tmp_path, "m")
+    with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+        for _ in range(3):
+            infer(client)
+        text = scrape(server)
+        assert 'nv_inference_request_success{model="m",version="1"} 3\n' in text
+        assert 'nv_inference_pending_request_count{model="m",version="1"} 0\n' in text
+        assert "# TYPE nv_inference_exec_count counter\n" in text
+        for name in ("count", "request_failure", "request_duration_us", "queue_duration_us",
+                     "compute_input_duration_us", "compute_infer_duration_us", "compute_output_duration_us"):
+            assert f"\nnv_inference_{name}{{" in text
+
+
+def scrape(server: RunningServer) -> str:
+    with urlopen(f"http://127.0.0.1:{server.ports.metrics}/metrics", timeout=10) as response:
+        assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        text: str = response.read().decode()
+    return text
+
+
+def page(server: RunningServer, path: str) -> int:
+    try:
+        with urlopen(f"http://127.0.0.1:{server.ports.http}{path}", timeout=10) as response:
+            status: int = response.status
+    except HTTPError as error:
+        with error:
+            status = error.code
+    return status

@@ -1,0 +1,80 @@
+"""A server on a thread of the test's process, with real sockets."""
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import uvloop
+
+from infer_server.cli import serve
+from infer_server.server import Ports, Server, ServerOptions
+from tests.infer_server.numpy_engine import TIMEOUT_SECS, load_numpy_engine
+
+T = TypeVar("T")
+
+
+class RunningServer:
+    def __init__(self, options: ServerOptions) -> None:
+        self._options = options
+        self._started = threading.Event()
+        self._answered = False
+        self._thread = threading.Thread(target=lambda: uvloop.run(self._run()), name="server")
+        self.loop: asyncio.AbstractEventLoop
+        self.server: Server
+        self.ports: Ports
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.ports.grpc}"
+
+    def start(self) -> None:
+        self._thread.start()
+        assert self._started.wait(TIMEOUT_SECS)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine on the server's loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(TIMEOUT_SECS)
+
+    def stop(self) -> bool:
+        """Whether it answered all that it had accepted. A second call has no effect."""
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(TIMEOUT_SECS)
+            assert not self._thread.is_alive()
+        return self._answered
+
+    async def _run(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        self.server = Server(self._options, load_numpy_engine)
+        self.ports = await self.server.start()
+        await self.server.loaded()
+        self._started.set()
+        await self._stop.wait()
+        self._answered = await self.server.stop()
+
+
+def options(repository: Path, **given: Any) -> ServerOptions:
+    return ServerOptions(
+        cache_dir=repository / ".cache", grpc_port=0, http_port=0, metrics_port=0,
+        **{"model_repositories": (repository,), "drain_grace_secs": 0.0, **given})
+
+
+@contextmanager
+def serving(repository: Path, **given: Any) -> Iterator[RunningServer]:
+    """A server on free ports, all models loaded; stopped at the end."""
+    running = RunningServer(options(repository, **given))
+    running.start()
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+if __name__ == "__main__":              # infer-server over these engines, in a process of its own
+    sys.exit(serve.main(load_engine=load_numpy_engine))

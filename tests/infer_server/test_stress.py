@@ -1,0 +1,150 @@
+"""Clients that ask too much, do not read, or send what is no message. scripts/stress.py has the same at full size."""
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import weakref
+from collections import Counter
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
+
+import protos
+from infer_server.endpoints.grpc_errors import answering
+from infer_server.errors import InvalidRequestError
+from scripts.stress import INFER, ask_on, request
+from tests.infer_server.endpoints.test_serving import eventually, infer
+from tests.infer_server.mute_client import MuteClient
+from tests.infer_server.numpy_engine import write_model
+from tests.infer_server.serving import RunningServer, serving
+
+VALUES = 512 << 10                              # of an input, and of an answer: 2 MiB
+ONE_CALL = 3 * 4 * VALUES                       # what the server counts: an input, and an answer twice
+
+
+def held(server: RunningServer) -> int:
+    return server.server._inflight.held_bytes
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_server_that_stops_under_load_ends_no_request_otherwise_than_answered_or_unavailable(
+        tmp_path: Path, persistent: bool) -> None:
+    write_model(tmp_path, "m", seconds=0.002)
+
+    async def ask_until_nobody_listens() -> Counter[str]:
+        asking = [asyncio.create_task(ask_on(server.address, persistent)) for _ in range(32)]
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(server.stop)
+        return sum(await asyncio.gather(*asking), Counter[str]())
+
+    with serving(tmp_path) as server:
+        ended = asyncio.run(ask_until_nobody_listens())
+    assert ended.keys() == {"OK", "UNAVAILABLE"}
+
+
+def test_answers_that_nobody_reads_are_held_up_to_the_bound_and_no_further(tmp_path: Path) -> None:
+    write_model(tmp_path, "large", shape=[VALUES], max_batch=1)
+    write_model(tmp_path, "m")
+    with (serving(tmp_path, max_inflight_bytes=3 * ONE_CALL + 1000) as server,
+          triton.InferenceServerClient(server.address) as client):
+        mute = [MuteClient(server.ports.grpc) for _ in range(2)]
+        for one in mute:
+            for _ in range(3):
+                one.ask(INFER, request("large", VALUES))
+        assert eventually(lambda: held(server) >= 3 * ONE_CALL)
+        large = triton.InferInput("x", [1, VALUES], "FP32")
+        large.set_data_from_numpy(np.zeros((1, VALUES), np.float32))
+        with pytest.raises(InferenceServerException, match="--max-inflight-mib") as caught:
+            client.infer("large", [large])
+        assert caught.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
+        assert held(server) <= 3 * ONE_CALL + 1000
+        assert infer(client).all(), "what is small still fits"
+        for one in mute:
+            one.close()
+        assert eventually(lambda: held(server) == 0)
+        client.infer("large", [large])
+
+
+def test_a_client_that_does_not_read_its_answer_in_time_is_disconnected(
+        tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_model(tmp_path, "large", shape=[VALUES], max_batch=1)
+    with serving(tmp_path, send_timeout_secs=0.2) as server, triton.InferenceServerClient(server.address) as client:
+        assert client.is_server_live(), "another connection"
+        mute = MuteClient(server.ports.grpc)
+        mute.ask(INFER, request("large", VALUES))
+        assert eventually(lambda: "has not read its answer in 0.2 s" in caplog.text)
+        with pytest.raises((EOFError, ConnectionError)):
+            while True:
+                mute.read_frame()
+        assert eventually(lambda: held(server) == 0)
+        mute.close()
+        assert client.is_server_live()
+    assert caplog.text.count("has not read") == 1 and "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("method", [method.name for method in protos.methods(protos.INFERENCE_SERVICE)])
+def test_bytes_that_are_no_message_are_an_invalid_argument_of_every_call(
+        method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with serving(tmp_path, explicit_control=True) as server, grpc.insecure_channel(server.address) as channel:
+        caplog.clear()
+        code = status(channel, f"/{protos.INFERENCE_SERVICE}/{method}", b"\x0a\xff")
+    served = method not in ("ModelStreamInfer", "TraceSetting", "LogSettings") and "SharedMemory" not in method
+    if not served:
+        assert code is grpc.StatusCode.UNIMPLEMENTED
+        return
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    complaints = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(complaints) == 1 and f"not a {method}Request" in complaints[0].getMessage()
+    assert not complaints[0].exc_info
+
+
+@pytest.mark.parametrize("method", ["Check", "Watch"])
+def test_bytes_that_are_no_message_are_an_invalid_argument_of_health_checks(method: str, tmp_path: Path) -> None:
+    with serving(tmp_path) as server, grpc.insecure_channel(server.address) as channel:
+        assert status(channel, f"/{protos.HEALTH_SERVICE}/{method}", b"\x0a\xff") is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def status(channel: grpc.Channel, path: str, data: bytes) -> grpc.StatusCode:
+    with pytest.raises(grpc.RpcError) as caught:
+        next(channel.unary_stream(path)(data, timeout=10))
+    code: grpc.StatusCode = caught.value.code()
+    return code
+
+
+class Refusing:
+    """A context that keeps what abort() raises, as gRPC does."""
+    kept: Exception
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        self.kept = RuntimeError(code, details)
+        raise self.kept
+
+
+class Message:
+    """Bytes cannot be watched."""
+
+
+def test_a_refused_request_is_let_go_of_at_once() -> None:
+    async def refuse(message: Message, _: object) -> bytes:
+        raise InvalidRequestError("no")
+
+    async def ask(context: Refusing) -> weakref.ref[Message]:
+        message = Message()
+        handled = answering(refuse)(message, context)
+        watched = weakref.ref(message)
+        del message
+        with pytest.raises(RuntimeError):
+            await handled
+        return watched
+
+    gc.disable()
+    try:
+        context = Refusing()
+        assert asyncio.run(ask(context))() is None
+    finally:
+        gc.enable()
