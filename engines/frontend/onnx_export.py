@@ -39,7 +39,7 @@ def onnx_from_graph(graph: Graph) -> onnx.ModelProto:
     """
     writer = Writer(graph)
     for name in graph.inputs:
-        writer.names[name] = Place(name)
+        writer.names[name] = Position(name)
         writer.requantise(name)
     for node in graph.nodes:
         for part in node.body or (node,):
@@ -64,7 +64,7 @@ def _value_info(name: str, kind: TensorType) -> onnx.ValueInfoProto:
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """Where a tensor of the graph is in the ONNX model; `first`: there it is channels first, in the graph last."""
     name: str
     first: bool = False
@@ -74,8 +74,8 @@ class Place:
 class Writer:
     """The growing ONNX graph."""
     graph: Graph
-    names: dict[str, Place] = field(default_factory=dict)
-    integers: dict[str, Place] = field(default_factory=dict)        # where a quantised tensor is as it is stored
+    names: dict[str, Position] = field(default_factory=dict)
+    integers: dict[str, Position] = field(default_factory=dict)        # where a quantised tensor is as it is stored
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     initialisers: dict[str, onnx.TensorProto] = field(default_factory=dict)
     opsets: dict[str, int] = field(default_factory=lambda: {"": OPSET})
@@ -95,7 +95,7 @@ class Writer:
         perm = tuple(node.attrs.get("perm", ()))
         place = self.names.get(node.inputs[0]) if node.inputs else None
         if node.op == "Transpose" and place and perm == (_TO_FIRST if place.first else _TO_LAST):
-            self.names[node.outputs[0]] = Place(place.name, not place.first)
+            self.names[node.outputs[0]] = Position(place.name, not place.first)
             return
         if self._joins_integers(node):
             self._write_joined(node)
@@ -111,7 +111,7 @@ class Writer:
             inputs = [self.tensor(name) for name in node.inputs]
         held = tuple(f"{name}.held" if name in self.graph.outputs else name for name in node.outputs)
         self._write_parts(node, inputs, held, first)
-        self.names.update((name, Place(other, first)) for name, other in zip(node.outputs, held, strict=True))
+        self.names.update((name, Position(other, first)) for name, other in zip(node.outputs, held, strict=True))
 
     def _joins_integers(self, node: Node) -> bool:
         """Whether it is a Concat of tensors that are stored as it is."""
@@ -126,7 +126,7 @@ class Writer:
         inputs = [self._turned(f"{name}.stored", self.integers[name], first) for name in node.inputs]
         axis = _FIRST_AXIS[node.attrs["axis"]] if first else node.attrs["axis"]
         stored = self.emit("Concat", inputs, [f"{output}.stored"], node.name, axis=axis)
-        self._dequantise(output, Place(stored, first))
+        self._dequantise(output, Position(stored, first))
 
     def _write_parts(self, node: Node, inputs: list[str], held: tuple[str, ...], first: bool) -> None:
         output = node.outputs[0]
@@ -164,10 +164,10 @@ class Writer:
         if not name:
             return ""
         if name not in self.names:
-            self.names[name] = Place(self._constant(name))
+            self.names[name] = Position(self._constant(name))
         return self._turned(name, self.names[name], first)
 
-    def _turned(self, name: str, place: Place, first: bool) -> str:
+    def _turned(self, name: str, place: Position, first: bool) -> str:
         if place.first == first:
             return place.name
         turned = f"{name}.{'nchw' if first else 'nhwc'}"
@@ -200,16 +200,16 @@ class Writer:
         quant = _placed(quant, place)
         inputs = [place.name, *self._quant(name, quant)]
         stored = self.emit("QuantizeLinear", inputs, [f"{name}.stored"], **_axis(quant))
-        self._dequantise(name, Place(stored, place.first))
+        self._dequantise(name, Position(stored, place.first))
 
-    def _dequantise(self, name: str, stored: Place) -> None:
+    def _dequantise(self, name: str, stored: Position) -> None:
         """Its readers find it where its integers are made real numbers again."""
         quant = self.graph.types[name].quant
         assert quant is not None
         quant = _placed(quant, stored)
         rounded = self.emit("DequantizeLinear", [stored.name, *self._quant(name, quant)], [f"{name}.rounded"],
                             **_axis(quant))
-        self.integers[name], self.names[name] = stored, Place(rounded, stored.first)
+        self.integers[name], self.names[name] = stored, Position(rounded, stored.first)
 
     def _quant(self, name: str, quant: QParams) -> list[str]:
         scale, zero_point = np.array(quant.scale, np.float32), np.array(quant.zero_point, quant.dtype)
@@ -234,7 +234,7 @@ class Writer:
                       for key, place in self.names.items()}
 
 
-def _placed(quant: QParams, place: Place) -> QParams:
+def _placed(quant: QParams, place: Position) -> QParams:
     """The same for the tensor as it is written there."""
     return replace(quant, axis=_FIRST_AXIS[quant.axis]) if quant.axis is not None and place.first else quant
 

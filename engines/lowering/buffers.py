@@ -10,7 +10,7 @@ from engines.capacity import gigabytes, too_large
 from engines.errors import ConfigError
 from engines.ir.graph import Node
 from engines.lowering.calls.calls import Call
-from engines.lowering.calls.placement import Place, Storage, buffer_bytes, tensor_view
+from engines.lowering.calls.placement import Placement, Storage, buffer_bytes, tensor_view
 from engines.lowering.lower import Lowered
 from engines.plan.arena import plan_memory
 from engines.plan.plan import Buffer, Fill
@@ -20,18 +20,18 @@ SPARE = 1.75
 
 
 def buffers_of(lowered: Lowered, max_batch: int) -> tuple[Buffer, ...]:
-    """In the order of Places.buffers; steps are the calls."""
+    """In the order of Aliasing.buffers; steps are the calls."""
     used: dict[int, list[int]] = {}
     for step, call in enumerate(lowered.calls):
-        for place in (*call.inputs, *call.outputs):
-            used.setdefault(place.buffer, []).append(step)
+        for placement in (*call.inputs, *call.outputs):
+            used.setdefault(placement.buffer, []).append(step)
     written: dict[int, int] = {}
     for step, call in reversed(list(enumerate(lowered.calls))):
-        written |= dict.fromkeys((place.buffer for place in call.outputs), step)
-    end, places, graph = len(lowered.calls), lowered.places, lowered.graph
-    inputs, outputs = ({places[name].buffer for name in names} for names in (graph.inputs, graph.outputs))
+        written |= dict.fromkeys((placement.buffer for placement in call.outputs), step)
+    end, placements, graph = len(lowered.calls), lowered.placements, lowered.graph
+    inputs, outputs = ({placements[name].buffer for name in names} for names in (graph.inputs, graph.outputs))
     result = []
-    for i, storage in enumerate(places.buffers):
+    for i, storage in enumerate(placements.buffers):
         # No step writes a tensor of no elements, though one may read it.
         first = -1 if i in inputs else written.get(i, min(used.get(i, [end])))
         last = end if i in outputs else max([*used.get(i, []), first])
@@ -62,11 +62,11 @@ def _alive_at_once(lowered: Lowered, buffers: tuple[Buffer, ...]) -> int:
 def fills_of(lowered: Lowered) -> tuple[Fill, ...]:
     """The halos that are written once, for a context's whole life."""
     fills = []
-    for i, storage in enumerate(lowered.places.buffers):
+    for i, storage in enumerate(lowered.placements.buffers):
         if storage.halo and i not in lowered.borders:
             halo = storage.halo
             cells = ((halo.top, halo.bottom), (halo.left, halo.right), (0, 0))
-            view = tensor_view(storage.name, Place(i, 0, storage.whole, storage.items))
+            view = tensor_view(storage.name, Placement(i, 0, storage.whole, storage.items))
             fills.append(Fill(view, storage.pad, cells if view.batched else ((0, 0), *cells)))
     return tuple(fills)
 
@@ -97,8 +97,8 @@ def _with_borders(lowered: Lowered, group: list[int]) -> Lowered:
     """The borders of these buffers written before anything else is."""
     calls, missing = [], set(group)
     for call in lowered.calls:
-        for buffer in sorted(missing.intersection(place.buffer for place in call.outputs)):
-            calls.append(border(lowered.places.buffers[buffer], buffer))
+        for buffer in sorted(missing.intersection(placement.buffer for placement in call.outputs)):
+            calls.append(border(lowered.placements.buffers[buffer], buffer))
             missing.remove(buffer)
         calls.append(call)
     return replace(lowered, calls=tuple(calls), borders=lowered.borders.union(group))
@@ -113,8 +113,8 @@ def border(storage: Storage, buffer: int) -> Call:
     cuts = ((0, 1, halo.top * row + left),                                              # (offset, runs, bytes)
             ((halo.top + 1) * row - right, inner - 1, right + left),
             ((halo.top + inner) * row - right, 1, right + halo.bottom * row))
-    places = [Place(buffer, offset, View("uint8", (runs, size), (row, 1), whole.item), storage.items)
+    placements = [Placement(buffer, offset, View("uint8", (runs, size), (row, 1), whole.item), storage.items)
               for offset, runs, size in cuts if runs and size]
     value = int(storage.pad)        # of floats it is 0, whose bytes are 0 too
     node = Node("Pad", (), (storage.name,), name=f"border of {storage.name}")
-    return Call(node, Border(tuple(place.view for place in places), value), (), tuple(places))
+    return Call(node, Border(tuple(placement.view for placement in placements), value), (), tuple(placements))

@@ -8,7 +8,7 @@ from engines.backends.llvm.codegen.isa import Isa
 from engines.ir.graph import Graph, Node
 from engines.ir.shapes import is_empty
 from engines.lowering import rules  # noqa: F401  (fills RULES)
-from engines.lowering.calls.aliasing import Places
+from engines.lowering.calls.aliasing import Aliasing
 from engines.lowering.calls.calls import RULES, Call, Context, Refused
 from engines.lowering.calls.placement import batch_axis
 from engines.lowering.rules.copies import copy_call
@@ -20,16 +20,16 @@ VIEWS = ("Split", "Slice", "Reshape", "Transpose")
 class Lowered:
     """A graph as kernel calls, in order of execution."""
     graph: Graph
-    places: Places
+    placements: Aliasing
     calls: tuple[Call, ...]
     borders: frozenset[int] = frozenset()       # buffers whose halo a call writes
 
 
 def lower(graph: Graph, isa: Isa) -> Lowered:
     """The graph that passes.pipeline made, with stored types decided, as calls of kernels for this machine."""
-    places = Places(graph)
-    ctx = Context(graph, places, isa)
-    return Lowered(graph, places, tuple(call for node in graph.nodes for call in _calls(ctx, node)))
+    placements = Aliasing(graph)
+    ctx = Context(graph, placements, isa)
+    return Lowered(graph, placements, tuple(call for node in graph.nodes for call in _calls(ctx, node)))
 
 
 def for_batches_of(items: int, lowered: Lowered) -> Lowered:
@@ -46,12 +46,12 @@ def _calls(ctx: Context, node: Node) -> Sequence[Call]:
             raise Refused(f"'{name}' has no elements")
         if node.op == "Concat":
             return tuple(_gather_parts(ctx, node))
-        if node.op in VIEWS and all(ctx.places.is_view(output, node.inputs[0]) for output in node.outputs):
+        if node.op in VIEWS and all(ctx.placements.is_view(output, node.inputs[0]) for output in node.outputs):
             return ()
-        if node.op == "Transpose" and ctx.places.is_view(node.inputs[0], node.outputs[0]):
+        if node.op == "Transpose" and ctx.placements.is_view(node.inputs[0], node.outputs[0]):
             return ()
         if node.op == "Identity" and node.inputs[0] in ctx.graph.constants:
-            return (copy_call(node, ctx.places[node.inputs[0]], ctx.places[node.outputs[0]]),)
+            return (copy_call(node, ctx.placements[node.inputs[0]], ctx.placements[node.outputs[0]]),)
         rule = RULES.get(node.anchor.op)
         if rule is None:
             raise Refused(f"no kernel for {node.anchor.op}")
@@ -71,13 +71,13 @@ def _batch_inside(ctx: Context, node: Node) -> str:
 
 
 def _fallback(ctx: Context, node: Node, reason: str) -> Call:
-    inputs = tuple(ctx.places[name] for name in node.inputs if name and name not in ctx.graph.constants)
-    return Call(node, None, inputs, tuple(ctx.places[name] for name in node.outputs), reason=reason)
+    inputs = tuple(ctx.placements[name] for name in node.inputs if name and name not in ctx.graph.constants)
+    return Call(node, None, inputs, tuple(ctx.placements[name] for name in node.outputs), reason=reason)
 
 
 def _gather_parts(ctx: Context, node: Node) -> Iterator[Call]:
     """Concat: the inputs that do not already lie in their part of the output are copied there."""
-    output = ctx.places[node.outputs[0]]
+    output = ctx.placements[node.outputs[0]]
     axis = node.attrs["axis"] % len(ctx.type(node.outputs[0]).shape) - 1
     if axis < 0:
         raise Refused("Concat along the batch axis")
@@ -86,6 +86,6 @@ def _gather_parts(ctx: Context, node: Node) -> Iterator[Call]:
         if ctx.type(name).quant != quant:
             raise Refused(f"'{name}' is quantised otherwise than the result")
         extent = int(ctx.type(name).shape[axis + 1])
-        if not ctx.places.is_view(name, node.outputs[0]):
-            yield copy_call(node, ctx.places[name], output.part(axis, start, start + extent))
+        if not ctx.placements.is_view(name, node.outputs[0]):
+            yield copy_call(node, ctx.placements[name], output.part(axis, start, start + extent))
         start += extent

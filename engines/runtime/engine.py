@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from engines.backends.llvm.runtime.execution import Execution, Program, SerialExecution
+from engines.backends.llvm.runtime.execution import Execution, LoadedPlan, SerialExecution
 from engines.errors import ConfigError, EngineError, InputError, PlanError, PlanTargetError
 from engines.ir.graph import Array
 from engines.machine import cpu
@@ -86,7 +86,7 @@ class Engine:
         self._cpus = _checked_cpus(cpus, threads)
         self.plan = plan
         self.threads = threads
-        self._program = Program(plan, threads)
+        self._program = LoadedPlan(plan, threads)
         self._execution = _executions(self._program, threads)
         self._feeds = Feeds(plan)
         self._idle: deque[ExecutionContext] = deque()      # its append and pop are atomic
@@ -152,7 +152,7 @@ class Engine:
             self._idle.pop().close()
 
 
-def _executions(program: Program, threads: int) -> Callable[[tuple[int, ...] | None], Execution]:
+def _executions(program: LoadedPlan, threads: int) -> Callable[[tuple[int, ...] | None], Execution]:
     """What makes executions. It knows the program, not the engine: a cycle would keep the weights in memory until the
     collector comes by, and on an idle server that is never."""
     if threads == 1:

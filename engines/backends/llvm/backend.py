@@ -16,7 +16,7 @@ from engines.ir.graph import BATCH, Graph
 from engines.ir.serialize import node_to_json
 from engines.lowering.buffers import buffers_of, check_memory, fills_of, write_borders
 from engines.lowering.calls.calls import Call
-from engines.lowering.calls.placement import NO_BUFFER, Place, batch_axis, tensor_view
+from engines.lowering.calls.placement import NO_BUFFER, Placement, batch_axis, tensor_view
 from engines.lowering.lower import Lowered, for_batches_of, lower
 from engines.machine.cpu import detect
 from engines.machine.timing_cache import TimingCache
@@ -97,7 +97,7 @@ class _Assembler:
     def __init__(self, chosen: Chosen) -> None:
         self.lowered, self.isa, self.choices, self.max_batch = (chosen.lowered, chosen.isa, chosen.choices,
                                                                 chosen.max_batch)
-        self.graph, self.places = self.lowered.graph, self.lowered.places
+        self.graph, self.placements = self.lowered.graph, self.lowered.placements
         self.steps: list[Step] = []
         self.code = {choice.kernel.symbol: choice.kernel.code for choice in chosen.makers.values()}
         self.constants = Constants(self.graph, self.isa,
@@ -105,10 +105,10 @@ class _Assembler:
         self.writers: dict[int, list[int]] = {}     # buffer -> steps
 
     def add(self, call: Call) -> None:
-        depends = {step for place in call.inputs for step in self.writers.get(place.buffer, ())}
+        depends = {step for placement in call.inputs for step in self.writers.get(placement.buffer, ())}
         step = self._kernel(call, depends) if call.spec else self._fallback(call, depends)
-        for place in call.outputs:
-            self.writers.setdefault(place.buffer, []).append(len(self.steps))
+        for placement in call.outputs:
+            self.writers.setdefault(placement.buffer, []).append(len(self.steps))
         self.steps.append(step)
 
     # ---- steps
@@ -122,8 +122,8 @@ class _Assembler:
         batched = call.outputs[0].items == BATCH
         constant_bytes = sum(size for _, size in packed)
         windows = spec.windows(self.isa, choice.tactic)
-        reads, writes = (tuple(_reach(place, window, grid.rows_per_item) for place, window in pairs
-                               if place.buffer != NO_BUFFER)
+        reads, writes = (tuple(_reach(placement, window, grid.rows_per_item) for placement, window in pairs
+                               if placement.buffer != NO_BUFFER)
                          for pairs in (zip(call.inputs, windows, strict=False),
                                        zip(call.outputs, windows[len(call.inputs):], strict=True)))
         return Step(
@@ -147,10 +147,10 @@ class _Assembler:
         return Step(symbol="", operands=(), rows_per_item=1, depends=tuple(sorted(depends)), fallback=fallback,
                     name=call.name, fuses=node.origin, tactic="reference", reason=call.reason)
 
-    def _operand(self, place: Place) -> Operand:
-        if place.buffer != NO_BUFFER:
-            return Operand(place.buffer, place.offset)
-        return Operand(None, self.constants.tensor(place.constant).offset + place.offset)
+    def _operand(self, placement: Placement) -> Operand:
+        if placement.buffer != NO_BUFFER:
+            return Operand(placement.buffer, placement.offset)
+        return Operand(None, self.constants.tensor(placement.constant).offset + placement.offset)
 
     # ---- buffers
     def finish(self, to_keep: bool) -> Compiled:
@@ -167,7 +167,7 @@ class _Assembler:
 
     def _view(self, name: str) -> TensorView:
         tensor = self.graph.types[name]
-        view = tensor_view(name, self.places[name], scalar=not tensor.shape)
+        view = tensor_view(name, self.placements[name], scalar=not tensor.shape)
         return replace(view, quant=tensor.quant, batch_axis=batch_axis(tensor))
 
     def _io(self, name: str) -> IoTensor:
@@ -179,6 +179,6 @@ def _architecture(isa: Isa, here: str) -> str:
     return isa.triple.split("-")[0] if isa.triple else here
 
 
-def _reach(place: Place, window: Window, period: int) -> Reach:
-    return Reach(place.buffer, place.offset + window.begin, place.offset + window.end, window.rows, window.stride,
-                 place.view.item, period)
+def _reach(placement: Placement, window: Window, period: int) -> Reach:
+    return Reach(placement.buffer, placement.offset + window.begin, placement.offset + window.end, window.rows,
+                 window.stride, placement.view.item, period)

@@ -20,7 +20,7 @@ from engines.ir.graph import BATCH, Graph, Node, TensorType
 from engines.lowering.calls.halos import Halo, halo_of_pad, halo_wanted
 from engines.lowering.calls.placement import (
     NO_BUFFER,
-    Place,
+    Placement,
     Storage,
     batch_axis,
     item_shape,
@@ -32,13 +32,13 @@ from engines.ops import describe
 from engines.passes.rewriting.facts import is_product, is_view_of_input, is_view_of_output
 
 
-class Places:
-    """Tensor -> Place for a whole graph. `buffers` in the order of their making."""
+class Aliasing:
+    """Tensor -> Placement for a whole graph. `buffers` in the order of their making."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.buffers: list[Storage] = []
-        self._places: dict[str, Place] = {}
+        self._placements: dict[str, Placement] = {}
         self._wanted = self._halos_wanted()
         self._parent: dict[str, _Inside] = {}
         _check_dtypes(graph)
@@ -51,13 +51,13 @@ class Places:
         self._drop_torn_reshapes()
         self._group_halos = self._halos_of_groups()
         for name in self._tensors():
-            self.place(name)
+            self.placement(name)
 
-    def __getitem__(self, name: str) -> Place:
+    def __getitem__(self, name: str) -> Placement:
         if name in self.graph.constants:
             tensor = self.graph.types[name]
-            return Place(NO_BUFFER, 0, dense_view(stored_dtype(tensor), item_shape(tensor)), items_of(tensor), name)
-        return self._places[name]
+            return Placement(NO_BUFFER, 0, dense_view(stored_dtype(tensor), item_shape(tensor)), items_of(tensor), name)
+        return self._placements[name]
 
     def is_view(self, child: str, parent: str) -> bool:
         """Child lies inside parent's buffer: nothing has to be copied between them."""
@@ -179,13 +179,13 @@ class Places:
             is_product(self.graph, node) or node.op == "Transpose" and is_view_of_input(self.graph, node)
             for node in self.graph.consumers[name]))
 
-    def _without_halo(self, name: str) -> Place:
+    def _without_halo(self, name: str) -> Placement:
         """Where the tensor would lie in a buffer of its group that has no halo."""
         inside = self._parent.get(name)
         if inside is not None:
             return inside.derive(self._without_halo(inside.parent))
         tensor = self.graph.types[name]
-        return Place(0, 0, dense_view(stored_dtype(tensor), item_shape(tensor)), items_of(tensor))
+        return Placement(0, 0, dense_view(stored_dtype(tensor), item_shape(tensor)), items_of(tensor))
 
     def _root(self, name: str) -> str:
         while name in self._parent:
@@ -207,22 +207,22 @@ class Places:
         return halos
 
     # ---- places
-    def place(self, name: str) -> Place:
-        if name not in self._places:
+    def placement(self, name: str) -> Placement:
+        if name not in self._placements:
             inside = self._parent.get(name)
-            self._places[name] = inside.derive(self.place(inside.parent)) if inside else self._new_buffer(name)
-        return self._places[name]
+            self._placements[name] = inside.derive(self.placement(inside.parent)) if inside else self._new_buffer(name)
+        return self._placements[name]
 
-    def _new_buffer(self, name: str) -> Place:
+    def _new_buffer(self, name: str) -> Placement:
         tensor, halo = self.graph.types[name], self._group_halos.get(name, Halo())
         dtype, shape = stored_dtype(tensor), item_shape(tensor)
         whole = dense_view(dtype, halo.around(shape) if halo else shape)
         pad = float(tensor.quant.zero_point[0]) if tensor.quant else 0.0
         self.buffers.append(Storage(name, whole, items_of(tensor), halo, pad))
-        place = Place(len(self.buffers) - 1, 0, whole, items_of(tensor))
+        placement = Placement(len(self.buffers) - 1, 0, whole, items_of(tensor))
         if halo:
-            place = place.moved(halo.top, halo.left, 0)
-        return replace(place, view=replace(whole, shape=shape))
+            placement = placement.moved(halo.top, halo.left, 0)
+        return replace(placement, view=replace(whole, shape=shape))
 
 
 @dataclass(frozen=True)
@@ -235,20 +235,20 @@ class _Inside:
     reshape: tuple[int, ...] | None = None
     perm: tuple[int, ...] = ()                              # of the items and the item's axes
 
-    def derive(self, place: Place) -> Place:
-        view = place.view
+    def derive(self, placement: Placement) -> Placement:
+        view = placement.view
         if self.reshape is not None:
-            seen = reshaped(place, self.reshape)
+            seen = reshaped(placement, self.reshape)
             assert seen is not None
             return seen
         if self.perm:
-            sizes, steps = (place.items, *view.shape), (view.item, *view.strides)
+            sizes, steps = (placement.items, *view.shape), (view.item, *view.strides)
             items, *inner = (sizes[axis] for axis in self.perm)
             item, *gaps = (steps[axis] for axis in self.perm)
-            return replace(place, view=View(view.dtype, tuple(map(int, inner)), tuple(gaps), item), items=items)
+            return replace(placement, view=View(view.dtype, tuple(map(int, inner)), tuple(gaps), item), items=items)
         for cut in self.cuts:
-            place = place.part(*cut)
-        return place.with_halo(self.halo)
+            placement = placement.part(*cut)
+        return placement.with_halo(self.halo)
 
 
 def _check_dtypes(graph: Graph) -> None:

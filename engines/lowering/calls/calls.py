@@ -9,11 +9,11 @@ from typing import Any
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.spec import Array, KernelSpec, View
 from engines.ir.graph import Dim, Graph, Node, TensorType
-from engines.lowering.calls.aliasing import Places
-from engines.lowering.calls.placement import Place
+from engines.lowering.calls.aliasing import Aliasing
+from engines.lowering.calls.placement import Placement
 from engines.lowering.epilogue.affine import Affine, AffineWriter
 from engines.lowering.epilogue.from_onnx import write_node
-from engines.lowering.epilogue.program import Program, ProgramBuilder
+from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
 
 
 class Refused(Exception):
@@ -25,8 +25,8 @@ class Call:
     """A kernel over placed tensors; without a spec, a node for the reference, with the reason."""
     node: Node
     spec: KernelSpec | None
-    inputs: tuple[Place, ...] = ()
-    outputs: tuple[Place, ...] = ()
+    inputs: tuple[Placement, ...] = ()
+    outputs: tuple[Placement, ...] = ()
     constants: Mapping[str, Any] = field(default_factory=dict)
     reason: str = ""
 
@@ -40,7 +40,7 @@ class Call:
 class Context:
     """What a rule may ask."""
     graph: Graph
-    places: Places
+    placements: Aliasing
     isa: Isa
 
     def type(self, name: str) -> TensorType:
@@ -95,7 +95,7 @@ def broadcast(ctx: Context, name: str, to: str) -> View:
 def broadcast_to(ctx: Context, name: str, target: Sequence[Dim]) -> View:
     """Tensor `name` as it is read beside tensors of that shape: strides of 0 along the axes that it repeats."""
     source, rank = ctx.type(name), len(target)
-    view = ctx.places[name].view
+    view = ctx.placements[name].view
     shape = (*(1,) * (rank - len(source.shape)), *source.shape)
     steps = (*(0,) * (rank - len(source.shape)), *((view.item, *view.strides) if source.shape else ()))
     strides = []
@@ -111,7 +111,7 @@ def broadcast_to(ctx: Context, name: str, target: Sequence[Dim]) -> View:
 @dataclass(frozen=True)
 class Written:
     """A program with the values of its constants and the tensors that are its operands."""
-    program: Program
+    program: EpilogueProgram
     constants: list[Array]
     operands: tuple[str, ...]
 

@@ -30,8 +30,8 @@ def phases_of(kernel: int, stride: int, pad: int, outputs: int) -> tuple[Phase, 
     """Of one axis. A phase without taps (a kernel shorter than its stride) makes only the bias."""
     found = []
     for start in range(min(stride, outputs)):
-        base, place = divmod(start + pad, stride)
-        taps = tuple(reversed(range(place, kernel, stride)))
+        base, first_tap = divmod(start + pad, stride)
+        taps = tuple(reversed(range(first_tap, kernel, stride)))
         found.append(Phase(start, stride, -(-(outputs - start) // stride), base - len(taps) + 1, taps))
     return tuple(found)
 

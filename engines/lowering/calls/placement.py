@@ -27,7 +27,7 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class Place:
+class Placement:
     """A tensor in a buffer: `offset` is of element 0 of item 0."""
     buffer: int                 # NO_BUFFER: `constant` is where it lies
     offset: int
@@ -35,7 +35,7 @@ class Place:
     items: Dim
     constant: str = ""          # the constant's name
 
-    def part(self, axis: int, start: int, stop: int, step: int = 1) -> Place:
+    def part(self, axis: int, start: int, stop: int, step: int = 1) -> Placement:
         """Indices start, start + step, ... below stop of an axis of the item."""
         shape, strides = list(self.view.shape), list(self.view.strides)
         shape[axis] = -(-(stop - start) // step)
@@ -43,14 +43,14 @@ class Place:
         strides[axis] *= step
         return replace(self, offset=offset, view=replace(self.view, shape=tuple(shape), strides=tuple(strides)))
 
-    def with_halo(self, halo: Halo) -> Place:
+    def with_halo(self, halo: Halo) -> Placement:
         """The image and what its buffer has around it."""
         if not halo:
             return self
         return replace(self.moved(-halo.top, -halo.left, 0),
                        view=replace(self.view, shape=halo.around(self.view.shape)))
 
-    def moved(self, *steps: int) -> Place:
+    def moved(self, *steps: int) -> Placement:
         """The same view, its origin moved by so many indices along each axis."""
         offset = sum(n * stride for n, stride in zip(steps, self.view.strides, strict=True))
         return replace(self, offset=self.offset + offset)
@@ -72,9 +72,9 @@ def item_shape(tensor: TensorType) -> tuple[int, ...]:
     return tuple(int(extent) for i, extent in enumerate(tensor.shape) if i != axis)
 
 
-def as_one_item(place: Place) -> Place:
+def as_one_item(placement: Placement) -> Placement:
     """A tensor without batch seen as one item, its leading axis an axis like others."""
-    return replace(place, items=1, view=with_items(place.view, int(place.items)))
+    return replace(placement, items=1, view=with_items(placement.view, int(placement.items)))
 
 
 def with_items(view: View, items: int) -> View:
@@ -87,15 +87,15 @@ def stored_dtype(tensor: TensorType) -> str:
     return tensor.quant.dtype if tensor.quant else str(np.dtype(tensor.dtype).name)
 
 
-def reshaped(place: Place, shape: tuple[int, ...]) -> Place | None:
+def reshaped(placement: Placement, shape: tuple[int, ...]) -> Placement | None:
     """The same elements in another shape: of an item if there is a batch, else of all; None if that is no view."""
-    view = place.view if place.items == BATCH else as_one_item(place).view
-    strides = dense_view(view.dtype, shape).strides if place.view.dense else reshaped_strides(view, shape)
+    view = placement.view if placement.items == BATCH else as_one_item(placement).view
+    strides = dense_view(view.dtype, shape).strides if placement.view.dense else reshaped_strides(view, shape)
     if strides is None:
         return None
-    if place.items == BATCH:
-        return replace(place, view=replace(view, shape=shape, strides=strides))
-    return replace(place, view=View(view.dtype, shape[1:], strides[1:], strides[0]), items=shape[0])
+    if placement.items == BATCH:
+        return replace(placement, view=replace(view, shape=shape, strides=strides))
+    return replace(placement, view=View(view.dtype, shape[1:], strides[1:], strides[0]), items=shape[0])
 
 
 def reshaped_strides(view: View, shape: Sequence[int]) -> tuple[int, ...] | None:
@@ -120,10 +120,11 @@ def reshaped_strides(view: View, shape: Sequence[int]) -> tuple[int, ...] | None
     return tuple(reversed(strides)) if extent == 1 and not runs else None
 
 
-def strided(memory: Any, place: Place, items: int) -> Any:
+def strided(memory: Any, placement: Placement, items: int) -> Any:
     """The tensor as a numpy array [items, *shape] over its buffer's bytes (a view)."""
-    dtype = np.dtype("uint16" if place.view.dtype == "bfloat16" else place.view.dtype)
-    return np.ndarray((items, *place.view.shape), dtype, memory, place.offset, (place.view.item, *place.view.strides))
+    view = placement.view
+    dtype = np.dtype("uint16" if view.dtype == "bfloat16" else view.dtype)
+    return np.ndarray((items, *view.shape), dtype, memory, placement.offset, (view.item, *view.strides))
 
 
 def buffer_bytes(storage: Storage, max_batch: int) -> int:
@@ -131,10 +132,10 @@ def buffer_bytes(storage: Storage, max_batch: int) -> int:
     return items * storage.whole.item + SLACK
 
 
-def tensor_view(name: str, place: Place, scalar: bool = False) -> TensorView:
+def tensor_view(name: str, placement: Placement, scalar: bool = False) -> TensorView:
     """The place as a plan says it."""
-    view = place.view
-    if place.items == BATCH:
-        return TensorView(name, view.dtype, view.shape, place.buffer, place.offset, view.strides, view.item)
-    shape, strides = ((), ()) if scalar else ((int(place.items), *view.shape), (view.item, *view.strides))
-    return TensorView(name, view.dtype, shape, place.buffer, place.offset, strides, 0, batched=False)
+    view = placement.view
+    if placement.items == BATCH:
+        return TensorView(name, view.dtype, view.shape, placement.buffer, placement.offset, view.strides, view.item)
+    shape, strides = ((), ()) if scalar else ((int(placement.items), *view.shape), (view.item, *view.strides))
+    return TensorView(name, view.dtype, shape, placement.buffer, placement.offset, strides, 0, batched=False)

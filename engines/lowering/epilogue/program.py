@@ -48,7 +48,7 @@ class Instruction:
 
 
 @dataclass(frozen=True)
-class Program:
+class EpilogueProgram:
     """`accumulator`: value 0 is given by the kernel. The result is the last value (or operand 0 if there is none)."""
     instructions: tuple[Instruction, ...] = ()
     operands: int = 0
@@ -123,12 +123,12 @@ class ProgramBuilder:
             self._instructions.append(instruction)
         return Ref("value", self._instructions.index(instruction) + self._accumulator)
 
-    def program(self, result: Ref | None = None) -> Program:
+    def program(self, result: Ref | None = None) -> EpilogueProgram:
         """The program as written; `result` is what it gives, if that is not what was written last."""
-        written = Program(tuple(self._instructions), self._operands, len(self.constants), self._accumulator)
+        written = EpilogueProgram(tuple(self._instructions), self._operands, len(self.constants), self._accumulator)
         if result is not None and result != written.result:
             self.add("mul", result, self.constant(1.0))
-        return Program(tuple(self._instructions), self._operands, len(self.constants), self._accumulator)
+        return EpilogueProgram(tuple(self._instructions), self._operands, len(self.constants), self._accumulator)
 
 
 # ---- instructions

@@ -20,7 +20,7 @@ def lower_attention(ctx: Context, node: Node) -> Sequence[Call]:
     if any(batch_axis(ctx.type(name)) for name in (*names, *filter(None, [mask]), output)):
         raise Refused("the batch is not the leading axis of all of its tensors")
     views = [broadcast_to(ctx, name, (*shape[:-2], *ctx.type(name).shape[-2:])) for name in names]
-    y = ctx.places[output]
+    y = ctx.placements[output]
     if any(view.dtype not in FLOATS for view in (*views, y.view)):
         raise Refused("only floats, or floats stored as uint8, are compiled")
     types = [ctx.type(name) for name in names]
@@ -28,9 +28,9 @@ def lower_attention(ctx: Context, node: Node) -> Sequence[Call]:
     written = write_body(ctx, node, _mean_of(types[2], exact))
     if written.operands:
         raise Refused("its body reads another tensor")
-    inputs, mask_view = [ctx.places[name] for name in names], None
+    inputs, mask_view = [ctx.placements[name] for name in names], None
     if mask:
-        inputs.append(ctx.places[mask])
+        inputs.append(ctx.placements[mask])
         mask_view = broadcast_to(ctx, mask, (*shape[:-1], keys))
         if mask_view.dtype != "float32":
             raise Refused("its mask is not stored as float32")

@@ -14,7 +14,7 @@ from engines.backends.llvm.kernels.spec import Array, KernelSpec, View
 from engines.ir.graph import BATCH, Node
 from engines.lowering.calls.calls import Call, Context, Refused, Written, broadcast, image, is_image, lowers, write_body
 from engines.lowering.calls.halos import pads_of
-from engines.lowering.calls.placement import Place, with_items
+from engines.lowering.calls.placement import Placement, with_items
 from engines.lowering.rules.product import lower_product
 from engines.passes.rewriting.facts import is_product
 
@@ -31,7 +31,7 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
     if not depthwise:
         weights, groups = _merge_small_groups(weights, groups, ctx.isa.lanes)
     written = write_body(ctx, node, accumulator_of(ctx, conv, weights.sum(axis=(1, 2, 3), dtype=np.float64)))
-    y = ctx.places[node.outputs[0]]
+    y = ctx.placements[node.outputs[0]]
     views = (x.view, y.view, operand_views(ctx, node, written))
     spec: KernelSpec = Contraction(*views, written.program, node.precision, taps, stride, dilation, groups,
                                    _border(ctx, conv, x.view), node.precision == "int8" and bounded(weights))
@@ -56,10 +56,10 @@ def lower_matmul(ctx: Context, node: Node) -> Sequence[Call]:
     return [replace(contraction_call(ctx, node, spec, x, written, weights[:, :, None, None]), outputs=(y,))]
 
 
-def _matrices(ctx: Context, node: Node, written: Written) -> tuple[Place, Place, tuple[View, ...]]:
+def _matrices(ctx: Context, node: Node, written: Written) -> tuple[Placement, Placement, tuple[View, ...]]:
     """x, y and the program's operands as images. Without a batch all leading axes are pixels of one, where they follow
     each other in memory: the kernel then tiles them, while items of one row each would be tiled one by one."""
-    x, y = ctx.places[node.anchor.inputs[0]], ctx.places[node.outputs[0]]
+    x, y = ctx.placements[node.anchor.inputs[0]], ctx.placements[node.outputs[0]]
     views = [x.view, y.view, *(broadcast(ctx, name, node.outputs[0]) for name in written.operands)]
     if y.items != BATCH:
         items = [int(x.items), *[int(y.items)] * (len(views) - 1)]
@@ -77,7 +77,7 @@ def bounded(weights: Array) -> bool:
     return bool(255 * max(highest.max(), -lowest.min()) < 1 << 25)
 
 
-def padded_input(ctx: Context, conv: Node, taps: Sequence[int]) -> tuple[Place, tuple[int, int], tuple[int, int]]:
+def padded_input(ctx: Context, conv: Node, taps: Sequence[int]) -> tuple[Placement, tuple[int, int], tuple[int, int]]:
     """The input seen from tap (0, 0) of output pixel (0, 0), its halo included; stride; dilation."""
     top, left, _, _ = pads_of(conv)
     stride_h, stride_w = (int(s) for s in conv.attrs.get("strides") or (1, 1))
@@ -85,9 +85,9 @@ def padded_input(ctx: Context, conv: Node, taps: Sequence[int]) -> tuple[Place, 
     rows, cols = (int(extent) for extent in ctx.type(conv.outputs[0]).shape[1:3])
     reach = ((rows - 1) * stride_h + (taps[0] - 1) * dilation_h + 1,
              (cols - 1) * stride_w + (taps[1] - 1) * dilation_w + 1)
-    place = ctx.places[conv.inputs[0]].moved(-top, -left, 0)
-    view = replace(place.view, shape=(*reach, place.view.shape[2]))
-    return replace(place, view=view), (stride_h, stride_w), (dilation_h, dilation_w)
+    placement = ctx.placements[conv.inputs[0]].moved(-top, -left, 0)
+    view = replace(placement.view, shape=(*reach, placement.view.shape[2]))
+    return replace(placement, view=view), (stride_h, stride_w), (dilation_h, dilation_w)
 
 
 def _border(ctx: Context, conv: Node, view: View) -> Border:
@@ -118,9 +118,9 @@ def operand_views(ctx: Context, node: Node, written: Written) -> tuple[View, ...
     return tuple(image(broadcast(ctx, name, node.outputs[0])) for name in written.operands)
 
 
-def contraction_call(ctx: Context, node: Node, spec: Any, x: Place, written: Written, weights: Array) -> Call:
-    places = ctx.places
-    return Call(node, spec, (x, *(places[name] for name in written.operands)), (places[node.outputs[0]],),
+def contraction_call(ctx: Context, node: Node, spec: Any, x: Placement, written: Written, weights: Array) -> Call:
+    placements = ctx.placements
+    return Call(node, spec, (x, *(placements[name] for name in written.operands)), (placements[node.outputs[0]],),
                 {"weights": weights, "program": written.constants})
 
 

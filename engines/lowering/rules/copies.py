@@ -13,7 +13,7 @@ from engines.backends.llvm.kernels.spec import View
 from engines.ir.graph import BATCH, Node, TensorType
 from engines.lowering.calls.aliasing import cuts_of
 from engines.lowering.calls.calls import Call, Context, Refused, broadcast, copy_node, lowers, write_body
-from engines.lowering.calls.placement import Place, as_one_item
+from engines.lowering.calls.placement import Placement, as_one_item
 from engines.lowering.epilogue.program import ProgramBuilder
 
 
@@ -24,11 +24,11 @@ def lower_cut(ctx: Context, node: Node) -> Sequence[Call]:
     for output, cut in zip(node.outputs, cuts, strict=True):
         if cut is None:
             raise Refused(f"{node.op} of the leading axis, or backwards")
-        if not ctx.places.is_view(output, source):
-            place = ctx.places[source]
+        if not ctx.placements.is_view(output, source):
+            placement = ctx.placements[source]
             for part in cut:
-                place = place.part(*part)
-            calls.append(moved(ctx, node, source, place, output, ctx.places[output]))
+                placement = placement.part(*part)
+            calls.append(moved(ctx, node, source, placement, output, ctx.placements[output]))
     return calls
 
 
@@ -36,7 +36,7 @@ def lower_cut(ctx: Context, node: Node) -> Sequence[Call]:
 def lower_reshape(ctx: Context, node: Node) -> Sequence[Call]:
     """Of tensors with gaps, or stored otherwise: both sides seen with axes of which either's are products."""
     source, output = node.inputs[0], node.outputs[0]
-    x, y = ctx.places[source], ctx.places[output]
+    x, y = ctx.placements[source], ctx.placements[output]
     if BATCH not in (x.items, y.items):
         x, y = as_one_item(x), as_one_item(y)
     if x.items != y.items:
@@ -48,8 +48,8 @@ def lower_reshape(ctx: Context, node: Node) -> Sequence[Call]:
 @lowers("Expand")
 def lower_expand(ctx: Context, node: Node) -> Sequence[Call]:
     source, output = node.inputs[0], node.outputs[0]
-    seen = replace(ctx.places[source], view=broadcast(ctx, source, output))
-    return [moved(ctx, node, source, seen, output, ctx.places[output])]
+    seen = replace(ctx.placements[source], view=broadcast(ctx, source, output))
+    return [moved(ctx, node, source, seen, output, ctx.placements[output])]
 
 
 @lowers("Pad")
@@ -58,9 +58,9 @@ def lower_pad(ctx: Context, node: Node) -> Sequence[Call]:
     if node.attrs.get("mode", "constant") != "constant":
         raise Refused("only padding by a constant is compiled")
     source, output = node.inputs[0], node.outputs[0]
-    if ctx.places.is_view(output, source):
+    if ctx.placements.is_view(output, source):
         return []
-    inside, whole, pads = ctx.places[source], ctx.places[output], node.attrs["pads"]
+    inside, whole, pads = ctx.placements[source], ctx.placements[output], node.attrs["pads"]
     rank = len(pads) // 2
     if pads[0] or pads[rank]:
         raise Refused("padding of the leading axis")
@@ -95,23 +95,23 @@ def refined(x: View, y: View) -> tuple[View, View]:
     return replace(x, shape=shape, strides=x_strides), replace(y, shape=shape, strides=y_strides)
 
 
-def copy_call(node: Node, source: Place, target: Place) -> Call:
+def copy_call(node: Node, source: Placement, target: Placement) -> Call:
     """Moves a tensor from place to place, bit for bit. Both hold the same shape and stored dtype."""
     return Call(node, Permute(source.view, target.view), (source,), (target,), {"program": []})
 
 
-def moved(ctx: Context, node: Node, source: str, seen: Place, output: str, target: Place) -> Call:
+def moved(ctx: Context, node: Node, source: str, seen: Placement, output: str, target: Placement) -> Call:
     """Tensor `source`, as it is seen, copied to where `output` lies; requantised where the two are stored otherwise."""
     if seen.view.dtype == target.view.dtype and ctx.type(source).quant == ctx.type(output).quant:
         return copy_call(node, seen, target)
     written = write_body(ctx, copy_node(source, output), None)
-    if written.program.instructions and any(place.view.dtype not in FLOATS for place in (seen, target)):
+    if written.program.instructions and any(placement.view.dtype not in FLOATS for placement in (seen, target)):
         raise Refused("only floats are converted on the way")
     spec = Permute(seen.view, target.view, written.program, all(c.size == 1 for c in written.constants))
     return Call(node, spec, (seen,), (target,), {"program": written.constants})
 
 
-def filled(node: Node, target: Place, number: float) -> Call:
+def filled(node: Node, target: Placement, number: float) -> Call:
     if target.view.dtype not in FLOATS:
         raise Refused("only floats are filled")
     builder = ProgramBuilder(False)

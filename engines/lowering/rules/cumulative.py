@@ -12,7 +12,7 @@ SUMMED = ("float32", "int32", "int64")
 
 @lowers("CumSum")
 def lower_cumulative_sum(ctx: Context, node: Node) -> Sequence[Call]:
-    x, y = ctx.places[node.inputs[0]], ctx.places[node.outputs[0]]
+    x, y = ctx.placements[node.inputs[0]], ctx.placements[node.outputs[0]]
     axis = node.attrs["axis"] - 1
     if axis < 0:
         raise Refused("it sums over the items of a batch")

@@ -13,7 +13,7 @@ from engines.backends.llvm.kernels.movement.layout import Permute
 from engines.backends.llvm.kernels.spec import dense_view
 from engines.ir.graph import Array, Node
 from engines.lowering.calls.calls import Call, Context, Refused, broadcast, lowers
-from engines.lowering.calls.placement import Place, as_one_item
+from engines.lowering.calls.placement import Placement, as_one_item
 
 INDICES = ("int32", "int64")
 
@@ -21,16 +21,16 @@ INDICES = ("int32", "int64")
 @lowers("Gather")
 def lower_gather(ctx: Context, node: Node) -> Sequence[Call]:
     data, index = node.inputs
-    output, y = ctx.type(node.outputs[0]), ctx.places[node.outputs[0]]
+    output, y = ctx.type(node.outputs[0]), ctx.placements[node.outputs[0]]
     if data in ctx.graph.constants:
         table, axis = ctx.constant(data), node.attrs.get("axis", 0)
-        if table.ndim != 2 or axis % 2 or output.quant or ctx.places[index].view.dtype not in INDICES:
+        if table.ndim != 2 or axis % 2 or output.quant or ctx.placements[index].view.dtype not in INDICES:
             raise Refused("only rows of a constant matrix of floats are looked up")
         if not ctx.type(index).shape:       # one row, and no axis of items
             y = as_one_item(y)
-        lookup = Lookup(ctx.places[index].view, y.view, len(table))
-        return [Call(node, lookup, (ctx.places[index],), (y,), {"table": table})]
-    x, axis = ctx.places[data], node.attrs.get("axis", 0) % len(ctx.type(data).shape) - 1
+        lookup = Lookup(ctx.placements[index].view, y.view, len(table))
+        return [Call(node, lookup, (ctx.placements[index],), (y,), {"table": table})]
+    x, axis = ctx.placements[data], node.attrs.get("axis", 0) % len(ctx.type(data).shape) - 1
     picked = ctx.constant(index)
     if axis < 0 or picked.ndim > 1 or output.quant != ctx.type(data).quant:
         raise Refused("only a constant index of one axis behind the batch is compiled")
@@ -49,11 +49,11 @@ def lower_gather(ctx: Context, node: Node) -> Sequence[Call]:
 @lowers("GatherElements")
 def lower_pick(ctx: Context, node: Node) -> Sequence[Call]:
     data, index = node.inputs
-    x, y, axis = ctx.places[data], ctx.places[node.outputs[0]], node.attrs["axis"] - 1
-    places = broadcast(ctx, index, node.outputs[0])
-    if axis < 0 or places.dtype not in INDICES or ctx.type(data).quant != ctx.type(node.outputs[0]).quant:
+    x, y, axis = ctx.placements[data], ctx.placements[node.outputs[0]], node.attrs["axis"] - 1
+    positions = broadcast(ctx, index, node.outputs[0])
+    if axis < 0 or positions.dtype not in INDICES or ctx.type(data).quant != ctx.type(node.outputs[0]).quant:
         raise Refused("only elements of an axis behind the batch are picked, by int32 or int64")
-    return [Call(node, Pick(x.view, places, y.view, axis), (x, ctx.places[index]), (y,))]
+    return [Call(node, Pick(x.view, positions, y.view, axis), (x, ctx.placements[index]), (y,))]
 
 
 def _shuffled_groups(index: Array, channels: int) -> int:
@@ -64,7 +64,7 @@ def _shuffled_groups(index: Array, channels: int) -> int:
     return next((g for g in groups if np.array_equal(index, np.arange(channels).reshape(g, -1).T.ravel())), 0)
 
 
-def _shuffle(node: Node, x: Place, y: Place, groups: int) -> Call:
+def _shuffle(node: Node, x: Placement, y: Placement, groups: int) -> Call:
     """Channels seen as [channel of the group, group]: in x a group's channels are neighbours, in y the groups are."""
     each, (*outer, size) = x.view.shape[-1] // groups, x.view.strides
     shape = (*x.view.shape[:-1], each, groups)

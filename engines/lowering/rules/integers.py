@@ -29,7 +29,7 @@ def is_on_integers(ctx: Context, node: Node) -> bool:
 
 def lower_integers(ctx: Context, node: Node) -> Sequence[Call]:
     """The kernel of a node that `is_on_integers`."""
-    names, output = tuple(filter(None, node.inputs)), ctx.places[node.outputs[0]]
+    names, output = tuple(filter(None, node.inputs)), ctx.placements[node.outputs[0]]
     views = tuple(broadcast(ctx, name, node.outputs[0]) for name in names)
     operation = "copy" if node.op == "Cast" else OPERATIONS.get(node.op)
     if node.op == "Mod" and node.attrs.get("fmod"):
@@ -39,4 +39,5 @@ def lower_integers(ctx: Context, node: Node) -> Sequence[Call]:
     readable = (*STORED, FLOAT) if node.op == "Cast" else STORED
     if any(view.dtype not in readable for view in views) or output.view.dtype not in STORED:
         raise Refused(f"integers are compiled that are stored as {', '.join(STORED)}")
-    return [Call(node, Integers(operation, views, output.view), tuple(ctx.places[name] for name in names), (output,))]
+    inputs = tuple(ctx.placements[name] for name in names)
+    return [Call(node, Integers(operation, views, output.view), inputs, (output,))]

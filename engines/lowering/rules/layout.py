@@ -14,7 +14,7 @@ from engines.lowering.rules.copies import moved
 @lowers("Transpose")
 def lower_transpose(ctx: Context, node: Node) -> Sequence[Call]:
     name, output = node.inputs[0], node.outputs[0]
-    source, target = ctx.places[name], ctx.places[output]
+    source, target = ctx.placements[name], ctx.placements[output]
     axes: Sequence[int] | None = item_perm(node, ctx.type(name))
     if axes is None:        # what leads changes, and is no batch: the tensors as one item each
         axes, source, target = node.attrs["perm"], as_one_item(source), as_one_item(target)

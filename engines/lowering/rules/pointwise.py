@@ -18,7 +18,7 @@ def lower_pointwise(ctx: Context, node: Node) -> Sequence[Call]:
         return integers.lower_integers(ctx, node)
     written = write_body(ctx, node, None)
     views = tuple(broadcast(ctx, name, node.outputs[0]) for name in written.operands)
-    output = ctx.places[node.outputs[0]]
+    output = ctx.placements[node.outputs[0]]
     if not views:
         raise Refused("it reads constants only")
     if any(view.dtype not in (*FLOATS, *INTEGERS) for view in views) or output.view.dtype not in (*FLOATS, "bool"):
@@ -28,5 +28,5 @@ def lower_pointwise(ctx: Context, node: Node) -> Sequence[Call]:
         views, output = tuple(with_items(view, items) for view in views), as_one_item(output)
     uniform = all(constant.size == 1 for constant in written.constants)
     spec = Pointwise(views, output.view, written.program, uniform)
-    return [Call(node, spec, tuple(ctx.places[name] for name in written.operands), (output,),
+    return [Call(node, spec, tuple(ctx.placements[name] for name in written.operands), (output,),
                  {"program": written.constants})]

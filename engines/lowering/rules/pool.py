@@ -13,8 +13,8 @@ from engines.backends.llvm.kernels.spec import KernelSpec, View
 from engines.ir.graph import BATCH, Node
 from engines.lowering.calls.calls import Call, Context, Refused, Written, lowers, write_body
 from engines.lowering.calls.halos import pads_of
-from engines.lowering.calls.placement import Place, as_one_item, reshaped_strides
-from engines.lowering.epilogue.program import Program
+from engines.lowering.calls.placement import Placement, as_one_item, reshaped_strides
+from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.rules.contraction import operand_views
 
 
@@ -24,7 +24,7 @@ def lower_pool(ctx: Context, node: Node) -> Sequence[Call]:
     if not pool.attrs.get("channels_last") or len(node.outputs) > 1 and node.outputs[1]:
         raise Refused("only a 2-D pool in NHWC with one output is compiled")
     written = write_pooled(ctx, node, 1.0)
-    x, y = ctx.places[pool.inputs[0]].view, ctx.places[node.outputs[0]].view
+    x, y = ctx.placements[pool.inputs[0]].view, ctx.placements[node.outputs[0]].view
     quant = ctx.type(pool.inputs[0]).quant
     rows, cols = (int(k) for k in pool.attrs["kernel_shape"])
     stride_rows, stride_cols = (int(s) for s in pool.attrs.get("strides") or (1, 1))
@@ -41,7 +41,7 @@ def lower_global_pool(ctx: Context, node: Node) -> Sequence[Call]:
     pool = node.anchor
     if not pool.attrs.get("channels_last"):
         raise Refused("only a 2-D pool in NHWC is compiled")
-    x, y = ctx.places[pool.inputs[0]].view, ctx.places[node.outputs[0]].view
+    x, y = ctx.placements[pool.inputs[0]].view, ctx.placements[node.outputs[0]].view
     kind = "max" if pool.op == "GlobalMaxPool" else "mean"
     written = write_pooled(ctx, node, 1 / math.prod(x.shape[:-1]) if kind == "mean" else 1.0)
     spec = GlobalPool(x, y, operand_views(ctx, node, written), written.program, "max" if kind == "max" else "sum")
@@ -74,10 +74,10 @@ def lower_reduction(ctx: Context, node: Node) -> Sequence[Call]:
     return [Call(node, spec, (x,), (y,), {"program": written.constants})]
 
 
-def _reduced(ctx: Context, node: Node) -> tuple[Place, Place, tuple[int, ...]]:
+def _reduced(ctx: Context, node: Node) -> tuple[Placement, Placement, tuple[int, ...]]:
     """(x, y, axes), the items leading. Without a batch that axis may be reduced too: all of x is then one item."""
     name, output = node.anchor.inputs[0], node.outputs[0]
-    x, y, rank = ctx.places[name], ctx.places[output], len(ctx.type(name).shape)
+    x, y, rank = ctx.placements[name], ctx.placements[output], len(ctx.type(name).shape)
     axes = tuple(sorted(int(a) % rank for a in node.anchor.attrs.get("axes", range(rank))))
     if not axes or axes[0] > 0:
         return x, y, axes
@@ -110,17 +110,17 @@ def _seen(view: View, shape: tuple[int, ...]) -> View:
 def write_pooled(ctx: Context, node: Node, scale: float, terms: int = 1) -> Written:
     """The program of a pool whose accumulator times `scale` is the mean, maximum or sum of `terms` stored elements."""
     name, output = node.anchor.inputs[0], node.outputs[0]
-    views: list[View] = [ctx.places[name].view, ctx.places[output].view]
+    views: list[View] = [ctx.placements[name].view, ctx.placements[output].view]
     if any(view.dtype not in FLOATS for view in views):
         raise Refused("only floats, or floats stored as uint8, are pooled")
     quant = ctx.type(name).quant
     if not node.body and scale == terms == 1 and quant == ctx.type(output).quant:
-        return Written(Program(), [], ())       # as it is stored; arithmetic would only round
+        return Written(EpilogueProgram(), [], ())       # as it is stored; arithmetic would only round
     if quant is None:
         return write_body(ctx, node, (scale, 0.0))
     return write_body(ctx, node, (quant.scale[0] * scale, -quant.scale[0] * quant.zero_point[0] * terms))
 
 
 def pool_call(ctx: Context, node: Node, spec: KernelSpec, written: Written) -> Call:
-    inputs = (ctx.places[node.anchor.inputs[0]], *(ctx.places[name] for name in written.operands))
-    return Call(node, spec, inputs, (ctx.places[node.outputs[0]],), {"program": written.constants})
+    inputs = (ctx.placements[node.anchor.inputs[0]], *(ctx.placements[name] for name in written.operands))
+    return Call(node, spec, inputs, (ctx.placements[node.outputs[0]],), {"program": written.constants})

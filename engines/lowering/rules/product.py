@@ -38,10 +38,10 @@ def lower_product(ctx: Context, node: Node) -> Sequence[Call]:
         raise Refused("no axis of a factor that is multiplied lies in one piece")
     spec = Product(left, right, y, others, written.program, "int8" if exact else node.precision)
     zeros = [float(kind.quant.zero_point[0]) if kind.quant else 0.0 for kind in kinds]
-    places = [ctx.places[name] for name in (a, b, *written.operands)]
-    result = ctx.places[output]
+    placements = [ctx.placements[name] for name in (a, b, *written.operands)]
+    result = ctx.placements[output]
     result = result if BATCH in shape else replace(result, items=1)
-    return [Call(node, spec, tuple(places), (result,), {"numbers": zeros, "program": written.constants})]
+    return [Call(node, spec, tuple(placements), (result,), {"numbers": zeros, "program": written.constants})]
 
 
 def _seen(ctx: Context, name: str, target: Sequence[Dim], result: Sequence[Dim]) -> View:

@@ -11,7 +11,7 @@ from engines.backends.llvm.kernels.recurrent.cells import bounded, cell_of
 from engines.backends.llvm.kernels.recurrent.recurrence import Recurrence, whole_precision, whole_weights
 from engines.ir.graph import Node
 from engines.lowering.calls.calls import Call, Context, Refused, lowers
-from engines.lowering.calls.placement import Place
+from engines.lowering.calls.placement import Placement
 from engines.lowering.epilogue.affine import Affine, AffineWriter
 from engines.lowering.epilogue.program import ProgramBuilder
 from engines.ops.recurrent import directions
@@ -34,7 +34,7 @@ def lower_recurrence(ctx: Context, node: Node) -> Sequence[Call]:
     placed = ["" if slot in given else name for slot, name in enumerate(states)]
     if lengths in ctx.graph.constants:
         raise Refused("its lengths are constants that differ from item to item")
-    inputs = [ctx.places[name] for name in (gates, *placed, lengths) if name]
+    inputs = [ctx.placements[name] for name in (gates, *placed, lengths) if name]
     if lengths and ctx.type(lengths).dtype != np.int32:
         raise Refused("only lengths of int32 are compiled")
     units: list[Any] = []
@@ -51,18 +51,18 @@ def lower_recurrence(ctx: Context, node: Node) -> Sequence[Call]:
     made += [None] * (1 + cells[0].kept - len(made))
     builder, numbers = _stored(ctx, node.outputs[0])
     spec = Recurrence(
-        ctx.places[gates].view, hidden, cells, backwards, made[0].view if made[0] else None,
-        tuple(ctx.places[name].view if name else None for name in placed),
-        tuple(place.view if place else None for place in made[1:]),
-        ctx.places[lengths].view if lengths else None, given, builder.program(), numbers, precision)
+        ctx.placements[gates].view, hidden, cells, backwards, made[0].view if made[0] else None,
+        tuple(ctx.placements[name].view if name else None for name in placed),
+        tuple(placement.view if placement else None for placement in made[1:]),
+        ctx.placements[lengths].view if lengths else None, given, builder.program(), numbers, precision)
     if any(view.dtype not in FLOATS for view in (spec.gates, *spec.outputs)):
         raise Refused("only floats, or y as uint8, are compiled")
-    return [Call(node, spec, tuple(inputs), tuple(place for place in made if place), constants)]
+    return [Call(node, spec, tuple(inputs), tuple(placement for placement in made if placement), constants)]
 
 
-def _wanted(ctx: Context, name: str) -> Place | None:
+def _wanted(ctx: Context, name: str) -> Placement | None:
     """Where an output lies, if anybody reads it."""
-    return ctx.places[name] if ctx.graph.consumers[name] or name in ctx.graph.outputs else None
+    return ctx.placements[name] if ctx.graph.consumers[name] or name in ctx.graph.outputs else None
 
 
 def _stored(ctx: Context, y: str) -> tuple[ProgramBuilder, tuple[float, ...]]:

@@ -10,7 +10,7 @@ from engines.backends.llvm.codegen.lanes import FLOATS
 from engines.backends.llvm.kernels.movement.resize import Resize, taps_of
 from engines.ir.graph import Array, Node
 from engines.lowering.calls.calls import Call, Context, Refused, lowers
-from engines.lowering.calls.placement import Place
+from engines.lowering.calls.placement import Placement
 from engines.lowering.rules.contraction import operand_views
 from engines.lowering.rules.copies import moved
 from engines.lowering.rules.pool import pool_call, write_pooled
@@ -24,12 +24,12 @@ def lower_resize(ctx: Context, node: Node) -> Sequence[Call]:
         raise Refused("only a 2-D image in NHWC is resized")
     if anchor.attrs.get("coordinate_transformation_mode") == "tf_crop_and_resize":
         raise Refused("tf_crop_and_resize reads beside the image")
-    x, y = ctx.places[anchor.inputs[0]].view, ctx.places[node.outputs[0]].view
+    x, y = ctx.placements[anchor.inputs[0]].view, ctx.placements[node.outputs[0]].view
     if x.dtype not in FLOATS:
         raise Refused("only floats, or floats stored as uint8, are resized")
     height, width, channels = x.shape
     factors = resize.Resize.factors(anchor, (1, channels, height, width))
-    items = [ctx.places[name].items for name in (anchor.inputs[0], node.outputs[0])]
+    items = [ctx.placements[name].items for name in (anchor.inputs[0], node.outputs[0])]
     if set(anchor.attrs.get("scales", ())[:2]) - {1} or items[0] != items[1] \
             or y.shape != (factors[2][0], factors[3][0], channels):
         raise Refused("only rows and columns are resized")
@@ -42,12 +42,12 @@ def lower_resize(ctx: Context, node: Node) -> Sequence[Call]:
 
 def _taps(node: Node, axis: int, size: int, outputs: int, scale: float) -> tuple[Array, Array]:
     """(index, weight) [outputs, taps] of one axis."""
-    places = resize.coordinates(node, axis, size, outputs, scale)
+    coordinates = resize.coordinates(node, axis, size, outputs, scale)
     if node.attrs.get("mode", "nearest") == "nearest":
-        nearest = resize.NEAREST[node.attrs.get("nearest_mode", "round_prefer_floor")](places)
+        nearest = resize.NEAREST[node.attrs.get("nearest_mode", "round_prefer_floor")](coordinates)
         index = np.clip(nearest, 0, size - 1).astype(np.int64)[:, None]
         return index, np.ones(index.shape, np.float32)
-    return taps_of(resize.interpolation(node, places, size, scale))
+    return taps_of(resize.interpolation(node, coordinates, size, scale))
 
 
 @lowers("DepthToSpace", "SpaceToDepth")
@@ -56,7 +56,7 @@ def lower_blocks(ctx: Context, node: Node) -> Sequence[Call]:
     anchor, block = node.anchor, int(node.anchor.attrs["blocksize"])
     if not anchor.attrs.get("channels_last"):
         raise Refused(f"only {anchor.op} in NHWC is compiled")
-    x, y = ctx.places[anchor.inputs[0]], ctx.places[node.outputs[0]]
+    x, y = ctx.placements[anchor.inputs[0]], ctx.placements[node.outputs[0]]
     inner = anchor.attrs.get("mode", "DCR") == "CRD"
     if anchor.op == "DepthToSpace":
         seen, target = _deep(x, block, inner), _spread(y, block)
@@ -65,19 +65,19 @@ def lower_blocks(ctx: Context, node: Node) -> Sequence[Call]:
     return [moved(ctx, node, node.inputs[0], seen, node.outputs[0], target)]
 
 
-def _spread(place: Place, block: int) -> Place:
+def _spread(placement: Placement, block: int) -> Placement:
     """An image whose pixels are blocks."""
-    view, (rows, cols, channels) = place.view, place.view.shape
+    view, (rows, cols, channels) = placement.view, placement.view.shape
     by_row, by_col, by_channel = view.strides
-    return replace(place, view=replace(view, shape=(rows // block, block, cols // block, block, channels), strides=(
+    return replace(placement, view=replace(view, shape=(rows // block, block, cols // block, block, channels), strides=(
         by_row * block, by_row, by_col * block, by_col, by_channel)))
 
 
-def _deep(place: Place, block: int, inner: bool) -> Place:
+def _deep(placement: Placement, block: int, inner: bool) -> Placement:
     """An image whose channels are blocks; `inner`: the place in the block is the inner part of the channel."""
-    view, (rows, cols, deep) = place.view, place.view.shape
+    view, (rows, cols, deep) = placement.view, placement.view.shape
     by_row, by_col, size = view.strides
     channels = deep // block ** 2
     steps = (block * size, size, block ** 2 * size) if inner else (block * channels * size, channels * size, size)
-    return replace(place, view=replace(view, shape=(rows, block, cols, block, channels), strides=(
+    return replace(placement, view=replace(view, shape=(rows, block, cols, block, channels), strides=(
         by_row, steps[0], by_col, steps[1], steps[2])))

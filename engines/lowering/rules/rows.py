@@ -58,7 +58,7 @@ def row_call(ctx: Context, node: Node, family: Callable[..., RowKernel], accumul
         raise Refused("a tensor of one axis has no rows")
     if not node.anchor.attrs.get("channels_last") and node.anchor.attrs.get("axis", -1) % rank != rank - 1:
         raise Refused("only the innermost axis is compiled")
-    x, y = ctx.places[name], ctx.places[node.outputs[0]]
+    x, y = ctx.placements[name], ctx.placements[node.outputs[0]]
     if rank == 1:
         if x.items == BATCH:
             raise Refused("it works along the axis of the items")

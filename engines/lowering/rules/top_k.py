@@ -7,7 +7,7 @@ from dataclasses import replace
 from engines.backends.llvm.kernels.elementwise.top_k import WIDEST, TopK
 from engines.ir.graph import Node
 from engines.lowering.calls.calls import Call, Context, Refused, lowers
-from engines.lowering.calls.placement import Place
+from engines.lowering.calls.placement import Placement
 
 ORDERED = ("float32", "int32")
 
@@ -15,7 +15,7 @@ ORDERED = ("float32", "int32")
 @lowers("TopK")
 def lower_top_k(ctx: Context, node: Node) -> Sequence[Call]:
     x = _rows(ctx, node, -1)
-    values, indices = (ctx.places[name] for name in node.outputs)
+    values, indices = (ctx.placements[name] for name in node.outputs)
     spec = TopK(x.view, values.view, indices.view, bool(node.attrs.get("largest", 1)))
     return [Call(node, spec, (x,), (values, indices))]
 
@@ -23,7 +23,7 @@ def lower_top_k(ctx: Context, node: Node) -> Sequence[Call]:
 @lowers("ArgMax", "ArgMin")
 def lower_arg(ctx: Context, node: Node) -> Sequence[Call]:
     """The place of the first of the k."""
-    x, y = _rows(ctx, node, 0), ctx.places[node.outputs[0]]
+    x, y = _rows(ctx, node, 0), ctx.placements[node.outputs[0]]
     if node.attrs.get("select_last_index", 0):
         raise Refused("only the first of equals is looked for")
     view = y.view
@@ -32,9 +32,9 @@ def lower_arg(ctx: Context, node: Node) -> Sequence[Call]:
     return [Call(node, TopK(x.view, None, view, node.op == "ArgMax"), (x,), (y,))]
 
 
-def _rows(ctx: Context, node: Node, default: int) -> Place:
+def _rows(ctx: Context, node: Node, default: int) -> Placement:
     """Where the node's input lies, if its axis is one that the kernel works along."""
-    x, shape = ctx.places[node.inputs[0]], ctx.type(node.inputs[0]).shape
+    x, shape = ctx.placements[node.inputs[0]], ctx.type(node.inputs[0]).shape
     if len(shape) < 2 or node.attrs.get("axis", default) % len(shape) != len(shape) - 1:
         raise Refused("only along the innermost axis, behind the batch, is it compiled")
     if x.view.dtype not in ORDERED or x.view.strides[-1] != x.view.size or x.view.shape[-1] > WIDEST:

@@ -16,7 +16,7 @@ from engines.backends.llvm.kernels.spec import Array
 from engines.ir.graph import Node
 from engines.lowering.calls.calls import Call, Context, Refused, broadcast, image, lowers, write_body
 from engines.lowering.calls.phases import Phase, phases
-from engines.lowering.calls.placement import Place
+from engines.lowering.calls.placement import Placement
 from engines.lowering.rules.contraction import accumulator_of
 
 
@@ -42,21 +42,21 @@ def lower_conv_transpose(ctx: Context, node: Node) -> Sequence[Call]:
 def _phase(ctx: Context, node: Node, weights: Array, row: Phase, column: Phase) -> Call:
     conv, output = node.anchor, node.outputs[0]
     written = write_body(ctx, node, accumulator_of(ctx, conv, weights.sum(axis=(1, 2, 3), dtype=np.float64)))
-    x = ctx.places[conv.inputs[0]].moved(row.first, column.first, 0)
+    x = ctx.placements[conv.inputs[0]].moved(row.first, column.first, 0)
     reach = (row.end - row.first, column.end - column.first, x.view.shape[2])
     x = replace(x, view=replace(x.view, shape=reach))
-    y = _part(ctx.places[output], row, column)
-    others = [_part(replace(ctx.places[name], view=image(broadcast(ctx, name, output))), row, column)
+    y = _part(ctx.placements[output], row, column)
+    others = [_part(replace(ctx.placements[name], view=image(broadcast(ctx, name, output))), row, column)
               for name in written.operands]
-    spec = Contraction(x.view, y.view, tuple(place.view for place in others), written.program, node.precision,
+    spec = Contraction(x.view, y.view, tuple(placement.view for placement in others), written.program, node.precision,
                        (len(row.taps), len(column.taps)))
     return Call(node, spec, (x, *others), (y,), {"weights": weights, "program": written.constants})
 
 
-def _part(place: Place, row: Phase, column: Phase) -> Place:
+def _part(placement: Placement, row: Phase, column: Phase) -> Placement:
     """The pixels of a phase."""
-    height, width, _ = place.view.shape
-    return place.part(0, row.start, height, row.step).part(1, column.start, width, column.step)
+    height, width, _ = placement.view.shape
+    return placement.part(0, row.start, height, row.step).part(1, column.start, width, column.step)
 
 
 def _together(lanes: int, apart: Sequence[Call], columns: Sequence[Phase]) -> Call | None:

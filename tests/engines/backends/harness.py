@@ -15,7 +15,7 @@ from engines.backends.llvm.codegen.compile import LoadedKernel, runs_here
 from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import ALL, AVX2, AVX512_VNNI, PORTABLE, Isa
 from engines.backends.llvm.kernels.spec import ALIGNMENT, Array, KernelSpec, View, Window, dense_view
-from engines.lowering.epilogue.program import Program, ProgramBuilder
+from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
 from tests.engines.backends.llvm.emulation import EMULATION
 
 EVERY_ISA = pytest.mark.parametrize("isa", ALL, ids=lambda isa: isa.name)
@@ -180,7 +180,7 @@ def gapped(dtype: str, shape: tuple[int, ...], gap: int = 1) -> View:
 
 
 def requantise(channels: int, random: np.random.Generator, scale: float = 1.0, residual: bool = False,
-               accumulator: bool = True) -> tuple[Program, dict[str, Any]]:
+               accumulator: bool = True) -> tuple[EpilogueProgram, dict[str, Any]]:
     """value * scale[c] + bias[c] (+ residual * 0.5), clamped below at 3: a typical epilogue, and its constants."""
     b = ProgramBuilder(accumulator)
     first = b.accumulator if accumulator else b.operand()

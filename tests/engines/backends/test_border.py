@@ -25,11 +25,11 @@ def test_the_halo_of_every_item_is_written_and_nothing_else(isa: Isa, halo: Halo
     assert call.spec is not None
     memory = np.zeros((BATCH + 1, *whole.shape), np.uint8)      # an item more than is written
     kernel = loaded(call.spec, isa, call.spec.tactics(isa)[0], runs_here(isa) and bool(isa.requires))
-    kernel([memory.reshape(-1)[place.offset:] for place in call.outputs], (0, BATCH))
+    kernel([memory.reshape(-1)[placement.offset:] for placement in call.outputs], (0, BATCH))
     inside = np.zeros(memory.shape, bool)
     inside[:, halo.top:halo.top + height, halo.left:halo.left + width] = True
     inside[BATCH:] = True
     np.testing.assert_array_equal(memory, np.where(inside, 0, 7))
-    for place, expected in zip(call.outputs, call.spec.reference([], {}), strict=True):
-        seen = np.ndarray((1, *place.view.shape), np.uint8, memory, place.offset, (0, *place.view.strides))
+    for placement, expected in zip(call.outputs, call.spec.reference([], {}), strict=True):
+        seen = np.ndarray((1, *placement.view.shape), np.uint8, memory, placement.offset, (0, *placement.view.strides))
         np.testing.assert_array_equal(seen, expected)

@@ -10,7 +10,7 @@ from engines.backends.llvm.codegen.isa import AVX2, AVX512_BF16, AVX512_VNNI, AV
 from engines.backends.llvm.kernels.contraction.contraction import Contraction, Tile, tiles_of_the_batch
 from engines.backends.llvm.kernels.contraction.taps import Border, TapAxis
 from engines.backends.llvm.kernels.spec import dense_view
-from engines.lowering.epilogue.program import Program, ProgramBuilder
+from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
 from tests.engines.backends.harness import EVERY_ISA, check, gapped, random_array, requantise, run
 
 BATCH = 2
@@ -237,18 +237,18 @@ def test_a_tile_that_does_not_fit_is_seen_to_spill():
 
 
 def _wide(isa, precision):
-    return Shape(1, 64, 64, 4 * isa.lanes).spec(precision, Program(), residual=False)
+    return Shape(1, 64, 64, 4 * isa.lanes).spec(precision, EpilogueProgram(), residual=False)
 
 
 def spills_of(isa, precision, tile):
-    spec = Shape(1, tile.cols, 256, tile.vectors * isa.lanes).spec(precision, Program(), residual=False)
+    spec = Shape(1, tile.cols, 256, tile.vectors * isa.lanes).spec(precision, EpilogueProgram(), residual=False)
     module = Module()
     spec.emit(module, "kernel", isa, tile)
     return spills(assembly(module.text(), isa))
 
 
 def test_the_text_of_a_kernel_names_its_loops():
-    spec = SHAPES["3x3"].spec("int8", Program(), residual=False)
+    spec = SHAPES["3x3"].spec("int8", EpilogueProgram(), residual=False)
     module = Module()
     spec.emit(module, "kernel", AVX512_VNNI, Tile(1, 14, 2))
     comments = [line.strip() for line in module.text().splitlines() if line.strip().startswith("; for")]

@@ -4,7 +4,7 @@ import pytest
 from engines.backends.llvm.codegen.isa import PORTABLE
 from engines.backends.llvm.kernels.pooling.global_pool import GlobalPool
 from engines.backends.llvm.kernels.spec import dense_view
-from engines.lowering.epilogue.program import Program, ProgramBuilder
+from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
 from tests.engines.backends.harness import EVERY_WIDTH, check, gapped, random_array, requantise, run
 
 BATCH = 3
@@ -30,7 +30,7 @@ def test_a_mean_over_all_pixels(channels, source, target, isa):
 @pytest.mark.parametrize("dtype", ["uint8", "float32", "float16"])
 @pytest.mark.parametrize("shape", [(4, 3, 50), (9, 17), (17,)])
 def test_a_maximum_over_any_axes(shape, dtype, isa):
-    spec = GlobalPool(dense_view(dtype, shape), dense_view(dtype, shape[-1:]), (), Program((), 0, 0), "max")
+    spec = GlobalPool(dense_view(dtype, shape), dense_view(dtype, shape[-1:]), (), EpilogueProgram((), 0, 0), "max")
     check(spec, isa, data(spec), {"program": []}, pieces=2)
 
 

@@ -8,7 +8,7 @@ from engines.backends.llvm.codegen.isa import ALL, PORTABLE
 from engines.backends.llvm.kernels.common.access import BLOCK
 from engines.backends.llvm.kernels.elementwise.pointwise import Pointwise
 from engines.backends.llvm.kernels.spec import View, dense_view
-from engines.lowering.epilogue.program import INSTRUCTIONS, Instruction, Program, ProgramBuilder, Ref
+from engines.lowering.epilogue.program import INSTRUCTIONS, EpilogueProgram, Instruction, ProgramBuilder, Ref
 from tests.engines.backends.harness import EVERY_ISA, check, gapped, random_array, requantise, run
 
 BATCH = 2
@@ -89,7 +89,8 @@ def test_a_scalar_has_a_grid_of_one_row(isa):
 def test_every_instruction_rounds_as_its_meaning_says(op, isa):
     two = ("add", "sub", "mul", "div", "max", "min", "less", "less_or_equal", "equal")
     arity = {"fma": 3, "where_positive": 3}.get(op, 2 if op in two else 1)
-    program = Program((Instruction(op, tuple(Ref("operand", i) for i in range(arity))),), arity, 0, accumulator=False)
+    instruction = Instruction(op, tuple(Ref("operand", i) for i in range(arity)))
+    program = EpilogueProgram((instruction,), arity, 0, accumulator=False)
     view = dense_view("float32", (257,))
     spec = Pointwise((view,) * arity, view, program, uniform=True)
     inputs = [3 * x for x in inputs_of(spec)]
@@ -106,7 +107,7 @@ def test_every_instruction_rounds_as_its_meaning_says(op, isa):
     ("exp", [0, -1e30, np.inf, 88.73, -np.inf, np.nan], [1, 0, np.inf, np.inf, 0, np.nan])])
 def test_logarithms_and_exponentials_have_their_ends(op, x, expected, isa):
     """log 0 is what masks are made by, and a negative number has none."""
-    program = Program((Instruction(op, (Ref("operand", 0),)),), 1, 0, accumulator=False)
+    program = EpilogueProgram((Instruction(op, (Ref("operand", 0),)),), 1, 0, accumulator=False)
     view, x = dense_view("float32", (6,)), np.float32([x])
     np.testing.assert_array_equal(INSTRUCTIONS[op].meaning(x), np.float32([expected]))
     check(Pointwise((view,), view, program, uniform=True), isa, [x], {"program": []})

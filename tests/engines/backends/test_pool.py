@@ -4,11 +4,11 @@ import pytest
 from engines.backends.llvm.codegen.isa import ALL, AVX2
 from engines.backends.llvm.kernels.pooling.pool import Pool
 from engines.backends.llvm.kernels.spec import dense_view
-from engines.lowering.epilogue.program import Program, ProgramBuilder
+from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
 from tests.engines.backends.harness import EVERY_WIDTH, check, gapped, random_array, requantise, run
 
 BATCH = 2
-PLAIN = Program((), 0, 0)
+PLAIN = EpilogueProgram((), 0, 0)
 WINDOWS = {     # kernel, stride, pads, dilation, extent of x
     "3x3 stride 2 padded": ((3, 3), (2, 2), (1, 1, 1, 1), (1, 1), (9, 12)),
     "2x2": ((2, 2), (2, 2), (0, 0, 0, 0), (1, 1), (6, 10)),

@@ -9,7 +9,7 @@ from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import AVX2, AVX512_BF16, AVX512_VNNI, AVX_VNNI
 from engines.backends.llvm.kernels.matmul.product import Product, Tile
 from engines.backends.llvm.kernels.spec import View, dense_view
-from engines.lowering.epilogue.program import Program
+from engines.lowering.epilogue.program import EpilogueProgram
 from tests.engines.backends.harness import EVERY_ISA, check, gapped, random_array, requantise
 
 BATCH = 2
@@ -110,7 +110,7 @@ def test_a_right_factor_is_packed_where_it_cannot_be_read_as_it_lies_or_many_row
 @pytest.mark.parametrize("isa", [AVX512_BF16, AVX512_VNNI, AVX_VNNI, AVX2], ids=lambda isa: isa.name)
 @pytest.mark.parametrize("precision", ["int8", "fp32", "bf16"])
 def test_the_usual_winner_among_tiles_does_not_spill(precision, isa):
-    tile = Shape((), 64, 64, 128).spec(precision, Program(), residual=False).tactics(isa)[0]
+    tile = Shape((), 64, 64, 128).spec(precision, EpilogueProgram(), residual=False).tactics(isa)[0]
     assert spills_of(isa, precision, tile) == 0
 
 
@@ -121,7 +121,7 @@ def test_a_tile_that_does_not_fit_is_seen_to_spill():
 def spills_of(isa, precision, tile):
     """Of the micro-kernel of a whole tile, which is written last."""
     columns = tile.vectors * isa.lanes
-    spec = Shape((), tile.rows, 64, columns).spec(precision, Program(), residual=False, result="float32")
+    spec = Shape((), tile.rows, 64, columns).spec(precision, EpilogueProgram(), residual=False, result="float32")
     module = Module()
     spec.emit(module, "kernel", isa, tile)
     text = assembly(module.text(), isa)

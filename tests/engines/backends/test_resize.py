@@ -4,11 +4,11 @@ import pytest
 from engines.backends.llvm.codegen.isa import PORTABLE
 from engines.backends.llvm.kernels.movement.resize import Resize, taps_of
 from engines.backends.llvm.kernels.spec import dense_view
-from engines.lowering.epilogue.program import Program, ProgramBuilder
+from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
 from tests.engines.backends.harness import EVERY_WIDTH, check, gapped, random_array, requantise, run
 
 BATCH = 2
-PLAIN = Program((), 0, 0)
+PLAIN = EpilogueProgram((), 0, 0)
 
 
 def nearest(outputs, inputs):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engines.backends.llvm.runtime.execution import Program
+from engines.backends.llvm.runtime.execution import LoadedPlan
 from engines.backends.llvm.tuning import item_major
 from engines.backends.llvm.tuning.item_major import banded, with_bands
 from engines.errors import PlanCorruptError
@@ -48,7 +48,7 @@ def test_a_tensor_from_outside_that_dies_inside_a_band_keeps_its_memory_to_the_e
 
 
 def test_what_only_a_band_uses_has_room_for_one_item(plan: Plan) -> None:
-    program, whole = Program(banded(plan, long_bands(plan))), Program(plan)
+    program, whole = LoadedPlan(banded(plan, long_bands(plan))), LoadedPlan(plan)
     assert program.kept_in_bands and not whole.kept_in_bands
     assert program.shared_layout.one_item == set(program.kept_in_bands)
     assert program.shared_layout.total < whole.shared_layout.total

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engines.backends.llvm.backend import choose_kernels, make_tuner
-from engines.backends.llvm.runtime.execution import Program
+from engines.backends.llvm.runtime.execution import LoadedPlan
 from engines.backends.llvm.runtime.expansion import derive
 from engines.compiler.builder import relower
 from engines.ir.serialize import graph_from_json
@@ -106,7 +106,7 @@ def test_made_constants_are_what_packing_means_bit_for_bit(plan_of: Callable[...
                                                            threads: int) -> None:
     """Those of the plan as it is read again, cut into pieces for several threads."""
     read, _ = written(plan_of(precision), tmp_path)
-    made = derive(read, Program(read).kernel, np.frombuffer(read.constants, np.uint8).ctypes.data, threads).bytes
+    made = derive(read, LoadedPlan(read).kernel, np.frombuffer(read.constants, np.uint8).ctypes.data, threads).bytes
     chosen = choose_kernels(graph_from_json(read.graph, read.graph_arrays), make_tuner("", TimingCache(), timing=False),
                             read.max_batch)
     compared = 0

@@ -9,7 +9,7 @@ import pytest
 
 from engines.backends.llvm.runtime.abi import ChunkRow, StageRow
 from engines.backends.llvm.runtime.chunks import Schedule, make_schedule
-from engines.backends.llvm.runtime.execution import Arena, Program
+from engines.backends.llvm.runtime.execution import Arena, LoadedPlan
 from engines.ir.graph import Array
 from engines.plan.plan import Plan
 from engines.runtime.engine import Engine
@@ -31,7 +31,7 @@ class Chunks:
     """The chunks of a plan's only span over an arena of garbage, to be run one by one in any order."""
 
     def __init__(self, plan: Plan, x: Array) -> None:
-        self.program = Program(plan)
+        self.program = LoadedPlan(plan)
         span, = self.program.spans
         schedule = make_schedule(self.program, span, len(x), WORKERS, [STEP_US] * len(plan.steps), 1.0)
         assert schedule is not None

@@ -10,7 +10,7 @@ from engines.backends.llvm.codegen.isa import AVX512_VNNI, PORTABLE
 from engines.backends.llvm.kernels.spec import dense_view
 from engines.ir.graph import BATCH, Graph, Node, QParams, TensorType, type_of
 from engines.lowering.calls.calls import Refused
-from engines.lowering.calls.placement import Place, buffer_bytes, strided
+from engines.lowering.calls.placement import Placement, buffer_bytes, strided
 from engines.lowering.lower import lower
 from engines.lowering.rules.copies import refined
 from engines.ops import OPS
@@ -91,21 +91,21 @@ def graph_of(case: Any, quantised: bool) -> Graph:
 def execute(graph: Graph, isa: Any, x: Any) -> Any:
     """The graph's one output as it is stored."""
     lowered = lower(graph, isa)
-    memory = [guarded(buffer_bytes(storage, ITEMS)) for storage in lowered.places.buffers]
-    for i, storage in enumerate(lowered.places.buffers):        # the halos
-        strided(memory[i], Place(i, 0, storage.whole, storage.items), ITEMS)[...] = storage.pad
-    place = lowered.places["x"]
-    strided(memory[place.buffer], place, ITEMS)[...] = x
+    memory = [guarded(buffer_bytes(storage, ITEMS)) for storage in lowered.placements.buffers]
+    for i, storage in enumerate(lowered.placements.buffers):        # the halos
+        strided(memory[i], Placement(i, 0, storage.whole, storage.items), ITEMS)[...] = storage.pad
+    placement = lowered.placements["x"]
+    strided(memory[placement.buffer], placement, ITEMS)[...] = x
     for call in lowered.calls:
         assert call.spec is not None, call.reason
         tactic = call.spec.tactics(isa)[0]
         packed = [constants_of(c) for c in call.spec.ready_constants(isa, tactic, call.constants)]
-        inputs, outputs = ([memory[p.buffer][p.offset:] for p in places] for places in (call.inputs, call.outputs))
+        inputs, outputs = ([memory[p.buffer][p.offset:] for p in of] for of in (call.inputs, call.outputs))
         grid = call.spec.grid(isa, tactic)
         kernel = loaded(call.spec, isa, tactic, native=False)
         kernel([*inputs, *packed, *outputs], (0, grid.rows_per_item * ITEMS), (0, grid.columns))
-    place = lowered.places["y"]
-    return strided(memory[place.buffer], place, ITEMS).copy()
+    placement = lowered.placements["y"]
+    return strided(memory[placement.buffer], placement, ITEMS).copy()
 
 
 def reference(graph: Graph, x: Any) -> Any:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from engines.backends.llvm.codegen.ir_builder import I64, PTR, Function, Module, Value
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import FLOATS, SIZES
-from engines.lowering.epilogue.program import Program
+from engines.lowering.epilogue.program import EpilogueProgram
 from engines.plan.packed import Picked
 
 Array = NDArray[Any]
@@ -212,7 +212,7 @@ class ImageKernel(KernelSpec):
     x: View
     y: View
     operands: tuple[View, ...]
-    program: Program
+    program: EpilogueProgram
 
     @property
     def inputs(self) -> tuple[View, ...]:

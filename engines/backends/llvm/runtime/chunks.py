@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engines.backends.llvm.runtime.abi import CHUNK_WORDS, LINE, ChunkRow, StageRow, StepRow
-from engines.backends.llvm.runtime.execution import Program, Span, Words, words
+from engines.backends.llvm.runtime.execution import LoadedPlan, Span, Words, words
 from engines.plan.plan import Plan, Reach, Step
 
 CHUNK_US = 25.0                 # aimed at: long beside a claim (0.1 us), short beside what a late one costs
@@ -91,7 +91,7 @@ def most_chunks(span: Span, workers: int) -> int:
     return (span.last - span.first) * 2 * workers * PIECES_PER_WORKER
 
 
-def make_schedule(program: Program, span: Span, batch: int, workers: int, step_us: Sequence[float],
+def make_schedule(program: LoadedPlan, span: Span, batch: int, workers: int, step_us: Sequence[float],
                   ticks_per_us: float) -> Schedule | None:
     """The tables of a native span; None if all of its steps are too short to be shared.
 

@@ -35,7 +35,7 @@ class Span:
     by_item: bool = False       # one item after the other; else one step after the other
 
 
-class Program:
+class LoadedPlan:
     """A plan made ready to run: code loaded, tables filled. Read-only after that, and shared by every context."""
 
     def __init__(self, plan: Plan, threads: int = 1) -> None:
@@ -169,7 +169,7 @@ class Arena:
     With `inputs`, the buffers of the plan's inputs are those of that arena: one place to write them, many to run in.
     """
 
-    def __init__(self, program: Program, layout: Layout, inputs: Arena | None = None) -> None:
+    def __init__(self, program: LoadedPlan, layout: Layout, inputs: Arena | None = None) -> None:
         self._program, self._layout, self._inputs = program, layout, inputs
         self._memory = Memory(layout.total)
         self._filled = 0        # batch slots whose halos are written
@@ -238,7 +238,7 @@ class Execution(Protocol):
 class SerialExecution:
     """One thread, one arena whose buffers share memory."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: LoadedPlan) -> None:
         self._program = program
         self._arena = Arena(program, program.shared_layout)
         self._calls: dict[int, tuple[Callable[[], None], ...]] = {}     # of each batch that has been run
@@ -268,7 +268,7 @@ class SerialExecution:
         """Nothing to stop: the memory goes with the last view of it."""
 
 
-def calls_of(program: Program, arena: Arena, span: Span, batch: int) -> tuple[Callable[[], None], ...]:
+def calls_of(program: LoadedPlan, arena: Arena, span: Span, batch: int) -> tuple[Callable[[], None], ...]:
     """A span on this thread: calls whose arguments ctypes need not convert again, for a small network takes little
     longer than that."""
     if span.fallback is not None:
@@ -278,13 +278,13 @@ def calls_of(program: Program, arena: Arena, span: Span, batch: int) -> tuple[Ca
     return tuple(partial(program.run_steps, *map(ctypes.c_int64, values)) for values in arguments)
 
 
-def run_span(program: Program, arena: Arena, span: Span, batch: int) -> None:
+def run_span(program: LoadedPlan, arena: Arena, span: Span, batch: int) -> None:
     """Run a span on this thread."""
     for call in calls_of(program, arena, span, batch):
         call()
 
 
-def time_steps(program: Program, arena: Arena, spans: Sequence[Span], batch: int, repeats: int,
+def time_steps(program: LoadedPlan, arena: Arena, spans: Sequence[Span], batch: int, repeats: int,
                fallbacks: bool = True) -> list[float]:
     """Seconds of each step of the spans, the least of `repeats`: they run in order, each timed alone, less the cost of
     a call.

@@ -34,7 +34,7 @@ from engines.backends.llvm.runtime.chunks import Schedule, make_schedule, most_c
 from engines.backends.llvm.runtime.execution import (
     Arena,
     EmittedFunction,
-    Program,
+    LoadedPlan,
     Words,
     libc,
     run_span,
@@ -54,7 +54,7 @@ CALIBRATION_RUNS = 3
 class ParallelProgram:
     """What the contexts of one engine and one number of workers share: chunk tables, and the times behind them."""
 
-    def __init__(self, program: Program, workers: int) -> None:
+    def __init__(self, program: LoadedPlan, workers: int) -> None:
         if sys.platform != "linux":
             raise ConfigError(f"threads={workers}: several threads for one request need Linux (futex); use threads=1, "
                               "and several contexts")
@@ -169,7 +169,7 @@ class ParallelExecution:
 class Crew:
     """The helper threads of one context, and the control block through which emitted code talks to them."""
 
-    def __init__(self, program: Program, workers: int, ticks_per_us: float, arenas: int, cpus: Sequence[int] | None,
+    def __init__(self, program: LoadedPlan, workers: int, ticks_per_us: float, arenas: int, cpus: Sequence[int] | None,
                  keep: object) -> None:
         """keep: what a late helper may still read or write; it must outlive the threads."""
         self.control = words(CONTROL_WORDS + workers * WORKER_WORDS)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from engines.backends.llvm.runtime.execution import Arena, Program, Span, run_span
+from engines.backends.llvm.runtime.execution import Arena, LoadedPlan, Span, run_span
 from engines.machine.clock import thread_seconds
 from engines.machine.timing_cache import TimingCache
 from engines.plan.plan import Band, Buffer, Plan, Step, runs_by_item
@@ -116,7 +116,7 @@ class _Way:
     """A plan in memory of its own, to be timed."""
 
     def __init__(self, plan: Plan, by_item: bool) -> None:
-        self._program, self._by_item = Program(plan), by_item
+        self._program, self._by_item = LoadedPlan(plan), by_item
         self._arena = Arena(self._program, self._program.shared_layout)
         self._arena.prepare(ITEMS)
 

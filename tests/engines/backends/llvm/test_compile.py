@@ -15,10 +15,10 @@ from engines.backends.llvm.kernels.pooling.pool import Pool
 from engines.backends.llvm.kernels.rows.norm import Norm
 from engines.backends.llvm.kernels.rows.softmax import Softmax
 from engines.backends.llvm.kernels.spec import dense_view
-from engines.lowering.epilogue.program import INSTRUCTIONS, Program, ProgramBuilder
+from engines.lowering.epilogue.program import INSTRUCTIONS, EpilogueProgram, ProgramBuilder
 from tests.engines.backends.harness import EVERY_ISA, numpy_dtype, run
 
-PLAIN = Program((), 0, 0)
+PLAIN = EpilogueProgram((), 0, 0)
 
 
 def calls(text):

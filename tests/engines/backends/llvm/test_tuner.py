@@ -12,11 +12,11 @@ from engines.backends.llvm.kernels.depthwise.depthwise import Depthwise
 from engines.backends.llvm.kernels.spec import dense_view
 from engines.backends.llvm.tuning import tuner as tuner_module
 from engines.backends.llvm.tuning.tuner import Tuner, _least
-from engines.lowering.epilogue.program import Program
+from engines.lowering.epilogue.program import EpilogueProgram
 from engines.machine.cpu import detect
 from engines.machine.timing_cache import TimingCache
 
-PROGRAM = Program()
+PROGRAM = EpilogueProgram()
 
 
 def conv(pixels, cin, cout, taps=1):

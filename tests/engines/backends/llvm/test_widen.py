@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from engines.backends.llvm.codegen.isa import AVX2, AVX512_VNNI, PORTABLE
-from engines.backends.llvm.kernels.contraction.pair_offsets import FAR, STEPS, Places, shorten_places
+from engines.backends.llvm.kernels.contraction.pair_offsets import FAR, STEPS, PairOffsets, shorten_places
 from engines.backends.llvm.kernels.contraction.widen import Widen, widened
 from engines.backends.llvm.kernels.spec import ALIGNMENT
 from tests.engines.backends.harness import EVERY_WIDTH, check
@@ -29,5 +29,5 @@ def test_places_of_paired_weights_are_made_of_half_as_many_bytes(isa):
     places = np.stack([random.integers(0, FAR, 5 * STEPS, np.int32), picks.view(np.int32)[:, 0]], -1)
     kept = shorten_places(places)
     assert kept.nbytes * 2 == places.nbytes
-    np.testing.assert_array_equal(Places().reference([kept.reshape(5, -1)], {})[0].reshape(-1, 2), places)
-    check(Places(), isa, [kept.reshape(5, -1)], {}, pieces=2)
+    np.testing.assert_array_equal(PairOffsets().reference([kept.reshape(5, -1)], {})[0].reshape(-1, 2), places)
+    check(PairOffsets(), isa, [kept.reshape(5, -1)], {}, pieces=2)

@@ -13,7 +13,7 @@ from engines.backends.llvm.codegen.ir_builder import I8, I32, PTR, Function, Val
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import ELEMENTS, Lanes, from_float, to_float
 from engines.backends.llvm.kernels.spec import View, Window
-from engines.lowering.epilogue.program import Program
+from engines.lowering.epilogue.program import EpilogueProgram
 
 PANEL = 4           # vectors
 BLOCK = 1 << 13     # elements of a row of the grid: enough to pay for its call, few enough to share out
@@ -207,7 +207,7 @@ def load_vector(lanes: Lanes, address: Value, count: int, v: int) -> list[Value]
             for c in range(count)]
 
 
-def run_program(lanes: Lanes, program: Program, accumulator: Sequence[Value] | None,
+def run_program(lanes: Lanes, program: EpilogueProgram, accumulator: Sequence[Value] | None,
                 operands: Sequence[Sequence[Value]], constants: Sequence[Sequence[Value]]) -> list[Value]:
     """The program on each vector of a pixel, or on vectors of several. operands: [operand][vector]; constants:
     [vector][constant]."""

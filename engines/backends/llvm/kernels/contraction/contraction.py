@@ -37,7 +37,7 @@ from engines.backends.llvm.codegen.lanes import Lanes
 from engines.backends.llvm.kernels.common.access import hidden
 from engines.backends.llvm.kernels.common.arithmetic import STORED, Arithmetic, Operand, arithmetic_for
 from engines.backends.llvm.kernels.contraction import winograd
-from engines.backends.llvm.kernels.contraction.pair_offsets import FAR, Places, shorten_places
+from engines.backends.llvm.kernels.contraction.pair_offsets import FAR, PairOffsets, shorten_places
 from engines.backends.llvm.kernels.contraction.pairing import PLACE, STEP, emit_steps, pair
 from engines.backends.llvm.kernels.contraction.store import emit_epilogue
 from engines.backends.llvm.kernels.contraction.taps import Border, TapAxis
@@ -347,7 +347,7 @@ class Contraction(ImageKernel):
         if isinstance(tactic, Winograd):
             return {0: winograd.made_weights(self, isa, self._panels(isa, tactic))}
         if tactic.paired:
-            return {1: Places()} if self._near else {}
+            return {1: PairOffsets()} if self._near else {}
         return widened(isa) if self.precision == "int8" else {}
 
     def picked(self, isa: Isa, tactic: Tile | Winograd) -> Mapping[str, Picked]:

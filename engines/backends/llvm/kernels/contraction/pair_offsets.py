@@ -38,7 +38,7 @@ def shorten_places(places: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class Places(KernelSpec):
+class PairOffsets(KernelSpec):
     """An item is as many steps as packed constants are multiples of: so one kernel serves all layers."""
     family = "places"
 

@@ -11,12 +11,12 @@ from engines.backends.llvm.codegen.ir_builder import Function, Value
 from engines.backends.llvm.codegen.lanes import Lanes
 from engines.backends.llvm.kernels.common.access import hidden, load_channels, load_constants, load_vector, run_program
 from engines.backends.llvm.kernels.spec import View
-from engines.lowering.epilogue.program import Program
+from engines.lowering.epilogue.program import EpilogueProgram
 
 TOGETHER = 4        # pixels whose programs are interleaved, if they are long
 
 
-def emit_epilogue(f: Function, lanes: Lanes, program: Program, operands: Sequence[View], y: View,
+def emit_epilogue(f: Function, lanes: Lanes, program: EpilogueProgram, operands: Sequence[View], y: View,
                   pixels: Sequence[tuple[int, int]], sums: Callable[[int], Sequence[Value]]) -> None:
     """sums(p): the vectors of float32 of the p-th of `pixels` (row, column of the tile).
 
@@ -28,7 +28,7 @@ def emit_epilogue(f: Function, lanes: Lanes, program: Program, operands: Sequenc
         _by_vector(f, lanes, program, operands, y, pixels, sums)
 
 
-def _by_vector(f: Function, lanes: Lanes, program: Program, operands: Sequence[View], y: View,
+def _by_vector(f: Function, lanes: Lanes, program: EpilogueProgram, operands: Sequence[View], y: View,
                pixels: Sequence[tuple[int, int]], sums: Callable[[int], Sequence[Value]]) -> None:
     finished, together = [sums(p) for p in range(len(pixels))], TOGETHER if program.long else 1
     for v, first in enumerate(range(0, lanes.channels, lanes.isa.lanes)):
@@ -49,7 +49,7 @@ def _by_vector(f: Function, lanes: Lanes, program: Program, operands: Sequence[V
                 part.store(y.dtype, [[result]], [at("y", y, i, j)])
 
 
-def _by_pixel(f: Function, lanes: Lanes, program: Program, operands: Sequence[View], y: View,
+def _by_pixel(f: Function, lanes: Lanes, program: EpilogueProgram, operands: Sequence[View], y: View,
               pixels: Sequence[tuple[int, int]], sums: Callable[[int], Sequence[Value]]) -> None:
     def result(p: int, i: int, j: int, constants: list[list[Value]]) -> list[Value]:
         f.write(f"; pixel {p}: {program}")

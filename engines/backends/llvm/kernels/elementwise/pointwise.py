@@ -39,7 +39,7 @@ from engines.backends.llvm.kernels.spec import (
     begin_kernel,
     pack_channels,
 )
-from engines.lowering.epilogue.program import Program, load_meaning, store_meaning
+from engines.lowering.epilogue.program import EpilogueProgram, load_meaning, store_meaning
 
 INTEGERS = ("bool", "int8", "int32", "int64")       # what a Cast reads, and the condition of a Where
 
@@ -52,7 +52,7 @@ class Pointwise(KernelSpec):
     """
     sources: tuple[View, ...]
     output: View
-    program: Program
+    program: EpilogueProgram
     uniform: bool = False
     family = "pointwise"
     computes_on = (*FLOATS, *INTEGERS)

@@ -67,7 +67,7 @@ from engines.backends.llvm.kernels.spec import (
     pack_channels,
 )
 from engines.lowering.epilogue.functions import fma
-from engines.lowering.epilogue.program import Floats, Program, load_meaning, store_meaning
+from engines.lowering.epilogue.program import EpilogueProgram, Floats, load_meaning, store_meaning
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Attention(KernelSpec):
     v: View
     y: View
     mask: View | None
-    program: Program
+    program: EpilogueProgram
     precision: str                  # int8, fp32, bf16, fp16
     family = "attention"
 

@@ -53,7 +53,7 @@ from engines.backends.llvm.kernels.spec import (
     begin_kernel,
     pack_channels,
 )
-from engines.lowering.epilogue.program import Program, load_meaning, store_meaning
+from engines.lowering.epilogue.program import EpilogueProgram, load_meaning, store_meaning
 
 FEW_ROWS = 8            # of a: reading b as it lies may be faster than packing it
 COPIED_TILES = 4        # rows of a that are copied at a time, in tiles, where it is not read as it lies
@@ -80,7 +80,7 @@ class Product(KernelSpec):
     b: View
     y: View
     operands: tuple[View, ...]
-    program: Program
+    program: EpilogueProgram
     precision: str                  # int8, fp32, bf16, fp16
     family = "product"
 

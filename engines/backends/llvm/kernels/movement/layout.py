@@ -34,9 +34,9 @@ from engines.backends.llvm.kernels.common.access import (
 )
 from engines.backends.llvm.kernels.elementwise.pointwise import Pointwise
 from engines.backends.llvm.kernels.spec import Array, Grid, KernelSpec, Tactic, View, Window, begin_kernel
-from engines.lowering.epilogue.program import Program, load_meaning, store_meaning
+from engines.lowering.epilogue.program import EpilogueProgram, load_meaning, store_meaning
 
-COPY = Program((), 1, 0, accumulator=False)
+COPY = EpilogueProgram((), 1, 0, accumulator=False)
 _INTEGERS = {1: I8, 2: I16, 4: I32, 8: I64}
 _MOST_PLANES = 4
 
@@ -46,7 +46,7 @@ class Permute(KernelSpec):
     """x and y have the same shape; program's constants are per index of y's innermost axis, or `uniform`."""
     x: View
     y: View
-    program: Program = COPY
+    program: EpilogueProgram = COPY
     uniform: bool = False
     family = "permute"
 

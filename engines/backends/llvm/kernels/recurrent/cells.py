@@ -24,7 +24,7 @@ from engines.backends.llvm.codegen.isa import Isa
 from engines.ir.graph import Node
 from engines.lowering.epilogue.affine import Affine, AffineWriter
 from engines.lowering.epilogue.from_onnx import write_node
-from engines.lowering.epilogue.program import Floats, Program, ProgramBuilder
+from engines.lowering.epilogue.program import EpilogueProgram, Floats, ProgramBuilder
 from engines.ops.recurrent import DEFAULTS, GATES, activations
 
 # ("x", gate), ("sum", gate), ("gate", gate) which is the sum of both, ("state", slot), ("unit", constant of a unit)
@@ -35,7 +35,7 @@ Source = tuple[str, int]
 class Update:
     """A state's new value. `numbers` are the program's constants, the same for every unit."""
     slot: int
-    program: Program
+    program: EpilogueProgram
     operands: tuple[Source, ...]
     numbers: tuple[float, ...]
 

@@ -28,7 +28,7 @@ from engines.backends.llvm.kernels.recurrent.cells import Cell, Stage
 from engines.backends.llvm.kernels.recurrent.steps import BLOCK, STEPS, WHOLE, emit_recurrence
 from engines.backends.llvm.kernels.spec import Array, Grid, KernelSpec, Tactic, View
 from engines.lowering.epilogue.functions import fma
-from engines.lowering.epilogue.program import Floats, Program, load_meaning, store_meaning
+from engines.lowering.epilogue.program import EpilogueProgram, Floats, load_meaning, store_meaning
 
 FIRST_LEVEL = 1 << 15   # bytes of cache that most machines have there
 SECOND_LEVEL = 1 << 18  # ... and there, that some have no more of
@@ -56,7 +56,7 @@ class Recurrence(KernelSpec):
     last: tuple[View | None, ...]       # None: nobody reads it
     lengths: View | None = None         # int32 []: the items' own numbers of steps
     given: tuple[int, ...] = ()         # the kept states whose first values are constants
-    program: Program = Program()        # h on its way to y ...
+    program: EpilogueProgram = EpilogueProgram()        # h on its way to y ...
     numbers: tuple[float, ...] = ()     # ... and its constants, the same for every unit
     precision: str = "fp32"
     family = "recurrence"

@@ -32,11 +32,11 @@ from engines.backends.llvm.kernels.common.access import (
     unravel,
 )
 from engines.backends.llvm.kernels.spec import ALIGNMENT, Array, Grid, KernelSpec, Tactic, View, Window, begin_kernel
-from engines.lowering.epilogue.program import Floats, Program, load_meaning, store_meaning
+from engines.lowering.epilogue.program import EpilogueProgram, Floats, load_meaning, store_meaning
 
 PARTIALS = 64
 NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}
-LOAD = Program((), 1, 0, accumulator=False)     # a prologue that leaves the loaded value as it is
+LOAD = EpilogueProgram((), 1, 0, accumulator=False)     # a prologue that leaves the loaded value as it is
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Row:
         lanes = Lanes(self.isa, at.count, packed=False)
         return load_channels(lanes, view, offset(address, [at.column], [view.strides[-1]]))[0]
 
-    def _constants(self, program: Program, address: Value, at: At) -> list[Value]:
+    def _constants(self, program: EpilogueProgram, address: Value, at: At) -> list[Value]:
         pitch = 4 * _pitch(self.spec.constants_width)
         place = address + (at.column * 4 if self.spec.constants_width > 1 else 0)
         return [self.f.load(self.isa.floats, place + c * pitch, self.isa.bytes, "constant")
@@ -161,8 +161,8 @@ class RowKernel(KernelSpec):
     sources: tuple[View, ...]
     y: View
     operands: tuple[View, ...] = ()
-    prologue: Program = LOAD
-    program: Program = Program()
+    prologue: EpilogueProgram = LOAD
+    program: EpilogueProgram = EpilogueProgram()
 
     @property
     def inputs(self) -> tuple[View, ...]:

@@ -9,7 +9,7 @@ import pytest
 from engines.backends.llvm.runtime import chunks
 from engines.backends.llvm.runtime.abi import ChunkRow, StageRow
 from engines.backends.llvm.runtime.chunks import Cut, cut, make_schedule, rows_awaited
-from engines.backends.llvm.runtime.execution import Program
+from engines.backends.llvm.runtime.execution import LoadedPlan
 from engines.plan.plan import Reach, Step
 from tests.engines.tiny import mix_plan
 
@@ -93,7 +93,7 @@ def test_items_that_share_weights_do_not_make_a_step_long_enough_to_be_shared() 
     """3 us are no work for two, four times 3 us are."""
     plan = mix_plan([(0, 0)], [1])
     alone, together = (make_schedule(program, program.spans[0], 4, 2, [3.0], 1.0) for program in (
-        Program(replace(plan, steps=(replace(plan.steps[0], further_item=share),))) for share in (1.0, 0.1)))
+        LoadedPlan(replace(plan, steps=(replace(plan.steps[0], further_item=share),))) for share in (1.0, 0.1)))
     assert alone is not None and together is None
 
 
@@ -104,7 +104,7 @@ def test_a_window_of_three_rows_waits_for_its_neighbours_only() -> None:
     read = Reach(1, -10, 20, 1, 10, 80, 8)
     first, second = (Step("mix", plan.steps[i].operands, rows_per_item=8, depends=depends, reads=reads, writes=writes)
                      for i, depends, reads, writes in ((0, (), (), (written,)), (1, (0,), (read,), ())))
-    program = Program(replace(plan, steps=(first, second)))
+    program = LoadedPlan(replace(plan, steps=(first, second)))
     found = make_schedule(program, program.spans[0], 1, 2, [100.0, 100.0], 1.0)
     assert found is not None
     assert found.stages[:2, StageRow.PARTS:StageRow.PARTS + 3].tolist() == [[0, 2, 4], [4, 6, 8]]

@@ -12,7 +12,7 @@ from engines.backends.llvm.codegen.compile import compile_object
 from engines.backends.llvm.codegen.ir_builder import I32, Module
 from engines.backends.llvm.kernels.spec import begin_kernel
 from engines.backends.llvm.runtime import expansion
-from engines.backends.llvm.runtime.execution import Program
+from engines.backends.llvm.runtime.execution import LoadedPlan
 from engines.errors import PlanCorruptError
 from engines.plan.file import read_plan, write_plan
 from engines.plan.plan import DERIVED, Derived, Operand, Plan
@@ -61,7 +61,7 @@ def test_every_place_is_made_once_in_pieces_of_any_size(monkeypatch: pytest.Monk
     monkeypatch.setattr(expansion, "PIECE", piece)
     plan = derived_plan()
     constants = np.frombuffer(plan.constants, np.uint8)
-    memory = expansion.derive(plan, Program(plan).kernel, constants.ctypes.data, threads)
+    memory = expansion.derive(plan, LoadedPlan(plan).kernel, constants.ctypes.data, threads)
     assert memory.bytes[128:].view(np.int32).tolist() == (3 * KEPT + 1).tolist()
     assert not memory.bytes[:128].any()
 

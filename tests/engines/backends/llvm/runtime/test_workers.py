@@ -14,7 +14,7 @@ import pytest
 
 from engines.backends.llvm.runtime import chunks
 from engines.backends.llvm.runtime.abi import WorkerRow
-from engines.backends.llvm.runtime.execution import Program
+from engines.backends.llvm.runtime.execution import LoadedPlan
 from engines.backends.llvm.runtime.workers import ParallelExecution, ParallelProgram
 from engines.ir.graph import Array
 from engines.plan.plan import Fill, IoTensor, Plan, TensorView
@@ -62,7 +62,7 @@ def test_every_byte_is_that_of_one_thread_whatever_the_neighbours_do() -> None:
     # Worth something only if helpers took part and late chunks were run again, which takes its time on a busy machine.
     while time.monotonic() - begin < (LEAST_SECS if done.all() else PATIENCE_SECS):
         plan, reads, outputs = random_plan(rng)
-        execution = ParallelExecution(ParallelProgram(Program(plan), workers=int(rng.integers(2, 5))))
+        execution = ParallelExecution(ParallelProgram(LoadedPlan(plan), workers=int(rng.integers(2, 5))))
         for _ in range(60):
             batch = int(rng.integers(1, MAX_BATCH + 1))
             x = rng.integers(-2**31, 2**31, (batch, ROWS, COLUMNS), np.int32)
@@ -78,7 +78,7 @@ def test_every_byte_is_that_of_one_thread_whatever_the_neighbours_do() -> None:
 @pytest.mark.usefixtures("eager")
 def test_a_caller_whose_helpers_are_gone_runs_alone() -> None:
     plan, reads, outputs = random_plan(np.random.default_rng(2))
-    execution = ParallelExecution(ParallelProgram(Program(plan), workers=3))
+    execution = ParallelExecution(ParallelProgram(LoadedPlan(plan), workers=3))
     execution.close()
     before = execution.workers[:, WorkerRow.DONE].copy()
     x = np.arange(ROWS * COLUMNS, dtype=np.int32).reshape(1, ROWS, COLUMNS)
@@ -95,7 +95,7 @@ def test_helpers_stay_where_they_are_pinned_and_otherwise_off_the_callers_cpu() 
     plan, _, _ = random_plan(np.random.default_rng(6))
     x = np.zeros((1, ROWS, COLUMNS), np.int32)
     cpus = sorted(os.sched_getaffinity(0))[:2]
-    shared = ParallelProgram(Program(plan), workers=2)
+    shared = ParallelProgram(LoadedPlan(plan), workers=2)
     for pinned in (cpus, cpus[::-1], None):
         execution = ParallelExecution(shared, pinned)
         run(execution, plan, x)
@@ -108,7 +108,7 @@ def test_helpers_stay_where_they_are_pinned_and_otherwise_off_the_callers_cpu() 
 def test_what_sends_the_helpers_home_keeps_the_code_that_it_runs() -> None:
     """A crew that is garbage: its helpers, the last to hold the program, may be gone before `dismiss` returns."""
     plan, _, _ = random_plan(np.random.default_rng(7))
-    program = Program(plan)
+    program = LoadedPlan(plan)
     execution = ParallelExecution(ParallelProgram(program, workers=2))
     alive = execution._crew._finalizer.peek()
     assert alive is not None and any(program in kept for kept in alive[2] if isinstance(kept, tuple))
@@ -118,7 +118,7 @@ def test_what_sends_the_helpers_home_keeps_the_code_that_it_runs() -> None:
 @pytest.mark.usefixtures("eager")
 def test_a_forked_child_runs_alone() -> None:
     plan, reads, outputs = random_plan(np.random.default_rng(3))
-    execution = ParallelExecution(ParallelProgram(Program(plan), workers=2))
+    execution = ParallelExecution(ParallelProgram(LoadedPlan(plan), workers=2))
     x = np.arange(ROWS * COLUMNS, dtype=np.int32).reshape(1, ROWS, COLUMNS)
     want = mix_reference(reads, outputs, x)
     run(execution, plan, x)
@@ -135,7 +135,7 @@ def test_a_forked_child_runs_alone() -> None:
 @pytest.mark.usefixtures("eager")
 def test_a_request_stays_out_of_the_arena_in_which_a_late_helper_is() -> None:
     plan, reads, outputs = random_plan(np.random.default_rng(5))
-    execution = ParallelExecution(ParallelProgram(Program(plan), workers=3))
+    execution = ParallelExecution(ParallelProgram(LoadedPlan(plan), workers=3))
     execution.close()       # from here on the test plays the helpers
     x = np.arange(ROWS * COLUMNS, dtype=np.int32).reshape(1, ROWS, COLUMNS)
     for busy in ([], [0], [0, 1], [1, 2]):
@@ -157,7 +157,7 @@ def test_the_halo_of_an_input_is_written_before_the_input_and_never_again() -> N
     plan = mix_plan([(0, 0)], [1], rows=2, columns=6)
     plan = replace(plan, inputs=(IoTensor("x", "int32", ("batch", 2, 4), inner),),
                    fills=(Fill(whole, -7, ((0, 0), (1, 1))),))
-    execution = ParallelExecution(ParallelProgram(Program(plan), workers=2))
+    execution = ParallelExecution(ParallelProgram(LoadedPlan(plan), workers=2))
     execution.close()
     padded = np.full((2, 2, 6), -7, np.int32)
     for busy in (0, 1, 0):
@@ -172,7 +172,7 @@ def test_a_request_ends_when_its_last_chunk_does(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(chunks, "CHUNK_US", 1e6)
     plan = mix_plan([(0, 0)], [1], ROWS, COLUMNS)
     plan = replace(plan, code=(mix_object("mix", ROWS, COLUMNS, repeats=5000), executor()))
-    execution = ParallelExecution(ParallelProgram(Program(plan), workers=2))
+    execution = ParallelExecution(ParallelProgram(LoadedPlan(plan), workers=2))
     for turn in range(20):
         x = np.full((1, ROWS, COLUMNS), turn, np.int32)
         np.testing.assert_array_equal(run(execution, plan, x)["t1"], mixed(x, x))
@@ -181,7 +181,7 @@ def test_a_request_ends_when_its_last_chunk_does(monkeypatch: pytest.MonkeyPatch
 
 def test_idle_helpers_sleep() -> None:
     plan, _, _ = random_plan(np.random.default_rng(4))
-    execution = ParallelExecution(ParallelProgram(Program(plan), workers=3))
+    execution = ParallelExecution(ParallelProgram(LoadedPlan(plan), workers=3))
     run(execution, plan, np.zeros((1, ROWS, COLUMNS), np.int32))
     deadline = time.monotonic() + 5
     workers = execution.workers
