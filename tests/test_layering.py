@@ -26,11 +26,11 @@ PACKAGES = {
 # they stand on in turn. A package's own modules stand above its folders, unless a line of their own says otherwise.
 STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines": (),
-    "engines.version": (), "engines.errors": (), "engines.debug": (),
+    "engines.version": (), "engines.errors": (), "engines.debug": (), "engines.files": (),
     "engines.ir": ("engines.errors",),
     "engines.faults": ("engines.ir",),
     "engines.capacity": ("engines.ir",),
-    "engines.machine": ("engines.errors", "engines.version"),
+    "engines.machine": ("engines.errors", "engines.version", "engines.files"),
     # the plan, and serving it
     "engines.plan": ("engines.ir", "engines.machine"),
     "engines.runtime.fallback": ("engines.plan",),

@@ -16,7 +16,6 @@ import logging
 import mmap
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import ConfigError, PlanError
+from engines.files import atomic_write
 from engines.plan.file import VERSION, read_plan
 from engines.version import COMPILER_VERSION
 
@@ -123,10 +123,5 @@ def _digest(path: Path) -> str:
 
 def _copy(source: Path, target: Path) -> None:
     """Whoever reads `target` finds what was there before, or the whole copy."""
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    try:
-        shutil.copyfile(source, temporary)
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with open(source, "rb") as old, atomic_write(target) as new:
+        shutil.copyfileobj(old, new, _BLOCK)

@@ -23,7 +23,6 @@ import json
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -32,6 +31,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from engines.errors import PlanCorruptError, PlanError, PlanVersionError
+from engines.files import atomic_write
 from engines.ir.graph import Array
 from engines.plan.checksums import PAGE, Bytes, page_sums, strong
 from engines.plan.packed import PackedArray, Packing, Picked
@@ -63,7 +63,7 @@ def fingerprint_of(manifest: Mapping[str, Any]) -> str:
 
 # ---- writing
 def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write the file beside its name, then rename it: whoever reads `path` finds the old plan or the new one, whole.
+    """Write the plan's file whole; whoever reads `path` meanwhile finds the old one.
 
     Raises PlanError: more than a plan holds, or a plan that was read and has been altered; OSError.
     """
@@ -83,26 +83,11 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
                         "fingerprint to write it as another plan")
     manifest = deflate(_json({**content, "plan": {**fields, "fingerprint": fingerprint}}), "the manifest")
     header = _HEADER.pack(MAGIC, VERSION, 0, at, len(manifest), bytes.fromhex(strong(manifest)), at + len(manifest), 0)
-    _replace_file(path, [(0, header), *((records[name]["offset"], data) for name, data in sections.items()),
-                         (at, manifest)])
-
-
-def _replace_file(path: str | os.PathLike[str], parts: Sequence[tuple[int, Bytes]]) -> None:
-    """A file of (offset, bytes), with zeros between, in the place of whatever has that name."""
-    folder, name = os.path.split(os.fspath(path))
-    temporary = os.path.join(folder, f".{name}.{os.getpid()}.{os.urandom(4).hex()}")
-    try:
-        with open(temporary, "xb") as file:
-            for offset, data in parts:
-                file.seek(offset)
-                file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
+    with atomic_write(path) as file:
+        for offset, data in ((0, header), *((records[name]["offset"], data) for name, data in sections.items()),
+                             (at, manifest)):
+            file.seek(offset)
+            file.write(data)
 
 
 def _sections(plan: Plan) -> tuple[dict[str, Bytes], dict[str, Any]]:
