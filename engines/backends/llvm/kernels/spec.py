@@ -22,7 +22,6 @@ from engines.backends.llvm.codegen.ir_builder import I64, PTR, Function, Module,
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import FLOATS, SIZES
 from engines.lowering.epilogue.program import EpilogueProgram
-from engines.plan.packed import Picked
 
 Array = NDArray[Any]
 ALIGNMENT = 64                  # of packed constants: a cache line, and the widest vector
@@ -154,14 +153,10 @@ class KernelSpec(ABC):
         """What of a tactic decides how constants are packed: tactics equal in it share packed constants."""
         return tactic
 
-    def only_moves(self, tactic: Any) -> bool:
-        """What the kernel reads are the constants themselves, each in its place, whatever its value."""
+    def packing_is_permutation(self, tactic: Any) -> bool:
+        """Whether packing only reorders the constants, which is quick: it neither computes with their values nor looks
+        at them."""
         return True
-
-    def picked(self, isa: Isa, tactic: Any) -> Mapping[str, Picked]:
-        """The constants whose values decide where packing puts them, and that a plan finds by the tables beside them:
-        the first three packed arrays are what `Picked` reads."""
-        return {}
 
     @abstractmethod
     def grid(self, isa: Isa, tactic: Any) -> Grid:

@@ -57,7 +57,7 @@ class Tuner:
     """Chooses and compiles; equal specs are one kernel. `timing` off takes the tactic of least cost (cost.py).
 
     short_lived: for plans that run a few times, as calibration's trials. Packing weights is then most of the work, so
-    only tactics that move them as they are count.
+    only tactics whose packing is a permutation count.
     """
 
     def __init__(self, isa: Isa, cache: TimingCache, processor: str, timing: bool = True,
@@ -101,7 +101,7 @@ class Tuner:
     def _usual(self, spec: KernelSpec) -> Any:
         """The cheapest tactic, refined."""
         tactics = spec.tactics(self.isa)
-        quick = [tactic for tactic in tactics if spec.only_moves(tactic)] if self.short_lived else []
+        quick = [tactic for tactic in tactics if spec.packing_is_permutation(tactic)] if self.short_lived else []
         best = self._cheapest(spec, quick or tactics)[0]
         return self._cheapest(spec, [best, *spec.refinements(self.isa, best)])[0]
 
