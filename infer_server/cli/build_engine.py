@@ -24,10 +24,9 @@ from engines.compiler.builder import DEFAULT_MAX_BATCH, BuildConfig
 from engines.compiler.engine_cache import EngineCache
 from engines.errors import ConfigError
 from engines.frontend.onnx_export import onnx_from_graph
-from engines.ir.serialize import graph_from_json
 from engines.passes.pixels import Pixels
 from engines.plan.file import read_plan, write_plan
-from engines.plan.plan import Plan
+from engines.plan.plan import Plan, graph_of
 from infer_server.cli.calibrating import Calibration, Say
 from infer_server.cli.common import NOT_VERIFIED, guarded, positive
 from infer_server.cli.compiling import compile_model
@@ -94,6 +93,8 @@ def _command(options: argparse.Namespace) -> int:
     _summary(plan, options, say)
     if options.verify and not verify_build(options.output, options.model, config, calibration, say, _say):
         return NOT_VERIFIED
+    if options.strip:
+        write_plan(plan.strip(), options.output)
     return 0
 
 
@@ -156,7 +157,7 @@ def _key_options(options: argparse.Namespace, config: BuildConfig, calibration: 
 
 def _export(plan: Plan, path: str, say: Say) -> None:
     import onnx
-    onnx.save(onnx_from_graph(graph_from_json(plan.graph, plan.graph_arrays)), path)
+    onnx.save(onnx_from_graph(graph_of(plan)), path)
     say(f"{path}: the quantised model with QuantizeLinear and DequantizeLinear nodes")
 
 
@@ -200,6 +201,9 @@ def make_parser() -> argparse.ArgumentParser:
                              "\"batch\" fixes the batch too, unless --max-batch is given")
     parser.add_argument("--keep-float", action="append", metavar="NODE",
                         help="an ONNX node that --int8 leaves in float")
+    parser.add_argument("--strip", action="store_true",
+                        help="leave the graph's weights out of the plan: it takes about half the room, and cannot be "
+                             "compiled again for another CPU")
     parser.add_argument("--threads", type=positive, default=1, metavar="N",
                         help="threads that run-engine takes for the plan where it is not told (default 1)")
     parser.add_argument("--target", choices=[isa.name for isa in ALL], metavar="CPU",

@@ -21,7 +21,6 @@ from engines.lowering.lower import Lowered, lower
 from engines.lowering.problems.problem import Problem
 from engines.machine.cpu import detect
 from engines.machine.timing_cache import TimingCache
-from engines.plan.packed import PackedArray
 from engines.plan.plan import Buffer, Derived, Fallback, Fill, IoTensor, Operand, Reach, Step, TensorView
 
 USUAL_BATCH = 32            # of full tiles, whatever their shape
@@ -39,7 +38,7 @@ class Compiled:
     code: tuple[bytes, ...]
     constants: bytes
     derived: tuple[Derived, ...]
-    packed: dict[str, PackedArray]
+    weight_offsets: dict[str, int]
     inputs: tuple[IoTensor, ...]
     outputs: tuple[IoTensor, ...]
 
@@ -83,13 +82,12 @@ def choose_kernels(graph: Graph, tuner: Tuner, max_batch: int, opt_batch: int | 
     return Chosen(lowered, tuner.isa, choices, made, max_batch)
 
 
-def assemble(chosen: Chosen, to_keep: bool = True) -> Compiled:
-    """Pack constants, lay out buffers. to_keep: the plan is to be written, so find out which of the graph's constants
-    need not be."""
+def assemble(chosen: Chosen) -> Compiled:
+    """Pack constants, lay out buffers."""
     assembler = _Assembler(chosen)
     for call in chosen.lowered.calls:
         assembler.add(call)
-    return assembler.finish(to_keep)
+    return assembler.finish()
 
 
 class _Assembler:
@@ -141,6 +139,8 @@ class _Assembler:
 
     def _fallback(self, call: Call, depends: set[int]) -> Step:
         node = call.node
+        for name in self.graph.constants.keys() & {*node.inputs}:
+            self.constants.tensor(name)     # the reference reads it from there
         inputs = tuple(name if name in self.graph.constants or not name else self._view(name) for name in node.inputs)
         quants = tuple(self.graph.types[n].quant if n in self.graph.constants else None for n in node.inputs)
         fallback = Fallback(node_to_json(node), inputs, tuple(self._view(name) for name in node.outputs), quants)
@@ -153,7 +153,7 @@ class _Assembler:
         return Operand(None, self.constants.tensor(placement.constant).offset + placement.offset)
 
     # ---- buffers
-    def finish(self, to_keep: bool) -> Compiled:
+    def finish(self) -> Compiled:
         isa, cpu = self.isa, detect()
         made_for = {"features": sorted(isa.requires), "model": cpu.model,
                     "architecture": _architecture(isa, cpu.architecture)}
@@ -162,7 +162,7 @@ class _Assembler:
             buffers=buffers_of(self.lowered, self.max_batch), fills=fills_of(self.lowered), steps=tuple(self.steps),
             code=(*self.code.values(), scheduler_object(isa)), constants=self.constants.data(),
             derived=self.constants.derived(),
-            packed=self.constants.packed() if to_keep else {},
+            weight_offsets=self.constants.weight_offsets,
             inputs=tuple(map(self._io, self.graph.inputs)), outputs=tuple(map(self._io, self.graph.outputs)))
 
     def _view(self, name: str) -> TensorView:
