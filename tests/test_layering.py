@@ -48,16 +48,18 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines.passes.quantization": ("engines.passes.fusion",),
     "engines.passes": ("engines.passes.quantization", "engines.debug", "engines.frontend"),
     # from the graph to kernel calls
+    "engines.lowering.problems.view": (),
     "engines.lowering.epilogue": ("engines.passes", "engines.backends.llvm.codegen"),
-    "engines.lowering.calls": ("engines.lowering.epilogue", "engines.plan", "engines.backends.llvm.kernels"),
+    "engines.lowering.problems": ("engines.lowering.epilogue", "engines.lowering.problems.view"),
+    "engines.lowering.calls": ("engines.lowering.problems", "engines.plan", "engines.backends.llvm.kernels"),
     "engines.lowering.rules": ("engines.lowering.calls", "engines.backends.llvm.kernels"),
     "engines.lowering": ("engines.lowering.rules", "engines.capacity"),
     # from the calls to code
     "engines.backends": (),
-    "engines.backends.llvm.codegen": ("engines.backends.llvm.runtime",),
+    "engines.backends.llvm.codegen": ("engines.backends.llvm.runtime", "engines.lowering.problems.view"),
     "engines.backends.llvm.tuning.cost": (),
-    "engines.backends.llvm.kernels.spec": ("engines.backends.llvm.codegen", "engines.lowering.epilogue"),
-    "engines.backends.llvm.kernels.common": ("engines.backends.llvm.kernels.spec",),
+    "engines.backends.llvm.kernels.kernel": ("engines.backends.llvm.codegen", "engines.lowering.problems"),
+    "engines.backends.llvm.kernels.common": ("engines.backends.llvm.kernels.kernel",),
     "engines.backends.llvm.kernels.contraction": (
         "engines.backends.llvm.kernels.common", "engines.backends.llvm.tuning.cost"),
     "engines.backends.llvm.kernels.depthwise": ("engines.backends.llvm.kernels.contraction",),

@@ -15,7 +15,7 @@ from engines.backends.llvm.codegen.compile import compile_object, host_features
 from engines.backends.llvm.codegen.executor import scheduler_object
 from engines.backends.llvm.codegen.ir_builder import I32, Module
 from engines.backends.llvm.codegen.isa import best_isa
-from engines.backends.llvm.kernels.spec import begin_kernel
+from engines.backends.llvm.kernels.kernel import begin_kernel
 from engines.ir.graph import Array
 from engines.plan.plan import Buffer, Fill, IoTensor, Operand, Plan, Reach, Step, TensorView
 

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.spec import ALIGNMENT, Array, KernelSpec
+from engines.backends.llvm.kernels.kernel import ALIGNMENT
+from engines.backends.llvm.tuning.tuner import Choice
 from engines.backends.llvm.unpacking import SMALLEST, PackingFinder
 from engines.ir.graph import Graph
 from engines.lowering.calls.calls import Call
+from engines.lowering.problems.problem import Array, Problem
 from engines.plan.packed import PackedArray, Packing
 from engines.plan.plan import DERIVED, Derived, Operand
 
@@ -20,14 +22,14 @@ TAIL = 4 * ALIGNMENT        # bytes behind them: a prefetch or the last vector m
 class Constants:
     """Collects packed constants, each on a cache line, in order of execution."""
 
-    def __init__(self, graph: Graph, isa: Isa, symbols: Mapping[KernelSpec, str]) -> None:
-        """symbols: of the kernels that make constants of others."""
-        self._graph, self._isa, self._symbols = graph, isa, symbols
+    def __init__(self, graph: Graph, isa: Isa, makers: Mapping[Problem, Choice]) -> None:
+        """makers: the kernels that make constants of others."""
+        self._graph, self._isa, self._makers = graph, isa, makers
         self._parts: list[Array] = []
         self._offsets: list[int] = []
         self._size = 0
         self._tensors: dict[str, Operand] = {}      # those that kernels read as they read any tensor
-        self._calls: list[tuple[Call, Any, list[int]]] = []
+        self._calls: list[tuple[Call, Choice, list[int]]] = []
         self._derived: list[Derived] = []
         self._derived_size = 0
 
@@ -39,23 +41,23 @@ class Constants:
         self._size += -(-len(flat) // ALIGNMENT) * ALIGNMENT
         return Operand(None, self._offsets[-1]), len(flat)
 
-    def add_packed(self, call: Call, tactic: Any) -> list[tuple[Operand, int]]:
+    def add_packed(self, call: Call, choice: Choice) -> list[tuple[Operand, int]]:
         """The constants of a call, as its kernel's tactic packs them: where the kernel reads each, and how much."""
-        assert call.spec is not None
         first = len(self._parts)
-        added = [self.add(array) for array in call.spec.pack(self._isa, tactic, call.constants)]
-        self._calls.append((call, tactic, list(range(first, len(self._parts)))))
-        for which, spec in call.spec.made(self._isa, tactic).items():
-            added[which] = self._derive(spec, *added[which], call.name)
+        added = [self.add(array) for array in choice.kernel.pack(self._isa, choice.tactic, call.constants)]
+        self._calls.append((call, choice, list(range(first, len(self._parts)))))
+        for which, problem in choice.kernel.made(self._isa, choice.tactic).items():
+            added[which] = self._derive(problem, *added[which], call.name)
         return added
 
-    def _derive(self, spec: KernelSpec, source: Operand, kept: int, name: str) -> tuple[Operand, int]:
+    def _derive(self, problem: Problem, source: Operand, kept: int, name: str) -> tuple[Operand, int]:
         """What a kernel makes of a constant of `kept` bytes."""
-        grid = spec.grid(self._isa, spec.tactics(self._isa)[0])
-        assert (grid.row_step, grid.column_step) == (1, 1), f"{spec.family}: its grid is to be cut anywhere"
-        items = -(-kept // spec.inputs[0].item)
-        size = items * spec.outputs[0].item
-        place = Derived(self._symbols[spec], source.offset, self._derived_size, size, items * grid.rows_per_item,
+        maker = self._makers[problem]
+        grid = maker.kernel.grid(self._isa, maker.tactic)
+        assert (grid.row_step, grid.column_step) == (1, 1), f"{problem.family}: its grid is to be cut anywhere"
+        items = -(-kept // problem.inputs[0].item)
+        size = items * problem.outputs[0].item
+        place = Derived(maker.symbol, source.offset, self._derived_size, size, items * grid.rows_per_item,
                         grid.columns, name)
         self._derived.append(place)
         self._derived_size += -(-size // ALIGNMENT) * ALIGNMENT
@@ -81,14 +83,13 @@ class Constants:
         finder = PackingFinder(self._isa)
         found = {name: self._as_it_is(name, operand) for name, operand in self._tensors.items()
                  if self._graph.constants[name].nbytes >= SMALLEST}
-        for call, tactic, parts in self._calls:
+        for call, choice, parts in self._calls:
             for key, constant in call.constants.items():
                 source = self._source(call, constant)
                 if source is None or source[0] in found:
                     continue
                 (name, axis), array = source, self._graph.constants[source[0]]
-                assert call.spec is not None
-                way = finder.find(call.spec, tactic, call.constants, key, [self._parts[i] for i in parts],
+                way = finder.find(choice.kernel, choice.tactic, call.constants, key, [self._parts[i] for i in parts],
                                   rounded=self._readers(name) == 1)
                 if way is not None:
                     offsets = tuple(self._offsets[parts[which]] for which in way.which)

@@ -1,6 +1,6 @@
 """The way back from packed constants to the graph's: found by packing numbers instead of weights, and then checked.
 
-So no kernel family has to say how to undo its packing (but where the weights' values decide it: KernelSpec.picked). A
+So no kernel family has to say how to undo its packing (but where the weights' values decide it: Kernel.picked). A
 matrix of zeros but for its first and last column, which hold the numbers of their rows, is packed; then one whose first
 and last row hold the numbers of their columns. Where a number comes to lie is where that element of the weights does.
 Numbers are written in digits that are exact in every stored dtype, one digit a matrix; the last row and column hold
@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.spec import Array, KernelSpec
+from engines.backends.llvm.kernels.kernel import Kernel
 from engines.lowering.epilogue.program import load_meaning, store_meaning
+from engines.lowering.problems.problem import Array
 from engines.plan.packed import Packing, Picked
 
 SMALLEST = 4096             # bytes: below, a constant takes hardly more room than the way back to it
@@ -42,16 +43,16 @@ class PackingFinder:
         self._isa = isa
         self._found: dict[Any, Found | None] = {}
 
-    def find(self, spec: KernelSpec, tactic: Any, constants: Mapping[str, Any], key: str, packed: Sequence[Array],
+    def find(self, kernel: Kernel[Any], tactic: Any, constants: Mapping[str, Any], key: str, packed: Sequence[Array],
              rounded: bool) -> Found | None:
         """Where constants[key], as a matrix, lies in `packed`; None if that has no form.
 
         rounded: it may come back as it is stored, bfloat16 or float16 for float32.
         """
         weights = np.asarray(constants[key])
-        identity = spec, spec.packing(tactic), key, weights.shape
+        identity = kernel, kernel.packing(tactic), key, weights.shape
         if identity not in self._found:
-            self._found[identity] = self._told(spec, tactic, key) or self._probe(spec, tactic, constants, key)
+            self._found[identity] = self._told(kernel, tactic, key) or self._probe(kernel, tactic, constants, key)
         found = self._found[identity]
         if found is None:
             return None
@@ -61,12 +62,12 @@ class PackingFinder:
         again = found.packing.take([packed[which] for which in found.which], found.stored)
         return found if np.array_equal(again, matrix) else None
 
-    def _told(self, spec: KernelSpec, tactic: Any, key: str) -> Found | None:
+    def _told(self, kernel: Kernel[Any], tactic: Any, key: str) -> Found | None:
         """As the kernel family says it, for constants whose values decide where they lie."""
-        picked = spec.picked(self._isa, tactic).get(key)
+        picked = kernel.picked(self._isa, tactic).get(key)
         return Found((0, 1, 2), "int8", picked) if picked else None
 
-    def _probe(self, spec: KernelSpec, tactic: Any, constants: Mapping[str, Any], key: str) -> Found | None:
+    def _probe(self, kernel: Kernel[Any], tactic: Any, constants: Mapping[str, Any], key: str) -> Found | None:
         weights = np.asarray(constants[key])
         shape = _as_matrix(weights.shape)
 
@@ -77,7 +78,7 @@ class PackingFinder:
                 matrix = np.zeros(shape, weights.dtype)
                 lines = matrix.swapaxes(0, axis)
                 lines[-1], lines[0] = -digit, digit
-                results.append(spec.pack(self._isa, tactic, {**constants, key: matrix.reshape(weights.shape)}))
+                results.append(kernel.pack(self._isa, tactic, {**constants, key: matrix.reshape(weights.shape)}))
             return results
 
         by_row, by_column = pack(axis=1), pack(axis=0)

@@ -111,9 +111,10 @@ def test_made_constants_are_what_packing_means_bit_for_bit(plan_of: Callable[...
                             read.max_batch)
     compared = 0
     for step, call in zip(read.steps, chosen.lowered.calls, strict=True):
-        if call.spec is None:
+        if call.problem is None:
             continue
-        constants = call.spec.ready_constants(chosen.isa, chosen.choices[call.spec].tactic, call.constants)
+        constants = chosen.choices[call.problem].kernel.ready_constants(
+            chosen.isa, chosen.choices[call.problem].tactic, call.constants)
         for operand, constant in zip(step.operands[len(call.inputs):], constants, strict=False):
             if operand.buffer == DERIVED:
                 np.testing.assert_array_equal(made[operand.offset:][:constant.nbytes], constant.view(np.uint8))

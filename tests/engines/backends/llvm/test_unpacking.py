@@ -11,13 +11,15 @@ from engines.backends.llvm import unpacking
 from engines.backends.llvm.codegen.isa import AVX2, AVX512_VNNI, Isa
 from engines.backends.llvm.kernels.contraction.contraction import Contraction
 from engines.backends.llvm.kernels.depthwise.depthwise import Depthwise
+from engines.backends.llvm.kernels.kernel import KernelSpec
 from engines.backends.llvm.kernels.recurrent.cells import Cell, Stage
 from engines.backends.llvm.kernels.recurrent.recurrence import Recurrence
-from engines.backends.llvm.kernels.spec import Array, KernelSpec, dense_view
 from engines.backends.llvm.unpacking import PackingFinder
 from engines.lowering.epilogue.program import ProgramBuilder
+from engines.lowering.problems.problem import Array
+from engines.lowering.problems.view import dense_view
 from engines.plan.packed import Packing, Picked
-from tests.engines.backends.harness import EVERY_ISA
+from tests.engines.backends.harness import EVERY_ISA, kernel_of
 
 STORED = {"int8": "int8", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -49,7 +51,7 @@ def test_every_weight_is_found_where_it_was_packed(isa: Isa, precision: str, cha
     finder = PackingFinder(isa)
     for tactic in spec.tactics(isa):
         packed = spec.pack(isa, tactic, constants)
-        found = finder.find(spec, tactic, constants, "weights", packed, rounded=True)
+        found = finder.find(kernel_of(spec), tactic, constants, "weights", packed, rounded=True)
         assert found is not None
         again = found.packing.take([packed[which] for which in found.which], found.stored).astype(weights.dtype)
         assert [a.tobytes() for a in spec.pack(isa, tactic, {**constants, "weights": again.reshape(weights.shape)})] \
@@ -63,7 +65,8 @@ def test_paired_weights_are_found_by_short_places_and_by_long_ones(columns: int,
     spec = replace(near, x=dense_view("uint8", (5, columns, 8)), y=dense_view("uint8", (3, columns - 1, 20)))
     constants = {"weights": weights_of(spec, "int8", (20, 8, 3, 2)), "program": []}
     tactic = next(tactic for tactic in spec.tactics(isa) if tactic.paired)
-    found = PackingFinder(isa).find(spec, tactic, constants, "weights", spec.pack(isa, tactic, constants), rounded=True)
+    packed = spec.pack(isa, tactic, constants)
+    found = PackingFinder(isa).find(kernel_of(spec), tactic, constants, "weights", packed, rounded=True)
     assert found is not None and isinstance(found.packing, Picked) and found.packing.short == short
     assert bool(spec.made(isa, tactic)) == short
 
@@ -73,8 +76,8 @@ def test_rounded_weights_are_refused_where_the_graph_needs_them_as_they_are() ->
     constants = {"weights": weights_of(spec, "bf16", (16, 8, 3, 2)), "program": []}
     tactic = spec.tactics(isa)[0]
     packed = spec.pack(isa, tactic, constants)
-    assert PackingFinder(isa).find(spec, tactic, constants, "weights", packed, rounded=False) is None
-    assert PackingFinder(isa).find(spec, tactic, constants, "weights", packed, rounded=True) is not None
+    assert PackingFinder(isa).find(kernel_of(spec), tactic, constants, "weights", packed, rounded=False) is None
+    assert PackingFinder(isa).find(kernel_of(spec), tactic, constants, "weights", packed, rounded=True) is not None
 
 
 @dataclass(frozen=True)
@@ -96,10 +99,10 @@ def test_a_packing_that_does_not_keep_the_weights_has_no_way_back(keep: str, the
     constants = {"weights": weights_of(spec, "int8", (32, 8, 3, 2)), "program": []}
     tactic = spec.tactics(isa)[0]
     packed = spec.pack(isa, tactic, constants)
-    assert (PackingFinder(isa).find(spec, tactic, constants, "weights", packed, True) is not None) == there
+    assert (PackingFinder(isa).find(kernel_of(spec), tactic, constants, "weights", packed, True) is not None) == there
     damaged = (packed[0].copy(), packed[1])
     damaged[0][3] ^= 1      # the check is of these very weights
-    assert PackingFinder(isa).find(spec, tactic, constants, "weights", damaged, True) is None
+    assert PackingFinder(isa).find(kernel_of(spec), tactic, constants, "weights", damaged, True) is None
 
 
 @EVERY_ISA
@@ -113,7 +116,7 @@ def test_recurrent_weights_are_a_matrix_of_units(directions: int, isa: Isa, monk
     weights = weights_of(spec, "fp32", (directions, 80, 20))
     constants, tactic = {"weights": weights, "units": []}, spec.tactics(isa)[0]
     packed = spec.pack(isa, tactic, constants)
-    found = PackingFinder(isa).find(spec, tactic, constants, "weights", packed, rounded=False)
+    found = PackingFinder(isa).find(kernel_of(spec), tactic, constants, "weights", packed, rounded=False)
     assert found is not None and isinstance(found.packing, Packing)
     assert (len(found.packing.starts), len(found.packing.steps[0])) == (directions * 80, 20)
     np.testing.assert_array_equal(found.packing.take([packed[which] for which in found.which], found.stored),

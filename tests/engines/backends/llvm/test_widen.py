@@ -5,7 +5,7 @@ import pytest
 from engines.backends.llvm.codegen.isa import AVX2, AVX512_VNNI, PORTABLE
 from engines.backends.llvm.kernels.contraction.pair_offsets import FAR, STEPS, PairOffsets, shorten_places
 from engines.backends.llvm.kernels.contraction.widen import Widen, widened
-from engines.backends.llvm.kernels.spec import ALIGNMENT
+from engines.backends.llvm.kernels.kernel import ALIGNMENT
 from tests.engines.backends.harness import EVERY_WIDTH, check
 
 

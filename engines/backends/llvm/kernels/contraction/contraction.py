@@ -43,19 +43,19 @@ from engines.backends.llvm.kernels.contraction.store import emit_epilogue
 from engines.backends.llvm.kernels.contraction.taps import Border, TapAxis
 from engines.backends.llvm.kernels.contraction.widen import widened
 from engines.backends.llvm.kernels.contraction.winograd import Winograd
-from engines.backends.llvm.kernels.spec import (
-    Array,
+from engines.backends.llvm.kernels.kernel import (
     Grid,
     ImageKernel,
     KernelSpec,
     Tactic,
-    View,
     Window,
     begin_kernel,
     pack_channels,
 )
 from engines.backends.llvm.tuning.cost import CALL, LATENCY, Work, epilogue, pieces, reading
 from engines.lowering.epilogue.program import load_meaning, store_meaning
+from engines.lowering.problems.problem import Array
+from engines.lowering.problems.view import View
 from engines.plan.packed import Picked
 
 LEFT_ALONE = 9          # weights of a channel that find no partner, whatever their number: so it is with normal ones
@@ -177,9 +177,6 @@ class Contraction(ImageKernel):
         views = (self.flat.x, self.flat.y, *self.flat.operands)
         return (self.flat.rows == 1 and self.flat.cols <= FEW_PIXELS and self.taps == (1, 1) and self.stride == (1, 1)
                 and all(v.item == v.shape[1] * v.strides[1] for v in views))
-
-    def for_batches_of(self, items: int) -> Contraction:
-        return replace(self, items=items) if self.by_batch else self
 
     def block_of_the_batch(self, tile: Tile) -> int:
         """Pixels, where the spec is cut by batch."""
