@@ -77,8 +77,8 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines.backends.llvm.tuning": ("engines.backends.llvm.kernels",),
     "engines.backends.llvm": ("engines.backends.llvm.tuning", "engines.lowering"),
     # all together
-    "engines.compiler": ("engines.backends.llvm",),
-    "engines.onnx_backend": ("engines.compiler", "engines.runtime"),
+    "engines.compiler": ("engines.backends.llvm", "engines.runtime"),
+    "engines.onnx_backend": ("engines.compiler",),
     # calibration
     "calibration.histogram": (),
     "calibration.data.sources": ("calibration.data",),

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from engines.backends.llvm.backend import Chosen, assemble, choose_kernels, make_tuner
 from engines.backends.llvm.tuning.item_major import with_bands
 from engines.backends.llvm.tuning.tuner import Progress
-from engines.errors import CompilerFault, ConfigError, EngineError
+from engines.errors import CompilerFault, ConfigError, EngineError, did_you_mean
 from engines.faults import faults_named
 from engines.frontend.inputs import is_size
 from engines.frontend.onnx_import import Model, graph_from_onnx
@@ -50,14 +50,23 @@ class BuildConfig:
     keep_float: tuple[str, ...] = ()        # ONNX nodes that an int8 build leaves in float
     timing: bool = True                     # time the tactics; without it the cheapest by its cost is taken
     timing_cache: str = ""                  # a file; "" keeps times for this build only
+    threads: int = 1                        # that run-engine takes for the plan where it is not told
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
-            raise ConfigError(f"unknown precision '{self.precision}'; it is one of {', '.join(PRECISIONS)}")
-        if self.max_batch is not None and self.max_batch < 1:
-            raise ConfigError(f"--max-batch {self.max_batch}: a batch has at least one item")
-        if self.opt_batch is not None and self.opt_batch < 1:
-            raise ConfigError(f"--opt-batch {self.opt_batch}: a batch has at least one item")
+            raise ConfigError(f"unknown precision '{self.precision}'{did_you_mean(str(self.precision), PRECISIONS)}")
+        for name in ("max_batch", "opt_batch", "threads"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int) and value > 0):
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: it must be a whole number of at least 1")
+
+    @staticmethod
+    def of(options: Mapping[str, Any]) -> BuildConfig:
+        """The configuration with these fields. Raises ConfigError: an unknown one, with the nearest that there is."""
+        known = [field.name for field in fields(BuildConfig)]
+        if unknown := sorted(set(options) - set(known)):
+            raise ConfigError(f"unknown option '{unknown[0]}'{did_you_mean(unknown[0], known)}")
+        return BuildConfig(**options)
 
 
 class Builder:
@@ -208,7 +217,7 @@ class Builder:
             derived=compiled.derived, graph=document, weights=arrays,
             weight_offsets=compiled.weight_offsets,
             dependence=graph.dependence,
-            metadata={"compiler": COMPILER_VERSION, **(metadata or {})})
+            metadata={"compiler": COMPILER_VERSION, "threads": self.config.threads, **(metadata or {})})
 
     def _max_batch(self, graph: Graph) -> int:
         """0 for a model of fixed shape."""
