@@ -19,8 +19,9 @@ def _is_repeated(field: Any) -> bool:
 
 def _facts_of(message: Any) -> set[tuple[Any, ...]]:
     """Every field of a message type and of the types nested in it, as the wire sees them; every value of its enums."""
-    fields = {(message.full_name, f.number, f.name, f.type, _is_repeated(f), f.message_type and f.message_type.full_name,
-               f.containing_oneof and f.containing_oneof.name) for f in message.fields}
+    fields = {(message.full_name, f.number, f.name, f.type, _is_repeated(f),
+               f.message_type and f.message_type.full_name, f.containing_oneof and f.containing_oneof.name)
+              for f in message.fields}
     values = {(enum.full_name, value.name, value.number) for enum in message.enum_types for value in enum.values}
     return fields.union(values, *map(_facts_of, message.nested_types))
 
