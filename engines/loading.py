@@ -26,6 +26,9 @@ def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismat
         raise ConfigError(f"on_target_mismatch='{on_target_mismatch}': choose 'relower' or 'refuse'")
     plan = read_plan(path)
     if mismatch := device_of(plan.backend).mismatch(plan):
+        if plan.stripped:
+            raise PlanTargetError(f"{path}: {mismatch}; it is stripped (--strip), so it cannot be compiled again here: "
+                                  "build it here, or without --strip")
         if on_target_mismatch == "refuse":
             raise PlanTargetError(f"{path}: {mismatch}; build it here, or load it with on_target_mismatch='relower'")
         plan = _relower(plan, f"{path}: {mismatch}")

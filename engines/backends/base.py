@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, Protocol
 
 from engines.ir.graph import Graph
 from engines.machine.timing_cache import TimingCache
-from engines.plan.packed import PackedArray
 from engines.plan.plan import Buffer, Derived, Fill, IoTensor, Plan, Step
 from engines.plan.roofline import Peaks
 
@@ -44,7 +43,7 @@ class MachinePart:
     code: tuple[bytes, ...]
     constants: bytes
     derived: tuple[Derived, ...]
-    packed: dict[str, PackedArray]
+    weight_offsets: dict[str, int]
     inputs: tuple[IoTensor, ...]
     outputs: tuple[IoTensor, ...]
 
@@ -65,8 +64,8 @@ class Session(Protocol):
         opt_batch: the batch that kernels are timed with; None: the backend decides.
         """
 
-    def assemble(self, chosen: Any, to_keep: bool = True) -> MachinePart:
-        """Constants packed, buffers laid out. to_keep: the plan is to be written to a file."""
+    def assemble(self, chosen: Any) -> MachinePart:
+        """Constants packed, buffers laid out."""
 
     def tuned(self, plan: Plan) -> Plan:
         """The plan with what is decided by timing the whole of it; the plan itself if there is nothing."""

@@ -21,12 +21,12 @@ from engines.faults import faults_named
 from engines.frontend.inputs import is_size
 from engines.frontend.onnx_import import Model, graph_from_onnx
 from engines.ir.graph import BATCH, Array, Graph
-from engines.ir.serialize import graph_from_json, graph_to_json
+from engines.ir.serialize import graph_to_json
 from engines.machine.timing_cache import TimingCache
 from engines.passes.pipeline import optimise, simplify
 from engines.passes.pixels import Pixels, take_pixels
 from engines.passes.quantization.quantize import edges_to_calibrate, quantize, set_float_precision
-from engines.plan.plan import Plan
+from engines.plan.plan import Plan, graph_of
 from engines.version import COMPILER_VERSION
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "best")
@@ -195,17 +195,16 @@ class Builder:
     def _compile_here(self, graph: Graph) -> Plan:
         """A plan that this build runs and forgets."""
         max_batch = min(self._max_batch(graph), TRIAL_BATCH)
-        return self._plan(self._here, self._here.choose(graph, max_batch), to_keep=False)
+        return self._plan(self._here, self._here.choose(graph, max_batch))
 
-    def _plan(self, session: Session, chosen: Chosen, to_keep: bool = True,
-              metadata: Mapping[str, Any] | None = None) -> Plan:
-        compiled, graph = session.assemble(chosen, to_keep), chosen.graph
+    def _plan(self, session: Session, chosen: Chosen, metadata: Mapping[str, Any] | None = None) -> Plan:
+        compiled, graph = session.assemble(chosen), chosen.graph
         document, arrays = graph_to_json(graph)
         return Plan(
             name=graph.name, target=compiled.target, cpu=compiled.cpu, precision=self.config.precision,
             max_batch=chosen.max_batch, inputs=compiled.inputs, outputs=compiled.outputs, buffers=compiled.buffers,
             steps=compiled.steps, fills=compiled.fills, code=compiled.code, constants=compiled.constants,
-            derived=compiled.derived, graph=document, graph_arrays=arrays, packed=compiled.packed,
+            derived=compiled.derived, graph=document, weights=arrays, weight_offsets=compiled.weight_offsets,
             backend=compiled.backend, dependence=graph.dependence,
             metadata={"compiler": COMPILER_VERSION, **(metadata or {})})
 
@@ -230,10 +229,11 @@ def relower(plan: Plan, target: str = "") -> Plan:
     The quantised graph is in the plan, so neither the ONNX file nor calibration data are needed; integers come out the
     same bit for bit.
     """
-    graph = graph_from_json(plan.graph, plan.graph_arrays)
+    graph = graph_of(plan)
     session = backend_of(target).session(target, TimingCache(), timing=False)
     compiled = session.assemble(session.choose(graph, plan.max_batch))
-    return replace(plan, backend=compiled.backend, target=compiled.target, cpu=compiled.cpu, inputs=compiled.inputs, outputs=compiled.outputs,
+    return replace(plan, backend=compiled.backend, target=compiled.target, cpu=compiled.cpu,
+                   inputs=compiled.inputs, outputs=compiled.outputs,
                    buffers=compiled.buffers, steps=compiled.steps, fills=compiled.fills, code=compiled.code,
-                   constants=compiled.constants, derived=compiled.derived, packed=compiled.packed, bands=(),
-                   fingerprint="")
+                   constants=compiled.constants, derived=compiled.derived, weight_offsets=compiled.weight_offsets,
+                   bands=(), fingerprint="")

@@ -18,16 +18,14 @@ from tqdm import tqdm
 
 from calibration.calibrators import CALIBRATORS
 from calibration.data.preprocess import PRESETS, load_preprocess
-from engines.backends.llvm.backend import USUAL_BATCH
-from engines.backends.llvm.codegen.isa import ALL
+from engines.backends import backend_of, every_target
 from engines.compiler.builder import DEFAULT_MAX_BATCH, BuildConfig
 from engines.compiler.engine_cache import EngineCache
 from engines.errors import ConfigError
 from engines.frontend.onnx_export import onnx_from_graph
-from engines.ir.serialize import graph_from_json
 from engines.passes.pixels import Pixels
 from engines.plan.file import read_plan, write_plan
-from engines.plan.plan import Plan
+from engines.plan.plan import Plan, graph_of
 from infer_server.cli.calibrating import Calibration, Say
 from infer_server.cli.common import NOT_VERIFIED, guarded, positive
 from infer_server.cli.compiling import compile_model
@@ -94,6 +92,8 @@ def _command(options: argparse.Namespace) -> int:
     _summary(plan, options, say)
     if options.verify and not verify_build(options.output, options.model, config, calibration, say, _say):
         return NOT_VERIFIED
+    if options.strip:
+        write_plan(plan.strip(), options.output)
     return 0
 
 
@@ -141,14 +141,12 @@ def _key_options(options: argparse.Namespace, config: BuildConfig, calibration: 
 
     The calibration cache counts with its content: builds that share its name may find other ranges in it.
     """
-    from engines.backends.llvm.backend import make_tuner
     from engines.machine.cpu import detect
-    from engines.machine.timing_cache import TimingCache
     script, is_script, _ = calibration.source.partition(".py:")
     source = Path(f"{script}.py" if is_script else calibration.source)
     files = sorted(source.rglob("*")) if source.is_dir() else [source] if calibration.source else []
     return {**asdict(config), **asdict(calibration), "threads": options.threads, "cpu": detect().model,
-            "target": make_tuner(config.target, TimingCache(), False).isa.name, "timing_cache": "",
+            "target": config.target or backend_of("").default_target(), "timing_cache": "",
             "data": [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()],
             "texts": [Path(name).read_text(errors="replace") if Path(name).is_file() else ""
                       for name in (calibration.preprocess, calibration.cache)]}
@@ -156,7 +154,7 @@ def _key_options(options: argparse.Namespace, config: BuildConfig, calibration: 
 
 def _export(plan: Plan, path: str, say: Say) -> None:
     import onnx
-    onnx.save(onnx_from_graph(graph_from_json(plan.graph, plan.graph_arrays)), path)
+    onnx.save(onnx_from_graph(graph_of(plan)), path)
     say(f"{path}: the quantised model with QuantizeLinear and DequantizeLinear nodes")
 
 
@@ -194,16 +192,20 @@ def make_parser() -> argparse.ArgumentParser:
                         help=f"most items a run (default {DEFAULT_MAX_BATCH})")
     parser.add_argument("--opt-batch", type=positive, metavar="N",
                         help="optimise for batches of N items: tactics are timed with so many (default: with one; "
-                             f"where several items share a tile, with {USUAL_BATCH} too, or --max-batch if it is less)")
+                             "where several items share a tile, with a full batch too)")
     parser.add_argument("--shape", type=parse_shape, action="append", metavar="NAME:batchx128",
                         help="shape of an input whose extents beyond the batch are symbolic; a number in place of "
                              "\"batch\" fixes the batch too, unless --max-batch is given")
     parser.add_argument("--keep-float", action="append", metavar="NODE",
                         help="an ONNX node that --int8 leaves in float")
+    parser.add_argument("--strip", action="store_true",
+                        help="leave the graph's weights out of the plan: it takes about half the room, and cannot be "
+                             "compiled again for another CPU")
     parser.add_argument("--threads", type=positive, default=1, metavar="N",
                         help="threads that run-engine takes for the plan where it is not told (default 1)")
-    parser.add_argument("--target", choices=[isa.name for isa in ALL], metavar="CPU",
-                        help=f"instruction set ({', '.join(isa.name for isa in ALL)}); default: this machine's best")
+    parser.add_argument("--target", metavar="NAME",
+                        help=f"an instruction set, or another backend ({', '.join(every_target())}); default: this "
+                             "CPU's best")
     parser.add_argument("--timing-cache", metavar="FILE", help="times of tactics, read and added to")
     parser.add_argument("--no-timing", action="store_true", help="take each kernel's usual tactic without timing")
     parser.add_argument("--cache-dir", metavar="DIR", help="engine cache: the second identical build is a lookup")

@@ -72,13 +72,12 @@ class LlvmSession:
                                   for maker in choice.kernel.made(self.isa, choice.tactic).values()})
         return CpuChosen(lowered, choices, made, max_batch)
 
-    def assemble(self, chosen: CpuChosen, to_keep: bool = True) -> MachinePart:
-        """Pack constants, lay out buffers. to_keep: the plan is to be written, so find out which of the graph's
-        constants need not be."""
+    def assemble(self, chosen: CpuChosen) -> MachinePart:
+        """Pack constants, lay out buffers."""
         assembler = _Assembler(chosen, self.isa)
         for call in chosen.lowered.calls:
             assembler.add(call)
-        return assembler.finish(to_keep)
+        return assembler.finish()
 
     def tuned(self, plan: Plan) -> Plan:
         """The plan with the steps that are faster item by item, as timed here."""
@@ -100,6 +99,8 @@ class _Assembler:
         step = replace(step_of(self.lowered, call), depends=tuple(sorted(depends)))
         if call.problem is not None:
             step = self._kernel(call, call.problem, step)
+        for name in self.lowered.graph.constants.keys() & {*call.node.inputs} if step.fallback else ():
+            self.constants.tensor(name)     # the reference reads it from there
         for placement in call.outputs:
             self.writers.setdefault(placement.buffer, []).append(len(self.steps))
         self.steps.append(step)
@@ -134,7 +135,7 @@ class _Assembler:
         return Operand(None, self.constants.tensor(placement.constant).offset + placement.offset)
 
     # ---- buffers
-    def finish(self, to_keep: bool) -> MachinePart:
+    def finish(self) -> MachinePart:
         isa, cpu = self.isa, detect()
         made_for = {"features": sorted(isa.requires), "model": cpu.model,
                     "architecture": _architecture(isa, cpu.architecture)}
@@ -143,7 +144,7 @@ class _Assembler:
             buffers=buffers_of(self.lowered, self.max_batch), fills=fills_of(self.lowered), steps=tuple(self.steps),
             code=(*self.code.values(), scheduler_object(isa)), constants=self.constants.data(),
             derived=self.constants.derived(),
-            packed=self.constants.packed() if to_keep else {},
+            weight_offsets=self.constants.weight_offsets,
             inputs=io_tensors(self.lowered, self.lowered.graph.inputs),
             outputs=io_tensors(self.lowered, self.lowered.graph.outputs))
 

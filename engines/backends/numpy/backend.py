@@ -51,13 +51,13 @@ class NumpySession:
         check_memory(lowered, max_batch)
         return NumpyChosen(lowered, max_batch)
 
-    def assemble(self, chosen: NumpyChosen, to_keep: bool = True) -> MachinePart:
+    def assemble(self, chosen: NumpyChosen) -> MachinePart:
         lowered, graph = chosen.lowered, chosen.lowered.graph
         steps = tuple(step if step.fallback else replace(step, tactic=f"{step.symbol}: numpy")
                       for step in (step_of(lowered, call) for call in lowered.calls))
         return MachinePart(
             backend="numpy", target="numpy", cpu={}, buffers=buffers_of(lowered, chosen.max_batch),
-            fills=fills_of(lowered), steps=steps, code=(), constants=b"", derived=(), packed={},
+            fills=fills_of(lowered), steps=steps, code=(), constants=b"", derived=(), weight_offsets={},
             inputs=io_tensors(lowered, graph.inputs), outputs=io_tensors(lowered, graph.outputs))
 
     def tuned(self, plan: Plan) -> Plan:

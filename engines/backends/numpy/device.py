@@ -5,15 +5,16 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
+
 from engines.backends.device import Device
 from engines.backends.numpy.backend import lowered_for_numpy
 from engines.ir.graph import BATCH, Array
-from engines.ir.serialize import graph_from_json
 from engines.lowering.calls.calls import Call
 from engines.lowering.calls.placement import NO_BUFFER, Placement, strided
 from engines.lowering.steps import step_of
 from engines.plan.arena import Memory, array_at, plan_memory, write_halo
-from engines.plan.plan import Plan, TensorView
+from engines.plan.plan import Plan, TensorView, graph_of
 from engines.runtime.fallback import FallbackStep
 
 Memories = Callable[[Placement], Array]     # the bytes from the address of a placed tensor on
@@ -35,10 +36,13 @@ class LoadedPlan:
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.layout = plan, plan_memory(plan.buffers, plan.fills)
-        self.lowered = lowered_for_numpy(graph_from_json(plan.graph, plan.graph_arrays), plan.max_batch)
-        steps = [(call, step_of(self.lowered, call).fallback) for call in self.lowered.calls]
-        self.steps = [(call, FallbackStep(fallback, plan.graph_arrays) if fallback else None) for call, fallback in steps]
-        self.constants = {name: array.reshape(-1).view("uint8") for name, array in self.lowered.graph.constants.items()}
+        self.lowered = lowered_for_numpy(graph_of(plan), plan.max_batch)
+        constants = self.lowered.graph.constants
+        self.constants = {name: np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+                          for name, array in constants.items()}
+        fallbacks = (step_of(self.lowered, call).fallback for call in self.lowered.calls)
+        self.steps = [(call, FallbackStep(fallback, constants) if fallback else None)
+                      for call, fallback in zip(self.lowered.calls, fallbacks, strict=True)]
 
     @property
     def arena_bytes(self) -> int:

@@ -64,7 +64,7 @@ class Tuner:
     """Chooses and compiles; equal specs are one kernel. `timing` off takes the tactic of least cost (cost.py).
 
     short_lived: for plans that run a few times, as calibration's trials. Packing weights is then most of the work, so
-    only tactics that move them as they are count.
+    only tactics whose packing is a permutation count.
     """
 
     def __init__(self, isa: Isa, cache: TimingCache, processor: str, timing: bool = True,
@@ -116,7 +116,7 @@ class Tuner:
     def _usual(self, problem: Problem) -> Candidate:
         """The cheapest candidate, refined."""
         candidates = self._candidates(problem)
-        quick = [c for c in candidates if c.kernel.only_moves(c.tactic)] if self.short_lived else []
+        quick = [c for c in candidates if c.kernel.packing_is_permutation(c.tactic)] if self.short_lived else []
         best = self._cheapest(quick or candidates)[0]
         return self._cheapest([best, *self._refinements(best)])[0]
 
