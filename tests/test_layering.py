@@ -26,11 +26,11 @@ PACKAGES = {
 # they stand on in turn. A package's own modules stand above its folders, unless a line of their own says otherwise.
 STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines": (),
-    "engines.version": (), "engines.errors": (), "engines.debug": (),
+    "engines.version": (), "engines.errors": (), "engines.debug": (), "engines.files": (),
     "engines.ir": ("engines.errors",),
     "engines.faults": ("engines.ir",),
     "engines.capacity": ("engines.ir",),
-    "engines.machine": ("engines.errors", "engines.version"),
+    "engines.machine": ("engines.errors", "engines.version", "engines.files"),
     # the plan, and serving it
     "engines.plan": ("engines.ir", "engines.machine"),
     "engines.runtime.fallback": ("engines.plan",),
@@ -48,16 +48,18 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines.passes.quantization": ("engines.passes.fusion",),
     "engines.passes": ("engines.passes.quantization", "engines.debug", "engines.frontend"),
     # from the graph to kernel calls
+    "engines.lowering.problems.view": (),
     "engines.lowering.epilogue": ("engines.passes", "engines.backends.llvm.codegen"),
-    "engines.lowering.calls": ("engines.lowering.epilogue", "engines.plan", "engines.backends.llvm.kernels"),
+    "engines.lowering.problems": ("engines.lowering.epilogue", "engines.lowering.problems.view"),
+    "engines.lowering.calls": ("engines.lowering.problems", "engines.plan", "engines.backends.llvm.kernels"),
     "engines.lowering.rules": ("engines.lowering.calls", "engines.backends.llvm.kernels"),
     "engines.lowering": ("engines.lowering.rules", "engines.capacity"),
     # from the calls to code
     "engines.backends": (),
-    "engines.backends.llvm.codegen": ("engines.backends.llvm.runtime",),
+    "engines.backends.llvm.codegen": ("engines.backends.llvm.runtime", "engines.lowering.problems.view"),
     "engines.backends.llvm.tuning.cost": (),
-    "engines.backends.llvm.kernels.spec": ("engines.backends.llvm.codegen", "engines.lowering.epilogue"),
-    "engines.backends.llvm.kernels.common": ("engines.backends.llvm.kernels.spec",),
+    "engines.backends.llvm.kernels.kernel": ("engines.backends.llvm.codegen", "engines.lowering.problems"),
+    "engines.backends.llvm.kernels.common": ("engines.backends.llvm.kernels.kernel",),
     "engines.backends.llvm.kernels.contraction": (
         "engines.backends.llvm.kernels.common", "engines.backends.llvm.tuning.cost"),
     "engines.backends.llvm.kernels.depthwise": ("engines.backends.llvm.kernels.contraction",),
@@ -75,8 +77,8 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines.backends.llvm.tuning": ("engines.backends.llvm.kernels",),
     "engines.backends.llvm": ("engines.backends.llvm.tuning", "engines.lowering"),
     # all together
-    "engines.compiler": ("engines.backends.llvm",),
-    "engines.onnx_backend": ("engines.compiler", "engines.runtime"),
+    "engines.compiler": ("engines.backends.llvm", "engines.runtime"),
+    "engines.onnx_backend": ("engines.compiler",),
     # calibration
     "calibration.histogram": (),
     "calibration.data.sources": ("calibration.data",),

@@ -11,23 +11,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from engines.backends.llvm.backend import Chosen, assemble, choose_kernels, make_tuner
 from engines.backends.llvm.tuning.item_major import with_bands
 from engines.backends.llvm.tuning.tuner import Progress
-from engines.errors import CompilerFault, ConfigError, EngineError
+from engines.errors import CompilerFault, ConfigError, EngineError, did_you_mean
 from engines.faults import faults_named
 from engines.frontend.inputs import is_size
 from engines.frontend.onnx_import import Model, graph_from_onnx
 from engines.ir.graph import BATCH, Array, Graph
-from engines.ir.serialize import graph_from_json, graph_to_json
+from engines.ir.serialize import graph_to_json
 from engines.machine.timing_cache import TimingCache
 from engines.passes.pipeline import optimise, simplify
 from engines.passes.pixels import Pixels, take_pixels
 from engines.passes.quantization.quantize import edges_to_calibrate, quantize, set_float_precision
-from engines.plan.plan import Plan
+from engines.plan.plan import Plan, graph_of
 from engines.version import COMPILER_VERSION
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "best")
@@ -50,14 +50,23 @@ class BuildConfig:
     keep_float: tuple[str, ...] = ()        # ONNX nodes that an int8 build leaves in float
     timing: bool = True                     # time the tactics; without it the cheapest by its cost is taken
     timing_cache: str = ""                  # a file; "" keeps times for this build only
+    threads: int = 1                        # that run-engine takes for the plan where it is not told
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
-            raise ConfigError(f"unknown precision '{self.precision}'; it is one of {', '.join(PRECISIONS)}")
-        if self.max_batch is not None and self.max_batch < 1:
-            raise ConfigError(f"--max-batch {self.max_batch}: a batch has at least one item")
-        if self.opt_batch is not None and self.opt_batch < 1:
-            raise ConfigError(f"--opt-batch {self.opt_batch}: a batch has at least one item")
+            raise ConfigError(f"unknown precision '{self.precision}'{did_you_mean(str(self.precision), PRECISIONS)}")
+        for name in ("max_batch", "opt_batch", "threads"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int) and value > 0):
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: it must be a whole number of at least 1")
+
+    @staticmethod
+    def of(options: Mapping[str, Any]) -> BuildConfig:
+        """The configuration with these fields. Raises ConfigError: an unknown one, with the nearest that there is."""
+        known = [field.name for field in fields(BuildConfig)]
+        if unknown := sorted(set(options) - set(known)):
+            raise ConfigError(f"unknown option '{unknown[0]}'{did_you_mean(unknown[0], known)}")
+        return BuildConfig(**options)
 
 
 class Builder:
@@ -196,18 +205,19 @@ class Builder:
     def _compile_here(self, graph: Graph) -> Plan:
         """A plan that this build runs and forgets."""
         max_batch = min(self._max_batch(graph), TRIAL_BATCH)
-        return self._plan(choose_kernels(graph, self._here, max_batch), to_keep=False)
+        return self._plan(choose_kernels(graph, self._here, max_batch))
 
-    def _plan(self, chosen: Chosen, to_keep: bool = True, metadata: Mapping[str, Any] | None = None) -> Plan:
-        compiled, graph = assemble(chosen, to_keep), chosen.lowered.graph
+    def _plan(self, chosen: Chosen, metadata: Mapping[str, Any] | None = None) -> Plan:
+        compiled, graph = assemble(chosen), chosen.lowered.graph
         document, arrays = graph_to_json(graph)
         return Plan(
             name=graph.name, target=compiled.target, cpu=compiled.cpu, precision=self.config.precision,
             max_batch=chosen.max_batch, inputs=compiled.inputs, outputs=compiled.outputs, buffers=compiled.buffers,
             steps=compiled.steps, fills=compiled.fills, code=compiled.code, constants=compiled.constants,
-            derived=compiled.derived, graph=document, graph_arrays=arrays, packed=compiled.packed,
+            derived=compiled.derived, graph=document, weights=arrays,
+            weight_offsets=compiled.weight_offsets,
             dependence=graph.dependence,
-            metadata={"compiler": COMPILER_VERSION, **(metadata or {})})
+            metadata={"compiler": COMPILER_VERSION, "threads": self.config.threads, **(metadata or {})})
 
     def _max_batch(self, graph: Graph) -> int:
         """0 for a model of fixed shape."""
@@ -230,10 +240,10 @@ def relower(plan: Plan, target: str = "") -> Plan:
     The quantised graph is in the plan, so neither the ONNX file nor calibration data are needed; integers come out the
     same bit for bit.
     """
-    graph = graph_from_json(plan.graph, plan.graph_arrays)
+    graph = graph_of(plan)
     tuner = make_tuner(target, TimingCache(), timing=False)
     compiled = assemble(choose_kernels(graph, tuner, plan.max_batch))
     return replace(plan, target=compiled.target, cpu=compiled.cpu, inputs=compiled.inputs, outputs=compiled.outputs,
                    buffers=compiled.buffers, steps=compiled.steps, fills=compiled.fills, code=compiled.code,
-                   constants=compiled.constants, derived=compiled.derived, packed=compiled.packed, bands=(),
-                   fingerprint="")
+                   constants=compiled.constants, derived=compiled.derived, weight_offsets=compiled.weight_offsets,
+                   bands=(), fingerprint="")

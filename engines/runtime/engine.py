@@ -29,11 +29,20 @@ def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismat
     """
     if on_target_mismatch not in ("relower", "refuse"):
         raise ConfigError(f"on_target_mismatch='{on_target_mismatch}': choose 'relower' or 'refuse'")
-    plan = read_plan(path)
+    return engine_of(read_plan(path), threads, on_target_mismatch, cpus, str(path))
+
+
+def engine_of(plan: Plan, threads: int = 1, on_target_mismatch: str = "relower", cpus: Sequence[int] | None = None,
+              name: str = "") -> Engine:
+    """The same of a plan at hand; `name` is what errors call it."""
+    name = name or plan.name
     if mismatch := _mismatch(plan):
+        if plan.stripped:
+            raise PlanTargetError(f"{name}: {mismatch}; it is stripped (--strip), so it cannot be compiled again here: "
+                                  "build it here, or without --strip")
         if on_target_mismatch == "refuse":
-            raise PlanTargetError(f"{path}: {mismatch}; build it here, or load it with on_target_mismatch='relower'")
-        plan = _relower(plan, f"{path}: {mismatch}")
+            raise PlanTargetError(f"{name}: {mismatch}; build it here, or load it with on_target_mismatch='relower'")
+        plan = _relower(plan, f"{name}: {mismatch}")
     return Engine(plan, threads, cpus)
 
 

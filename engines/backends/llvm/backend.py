@@ -10,17 +10,17 @@ import numpy as np
 from engines.backends.llvm.codegen.executor import scheduler_object
 from engines.backends.llvm.codegen.isa import Isa, best_isa, isa_named
 from engines.backends.llvm.constants import Constants
-from engines.backends.llvm.kernels.spec import KernelSpec, Window
+from engines.backends.llvm.kernels.kernel import Window
 from engines.backends.llvm.tuning.tuner import Choice, Progress, Tuner
 from engines.ir.graph import BATCH, Graph
 from engines.ir.serialize import node_to_json
 from engines.lowering.buffers import buffers_of, check_memory, fills_of, write_borders
 from engines.lowering.calls.calls import Call
 from engines.lowering.calls.placement import NO_BUFFER, Placement, batch_axis, tensor_view
-from engines.lowering.lower import Lowered, for_batches_of, lower
+from engines.lowering.lower import Lowered, lower
+from engines.lowering.problems.problem import Problem
 from engines.machine.cpu import detect
 from engines.machine.timing_cache import TimingCache
-from engines.plan.packed import PackedArray
 from engines.plan.plan import Buffer, Derived, Fallback, Fill, IoTensor, Operand, Reach, Step, TensorView
 
 USUAL_BATCH = 32            # of full tiles, whatever their shape
@@ -38,7 +38,7 @@ class Compiled:
     code: tuple[bytes, ...]
     constants: bytes
     derived: tuple[Derived, ...]
-    packed: dict[str, PackedArray]
+    weight_offsets: dict[str, int]
     inputs: tuple[IoTensor, ...]
     outputs: tuple[IoTensor, ...]
 
@@ -56,13 +56,13 @@ class Chosen:
     """A lowered graph, and the kernels of its calls."""
     lowered: Lowered
     isa: Isa
-    choices: Mapping[KernelSpec, Choice]
-    makers: Mapping[KernelSpec, Choice]         # of constants, when a plan is loaded
+    choices: Mapping[Problem, Choice]
+    makers: Mapping[Problem, Choice]         # of constants, when a plan is loaded
     max_batch: int
 
     def time_us(self, call: Call) -> float:
         """As timed, for one item; 0 where nothing was."""
-        return self.choices[call.spec].time_us if call.spec else 0.0
+        return self.choices[call.problem].time_us if call.problem else 0.0
 
 
 def choose_kernels(graph: Graph, tuner: Tuner, max_batch: int, opt_batch: int | None = None,
@@ -73,22 +73,21 @@ def choose_kernels(graph: Graph, tuner: Tuner, max_batch: int, opt_batch: int | 
     opt_batch: the batch that they are timed with; None: one item, and USUAL_BATCH where kernels are cut by batch.
     """
     batches = (1, min(max_batch, USUAL_BATCH)) if opt_batch is None and max_batch > 1 else (opt_batch or 1,)
-    lowered = lower(graph, tuner.isa)
+    lowered = lower(graph, tuner.isa.lanes)
     check_memory(lowered, max_batch)
-    lowered = for_batches_of(batches[-1], write_borders(lowered, max_batch))
-    choices = tuner.choose({call.spec: call.constants for call in lowered.calls if call.spec}, progress, batches)
-    made = tuner.choose({maker: {} for spec, choice in choices.items()
-                         for maker in spec.made(tuner.isa, choice.tactic).values()})
+    lowered = write_borders(lowered, max_batch)
+    choices = tuner.choose({call.problem: call.constants for call in lowered.calls if call.problem}, progress, batches)
+    made = tuner.choose({maker: {} for choice in choices.values()
+                         for maker in choice.kernel.made(tuner.isa, choice.tactic).values()})
     return Chosen(lowered, tuner.isa, choices, made, max_batch)
 
 
-def assemble(chosen: Chosen, to_keep: bool = True) -> Compiled:
-    """Pack constants, lay out buffers. to_keep: the plan is to be written, so find out which of the graph's constants
-    need not be."""
+def assemble(chosen: Chosen) -> Compiled:
+    """Pack constants, lay out buffers."""
     assembler = _Assembler(chosen)
     for call in chosen.lowered.calls:
         assembler.add(call)
-    return assembler.finish(to_keep)
+    return assembler.finish()
 
 
 class _Assembler:
@@ -99,35 +98,34 @@ class _Assembler:
                                                                 chosen.max_batch)
         self.graph, self.placements = self.lowered.graph, self.lowered.placements
         self.steps: list[Step] = []
-        self.code = {choice.kernel.symbol: choice.kernel.code for choice in chosen.makers.values()}
-        self.constants = Constants(self.graph, self.isa,
-                                   {spec: choice.kernel.symbol for spec, choice in chosen.makers.items()})
+        self.code = {choice.symbol: choice.code for choice in chosen.makers.values()}
+        self.constants = Constants(self.graph, self.isa, chosen.makers)
         self.writers: dict[int, list[int]] = {}     # buffer -> steps
 
     def add(self, call: Call) -> None:
         depends = {step for placement in call.inputs for step in self.writers.get(placement.buffer, ())}
-        step = self._kernel(call, depends) if call.spec else self._fallback(call, depends)
+        step = self._kernel(call, depends) if call.problem else self._fallback(call, depends)
         for placement in call.outputs:
             self.writers.setdefault(placement.buffer, []).append(len(self.steps))
         self.steps.append(step)
 
     # ---- steps
     def _kernel(self, call: Call, depends: set[int]) -> Step:
-        spec, node = call.spec, call.node
-        assert spec is not None
-        choice = self.choices[spec]
-        grid = spec.grid(self.isa, choice.tactic)
-        self.code[choice.kernel.symbol] = choice.kernel.code
-        packed = self.constants.add_packed(call, choice.tactic)
+        problem, node = call.problem, call.node
+        assert problem is not None
+        choice = self.choices[problem]
+        grid = choice.kernel.grid(self.isa, choice.tactic)
+        self.code[choice.symbol] = choice.code
+        packed = self.constants.add_packed(call, choice)
         batched = call.outputs[0].items == BATCH
         constant_bytes = sum(size for _, size in packed)
-        windows = spec.windows(self.isa, choice.tactic)
+        windows = choice.kernel.windows(self.isa, choice.tactic)
         reads, writes = (tuple(_reach(placement, window, grid.rows_per_item) for placement, window in pairs
                                if placement.buffer != NO_BUFFER)
                          for pairs in (zip(call.inputs, windows, strict=False),
                                        zip(call.outputs, windows[len(call.inputs):], strict=True)))
         return Step(
-            symbol=choice.kernel.symbol,
+            symbol=choice.symbol,
             operands=(*map(self._operand, call.inputs), *(operand for operand, _ in packed),
                       *map(self._operand, call.outputs)),
             rows_per_item=grid.rows_per_item if batched else 0,
@@ -135,12 +133,14 @@ class _Assembler:
             row_step=grid.row_step, columns=grid.columns, column_step=grid.column_step,
             depends=tuple(sorted(depends)), reads=reads, writes=writes, constant_bytes=constant_bytes,
             further_item=round(choice.further_item, 3), name=call.name, fuses=node.origin,
-            precision=getattr(spec, "precision", _PRECISIONS.get(spec.outputs[0].dtype, "fp32")),
-            tactic=f"{spec.family}: {choice.tactic}", time_us=round(choice.time_us, 3),
-            macs=spec.macs, bytes=spec.bytes + constant_bytes)
+            precision=getattr(problem, "precision", _PRECISIONS.get(problem.outputs[0].dtype, "fp32")),
+            tactic=f"{problem.family}: {choice.tactic}", time_us=round(choice.time_us, 3),
+            macs=problem.macs, bytes=problem.bytes + constant_bytes)
 
     def _fallback(self, call: Call, depends: set[int]) -> Step:
         node = call.node
+        for name in self.graph.constants.keys() & {*node.inputs}:
+            self.constants.tensor(name)     # the reference reads it from there
         inputs = tuple(name if name in self.graph.constants or not name else self._view(name) for name in node.inputs)
         quants = tuple(self.graph.types[n].quant if n in self.graph.constants else None for n in node.inputs)
         fallback = Fallback(node_to_json(node), inputs, tuple(self._view(name) for name in node.outputs), quants)
@@ -153,7 +153,7 @@ class _Assembler:
         return Operand(None, self.constants.tensor(placement.constant).offset + placement.offset)
 
     # ---- buffers
-    def finish(self, to_keep: bool) -> Compiled:
+    def finish(self) -> Compiled:
         isa, cpu = self.isa, detect()
         made_for = {"features": sorted(isa.requires), "model": cpu.model,
                     "architecture": _architecture(isa, cpu.architecture)}
@@ -162,7 +162,7 @@ class _Assembler:
             buffers=buffers_of(self.lowered, self.max_batch), fills=fills_of(self.lowered), steps=tuple(self.steps),
             code=(*self.code.values(), scheduler_object(isa)), constants=self.constants.data(),
             derived=self.constants.derived(),
-            packed=self.constants.packed() if to_keep else {},
+            weight_offsets=self.constants.weight_offsets,
             inputs=tuple(map(self._io, self.graph.inputs)), outputs=tuple(map(self._io, self.graph.outputs)))
 
     def _view(self, name: str) -> TensorView:

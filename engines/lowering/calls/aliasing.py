@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from engines.backends.llvm.codegen.lanes import SIZES
-from engines.backends.llvm.kernels.spec import View, dense_view
 from engines.errors import ModelError
 from engines.ir.graph import BATCH, Graph, Node, TensorType
 from engines.lowering.calls.halos import Halo, halo_of_pad, halo_wanted
@@ -28,6 +26,7 @@ from engines.lowering.calls.placement import (
     reshaped,
     stored_dtype,
 )
+from engines.lowering.problems.view import SIZES, View, dense_view
 from engines.ops import describe
 from engines.passes.rewriting.facts import is_product, is_view_of_input, is_view_of_output
 

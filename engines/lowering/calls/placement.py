@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.kernels.spec import View, dense_view
 from engines.ir.graph import BATCH, Dim, TensorType
 from engines.lowering.calls.halos import Halo
+from engines.lowering.problems.view import View, dense_view
 from engines.plan.plan import TensorView
 
 NO_BUFFER = -1

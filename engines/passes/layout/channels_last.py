@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -241,7 +242,8 @@ class _Layout:
         form = self._cheapest_form(node, full, rank)
         attrs = op_of(node.op).renumbered(node, rank, form.index)
         keep = node.op == "Gather"          # its indices are a list, not a tensor of the same form
-        part = self._operand if is_pointwise(node) else self.read       # only pointwise nodes broadcast
+        # Only pointwise nodes broadcast. Where nothing else has the result's rank, constants keep theirs.
+        part = partial(self._operand, whole=not full) if is_pointwise(node) else self.read
         inputs = [self._as_onnx(i) if not i or keep and place else part(i, form) for place, i in enumerate(node.inputs)]
         self._emit(node, inputs, [self._made(name, form) if name else "" for name in node.outputs], **attrs)
 
@@ -267,12 +269,12 @@ class _Layout:
     def _elements(self, tensor: str) -> int:
         return math.prod(extent for extent in self.shapes[tensor] if not isinstance(extent, str))
 
-    def _operand(self, tensor: str, form: Perm) -> str:
+    def _operand(self, tensor: str, form: Perm, whole: bool = False) -> str:
         """A tensor of any rank as it is read, by broadcasting, beside tensors of this form."""
         shape = self.shapes[tensor]
         full = (*(1,) * (len(form) - len(shape)), *shape)
         if tensor in self.graph.constants:
-            return self._constant_operand(tensor, full, form)
+            return self._constant_operand(tensor, full, form, whole)
         if len(shape) == len(form):
             return self.read(tensor, form)
         if form == identity(len(form)):
@@ -283,10 +285,10 @@ class _Layout:
                                {"shape": full}, wide))
         return self.read(wide, form)
 
-    def _constant_operand(self, tensor: str, full: tuple[Dim, ...], form: Perm) -> str:
-        """Permuted, without leading axes of 1: a constant per channel becomes [C]."""
+    def _constant_operand(self, tensor: str, full: tuple[Dim, ...], form: Perm, whole: bool) -> str:
+        """Permuted, without leading axes of 1 unless `whole`: a constant per channel becomes [C]."""
         array = self.graph.constants[tensor].reshape([int(extent) for extent in full]).transpose(form)
-        while array.ndim > 1 and array.shape[0] == 1:
+        while not whole and array.ndim > 1 and array.shape[0] == 1:
             array = array[0]
         if array.shape == self.graph.constants[tensor].shape and form == identity(len(form)):
             return tensor

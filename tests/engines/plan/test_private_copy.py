@@ -186,3 +186,34 @@ def test_what_was_read_is_written_again_as_the_same_file(tmp_path: Path) -> None
     write_plan(plan_of(5), tmp_path / "m.plan")
     write_plan(read_plan(tmp_path / "m.plan"), tmp_path / "again.plan")
     assert (tmp_path / "again.plan").read_bytes() == (tmp_path / "m.plan").read_bytes()
+
+
+def with_weights(constant: int) -> Plan:
+    return replace(plan_of(constant), weights={"w": np.full(LARGE // 4, constant, np.int32)})
+
+
+def test_weights_are_read_when_they_are_asked_for_and_are_not_in_memory_before(tmp_path: Path) -> None:
+    write_plan(with_weights(5), tmp_path / "m.plan")
+    assert os.path.getsize(tmp_path / "m.plan") > LARGE
+    first, most, last = map(int, run_python(ROUNDS, tmp_path / "m.plan").split())
+    assert most - last < 0.5 * LARGE, "they were read with the rest"
+    with open(tmp_path / "m.plan", "r+b") as file:      # damaged, and nobody minds who does not ask
+        file.seek(-LARGE // 2, os.SEEK_END)
+        file.write(b"damage")
+    plan = read_plan(tmp_path / "m.plan")
+    with pytest.raises(PlanCorruptError, match="section 'weights'.* has a wrong checksum"):
+        plan.weights["w"]
+
+
+def test_weights_of_a_file_that_was_replaced_or_is_gone_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.plan"
+    write_plan(with_weights(5), path)
+    plans = [read_plan(path) for _ in range(3)]
+    assert plans[0].weights["w"][0] == 5
+    write_plan(with_weights(6), path)
+    with pytest.raises(PlanCorruptError, match="wrong checksum.* has the file been replaced since it was loaded?"):
+        plans[1].weights["w"]
+    path.unlink()
+    with pytest.raises(PlanCorruptError, match="No such file.* has the file been replaced since it was loaded?"):
+        plans[2].weights["w"]
+    assert plans[0].weights["w"][-1] == 5, "what was read once stays"

@@ -61,6 +61,18 @@ def test_code_is_built_for_an_instruction_set_that_this_machine_may_lack(worksho
     assert read_plan(workshop.path("m.plan")).target == "avx512_vnni"
 
 
+def test_a_stripped_plan_takes_half_the_room_and_is_refused_on_another_cpu(workshop: Workshop) -> None:
+    output = Path(workshop.path("m.plan"))
+    whole = workshop.built(*UNTIMED).run(workshop.feeds())["output"]
+    size = output.stat().st_size
+    stripped = workshop.built("--strip", "--verify", *UNTIMED)
+    np.testing.assert_array_equal(stripped.run(workshop.feeds())["output"], whole)
+    assert output.stat().st_size < 0.75 * size
+    assert workshop.build("--strip", "--target", FOREIGN) == 0
+    with pytest.raises(PlanTargetError, match="made for .* stripped .*build it here, or without"):
+        load_engine(output)
+
+
 def test_code_for_another_architecture_is_not_timed(workshop: Workshop) -> None:
     """It would crash."""
     assert workshop.build("--target", FOREIGN) == 0

@@ -142,7 +142,7 @@ def _spans(plan: Plan) -> tuple[Span, ...]:
         if not step.symbol:
             if step.fallback is None:
                 raise PlanCorruptError(f"{plan.name}: step '{step.name}' has neither a kernel nor a fallback")
-            spans.append(Span(index, index + 1, FallbackStep(step.fallback, plan.graph_arrays)))
+            spans.append(Span(index, index + 1, FallbackStep(step.fallback, plan.weights)))
         elif spans and spans[-1].fallback is None:
             spans[-1] = Span(spans[-1].first, index + 1)
         else:
