@@ -20,10 +20,11 @@ from engines.compiler.engine_cache import EngineCache, model_digest
 from engines.errors import ConfigError, ModelError
 from engines.frontend.onnx_import import Model
 from engines.ir.graph import Graph
+from engines.loading import engine_of
 from engines.machine.cpu import detect
 from engines.plan.file import write_plan
 from engines.plan.plan import Plan
-from engines.runtime.engine import Engine, engine_of
+from engines.runtime.engine import Engine
 
 Notify = Callable[[str], None]
 Progress = Callable[[str, int, int, str], None]     # (stage, done, of, what): see build_engine
@@ -67,9 +68,12 @@ class EngineBuild:
     notes: tuple[Any, ...] = ()
     cached: Path | None = None
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan file, for load_engine, run-engine and infer-server."""
-        write_plan(self.plan, path)
+    def save(self, path: str | os.PathLike[str], strip: bool = False) -> None:
+        """Write the plan file, for load_engine, run-engine and infer-server.
+
+        strip: without the graph's weights, which half of the file may be: the plan then runs on its own target only.
+        """
+        write_plan(self.plan.strip() if strip else self.plan, path)
 
     def engine(self, threads: int = 1) -> Engine:
         """The plan, ready to run; compiled again first if it was built for another CPU than this."""

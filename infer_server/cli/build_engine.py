@@ -17,15 +17,13 @@ from tqdm import tqdm
 from calibration.calibrators import CALIBRATORS
 from calibration.data.preprocess import PRESETS, load_preprocess
 from calibration.workflow import Calibration
-from engines.backends.llvm.backend import USUAL_BATCH
-from engines.backends.llvm.codegen.isa import ALL
+from engines.backends import every_target
 from engines.compiler.build import Notify, build_engine
 from engines.compiler.builder import DEFAULT_MAX_BATCH, BuildConfig
 from engines.compiler.engine_cache import SIZE_VARIABLE, USUAL_GIB, EngineCache, usual_folder
 from engines.errors import ConfigError
 from engines.frontend.onnx_export import onnx_from_graph
-from engines.ir.serialize import graph_from_json
-from engines.plan.plan import Plan
+from engines.plan.plan import Plan, graph_of
 from infer_server.cli.common import NOT_VERIFIED, gibibytes, guarded, positive
 from infer_server.cli.inspect_engine import fallbacks, kernels, layers
 from infer_server.cli.verifying import verify_build
@@ -81,6 +79,8 @@ def _command(options: argparse.Namespace) -> int:
     _summary(build.plan, options, notify)
     if options.verify and not verify_build(options.output, options.model, config, calibration, notify, _say):
         return NOT_VERIFIED
+    if options.strip:       # last: verifying asks the plan for its graph
+        build.save(options.output, strip=True)
     return 0
 
 
@@ -121,7 +121,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _export(plan: Plan, path: str, notify: Notify) -> None:
     import onnx
-    onnx.save(onnx_from_graph(graph_from_json(plan.graph, plan.graph_arrays)), path)
+    onnx.save(onnx_from_graph(graph_of(plan)), path)
     notify(f"{path}: the quantised model with QuantizeLinear and DequantizeLinear nodes")
 
 
@@ -172,7 +172,7 @@ def _add_shapes(parser: argparse.ArgumentParser) -> None:
                         help=f"most items a run (default {DEFAULT_MAX_BATCH})")
     parser.add_argument("--opt-batch", type=positive, metavar="N",
                         help="optimise for batches of N items: tactics are timed with so many (default: with one; "
-                             f"where several items share a tile, with {USUAL_BATCH} too, or --max-batch if it is less)")
+                             "where several items share a tile, with a full batch too)")
     parser.add_argument("--shape", type=parse_shape, action="append", metavar="NAME:batchx128",
                         help="shape of an input whose extents beyond the batch are symbolic; a number in place of "
                              "\"batch\" fixes the batch too, unless --max-batch is given")
@@ -181,8 +181,9 @@ def _add_shapes(parser: argparse.ArgumentParser) -> None:
 def _add_tuning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=positive, default=1, metavar="N",
                         help="threads that run-engine takes for the plan where it is not told (default 1)")
-    parser.add_argument("--target", choices=[isa.name for isa in ALL], metavar="CPU",
-                        help=f"instruction set ({', '.join(isa.name for isa in ALL)}); default: this machine's best")
+    parser.add_argument("--target", metavar="NAME",
+                        help=f"an instruction set, or another backend ({', '.join(every_target())}); default: this "
+                             "CPU's best")
     parser.add_argument("--timing-cache", metavar="FILE", help="times of tactics, read and added to")
     parser.add_argument("--no-timing", action="store_true", help="take each kernel's usual tactic without timing")
     cache = parser.add_mutually_exclusive_group()
@@ -194,6 +195,9 @@ def _add_tuning(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--strip", action="store_true",
+                        help="leave the graph's weights out of the plan: it takes about half the room, and cannot be "
+                             "compiled again for another CPU")
     parser.add_argument("--export-qdq", metavar="FILE", help="also write the quantised model as ONNX")
     parser.add_argument("--verify", action="store_true",
                         help="run the plan and the model (by ONNX Runtime where it is installed) on items of --calib "

@@ -267,7 +267,7 @@ def test_quantised_attention_computes_in_int8_and_exports_what_it_is(name: str, 
     assert attention.precision == "int8"
     assert "permute" not in [family(step) for step in engine.plan.steps]
     # The quantised graph has a float softmax; the kernel rounds its weights to bytes.
-    graph = graph_from_json(engine.plan.graph, engine.plan.graph_arrays)
+    graph = graph_from_json(engine.plan.graph, engine.plan.weights)
     meant = reference.run(graph, feeds)["y"]
     assert sqnr_db(meant, got) > 30
     # Not in ONNX Runtime: its own int8 kernels round otherwise than the model says.
