@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import PlanTargetError
+from engines.errors import ConfigError, PlanTargetError
 from engines.ir.graph import Array, Graph, QParams
 
 DERIVED = -1        # as Operand.buffer
@@ -218,6 +218,9 @@ class Plan:
 
     def strip(self) -> Plan:
         """The plan without the graph's weights: it runs as before, and on no other target."""
+        if not self.code:
+            raise ConfigError(f"{self.name}: a plan for '{self.target}' has no code, and needs its weights when it is "
+                              "loaded; build it without --strip")
         kept = {name: self.weights[name] for name in self.weight_offsets}
         return replace(self, weights=kept, stripped=True, fingerprint="")
 

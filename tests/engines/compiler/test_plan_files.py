@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.backends import backend_of
 from engines.backends.llvm.runtime.execution import LoadedPlan
 from engines.backends.llvm.runtime.expansion import derive
+from engines.backends.llvm.session import LlvmSession
 from engines.compiler.builder import relower
 from engines.errors import PlanTargetError
 from engines.loading import load_engine
+from engines.lowering.calls.calls import Call
 from engines.machine.timing_cache import TimingCache
 from engines.plan.file import read_plan, write_plan
 from engines.plan.plan import DERIVED, Plan, graph_of
@@ -136,13 +137,14 @@ def test_made_constants_are_what_packing_means_bit_for_bit(plan_of: Callable[...
     """Those of the plan as it is read again, cut into pieces for several threads."""
     read, _ = written(plan_of(precision), tmp_path)
     made = derive(read, LoadedPlan(read).kernel, np.frombuffer(read.constants, np.uint8).ctypes.data, threads).bytes
-    chosen = backend_of("").session("", TimingCache(), timing=False).choose(graph_of(read), read.max_batch)
+    session = LlvmSession(read.target, TimingCache(), timing=False)
+    chosen = session.choose(graph_of(read), read.max_batch)
     compared = 0
     for step, call in zip(read.steps, chosen.lowered.calls, strict=True):
-        if call.problem is None:
+        if not isinstance(call, Call):
             continue
         constants = chosen.choices[call.problem].kernel.ready_constants(
-            chosen.isa, chosen.choices[call.problem].tactic, call.constants)
+            session.isa, chosen.choices[call.problem].tactic, call.constants)
         for operand, constant in zip(step.operands[len(call.inputs):], constants, strict=False):
             if operand.buffer == DERIVED:
                 np.testing.assert_array_equal(made[operand.offset:][:constant.nbytes], constant.view(np.uint8))
