@@ -207,6 +207,7 @@ class Plan:
     stripped: bool = False                  # `weights` are these only: the plan cannot be lowered again
     metadata: Mapping[str, Any] = field(default_factory=dict)       # preprocessing, calibration, versions, report
     bands: tuple[Band, ...] = ()            # in order, apart from each other
+    backend: str = "llvm"                   # name of the backend that made it, and whose device runs it
     dependence: str = ""                    # why a batch is neither cut nor merged with others; "": it may be
     fingerprint: str = field(default="", compare=False)     # of all the rest, made when it is first written
 
