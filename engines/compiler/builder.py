@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from engines.backends.llvm.backend import Chosen, assemble, choose_kernels, make_tuner
-from engines.backends.llvm.tuning.item_major import with_bands
+from engines.backends.llvm.tuning.item_major import with_item_major_runs
 from engines.backends.llvm.tuning.tuner import Progress
 from engines.errors import CompilerFault, ConfigError, EngineError, did_you_mean
 from engines.faults import faults_named
@@ -156,7 +156,7 @@ class Builder:
             chosen = self._chosen(self.stored(graph, ranges, self.log))
         plan = self._plan(chosen, metadata=metadata)
         if self._tuner.timing:
-            plan = with_bands(plan, self.cache, self._tuner.processor)
+            plan = with_item_major_runs(plan, self.cache, self._tuner.processor)
         self.cache.save()
         return plan
 
@@ -214,7 +214,7 @@ class Builder:
             name=graph.name, target=compiled.target, cpu=compiled.cpu, precision=self.config.precision,
             max_batch=chosen.max_batch, inputs=compiled.inputs, outputs=compiled.outputs, buffers=compiled.buffers,
             steps=compiled.steps, fills=compiled.fills, code=compiled.code, constants=compiled.constants,
-            derived=compiled.derived, graph=document, weights=arrays,
+            expanded=compiled.expanded, graph=document, weights=arrays,
             weight_offsets=compiled.weight_offsets,
             dependence=graph.dependence,
             metadata={"compiler": COMPILER_VERSION, "threads": self.config.threads, **(metadata or {})})
@@ -245,5 +245,5 @@ def relower(plan: Plan, target: str = "") -> Plan:
     compiled = assemble(choose_kernels(graph, tuner, plan.max_batch))
     return replace(plan, target=compiled.target, cpu=compiled.cpu, inputs=compiled.inputs, outputs=compiled.outputs,
                    buffers=compiled.buffers, steps=compiled.steps, fills=compiled.fills, code=compiled.code,
-                   constants=compiled.constants, derived=compiled.derived, weight_offsets=compiled.weight_offsets,
-                   bands=(), fingerprint="")
+                   constants=compiled.constants, expanded=compiled.expanded, weight_offsets=compiled.weight_offsets,
+                   item_major=(), fingerprint="")

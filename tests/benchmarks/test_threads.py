@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from benchmarks.threads import check, crew_counts, ready, speed
+from benchmarks.threads import check, pool_counts, ready, speed
 from engines.runtime.engine import Engine
 from tests.engines.conftest import eager  # noqa: F401  (a fixture)
 from tests.engines.tiny import mix_plan
@@ -41,6 +41,6 @@ def test_both_contexts_are_timed_and_chunks_counted() -> None:
     one, several = ready(Engine(plan)), ready(Engine(plan, threads=2))
     found = speed("nothing else", one, several, seconds=0.02)
     assert found.one_ms > 0 and found.several_ms > 0
-    helped, repeated = crew_counts(several)
+    helped, repeated = pool_counts(several)
     assert helped >= 0 and repeated >= 0
     several.close()

@@ -21,7 +21,7 @@ from engines.lowering.lower import Lowered, lower
 from engines.lowering.problems.problem import Problem
 from engines.machine.cpu import detect
 from engines.machine.timing_cache import TimingCache
-from engines.plan.plan import Buffer, Derived, Fallback, Fill, IoTensor, Operand, Reach, Step, TensorView
+from engines.plan.plan import Buffer, ExpandedConstant, Fallback, Fill, Footprint, IoTensor, Operand, Step, TensorView
 
 USUAL_BATCH = 32            # of full tiles, whatever their shape
 _PRECISIONS = {"uint8": "int8", "int8": "int8", "float16": "fp16", "bfloat16": "bf16"}
@@ -37,7 +37,7 @@ class Compiled:
     steps: tuple[Step, ...]
     code: tuple[bytes, ...]
     constants: bytes
-    derived: tuple[Derived, ...]
+    expanded: tuple[ExpandedConstant, ...]
     weight_offsets: dict[str, int]
     inputs: tuple[IoTensor, ...]
     outputs: tuple[IoTensor, ...]
@@ -161,7 +161,7 @@ class _Assembler:
             target=isa.name, cpu=made_for,
             buffers=buffers_of(self.lowered, self.max_batch), fills=fills_of(self.lowered), steps=tuple(self.steps),
             code=(*self.code.values(), scheduler_object(isa)), constants=self.constants.data(),
-            derived=self.constants.derived(),
+            expanded=self.constants.expanded(),
             weight_offsets=self.constants.weight_offsets,
             inputs=tuple(map(self._io, self.graph.inputs)), outputs=tuple(map(self._io, self.graph.outputs)))
 
@@ -179,6 +179,6 @@ def _architecture(isa: Isa, here: str) -> str:
     return isa.triple.split("-")[0] if isa.triple else here
 
 
-def _reach(placement: Placement, window: Window, period: int) -> Reach:
-    return Reach(placement.buffer, placement.offset + window.begin, placement.offset + window.end, window.rows,
+def _reach(placement: Placement, window: Window, period: int) -> Footprint:
+    return Footprint(placement.buffer, placement.offset + window.begin, placement.offset + window.end, window.rows,
                  window.stride, placement.view.item, period)
