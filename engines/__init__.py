@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engines.compiler.build import EngineBuild, build_engine
     from engines.compiler.engine_cache import EngineCache
-    from engines.runtime.engine import Engine, ExecutionContext, load_engine
+    from engines.loading import load_engine
+    from engines.runtime.engine import Engine, ExecutionContext
 
 _HOMES = {"build_engine": "engines.compiler.build", "EngineBuild": "engines.compiler.build",
           "EngineCache": "engines.compiler.engine_cache", "Engine": "engines.runtime.engine",
-          "ExecutionContext": "engines.runtime.engine", "load_engine": "engines.runtime.engine"}
+          "ExecutionContext": "engines.runtime.engine", "load_engine": "engines.loading"}
 __all__ = ["Engine", "EngineBuild", "EngineCache", "ExecutionContext", "build_engine", "load_engine"]
 
 

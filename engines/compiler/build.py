@@ -20,10 +20,11 @@ from engines.compiler.engine_cache import EngineCache, model_digest
 from engines.errors import ConfigError, ModelError
 from engines.frontend.onnx_import import Model
 from engines.ir.graph import Graph
+from engines.loading import engine_of
 from engines.machine.cpu import detect
 from engines.plan.file import write_plan
 from engines.plan.plan import Plan
-from engines.runtime.engine import Engine, engine_of
+from engines.runtime.engine import Engine
 
 Notify = Callable[[str], None]
 Progress = Callable[[str, int, int, str], None]     # (stage, done, of, what): see build_engine

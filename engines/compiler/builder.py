@@ -14,9 +14,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from engines.backends.llvm.backend import Chosen, assemble, choose_kernels, make_tuner
-from engines.backends.llvm.tuning.item_major import with_item_major_runs
-from engines.backends.llvm.tuning.tuner import Progress
+from engines.backends import backend_of
+from engines.backends.base import Chosen, Progress, Session
 from engines.errors import CompilerFault, ConfigError, EngineError, did_you_mean
 from engines.faults import faults_named
 from engines.frontend.inputs import is_size
@@ -75,15 +74,16 @@ class Builder:
     def __init__(self, config: BuildConfig, progress: Progress | None = None) -> None:
         self.config, self.progress = config, progress
         self.cache = TimingCache(config.timing_cache or None)
-        self._tuner = make_tuner(config.target, self.cache, config.timing)
+        backend = backend_of(config.target)
+        self._session = backend.session(config.target, self.cache, config.timing)
         # for what the build itself runs: calibration, trials
-        self._here = make_tuner("", self.cache, timing=False, short_lived=True)
+        self._here = backend.session("", self.cache, timing=False, short_lived=True)
         self.log: list[Any] = []            # what the passes did and refused, for build-engine -v
         self.notices: list[str] = []        # what every user of the build should know, a line each
 
     @property
     def target(self) -> str:
-        return self._tuner.isa.name
+        return self._session.target
 
     # ---- graphs
     @faults_named()
@@ -154,9 +154,7 @@ class Builder:
             chosen = min(self._candidates(graph, ranges), key=_time_us)
         else:
             chosen = self._chosen(self.stored(graph, ranges, self.log))
-        plan = self._plan(chosen, metadata=metadata)
-        if self._tuner.timing:
-            plan = with_item_major_runs(plan, self.cache, self._tuner.processor)
+        plan = self._session.tuned(self._plan(self._session, chosen, metadata=metadata))
         self.cache.save()
         return plan
 
@@ -169,9 +167,9 @@ class Builder:
         if ranges is None:
             return floats
         int8 = self._chosen(quantize(graph, ranges, keep_float=self.config.keep_float, log=self.log))
-        float_us = {call.name: floats[0].time_us(call) for call in floats[0].lowered.calls}
-        slower = [name for call in int8.lowered.calls
-                  if int8.time_us(call) > float_us.get(call.name, math.inf) for name in call.node.origin]
+        float_us = {node.name: node.time_us for node in floats[0].times()}
+        slower = [name for node in int8.times() if node.time_us > float_us.get(node.name, math.inf)
+                  for name in node.fuses]
         mixed = quantize(graph, ranges, keep_float=(*self.config.keep_float, *slower))
         return [self._chosen(mixed), int8, *floats]
 
@@ -181,12 +179,13 @@ class Builder:
             raise ConfigError(f"--opt-batch {self.config.opt_batch}: " + (
                 f"the plan takes at most {max_batch} items; raise --max-batch" if max_batch else
                 "the model's inputs have no symbolic batch axis, so it is timed in the shape that it declares"))
-        return choose_kernels(graph, self._tuner, max_batch, self.config.opt_batch, self.progress)
+        chosen: Chosen = self._session.choose(graph, max_batch, self.config.opt_batch, self.progress)
+        return chosen
 
     @property
     def arithmetic_note(self) -> str:
         """What the user should know of the precision asked for on this target; "" if it is just what was asked for."""
-        if self.config.precision == "fp16" or self.config.precision == "bf16" and not self._tuner.isa.bf16:
+        if self.config.precision in {"fp16", "bf16"}.difference(self._session.arithmetic):
             return (f"{self.target} has no {self.config.precision} arithmetic that this compiler uses: "
                     f"tensors and weights are stored in {self.config.precision}, sums are in float32")
         return ""
@@ -205,18 +204,17 @@ class Builder:
     def _compile_here(self, graph: Graph) -> Plan:
         """A plan that this build runs and forgets."""
         max_batch = min(self._max_batch(graph), TRIAL_BATCH)
-        return self._plan(choose_kernels(graph, self._here, max_batch))
+        return self._plan(self._here, self._here.choose(graph, max_batch))
 
-    def _plan(self, chosen: Chosen, metadata: Mapping[str, Any] | None = None) -> Plan:
-        compiled, graph = assemble(chosen), chosen.lowered.graph
+    def _plan(self, session: Session, chosen: Chosen, metadata: Mapping[str, Any] | None = None) -> Plan:
+        compiled, graph = session.assemble(chosen), chosen.graph
         document, arrays = graph_to_json(graph)
         return Plan(
             name=graph.name, target=compiled.target, cpu=compiled.cpu, precision=self.config.precision,
             max_batch=chosen.max_batch, inputs=compiled.inputs, outputs=compiled.outputs, buffers=compiled.buffers,
             steps=compiled.steps, fills=compiled.fills, code=compiled.code, constants=compiled.constants,
-            expanded=compiled.expanded, graph=document, weights=arrays,
-            weight_offsets=compiled.weight_offsets,
-            dependence=graph.dependence,
+            expanded=compiled.expanded, graph=document, weights=arrays, weight_offsets=compiled.weight_offsets,
+            backend=compiled.backend, dependence=graph.dependence,
             metadata={"compiler": COMPILER_VERSION, "threads": self.config.threads, **(metadata or {})})
 
     def _max_batch(self, graph: Graph) -> int:
@@ -230,7 +228,7 @@ class Builder:
 
 
 def _time_us(chosen: Chosen) -> float:
-    return sum(map(chosen.time_us, chosen.lowered.calls))
+    return sum(node.time_us for node in chosen.times())
 
 
 @faults_named()
@@ -241,9 +239,10 @@ def relower(plan: Plan, target: str = "") -> Plan:
     same bit for bit.
     """
     graph = graph_of(plan)
-    tuner = make_tuner(target, TimingCache(), timing=False)
-    compiled = assemble(choose_kernels(graph, tuner, plan.max_batch))
-    return replace(plan, target=compiled.target, cpu=compiled.cpu, inputs=compiled.inputs, outputs=compiled.outputs,
+    session = backend_of(target).session(target, TimingCache(), timing=False)
+    compiled = session.assemble(session.choose(graph, plan.max_batch))
+    return replace(plan, backend=compiled.backend, target=compiled.target, cpu=compiled.cpu,
+                   inputs=compiled.inputs, outputs=compiled.outputs,
                    buffers=compiled.buffers, steps=compiled.steps, fills=compiled.fills, code=compiled.code,
                    constants=compiled.constants, expanded=compiled.expanded, weight_offsets=compiled.weight_offsets,
                    item_major=(), fingerprint="")

@@ -96,6 +96,7 @@ class EngineCache:
     def store(self, key: str, plan: Plan) -> None:
         """Keep the plan under that key, if the disk allows it."""
         try:
+            self._make_folder()
             self._make_room()       # for others may have filled the disk since
             write_plan(plan, self.entry(key))
             self._make_room()
@@ -119,7 +120,7 @@ class EngineCache:
 
     @contextmanager
     def _locked(self, key: str, waiting: Callable[[], None]) -> Iterator[None]:
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._make_folder()
         path = self.folder / f"{key}.lock"
         while True:
             with open(path, "w") as file:
@@ -132,6 +133,9 @@ class EngineCache:
                     with suppress(OSError):
                         path.unlink()
                 return
+
+    def _make_folder(self) -> None:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)      # plans are programs: nobody else's to write
 
     def _make_room(self) -> None:
         """Drop the plans that were used longest ago, until the rest is as small as it must be."""

@@ -227,6 +227,9 @@ class _Weights(Mapping[str, Array]):
             raise PlanCorruptError(f"{self._sections.path}: the constant '{name}' of the graph cannot be read "
                                    f"({error!r}); {REBUILD}") from error
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._records        # without reading it
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._records)
 

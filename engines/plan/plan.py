@@ -104,7 +104,7 @@ class Fill:
 class Fallback:
     """A node that no kernel runs: ops.reference does, in real numbers, on copies of what lies in the buffers."""
     node: Mapping[str, Any]                     # as engines.ir.serialize writes it
-    inputs: tuple[TensorView | str, ...]        # a str names one of Plan.weight_offsets; "" is an absent optional input
+    inputs: tuple[TensorView | str, ...]        # a str names one of Plan.weights; "" is an absent optional input
     outputs: tuple[TensorView, ...]
     constant_quant: tuple[QParams | None, ...] = ()     # for each input, if there are constants stored quantised
 
@@ -207,6 +207,7 @@ class Plan:
     stripped: bool = False                  # `weights` are these only: the plan cannot be lowered again
     metadata: Mapping[str, Any] = field(default_factory=dict)       # preprocessing, calibration, versions, report
     item_major: tuple[ItemMajorRun, ...] = ()            # in order, apart from each other
+    backend: str = "llvm"                   # name of the backend that made it, and whose device runs it
     dependence: str = ""                    # why a batch is neither cut nor merged with others; "": it may be
     fingerprint: str = field(default="", compare=False)     # of all the rest, made when it is first written
 

@@ -17,8 +17,7 @@ from tqdm import tqdm
 from calibration.calibrators import CALIBRATORS
 from calibration.data.preprocess import PRESETS, load_preprocess
 from calibration.workflow import Calibration
-from engines.backends.llvm.backend import USUAL_BATCH
-from engines.backends.llvm.codegen.isa import ALL
+from engines.backends import every_target
 from engines.compiler.build import Notify, build_engine
 from engines.compiler.builder import DEFAULT_MAX_BATCH, BuildConfig
 from engines.compiler.engine_cache import SIZE_VARIABLE, USUAL_GIB, EngineCache, usual_folder
@@ -173,7 +172,7 @@ def _add_shapes(parser: argparse.ArgumentParser) -> None:
                         help=f"most items a run (default {DEFAULT_MAX_BATCH})")
     parser.add_argument("--opt-batch", type=positive, metavar="N",
                         help="optimise for batches of N items: tactics are timed with so many (default: with one; "
-                             f"where several items share a tile, with {USUAL_BATCH} too, or --max-batch if it is less)")
+                             "where several items share a tile, with a full batch too)")
     parser.add_argument("--shape", type=parse_shape, action="append", metavar="NAME:batchx128",
                         help="shape of an input whose extents beyond the batch are symbolic; a number in place of "
                              "\"batch\" fixes the batch too, unless --max-batch is given")
@@ -182,8 +181,9 @@ def _add_shapes(parser: argparse.ArgumentParser) -> None:
 def _add_tuning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=positive, default=1, metavar="N",
                         help="threads that run-engine takes for the plan where it is not told (default 1)")
-    parser.add_argument("--target", choices=[isa.name for isa in ALL], metavar="CPU",
-                        help=f"instruction set ({', '.join(isa.name for isa in ALL)}); default: this machine's best")
+    parser.add_argument("--target", metavar="NAME",
+                        help=f"an instruction set, or another backend ({', '.join(every_target())}); default: this "
+                             "CPU's best")
     parser.add_argument("--timing-cache", metavar="FILE", help="times of tactics, read and added to")
     parser.add_argument("--no-timing", action="store_true", help="take each kernel's usual tactic without timing")
     cache = parser.add_mutually_exclusive_group()

@@ -31,11 +31,11 @@ from engines.backends.llvm.tuning.item_major import run_item_major
 from engines.errors import PlanError
 from engines.ir.graph import Node, QParams
 from engines.ir.serialize import node_to_json
+from engines.loading import load_engine
 from engines.plan.checksums import PAGE, page_sums, strong
 from engines.plan.file import fingerprint_of, read_plan, write_plan
 from engines.plan.plan import Buffer, Fallback, IoTensor, ItemMajorRun, Plan, Step, TensorView
 from engines.plan.sections import summed
-from engines.runtime.engine import load_engine
 from tests.engines.compiler.zoo_engines import compiled
 from tests.engines.tiny import as_constants, executor, halo_plan, mix_plan
 from tests.fuzz.worker import Worker

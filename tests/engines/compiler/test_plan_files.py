@@ -9,15 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.backends.llvm.backend import choose_kernels, make_tuner
+from engines.backends import backend_of
 from engines.backends.llvm.runtime.execution import LoadedPlan
 from engines.backends.llvm.runtime.expansion import expand
 from engines.compiler.builder import relower
 from engines.errors import PlanTargetError
+from engines.loading import load_engine
 from engines.machine.timing_cache import TimingCache
 from engines.plan.file import read_plan, write_plan
 from engines.plan.plan import EXPANDED, Plan, graph_of
-from engines.runtime.engine import Engine, load_engine
+from engines.runtime.engine import Engine
 from tests.engines.compiler.zoo_engines import compiled
 from tests.zoo import Net, Tensor, architecture, images_for
 
@@ -135,7 +136,7 @@ def test_made_constants_are_what_packing_means_bit_for_bit(plan_of: Callable[...
     """Those of the plan as it is read again, cut into pieces for several threads."""
     read, _ = written(plan_of(precision), tmp_path)
     made = expand(read, LoadedPlan(read).kernel, np.frombuffer(read.constants, np.uint8).ctypes.data, threads).bytes
-    chosen = choose_kernels(graph_of(read), make_tuner("", TimingCache(), timing=False), read.max_batch)
+    chosen = backend_of("").session("", TimingCache(), timing=False).choose(graph_of(read), read.max_batch)
     compared = 0
     for step, call in zip(read.steps, chosen.lowered.calls, strict=True):
         if call.problem is None:

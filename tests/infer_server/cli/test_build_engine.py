@@ -13,8 +13,8 @@ from onnx import TensorProto, helper
 from calibration.accuracy.measures import sqnr_db
 from engines.backends.llvm.tuning import tuner
 from engines.errors import PlanTargetError
+from engines.loading import load_engine
 from engines.plan.file import read_plan
-from engines.runtime.engine import load_engine
 from infer_server.cli.build_engine import parse_shape
 from tests.engines.compiler.zoo_engines import relative_error
 from tests.infer_server.cli.commands import MODEL, UNTIMED, Workshop
