@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from engines.ir.graph import Graph, Node
 from engines.ir.shapes import is_empty
 from engines.lowering import rules  # noqa: F401  (fills RULES)
-from engines.lowering.calls.aliasing import Aliasing
+from engines.lowering.calls.aliasing import VIEWS, Aliasing
 from engines.lowering.calls.calls import RULES, Call, Context, Refused
 from engines.lowering.calls.placement import batch_axis
 from engines.lowering.rules.copies import copy_call
-
-VIEWS = ("Split", "Slice", "Reshape", "Transpose")
 
 
 @dataclass(frozen=True)

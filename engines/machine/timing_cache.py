@@ -1,4 +1,4 @@
-"""Choosing among tactics by timing them, and remembering what was measured.
+"""The timing cache: what choosing among tactics by timing them has measured, kept for the next build.
 
 A tactic's time is that of one item on this machine. Times are kept in a TimingCache, keyed by all that changes them:
 the kernel's spec, the tactic, the instruction set, the processor and the compiler's version. A build that finds every
@@ -7,12 +7,11 @@ time in the cache chooses exactly as the build that measured them did.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from engines.errors import ConfigError
+from engines.files import atomic_write
 
 FORMAT = 1
 
@@ -54,6 +53,6 @@ class TimingCache:
         if self.path.exists():
             self._times = {**self._read(self.path), **self._times}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=self.path.parent, prefix=self.path.name, delete=False) as file:
-            json.dump({"format": FORMAT, "times_us": dict(sorted(self._times.items()))}, file, indent=0)
-        os.replace(file.name, self.path)
+        with atomic_write(self.path) as file:
+            content = {"format": FORMAT, "times_us": dict(sorted(self._times.items()))}
+            file.write(json.dumps(content, indent=0).encode())

@@ -6,8 +6,9 @@ It reads one input back to front, so that a piece that runs before all of its in
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -51,6 +52,16 @@ def add_one_object(name: str) -> bytes:
     return compile_object(module.text(), ISA)
 
 
+def as_constants(weights: Mapping[str, Array], before: bytes = b"") -> dict[str, Any]:
+    """Fields of a plan whose constants are `before` and these weights as they are: what its fallbacks may read."""
+    data, offsets = before, {}
+    for name, array in weights.items():
+        data += bytes(-len(data) % 64)
+        offsets[name] = len(data)
+        data += array.tobytes()
+    return {"constants": data, "weights": weights, "weight_offsets": offsets}
+
+
 @cache
 def executor() -> bytes:
     return scheduler_object(ISA)
@@ -90,7 +101,7 @@ def mix_plan(reads: Sequence[tuple[int, int]], outputs: Sequence[int], rows: int
                 max_batch=max_batch, inputs=(io("x", 0),), outputs=tuple(io(f"t{t}", t) for t in outputs),
                 buffers=tuple(buffers), steps=tuple(step(i) for i in range(len(reads))), fills=(),
                 code=(mix_object("mix", rows, columns), executor()), constants=b"",
-                graph={"nodes": ["mix"]}, graph_arrays={"w": np.arange(6, dtype=np.float32).reshape(2, 3)},
+                graph={"nodes": ["mix"]}, weights={"w": np.arange(6, dtype=np.float32).reshape(2, 3)},
                 metadata={"compiler": "by hand"})
 
 

@@ -9,7 +9,7 @@ import pytest
 from engines.backends.llvm.codegen.isa import AVX512_VNNI, PORTABLE
 from engines.ir.graph import BATCH, Graph, Node, QParams, TensorType, type_of
 from engines.lowering.calls.calls import Refused
-from engines.lowering.calls.placement import Placement, buffer_bytes, strided
+from engines.lowering.calls.placement import buffer_bytes, strided
 from engines.lowering.lower import lower
 from engines.lowering.problems.view import dense_view
 from engines.lowering.rules.copies import refined
@@ -93,9 +93,9 @@ def execute(graph: Graph, isa: Any, x: Any) -> Any:
     lowered = lower(graph, isa.lanes)
     memory = [guarded(buffer_bytes(storage, ITEMS)) for storage in lowered.placements.buffers]
     for i, storage in enumerate(lowered.placements.buffers):        # the halos
-        strided(memory[i], Placement(i, 0, storage.whole, storage.items), ITEMS)[...] = storage.pad
+        strided(memory[i], storage.whole, ITEMS)[...] = storage.pad
     placement = lowered.placements["x"]
-    strided(memory[placement.buffer], placement, ITEMS)[...] = x
+    strided(memory[placement.buffer][placement.offset:], placement.view, ITEMS)[...] = x
     for call in lowered.calls:
         assert call.problem is not None, call.reason
         solved = kernel_of(call.problem)
@@ -106,7 +106,7 @@ def execute(graph: Graph, isa: Any, x: Any) -> Any:
         kernel = loaded(solved, isa, tactic, native=False)
         kernel([*inputs, *packed, *outputs], (0, grid.rows_per_item * ITEMS), (0, grid.columns))
     placement = lowered.placements["y"]
-    return strided(memory[placement.buffer], placement, ITEMS).copy()
+    return strided(memory[placement.buffer][placement.offset:], placement.view, ITEMS).copy()
 
 
 def reference(graph: Graph, x: Any) -> Any:

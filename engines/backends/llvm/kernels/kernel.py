@@ -21,7 +21,6 @@ from engines.backends.llvm.codegen.ir_builder import I64, PTR, Function, Module,
 from engines.backends.llvm.codegen.isa import Isa
 from engines.lowering.problems.problem import Array, ImageProblem, Problem
 from engines.lowering.problems.view import View
-from engines.plan.packed import Picked
 
 ALIGNMENT = 64                  # of packed constants: a cache line, and the widest vector
 
@@ -107,14 +106,10 @@ class Kernel(ABC, Generic[P]):
         """What of a tactic decides how constants are packed: tactics equal in it share packed constants."""
         return tactic
 
-    def only_moves(self, tactic: Any) -> bool:
-        """Whether packing only reorders the constants."""
+    def packing_is_permutation(self, tactic: Any) -> bool:
+        """Whether packing only reorders the constants, which is quick: it neither computes with their values nor looks
+        at them."""
         return True
-
-    def picked(self, isa: Isa, tactic: Any) -> Mapping[str, Picked]:
-        """The constants whose values decide where packing puts them, and that a plan finds by the tables beside them:
-        the first three packed arrays are what `Picked` reads."""
-        return {}
 
     @abstractmethod
     def grid(self, isa: Isa, tactic: Any) -> Grid:
@@ -183,11 +178,8 @@ class KernelSpec(Problem):
     def packing(self, tactic: Any) -> Any:
         return tactic
 
-    def only_moves(self, tactic: Any) -> bool:
+    def packing_is_permutation(self, tactic: Any) -> bool:
         return True
-
-    def picked(self, isa: Isa, tactic: Any) -> Mapping[str, Picked]:
-        return {}
 
     @abstractmethod
     def grid(self, isa: Isa, tactic: Any) -> Grid:
@@ -230,11 +222,8 @@ class Spec(Kernel[KernelSpec]):
     def packing(self, tactic: Any) -> Any:
         return self.problem.packing(tactic)
 
-    def only_moves(self, tactic: Any) -> bool:
-        return self.problem.only_moves(tactic)
-
-    def picked(self, isa: Isa, tactic: Any) -> Mapping[str, Picked]:
-        return self.problem.picked(isa, tactic)
+    def packing_is_permutation(self, tactic: Any) -> bool:
+        return self.problem.packing_is_permutation(tactic)
 
     def grid(self, isa: Isa, tactic: Any) -> Grid:
         return self.problem.grid(isa, tactic)

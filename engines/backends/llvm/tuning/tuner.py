@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from engines.backends.base import Progress
 from engines.backends.llvm.codegen.compile_pool import CompilerPool
 from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import Isa
@@ -33,7 +34,6 @@ ROUNDS = 3
 COSTLY = 1.3                # times the least cost: tactics beyond it are not timed
 HOPELESS = 1.5              # times the fastest in its first runs: a tactic that is not timed further
 
-Progress = Callable[[int, int, str], None]
 Constants = Mapping[str, Any]
 Times = tuple[float, ...]       # microseconds of a tactic, for a batch of each size that it is timed with
 
@@ -64,7 +64,7 @@ class Tuner:
     """Chooses and compiles; equal specs are one kernel. `timing` off takes the tactic of least cost (cost.py).
 
     short_lived: for plans that run a few times, as calibration's trials. Packing weights is then most of the work, so
-    only tactics that move them as they are count.
+    only tactics whose packing is a permutation count.
     """
 
     def __init__(self, isa: Isa, cache: TimingCache, processor: str, timing: bool = True,
@@ -116,7 +116,7 @@ class Tuner:
     def _usual(self, problem: Problem) -> Candidate:
         """The cheapest candidate, refined."""
         candidates = self._candidates(problem)
-        quick = [c for c in candidates if c.kernel.only_moves(c.tactic)] if self.short_lived else []
+        quick = [c for c in candidates if c.kernel.packing_is_permutation(c.tactic)] if self.short_lived else []
         best = self._cheapest(quick or candidates)[0]
         return self._cheapest([best, *self._refinements(best)])[0]
 
