@@ -19,40 +19,18 @@ Test = Any          # a machine's answers of yes and no
 
 
 class Machine(Protocol):
-    """What a program's instructions run on: beside the operators of its vectors, it has these."""
-
-    def fma(self, a: Floats, b: Floats, c: Floats) -> Floats:
-        """a * b + c, rounded once; b and c may be numbers."""
-
-    def max(self, a: Floats, b: Floats) -> Floats:
-        """a where a > b, else b, which may be a number: also for NaN and -0."""
-
-    def min(self, a: Floats, b: Floats) -> Floats:
-        """a where a < b, else b, which may be a number."""
-
-    def unary(self, word: str, x: Floats) -> Floats:
-        """word: sqrt, fabs, floor, ceil or rint (halves to even)."""
-
-    def compare(self, a: Any, order: str, b: Any) -> Test:
-        """order: of floats olt, ole, ogt, oge, oeq, which NaN answers by no; of ints ne. b may be a number."""
-
-    def select(self, test: Test, a: Floats, b: Floats) -> Floats:
-        """a where the test holds, else b."""
-
-    def like(self, x: Floats, number: float) -> Floats:
-        """A constant beside x."""
-
-    def bits(self, x: Floats) -> Ints:
-        """The bits of floats as integers."""
-
-    def from_bits(self, bits: Ints) -> Floats:
-        """The floats of these bits."""
-
-    def to_float(self, ints: Ints) -> Floats:
-        """The floats of equal value."""
-
-    def narrowed(self, dtype: str, x: Floats) -> Floats:
-        """The nearest numbers of float16 or bfloat16, beyond the greatest infinity."""
+    """What a program runs on: beside the operators of its vectors, it has these, of which b and c may be numbers."""
+    def fma(self, a: Floats, b: Any, c: Any) -> Floats: ...         # a * b + c, rounded once
+    def max(self, a: Floats, b: Any) -> Floats: ...                 # a where a > b, else b: also for NaN and -0
+    def min(self, a: Floats, b: Any) -> Floats: ...                 # a where a < b, else b
+    def unary(self, word: str, x: Floats) -> Floats: ...            # word: sqrt, fabs, floor, ceil, rint
+    def compare(self, a: Any, order: str, b: Any) -> Test: ...      # olt, ole, ogt, oge, oeq of floats; ne of integers
+    def select(self, test: Test, a: Floats, b: Floats) -> Floats: ...
+    def like(self, x: Floats, number: float) -> Floats: ...         # a constant beside x
+    def bits(self, x: Floats) -> Ints: ...                          # of each float, as an integer
+    def from_bits(self, bits: Ints) -> Floats: ...
+    def to_float(self, ints: Ints) -> Floats: ...                   # the floats of equal value
+    def narrowed(self, dtype: str, x: Floats) -> Floats: ...        # rounded to float16 or bfloat16
 
 
 Function = Callable[..., Any]       # of a machine and its vectors
