@@ -52,7 +52,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines.passes": ("engines.passes.quantization", "engines.debug", "engines.frontend"),
     # from the graph to kernel calls
     "engines.lowering.problems.view": (),
-    "engines.lowering.epilogue": ("engines.passes", "engines.backends.llvm.codegen"),
+    "engines.lowering.epilogue": ("engines.passes",),
     "engines.lowering.problems": ("engines.lowering.epilogue", "engines.lowering.problems.view"),
     "engines.lowering.calls": ("engines.lowering.problems", "engines.plan", "engines.backends.llvm.kernels"),
     "engines.lowering.rules": ("engines.lowering.calls", "engines.backends.llvm.kernels"),

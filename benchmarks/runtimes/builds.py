@@ -89,7 +89,7 @@ class Workshop:
             options += (*model.calibration_options, "--calib-cache", str(ranges),
                         "--export-qdq", str(plan.with_suffix(".onnx")))
         return self._run(plan, f"infer-server builds {model.name} in {precision}", "infer_server.cli.build_engine",
-                         str(model.source), "-o", str(plan), *options)
+                         str(model.source), "-o", str(plan), "--no-cache", *options)
 
     def _peer(self, model: Model, quantiser: str) -> Path:
         key = digest(model.source.read_bytes(), quantiser, str(versions()), model.data_digest)
