@@ -113,7 +113,8 @@ def test_a_name_that_is_gone_is_found(text: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("text", [
-    "`engines/ir/graph.py` and `engines.ir.graph`", "`passes.pipeline.simplify`", "`engines.errors.EngineError`", "`node.precision`", "`ModelError`",
-    "`np.zeros`, `os.path.join`", "    x ─frontend.onnx_import→ Graph", "/path/to/engines/no/file.py"])
+    "`engines/ir/graph.py` and `engines.ir.graph`", "`passes.pipeline.simplify`", "`engines.errors.EngineError`",
+    "`node.precision`", "`ModelError`", "`np.zeros`, `os.path.join`", "    x ─frontend.onnx_import→ Graph",
+    "/path/to/engines/no/file.py"])
 def test_a_name_that_is_there_or_of_others_is_not_found(text: str) -> None:
     assert not list(architecture_faults(text))
