@@ -123,10 +123,10 @@ class Batcher:
                 if choice.batch:
                     return self._pop(choice.batch)
 
-    def measured(self, rows: int, ns: int) -> None:
-        """A batch of `rows` took `ns` from take() until its answers were handed on."""
+    def measured(self, items: int, ns: int) -> None:
+        """A batch of `items` took `ns` from take() until its answers were handed on."""
         with self._changed:
-            self._times.add(rows, ns, self._clock_ns())
+            self._times.add(items, ns, self._clock_ns())
 
     def expire(self) -> None:
         """Refuses (or delays) the requests that have waited too long."""

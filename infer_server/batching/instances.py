@@ -20,17 +20,17 @@ from infer_server.errors import ExecutionError
 log = logging.getLogger(__name__)
 
 
-def copy_into(slots: NDArray[Any], rows: NDArray[Any]) -> None:
-    """Copies rows into slots of the same shape without letting go of the interpreter lock.
+def copy_into(slots: NDArray[Any], items: NDArray[Any]) -> None:
+    """Copies items into slots of the same shape without letting go of the interpreter lock.
 
     numpy releases it for every large copy and then waits for the event loop to give it back: with images of 600 KB that
     took ten times as long as the copies, of a batch's time in which nothing is computed.
     """
-    plain = slots.dtype == rows.dtype and not slots.dtype.hasobject
-    if plain and slots.flags.c_contiguous and rows.flags.c_contiguous:
-        slots.reshape(-1).view(np.uint8).data[:] = rows.reshape(-1).view(np.uint8).data
+    plain = slots.dtype == items.dtype and not slots.dtype.hasobject
+    if plain and slots.flags.c_contiguous and items.flags.c_contiguous:
+        slots.reshape(-1).view(np.uint8).data[:] = items.reshape(-1).view(np.uint8).data
     else:
-        slots[...] = rows
+        slots[...] = items
 
 
 class Instance:
@@ -77,34 +77,34 @@ class Instance:
 
     def _execute(self, batch: list[Request]) -> tuple[list[Outcome], Execution]:
         started_ns = time.monotonic_ns()
-        rows = sum(request.rows for request in batch)
-        self._gather(batch, rows)
+        items = sum(request.items for request in batch)
+        self._gather(batch, items)
         copied_ns = time.monotonic_ns()
-        self._context.execute(rows)
+        self._context.execute(items)
         computed_ns = time.monotonic_ns()
-        outcomes = self._scatter(batch, rows)
-        return outcomes, Execution(rows, started_ns, copied_ns, computed_ns, time.monotonic_ns())
+        outcomes = self._scatter(batch, items)
+        return outcomes, Execution(items, started_ns, copied_ns, computed_ns, time.monotonic_ns())
 
-    def _gather(self, batch: list[Request], rows: int) -> None:
+    def _gather(self, batch: list[Request], items: int) -> None:
         """The one copy between the received message and the engine."""
         for name in batch[0].inputs:
-            slots = self._context.input(name, rows)
+            slots = self._context.input(name, items)
             if not self._batched:
                 copy_into(slots, batch[0].inputs[name])
                 continue
-            row = 0
+            first = 0
             for request in batch:
-                copy_into(slots[row:row + request.rows], request.inputs[name])
-                row += request.rows
+                copy_into(slots[first:first + request.items], request.inputs[name])
+                first += request.items
 
-    def _scatter(self, batch: list[Request], rows: int) -> list[Outcome]:
-        """Encodes each request's rows while the views of the outputs are valid."""
-        outputs = {name: self._context.output(name, rows) for name in self._outputs}
+    def _scatter(self, batch: list[Request], items: int) -> list[Outcome]:
+        """Encodes each request's items while the views of the outputs are valid."""
+        outputs = {name: self._context.output(name, items) for name in self._outputs}
         outcomes: list[Outcome] = []
-        row = 0
+        first = 0
         for request in batch:
-            end = row + request.rows
-            mine = {name: view[row:end] for name, view in outputs.items()} if self._batched else outputs
+            end = first + request.items
+            mine = {name: view[first:end] for name, view in outputs.items()} if self._batched else outputs
             outcomes.append((request, request.encode(mine)))
-            row = end
+            first = end
         return outcomes

@@ -50,17 +50,17 @@ def _request(message: InferRequest, model: Model, call: Call) -> Request:
     tensors = declared_inputs(header)
     fit = model.signature.fit(tensors)
     outputs = model.signature.choose_outputs(tensor.name for tensor in header.outputs)
-    call.expect(fit.rows * sum(spec.item_bytes for spec in outputs))
+    call.expect(fit.items * sum(spec.item_bytes for spec in outputs))
 
-    def encode(rows: Arrays) -> bytes:
-        arrays = [rows[spec.name] for spec in outputs]
+    def encode(computed: Arrays) -> bytes:
+        arrays = [computed[spec.name] for spec in outputs]
         prefix = _response_header(model.name, model.version, outputs, tuple(array.shape for array in arrays))
         raw = [encode_raw(array, spec.datatype) for array, spec in zip(arrays, outputs, strict=True)]
         return join_response(prefix, header.id, raw)
 
     return Request(
         inputs=decode_inputs(message, tensors),
-        rows=fit.rows, shape_key=fit.shape_key, encode=encode,
+        items=fit.items, shape_key=fit.shape_key, encode=encode,
         answer=asyncio.get_running_loop().create_future(),
         timeout_us=_timeout_us(header))
 

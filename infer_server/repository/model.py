@@ -109,7 +109,7 @@ class Model:
             request.finish(result)
         if execution:
             self.statistics.executed(execution, enqueued_ns)
-            self._batcher.measured(execution.rows, now_ns - execution.started_ns)
+            self._batcher.measured(execution.items, now_ns - execution.started_ns)
 
     def _refuse(self, expired: list[Request], error: ServeError) -> None:
         """Called on any thread. Each gets an error of its own: what is raised collects the frames it passes."""

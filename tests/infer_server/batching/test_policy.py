@@ -22,7 +22,7 @@ from infer_server.batching.policy import (
 
 @dataclass(frozen=True)
 class Waiting:
-    rows: int = 1
+    items: int = 1
     enqueued_ns: int = 0
     shape_key: str = "same"
     deadline_ns: int = 0
@@ -39,7 +39,7 @@ US = 1000
     (ones(1), 1),
     (ones(5), 5),
     (ones(9), 8),                                               # a full batch, and one left
-    ([Waiting(3), Waiting(3), Waiting(3)], 2),                  # rows count, requests are never cut
+    ([Waiting(3), Waiting(3), Waiting(3)], 2),                  # items count, requests are never cut
     ([Waiting(), Waiting(shape_key="other"), Waiting()], 1),    # other shapes wait for the next batch
 ])
 def test_without_a_delay_all_that_fits_goes_at_once(queue: list[Waiting], count: int) -> None:
@@ -95,10 +95,10 @@ MS = 1_000_000
 
 
 def times(**ms: int) -> BatchTimes:
-    """Measured now, by rows: times(_1=10, _8=50)."""
+    """Measured now, by items: times(_1=10, _8=50)."""
     measured = BatchTimes()
-    for rows, takes_ms in ms.items():
-        measured.add(int(rows[1:]), takes_ms * MS, now_ns=0)
+    for items, takes_ms in ms.items():
+        measured.add(int(items[1:]), takes_ms * MS, now_ns=0)
     return measured
 
 
@@ -181,7 +181,7 @@ def test_without_measurements_everybody_is_in_time() -> None:
 
 def test_a_batch_is_estimated_from_the_sizes_around_it() -> None:
     measured = times(_1=10, _9=90)
-    assert [measured.estimate(rows, 0).likely / MS for rows in (1, 5, 9, 18)] == [10, 50, 90, 180]
+    assert [measured.estimate(items, 0).likely / MS for items in (1, 5, 9, 18)] == [10, 50, 90, 180]
 
 
 def test_one_slow_batch_moves_no_estimate() -> None:
