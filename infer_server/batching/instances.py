@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from infer_server.backend import ExecutionContext
 from infer_server.batching.batcher import Batcher
 from infer_server.batching.request import Outcome, Request
-from infer_server.batching.statistics import Execution
+from infer_server.batching.statistics import BatchExecution
 from infer_server.errors import ExecutionError
 
 log = logging.getLogger(__name__)
@@ -37,8 +37,8 @@ class Instance:
     """Pulls batches and executes them until the batcher is closed and empty."""
 
     def __init__(self, name: str, batcher: Batcher, context: ExecutionContext, outputs: Sequence[str], batched: bool,
-                 deliver: Callable[[list[Outcome], Execution | None], None], cpu: int | None = None) -> None:
-        """cpu: where its thread stays; None: anywhere."""
+                 deliver: Callable[[list[Outcome], BatchExecution | None], None], cpu: int | None = None) -> None:
+        """cpu: the CPU that its thread is pinned to; None: not pinned."""
         self._batcher = batcher
         self._context = context
         self._outputs = outputs
@@ -61,7 +61,7 @@ class Instance:
         self._context.close()
 
     def _serve_batch(self) -> bool:
-        """Waits for a batch and serves it, and then holds nothing of it any more. False: there will be none."""
+        """Waits for a batch, serves it, and keeps no reference to it. False: the queue is closed and empty."""
         batch = self._batcher.take()
         if batch is None:
             return False
@@ -75,7 +75,7 @@ class Instance:
             self._deliver(outcomes, execution)
         return True
 
-    def _execute(self, batch: list[Request]) -> tuple[list[Outcome], Execution]:
+    def _execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution]:
         started_ns = time.monotonic_ns()
         items = sum(request.items for request in batch)
         self._gather(batch, items)
@@ -83,10 +83,10 @@ class Instance:
         self._context.execute(items)
         computed_ns = time.monotonic_ns()
         outcomes = self._scatter(batch, items)
-        return outcomes, Execution(items, started_ns, copied_ns, computed_ns, time.monotonic_ns())
+        return outcomes, BatchExecution(items, started_ns, copied_ns, computed_ns, time.monotonic_ns())
 
     def _gather(self, batch: list[Request], items: int) -> None:
-        """The one copy between the received message and the engine."""
+        """Copies the requests' inputs side by side into the context: the only copy between message and engine."""
         for name in batch[0].inputs:
             slots = self._context.input(name, items)
             if not self._batched:

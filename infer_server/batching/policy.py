@@ -74,7 +74,7 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Choice(Generic[Q]):
+class BatchChoice(Generic[Q]):
     """Execute `batch` together and refuse `lost`, which cannot be answered in time. One of them may be empty."""
     batch: list[Q]
     lost: list[Q] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Choice(Generic[Q]):
 
 @dataclass(frozen=True)
 class Instances:
-    """Of a model: how many there are, and how many of them wait for requests, beside the one that decides."""
+    """A model's instances: how many there are, and how many others wait for requests beside the one that decides."""
     total: int = 1
     idle: int = 0
 
@@ -137,7 +137,7 @@ def share(count: int, idle: int, policy: BatchPolicy) -> int:
 
 
 def choose(queue: Collection[Q], now_ns: int, policy: BatchPolicy, instances: Instances, times: BatchTimes
-           ) -> Choice[Q] | Wait:
+           ) -> BatchChoice[Q] | Wait:
     """What an instance does with `queue` (oldest first, not empty), where some of it have deadlines.
 
     It executes the front of the queue, as decide() and share() have it, as long as all of that can be answered in time.
@@ -151,7 +151,7 @@ def choose(queue: Collection[Q], now_ns: int, policy: BatchPolicy, instances: In
     count = share(decision.count if isinstance(decision, Send) else len(queue), instances.idle, policy)
     front = list(islice(queue, count))
     if now_ns <= _latest_start_ns(front, now_ns, times):
-        return Choice(front)
+        return BatchChoice(front)
     sizes = _halves(policy.max_batch_size) if policy.merges else [max(request.items for request in queue)]
     takes = {size: times.estimate(size, now_ns) for size in sizes}
     for takes_ns in ({size: estimate.safe for size, estimate in takes.items()},
@@ -159,12 +159,12 @@ def choose(queue: Collection[Q], now_ns: int, policy: BatchPolicy, instances: In
         size = _best_size(queue, now_ns, takes_ns)
         if size:
             kept, lost = shed(queue, size, now_ns + takes_ns[size], takes[size].likely / instances.total)
-            return Choice(_in_time(kept, now_ns + takes_ns[size], size)[:None if policy.merges else 1], lost)
-    return Choice([], list(queue))
+            return BatchChoice(_in_time(kept, now_ns + takes_ns[size], size)[:None if policy.merges else 1], lost)
+    return BatchChoice([], list(queue))
 
 
 def shed(queue: Iterable[Q], size: int, done_ns: float, next_ns: float) -> tuple[list[Q], list[Q]]:
-    """Who waits on, and who must be given up so that all of these are answered in time.
+    """(kept, lost): the requests that can all be answered in time, and those that must be refused for it.
 
     Batches of `size` items go in the order of arrival; the first is answered at `done_ns`, each other `next_ns` after
     the one before. Where a request would be late, the one with the nearest deadline of all up to it is given up: no
@@ -199,7 +199,7 @@ def is_hopeless(request: Queued, now_ns: int, times: BatchTimes) -> bool:
 
 
 def _best_size(queue: Iterable[Queued], now_ns: int, takes_ns: Mapping[int, float]) -> int:
-    """Of these batch sizes, the largest first, that which answers most items in time a second. 0: none answers any."""
+    """The batch size, of those given, that answers most items in time per second; of equals the first. 0: none does."""
     best, best_rate = 0, 0.0
     for size, ns in takes_ns.items():
         rate = _items(_in_time(queue, now_ns + ns, size)) / max(ns, 1)

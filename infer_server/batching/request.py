@@ -27,7 +27,7 @@ class Request:
     expires_ns: int = 0                         # when its timeout in the queue ends; 0: never
 
     def finish(self, result: bytes | Exception) -> None:
-        """Completes its answer, on the event loop. If it was cancelled meanwhile, nobody reads it any more."""
+        """Completes the request's answer, on the event loop; nothing happens if the request was cancelled."""
         if self.answer.done():
             return
         if isinstance(result, Exception):

@@ -56,7 +56,7 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class Execution:
+class BatchExecution:
     """The times of one batch, all from the same clock."""
     items: int
     started_ns: int                             # the batch was taken from the queue
@@ -72,8 +72,8 @@ class Statistics:
         self._lock = threading.Lock()
         self._counters = Counters()
 
-    def executed(self, execution: Execution, enqueued_ns: Sequence[int]) -> None:
-        """A batch was executed; `enqueued_ns` of those of its requests that were answered in time."""
+    def executed(self, execution: BatchExecution, enqueued_ns: Sequence[int]) -> None:
+        """Counts an executed batch. enqueued_ns: when those of its requests that were answered in time were queued."""
         e, c, requests = execution, self._counters, len(enqueued_ns)
         with self._lock:
             batch = c.batches.setdefault(e.items, BatchStatistics())
@@ -91,7 +91,7 @@ class Statistics:
                 of_size.add(1, ns)
 
     def failed(self, reason: Failure, ns: int) -> None:
-        """A request ended without an answer, `ns` after it was received."""
+        """Counts a request that ended without an answer, `ns` after it was received."""
         with self._lock:
             self._counters.failures[reason] += 1
             self._counters.fail.add(1, ns)

@@ -1,4 +1,4 @@
-"""ModelInfer: bytes in, bytes out."""
+"""The call ModelInfer: from a serialised request to a serialised response, tensors never parsed by protobuf."""
 from __future__ import annotations
 
 import asyncio
@@ -10,7 +10,7 @@ import grpc
 from infer_server.batching.request import Arrays, Request
 from infer_server.batching.statistics import Failure
 from infer_server.config.config import TensorSpec
-from infer_server.endpoints.inflight import Call, Inflight
+from infer_server.endpoints.inflight import Inflight, OpenCall
 from infer_server.errors import InvalidRequestError, MemoryLimitError, NotServedError
 from infer_server.protocol.codec import declared_inputs, decode_inputs, encode_raw
 from infer_server.protocol.wire import InferRequest, join_response, response_header, split_request
@@ -44,7 +44,7 @@ async def infer(data: bytes, context: grpc.aio.ServicerContext, repository: Repo
     return answer
 
 
-def _request(message: InferRequest, model: Model, call: Call) -> Request:
+def _request(message: InferRequest, model: Model, call: OpenCall) -> Request:
     header = message.header
     _refuse_extensions(header)
     tensors = declared_inputs(header)
