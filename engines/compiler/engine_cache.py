@@ -79,6 +79,7 @@ class EngineCache:
         entry = self.entry(key)
         try:
             plan = read_plan(entry)
+            list(plan.weights.values())     # these stay in the file until they are asked for, and it may go
         except FileNotFoundError:
             return None
         except OSError as error:
