@@ -208,8 +208,8 @@ def test_feeds_calibrate_as_a_file_of_them_does(path: Path, tmp_path: Path) -> N
 
 
 def test_a_lookup_goes_by_what_the_feeds_hold(path: Path, cache: EngineCache) -> None:
-    assert not int8(path, feeds(), cache).cached
-    assert int8(path, (feed for feed in feeds()), cache).cached
+    assert not int8(path, (feed for feed in feeds()), cache).cached
+    assert int8(path, feeds(), cache).cached
     assert not int8(path, feeds(7), cache).cached
     assert not int8(path, feeds(), cache, calibrator="percentile").cached
 
