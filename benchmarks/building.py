@@ -18,8 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.document import Cell, machine, markdown_table, write_section
 from benchmarks.models import random_pictures, run, source_of
+from benchmarks.reports.document import Cell, machine, markdown_table, write_section
 from engines.plan.arena import plan_memory
 from engines.plan.file import read_plan
 from engines.plan.plan import Plan
