@@ -19,9 +19,10 @@ from calibration.accuracy.oracle import Oracle, oracle_of, reference_of
 from calibration.data.generated import generated
 from calibration.data.items import CalibrationData, Feed
 from engines.ir.graph import Array, Dim, Graph
+from engines.loading import load_engine
 from engines.passes.pixels import Pixels
 from engines.plan.plan import IoTensor, Plan, graph_of
-from engines.runtime.engine import Engine, load_engine
+from engines.runtime.engine import Engine
 
 TOGETHER = 3            # items of the batches, beside single ones
 BATCHES = 4             # of so many items, where there are as many

@@ -23,10 +23,11 @@ from engines.ir.graph import Array, Dim, Graph, Node, verify
 from engines.ir.shapes import Undecided
 from engines.ops import OPS, describe
 from engines.ops.fallback import as_onnx
+from engines.ops.recurrent import GATES
 
 log = logging.getLogger(__name__)
 
-Model = str | Path | onnx.ModelProto        # a file, or what was read of one
+Model = str | Path | bytes | onnx.ModelProto        # a file, its content, or what was read of one
 
 
 @faults_named()
@@ -46,7 +47,7 @@ def graph_from_onnx(model: Model, *,
     operators that nobody can evaluate (all are listed), a symbolic extent without a value, or a node whose attributes
     or inputs do not fit. UnknownValueError: shapes follow from the values of inputs, which `constants` could tell.
     """
-    proto, name = (model, model.graph.name or "model") if isinstance(model, onnx.ModelProto) else _load(Path(model))
+    proto, name = _load(model)
     check_names(name, proto.graph)
     if proto.functions:
         proto = inliner.inline_local_functions(proto)
@@ -78,24 +79,30 @@ def graph_from_onnx(model: Model, *,
 def recurs_in_float16(model: Path) -> bool:
     """Whether the file has recurrent layers and weights of float16."""
     graph = onnx.load(str(model), load_external_data=False).graph
-    return (any(node.op_type in ("LSTM", "GRU", "RNN") for node in graph.node)
+    return (any(node.op_type in GATES for node in graph.node)
             and any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in graph.initializer))
 
 
 # ---- the file
-def _load(path: Path) -> tuple[onnx.ModelProto, str]:
+def _load(model: Model) -> tuple[onnx.ModelProto, str]:
+    """The model, and what errors and plans call it."""
+    where = str(model) if isinstance(model, str | Path) else "the model"
     try:
-        proto = onnx.load(str(path))
+        proto = (model if isinstance(model, onnx.ModelProto) else
+                 onnx.load_model_from_string(model) if isinstance(model, bytes) else onnx.load(where))
     except OSError as error:        # the file, or one beside it that holds weights
-        raise ModelError(f"{path}: {error.strerror or error}: '{error.filename or path}'") from error
+        raise ModelError(f"{where}: {error.strerror or error}: '{error.filename or where}'") from error
     except Exception as error:      # whatever the protobuf runtime at hand raises for bytes that are no model
-        raise ModelError(f"{path} is not a readable ONNX model (truncated, or another format): {error}") from error
+        raise ModelError(f"{where} is not a readable ONNX model (truncated, or another format): {error}") from error
     if not proto.HasField("graph") or not proto.opset_import:
-        raise ModelError(f"{path} is not an ONNX model: it has no graph or no opset")
-    return proto, path.stem
+        raise ModelError(f"{where} is not an ONNX model: it has no graph or no opset")
+    return proto, Path(model).stem if isinstance(model, str | Path) else proto.graph.name or "model"
 
 
 def _array(model: str, tensor: onnx.TensorProto) -> Array:
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:     # onnx.load has read what lies beside a file
+        raise ModelError(f"{model}: tensor '{tensor.name}' is in a file of its own, which only the path of the model "
+                         "leads to: give the path, or what onnx.load reads from there")
     if any(extent < 0 for extent in tensor.dims):       # NumPy would take -1 for "as many as there are"
         raise ModelError(f"{model}: tensor '{tensor.name}' cannot be read: it is of shape {list(tensor.dims)}")
     try:

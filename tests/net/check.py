@@ -12,10 +12,11 @@ import numpy as np
 from engines.compiler.builder import BuildConfig, Builder
 from engines.errors import InputError, ModelError
 from engines.ir.graph import Graph
+from engines.loading import load_engine
 from engines.ops import reference
 from engines.plan.file import write_plan
 from engines.plan.plan import Plan
-from engines.runtime.engine import Engine, load_engine
+from engines.runtime.engine import Engine
 from tests.net.evaluation import Array, expected, widened
 from tests.net.graphs import ITEMS, Case, dtype_of
 from tests.net.stages import float_stages, results_of

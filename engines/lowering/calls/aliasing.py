@@ -30,6 +30,8 @@ from engines.lowering.problems.view import SIZES, Halo, View, dense_view
 from engines.ops import describe
 from engines.passes.rewriting.facts import is_product, is_view_of_input, is_view_of_output
 
+VIEWS = ("Split", "Slice", "Reshape", "Transpose")      # results that may lie in the memory of what they are made of
+
 
 class Aliasing:
     """Tensor -> Placement for a whole graph. `buffers` in the order of their making."""
@@ -84,7 +86,7 @@ class Aliasing:
                 and not batch_axis(types[a]) and not batch_axis(types[b]))
 
     def _see_views(self, node: Node) -> None:
-        if node.op not in ("Split", "Slice", "Reshape", "Transpose") or node.inputs[0] in self.graph.constants:
+        if node.op not in VIEWS or node.inputs[0] in self.graph.constants:
             return
         source, types = node.inputs[0], self.graph.types
         if node.op == "Transpose":

@@ -18,13 +18,12 @@ from typing import Any
 import numpy as np
 
 from engines.ir.graph import Array, Graph, Node, TensorType
-from engines.passes.rewriting.facts import is_pointwise, per_channel, reader
+from engines.passes.rewriting.facts import is_pointwise, is_weighted, output_axis, per_channel, reader
 from engines.passes.rewriting.notes import Note, note
 from engines.passes.rewriting.rewrite import fresh_name, merged_origin
 from engines.passes.rules.activations import bounds
 
 MAX_CHANNELS = 4096
-_ROWS = {"Conv": 0, "Gemm": 0, "MatMul": 1}         # the axis of the weights that counts output channels
 
 
 @dataclass
@@ -64,8 +63,10 @@ def merge_siblings(graph: Graph, log: list[Note] | None = None) -> Graph:
 
 
 def _key(graph: Graph, node: Node) -> Hashable | None:
-    """Equal for nodes that may be merged; None for one that may not."""
-    if node.op not in _ROWS or not all(graph.is_constant(name) for name in node.inputs[1:] if name):
+    """Equal for nodes that may be merged; None for one that may not. (A ConvTranspose rarely has siblings.)"""
+    if not is_weighted(node) or node.op == "ConvTranspose":
+        return None
+    if not all(graph.is_constant(name) for name in node.inputs[1:] if name):
         return None
     weight, attrs = graph.constants[node.inputs[1]], node.attrs
     if attrs.get("group", 1) != 1 or node.op == "MatMul" and weight.ndim != 2:
@@ -84,7 +85,7 @@ def _worth_it(graph: Graph, members: list[Node], log: list[Note] | None) -> bool
     if any(node.outputs[0] in graph.outputs for node in members):
         note(log, members[0], "merge_siblings", "a branch is a graph output, which would be a copy")
         return False
-    total = sum(graph.constants[node.inputs[1]].shape[_ROWS[node.op]] for node in members)
+    total = sum(graph.constants[node.inputs[1]].shape[output_axis(node)] for node in members)
     if total > MAX_CHANNELS:
         note(log, members[0], "merge_siblings", f"{total} output channels together, more than {MAX_CHANNELS}")
         return False
@@ -107,7 +108,7 @@ def _channel_axis(graph: Graph, node: Node) -> int:
 
 
 def _wide_node(graph: Graph, members: list[Node], taken: set[str]) -> _Branches:
-    first, rows = members[0], _ROWS[members[0].op]
+    first, rows = members[0], output_axis(members[0])
     weights = [graph.constants[node.inputs[1]] for node in members]
     sizes = tuple(weight.shape[rows] for weight in weights)
     branches = _Branches(members, sizes, [], tuple(node.outputs[0] for node in members))

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from engines.ir.graph import Array, Dim, Graph, Node, TensorType
+from engines.ops import LayoutOp, op_of
 from engines.passes.rewriting.facts import is_pointwise
 from engines.passes.rewriting.rewrite import fresh_name
 
-_WINDOWS = frozenset({"Conv", "ConvTranspose", "MaxPool", "AveragePool"})
 # What the row's axis has in each attribute of a window.
 _OF_ROW: Mapping[str, int] = {"kernel_shape": 1, "strides": 1, "dilations": 1, "output_padding": 0}
 
@@ -30,7 +30,8 @@ def lines_to_images(graph: Graph) -> Graph:
 
 
 def _slides_over_lines(graph: Graph, node: Node) -> bool:
-    return (node.op in _WINDOWS and len(node.outputs) == 1 and len(graph.shape(node.inputs[0])) == 3
+    return (issubclass(op_of(node.op), LayoutOp) and "kernel_shape" in node.attrs and len(node.outputs) == 1
+            and len(graph.shape(node.inputs[0])) == 3
             and all(graph.is_constant(name) for name in node.inputs[1:] if name))
 
 

@@ -14,11 +14,11 @@ import pytest
 
 from engines.errors import PlanCorruptError, PlanError, PlanVersionError
 from engines.ir.graph import QParams
+from engines.loading import load_engine
 from engines.plan.checksums import PAGE, page_sums
 from engines.plan.file import MAGIC, VERSION, fingerprint_of, read_plan, write_plan
 from engines.plan.plan import Buffer, Fallback, Fill, Operand, Plan, Step
 from engines.plan.sections import INFLATED
-from engines.runtime.engine import load_engine
 from tests.engines.tiny import as_constants, halo_plan
 from tests.fuzz.plans import File
 

@@ -11,9 +11,10 @@ import pytest
 from engines.errors import PlanCorruptError, PlanError
 from engines.ir.graph import Array, Node, QParams
 from engines.ir.serialize import node_to_json
+from engines.loading import load_engine
 from engines.plan.file import write_plan
 from engines.plan.plan import Buffer, Fallback, IoTensor, Plan, Step, TensorView
-from engines.runtime.engine import Engine, load_engine
+from engines.runtime.engine import Engine
 from engines.runtime.fallback import to_real, to_stored
 from tests.engines.tiny import as_constants, executor, mix_plan, mixed
 

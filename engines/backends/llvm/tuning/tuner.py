@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from engines.backends.base import Progress
 from engines.backends.llvm.codegen.compile_pool import CompilerPool
 from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import Isa
@@ -33,7 +34,6 @@ ROUNDS = 3
 COSTLY = 1.3                # times the least cost: tactics beyond it are not timed
 HOPELESS = 1.5              # times the fastest in its first runs: a tactic that is not timed further
 
-Progress = Callable[[int, int, str], None]
 Constants = Mapping[str, Any]
 Times = tuple[float, ...]       # microseconds of a tactic, for a batch of each size that it is timed with
 

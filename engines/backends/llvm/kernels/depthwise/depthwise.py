@@ -363,5 +363,5 @@ class _Emitter:
             numbers = load_vector(lanes, constants, problem.program.constants, v)
             for output, operands, pixel in zip(outputs, others, pixels, strict=True):
                 total = self.arithmetic.finish(self.isa, acc.pop((output, v)))
-                pixel.append(problem.program.emit(self.isa, total, [operand[v] for operand in operands], numbers))
+                pixel.append(problem.program.run(self.isa, total, [operand[v] for operand in operands], numbers))
         store_channels(lanes, problem.y, pixels, targets)
