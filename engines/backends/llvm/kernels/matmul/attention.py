@@ -55,11 +55,12 @@ from engines.backends.llvm.kernels.matmul.operands import (
     product_arithmetic,
     store_tile,
 )
-from engines.backends.llvm.kernels.rows.passes import PARTIALS, At, fold, fold_rows, live
-from engines.backends.llvm.kernels.rows.softmax import less_peak, share, share_meaning
+from engines.backends.llvm.kernels.rows.passes import At, live, reduce_row
+from engines.backends.llvm.kernels.rows.softmax import share
 from engines.lowering.epilogue.functions import fma
 from engines.lowering.epilogue.program import EpilogueProgram, Floats, load_meaning, store_meaning
 from engines.lowering.problems.problem import Array
+from engines.lowering.problems.rows import PARTIALS, less_peak, reduced_rows, share_of
 from engines.lowering.problems.view import SIZES, View
 
 
@@ -176,9 +177,9 @@ class Attention(KernelSpec):
         q, k, v = (x - np.float32(zero) for x, zero in zip(factors, zeros, strict=False))
         x = _product(q, k.swapaxes(-1, -2)) * scale
         x = x if mask is None else x + mask
-        peak = fold_rows("max", x)
+        peak = reduced_rows("max", x)
         p = power_meaning(less_peak(x, peak) * self._units, "float32")
-        mean = _product(p, v) * share_meaning(peak, fold_rows("sum", p))
+        mean = _product(p, v) * share_of(peak, reduced_rows("sum", p))
         return (store_meaning(self.y.dtype, self.program.meaning(mean, [], constants["program"])),)
 
     def _exact_meaning(self, factors: Sequence[Floats], scale: np.float32, zeros: Sequence[np.float32],
@@ -186,10 +187,10 @@ class Attention(KernelSpec):
         q, k, v = (x.astype(np.int64) for x in factors[:3])
         sums = ((q - int(zeros[0])) @ (k - MIDDLE).swapaxes(-1, -2)).astype(np.float32)
         x = sums * scale if mask is None else fma(sums, scale, mask)
-        peak = fold_rows("max", x)
+        peak = reduced_rows("max", x)
         p = np.rint(power_meaning(less_peak(x, peak) * self._units, "uint8"))
         mixed = (p.astype(np.int64) @ (v - MIDDLE)).astype(np.float32)
-        mean = mixed * share_meaning(peak, fold_rows("sum", p))
+        mean = mixed * share_of(peak, reduced_rows("sum", p))
         if self.mask:
             mean = mean + np.where(peak > -np.inf, np.float32(0), zeros[2] - np.float32(MIDDLE))
         return (store_meaning(self.y.dtype, self.program.meaning(mean, [], program)),)
@@ -363,7 +364,7 @@ class _Emitter:
             def score(at: At, here: Value = here) -> Value:
                 return f.load(isa.floats, here + at.column * 4, isa.bytes, "score")
 
-            peak = fold(f, isa, keys, "max", score)
+            peak = reduce_row(f, isa, keys, "max", score)
 
             def weight(at: At, there: Value = there, peak: Value = peak, score: Any = score) -> Value:
                 less = score(at) - peak
@@ -377,7 +378,7 @@ class _Emitter:
                 f.store(stored, there + at.column * SIZES[dtype])
                 return to_float(isa, dtype, stored)
 
-            total = fold(f, isa, keys, "sum", weight)
+            total = reduce_row(f, isa, keys, "sum", weight)
             one = f.op(FLOAT, f"extractelement {share(peak, total)}, i32 0", "inverse")
             f.store(one, inverse + row * 4)
             if self.adds_zero:
