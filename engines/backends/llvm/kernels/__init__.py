@@ -7,4 +7,5 @@ from engines.backends.llvm.kernels.contraction import (  # noqa: F401
     winograd_weights,
 )
 from engines.backends.llvm.kernels.depthwise import depthwise  # noqa: F401
-from engines.backends.llvm.kernels.matmul import product  # noqa: F401
+from engines.backends.llvm.kernels.matmul import attention, product  # noqa: F401
+from engines.backends.llvm.kernels.rows import lrn, norm, reduce, softmax  # noqa: F401
