@@ -9,7 +9,7 @@ from engines.backends.llvm.codegen.executor import scheduler_object
 from engines.backends.llvm.codegen.isa import Isa, isa_named
 from engines.backends.llvm.constants import Constants
 from engines.backends.llvm.kernels.kernel import Window
-from engines.backends.llvm.tuning.item_major import with_bands
+from engines.backends.llvm.tuning.item_major import with_item_major_runs
 from engines.backends.llvm.tuning.tuner import Choice, Tuner
 from engines.ir.graph import BATCH, Graph
 from engines.lowering.buffers import buffers_of, check_memory, fills_of, write_borders
@@ -20,7 +20,7 @@ from engines.lowering.problems.problem import Problem
 from engines.lowering.steps import io_tensors, step_of
 from engines.machine.cpu import detect
 from engines.machine.timing_cache import TimingCache
-from engines.plan.plan import Operand, Plan, Reach, Step
+from engines.plan.plan import Footprint, Operand, Plan, Step
 
 USUAL_BATCH = 32            # of full tiles, whatever their shape
 
@@ -80,7 +80,7 @@ class LlvmSession:
 
     def tuned(self, plan: Plan) -> Plan:
         """The plan with the steps that are faster item by item, as timed here."""
-        return with_bands(plan, self.cache, self.tuner.processor) if self.tuner.timing else plan
+        return with_item_major_runs(plan, self.cache, self.tuner.processor) if self.tuner.timing else plan
 
 
 class _Assembler:
@@ -143,7 +143,7 @@ class _Assembler:
             backend="llvm", target=isa.name, cpu=made_for,
             buffers=buffers_of(self.lowered, self.max_batch), fills=fills_of(self.lowered), steps=tuple(self.steps),
             code=(*self.code.values(), scheduler_object(isa)), constants=self.constants.data(),
-            derived=self.constants.derived(),
+            expanded=self.constants.expanded(),
             weight_offsets=self.constants.weight_offsets,
             inputs=io_tensors(self.lowered, self.lowered.graph.inputs),
             outputs=io_tensors(self.lowered, self.lowered.graph.outputs))
@@ -153,6 +153,6 @@ def _architecture(isa: Isa, here: str) -> str:
     return isa.triple.split("-")[0] if isa.triple else here
 
 
-def _reach(placement: Placement, window: Window, period: int) -> Reach:
-    return Reach(placement.buffer, placement.offset + window.begin, placement.offset + window.end, window.rows,
+def _reach(placement: Placement, window: Window, period: int) -> Footprint:
+    return Footprint(placement.buffer, placement.offset + window.begin, placement.offset + window.end, window.rows,
                  window.stride, placement.view.item, period)

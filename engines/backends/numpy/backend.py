@@ -58,7 +58,7 @@ class NumpySession:
                       for step in (step_of(lowered, call) for call in lowered.calls))
         return MachinePart(
             backend="numpy", target="numpy", cpu={}, buffers=buffers_of(lowered, chosen.max_batch),
-            fills=fills_of(lowered), steps=steps, code=(), constants=b"", derived=(), weight_offsets={},
+            fills=fills_of(lowered), steps=steps, code=(), constants=b"", expanded=(), weight_offsets={},
             inputs=io_tensors(lowered, graph.inputs), outputs=io_tensors(lowered, graph.outputs))
 
     def tuned(self, plan: Plan) -> Plan:

@@ -13,7 +13,7 @@ from engines.lowering.calls.placement import buffer_bytes, strided
 from engines.lowering.lower import lower
 from engines.lowering.problems.view import dense_view
 from engines.lowering.rules.copies import refined
-from engines.ops import OPS
+from engines.ops import OPS, Stored
 from tests.engines.backends.harness import constants_of, guarded, kernel_of, loaded
 
 ITEMS = 3
@@ -64,8 +64,6 @@ CASES: dict[str, tuple[str, tuple[int, ...], dict[str, Any], dict[str, Any]]] = 
     "space to depth": ("SpaceToDepth", IMAGE, {"blocksize": 2}, {}),
 }
 ANY_RANK = ("Reduce", "Slice", "Expand", "Pad", "Softmax", "LogSoftmax", "LayerNormalization", "LpNormalization")
-# Whose result is stored as its input is, where a graph is quantised.
-MOVING = ("Slice", "MaxPool", "GlobalMaxPool", "DepthToSpace", "SpaceToDepth")
 
 
 def graph_of(case: Any, quantised: bool) -> Graph:
@@ -83,7 +81,7 @@ def graph_of(case: Any, quantised: bool) -> Graph:
         arrays["w"] = random.integers(-128, 128, arrays["w"].shape).astype(np.int8)
         couts = arrays["w"].shape[1]
         types["w"] = type_of(arrays["w"], QParams(tuple(np.linspace(0.001, 0.003, couts)), (0,) * couts, "int8", 1))
-    out = U8 if op in MOVING else OUT
+    out = U8 if OPS[op].stored is Stored.ALIKE and op != "Pad" else OUT       # by zeros a Pad would be
     return Graph("g", ("x",), ("y",), (node,), arrays,
                  {"x": x, "y": TensorType(y.dtype, y.shape, out if quantised else None), **types})
 
