@@ -7,7 +7,6 @@ import pytest
 from engines.backends.llvm.codegen.compile import assembly, compile_object
 from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import ALL, PORTABLE
-from engines.backends.llvm.kernels.depthwise.depthwise import Depthwise
 from engines.backends.llvm.kernels.elementwise.pointwise import Pointwise
 from engines.backends.llvm.kernels.movement.gather import Lookup
 from engines.backends.llvm.kernels.movement.layout import COPY, Permute
@@ -15,8 +14,9 @@ from engines.backends.llvm.kernels.pooling.pool import Pool
 from engines.backends.llvm.kernels.rows.norm import Norm
 from engines.backends.llvm.kernels.rows.softmax import Softmax
 from engines.lowering.epilogue.program import INSTRUCTIONS, EpilogueProgram, ProgramBuilder
+from engines.lowering.problems.depthwise import Depthwise
 from engines.lowering.problems.view import dense_view
-from tests.engines.backends.harness import EVERY_ISA, numpy_dtype, run
+from tests.engines.backends.harness import EVERY_ISA, kernel_of, numpy_dtype, run
 
 PLAIN = EpilogueProgram((), 0, 0)
 
@@ -56,7 +56,7 @@ def kernels():
 def test_objects_call_nothing_but_themselves(isa):
     for spec in kernels():
         module = Module()
-        spec.emit(module, "kernel", isa, spec.tactics(isa)[0])
+        kernel_of(spec).emit(module, "kernel", isa, kernel_of(spec).tactics(isa)[0])
         text = assembly(module.text(), isa)
         called = calls(text) - set(module.functions)
         assert not called, f"{spec.family} on {isa.name} calls {called}"

@@ -43,7 +43,7 @@ from engines.backends.llvm.kernels.common.access import (
     run_program,
     unravel,
 )
-from engines.backends.llvm.kernels.contraction.contraction import tile_shapes
+from engines.backends.llvm.kernels.contraction.direct import usual_tile_shapes
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, KernelSpec, Tactic, begin_kernel, pack_channels
 from engines.backends.llvm.kernels.matmul.exp2 import LOG2_E, power, power_meaning
 from engines.backends.llvm.kernels.matmul.operands import (
@@ -136,7 +136,7 @@ class Attention(KernelSpec):
     def _shapes(self, isa: Isa, columns: int) -> list[tuple[int, int]]:
         """Register tiles for a right factor of so many columns."""
         widest = isa.vectors_for(columns)
-        shapes = [shape for shape in tile_shapes(isa, self.precision) if shape[1] <= widest]
+        shapes = [shape for shape in usual_tile_shapes(isa, self.precision) if shape[1] <= widest]
         return list(dict.fromkeys((min(rows, self.queries), vectors) for rows, vectors in shapes))
 
     def grid(self, isa: Isa, tactic: Tiles) -> Grid:
