@@ -40,7 +40,7 @@ def timed(source: Path, plan: Path, *options: object) -> str:
 def weight_bytes(plan: Plan) -> int:
     """Of the graph's matrices, as the precision stores them."""
     size = {"fp32": 4, "bf16": 2, "fp16": 2}.get(plan.precision, 1)
-    return sum(array.size * size for array in plan.graph_arrays.values() if array.ndim > 1)
+    return sum(array.size * size for array in plan.weights.values() if array.ndim > 1)
 
 
 def live_bytes(plan: Plan) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from benchmarks.cycles import Counter
 from benchmarks.document import Cell, machine, markdown_table, write_section
-from engines.backends.llvm.tuning.peaks import measure_peaks
+from engines.backends import backend_of
 
 SECTION = "peaks"
 
@@ -22,7 +22,7 @@ SECTION = "peaks"
 def section(counter: Counter) -> str:
     """The measured peaks as a section of docs/benchmarks.md."""
     counts, seconds = counter.read(), time.process_time()
-    peaks = measure_peaks()
+    peaks = backend_of("").peaks()
     hertz = (counter.read() - counts) / (time.process_time() - seconds)
     rates = [(f"{name} multiply-accumulates", rate) for name, rate in peaks.macs_per_second.items()]
     rates += [(f"bytes read from {level.name}", level.bytes_per_second) for level in peaks.levels]

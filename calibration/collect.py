@@ -3,8 +3,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from tqdm import tqdm
-
 from calibration.histogram import Histogram
 from calibration.open_data import CalibrationData, Feed
 from engines.errors import CalibrationError
@@ -14,25 +12,25 @@ Run = Callable[[Feed], Mapping[str, Array]]     # feeds -> values of (at least) 
 
 
 def collect(run: Run, data: CalibrationData, tensors: Iterable[str], *, batch: int = 1,
-            progress: bool | None = None) -> dict[str, Histogram]:
+            progress: Callable[[int, int], None] = lambda done, of: None) -> dict[str, Histogram]:
     """{tensor: histogram of all its values}, from one pass over `data` in batches of at most `batch` items.
 
-    The histograms do not depend on `batch`, provided that `run` does not. progress: show a bar on stderr; None shows
-    it on a terminal only. Raises CalibrationError, naming the tensor, if `run` does not return it or if it has values
-    that are not finite.
+    The histograms do not depend on `batch`, provided that `run` does not. progress(done, of) is called with numbers of
+    items, `of` 0 if it is not known. Raises CalibrationError, naming the tensor, if `run` does not return it or if it
+    has values that are not finite.
     """
     histograms = {tensor: Histogram() for tensor in tensors}
-    hidden = None if progress is None else not progress         # tqdm's None: hidden unless stderr is a terminal
-    with tqdm(desc="calibrating", total=data.count, unit="item", disable=hidden) as bar:
-        for feed in data.batches(batch):
-            values = run(feed)
-            for tensor, histogram in histograms.items():
-                if tensor not in values:
-                    raise CalibrationError(f"the float graph did not return '{tensor}', which is to be calibrated")
-                try:
-                    histogram.observe(values[tensor])
-                except CalibrationError as error:
-                    raise CalibrationError(f"calibrating '{tensor}', item {bar.n}: {error}; "
-                                           "check the preprocessing and the model itself in fp32") from error
-            bar.update(data.items_in(feed))
+    done = 0
+    for feed in data.batches(batch):
+        values = run(feed)
+        for tensor, histogram in histograms.items():
+            if tensor not in values:
+                raise CalibrationError(f"the float graph did not return '{tensor}', which is to be calibrated")
+            try:
+                histogram.observe(values[tensor])
+            except CalibrationError as error:
+                raise CalibrationError(f"calibrating '{tensor}', item {done}: {error}; "
+                                       "check the preprocessing and the model itself in fp32") from error
+        done += data.items_in(feed)
+        progress(done, data.count or 0)
     return histograms

@@ -4,6 +4,7 @@
     a folder of .npz files      an array per model input in each; of .npy files where the model has one input
     one .npz or .npy file       the same, usually with many items on the leading axis
     script.py:function          called without arguments; yields feeds {input: array}
+    a function of the program   the same
 
 Folders are searched in depth and read in the order of the paths. An array may hold one item without the batch axis
 [C, H, W], or any number of items [N, C, H, W].
@@ -16,14 +17,19 @@ from pathlib import Path
 from calibration.data.items import CalibrationData, Feed, Input
 from calibration.data.preprocess import Preprocess
 from calibration.data.sources.arrays import SUFFIXES, from_arrays
+from calibration.data.sources.feeds import Feeds, digest_of, from_feeds
 from calibration.data.sources.images import from_images, is_image
-from calibration.data.sources.script import from_script
+from calibration.data.sources.script import feeds_of_script, is_script
 from engines.errors import CalibrationError
 
 __all__ = ["CalibrationData", "Feed", "Input", "open_calibration_data"]
 
 
-def open_calibration_data(source: str | Path, inputs: Sequence[Input],
+FEEDS = "the calibration feeds"         # what errors call those of a program
+Source = str | Path | Feeds
+
+
+def open_calibration_data(source: Source, inputs: Sequence[Input],
                           preprocess: Preprocess | None = None) -> CalibrationData:
     """The data that `source` names, checked against the model's inputs as far as that goes without reading it all.
 
@@ -31,9 +37,11 @@ def open_calibration_data(source: str | Path, inputs: Sequence[Input],
     Raises CalibrationError: nothing there, no data in it, a file that cannot be read (named), or names, dtypes or
     shapes that are not the model's; ConfigError: a preprocessing that does not fit the model.
     """
+    if not isinstance(source, str | Path):
+        return from_feeds(FEEDS, source, inputs)
     text, path = str(source), Path(source)
-    if not path.exists() and ".py:" in text:
-        return from_script(text, inputs)
+    if is_script(text):
+        return from_feeds(text, feeds_of_script(text), inputs)
     if not path.exists():
         raise CalibrationError(f"calibration data {path} does not exist; give a folder of images or .npz files, "
                                "an .npz file, or script.py:function")
@@ -56,3 +64,15 @@ def open_calibration_data(source: str | Path, inputs: Sequence[Input],
         return from_images(text, images, inputs, preprocess)
     raise CalibrationError(f"calibration data {path} holds neither images nor .npz or .npy files "
                            f"({len(files)} other files)")
+
+
+def digest_of_data(source: Source) -> object:
+    """What changes when the data do, as JSON would hold it: of files their names, sizes and times; of what code yields,
+    all of it."""
+    if not isinstance(source, str | Path):
+        return digest_of(FEEDS, source)
+    text, path = str(source), Path(source)
+    if is_script(text):
+        return digest_of(text, feeds_of_script(text))
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]

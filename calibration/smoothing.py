@@ -19,11 +19,10 @@ import numpy as np
 
 from calibration.histogram import Floats
 from engines.ir.graph import Array, Graph, Node
-from engines.passes.fusion.vertical import HEAVY
+from engines.ops import op_of
 from engines.passes.rewriting.editor import GraphEditor
-from engines.passes.rewriting.facts import NORMS, is_pointwise
+from engines.passes.rewriting.facts import NORMS, is_pointwise, is_weighted
 
-PRODUCTS = ("MatMul", "Gemm")
 SMALLEST = 1e-3     # of the largest: what a channel that is next to nothing counts as
 ALPHAS = (0.6, 0.8)     # candidates for the share of an outlier that goes into the weights
 
@@ -79,9 +78,9 @@ def _rows(product: Node, weight: Array) -> Array:
 
 
 def _multiplies(graph: Graph, node: Node, tensor: str) -> bool:
-    """Whether the node is a product of the tensor with constants."""
+    """Whether the node is a product of the tensor with a constant matrix."""
     anchor = node.anchor
-    return (anchor.op in PRODUCTS and anchor.inputs[0] == tensor and not anchor.attrs.get("transA")
+    return (is_weighted(anchor) and anchor.inputs[0] == tensor and not anchor.attrs.get("transA")
             and graph.is_constant(anchor.inputs[1]) and graph.constants[anchor.inputs[1]].ndim == 2)
 
 
@@ -90,7 +89,7 @@ def _scales_its_output(graph: Graph, node: Node) -> bool:
         return False
     if node.op in NORMS:
         return all(graph.is_constant(name) and graph.constants[name].ndim == 1 for name in node.inputs[1:] if name)
-    return node.anchor.op in HEAVY or is_pointwise(node.anchor)
+    return op_of(node.anchor.op).anchor or is_pointwise(node.anchor)
 
 
 def _readers_allow(graph: Graph, tensor: str) -> bool:

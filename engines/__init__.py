@@ -1,16 +1,25 @@
-"""The compiler and its runtime. Importing this package imports nothing else: `load_engine` is fetched when asked."""
+"""The compiler and its runtime: `build_engine` makes an engine plan of a model, `load_engine` runs one.
+
+Importing this package imports nothing else: a name is fetched when it is asked for, and serving asks for no compiler.
+"""
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engines.runtime.engine import Engine, ExecutionContext, load_engine
+    from engines.compiler.build import EngineBuild, build_engine
+    from engines.compiler.engine_cache import EngineCache
+    from engines.loading import load_engine
+    from engines.runtime.engine import Engine, ExecutionContext
 
-__all__ = ["Engine", "ExecutionContext", "load_engine"]
+_HOMES = {"build_engine": "engines.compiler.build", "EngineBuild": "engines.compiler.build",
+          "EngineCache": "engines.compiler.engine_cache", "Engine": "engines.runtime.engine",
+          "ExecutionContext": "engines.runtime.engine", "load_engine": "engines.loading"}
+__all__ = ["Engine", "EngineBuild", "EngineCache", "ExecutionContext", "build_engine", "load_engine"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module 'engines' has no attribute '{name}'")
-    from engines.runtime import engine
-    return getattr(engine, name)
+    return getattr(import_module(_HOMES[name]), name)

@@ -37,13 +37,13 @@ def summary(error: BaseException) -> str:
 
 def _where(error: BaseException) -> str:
     """" at node 'conv1' (Conv)", if a frame tells."""
-    spec: Any = None
+    problem: Any = None
     for frame in reversed(_frames(error.__traceback__)):
         values = frame.f_locals
-        if (node := _node(values)) or (node := _lowered_to(spec, values)):
+        if (node := _node(values)) or (node := _lowered_to(problem, values)):
             name, op = node
             return f" at node '{name}' ({op})"
-        spec = spec or values.get("spec")
+        problem = problem or values.get("problem") or getattr(values.get("self"), "problem", None)
     return ""
 
 
@@ -70,10 +70,10 @@ def _node(values: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def _lowered_to(spec: Any, values: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The first node of a lowered graph that became a kernel of `spec`: tuning knows kernels only."""
+def _lowered_to(problem: Any, values: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The first node of a lowered graph that became a kernel for `problem`: tuning knows no nodes."""
     for value in values.values():
-        for call in getattr(value, "calls", ()) if spec is not None else ():
-            if call.spec == spec:
+        for call in getattr(value, "calls", ()) if problem is not None else ():
+            if call.problem == problem:
                 return _node({"node": call.node})
     return None

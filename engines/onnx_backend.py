@@ -9,7 +9,7 @@ engine for every set of these, compiled when it is first met.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from onnx import helper
 from onnx.backend.base import Backend, BackendRep, Device, DeviceType, namedtupledict
 
 from engines.compiler.builder import BuildConfig, Builder
-from engines.errors import ConfigError, EngineError, InputError, UnknownValueError, did_you_mean
+from engines.errors import ConfigError, EngineError, InputError, UnknownValueError
 from engines.ir.graph import Array
 from engines.runtime.engine import Engine
 
@@ -47,10 +47,7 @@ class EngineBackend(Backend):
         if not cls.supports_device(device):
             raise ConfigError(f"device '{device}': engines run on the CPU only")
         options = {name: value for name, value in options.items() if name not in _OF_THE_RUNNER}
-        if unknown := sorted(set(options) - {field.name for field in fields(BuildConfig)}):
-            raise ConfigError(f"unknown option '{unknown[0]}'"
-                              f"{did_you_mean(unknown[0], [field.name for field in fields(BuildConfig)])}")
-        return EngineRep(model, **{"timing": False, **options})
+        return EngineRep(model, BuildConfig.of({"timing": False, **options}))
 
     @classmethod
     def run_model(cls, model: onnx.ModelProto, inputs: Any, device: str = "CPU", **options: Any) -> tuple[Any, ...]:
@@ -74,10 +71,10 @@ class EngineBackend(Backend):
 class EngineRep(BackendRep):
     """A model and its engines, by the shapes and values that each was compiled for."""
 
-    def __init__(self, model: onnx.ModelProto, **options: Any) -> None:
+    def __init__(self, model: onnx.ModelProto, config: BuildConfig) -> None:
         initialised = {tensor.name for tensor in model.graph.initializer}
         values = [value for value in model.graph.input if value.name not in initialised]
-        self._model, self._options = model, options
+        self._model, self._config = model, config
         self._inputs = [value.name for value in values]
         self._open = all(value.type.HasField("tensor_type") for value in values) and any(map(_is_open, values))
         self._known: frozenset[str] = frozenset()       # inputs whose values an engine is compiled for
@@ -131,7 +128,7 @@ class EngineRep(BackendRep):
 
     def _compiled(self, shapes: Mapping[str, tuple[int, ...]], values: Feeds) -> Engine:
         shapes = {name: shape for name, shape in shapes.items() if name not in values}
-        builder = Builder(BuildConfig(**self._options, shapes=shapes, constants=values))
+        builder = Builder(replace(self._config, shapes=shapes, constants=values))
         return Engine(builder.plan(builder.graph(self._model)))
 
 

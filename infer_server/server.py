@@ -31,7 +31,7 @@ _SENDING_SECS = 5.0             # for computed answers to reach their clients
 class ServerOptions:
     """What the command line decides. A port of 0 is any free one."""
     model_repositories: tuple[Path, ...]
-    cache_dir: Path                             # engines built from ONNX files
+    cache_dir: Path | None = None               # engines built from ONNX files; None: the user's engine cache
     host: str = "127.0.0.1"
     grpc_port: int = 8001
     http_port: int = 8000

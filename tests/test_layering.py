@@ -34,8 +34,11 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     # the plan, and serving it
     "engines.plan": ("engines.ir", "engines.machine"),
     "engines.runtime.fallback": ("engines.plan",),
-    "engines.backends.llvm.runtime": ("engines.runtime.fallback",),
-    "engines.runtime": ("engines.backends.llvm.runtime",),
+    "engines.backends.base": ("engines.plan",), "engines.backends.device": ("engines.plan",),
+    "engines.backends": ("engines.backends.base", "engines.backends.device"),       # it imports the others by name
+    "engines.backends.llvm.runtime": ("engines.backends.device", "engines.runtime.fallback"),
+    "engines.runtime": ("engines.backends",),
+    "engines.loading": ("engines.runtime",),
     # from a model to an optimised graph
     "engines.ops": ("engines.ir",),
     "engines.frontend.operators": ("engines.ops",),
@@ -48,16 +51,17 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines.passes.quantization": ("engines.passes.fusion",),
     "engines.passes": ("engines.passes.quantization", "engines.debug", "engines.frontend"),
     # from the graph to kernel calls
+    "engines.lowering.problems.view": (),
     "engines.lowering.epilogue": ("engines.passes", "engines.backends.llvm.codegen"),
-    "engines.lowering.calls": ("engines.lowering.epilogue", "engines.plan", "engines.backends.llvm.kernels"),
+    "engines.lowering.problems": ("engines.lowering.epilogue", "engines.lowering.problems.view"),
+    "engines.lowering.calls": ("engines.lowering.problems", "engines.plan", "engines.backends.llvm.kernels"),
     "engines.lowering.rules": ("engines.lowering.calls", "engines.backends.llvm.kernels"),
     "engines.lowering": ("engines.lowering.rules", "engines.capacity"),
     # from the calls to code
-    "engines.backends": (),
-    "engines.backends.llvm.codegen": ("engines.backends.llvm.runtime",),
+    "engines.backends.llvm.codegen": ("engines.backends.llvm.runtime", "engines.lowering.problems.view"),
     "engines.backends.llvm.tuning.cost": (),
-    "engines.backends.llvm.kernels.spec": ("engines.backends.llvm.codegen", "engines.lowering.epilogue"),
-    "engines.backends.llvm.kernels.common": ("engines.backends.llvm.kernels.spec",),
+    "engines.backends.llvm.kernels.kernel": ("engines.backends.llvm.codegen", "engines.lowering.problems"),
+    "engines.backends.llvm.kernels.common": ("engines.backends.llvm.kernels.kernel",),
     "engines.backends.llvm.kernels.contraction": (
         "engines.backends.llvm.kernels.common", "engines.backends.llvm.tuning.cost"),
     "engines.backends.llvm.kernels.depthwise": ("engines.backends.llvm.kernels.contraction",),
@@ -72,11 +76,12 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
         "engines.backends.llvm.kernels.depthwise", "engines.backends.llvm.kernels.matmul",
         "engines.backends.llvm.kernels.movement", "engines.backends.llvm.kernels.pooling",
         "engines.backends.llvm.kernels.recurrent"),
-    "engines.backends.llvm.tuning": ("engines.backends.llvm.kernels",),
+    "engines.backends.llvm.tuning": ("engines.backends.llvm.kernels", "engines.backends.base"),
     "engines.backends.llvm": ("engines.backends.llvm.tuning", "engines.lowering"),
+    "engines.backends.numpy": ("engines.backends", "engines.lowering", "engines.runtime.fallback"),
     # all together
-    "engines.compiler": ("engines.backends.llvm",),
-    "engines.onnx_backend": ("engines.compiler", "engines.runtime"),
+    "engines.compiler": ("engines.backends", "engines.loading", "engines.passes"),
+    "engines.onnx_backend": ("engines.compiler",),
     # calibration
     "calibration.histogram": (),
     "calibration.data.sources": ("calibration.data",),
@@ -101,8 +106,8 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "clients.load": ("clients",),
 }
 # What serving a ready plan may load; a plan's fallback steps, or a plan for another machine, need more when they run.
-SERVING = ("engines", "engines.runtime", "engines.version")
-DEFERRED = {"engines.runtime.fallback": {"engines.ops"}, "engines.runtime": {"engines.compiler"}}
+SERVING = ("engines", "engines.loading", "engines.runtime", "engines.version", "engines.backends.llvm.runtime")
+DEFERRED = {"engines.runtime.fallback": {"engines.ops"}, "engines.loading": {"engines.compiler"}}
 
 # Third-party modules that few may import; everybody else goes through those.
 HOMES = {

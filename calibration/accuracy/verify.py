@@ -19,10 +19,10 @@ from calibration.accuracy.oracle import Oracle, oracle_of, reference_of
 from calibration.data.generated import generated
 from calibration.data.items import CalibrationData, Feed
 from engines.ir.graph import Array, Dim, Graph
-from engines.ir.serialize import graph_from_json
+from engines.loading import load_engine
 from engines.passes.pixels import Pixels
-from engines.plan.plan import IoTensor, Plan
-from engines.runtime.engine import Engine, load_engine
+from engines.plan.plan import IoTensor, Plan, graph_of
+from engines.runtime.engine import Engine
 
 TOGETHER = 3            # items of the batches, beside single ones
 BATCHES = 4             # of so many items, where there are as many
@@ -134,7 +134,7 @@ def verify(plan: str | os.PathLike[str], model: str | os.PathLike[str], data: Ca
     Raises EngineErrors about the plan, the model or the data.
     """
     engine = load_engine(plan)
-    graph = graph_from_json(engine.plan.graph, engine.plan.graph_arrays)
+    graph = graph_of(engine.plan)
     precision = precision_of(engine.plan, graph)
     if data is None and engine.plan.precision == "int8":
         oracle = reference_of(graph)

@@ -14,10 +14,9 @@ import numpy as np
 
 from calibration.data.items import CalibrationData, Feed, Input, batched_inputs
 from engines.ir.graph import Array, Graph
+from engines.passes.rewriting.facts import moved_from
 
 SEED = 0
-_KEEPS_VALUES = frozenset({"Cast", "Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Split",
-                           "Expand", "Concat"})
 
 
 def generated(inputs: Sequence[Input], graph: Graph, count: int, seed: int = SEED) -> CalibrationData:
@@ -40,7 +39,7 @@ def index_bound(graph: Graph, name: str) -> int | None:
             if part.op in ("Gather", "GatherElements") and name in part.inputs[1:]:
                 extent = graph.shape(part.inputs[0])[part.attrs.get("axis", 0)]
                 found += [extent] if isinstance(extent, int) else []
-        if node.op in _KEEPS_VALUES:
+        if node.op == "Cast" or name in moved_from(node):
             found += [bound for output in node.outputs if (bound := index_bound(graph, output)) is not None]
     return min(found, default=None)
 

@@ -31,6 +31,7 @@ from PIL import Image
 
 from engines.errors import CalibrationError, ConfigError, did_you_mean
 from engines.ir.graph import Dim
+from engines.passes.pixels import Pixels
 
 CHANNELS = MappingProxyType({"RGB": 3, "BGR": 3, "GRAY": 1})
 INTERPOLATIONS = MappingProxyType({
@@ -97,11 +98,12 @@ class Preprocess:
         return replace(self, layout=layout, size=(height, width))
 
     @property
-    def affine(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """(scale, shift) of each channel, in the order of `color`: apply() yields pixel * scale + shift."""
+    def pixels(self) -> Pixels:
+        """The normalisation of each channel, in the order of `color`: build_engine's option for an engine that takes
+        pixels, and normalises them itself."""
         channels = CHANNELS[self.color]
         mean, std = (values * (channels // len(values)) for values in (self.mean, self.std))
-        return tuple(self.scale / s for s in std), tuple(-m / s for m, s in zip(mean, std, strict=True))
+        return Pixels(tuple(self.scale / s for s in std), tuple(-m / s for m, s in zip(mean, std, strict=True)))
 
     @property
     def of_pixels(self) -> Preprocess:

@@ -1,1 +1,56 @@
-"""Targets: a folder each. A backend lowers a graph with stored types decided to the machine's part of a plan."""
+"""The backends by name. A backend makes the machine's part of plans for its targets, and has a device that runs them.
+
+A new one registers itself by a line in _MODULES. Its modules are imported when it is chosen, so that a target costs
+nothing to those who do not build for it, and serving a plan loads no compiler.
+"""
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
+
+from engines.errors import ConfigError, PlanTargetError, did_you_mean
+
+if TYPE_CHECKING:
+    from engines.backends.base import Backend
+    from engines.backends.device import Device
+
+
+class _Modules(NamedTuple):
+    backend: str        # has BACKEND: a Backend. It may list its targets without what it compiles with
+    device: str         # has DEVICE: a Device
+
+
+_MODULES = {        # the first one builds where no target is named
+    "llvm": _Modules("engines.backends.llvm.backend", "engines.backends.llvm.runtime.device"),
+    "numpy": _Modules("engines.backends.numpy.backend", "engines.backends.numpy.device"),
+}
+
+
+def backend_named(name: str) -> Backend:
+    """The backend of that name."""
+    backend: Backend = import_module(_MODULES[name].backend).BACKEND
+    return backend
+
+
+def backend_of(target: str) -> Backend:
+    """The backend that builds for a target; "" is the best target of the first one. ConfigError: no backend has it."""
+    if target in ("", *_MODULES):
+        return backend_named(target or next(iter(_MODULES)))
+    for backend in map(backend_named, _MODULES):
+        if target in backend.targets:
+            return backend
+    raise ConfigError(f"unknown target '{target}'{did_you_mean(target, every_target())}")
+
+
+def every_target() -> list[str]:
+    """The targets of all backends."""
+    return [target for name in _MODULES for target in backend_named(name).targets]
+
+
+def device_of(backend: str) -> Device:
+    """The device that runs the plans of a backend. PlanTargetError: this version has no backend of that name."""
+    if backend not in _MODULES:
+        raise PlanTargetError(f"the plan is for the backend '{backend}', which this version does not have"
+                              f"{did_you_mean(backend, _MODULES)}")
+    device: Device = import_module(_MODULES[backend].device).DEVICE
+    return device

@@ -11,23 +11,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from engines.backends.llvm.backend import Chosen, assemble, choose_kernels, make_tuner
-from engines.backends.llvm.tuning.item_major import with_bands
-from engines.backends.llvm.tuning.tuner import Progress
-from engines.errors import CompilerFault, ConfigError, EngineError
+from engines.backends import backend_of
+from engines.backends.base import Chosen, Progress, Session
+from engines.errors import CompilerFault, ConfigError, EngineError, did_you_mean
 from engines.faults import faults_named
 from engines.frontend.inputs import is_size
 from engines.frontend.onnx_import import Model, graph_from_onnx
 from engines.ir.graph import BATCH, Array, Graph
-from engines.ir.serialize import graph_from_json, graph_to_json
+from engines.ir.serialize import graph_to_json
 from engines.machine.timing_cache import TimingCache
 from engines.passes.pipeline import optimise, simplify
 from engines.passes.pixels import Pixels, take_pixels
 from engines.passes.quantization.quantize import edges_to_calibrate, quantize, set_float_precision
-from engines.plan.plan import Plan
+from engines.plan.plan import Plan, graph_of
 from engines.version import COMPILER_VERSION
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "best")
@@ -50,14 +49,23 @@ class BuildConfig:
     keep_float: tuple[str, ...] = ()        # ONNX nodes that an int8 build leaves in float
     timing: bool = True                     # time the tactics; without it the cheapest by its cost is taken
     timing_cache: str = ""                  # a file; "" keeps times for this build only
+    threads: int = 1                        # that run-engine takes for the plan where it is not told
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
-            raise ConfigError(f"unknown precision '{self.precision}'; it is one of {', '.join(PRECISIONS)}")
-        if self.max_batch is not None and self.max_batch < 1:
-            raise ConfigError(f"--max-batch {self.max_batch}: a batch has at least one item")
-        if self.opt_batch is not None and self.opt_batch < 1:
-            raise ConfigError(f"--opt-batch {self.opt_batch}: a batch has at least one item")
+            raise ConfigError(f"unknown precision '{self.precision}'{did_you_mean(str(self.precision), PRECISIONS)}")
+        for name in ("max_batch", "opt_batch", "threads"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int) and value > 0):
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: it must be a whole number of at least 1")
+
+    @staticmethod
+    def of(options: Mapping[str, Any]) -> BuildConfig:
+        """The configuration with these fields. Raises ConfigError: an unknown one, with the nearest that there is."""
+        known = [field.name for field in fields(BuildConfig)]
+        if unknown := sorted(set(options) - set(known)):
+            raise ConfigError(f"unknown option '{unknown[0]}'{did_you_mean(unknown[0], known)}")
+        return BuildConfig(**options)
 
 
 class Builder:
@@ -66,15 +74,16 @@ class Builder:
     def __init__(self, config: BuildConfig, progress: Progress | None = None) -> None:
         self.config, self.progress = config, progress
         self.cache = TimingCache(config.timing_cache or None)
-        self._tuner = make_tuner(config.target, self.cache, config.timing)
+        backend = backend_of(config.target)
+        self._session = backend.session(config.target, self.cache, config.timing)
         # for what the build itself runs: calibration, trials
-        self._here = make_tuner("", self.cache, timing=False, short_lived=True)
+        self._here = backend.session("", self.cache, timing=False, short_lived=True)
         self.log: list[Any] = []            # what the passes did and refused, for build-engine -v
         self.notices: list[str] = []        # what every user of the build should know, a line each
 
     @property
     def target(self) -> str:
-        return self._tuner.isa.name
+        return self._session.target
 
     # ---- graphs
     @faults_named()
@@ -145,9 +154,7 @@ class Builder:
             chosen = min(self._candidates(graph, ranges), key=_time_us)
         else:
             chosen = self._chosen(self.stored(graph, ranges, self.log))
-        plan = self._plan(chosen, metadata=metadata)
-        if self._tuner.timing:
-            plan = with_bands(plan, self.cache, self._tuner.processor)
+        plan = self._session.tuned(self._plan(self._session, chosen, metadata=metadata))
         self.cache.save()
         return plan
 
@@ -160,9 +167,9 @@ class Builder:
         if ranges is None:
             return floats
         int8 = self._chosen(quantize(graph, ranges, keep_float=self.config.keep_float, log=self.log))
-        float_us = {call.name: floats[0].time_us(call) for call in floats[0].lowered.calls}
-        slower = [name for call in int8.lowered.calls
-                  if int8.time_us(call) > float_us.get(call.name, math.inf) for name in call.node.origin]
+        float_us = {node.name: node.time_us for node in floats[0].times()}
+        slower = [name for node in int8.times() if node.time_us > float_us.get(node.name, math.inf)
+                  for name in node.fuses]
         mixed = quantize(graph, ranges, keep_float=(*self.config.keep_float, *slower))
         return [self._chosen(mixed), int8, *floats]
 
@@ -172,12 +179,13 @@ class Builder:
             raise ConfigError(f"--opt-batch {self.config.opt_batch}: " + (
                 f"the plan takes at most {max_batch} items; raise --max-batch" if max_batch else
                 "the model's inputs have no symbolic batch axis, so it is timed in the shape that it declares"))
-        return choose_kernels(graph, self._tuner, max_batch, self.config.opt_batch, self.progress)
+        chosen: Chosen = self._session.choose(graph, max_batch, self.config.opt_batch, self.progress)
+        return chosen
 
     @property
     def arithmetic_note(self) -> str:
         """What the user should know of the precision asked for on this target; "" if it is just what was asked for."""
-        if self.config.precision == "fp16" or self.config.precision == "bf16" and not self._tuner.isa.bf16:
+        if self.config.precision in {"fp16", "bf16"}.difference(self._session.arithmetic):
             return (f"{self.target} has no {self.config.precision} arithmetic that this compiler uses: "
                     f"tensors and weights are stored in {self.config.precision}, sums are in float32")
         return ""
@@ -196,18 +204,18 @@ class Builder:
     def _compile_here(self, graph: Graph) -> Plan:
         """A plan that this build runs and forgets."""
         max_batch = min(self._max_batch(graph), TRIAL_BATCH)
-        return self._plan(choose_kernels(graph, self._here, max_batch), to_keep=False)
+        return self._plan(self._here, self._here.choose(graph, max_batch))
 
-    def _plan(self, chosen: Chosen, to_keep: bool = True, metadata: Mapping[str, Any] | None = None) -> Plan:
-        compiled, graph = assemble(chosen, to_keep), chosen.lowered.graph
+    def _plan(self, session: Session, chosen: Chosen, metadata: Mapping[str, Any] | None = None) -> Plan:
+        compiled, graph = session.assemble(chosen), chosen.graph
         document, arrays = graph_to_json(graph)
         return Plan(
             name=graph.name, target=compiled.target, cpu=compiled.cpu, precision=self.config.precision,
             max_batch=chosen.max_batch, inputs=compiled.inputs, outputs=compiled.outputs, buffers=compiled.buffers,
             steps=compiled.steps, fills=compiled.fills, code=compiled.code, constants=compiled.constants,
-            derived=compiled.derived, graph=document, graph_arrays=arrays, packed=compiled.packed,
-            dependence=graph.dependence,
-            metadata={"compiler": COMPILER_VERSION, **(metadata or {})})
+            derived=compiled.derived, graph=document, weights=arrays, weight_offsets=compiled.weight_offsets,
+            backend=compiled.backend, dependence=graph.dependence,
+            metadata={"compiler": COMPILER_VERSION, "threads": self.config.threads, **(metadata or {})})
 
     def _max_batch(self, graph: Graph) -> int:
         """0 for a model of fixed shape."""
@@ -220,7 +228,7 @@ class Builder:
 
 
 def _time_us(chosen: Chosen) -> float:
-    return sum(map(chosen.time_us, chosen.lowered.calls))
+    return sum(node.time_us for node in chosen.times())
 
 
 @faults_named()
@@ -230,10 +238,11 @@ def relower(plan: Plan, target: str = "") -> Plan:
     The quantised graph is in the plan, so neither the ONNX file nor calibration data are needed; integers come out the
     same bit for bit.
     """
-    graph = graph_from_json(plan.graph, plan.graph_arrays)
-    tuner = make_tuner(target, TimingCache(), timing=False)
-    compiled = assemble(choose_kernels(graph, tuner, plan.max_batch))
-    return replace(plan, target=compiled.target, cpu=compiled.cpu, inputs=compiled.inputs, outputs=compiled.outputs,
+    graph = graph_of(plan)
+    session = backend_of(target).session(target, TimingCache(), timing=False)
+    compiled = session.assemble(session.choose(graph, plan.max_batch))
+    return replace(plan, backend=compiled.backend, target=compiled.target, cpu=compiled.cpu,
+                   inputs=compiled.inputs, outputs=compiled.outputs,
                    buffers=compiled.buffers, steps=compiled.steps, fills=compiled.fills, code=compiled.code,
-                   constants=compiled.constants, derived=compiled.derived, packed=compiled.packed, bands=(),
-                   fingerprint="")
+                   constants=compiled.constants, derived=compiled.derived, weight_offsets=compiled.weight_offsets,
+                   bands=(), fingerprint="")

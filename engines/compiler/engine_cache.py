@@ -1,11 +1,14 @@
 """The engine cache: a folder of plans, each under the hash of all that it was made from.
 
-    cache = EngineCache(folder)
-    key = cache.key("m.onnx", options)
+    cache = EngineCache()                           # the user's; EngineCache(folder, size) is another
+    key = cache.key(model_digest("m.onnx"), facts)
     with cache.lock(key):                           # a second builder of the same engine waits for the first
-        if not cache.fetch(key, "m.plan"):
-            write_plan(build(...), "m.plan")
-            cache.store(key, "m.plan")
+        plan = cache.fetch(key)
+        if plan is None:
+            plan = build(...)
+            cache.store(key, plan)
+
+A cache only saves time: where its folder cannot be used, engines are built and not kept, and one warning says why.
 """
 from __future__ import annotations
 
@@ -13,75 +16,231 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import mmap
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+import numpy as np
 
 from engines.errors import ConfigError, PlanError
-from engines.files import atomic_write
-from engines.plan.file import VERSION, read_plan
+from engines.plan.file import VERSION, read_plan, write_plan
+from engines.plan.plan import Plan
+from engines.plan.records import to_plain
 from engines.version import COMPILER_VERSION
 
-_log = logging.getLogger(__name__)
+USUAL_GIB = 10.0
+SIZE_VARIABLE = "INFER_CACHE_GIB"
+_LIBRARIES = ("llvmlite", "ml_dtypes", "numpy", "onnx", "pillow")       # whose version may show in a plan
 _BLOCK = 1 << 20
+_ABANDONED_SECONDS = 24 * 3600      # a temporary file that is older has lost its writer
 
 # In an ONNX file, a tensor stored elsewhere has an entry {key: "location", value: path relative to the model}. This is
 # its protobuf encoding up to the path's length, so that no 2 GB model need be parsed to find its files.
 _LOCATION = re.compile(rb"\x0a\x08location\x12")
 
+_log = logging.getLogger(__name__)
+
 
 class EngineCache:
-    """Plans by key. Processes may share the folder: entries appear whole, and are never changed."""
+    """Plans by key. Processes may share the folder: entries appear whole, and are never changed.
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+    The plans that were used longest ago are dropped when together they are larger than the cache may be: `gib`, by
+    default $INFER_CACHE_GIB or 10, and never more than half of what it has and the disk has left.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] = "", gib: float | None = None) -> None:
+        """folder: "" is the user's, usual_folder(). Raises ConfigError: what is named is no folder, or no size."""
+        self.folder = Path(folder or usual_folder())
+        self.limit = int((_usual_gib() if gib is None else gib) * (1 << 30))
+        self._warned = False
+        if folder and (file := next((p for p in (self.folder, *self.folder.parents) if p.is_file()), None)):
+            raise ConfigError(f"engine cache '{folder}' is not a folder: '{file}' is a file; name another one")
+
+    def key(self, model: Mapping[str, str], facts: Mapping[str, Any]) -> str:
+        """A hash of a model (its `model_digest`), of the compiler, and of all else that changes the plan."""
+        content = {"model": model, "facts": facts, "compiler": compiler_digest(), "format": VERSION}
+        return _digest(json.dumps(content, sort_keys=True, default=_plain).encode())
+
+    def entry(self, key: str) -> Path:
+        """Where the plan of that key is, if it is there."""
+        return self.folder / f"{key}.plan"
+
+    def fetch(self, key: str) -> Plan | None:
+        """The plan of that key, if there is one. A damaged entry is dropped and reported."""
+        entry = self.entry(key)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError) as error:
-            raise ConfigError(f"engine cache '{folder}' is not a folder; name another one") from error
-
-    def key(self, model: str | os.PathLike[str], options: Mapping[str, Any]) -> str:
-        """A hash of the model (with its external data), the options (as JSON would hold them) and the compiler.
-
-        Where the model lies does not matter. Options are whatever else changes the plan: precision, target, ranges, ...
-        """
-        facts = {"model": _digest(Path(model)),
-                 "external": {location: _digest(path) for location, path in external_files(Path(model))},
-                 "options": dict(options), "compiler": COMPILER_VERSION, "format": VERSION}
-        return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=20).hexdigest()
-
-    def fetch(self, key: str, output: str | os.PathLike[str]) -> bool:
-        """Copy the plan of that key to `output`; False if there is none. A damaged entry is dropped and reported."""
-        entry = self._entry(key)
-        try:
-            read_plan(entry)
+            plan = read_plan(entry)
         except FileNotFoundError:
-            return False
+            return None
+        except OSError as error:
+            self._warn(error.strerror)
+            return None
         except PlanError as error:
-            _log.warning("engine cache: dropping an entry that cannot be used: %s", error)
-            entry.unlink(missing_ok=True)
-            return False
-        _copy(entry, Path(output))
-        return True
+            _log.warning("engine cache: an entry cannot be used and is built again: %s", error)
+            with suppress(OSError):
+                entry.unlink()
+            return None
+        with suppress(OSError):     # a folder that may only be read
+            os.utime(entry)         # the time of its last use
+        return plan
 
-    def store(self, key: str, plan: str | os.PathLike[str]) -> None:
-        """Keep a copy of the plan file under that key."""
-        _copy(Path(plan), self._entry(key))
+    def store(self, key: str, plan: Plan) -> None:
+        """Keep the plan under that key, if the disk allows it."""
+        try:
+            self._make_folder()
+            self._make_room()       # for others may have filled the disk since
+            write_plan(plan, self.entry(key))
+            self._make_room()
+            if not self.entry(key).exists():
+                self._warn(f"the plan '{plan.name}' alone takes more than the {self.limit / (1 << 30):g} GiB, or the "
+                           "half of the free disk, that it may take")
+        except OSError as error:
+            self._warn(error.strerror)
 
     @contextmanager
-    def lock(self, key: str) -> Iterator[None]:
-        """Held by one process at a time; it goes with its holder, however that ends."""
-        with open(self.folder / f"{key}.lock", "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+    def lock(self, key: str, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Held by one process at a time; it goes with its holder, however that ends. `waiting` is called if another
+        has it."""
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self._locked(key, waiting))
+            except OSError as error:        # without the lock, two builders do the same work, and no harm
+                if not self.entry(key).exists():
+                    self._warn(error.strerror)
             yield
 
-    def _entry(self, key: str) -> Path:
-        return self.folder / f"{key}.plan"
+    @contextmanager
+    def _locked(self, key: str, waiting: Callable[[], None]) -> Iterator[None]:
+        self._make_folder()
+        path = self.folder / f"{key}.lock"
+        while True:
+            with open(path, "w") as file:
+                _flock(file, waiting)
+                if not _is_named(file, path):
+                    continue        # its holder has removed it: whoever comes now takes another one
+                try:
+                    yield
+                finally:
+                    with suppress(OSError):
+                        path.unlink()
+                return
+
+    def _make_folder(self) -> None:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)      # plans are programs: nobody else's to write
+
+    def _make_room(self) -> None:
+        """Drop the plans that were used longest ago, until the rest is as small as it must be."""
+        found = []
+        for path in self.folder.iterdir():
+            with suppress(FileNotFoundError):       # another process makes room, too
+                status = path.stat()
+                if path.name.startswith(".") and time.time() - status.st_mtime > _ABANDONED_SECONDS:
+                    path.unlink()
+                elif path.suffix == ".plan" and not path.name.startswith("."):
+                    found.append((status.st_mtime_ns, status.st_size, path))
+        taken = sum(size for _, size, _ in found)
+        limit = min(self.limit, (taken + shutil.disk_usage(self.folder).free) // 2)
+        for _, size, path in sorted(found):
+            if taken <= limit:
+                return
+            path.unlink(missing_ok=True)
+            taken -= size
+
+    def _warn(self, why: str | None) -> None:
+        """Once: a build meets the same obstacle several times."""
+        if not self._warned:
+            _log.warning("the engine cache %s cannot be used (%s): engines are built, and not kept; --cache-dir names "
+                         "another folder, --no-cache does without", self.folder, why)
+        self._warned = True
+
+
+def usual_folder() -> Path:
+    """infer-server/engines in the user's cache folder, $XDG_CACHE_HOME or ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):         # which the standard says to ignore
+        base = os.path.expanduser("~/.cache")
+    if not os.path.isabs(base):         # a user without a home: a folder that cannot be, which a warning will name
+        base = os.devnull
+    return Path(base, "infer-server", "engines")
+
+
+def _usual_gib() -> float:
+    text = os.environ.get(SIZE_VARIABLE, "")
+    try:
+        size = float(text or USUAL_GIB)
+    except ValueError:
+        size = math.nan
+    if not 0 <= size < math.inf:
+        raise ConfigError(f"{SIZE_VARIABLE}='{text}' is not a number of GiB, 0 or more")
+    return size
+
+
+def _flock(file: TextIO, waiting: Callable[[], None]) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        waiting()
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def _is_named(file: TextIO, path: Path) -> bool:
+    """Whether the path still leads to the open file."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+# ---- what a key is made of
+def model_digest(model: Any) -> dict[str, str]:
+    """Of an ONNX file with its external data, of such a file's bytes, or of an onnx.ModelProto.
+
+    A file's name without its ending counts, for it becomes the plan's; the folder that it lies in does not.
+    """
+    if isinstance(model, str | os.PathLike):
+        path = Path(model)
+        return {"name": path.stem, "": _file_digest(path),
+                **{f"file {location}": _file_digest(file) for location, file in external_files(path)}}
+    return {"": _digest(model) if isinstance(model, bytes) else _digest(*_fields(model))}
+
+
+def _fields(message: Any) -> Iterator[bytes]:
+    """Of a protobuf message and its graph: as one piece, no message of 2 GB and more can be written."""
+    for field, value in message.ListFields():
+        yield field.name.encode()
+        if field.name == "graph":
+            yield from _fields(value)
+        else:
+            for part in value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]:
+                yield part.SerializeToString(deterministic=True) if hasattr(part, "ListFields") else repr(part).encode()
+
+
+@cache
+def compiler_digest() -> str:
+    """Of all that turns a model into a plan: our sources, and the libraries' versions."""
+    return _digest(json.dumps([COMPILER_VERSION, sources_digest(Path(__file__).parents[1]),
+                               [_version(name) for name in _LIBRARIES]]).encode())
+
+
+def _version(library: str) -> str:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def sources_digest(package: Path) -> str:
+    """Of the modules below a folder."""
+    return _digest(*(path.read_bytes() for path in sorted(package.rglob("*.py"))))
 
 
 def external_files(model: Path) -> list[tuple[str, Path]]:
@@ -113,7 +272,14 @@ def _string(data: mmap.mmap, at: int) -> str:
             return data[at:at + length].decode(errors="replace").replace("\0", "?")
 
 
-def _digest(path: Path) -> str:
+def _digest(*parts: bytes) -> str:
+    hasher = hashlib.blake2b(digest_size=20)
+    for part in parts:
+        hasher.update(part)
+    return hasher.hexdigest()
+
+
+def _file_digest(path: Path) -> str:
     hasher = hashlib.blake2b(digest_size=20)
     with open(path, "rb") as file:
         while block := file.read(_BLOCK):
@@ -121,7 +287,8 @@ def _digest(path: Path) -> str:
     return hasher.hexdigest()
 
 
-def _copy(source: Path, target: Path) -> None:
-    """Whoever reads `target` finds what was there before, or the whole copy."""
-    with open(source, "rb") as old, atomic_write(target) as new:
-        shutil.copyfileobj(old, new, _BLOCK)
+def _plain(value: Any) -> Any:
+    """What JSON cannot write by itself; an array by its digest."""
+    if isinstance(value, np.ndarray):
+        return [str(value.dtype), value.shape, _digest(np.ascontiguousarray(value).tobytes())]
+    return str(value) if isinstance(value, os.PathLike) else to_plain(value)

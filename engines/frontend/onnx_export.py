@@ -27,8 +27,6 @@ from engines.version import COMPILER_VERSION
 
 _TO_FIRST, _TO_LAST = (0, 3, 1, 2), (0, 2, 3, 1)        # perms: NHWC -> NCHW and back
 _FIRST_AXIS = (0, 2, 3, 1)                              # axis of NHWC -> the same axis of NCHW
-_AXIS_OPS = frozenset({"Concat", "Split", "Slice", "Pad", "Softmax", "LogSoftmax", "Identity", "ReduceMean",
-                       "ReduceSum", "ReduceMax", "ReduceMin", "Gather"})
 
 
 def onnx_from_graph(graph: Graph) -> onnx.ModelProto:
@@ -106,7 +104,7 @@ class Writer:
         elif first := self._channels_first(node):
             inputs = ([self.tensor(node.inputs[0], first), self.tensor(node.inputs[1])] if node.op == "Gather" else
                       [self.operand(name) for name in node.inputs])
-            node = _with_first_axes(node)
+            node = replace(node, attrs=op_of(node.op).renumbered(node, 4, _FIRST_AXIS.__getitem__))
         else:
             inputs = [self.tensor(name) for name in node.inputs]
         held = tuple(f"{name}.held" if name in self.graph.outputs else name for name in node.outputs)
@@ -153,10 +151,9 @@ class Writer:
             return False
         if node.op == "Gather":
             return len(self.graph.shape(node.inputs[1])) == 1
-        if node.op in _AXIS_OPS:
-            return not str(node.op).startswith("Reduce") or bool(node.attrs.get("keepdims", 1))
-        ranks = [len(self.graph.shape(name)) for name in node.inputs if name and name not in self.graph.constants]
-        return op_of(node.op).pointwise and set(ranks) <= {0, 4}
+        ranks = {len(self.graph.shape(name)) for name in (*node.inputs, *node.outputs)
+                 if name and name not in self.graph.constants}
+        return op_of(node.op).along is not None and ranks <= {0, 4}         # 0: a number beside an image
 
     # ---- tensors
     def tensor(self, name: str, first: bool = False) -> str:
@@ -246,17 +243,3 @@ def _axis(quant: QParams) -> dict[str, Any]:
 def _per_channel(array: Array, node: Node) -> bool:
     """Whether an attribute that becomes an input has a value for each channel."""
     return node.op == "Clip" and array.ndim == 1 and array.size > 1
-
-
-def _with_first_axes(node: Node) -> Node:
-    """The same for the channels-first form of its inputs."""
-    attrs = dict(node.attrs)
-    if node.op == "Pad":
-        pads = attrs["pads"]
-        attrs["pads"] = tuple(pads[half + axis] for half in (0, 4) for axis in _TO_FIRST)
-    elif node.op in _AXIS_OPS:
-        if "axis" in attrs:
-            attrs["axis"] = _FIRST_AXIS[attrs["axis"]]
-        if "axes" in attrs:
-            attrs["axes"] = tuple(_FIRST_AXIS[axis] for axis in attrs["axes"])
-    return replace(node, attrs=attrs)

@@ -26,7 +26,7 @@ from engines.ops.fallback import as_onnx
 
 log = logging.getLogger(__name__)
 
-Model = str | Path | onnx.ModelProto        # a file, or what was read of one
+Model = str | Path | bytes | onnx.ModelProto        # a file, its content, or what was read of one
 
 
 @faults_named()
@@ -46,7 +46,7 @@ def graph_from_onnx(model: Model, *,
     operators that nobody can evaluate (all are listed), a symbolic extent without a value, or a node whose attributes
     or inputs do not fit. UnknownValueError: shapes follow from the values of inputs, which `constants` could tell.
     """
-    proto, name = (model, model.graph.name or "model") if isinstance(model, onnx.ModelProto) else _load(Path(model))
+    proto, name = _load(model)
     check_names(name, proto.graph)
     if proto.functions:
         proto = inliner.inline_local_functions(proto)
@@ -83,19 +83,25 @@ def recurs_in_float16(model: Path) -> bool:
 
 
 # ---- the file
-def _load(path: Path) -> tuple[onnx.ModelProto, str]:
+def _load(model: Model) -> tuple[onnx.ModelProto, str]:
+    """The model, and what errors and plans call it."""
+    where = str(model) if isinstance(model, str | Path) else "the model"
     try:
-        proto = onnx.load(str(path))
+        proto = (model if isinstance(model, onnx.ModelProto) else
+                 onnx.load_model_from_string(model) if isinstance(model, bytes) else onnx.load(where))
     except OSError as error:        # the file, or one beside it that holds weights
-        raise ModelError(f"{path}: {error.strerror or error}: '{error.filename or path}'") from error
+        raise ModelError(f"{where}: {error.strerror or error}: '{error.filename or where}'") from error
     except Exception as error:      # whatever the protobuf runtime at hand raises for bytes that are no model
-        raise ModelError(f"{path} is not a readable ONNX model (truncated, or another format): {error}") from error
+        raise ModelError(f"{where} is not a readable ONNX model (truncated, or another format): {error}") from error
     if not proto.HasField("graph") or not proto.opset_import:
-        raise ModelError(f"{path} is not an ONNX model: it has no graph or no opset")
-    return proto, path.stem
+        raise ModelError(f"{where} is not an ONNX model: it has no graph or no opset")
+    return proto, Path(model).stem if isinstance(model, str | Path) else proto.graph.name or "model"
 
 
 def _array(model: str, tensor: onnx.TensorProto) -> Array:
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:     # onnx.load has read what lies beside a file
+        raise ModelError(f"{model}: tensor '{tensor.name}' is in a file of its own, which only the path of the model "
+                         "leads to: give the path, or what onnx.load reads from there")
     if any(extent < 0 for extent in tensor.dims):       # NumPy would take -1 for "as many as there are"
         raise ModelError(f"{model}: tensor '{tensor.name}' cannot be read: it is of shape {list(tensor.dims)}")
     try:

@@ -5,13 +5,13 @@ from dataclasses import replace
 from itertools import accumulate
 
 from engines.backends.llvm.kernels.movement.border import Border
-from engines.backends.llvm.kernels.spec import View
 from engines.capacity import gigabytes, too_large
 from engines.errors import ConfigError
 from engines.ir.graph import Node
 from engines.lowering.calls.calls import Call
 from engines.lowering.calls.placement import Placement, Storage, buffer_bytes, tensor_view
 from engines.lowering.lower import Lowered
+from engines.lowering.problems.view import View
 from engines.plan.arena import plan_memory
 from engines.plan.plan import Buffer, Fill
 

@@ -2,18 +2,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from engines.backends.llvm.codegen.isa import Isa
 from engines.ir.graph import Graph, Node
 from engines.ir.shapes import is_empty
 from engines.lowering import rules  # noqa: F401  (fills RULES)
-from engines.lowering.calls.aliasing import Aliasing
+from engines.lowering.calls.aliasing import VIEWS, Aliasing
 from engines.lowering.calls.calls import RULES, Call, Context, Refused
 from engines.lowering.calls.placement import batch_axis
 from engines.lowering.rules.copies import copy_call
-
-VIEWS = ("Split", "Slice", "Reshape", "Transpose")
 
 
 @dataclass(frozen=True)
@@ -25,17 +22,14 @@ class Lowered:
     borders: frozenset[int] = frozenset()       # buffers whose halo a call writes
 
 
-def lower(graph: Graph, isa: Isa) -> Lowered:
-    """The graph that passes.pipeline made, with stored types decided, as calls of kernels for this machine."""
+def lower(graph: Graph, lanes: int) -> Lowered:
+    """The graph that passes.pipeline made, with stored types decided, as calls that solve problems.
+
+    lanes: of the target's vectors; groups of a convolution that are narrower are merged until they fill one.
+    """
     placements = Aliasing(graph)
-    ctx = Context(graph, placements, isa)
+    ctx = Context(graph, placements, lanes)
     return Lowered(graph, placements, tuple(call for node in graph.nodes for call in _calls(ctx, node)))
-
-
-def for_batches_of(items: int, lowered: Lowered) -> Lowered:
-    """The same with kernels whose tactics are for batches of up to so many items."""
-    calls = (replace(call, spec=call.spec and call.spec.for_batches_of(items)) for call in lowered.calls)
-    return replace(lowered, calls=tuple(calls))
 
 
 def _calls(ctx: Context, node: Node) -> Sequence[Call]:
@@ -58,7 +52,7 @@ def _calls(ctx: Context, node: Node) -> Sequence[Call]:
         if node.op != "Transpose" and (name := _batch_inside(ctx, node)):
             raise Refused(f"the batch is not the leading axis of '{name}'")
         calls = tuple(rule(ctx, node))
-        if misfits := [call.spec for call in calls if call.spec and call.spec.misfit]:
+        if misfits := [call.problem for call in calls if call.problem and call.problem.misfit]:
             raise Refused(f"{misfits[0].family} kernels do not compute so on {misfits[0].misfit}")
         return calls
     except Refused as reason:

@@ -19,9 +19,9 @@ from engines.ops import (  # noqa: F401  (each fills OPS)
     shape,
 )
 from engines.ops.fallback import Fallback
-from engines.ops.op import OPS, LayoutOp, Op, describe
+from engines.ops.op import OPS, LayoutOp, Op, Stored, describe
 
-__all__ = ["OPS", "LayoutOp", "Op", "describe", "op_of"]
+__all__ = ["OPS", "LayoutOp", "Op", "Stored", "describe", "op_of"]
 
 
 def op_of(name: str) -> type[Op]:

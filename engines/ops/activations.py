@@ -8,22 +8,22 @@ import numpy as np
 
 from engines.ir.graph import Array
 from engines.ops.arithmetic import erf
-from engines.ops.pointwise import Pointwise
+from engines.ops.pointwise import Epilogue, Pointwise
 
 
-class Relu(Pointwise):
+class Relu(Epilogue):
     @staticmethod
     def formula(x: Array) -> Array:
         return np.maximum(x, 0)
 
 
-class LeakyRelu(Pointwise):
+class LeakyRelu(Epilogue):
     @staticmethod
     def formula(x: Array, alpha: float = 0.01) -> Array:
         return np.where(x < 0, alpha * x, x)
 
 
-class PRelu(Pointwise):
+class PRelu(Epilogue):
     """LeakyRelu with a slope that broadcasts to x."""
 
     @staticmethod
@@ -37,7 +37,7 @@ class ThresholdedRelu(Pointwise):
         return np.where(x > alpha, x, 0)
 
 
-class Clip(Pointwise):
+class Clip(Epilogue):
     """min(max(x, min), max); a bound is a number, or an array that broadcasts (per channel, after siblings merged)."""
 
     @staticmethod
@@ -55,25 +55,25 @@ def _bound(value: Any, dtype: np.dtype[Any]) -> Array:
     return np.asarray(value, dtype)
 
 
-class Elu(Pointwise):
+class Elu(Epilogue):
     @staticmethod
     def formula(x: Array, alpha: float = 1.0) -> Array:
         return np.where(x < 0, alpha * np.expm1(x), x)
 
 
-class Celu(Pointwise):
+class Celu(Epilogue):
     @staticmethod
     def formula(x: Array, alpha: float = 1.0) -> Array:
         return np.where(x < 0, alpha * np.expm1(x / alpha), x)
 
 
-class Selu(Pointwise):
+class Selu(Epilogue):
     @staticmethod
     def formula(x: Array, alpha: float = 1.67326319217681884765625, gamma: float = 1.05070102214813232421875) -> Array:
         return gamma * np.where(x <= 0, alpha * np.expm1(x), x)
 
 
-class Sigmoid(Pointwise):
+class Sigmoid(Epilogue):
     """1 / (1 + exp(-x))"""
 
     @staticmethod
@@ -85,13 +85,13 @@ def sigmoid(x: Array) -> Array:
     return 1 / (1 + np.exp(-x))
 
 
-class HardSigmoid(Pointwise):
+class HardSigmoid(Epilogue):
     @staticmethod
     def formula(x: Array, alpha: float = 0.2, beta: float = 0.5) -> Array:
         return np.clip(alpha * x + beta, 0, 1)
 
 
-class HardSwish(Pointwise):
+class HardSwish(Epilogue):
     """x * max(0, min(1, x / 6 + 1/2))"""
 
     @staticmethod
@@ -99,7 +99,7 @@ class HardSwish(Pointwise):
         return x * np.clip(x / 6 + 0.5, 0, 1)
 
 
-class Swish(Pointwise):
+class Swish(Epilogue):
     """x * sigmoid(x), also called SiLU; ONNX's alpha is arithmetic before it is this."""
 
     @staticmethod
@@ -107,13 +107,13 @@ class Swish(Pointwise):
         return x * sigmoid(x)
 
 
-class Tanh(Pointwise):
+class Tanh(Epilogue):
     @staticmethod
     def formula(x: Array) -> Array:
         return np.tanh(x)
 
 
-class Softplus(Pointwise):
+class Softplus(Epilogue):
     """log(1 + exp(x))"""
 
     @staticmethod
@@ -127,7 +127,7 @@ class Softsign(Pointwise):
         return np.asarray(x / (1 + np.abs(x)))
 
 
-class Mish(Pointwise):
+class Mish(Epilogue):
     """x * tanh(softplus(x))"""
 
     @staticmethod
@@ -135,7 +135,7 @@ class Mish(Pointwise):
         return np.asarray(x * np.tanh(np.logaddexp(x, x.dtype.type(0))))
 
 
-class Gelu(Pointwise):
+class Gelu(Epilogue):
     """x * P(standard normal < x), exact or by the tanh approximation."""
 
     @staticmethod

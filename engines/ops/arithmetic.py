@@ -7,18 +7,19 @@ from typing import Any
 import numpy as np
 
 from engines.ir.graph import Array, Node
-from engines.ops.pointwise import Pointwise, from_numpy
+from engines.ops.op import Stored
+from engines.ops.pointwise import Epilogue, Pointwise, from_numpy
 
-from_numpy(Pointwise, symbolic=True, Add=np.add, Sub=np.subtract, Mul=np.multiply, Neg=np.negative,
-           Max=np.maximum, Min=np.minimum, Floor=np.floor, Ceil=np.ceil)
-from_numpy(Pointwise, Abs=np.absolute, Sign=np.sign, Sqrt=np.sqrt, Exp=np.exp, Log=np.log, Pow=np.power,
-           Round=np.rint,       # halves go to the even neighbour
-           Sin=np.sin, Cos=np.cos, Tan=np.tan, Asin=np.arcsin, Acos=np.arccos, Atan=np.arctan,
-           Sinh=np.sinh, Cosh=np.cosh, Asinh=np.arcsinh, Acosh=np.arccosh, Atanh=np.arctanh,
-           BitwiseAnd=np.bitwise_and, BitwiseOr=np.bitwise_or, BitwiseXor=np.bitwise_xor, BitwiseNot=np.bitwise_not)
+from_numpy(Epilogue, symbolic=True, commutative=True, Add=np.add, Mul=np.multiply, Max=np.maximum, Min=np.minimum)
+from_numpy(Epilogue, symbolic=True, Sub=np.subtract, Neg=np.negative, Floor=np.floor, Ceil=np.ceil)
+from_numpy(Epilogue, Abs=np.absolute, Sqrt=np.sqrt, Exp=np.exp, Log=np.log, Sin=np.sin, Cos=np.cos,
+           Round=np.rint)       # halves go to the even neighbour
+from_numpy(Pointwise, Sign=np.sign, Pow=np.power, Tan=np.tan, Asin=np.arcsin, Acos=np.arccos, Atan=np.arctan,
+           Sinh=np.sinh, Cosh=np.cosh, Asinh=np.arcsinh, Acosh=np.arccosh, Atanh=np.arctanh, BitwiseNot=np.bitwise_not)
+from_numpy(Pointwise, commutative=True, BitwiseAnd=np.bitwise_and, BitwiseOr=np.bitwise_or, BitwiseXor=np.bitwise_xor)
 
 
-class Div(Pointwise):
+class Div(Epilogue):
     """Integers truncate toward zero, as in C."""
     symbolic = True
 
@@ -45,13 +46,13 @@ class Mod(Pointwise):
         return np.fmod(a, b) if fmod else np.mod(a, b)
 
 
-class Reciprocal(Pointwise):
+class Reciprocal(Epilogue):
     @staticmethod
     def formula(x: Array) -> Array:
         return 1 / x
 
 
-class Erf(Pointwise):
+class Erf(Epilogue):
     @staticmethod
     def formula(x: Array) -> Array:
         return erf(x)
@@ -65,6 +66,7 @@ def erf(x: Array) -> Array:
 class Cast(Pointwise):
     """To the dtype that `to` names, as NumPy names it."""
     symbolic = True
+    stored = Stored.CONVERTED       # between floats; other dtypes are stored as they are
 
     @classmethod
     def result_dtype(cls, node: Node, dtypes: list[np.dtype[Any]]) -> np.dtype[Any]:

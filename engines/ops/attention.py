@@ -9,7 +9,7 @@ from engines.ir.shapes import broadcast
 from engines.ops.items import ItemAxes, Mixed
 from engines.ops.items import broadcast as broadcast_items
 from engines.ops.normalization import softmax
-from engines.ops.op import Inputs, Op, Types, Values
+from engines.ops.op import Inputs, Op, Stored, Types, Values
 
 
 class ScaledDotProductAttention(Op):
@@ -18,6 +18,7 @@ class ScaledDotProductAttention(Op):
     q [..., S, D], k [..., T, D], v [..., T, E], mask broadcast to [..., S, T] -> [..., S, E], one axis or more
     before those (items, heads), which broadcast
     """
+    stored = Stored.CONVERTED       # but for the mask
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:

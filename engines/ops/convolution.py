@@ -6,12 +6,13 @@ import numpy as np
 from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import fixed, text
-from engines.ops.op import Inputs, LayoutOp, Types, Values
+from engines.ops.op import Inputs, LayoutOp, Stored, Types, Values
 from engines.ops.window import Window
 
 
 class Conv(LayoutOp):
     """y[n, o, p] = b[o] + sum over c, t of w[o, c, t] * x[n, group(o) + c, p * stride + t * dilation - pad]"""
+    output_axis, anchor, stored = 0, True, Stored.CONVERTED
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
@@ -48,6 +49,7 @@ class Conv(LayoutOp):
 
 class ConvTranspose(LayoutOp):
     """The gradient of Conv: x[n, c, p] * w[c, o, t] is added to y[n, o, p * stride + t * dilation - pad]."""
+    output_axis, anchor, stored = 1, True, Stored.CONVERTED
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:

@@ -10,6 +10,7 @@ from engines.ops.op import Inputs, Op, Types, Values
 
 class CumSum(Op):
     """y[i] = x[0] + ... + x[i] along `axis`; `exclusive`: without x[i]; `reverse`: from the last element backwards."""
+    along = "axis"
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:

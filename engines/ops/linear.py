@@ -7,12 +7,13 @@ from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import broadcast, check_stretches
 from engines.ops.items import ItemAxes, Mixed
-from engines.ops.op import Inputs, Op, Types, Values
+from engines.ops.op import Inputs, Op, Stored, Types, Values
 
 
 class Gemm(Op):
     """alpha * A' B' + beta * C, where ' is a transposition if transA, transB say so."""
     attributes = ("alpha", "beta", "transA", "transB")
+    output_axis, anchor, stored = 0, True, Stored.CONVERTED         # 0: in canonical form, with transB
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
@@ -54,6 +55,7 @@ class Gemm(Op):
 
 class MatMul(Op):
     """NumPy's matmul: leading axes broadcast, a vector is a row on the left and a column on the right."""
+    output_axis, anchor, stored = 1, True, Stored.CONVERTED         # 1: of a matrix
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:

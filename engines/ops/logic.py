@@ -8,9 +8,11 @@ import numpy as np
 from engines.ir.graph import Array, Node
 from engines.ops.pointwise import Pointwise, Predicate, from_numpy
 
-from_numpy(Predicate, symbolic=True, Equal=np.equal, Less=np.less, LessOrEqual=np.less_equal, Greater=np.greater,
+from_numpy(Predicate, symbolic=True, commutative=True, Equal=np.equal)
+from_numpy(Predicate, symbolic=True, Less=np.less, LessOrEqual=np.less_equal, Greater=np.greater,
            GreaterOrEqual=np.greater_equal)
-from_numpy(Predicate, And=np.logical_and, Or=np.logical_or, Xor=np.logical_xor, Not=np.logical_not, IsNaN=np.isnan)
+from_numpy(Predicate, commutative=True, And=np.logical_and, Or=np.logical_or, Xor=np.logical_xor)
+from_numpy(Predicate, Not=np.logical_not, IsNaN=np.isnan)
 
 
 class IsInf(Predicate):

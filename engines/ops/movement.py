@@ -9,11 +9,16 @@ from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import broadcast, dim, extent, fixed, normal_axis
 from engines.ops.items import ItemAxes, Mixed, beside, only_first
-from engines.ops.op import Inputs, LayoutOp, Op, Types, Values, present
+from engines.ops.op import Inputs, LayoutOp, Op, Stored, Types, Values, present
 
 
 class Concat(Op):
     symbolic = True
+    moves, along, stored = True, "axis", Stored.ALIKE
+
+    @classmethod
+    def data(cls, node: Node) -> tuple[str, ...]:
+        return node.inputs
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
@@ -43,6 +48,7 @@ class Concat(Op):
 class Split(Op):
     """Into parts of the extents `split` along `axis`."""
     symbolic = True
+    moves, along, stored = True, "axis", Stored.ALIKE
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
@@ -69,6 +75,7 @@ class Split(Op):
 class Slice(Op):
     """x[starts:ends:steps] along `axes`; all four are attributes of equal length."""
     symbolic = True
+    moves, along, stored = True, "axes", Stored.ALIKE
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
@@ -117,6 +124,7 @@ def _slice(start: int, end: int, step: int) -> slice:
 class Gather(Op):
     """x[..., indices, ...] at `axis`."""
     symbolic = True
+    moves, along, stored = True, "axis", Stored.ALIKE
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
@@ -149,6 +157,7 @@ class Gather(Op):
 
 class GatherElements(Op):
     """y[i][j] = x[indices[i][j]][j], along `axis`. With the attribute `shape` the indices are first expanded to it."""
+    moves = True
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
@@ -180,6 +189,7 @@ class GatherElements(Op):
 
 class Tile(Op):
     """`repeats` copies along each axis."""
+    moves, along = True, "repeats"
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
@@ -202,6 +212,7 @@ class Tile(Op):
 
 class Pad(Op):
     """`pads` (before each axis, then after each; negative cuts) filled as `mode` says; `value` fills constant ones."""
+    along, stored = "pads", Stored.ALIKE        # zeros are the same in every type: see facts.pads_with_zeros
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
@@ -239,6 +250,7 @@ class Pad(Op):
 class DepthToSpace(LayoutOp):
     """Channels become blocks of pixels. DCR: the block is the outer part of the channel; CRD: the inner."""
     attributes = ("blocksize", "mode")
+    moves, stored = True, Stored.ALIKE
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
@@ -265,6 +277,7 @@ class DepthToSpace(LayoutOp):
 class SpaceToDepth(LayoutOp):
     """Blocks of pixels become channels, the inverse of DepthToSpace in either mode."""
     attributes = ("blocksize", "mode")
+    moves, stored = True, Stored.ALIKE
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:

@@ -19,6 +19,8 @@ class _SameShape(Op, abstract=True):
 
 
 class _AlongAxis(_SameShape, abstract=True):
+    along = "axis"
+
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
         return (beside(outputs[0].shape, only_first(axes), (node.attrs.get("axis", -1),), "normalises along"),)

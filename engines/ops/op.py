@@ -12,15 +12,16 @@ is an attribute here, and attributes that depend on shapes (auto_pad, a -1 in a 
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from engines.errors import EngineError, GraphError, UnknownTensorError
 from engines.ir.graph import Array, Dim, Node, TensorType
-from engines.ir.shapes import Extent, Undecided
+from engines.ir.shapes import Extent, Undecided, normal_axis
 from engines.ops.items import ItemAxes, Mixed, only_first
 
 _REGISTRY: dict[str, type[Op]] = {}
@@ -31,11 +32,32 @@ Values = Sequence[Array | None]             # None: not known before run time
 Types = tuple[TensorType, ...]
 
 
-class Op:
-    """One ONNX operator; never instantiated. Subclasses say `types` and `compute`; callers use `infer`, `reference`."""
+class Stored(Enum):
+    """How the stored types (float32, 16 bits, quantised) of the tensors that an operator reads and makes depend."""
+    FLOAT = "kernels, or the reference, read and write float32 only"
+    ALIKE = "kernels move or select elements as they are stored, so all have one type and one scale"
+    CONVERTED = "kernels convert on the way from and to memory, so each may have a type of its own"
 
-    pointwise: ClassVar[bool] = False       # y[i] depends on the inputs at i (after broadcasting) only
+
+class Op:
+    """One ONNX operator; never instantiated. Subclasses say `types` and `compute`; callers use `infer`, `reference`.
+
+    What passes ask of an operator are its traits. Each default is the safe answer, which costs speed at most.
+    """
+
     symbolic: ClassVar[bool] = False        # compute also works on arrays of ints and Extents
+    # ---- traits
+    pointwise: ClassVar[bool] = False       # y[i] depends on the inputs at i (after broadcasting) only
+    commutative: ClassVar[bool] = False     # its two inputs may be swapped
+    moves: ClassVar[bool] = False           # each element of the results is one of its data: see `data`
+    # The attribute that names the axes it works along ("axis", "axes"), or that has a number for each axis, or two
+    # ("shape", "repeats", "pads"); "": it works along none. All other axes are alike to it. None: that is not known.
+    along: ClassVar[str | None] = None
+    reduces: ClassVar[bool] = False         # the results lose those axes, or have an extent of 1 there (keepdims)
+    output_axis: ClassVar[int | None] = None    # of its weights, the second input: the axis of output channels
+    anchor: ClassVar[bool] = False          # its kernel has an epilogue: vertical fusion may begin with it
+    epilogue: ClassVar[bool] = False        # kernels can do it in an epilogue, to a value on its way to memory
+    stored: ClassVar[Stored] = Stored.FLOAT
     # ONNX's attributes that mean the same here; what is written otherwise has a rule in frontend/normalise.py
     attributes: ClassVar[tuple[str, ...]] = ()
 
@@ -67,6 +89,32 @@ class Op:
         with the reason where an item follows from others, or may: an operator that does not say anything is one.
         """
         raise Mixed("it is not known to keep the items of a batch apart")
+
+    @classmethod
+    def data(cls, node: Node) -> tuple[str, ...]:
+        """The inputs whose elements the results of an operator that `moves` are made of."""
+        return node.inputs[:1] if cls.moves else ()
+
+    @classmethod
+    def axes(cls, node: Node, rank: int) -> tuple[int, ...]:
+        """The axes, counted from 0, that the attribute `along` names; a node without `axes` means all."""
+        named = (node.attrs["axis"],) if cls.along == "axis" else node.attrs.get("axes", range(rank))
+        return tuple(normal_axis(axis, rank) for axis in named)
+
+    @classmethod
+    def renumbered(cls, node: Node, rank: int, moved: Callable[[int], int]) -> dict[str, Any]:
+        """The node's attributes for tensors whose axes stand elsewhere: axis i is now axis moved(i)."""
+        attrs = dict(node.attrs)
+        if cls.along == "axis":
+            attrs["axis"] = moved(*cls.axes(node, rank))
+        elif cls.along == "axes":
+            axes = map(moved, cls.axes(node, rank))
+            attrs["axes"] = tuple(sorted(axes) if cls.reduces else axes)
+        elif cls.along:
+            order = sorted(range(rank), key=moved)
+            numbers = attrs[cls.along]
+            attrs[cls.along] = tuple(numbers[start + axis] for start in range(0, len(numbers), rank) for axis in order)
+        return attrs
 
     @classmethod
     def infer(cls, node: Node, inputs: Inputs, values: Values = ()) -> Types:

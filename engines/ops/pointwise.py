@@ -10,12 +10,12 @@ import numpy as np
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import broadcast
 from engines.ops import items
-from engines.ops.op import Inputs, Op, Types, Values, present
+from engines.ops.op import Inputs, Op, Stored, Types, Values, present
 
 
 class Pointwise(Op, abstract=True):
     """y = formula(*inputs, **attributes); the dtype of y is that of the first input."""
-    pointwise = True
+    pointwise, along = True, ""
 
     formula: ClassVar[Callable[..., Array]]
 
@@ -47,6 +47,11 @@ class Pointwise(Op, abstract=True):
         return result.astype(cls.result_dtype(node, [a.dtype for a in arrays]), copy=False)
 
 
+class Epilogue(Pointwise, abstract=True):
+    """A pointwise operator that kernels can do to a value on its way to memory."""
+    epilogue, stored = True, Stored.CONVERTED
+
+
 class Predicate(Pointwise, abstract=True):
     """A pointwise operator that answers yes or no."""
 
@@ -55,7 +60,7 @@ class Predicate(Pointwise, abstract=True):
         return np.dtype(np.bool_)
 
 
-def from_numpy(base: type[Pointwise], symbolic: bool = False, **functions: np.ufunc) -> None:
+def from_numpy(base: type[Pointwise], symbolic: bool = False, commutative: bool = False, **functions: np.ufunc) -> None:
     """Defines operators that are a NumPy function under another name."""
     for name, function in functions.items():
-        type(name, (base,), {"formula": staticmethod(function), "symbolic": symbolic})
+        type(name, (base,), {"formula": staticmethod(function), "symbolic": symbolic, "commutative": commutative})

@@ -10,7 +10,7 @@ from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import fixed
 from engines.ops.items import ItemAxes, Mixed
-from engines.ops.op import Inputs, LayoutOp, Types, Values
+from engines.ops.op import Inputs, LayoutOp, Stored, Types, Values
 from engines.ops.reduction import mean
 from engines.ops.window import Window
 
@@ -27,6 +27,7 @@ class _Pool(LayoutOp, abstract=True):
 
 class MaxPool(_Pool):
     """Padding never wins."""
+    stored = Stored.ALIKE
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
@@ -71,6 +72,7 @@ def _lowest(dtype: np.dtype[Any]) -> float:
 
 class AveragePool(_Pool):
     """The mean of the window's pixels; padding counts as zeros with count_include_pad, else not at all."""
+    anchor, stored = True, Stored.CONVERTED
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
@@ -113,6 +115,8 @@ class _GlobalPool(LayoutOp, abstract=True):
 
 
 class GlobalAveragePool(_GlobalPool):
+    anchor, stored = True, Stored.CONVERTED
+
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
         (x,) = arrays
@@ -120,6 +124,8 @@ class GlobalAveragePool(_GlobalPool):
 
 
 class GlobalMaxPool(_GlobalPool):
+    stored = Stored.ALIKE
+
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
         (x,) = arrays

@@ -17,7 +17,7 @@ from engines.errors import GraphError
 from engines.ir.graph import Array, Dim, Node, TensorType
 from engines.ir.shapes import text
 from engines.ops.items import ItemAxes, Mixed
-from engines.ops.op import Inputs, Op, Types, Values
+from engines.ops.op import Inputs, Op, Stored, Types, Values
 
 GATES: Mapping[str, int] = {"LSTM": 4, "GRU": 3, "RNN": 1}      # in ONNX's order: i o f c, z r h, and the only one
 DEFAULTS: Mapping[str, tuple[str, ...]] = {"LSTM": ("Sigmoid", "Tanh", "Tanh"), "GRU": ("Sigmoid", "Tanh"),
@@ -172,6 +172,7 @@ class Recurrence(Op):
     Attributes: cell, direction, activations with activation_alpha and activation_beta (one each for each function of
     each direction), clip (0: none), linear_before_reset, input_forget.
     """
+    stored = Stored.CONVERTED       # of the results, the first alone
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:

@@ -15,6 +15,7 @@ Formula = Callable[..., Array]
 
 
 class Reduction(Op, abstract=True):
+    along, reduces = "axes", True
     formula: ClassVar[Formula]          # (x, axis=, keepdims=)
 
     @classmethod
@@ -35,11 +36,6 @@ class Reduction(Op, abstract=True):
         (x,) = arrays
         y = cls.formula(x, axis=cls.axes(node, x.ndim), keepdims=bool(node.attrs.get("keepdims", 1)))
         return np.asarray(y, x.dtype)
-
-    @classmethod
-    def axes(cls, node: Node, rank: int) -> tuple[int, ...]:
-        """All axes, if the node names none."""
-        return tuple(normal_axis(a, rank) for a in node.attrs.get("axes", range(rank)))
 
 
 def ends(dtype: np.dtype[Any]) -> tuple[Any, Any]:
@@ -127,6 +123,7 @@ class ReduceLogSumExp(Reduction):
 
 class _Arg(Op, abstract=True):
     """The index of the extreme; of several, the first or (select_last_index) the last."""
+    along, reduces = "axis", True
     search: ClassVar[Formula]
 
     @classmethod
@@ -161,6 +158,7 @@ class ArgMin(_Arg):
 
 class TopK(Op):
     """The k (an attribute) largest or smallest along `axis`, in order, and their indices; ties by lower index."""
+    along = "axis"
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:

@@ -9,11 +9,13 @@ import numpy as np
 from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import extent, fixed
-from engines.ops.op import Inputs, LayoutOp, Types, Values
+from engines.ops.items import ItemAxes, only_first
+from engines.ops.op import Inputs, LayoutOp, Stored, Types, Values
 
 
 class Resize(LayoutOp):
     """To the extents `sizes`, or by the factors `scales` (one for each axis, channels first)."""
+    anchor, stored = True, Stored.CONVERTED
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
@@ -28,6 +30,12 @@ class Resize(LayoutOp):
         if len(sizes) != len(x.shape):
             raise GraphError(f"{len(sizes)} sizes for {len(x.shape)} axes")
         return (TensorType(x.dtype, tuple(sizes)),)
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        if "roi" in node.attrs or node.attrs.get("channels_last"):
+            return super().item_axes(node, inputs, outputs, axes)
+        return (only_first(axes),)          # an axis that keeps its extent stays as it is; others count no items behind
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:

@@ -10,11 +10,12 @@ from engines.ir.graph import Array, Dim, Node, TensorType
 from engines.ir.shapes import broadcast, dim, extent, fixed, normal_axis, product, symbolic_array, text
 from engines.ops.items import ItemAxes, Mixed, only_first, repeated, viewed
 from engines.ops.items import broadcast as broadcast_items
-from engines.ops.op import Inputs, Op, Types, Values
+from engines.ops.op import Inputs, Op, Stored, Types, Values
 
 
 class Identity(Op):
     symbolic = True
+    moves, along, stored = True, "", Stored.CONVERTED
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
@@ -33,7 +34,7 @@ class Identity(Op):
 
 class View(Op, abstract=True):
     """The same elements in the same order under another shape."""
-    symbolic = True
+    symbolic = moves = True
 
     @classmethod
     def target(cls, node: Node, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
@@ -70,6 +71,7 @@ def _sizes(target: tuple[Dim, ...], elements: int) -> tuple[int, ...]:
 
 class Reshape(View):
     """To the attribute `shape`; one extent may be symbolic."""
+    stored = Stored.ALIKE
 
     @classmethod
     def target(cls, node: Node, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
@@ -112,6 +114,7 @@ class Unsqueeze(View):
 
 class Transpose(Op):
     symbolic = True
+    moves, stored = True, Stored.CONVERTED
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
@@ -135,6 +138,7 @@ class Transpose(Op):
 class Expand(Op):
     """Broadcast with the attribute `shape`."""
     symbolic = True
+    moves, along = True, "shape"
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:

@@ -153,3 +153,14 @@ def array_at(memory: NDArray[np.uint8], offset: int, view: TensorView, items: in
         shape, strides = ((*shape[:axis], items, *shape[axis:]),
                           (*strides[:axis], view.item_stride, *strides[axis:]))
     return np.ndarray(shape, dtype, memory, offset + view.offset, strides)
+
+
+def write_halo(array: NDArray[Any], fill: Fill, written: int) -> None:
+    """Fill a tensor and its halo in all batch slots but the first `written`, in which that has been done."""
+    value = fill.value
+    if fill.view.dtype == "bfloat16":
+        value = int(np.float32(value).view(np.uint32)) >> 16
+    if fill.view.batched:
+        array[written:] = value
+    elif not written:
+        array[...] = value

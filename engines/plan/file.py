@@ -1,20 +1,21 @@
 """Plan <-> file.
 
     header      64 bytes: magic, format version, where the manifest is, its checksum, the size of the file
-    sections    constants, on a page boundary; code; graph and packed (JSON); array/0, array/1, ...
-    manifest    JSON: the plan's fields, and for each section its place, size and checksum
+    sections    constants, on a page boundary; code; graph (JSON); weights
+    manifest    JSON: the plan's fields, and for each section its offset, size and checksum
 
-Each weight is there once: among the constants, as kernels read it. What the graph needs of it again is read back from
-there (packed.py); only constants of the graph that are nowhere else have an array. Code, JSON and manifest are
-compressed; constants are not, for most would not shrink.
+Constants are the weights as kernels read them: packed, in order of execution. Weights are the constants of the graph as
+they are, which only lowering it again needs: a plan runs without that section (--strip leaves it out). A constant that
+kernels read as it is lies among the constants, and is not written a second time. Code, JSON and manifest are
+compressed; constants and weights are not, for they would hardly shrink.
 
 A plan runs from a copy of the file in memory of the process's own (sections.py), checked while it is copied
 and never read again: what becomes of the file afterwards changes nothing. A file that is changed while it is read fails
 its checksums, or is the old plan or the new one, whole: the header vouches for the manifest, that for every section.
+The weights alone stay in the file until somebody asks for them, and are checked then.
 
-Constants and arrays are checked by sums of pages, which are faster than memory; all else by BLAKE2b. Both guard against
-accidents, not against an attacker: a plan is a program, load it only from where you would load a program. The graph and
-its arrays are decoded only when somebody asks for them.
+Constants and weights are checked by sums of pages, which are faster than memory; all else by BLAKE2b. Both guard
+against accidents, not against an attacker: a plan is a program, load it only from where you would load a program.
 """
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -34,17 +35,16 @@ from engines.errors import PlanCorruptError, PlanError, PlanVersionError
 from engines.files import atomic_write
 from engines.ir.graph import Array
 from engines.plan.checksums import PAGE, Bytes, page_sums, strong
-from engines.plan.packed import PackedArray, Packing, Picked
 from engines.plan.plan import Plan
 from engines.plan.records import FieldError, from_plain, read_record, to_plain
-from engines.plan.sections import REBUILD, Section, Sections, deflate, read_document, summed
+from engines.plan.sections import REBUILD, WEIGHTS, Section, Sections, deflate, read_document, summed
 from engines.plan.verification import verify
 
 MAGIC = b"\x93INFPLAN"      # the first byte is not ASCII: no text file begins like this
-VERSION = 7
+VERSION = 8
 LINE = 64
 _HEADER = struct.Struct("<8sIIQQ16sQQ")      # magic, version, 0, manifest offset, size, checksum, file size, 0
-_ELSEWHERE = ("code", "constants", "graph", "graph_arrays", "packed")        # fields of Plan that are sections
+_ELSEWHERE = ("code", "constants", "graph", "weights")       # fields of Plan that are sections
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, default=to_plain, separators=(",", ":")).encode()
@@ -68,11 +68,9 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     Raises PlanError: more than a plan holds, or a plan that was read and has been altered; OSError.
     """
     sections, arrays = _sections(plan)
-    sections["constants"] = plan.constants
-
     records: dict[str, dict[str, Any]] = {}
     at = PAGE
-    for name, data in sorted(sections.items(), key=lambda item: item[0] != "constants"):
+    for name, data in sections.items():
         records[name] = {"offset": at, "bytes": len(data), "checksum": (page_sums if summed(name) else strong)(data)}
         at = -(-(at + len(data)) // LINE) * LINE
     fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.name not in _ELSEWHERE}
@@ -91,61 +89,37 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 
 def _sections(plan: Plan) -> tuple[dict[str, Bytes], dict[str, Any]]:
-    """All but the constants, and what the arrays among them are."""
-    packings = {item.packing: None for item in plan.packed.values()}
-    numbers = {packing: i for i, packing in enumerate(packings)}
-    packed = {name: {**to_plain(item), "packing": numbers[item.packing]} for name, item in plan.packed.items()}
-    sections: dict[str, Bytes] = {
-        "code": deflate(b"".join(plan.code), "the code"),
-        "graph": deflate(_json(dict(plan.graph)), "the graph"),
-        "packed": deflate(_json({"arrays": packed, "packings": [_differences(p) for p in packings]}), "the packings")}
+    """All sections, and where the graph's weights lie in theirs."""
     arrays: dict[str, Any] = {}
-    for name, array in plan.graph_arrays.items():
+    parts: list[Bytes] = []
+    size = 0
+    for name, array in plan.weights.items():
         if array.dtype.hasobject:
             raise TypeError(f"a plan cannot hold the array '{name}' of Python objects")
-        arrays[name] = None
-        if name not in plan.packed:
-            arrays[name] = {"dtype": array.dtype.str, "shape": array.shape, "section": f"array/{len(sections)}"}
-            sections[f"array/{len(sections)}"] = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-    return sections, arrays
-
-
-def _differences(packing: Packing | Picked) -> dict[str, Any]:
-    """Each number less the one before it: these repeat, so that they compress to little."""
-    def differences(numbers: tuple[int, ...]) -> list[int]:
-        return np.diff(numbers, prepend=0).tolist()
-
-    if isinstance(packing, Picked):
-        return {"lanes": packing.lanes, "short": packing.short, "rows": differences(packing.rows),
-                "columns": differences(packing.columns)}
-    return {"starts": differences(packing.starts), "kinds": packing.kinds,
-            "steps": [differences(steps) for steps in packing.steps]}
-
-
-def _sums(content: Mapping[str, Any]) -> Packing | Picked:
-    """The inverse."""
-    def summed(differences: list[int]) -> tuple[int, ...]:
-        return tuple(np.cumsum(differences, dtype=np.int64).tolist())
-
-    if "lanes" in content:
-        return Picked(content["lanes"], content["short"], summed(content["rows"]), summed(content["columns"]))
-    return Packing(summed(content["starts"]), tuple(content["kinds"]), tuple(map(summed, content["steps"])))
+        arrays[name] = {"dtype": array.dtype.str, "shape": array.shape, "offset": size}
+        if name not in plan.weight_offsets:
+            parts += [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, bytes(-array.nbytes % LINE)]
+            size += array.nbytes + len(parts[-1])
+    sections: dict[str, Bytes] = {
+        "constants": plan.constants, "code": deflate(b"".join(plan.code), "the code"),
+        "graph": deflate(_json(dict(plan.graph)), "the graph")}
+    return sections if plan.stripped else {**sections, WEIGHTS: b"".join(parts)}, arrays
 
 
 # ---- reading
 @dataclass(frozen=True)
 class _StoredArray:
-    """A constant of the graph with a section of its own."""
+    """A constant of the graph; `offset` counts in the weights, unless Plan.weight_offsets has another."""
     dtype: str
     shape: tuple[int, ...]
-    section: str
+    offset: int
 
 
 @dataclass(frozen=True)
 class _Manifest:
     plan: Mapping[str, Any]                         # the fields of Plan that are no sections
     code: tuple[int, ...]                           # bytes of each object
-    arrays: Mapping[str, _StoredArray | None]       # of the graph; None: it is packed
+    arrays: Mapping[str, _StoredArray]              # the graph's constants
     sections: Mapping[str, Section]
 
 
@@ -203,10 +177,9 @@ def _plan(manifest: _Manifest, sections: Sections) -> Plan:
     fields = from_plain(Plan, manifest.plan)
     if elsewhere := sorted(fields.keys() & set(_ELSEWHERE)):
         raise ValueError(f"'{elsewhere[0]}' is a section")
-    constants, packed = sections["constants"], _Lazy(lambda: _packed(sections))
-    return Plan(**fields, code=_code(manifest.code, sections), constants=constants,
-                graph=_Lazy(lambda: sections.document("graph")), packed=packed,
-                graph_arrays=_Arrays(sections, manifest.arrays, packed))
+    return Plan(**fields, code=_code(manifest.code, sections), constants=sections["constants"],
+                graph=_Document(lambda: sections.document("graph")),
+                weights=_Weights(sections, manifest.arrays, fields.get("weight_offsets", {})))
 
 
 def _code(sizes: Sequence[int], sections: Sections) -> tuple[bytes, ...]:
@@ -216,31 +189,17 @@ def _code(sizes: Sequence[int], sections: Sections) -> tuple[bytes, ...]:
     return tuple(code[begin:end] for begin, end in pairwise(bounds))
 
 
-def _packed(sections: Sections) -> dict[str, PackedArray]:
-    try:
-        content = sections.document("packed")
-        packings = [_sums(packing) for packing in content["packings"]]
-        return {name: PackedArray(**{**record, "shape": tuple(record["shape"]), "offsets": tuple(record["offsets"]),
-                                     "packing": packings[record["packing"]]})
-                for name, record in content["arrays"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-        raise PlanCorruptError(f"{sections.path}: section 'packed' cannot be read ({error!r}); {REBUILD}") from error
+class _Document(Mapping[str, Any]):
+    """A JSON object that is read at the first look."""
 
-
-_Value = TypeVar("_Value")
-
-
-class _Lazy(Mapping[str, _Value]):
-    """A mapping that is read at the first look."""
-
-    def __init__(self, read: Callable[[], Mapping[str, _Value]]) -> None:
+    def __init__(self, read: Callable[[], Mapping[str, Any]]) -> None:
         self._read = read
 
     @cached_property
-    def content(self) -> Mapping[str, _Value]:
+    def content(self) -> Mapping[str, Any]:
         return self._read()
 
-    def __getitem__(self, key: str) -> _Value:
+    def __getitem__(self, key: str) -> Any:
         return self.content[key]
 
     def __iter__(self) -> Iterator[str]:
@@ -250,27 +209,23 @@ class _Lazy(Mapping[str, _Value]):
         return len(self.content)
 
 
-class _Arrays(Mapping[str, Array]):
-    """The graph's constants, each made when it is asked for: views of a section, or read back from the constants."""
+class _Weights(Mapping[str, Array]):
+    """The graph's constants, each a view of the section that holds it: made when it is asked for."""
 
-    def __init__(self, sections: Sections, records: Mapping[str, _StoredArray | None],
-                 packed: Mapping[str, PackedArray]) -> None:
-        self._sections, self._records, self._packed = sections, records, packed
+    def __init__(self, sections: Sections, records: Mapping[str, _StoredArray], offsets: Mapping[str, int]) -> None:
+        self._sections, self._records, self._offsets = sections, records, offsets
 
     def __getitem__(self, name: str) -> Array:
-        record = self._records[name]
+        record, offset = self._records[name], self._offsets.get(name)
+        data = self._sections[WEIGHTS if offset is None else "constants"]
         try:
-            if record is not None:
-                dtype = np.dtype(record.dtype)
-                if dtype.hasobject:
-                    raise ValueError(f"dtype {record.dtype}")
-                return np.ndarray(record.shape, dtype, self._sections[record.section])
-            array = self._packed[name].unpack(self._sections["constants"])
-        except (KeyError, TypeError, ValueError, IndexError, OverflowError, MemoryError, AttributeError) as error:
+            dtype = np.dtype(record.dtype)
+            if dtype.hasobject:
+                raise ValueError(f"dtype {record.dtype}")
+            return np.ndarray(record.shape, dtype, data, record.offset if offset is None else offset)
+        except (TypeError, ValueError, OverflowError, MemoryError) as error:
             raise PlanCorruptError(f"{self._sections.path}: the constant '{name}' of the graph cannot be read "
                                    f"({error!r}); {REBUILD}") from error
-        array.flags.writeable = False
-        return array
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._records)

@@ -15,13 +15,13 @@ several threads must not, because there a late thread may still run a piece of a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from engines.ir.graph import Array, QParams
-from engines.plan.packed import PackedArray
+from engines.errors import PlanTargetError
+from engines.ir.graph import Array, Graph, QParams
 
 DERIVED = -1        # as Operand.buffer
 
@@ -104,7 +104,7 @@ class Fill:
 class Fallback:
     """A node that no kernel runs: ops.reference does, in real numbers, on copies of what lies in the buffers."""
     node: Mapping[str, Any]                     # as engines.ir.serialize writes it
-    inputs: tuple[TensorView | str, ...]        # a str names one of Plan.graph_arrays; "" is an absent optional input
+    inputs: tuple[TensorView | str, ...]        # a str names one of Plan.weight_offsets; "" is an absent optional input
     outputs: tuple[TensorView, ...]
     constant_quant: tuple[QParams | None, ...] = ()     # for each input, if there are constants stored quantised
 
@@ -202,10 +202,12 @@ class Plan:
     constants: bytes | memoryview           # weights and epilogue constants, aligned, in order of execution
     derived: tuple[Derived, ...] = ()       # ... and those that are made of them
     graph: Mapping[str, Any] = field(default_factory=dict)          # serialised Graph that it was lowered from ...
-    graph_arrays: Mapping[str, Array] = field(default_factory=dict, compare=False)      # ... and its constants,
-    packed: Mapping[str, PackedArray] = field(default_factory=dict)     # of which these are not written a second time
+    weights: Mapping[str, Array] = field(default_factory=dict, compare=False)   # ... and its constants
+    weight_offsets: Mapping[str, int] = field(default_factory=dict)     # of those that `constants` hold as they are
+    stripped: bool = False                  # `weights` are these only: the plan cannot be lowered again
     metadata: Mapping[str, Any] = field(default_factory=dict)       # preprocessing, calibration, versions, report
     bands: tuple[Band, ...] = ()            # in order, apart from each other
+    backend: str = "llvm"                   # name of the backend that made it, and whose device runs it
     dependence: str = ""                    # why a batch is neither cut nor merged with others; "": it may be
     fingerprint: str = field(default="", compare=False)     # of all the rest, made when it is first written
 
@@ -214,10 +216,27 @@ class Plan:
         """Of memory for the derived constants."""
         return max((item.offset + item.bytes for item in self.derived), default=0)
 
+    def strip(self) -> Plan:
+        """The plan without the graph's weights: it runs as before, and on no other target."""
+        kept = {name: self.weights[name] for name in self.weight_offsets}
+        return replace(self, weights=kept, stripped=True, fingerprint="")
+
     @property
     def batch_slots(self) -> int:
         """Items that the buffers hold: a model without a batch axis is one item."""
         return max(self.max_batch, 1)
+
+
+def graph_of(plan: Plan) -> Graph:
+    """The graph that a plan was lowered from, its weights read from the plan's file if it has one.
+
+    Raises PlanTargetError: the plan is stripped; PlanCorruptError.
+    """
+    if plan.stripped:
+        raise PlanTargetError(f"{plan.name}: stripped of its weights, so it runs on '{plan.target}' only; build it "
+                              "again, here or without --strip")
+    from engines.ir.serialize import graph_from_json
+    return graph_from_json(plan.graph, plan.weights)
 
 
 def runs_by_item(step: Step) -> bool:

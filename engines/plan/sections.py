@@ -1,7 +1,7 @@
 """The sections of a plan file in memory of the process's own: read once, checked while they are read.
 
-A section is a range of the file's bytes under a name. All are read when the plan is, so that nothing depends on the
-file afterwards, and checked by the sums that the manifest has of them.
+A section is a range of the file's bytes under a name. All but the weights are read when the plan is, so that what runs
+depends on the file no longer, and checked by the sums that the manifest has of them.
 """
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from engines.plan.arena import Memory
 from engines.plan.checksums import PAGE, Bytes, read_into, strong
 
 REBUILD = "build the plan again, or copy it again from where it came"
+WEIGHTS = "weights"         # the section that is read when it is asked for
 INFLATED = 64 << 20         # bytes of a JSON document or of code, at most: a damaged one could ask for all memory
 
 
@@ -30,25 +31,41 @@ class Section:
 
 def summed(name: str) -> bool:
     """Whether a section is checked by sums of its pages, for there may be much of it; else by BLAKE2b."""
-    return name == "constants" or name.startswith("array/")
+    return name in ("constants", WEIGHTS)
 
 
 class Sections:
-    """A plan file's sections by name: read-only views of one private copy. The constants begin on a huge page."""
+    """A plan file's sections by name: read-only views of one private copy. The constants begin on a huge page.
+
+    The weights have a copy of their own, made from the file of that name when somebody first asks for them.
+    """
 
     def __init__(self, path: str, file: int, records: Mapping[str, Section], end: int) -> None:
         """file: its descriptor. end: of the last section. Raises PlanCorruptError: overlapping, cut short, altered."""
-        self.path = path
+        self.path, self._records, self._file = path, records, os.path.abspath(path)
         self._check_places(records, file, end)
-        self._copy = Memory(end - PAGE)
+        at_once = {name: record for name, record in records.items() if name != WEIGHTS}
+        self._copy = Memory(max((record.offset + record.bytes for record in at_once.values()), default=PAGE) - PAGE)
         self._views: dict[str, memoryview] = {}
         whole = self._copy.bytes.data
-        for name, record in records.items():
+        for name, record in at_once.items():
             begin = record.offset - PAGE
             view = whole[begin:begin + record.bytes]
             self._read(name, view, file, record)
             self._views[name] = view.toreadonly()
         self._copy.freeze()
+
+    def _read_weights(self) -> None:
+        """Raises PlanCorruptError: not those that the plan was loaded with."""
+        record, memory = self._records[WEIGHTS], Memory(self._records[WEIGHTS].bytes)
+        try:
+            with open(self._file, "rb", buffering=0) as file:
+                self._read(WEIGHTS, memory.bytes.data[:record.bytes], file.fileno(), record)
+        except (OSError, PlanCorruptError) as error:
+            raise PlanCorruptError(f"{error} (the weights are read when the plan is to be compiled for another target; "
+                                   "has the file been replaced since it was loaded?)") from error
+        memory.freeze()
+        self._views[WEIGHTS] = memory.bytes.data[:record.bytes].toreadonly()
 
     def _check_places(self, records: Mapping[str, Section], file: int, end: int) -> None:
         """One after the other, with nothing but zeros between them."""
@@ -75,6 +92,8 @@ class Sections:
                                    f"wrong checksum; {REBUILD}")
 
     def __getitem__(self, name: str) -> memoryview:
+        if name == WEIGHTS and name in self._records and name not in self._views:
+            self._read_weights()
         try:
             return self._views[name]
         except KeyError:

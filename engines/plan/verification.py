@@ -203,7 +203,7 @@ def _check_fallback(plan: Plan, index: int, fallback: Fallback, where: str) -> N
             _check_view(plan, view, where)
             _check_life(plan, index, view.buffer, where)
         else:
-            _check(not view or view in plan.graph_arrays, f"{where} reads '{view}', which is no constant of the graph")
+            _check(not view or view in plan.weight_offsets, f"{where} reads '{view}', which is none of the constants")
 
 
 def _check_band(plan: Plan, band: Band, behind: int) -> None:

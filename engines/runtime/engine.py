@@ -3,66 +3,15 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from engines.backends.llvm.runtime.execution import Execution, LoadedPlan, SerialExecution
-from engines.errors import ConfigError, EngineError, InputError, PlanError, PlanTargetError
+from engines.backends import device_of
+from engines.backends.device import Execution
+from engines.errors import ConfigError, InputError
 from engines.ir.graph import Array
-from engines.machine import cpu
-from engines.plan.file import read_plan
 from engines.plan.plan import IoTensor, Plan, Step, TensorView
-
-
-def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismatch: str = "relower",
-                cpus: Sequence[int] | None = None) -> Engine:
-    """The engine of a plan file.
-
-    threads: that work on one request. For many requests at a time, one thread and several contexts give more.
-    cpus: pins the threads of every context, one CPU for each; see Engine.create_context, which takes its own.
-    on_target_mismatch: if this CPU lacks what the code needs, "relower" compiles the plan's graph again for this one
-    (seconds; needs llvmlite), "refuse" raises PlanTargetError.
-
-    Raises PlanCorruptError, PlanVersionError, PlanTargetError, ConfigError, OSError.
-    """
-    if on_target_mismatch not in ("relower", "refuse"):
-        raise ConfigError(f"on_target_mismatch='{on_target_mismatch}': choose 'relower' or 'refuse'")
-    plan = read_plan(path)
-    if mismatch := _mismatch(plan):
-        if on_target_mismatch == "refuse":
-            raise PlanTargetError(f"{path}: {mismatch}; build it here, or load it with on_target_mismatch='relower'")
-        plan = _relower(plan, f"{path}: {mismatch}")
-    return Engine(plan, threads, cpus)
-
-
-def _mismatch(plan: Plan) -> str:
-    """What the plan's code needs and this machine is not; "" if they fit."""
-    machine = cpu.detect()
-    architecture = plan.cpu.get("architecture", machine.architecture)
-    if architecture != machine.architecture:
-        return f"made for {architecture}, but this machine is {machine.architecture}"
-    missing = machine.missing(frozenset(plan.cpu.get("features", ())))
-    if missing:
-        return f"made for '{plan.target}', but this CPU ({machine.model}) lacks {', '.join(sorted(missing))}"
-    return ""
-
-
-def _relower(plan: Plan, why: str) -> Plan:
-    import logging  # a plan that fits needs none, and starts a few milliseconds sooner
-    logging.getLogger(__name__).warning("%s; compiling its graph again for this machine", why)
-    try:
-        from engines.compiler.builder import relower
-    except ImportError as error:
-        raise PlanTargetError(f"{why}; to compile it again here, install what is missing ({error})") from error
-    try:
-        relowered: Plan = relower(plan)
-    except PlanError:
-        raise
-    except EngineError as error:
-        raise PlanTargetError(f"{why}; its graph cannot be compiled again here: {error}") from error
-    return relowered
 
 
 def _checked_cpus(cpus: Sequence[int] | None, threads: int) -> tuple[int, ...] | None:
@@ -86,8 +35,7 @@ class Engine:
         self._cpus = _checked_cpus(cpus, threads)
         self.plan = plan
         self.threads = threads
-        self._program = LoadedPlan(plan, threads)
-        self._execution = _executions(self._program, threads)
+        self._loaded = device_of(plan.backend).load(plan, threads)
         self._feeds = Feeds(plan)
         self._idle: deque[ExecutionContext] = deque()      # its append and pop are atomic
 
@@ -116,7 +64,7 @@ class Engine:
     @property
     def arena_bytes(self) -> int:
         """Of one context's buffers (a context of T threads has T such arenas)."""
-        return (self._program.separate_layout if self.threads > 1 else self._program.shared_layout).total
+        return self._loaded.arena_bytes
 
     def create_context(self, cpus: Sequence[int] | None = None) -> ExecutionContext:
         """A context of its own memory, for one owner thread at a time.
@@ -126,7 +74,7 @@ class Engine:
         Raises ConfigError: not as many as threads, or none of ours.
         """
         cpus = _checked_cpus(cpus, self.threads) or self._cpus
-        return ExecutionContext(self.plan, self._execution(cpus))
+        return ExecutionContext(self.plan, self._loaded.execution(cpus))
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """{output name: array} for {input name: array}, in the dtypes and shapes of the ONNX model; bfloat16 comes back
@@ -150,16 +98,6 @@ class Engine:
         """Stop the helper threads of the pooled contexts and free their memory; the engine may be used again."""
         while self._idle:
             self._idle.pop().close()
-
-
-def _executions(program: LoadedPlan, threads: int) -> Callable[[tuple[int, ...] | None], Execution]:
-    """What makes executions. It knows the program, not the engine: a cycle would keep the weights in memory until the
-    collector comes by, and on an idle server that is never."""
-    if threads == 1:
-        return lambda cpus: SerialExecution(program)
-    # Imported here, for on one thread serving starts without it.
-    from engines.backends.llvm.runtime.workers import ParallelExecution, ParallelProgram
-    return partial(ParallelExecution, ParallelProgram(program, threads))
 
 
 class ExecutionContext:

@@ -17,7 +17,7 @@ class FallbackStep:
     """A fallback made ready to run: the node decoded, its constants real numbers, the reference imported."""
 
     def __init__(self, fallback: Fallback, constants: Mapping[str, Array]) -> None:
-        """constants: Plan.graph_arrays. Raises PlanCorruptError: the node or one of its constants cannot be read."""
+        """constants: Plan.weights. Raises PlanCorruptError: the node or one of its constants cannot be read."""
         from engines.ir.serialize import node_from_json
         from engines.ops.reference import run_node
         self._run_node, self._node, self._fallback = run_node, node_from_json(fallback.node), fallback

@@ -9,28 +9,22 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
 from calibration.calibrators import CALIBRATORS
 from calibration.data.preprocess import PRESETS, load_preprocess
-from engines.backends.llvm.backend import USUAL_BATCH
-from engines.backends.llvm.codegen.isa import ALL
+from calibration.workflow import Calibration
+from engines.backends import every_target
+from engines.compiler.build import Notify, build_engine
 from engines.compiler.builder import DEFAULT_MAX_BATCH, BuildConfig
-from engines.compiler.engine_cache import EngineCache
+from engines.compiler.engine_cache import SIZE_VARIABLE, USUAL_GIB, EngineCache, usual_folder
 from engines.errors import ConfigError
 from engines.frontend.onnx_export import onnx_from_graph
-from engines.ir.serialize import graph_from_json
-from engines.passes.pixels import Pixels
-from engines.plan.file import read_plan, write_plan
-from engines.plan.plan import Plan
-from infer_server.cli.calibrating import Calibration, Say
-from infer_server.cli.common import NOT_VERIFIED, guarded, positive
-from infer_server.cli.compiling import compile_model
+from engines.plan.plan import Plan, graph_of
+from infer_server.cli.common import NOT_VERIFIED, gibibytes, guarded, positive
 from infer_server.cli.inspect_engine import fallbacks, kernels, layers
 from infer_server.cli.verifying import verify_build
 from infer_server.malloc import tune_malloc
@@ -47,70 +41,61 @@ def parse_shape(text: str) -> tuple[str, tuple[int | None, ...]]:
 
 
 class Bar:
-    """Progress over the kernels, on stderr, where stderr is a terminal."""
+    """Progress on stderr, where that is a terminal: a bar for each stage of the build."""
+    UNITS = {"calibrating": "item", "compiling": "kernel"}
 
     def __init__(self) -> None:
-        self._bar: tqdm[Any] | None = None
+        self._stage, self._bar = "", tqdm(disable=True)
 
-    def __call__(self, done: int, of: int, what: str) -> None:
-        if self._bar is None:
-            self._bar = tqdm(desc="compiling", total=of, unit="kernel", disable=None, leave=False)
+    def __call__(self, stage: str, done: int, of: int, what: str) -> None:
+        if stage != self._stage:
+            self._bar.close()
+            self._stage = stage
+            self._bar = tqdm(desc=stage, total=of or None, unit=self.UNITS[stage], disable=None, leave=False)
         self._bar.update(done - self._bar.n)
         self._bar.set_postfix_str(what[-40:])
         if done == of:
+            self._stage = ""
             self._bar.close()
-            self._bar = None
 
 
 def _command(options: argparse.Namespace) -> int:
     tune_malloc()
     _check(options)
-    config = BuildConfig(
-        precision=options.precision, max_batch=options.max_batch, opt_batch=options.opt_batch,
-        target=options.target or "",
-        shapes=dict(options.shape or ()), pixels=_pixels(options), keep_float=tuple(options.keep_float or ()),
-        timing=not options.no_timing, timing_cache=options.timing_cache or "")
-    calibration = Calibration(options.calib or "", options.calibrator or "", options.calib_cache or "",
-                              options.preprocess or "", options.uint8_input)
-    say = _nothing if options.quiet else _say
-
-    def build() -> None:
-        begin = time.perf_counter()
-        result = compile_model(options.model, config, calibration, say, Bar())
-        write_plan(replace(result.plan, metadata={**result.plan.metadata, "threads": options.threads}), options.output)
-        if options.verbose:
-            print(*result.notes, sep="\n")
-        say(f"{options.output}: built in {time.perf_counter() - begin:.1f} s")
-
-    if options.cache_dir:
-        cache = EngineCache(options.cache_dir)
-        _build_once(cache, lambda: cache.key(options.model, _key_options(options, config, calibration)),
-                    options.output, build, say)
-    else:
-        build()
-    plan = read_plan(options.output)
+    config, calibration = _config(options), _calibration(options)
+    notify = _nothing if options.quiet else _say
+    begin = time.perf_counter()
+    build = build_engine(options.model, calibration=calibration if config.precision in ("int8", "best") else None,
+                         cache=not options.no_cache and EngineCache(options.cache_dir or "", options.cache_size),
+                         progress=Bar(), notify=notify, **vars(config))
+    build.save(options.output)
+    if options.verbose and build.notes:
+        print(*build.notes, sep="\n")
+    notify(f"{options.output}: " + (
+        f"taken from the engine cache ({build.cached}); --no-cache builds it again" if build.cached else
+        f"built in {time.perf_counter() - begin:.1f} s"))
     if options.export_qdq:
-        _export(plan, options.export_qdq, say)
-    _summary(plan, options, say)
-    if options.verify and not verify_build(options.output, options.model, config, calibration, say, _say):
+        _export(build.plan, options.export_qdq, notify)
+    _summary(build.plan, options, notify)
+    if options.verify and not verify_build(options.output, options.model, config, calibration, notify, _say):
         return NOT_VERIFIED
+    if options.strip:       # last: verifying asks the plan for its graph
+        build.save(options.output, strip=True)
     return 0
 
 
-def _pixels(options: argparse.Namespace) -> Pixels | None:
-    return Pixels(*load_preprocess(options.preprocess).affine) if options.uint8_input else None
+def _config(options: argparse.Namespace) -> BuildConfig:
+    return BuildConfig(
+        precision=options.precision, max_batch=options.max_batch, opt_batch=options.opt_batch,
+        target=options.target or "", shapes=dict(options.shape or ()), keep_float=tuple(options.keep_float or ()),
+        pixels=load_preprocess(options.preprocess).pixels if options.uint8_input else None,
+        timing=not options.no_timing, timing_cache=options.timing_cache or "", threads=options.threads)
 
 
-def _build_once(cache: EngineCache, key: Callable[[], str], output: str, build: Callable[[], None], say: Say) -> None:
-    """Take the plan from the cache, or build it while whoever wants the same one waits."""
-    before = key()
-    with cache.lock(before):
-        if cache.fetch(before, output):
-            say(f"{output}: taken from the engine cache {cache.folder}")
-        else:
-            build()
-            for made in {before, key()}:    # the build may have written the calibration cache, which is in the key
-                cache.store(made, output)
+def _calibration(options: argparse.Namespace) -> Calibration | None:
+    if not options.calib and not options.calib_cache:
+        return None
+    return Calibration(options.calib, options.calibrator or "", options.calib_cache or "", options.preprocess or "")
 
 
 def _say(text: str) -> None:
@@ -122,8 +107,6 @@ def _nothing(text: str) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    if not Path(options.model).is_file():
-        raise ConfigError(f"there is no model file {options.model}")
     for output in map(Path, filter(None, (options.output, options.export_qdq))):     # before minutes of calibration
         if output.is_dir() or not os.access(output.absolute().parent, os.W_OK):
             raise ConfigError(f"cannot write {output}: name a file in a folder that exists and is yours to write")
@@ -136,37 +119,19 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError("--export-qdq writes the quantised model: it needs --int8")
 
 
-def _key_options(options: argparse.Namespace, config: BuildConfig, calibration: Calibration) -> dict[str, object]:
-    """All that changes the plan beside the model; of calibration data, names, sizes and times of the files.
-
-    The calibration cache counts with its content: builds that share its name may find other ranges in it.
-    """
-    from engines.backends.llvm.backend import make_tuner
-    from engines.machine.cpu import detect
-    from engines.machine.timing_cache import TimingCache
-    script, is_script, _ = calibration.source.partition(".py:")
-    source = Path(f"{script}.py" if is_script else calibration.source)
-    files = sorted(source.rglob("*")) if source.is_dir() else [source] if calibration.source else []
-    return {**asdict(config), **asdict(calibration), "threads": options.threads, "cpu": detect().model,
-            "target": make_tuner(config.target, TimingCache(), False).isa.name, "timing_cache": "",
-            "data": [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()],
-            "texts": [Path(name).read_text(errors="replace") if Path(name).is_file() else ""
-                      for name in (calibration.preprocess, calibration.cache)]}
-
-
-def _export(plan: Plan, path: str, say: Say) -> None:
+def _export(plan: Plan, path: str, notify: Notify) -> None:
     import onnx
-    onnx.save(onnx_from_graph(graph_from_json(plan.graph, plan.graph_arrays)), path)
-    say(f"{path}: the quantised model with QuantizeLinear and DequantizeLinear nodes")
+    onnx.save(onnx_from_graph(graph_of(plan)), path)
+    notify(f"{path}: the quantised model with QuantizeLinear and DequantizeLinear nodes")
 
 
-def _summary(plan: Plan, options: argparse.Namespace, say: Say) -> None:
+def _summary(plan: Plan, options: argparse.Namespace, notify: Notify) -> None:
     if options.verbose:
         print(layers(plan))
     if missing := fallbacks(plan):
         _say(missing)
     size = Path(options.output).stat().st_size / 1e6
-    say(f"{options.output}: {plan.precision} for {plan.target}, {kernels(plan)}, {size:.1f} MB")
+    notify(f"{options.output}: {plan.precision} for {plan.target}, {kernels(plan)}, {size:.1f} MB")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -181,6 +146,14 @@ def make_parser() -> argparse.ArgumentParser:
                            help="build in the fastest: int8 or fp32, layer by layer, where there is --calib; "
                                 "else one of the floats")
     parser.set_defaults(precision="fp32")
+    _add_calibration(parser)
+    _add_shapes(parser)
+    _add_tuning(parser)
+    _add_output(parser)
+    return parser
+
+
+def _add_calibration(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calib", metavar="PATH", help="calibration data: a folder of images or .npz files, an .npz "
                                                         "file, or script.py:function")
     parser.add_argument("--calibrator", metavar="NAME", help=f"{', '.join(CALIBRATORS)}; without it, the one with the "
@@ -190,23 +163,41 @@ def make_parser() -> argparse.ArgumentParser:
                         help=f"how images become inputs: a TOML file, or {', '.join(PRESETS)}")
     parser.add_argument("--uint8-input", action="store_true",
                         help="the engine takes images as uint8 [N, H, W, C] and normalises them as --preprocess says")
+    parser.add_argument("--keep-float", action="append", metavar="NODE",
+                        help="an ONNX node that --int8 leaves in float")
+
+
+def _add_shapes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-batch", type=positive, metavar="N",
                         help=f"most items a run (default {DEFAULT_MAX_BATCH})")
     parser.add_argument("--opt-batch", type=positive, metavar="N",
                         help="optimise for batches of N items: tactics are timed with so many (default: with one; "
-                             f"where several items share a tile, with {USUAL_BATCH} too, or --max-batch if it is less)")
+                             "where several items share a tile, with a full batch too)")
     parser.add_argument("--shape", type=parse_shape, action="append", metavar="NAME:batchx128",
                         help="shape of an input whose extents beyond the batch are symbolic; a number in place of "
                              "\"batch\" fixes the batch too, unless --max-batch is given")
-    parser.add_argument("--keep-float", action="append", metavar="NODE",
-                        help="an ONNX node that --int8 leaves in float")
+
+
+def _add_tuning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=positive, default=1, metavar="N",
                         help="threads that run-engine takes for the plan where it is not told (default 1)")
-    parser.add_argument("--target", choices=[isa.name for isa in ALL], metavar="CPU",
-                        help=f"instruction set ({', '.join(isa.name for isa in ALL)}); default: this machine's best")
+    parser.add_argument("--target", metavar="NAME",
+                        help=f"an instruction set, or another backend ({', '.join(every_target())}); default: this "
+                             "CPU's best")
     parser.add_argument("--timing-cache", metavar="FILE", help="times of tactics, read and added to")
     parser.add_argument("--no-timing", action="store_true", help="take each kernel's usual tactic without timing")
-    parser.add_argument("--cache-dir", metavar="DIR", help="engine cache: the second identical build is a lookup")
+    cache = parser.add_mutually_exclusive_group()
+    cache.add_argument("--cache-dir", metavar="DIR", help="the engine cache, from which an identical build is taken "
+                                                          f"(default {usual_folder()})")
+    cache.add_argument("--no-cache", action="store_true", help="build in any case, and keep nothing")
+    parser.add_argument("--cache-size", type=gibibytes, metavar="GIB",
+                        help=f"what the engine cache may take (default ${SIZE_VARIABLE}, or {USUAL_GIB:g})")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--strip", action="store_true",
+                        help="leave the graph's weights out of the plan: it takes about half the room, and cannot be "
+                             "compiled again for another CPU")
     parser.add_argument("--export-qdq", metavar="FILE", help="also write the quantised model as ONNX")
     parser.add_argument("--verify", action="store_true",
                         help="run the plan and the model (by ONNX Runtime where it is installed) on items of --calib "
@@ -214,7 +205,6 @@ def make_parser() -> argparse.ArgumentParser:
                              "precision explains")
     parser.add_argument("-v", "--verbose", action="store_true", help="print what was fused, and every kernel")
     parser.add_argument("-q", "--quiet", action="store_true", help="print errors and fallbacks only")
-    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -81,12 +81,21 @@ def positive(text: str) -> int:
 
 def seconds(text: str) -> float:
     """An argparse type: a time, 0 or more."""
+    return _at_least_0(text, "seconds")
+
+
+def gibibytes(text: str) -> float:
+    """An argparse type: a size, 0 or more."""
+    return _at_least_0(text, "GiB")
+
+
+def _at_least_0(text: str, unit: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds, 0 or more")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of {unit}, 0 or more")
     return value
 
 

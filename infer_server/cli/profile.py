@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from engines.backends import backend_named
 from engines.machine.clock import thread_seconds
 from engines.plan.plan import Step
 from engines.plan.roofline import Bound, Peaks, bound
@@ -66,10 +67,9 @@ class Profile:
 
 
 def profile(engine: Engine, context: ExecutionContext, batch: int) -> Profile:
-    """Runs the network on what its inputs hold, step by step, after measuring the core's peaks. Needs llvmlite."""
-    from engines.backends.llvm.tuning.peaks import measure_peaks  # LLVM is not for those who only run a plan
-
-    peaks = measure_peaks()
+    """Runs the network on what its inputs hold, step by step, after measuring the machine's peaks (for a plan of
+    compiled code that needs the compiler: llvmlite)."""
+    peaks = backend_named(engine.plan.backend).peaks()
     clock = thread_seconds if engine.threads == 1 else time.perf_counter
 
     def run_once() -> float:

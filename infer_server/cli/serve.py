@@ -126,6 +126,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model-repository", type=Path, required=True, action="append", metavar="DIR",
                         help="folders <model>/<version>/model.plan (or model.onnx, built when it is loaded); can be "
                              "repeated")
+    _add_models(parser)
+    _add_ports(parser)
+    _add_limits(parser)
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info",
+                        help="the least that is written to stderr (default %(default)s)")
+    return parser
+
+
+def _add_ports(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1",
                         help="address to listen on; :: is every one, IPv4 and IPv6 (default %(default)s)")
     parser.add_argument("--grpc-port", type=_port, default=8001, metavar="N", help="0 is any free port "
@@ -134,6 +143,9 @@ def _parser() -> argparse.ArgumentParser:
                         help="/v2/health/live and /v2/health/ready (default %(default)s)")
     parser.add_argument("--metrics-port", type=_port, default=8002, metavar="N",
                         help="/metrics for Prometheus (default %(default)s)")
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-control-mode", choices=("none", "explicit"), default="none",
                         help="none: every model is loaded at start; explicit: clients load and unload "
                              "(default %(default)s)")
@@ -149,8 +161,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cores", type=positive, default=len(allowed_cpus()), metavar="N",
                         help="a model whose instance_group says nothing has an instance for every --threads of these "
                              "(default: all, %(default)s)")
-    parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "infer-server", metavar="DIR",
-                        help="where engines built from ONNX files are kept (default %(default)s)")
+    parser.add_argument("--cache-dir", type=Path, metavar="DIR",
+                        help="where engines built from ONNX files are kept (default: build-engine's engine cache)")
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drain-grace-secs", type=seconds, default=1.0, metavar="S",
                         help="how long new requests are accepted after a signal, when ready no more "
                              "(default %(default)s)")
@@ -164,9 +179,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--send-timeout-secs", type=seconds, default=60.0, metavar="S",
                         help="how long a client may take to read an answer, before its connection is closed "
                              "(default %(default)s)")
-    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info",
-                        help="the least that is written to stderr (default %(default)s)")
-    return parser
 
 
 def _port(text: str) -> int:

@@ -7,25 +7,26 @@ from tqdm import tqdm
 
 from calibration.accuracy.verify import OutputErrors, Verification, verify
 from calibration.data.items import Feed
-from calibration.open_data import open_calibration_data
+from calibration.workflow import Calibration
+from engines.compiler.build import Notify
 from engines.compiler.builder import BuildConfig
 from engines.plan.file import read_plan
-from infer_server.cli.calibrating import Calibration, Say
 from infer_server.cli.common import table
 
 HEADER = ("output", "largest error", "of range", "item", "mean", "median", "SQNR dB", "cosine", "differ %", "")
 
 
-def verify_build(plan: str, model: str, config: BuildConfig, calibration: Calibration, say: Say, warn: Say) -> bool:
-    """Whether the plan file passes. The table goes to `say`, what is wrong and what to do about it to `warn`."""
+def verify_build(plan: str, model: str, config: BuildConfig, calibration: Calibration | None, notify: Notify,
+                 warn: Notify) -> bool:
+    """Whether the plan file passes. The table goes to `notify`, what is wrong and what to do about it to `warn`."""
     data = None
-    if calibration.source:
-        data = open_calibration_data(calibration.source, read_plan(plan).inputs, calibration.declared)
+    if calibration and calibration.data:
+        data = calibration.open(read_plan(plan).inputs, config.pixels is not None)
     found = verify(plan, model, data, shapes=config.shapes, pixels=config.pixels, progress=_bar)
     source = data.source if data else "generated inputs"
-    say(f"{plan} ({found.precision}) beside {found.oracle}, {found.items} items of {source}:\n{listed(found)}")
+    notify(f"{plan} ({found.precision}) beside {found.oracle}, {found.items} items of {source}:\n{listed(found)}")
     if not found.faults:
-        say(f"{plan}: verified")
+        notify(f"{plan}: verified")
         return True
     warn("\n".join([f"{plan}: NOT verified", *(f"  {fault}" for fault in found.faults), f"  {found.advice}"]))
     return False

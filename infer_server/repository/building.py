@@ -1,16 +1,19 @@
 """Compiles models when they are loaded, in processes of their own: a model.onnx, or a plan made for another machine.
 
 A process, because compiling is minutes of Python that would hold the interpreter lock of the server, and because a
-compiler that crashes must not take the other models with it. The engine cache makes the second build a lookup.
+compiler that crashes must not take the other models with it. The engine cache makes the second build a lookup, and is
+all that is kept: an engine runs from memory of its own.
 """
 from __future__ import annotations
 
-import hashlib
 import logging
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from infer_server.errors import RepositoryError
 from infer_server.repository.folders import Source
@@ -23,40 +26,38 @@ _REASON_LINES = 5           # of a compiler's errors, for the index
 class Compiler:
     """Runs builds, any number at a time. Thread-safe."""
 
-    def __init__(self, cache_dir: Path) -> None:
+    def __init__(self, cache_dir: Path | None = None) -> None:
+        """cache_dir: of the engine cache; None is build-engine's own choice."""
         self._cache_dir = cache_dir
         self._lock = threading.Lock()
         self._closed = False
         self._running: set[subprocess.Popen[str]] = set()
 
-    def build(self, source: Source, threads: int) -> Path:
-        """Builds a plan from the ONNX file of `source`. Raises RepositoryError with what build-engine said."""
-        plan = self._place(source)
-        return self._compile(source, plan, build_command(source, plan, self._cache_dir, threads))
+    def build(self, source: Source, threads: int) -> AbstractContextManager[Path]:
+        """A plan built from the ONNX file of `source`; the file is there for the length of the block.
 
-    def relower(self, source: Source) -> Path:
-        """Compiles the graph in a plan again for this machine. Raises RepositoryError with what the compiler said."""
-        plan = self._place(source)
-        return self._compile(source, plan, [sys.executable, "-m", "infer_server.cli.relower_plan", str(source.file),
-                                            "-o", str(plan)])
+        Raises RepositoryError with what build-engine said.
+        """
+        return self._compiled(source, lambda plan: build_command(source, plan, self._cache_dir, threads))
 
-    def _place(self, source: Source) -> Path:
-        """Where its plan is kept. Servers of several repositories may share the cache: models of one name must not
-        meet in one file."""
-        where = hashlib.sha256(str(source.file.resolve()).encode()).hexdigest()[:16]
-        return self._cache_dir / "served" / f"{source.name}-{source.version}-{where}.plan"
+    def relower(self, source: Source) -> AbstractContextManager[Path]:
+        """The same of the graph in a plan, compiled again for this machine."""
+        return self._compiled(source, lambda plan: [sys.executable, "-m", "infer_server.cli.relower_plan",
+                                                    str(source.file), "-o", str(plan)])
 
-    def _compile(self, source: Source, plan: Path, command: list[str]) -> Path:
-        plan.parent.mkdir(parents=True, exist_ok=True)
-        log.info("building %s", source.file)
-        said, status = self._run(command)
-        lines = [line for line in said.splitlines() if line.strip()]
-        if status:
-            reason = "\n".join(lines[-_REASON_LINES:]) or f"exit status {status}"
-            raise RepositoryError(f"building {source.file} failed: {reason}")
-        for line in lines:              # with --quiet: what fell back, and why
-            log.warning("%s: %s", source.name, line)
-        return plan
+    @contextmanager
+    def _compiled(self, source: Source, command: Callable[[Path], list[str]]) -> Iterator[Path]:
+        with TemporaryDirectory(prefix="infer-server-") as folder:
+            plan = Path(folder, f"{source.name}.plan")
+            log.info("building %s", source.file)
+            said, status = self._run(command(plan))
+            lines = [line for line in said.splitlines() if line.strip()]
+            if status:
+                reason = "\n".join(lines[-_REASON_LINES:]) or f"exit status {status}"
+                raise RepositoryError(f"building {source.file} failed: {reason}")
+            for line in lines:              # with --quiet: what fell back, and why
+                log.warning("%s: %s", source.name, line)
+            yield plan
 
     def close(self) -> None:
         """Ends the builds that still run; their build() raises."""
@@ -80,11 +81,13 @@ class Compiler:
         return said, process.returncode
 
 
-def build_command(source: Source, plan: Path, cache_dir: Path, threads: int) -> list[str]:
+def build_command(source: Source, plan: Path, cache_dir: Path | None, threads: int) -> list[str]:
     """The build-engine command for a source, its paths resolved against the model's folder."""
     options = source.config.build
     command = [sys.executable, "-m", "infer_server.cli.build_engine", "--quiet", str(source.file),
-               "-o", str(plan), f"--{options.precision}", "--threads", str(threads), "--cache-dir", str(cache_dir)]
+               "-o", str(plan), f"--{options.precision}", "--threads", str(threads)]
+    if cache_dir:
+        command += ["--cache-dir", str(cache_dir)]
     if source.message.max_batch_size > 0:
         command += ["--max-batch", str(source.message.max_batch_size)]
     if options.calibrator:

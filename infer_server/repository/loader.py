@@ -50,9 +50,11 @@ class Loader:
 
     def _engine(self, source: Source, threads: int) -> Engine:
         if source.file.suffix == ".onnx":
-            return self.load_engine(self.compiler.build(source, threads), threads)
+            with self.compiler.build(source, threads) as plan:
+                return self.load_engine(plan, threads)
         try:
             return self.load_engine(source.file, threads)
         except PlanTargetError as mismatch:
             log.warning("%s: %s", source.name, mismatch)
-            return self.load_engine(self.compiler.relower(source), threads)
+            with self.compiler.relower(source) as plan:
+                return self.load_engine(plan, threads)

@@ -6,8 +6,9 @@ It reads one input back to front, so that a piece that runs before all of its in
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from engines.backends.llvm.codegen.compile import compile_object, host_features
 from engines.backends.llvm.codegen.executor import scheduler_object
 from engines.backends.llvm.codegen.ir_builder import I32, Module
 from engines.backends.llvm.codegen.isa import best_isa
-from engines.backends.llvm.kernels.spec import begin_kernel
+from engines.backends.llvm.kernels.kernel import begin_kernel
 from engines.ir.graph import Array
 from engines.plan.plan import Buffer, Fill, IoTensor, Operand, Plan, Reach, Step, TensorView
 
@@ -49,6 +50,16 @@ def add_one_object(name: str) -> bytes:
             value = f.load(I32, x + (row * 4 + column) * 4, 4) + f.load(I32, constant, 4)
             f.store(value, y + (row * 6 + column) * 4, 4)
     return compile_object(module.text(), ISA)
+
+
+def as_constants(weights: Mapping[str, Array], before: bytes = b"") -> dict[str, Any]:
+    """Fields of a plan whose constants are `before` and these weights as they are: what its fallbacks may read."""
+    data, offsets = before, {}
+    for name, array in weights.items():
+        data += bytes(-len(data) % 64)
+        offsets[name] = len(data)
+        data += array.tobytes()
+    return {"constants": data, "weights": weights, "weight_offsets": offsets}
 
 
 @cache
@@ -90,7 +101,7 @@ def mix_plan(reads: Sequence[tuple[int, int]], outputs: Sequence[int], rows: int
                 max_batch=max_batch, inputs=(io("x", 0),), outputs=tuple(io(f"t{t}", t) for t in outputs),
                 buffers=tuple(buffers), steps=tuple(step(i) for i in range(len(reads))), fills=(),
                 code=(mix_object("mix", rows, columns), executor()), constants=b"",
-                graph={"nodes": ["mix"]}, graph_arrays={"w": np.arange(6, dtype=np.float32).reshape(2, 3)},
+                graph={"nodes": ["mix"]}, weights={"w": np.arange(6, dtype=np.float32).reshape(2, 3)},
                 metadata={"compiler": "by hand"})
 
 

@@ -31,12 +31,13 @@ from engines.backends.llvm.tuning.item_major import banded
 from engines.errors import PlanError
 from engines.ir.graph import Node, QParams
 from engines.ir.serialize import node_to_json
+from engines.loading import load_engine
 from engines.plan.checksums import PAGE, page_sums, strong
 from engines.plan.file import fingerprint_of, read_plan, write_plan
 from engines.plan.plan import Band, Buffer, Fallback, IoTensor, Plan, Step, TensorView
-from engines.runtime.engine import load_engine
+from engines.plan.sections import summed
 from tests.engines.compiler.zoo_engines import compiled
-from tests.engines.tiny import executor, halo_plan, mix_plan
+from tests.engines.tiny import as_constants, executor, halo_plan, mix_plan
 from tests.fuzz.worker import Worker
 from tests.zoo import TINY
 
@@ -46,6 +47,10 @@ NUMBERS = (0, 1, -1, 2, 3, 7, 64, 255, 4096, 1 << 20, 1 << 31, (1 << 31) - 1, 1 
 WORDS = ("", "x", "y", "int64x", "object", "float16", "int8", "O", "<i4", "i4,i4", "batch", "\0", "é" * 300,
          "constants")
 OTHERS: tuple[Any, ...] = (None, True, False, [], {}, [[]], [1, 2, 3], {"a": 1}, *NUMBERS, *WORDS)
+
+
+def checksum(section: str, content: bytes) -> str:
+    return (page_sums if summed(section) else strong)(content)
 
 
 @dataclass(frozen=True)
@@ -68,8 +73,7 @@ class File:
             record = manifest["sections"].get(name) if isinstance(manifest.get("sections"), dict) else None
             if isinstance(record, dict):
                 body += bytes(-len(body) % 64)
-                sums = page_sums if name == "constants" or name.startswith("array/") else strong
-                record |= {"offset": len(body), "bytes": len(content), "checksum": sums(content)}
+                record |= {"offset": len(body), "bytes": len(content), "checksum": checksum(name, content)}
                 body += content
         return self.sealed(bytes(body) + bytes(-len(body) % 64), version)
 
@@ -205,20 +209,19 @@ def sections_moved(data: bytes, version: int, rng: random.Random) -> tuple[str, 
         return f"'{one}' is '{other}'", file.sealed(body, version)
     records[one]["offset"] += rng.choice((-64, -1, 1, 64, 4096))
     view = body[max(records[one]["offset"], 0):][:records[one]["bytes"]]
-    records[one]["checksum"] = (page_sums if one == "constants" or one.startswith("array/") else strong)(view)
+    records[one]["checksum"] = checksum(one, view)
     return f"'{one}' moved", file.sealed(body, version)
 
 
 def document_edited(data: bytes, version: int, rng: random.Random) -> tuple[str, bytes]:
-    """The graph, or the way back to its constants: read by whoever asks for them."""
+    """The graph: read by whoever asks for it."""
     file = File.read(data)
-    name = rng.choice(("graph", "packed"))
-    document = json.loads(zlib.decompress(file.sections[name]))
+    document = json.loads(zlib.decompress(file.sections["graph"]))
     done = edit(document, rng)
     packed = rng.choice((json.dumps(document).encode(), json.dumps(document).encode()[:-1], b"[" * 200_000,
                          b"\xff\xfe")) if rng.random() < 0.1 else json.dumps(document).encode()
     content = zlib.compress(packed) if rng.random() > 0.05 else zlib.compress(bytes(1 << 27))
-    return f"{name}: {done}", replace(file, sections={**file.sections, name: content}).write(version)
+    return done, replace(file, sections={**file.sections, "graph": content}).write(version)
 
 
 KINDS: dict[str, Kind] = {
@@ -248,8 +251,7 @@ def feeds_of(plan: Plan, items: int) -> dict[str, Any]:
 def answers(path: str, feeds: Sequence[Feed]) -> list[Feed]:
     """Of a plan, after all that it holds was read."""
     engine = load_engine(path, on_target_mismatch="refuse")
-    for mapping in (engine.plan.graph, engine.plan.packed, engine.plan.graph_arrays):
-        dict(mapping)
+    dict(engine.plan.graph), dict(engine.plan.weights)
     return [engine.run(feed) for feed in feeds]
 
 
@@ -297,8 +299,8 @@ def reference_plan() -> Plan:
                 inputs=(IoTensor("x", "uint8", ("N", 3), x),), outputs=(IoTensor("z", "float32", ("N", 2), z),),
                 buffers=(Buffer("x", 6, -1, 0), Buffer("y", 16, 0, 1), Buffer("z", 16, 1, 2)),
                 steps=(Step("", (), 1, fallback=product), Step("", (), 1, depends=(0,), fallback=total)), fills=(),
-                code=(executor(),), constants=b"",
-                graph_arrays={"w": np.array([[4, -4], [8, 0], [0, 12]], np.int8), "b": np.ones(2, np.float32)})
+                code=(executor(),),
+                **as_constants({"w": np.array([[4, -4], [8, 0], [0, 12]], np.int8), "b": np.ones(2, np.float32)}))
 
 
 def seeds(folder: Path) -> list[Path]:

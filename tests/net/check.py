@@ -1,7 +1,8 @@
-"""Builds a case, runs it, compares."""
+"""Builds a case, runs it stage by stage and as an engine, compares with what ONNX says."""
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -10,12 +11,15 @@ import numpy as np
 
 from engines.compiler.builder import BuildConfig, Builder
 from engines.errors import InputError, ModelError
+from engines.ir.graph import Graph
+from engines.loading import load_engine
 from engines.ops import reference
 from engines.plan.file import write_plan
 from engines.plan.plan import Plan
-from engines.runtime.engine import Engine, load_engine
+from engines.runtime.engine import Engine
 from tests.net.evaluation import Array, expected, widened
 from tests.net.graphs import ITEMS, Case, dtype_of
+from tests.net.stages import float_stages, results_of
 
 MAX_BATCH = 2           # so that ITEMS items run in slices
 # What may be refused, by a part of the message; the list may only shrink.
@@ -36,6 +40,7 @@ def check(case: Case) -> None:
     """Raises Wrong, or whatever exception escapes but a refusal that is known."""
     try:
         engine = engine_of(plan_of(case))
+        check_stages(case)
         for items in (1, MAX_BATCH, ITEMS) if case.symbolic else (ITEMS,):
             compare(case, items, engine.run(case.feeds(items)))
     except (ModelError, InputError) as refusal:
@@ -47,15 +52,33 @@ def check(case: Case) -> None:
         seen["right"] += 1
 
 
-def plan_of(case: Case) -> Plan:
-    builder = Builder(BuildConfig(case.precision, max_batch=MAX_BATCH if case.symbolic else None, timing=False))
+def check_stages(case: Case) -> None:
+    """The meaning of the graph after each stage; after the last, tensors are stored as the precision says."""
+    builder = builder_of(case)
+    for stage, graph in float_stages(case, builder.config):
+        compare(replace(case, precision="fp32"), ITEMS, results_of(case, graph), stage)
     graph = builder.graph(case.model())
-    ranges = None
-    if case.precision == "int8":
-        watched = reference.run(graph, case.feeds(ITEMS), builder.edges(graph))
-        ranges = {name: (float(widened(array).min(initial=0)), float(widened(array).max(initial=0)))
-                  for name, array in watched.items()}
-    return builder.plan(graph, ranges)
+    stored = builder.stored(graph, ranges_of(case, builder, graph))
+    compare(case, ITEMS, results_of(case, stored), "quantise")
+
+
+def builder_of(case: Case) -> Builder:
+    return Builder(BuildConfig(case.precision, max_batch=MAX_BATCH if case.symbolic else None, timing=False))
+
+
+def plan_of(case: Case) -> Plan:
+    builder = builder_of(case)
+    graph = builder.graph(case.model())
+    return builder.plan(graph, ranges_of(case, builder, graph))
+
+
+def ranges_of(case: Case, builder: Builder, graph: Graph) -> dict[str, tuple[float, float]] | None:
+    """What calibration on the case's own items would find, where the precision needs it."""
+    if case.precision != "int8":
+        return None
+    watched = reference.run(graph, case.feeds(ITEMS), builder.edges(graph))
+    return {name: (float(widened(array).min(initial=0)), float(widened(array).max(initial=0)))
+            for name, array in watched.items()}
 
 
 def engine_of(plan: Plan) -> Engine:
@@ -66,16 +89,17 @@ def engine_of(plan: Plan) -> Engine:
         return load_engine(path)
 
 
-def compare(case: Case, items: int, results: dict[str, Array]) -> None:
+def compare(case: Case, items: int, results: dict[str, Array], by: str = "the engine") -> None:
+    """Raises Wrong where a result is further from ONNX's than roundings explain. by: who computed it."""
     values = {**case.feeds(items), **case.constants}
     for name, wanted in expected(case.evaluators, values, case.outputs, case.precision).items():
         got, value = results[name], wanted.value
         if value.dtype.name == "bfloat16" and got.dtype == np.uint16:
             got = got.view(dtype_of("bfloat16"))
         if (got.dtype, got.shape) != (value.dtype, value.shape):
-            raise Wrong(f"{name} of {items} items is {got.dtype}{list(got.shape)}, "
+            raise Wrong(f"{by}: {name} of {items} items is {got.dtype}{list(got.shape)}, "
                         f"not {value.dtype}{list(value.shape)}")
         if (wrong := wanted.wrong(got)).any():
             place: Any = tuple(int(i) for i in np.argwhere(wrong)[0])
-            raise Wrong(f"{name}{list(place)} of {items} items is {got[place]}, not {value[place]} "
+            raise Wrong(f"{by}: {name}{list(place)} of {items} items is {got[place]}, not {value[place]} "
                         f"(+-{wanted.tolerance[place]:.3g}); {wrong.sum()} of {wrong.size} are wrong")

@@ -2,35 +2,25 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from calibration.data.items import CalibrationData, Feed, Input, batched_inputs, split_items
+from calibration.data.sources.feeds import Feeds
 from engines.errors import CalibrationError
 
 
-def from_script(source: str, inputs: Sequence[Input]) -> CalibrationData:
-    """The items that the function yields, as dicts {input: array of one or many items}; their number is not known.
+def is_script(source: str) -> bool:
+    """Whether it has the form script.py:function, and is no file of that name."""
+    return ".py:" in source and not Path(source).exists()
 
-    Raises CalibrationError: no such script or function, it fails, or it yields what is not the model's inputs.
+
+def feeds_of_script(source: str) -> Feeds:
+    """The function, which should yield dicts {input: array of one or many items}.
+
+    Raises CalibrationError: no such script or function; so does calling it, if the script's own code fails.
     """
-    function = _function(source)
-
-    def read() -> Iterator[Feed]:
-        for number, feed in enumerate(_guarded(source, function)):
-            if not isinstance(feed, Mapping):
-                raise CalibrationError(f"{source}: feed {number} is a {type(feed).__name__}; "
-                                       "yield dicts {input name: array}")
-            arrays = {name: np.asarray(value) for name, value in feed.items()}
-            yield from split_items(f"{source}: feed {number}", arrays, inputs)
-
-    return CalibrationData(source, read, None, batched_inputs(inputs))
-
-
-def _function(source: str) -> Callable[[], Iterable[Any]]:
     path, _, name = source.rpartition(":")
     if not Path(path).is_file():
         raise CalibrationError(f"calibration script {path} does not exist")
@@ -44,7 +34,7 @@ def _function(source: str) -> Callable[[], Iterable[Any]]:
     function = getattr(module, name, None)
     if not callable(function):
         raise CalibrationError(f"calibration script {path} has no function '{name}'")
-    return function     # type: ignore[no-any-return]
+    return partial(_guarded, source, function)
 
 
 def _guarded(source: str, function: Callable[[], Iterable[Any]]) -> Iterator[Any]:

@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from engines.backends.llvm.codegen.lanes import SIZES
-from engines.backends.llvm.kernels.spec import View, dense_view
 from engines.errors import ModelError
 from engines.ir.graph import BATCH, Graph, Node, TensorType
 from engines.lowering.calls.halos import Halo, halo_of_pad, halo_wanted
@@ -28,8 +26,11 @@ from engines.lowering.calls.placement import (
     reshaped,
     stored_dtype,
 )
+from engines.lowering.problems.view import SIZES, View, dense_view
 from engines.ops import describe
 from engines.passes.rewriting.facts import is_product, is_view_of_input, is_view_of_output
+
+VIEWS = ("Split", "Slice", "Reshape", "Transpose")      # results that may lie in the memory of what they are made of
 
 
 class Aliasing:
@@ -85,7 +86,7 @@ class Aliasing:
                 and not batch_axis(types[a]) and not batch_axis(types[b]))
 
     def _see_views(self, node: Node) -> None:
-        if node.op not in ("Split", "Slice", "Reshape", "Transpose") or node.inputs[0] in self.graph.constants:
+        if node.op not in VIEWS or node.inputs[0] in self.graph.constants:
             return
         source, types = node.inputs[0], self.graph.types
         if node.op == "Transpose":

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.spec import Array, KernelSpec, View
 from engines.ir.graph import Dim, Graph, Node, TensorType
 from engines.lowering.calls.aliasing import Aliasing
 from engines.lowering.calls.placement import Placement
 from engines.lowering.epilogue.affine import Affine, AffineWriter
 from engines.lowering.epilogue.from_onnx import write_node
 from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
+from engines.lowering.problems.problem import Array, Problem
+from engines.lowering.problems.view import View
 
 
 class Refused(Exception):
@@ -22,9 +22,9 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """A kernel over placed tensors; without a spec, a node for the reference, with the reason."""
+    """A problem on placed tensors; without one, a node for the reference, with the reason."""
     node: Node
-    spec: KernelSpec | None
+    problem: Problem | None
     inputs: tuple[Placement, ...] = ()
     outputs: tuple[Placement, ...] = ()
     constants: Mapping[str, Any] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Context:
     """What a rule may ask."""
     graph: Graph
     placements: Aliasing
-    isa: Isa
+    lanes: int                  # of the target's vectors
 
     def type(self, name: str) -> TensorType:
         return self.graph.types[name]

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.kernels.spec import View, dense_view
 from engines.ir.graph import BATCH, Dim, TensorType
 from engines.lowering.calls.halos import Halo
+from engines.lowering.problems.view import View, dense_view
 from engines.plan.plan import TensorView
 
 NO_BUFFER = -1
@@ -120,11 +120,10 @@ def reshaped_strides(view: View, shape: Sequence[int]) -> tuple[int, ...] | None
     return tuple(reversed(strides)) if extent == 1 and not runs else None
 
 
-def strided(memory: Any, placement: Placement, items: int) -> Any:
-    """The tensor as a numpy array [items, *shape] over its buffer's bytes (a view)."""
-    view = placement.view
+def strided(memory: Any, view: View, items: int) -> Any:
+    """The tensor whose first byte is that of the memory, as a numpy array [items, *shape] over it."""
     dtype = np.dtype("uint16" if view.dtype == "bfloat16" else view.dtype)
-    return np.ndarray((items, *view.shape), dtype, memory, placement.offset, (view.item, *view.strides))
+    return np.ndarray((items, *view.shape), dtype, memory, 0, (view.item, *view.strides))
 
 
 def buffer_bytes(storage: Storage, max_batch: int) -> int:

@@ -43,7 +43,7 @@ def _hard_swish(w: AffineWriter, node: Node, x: Affine) -> Affine:
     return w.multiply(x, x.scaled(1 / 6, 0.5).clip(0, 1))
 
 
-def _silu(w: AffineWriter, node: Node, x: Affine) -> Affine:
+def _swish(w: AffineWriter, node: Node, x: Affine) -> Affine:
     if w.coarse:
         return w.apply("silu_u8", x)
     x = w.settled(x)
@@ -105,13 +105,6 @@ def _divide(w: AffineWriter, node: Node, a: Affine, b: Affine) -> Affine:
     return a.scaled(1.0 / b.offset) if b.constant else w.apply("div", a, b)
 
 
-def _sum(w: AffineWriter, node: Node, *arguments: Affine) -> Affine:
-    result = arguments[0]
-    for other in arguments[1:]:
-        result = w.add(result, other)
-    return result
-
-
 def _compare(op: str, swap: bool = False) -> Writer:
     return lambda w, node, a, b: w.apply(op, b, a) if swap else w.apply(op, a, b)
 
@@ -139,7 +132,6 @@ WRITERS: Mapping[str, Writer] = {
     "Sub": lambda w, node, a, b: w.add(a, b.scaled(-1)),
     "Mul": lambda w, node, a, b: w.multiply(a, b),
     "Div": _divide,
-    "Sum": _sum,
     "Neg": lambda w, node, x: x.scaled(-1),
     "Max": _extreme("max"),
     "Min": _extreme("min"),
@@ -162,8 +154,7 @@ WRITERS: Mapping[str, Writer] = {
     "Ceil": _unary("ceil"),
     "Round": _unary("round"),
     "Reciprocal": lambda w, node, x: w.apply("div", Affine.number(1.0), x),
-    "Silu": _silu,
-    "Swish": _silu,
+    "Swish": _swish,
     "Gelu": _gelu,
     "Softplus": lambda w, node, x: _softplus(w, x),
     "Mish": lambda w, node, x: w.multiply(w.settled(x), w.apply("tanh", _softplus(w, x))),

@@ -10,11 +10,12 @@ import numpy as np
 from engines.backends.llvm.kernels.contraction.contraction import Contraction
 from engines.backends.llvm.kernels.contraction.taps import Border
 from engines.backends.llvm.kernels.depthwise.depthwise import Depthwise
-from engines.backends.llvm.kernels.spec import Array, KernelSpec, View
 from engines.ir.graph import BATCH, Node
 from engines.lowering.calls.calls import Call, Context, Refused, Written, broadcast, image, is_image, lowers, write_body
 from engines.lowering.calls.halos import pads_of
 from engines.lowering.calls.placement import Placement, with_items
+from engines.lowering.problems.problem import Array, Problem
+from engines.lowering.problems.view import View
 from engines.lowering.rules.product import lower_product
 from engines.passes.rewriting.facts import is_product
 
@@ -29,11 +30,11 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
     groups, taps = int(conv.attrs.get("group", 1)), (int(weights.shape[2]), int(weights.shape[3]))
     depthwise = groups > 1 and weights.shape[:2] == (groups, 1)
     if not depthwise:
-        weights, groups = _merge_small_groups(weights, groups, ctx.isa.lanes)
+        weights, groups = _merge_small_groups(weights, groups, ctx.lanes)
     written = write_body(ctx, node, accumulator_of(ctx, conv, weights.sum(axis=(1, 2, 3), dtype=np.float64)))
     y = ctx.placements[node.outputs[0]]
     views = (x.view, y.view, operand_views(ctx, node, written))
-    spec: KernelSpec = Contraction(*views, written.program, node.precision, taps, stride, dilation, groups,
+    spec: Problem = Contraction(*views, written.program, node.precision, taps, stride, dilation, groups,
                                    _border(ctx, conv, x.view), node.precision == "int8" and bounded(weights))
     if depthwise:
         spec = Depthwise(*views, written.program, node.precision, taps, stride, dilation)

@@ -10,10 +10,10 @@ import numpy as np
 from engines.backends.llvm.kernels.movement.gather import Lookup, Take
 from engines.backends.llvm.kernels.movement.gather_elements import Pick
 from engines.backends.llvm.kernels.movement.layout import Permute
-from engines.backends.llvm.kernels.spec import dense_view
 from engines.ir.graph import Array, Node
 from engines.lowering.calls.calls import Call, Context, Refused, broadcast, lowers
 from engines.lowering.calls.placement import Placement, as_one_item
+from engines.lowering.problems.view import dense_view
 
 INDICES = ("int32", "int64")
 

@@ -3,12 +3,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engines.backends.llvm.codegen.lanes import FLOATS
 from engines.backends.llvm.kernels.elementwise.pointwise import INTEGERS, Pointwise
 from engines.ir.graph import BATCH, Node
 from engines.lowering.calls.calls import Call, Context, Refused, broadcast, lowers, write_body
 from engines.lowering.calls.placement import as_one_item, with_items
 from engines.lowering.epilogue.from_onnx import WRITERS
+from engines.lowering.problems.view import FLOATS
 from engines.lowering.rules import integers
 
 

@@ -5,16 +5,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engines.backends.llvm.codegen.lanes import FLOATS
 from engines.backends.llvm.kernels.pooling.global_pool import GlobalPool
 from engines.backends.llvm.kernels.pooling.pool import Pool
 from engines.backends.llvm.kernels.rows.reduce import Reduce
-from engines.backends.llvm.kernels.spec import KernelSpec, View
 from engines.ir.graph import BATCH, Node
 from engines.lowering.calls.calls import Call, Context, Refused, Written, lowers, write_body
 from engines.lowering.calls.halos import pads_of
 from engines.lowering.calls.placement import Placement, as_one_item, reshaped_strides
 from engines.lowering.epilogue.program import EpilogueProgram
+from engines.lowering.problems.problem import Problem
+from engines.lowering.problems.view import FLOATS, View
 from engines.lowering.rules.contraction import operand_views
 
 
@@ -61,7 +61,7 @@ def lower_reduction(ctx: Context, node: Node) -> Sequence[Call]:
         raise Refused("its body reads another tensor")
     between = axes == tuple(range(axes[0], axes[-1] + 1)) and axes[-1] < rank - 1
     if axes == tuple(range(1, rank - 1)) and kind != "min":
-        spec: KernelSpec = GlobalPool(x.view, y.view, (), written.program, kind)
+        spec: Problem = GlobalPool(x.view, y.view, (), written.program, kind)
     elif between and kind != "min":
         spec, written = _reduced_between(ctx, node, x.view, y.view, axes, kind)
     elif axes == (rank - 1,):
@@ -87,7 +87,7 @@ def _reduced(ctx: Context, node: Node) -> tuple[Placement, Placement, tuple[int,
 
 
 def _reduced_between(ctx: Context, node: Node, x: View, y: View, axes: tuple[int, ...],
-                     kind: str) -> tuple[KernelSpec, Written]:
+                     kind: str) -> tuple[Problem, Written]:
     """What stands before the reduced axes, and those, are the rows of an image, what stands behind its columns and
     channels: a pool of windows that are as high as what is reduced, and follow each other."""
     rows, count, columns = (math.prod(part) for part in (
@@ -121,6 +121,6 @@ def write_pooled(ctx: Context, node: Node, scale: float, terms: int = 1) -> Writ
     return write_body(ctx, node, (quant.scale[0] * scale, -quant.scale[0] * quant.zero_point[0] * terms))
 
 
-def pool_call(ctx: Context, node: Node, spec: KernelSpec, written: Written) -> Call:
+def pool_call(ctx: Context, node: Node, spec: Problem, written: Written) -> Call:
     inputs = (ctx.placements[node.anchor.inputs[0]], *(ctx.placements[name] for name in written.operands))
     return Call(node, spec, inputs, (ctx.placements[node.outputs[0]],), {"program": written.constants})

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.codegen.lanes import FLOATS
 from engines.backends.llvm.kernels.recurrent.cells import bounded, cell_of
 from engines.backends.llvm.kernels.recurrent.recurrence import Recurrence, whole_precision, whole_weights
 from engines.ir.graph import Node
@@ -14,6 +13,7 @@ from engines.lowering.calls.calls import Call, Context, Refused, lowers
 from engines.lowering.calls.placement import Placement
 from engines.lowering.epilogue.affine import Affine, AffineWriter
 from engines.lowering.epilogue.program import ProgramBuilder
+from engines.lowering.problems.view import FLOATS
 from engines.ops.recurrent import directions
 
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.backends.llvm.codegen.lanes import FLOATS
 from engines.backends.llvm.kernels.movement.resize import Resize, taps_of
 from engines.ir.graph import Array, Node
 from engines.lowering.calls.calls import Call, Context, Refused, lowers
 from engines.lowering.calls.placement import Placement
+from engines.lowering.problems.view import FLOATS
 from engines.lowering.rules.contraction import operand_views
 from engines.lowering.rules.copies import moved
 from engines.lowering.rules.pool import pool_call, write_pooled

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.codegen.lanes import FLOATS
 from engines.backends.llvm.kernels.rows.lrn import MARGIN, Lrn
 from engines.backends.llvm.kernels.rows.norm import Norm
 from engines.backends.llvm.kernels.rows.passes import RowKernel
@@ -16,6 +15,7 @@ from engines.lowering.calls.calls import Call, Context, Refused, lowers, stored,
 from engines.lowering.calls.placement import as_one_item
 from engines.lowering.epilogue.affine import AffineWriter
 from engines.lowering.epilogue.program import ProgramBuilder
+from engines.lowering.problems.view import FLOATS
 
 SMALLEST = 1e-12        # of an L2 norm: a row of zeros stays zeros
 

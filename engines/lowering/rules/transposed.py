@@ -12,11 +12,11 @@ from dataclasses import replace
 import numpy as np
 
 from engines.backends.llvm.kernels.contraction.contraction import Contraction
-from engines.backends.llvm.kernels.spec import Array
 from engines.ir.graph import Node
 from engines.lowering.calls.calls import Call, Context, Refused, broadcast, image, lowers, write_body
 from engines.lowering.calls.phases import Phase, phases
 from engines.lowering.calls.placement import Placement
+from engines.lowering.problems.problem import Array
 from engines.lowering.rules.contraction import accumulator_of
 
 
@@ -34,7 +34,7 @@ def lower_conv_transpose(ctx: Context, node: Node) -> Sequence[Call]:
     for row in rows:
         apart = [_phase(ctx, node, weights[:, :, row.taps][..., column.taps].swapaxes(0, 1), row, column)
                  for column in columns]
-        together = _together(ctx.isa.lanes, apart, columns)
+        together = _together(ctx.lanes, apart, columns)
         calls += [together] if together else apart
     return calls
 
@@ -65,12 +65,12 @@ def _together(lanes: int, apart: Sequence[Call], columns: Sequence[Phase]) -> Ca
     None where they differ in more than constants, where the pixels have gaps, or where the products with zeros, for
     pixels that a phase does not read, cost more vectors than are saved.
     """
-    (x, *others), (y,), spec = apart[0].inputs, apart[0].outputs, apart[0].spec
+    (x, *others), (y,), spec = apart[0].inputs, apart[0].outputs, apart[0].problem
     assert isinstance(spec, Contraction)
     couts, count = y.view.shape[2], len(apart)
     first = min(column.first for column in columns)
     taps = max(column.first + len(column.taps) for column in columns) - first
-    alike = {(call.spec.program, call.spec.y) for call in apart if isinstance(call.spec, Contraction)}
+    alike = {(call.problem.program, call.problem.y) for call in apart if isinstance(call.problem, Contraction)}
     if (others or len(alike) > 1 or count != columns[0].step or y.view.strides[1] != count * couts * y.view.size
             or taps * -(-count * couts // lanes) > sum(len(c.taps) for c in columns) * -(-couts // lanes)):
         return None

@@ -18,11 +18,9 @@ import numpy as np
 from engines.ir.graph import Array, Dim, Graph, Node, TensorType
 from engines.ops.recurrent import GATES, added_biases
 from engines.passes.rewriting.editor import GraphEditor
+from engines.passes.rewriting.facts import moved_from
 from engines.passes.rewriting.notes import Note, note
 
-# Operators whose result holds no other value than their data inputs do.
-_MOVING = frozenset({"Identity", "Cast", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Expand", "Tile",
-                     "Slice", "Split", "Gather"})
 _TIME_FIRST = (1, 0, 2)
 
 
@@ -44,12 +42,8 @@ def filled_with(graph: Graph, name: str) -> float | None:
         return None
     if node.op == "ConstantOfShape":
         return float(np.asarray(node.attrs["value"]).reshape(-1)[0])
-    if node.op in _MOVING:
-        return filled_with(graph, node.inputs[0])
-    if node.op == "Concat":
-        values = {filled_with(graph, part) for part in node.inputs}
-        return values.pop() if len(values) == 1 else None
-    return None
+    values = {filled_with(graph, part) for part in (node.inputs if node.op == "Cast" else moved_from(node))}
+    return values.pop() if len(values) == 1 else None
 
 
 class _Splitter(GraphEditor):

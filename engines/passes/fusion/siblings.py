@@ -19,12 +19,11 @@ import numpy as np
 
 from engines.ir.graph import Array, Graph, Node, TensorType
 from engines.passes.rewriting.editor import GraphEditor, merged_origin
-from engines.passes.rewriting.facts import is_pointwise, per_channel, reader
+from engines.passes.rewriting.facts import is_pointwise, is_weighted, output_axis, per_channel, reader
 from engines.passes.rewriting.notes import Note, note
 from engines.passes.rules.activations import bounds
 
 MAX_CHANNELS = 4096
-_OUTPUT_AXIS = {"Conv": 0, "Gemm": 0, "MatMul": 1}         # the axis of the weights that counts output channels
 
 
 def merge_siblings(graph: Graph, log: list[Note] | None = None) -> Graph:
@@ -44,8 +43,10 @@ def merge_siblings(graph: Graph, log: list[Note] | None = None) -> Graph:
 
 
 def _key(graph: Graph, node: Node) -> Hashable | None:
-    """Equal for nodes that may be merged; None for one that may not."""
-    if node.op not in _OUTPUT_AXIS or not all(graph.is_constant(name) for name in node.inputs[1:] if name):
+    """Equal for nodes that may be merged; None for one that may not. (A ConvTranspose rarely has siblings.)"""
+    if not is_weighted(node) or node.op == "ConvTranspose":
+        return None
+    if not all(graph.is_constant(name) for name in node.inputs[1:] if name):
         return None
     weight, attrs = graph.constants[node.inputs[1]], node.attrs
     if attrs.get("group", 1) != 1 or node.op == "MatMul" and weight.ndim != 2:
@@ -64,7 +65,7 @@ def _worth_it(graph: Graph, members: list[Node], log: list[Note] | None) -> bool
     if any(node.outputs[0] in graph.outputs for node in members):
         note(log, members[0], "merge_siblings", "a branch is a graph output, which would be a copy")
         return False
-    total = sum(graph.constants[node.inputs[1]].shape[_OUTPUT_AXIS[node.op]] for node in members)
+    total = sum(graph.constants[node.inputs[1]].shape[output_axis(node)] for node in members)
     if total > MAX_CHANNELS:
         note(log, members[0], "merge_siblings", f"{total} output channels together, more than {MAX_CHANNELS}")
         return False
@@ -79,7 +80,7 @@ class _Merge:
         first = members[0]
         self.rank = len(self.graph.shape(first.outputs[0]))
         self.axis = 1 if first.op == "Conv" and not first.attrs.get("channels_last") else self.rank - 1    # of channels
-        self.sizes = tuple(self.graph.constants[node.inputs[1]].shape[_OUTPUT_AXIS[node.op]] for node in members)
+        self.sizes = tuple(self.graph.constants[node.inputs[1]].shape[output_axis(node)] for node in members)
         self.ends = tuple(node.outputs[0] for node in members)
         self.merged = {id(node) for node in members}
         self.wide = self._wide_tensor()
@@ -103,7 +104,7 @@ class _Merge:
         first = self.members[0]
         weights = [self.graph.constants[node.inputs[1]] for node in self.members]
         inputs = [first.inputs[0], self.editor.add_constant(
-            f"{self.wide}.weight", np.concatenate(weights, axis=_OUTPUT_AXIS[first.op]))]
+            f"{self.wide}.weight", np.concatenate(weights, axis=output_axis(first)))]
         if any(len(node.inputs) > 2 and node.inputs[2] for node in self.members):
             given = [self.graph.constants.get((*node.inputs, "")[2]) for node in self.members]
             inputs.append(self.editor.add_constant(f"{self.wide}.bias", np.concatenate([

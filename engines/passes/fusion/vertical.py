@@ -15,17 +15,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from engines.ir.graph import Array, Graph, Node
+from engines.ops import op_of
 from engines.passes.half_precision import FLOAT, is_float
 from engines.passes.rewriting.editor import merged_origin
-from engines.passes.rewriting.facts import is_pointwise, is_product
+from engines.passes.rewriting.facts import is_product
 
-WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
-HEAVY = WEIGHTED | {"AveragePool", "GlobalAveragePool", "Resize"}
-# What a kernel can do to a value on its way to memory. Other pointwise nodes stay nodes.
-EPILOGUE = frozenset({
-    "Add", "Sub", "Mul", "Div", "Neg", "Abs", "Max", "Min", "Exp", "Log", "Sqrt", "Erf", "Sin", "Cos", "Floor", "Ceil",
-    "Round", "Reciprocal", "Clip", "Relu", "LeakyRelu", "PRelu", "Sigmoid", "HardSigmoid", "HardSwish", "Swish", "Tanh",
-    "Gelu", "Softplus", "Mish", "Elu", "Celu", "Selu"})
 REGION = 12         # how many nodes to look through for the place where the readers of a value meet
 
 
@@ -107,10 +101,9 @@ def _region(graph: Graph, value: str, places: Mapping[int, int]) -> list[Node] |
 
 
 def _is_heavy(graph: Graph, node: Node) -> bool:
-    weights = node.inputs[1:] if node.op in WEIGHTED else ()
-    if not is_product(graph, node) and not all(graph.is_constant(name) for name in weights if name):
+    if not op_of(node.op).anchor:
         return False
-    return node.op in HEAVY and len(node.outputs) == 1
+    return is_product(graph, node) or all(graph.is_constant(name) for name in node.inputs[1:] if name)
 
 
 def _is_epilogue(graph: Graph, node: Node) -> bool:
@@ -119,7 +112,7 @@ def _is_epilogue(graph: Graph, node: Node) -> bool:
     if node.op == "Cast":
         source, result = graph.types[node.inputs[0]], graph.types[node.outputs[0]]
         return is_float(result) if is_float(source) else source.dtype.kind in "uib" and result.dtype == FLOAT
-    if node.op not in EPILOGUE or not is_pointwise(node):
+    if not op_of(node.op).epilogue:
         return False
     if not all(is_float(graph.types[name]) for name in (*node.inputs, *node.outputs) if name):
         return False

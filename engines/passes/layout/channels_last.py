@@ -14,14 +14,15 @@ Where neither form of two can be kept, the items lead: so every tensor lies in m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from engines.ir.graph import BATCH, Array, Dim, Graph, Node, TensorType
-from engines.ops import OPS, LayoutOp
+from engines.ops import LayoutOp, op_of
 from engines.passes.layout.permutations import (
     Perm,
     channels_last,
@@ -48,7 +49,7 @@ def to_channels_last(graph: Graph) -> Graph:
 
 
 def _is_sensitive(graph: Graph, node: Node) -> bool:
-    return (node.op in OPS and issubclass(OPS[node.op], LayoutOp) and len(node.outputs) == 1
+    return (issubclass(op_of(node.op), LayoutOp) and len(node.outputs) == 1
             and len(graph.shape(node.inputs[0])) == 4)
 
 
@@ -80,14 +81,19 @@ class _Layout(GraphEditor):
             self._transpose(node)
         elif node.op == "Reshape":
             self._reshape(node)
-        elif is_pointwise(node) or node.op in _AXIS_OPS and self._rank(node) == len(self.shapes[node.outputs[0]]):
+        elif is_pointwise(node) or self._follows(node):
             self._any_form(node)
         elif self._is_by_rows(node):
             self._by_rows(node)
-        elif node.op in _DROPS_AXES:
+        elif op_of(node.op).reduces or node.op == "Gather":
             self._drops_axes(node)
         else:
             self._stuck(node)
+
+    def _follows(self, node: Node) -> bool:
+        """Whether the node can work on any form of its input, its results then in the same."""
+        op = op_of(node.op)
+        return op.along is not None and not op.reduces and self._rank(node) == len(self.shapes[node.outputs[0]])
 
     # ---- forms
     def _home(self, tensor: str) -> Perm:
@@ -225,13 +231,14 @@ class _Layout(GraphEditor):
         self._emit(node, inputs, [self._made(node.outputs[0], form)])
 
     def _any_form(self, node: Node) -> None:
-        """Pointwise nodes, and those of _AXIS_OPS: same rank before and after."""
+        """Pointwise nodes, and those that work along axes of any form: same rank before and after."""
         rank = len(self.shapes[node.outputs[0]])
         full = [i for i in node.inputs if i and i not in self.graph.constants and len(self.shapes[i]) == rank]
         form = self._cheapest_form(node, full, rank)
-        attrs = _AXIS_OPS[node.op](node.attrs, form) if node.op in _AXIS_OPS else {}
+        attrs = op_of(node.op).renumbered(node, rank, form.index)
         keep = node.op == "Gather"          # its indices are a list, not a tensor of the same form
-        part = self._operand if is_pointwise(node) else self.read       # only pointwise nodes broadcast
+        # Only pointwise nodes broadcast. Where nothing else has the result's rank, constants keep theirs.
+        part = partial(self._operand, whole=not full) if is_pointwise(node) else self.read
         inputs = [self._as_onnx(i) if not i or keep and place else part(i, form) for place, i in enumerate(node.inputs)]
         self._emit(node, inputs, [self._made(name, form) if name else "" for name in node.outputs], **attrs)
 
@@ -257,12 +264,12 @@ class _Layout(GraphEditor):
     def _elements(self, tensor: str) -> int:
         return math.prod(extent for extent in self.shapes[tensor] if not isinstance(extent, str))
 
-    def _operand(self, tensor: str, form: Perm) -> str:
+    def _operand(self, tensor: str, form: Perm, whole: bool = False) -> str:
         """A tensor of any rank as it is read, by broadcasting, beside tensors of this form."""
         shape = self.shapes[tensor]
         full = (*(1,) * (len(form) - len(shape)), *shape)
         if tensor in self.graph.constants:
-            return self._constant_operand(tensor, full, form)
+            return self._constant_operand(tensor, full, form, whole)
         if len(shape) == len(form):
             return self.read(tensor, form)
         if form == identity(len(form)):
@@ -272,10 +279,10 @@ class _Layout(GraphEditor):
         self.make(self._made(wide, identity(len(form))), "Reshape", [self._as_onnx(tensor)], {"shape": full})
         return self.read(wide, form)
 
-    def _constant_operand(self, tensor: str, full: tuple[Dim, ...], form: Perm) -> str:
-        """Permuted, without leading axes of 1: a constant per channel becomes [C]."""
+    def _constant_operand(self, tensor: str, full: tuple[Dim, ...], form: Perm, whole: bool) -> str:
+        """Permuted, without leading axes of 1 unless `whole`: a constant per channel becomes [C]."""
         array = self.graph.constants[tensor].reshape([int(extent) for extent in full]).transpose(form)
-        while array.ndim > 1 and array.shape[0] == 1:
+        while not whole and array.ndim > 1 and array.shape[0] == 1:
             array = array[0]
         if array.shape == self.graph.constants[tensor].shape and form == identity(len(form)):
             return tensor
@@ -285,14 +292,13 @@ class _Layout(GraphEditor):
         """Reductions that lose their axes, a Gather of one index."""
         source, result = node.inputs[0], node.outputs[0]
         home, rank = self._home(source), self._rank(node)
-        axes = [axis % rank for axis in _DROPS_AXES[node.op](node.attrs, rank)]
+        axes = op_of(node.op).axes(node, rank)
         lost = rank - len(self.shapes[result])
         if lost not in (0, len(axes)):
             self._stuck(node)
             return
         form = without(home, axes) if lost else home
-        moved = tuple(home.index(axis) for axis in axes)
-        attrs = {"axes": tuple(sorted(moved))} if node.op.startswith("Reduce") else {"axis": moved[0]}
+        attrs = op_of(node.op).renumbered(node, rank, home.index)
         others = [self._as_onnx(name) for name in node.inputs[1:]]
         self._emit(node, [self.read(source, home), *others], [self._made(result, form)], **attrs)
 
@@ -317,47 +323,3 @@ def _wanting_images(graph: Graph) -> set[str]:
                     and (passes_on or _is_sensitive(graph, node) and place == 0):
                 wanting.add(name)
     return wanting
-
-
-# ---- attributes that name axes, renumbered for a form
-Attrs = Mapping[str, Any]
-Renumber = Callable[[Attrs, Perm], dict[str, Any]]
-
-
-def _axis(default: int) -> Renumber:
-    return lambda attrs, form: {"axis": form.index(attrs.get("axis", default) % len(form))}
-
-
-def _axes(attrs: Attrs, form: Perm) -> dict[str, Any]:
-    return {"axes": tuple(form.index(axis % len(form)) for axis in attrs["axes"])}
-
-
-def _pads(attrs: Attrs, form: Perm) -> dict[str, Any]:
-    before, after = attrs["pads"][:len(form)], attrs["pads"][len(form):]
-    return {"pads": permuted(before, form) + permuted(after, form)}
-
-
-def _per_axis(key: str) -> Renumber:
-    return lambda attrs, form: {key: permuted(attrs[key], form)}
-
-
-_AXIS_OPS: Mapping[str, Renumber] = {
-    "Identity": lambda attrs, form: {},
-    "Concat": _axis(0),
-    "Split": _axis(0),
-    "Slice": _axes,
-    "Pad": _pads,
-    "Softmax": _axis(-1),
-    "LogSoftmax": _axis(-1),
-    "LpNormalization": _axis(-1),
-    "Gather": _axis(0),
-    "TopK": _axis(-1),
-    "Tile": _per_axis("repeats"),
-    "Expand": _per_axis("shape"),
-}
-_REDUCTIONS = ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2",
-               "ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp")
-_DROPS_AXES: Mapping[str, Callable[[Attrs, int], Sequence[int]]] = {
-    **dict.fromkeys(_REDUCTIONS, lambda attrs, rank: attrs.get("axes", range(rank))),
-    **dict.fromkeys(("ArgMax", "ArgMin", "Gather"), lambda attrs, rank: [attrs.get("axis", 0)]),
-}

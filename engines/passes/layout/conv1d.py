@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from engines.ir.graph import Graph, Node
+from engines.ops import LayoutOp, op_of
 from engines.passes.rewriting.editor import GraphEditor
 from engines.passes.rewriting.facts import is_pointwise
 
-_WINDOWS = frozenset({"Conv", "ConvTranspose", "MaxPool", "AveragePool"})
 # What the row's axis has in each attribute of a window.
 _OF_ROW: Mapping[str, int] = {"kernel_shape": 1, "strides": 1, "dilations": 1, "output_padding": 0}
 
@@ -28,7 +28,8 @@ def conv1d_to_conv2d(graph: Graph) -> Graph:
 
 
 def _slides_over_signals(graph: Graph, node: Node) -> bool:
-    return (node.op in _WINDOWS and len(node.outputs) == 1 and len(graph.shape(node.inputs[0])) == 3
+    return (issubclass(op_of(node.op), LayoutOp) and "kernel_shape" in node.attrs and len(node.outputs) == 1
+            and len(graph.shape(node.inputs[0])) == 3
             and all(graph.is_constant(name) for name in node.inputs[1:] if name))
 
 

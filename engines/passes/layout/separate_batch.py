@@ -19,7 +19,7 @@ import numpy as np
 from engines.errors import ModelError
 from engines.ir.graph import BATCH, Dim, Graph, Node, TensorType
 from engines.ir.shapes import Extent, extent, text
-from engines.ops import describe
+from engines.ops import describe, op_of
 from engines.passes.rewriting.editor import GraphEditor
 from engines.passes.rewriting.facts import NORMS, is_pointwise
 from engines.passes.rewriting.notes import Note, note
@@ -83,6 +83,8 @@ class _Separator(GraphEditor):
             _VISITS[node.op](self, node)
         elif is_pointwise(node):
             self._broadcasts(node)
+        elif op_of(node.op).along in ("axis", "axes"):
+            self._along_axes(node)
         else:
             raise _Stuck(f"{node.op} counts more than the batch")
 
@@ -199,27 +201,22 @@ class _Separator(GraphEditor):
             perm += range(merged, merged + len(group)) if axis == merged else [self._axis(source, axis)]
         self._emit(replace(node, attrs={"perm": tuple(perm)}), tuple(node.attrs["perm"]).index(merged), group)
 
-    def _along_axis(self, node: Node) -> None:
-        """What works along one axis, and keeps the others."""
-        source = next(name for name in node.inputs if name in self.groups)
-        axis, group = self.groups[source]
+    def _along_axes(self, node: Node) -> None:
+        """What works along axes that it names, and keeps the others."""
+        op, source = op_of(node.op), next(name for name in node.inputs if name in self.groups)
+        (axis, group), rank = self.groups[source], len(self.graph.shape(source))
         if node.op == "Concat" and any(self.groups.get(name) != (axis, group) for name in node.inputs):
             raise _Stuck("its parts count the batch in different ways")
-        if node.op in NORMS and node.attrs["axis"] % len(self.graph.shape(source)) <= axis:
-            raise _Stuck("it normalises over the batch")
-        attrs = {**node.attrs, "axis": self._axis(source, node.attrs.get("axis", 0 if node.op == "Split" else -1))}
-        self._emit(replace(node, attrs=attrs), axis, group)
+        attrs = op.renumbered(node, rank, lambda old: self._axis(source, old))
+        drops = op.reduces and not node.attrs.get("keepdims", 1)
+        self._emit(replace(node, attrs=attrs), axis - drops * sum(a < axis for a in op.axes(node, rank)), group)
 
-    def _along_axes(self, node: Node) -> None:
-        """Slices and reductions along axes that they name."""
+    def _norm(self, node: Node) -> None:
         source = node.inputs[0]
-        axis, group = self.groups[source]
-        if "axes" not in node.attrs:
-            raise _Stuck("it reduces over the batch")
-        old = [a % len(self.graph.shape(source)) for a in node.attrs["axes"]]
-        attrs = {**node.attrs, "axes": tuple(self._axis(source, a) for a in old)}
-        dropped = 0 if node.op == "Slice" or node.attrs.get("keepdims", 1) else sum(a < axis for a in old)
-        self._emit(replace(node, attrs=attrs), axis - dropped, group)
+        (axis, group), first = self.groups[source], self._axis(source, node.attrs["axis"])
+        if first < axis:
+            raise _Stuck("it normalises over the batch")
+        self._emit(replace(node, attrs={**node.attrs, "axis": first}), axis, group)
 
     def _gather(self, node: Node) -> None:
         data, indices = node.inputs
@@ -257,8 +254,5 @@ _VISITS: Mapping[str, Callable[[_Separator, Node], None]] = {
     "Reshape": _Separator._reshape, "Transpose": _Separator._transpose, "MatMul": _Separator._product,
     "Gemm": _Separator._gemm, "Gather": _Separator._gather,
     "GatherElements": _Separator._gather_elements, "Expand": _Separator._broadcasts,
-    **dict.fromkeys(("Softmax", "LogSoftmax", *NORMS, "LpNormalization", "Concat", "Split", "ArgMax",
-                     "ArgMin", "CumSum"), _Separator._along_axis),
-    **dict.fromkeys(("Slice", "ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2",
-                     "ReduceSumSquare", "ReduceLogSumExp"), _Separator._along_axes),
+    **dict.fromkeys(NORMS, _Separator._norm),
 }

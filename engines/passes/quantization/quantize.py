@@ -18,18 +18,16 @@ import numpy as np
 
 from engines.errors import ConfigError
 from engines.ir.graph import Array, Graph, Node, QParams, TensorType
-from engines.passes.fusion.vertical import WEIGHTED
 from engines.passes.half_precision import FLOAT, is_float
 from engines.passes.quantization.storage import classes, computes_by, is_image, reading, with_conversions
 from engines.passes.rewriting.editor import GraphEditor
-from engines.passes.rewriting.facts import ATTENTION, is_product
+from engines.passes.rewriting.facts import ATTENTION, is_product, is_weighted, output_axis
 from engines.passes.rewriting.notes import Note, note
 from engines.passes.rules.pad import never_negative
 
 Ranges = Mapping[str, tuple[float, float]]
 SUMS = 1 << 31              # of an int8 contraction stay below
 FLOAT_PRECISIONS = ("fp32", "fp16", "bf16")
-_OUTPUT_AXIS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 0, "MatMul": 1}      # of the weights
 
 
 def edges_to_calibrate(graph: Graph) -> tuple[str, ...]:
@@ -58,7 +56,7 @@ def quantize(graph: Graph, ranges: Ranges, keep_float: Collection[str] = (), log
             note(log, node, "quantize", f"stays float: {refused[node.outputs]}")
     wanted = {id(node): _input_type(graph, node, ranges) or _as_float(graph, node) for node in chosen}
     wanted |= {id(node): _as_float(graph, node) for node in graph.nodes
-               if _is_weighted(node) and node not in chosen and not is_product(graph, node)}
+               if is_weighted(node) and node not in chosen and not is_product(graph, node)}
     names = {node.outputs for node in chosen}
     graph = _with_int8_weights(with_conversions(graph, wanted), names)
     return graph.rebuild(replace(node, precision="int8") if _is_exact(graph, node) and not set(node.origin) & set(
@@ -94,10 +92,6 @@ def _bfloat16() -> np.dtype[Any]:
 
 
 # ---- what is quantised
-def _is_weighted(node: Node) -> bool:
-    return node.anchor.op in WEIGHTED
-
-
 def _contractions(graph: Graph, keep_float: Collection[str]) -> list[Node]:
     return [node for node in graph.nodes if computes_by(graph, node) and not set(node.origin) & set(keep_float)
             and is_float(graph.types[node.anchor.inputs[0]]) and not graph.is_constant(node.anchor.inputs[0])]
@@ -148,7 +142,7 @@ def _why_float(graph: Graph, node: Node, ranges: Ranges) -> str:
     name, weight = node.anchor.inputs[:2]
     if _input_type(graph, node, ranges) is None:
         return f"no range is known for its input '{name}'"
-    if not sums_fit(graph.constants[weight], _OUTPUT_AXIS[node.anchor.op]):
+    if not sums_fit(graph.constants[weight], output_axis(node)):
         return f"so many products with '{weight}' may add up to more than an int32 holds"
     return ""
 
@@ -190,7 +184,7 @@ def _with_int8_weights(graph: Graph, chosen: Collection[tuple[str, ...]]) -> Gra
         if node.outputs in chosen:
             source = node.anchor.inputs[1]
             weight = graph.constants[source]
-            quant = weight_params(weight, _OUTPUT_AXIS[node.anchor.op])
+            quant = weight_params(weight, output_axis(node))
             along = [-1 if axis == quant.axis else 1 for axis in range(weight.ndim)]
             steps = weight / np.array(quant.scale, np.float32).reshape(along)
             name = editor.add_constant(

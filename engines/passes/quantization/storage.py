@@ -10,14 +10,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from engines.ir.graph import Graph, Node, TensorType
-from engines.passes.fusion.vertical import EPILOGUE, WEIGHTED
+from engines.ops import Stored, op_of
 from engines.passes.half_precision import FLOAT, is_float
 from engines.passes.rewriting.editor import GraphEditor
-from engines.passes.rewriting.facts import ATTENTION, is_view_of_input, is_view_of_output, pads_with_zeros
-
-_SHARING = frozenset({"Concat", "Split", "Slice", "Gather", "Reshape", "MaxPool", "GlobalMaxPool", "DepthToSpace",
-                      "SpaceToDepth"})
-_CONVERTING = WEIGHTED | EPILOGUE | {"Fused", "Identity", "Transpose", "AveragePool", "GlobalAveragePool", "Resize"}
+from engines.passes.rewriting.facts import ATTENTION, is_view_of_input, is_view_of_output, is_weighted, pads_with_zeros
 
 
 def classes(graph: Graph) -> list[tuple[str, ...]]:
@@ -34,7 +30,10 @@ def classes(graph: Graph) -> list[tuple[str, ...]]:
     fixed = {name for name in parent if graph.types[name].dtype != FLOAT}.union(graph.inputs, graph.outputs)
     for node in graph.nodes:
         touched = [name for name in (*node.inputs, *node.outputs) if name in parent]
-        if node.op in _SHARING or pads_with_zeros(node) or _is_view(graph, node):
+        stored = _stored(graph, node)
+        if stored is Stored.FLOAT:
+            fixed.update(touched)
+        elif stored is Stored.ALIKE:
             data = [name for name in touched if graph.types[name].dtype == FLOAT]
             for name in data[1:]:
                 parent[root(name)] = root(data[0])
@@ -44,8 +43,6 @@ def classes(graph: Graph) -> list[tuple[str, ...]]:
             fixed.update(name for name in node.inputs[3:] if name in parent)        # the mask
         elif node.op == "Recurrence":
             fixed.update(name for name in touched if name != node.outputs[0])
-        elif not _converts(graph, node):
-            fixed.update(touched)
     still = {root(name) for name in fixed}
     members: dict[str, list[str]] = {}
     for name in edges:
@@ -54,15 +51,14 @@ def classes(graph: Graph) -> list[tuple[str, ...]]:
     return [tuple(names) for names in members.values()]
 
 
-def _converts(graph: Graph, node: Node) -> bool:
-    """Whether its kernel reads and writes every stored type."""
-    if node.op == "Cast":
-        return all(is_float(graph.types[name]) for name in (*node.inputs, *node.outputs))
-    return node.op in _CONVERTING
-
-
-def _is_view(graph: Graph, node: Node) -> bool:
-    return node.op == "Transpose" and (is_view_of_input(graph, node) or is_view_of_output(graph, node))
+def _stored(graph: Graph, node: Node) -> Stored:
+    """As its operator says, but for a Pad by other numbers, a Cast of integers, a Transpose that moves nothing."""
+    if node.op == "Pad" and not pads_with_zeros(node) or node.op == "Cast" and not all(
+            is_float(graph.types[name]) for name in (*node.inputs, *node.outputs)):
+        return Stored.FLOAT
+    if node.op == "Transpose" and (is_view_of_input(graph, node) or is_view_of_output(graph, node)):
+        return Stored.ALIKE
+    return Stored.CONVERTED if node.body else op_of(node.op).stored
 
 
 def is_image(graph: Graph, name: str) -> bool:
@@ -73,7 +69,7 @@ def is_image(graph: Graph, name: str) -> bool:
 def computes_by(graph: Graph, node: Node) -> bool:
     """Whether the node is a contraction by constant weights that kernels run in every precision."""
     anchor = node.anchor
-    if anchor.op not in WEIGHTED or not graph.is_constant(anchor.inputs[1]):
+    if not is_weighted(node) or not graph.is_constant(anchor.inputs[1]):
         return False
     if not graph.constants[anchor.inputs[1]].size:
         return False

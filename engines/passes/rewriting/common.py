@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 
 from engines.ir.graph import Array, Graph, Node
+from engines.ops import op_of
 from engines.passes.rewriting.editor import GraphEditor
-from engines.passes.rewriting.rewrite import COMMUTATIVE
-
-_RANDOM = ("Random", "Bernoulli", "Multinomial", "Dropout")
 
 
 def merge_common(graph: Graph) -> Graph:
@@ -44,11 +42,11 @@ def _look_alikes(constants: Mapping[str, Array]) -> Iterable[list[str]]:
 
 
 def _repeatable(node: Node) -> bool:
-    return not node.op.startswith(_RANDOM) and all(node.outputs)
+    return not op_of(node.op).random(node) and all(node.outputs)
 
 
 def _key(node: Node) -> Hashable:
-    inputs = tuple(sorted(node.inputs)) if node.op in COMMUTATIVE else node.inputs
+    inputs = tuple(sorted(node.inputs)) if op_of(node.op).commutative else node.inputs
     return node.op, inputs, len(node.outputs), _frozen(node.attrs)
 
 

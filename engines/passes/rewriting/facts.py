@@ -4,11 +4,28 @@ from __future__ import annotations
 import numpy as np
 
 from engines.ir.graph import BATCH, Array, Graph, Node
-from engines.ops import OPS
+from engines.ops import op_of
 
 
 def is_pointwise(node: Node) -> bool:
-    return node.op in OPS and OPS[node.op].pointwise and len(node.outputs) == 1
+    return op_of(node.op).pointwise
+
+
+def is_weighted(node: Node) -> bool:
+    """Whether the node, or the anchor of its body, is a convolution or a matrix product, by weights if constant."""
+    return op_of(node.anchor.op).output_axis is not None
+
+
+def output_axis(node: Node) -> int:
+    """The axis of a weighted node's weights that counts output channels."""
+    axis = op_of(node.anchor.op).output_axis
+    assert axis is not None
+    return axis
+
+
+def moved_from(node: Node) -> tuple[str, ...]:
+    """The tensors whose elements are all that the node's results hold; none for a node that computes."""
+    return op_of(node.op).data(node)
 
 
 def scalar(graph: Graph, name: str) -> float | None:

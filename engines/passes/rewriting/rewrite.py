@@ -21,10 +21,9 @@ from types import EllipsisType
 from typing import Any
 
 from engines.ir.graph import Array, Graph, Node, TensorType, verify
+from engines.ops import op_of
 from engines.passes.rewriting.editor import GraphEditor, merged_origin
 from engines.passes.rewriting.notes import Note, note
-
-COMMUTATIVE = frozenset({"Add", "Mul", "Max", "Min"})
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ def _match_node(node: Node, pattern: P, so_far: Match) -> Match | None:
         return None
     bound = {**so_far.bound, pattern.bind: node} if pattern.bind else so_far.bound
     here = replace(so_far, nodes=(*so_far.nodes, node), bound=bound)
-    commutes = node.op in COMMUTATIVE and len(pattern.inputs) == len(node.inputs) == 2
+    commutes = op_of(node.op).commutative and len(pattern.inputs) == len(node.inputs) == 2
     for inputs in permutations(node.inputs) if commutes else (node.inputs,):
         found: Match | None = here
         for name, part in zip(inputs, pattern.inputs, strict=False):

@@ -132,22 +132,6 @@ class SmallPower(Rule):
             draft.finish("Mul", [x, draft.node("Mul", [x, x], TensorType(y.dtype, y.shape))])
 
 
-class SumToAdd(Rule):
-    """Sum(a, b, c) = (a + b) + c"""
-    pattern = P("Sum", Value("a"), Value("b"))
-
-    def check(self, match: Match) -> bool:
-        y = match.shape(match.root.outputs[0])
-        return len(match.root.inputs) == 2 or all(match.shape(name) == y for name in match.root.inputs)
-
-    def rewrite(self, match: Match, draft: Draft) -> None:
-        total, *others = match.root.inputs
-        y = match.graph.types[match.root.outputs[0]]
-        for other in others[:-1]:
-            total = draft.node("Add", [total, other], TensorType(y.dtype, y.shape))
-        draft.finish("Add", [total, others[-1]])
-
-
 _SIX = P("Clip", P("Add", Value("x"), Constant("three")), bind="clip")      # Clip(x + 3, 0, 6)
 
 
@@ -241,6 +225,6 @@ def _is_float(match: Match) -> bool:
 
 
 CANONICAL = (ClipToRelu(), ExtremeToClip(), MergeClips(), SubtractConstant(), MergeSums(), DivideByConstant(),
-             OneByNumber(), SmallPower(), SumToAdd())
+             OneByNumber(), SmallPower())
 NAMED = (ClipToHardSigmoid(), HardSwish(), HardSwishByClip(), HardSwishByScaledInput(), Swish(), Mish(),
          Gelu(), GeluHalfFirst(), GeluHalfInside())

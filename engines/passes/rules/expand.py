@@ -6,7 +6,6 @@
 """
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from engines.ir.graph import BATCH, Dim, Graph, Node, TensorType
-from engines.ops import op_of
-from engines.passes.rewriting.facts import NORMS, is_pointwise
+from engines.ops import OPS, op_of
+from engines.ops.items import Mixed
 from engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
 
 Shape = tuple[Dim, ...]
@@ -61,9 +60,7 @@ class FillToExpand(Rule):
 
 class ItemsAlike(Rule):
     """A node that keeps the items apart and reads, of tensors with that axis, only such as were expanded along it"""
-    pattern = P("Add Sub Mul Div Pow Max Min And Or Xor Not Where Equal Less LessOrEqual Greater GreaterOrEqual Cast "
-                "Neg Sin Cos Sqrt Exp Relu Reshape Transpose Slice Gather Concat Resize CumSum Softmax MatMul "
-                "LayerNormalization RMSNormalization")
+    pattern = P(" ".join(set(OPS) - {"Expand"}))
 
     def check(self, match: Match) -> bool:
         node, graph = match.root, match.graph
@@ -107,20 +104,13 @@ def _of_one(graph: Graph, name: str) -> bool | None:
 
 def _keeps_items_apart(graph: Graph, node: Node) -> bool:
     """Whether item n of the result depends on item n of the operands only, in the same way for all n."""
-    first = graph.shape(node.inputs[0])
-    if is_pointwise(node) or node.op in ("Transpose", "Slice", "Resize"):
-        return True                 # a Slice or a Resize of the batch would give it another extent
-    if node.op == "Reshape":
-        made = graph.shape(node.outputs[0])
-        before = (shape[:shape.index(BATCH)] for shape in (first, made))
-        return len({math.prod(map(int, extents)) for extents in before}) == 1
-    if node.op == "MatMul":
-        left, right = (graph.shape(name) for name in node.inputs)
-        return BATCH not in right[-2:] and left[-1] != BATCH and (left[-2] != BATCH or BATCH not in right)
-    if BATCH not in first:
-        return False                # places that are looked up
-    axis = int(node.attrs.get("axis", -1)) % len(first)
-    return axis > first.index(BATCH) if node.op in NORMS else axis != first.index(BATCH)
+    inputs, outputs = ([graph.types[name] if name else None for name in names] for names in (node.inputs, node.outputs))
+    items = [kind.shape.index(BATCH) if kind is not None and BATCH in kind.shape else None for kind in inputs]
+    try:
+        op_of(node.op).item_axes(node, inputs, tuple(filter(None, outputs)), items)
+    except Mixed:
+        return False
+    return True
 
 
 def _attrs_of_one(node: Node) -> dict[str, Any]:

@@ -9,36 +9,26 @@ from __future__ import annotations
 
 from engines.ir.graph import TensorType
 from engines.ir.shapes import broadcast
-from engines.passes.rewriting.facts import is_pointwise, scalar
+from engines.ops import OPS
+from engines.passes.rewriting.facts import scalar
 from engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
 
-_POINTWISE = P("Add Sub Mul Div Pow Max Min And Or Xor Not Where Equal Less LessOrEqual Greater GreaterOrEqual Cast "
-               "Neg")
+_POINTWISE = P(" ".join(name for name, op in OPS.items() if op.pointwise))
 
 
 class NeutralLogic(Rule):
     """And with nothing but true, Or with nothing but false"""
-    pattern = P("And Or", Value("a"), Value("b"))
+    pattern = P("And Or", Value("other"), Constant("neutral"))
 
     def check(self, match: Match) -> bool:
-        return self._other(match) is not None
+        return bool((match.constant("neutral") == (match.root.op == "And")).all())
 
     def rewrite(self, match: Match, draft: Draft) -> None:
-        other, shape = self._other(match), match.shape(match.root.outputs[0])
-        assert other is not None
+        other, shape = match.value("other"), match.shape(match.root.outputs[0])
         if match.shape(other) == shape:
             draft.same_as(other)
         else:
             draft.finish("Expand", [other], {"shape": shape})
-
-    @staticmethod
-    def _other(match: Match) -> str | None:
-        neutral = match.root.op == "And"
-        for name, other in (("a", "b"), ("b", "a")):
-            constant = match.graph.constants.get(match.value(name))
-            if constant is not None and (constant == neutral).all():
-                return match.value(other)
-        return None
 
 
 class NeedlessExpand(Rule):
@@ -47,7 +37,7 @@ class NeedlessExpand(Rule):
 
     def check(self, match: Match) -> bool:
         shapes = [match.shape(name) for name in _sources(match)]
-        return (is_pointwise(match.root) and _sources(match) != list(match.root.inputs)
+        return (_sources(match) != list(match.root.inputs)
                 and broadcast(*shapes) == match.shape(match.root.outputs[0]))
 
     def rewrite(self, match: Match, draft: Draft) -> None:
@@ -60,7 +50,7 @@ class LaterExpand(Rule):
 
     def check(self, match: Match) -> bool:
         others = [i for i in match.root.inputs if scalar(match.graph, i) is None]
-        return is_pointwise(match.root) and len(others) == 1 and _sources(match) != list(match.root.inputs)
+        return len(others) == 1 and _sources(match) != list(match.root.inputs)
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         shapes = [match.shape(name) for name in _sources(match)]

@@ -1,6 +1,6 @@
 """Nodes that compute nothing are removed.
 
-    Identity(x) = Dropout(x) = Cast(x, its own dtype) = Reshape(x, its own shape) = Concat(x) = Sum(x)
+    Identity(x) = Cast(x, its own dtype) = Reshape(x, its own shape) = Concat(x)
     = Pad(x, 0) = Resize(x, 1) = ReduceSum(x, over no axes) = x + 0 = x * 1 = x
 """
 from __future__ import annotations
@@ -8,18 +8,19 @@ from __future__ import annotations
 import numpy as np
 
 from engines.ir.graph import Graph, Node
+from engines.ops import op_of
 from engines.passes.rewriting.facts import pads, spatial
 from engines.passes.rewriting.rewrite import Draft, Match, P, Rule
 
 _NEUTRAL = {"Add": 0.0, "Sub": 0.0, "Mul": 1.0, "Div": 1.0, "Pow": 1.0}
-_JOINS = ("Concat", "Max", "Min", "Sum", "Mean")
+_JOINS = ("Concat", "Max", "Min")
 _SAME_IF_SHAPE_IS = ("Reshape", "Expand", "Tile", "Pad", "Slice", "Split", "Flatten", "Squeeze", "Unsqueeze")
 _POOLS = ("MaxPool", "AveragePool")
 _REDUCTIONS = ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd")
 
 
 class RemoveNoOp(Rule):
-    pattern = P(" ".join(("Identity Dropout Cast Transpose Resize", *_SAME_IF_SHAPE_IS, *_JOINS, *_POOLS, *_REDUCTIONS,
+    pattern = P(" ".join(("Identity Cast Transpose Resize", *_SAME_IF_SHAPE_IS, *_JOINS, *_POOLS, *_REDUCTIONS,
                           *_NEUTRAL)))
 
     def check(self, match: Match) -> bool:
@@ -34,7 +35,7 @@ class RemoveNoOp(Rule):
 def _unchanged(graph: Graph, node: Node) -> str | None:
     """The input that the node's first output is equal to, if there is one."""
     if any(graph.consumers.get(o) or o in graph.outputs for o in node.outputs[1:] if o):
-        return None         # a Dropout's mask, a MaxPool's indices, the other parts of a Split
+        return None         # a MaxPool's indices, the other parts of a Split
     x, y = node.inputs[0], node.outputs[0]
     if node.op in _NEUTRAL:
         return _neutral(graph, node)
@@ -72,7 +73,7 @@ def _computes_nothing(graph: Graph, node: Node) -> bool:
 
 def _neutral(graph: Graph, node: Node) -> str | None:
     """x of x + 0, 0 + x, x - 0, x * 1, 1 * x, x / 1, x ** 1."""
-    sides = (0, 1) if node.op in ("Add", "Mul") else (0,)
+    sides = (0, 1) if op_of(node.op).commutative else (0,)
     for side in sides:
         constant = graph.constants.get(node.inputs[1 - side])
         if constant is None or not np.all(constant == _NEUTRAL[node.op]):

@@ -9,14 +9,13 @@ from __future__ import annotations
 import numpy as np
 
 from engines.ir.graph import Graph
-from engines.passes.rewriting.facts import pads, spatial
+from engines.passes.rewriting.facts import moved_from, pads, spatial
 from engines.passes.rewriting.rewrite import Draft, Match, No, P, Rule, Value
 
 # Below any value that a network computes: exporters write numbers like -3.4e38 where they mean minus infinity.
 _MINUS_INFINITY = -1e30
 _NEVER_NEGATIVE = ("Relu", "Sigmoid", "HardSigmoid", "Abs", "Exp", "Sqrt", "Softplus", "Softmax")
-_KEEP_SIGN = ("MaxPool", "AveragePool", "GlobalAveragePool", "Concat", "Reshape", "Transpose", "Gather", "Slice",
-              "Split")
+_KEEP_SIGN = ("MaxPool", "AveragePool", "GlobalAveragePool")        # beside what only moves elements
 
 
 def _image_pads(match: Match) -> tuple[int, ...] | No:
@@ -104,6 +103,6 @@ def never_negative(graph: Graph, name: str) -> bool:
         return False
     if node.op == "Clip":
         return float(node.attrs.get("min", -np.inf)) >= 0
-    if node.op in _KEEP_SIGN:
-        return all(never_negative(graph, i) for i in node.inputs[:len(node.inputs) if node.op == "Concat" else 1])
+    if sources := node.inputs if node.op in _KEEP_SIGN else moved_from(node):
+        return all(never_negative(graph, name) for name in sources)
     return node.op in _NEVER_NEGATIVE

@@ -14,8 +14,10 @@ import pytest
 from engines.backends.llvm.codegen.compile import LoadedKernel, runs_here
 from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import ALL, AVX2, AVX512_VNNI, PORTABLE, Isa
-from engines.backends.llvm.kernels.spec import ALIGNMENT, Array, KernelSpec, View, Window, dense_view
+from engines.backends.llvm.kernels.kernel import ALIGNMENT, Kernel, Window, kernels_for
 from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
+from engines.lowering.problems.problem import Array, Problem
+from engines.lowering.problems.view import View, dense_view
 from tests.engines.backends.llvm.emulation import EMULATION
 
 EVERY_ISA = pytest.mark.parametrize("isa", ALL, ids=lambda isa: isa.name)
@@ -62,10 +64,15 @@ def window(view: View, memory: Array, batch: int) -> Array:
     return np.lib.stride_tricks.as_strided(flat, (batch, *view.shape), (view.item, *view.strides))
 
 
+def kernel_of(problem: Problem | Kernel[Any]) -> Kernel[Any]:
+    """The first kernel that solves a problem."""
+    return problem if isinstance(problem, Kernel) else kernels_for(problem)[0]
+
+
 @cache
-def loaded(spec: KernelSpec, isa: Isa, tactic: Any, native: bool) -> LoadedKernel:
+def loaded(kernel: Kernel[Any], isa: Isa, tactic: Any, native: bool) -> LoadedKernel:
     module = Module(None if native else EMULATION)
-    spec.emit(module, "kernel", isa, tactic)
+    kernel.emit(module, "kernel", isa, tactic)
     return LoadedKernel(module.text(), "kernel", isa, emulate=not native)
 
 
@@ -84,13 +91,14 @@ def random_array(random: np.random.Generator, dtype: str, shape: tuple[int, ...]
     return floats.astype(dtype)
 
 
-def run(spec: KernelSpec, isa: Isa, inputs: list[Array], constants: dict[str, Any], tactic: Any = None,
+def run(problem: Problem | Kernel[Any], isa: Isa, inputs: list[Array], constants: dict[str, Any], tactic: Any = None,
         pieces: int = 1, native: bool | None = None, slack: int = 0) -> list[Array]:
     """The outputs [batch, *shape]; the grid is done in `pieces` calls, last piece first."""
-    batch = len(inputs[0])
-    tactic = spec.tactics(isa)[0] if tactic is None else tactic
+    batch, solved = len(inputs[0]), kernel_of(problem)
+    spec = solved.problem
+    tactic = solved.tactics(isa)[0] if tactic is None else tactic
     native = runs_here(isa) and bool(isa.requires) if native is None else native
-    kernel = loaded(spec, isa, tactic, native)
+    kernel = loaded(solved, isa, tactic, native)
     placed = []
     for view, array in zip(spec.inputs, inputs, strict=True):
         memory = guarded(extent(view, batch), slack)
@@ -102,8 +110,8 @@ def run(spec: KernelSpec, isa: Isa, inputs: list[Array], constants: dict[str, An
         memory = guarded(extent(view, batch), slack)
         memory[:] = UNTOUCHED
         results.append(memory)
-    operands = [*placed, *(constants_of(c) for c in spec.ready_constants(isa, tactic, constants)), *results]
-    grid = spec.grid(isa, tactic)
+    operands = [*placed, *(constants_of(c) for c in solved.ready_constants(isa, tactic, constants)), *results]
+    grid = solved.grid(isa, tactic)
     cuts = _cuts(grid.rows_per_item * batch, grid.row_step, pieces)
     sides = _cuts(grid.columns, grid.column_step, pieces)
     for rows in reversed(cuts):
@@ -116,17 +124,17 @@ def run(spec: KernelSpec, isa: Isa, inputs: list[Array], constants: dict[str, An
         plain = replace(view, dtype=f"int{8 * view.size}" if view.size in (1, 4, 8) else "bfloat16")
         window(plain, memory, batch)[...] = np.frombuffer(bytes([UNTOUCHED] * view.size), numpy_dtype(plain.dtype))[0]
         assert (memory == UNTOUCHED).all(), "the kernel wrote beside its output"
-    check_windows(spec, isa, tactic, kernel, [*operands[:-len(results)], *computed], batch)
+    check_windows(solved, isa, tactic, kernel, [*operands[:-len(results)], *computed], batch)
     return outputs
 
 
-def check_windows(spec: KernelSpec, isa: Isa, tactic: Any, kernel: LoadedKernel, operands: list[Array],
+def check_windows(solved: Kernel[Any], isa: Isa, tactic: Any, kernel: LoadedKernel, operands: list[Array],
                   batch: int) -> None:
     """A row of the grid writes within its windows, and what is outside of them is nothing to it.
 
     operands: as the kernel was just run with, its results in the last ones.
     """
-    grid, windows = spec.grid(isa, tactic), list(spec.windows(isa, tactic))
+    spec, grid, windows = solved.problem, solved.grid(isa, tactic), list(solved.windows(isa, tactic))
     total, inputs, count = grid.rows_per_item * batch, len(spec.inputs), len(spec.outputs)
     for first in sorted({0, total // 2 // grid.row_step * grid.row_step, (total - 1) // grid.row_step * grid.row_step}):
         rows = range(first, min(first + grid.row_step, total))
@@ -161,11 +169,11 @@ def _cuts(extent: int, step: int, pieces: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, extent)) for start in range(0, extent, size)]
 
 
-def check(spec: KernelSpec, isa: Isa, inputs: list[Array], constants: dict[str, Any], tolerance: float = 0,
-          **options: Any) -> None:
+def check(problem: Problem | Kernel[Any], isa: Isa, inputs: list[Array], constants: dict[str, Any],
+          tolerance: float = 0, **options: Any) -> None:
     """The kernel equals its reference: bit for bit, or within `tolerance` (relative and absolute) for floats."""
-    results = run(spec, isa, inputs, constants, **options)
-    for got, expected in zip(results, spec.reference(inputs, constants), strict=True):
+    results = run(problem, isa, inputs, constants, **options)
+    for got, expected in zip(results, kernel_of(problem).problem.reference(inputs, constants), strict=True):
         assert got.dtype == expected.dtype and got.shape == expected.shape
         if tolerance:
             np.testing.assert_allclose(got.astype(np.float64), expected.astype(np.float64), tolerance, tolerance)

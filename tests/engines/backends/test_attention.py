@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from engines.backends.llvm.kernels.matmul.attention import Attention
-from engines.backends.llvm.kernels.spec import View, dense_view
 from engines.lowering.epilogue.program import ProgramBuilder
+from engines.lowering.problems.view import View, dense_view
 from tests.engines.backends.harness import EVERY_ISA, check, random_array
 
 BATCH = 2

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.spec import dense_view
 from engines.lowering.buffers import border
 from engines.lowering.calls.halos import Halo
 from engines.lowering.calls.placement import Storage
-from tests.engines.backends.harness import EVERY_WIDTH, loaded, runs_here
+from engines.lowering.problems.view import dense_view
+from tests.engines.backends.harness import EVERY_WIDTH, kernel_of, loaded, runs_here
 
 BATCH = 3
 
@@ -22,14 +22,15 @@ def test_the_halo_of_every_item_is_written_and_nothing_else(isa: Isa, halo: Halo
     height, width, channels = shape
     whole = dense_view("uint8", (halo.top + height + halo.bottom, halo.left + width + halo.right, channels))
     call = border(Storage("x", whole, "batch", halo, 7.0), 0)
-    assert call.spec is not None
+    assert call.problem is not None
+    solved = kernel_of(call.problem)
     memory = np.zeros((BATCH + 1, *whole.shape), np.uint8)      # an item more than is written
-    kernel = loaded(call.spec, isa, call.spec.tactics(isa)[0], runs_here(isa) and bool(isa.requires))
+    kernel = loaded(solved, isa, solved.tactics(isa)[0], runs_here(isa) and bool(isa.requires))
     kernel([memory.reshape(-1)[placement.offset:] for placement in call.outputs], (0, BATCH))
     inside = np.zeros(memory.shape, bool)
     inside[:, halo.top:halo.top + height, halo.left:halo.left + width] = True
     inside[BATCH:] = True
     np.testing.assert_array_equal(memory, np.where(inside, 0, 7))
-    for placement, expected in zip(call.outputs, call.spec.reference([], {}), strict=True):
+    for placement, expected in zip(call.outputs, call.problem.reference([], {}), strict=True):
         seen = np.ndarray((1, *placement.view.shape), np.uint8, memory, placement.offset, (0, *placement.view.strides))
         np.testing.assert_array_equal(seen, expected)

@@ -9,8 +9,9 @@ from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import AVX2, AVX512_BF16, AVX512_VNNI, AVX_VNNI
 from engines.backends.llvm.kernels.contraction.contraction import Contraction, Tile, tiles_of_the_batch
 from engines.backends.llvm.kernels.contraction.taps import Border, TapAxis
-from engines.backends.llvm.kernels.spec import dense_view
+from engines.backends.llvm.kernels.kernel import kernels_for
 from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
+from engines.lowering.problems.view import dense_view
 from tests.engines.backends.harness import EVERY_ISA, check, gapped, random_array, requantise, run
 
 BATCH = 2
@@ -194,7 +195,7 @@ def test_any_batch_of_a_matrix_product_is_cut_into_tiles_of_its_bits(isa):
 def test_rows_of_a_batch_fill_tiles_whatever_their_number(precision, isa):
     """Full tiles, tails of any size, several blocks; a tile is never taller than the batch that it is for."""
     spec, inputs, constants = problem(SHAPES["gemm of one row an item"], precision)
-    many = spec.for_batches_of(13)
+    many = kernels_for(spec, 13)[0]
     tallest = max(many.tactics(isa), key=lambda tile: (tile.cols, not tile.paired))
     assert 1 < tallest.cols <= 13 and {tile.cols for tile in spec.tactics(isa)} == {1}
     for batch, block in ((1, 0), (13, 0), (2 * tallest.cols + 7, 1)):
@@ -204,7 +205,7 @@ def test_rows_of_a_batch_fill_tiles_whatever_their_number(precision, isa):
 
 def test_the_batch_makes_a_difference_to_what_is_cut_by_it_only():
     image, row = (problem(SHAPES[name], "int8")[0] for name in ("3x3", "gemm of one row an item"))
-    assert image.for_batches_of(13) is image and row.for_batches_of(13).items == 13
+    assert kernels_for(image, 13) == kernels_for(image) and kernels_for(row, 13) != kernels_for(row)
 
 
 @pytest.mark.parametrize("pixels", [1, 5, 6, 31, 96])

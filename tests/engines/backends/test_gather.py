@@ -4,7 +4,7 @@ import pytest
 from engines.backends.llvm.codegen.isa import PORTABLE
 from engines.backends.llvm.kernels.movement.gather import Lookup, Take
 from engines.backends.llvm.kernels.movement.gather_elements import Pick
-from engines.backends.llvm.kernels.spec import View, dense_view
+from engines.lowering.problems.view import View, dense_view
 from tests.engines.backends.harness import EVERY_WIDTH, check, gapped, random_array, run
 
 BATCH = 2

@@ -4,9 +4,9 @@ import pytest
 from engines.backends.llvm.codegen.isa import PORTABLE
 from engines.backends.llvm.kernels.elementwise.cumulative import CumulativeSum
 from engines.backends.llvm.kernels.elementwise.integers import OPERATIONS, STORED, Integers
-from engines.backends.llvm.kernels.spec import View, dense_view
 from engines.ir.graph import BATCH, Graph, Node, TensorType
 from engines.lowering.lower import lower
+from engines.lowering.problems.view import View, dense_view
 from engines.ops import OPS
 from tests.engines.backends.harness import EVERY_WIDTH, check, gapped, random_array, run
 
@@ -105,7 +105,7 @@ def only_call(op, kinds, made, **attrs):
     types = {name: TensorType(np.dtype(kind), (BATCH, 5)) for name, kind in zip(names, kinds, strict=True)}
     node = Node(op, names, ("y",), attrs, op)
     call, = lower(Graph("g", names, ("y",), (node,), {}, {**types, "y": TensorType(np.dtype(made), (BATCH, 5))}),
-                  PORTABLE).calls
+                  PORTABLE.lanes).calls
     return call
 
 
@@ -115,14 +115,14 @@ def only_call(op, kinds, made, **attrs):
     ("Div", [INT64, INT64], INT64), ("Mod", [INT64, INT64], INT64)])
 def test_a_node_on_integers_is_one_operation(op, kinds, made):
     call = only_call(op, kinds, made)
-    assert isinstance(call.spec, Integers), call.reason
-    x = [draw(view, i) for i, view in enumerate(call.spec.sources)]
-    np.testing.assert_array_equal(call.spec.reference(x, {})[0], OPS[op].reference(call.node, *x)[0])
+    assert isinstance(call.problem, Integers), call.reason
+    x = [draw(view, i) for i, view in enumerate(call.problem.sources)]
+    np.testing.assert_array_equal(call.problem.reference(x, {})[0], OPS[op].reference(call.node, *x)[0])
 
 
 @pytest.mark.parametrize("kind, to", [("bool", "int64"), ("int64", "int32"), ("int64", "bool"), ("float32", "int64")])
 def test_a_cast_to_integers_is_one_too(kind, to):
-    assert isinstance(only_call("Cast", [kind], to, to=to).spec, Integers)
+    assert isinstance(only_call("Cast", [kind], to, to=to).problem, Integers)
 
 
 def test_what_has_no_operation_on_integers_says_so():

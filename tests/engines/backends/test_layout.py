@@ -3,8 +3,8 @@ import pytest
 
 from engines.backends.llvm.codegen.isa import PORTABLE
 from engines.backends.llvm.kernels.movement.layout import Permute
-from engines.backends.llvm.kernels.spec import View, dense_view
 from engines.lowering.epilogue.program import ProgramBuilder
+from engines.lowering.problems.view import View, dense_view
 from tests.engines.backends.harness import EVERY_WIDTH, check, gapped, random_array, run
 
 BATCH = 2

@@ -7,8 +7,8 @@ import pytest
 from engines.backends.llvm.codegen.isa import ALL, PORTABLE
 from engines.backends.llvm.kernels.common.access import BLOCK
 from engines.backends.llvm.kernels.elementwise.pointwise import Pointwise
-from engines.backends.llvm.kernels.spec import View, dense_view
 from engines.lowering.epilogue.program import INSTRUCTIONS, EpilogueProgram, Instruction, ProgramBuilder, Ref
+from engines.lowering.problems.view import View, dense_view
 from tests.engines.backends.harness import EVERY_ISA, check, gapped, random_array, requantise, run
 
 BATCH = 2

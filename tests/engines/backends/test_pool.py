@@ -3,8 +3,8 @@ import pytest
 
 from engines.backends.llvm.codegen.isa import ALL, AVX2
 from engines.backends.llvm.kernels.pooling.pool import Pool
-from engines.backends.llvm.kernels.spec import dense_view
 from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
+from engines.lowering.problems.view import dense_view
 from tests.engines.backends.harness import EVERY_WIDTH, check, gapped, random_array, requantise, run
 
 BATCH = 2

@@ -8,8 +8,8 @@ from engines.backends.llvm.codegen.compile import assembly, spills
 from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import AVX2, AVX512_BF16, AVX512_VNNI, AVX_VNNI
 from engines.backends.llvm.kernels.matmul.product import Product, Tile
-from engines.backends.llvm.kernels.spec import View, dense_view
 from engines.lowering.epilogue.program import EpilogueProgram
+from engines.lowering.problems.view import View, dense_view
 from tests.engines.backends.harness import EVERY_ISA, check, gapped, random_array, requantise
 
 BATCH = 2

@@ -11,9 +11,9 @@ from engines.backends.llvm.kernels.recurrent import recurrence
 from engines.backends.llvm.kernels.recurrent.cells import bounded, cell_of
 from engines.backends.llvm.kernels.recurrent.recurrence import Panels, Recurrence, fits, whole_precision, whole_weights
 from engines.backends.llvm.kernels.recurrent.steps import WHOLE
-from engines.backends.llvm.kernels.spec import View
 from engines.ir.graph import Node
 from engines.lowering.epilogue.program import ProgramBuilder
+from engines.lowering.problems.view import View
 from engines.ops.recurrent import DEFAULTS, GATES
 from engines.ops.recurrent import Recurrence as Operator
 from tests.engines.backends.harness import EVERY_ISA, EVERY_WIDTH, check, gapped, run

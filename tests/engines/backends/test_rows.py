@@ -8,8 +8,8 @@ from engines.backends.llvm.kernels.rows.lrn import Lrn
 from engines.backends.llvm.kernels.rows.norm import Norm
 from engines.backends.llvm.kernels.rows.reduce import Reduce
 from engines.backends.llvm.kernels.rows.softmax import Softmax
-from engines.backends.llvm.kernels.spec import View, dense_view
 from engines.lowering.epilogue.program import ProgramBuilder
+from engines.lowering.problems.view import View, dense_view
 from tests.engines.backends.harness import EVERY_WIDTH, check, gapped, random_array, requantise, run
 
 BATCH = 2

@@ -13,15 +13,14 @@ from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from calibration.accuracy.measures import sqnr_db
-from engines.compiler.builder import BuildConfig
+from calibration.workflow import Calibration
+from engines.compiler.build import build_engine
 from engines.frontend.onnx_export import onnx_from_graph
 from engines.frontend.onnx_import import graph_from_onnx
 from engines.ir.serialize import graph_from_json
 from engines.ops import reference
 from engines.plan.plan import Step
 from engines.runtime.engine import Engine
-from infer_server.cli.calibrating import Calibration
-from infer_server.cli.compiling import compile_model
 from tests.zoo import run_onnx
 
 FLOAT, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
@@ -142,12 +141,12 @@ def feeds_for(case: Case, batch: int, seed: int = 1) -> dict[str, Any]:
 def built(model: onnx.ModelProto, folder: Path, calibration: Any = None, **options: Any) -> Engine:
     """calibration: inputs to watch an int8 build on."""
     onnx.save(model, folder / "model.onnx")
-    source = Calibration()
+    source = None
     if calibration:
         np.savez(folder / "calibration.npz", **calibration)
-        source = Calibration(source=str(folder / "calibration.npz"), calibrator="minmax")
-    config = BuildConfig(**{"max_batch": MAX_BATCH, "timing": False, **options})
-    return Engine(compile_model(folder / "model.onnx", config, source, say=lambda text: None).plan)
+        source = Calibration(folder / "calibration.npz", "minmax")
+    options = {"max_batch": MAX_BATCH, "timing": False, **options}
+    return Engine(build_engine(folder / "model.onnx", calibration=source, cache=False, **options).plan)
 
 
 def family(step: Step) -> str:
@@ -268,7 +267,7 @@ def test_quantised_attention_computes_in_int8_and_exports_what_it_is(name: str, 
     assert attention.precision == "int8"
     assert "permute" not in [family(step) for step in engine.plan.steps]
     # The quantised graph has a float softmax; the kernel rounds its weights to bytes.
-    graph = graph_from_json(engine.plan.graph, engine.plan.graph_arrays)
+    graph = graph_from_json(engine.plan.graph, engine.plan.weights)
     meant = reference.run(graph, feeds)["y"]
     assert sqnr_db(meant, got) > 30
     # Not in ONNX Runtime: its own int8 kernels round otherwise than the model says.
@@ -282,8 +281,7 @@ def test_the_scores_are_not_read_from_outside(tmp_path: Path) -> None:
     softmax = next(node for node in model.graph.node if node.op_type == "Softmax")
     model.graph.output.append(helper.make_tensor_value_info(softmax.output[0], FLOAT, None))
     onnx.save(model, tmp_path / "model.onnx")
-    config = BuildConfig(max_batch=MAX_BATCH, timing=False)
-    result = compile_model(tmp_path / "model.onnx", config, Calibration(), say=lambda text: None)
+    result = build_engine(tmp_path / "model.onnx", cache=False, max_batch=MAX_BATCH, timing=False)
     assert any("read by others" in note.why for note in result.notes)
     feeds = feeds_for(Case(), 2)
     for output, value in Engine(result.plan).run(feeds).items():

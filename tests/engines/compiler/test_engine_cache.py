@@ -1,8 +1,13 @@
 """The engine cache: what a key depends on, and builders that meet."""
 from __future__ import annotations
 
+import os
+import resource
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +16,12 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from engines.compiler import engine_cache as cache_module
-from engines.compiler.engine_cache import EngineCache, external_files
+from engines.compiler.engine_cache import EngineCache, external_files, model_digest, sources_digest, usual_folder
 from engines.errors import ConfigError
-from engines.plan.file import read_plan, write_plan
+from engines.plan.plan import Plan
 from tests.engines.tiny import halo_plan
 
-OPTIONS = {"precision": "int8", "ranges": {"x": (0.0, 1.0)}}
+FACTS = {"precision": "int8", "ranges": {"x": (0.0, 1.0)}}
 
 
 def model_with_external_data(path: Path, weight: float) -> Path:
@@ -28,7 +33,29 @@ def model_with_external_data(path: Path, weight: float) -> Path:
     return path
 
 
-def test_a_key_depends_on_model_data_options_and_compiler_but_not_on_the_folder(
+def plan_of(name: str) -> Plan:
+    return replace(halo_plan(), name=name)
+
+
+def stored_bytes(folder: Path) -> int:
+    """What a cache takes for the plan "a"."""
+    cache = EngineCache(folder)
+    cache.store("k", plan_of("a"))
+    return cache.entry("k").stat().st_size
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Writing more to a file fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_key_depends_on_model_data_facts_and_compiler_but_not_on_the_folder(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = EngineCache(tmp_path / "cache")
     model = model_with_external_data(tmp_path / "a" / "m.onnx", 1.0)
@@ -37,45 +64,69 @@ def test_a_key_depends_on_model_data_options_and_compiler_but_not_on_the_folder(
     assert model.read_bytes() == other.read_bytes(), "only the external data should differ"
     assert [location for location, _ in external_files(model)] == ["weights.bin"]
 
-    key = cache.key(model, OPTIONS)
-    assert cache.key(twin, OPTIONS) == key
-    assert cache.key(other, OPTIONS) != key
-    assert cache.key(model, {**OPTIONS, "precision": "fp32"}) != key
-    assert cache.key(model, {**OPTIONS, "ranges": {"x": (0.0, 1.1)}}) != key
-    monkeypatch.setattr(cache_module, "COMPILER_VERSION", "another")
-    assert cache.key(model, OPTIONS) != key
+    key = cache.key(model_digest(model), FACTS)
+    assert cache.key(model_digest(twin), FACTS) == key
+    assert cache.key(model_digest(other), FACTS) != key
+    assert cache.key(model_digest(model.rename(model.with_stem("n"))), FACTS) != key, "the plan has its name"
+    assert cache.key(model_digest(twin), {**FACTS, "precision": "fp32"}) != key
+    assert cache.key(model_digest(twin), {**FACTS, "ranges": {"x": (0.0, 1.1)}}) != key
+    monkeypatch.setattr(cache_module, "compiler_digest", lambda: "another")
+    assert cache.key(model_digest(twin), FACTS) != key
+
+
+def test_the_compiler_is_another_one_when_a_module_changes(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "a.py").write_text("1")
+    before = sources_digest(tmp_path)
+    (tmp_path / "deep" / "a.py").write_text("2")
+    assert sources_digest(tmp_path) != before
+
+
+def test_a_model_in_memory_has_a_digest_of_its_weights_and_its_nodes(tmp_path: Path) -> None:
+    model = onnx.load(model_with_external_data(tmp_path / "a" / "m.onnx", 1.0))
+    other_weights = onnx.load(model_with_external_data(tmp_path / "b" / "m.onnx", 2.0))
+    other_node, twin = onnx.ModelProto(), onnx.ModelProto()
+    other_node.CopyFrom(model)
+    twin.CopyFrom(model)
+    other_node.graph.node[0].name = "another"
+    digest = model_digest(model)
+    assert model_digest(twin) == digest
+    assert digest not in (model_digest(other_weights), model_digest(other_node))
+    assert model_digest(model.SerializeToString()) != model_digest(other_node.SerializeToString())
+
+
+def test_an_array_among_the_facts_counts_with_its_content(tmp_path: Path) -> None:
+    cache = EngineCache(tmp_path / "cache")
+    ones, zeros = np.ones(2000, np.float32), np.zeros(2000, np.float32)
+    keys = {cache.key({}, {"constants": {"x": array}}) for array in (ones, zeros, ones.reshape(2, 1000), ones.copy())}
+    assert len(keys) == 3
 
 
 def test_what_was_stored_is_fetched(tmp_path: Path) -> None:
-    cache, plan = EngineCache(tmp_path / "cache"), tmp_path / "m.plan"
-    write_plan(halo_plan(), plan)
-    assert not cache.fetch("k", tmp_path / "copy.plan")
-    cache.store("k", plan)
-    assert cache.fetch("k", tmp_path / "copy.plan")
-    assert read_plan(tmp_path / "copy.plan") == halo_plan()
+    cache = EngineCache(tmp_path / "cache")
+    assert cache.fetch("k") is None
+    cache.store("k", halo_plan())
+    assert cache.fetch("k") == halo_plan()
 
 
 def test_a_damaged_entry_is_dropped_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cache, plan = EngineCache(tmp_path / "cache"), tmp_path / "m.plan"
-    write_plan(halo_plan(), plan)
-    plan.write_bytes(plan.read_bytes()[:-1])
-    cache.store("k", plan)
-    assert not cache.fetch("k", tmp_path / "copy.plan")
-    assert not (tmp_path / "copy.plan").exists()
-    assert "dropping an entry" in caplog.text
-    assert not list(cache.folder.glob("*.plan"))
+    cache = EngineCache(tmp_path / "cache")
+    cache.store("k", halo_plan())
+    cache.entry("k").write_bytes(cache.entry("k").read_bytes()[:-1])
+    assert cache.fetch("k") is None
+    assert "cannot be used and is built again" in caplog.text
+    assert not cache.entry("k").exists()
 
 
 def test_of_builders_that_meet_one_builds_and_the_others_wait(tmp_path: Path) -> None:
-    built = []
+    built, waited = [], []
 
     def build(number: int) -> None:
-        cache, output = EngineCache(tmp_path / "cache"), tmp_path / f"{number}.plan"
-        with cache.lock("k"):
-            if not cache.fetch("k", output):
+        cache = EngineCache(tmp_path / "cache")
+        with cache.lock("k", lambda: waited.append(number)):
+            if cache.fetch("k") is None:
                 time.sleep(0.05)
-                write_plan(halo_plan(), output)
-                cache.store("k", output)
+                cache.store("k", halo_plan())
                 built.append(number)
 
     builders = [threading.Thread(target=build, args=(number,)) for number in range(4)]
@@ -83,8 +134,96 @@ def test_of_builders_that_meet_one_builds_and_the_others_wait(tmp_path: Path) ->
         thread.start()
     for thread in builders:
         thread.join()
-    assert len(built) == 1
-    assert all(read_plan(tmp_path / f"{number}.plan") == halo_plan() for number in range(4))
+    assert len(built) == 1 and built[0] not in waited
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["k.plan"], "locks are gone with their holders"
+
+
+def test_a_lock_goes_with_its_holder_however_that_ends(tmp_path: Path) -> None:
+    cache = EngineCache(tmp_path / "cache")
+    with pytest.raises(KeyboardInterrupt), cache.lock("k"):
+        raise KeyboardInterrupt
+    with cache.lock("k", lambda: pytest.fail("nobody holds it")):
+        pass
+
+
+def test_the_plan_that_was_used_longest_ago_makes_room(tmp_path: Path) -> None:
+    cache = EngineCache(tmp_path / "cache", 2.5 * stored_bytes(tmp_path / "measure") / (1 << 30))
+    for age, name in enumerate("ab"):
+        cache.store(name, plan_of(name))
+        os.utime(cache.entry(name), (age, age))
+    assert cache.fetch("a"), "which is its last use so far"
+    cache.store("c", plan_of("c"))
+    assert [bool(cache.fetch(name)) for name in "abc"] == [True, False, True]
+
+
+def test_a_plan_that_is_dropped_while_it_is_read_is_read_to_its_end(tmp_path: Path) -> None:
+    """Two processes share a folder, of which one has room for a single plan."""
+    reader, writer = EngineCache(tmp_path), EngineCache(tmp_path, 1.5 * stored_bytes(tmp_path / "measure") / (1 << 30))
+    stop, seen = threading.Event(), []
+
+    def read() -> None:
+        while not stop.is_set():
+            seen.extend(filter(None, map(reader.fetch, "ab")))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    for _ in range(50):
+        writer.store("a", plan_of("a"))
+        writer.store("b", plan_of("b"))
+    stop.set()
+    thread.join()
+    assert seen and all(plan in (plan_of("a"), plan_of("b")) for plan in seen)
+
+
+def test_what_an_interrupted_writer_left_is_removed_after_a_day(tmp_path: Path) -> None:
+    old, new = tmp_path / ".x.plan.1.ab", tmp_path / ".y.plan.1.ab"
+    for file in (old, new):
+        file.write_text("half a plan")
+    os.utime(old, (0, 0))
+    EngineCache(tmp_path).store("k", halo_plan())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [new.name, "k.plan"]
+
+
+def test_a_full_disk_costs_one_warning_and_leaves_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache = EngineCache(tmp_path)
+    with largest_file(100), cache.lock("k"):
+        cache.store("k", halo_plan())
+        cache.store("k", halo_plan())
+    assert caplog.text.count("cannot be used (File too large)") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_larger_than_the_cache_may_be_is_not_kept_and_that_is_said(
+        tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache = EngineCache(tmp_path, 0)
+    cache.store("k", halo_plan())
+    assert cache.fetch("k") is None
+    assert "alone takes more than the 0 GiB" in caplog.text
+
+
+def test_a_folder_that_cannot_be_made_costs_one_warning(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    cache = EngineCache()
+    with cache.lock("k"):
+        assert cache.fetch("k") is None
+        cache.store("k", halo_plan())
+    assert caplog.text.count("cannot be used (Not a directory)") == 1
+
+
+def test_the_users_folder_is_the_standards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/somebody")
+    for home, folder in (("/caches", "/caches"), ("", "/somebody/.cache"), ("relative", "/somebody/.cache")):
+        monkeypatch.setenv("XDG_CACHE_HOME", home)
+        assert usual_folder() == Path(folder, "infer-server", "engines")
+
+
+@pytest.mark.parametrize("size", ["many", "-1", "inf"])
+def test_a_size_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, size: str) -> None:
+    monkeypatch.setenv("INFER_CACHE_GIB", size)
+    with pytest.raises(ConfigError, match=f"INFER_CACHE_GIB='{size}' is not a number of GiB"):
+        EngineCache()
 
 
 def test_a_cache_that_is_a_file_is_refused(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from calibration.workflow import Calibration
+from engines.compiler.build import build_engine
 from engines.compiler.builder import BuildConfig, Builder
 from engines.frontend.onnx_import import graph_from_onnx
 from engines.ops.reference import run
 from engines.plan.plan import Plan
 from engines.runtime.engine import Engine
-from infer_server.cli.calibrating import Calibration
-from infer_server.cli.compiling import compile_model
 from tests.engines.compiler.half_models import DTYPES, halved
 from tests.engines.compiler.recurrent_models import MODELS, sequences_for
 from tests.zoo import TINY, images_for
@@ -113,8 +113,8 @@ def test_a_half_model_is_calibrated_with_float32_data_and_judged_by_numbers(dtyp
     onnx.save(model, tmp_path / "m.onnx")
     np.savez(tmp_path / "data.npz", x=x)
     said: list[str] = []
-    plan = compile_model(tmp_path / "m.onnx", BuildConfig(precision="int8", max_batch=4, timing=False),
-                         Calibration(source=str(tmp_path / "data.npz")), say=said.append).plan
+    plan = build_engine(tmp_path / "m.onnx", calibration=Calibration(tmp_path / "data.npz"), cache=False,
+                        precision="int8", max_batch=4, timing=False, notify=said.append).plan
     assert any(step.precision == "int8" for step in plan.steps)
     assert "dB" in " ".join(said)
     result = as_real(Engine(plan).run({"x": x.astype(DTYPES[TYPES[dtype]])})["y"])

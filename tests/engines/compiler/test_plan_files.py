@@ -1,28 +1,30 @@
-"""What the file of a compiled plan takes and gives: each weight once, and the graph back, bit for bit."""
+"""What the file of a compiled plan takes and gives: weights as kernels read them, and the graph, bit for bit."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from engines.backends.llvm.backend import choose_kernels, make_tuner
+from engines.backends import backend_of
 from engines.backends.llvm.runtime.execution import LoadedPlan
 from engines.backends.llvm.runtime.expansion import derive
 from engines.compiler.builder import relower
-from engines.ir.serialize import graph_from_json
+from engines.errors import PlanTargetError
+from engines.loading import load_engine
 from engines.machine.timing_cache import TimingCache
 from engines.plan.file import read_plan, write_plan
-from engines.plan.plan import DERIVED, Plan
+from engines.plan.plan import DERIVED, Plan, graph_of
 from engines.runtime.engine import Engine
 from tests.engines.compiler.zoo_engines import compiled
 from tests.zoo import Net, Tensor, architecture, images_for
 
 BYTES = {"int8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
 TARGETS = ("avx512_bf16", "avx2", "aarch64_i8mm", "portable")
-PAIRED = ("int8", "avx2")       # weights lie beside their places in the sum, which take a sixteenth of their room
+PAIRED = ("int8", "avx2")       # weights lie beside their places in the sum, which take an eighth of their room
 
 
 @architecture(size=48)
@@ -49,17 +51,20 @@ def written(plan: Plan, folder: Path) -> tuple[Plan, int]:
 
 
 def weights(plan: Plan) -> int:
-    return sum(array.size for array in plan.graph_arrays.values() if array.ndim > 1)
+    return sum(array.size for array in plan.weights.values() if array.ndim > 1)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("precision", BYTES)
-def test_a_plan_is_hardly_larger_than_its_weights(plan_of: Callable[..., Plan], tmp_path: Path, precision: str,
-                                                  target: str) -> None:
+def test_a_stripped_plan_is_hardly_larger_than_its_weights_and_a_whole_one_by_the_graphs(
+        plan_of: Callable[..., Plan], tmp_path: Path, precision: str, target: str) -> None:
     plan = plan_of(precision, target)
     _, size = written(plan, tmp_path)
+    _, stripped = written(plan.strip(), tmp_path)
     assert weights(plan) > 1e6
-    assert size <= (1.15 if (precision, target) == PAIRED else 1.1) * weights(plan) * BYTES[precision]
+    assert stripped <= (1.15 if (precision, target) == PAIRED else 1.1) * weights(plan) * BYTES[precision]
+    own = sum(array.nbytes for array in plan.weights.values())
+    assert own <= size - stripped <= 1.01 * own
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -68,8 +73,6 @@ def test_a_plan_read_from_its_file_is_compiled_for_another_machine_to_the_bit(
         plan_of: Callable[..., Plan], tmp_path: Path, precision: str, target: str) -> None:
     made, here = plan_of(precision, target), plan_of(precision)
     read, _ = written(made, tmp_path)
-    assert read.packed == made.packed
-    assert len(made.packed) >= 4
     moved = relower(read)
     assert moved.target == here.target and moved.constants == here.constants
     x = {"input": images_for(heavy(), 2)}
@@ -77,14 +80,40 @@ def test_a_plan_read_from_its_file_is_compiled_for_another_machine_to_the_bit(
         np.testing.assert_array_equal(value, Engine(here).run(x)[name])
 
 
+def test_a_stripped_plan_runs_as_before_and_is_not_compiled_for_another_machine(plan_of: Callable[..., Plan],
+                                                                                tmp_path: Path) -> None:
+    plan = plan_of("int8")
+    read, _ = written(plan.strip(), tmp_path)
+    x = {"input": images_for(heavy(), 2)}
+    for name, value in Engine(read).run(x).items():
+        np.testing.assert_array_equal(value, Engine(plan).run(x)[name])
+    with pytest.raises(PlanTargetError, match="stripped of its weights, so it runs on .* only"):
+        relower(read)
+    written(replace(plan, target="amx9", cpu={"features": ["amx_int4096"]}).strip(), tmp_path)
+    with pytest.raises(PlanTargetError, match="made for 'amx9'.* lacks amx_int4096; it is stripped .*without --strip"):
+        load_engine(tmp_path / "m.plan")
+
+
+def test_a_constant_that_kernels_read_as_it_is_is_written_once(tmp_path: Path) -> None:
+    @architecture(size=8)
+    def biased(net: Net, x: Tensor) -> Tensor:
+        return net.add(x, net.constant(net.draw(1, 3, 8, 8)))
+
+    plan = compiled(biased(), tmp_path).plan
+    read, size = written(plan, tmp_path)
+    assert list(plan.weight_offsets) and {*plan.weight_offsets} == {*plan.weights}
+    assert written(plan.strip(), tmp_path)[1] == pytest.approx(size, abs=200)
+    assert [array.tobytes() for array in read.weights.values()] == [a.tobytes() for a in plan.weights.values()]
+
+
 def test_the_graph_of_an_int8_plan_is_read_back_as_it_was(plan_of: Callable[..., Plan], tmp_path: Path) -> None:
     made = plan_of("int8")
     read, _ = written(made, tmp_path)
     assert dict(read.graph) == made.graph
-    assert list(read.graph_arrays) == list(made.graph_arrays)
-    for name, array in made.graph_arrays.items():
-        assert read.graph_arrays[name].dtype == array.dtype
-        np.testing.assert_array_equal(read.graph_arrays[name], array)
+    assert list(read.weights) == list(made.weights)
+    for name, array in made.weights.items():
+        assert read.weights[name].dtype == array.dtype
+        np.testing.assert_array_equal(read.weights[name], array)
 
 
 @pytest.mark.parametrize(("precision", "target", "made_bytes"), [
@@ -94,7 +123,7 @@ def test_what_takes_more_room_where_it_is_read_is_made_when_the_plan_is_loaded(
         plan_of: Callable[..., Plan], precision: str, target: str, made_bytes: int | None) -> None:
     plan = plan_of(precision, target)
     if made_bytes is None:      # every weight is an int32
-        made_bytes = sum(4 * array.size for array in plan.graph_arrays.values() if array.ndim > 1)
+        made_bytes = sum(4 * array.size for array in plan.weights.values() if array.ndim > 1)
         assert plan.derived_bytes >= made_bytes
     else:
         assert plan.derived_bytes == made_bytes
@@ -107,13 +136,13 @@ def test_made_constants_are_what_packing_means_bit_for_bit(plan_of: Callable[...
     """Those of the plan as it is read again, cut into pieces for several threads."""
     read, _ = written(plan_of(precision), tmp_path)
     made = derive(read, LoadedPlan(read).kernel, np.frombuffer(read.constants, np.uint8).ctypes.data, threads).bytes
-    chosen = choose_kernels(graph_from_json(read.graph, read.graph_arrays), make_tuner("", TimingCache(), timing=False),
-                            read.max_batch)
+    chosen = backend_of("").session("", TimingCache(), timing=False).choose(graph_of(read), read.max_batch)
     compared = 0
     for step, call in zip(read.steps, chosen.lowered.calls, strict=True):
-        if call.spec is None:
+        if call.problem is None:
             continue
-        constants = call.spec.ready_constants(chosen.isa, chosen.choices[call.spec].tactic, call.constants)
+        constants = chosen.choices[call.problem].kernel.ready_constants(
+            chosen.isa, chosen.choices[call.problem].tactic, call.constants)
         for operand, constant in zip(step.operands[len(call.inputs):], constants, strict=False):
             if operand.buffer == DERIVED:
                 np.testing.assert_array_equal(made[operand.offset:][:constant.nbytes], constant.view(np.uint8))

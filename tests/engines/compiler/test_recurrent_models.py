@@ -10,6 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from calibration.accuracy.measures import sqnr_db
+from calibration.workflow import Calibration
+from engines.compiler.build import build_engine
 from engines.compiler.builder import BuildConfig, Builder
 from engines.errors import ModelError
 from engines.frontend.onnx_export import onnx_from_graph
@@ -17,8 +19,6 @@ from engines.frontend.onnx_import import graph_from_onnx
 from engines.ops.reference import run
 from engines.passes.pipeline import optimise, simplify
 from engines.runtime.engine import Engine
-from infer_server.cli.calibrating import Calibration
-from infer_server.cli.compiling import compile_model
 from tests.conformance.cases import cases, data_of, model_of
 from tests.engines.compiler.recurrent_models import MODELS, Writer, sequences_for
 from tests.engines.compiler.zoo_engines import fallbacks, relative_error
@@ -35,13 +35,13 @@ def oracle(name: str, model: onnx.ModelProto, x: NDArray[np.float32]) -> dict[st
 
 def engine_of(model: onnx.ModelProto, folder: Path, precision: str = "fp32") -> Engine:
     onnx.save(model, folder / "model.onnx")
-    calibration = Calibration()
+    calibration = None
     if precision == "int8":
         np.savez(folder / "calibration.npz", x=sequences_for(model, 32, seed=100))
-        calibration = Calibration(source=str(folder / "calibration.npz"), calibrator="minmax")
+        calibration = Calibration(folder / "calibration.npz", "minmax")
     symbolic = not model.graph.input[0].type.tensor_type.shape.dim[0].dim_value
-    config = BuildConfig(max_batch=9 if symbolic else None, timing=False, precision=precision)
-    return Engine(compile_model(folder / "model.onnx", config, calibration, say=lambda text: None).plan)
+    return Engine(build_engine(folder / "model.onnx", calibration=calibration, cache=False, precision=precision,
+                               max_batch=9 if symbolic else None, timing=False).plan)
 
 
 @EVERY

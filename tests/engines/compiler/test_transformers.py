@@ -8,10 +8,9 @@ import numpy as np
 import onnx
 import pytest
 
-from engines.compiler.builder import BuildConfig
+from calibration.workflow import Calibration
+from engines.compiler.build import build_engine
 from engines.runtime.engine import Engine
-from infer_server.cli.calibrating import Calibration
-from infer_server.cli.compiling import compile_model
 from tests.engines.compiler.zoo_engines import MAX_BATCH, engine_of, fallbacks, relative_error
 from tests.zoo import images_for, run_onnx
 from tests.zoo.transformers import Style, recogniser, sentence_encoder, tokens, vit
@@ -30,12 +29,12 @@ EVERY_ENCODER = pytest.mark.parametrize("options", ENCODERS.values(), ids=ENCODE
 
 def text_engine(model: onnx.ModelProto, folder: Path, **options: Any) -> Engine:
     onnx.save(model, folder / "model.onnx")
-    calibration = Calibration()
+    calibration = None
     if options.get("precision") == "int8":
         np.savez(folder / "calibration.npz", **tokens(model, 32, seed=100))     # type: ignore[arg-type]
-        calibration = Calibration(source=str(folder / "calibration.npz"), calibrator="minmax")
-    config = BuildConfig(max_batch=MAX_BATCH, timing=False, **options)
-    return Engine(compile_model(folder / "model.onnx", config, calibration, say=lambda text: None).plan)
+        calibration = Calibration(folder / "calibration.npz", "minmax")
+    return Engine(build_engine(folder / "model.onnx", calibration=calibration, cache=False, max_batch=MAX_BATCH,
+                               timing=False, **options).plan)
 
 
 @EVERY_ENCODER

@@ -8,18 +8,17 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from engines.compiler.builder import BuildConfig
+from calibration.workflow import Calibration
+from engines.compiler.build import EngineBuild, build_engine
 from engines.plan.plan import Step
 from engines.runtime.engine import Engine
-from infer_server.cli.calibrating import Calibration
-from infer_server.cli.compiling import Result, compile_model
 from tests.zoo import images_for
 
 MAX_BATCH = 4
 CALIBRATION_ITEMS = 32
 
 
-def compiled(model: onnx.ModelProto, folder: Path, calibrator: str = "minmax", **options: Any) -> Result:
+def compiled(model: onnx.ModelProto, folder: Path, calibrator: str = "minmax", **options: Any) -> EngineBuild:
     """What build-engine makes of a model; int8 is calibrated on pictures that no test asks about.
 
     calibrator: "" searches as build-engine does by default, which builds a model some forty times.
@@ -27,13 +26,13 @@ def compiled(model: onnx.ModelProto, folder: Path, calibrator: str = "minmax", *
     path = folder / "model.onnx"
     if not path.exists():           # the test may have written it another way
         onnx.save(model, path)
-    calibration = Calibration()
+    calibration = None
     if options.get("precision") == "int8":
         np.savez(folder / "calibration.npz", input=images_for(model, CALIBRATION_ITEMS, seed=100))
-        calibration = Calibration(source=str(folder / "calibration.npz"), calibrator=calibrator)
+        calibration = Calibration(folder / "calibration.npz", calibrator)
     symbolic = not model.graph.input[0].type.tensor_type.shape.dim[0].dim_value
-    config = BuildConfig(max_batch=MAX_BATCH if symbolic else None, timing=False, **options)
-    return compile_model(path, config, calibration, say=lambda text: None)
+    return build_engine(path, calibration=calibration, cache=False, max_batch=MAX_BATCH if symbolic else None,
+                        timing=False, **options)
 
 
 def engine_of(model: onnx.ModelProto, folder: Path, **options: Any) -> Engine:

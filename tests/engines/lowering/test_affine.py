@@ -27,7 +27,7 @@ def node(op, **attrs):
 @pytest.mark.parametrize("body, operands, ops, meaning", [
     (node("Relu"), 0, ["fma", "max"], lambda x, y: np.maximum(x, 0)),
     (node("HardSwish"), 0, ["fma", "max", "min", "fma", "fma"], lambda x, y: x * np.clip(x / 6 + 0.5, 0, 1)),
-    (node("Silu"), 0, ["fma", "sigmoid", "mul", "fma"], lambda x, y: x / (1 + np.exp(-x))),
+    (node("Swish"), 0, ["fma", "sigmoid", "mul", "fma"], lambda x, y: x / (1 + np.exp(-x))),
     (node("Mul"), 1, ["fma", "fma", "fma"], lambda x, y: x * y),
     (lambda w, x, y: w.add(w.multiply(x, y), y), 1, ["fma", "fma", "fma", "fma"], lambda x, y: x * y + y),
     (lambda w, x: w.multiply(w.multiply(x, x), x), 0, ["fma", "fma", "mul", "fma"], lambda x, y: x ** 3),

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from engines.backends.llvm.codegen.isa import AVX512_VNNI, PORTABLE
-from engines.backends.llvm.kernels.spec import dense_view
 from engines.ir.graph import BATCH, Graph, Node, QParams, TensorType, type_of
 from engines.lowering.calls.calls import Refused
-from engines.lowering.calls.placement import Placement, buffer_bytes, strided
+from engines.lowering.calls.placement import buffer_bytes, strided
 from engines.lowering.lower import lower
+from engines.lowering.problems.view import dense_view
 from engines.lowering.rules.copies import refined
 from engines.ops import OPS
-from tests.engines.backends.harness import constants_of, guarded, loaded
+from tests.engines.backends.harness import constants_of, guarded, kernel_of, loaded
 
 ITEMS = 3
 U8 = QParams((0.05,), (120,), "uint8")
@@ -90,22 +90,23 @@ def graph_of(case: Any, quantised: bool) -> Graph:
 
 def execute(graph: Graph, isa: Any, x: Any) -> Any:
     """The graph's one output as it is stored."""
-    lowered = lower(graph, isa)
+    lowered = lower(graph, isa.lanes)
     memory = [guarded(buffer_bytes(storage, ITEMS)) for storage in lowered.placements.buffers]
     for i, storage in enumerate(lowered.placements.buffers):        # the halos
-        strided(memory[i], Placement(i, 0, storage.whole, storage.items), ITEMS)[...] = storage.pad
+        strided(memory[i], storage.whole, ITEMS)[...] = storage.pad
     placement = lowered.placements["x"]
-    strided(memory[placement.buffer], placement, ITEMS)[...] = x
+    strided(memory[placement.buffer][placement.offset:], placement.view, ITEMS)[...] = x
     for call in lowered.calls:
-        assert call.spec is not None, call.reason
-        tactic = call.spec.tactics(isa)[0]
-        packed = [constants_of(c) for c in call.spec.ready_constants(isa, tactic, call.constants)]
+        assert call.problem is not None, call.reason
+        solved = kernel_of(call.problem)
+        tactic = solved.tactics(isa)[0]
+        packed = [constants_of(c) for c in solved.ready_constants(isa, tactic, call.constants)]
         inputs, outputs = ([memory[p.buffer][p.offset:] for p in of] for of in (call.inputs, call.outputs))
-        grid = call.spec.grid(isa, tactic)
-        kernel = loaded(call.spec, isa, tactic, native=False)
+        grid = solved.grid(isa, tactic)
+        kernel = loaded(solved, isa, tactic, native=False)
         kernel([*inputs, *packed, *outputs], (0, grid.rows_per_item * ITEMS), (0, grid.columns))
     placement = lowered.placements["y"]
-    return strided(memory[placement.buffer], placement, ITEMS).copy()
+    return strided(memory[placement.buffer][placement.offset:], placement.view, ITEMS).copy()
 
 
 def reference(graph: Graph, x: Any) -> Any:
@@ -143,7 +144,7 @@ def test_a_quantised_node_is_compiled(case: Any) -> None:
                                          ("transposed, few channels", 2), ("transposed, overlapping", 6)])
 def test_the_phases_of_columns_are_one_kernel_unless_zeros_cost_more(case: str, calls: int) -> None:
     """Overlapping, three phases that read one or two pixels differ in what they read at the border."""
-    assert len(lower(graph_of(CASES[case], quantised=False), AVX512_VNNI).calls) == calls
+    assert len(lower(graph_of(CASES[case], quantised=False), AVX512_VNNI.lanes).calls) == calls
 
 
 def gather(data: Any, index: Any, axis: int) -> Graph:
@@ -176,7 +177,7 @@ def test_a_constant_index_picks(index: Any, axis: int) -> None:
 def test_a_shuffle_of_channels_is_a_permutation_of_axes(groups: int) -> None:
     index = np.arange(24).reshape(groups, -1).T.ravel()
     graph = gather(TensorType(np.dtype(np.float32), (BATCH, 3, 24)), index, 2)
-    assert [call.spec.family for call in lower(graph, PORTABLE).calls if call.spec] == ["permute"]
+    assert [call.problem.family for call in lower(graph, PORTABLE.lanes).calls if call.problem] == ["permute"]
     x = np.random.default_rng(0).standard_normal((ITEMS, 3, 24)).astype(np.float32)
     np.testing.assert_array_equal(execute(graph, PORTABLE, x), x[:, :, index])
 
@@ -188,15 +189,15 @@ def test_a_depthwise_convolution_has_a_kernel_of_its_own() -> None:
     x = TensorType(np.dtype(np.float32), (BATCH, *IMAGE))
     types = {"x": x, "y": x, "w": TensorType(x.dtype, weights.shape)}
     graph = Graph("g", ("x",), ("y",), (node,), {"w": weights}, types)
-    assert [call.spec.family for call in lower(graph, PORTABLE).calls if call.spec] == ["depthwise"]
+    assert [call.problem.family for call in lower(graph, PORTABLE.lanes).calls if call.problem] == ["depthwise"]
     data = np.random.default_rng(1).standard_normal((ITEMS, *IMAGE)).astype(np.float32)
     np.testing.assert_allclose(execute(graph, PORTABLE, data), reference(graph, data), 1e-5, 1e-5)
 
 
 def test_what_no_kernel_computes_says_why() -> None:
     graph = graph_of(("Softmax", (5, 33), {"axis": 1}, {}), quantised=False)
-    call, = lower(graph, PORTABLE).calls
-    assert call.spec is None and "innermost" in call.reason
+    call, = lower(graph, PORTABLE.lanes).calls
+    assert call.problem is None and "innermost" in call.reason
 
 
 def test_a_reshape_between_tensors_with_gaps_is_seen_in_their_common_parts() -> None:
@@ -232,7 +233,7 @@ def padded_pool(pads: tuple[int, ...], value: float) -> Graph:
 ], ids=["zeros are a halo", "other numbers are not", "nor are more channels"])
 def test_a_pad_before_a_pool(pads: Any, value: float, families: list[str]) -> None:
     graph = padded_pool(pads, value)
-    assert [call.spec.family for call in lower(graph, PORTABLE).calls if call.spec] == families
+    assert [call.problem.family for call in lower(graph, PORTABLE.lanes).calls if call.problem] == families
     x = np.random.default_rng(0).standard_normal((ITEMS, *IMAGE)).astype(np.float32)
     widths = [(before, after) for before, after in zip(pads[:4], pads[4:], strict=True)]
     padded = np.pad(-x, widths, constant_values=value)

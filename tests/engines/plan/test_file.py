@@ -14,12 +14,12 @@ import pytest
 
 from engines.errors import PlanCorruptError, PlanError, PlanVersionError
 from engines.ir.graph import QParams
+from engines.loading import load_engine
 from engines.plan.checksums import PAGE, page_sums
 from engines.plan.file import MAGIC, VERSION, fingerprint_of, read_plan, write_plan
 from engines.plan.plan import Buffer, Fallback, Fill, Operand, Plan, Step
 from engines.plan.sections import INFLATED
-from engines.runtime.engine import load_engine
-from tests.engines.tiny import halo_plan
+from tests.engines.tiny import as_constants, halo_plan
 from tests.fuzz.plans import File
 
 
@@ -29,10 +29,12 @@ def rich_plan() -> Plan:
     view = replace(plan.outputs[0].view, dtype="uint8", quant=QParams((0.5, 0.25), (3, 0), "uint8", axis=1))
     fallback = Fallback({"op": "Erf", "attrs": {"axes": [1, 2]}}, (view, "w", ""), (view,))
     step = Step("", (), 0, rows=3, depends=(0,), fallback=fallback, fuses=("a", "b"), reason="no kernel for Erf")
+    held = as_constants({"w": np.arange(6, dtype=np.float16).reshape(2, 3)}, bytes(plan.constants))
     return replace(plan, steps=(*plan.steps, step), buffers=(*plan.buffers, Buffer("z", 48, 1, 2)),
-                   graph={"nodes": [{"op": "Erf", "inputs": ["x"]}]},
-                   graph_arrays={"w": np.arange(6, dtype=np.float16).reshape(2, 3), "none": np.zeros((0, 4), np.int64),
-                                 "one": np.array(7, np.int8)},
+                   graph={"nodes": [{"op": "Erf", "inputs": ["x"]}]}, weight_offsets=held["weight_offsets"],
+                   constants=held["constants"],
+                   weights={**held["weights"], "none": np.zeros((0, 4), np.int64), "one": np.array(7, np.int8),
+                            "turned": np.arange(6.).reshape(2, 3).T},
                    metadata={"calibrator": "entropy", "mean": np.float32(0.5), "nested": {"a": (1, 2)}})
 
 
@@ -54,7 +56,7 @@ def sections(path: Path) -> dict[str, tuple[int, int]]:
 def read_all(path: Path) -> Plan:
     """Every section, those that wait to be asked for included."""
     plan = read_plan(path)
-    dict(plan.graph), dict(plan.graph_arrays), dict(plan.packed)
+    dict(plan.graph), dict(plan.weights)
     return plan
 
 
@@ -63,11 +65,11 @@ def test_what_is_written_is_read(path: Path) -> None:
     assert got.metadata == {"calibrator": "entropy", "mean": 0.5, "nested": {"a": [1, 2]}}
     assert replace(got, metadata=plan.metadata) == plan
     assert got.steps[1].fallback is not None and got.steps[1].fallback.inputs[1:] == ("w", "")
-    assert list(got.graph_arrays) == list(plan.graph_arrays)
-    for name, array in plan.graph_arrays.items():
-        np.testing.assert_array_equal(got.graph_arrays[name], array)
-        assert got.graph_arrays[name].dtype == array.dtype
-        assert not got.graph_arrays[name].flags.writeable
+    assert list(got.weights) == list(plan.weights)
+    for name, array in plan.weights.items():
+        np.testing.assert_array_equal(got.weights[name], array)
+        assert got.weights[name].dtype == array.dtype
+        assert not got.weights[name].flags.writeable
 
 
 def test_constants_are_a_read_only_view_that_begins_on_a_page(path: Path) -> None:
@@ -135,14 +137,14 @@ def test_a_manifest_of_something_else_is_refused(tmp_path: Path) -> None:
             read_plan(tmp_path / "m.plan")
 
 
-@pytest.mark.parametrize("change", [{"max_batch": 2}, {"metadata": {"threads": 3}}, {"constants": bytes(68)}])
+@pytest.mark.parametrize("change", [{"max_batch": 2}, {"metadata": {"threads": 3}}, {"constants": bytes(140)}])
 def test_a_plan_that_was_altered_after_it_was_read_is_not_written_as_that_plan(
         path: Path, change: dict[str, Any]) -> None:
     plan = replace(read_plan(path), **change)
     with pytest.raises(PlanError, match="altered since it was compiled"):
         write_plan(plan, path)
     write_plan(replace(plan, fingerprint=""), path)
-    assert read_plan(path) == replace(plan, graph_arrays=read_plan(path).graph_arrays)
+    assert read_plan(path) == replace(plan, weights=read_plan(path).weights)
 
 
 def test_a_manifest_edited_under_a_right_checksum_is_refused_by_its_fingerprint(path: Path) -> None:

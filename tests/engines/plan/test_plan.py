@@ -79,8 +79,8 @@ FILL = Fill(TensorView("y", "int32", (2, 6), 1, 0, (24, 4), 48), -7, ((0, 0), (1
     (with_step(columns=-2), "and -2 columns"),
     (with_step(reads=(replace(PLAN.steps[0].reads[0], period=0),)), "reaches bytes 0 to 240 of buffer 0"),
     (with_step(writes=(replace(PLAN.steps[0].writes[0], stride=-8),)), "then -8 further"),
-    (with_fallback(("nothing",)), "reads 'nothing', which is no constant of the graph"),
-    (with_fallback(("w",), shape=(6, 11)), "ends at byte 964 of buffer 't1'"),
+    (with_fallback(("nothing",)), "reads 'nothing', which is none of the constants"),
+    (with_fallback((), shape=(6, 11)), "ends at byte 964 of buffer 't1'"),
     (with_fallback(("w",), constant_quant=(None,) * 3), "says how 3 are stored"),
 ])
 def test_what_does_not_fit_is_named(plan: Plan, message: str) -> None:

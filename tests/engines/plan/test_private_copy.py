@@ -133,9 +133,10 @@ def test_a_dropped_engine_is_gone_at_once_without_the_collector(tmp_path: Path, 
         context.execute(1)
         context.profile()
         engine.run({"x": np.zeros((2, 2, 4), np.int32)})
-        gone = [weakref.ref(part) for part in (engine, engine.plan, engine._program, engine._program._code,
-                                               engine._program._constants, context, context.execution)]
-        del engine, context
+        program = engine._loaded.program
+        gone = [weakref.ref(part) for part in (engine, engine.plan, program, program._code, program._constants,
+                                               context, context.execution)]
+        del engine, context, program
         assert [ref() for ref in gone] == [None] * len(gone)
     finally:
         gc.enable()
@@ -175,7 +176,7 @@ def test_loading_again_and_again_takes_the_memory_of_one_plan(tmp_path: Path) ->
 def test_nobody_may_write_to_the_weights_not_even_a_kernel(tmp_path: Path) -> None:
     write_plan(plan_of(5), tmp_path / "m.plan")
     engine = load_engine(tmp_path / "m.plan")
-    address = engine._program._constants.ctypes.data
+    address = engine._loaded.program._constants.ctypes.data
     with open("/proc/self/maps") as maps:
         ranges = [(line.split()[1], *(int(end, 16) for end in line.split()[0].split("-"))) for line in maps]
     for at in (address, address + 4 * BLOCK - 1):
@@ -186,3 +187,34 @@ def test_what_was_read_is_written_again_as_the_same_file(tmp_path: Path) -> None
     write_plan(plan_of(5), tmp_path / "m.plan")
     write_plan(read_plan(tmp_path / "m.plan"), tmp_path / "again.plan")
     assert (tmp_path / "again.plan").read_bytes() == (tmp_path / "m.plan").read_bytes()
+
+
+def with_weights(constant: int) -> Plan:
+    return replace(plan_of(constant), weights={"w": np.full(LARGE // 4, constant, np.int32)})
+
+
+def test_weights_are_read_when_they_are_asked_for_and_are_not_in_memory_before(tmp_path: Path) -> None:
+    write_plan(with_weights(5), tmp_path / "m.plan")
+    assert os.path.getsize(tmp_path / "m.plan") > LARGE
+    first, most, last = map(int, run_python(ROUNDS, tmp_path / "m.plan").split())
+    assert most - last < 0.5 * LARGE, "they were read with the rest"
+    with open(tmp_path / "m.plan", "r+b") as file:      # damaged, and nobody minds who does not ask
+        file.seek(-LARGE // 2, os.SEEK_END)
+        file.write(b"damage")
+    plan = read_plan(tmp_path / "m.plan")
+    with pytest.raises(PlanCorruptError, match="section 'weights'.* has a wrong checksum"):
+        plan.weights["w"]
+
+
+def test_weights_of_a_file_that_was_replaced_or_is_gone_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.plan"
+    write_plan(with_weights(5), path)
+    plans = [read_plan(path) for _ in range(3)]
+    assert plans[0].weights["w"][0] == 5
+    write_plan(with_weights(6), path)
+    with pytest.raises(PlanCorruptError, match="wrong checksum.* has the file been replaced since it was loaded?"):
+        plans[1].weights["w"]
+    path.unlink()
+    with pytest.raises(PlanCorruptError, match="No such file.* has the file been replaced since it was loaded?"):
+        plans[2].weights["w"]
+    assert plans[0].weights["w"][-1] == 5, "what was read once stays"

@@ -174,7 +174,7 @@ def test_a_plan_whose_graph_cannot_be_compiled_again_is_refused(tmp_path: Path) 
         load_engine(tmp_path / "m.plan")
     document, _ = graph_to_json(Graph("g", ("x",), ("y",), (Node("Relu", ("nowhere",), ("y",)),), {}, {
         name: TensorType(np.dtype(np.float32), (1, 2)) for name in ("x", "y")}))
-    write_plan(replace(plan, graph=document, graph_arrays={}), tmp_path / "m.plan")
+    write_plan(replace(plan, graph=document, weights={}), tmp_path / "m.plan")
     with pytest.raises(PlanTargetError, match="its graph cannot be compiled again here: .*reads 'nowhere'"):
         load_engine(tmp_path / "m.plan")
 

@@ -11,11 +11,12 @@ import pytest
 from engines.errors import PlanCorruptError, PlanError
 from engines.ir.graph import Array, Node, QParams
 from engines.ir.serialize import node_to_json
+from engines.loading import load_engine
 from engines.plan.file import write_plan
 from engines.plan.plan import Buffer, Fallback, IoTensor, Plan, Step, TensorView
-from engines.runtime.engine import Engine, load_engine
+from engines.runtime.engine import Engine
 from engines.runtime.fallback import to_real, to_stored
-from tests.engines.tiny import executor, mix_plan, mixed
+from tests.engines.tiny import as_constants, executor, mix_plan, mixed
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -52,7 +53,7 @@ def test_a_fallback_computes_with_what_quantised_tensors_and_constants_mean() ->
     fallback = Fallback(node_to_json(Node("MatMul", ("x", "w"), ("y",))), (x, "w"), (y,), (None, quant_w))
     plan = Plan("m", "", {}, "int8", 2, (IoTensor("x", "uint8", ("N", 3), x),), (IoTensor("y", "uint8", ("N", 2), y),),
                 (Buffer("x", 6, -1, 0), Buffer("y", 4, 0, 1)), (Step("", (), 1, fallback=fallback),), (), (executor(),),
-                b"", graph_arrays={"w": w})
+                **as_constants({"w": w}))
     stored = np.array([[130, 128, 140], [0, 255, 1]], np.uint8)
     real = (stored.astype(float) - 128) * 0.5 @ (w * 0.25)
     want = np.clip(np.rint(real) + 10, 0, 255)
@@ -76,7 +77,7 @@ def failing_plan(node: Node, inputs: tuple[TensorView | str, ...], **changes: An
     assert fallback is not None
     step = replace(plan.steps[1], fallback=replace(fallback, node=node_to_json(node), inputs=inputs, **changes))
     return replace(plan, steps=(plan.steps[0], step, plan.steps[2]),
-                   graph_arrays={"w": np.ones((6, 10), np.int8), "s": np.array(1, np.int8)})
+                   **as_constants({"w": np.ones((6, 10), np.int8), "s": np.array(1, np.int8)}))
 
 
 @pytest.mark.parametrize(("node", "inputs"), [

@@ -9,7 +9,8 @@ import onnx
 import pytest
 
 from engines.ir.graph import Array
-from engines.runtime.engine import Engine, load_engine
+from engines.loading import load_engine
+from engines.runtime.engine import Engine
 from infer_server.cli import build_engine
 from tests.zoo import TINY, images_for, run_onnx
 

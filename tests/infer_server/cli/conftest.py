@@ -8,5 +8,6 @@ from tests.infer_server.cli.commands import Workshop
 
 
 @pytest.fixture
-def workshop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Workshop:
+def workshop(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Workshop:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))      # tests build the same, and mean to build it
     return Workshop(tmp_path, capsys)

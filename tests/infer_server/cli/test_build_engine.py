@@ -13,8 +13,8 @@ from onnx import TensorProto, helper
 from calibration.accuracy.measures import sqnr_db
 from engines.backends.llvm.tuning import tuner
 from engines.errors import PlanTargetError
+from engines.loading import load_engine
 from engines.plan.file import read_plan
-from engines.runtime.engine import load_engine
 from infer_server.cli.build_engine import parse_shape
 from tests.engines.compiler.zoo_engines import relative_error
 from tests.infer_server.cli.commands import MODEL, UNTIMED, Workshop
@@ -59,6 +59,18 @@ def test_int8_without_calibration_says_which_option_is_missing(workshop: Worksho
 def test_code_is_built_for_an_instruction_set_that_this_machine_may_lack(workshop: Workshop) -> None:
     assert workshop.build("--target", "avx512_vnni", *UNTIMED) == 0
     assert read_plan(workshop.path("m.plan")).target == "avx512_vnni"
+
+
+def test_a_stripped_plan_takes_half_the_room_and_is_refused_on_another_cpu(workshop: Workshop) -> None:
+    output = Path(workshop.path("m.plan"))
+    whole = workshop.built(*UNTIMED).run(workshop.feeds())["output"]
+    size = output.stat().st_size
+    stripped = workshop.built("--strip", "--verify", *UNTIMED)
+    np.testing.assert_array_equal(stripped.run(workshop.feeds())["output"], whole)
+    assert output.stat().st_size < 0.75 * size
+    assert workshop.build("--strip", "--target", FOREIGN) == 0
+    with pytest.raises(PlanTargetError, match="made for .* stripped .*build it here, or without"):
+        load_engine(output)
 
 
 def test_code_for_another_architecture_is_not_timed(workshop: Workshop) -> None:

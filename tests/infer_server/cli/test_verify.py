@@ -33,7 +33,7 @@ def test_a_build_that_is_not_verified_exits_with_1_and_says_what_to_do(
     def damaged(plan: Any, path: str) -> None:
         right(replace(plan, constants=bytes(len(plan.constants)), fingerprint=""), path)
 
-    monkeypatch.setattr("infer_server.cli.build_engine.write_plan", damaged)
+    monkeypatch.setattr("engines.compiler.build.write_plan", damaged)
     assert workshop.build("--verify", "--quiet", *UNTIMED) == 1
     for words in ("NOT verified", "output 'output'", "a fault of the compiler"):
         assert words in workshop.said

@@ -12,13 +12,11 @@ from functools import cache
 
 from engines.backends.llvm.codegen.ir_builder import FLOAT, I8, I16, I32, I64, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
+from engines.lowering.problems.view import SIZES
 
 # numpy's name of a stored dtype -> LLVM's element type
 ELEMENTS = {"uint8": I8, "int8": I8, "bool": I8, "int32": I32, "int64": I64, "float32": FLOAT,
             "float16": "half", "bfloat16": I16}
-SIZES = {"uint8": 1, "int8": 1, "bool": 1, "int32": 4, "int64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
-         "int16": 2, "uint16": 2, "uint32": 4, "uint64": 8, "float64": 8}      # the last are for the reference's steps
-FLOATS = ("uint8", "float32", "float16", "bfloat16")        # what a float tensor may be stored as
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,8 @@ from engines.backends.llvm.runtime.expansion import derive
 from engines.errors import PlanCorruptError
 from engines.ir.graph import Array
 from engines.machine.clock import thread_seconds
-from engines.plan.arena import LINE, Layout, Memory, array_at, plan_memory
-from engines.plan.plan import DERIVED, Band, Derived, Fill, Plan, TensorView, item_strides
+from engines.plan.arena import LINE, Layout, Memory, array_at, plan_memory, write_halo
+from engines.plan.plan import DERIVED, Band, Derived, Plan, TensorView, item_strides
 from engines.plan.verification import verify
 from engines.runtime.fallback import FallbackStep
 
@@ -142,7 +142,7 @@ def _spans(plan: Plan) -> tuple[Span, ...]:
         if not step.symbol:
             if step.fallback is None:
                 raise PlanCorruptError(f"{plan.name}: step '{step.name}' has neither a kernel nor a fallback")
-            spans.append(Span(index, index + 1, FallbackStep(step.fallback, plan.graph_arrays)))
+            spans.append(Span(index, index + 1, FallbackStep(step.fallback, plan.weights)))
         elif spans and spans[-1].fallback is None:
             spans[-1] = Span(spans[-1].first, index + 1)
         else:
@@ -205,34 +205,9 @@ class Arena:
             return
         for fill in self._program.plan.fills:
             if fill.view.buffer not in self._borrowed:
-                self._fill(fill, batch)
+                slots = 1 if fill.view.buffer in self._layout.one_item else batch
+                write_halo(self.array(fill.view, slots), fill, self._filled)
         self._filled = batch
-
-    def _fill(self, fill: Fill, batch: int) -> None:
-        array = self.array(fill.view, 1 if fill.view.buffer in self._layout.one_item else batch)
-        value = fill.value
-        if fill.view.dtype == "bfloat16":
-            value = int(np.float32(value).view(np.uint32)) >> 16
-        if fill.view.batched:
-            array[self._filled:] = value
-        elif not self._filled:
-            array[...] = value
-
-
-class Execution(Protocol):
-    """What carries out a context's requests: one thread, or a crew."""
-
-    def input(self, view: TensorView, batch: int) -> Array:
-        """Where the caller writes an input."""
-
-    def output(self, view: TensorView, batch: int) -> Array:
-        """Where the caller finds an output."""
-
-    def run(self, batch: int) -> None: ...
-
-    def profile(self, batch: int, repeats: int) -> list[float]: ...
-
-    def close(self) -> None: ...
 
 
 class SerialExecution:

@@ -20,7 +20,7 @@ from engines.backends.llvm.codegen.compile import LoadedKernel
 from engines.backends.llvm.codegen.ir_builder import Module, Value, vector
 from engines.backends.llvm.codegen.isa import Isa, best_isa
 from engines.backends.llvm.kernels.common.arithmetic import Arithmetic, arithmetic_for
-from engines.backends.llvm.kernels.spec import begin_kernel
+from engines.backends.llvm.kernels.kernel import begin_kernel
 from engines.backends.llvm.tuning.tuner import aligned, measure
 from engines.machine.cpu import CpuInfo, detect
 from engines.plan.roofline import Level, Peaks

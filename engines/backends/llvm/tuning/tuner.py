@@ -16,11 +16,14 @@ from typing import Any
 
 import numpy as np
 
+from engines.backends.base import Progress
 from engines.backends.llvm.codegen.compile_pool import CompilerPool
 from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.spec import Array, Grid, KernelSpec, View
+from engines.backends.llvm.kernels.kernel import Grid, Kernel, kernels_for
 from engines.backends.llvm.runtime.elf import LoadedCode
+from engines.lowering.problems.problem import Array, Problem
+from engines.lowering.problems.view import View
 from engines.machine.clock import thread_seconds
 from engines.machine.timing_cache import TimingCache
 from engines.version import COMPILER_VERSION
@@ -31,24 +34,28 @@ ROUNDS = 3
 COSTLY = 1.3                # times the least cost: tactics beyond it are not timed
 HOPELESS = 1.5              # times the fastest in its first runs: a tactic that is not timed further
 
-Progress = Callable[[int, int, str], None]
 Constants = Mapping[str, Any]
 Times = tuple[float, ...]       # microseconds of a tactic, for a batch of each size that it is timed with
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """A tactic's machine code. `symbol` is unique to the spec, the tactic and the instruction set."""
-    symbol: str
-    code: bytes
+class Candidate:
+    """A kernel cut by one of its tactics: what is compiled and timed."""
+    kernel: Kernel[Any]
+    tactic: Any
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was taken for a spec, its time for one item (0 if nothing was timed), and the share of that which each
-    further item takes."""
+    """The candidate that was taken for a problem, and its machine code.
+
+    symbol: unique to the kernel, the tactic and the instruction set. time_us: for one item, 0 if nothing was timed.
+    further_item: the share of that time which each further item of a batch takes.
+    """
+    kernel: Kernel[Any]
     tactic: Any
-    kernel: Kernel
+    symbol: str
+    code: bytes
     time_us: float
     further_item: float
 
@@ -57,93 +64,105 @@ class Tuner:
     """Chooses and compiles; equal specs are one kernel. `timing` off takes the tactic of least cost (cost.py).
 
     short_lived: for plans that run a few times, as calibration's trials. Packing weights is then most of the work, so
-    only tactics that move them as they are count.
+    only tactics whose packing is a permutation count.
     """
 
     def __init__(self, isa: Isa, cache: TimingCache, processor: str, timing: bool = True,
                  short_lived: bool = False) -> None:
         self.isa, self.cache, self.processor, self.timing, self.short_lived = isa, cache, processor, timing, short_lived
-        self._choices: dict[KernelSpec, Choice] = {}
+        self._choices: dict[Problem, Choice] = {}
         self._batches: tuple[int, ...] = (1,)
         self.timed = 0              # tactics measured, not found in the cache
 
-    def choose(self, wanted: Mapping[KernelSpec, Constants], progress: Progress | None = None,
-               batches: Sequence[int] = (1,)) -> dict[KernelSpec, Choice]:
-        """The tactic and the kernel of each spec. The constants: any values of the right shapes, for timing.
+    def choose(self, wanted: Mapping[Problem, Constants], progress: Progress | None = None,
+               batches: Sequence[int] = (1,)) -> dict[Problem, Choice]:
+        """The kernel, the tactic and the code for each problem. The constants: any values of the right shapes, to time.
 
         progress(done, of, what) is called as kernels are compiled and timed. batches: the sizes of batches that are
         timed; the first is for kernels to which the batch makes no difference, all are for those that it does.
         """
         self._batches = tuple(batches)
-        new = {spec: constants for spec, constants in wanted.items() if spec not in self._choices}
+        new = {problem: constants for problem, constants in wanted.items() if problem not in self._choices}
         report = _Report(progress, len(new), self.timing)
         with CompilerPool(self.isa) as pool:
             times = self._fastest(pool, new, report) if self.timing else \
-                {spec: (self._usual(spec), (0.0,)) for spec in new}
-            code = pool.compile((self._text(spec, [tactic]) for spec, (tactic, _) in times.items()),
+                {problem: (self._usual(problem), (0.0,)) for problem in new}
+            code = pool.compile((self._text([candidate]) for candidate, _ in times.values()),
                                 lambda: report("compiled"))
-        for (spec, (tactic, found)), object_ in zip(times.items(), code, strict=True):
-            self._choices[spec] = Choice(tactic, Kernel(self._symbol(spec, tactic), object_),
-                                         found[0] / self._batches[0], self._further_item(found))
-        return {spec: self._choices[spec] for spec in wanted}
+        for (problem, (candidate, found)), object_ in zip(times.items(), code, strict=True):
+            self._choices[problem] = Choice(candidate.kernel, candidate.tactic, self._symbol(candidate), object_,
+                                            found[0] / self._batches[0], self._further_item(found))
+        return {problem: self._choices[problem] for problem in wanted}
 
-    def _fastest(self, pool: CompilerPool, wanted: Mapping[KernelSpec, Constants],
-                 report: _Report) -> dict[KernelSpec, tuple[Any, Times]]:
-        """The fastest tactic of each spec, refined."""
-        likely = {spec: self._cheapest(spec, spec.tactics(self.isa)) for spec in wanted}
+    def _fastest(self, pool: CompilerPool, wanted: Mapping[Problem, Constants],
+                 report: _Report) -> dict[Problem, tuple[Candidate, Times]]:
+        """The fastest candidate for each problem, refined."""
+        likely = {problem: self._cheapest(self._candidates(problem)) for problem in wanted}
         times = self._times(pool, wanted, likely, report)
-        refined = {spec: [t for t in spec.refinements(self.isa, _least(times[spec])) if t not in times[spec]]
-                   for spec in wanted}
-        for spec, more in self._times(pool, wanted, refined, report).items():
-            times[spec] |= more
-        return {spec: (_least(found), found[_least(found)]) for spec, found in times.items()}
+        refined = {problem: [candidate for candidate in self._refinements(_least(found)) if candidate not in found]
+                   for problem, found in times.items()}
+        for problem, more in self._times(pool, wanted, refined, report).items():
+            times[problem] |= more
+        return {problem: (_least(found), found[_least(found)]) for problem, found in times.items()}
 
-    def _usual(self, spec: KernelSpec) -> Any:
-        """The cheapest tactic, refined."""
-        tactics = spec.tactics(self.isa)
-        quick = [tactic for tactic in tactics if spec.only_moves(tactic)] if self.short_lived else []
-        best = self._cheapest(spec, quick or tactics)[0]
-        return self._cheapest(spec, [best, *spec.refinements(self.isa, best)])[0]
+    def _candidates(self, problem: Problem) -> list[Candidate]:
+        """Every tactic of every kernel that solves the problem on this machine."""
+        return [Candidate(kernel, tactic) for kernel in kernels_for(problem, self._batches[-1])
+                for tactic in kernel.tactics(self.isa)]
 
-    def _cheapest(self, spec: KernelSpec, tactics: Sequence[Any]) -> list[Any]:
-        """Those that by their cost may be the fastest, the cheapest first; of ways as different as Winograd's and a
-        direct one, whose costs compare less well, the likely of each."""
-        costs = {tactic: spec.cost(self.isa, tactic) for tactic in tactics}
-        limits: dict[type, float] = {}
-        for tactic, cost in costs.items():
-            limits[type(tactic)] = min(cost * COSTLY, limits.get(type(tactic), math.inf))
-        return sorted((tactic for tactic, cost in costs.items() if cost <= limits[type(tactic)]),
-                      key=lambda tactic: costs[tactic])
+    def _refinements(self, best: Candidate) -> list[Candidate]:
+        return [Candidate(best.kernel, tactic) for tactic in best.kernel.refinements(self.isa, best.tactic)]
+
+    def _usual(self, problem: Problem) -> Candidate:
+        """The cheapest candidate, refined."""
+        candidates = self._candidates(problem)
+        quick = [c for c in candidates if c.kernel.packing_is_permutation(c.tactic)] if self.short_lived else []
+        best = self._cheapest(quick or candidates)[0]
+        return self._cheapest([best, *self._refinements(best)])[0]
+
+    def _cheapest(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Those that by their cost may be the fastest, the cheapest first.
+
+        Costs of one kernel's tactics compare well with each other, less so with those of another kernel (Winograd's and
+        a direct one): the likely ones of each kernel are kept.
+        """
+        costs = {candidate: candidate.kernel.cost(self.isa, candidate.tactic) for candidate in candidates}
+        limits: dict[Kernel[Any], float] = {}
+        for candidate, cost in costs.items():
+            limits[candidate.kernel] = min(cost * COSTLY, limits.get(candidate.kernel, math.inf))
+        return sorted((candidate for candidate, cost in costs.items() if cost <= limits[candidate.kernel]),
+                      key=lambda candidate: costs[candidate])
 
     # ---- code
-    def _text(self, spec: KernelSpec, tactics: Sequence[Any]) -> str:
-        """The module of some tactics of a spec."""
+    def _text(self, candidates: Sequence[Candidate]) -> str:
+        """The module of some candidates for one problem."""
         module = Module()
-        for tactic in tactics:
-            spec.emit(module, self._symbol(spec, tactic), self.isa, tactic)
+        for candidate in candidates:
+            candidate.kernel.emit(module, self._symbol(candidate), self.isa, candidate.tactic)
         return module.text()
 
-    def _symbol(self, spec: KernelSpec, tactic: Any) -> str:
-        return f"{spec.family}_{self._digest(spec, tactic)[:16]}"
+    def _symbol(self, candidate: Candidate) -> str:
+        return f"{candidate.kernel.problem.family}_{self._digest(candidate)[:16]}"
 
-    def _digest(self, spec: KernelSpec, tactic: Any) -> str:
-        text = repr((COMPILER_VERSION, self.isa.name, spec, tactic))
+    def _digest(self, candidate: Candidate) -> str:
+        text = repr((COMPILER_VERSION, self.isa.name, candidate))
         return hashlib.sha256(text.encode()).hexdigest()
 
     # ---- times
-    def _times(self, pool: CompilerPool, wanted: Mapping[KernelSpec, Constants],
-               tactics: Mapping[KernelSpec, Sequence[Any]], report: _Report) -> dict[KernelSpec, dict[Any, Times]]:
-        """Those of each tactic of each spec, from the cache or measured side by side."""
-        known = {spec: {tactic: self._known(spec, tactic) for tactic in some} for spec, some in tactics.items()}
-        missing = {spec: [tactic for tactic, found in times.items() if found is None] for spec, times in known.items()}
-        missing = {spec: some for spec, some in missing.items() if some}
-        report("in the timing cache", 2 * (len(tactics) - len(missing)))
-        code = pool.compile((self._text(spec, some) for spec, some in missing.items()), lambda: report("compiled"))
-        for (spec, some), object_ in zip(missing.items(), code, strict=True):
-            known[spec] |= self._measured(spec, some, wanted[spec], object_)
-            report(f"timed {spec.family}")
-        return {spec: {tactic: found for tactic, found in times.items() if found is not None}
-                for spec, times in known.items()}
+    def _times(self, pool: CompilerPool, wanted: Mapping[Problem, Constants],
+               candidates: Mapping[Problem, Sequence[Candidate]],
+               report: _Report) -> dict[Problem, dict[Candidate, Times]]:
+        """Those of each candidate for each problem, from the cache or measured side by side."""
+        known = {problem: {one: self._known(one) for one in some} for problem, some in candidates.items()}
+        missing = {problem: [one for one, found in times.items() if found is None] for problem, times in known.items()}
+        missing = {problem: some for problem, some in missing.items() if some}
+        report("in the timing cache", 2 * (len(candidates) - len(missing)))
+        code = pool.compile(map(self._text, missing.values()), lambda: report("compiled"))
+        for (problem, some), object_ in zip(missing.items(), code, strict=True):
+            known[problem] |= self._measured(problem, some, wanted[problem], object_)
+            report(f"timed {problem.family}")
+        return {problem: {one: found for one, found in times.items() if found is not None}
+                for problem, times in known.items()}
 
     def _further_item(self, found: Times) -> float:
         """Of a batch of one and a larger one; 1 where no two were timed."""
@@ -151,43 +170,45 @@ class Tuner:
             return 1.0
         return min(max((found[1] / found[0] - 1) / (self._batches[1] - self._batches[0]), 0.0), 1.0)
 
-    def _sizes(self, spec: KernelSpec) -> tuple[int, ...]:
-        return self._batches if spec.by_batch else self._batches[:1]
+    def _sizes(self, candidate: Candidate) -> tuple[int, ...]:
+        return self._batches if candidate.kernel.by_batch else self._batches[:1]
 
-    def _known(self, spec: KernelSpec, tactic: Any) -> Times | None:
+    def _known(self, candidate: Candidate) -> Times | None:
         """What the cache has, if it has all."""
-        found = [self.cache.get(self._key(spec, tactic, items)) for items in self._sizes(spec)]
+        found = [self.cache.get(self._key(candidate, items)) for items in self._sizes(candidate)]
         known = tuple(time_us for time_us in found if time_us is not None)
         return known if len(known) == len(found) else None
 
-    def _key(self, spec: KernelSpec, tactic: Any, items: int) -> str:
-        return f"{self.processor}/{self._digest(spec, tactic)}/{items}"
+    def _key(self, candidate: Candidate, items: int) -> str:
+        return f"{self.processor}/{self._digest(candidate)}/{items}"
 
-    def _measured(self, spec: KernelSpec, tactics: Sequence[Any], constants: Constants,
-                  code: bytes) -> dict[Any, Times]:
-        """Those of tactics on batches of zeros, which the cache takes."""
-        loaded, sizes = LoadedCode([code]), self._sizes(spec)
-        inputs, outputs = ([_memory(view, max(sizes)) for view in views] for views in (spec.inputs, spec.outputs))
+    def _measured(self, problem: Problem, candidates: Sequence[Candidate], constants: Constants,
+                  code: bytes) -> dict[Candidate, Times]:
+        """Those of candidates on batches of zeros, which the cache takes."""
+        loaded, sizes = LoadedCode([code]), {one: self._sizes(one) for one in candidates}
+        most = max(map(max, sizes.values()))
+        inputs, outputs = ([_memory(view, most) for view in views] for views in (problem.inputs, problem.outputs))
         packed: dict[Any, list[Array]] = {}
-        calls: dict[int, dict[Any, Callable[[], None]]] = {items: {} for items in sizes}
-        for tactic in tactics:
-            packing = spec.packing(tactic)
+        calls: dict[int, dict[Candidate, Callable[[], None]]] = {}
+        for one in candidates:
+            packing = one.kernel, one.kernel.packing(one.tactic)
             if packing not in packed:
-                packed[packing] = [aligned(constant) for constant in spec.ready_constants(self.isa, tactic, constants)]
-            function = KERNEL(loaded.addresses[self._symbol(spec, tactic)])
-            for items in sizes:
-                calls[items][tactic] = _call(function, [*inputs, *packed[packing], *outputs],
-                                             spec.grid(self.isa, tactic), items)
-        times = {items: measure(of_tactics) for items, of_tactics in calls.items()}
-        self.timed += len(tactics)
+                packed[packing] = [aligned(constant)
+                                   for constant in one.kernel.ready_constants(self.isa, one.tactic, constants)]
+            function = KERNEL(loaded.addresses[self._symbol(one)])
+            for items in sizes[one]:
+                calls.setdefault(items, {})[one] = _call(function, [*inputs, *packed[packing], *outputs],
+                                                         one.kernel.grid(self.isa, one.tactic), items)
+        times = {items: measure(of_candidates) for items, of_candidates in calls.items()}
+        self.timed += len(candidates)
         for items, found in times.items():
-            for tactic, microseconds in found.items():
-                self.cache.put(self._key(spec, tactic, items), microseconds)
-        return {tactic: tuple(times[items][tactic] for items in sizes) for tactic in tactics}
+            for one, microseconds in found.items():
+                self.cache.put(self._key(one, items), microseconds)
+        return {one: tuple(times[items][one] for items in sizes[one]) for one in candidates}
 
 
 class _Report:
-    """Counts towards a progress: each spec is compiled and timed twice, and compiled once more; or only that."""
+    """Counts towards a progress: each problem is compiled and timed twice, and compiled once more; or only that."""
 
     def __init__(self, progress: Progress | None, specs: int, timing: bool) -> None:
         self._progress, self._done, self._of = progress, 0, specs * (5 if timing else 1)
@@ -198,10 +219,10 @@ class _Report:
             self._progress(self._done, self._of, what)
 
 
-def _least(times: Mapping[Any, Times]) -> Any:
-    """The tactic that takes least; of several batches each counts alike, in units of the fastest one's time."""
+def _least(times: Mapping[Candidate, Times]) -> Candidate:
+    """The candidate that takes least; of several batches each counts alike, in units of the fastest one's time."""
     fastest = [max(min(of_batch), 1e-9) for of_batch in zip(*times.values(), strict=True)]
-    return min(times, key=lambda tactic: sum(us / unit for us, unit in zip(times[tactic], fastest, strict=True)))
+    return min(times, key=lambda one: sum(us / unit for us, unit in zip(times[one], fastest, strict=True)))
 
 
 def _call(function: Any, arrays: list[Array], grid: Grid, items: int) -> Callable[[], None]:

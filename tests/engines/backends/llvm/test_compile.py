@@ -14,8 +14,8 @@ from engines.backends.llvm.kernels.movement.layout import COPY, Permute
 from engines.backends.llvm.kernels.pooling.pool import Pool
 from engines.backends.llvm.kernels.rows.norm import Norm
 from engines.backends.llvm.kernels.rows.softmax import Softmax
-from engines.backends.llvm.kernels.spec import dense_view
 from engines.lowering.epilogue.program import INSTRUCTIONS, EpilogueProgram, ProgramBuilder
+from engines.lowering.problems.view import dense_view
 from tests.engines.backends.harness import EVERY_ISA, numpy_dtype, run
 
 PLAIN = EpilogueProgram((), 0, 0)

@@ -9,10 +9,10 @@ from engines.backends.llvm.kernels.contraction.contraction import Contraction, T
 from engines.backends.llvm.kernels.contraction.taps import Border
 from engines.backends.llvm.kernels.contraction.winograd import Winograd
 from engines.backends.llvm.kernels.depthwise.depthwise import Depthwise
-from engines.backends.llvm.kernels.spec import dense_view
 from engines.backends.llvm.tuning import tuner as tuner_module
 from engines.backends.llvm.tuning.tuner import Tuner, _least
 from engines.lowering.epilogue.program import EpilogueProgram
+from engines.lowering.problems.view import dense_view
 from engines.machine.cpu import detect
 from engines.machine.timing_cache import TimingCache
 
@@ -26,11 +26,11 @@ def conv(pixels, cin, cout, taps=1):
     return replace(spec, border=Border(1, 1, 1, 1)) if taps == 3 else spec
 
 
-def taken(spec):
+def taken(spec, batches=(1,)):
     """Without timing."""
     weights = np.zeros((spec.y.shape[2], 1 if isinstance(spec, Depthwise) else spec.x.shape[2], *spec.taps), np.int8)
     tuner = Tuner(AVX512_VNNI, TimingCache(), "", timing=False)
-    return tuner.choose({spec: {"weights": weights, "program": []}})[spec].tactic
+    return tuner.choose({spec: {"weights": weights, "program": []}}, batches=batches)[spec].tactic
 
 
 def test_without_timing_the_shape_of_a_layer_decides():
@@ -42,7 +42,7 @@ def test_without_timing_the_shape_of_a_layer_decides():
 
 def test_rows_of_a_batch_share_weights_though_one_row_alone_cannot():
     assert taken(conv(1, 512, 256)).cols == 1
-    assert taken(conv(1, 512, 256).for_batches_of(32)).cols > 3
+    assert taken(conv(1, 512, 256), (1, 32)).cols > 3
 
 
 def test_a_depthwise_tile_shares_the_interleaving_of_rows():
@@ -59,7 +59,7 @@ def test_a_plan_that_runs_a_few_times_is_packed_by_moving_weights_only():
     assert isinstance(lasting.tactic, Winograd) and isinstance(short.tactic, Tile) and not short.tactic.paired
 
 
-@pytest.mark.parametrize("spec, sizes", [(conv(1, 64, 64).for_batches_of(8), {1, 8}), (conv(7, 64, 64), {1})])
+@pytest.mark.parametrize("spec, sizes", [(conv(1, 64, 64), {1, 8}), (conv(7, 64, 64), {1})])
 def test_kernels_cut_by_batch_are_timed_with_one_item_and_with_many(spec, sizes, monkeypatch):
     """The clock says how many rows of the grid were run."""
     cache, isa = TimingCache(), best_isa(detect().features)
@@ -92,4 +92,4 @@ def test_the_hopeless_are_not_timed(monkeypatch):
     spec = conv(1, 512, 256)
     Tuner(AVX512_VNNI, TimingCache(), "").choose({spec: {}})
     assert {tactic.vectors for tactic in spec.tactics(AVX512_VNNI)} == {1, 2, 4}
-    assert {tactic.vectors for tactic in timed} == {4}
+    assert {candidate.tactic.vectors for candidate in timed} == {4}

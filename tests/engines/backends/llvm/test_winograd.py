@@ -8,9 +8,9 @@ from engines.backends.llvm.codegen.isa import ALL, AVX2, AVX512_VNNI
 from engines.backends.llvm.kernels.contraction.contraction import Contraction
 from engines.backends.llvm.kernels.contraction.winograd import SCALES, Winograd, transform_input, transform_output
 from engines.backends.llvm.kernels.contraction.winograd_weights import WinogradWeights, transform_weights
-from engines.backends.llvm.kernels.spec import dense_view
+from engines.lowering.problems.view import dense_view
 from engines.lowering.rules.contraction import bounded
-from tests.engines.backends.harness import check, gapped, random_array, requantise
+from tests.engines.backends.harness import check, gapped, kernel_of, random_array, requantise
 
 BATCH = 3
 SHAPES = {"whole tiles": (8, 8, 32, 32), "tails both ways": (7, 9, 16, 40), "one small tile": (3, 2, 16, 8),
@@ -116,7 +116,7 @@ def test_made_weights_are_those_of_the_paper(isa):
     """G g G' of every cout, where the kernel's panels have it."""
     spec, _, constants = problem((8, 8, 32, 40), "int8")
     tactic = winograd_tactics(spec, isa)[0]
-    made = spec.ready_constants(isa, tactic, constants)[0]
+    made = kernel_of(spec).ready_constants(isa, tactic, constants)[0]
     expected = np.einsum("ip,ocpq,jq->oijc", G, constants["weights"].astype(int), G).reshape(40, 36, -1, 2)
     at = 0
     for order in spec._panels(isa, tactic):

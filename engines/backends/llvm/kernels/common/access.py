@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from engines.backends.llvm.codegen.ir_builder import I8, I32, PTR, Function, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import ELEMENTS, Lanes, from_float, to_float
-from engines.backends.llvm.kernels.spec import View, Window
+from engines.backends.llvm.kernels.kernel import Window
 from engines.lowering.epilogue.program import EpilogueProgram
+from engines.lowering.problems.view import View
 
 PANEL = 4           # vectors
 BLOCK = 1 << 13     # elements of a row of the grid: enough to pay for its call, few enough to share out

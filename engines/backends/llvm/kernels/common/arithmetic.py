@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from engines.backends.llvm.codegen.ir_builder import FLOAT, I8, I16, I32, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import ELEMENTS, SIZES, to_float
+from engines.backends.llvm.codegen.lanes import ELEMENTS, to_float
 from engines.lowering.epilogue.program import store_meaning
+from engines.lowering.problems.view import SIZES
 
 Operand = tuple[Value, ...]
 

@@ -37,26 +37,24 @@ from engines.backends.llvm.codegen.lanes import Lanes
 from engines.backends.llvm.kernels.common.access import hidden
 from engines.backends.llvm.kernels.common.arithmetic import STORED, Arithmetic, Operand, arithmetic_for
 from engines.backends.llvm.kernels.contraction import winograd
-from engines.backends.llvm.kernels.contraction.pair_offsets import FAR, PairOffsets, shorten_places
 from engines.backends.llvm.kernels.contraction.pairing import PLACE, STEP, emit_steps, pair
 from engines.backends.llvm.kernels.contraction.store import emit_epilogue
 from engines.backends.llvm.kernels.contraction.taps import Border, TapAxis
 from engines.backends.llvm.kernels.contraction.widen import widened
 from engines.backends.llvm.kernels.contraction.winograd import Winograd
-from engines.backends.llvm.kernels.spec import (
-    Array,
+from engines.backends.llvm.kernels.kernel import (
     Grid,
     ImageKernel,
     KernelSpec,
     Tactic,
-    View,
     Window,
     begin_kernel,
     pack_channels,
 )
 from engines.backends.llvm.tuning.cost import CALL, LATENCY, Work, epilogue, pieces, reading
 from engines.lowering.epilogue.program import load_meaning, store_meaning
-from engines.plan.packed import Picked
+from engines.lowering.problems.problem import Array
+from engines.lowering.problems.view import View
 
 LEFT_ALONE = 9          # weights of a channel that find no partner, whatever their number: so it is with normal ones
 FEW_PIXELS = 8          # items of no more pixels than this are cut by batch
@@ -177,9 +175,6 @@ class Contraction(ImageKernel):
         views = (self.flat.x, self.flat.y, *self.flat.operands)
         return (self.flat.rows == 1 and self.flat.cols <= FEW_PIXELS and self.taps == (1, 1) and self.stride == (1, 1)
                 and all(v.item == v.shape[1] * v.strides[1] for v in views))
-
-    def for_batches_of(self, items: int) -> Contraction:
-        return replace(self, items=items) if self.by_batch else self
 
     def block_of_the_batch(self, tile: Tile) -> int:
         """Pixels, where the spec is cut by batch."""
@@ -307,7 +302,7 @@ class Contraction(ImageKernel):
     def packing(self, tactic: Tile | Winograd) -> tuple[type, int, bool]:
         return type(tactic), tactic.vectors, isinstance(tactic, Tile) and tactic.paired
 
-    def only_moves(self, tactic: Tile | Winograd) -> bool:
+    def packing_is_permutation(self, tactic: Tile | Winograd) -> bool:
         return isinstance(tactic, Tile) and not tactic.paired
 
     # ---- code
@@ -320,7 +315,7 @@ class Contraction(ImageKernel):
     # ---- constants
     def pack(self, isa: Isa, tactic: Tile | Winograd, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         """"weights": [cout of all groups, cin, *taps] (s8 or float) -> [panel][tap][k][vector][lane][element], or the
-        three arrays of Paired (its places shorter), or what Winograd's are made of;
+        three arrays of Paired, or what Winograd's are made of;
         "program": a sequence of float32 [1] or [channels] -> [panel][constant][vector][lane]."""
         arithmetic, panels = self.arithmetic(isa), self._panels(isa, tactic)
         taps_last = np.asarray(constants["weights"]).reshape(-1, self.cin, *self.taps).transpose(0, 2, 3, 1)
@@ -334,8 +329,7 @@ class Contraction(ImageKernel):
             width = self._panel(isa, tactic)
             whole = [np.pad(order.ravel(), (0, width - order.size), constant_values=len(runs) - 1) for order in orders]
             paired = pair(runs[np.stack(whole)], self._run_offsets())
-            places = shorten_places(paired.places) if self._near else paired.places
-            return paired.steps, places, paired.starts, program
+            return paired.steps, paired.places, paired.starts, program
         runs = np.ascontiguousarray(np.pad(runs, ((0, 0), (0, 0), (0, -self.run % arithmetic.elements))))
         # Elements that stay together are moved as one: [cout][turn]
         steps = runs.reshape(len(runs), -1).view(f"u{arithmetic.elements * runs.itemsize}")
@@ -346,27 +340,7 @@ class Contraction(ImageKernel):
     def made(self, isa: Isa, tactic: Tile | Winograd) -> Mapping[int, KernelSpec]:
         if isinstance(tactic, Winograd):
             return {0: winograd.made_weights(self, isa, self._panels(isa, tactic))}
-        if tactic.paired:
-            return {1: PairOffsets()} if self._near else {}
-        return widened(isa) if self.precision == "int8" else {}
-
-    def picked(self, isa: Isa, tactic: Tile | Winograd) -> Mapping[str, Picked]:
-        if isinstance(tactic, Winograd) or not tactic.paired:
-            return {}
-        lanes = self._panel(isa, tactic)
-        rows = {channel: panel * lanes + lane for panel, order in enumerate(self._panels(isa, tactic))
-                for lane, channel in enumerate(order.ravel().tolist())}
-        # A column is a channel at a tap.
-        taps = [tap * dilation * stride for tap, dilation, stride in zip(
-            map(np.arange, self.taps), self.dilation, self.x.strides, strict=False)]
-        columns = (np.arange(self.cin)[:, None, None] + taps[0][:, None] + taps[1]).ravel()
-        return {"weights": Picked(lanes, self._near, tuple(rows[channel] for channel in range(self.y.shape[2])),
-                                  tuple(columns.tolist()))}
-
-    @property
-    def _near(self) -> bool:
-        """All that a pixel's taps reach has a short offset."""
-        return bool(self._run_offsets().max() + self.run <= FAR)
+        return widened(isa) if self.precision == "int8" and not tactic.paired else {}
 
     def _run_offsets(self) -> Array:
         """Bytes from tap (0, 0) to the start of each run."""

@@ -25,10 +25,9 @@ from numpy.typing import NDArray
 from engines.backends.llvm.codegen.ir_builder import I8, I32, I64, Function, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.common.access import hidden
-from engines.plan.packed import PICKS
 
 WINDOW = 16             # bytes that a shuffle picks from
-STEP = PICKS            # bytes of a step: two pairs
+STEP = 4                # bytes of a step: two pairs
 SLOTS = 2 * WINDOW      # where no two elements go together, each has a pair to itself
 BLOCK = 1 << 11         # windows paired side by side: their tables stay in cache
 LARGEST = 128           # what the weights of one sign may add up to in a pair

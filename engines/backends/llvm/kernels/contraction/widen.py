@@ -11,16 +11,9 @@ from typing import Any
 
 from engines.backends.llvm.codegen.ir_builder import I8, Module, vector
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.spec import (
-    ALIGNMENT,
-    Array,
-    Grid,
-    KernelSpec,
-    Tactic,
-    View,
-    begin_kernel,
-    dense_view,
-)
+from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, KernelSpec, Tactic, begin_kernel
+from engines.lowering.problems.problem import Array
+from engines.lowering.problems.view import View, dense_view
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,10 @@ from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
 from engines.backends.llvm.kernels.contraction.store import emit_epilogue
 from engines.backends.llvm.kernels.contraction.winograd_weights import WinogradWeights
-from engines.backends.llvm.kernels.spec import Array, Grid, Tactic, View, Window, begin_kernel
+from engines.backends.llvm.kernels.kernel import Grid, Tactic, Window, begin_kernel
 from engines.backends.llvm.tuning.cost import Work, epilogue, reading
+from engines.lowering.problems.problem import Array
+from engines.lowering.problems.view import View
 
 if TYPE_CHECKING:
     from engines.backends.llvm.kernels.contraction.contraction import Contraction

@@ -18,8 +18,9 @@ import numpy as np
 
 from engines.backends.llvm.codegen.ir_builder import FLOAT, I8, I16, Function, Module, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import SIZES
-from engines.backends.llvm.kernels.spec import Array, Grid, KernelSpec, Tactic, View, begin_kernel, dense_view
+from engines.backends.llvm.kernels.kernel import Grid, KernelSpec, Tactic, begin_kernel
+from engines.lowering.problems.problem import Array
+from engines.lowering.problems.view import SIZES, View, dense_view
 
 TAPS, PATCH = 3, 6
 _MADE = {"int8": "int16", "float32": "float32"}

@@ -16,8 +16,8 @@ import numpy as np
 from engines.backends.llvm.codegen.ir_builder import I8, I16, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.spec import Array
 from engines.backends.llvm.tuning.cost import Work
+from engines.lowering.problems.problem import Array
 
 Operand = tuple[Value, ...]
 

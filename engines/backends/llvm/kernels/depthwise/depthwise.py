@@ -43,14 +43,12 @@ from engines.backends.llvm.kernels.common.access import (
 from engines.backends.llvm.kernels.common.arithmetic import STORED
 from engines.backends.llvm.kernels.contraction.widen import widened
 from engines.backends.llvm.kernels.depthwise.columns import COLUMNS, Operand
-from engines.backends.llvm.kernels.spec import (
+from engines.backends.llvm.kernels.kernel import (
     ALIGNMENT,
-    Array,
     Grid,
     ImageKernel,
     KernelSpec,
     Tactic,
-    View,
     Window,
     begin_kernel,
     pack_channels,
@@ -58,6 +56,8 @@ from engines.backends.llvm.kernels.spec import (
 from engines.backends.llvm.tuning.cost import CALL, Work, epilogue, pieces
 from engines.lowering.epilogue.functions import fma
 from engines.lowering.epilogue.program import load_meaning, store_meaning
+from engines.lowering.problems.problem import Array
+from engines.lowering.problems.view import View
 
 
 @dataclass(frozen=True)

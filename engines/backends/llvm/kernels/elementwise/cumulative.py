@@ -18,7 +18,9 @@ from engines.backends.llvm.codegen.ir_builder import FLOAT, I64, Module, Value, 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.common.access import item_addresses, joined, offset, unravel
 from engines.backends.llvm.kernels.elementwise.integers import load_integers, store_integers
-from engines.backends.llvm.kernels.spec import Array, Grid, KernelSpec, Tactic, View, begin_kernel
+from engines.backends.llvm.kernels.kernel import Grid, KernelSpec, Tactic, begin_kernel
+from engines.lowering.problems.problem import Array
+from engines.lowering.problems.view import View
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,9 @@ from engines.backends.llvm.codegen.ir_builder import I1, I64, Module, Value, vec
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import ELEMENTS
 from engines.backends.llvm.kernels.common.access import Runs, joined, offset
-from engines.backends.llvm.kernels.spec import Array, Grid, KernelSpec, Tactic, View, Window, begin_kernel
+from engines.backends.llvm.kernels.kernel import Grid, KernelSpec, Tactic, Window, begin_kernel
+from engines.lowering.problems.problem import Array
+from engines.lowering.problems.view import View
 
 UNSIGNED = ("bool", "uint8")
 STORED = (*UNSIGNED, "int8", "int32", "int64")          # float32 is read too, and truncated

@@ -17,7 +17,7 @@ from typing import Any
 
 from engines.backends.llvm.codegen.ir_builder import Module, Value
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import FLOATS, Lanes
+from engines.backends.llvm.codegen.lanes import Lanes
 from engines.backends.llvm.kernels.common.access import (
     PANEL,
     Runs,
@@ -29,17 +29,10 @@ from engines.backends.llvm.kernels.common.access import (
     run_program,
     store_channels,
 )
-from engines.backends.llvm.kernels.spec import (
-    Array,
-    Grid,
-    KernelSpec,
-    Tactic,
-    View,
-    Window,
-    begin_kernel,
-    pack_channels,
-)
+from engines.backends.llvm.kernels.kernel import Grid, KernelSpec, Tactic, Window, begin_kernel, pack_channels
 from engines.lowering.epilogue.program import EpilogueProgram, load_meaning, store_meaning
+from engines.lowering.problems.problem import Array
+from engines.lowering.problems.view import FLOATS, View
 
 INTEGERS = ("bool", "int8", "int32", "int64")       # what a Cast reads, and the condition of a Where
 

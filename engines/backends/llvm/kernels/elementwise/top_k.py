@@ -19,8 +19,10 @@ from engines.backends.llvm.codegen.ir_builder import I32, I64, PTR, Function, Mo
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import ELEMENTS
 from engines.backends.llvm.kernels.common.access import item_addresses, offset, unravel
+from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, KernelSpec, Tactic, begin_kernel
 from engines.backends.llvm.kernels.rows.passes import live
-from engines.backends.llvm.kernels.spec import ALIGNMENT, Array, Grid, KernelSpec, Tactic, View, begin_kernel
+from engines.lowering.problems.problem import Array
+from engines.lowering.problems.view import View
 
 BLOCK = 64              # elements whose peak is remembered; a multiple of every machine's lanes
 WIDEST = 1 << 18        # keys of a row are kept on a thread's stack: 1 MiB

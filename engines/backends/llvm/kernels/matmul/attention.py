@@ -33,7 +33,7 @@ import numpy as np
 
 from engines.backends.llvm.codegen.ir_builder import FLOAT, PTR, Function, Module, Value
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import SIZES, Lanes, from_float, to_float
+from engines.backends.llvm.codegen.lanes import Lanes, from_float, to_float
 from engines.backends.llvm.kernels.common.access import (
     item_addresses,
     load_channels,
@@ -44,6 +44,7 @@ from engines.backends.llvm.kernels.common.access import (
     unravel,
 )
 from engines.backends.llvm.kernels.contraction.contraction import tile_shapes
+from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, KernelSpec, Tactic, begin_kernel, pack_channels
 from engines.backends.llvm.kernels.matmul.exp2 import LOG2_E, power, power_meaning
 from engines.backends.llvm.kernels.matmul.operands import (
     MIDDLE,
@@ -56,18 +57,10 @@ from engines.backends.llvm.kernels.matmul.operands import (
 )
 from engines.backends.llvm.kernels.rows.passes import PARTIALS, At, fold, fold_rows, live
 from engines.backends.llvm.kernels.rows.softmax import less_peak, share, share_meaning
-from engines.backends.llvm.kernels.spec import (
-    ALIGNMENT,
-    Array,
-    Grid,
-    KernelSpec,
-    Tactic,
-    View,
-    begin_kernel,
-    pack_channels,
-)
 from engines.lowering.epilogue.functions import fma
 from engines.lowering.epilogue.program import EpilogueProgram, Floats, load_meaning, store_meaning
+from engines.lowering.problems.problem import Array
+from engines.lowering.problems.view import SIZES, View
 
 
 @dataclass(frozen=True)

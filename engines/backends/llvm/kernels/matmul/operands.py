@@ -21,10 +21,10 @@ from dataclasses import dataclass
 
 from engines.backends.llvm.codegen.ir_builder import FLOAT, I8, I32, Function, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import ELEMENTS, SIZES, Lanes, from_float, to_float
+from engines.backends.llvm.codegen.lanes import ELEMENTS, Lanes, from_float, to_float
 from engines.backends.llvm.kernels.common.access import hidden, transposed
 from engines.backends.llvm.kernels.common.arithmetic import INT8, Arithmetic, Operand, arithmetic_for
-from engines.backends.llvm.kernels.spec import View
+from engines.lowering.problems.view import SIZES, View
 
 MIDDLE = 128            # of uint8: stored - MIDDLE is an int8
 AHEAD = 16              # rows of a factor that is not packed: a panel's parts of them lie too far apart for the

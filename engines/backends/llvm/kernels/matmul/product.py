@@ -34,6 +34,7 @@ from engines.backends.llvm.kernels.common.access import (
     unravel,
 )
 from engines.backends.llvm.kernels.contraction.contraction import tile_shapes
+from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, KernelSpec, Tactic, begin_kernel, pack_channels
 from engines.backends.llvm.kernels.matmul.operands import (
     MIDDLE,
     Left,
@@ -43,17 +44,9 @@ from engines.backends.llvm.kernels.matmul.operands import (
     product_arithmetic,
     store_tile,
 )
-from engines.backends.llvm.kernels.spec import (
-    ALIGNMENT,
-    Array,
-    Grid,
-    KernelSpec,
-    Tactic,
-    View,
-    begin_kernel,
-    pack_channels,
-)
 from engines.lowering.epilogue.program import EpilogueProgram, load_meaning, store_meaning
+from engines.lowering.problems.problem import Array
+from engines.lowering.problems.view import View
 
 FEW_ROWS = 8            # of a: reading b as it lies may be faster than packing it
 COPIED_TILES = 4        # rows of a that are copied at a time, in tiles, where it is not read as it lies

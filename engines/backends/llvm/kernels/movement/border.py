@@ -14,7 +14,9 @@ import numpy as np
 
 from engines.backends.llvm.codegen.ir_builder import I8, Module, vector
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.spec import Array, Grid, KernelSpec, Tactic, View, begin_kernel
+from engines.backends.llvm.kernels.kernel import Grid, KernelSpec, Tactic, begin_kernel
+from engines.lowering.problems.problem import Array
+from engines.lowering.problems.view import View
 
 UNROLLED = 4            # vectors
 

@@ -15,9 +15,11 @@ import numpy as np
 
 from engines.backends.llvm.codegen.ir_builder import I64, Function, Module, Value
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import ELEMENTS, SIZES
+from engines.backends.llvm.codegen.lanes import ELEMENTS
 from engines.backends.llvm.kernels.common.access import copy_bytes, item_addresses, joined, offset, unravel
-from engines.backends.llvm.kernels.spec import Array, Grid, KernelSpec, Tactic, View, Window, begin_kernel
+from engines.backends.llvm.kernels.kernel import Grid, KernelSpec, Tactic, Window, begin_kernel
+from engines.lowering.problems.problem import Array
+from engines.lowering.problems.view import SIZES, View
 
 CHUNK = 16      # vectors of an unrolled copy
 

@@ -19,7 +19,9 @@ from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import ELEMENTS
 from engines.backends.llvm.kernels.common.access import item_addresses, offset, unravel
 from engines.backends.llvm.kernels.elementwise.integers import load_integers
-from engines.backends.llvm.kernels.spec import Array, Grid, KernelSpec, Tactic, View, begin_kernel
+from engines.backends.llvm.kernels.kernel import Grid, KernelSpec, Tactic, begin_kernel
+from engines.lowering.problems.problem import Array
+from engines.lowering.problems.view import View
 
 TOGETHER = 8        # elements of an unrolled turn
 

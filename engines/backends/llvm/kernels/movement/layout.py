@@ -33,8 +33,10 @@ from engines.backends.llvm.kernels.common.access import (
     unravel,
 )
 from engines.backends.llvm.kernels.elementwise.pointwise import Pointwise
-from engines.backends.llvm.kernels.spec import Array, Grid, KernelSpec, Tactic, View, Window, begin_kernel
+from engines.backends.llvm.kernels.kernel import Grid, KernelSpec, Tactic, Window, begin_kernel
 from engines.lowering.epilogue.program import EpilogueProgram, load_meaning, store_meaning
+from engines.lowering.problems.problem import Array
+from engines.lowering.problems.view import View
 
 COPY = EpilogueProgram((), 1, 0, accumulator=False)
 _INTEGERS = {1: I8, 2: I16, 4: I32, 8: I64}

@@ -26,9 +26,10 @@ from engines.backends.llvm.kernels.common.access import (
     run_program,
     store_channels,
 )
-from engines.backends.llvm.kernels.spec import Array, Grid, ImageKernel, Tactic, Window, begin_kernel, pack_channels
+from engines.backends.llvm.kernels.kernel import Grid, ImageKernel, Tactic, Window, begin_kernel, pack_channels
 from engines.lowering.epilogue.functions import fma
 from engines.lowering.epilogue.program import load_meaning, store_meaning
+from engines.lowering.problems.problem import Array
 
 Tap = tuple[Value, Value | None]        # byte offset, weight in all lanes (None: the one tap of weight 1)
 

@@ -28,9 +28,10 @@ from engines.backends.llvm.kernels.common.access import (
     run_program,
     store_channels,
 )
+from engines.backends.llvm.kernels.kernel import Grid, ImageKernel, Tactic, begin_kernel, pack_channels
 from engines.backends.llvm.kernels.pooling.reduction import Fold
-from engines.backends.llvm.kernels.spec import Array, Grid, ImageKernel, Tactic, begin_kernel, pack_channels
 from engines.lowering.epilogue.program import load_meaning, store_meaning
+from engines.lowering.problems.problem import Array
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,10 @@ from engines.backends.llvm.kernels.common.access import (
     run_program,
     store_channels,
 )
+from engines.backends.llvm.kernels.kernel import Grid, ImageKernel, Tactic, Window, begin_kernel, pack_channels
 from engines.backends.llvm.kernels.pooling.reduction import Fold, Pixel
-from engines.backends.llvm.kernels.spec import Array, Grid, ImageKernel, Tactic, Window, begin_kernel, pack_channels
 from engines.lowering.epilogue.program import load_meaning, store_meaning
+from engines.lowering.problems.problem import Array
 
 MOST_UNROLLED = 25      # taps; larger windows are loops over their rows
 

@@ -22,13 +22,14 @@ import numpy as np
 
 from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import FLOATS
 from engines.backends.llvm.kernels.common.arithmetic import Arithmetic, arithmetic_for
+from engines.backends.llvm.kernels.kernel import Grid, KernelSpec, Tactic
 from engines.backends.llvm.kernels.recurrent.cells import Cell, Stage
 from engines.backends.llvm.kernels.recurrent.steps import BLOCK, STEPS, WHOLE, emit_recurrence
-from engines.backends.llvm.kernels.spec import Array, Grid, KernelSpec, Tactic, View
 from engines.lowering.epilogue.functions import fma
 from engines.lowering.epilogue.program import EpilogueProgram, Floats, load_meaning, store_meaning
+from engines.lowering.problems.problem import Array
+from engines.lowering.problems.view import FLOATS, View
 
 FIRST_LEVEL = 1 << 15   # bytes of cache that most machines have there
 SECOND_LEVEL = 1 << 18  # ... and there, that some have no more of

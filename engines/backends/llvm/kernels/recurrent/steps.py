@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from engines.backends.llvm.codegen.ir_builder import I8, I16, I32, I64, PTR, Function, Module, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import SIZES, Lanes
+from engines.backends.llvm.codegen.lanes import Lanes
 from engines.backends.llvm.kernels.common.access import hidden, load_channels, store_channels
 from engines.backends.llvm.kernels.common.arithmetic import INT16, QUADS, Arithmetic, Operand
+from engines.backends.llvm.kernels.kernel import ALIGNMENT, begin_kernel
 from engines.backends.llvm.kernels.recurrent.cells import Source, Stage
-from engines.backends.llvm.kernels.spec import ALIGNMENT, View, begin_kernel
+from engines.lowering.problems.view import SIZES, View
 
 if TYPE_CHECKING:
     from engines.backends.llvm.kernels.recurrent.recurrence import Panels, Recurrence

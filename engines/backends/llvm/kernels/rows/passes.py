@@ -31,8 +31,10 @@ from engines.backends.llvm.kernels.common.access import (
     store_channels,
     unravel,
 )
-from engines.backends.llvm.kernels.spec import ALIGNMENT, Array, Grid, KernelSpec, Tactic, View, Window, begin_kernel
+from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, KernelSpec, Tactic, Window, begin_kernel
 from engines.lowering.epilogue.program import EpilogueProgram, Floats, load_meaning, store_meaning
+from engines.lowering.problems.problem import Array
+from engines.lowering.problems.view import View
 
 PARTIALS = 64
 NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}

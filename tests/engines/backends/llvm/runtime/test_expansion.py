@@ -10,7 +10,7 @@ import pytest
 
 from engines.backends.llvm.codegen.compile import compile_object
 from engines.backends.llvm.codegen.ir_builder import I32, Module
-from engines.backends.llvm.kernels.spec import begin_kernel
+from engines.backends.llvm.kernels.kernel import begin_kernel
 from engines.backends.llvm.runtime import expansion
 from engines.backends.llvm.runtime.execution import LoadedPlan
 from engines.errors import PlanCorruptError

@@ -1,30 +1,32 @@
-"""Calibration as build-engine does it: watch the float model, correct biases, choose ranges, all by measured error."""
+"""Calibration from data to ranges: watch the float model, correct biases, choose ranges, each by measured error."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from calibration.bias_correction import ChannelMeans, correct_biases
+from calibration.calibrators import make_calibrator
 from calibration.choose import Errors, compare
 from calibration.collect import collect
 from calibration.data.preprocess import Preprocess, load_preprocess
 from calibration.histogram import Histogram
-from calibration.open_data import CalibrationData, Feed, open_calibration_data
+from calibration.open_data import CalibrationData, Feed, Input, Source, digest_of_data, open_calibration_data
 from calibration.search import CANDIDATES, search
 from calibration.smoothing import ALPHAS, ChannelPeaks, smoothable, smoothed, smoothing_factors
 from calibration.table import CalibrationTable, load_or_make, make_table
+from engines.compiler.build import Calibrated, Notify, Progress
 from engines.compiler.builder import TRIAL_BATCH, Builder
+from engines.compiler.engine_cache import sources_digest
 from engines.errors import ConfigError
 from engines.ir.graph import Array, Graph
 from engines.runtime.engine import Engine
 from engines.runtime.fallback import to_real
-
-Say = Callable[[str], None]
 
 # What the search may spend, in multiply-accumulates, so that it does not depend on the machine: about 25 s of AVX2.
 BUDGET_MACS = 1.5e12
@@ -36,56 +38,85 @@ WIDEST = "percentile:99.9999"       # under which smoothing is judged: outliers 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Where an int8 build takes its ranges from."""
-    source: str = ""            # --calib
-    calibrator: str = ""        # --calibrator; "" chooses by measured error
-    cache: str = ""             # --calib-cache
-    preprocess: str = ""        # --preprocess: a preset or a TOML file
-    uint8_input: bool = False   # --uint8-input: the engine does the last part of the preprocessing
+    """Where an INT8 build takes its ranges from: what build_engine's `calibration` is.
 
-    @property
-    def declared(self) -> Preprocess | None:
-        """What the data goes through before the engine, if that is declared."""
-        if not self.preprocess:
-            return None
-        declared = load_preprocess(self.preprocess)
-        return declared.of_pixels if self.uint8_input else declared
+    data        a folder, a file or script.py:function (see calibration.open_data); or feeds, {input: array of one item
+                or of many}: in an iterable, or yielded by a function that is called for each pass over the data. What
+                can be iterated only once, a generator for instance, is kept in memory. None: the cache has the ranges
+    calibrator  its name; "" chooses by measured error
+    cache       a file of ranges: read if it exists and fits, else written
+    preprocess  how images become inputs: a preset's name, a TOML file, or a Preprocess; "" is a preset by the input
+    """
+    data: str | Path | Callable[[], Iterable[Any]] | Iterable[Any] | None = None
+    calibrator: str = ""
+    cache: str | Path = ""
+    preprocess: str | Path | Preprocess = ""
 
+    def __post_init__(self) -> None:
+        if self.data is None and not self.cache:
+            raise ConfigError("calibration needs data, or a cache that exists")
+        if not (self.data is None or callable(self.data) or isinstance(self.data, str | Path | Iterable)):
+            raise ConfigError(f"calibration data are a path, feeds {{input: array}}, or a function that yields feeds; "
+                              f"this is a {type(self.data).__name__}")
+        if self.calibrator:
+            make_calibrator(self.calibrator)
+        self._declared      # noqa: B018  (what is wrong with either is said now, and not after minutes)
 
-@dataclass(frozen=True)
-class Calibrated:
-    """The float graph, its biases corrected if that helps, the ranges, and what the plan records of it all."""
-    graph: Graph
-    table: CalibrationTable
-    report: Mapping[str, Any]
+    @cached_property
+    def _declared(self) -> Preprocess | None:
+        if isinstance(self.preprocess, Preprocess):
+            return self.preprocess
+        return load_preprocess(self.preprocess) if self.preprocess else None
 
+    @cached_property
+    def _source(self) -> Source:
+        """The data as paths, or as a function."""
+        data = self.data
+        assert data is not None
+        if isinstance(data, str | Path) or callable(data):
+            return data
+        kept = [data] if isinstance(data, Mapping) else list(data) if isinstance(data, Iterator) else data
+        return lambda: kept
 
-def calibrate(builder: Builder, graph: Graph, wanted: Calibration, say: Say) -> Calibrated:
-    """Ranges from the cache, if one fits, else from the data. Raises EngineErrors about options, data and cache."""
-    report: dict[str, Any] = {}
+    def open(self, inputs: Sequence[Input], pixels: bool = False) -> CalibrationData:
+        """The items. pixels: the engine takes images as they are, and normalises them itself.
 
-    def make() -> CalibrationTable:
-        if not wanted.source:
-            state = "is of another model or calibrator" if Path(wanted.cache).exists() else "does not exist"
-            raise ConfigError(f"the calibration cache {wanted.cache} {state}; give --calib to calibrate")
-        table, found = _from_data(builder, graph, wanted, say)
-        report.update(found)
-        return table
+        Raises EngineErrors about the data.
+        """
+        declared = self._declared
+        return open_calibration_data(self._source, inputs, declared.of_pixels if declared and pixels else declared)
 
-    if not wanted.cache and not wanted.source:
-        raise ConfigError("an int8 build needs calibration: give --calib, or --calib-cache with a cache that exists")
-    if wanted.cache:
-        cached = load_or_make(wanted.cache, graph_hash(graph), make, wanted.calibrator or None)
-        table = cached.table
-        say(cached.note)
-    else:
-        table = make()
-    missing = [name for name in builder.edges(graph) if name not in table.ranges]
-    if missing:
-        say(f"no ranges for {len(missing)} tensors ({', '.join(missing[:3])}, ...): what reads them stays in float")
-    report |= {"calibrator": table.calibrator, "calibration_items": table.items, "biases_corrected": bool(table.means),
-               "tensors_smoothed": len(table.smoothing)}
-    return Calibrated(prepared(builder, graph, table), table, report)
+    def facts(self) -> dict[str, Any]:
+        """All that changes the ranges, beside the model and what is in the cache."""
+        return {"calibrator": self.calibrator, "preprocess": self._declared, "cached": bool(self.cache),
+                "data": None if self.data is None else digest_of_data(self._source),
+                "code": sources_digest(Path(__file__).parent)}
+
+    def calibrate(self, builder: Builder, graph: Graph, notify: Notify, progress: Progress) -> Calibrated:
+        """Ranges from the cache, if one fits, else from the data. Raises EngineErrors about options, data and cache."""
+        report: dict[str, Any] = {}
+
+        def make() -> CalibrationTable:
+            if self.data is None:
+                state = "is of another model or calibrator" if Path(self.cache).exists() else "does not exist"
+                raise ConfigError(f"the calibration cache {self.cache} {state}; give --calib to calibrate")
+            table, found = _from_data(builder, graph, self, notify, progress)
+            report.update(found)
+            return table
+
+        if self.cache:
+            cached = load_or_make(self.cache, graph_hash(graph), make, self.calibrator or None)
+            table = cached.table
+            notify(cached.note)
+        else:
+            table = make()
+        missing = [name for name in builder.edges(graph) if name not in table.ranges]
+        if missing:
+            notify(f"no ranges for {len(missing)} tensors ({', '.join(missing[:3])}, ...): what reads them stays in "
+                   "float")
+        report |= {"calibrator": table.calibrator, "calibration_items": table.items,
+                   "biases_corrected": bool(table.means), "tensors_smoothed": len(table.smoothing)}
+        return Calibrated(prepared(builder, graph, table), table.ranges, report)
 
 
 def graph_hash(graph: Graph) -> str:
@@ -112,6 +143,8 @@ class _Watched:
     engine: Engine
     data: CalibrationData
     batch: int
+    progress: Callable[[int, int], None]
+    items: int = 0
     histograms: dict[str, Histogram] = field(default_factory=dict)
     means: dict[str, Any] = field(default_factory=dict)
     peaks: dict[str, Any] = field(default_factory=dict)
@@ -119,14 +152,16 @@ class _Watched:
     def watch(self, edges: tuple[str, ...], peaking: tuple[str, ...] = ()) -> None:
         """One pass over the data. peaking: the tensors whose channels' peaks are wanted."""
         means, peaks = ChannelMeans(edges), ChannelPeaks(peaking)
+        self.items = 0
 
         def run(feed: Feed) -> Mapping[str, Array]:
             values = self.engine.run(feed)
             means.observe(values)
             peaks.observe(values)
+            self.items += self.data.items_in(feed)
             return values
 
-        self.histograms = collect(run, self.data, edges, batch=self.batch)
+        self.histograms = collect(run, self.data, edges, batch=self.batch, progress=self.progress)
         self.means, self.peaks = means.result(), peaks.result()
 
     @property
@@ -134,18 +169,19 @@ class _Watched:
         return sum(step.macs for step in self.engine.plan.steps)
 
 
-def _from_data(builder: Builder, graph: Graph, wanted: Calibration,
-               say: Say) -> tuple[CalibrationTable, dict[str, Any]]:
+def _from_data(builder: Builder, graph: Graph, wanted: Calibration, notify: Notify,
+               progress: Progress) -> tuple[CalibrationTable, dict[str, Any]]:
     """Run the float model over the data; correct biases and search for ranges, each if it lowers the error."""
     edges, uneven = builder.edges(graph), smoothable(graph)
     engine = Engine(builder.watching(graph, dict.fromkeys((*edges, *uneven))))
-    data = open_calibration_data(wanted.source, engine.inputs, wanted.declared)
+    data = wanted.open(engine.inputs, builder.config.pixels is not None)
     if data.note:
-        say(data.note)
-    watched = _Watched(engine, data, TRIAL_BATCH if engine.max_batch and not engine.dependence else 1)
+        notify(data.note)
+    batch = TRIAL_BATCH if engine.max_batch and not engine.dependence else 1
+    watched = _Watched(engine, data, batch, lambda done, of: progress("calibrating", done, of, ""))
     watched.watch(edges, uneven)
     report: dict[str, Any] = {"preprocess": data.preprocess.to_json()} if data.preprocess is not None else {}
-    hash_, items = graph_hash(graph), data.count or 0
+    hash_, items = graph_hash(graph), watched.items
     if wanted.calibrator:
         return make_table(wanted.calibrator, hash_, items, watched.histograms), report
 
@@ -153,18 +189,18 @@ def _from_data(builder: Builder, graph: Graph, wanted: Calibration,
     judge = Judge(builder, graph, engine, data.limit(judged), watched.batch)
     factors: dict[str, tuple[float, ...]] = {}
     if uneven:
-        watched, factors = _smoothing(builder, graph, judge, watched, say)
+        watched, factors = _smoothing(builder, graph, judge, watched, notify)
         trials -= 1 + len(ALPHAS)
     usual = replace(make_table("percentile", hash_, items, watched.histograms), smoothing=factors)
     spare = trials - len(CANDIDATES) - 2        # 2: with biases corrected, and without
     if spare < 0:
-        say(f"a model of this size leaves the search few trials: biases are not corrected, and of the calibrators only "
-            f"{' and '.join(FEW_CANDIDATES)} are compared")
-    with_means = _bias_correction(judge, usual, watched.means, say) if spare >= 0 else {}
+        notify("a model of this size leaves the search few trials: biases are not corrected, and of the calibrators "
+               f"only {' and '.join(FEW_CANDIDATES)} are compared")
+    with_means = _bias_correction(judge, usual, watched.means, notify) if spare >= 0 else {}
     found = search(watched.histograms, hash_, items,
                    lambda table: judge.errors(replace(table, means=with_means, smoothing=factors)),
                    min(max(spare, 0), MOST_TRIALS), CANDIDATES if spare >= 0 else FEW_CANDIDATES)
-    say(f"calibrators by their error on {judge.items} calibration items (--calibrator forces one):\n{found}")
+    notify(f"calibrators by their error on {judge.items} calibration items (--calibrator forces one):\n{found}")
     report["calibrators"] = {name: vars(errors) for name, errors in found.choice.errors.items()}
     return replace(found.table, means=with_means, smoothing=factors), report
 
@@ -176,7 +212,7 @@ def _budget(macs: int, weights: int) -> tuple[int, int]:
 
 
 def _smoothing(builder: Builder, graph: Graph, judge: Judge, plain: _Watched,
-               say: Say) -> tuple[_Watched, dict[str, tuple[float, ...]]]:
+               notify: Notify) -> tuple[_Watched, dict[str, tuple[float, ...]]]:
     """What was watched, and the factors, if channels smoothed by them lower the error; else `plain` and none."""
     edges = tuple(plain.histograms)
     before = judge.errors(make_table(WIDEST, "", 0, plain.histograms)).sqnr_db
@@ -190,17 +226,17 @@ def _smoothing(builder: Builder, graph: Graph, judge: Judge, plain: _Watched,
         measured.append(f"{after:.2f} dB with alpha {alpha}")
         if after > best:
             best, kept, found = after, f"kept with alpha {alpha}", (even, factors)
-    say(f"smoothing of {len(plain.peaks)} tensors {kept}: {', '.join(measured)}")
+    notify(f"smoothing of {len(plain.peaks)} tensors {kept}: {', '.join(measured)}")
     return found
 
 
-def _bias_correction(judge: Judge, table: CalibrationTable, means: Mapping[str, Any], say: Say) -> dict[str, Any]:
+def _bias_correction(judge: Judge, table: CalibrationTable, means: Mapping[str, Any], notify: Notify) -> dict[str, Any]:
     """The means, if biases corrected by them lower the error; else none."""
     plain_means = {name: tuple(map(float, values)) for name, values in means.items()}
     before, after = judge.errors(table), judge.errors(replace(table, means=plain_means))
     better = after.sqnr_db > before.sqnr_db
-    say(f"bias correction {'kept' if better else 'left out'}: "
-        f"{before.sqnr_db:.2f} dB without, {after.sqnr_db:.2f} dB with")
+    notify(f"bias correction {'kept' if better else 'left out'}: "
+           f"{before.sqnr_db:.2f} dB without, {after.sqnr_db:.2f} dB with")
     return plain_means if better else {}
 
 

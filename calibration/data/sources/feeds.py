@@ -1,0 +1,55 @@
+"""Feeds that a program has: what a function yields each time that it is called."""
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from calibration.data.items import CalibrationData, Feed, Input, batched_inputs, split_items
+from engines.errors import CalibrationError
+
+Feeds = Callable[[], Iterable[Any]]     # what it yields is checked: it should be {input: array of one or many items}
+
+
+def from_feeds(source: str, feeds: Feeds, inputs: Sequence[Input]) -> CalibrationData:
+    """The items of the feeds, which are asked for anew in each pass; their number is not known.
+
+    Reading them raises CalibrationError: what is yielded are not the model's inputs; and whatever `feeds` raises.
+    """
+    def read() -> Iterator[Feed]:
+        for where, arrays in _arrays(source, feeds):
+            yield from split_items(where, arrays, inputs)
+
+    return CalibrationData(source, read, None, batched_inputs(inputs))
+
+
+def digest_of(source: str, feeds: Feeds) -> str:
+    """A hash of all that the feeds hold, in their order."""
+    hasher = hashlib.blake2b(digest_size=20)
+    for _, arrays in _arrays(source, feeds):
+        for name, array in sorted(arrays.items()):
+            hasher.update(repr((name, str(array.dtype), array.shape)).encode())
+            hasher.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return hasher.hexdigest()
+
+
+def _arrays(source: str, feeds: Feeds) -> Iterator[tuple[str, Feed]]:
+    """(what errors call it, its arrays) of each feed."""
+    for number, feed in enumerate(feeds()):
+        where = f"{source}: feed {number}"
+        if not isinstance(feed, Mapping):
+            raise CalibrationError(f"{where} is a {type(feed).__name__}; give dicts {{input name: array}}")
+        arrays = {str(name): _array(where, name, value) for name, value in feed.items()}
+        yield where, arrays
+
+
+def _array(where: str, name: str, value: Any) -> Any:
+    try:
+        array = np.asarray(value)
+    except ValueError as error:     # lists of different lengths
+        raise CalibrationError(f"{where}: '{name}' is no array: {error}") from error
+    if array.dtype.hasobject:
+        raise CalibrationError(f"{where}: '{name}' is no array of numbers, but of {array.dtype}")
+    return array

@@ -1,0 +1,89 @@
+"""The interface of a backend: all that the compiler asks of one. What runs its plans is a Device (device.py)."""
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from engines.ir.graph import Graph
+from engines.machine.timing_cache import TimingCache
+from engines.plan.plan import Buffer, Derived, Fill, IoTensor, Plan, Step
+from engines.plan.roofline import Peaks
+
+Progress = Callable[[int, int, str], None]      # (done, of, what), called as kernels are compiled and timed
+
+
+class TimedNode(NamedTuple):
+    """A node of the graph as a session timed its kernel."""
+    name: str
+    fuses: tuple[str, ...]      # names of ONNX nodes
+    time_us: float              # for one item; 0 where nothing was timed
+
+
+class Chosen(Protocol):
+    """A graph with a kernel chosen for each of its nodes: what a session compares, and makes a plan of."""
+    @property
+    def graph(self) -> Graph: ...
+
+    @property
+    def max_batch(self) -> int: ...
+
+    def times(self) -> Sequence[TimedNode]: ...
+
+
+@dataclass(frozen=True)
+class MachinePart:
+    """All of a plan that depends on the machine."""
+    backend: str
+    target: str
+    cpu: dict[str, Any]
+    buffers: tuple[Buffer, ...]
+    fills: tuple[Fill, ...]
+    steps: tuple[Step, ...]
+    code: tuple[bytes, ...]
+    constants: bytes
+    derived: tuple[Derived, ...]
+    weight_offsets: dict[str, int]
+    inputs: tuple[IoTensor, ...]
+    outputs: tuple[IoTensor, ...]
+
+
+class Session(Protocol):
+    """Builds for one target. It keeps its kernels and their times, so that a second graph costs only what is new."""
+    @property
+    def target(self) -> str: ...
+
+    @property
+    def arithmetic(self) -> Collection[str]:
+        """The precisions that the target computes in; tensors of others are stored so, and sums are in float32."""
+
+    def choose(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
+               progress: Progress | None = None) -> Any:
+        """A Chosen of this backend: a kernel for each node of a graph whose tensors' stored types are decided.
+
+        opt_batch: the batch that kernels are timed with; None: the backend decides.
+        """
+
+    def assemble(self, chosen: Any) -> MachinePart:
+        """Constants packed, buffers laid out."""
+
+    def tuned(self, plan: Plan) -> Plan:
+        """The plan with what is decided by timing the whole of it; the plan itself if there is nothing."""
+
+
+class Backend(Protocol):
+    """A way to run plans: its targets, and sessions that build for them."""
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def targets(self) -> Sequence[str]: ...
+
+    def session(self, target: str, cache: TimingCache, timing: bool, short_lived: bool = False) -> Session:
+        """target: "" is this machine's best. short_lived: for plans that run a few times, as calibration's trials."""
+
+    def default_target(self) -> str:
+        """The best target for this machine."""
+
+    def peaks(self) -> Peaks:
+        """What this machine does at best, measured now."""

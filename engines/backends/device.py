@@ -1,0 +1,45 @@
+"""The serving side of a backend: a device loads a plan and runs it. Its modules import nothing that compiles."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from engines.ir.graph import Array
+from engines.plan.plan import Plan, TensorView
+
+
+class Execution(Protocol):
+    """The memory of one run, and what carries it out: what is behind an ExecutionContext. One thread at a time."""
+
+    def input(self, view: TensorView, batch: int) -> Array:
+        """Where the caller writes an input."""
+
+    def output(self, view: TensorView, batch: int) -> Array:
+        """Where the caller finds an output."""
+
+    def run(self, batch: int) -> None: ...
+
+    def profile(self, batch: int, repeats: int) -> list[float]:
+        """Seconds of each step, run alone: the least of `repeats`."""
+
+    def close(self) -> None: ...
+
+
+class Loaded(Protocol):
+    """A plan made ready to run: code and constants, shared by any number of executions."""
+    @property
+    def arena_bytes(self) -> int:
+        """Of one execution's buffers."""
+
+    def execution(self, cpus: Sequence[int] | None) -> Execution:
+        """cpus: where its threads stay; None: anywhere."""
+
+
+class Device(Protocol):
+    """What runs the plans of a backend on this machine."""
+
+    def mismatch(self, plan: Plan) -> str:
+        """What the plan needs and this machine is not; "" if they fit."""
+
+    def load(self, plan: Plan, threads: int) -> Loaded:
+        """threads: that work on one execution. Raises PlanCorruptError, ConfigError."""

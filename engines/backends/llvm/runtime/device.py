@@ -1,0 +1,51 @@
+"""The CPU as a device: does a plan's code fit it, and what runs that code on one thread or several."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engines.backends.device import Device, Execution
+from engines.backends.llvm.runtime.execution import LoadedPlan, SerialExecution
+from engines.machine import cpu
+from engines.plan.plan import Plan
+
+
+class LoadedEngine:
+    """A plan made ready to run by so many threads."""
+
+    def __init__(self, plan: Plan, threads: int) -> None:
+        self.program, self._threads = LoadedPlan(plan, threads), threads
+        if threads > 1:
+            # Imported here, for on one thread serving starts without it.
+            from engines.backends.llvm.runtime.workers import ParallelProgram
+            self._shared = ParallelProgram(self.program, threads)
+
+    @property
+    def arena_bytes(self) -> int:
+        """Of one execution's buffers (one of T threads has T such arenas)."""
+        return (self.program.separate_layout if self._threads > 1 else self.program.shared_layout).total
+
+    def execution(self, cpus: Sequence[int] | None) -> Execution:
+        if self._threads == 1:
+            return SerialExecution(self.program)
+        from engines.backends.llvm.runtime.workers import ParallelExecution
+        return ParallelExecution(self._shared, cpus)
+
+
+class CpuDevice:
+    """This machine's CPU."""
+
+    def mismatch(self, plan: Plan) -> str:
+        machine = cpu.detect()
+        architecture = plan.cpu.get("architecture", machine.architecture)
+        if architecture != machine.architecture:
+            return f"made for {architecture}, but this machine is {machine.architecture}"
+        missing = machine.missing(frozenset(plan.cpu.get("features", ())))
+        if missing:
+            return f"made for '{plan.target}', but this CPU ({machine.model}) lacks {', '.join(sorted(missing))}"
+        return ""
+
+    def load(self, plan: Plan, threads: int) -> LoadedEngine:
+        return LoadedEngine(plan, threads)
+
+
+DEVICE: Device = CpuDevice()

@@ -1,0 +1,158 @@
+"""Builds for a CPU: a graph with stored types decided -> all of a plan that depends on the machine."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from engines.backends.base import MachinePart, Progress, TimedNode
+from engines.backends.llvm.codegen.executor import scheduler_object
+from engines.backends.llvm.codegen.isa import Isa, isa_named
+from engines.backends.llvm.constants import Constants
+from engines.backends.llvm.kernels.kernel import Window
+from engines.backends.llvm.tuning.item_major import with_bands
+from engines.backends.llvm.tuning.tuner import Choice, Tuner
+from engines.ir.graph import BATCH, Graph
+from engines.lowering.buffers import buffers_of, check_memory, fills_of, write_borders
+from engines.lowering.calls.calls import Call
+from engines.lowering.calls.placement import NO_BUFFER, Placement
+from engines.lowering.lower import Lowered, lower
+from engines.lowering.problems.problem import Problem
+from engines.lowering.steps import io_tensors, step_of
+from engines.machine.cpu import detect
+from engines.machine.timing_cache import TimingCache
+from engines.plan.plan import Operand, Plan, Reach, Step
+
+USUAL_BATCH = 32            # of full tiles, whatever their shape
+
+
+@dataclass(frozen=True)
+class CpuChosen:
+    """A lowered graph, and the kernels of its calls."""
+    lowered: Lowered
+    choices: Mapping[Problem, Choice]
+    makers: Mapping[Problem, Choice]         # of constants, when a plan is loaded
+    max_batch: int
+
+    @property
+    def graph(self) -> Graph:
+        return self.lowered.graph
+
+    def times(self) -> list[TimedNode]:
+        return [TimedNode(call.name, call.node.origin, self.choices[call.problem].time_us if call.problem else 0.0)
+                for call in self.lowered.calls]
+
+
+class LlvmSession:
+    """Builds for one instruction set; it times kernels where this machine can run them."""
+
+    def __init__(self, target: str, cache: TimingCache, timing: bool, short_lived: bool = False) -> None:
+        cpu, isa = detect(), isa_named(target)
+        runnable = isa.requires <= cpu.features and not (isa.triple and not isa.triple.startswith(cpu.architecture))
+        self.isa, self.cache = isa, cache
+        self.tuner = Tuner(isa, cache, cpu.model, timing and runnable, short_lived)
+        self.arithmetic = ("fp32", "int8", *["bf16"] * isa.bf16)
+
+    @property
+    def target(self) -> str:
+        return self.isa.name
+
+    def choose(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
+               progress: Progress | None = None) -> CpuChosen:
+        """Lower a graph and choose a tactic for each kernel.
+
+        opt_batch: the batch that they are timed with; None: one item, and USUAL_BATCH where kernels are cut by batch.
+        """
+        batches = (1, min(max_batch, USUAL_BATCH)) if opt_batch is None and max_batch > 1 else (opt_batch or 1,)
+        lowered = lower(graph, self.isa.lanes)
+        check_memory(lowered, max_batch)
+        lowered = write_borders(lowered, max_batch)
+        choices = self.tuner.choose({call.problem: call.constants for call in lowered.calls if call.problem}, progress,
+                                    batches)
+        made = self.tuner.choose({maker: {} for choice in choices.values()
+                                  for maker in choice.kernel.made(self.isa, choice.tactic).values()})
+        return CpuChosen(lowered, choices, made, max_batch)
+
+    def assemble(self, chosen: CpuChosen) -> MachinePart:
+        """Pack constants, lay out buffers."""
+        assembler = _Assembler(chosen, self.isa)
+        for call in chosen.lowered.calls:
+            assembler.add(call)
+        return assembler.finish()
+
+    def tuned(self, plan: Plan) -> Plan:
+        """The plan with the steps that are faster item by item, as timed here."""
+        return with_bands(plan, self.cache, self.tuner.processor) if self.tuner.timing else plan
+
+
+class _Assembler:
+    """Collects the calls of a lowered graph into steps."""
+
+    def __init__(self, chosen: CpuChosen, isa: Isa) -> None:
+        self.lowered, self.isa, self.choices, self.max_batch = chosen.lowered, isa, chosen.choices, chosen.max_batch
+        self.steps: list[Step] = []
+        self.code = {choice.symbol: choice.code for choice in chosen.makers.values()}
+        self.constants = Constants(chosen.graph, self.isa, chosen.makers)
+        self.writers: dict[int, list[int]] = {}     # buffer -> steps
+
+    def add(self, call: Call) -> None:
+        depends = {step for placement in call.inputs for step in self.writers.get(placement.buffer, ())}
+        step = replace(step_of(self.lowered, call), depends=tuple(sorted(depends)))
+        if call.problem is not None:
+            step = self._kernel(call, call.problem, step)
+        for name in self.lowered.graph.constants.keys() & {*call.node.inputs} if step.fallback else ():
+            self.constants.tensor(name)     # the reference reads it from there
+        for placement in call.outputs:
+            self.writers.setdefault(placement.buffer, []).append(len(self.steps))
+        self.steps.append(step)
+
+    # ---- steps
+    def _kernel(self, call: Call, problem: Problem, step: Step) -> Step:
+        choice = self.choices[problem]
+        grid = choice.kernel.grid(self.isa, choice.tactic)
+        self.code[choice.symbol] = choice.code
+        packed = self.constants.add_packed(call, choice)
+        batched = call.outputs[0].items == BATCH
+        constant_bytes = sum(size for _, size in packed)
+        windows = choice.kernel.windows(self.isa, choice.tactic)
+        reads, writes = (tuple(_reach(placement, window, grid.rows_per_item) for placement, window in pairs
+                               if placement.buffer != NO_BUFFER)
+                         for pairs in (zip(call.inputs, windows, strict=False),
+                                       zip(call.outputs, windows[len(call.inputs):], strict=True)))
+        return replace(
+            step, symbol=choice.symbol,
+            operands=(*map(self._operand, call.inputs), *(operand for operand, _ in packed),
+                      *map(self._operand, call.outputs)),
+            rows_per_item=grid.rows_per_item if batched else 0,
+            rows=0 if batched else grid.rows_per_item * int(call.outputs[0].items),
+            row_step=grid.row_step, columns=grid.columns, column_step=grid.column_step,
+            reads=reads, writes=writes, constant_bytes=constant_bytes, further_item=round(choice.further_item, 3),
+            tactic=f"{problem.family}: {choice.tactic}", time_us=round(choice.time_us, 3),
+            bytes=step.bytes + constant_bytes)
+
+    def _operand(self, placement: Placement) -> Operand:
+        if placement.buffer != NO_BUFFER:
+            return Operand(placement.buffer, placement.offset)
+        return Operand(None, self.constants.tensor(placement.constant).offset + placement.offset)
+
+    # ---- buffers
+    def finish(self) -> MachinePart:
+        isa, cpu = self.isa, detect()
+        made_for = {"features": sorted(isa.requires), "model": cpu.model,
+                    "architecture": _architecture(isa, cpu.architecture)}
+        return MachinePart(
+            backend="llvm", target=isa.name, cpu=made_for,
+            buffers=buffers_of(self.lowered, self.max_batch), fills=fills_of(self.lowered), steps=tuple(self.steps),
+            code=(*self.code.values(), scheduler_object(isa)), constants=self.constants.data(),
+            derived=self.constants.derived(),
+            weight_offsets=self.constants.weight_offsets,
+            inputs=io_tensors(self.lowered, self.lowered.graph.inputs),
+            outputs=io_tensors(self.lowered, self.lowered.graph.outputs))
+
+
+def _architecture(isa: Isa, here: str) -> str:
+    return isa.triple.split("-")[0] if isa.triple else here
+
+
+def _reach(placement: Placement, window: Window, period: int) -> Reach:
+    return Reach(placement.buffer, placement.offset + window.begin, placement.offset + window.end, window.rows,
+                 window.stride, placement.view.item, period)

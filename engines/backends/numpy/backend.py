@@ -1,0 +1,97 @@
+"""Builds plans that NumPy runs: nothing is compiled, and there is one target, which is every machine."""
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from engines.backends.base import Backend, MachinePart, Progress, TimedNode
+from engines.ir.graph import Graph
+from engines.lowering.buffers import buffers_of, check_memory, fills_of, write_borders
+from engines.lowering.lower import Lowered, lower
+from engines.lowering.steps import io_tensors, step_of
+from engines.machine.cpu import detect
+from engines.machine.timing_cache import TimingCache
+from engines.plan.plan import Plan
+from engines.plan.roofline import Level, Peaks
+
+SIDE, BYTES = 512, 1 << 26      # of the matrices and of the array that the peaks are measured with
+
+
+def lowered_for_numpy(graph: Graph, max_batch: int) -> Lowered:
+    """The problems of a graph. Vectors have one lane: no groups of a convolution are merged."""
+    return write_borders(lower(graph, lanes=1), max_batch)
+
+
+@dataclass(frozen=True)
+class NumpyChosen:
+    """A lowered graph: there is one way to run each of its problems."""
+    lowered: Lowered
+    max_batch: int
+
+    @property
+    def graph(self) -> Graph:
+        return self.lowered.graph
+
+    def times(self) -> list[TimedNode]:
+        return [TimedNode(call.name, call.node.origin, 0.0) for call in self.lowered.calls]
+
+
+class NumpySession:
+    """Nothing is timed. A plan's steps only tell what there is: they are made of the graph when it is loaded."""
+    target = "numpy"
+    arithmetic = ("fp32", "int8")
+
+    def choose(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
+               progress: Progress | None = None) -> NumpyChosen:
+        lowered = lowered_for_numpy(graph, max_batch)
+        check_memory(lowered, max_batch)
+        return NumpyChosen(lowered, max_batch)
+
+    def assemble(self, chosen: NumpyChosen) -> MachinePart:
+        lowered, graph = chosen.lowered, chosen.lowered.graph
+        steps = tuple(step if step.fallback else replace(step, tactic=f"{step.symbol}: numpy")
+                      for step in (step_of(lowered, call) for call in lowered.calls))
+        return MachinePart(
+            backend="numpy", target="numpy", cpu={}, buffers=buffers_of(lowered, chosen.max_batch),
+            fills=fills_of(lowered), steps=steps, code=(), constants=b"", derived=(), weight_offsets={},
+            inputs=io_tensors(lowered, graph.inputs), outputs=io_tensors(lowered, graph.outputs))
+
+    def tuned(self, plan: Plan) -> Plan:
+        return plan
+
+
+class NumpyBackend:
+    """It has one target of its own name."""
+    name = "numpy"
+    targets = ("numpy",)
+
+    def default_target(self) -> str:
+        return "numpy"
+
+    def session(self, target: str, cache: TimingCache, timing: bool, short_lived: bool = False) -> NumpySession:
+        return NumpySession()
+
+    def peaks(self) -> Peaks:
+        """Its fastest matrix product, of the type that each arithmetic is computed in, and its fastest copy."""
+        macs = {}
+        for precision, dtype in (("fp32", np.float32), ("int8", np.float64)):
+            a = np.ones((SIDE, SIDE), dtype)
+            macs[precision] = SIDE ** 3 / _least_seconds(lambda a=a: a @ a)     # type: ignore[misc]
+        memory = np.ones(BYTES, np.uint8)
+        return Peaks(detect().model, "numpy", macs, (Level("memory", math.inf, BYTES / _least_seconds(memory.copy)),))
+
+
+def _least_seconds(call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+BACKEND: Backend = NumpyBackend()

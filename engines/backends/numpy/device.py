@@ -1,0 +1,116 @@
+"""Runs plans by NumPy: lowers a plan's graph when it is loaded, and calls the reference of each problem in turn."""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from engines.backends.device import Device
+from engines.backends.numpy.backend import lowered_for_numpy
+from engines.ir.graph import BATCH, Array
+from engines.lowering.calls.calls import Call
+from engines.lowering.calls.placement import NO_BUFFER, Placement, strided
+from engines.lowering.steps import step_of
+from engines.plan.arena import Memory, array_at, plan_memory, write_halo
+from engines.plan.plan import Plan, TensorView, graph_of
+from engines.runtime.fallback import FallbackStep
+
+Memories = Callable[[Placement], Array]     # the bytes from the address of a placed tensor on
+
+
+def solve(call: Call, memory: Memories, batch: int) -> None:
+    """Run the reference of a call's problem on its tensors where they lie."""
+    problem, items = call.problem, call.outputs[0].items
+    assert problem is not None, call.reason
+    count = batch if items == BATCH else int(items)
+    inputs, outputs = ([strided(memory(placement), view, count) for placement, view in zip(placed, views, strict=True)]
+                       for placed, views in ((call.inputs, problem.inputs), (call.outputs, problem.outputs)))
+    for target, result in zip(outputs, problem.reference(inputs, call.constants), strict=True):
+        target[...] = result
+
+
+class LoadedPlan:
+    """A plan's graph, lowered; shared by all executions."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.layout = plan, plan_memory(plan.buffers, plan.fills)
+        self.lowered = lowered_for_numpy(graph_of(plan), plan.max_batch)
+        constants = self.lowered.graph.constants
+        self.constants = {name: np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+                          for name, array in constants.items()}
+        fallbacks = (step_of(self.lowered, call).fallback for call in self.lowered.calls)
+        self.steps = [(call, FallbackStep(fallback, constants) if fallback else None)
+                      for call, fallback in zip(self.lowered.calls, fallbacks, strict=True)]
+
+    @property
+    def arena_bytes(self) -> int:
+        return self.layout.total
+
+    def execution(self, cpus: Sequence[int] | None) -> NumpyExecution:
+        """cpus: NumPy's own threads are where they are."""
+        return NumpyExecution(self)
+
+
+class NumpyExecution:
+    """The buffers of one context, on which the steps run."""
+
+    def __init__(self, loaded: LoadedPlan) -> None:
+        self._loaded, self._memory, self._filled = loaded, Memory(loaded.layout.total).bytes, 0
+
+    def input(self, view: TensorView, batch: int) -> Array:
+        self._prepare(batch)
+        return self.output(view, batch)
+
+    def output(self, view: TensorView, batch: int) -> Array:
+        return array_at(self._memory, self._loaded.layout.offsets[view.buffer], view, batch)
+
+    def run(self, batch: int) -> None:
+        for step in self._steps(batch):
+            step()
+
+    def profile(self, batch: int, repeats: int) -> list[float]:
+        return [min(times) for times in zip(*([_seconds(step) for step in self._steps(batch)] for _ in range(repeats)),
+                                            strict=True)]
+
+    def close(self) -> None:
+        """There are no threads to stop."""
+
+    def _steps(self, batch: int) -> list[Callable[[], None]]:
+        self._prepare(batch)
+        arrays = partial(self.output, batch=batch)
+        return [partial(fallback.run, arrays, batch) if fallback else partial(solve, call, self._bytes, batch)
+                for call, fallback in self._loaded.steps]
+
+    def _bytes(self, placement: Placement) -> Array:
+        if placement.buffer == NO_BUFFER:
+            return self._loaded.constants[placement.constant][placement.offset:]
+        return self._memory[self._loaded.layout.offsets[placement.buffer] + placement.offset:]
+
+    def _prepare(self, batch: int) -> None:
+        """Write the halos of the batch slots that none has asked for so far."""
+        if batch > self._filled:
+            for fill in self._loaded.plan.fills:
+                write_halo(self.output(fill.view, batch), fill, self._filled)
+            self._filled = batch
+
+
+def _seconds(step: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    step()
+    return time.perf_counter() - begin
+
+
+class NumpyDevice:
+    """Any machine."""
+
+    def mismatch(self, plan: Plan) -> str:
+        return ""
+
+    def load(self, plan: Plan, threads: int) -> LoadedPlan:
+        """threads: NumPy has as many as it likes."""
+        return LoadedPlan(plan)
+
+
+DEVICE: Device = NumpyDevice()

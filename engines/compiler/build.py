@@ -1,0 +1,187 @@
+"""build_engine: a model becomes a plan, or is looked up in the engine cache if it has been built before.
+
+    build = build_engine("m.onnx", precision="int8", calibration=Calibration("photos/", preprocess="imagenet"))
+    build.save("m.plan")
+    build.engine(threads=2).run({"input": array})
+
+What calibrates is handed in (calibration.Calibration): the compiler takes ranges, and does not know where from.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from engines.compiler.builder import BuildConfig, Builder, Ranges
+from engines.compiler.engine_cache import EngineCache, model_digest
+from engines.errors import ConfigError, ModelError
+from engines.frontend.onnx_import import Model
+from engines.ir.graph import Graph
+from engines.loading import engine_of
+from engines.machine.cpu import detect
+from engines.plan.file import write_plan
+from engines.plan.plan import Plan
+from engines.runtime.engine import Engine
+
+Notify = Callable[[str], None]
+Progress = Callable[[str, int, int, str], None]     # (stage, done, of, what): see build_engine
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What calibration makes of an optimised float graph: the graph to quantise, the ranges of its edges, and what the
+    plan's metadata is to say of them."""
+    graph: Graph
+    ranges: Ranges
+    report: Mapping[str, Any]
+
+
+class RangeSource(Protocol):
+    """Where an INT8 build takes its ranges from; calibration.Calibration is one."""
+
+    @property
+    def cache(self) -> str | os.PathLike[str]:
+        """The file that `calibrate` keeps ranges in; "" if there is none."""
+
+    def facts(self) -> Mapping[str, Any]:
+        """All that changes the ranges beside the model and that file, as JSON would hold it."""
+
+    def calibrate(self, builder: Builder, graph: Graph, notify: Notify, progress: Progress) -> Calibrated:
+        """The ranges of the graph's edges. Raises EngineErrors about the data."""
+
+
+@dataclass(frozen=True)
+class EngineBuild:
+    """What build_engine gives.
+
+    plan        the plan; what was chosen is in its metadata: "calibrator", "calibrators" (the errors of each that was
+                tried), "calibration_items", "preprocess", ...
+    notices     what its user should know, a line each
+    notes       what the passes did and refused (they print as lines); none of a plan from the cache
+    cached      the file of the engine cache that the plan was taken from; None if it was built
+    """
+    plan: Plan
+    notices: tuple[str, ...] = ()
+    notes: tuple[Any, ...] = ()
+    cached: Path | None = None
+
+    def save(self, path: str | os.PathLike[str], strip: bool = False) -> None:
+        """Write the plan file, for load_engine, run-engine and infer-server.
+
+        strip: without the graph's weights, which half of the file may be: the plan then runs on its own target only.
+        """
+        write_plan(self.plan.strip() if strip else self.plan, path)
+
+    def engine(self, threads: int = 1) -> Engine:
+        """The plan, ready to run; compiled again first if it was built for another CPU than this."""
+        return engine_of(self.plan, threads)
+
+
+def _ignore(*what: object) -> None:
+    """For a caller who does not want to know."""
+
+
+def build_engine(model: Model, *, calibration: RangeSource | None = None,
+                 cache: EngineCache | str | os.PathLike[str] | bool = True, progress: Progress = _ignore,
+                 notify: Notify = _ignore, **options: Any) -> EngineBuild:
+    """Compile an ONNX model for this machine, or for the `target` among the options.
+
+    model        an ONNX file; or what is in one, as bytes or as an onnx.ModelProto
+    calibration  for precision "int8", and for "best" if it may choose int8: calibration.Calibration(...)
+    cache        the engine cache: the user's, the one in a folder, or none (False)
+    progress     called with (stage, done, of, what): "calibrating" counts items, "compiling" kernels; `of` is 0 where
+                 their number is not known
+    notify       called with each notice when it comes; all are in the result
+    options      fields of BuildConfig: precision, max_batch, opt_batch, target, shapes, keep_float, timing, ...
+
+    Raises EngineError that says what is wrong with the model, the options or the data, and what to do about it. What
+    the caller's own data or callbacks raise comes through as it is.
+    """
+    config = BuildConfig.of(options)
+    _check(model, config, calibration)
+    work = _Build(model, calibration, Builder(config, partial(progress, "compiling")), progress, notify)
+    if cache is False:
+        return work.built()
+    return work.looked_up(cache if isinstance(cache, EngineCache) else EngineCache("" if cache is True else cache))
+
+
+def _check(model: Model, config: BuildConfig, calibration: RangeSource | None) -> None:
+    """What can be refused before anything is read."""
+    if isinstance(model, str | os.PathLike):
+        if not Path(model).is_file():
+            raise ModelError(f"there is no model file {model}")
+    elif not isinstance(model, bytes) and not hasattr(model, "graph"):
+        raise ModelError(f"a model is a path, the bytes of an ONNX file or an onnx.ModelProto; this is a "
+                         f"{type(model).__name__}")
+    if calibration is not None and not hasattr(calibration, "calibrate"):
+        raise ConfigError(f"calibration is a {type(calibration).__name__}; wrap the data: "
+                          "calibration.Calibration(data, ...)")
+    if calibration is None and config.precision == "int8":
+        raise ConfigError("an int8 build needs calibration: give --calib, or --calib-cache with a cache that exists "
+                          "(from Python, calibration=Calibration(data, cache=...))")
+    if calibration is not None and config.precision not in ("int8", "best"):
+        raise ConfigError(f"calibration is for int8 and best; this build is {config.precision}")
+
+
+@dataclass
+class _Build:
+    """One call of build_engine."""
+    model: Model
+    calibration: RangeSource | None
+    builder: Builder
+    progress: Progress
+    notify: Notify
+    notices: list[str] = field(default_factory=list)
+
+    def say(self, notice: str) -> None:
+        self.notices.append(notice)
+        self.notify(notice)
+
+    def built(self) -> EngineBuild:
+        builder = self.builder
+        graph = builder.graph(self.model)
+        for notice in (*builder.notices, *filter(None, [builder.arithmetic_note])):
+            self.say(notice)
+        name = Path(self.model).name if isinstance(self.model, str | os.PathLike) else graph.name
+        metadata: dict[str, Any] = {"model": name, "notices": list(self.notices)}
+        ranges = None
+        if self.calibration:
+            found = self.calibration.calibrate(builder, graph, self.say, self.progress)
+            graph, ranges, metadata = found.graph, found.ranges, {**metadata, **found.report}
+        plan = builder.plan(graph, ranges, metadata)
+        return EngineBuild(plan, tuple(self.notices), tuple(builder.log))
+
+    def looked_up(self, cache: EngineCache) -> EngineBuild:
+        """From the cache; else built, and kept there, while whoever wants the same waits."""
+        key = self._keys(cache)
+        with cache.lock(key(), lambda: self.notify("another process builds the same engine: waiting for it")):
+            before = key()      # who was waited for may have written the calibration cache
+            plan = cache.fetch(before) if self._has_its_files() else None
+            if plan is not None:
+                for notice in plan.metadata.get("notices", ()):
+                    self.say(notice)
+                return EngineBuild(plan, tuple(self.notices), cached=cache.entry(before))
+            build = self.built()
+            cache.store(key(), build.plan)      # under the content that the calibration cache has now
+            return build
+
+    def _has_its_files(self) -> bool:
+        """Whether the caches that the user names are there: else a build has to write them."""
+        named = (self.builder.config.timing_cache, self.calibration.cache if self.calibration else "")
+        return all(Path(file).exists() for file in named if file)
+
+    def _keys(self, cache: EngineCache) -> Callable[[], str]:
+        """The key by the calibration cache's content of the moment; all else is read once.
+
+        Of the timing cache, the content does not count: it decides how fast an engine is, not what it computes.
+        """
+        calibration, config = self.calibration, self.builder.config
+        model = model_digest(self.model)
+        facts = {**vars(config), "timing_cache": "", "target": self.builder.target, "cpu": detect().model,
+                 "calibration": calibration.facts() if calibration else None}
+        ranges = Path(calibration.cache) if calibration and calibration.cache else None
+        return lambda: cache.key(model, {**facts, "ranges": ranges and ranges.is_file() and
+                                         ranges.read_text(errors="replace")})

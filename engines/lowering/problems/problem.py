@@ -1,0 +1,77 @@
+"""The contract of a problem: what is to be computed on tensors in memory, whoever computes it and however.
+
+Lowering turns each node of a graph into problems. A backend has a kernel for each kind of problem, or several to choose
+from. A problem says nothing of instructions, tiles or how constants are packed.
+"""
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.lowering.epilogue.program import EpilogueProgram
+from engines.lowering.problems.view import FLOATS, View
+
+Array = NDArray[Any]
+
+
+class Problem(ABC):
+    """A frozen dataclass: equal problems share a kernel, and repr() is part of its key in the timing cache."""
+    family: ClassVar[str] = ""
+    computes_on: ClassVar[Collection[str]] = FLOATS     # how its inputs and outputs may be stored
+
+    @property
+    @abstractmethod
+    def inputs(self) -> tuple[View, ...]:
+        """The tensors that a kernel reads, in the order of its operands."""
+
+    @property
+    @abstractmethod
+    def outputs(self) -> tuple[View, ...]:
+        """The tensors that a kernel writes, in the order of its operands."""
+
+    @property
+    def misfit(self) -> str:
+        """A stored dtype that kernels would take for another; "" if there is none, as there must be to emit one."""
+        return next((view.dtype for view in (*self.inputs, *self.outputs) if view.dtype not in self.computes_on), "")
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates an item; families without any need not say."""
+        return 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of an item that move: inputs and outputs, each once."""
+        return sum(view.size * int(np.prod(view.shape)) for view in (*self.inputs, *self.outputs))
+
+    @abstractmethod
+    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        """The exact meaning, in NumPy: arrays [batch, *shape] as they are stored -> the same. Integers bit for bit.
+
+        constants: by name; each family says which.
+        """
+
+
+@dataclass(frozen=True)
+class ImageProblem(Problem):
+    """What the families on images share: x, its channels last, becomes y by way of an epilogue program.
+
+    operands: of the program, shaped as y unless a family says otherwise.
+    """
+    x: View
+    y: View
+    operands: tuple[View, ...]
+    program: EpilogueProgram
+
+    @property
+    def inputs(self) -> tuple[View, ...]:
+        return (self.x, *self.operands)
+
+    @property
+    def outputs(self) -> tuple[View, ...]:
+        return (self.y,)

@@ -1,0 +1,46 @@
+"""What every backend's plan says of a lowered graph, whoever runs it: its steps, and where their tensors lie."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from engines.ir.serialize import node_to_json
+from engines.lowering.calls.calls import Call
+from engines.lowering.calls.placement import batch_axis, tensor_view
+from engines.lowering.lower import Lowered
+from engines.plan.plan import Fallback, IoTensor, Step, TensorView
+
+_PRECISIONS = {"uint8": "int8", "int8": "int8", "float16": "fp16", "bfloat16": "bf16"}
+
+
+def step_of(lowered: Lowered, call: Call) -> Step:
+    """The step that a call becomes. A kernel's tactic, operands and grid are the backend's to add."""
+    problem, node = call.problem, call.node
+    if problem is None:
+        return Step(symbol="", operands=(), rows_per_item=1, fallback=_fallback(lowered, call), name=call.name,
+                    fuses=node.origin, tactic="reference", reason=call.reason)
+    return Step(symbol=problem.family, operands=(), rows_per_item=1, name=call.name, fuses=node.origin,
+                precision=getattr(problem, "precision", _PRECISIONS.get(problem.outputs[0].dtype, "fp32")),
+                macs=problem.macs, bytes=problem.bytes)
+
+
+def _fallback(lowered: Lowered, call: Call) -> Fallback:
+    node, graph = call.node, lowered.graph
+    inputs = tuple(name if name in graph.constants or not name else view_of(lowered, name) for name in node.inputs)
+    quants = tuple(graph.types[n].quant if n in graph.constants else None for n in node.inputs)
+    return Fallback(node_to_json(node), inputs, tuple(view_of(lowered, name) for name in node.outputs), quants)
+
+
+def view_of(lowered: Lowered, name: str) -> TensorView:
+    """Where a tensor of the graph lies, as a plan says it."""
+    tensor = lowered.graph.types[name]
+    view = tensor_view(name, lowered.placements[name], scalar=not tensor.shape)
+    return replace(view, quant=tensor.quant, batch_axis=batch_axis(tensor))
+
+
+def io_tensors(lowered: Lowered, names: tuple[str, ...]) -> tuple[IoTensor, ...]:
+    """Inputs or outputs of the graph."""
+    types = lowered.graph.types
+    return tuple(IoTensor(name, str(np.dtype(types[name].dtype)), types[name].shape, view_of(lowered, name))
+                 for name in names)

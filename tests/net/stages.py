@@ -1,0 +1,30 @@
+"""The compiler's stages, each run by the reference: what a graph means must survive every one of them."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engines.compiler.builder import BuildConfig
+from engines.errors import EngineError
+from engines.frontend.onnx_import import graph_from_onnx
+from engines.ir.graph import Graph
+from engines.ops import reference
+from engines.passes.pipeline import optimise, simplify
+from tests.net.evaluation import Array
+from tests.net.graphs import ITEMS, Case
+
+
+def float_stages(case: Case, config: BuildConfig) -> Iterator[tuple[str, Graph]]:
+    """(name, graph) as it is imported, after `simplify` and after `optimise`; none of a model whose batch has to be
+    fixed first, which is the builder's to find out."""
+    try:
+        graph = graph_from_onnx(case.model(), keep_batch=config.max_batch is not None)
+        for name, stage in (("import", lambda g: g), ("simplify", simplify), ("optimise", optimise)):
+            graph = stage(graph)
+            yield name, graph
+    except EngineError:
+        return
+
+
+def results_of(case: Case, graph: Graph) -> dict[str, Array]:
+    """The outputs of all ITEMS items, by the reference."""
+    return reference.run(graph, case.feeds(ITEMS))
