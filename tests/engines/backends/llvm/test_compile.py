@@ -11,7 +11,7 @@ from engines.backends.llvm.kernels.elementwise.pointwise import Pointwise
 from engines.backends.llvm.kernels.movement.gather import Lookup
 from engines.backends.llvm.kernels.movement.layout import COPY, Permute
 from engines.lowering.epilogue.program import INSTRUCTIONS, EpilogueProgram, ProgramBuilder
-from engines.lowering.problems.depthwise import Depthwise
+from engines.lowering.problems.convolution import Depthwise
 from engines.lowering.problems.images import Pool
 from engines.lowering.problems.rows import Norm, Softmax
 from engines.lowering.problems.view import dense_view
