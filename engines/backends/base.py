@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from engines.ir.graph import Graph
 from engines.machine.timing_cache import TimingCache
-from engines.plan.plan import Buffer, Derived, Fill, IoTensor, Plan, Step
+from engines.plan.plan import Buffer, ExpandedConstant, Fill, IoTensor, Plan, Step
 from engines.plan.roofline import Peaks
 
 Progress = Callable[[int, int, str], None]      # (done, of, what), called as kernels are compiled and timed
@@ -42,7 +42,7 @@ class MachinePart:
     steps: tuple[Step, ...]
     code: tuple[bytes, ...]
     constants: bytes
-    derived: tuple[Derived, ...]
+    expanded: tuple[ExpandedConstant, ...]
     weight_offsets: dict[str, int]
     inputs: tuple[IoTensor, ...]
     outputs: tuple[IoTensor, ...]
@@ -81,9 +81,6 @@ class Backend(Protocol):
 
     def session(self, target: str, cache: TimingCache, timing: bool, short_lived: bool = False) -> Session:
         """target: "" is this machine's best. short_lived: for plans that run a few times, as calibration's trials."""
-
-    def default_target(self) -> str:
-        """The best target for this machine."""
 
     def peaks(self) -> Peaks:
         """What this machine does at best, measured now."""

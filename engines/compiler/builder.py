@@ -213,7 +213,7 @@ class Builder:
             name=graph.name, target=compiled.target, cpu=compiled.cpu, precision=self.config.precision,
             max_batch=chosen.max_batch, inputs=compiled.inputs, outputs=compiled.outputs, buffers=compiled.buffers,
             steps=compiled.steps, fills=compiled.fills, code=compiled.code, constants=compiled.constants,
-            derived=compiled.derived, graph=document, weights=arrays, weight_offsets=compiled.weight_offsets,
+            expanded=compiled.expanded, graph=document, weights=arrays, weight_offsets=compiled.weight_offsets,
             backend=compiled.backend, dependence=graph.dependence,
             metadata={"compiler": COMPILER_VERSION, "threads": self.config.threads, **(metadata or {})})
 
@@ -244,5 +244,5 @@ def relower(plan: Plan, target: str = "") -> Plan:
     return replace(plan, backend=compiled.backend, target=compiled.target, cpu=compiled.cpu,
                    inputs=compiled.inputs, outputs=compiled.outputs,
                    buffers=compiled.buffers, steps=compiled.steps, fills=compiled.fills, code=compiled.code,
-                   constants=compiled.constants, derived=compiled.derived, weight_offsets=compiled.weight_offsets,
-                   bands=(), fingerprint="")
+                   constants=compiled.constants, expanded=compiled.expanded, weight_offsets=compiled.weight_offsets,
+                   item_major=(), fingerprint="")

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from engines.errors import PlanError
 from engines.plan.plan import Buffer, Fill, TensorView
 
-LINE = 64
+CACHE_LINE = 64
 PAGE = 4096
-COLOURS = 32            # of the 64 lines of a page
+COLOURS = 32            # cache lines of a page, of its 64, at which large buffers begin in turn (cache colouring)
 HUGE_PAGE = 2 << 20
 MADV_HUGEPAGE = 14      # Linux's number; Python's mmap names it only where the C library's headers do
 
@@ -46,9 +46,9 @@ class _Block:
 def plan_memory(buffers: Sequence[Buffer], fills: Sequence[Fill], reuse: bool = True) -> Layout:
     """Offsets such that no two buffers alive together overlap, and no step overwrites a halo.
 
-    Offsets are multiples of 64. Buffers of a page and more have pages of their own, and begin at different lines of
-    their first one: tensors of equal shape would otherwise meet in the same few cache sets. Inputs keep their memory to
-    the end, so that a context may run on them again.
+    Offsets are multiples of 64. Buffers of a page and more have pages of their own, and begin at different cache
+    lines of their first one: tensors of equal shape would otherwise meet in the same few cache sets. Inputs keep their
+    memory to the end, so that a context may run on them again.
     """
     blocks = _share(buffers, fills) if reuse else [_Block((i,), b.bytes, 0, 0) for i, b in enumerate(buffers)]
     order = sorted(blocks, key=lambda block: (-block.bytes, block.first)) if reuse else blocks
@@ -56,10 +56,10 @@ def plan_memory(buffers: Sequence[Buffer], fills: Sequence[Fill], reuse: bool = 
     placed: list[tuple[int, int, _Block]] = []
     for turn, block in enumerate(order):
         large = block.bytes >= PAGE
-        colour = turn * 5 % COLOURS * LINE if large else 0
+        colour = turn * 5 % COLOURS * CACHE_LINE if large else 0
         # A large block's room is the same whatever its colour, so that blocks of one size can follow each other in it.
-        size = -(-(block.bytes + (COLOURS - 1) * LINE) // PAGE) * PAGE if large else block.bytes
-        start = _place(block, size, PAGE if large else LINE, placed)
+        size = -(-(block.bytes + (COLOURS - 1) * CACHE_LINE) // PAGE) * PAGE if large else block.bytes
+        start = _place(block, size, PAGE if large else CACHE_LINE, placed)
         placed.append((start, start + size, block))
         for member in block.members:
             offsets[member] = start + colour

@@ -42,7 +42,7 @@ from engines.plan.verification import verify
 
 MAGIC = b"\x93INFPLAN"      # the first byte is not ASCII: no text file begins like this
 VERSION = 8
-LINE = 64
+ALIGNMENT = 64          # of sections, and of the arrays in the weights
 _HEADER = struct.Struct("<8sIIQQ16sQQ")      # magic, version, 0, manifest offset, size, checksum, file size, 0
 _ELSEWHERE = ("code", "constants", "graph", "weights")       # fields of Plan that are sections
 
@@ -72,7 +72,7 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     at = PAGE
     for name, data in sections.items():
         records[name] = {"offset": at, "bytes": len(data), "checksum": (page_sums if summed(name) else strong)(data)}
-        at = -(-(at + len(data)) // LINE) * LINE
+        at = -(-(at + len(data)) // ALIGNMENT) * ALIGNMENT
     fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.name not in _ELSEWHERE}
     content = {"plan": fields, "code": [len(code) for code in plan.code], "arrays": arrays, "sections": records}
     fingerprint = fingerprint_of(json.loads(_json(content)))
@@ -98,7 +98,7 @@ def _sections(plan: Plan) -> tuple[dict[str, Bytes], dict[str, Any]]:
             raise TypeError(f"a plan cannot hold the array '{name}' of Python objects")
         arrays[name] = {"dtype": array.dtype.str, "shape": array.shape, "offset": size}
         if name not in plan.weight_offsets:
-            parts += [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, bytes(-array.nbytes % LINE)]
+            parts += [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, bytes(-array.nbytes % ALIGNMENT)]
             size += array.nbytes + len(parts[-1])
     sections: dict[str, Bytes] = {
         "constants": plan.constants, "code": deflate(b"".join(plan.code), "the code"),
@@ -226,6 +226,9 @@ class _Weights(Mapping[str, Array]):
         except (TypeError, ValueError, OverflowError, MemoryError) as error:
             raise PlanCorruptError(f"{self._sections.path}: the constant '{name}' of the graph cannot be read "
                                    f"({error!r}); {REBUILD}") from error
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._records        # without reading it
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._records)

@@ -20,33 +20,33 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import PlanTargetError
+from engines.errors import ConfigError, PlanTargetError
 from engines.ir.graph import Array, Graph, QParams
 
-DERIVED = -1        # as Operand.buffer
+EXPANDED = -1        # as Operand.buffer
 
 
 @dataclass(frozen=True)
 class Operand:
     """An address: `offset` bytes into a buffer, or into the constants of the plan."""
-    buffer: int | None          # index in Plan.buffers; None: the constants; DERIVED: those that are made of others
+    buffer: int | None          # index in Plan.buffers; None: the constants; EXPANDED: those computed from them
     offset: int = 0
 
     @property
     def constant(self) -> bool:
         """Not in a buffer, and the same for every context."""
-        return self.buffer is None or self.buffer == DERIVED
+        return self.buffer is None or self.buffer == EXPANDED
 
 
 @dataclass(frozen=True)
-class Derived:
-    """A constant that a kernel makes of another one when the plan is made ready to run: the file has only the other.
+class ExpandedConstant:
+    """A constant that is computed from another one when the plan is loaded, so that the file holds only the smaller.
 
-    The kernel is called as those of steps are, with two operands, on a grid that may be cut anywhere.
+    A kernel expands it, called as those of steps are, with two operands, on a grid that may be cut anywhere.
     """
     symbol: str                 # of the kernel in the code section
     source: int                 # bytes into the constants
-    offset: int                 # bytes into the derived ones
+    offset: int                 # bytes into the expanded constants
     bytes: int
     rows: int
     columns: int
@@ -93,7 +93,7 @@ class Fill:
     """Bytes that a context sets once and that no step writes: the halo of a padded tensor.
 
     Every item of `view` (the tensor with its halo) is filled wholly with `value`, one element of its dtype as stored.
-    Buffers share memory only if their fills are the same but for the names, so the halo survives them all.
+    Buffers share memory only if their halos are alike, so that each survives the other's tensors.
     """
     view: TensorView
     value: float
@@ -104,20 +104,20 @@ class Fill:
 class Fallback:
     """A node that no kernel runs: ops.reference does, in real numbers, on copies of what lies in the buffers."""
     node: Mapping[str, Any]                     # as engines.ir.serialize writes it
-    inputs: tuple[TensorView | str, ...]        # a str names one of Plan.weight_offsets; "" is an absent optional input
+    inputs: tuple[TensorView | str, ...]        # a str names one of Plan.weights; "" is an absent optional input
     outputs: tuple[TensorView, ...]
     constant_quant: tuple[QParams | None, ...] = ()     # for each input, if there are constants stored quantised
 
 
 @dataclass(frozen=True)
-class Reach:
-    """The bytes of a buffer that rows of a step's grid may touch.
+class Footprint:
+    """The bytes of a buffer that rows of a step's grid may read or write.
 
     Row r is row i = r % period of item n = r // period, and stays within
 
         [begin, end) + n * item_stride + i // rows * stride
 
-    Columns are not told apart. A reach may be wider than what is touched, never narrower.
+    Columns are not told apart. A footprint may be wider than what is touched, never narrower.
     """
     buffer: int
     begin: int
@@ -139,8 +139,8 @@ class Step:
     columns: int = 1
     column_step: int = 1
     depends: tuple[int, ...] = ()           # earlier steps that write what this one reads
-    reads: tuple[Reach, ...] = ()           # of every buffer in which another step writes; (): not known
-    writes: tuple[Reach, ...] = ()          # of every buffer; (): not known
+    reads: tuple[Footprint, ...] = ()           # of every buffer in which another step writes; (): not known
+    writes: tuple[Footprint, ...] = ()          # of every buffer; (): not known
     constant_bytes: int = 0                 # of weights read by every row: they decide which axis is cut for threads
     further_item: float = 1.0               # of the first one's time, as timed: less than 1 where items share weights
     fallback: Fallback | None = None
@@ -161,12 +161,12 @@ def writes_border(step: Step) -> bool:
 
 
 @dataclass(frozen=True)
-class Band:
-    """Steps first..last - 1, which a context of one thread runs item by item.
+class ItemMajorRun:
+    """Steps first..last - 1, which a context of one thread runs for one item of the batch after the other.
 
-    What one step hands on to the next is then still in a cache, where that of all items would not fit. Buffers that no
-    other step uses hold one item, each item in the place of the one before; the others that these steps use are alive
-    from the first to the last of them.
+    The tensors that these steps hand on to each other then stay in the second-level cache, where those of all items
+    would not fit. Buffers that no other step uses hold one item, each item in the memory of the one before; the others
+    that these steps use are alive from the first to the last of them.
     """
     first: int
     last: int
@@ -200,24 +200,27 @@ class Plan:
     fills: tuple[Fill, ...]
     code: tuple[bytes, ...]                 # ELF objects, position-independent, self-contained: kernels and scheduler
     constants: bytes | memoryview           # weights and epilogue constants, aligned, in order of execution
-    derived: tuple[Derived, ...] = ()       # ... and those that are made of them
+    expanded: tuple[ExpandedConstant, ...] = ()       # ... and those that are computed from them
     graph: Mapping[str, Any] = field(default_factory=dict)          # serialised Graph that it was lowered from ...
     weights: Mapping[str, Array] = field(default_factory=dict, compare=False)   # ... and its constants
     weight_offsets: Mapping[str, int] = field(default_factory=dict)     # of those that `constants` hold as they are
     stripped: bool = False                  # `weights` are these only: the plan cannot be lowered again
     metadata: Mapping[str, Any] = field(default_factory=dict)       # preprocessing, calibration, versions, report
-    bands: tuple[Band, ...] = ()            # in order, apart from each other
+    item_major: tuple[ItemMajorRun, ...] = ()            # in order, apart from each other
     backend: str = "llvm"                   # name of the backend that made it, and whose device runs it
     dependence: str = ""                    # why a batch is neither cut nor merged with others; "": it may be
     fingerprint: str = field(default="", compare=False)     # of all the rest, made when it is first written
 
     @property
-    def derived_bytes(self) -> int:
-        """Of memory for the derived constants."""
-        return max((item.offset + item.bytes for item in self.derived), default=0)
+    def expanded_bytes(self) -> int:
+        """Memory for the expanded constants."""
+        return max((item.offset + item.bytes for item in self.expanded), default=0)
 
     def strip(self) -> Plan:
         """The plan without the graph's weights: it runs as before, and on no other target."""
+        if not self.code:
+            raise ConfigError(f"{self.name}: a plan for '{self.target}' has no code, and needs its weights when it is "
+                              "loaded; build it without --strip")
         kept = {name: self.weights[name] for name in self.weight_offsets}
         return replace(self, weights=kept, stripped=True, fingerprint="")
 

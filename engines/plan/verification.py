@@ -14,15 +14,15 @@ import numpy as np
 from engines.errors import PlanCorruptError
 from engines.ir.graph import QParams
 from engines.plan.plan import (
-    DERIVED,
-    Band,
-    Derived,
+    EXPANDED,
+    ExpandedConstant,
     Fallback,
     Fill,
+    Footprint,
     IoTensor,
+    ItemMajorRun,
     Operand,
     Plan,
-    Reach,
     Step,
     TensorView,
     runs_by_item,
@@ -48,8 +48,8 @@ def verify(plan: Plan) -> Plan:
             _check_fill(plan, fill)
         for index, step in enumerate(plan.steps):
             _check_step(plan, index, step, f"step {index} '{step.name}'")
-        for before, band in zip((Band(0, 0), *plan.bands), plan.bands, strict=False):
-            _check_band(plan, band, before.last)
+        for before, run in zip((ItemMajorRun(0, 0), *plan.item_major), plan.item_major, strict=False):
+            _check_item_major_run(plan, run, before.last)
     except _Broken as broken:
         raise PlanCorruptError(f"{plan.name}: {broken}; build the plan again, and if that does not help, report it: it "
                                "is a fault of the compiler") from None
@@ -69,13 +69,13 @@ def _check_plan(plan: Plan) -> None:
     _check(0 <= plan.max_batch <= ADDRESSABLE, f"batches of up to {plan.max_batch}")
     threads = plan.metadata.get("threads", 1)
     _check(isinstance(threads, int) and threads >= 1, f"built for {threads!r} threads")
-    for item in plan.derived:
-        _check_derived(plan, item)
-    _check(sum(max(buffer.bytes, 0) for buffer in plan.buffers) + plan.derived_bytes <= ADDRESSABLE,
+    for item in plan.expanded:
+        _check_expanded(plan, item)
+    _check(sum(max(buffer.bytes, 0) for buffer in plan.buffers) + plan.expanded_bytes <= ADDRESSABLE,
            "buffers of more bytes than a process can address")
 
 
-def _check_derived(plan: Plan, item: Derived) -> None:
+def _check_expanded(plan: Plan, item: ExpandedConstant) -> None:
     _check(0 <= item.source <= len(plan.constants) and item.offset >= 0 and item.bytes >= 0
            and item.offset + item.bytes <= ADDRESSABLE,
            f"the constant of '{item.name}' is made of byte {item.source} of {len(plan.constants)}, as {item.bytes} "
@@ -162,8 +162,8 @@ def _check_step(plan: Plan, index: int, step: Step, where: str) -> None:
     _check(0 <= step.further_item <= 1, f"{where} takes {step.further_item} of its first item's time for another one")
     for operand in step.operands:
         _check_operand(plan, index, operand, where)
-    for reach in (*step.reads, *step.writes):
-        _check_reach(plan, index, reach, where)
+    for footprint in (*step.reads, *step.writes):
+        _check_footprint(plan, index, footprint, where)
     if step.fallback is not None:
         _check_fallback(plan, index, step.fallback, where)
 
@@ -171,20 +171,20 @@ def _check_step(plan: Plan, index: int, step: Step, where: str) -> None:
 def _check_operand(plan: Plan, index: int, operand: Operand, where: str) -> None:
     if operand.buffer is None:
         size = len(plan.constants)
-    elif operand.buffer == DERIVED:
-        size = plan.derived_bytes
+    elif operand.buffer == EXPANDED:
+        size = plan.expanded_bytes
     else:
         _check_life(plan, index, operand.buffer, where)
         size = plan.buffers[operand.buffer].bytes
     _check(0 <= operand.offset <= size, f"{where} has an operand at byte {operand.offset} of {size}")
 
 
-def _check_reach(plan: Plan, index: int, reach: Reach, where: str) -> None:
-    _check_life(plan, index, reach.buffer, where)
-    _check(min(reach.stride, reach.item_stride) >= 0 and min(reach.rows, reach.period) >= 1
-           and max(abs(reach.begin), abs(reach.end), reach.stride, reach.item_stride) <= ADDRESSABLE,
-           f"{where} reaches bytes {reach.begin} to {reach.end} of buffer {reach.buffer}, then {reach.stride} further "
-           f"every {reach.rows} rows, and {reach.item_stride} every {reach.period}")
+def _check_footprint(plan: Plan, index: int, touched: Footprint, where: str) -> None:
+    _check_life(plan, index, touched.buffer, where)
+    _check(min(touched.stride, touched.item_stride) >= 0 and min(touched.rows, touched.period) >= 1
+           and max(abs(touched.begin), abs(touched.end), touched.stride, touched.item_stride) <= ADDRESSABLE,
+           f"{where} touches bytes {touched.begin} to {touched.end} of buffer {touched.buffer}, then {touched.stride} "
+           f"further every {touched.rows} rows, and {touched.item_stride} every {touched.period}")
 
 
 def _check_life(plan: Plan, index: int, number: int, where: str) -> None:
@@ -203,21 +203,21 @@ def _check_fallback(plan: Plan, index: int, fallback: Fallback, where: str) -> N
             _check_view(plan, view, where)
             _check_life(plan, index, view.buffer, where)
         else:
-            _check(not view or view in plan.weight_offsets, f"{where} reads '{view}', which is none of the constants")
+            _check(not view or view in plan.weights, f"{where} reads '{view}', which is none of the constants")
 
 
-def _check_band(plan: Plan, band: Band, behind: int) -> None:
-    _check(behind <= band.first < band.last <= len(plan.steps),
-           f"steps {band.first} to {band.last - 1} are to run item by item")
-    for index in range(band.first, band.last):
+def _check_item_major_run(plan: Plan, run: ItemMajorRun, behind: int) -> None:
+    _check(behind <= run.first < run.last <= len(plan.steps),
+           f"steps {run.first} to {run.last - 1} are to run item by item")
+    for index in range(run.first, run.last):
         step = plan.steps[index]
         where = f"step {index} '{step.name}'"
         _check(bool(step.symbol) and runs_by_item(step), f"{where} cannot run item by item")
         for buffer in _buffers(step.operands):
-            if not band.keeps(plan.buffers[buffer]):
-                _check_life(plan, band.first, buffer, where)
-                _check_life(plan, band.last - 1, buffer, where)
+            if not run.keeps(plan.buffers[buffer]):
+                _check_life(plan, run.first, buffer, where)
+                _check_life(plan, run.last - 1, buffer, where)
 
 
 def _buffers(operands: Iterable[Operand]) -> set[int]:
-    return {operand.buffer for operand in operands if operand.buffer is not None and operand.buffer != DERIVED}
+    return {operand.buffer for operand in operands if operand.buffer is not None and operand.buffer != EXPANDED}

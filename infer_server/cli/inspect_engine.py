@@ -29,8 +29,8 @@ def describe(plan: Plan) -> dict[str, Any]:
                      "time_us": s.time_us, "macs": s.macs, "bytes": s.bytes,
                      **({"fallback": s.reason} if s.fallback else {})} for s in plan.steps if not writes_border(s)],
         "borders": [s.name for s in plan.steps if writes_border(s)],
-        "by_item": [[s.name for s in plan.steps[band.first:band.last]] for band in plan.bands],
-        "constants_bytes": len(plan.constants), "derived_bytes": plan.derived_bytes,
+        "by_item": [[s.name for s in plan.steps[run.first:run.last]] for run in plan.item_major],
+        "constants_bytes": len(plan.constants), "expanded_bytes": plan.expanded_bytes,
         "code_bytes": sum(map(len, plan.code)),
         "buffer_bytes": sum(b.bytes for b in plan.buffers), "metadata": dict(plan.metadata),
     }
@@ -78,12 +78,12 @@ def _command(options: argparse.Namespace) -> int:
         print(f"items depend on each other, so a batch is neither cut nor merged: {plan.dependence}")
     print(f"inputs   {shapes(plan.inputs)}\noutputs  {shapes(plan.outputs)}\n")
     print(layers(plan))
-    for band in plan.bands:
-        print(f"\nitem by item in batches: '{plan.steps[band.first].name}' to '{plan.steps[band.last - 1].name}'")
+    for run in plan.item_major:
+        print(f"\nitem by item in batches: '{plan.steps[run.first].name}' to '{plan.steps[run.last - 1].name}'")
     timed, macs = sum(step.time_us for step in plan.steps), sum(step.macs for step in plan.steps)
     print(f"\n{kernels(plan)}, {timed / 1e3:.3f} ms as timed one by one, {macs / 1e6:.1f} M MAC, "
           f"{len(plan.constants) / 1e6:.2f} MB of constants"
-          + (f", {plan.derived_bytes / 1e6:.2f} MB more made of them when it is loaded" if plan.derived else ""))
+          + (f", {plan.expanded_bytes / 1e6:.2f} MB more made of them when it is loaded" if plan.expanded else ""))
     if missing := fallbacks(plan):
         print(missing)
     return 0

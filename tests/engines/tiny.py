@@ -18,7 +18,7 @@ from engines.backends.llvm.codegen.ir_builder import I32, Module
 from engines.backends.llvm.codegen.isa import best_isa
 from engines.backends.llvm.kernels.kernel import begin_kernel
 from engines.ir.graph import Array
-from engines.plan.plan import Buffer, Fill, IoTensor, Operand, Plan, Reach, Step, TensorView
+from engines.plan.plan import Buffer, Fill, Footprint, IoTensor, Operand, Plan, Step, TensorView
 
 ISA = best_isa(host_features())
 
@@ -91,10 +91,11 @@ def mix_plan(reads: Sequence[tuple[int, int]], outputs: Sequence[int], rows: int
     def step(i: int) -> Step:
         row_step, column_step = steps[i] if steps else (1, 1)
         (a, b), line = reads[i], columns * 4
-        reaches = (Reach(a, 0, item, 1, 0, item, rows), *(Reach(t, 0, line, 1, line, item, rows) for t in (b, i + 1)))
+        touched = (Footprint(a, 0, item, 1, 0, item, rows),
+                   *(Footprint(t, 0, line, 1, line, item, rows) for t in (b, i + 1)))
         return Step(symbol="mix", operands=tuple(Operand(t) for t in (*reads[i], i + 1)), rows_per_item=rows,
                     row_step=row_step, columns=columns, column_step=column_step, name=f"mix_{i}",
-                    depends=tuple({t - 1 for t in reads[i] if t}), reads=reaches[:2], writes=reaches[2:],
+                    depends=tuple({t - 1 for t in reads[i] if t}), reads=touched[:2], writes=touched[2:],
                     constant_bytes=constant_bytes[i] if steps else 0)
 
     return Plan(name="mixer", target=ISA.name, cpu={"features": sorted(ISA.requires), "model": "any"}, precision="fp32",

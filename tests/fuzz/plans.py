@@ -27,14 +27,14 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.tuning.item_major import banded
+from engines.backends.llvm.tuning.item_major import run_item_major
 from engines.errors import PlanError
 from engines.ir.graph import Node, QParams
 from engines.ir.serialize import node_to_json
 from engines.loading import load_engine
 from engines.plan.checksums import PAGE, page_sums, strong
 from engines.plan.file import fingerprint_of, read_plan, write_plan
-from engines.plan.plan import Band, Buffer, Fallback, IoTensor, Plan, Step, TensorView
+from engines.plan.plan import Buffer, Fallback, IoTensor, ItemMajorRun, Plan, Step, TensorView
 from engines.plan.sections import summed
 from tests.engines.compiler.zoo_engines import compiled
 from tests.engines.tiny import as_constants, executor, halo_plan, mix_plan
@@ -307,8 +307,8 @@ def seeds(folder: Path) -> list[Path]:
     """Small plans of different kinds, written there."""
     reads = [(0, 0), (0, 1), (2, 1), (1, 3), (4, 0)]
     network = compiled(TINY["mobilenet_v2"](), folder).plan
-    plans = {"halo": halo_plan(), "bands": banded(mix_plan(reads, [3, 5]), [Band(1, 4)]), "reference": reference_plan(),
-             "network": network}
+    plans = {"halo": halo_plan(), "item_major": run_item_major(mix_plan(reads, [3, 5]), [ItemMajorRun(1, 4)]),
+             "reference": reference_plan(), "network": network}
     for name, plan in plans.items():
         write_plan(plan, folder / f"{name}.plan")
     return [folder / f"{name}.plan" for name in plans]

@@ -9,9 +9,9 @@ from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.kernel import ALIGNMENT
 from engines.backends.llvm.tuning.tuner import Choice
 from engines.ir.graph import Graph
-from engines.lowering.calls.calls import Call
+from engines.lowering.calls.calls import Call, name_of
 from engines.lowering.problems.problem import Array, Problem
-from engines.plan.plan import DERIVED, Derived, Operand
+from engines.plan.plan import EXPANDED, ExpandedConstant, Operand
 
 TAIL = 4 * ALIGNMENT        # bytes behind them: a prefetch or the last vector may look past the end
 
@@ -27,7 +27,7 @@ class Constants:
         self._parts: list[Array] = []
         self._size = 0
         self.weight_offsets: dict[str, int] = {}    # of the graph's constants that are read as they are
-        self._derived: list[Derived] = []
+        self._derived: list[ExpandedConstant] = []
         self._derived_size = 0
 
     def add(self, array: Array, name: str = "") -> tuple[Operand, int]:
@@ -47,7 +47,7 @@ class Constants:
         """The constants of a call, as its kernel's tactic packs them: where the kernel reads each, and how much."""
         added = [self.add(array) for array in choice.kernel.pack(self._isa, choice.tactic, call.constants)]
         for which, problem in choice.kernel.made(self._isa, choice.tactic).items():
-            added[which] = self._derive(problem, *added[which], call.name)
+            added[which] = self._derive(problem, *added[which], name_of(call))
         return added
 
     def _derive(self, problem: Problem, source: Operand, kept: int, name: str) -> tuple[Operand, int]:
@@ -57,11 +57,11 @@ class Constants:
         assert (grid.row_step, grid.column_step) == (1, 1), f"{problem.family}: its grid is to be cut anywhere"
         items = -(-kept // problem.inputs[0].item)
         size = items * problem.outputs[0].item
-        place = Derived(maker.symbol, source.offset, self._derived_size, size, items * grid.rows_per_item,
+        place = ExpandedConstant(maker.symbol, source.offset, self._derived_size, size, items * grid.rows_per_item,
                         grid.columns, name)
         self._derived.append(place)
         self._derived_size += -(-size // ALIGNMENT) * ALIGNMENT
-        return Operand(DERIVED, place.offset), size
+        return Operand(EXPANDED, place.offset), size
 
     def tensor(self, name: str) -> Operand:
         """A constant of the graph, as it is."""
@@ -72,6 +72,6 @@ class Constants:
         padded = (part for flat in self._parts for part in (flat.data, bytes(-len(flat) % ALIGNMENT)))
         return b"".join((*padded, bytes(TAIL)))
 
-    def derived(self) -> tuple[Derived, ...]:
+    def expanded(self) -> tuple[ExpandedConstant, ...]:
         """What is made of them."""
         return tuple(self._derived)

@@ -17,6 +17,8 @@ from engines.lowering.epilogue.program import EpilogueProgram, load_meaning, sto
 from engines.lowering.problems.view import FLOATS, View
 
 Array = NDArray[Any]
+# precision -> how the tensors that are multiplied in it are stored
+STORED = {"int8": "uint8", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class Problem(ABC):

@@ -8,10 +8,10 @@ import pytest
 
 from engines.backends.llvm.runtime.execution import LoadedPlan
 from engines.backends.llvm.tuning import item_major
-from engines.backends.llvm.tuning.item_major import banded, with_bands
+from engines.backends.llvm.tuning.item_major import run_item_major, with_item_major_runs
 from engines.errors import PlanCorruptError
 from engines.machine.timing_cache import TimingCache
-from engines.plan.plan import Band, Plan
+from engines.plan.plan import ItemMajorRun, Plan
 from engines.plan.verification import verify
 from engines.runtime.engine import Engine
 from tests.engines.compiler.zoo_engines import MAX_BATCH, compiled
@@ -20,50 +20,51 @@ from tests.zoo import TINY, images_for
 
 @pytest.fixture(scope="module", params=["int8", "fp32"])
 def plan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    return compiled(TINY["mobilenet_v2"](), tmp_path_factory.mktemp("bands"), precision=request.param).plan
+    return compiled(TINY["mobilenet_v2"](), tmp_path_factory.mktemp("runs"), precision=request.param).plan
 
 
-def long_bands(plan: Plan) -> list[Band]:
+def long_runs(plan: Plan) -> list[ItemMajorRun]:
     """As many steps as may run so, whatever their weights."""
     return list(item_major._runs([replace(step, constant_bytes=0) for step in plan.steps]))
 
 
 def test_item_by_item_the_bytes_are_the_same(plan: Plan) -> None:
-    by_item = banded(plan, long_bands(plan))
-    assert sum(band.last - band.first for band in by_item.bands) > len(plan.steps) // 2
+    by_item = run_item_major(plan, long_runs(plan))
+    assert sum(run.last - run.first for run in by_item.item_major) > len(plan.steps) // 2
     x = {"input": images_for(TINY["mobilenet_v2"](), MAX_BATCH, seed=3)}
     expected = Engine(plan).run(x)["output"]
-    for threads in (1, 2):          # a crew ignores bands
+    for threads in (1, 2):          # several threads ignore them
         np.testing.assert_array_equal(Engine(by_item, threads).run(x)["output"], expected)
 
 
 def test_a_tensor_from_outside_that_dies_inside_a_band_keeps_its_memory_to_the_end_of_it(plan: Plan) -> None:
-    band = long_bands(plan)[0]
-    assert verify(banded(plan, [band]))
-    dying = [buffer for buffer in plan.buffers if buffer.first < band.first <= buffer.last < band.last - 1]
-    wrong = replace(plan, bands=(band,)) if dying else \
-        replace(plan, bands=(replace(band, first=band.first + 1),))     # what was its first step's is from outside now
+    run = long_runs(plan)[0]
+    assert verify(run_item_major(plan, [run]))
+    dying = [buffer for buffer in plan.buffers if buffer.first < run.first <= buffer.last < run.last - 1]
+    wrong = replace(plan, item_major=(run,)) if dying else \
+        replace(plan, item_major=(replace(run, first=run.first + 1),))     # its first step's are outside's now
     with pytest.raises(PlanCorruptError, match="alive in steps"):
         verify(wrong)
 
 
 def test_what_only_a_band_uses_has_room_for_one_item(plan: Plan) -> None:
-    program, whole = LoadedPlan(banded(plan, long_bands(plan))), LoadedPlan(plan)
-    assert program.kept_in_bands and not whole.kept_in_bands
-    assert program.shared_layout.one_item == set(program.kept_in_bands)
+    program, whole = LoadedPlan(run_item_major(plan, long_runs(plan))), LoadedPlan(plan)
+    assert program.one_item_bytes and not whole.one_item_bytes
+    assert program.shared_layout.one_item == set(program.one_item_bytes)
     assert program.shared_layout.total < whole.shared_layout.total
-    assert program.separate_layout.total == whole.separate_layout.total     # a crew ignores bands
+    assert program.separate_layout.total == whole.separate_layout.total     # several threads ignore them
 
 
 def test_steps_of_bands_can_be_timed_where_their_buffers_hold_one_item(plan: Plan) -> None:
-    context = Engine(banded(plan, long_bands(plan))).create_context()
+    context = Engine(run_item_major(plan, long_runs(plan))).create_context()
     assert all(0 <= seconds < 10 for _, seconds in context.profile(MAX_BATCH, repeats=1))
 
 
-@pytest.mark.parametrize("wrong", [(Band(3, 3),), (Band(2, 5), Band(4, 6)), (Band(0, 1000),)])
-def test_bands_that_are_empty_or_overlap_or_end_nowhere_are_refused(plan: Plan, wrong: tuple[Band, ...]) -> None:
+@pytest.mark.parametrize("wrong", [(ItemMajorRun(3, 3),), (ItemMajorRun(2, 5), ItemMajorRun(4, 6)),
+                                   (ItemMajorRun(0, 1000),)])
+def test_runs_that_are_empty_or_overlap_or_end_nowhere_are_refused(plan: Plan, wrong: tuple[ItemMajorRun, ...]) -> None:
     with pytest.raises(PlanCorruptError, match="item by item"):
-        verify(banded(plan, wrong))
+        verify(run_item_major(plan, wrong))
 
 
 def test_what_was_timed_is_not_timed_again(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,10 +72,10 @@ def test_what_was_timed_is_not_timed_again(plan: Plan, monkeypatch: pytest.Monke
     monkeypatch.setattr(item_major, "ITEMS", MAX_BATCH)
     cache = TimingCache()
     monkeypatch.setattr(item_major, "_difference", lambda *_: 1.0)
-    first = with_bands(plan, cache, "this one")
-    assert first.bands and len(cache)
+    first = with_item_major_runs(plan, cache, "this one")
+    assert first.item_major and len(cache)
     monkeypatch.delattr(item_major, "_difference")
-    assert with_bands(plan, cache, "this one") == first
+    assert with_item_major_runs(plan, cache, "this one") == first
 
 
 @pytest.mark.parametrize(("whole", "part", "chosen"), [(9.0, 1.0, "whole"), (2.0, 1.0, "parts"), (0.0, 0.0, "none")])
@@ -85,6 +86,6 @@ def test_a_run_is_one_band_unless_its_windows_save_more(plan: Plan, monkeypatch:
     run, = (run for run in item_major._runs(plan.steps) if run.last - run.first > 2 * item_major.WINDOW)
     first, *_, last = item_major._windows(run)
     saving = {run: whole, first: part, last: 2 * part}      # the windows between them save nothing
-    monkeypatch.setattr(item_major, "_difference", lambda by_step, by_item, band: saving.get(band, 0.0))
+    monkeypatch.setattr(item_major, "_difference", lambda by_step, by_item, run: saving.get(run, 0.0))
     wanted = {"whole": (run,), "parts": (first, last), "none": ()}[chosen]
-    assert with_bands(plan, TimingCache(), "this one").bands == wanted
+    assert with_item_major_runs(plan, TimingCache(), "this one").item_major == wanted

@@ -9,15 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.backends import backend_of
 from engines.backends.llvm.runtime.execution import LoadedPlan
-from engines.backends.llvm.runtime.expansion import derive
+from engines.backends.llvm.runtime.expansion import expand
+from engines.backends.llvm.session import LlvmSession
 from engines.compiler.builder import relower
 from engines.errors import PlanTargetError
 from engines.loading import load_engine
+from engines.lowering.calls.calls import Call
 from engines.machine.timing_cache import TimingCache
 from engines.plan.file import read_plan, write_plan
-from engines.plan.plan import DERIVED, Plan, graph_of
+from engines.plan.plan import EXPANDED, Plan, graph_of
 from engines.runtime.engine import Engine
 from tests.engines.compiler.zoo_engines import compiled
 from tests.zoo import Net, Tensor, architecture, images_for
@@ -124,9 +125,9 @@ def test_what_takes_more_room_where_it_is_read_is_made_when_the_plan_is_loaded(
     plan = plan_of(precision, target)
     if made_bytes is None:      # every weight is an int32
         made_bytes = sum(4 * array.size for array in plan.weights.values() if array.ndim > 1)
-        assert plan.derived_bytes >= made_bytes
+        assert plan.expanded_bytes >= made_bytes
     else:
-        assert plan.derived_bytes == made_bytes
+        assert plan.expanded_bytes == made_bytes
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -135,16 +136,17 @@ def test_made_constants_are_what_packing_means_bit_for_bit(plan_of: Callable[...
                                                            threads: int) -> None:
     """Those of the plan as it is read again, cut into pieces for several threads."""
     read, _ = written(plan_of(precision), tmp_path)
-    made = derive(read, LoadedPlan(read).kernel, np.frombuffer(read.constants, np.uint8).ctypes.data, threads).bytes
-    chosen = backend_of("").session("", TimingCache(), timing=False).choose(graph_of(read), read.max_batch)
+    made = expand(read, LoadedPlan(read).kernel, np.frombuffer(read.constants, np.uint8).ctypes.data, threads).bytes
+    session = LlvmSession(read.target, TimingCache(), timing=False)
+    chosen = session.choose(graph_of(read), read.max_batch)
     compared = 0
     for step, call in zip(read.steps, chosen.lowered.calls, strict=True):
-        if call.problem is None:
+        if not isinstance(call, Call):
             continue
         constants = chosen.choices[call.problem].kernel.ready_constants(
-            chosen.isa, chosen.choices[call.problem].tactic, call.constants)
+            session.isa, chosen.choices[call.problem].tactic, call.constants)
         for operand, constant in zip(step.operands[len(call.inputs):], constants, strict=False):
-            if operand.buffer == DERIVED:
+            if operand.buffer == EXPANDED:
                 np.testing.assert_array_equal(made[operand.offset:][:constant.nbytes], constant.view(np.uint8))
                 compared += constant.nbytes
-    assert compared == sum(item.bytes for item in read.derived) > 1e6
+    assert compared == sum(item.bytes for item in read.expanded) > 1e6

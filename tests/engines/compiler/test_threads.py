@@ -32,8 +32,8 @@ class Chunks:
 
     def __init__(self, plan: Plan, x: Array) -> None:
         self.program = LoadedPlan(plan)
-        span, = self.program.spans
-        schedule = make_schedule(self.program, span, len(x), WORKERS, [STEP_US] * len(plan.steps), 1.0)
+        segment, = self.program.segments
+        schedule = make_schedule(self.program, segment, len(x), WORKERS, [STEP_US] * len(plan.steps), 1.0)
         assert schedule is not None
         self.chunks = schedule.chunks
         self.depends = depends_of(schedule)

@@ -73,8 +73,8 @@ def test_without_reuse_every_buffer_has_memory_of_its_own() -> None:
     for _ in range(20):
         buffers, fills = random_buffers(rng)
         layout = plan_memory(buffers, fills, reuse=False)
-        spans = sorted((o, o + b.bytes) for o, b in zip(layout.offsets, buffers, strict=True))
-        assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+        segments = sorted((o, o + b.bytes) for o, b in zip(layout.offsets, buffers, strict=True))
+        assert all(end <= start for (_, end), (start, _) in zip(segments, segments[1:], strict=False))
 
 
 def test_a_chain_of_two_live_buffers_takes_the_memory_of_two() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from engines.errors import PlanCorruptError
 from engines.ir.graph import QParams
-from engines.plan.plan import Band, Buffer, Fallback, Fill, Operand, Plan, TensorView
+from engines.plan.plan import Buffer, Fallback, Fill, ItemMajorRun, Operand, Plan, TensorView
 from engines.plan.verification import verify
 from engines.runtime.engine import Engine
 from tests.engines.tiny import halo_plan, mix_plan
@@ -54,8 +54,8 @@ FILL = Fill(TensorView("y", "int32", (2, 6), 1, 0, (24, 4), 48), -7, ((0, 0), (1
     (replace(PLAN, metadata={"threads": "two"}), "built for 'two' threads"),
     (replace(PLAN, buffers=(replace(PLAN.buffers[0], bytes=-1), *PLAN.buffers[1:])), "'t0' has -1 bytes"),
     (replace(PLAN, buffers=(replace(PLAN.buffers[0], bytes=1 << 62), *PLAN.buffers[1:])), "more bytes than a process"),
-    (replace(PLAN, bands=(Band(0, 1), Band(0, 2))), "steps 0 to 1 are to run item by item"),
-    (replace(PLAN, bands=(Band(2, 9),)), "steps 2 to 8 are to run item by item"),
+    (replace(PLAN, item_major=(ItemMajorRun(0, 1), ItemMajorRun(0, 2))), "steps 0 to 1 are to run item by item"),
+    (replace(PLAN, item_major=(ItemMajorRun(2, 9),)), "steps 2 to 8 are to run item by item"),
     (replace(PLAN, inputs=PLAN.inputs * 2), "two inputs of one name"),
     (with_input(shape=("batch", 6)), r"'x' \['batch', 6\] lies as \[6, 10\]"),
     (with_input(shape=(4, 6, 10)), "has no batch on axis 0"),
@@ -77,7 +77,7 @@ FILL = Fill(TensorView("y", "int32", (2, 6), 1, 0, (24, 4), 48), -7, ((0, 0), (1
     (with_step(rows_per_item=-1), "a grid of -1 or 0 rows"),
     (with_step(row_step=0), "rows by 0"),
     (with_step(columns=-2), "and -2 columns"),
-    (with_step(reads=(replace(PLAN.steps[0].reads[0], period=0),)), "reaches bytes 0 to 240 of buffer 0"),
+    (with_step(reads=(replace(PLAN.steps[0].reads[0], period=0),)), "touches bytes 0 to 240 of buffer 0"),
     (with_step(writes=(replace(PLAN.steps[0].writes[0], stride=-8),)), "then -8 further"),
     (with_fallback(("nothing",)), "reads 'nothing', which is none of the constants"),
     (with_fallback((), shape=(6, 11)), "ends at byte 964 of buffer 't1'"),

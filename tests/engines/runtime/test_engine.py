@@ -25,7 +25,7 @@ from tests.engines.tiny import halo_plan, mix_plan, mix_reference
 
 READS = [(0, 0), (0, 1), (2, 1), (1, 3), (4, 0)]
 OUTPUTS = [3, 5]
-pytestmark = pytest.mark.usefixtures("eager")      # or a crew would not share steps as short as these
+pytestmark = pytest.mark.usefixtures("eager")      # or threads would not share steps as short as these
 THREADS = pytest.mark.parametrize("threads", [1, 3])
 
 

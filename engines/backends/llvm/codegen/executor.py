@@ -1,14 +1,15 @@
 """The executor as emitted code: no Python runs, and no lock is held, between the first step and the last.
 
     run_steps(steps, operands, first, last, batch)      one thread: each kernel over its whole grid
-    run_chunks(control, run)                            the caller of a crew: publish, wake, work, wait for the end
+    run_chunks(control, run)                            the caller, with helpers: publish, wake, work, wait for the end
     help(control, worker)                               a helper's life: wait, work, until told to stop
-    dismiss(control)                                    send the helpers home
+    stop_helpers(control)                               end the helper threads
     free_arena(control)                                 an arena that no helper is in any more
     ticks(out)                                          the clock of StatusRow.STARTED and of the limits
 
-A crew works off a list of chunks. Per step each worker has a contiguous part; it runs its own upwards, then takes from
-the tails of the others' (Blumofe and Leiserson, "Scheduling Multithreaded Computations by Work Stealing", 1999).
+The workers of a pool run a list of chunks. Per step each worker has a contiguous part; it runs its own upwards, then
+takes from the tails of the others' (Blumofe and Leiserson, "Scheduling Multithreaded Computations by Work Stealing",
+1999).
 
     for stage in stages:
         ensure what all of the stage depends on
@@ -94,7 +95,7 @@ def scheduler_text(isa: Isa) -> str:
     machine = _MACHINES[architecture]
     module = Module(dict(machine.emulation))
     _emit_run_steps(module)
-    _Crew(module, machine).emit()
+    _PoolFunctions(module, machine).emit()
     return module.text()
 
 
@@ -175,9 +176,9 @@ def _emit_run_steps(module: Module) -> None:
         _run_kernel(row, StepRow, operands, zero, rows, zero, _word(row, StepRow.COLUMNS))
 
 
-# ---- a crew
-class _Crew:
-    """The functions of a crew, for one architecture."""
+# ---- a pool of workers
+class _PoolFunctions:
+    """Emits the functions of a worker pool, for one architecture."""
 
     def __init__(self, module: Module, machine: _Machine) -> None:
         self.module, self.machine = module, machine
@@ -190,7 +191,7 @@ class _Crew:
         self._emit_work()
         self._emit_ring()
         self._emit_run_chunks()
-        self._emit_dismiss()
+        self._emit_stop()
         self._emit_help()
         self._emit_free_arena()
 
@@ -200,10 +201,10 @@ class _Crew:
     def breathe(self, f: Function) -> None:
         f.run(self.machine.pause, *(f.constant(a, I32) for a in self.machine.pause_arguments))
 
-    def system(self, f: Function, control: Value, bell: Value, operation: int, value: Value) -> None:
+    def system(self, f: Function, control: Value, wake_count: Value, operation: int, value: Value) -> None:
         """futex(bell, operation, value, no timeout). Its failures (somebody was faster) mean: look again."""
         syscall = _word(control, ControlRow.SYSCALL, PTR)
-        arguments = f"i64 {self.machine.futex}, {bell}, i64 {operation}, {value}, ptr null"
+        arguments = f"i64 {self.machine.futex}, {wake_count}, i64 {operation}, {value}, ptr null"
         f.op(I64, f"call i64 (i64, ...) {syscall.name}({arguments})", "result")
 
     def _emit_ticks(self) -> None:
@@ -279,26 +280,26 @@ class _Crew:
 
     def _emit_ring(self) -> None:
         """Call all helpers; a system call only for those that sleep."""
-        f = self.module.function("ring", internal=True, control=PTR)
+        f = self.module.function("wake", internal=True, control=PTR)
         control, = f.parameters.values()
         for number in f.range("worker", f.constant(1, I64), _word(control, ControlRow.WORKERS)):
             worker = _row(control + CONTROL_WORDS * WORD, number, WORKER_WORDS)
-            _modify(worker, WorkerRow.BELL, "add", 1, "seq_cst")
+            _modify(worker, WorkerRow.WAKE_COUNT, "add", 1, "seq_cst")
             with f.when(_load(worker, WorkerRow.ASLEEP, "seq_cst").compare("ne", 0)):
-                self.system(f, control, worker + WorkerRow.BELL * WORD, _FUTEX_WAKE_PRIVATE, f.constant(1, I64))
+                self.system(f, control, worker + WorkerRow.WAKE_COUNT * WORD, _FUTEX_WAKE_PRIVATE, f.constant(1, I64))
 
-    def _emit_dismiss(self) -> None:
-        f = self.module.function("dismiss", control=PTR)
+    def _emit_stop(self) -> None:
+        f = self.module.function("stop_helpers", control=PTR)
         control, = f.parameters.values()
         _store(control, ControlRow.STOP, 1, "seq_cst")
-        f.run("ring", control)
+        f.run("wake", control)
 
     def _emit_run_chunks(self) -> None:
         f = self.module.function("run_chunks", control=PTR, run=PTR)
         control, run = f.parameters.values()
         _store(run, RunRow.STAGE, 0, "monotonic")
         _store(control, ControlRow.RUN, f.cast("ptrtoint", run, I64, "run"), "seq_cst")
-        f.run("ring", control)
+        f.run("wake", control)
         zero = f.constant(0, I64)
         # One stage more than the helpers work at: the last one waits for every chunk that nobody waits for.
         f.run("work", run, zero, _word(run, RunRow.STAGE_COUNT) + 1, zero, control + CONTROL_WORDS * WORD)
@@ -308,27 +309,27 @@ class _Crew:
         f = self.module.function("help", control=PTR, number=I64)
         control, number = f.parameters.values()
         worker = _row(control + CONTROL_WORDS * WORD, number, WORKER_WORDS)
-        heard = f.op(PTR, f"alloca i64, align {WORD}", "heard")
+        seen = f.op(PTR, f"alloca i64, align {WORD}", "seen")
         since = f.op(PTR, f"alloca i64, align {WORD}", "since")
-        f.store(f.constant(0, I64), heard, WORD)
+        f.store(f.constant(0, I64), seen, WORD)
         with _repeat(f, "life") as leave_life:
             f.store(self.now(f), since, WORD)
             with _repeat(f, "listen") as leave:
-                leave(_load(worker, WorkerRow.BELL, "acquire").compare("ne", f.load(I64, heard, WORD)))
+                leave(_load(worker, WorkerRow.WAKE_COUNT, "acquire").compare("ne", f.load(I64, seen, WORD)))
                 self.breathe(f)
                 idle = self.now(f) - f.load(I64, since, WORD)
                 with f.when(idle.compare("sgt", _word(control, ControlRow.SPIN))):
-                    self._sleep(f, control, worker, f.load(I64, heard, WORD))
+                    self._sleep(f, control, worker, f.load(I64, seen, WORD))
                     f.store(self.now(f), since, WORD)
-            f.store(_load(worker, WorkerRow.BELL, "acquire"), heard, WORD)
+            f.store(_load(worker, WorkerRow.WAKE_COUNT, "acquire"), seen, WORD)
             leave_life(_load(control, ControlRow.STOP, "acquire").compare("ne", 0))
             self._join_run(f, control, number, worker)
 
-    def _sleep(self, f: Function, control: Value, worker: Value, heard: Value) -> None:
-        """Sleep unless the bell has rung. The ringer reads ASLEEP after ringing, we the bell after ASLEEP: one sees."""
+    def _sleep(self, f: Function, control: Value, worker: Value, seen: Value) -> None:
+        """Sleep unless woken. The waker counts, then reads ASLEEP; we set ASLEEP, then read the count: one sees."""
         _modify(worker, WorkerRow.ASLEEP, "xchg", 1, "seq_cst")
-        with f.when(_load(worker, WorkerRow.BELL, "seq_cst").compare("eq", heard)):
-            self.system(f, control, worker + WorkerRow.BELL * WORD, _FUTEX_WAIT_PRIVATE, heard)
+        with f.when(_load(worker, WorkerRow.WAKE_COUNT, "seq_cst").compare("eq", seen)):
+            self.system(f, control, worker + WorkerRow.WAKE_COUNT * WORD, _FUTEX_WAIT_PRIVATE, seen)
         _store(worker, WorkerRow.ASLEEP, 0, "seq_cst")
 
     def _join_run(self, f: Function, control: Value, number: Value, worker: Value) -> None:

@@ -1,14 +1,15 @@
-"""The tables that Python writes and emitted code reads: their words, each an i64, by name.
+"""The interface between Python and emitted code: tables that Python writes, each of their words an i64 with a name.
 
-Emitted code knows nothing of Python; this is all that the two must agree on. A row of a table is one or more cache
-lines, so that what two threads write is never in one line.
+execution.py, chunks.py and workers.py fill them, with the addresses that elf.py loaded and expansion.py's constants;
+codegen/executor.py emits the code that reads them. It is all that the two sides must agree on. A row of a table is one
+or more cache lines, so that two threads never write to one line.
 """
 from __future__ import annotations
 
 from enum import IntEnum
 
 WORD = 8            # bytes
-LINE = 8            # words of a cache line
+LINE_WORDS = 8      # words of a cache line
 
 
 class StepRow(IntEnum):
@@ -33,19 +34,19 @@ class ChunkRow(IntEnum):
 
 
 class StatusRow(IntEnum):
-    """What has become of a chunk (a line of its own). Stamps are epochs: a row of an older run needs no clearing."""
+    """The state of a chunk, in a cache line of its own. Stamps are epochs: a row of an older run needs no clearing."""
     DONE = 0            # epoch of the last run that finished it
     STARTED = 1         # ticks
     CLAIM = 2           # epoch of the last run in which somebody took it
 
 
 class RunRow(IntEnum):
-    """One run of a span of steps over one arena: all that a worker needs (RUN_WORDS words)."""
+    """One run of a segment of steps over one arena: all that a worker needs (RUN_WORDS words)."""
     ARENA = 0           # number of the arena
-    EPOCH = 1           # of this run; grows from run to run of a context
+    EPOCH = 1           # number of this run; grows from run to run of a context
     STAGE = 2           # the caller's stage: earlier ones need no look
     CHUNKS = 3          # address of the chunk table
-    STATUS = 4          # address of the status rows of this arena and span
+    STATUS = 4          # address of the status rows of this arena and segment
     OPERANDS = 5        # address of the arena's operand table
     STAGES = 6          # address of the stage table: a row for each step, and a last one that only waits
     STAGE_COUNT = 7     # without the last one
@@ -62,25 +63,25 @@ class StageRow(IntEnum):
 
 
 class ControlRow(IntEnum):
-    """The crew of a context (CONTROL_WORDS words, then a WorkerRow for each worker, the caller being the first)."""
+    """The worker pool of a context (CONTROL_WORDS words, then a WorkerRow for each worker, the caller first)."""
     WORKERS = 0
     SYSCALL = 1         # address of libc's syscall()
     SPIN = 2            # ticks that an idle helper spins before it sleeps
     STOP = 3            # not 0: helpers leave
     ARENAS = 4
     FREE = 5            # written by free_arena
-    RUN = LINE          # address of the RunRow that wants workers, or 0
+    RUN = LINE_WORDS          # address of the RunRow that wants workers, or 0
 
 
 class WorkerRow(IntEnum):
-    """A worker (WORKER_WORDS words: three lines)."""
-    BELL = 0            # counts the calls to work; the futex that a helper sleeps on
+    """A worker (WORKER_WORDS words: three cache lines)."""
+    WAKE_COUNT = 0            # counts the times that helpers were woken; the futex that a helper sleeps on
     ASLEEP = 1
-    INSIDE = LINE       # address of the RunRow that it may be reading or writing, or 0 (a hazard pointer)
-    DONE = 2 * LINE     # chunks run
-    REPEATED = 2 * LINE + 1     # chunks run again because they were late
+    INSIDE = LINE_WORDS       # address of the RunRow that it may be reading or writing, or 0 (a hazard pointer)
+    DONE = 2 * LINE_WORDS     # chunks run
+    REPEATED = 2 * LINE_WORDS + 1     # chunks run again because they were late
 
 
-STEP_WORDS = CHUNK_WORDS = STATUS_WORDS = LINE
-RUN_WORDS = CONTROL_WORDS = 2 * LINE
-WORKER_WORDS = 3 * LINE
+STEP_WORDS = CHUNK_WORDS = STATUS_WORDS = LINE_WORDS
+RUN_WORDS = CONTROL_WORDS = 2 * LINE_WORDS
+WORKER_WORDS = 3 * LINE_WORDS

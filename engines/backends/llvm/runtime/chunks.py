@@ -1,12 +1,19 @@
-"""Cuts steps into chunks for a crew: what run_chunks (engines/backends/llvm/codegen/executor.py) works off.
+"""Cuts steps into chunks for several workers: one of the modules that run a plan on the CPU.
+
+    elf.py          loads the plan's machine code
+    expansion.py    computes the constants that the file holds in a smaller form
+    execution.py    tables, memory, and the executor of one thread
+    chunks.py       the pieces of work that several threads share (here)
+    workers.py      the threads that run them
+    abi.py          the tables that Python writes and emitted code (codegen/executor.py) reads
 
 A step's grid is cut along rows while its weights fit a core's second-level cache, so that each worker reads its rows
 of the input and all of the weights; along columns otherwise, so that each reads its part of the weights once. An axis
 that gives the workers unequal shares (7 rows for 2) loses to one that does not.
 
 A chunk waits for the chunks that write the rows it reads, so that no barrier stands between two steps that are cut by
-rows: engines/plan/plan.py's Reach says which bytes a row reads and writes. Where a chunk reads all of a step, or nobody
-knows what it reads, the whole stage waits for the whole step.
+rows: a Footprint (engines/plan/plan.py) says which bytes a row reads and writes. Where a chunk reads all of a step, or
+its footprints are not known, the whole stage waits for the whole step.
 """
 from __future__ import annotations
 
@@ -16,15 +23,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engines.backends.llvm.runtime.abi import CHUNK_WORDS, LINE, ChunkRow, StageRow, StepRow
-from engines.backends.llvm.runtime.execution import LoadedPlan, Span, Words, words
-from engines.plan.plan import Plan, Reach, Step
+from engines.backends.llvm.runtime.abi import CHUNK_WORDS, LINE_WORDS, ChunkRow, StageRow, StepRow
+from engines.backends.llvm.runtime.execution import LoadedPlan, Segment, Words, words
+from engines.plan.plan import Footprint, Plan, Step
 
 CHUNK_US = 25.0                 # aimed at: long beside a claim (0.1 us), short beside what a late one costs
 SHORTEST_US = 2.5               # a step is not cut into pieces of less: to share them costs more
 PIECES_PER_WORKER = 16          # at most, for each step
 RESIDENT_BYTES = 160 << 10      # weights that stay in the second-level cache
-FAIR = 0.9                      # share of the workers' time that a cut must use, if another could use more
+FAIR_SHARE = 0.9                # share of the workers' time that a cut must use, if another could use more
 LATE_FACTOR, LATE_SLACK_US = 3.0, 15.0
 
 Range = tuple[int, int]         # [begin, end)
@@ -49,14 +56,14 @@ class Cut:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The tables of one span for one batch size (see engines/backends/llvm/runtime/abi.py)."""
+    """The tables of one segment for one batch size (see engines/backends/llvm/runtime/abi.py)."""
     chunks: Words
     stages: Words
     depends: Words
 
 
 def cut(step: Step, batch: int, us: float, workers: int) -> Cut:
-    """Cut a step's grid; `us` is what all of it takes one thread."""
+    """A step's grid cut for so many workers; `us`: microseconds that the whole of it takes one thread."""
     rows = step.rows_per_item * batch + (0 if step.rows_per_item else step.rows)
     if not rows or not step.columns:
         return Cut((), (), True)
@@ -75,8 +82,8 @@ def cut(step: Step, batch: int, us: float, workers: int) -> Cut:
 def _prefers_rows(step: Step, row_units: int, column_units: int, workers: int) -> bool:
     rows, columns = (units / (workers * -(-units // workers)) for units in (row_units, column_units))
     if step.constant_bytes <= RESIDENT_BYTES:
-        return rows >= FAIR or rows >= columns
-    return columns < min(FAIR, rows)
+        return rows >= FAIR_SHARE or rows >= columns
+    return columns < min(FAIR_SHARE, rows)
 
 
 def _ranges(extent: int, step: int, units: int, pieces: int) -> tuple[Range, ...]:
@@ -85,21 +92,21 @@ def _ranges(extent: int, step: int, units: int, pieces: int) -> tuple[Range, ...
     return tuple(zip(bounds, bounds[1:], strict=False))
 
 
-def most_chunks(span: Span, workers: int) -> int:
-    """No batch size cuts the span into more."""
+def most_chunks(segment: Segment, workers: int) -> int:
+    """A number of chunks that no batch size exceeds."""
     # Twice what is wanted: that is rounded up to whole rows (or columns) of pieces.
-    return (span.last - span.first) * 2 * workers * PIECES_PER_WORKER
+    return (segment.last - segment.first) * 2 * workers * PIECES_PER_WORKER
 
 
-def make_schedule(program: LoadedPlan, span: Span, batch: int, workers: int, step_us: Sequence[float],
+def make_schedule(program: LoadedPlan, segment: Segment, batch: int, workers: int, step_us: Sequence[float],
                   ticks_per_us: float) -> Schedule | None:
-    """The tables of a native span; None if all of its steps are too short to be shared.
+    """The tables of a native segment; None if all of its steps are too short to be shared.
 
     step_us: microseconds of each step of the plan at batch 1, on one thread.
     """
-    steps = program.plan.steps[span.first:span.last]
+    steps = program.plan.steps[segment.first:segment.last]
     times = [us * (1 + (batch - 1) * step.further_item if step.rows_per_item else 1)
-             for us, step in zip(step_us[span.first:span.last], steps, strict=True)]
+             for us, step in zip(step_us[segment.first:segment.last], steps, strict=True)]
     cuts = [cut(step, batch, us, workers) for step, us in zip(steps, times, strict=True)]
     if all(len(c) <= 1 for c in cuts):
         return None
@@ -109,21 +116,21 @@ def make_schedule(program: LoadedPlan, span: Span, batch: int, workers: int, ste
     for index, (us, c) in enumerate(zip(times, cuts, strict=True)):
         rows = chunks[starts[index]:starts[index + 1]]
         rows[:, [ChunkRow.FUNCTION, ChunkRow.OPERANDS]] = \
-            program.steps[span.first + index, [StepRow.FUNCTION, StepRow.OPERANDS]]
+            program.steps[segment.first + index, [StepRow.FUNCTION, StepRow.OPERANDS]]
         bounds = np.array(c.pieces(), np.int64).reshape(-1, 4)
         rows[:, [ChunkRow.ROW_BEGIN, ChunkRow.ROW_END, ChunkRow.COLUMN_BEGIN, ChunkRow.COLUMN_END]] = bounds
         area = (bounds[:, 1] - bounds[:, 0]) * (bounds[:, 3] - bounds[:, 2])
         late_us = LATE_FACTOR * us * area / max(area.sum(), 1) + LATE_SLACK_US
         rows[:, ChunkRow.LIMIT] = (late_us * ticks_per_us).astype(np.int64)
-    waits = [_waits(steps, index, span.first, cuts, starts) for index in range(len(steps))]
-    stages, depends = _stages(waits, _ends(program.plan, span), starts, workers, chunks)
+    waits = [_waits(steps, index, segment.first, cuts, starts) for index in range(len(steps))]
+    stages, depends = _stages(waits, _steps_awaited_at_the_end(program.plan, segment), starts, workers, chunks)
     return Schedule(chunks, stages, depends)
 
 
 # ---- dependencies
 @dataclass(frozen=True)
 class _Waits:
-    """What a step waits for: pairs for all of it, and pairs for each of its chunks."""
+    """The chunks that a step waits for, as ranges of their numbers: for all of it, and for each of its chunks."""
     stage: list[Range]
     chunks: list[list[Range]]
 
@@ -131,7 +138,7 @@ class _Waits:
 def _waits(steps: Sequence[Step], index: int, first: int, cuts: Sequence[Cut], starts: Words) -> _Waits:
     step, own = steps[index], cuts[index]
     found = _Waits([], [[] for _ in range(len(own))])
-    for producer in (d - first for d in step.depends if d >= first):    # earlier spans are done when this one begins
+    for producer in (d - first for d in step.depends if d >= first):    # earlier segments are done when this one begins
         base = int(starts[producer])
         if not len(cuts[producer]):
             continue
@@ -146,13 +153,13 @@ def _waits(steps: Sequence[Step], index: int, first: int, cuts: Sequence[Cut], s
 
 
 def _rows_of_chunks(c: Cut) -> list[int]:
-    """For each chunk the number of its range of rows."""
+    """For each chunk, the number of its range of rows."""
     rows = range(len(c.rows))
     return [r for r in rows for _ in c.columns] if c.by_rows else [r for _ in c.columns for r in rows]
 
 
 def _rows_of_producer(step: Step, own: Cut, producer: Step, its: Cut) -> list[list[Range]] | None:
-    """For each range of rows of `own` the ranges of the producer's rows that it reads; None: all, or nobody knows."""
+    """For each range of rows of `own` the ranges of the producer's rows that it reads; None: all, or it is unknown."""
     if len(its.rows) == 1 or not (its.by_rows or len(its.columns) == 1):
         return None         # its chunks of a range of rows do not follow each other
     pairs = [(read, write) for read in step.reads for write in producer.writes if read.buffer == write.buffer]
@@ -162,8 +169,12 @@ def _rows_of_producer(step: Step, own: Cut, producer: Step, its: Cut) -> list[li
     return None if all((0, len(its.rows)) in ranges for ranges in found) else found
 
 
-def rows_awaited(pairs: Sequence[tuple[Reach, Reach]], own: Sequence[Range], its: Sequence[Range]) -> list[list[Range]]:
-    """For each range of rows of `own` the ranges of `its` that touch the same bytes; pairs: (own reach, its reach)."""
+def rows_awaited(pairs: Sequence[tuple[Footprint, Footprint]], own: Sequence[Range],
+                 its: Sequence[Range]) -> list[list[Range]]:
+    """For each range of rows of `own` the ranges of `its` that touch the same bytes.
+
+    pairs: (what rows of `own` touch, what rows of `its` do).
+    """
     found: list[list[Range]] = [[] for _ in own]
     for read, write in pairs:
         begins, ends = _bytes(write, its)
@@ -177,30 +188,30 @@ def rows_awaited(pairs: Sequence[tuple[Reach, Reach]], own: Sequence[Range], its
     return found
 
 
-def _bytes(reach: Reach, rows: Sequence[Range]) -> tuple[Words, Words]:
+def _bytes(footprint: Footprint, rows: Sequence[Range]) -> tuple[Words, Words]:
     """The first byte, and the one after the last, that each range of rows may touch."""
     bounds = np.array(rows, np.int64)
-    (first_item, first), (last_item, last) = (divmod(r, reach.period) for r in (bounds[:, 0], bounds[:, 1] - 1))
+    (first_item, first), (last_item, last) = (divmod(r, footprint.period) for r in (bounds[:, 0], bounds[:, 1] - 1))
     # A range over several items begins at its first row or at the next item, which may lie at the same address.
     several = last_item > first_item
-    steps_begin = np.minimum(first_item * reach.item_stride + first // reach.rows * reach.stride,
-                             np.where(several, (first_item + 1) * reach.item_stride, np.iinfo(np.int64).max))
-    whole = (reach.period - 1) // reach.rows * reach.stride
-    steps_end = np.maximum(last_item * reach.item_stride + last // reach.rows * reach.stride,
-                           np.where(several, (last_item - 1) * reach.item_stride + whole, 0))
-    return reach.begin + steps_begin, reach.end + steps_end
+    steps_begin = np.minimum(first_item * footprint.item_stride + first // footprint.rows * footprint.stride,
+                             np.where(several, (first_item + 1) * footprint.item_stride, np.iinfo(np.int64).max))
+    whole = (footprint.period - 1) // footprint.rows * footprint.stride
+    steps_end = np.maximum(last_item * footprint.item_stride + last // footprint.rows * footprint.stride,
+                           np.where(several, (last_item - 1) * footprint.item_stride + whole, 0))
+    return footprint.begin + steps_begin, footprint.end + steps_end
 
 
-def _ends(plan: Plan, span: Span) -> set[int]:
-    """Steps that must be done when a span ends: later spans or the caller read what they write, or nobody does."""
-    awaited = {d for step in plan.steps[span.first:span.last] for d in step.depends}
-    later = {d for step in plan.steps[span.last:] for d in step.depends}
+def _steps_awaited_at_the_end(plan: Plan, segment: Segment) -> set[int]:
+    """Steps that must be done when a segment ends: later segments or the caller read their results, or nobody does."""
+    awaited = {d for step in plan.steps[segment.first:segment.last] for d in step.depends}
+    later = {d for step in plan.steps[segment.last:] for d in step.depends}
     outputs = {io.view.buffer for io in plan.outputs}
     found = set()
-    for index in range(span.first, span.last):
+    for index in range(segment.first, segment.last):
         shown = any(operand.buffer in outputs for operand in plan.steps[index].operands)
         if index in later or index not in awaited or shown:
-            found.add(index - span.first)
+            found.add(index - segment.first)
     return found
 
 
@@ -209,7 +220,7 @@ def _stages(waits: Sequence[_Waits], ends: set[int], starts: Words, workers: int
     """The stage table, a row for each step and one that waits for the ends; and the pairs, of stages and of chunks."""
     last = [(int(starts[i]), int(starts[i + 1])) for i in sorted(ends)]
     depends: list[Range] = []
-    stages = words(len(waits) + 1, -(-(StageRow.PARTS + workers + 1) // LINE) * LINE)
+    stages = words(len(waits) + 1, -(-(StageRow.PARTS + workers + 1) // LINE_WORDS) * LINE_WORDS)
     for index, pairs in enumerate([*(w.stage for w in waits), last]):
         stages[index, StageRow.DEPENDS_BEGIN] = len(depends)
         depends += pairs

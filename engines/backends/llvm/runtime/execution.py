@@ -1,4 +1,8 @@
-"""Runs a plan's steps: the tables that emitted code reads, the memory they point into, and the one-thread executor."""
+"""Runs a plan's steps: the tables that emitted code reads, the memory they point into, and the executor of one thread.
+
+elf.py loads the code, expansion.py the constants that are computed; abi.py names the words of the tables; workers.py is
+the executor of several threads, which share the chunks that chunks.py cuts.
+"""
 from __future__ import annotations
 
 import ctypes
@@ -13,12 +17,12 @@ from numpy.typing import NDArray
 
 from engines.backends.llvm.runtime.abi import STEP_WORDS, WORD, StepRow
 from engines.backends.llvm.runtime.elf import LoadedCode
-from engines.backends.llvm.runtime.expansion import derive
+from engines.backends.llvm.runtime.expansion import expand
 from engines.errors import PlanCorruptError
 from engines.ir.graph import Array
 from engines.machine.clock import thread_seconds
-from engines.plan.arena import LINE, Layout, Memory, array_at, plan_memory, write_halo
-from engines.plan.plan import DERIVED, Band, Derived, Plan, TensorView, item_strides
+from engines.plan.arena import CACHE_LINE, Layout, Memory, array_at, plan_memory, write_halo
+from engines.plan.plan import EXPANDED, ExpandedConstant, ItemMajorRun, Plan, TensorView, item_strides
 from engines.plan.verification import verify
 from engines.runtime.fallback import FallbackStep
 
@@ -27,7 +31,7 @@ EmittedFunction = Callable[..., None]
 
 
 @dataclass(frozen=True)
-class Span:
+class Segment:
     """Steps first..last - 1: all native, so that one call runs them, or one fallback."""
     first: int
     last: int
@@ -43,15 +47,16 @@ class LoadedPlan:
         self.plan = verify(plan)
         self._code = LoadedCode(plan.code)
         self._constants, self._constants_address = _aligned(plan.constants)
-        self._derived = derive(plan, self.kernel, self._constants_address, threads)
+        self._expanded = expand(plan, self.kernel, self._constants_address, threads)
         self.run_steps = self.function("run_steps", 5)
         self.steps = self._step_table()
         self.steps_address = self.steps.ctypes.data
-        self.spans = _spans(plan)
-        self.turns = tuple(turn for span in self.spans for turn in _turns(span, plan.bands))
+        self.segments = _segments(plan)
+        self.serial_segments = tuple(part for segment in self.segments
+                                     for part in _cut_at_item_major_runs(segment, plan.item_major))
         operands = [operand for step in plan.steps for operand in step.operands]
         # The constants count as two buffers more, after the others.
-        more = {None: len(plan.buffers), DERIVED: len(plan.buffers) + 1}
+        more = {None: len(plan.buffers), EXPANDED: len(plan.buffers) + 1}
         buffers = [more.get(o.buffer, o.buffer) for o in operands]
         self._operand_buffers = np.array(buffers, np.int64)
         self._operand_offsets = np.array([o.offset for o in operands], np.int64)
@@ -61,7 +66,7 @@ class LoadedPlan:
         prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * parameters)
         return prototype(self._address(name, user))
 
-    def kernel(self, item: Derived) -> EmittedFunction:
+    def kernel(self, item: ExpandedConstant) -> EmittedFunction:
         """What makes a derived constant."""
         return self.function(item.symbol, 5, f"a constant of '{item.name}'")
 
@@ -85,17 +90,17 @@ class LoadedPlan:
         return table
 
     @cached_property
-    def kept_in_bands(self) -> dict[int, int]:
-        """Buffers that hold one item, for only a band uses them -> bytes that an item of theirs takes."""
-        return {reach.buffer: reach.item_stride for band in self.plan.bands
-                for step in self.plan.steps[band.first:band.last] for reach in step.writes
-                if band.keeps(self.plan.buffers[reach.buffer])}
+    def one_item_bytes(self) -> dict[int, int]:
+        """Buffers that hold one item, for only one item-major run uses them -> bytes that an item of theirs takes."""
+        return {footprint.buffer: footprint.item_stride for run in self.plan.item_major
+                for step in self.plan.steps[run.first:run.last] for footprint in step.writes
+                if run.keeps(self.plan.buffers[footprint.buffer])}
 
     @cached_property
     def item_strides(self) -> Words:
-        """Bytes from an item to the next, of each operand of the steps in bands; 0 for those of other steps."""
-        inside = {i for band in self.plan.bands for i in range(band.first, band.last)}
-        strides = [stride if operand.buffer not in self.kept_in_bands else 0
+        """Bytes from an item to the next, of each operand of the steps in item-major runs; 0 for those of others."""
+        inside = {i for run in self.plan.item_major for i in range(run.first, run.last)}
+        strides = [stride if operand.buffer not in self.one_item_bytes else 0
                    for i, step in enumerate(self.plan.steps)
                    for operand, stride in zip(step.operands, item_strides(step) if i in inside else
                                               [0] * len(step.operands), strict=True)]
@@ -103,11 +108,11 @@ class LoadedPlan:
 
     @cached_property
     def shared_layout(self) -> Layout:
-        """Of a context of one thread: buffers share memory, and what a band keeps to itself is one item's."""
+        """Of a context of one thread: buffers share memory; those that only one item-major run uses hold one item."""
         others = self.plan.batch_slots - 1
-        buffers = [replace(buffer, bytes=buffer.bytes - others * self.kept_in_bands.get(i, 0))
+        buffers = [replace(buffer, bytes=buffer.bytes - others * self.one_item_bytes.get(i, 0))
                    for i, buffer in enumerate(self.plan.buffers)]
-        return replace(plan_memory(buffers, self.plan.fills), one_item=frozenset(self.kept_in_bands))
+        return replace(plan_memory(buffers, self.plan.fills), one_item=frozenset(self.one_item_bytes))
 
     @cached_property
     def separate_layout(self) -> Layout:
@@ -116,7 +121,7 @@ class LoadedPlan:
 
     def operand_table(self, bases: Sequence[int]) -> Words:
         """The addresses of all operands of all steps, given that of each buffer."""
-        every = np.array([*bases, self._constants_address, self._derived.address], np.int64)
+        every = np.array([*bases, self._constants_address, self._expanded.address], np.int64)
         table: Words = every[self._operand_buffers] + self._operand_offsets
         return table
 
@@ -129,38 +134,38 @@ def words(*shape: int) -> Words:
 def _aligned(constants: bytes | memoryview) -> tuple[Array, int]:
     """The constants and their address. Those of a plan that was read from a file lie on a page; others are copied."""
     array: Array = np.ndarray((len(constants),), np.uint8, constants)
-    if array.ctypes.data % LINE:
+    if array.ctypes.data % CACHE_LINE:
         copy = Memory(len(array)).bytes
         copy[:len(array)] = array
         array = copy
     return array, array.ctypes.data
 
 
-def _spans(plan: Plan) -> tuple[Span, ...]:
-    spans: list[Span] = []
+def _segments(plan: Plan) -> tuple[Segment, ...]:
+    segments: list[Segment] = []
     for index, step in enumerate(plan.steps):
         if not step.symbol:
             if step.fallback is None:
                 raise PlanCorruptError(f"{plan.name}: step '{step.name}' has neither a kernel nor a fallback")
-            spans.append(Span(index, index + 1, FallbackStep(step.fallback, plan.weights)))
-        elif spans and spans[-1].fallback is None:
-            spans[-1] = Span(spans[-1].first, index + 1)
+            segments.append(Segment(index, index + 1, FallbackStep(step.fallback, plan.weights)))
+        elif segments and segments[-1].fallback is None:
+            segments[-1] = Segment(segments[-1].first, index + 1)
         else:
-            spans.append(Span(index, index + 1))
-    return tuple(spans)
+            segments.append(Segment(index, index + 1))
+    return tuple(segments)
 
 
-def _turns(span: Span, bands: Sequence[Band]) -> Iterator[Span]:
-    """The span cut where bands begin and end: what one thread runs."""
-    at = span.first
-    for band in bands:
-        if span.first <= band.first and band.last <= span.last:
-            if at < band.first:
-                yield Span(at, band.first)
-            yield Span(band.first, band.last, by_item=True)
-            at = band.last
-    if at < span.last:
-        yield replace(span, first=at)
+def _cut_at_item_major_runs(segment: Segment, runs: Sequence[ItemMajorRun]) -> Iterator[Segment]:
+    """The segment cut where item-major runs begin and end: what one thread runs."""
+    at = segment.first
+    for run in runs:
+        if segment.first <= run.first and run.last <= segment.last:
+            if at < run.first:
+                yield Segment(at, run.first)
+            yield Segment(run.first, run.last, by_item=True)
+            at = run.last
+    if at < segment.last:
+        yield replace(segment, first=at)
 
 
 class Arena:
@@ -180,12 +185,12 @@ class Arena:
 
     @cached_property
     def _item_operands(self) -> Words:
-        """For each batch slot an operand table in which the operands of bands are that item's."""
+        """For each batch slot an operand table in which the operands of item-major runs are that item's."""
         slots = np.arange(self._program.plan.batch_slots)[:, None]
         return self._operands + slots * self._program.item_strides
 
     def item_operands(self, batch: int) -> list[int]:
-        """The addresses of the tables for the items of a batch, each to be run in bands as a batch of one."""
+        """The addresses of the tables for the items of a batch, each to be run as a batch of one."""
         return [row.ctypes.data for row in self._item_operands[:batch]]
 
     @property
@@ -232,34 +237,35 @@ class SerialExecution:
     def _ready(self, batch: int) -> tuple[Callable[[], None], ...]:
         """Halos written, and the spans as calls."""
         self._arena.prepare(batch)
-        turns = self._program.turns if batch > 1 else self._program.spans
-        self._calls[batch] = tuple(call for span in turns for call in calls_of(self._program, self._arena, span, batch))
+        segments = self._program.serial_segments if batch > 1 else self._program.segments
+        self._calls[batch] = tuple(call for segment in segments
+                                   for call in calls_of(self._program, self._arena, segment, batch))
         return self._calls[batch]
 
     def profile(self, batch: int, repeats: int) -> list[float]:
-        return time_steps(self._program, self._arena, self._program.turns, batch, repeats)
+        return time_steps(self._program, self._arena, self._program.serial_segments, batch, repeats)
 
     def close(self) -> None:
         """Nothing to stop: the memory goes with the last view of it."""
 
 
-def calls_of(program: LoadedPlan, arena: Arena, span: Span, batch: int) -> tuple[Callable[[], None], ...]:
-    """A span on this thread: calls whose arguments ctypes need not convert again, for a small network takes little
+def calls_of(program: LoadedPlan, arena: Arena, segment: Segment, batch: int) -> tuple[Callable[[], None], ...]:
+    """A segment on this thread: calls whose arguments ctypes need not convert again, for a small network takes little
     longer than that."""
-    if span.fallback is not None:
-        return (partial(span.fallback.run, lambda view: arena.array(view, batch), batch),)
-    tables, items = (arena.item_operands(batch), 1) if span.by_item else ([arena.operands], batch)
-    arguments = ((program.steps_address, table, span.first, span.last, items) for table in tables)
+    if segment.fallback is not None:
+        return (partial(segment.fallback.run, lambda view: arena.array(view, batch), batch),)
+    tables, items = (arena.item_operands(batch), 1) if segment.by_item else ([arena.operands], batch)
+    arguments = ((program.steps_address, table, segment.first, segment.last, items) for table in tables)
     return tuple(partial(program.run_steps, *map(ctypes.c_int64, values)) for values in arguments)
 
 
-def run_span(program: LoadedPlan, arena: Arena, span: Span, batch: int) -> None:
-    """Run a span on this thread."""
-    for call in calls_of(program, arena, span, batch):
+def run_segment(program: LoadedPlan, arena: Arena, segment: Segment, batch: int) -> None:
+    """Run a segment on this thread."""
+    for call in calls_of(program, arena, segment, batch):
         call()
 
 
-def time_steps(program: LoadedPlan, arena: Arena, spans: Sequence[Span], batch: int, repeats: int,
+def time_steps(program: LoadedPlan, arena: Arena, segments: Sequence[Segment], batch: int, repeats: int,
                fallbacks: bool = True) -> list[float]:
     """Seconds of each step of the spans, the least of `repeats`: they run in order, each timed alone, less the cost of
     a call.
@@ -273,10 +279,10 @@ def time_steps(program: LoadedPlan, arena: Arena, spans: Sequence[Span], batch: 
         return thread_seconds() - start
 
     arena.prepare(batch)
-    steps = [replace(span, first=i, last=i + 1) for span in spans for i in range(span.first, span.last)]
+    steps = [replace(segment, first=i, last=i + 1) for segment in segments for i in range(segment.first, segment.last)]
     calls = [calls_of(program, arena, step, batch) for step in steps]
     best = [math.inf if fallbacks or step.fallback is None else 0.0 for step in steps]
-    nothing, = calls_of(program, arena, Span(0, 0), batch)
+    nothing, = calls_of(program, arena, Segment(0, 0), batch)
     cost = math.inf
     for _ in range(repeats):
         cost = min(cost, seconds(nothing))

@@ -1,4 +1,7 @@
-"""The constants that kernels make of others when a plan is made ready to run: Plan.derived."""
+"""Constants that are computed from others when a plan is loaded (execution.py): its file holds only the smaller ones.
+
+The kernels that expand them lie in the plan's code, which elf.py loads; as many threads as the engine has run them.
+"""
 from __future__ import annotations
 
 import threading
@@ -8,20 +11,20 @@ from functools import partial
 import numpy as np
 
 from engines.plan.arena import Memory
-from engines.plan.plan import Derived, Plan
+from engines.plan.plan import ExpandedConstant, Plan
 
-PIECE = 1 << 20         # bytes that a thread makes before it takes the next piece
+PIECE = 1 << 20         # bytes that a thread computes before it takes the next piece
 
 Kernel = Callable[..., None]
 
 
-def derive(plan: Plan, kernel: Callable[[Derived], Kernel], constants: int, threads: int = 1) -> Memory:
-    """Memory with a plan's derived constants in it, made by so many threads.
+def expand(plan: Plan, kernel: Callable[[ExpandedConstant], Kernel], constants: int, threads: int = 1) -> Memory:
+    """Memory with a plan's expanded constants in it, computed by so many threads.
 
     kernel: the emitted function of each, which releases the GIL. constants: the address of the plan's constants.
     """
-    memory = Memory(plan.derived_bytes)
-    pieces = [piece for item in plan.derived for piece in _pieces(item, kernel(item), constants, memory.address)]
+    memory = Memory(plan.expanded_bytes)
+    pieces = [piece for item in plan.expanded for piece in _pieces(item, kernel(item), constants, memory.address)]
     pieces.reverse()        # taken from the end
 
     def work() -> None:
@@ -41,7 +44,7 @@ def derive(plan: Plan, kernel: Callable[[Derived], Kernel], constants: int, thre
     return memory
 
 
-def _pieces(item: Derived, kernel: Kernel, constants: int, memory: int) -> Iterator[Callable[[], None]]:
+def _pieces(item: ExpandedConstant, kernel: Kernel, constants: int, memory: int) -> Iterator[Callable[[], None]]:
     """A constant's grid, cut along its columns, then its rows, into pieces of about PIECE bytes."""
     operands = np.array([constants + item.source, memory + item.offset], np.int64)
     count = -(-item.bytes // PIECE)

@@ -1,7 +1,8 @@
-"""A context of several threads: the caller, and helpers that sleep until it rings.
+"""A context of several threads: a pool of the caller and helper threads that sleep until it wakes them.
 
-What makes it hold up when another process takes a core is in the emitted code (../codegen/executor.py): late chunks are
-run again, so nobody waits for a thread that is not running. Here are the crew, its arenas and tables.
+chunks.py cuts the work, abi.py says what the tables hold, execution.py has the arenas. What makes it hold up when
+another process takes a core is in the emitted code (../codegen/executor.py): late chunks are run again, so nobody waits
+for a thread that is not running.
 
 A late helper may be in the arena of an earlier request for as long as the system likes. So there is one arena more than
 there are helpers, and a request runs in one where nobody is; inputs are read from one place, which helpers never
@@ -37,7 +38,7 @@ from engines.backends.llvm.runtime.execution import (
     LoadedPlan,
     Words,
     libc,
-    run_span,
+    run_segment,
     time_steps,
     words,
 )
@@ -78,16 +79,16 @@ class ParallelProgram:
         with self._lock:
             if self._step_us is None:
                 self._step_us = [s * 1e6 for s in time_steps(
-                    self.program, arena, self.program.spans, 1, CALIBRATION_RUNS, fallbacks=False)]
+                    self.program, arena, self.program.segments, 1, CALIBRATION_RUNS, fallbacks=False)]
 
     def schedules(self, batch: int) -> tuple[Schedule | None, ...]:
-        """For each span its tables; None if the caller runs it alone: a fallback, or steps too short to be shared."""
+        """The tables of each segment; None if the caller runs it alone: a fallback, or steps too short to be shared."""
         found = self._schedules.get(batch)
         if found is None:
             assert self._step_us is not None, "calibrate first"
-            found = tuple(None if span.fallback else make_schedule(self.program, span, batch, self.workers,
+            found = tuple(None if segment.fallback else make_schedule(self.program, segment, batch, self.workers,
                                                                    self._step_us, self.ticks_per_us)
-                          for span in self.program.spans)
+                          for segment in self.program.segments)
             with self._lock:
                 found = self._schedules.setdefault(batch, found)
         return found
@@ -105,11 +106,11 @@ class ParallelExecution:
         first.prepare(1)
         shared.calibrate(first)
 
-        # Each span has its own: a helper that is late in one must not see its rows change under it.
-        self._statuses = [[words(most_chunks(s, workers), STATUS_WORDS) for s in program.spans] for _ in self.arenas]
-        self.runs = [words(len(program.spans), RUN_WORDS) for _ in self.arenas]
+        # Each segment has its own: a helper that is late in one must not see its rows change under it.
+        self._statuses = [[words(most_chunks(s, workers), STATUS_WORDS) for s in program.segments] for _ in self.arenas]
+        self.runs = [words(len(program.segments), RUN_WORDS) for _ in self.arenas]
         self._epoch = 0
-        self._crew = Crew(program, workers, shared.ticks_per_us, len(self.arenas), cpus,
+        self._pool = WorkerPool(program, workers, shared.ticks_per_us, len(self.arenas), cpus,
                           (self.arenas, self._statuses, self.runs, shared))
         self._run_chunks = program.function("run_chunks", 2)
         self._free_arena = program.function("free_arena", 1)
@@ -128,45 +129,46 @@ class ParallelExecution:
         arena_index = self._pick_arena()
         arena = self.arenas[arena_index]
         arena.prepare(batch)
-        self._crew.keep_off_this_cpu()
-        control = self._crew.control.ctypes.data
-        for index, (span, schedule) in enumerate(zip(self._program.spans, self._shared.schedules(batch), strict=True)):
+        self._pool.keep_off_this_cpu()
+        control = self._pool.control.ctypes.data
+        schedules = self._shared.schedules(batch)
+        for index, (segment, schedule) in enumerate(zip(self._program.segments, schedules, strict=True)):
             if schedule is None:
-                run_span(self._program, arena, span, batch)
+                run_segment(self._program, arena, segment, batch)
             else:
                 self._run_chunks(control, self._run_row(arena_index, index, schedule).ctypes.data)
         for io in self._program.plan.outputs:
             np.copyto(self.output(io.view, batch), arena.array(io.view, batch))
 
     def _pick_arena(self) -> int:
-        self._free_arena(self._crew.control.ctypes.data)
-        return int(self._crew.control[ControlRow.FREE])
+        self._free_arena(self._pool.control.ctypes.data)
+        return int(self._pool.control[ControlRow.FREE])
 
-    def _run_row(self, arena: int, span: int, schedule: Schedule) -> Words:
-        """The RunRow of a span in an arena, filled for this run; nobody reads it until it is published."""
+    def _run_row(self, arena: int, segment: int, schedule: Schedule) -> Words:
+        """The RunRow of a segment in an arena, filled for this run; nobody reads it until it is published."""
         self._epoch += 1
-        row: Words = self.runs[arena][span]
+        row: Words = self.runs[arena][segment]
         row[RunRow.ARENA], row[RunRow.EPOCH], row[RunRow.WORKERS] = arena, self._epoch, self._shared.workers
-        row[RunRow.CHUNKS], row[RunRow.STATUS] = schedule.chunks.ctypes.data, self._statuses[arena][span].ctypes.data
+        row[RunRow.CHUNKS], row[RunRow.STATUS] = schedule.chunks.ctypes.data, self._statuses[arena][segment].ctypes.data
         row[RunRow.OPERANDS] = self.arenas[arena].operands
         row[RunRow.STAGES], row[RunRow.DEPENDS] = schedule.stages.ctypes.data, schedule.depends.ctypes.data
         row[RunRow.STAGE_COUNT], row[RunRow.STAGE_BYTES] = len(schedule.stages) - 1, schedule.stages.strides[0]
         return row
 
     def profile(self, batch: int, repeats: int) -> list[float]:
-        return time_steps(self._program, self.arenas[self._pick_arena()], self._program.spans, batch, repeats)
+        return time_steps(self._program, self.arenas[self._pick_arena()], self._program.segments, batch, repeats)
 
     @property
     def workers(self) -> Words:
         """What each worker, the caller first, is doing and has done: [workers, WORKER_WORDS], see WorkerRow."""
-        return self._crew.workers
+        return self._pool.workers
 
     def close(self) -> None:
-        """Send the helpers home; from then on the caller runs alone."""
-        self._crew.close()
+        """Stop the helpers; from then on the caller runs alone."""
+        self._pool.close()
 
 
-class Crew:
+class WorkerPool:
     """The helper threads of one context, and the control block through which emitted code talks to them."""
 
     def __init__(self, program: LoadedPlan, workers: int, ticks_per_us: float, arenas: int, cpus: Sequence[int] | None,
@@ -189,8 +191,8 @@ class Crew:
             for thread, cpu in zip(self._threads, cpus[1:], strict=True):
                 self._move(thread, {cpu})
             self._cpus = set()
-        # A crew that is forgotten, or alive when the interpreter ends, goes home before its memory does.
-        self._finalizer = weakref.finalize(self, _dismiss, program.function("dismiss", 1), self.control,
+        # A pool that is forgotten, or alive when the interpreter ends, stops before its memory is freed.
+        self._finalizer = weakref.finalize(self, _stop, program.function("stop_helpers", 1), self.control,
                                            self._threads, (program, keep))
 
     def keep_off_this_cpu(self) -> None:
@@ -223,9 +225,9 @@ def _live(help_: EmittedFunction, control: Words, number: int, keep: object) -> 
     help_(control.ctypes.data, number)
 
 
-def _dismiss(dismiss: EmittedFunction, control: Words, threads: Sequence[threading.Thread], keep: object) -> None:
+def _stop(stop: EmittedFunction, control: Words, threads: Sequence[threading.Thread], keep: object) -> None:
     """`keep` holds the code that runs here: the helpers may be gone, and all that they held, before it returns."""
-    dismiss(control.ctypes.data)
+    stop(control.ctypes.data)
     for thread in threads:
         if thread is not threading.current_thread():    # garbage may be collected on any thread
             thread.join()

@@ -10,7 +10,7 @@ from engines.backends.llvm.runtime import chunks
 from engines.backends.llvm.runtime.abi import ChunkRow, StageRow
 from engines.backends.llvm.runtime.chunks import Cut, cut, make_schedule, rows_awaited
 from engines.backends.llvm.runtime.execution import LoadedPlan
-from engines.plan.plan import Reach, Step
+from engines.plan.plan import Footprint, Step
 from tests.engines.tiny import mix_plan
 
 
@@ -56,18 +56,19 @@ def test_every_worker_gets_an_equal_share_if_either_axis_allows_it() -> None:
     assert len(cut(Step("k", (), rows_per_item=56), 1, 110.0, 2)) == 6, "a multiple of the workers"
 
 
-def random_reach(rng: np.random.Generator, period: int) -> Reach:
+def random_reach(rng: np.random.Generator, period: int) -> Footprint:
     begin = int(rng.integers(-20, 20))
     stride, rows = int(rng.integers(0, 12)), int(rng.integers(1, 4))
-    return Reach(0, begin, begin + int(rng.integers(1, 40)), rows, stride, int(rng.choice([0, 7, 200])), period)
+    return Footprint(0, begin, begin + int(rng.integers(1, 40)), rows, stride, int(rng.choice([0, 7, 200])), period)
 
 
-def bytes_of(reach: Reach, rows: range) -> set[int]:
+def bytes_of(footprint: Footprint, rows: range) -> set[int]:
     """As engines/plan/plan.py defines it."""
     touched: set[int] = set()
     for row in rows:
-        at = row // reach.period * reach.item_stride + row % reach.period // reach.rows * reach.stride
-        touched |= set(range(at + reach.begin, at + reach.end))
+        item, inside = divmod(row, footprint.period)
+        at = item * footprint.item_stride + inside // footprint.rows * footprint.stride
+        touched |= set(range(at + footprint.begin, at + footprint.end))
     return touched
 
 
@@ -92,7 +93,7 @@ def test_a_range_of_rows_waits_for_every_range_that_writes_what_it_reads() -> No
 def test_items_that_share_weights_do_not_make_a_step_long_enough_to_be_shared() -> None:
     """3 us are no work for two, four times 3 us are."""
     plan = mix_plan([(0, 0)], [1])
-    alone, together = (make_schedule(program, program.spans[0], 4, 2, [3.0], 1.0) for program in (
+    alone, together = (make_schedule(program, program.segments[0], 4, 2, [3.0], 1.0) for program in (
         LoadedPlan(replace(plan, steps=(replace(plan.steps[0], further_item=share),))) for share in (1.0, 0.1)))
     assert alone is not None and together is None
 
@@ -100,12 +101,12 @@ def test_items_that_share_weights_do_not_make_a_step_long_enough_to_be_shared() 
 def test_a_window_of_three_rows_waits_for_its_neighbours_only() -> None:
     """Two steps of 8 rows of 10 bytes, the second reading a row before and a row behind; 2 workers."""
     plan = mix_plan([(0, 0), (1, 1)], [2], rows=8, columns=1)
-    written = Reach(1, 0, 10, 1, 10, 80, 8)
-    read = Reach(1, -10, 20, 1, 10, 80, 8)
+    written = Footprint(1, 0, 10, 1, 10, 80, 8)
+    read = Footprint(1, -10, 20, 1, 10, 80, 8)
     first, second = (Step("mix", plan.steps[i].operands, rows_per_item=8, depends=depends, reads=reads, writes=writes)
                      for i, depends, reads, writes in ((0, (), (), (written,)), (1, (0,), (read,), ())))
     program = LoadedPlan(replace(plan, steps=(first, second)))
-    found = make_schedule(program, program.spans[0], 1, 2, [100.0, 100.0], 1.0)
+    found = make_schedule(program, program.segments[0], 1, 2, [100.0, 100.0], 1.0)
     assert found is not None
     assert found.stages[:2, StageRow.PARTS:StageRow.PARTS + 3].tolist() == [[0, 2, 4], [4, 6, 8]]
     bounds = found.chunks[4:, ChunkRow.DEPENDS]

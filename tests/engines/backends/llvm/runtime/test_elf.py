@@ -57,9 +57,9 @@ def test_code_is_never_writable() -> None:
     code = LoadedCode([compile_object(TEXT, ISA)])
     address = code.addresses["answer"]
     with open("/proc/self/maps") as maps:
-        spans = [line.split()[:2] for line in maps]
-    found = [rights for span, rights in spans
-             if int(span.split("-")[0], 16) <= address < int(span.split("-")[1], 16)]
+        segments = [line.split()[:2] for line in maps]
+    found = [rights for segment, rights in segments
+             if int(segment.split("-")[0], 16) <= address < int(segment.split("-")[1], 16)]
     assert found == ["r-xp"]
 
 

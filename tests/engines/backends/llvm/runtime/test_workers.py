@@ -106,11 +106,11 @@ def test_helpers_stay_where_they_are_pinned_and_otherwise_off_the_callers_cpu() 
 
 
 def test_what_sends_the_helpers_home_keeps_the_code_that_it_runs() -> None:
-    """A crew that is garbage: its helpers, the last to hold the program, may be gone before `dismiss` returns."""
+    """A pool that is garbage: its helpers, the last to hold the program, may be gone before `stop_helpers` returns."""
     plan, _, _ = random_plan(np.random.default_rng(7))
     program = LoadedPlan(plan)
     execution = ParallelExecution(ParallelProgram(program, workers=2))
-    alive = execution._crew._finalizer.peek()
+    alive = execution._pool._finalizer.peek()
     assert alive is not None and any(program in kept for kept in alive[2] if isinstance(kept, tuple))
     execution.close()
 
