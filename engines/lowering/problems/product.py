@@ -58,6 +58,6 @@ class Product(Problem):
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         a, b, *operands = (load_meaning(view.dtype, x) for view, x in zip(self.inputs, inputs, strict=True))
         a, b = (x - np.float32(zero) for x, zero in zip((a, b), constants["numbers"], strict=True))
-        wide: type[Any] = np.int64 if self.precision == "int8" else np.float32
+        wide: type[Any] = np.float64 if self.precision == "int8" else np.float32    # exact, as a contraction's are
         sums = np.matmul(a.astype(wide), b.astype(wide)).astype(np.float32)
         return (store_meaning(self.y.dtype, self.program.meaning(sums, operands, constants["program"])),)

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from engines.errors import ConfigError
+from engines.ir.dtypes import FLOAT, bfloat16, is_float
 from engines.ir.graph import Array, Graph, Node, QParams, TensorType
-from engines.passes.half_precision import FLOAT, is_float
 from engines.passes.quantization.storage import classes, computes_by, is_image, reading, with_conversions
+from engines.passes.rewriting.editor import GraphEditor
 from engines.passes.rewriting.facts import ATTENTION, is_product, is_weighted, output_axis
 from engines.passes.rewriting.notes import Note, note
-from engines.passes.rewriting.rewrite import fresh_name
 from engines.passes.rules.pad import never_negative
 
 Ranges = Mapping[str, tuple[float, float]]
@@ -73,7 +72,7 @@ def set_float_precision(graph: Graph, precision: str) -> Graph:
         raise ConfigError(f"'{precision}' is no float precision; those are {', '.join(FLOAT_PRECISIONS)}")
     if precision == "fp32":
         return graph
-    dtype = np.dtype(np.float16) if precision == "fp16" else _bfloat16()
+    dtype = np.dtype(np.float16) if precision == "fp16" else bfloat16()
     types = {name: replace(graph.types[name], dtype=dtype) for group in classes(graph) for name in group}
     graph = graph.rebuild(graph.nodes, types=types)
     anchors = _contractions(graph, ())
@@ -82,13 +81,6 @@ def set_float_precision(graph: Graph, precision: str) -> Graph:
     names = {node.outputs for node in (*anchors, *others)}
     graph = with_conversions(graph, wanted)
     return graph.rebuild(replace(node, precision=precision) if node.outputs in names else node for node in graph.nodes)
-
-
-def _bfloat16() -> np.dtype[Any]:
-    import ml_dtypes  # here, for a server that only runs plans does without
-
-    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-    return dtype
 
 
 # ---- what is quantised
@@ -179,21 +171,17 @@ def weight_params(weight: Array, axis: int) -> QParams:
 
 def _with_int8_weights(graph: Graph, chosen: Collection[tuple[str, ...]]) -> Graph:
     """The nodes that make `chosen` outputs read int8 weights and compute in int8."""
-    taken = {*graph.types, *graph.constants}
-    constants: dict[str, Array] = {}
-    types: dict[str, TensorType] = {}
-    nodes: list[Node] = []
+    editor = GraphEditor(graph)
     for node in graph.nodes:
         if node.outputs in chosen:
             source = node.anchor.inputs[1]
             weight = graph.constants[source]
             quant = weight_params(weight, output_axis(node))
-            name = fresh_name(f"{source}.int8", taken)
-            columns = [-1 if axis == quant.axis else 1 for axis in range(weight.ndim)]
-            scale = np.array(quant.scale, np.float32).reshape(columns)
-            steps = weight / scale
-            constants[name] = np.clip(np.rint(steps, out=steps), -127, 127, out=steps).astype(np.int8)
-            types[name] = TensorType(FLOAT, weight.shape, quant)
+            along = [-1 if axis == quant.axis else 1 for axis in range(weight.ndim)]
+            steps = weight / np.array(quant.scale, np.float32).reshape(along)
+            name = editor.add_constant(
+                f"{source}.int8", np.clip(np.rint(steps, out=steps), -127, 127, out=steps).astype(np.int8))
+            editor.types[name] = TensorType(FLOAT, weight.shape, quant)
             node = replace(reading(node, {source: name}), precision="int8")
-        nodes.append(node)
-    return graph.rebuild(nodes, constants, types)
+        editor.nodes.append(node)
+    return editor.finish()
