@@ -166,6 +166,18 @@ def tails(whole: Value, rest: Value, step: int) -> Iterator[tuple[Value, int]]:
 
 
 # ---- channels
+def panels_between(f: Function, begin: Value, end: Value, channels: int, width: int) -> Iterator[tuple[Value, int]]:
+    """(first channel, how many) of the panels begin..end - 1, known at run time, of `width` channels but for the
+    last."""
+    whole, tail = divmod(channels, width)
+    if whole:
+        for panel in f.range("panel", begin, end.at_most(whole)):
+            yield panel * width, width
+    if tail:
+        with f.when(end.compare("ugt", whole)):
+            yield end.like(whole * width), tail
+
+
 def panels(isa: Isa, channels: int, packed: bool, width: int = 0) -> list[list[list[int]]]:
     """For each panel [vector][lane] -> channel, as spec.pack_channels takes them."""
     width = width or PANEL * isa.lanes
