@@ -8,7 +8,7 @@ from engines.backends.llvm.codegen.compile import assembly, compile_object
 from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import ALL, PORTABLE
 from engines.lowering.epilogue.program import COPY, INSTRUCTIONS, EpilogueProgram, ProgramBuilder
-from engines.lowering.problems.depthwise import Depthwise
+from engines.lowering.problems.convolution import Depthwise
 from engines.lowering.problems.elementwise import Pointwise
 from engines.lowering.problems.images import Pool
 from engines.lowering.problems.movement import Lookup, Permute
