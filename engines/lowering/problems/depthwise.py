@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from engines.lowering.epilogue.functions import fma
-from engines.lowering.epilogue.program import load_meaning, store_meaning
+from engines.lowering.epilogue.program import load_meaning
 from engines.lowering.problems.problem import STORED, Array, ImageProblem
 
 
@@ -54,6 +54,4 @@ class Depthwise(ImageProblem):
                 tap = tap[:, :self.y.shape[0], :self.y.shape[1]]
                 w = weights[:, p, q]
                 acc = acc + tap * w.astype(np.int64) if integers else fma(tap, w.astype(np.float32), acc)
-        others = [load_meaning(view.dtype, operand) for view, operand in zip(self.operands, operands, strict=True)]
-        result = self.program.meaning(acc.astype(np.float32), others, constants["program"])
-        return (store_meaning(self.y.dtype, result),)
+        return (self.finished(acc.astype(np.float32), operands, constants),)

@@ -262,7 +262,7 @@ def test_the_text_of_a_kernel_names_its_loops():
     module = Module()
     kernel_of(spec).emit(module, "kernel", AVX512_VNNI, Tile(1, 14, 2))
     comments = [line.strip() for line in module.text().splitlines() if line.strip().startswith("; for")]
-    loops = ["item", "block", "panel", "line", "tap row", "k"]
+    loops = ["item", "block", "panel", "tile row", "tap row", "k"]
     assert [comment.split(" in ")[0] for comment in comments] == [f"; for {loop}" for loop in loops]
 
 

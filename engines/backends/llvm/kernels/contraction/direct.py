@@ -15,7 +15,7 @@ from engines.backends.llvm.codegen.ir_builder import I64, PTR, Function, Module,
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.common.access import hidden
 from engines.backends.llvm.kernels.common.arithmetic import Operand
-from engines.backends.llvm.kernels.contraction.loops import Part, TiledLoops
+from engines.backends.llvm.kernels.contraction.loops import CACHE_LINE, Part, TiledLoops
 from engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program
 from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
 from engines.backends.llvm.kernels.contraction.widen import widened
@@ -23,8 +23,6 @@ from engines.backends.llvm.kernels.kernel import solves
 from engines.backends.llvm.tuning.cost import LATENCY, Work
 from engines.lowering.problems.contraction import Contraction
 from engines.lowering.problems.problem import Array, Problem
-
-LINE = 64               # bytes that a prefetch asks for
 
 
 def usual_tile_shapes(isa: Isa, precision: str) -> Sequence[tuple[int, int]]:
@@ -103,7 +101,7 @@ class _DirectLoops(TiledLoops):
                        channels: int) -> tuple[Value, dict[str, Value]]:
         problem, turns = self.problem, self.kernel.turns(self.isa)
         if self.tile.prefetch:      # a line a turn: all of the next panel after `vectors` tiles
-            arguments["ahead"] += tile.at_most(self.tile.vectors) * (turns * LINE)
+            arguments["ahead"] += tile.at_most(self.tile.vectors) * (turns * CACHE_LINE)
         if part.tap_rows:
             first, arguments["tap_rows"] = part.tap_rows
             x += first * (problem.x.strides[0] * problem.dilation[0])
@@ -165,7 +163,7 @@ class _DirectLoops(TiledLoops):
         at["w"] += vectors * arithmetic.weight_bytes(isa)
         if self.tile.prefetch:
             isa.prefetch(at["ahead"])
-            at["ahead"] += LINE
+            at["ahead"] += CACHE_LINE
 
     def _weights(self, address: Value, vectors: int) -> list[Operand]:
         """One step of a panel."""

@@ -18,6 +18,7 @@ from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContracti
 from engines.backends.llvm.kernels.kernel import begin_kernel
 from engines.lowering.problems.view import View
 
+CACHE_LINE = 64         # bytes that the caches move at once, and that a prefetch asks for
 Visit = Callable[[Callable[..., None]], None]       # calls its argument for each tile of a block
 
 
@@ -137,7 +138,7 @@ class TiledLoops(ABC):
         """(number from `start` on, size) of each row of tiles; only the last of an item may be smaller than step."""
         whole, rest = divmod(extent, step)
         if whole:
-            for t in f.range("line", start.like(0), stop.at_most(whole) - start):
+            for t in f.range("tile row", start.like(0), stop.at_most(whole) - start):
                 yield t, step
         if rest:
             with f.when(stop.compare("ugt", whole)):

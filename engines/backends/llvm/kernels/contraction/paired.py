@@ -14,7 +14,7 @@ import numpy as np
 from engines.backends.llvm.codegen.ir_builder import I8, I32, I64, PTR, Function, Module, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.common.access import hidden
-from engines.backends.llvm.kernels.contraction.loops import Part, TiledLoops
+from engines.backends.llvm.kernels.contraction.loops import CACHE_LINE, Part, TiledLoops
 from engines.backends.llvm.kernels.contraction.pairing import STEP, WINDOW, pair
 from engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program
 from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
@@ -24,9 +24,8 @@ from engines.lowering.problems.contraction import Contraction
 from engines.lowering.problems.problem import Array
 
 UNPAIRED = 9            # weights of a channel that find no partner, where they are normally distributed; however many
-INDEX = 8               # bytes of a step's offset and picks
-LINE = 64               # bytes that the caches move at once
-TEMPORARIES = 4         # registers beside sums and weights: ones, picks, a pixel, a product
+SOURCE = 8              # bytes of a step's offset and indices
+TEMPORARIES = 4         # registers beside sums and weights: ones, indices, a pixel, a product
 
 
 @dataclass(frozen=True)
@@ -63,24 +62,24 @@ class PairedContraction(TiledContraction):
 
 
 class _PairedLoops(TiledLoops):
-    """Parameters of a micro-kernel beside those of every tile: the weights of the panel's steps, the offset and the
-    picks of each, and their number."""
+    """Parameters of a micro-kernel beside those of every tile: the weights of the panel's steps, for each where
+    its bytes of x come from, and their number."""
     arrays = 3
 
     def parameters(self, part: Part) -> Mapping[str, str]:
-        return dict(w=PTR, places=PTR, count=I64)
+        return dict(w=PTR, sources=PTR, count=I64)
 
     def panel_weights(self, f: Function, before: Value, first: Value, start: Value) -> dict[str, Value]:
-        problem, (steps, places, starts) = self.problem, self.weights
+        problem, (steps, sources, starts) = self.problem, self.weights
         panel = first.divided(problem.cout) * -(-problem.cout // self.panel) + start.divided(self.panel)
         begin, end = (f.cast("zext", f.load(I32, starts + panel * 4 + at, 4, "step"), I64, "step") for at in (0, 4))
-        return {"w": steps + begin * self.panel * STEP, "places": places + begin * INDEX, "count": end - begin}
+        return {"w": steps + begin * self.panel * STEP, "sources": sources + begin * SOURCE, "count": end - begin}
 
     def sum(self, f: Function, part: Part, acc: dict[Any, Value], vectors: int) -> None:
         """All steps of the panel."""
         isa, pixels = self.isa, [self.offset(i, j) for i, j in part.pixels]
         step_bytes, bytes_ = self.panel * STEP, vector(isa.bytes, I8)
-        at = {key: f.parameters[key] for key in ("w", "places")}
+        at = {key: f.parameters[key] for key in ("w", "sources")}
         panel = f.parameters["count"] * step_bytes
         keep = len(acc) + vectors + TEMPORARIES <= isa.registers
 
@@ -88,20 +87,20 @@ class _PairedLoops(TiledLoops):
             return [f.load(bytes_, w + v * isa.bytes, isa.bytes, "weights") for v in range(vectors)]
 
         for _ in f.range("step", panel.like(0), f.parameters["count"], acc=acc, at=at):     # none if all weights are 0
-            x = f.parameters["x"] + f.cast("sext", f.load(I32, at["places"], INDEX, "offset"), I64, "offset")
-            picks = f.splat(f.load(I32, at["places"] + 4, 4, "picks"), isa.lanes)
-            picks = f.cast("bitcast", picks, bytes_, "picks")
+            x = f.parameters["x"] + f.cast("sext", f.load(I32, at["sources"], SOURCE, "offset"), I64, "offset")
+            indices = f.splat(f.load(I32, at["sources"] + 4, 4, "indices"), isa.lanes)
+            indices = f.cast("bitcast", indices, bytes_, "indices")
             weights = load_weights(at["w"])
             for p, pixel in enumerate(pixels):
                 window = f.shuffle(f.load(vector(WINDOW, I8), x + pixel, hint="window"), None,
                                    [i % WINDOW for i in range(isa.bytes)], "window")
-                picked = isa.picked(window, picks)
+                taken = isa.shuffle_bytes(window, indices)
                 if p and not keep:      # each pixel's products load them
                     weights = load_weights(hidden(at["w"]))
                 for v in range(vectors):
-                    acc[p, v] = isa.paired_dot(acc[p, v], picked, weights[v])
+                    acc[p, v] = isa.paired_dot(acc[p, v], taken, weights[v])
             if self.tile.prefetch:
-                for line in range(0, step_bytes, LINE):
+                for line in range(0, step_bytes, CACHE_LINE):
                     isa.prefetch(at["w"] + panel + line)
             at["w"] += step_bytes
-            at["places"] += INDEX
+            at["sources"] += SOURCE

@@ -7,7 +7,7 @@ must fit in each of them. In which order the products are summed is free: among 
 are paired that fit in every channel, a byte shuffle brings the bytes of x into that order, and a weight that fits with
 no other stays alone.
 
-    step = 4 bytes picked from a window, for all channels     x:      b  k   n  a         places in the window
+    step = 4 bytes taken from a window, for all channels     x:      b  k   n  a         indices in the window
                                                               w:     two pairs for each channel
 
 A window of 16 takes four steps if all its elements find a partner. Which pairs there are and how many steps a panel
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-WINDOW = 16             # bytes that a shuffle picks from
+WINDOW = 16             # bytes that a shuffle takes from
 STEP = 4                # bytes of a step: two pairs
 SLOTS = 2 * WINDOW      # where no two elements go together, each has a pair to itself
 BLOCK = 1 << 11         # windows paired side by side: their tables stay in cache
@@ -54,11 +54,12 @@ def pair(weights: Array, offsets: NDArray[np.int64]) -> Paired:
         covered = start + WINDOW
     windows = table.reshape(-1, WINDOW, lanes)
     blocks = [_pair_windows(windows[first:first + BLOCK]) for first in range(0, len(windows), BLOCK)]
-    steps, picks, counts = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
-    places = (np.asarray(offsets)[:, None] + np.asarray(starts)).ravel()
-    at = np.repeat(np.tile(places, panels), counts).astype(np.int32)
+    steps, indices, counts = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
+    of_windows = (np.asarray(offsets)[:, None] + np.asarray(starts)).ravel()
+    of_steps = np.repeat(np.tile(of_windows, panels), counts).astype(np.int32)
     first = np.concatenate([[0], np.cumsum(counts)])
-    return Paired(steps, np.stack([at, picks.view(np.int32)[:, 0]], -1), first[::len(places)].astype(np.int32))
+    sources = np.stack([of_steps, indices.view(np.int32)[:, 0]], -1)
+    return Paired(steps, sources, first[::len(of_windows)].astype(np.int32))
 
 
 def window_starts(length: int) -> list[int]:
@@ -68,8 +69,8 @@ def window_starts(length: int) -> list[int]:
 
 
 def _pair_windows(windows: Array) -> tuple[Array, NDArray[np.uint8], NDArray[np.int64]]:
-    """[n, WINDOW, lanes] weights -> the steps of all windows [step][lane][STEP], their picks [step][STEP], and how many
-    steps each window has."""
+    """[n, WINDOW, lanes] weights -> the steps of all windows [step][lane][STEP], their indices in the window
+    [step][STEP], and how many steps each window has."""
     slots = _partners(_fitting(windows), np.bitwise_or.reduce(windows.any(axis=2) * _BITS, axis=1))
     counts = -(-(slots != ABSENT).any(axis=2).sum(axis=1) * 2 // STEP)
     taken = slots.reshape(-1, SLOTS // STEP, STEP)[np.arange(SLOTS // STEP) < counts[:, None]]

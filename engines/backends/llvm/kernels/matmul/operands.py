@@ -24,9 +24,9 @@ from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import ELEMENTS, Lanes, from_float, to_float
 from engines.backends.llvm.kernels.common.access import hidden, transposed
 from engines.backends.llvm.kernels.common.arithmetic import Arithmetic, Operand, arithmetic_for
+from engines.lowering.problems.attention import MIDDLE
 from engines.lowering.problems.view import SIZES, View
 
-MIDDLE = 128            # of uint8: stored - MIDDLE is an int8
 AHEAD = 16              # rows of a factor that is not packed: a panel's parts of them lie too far apart for the
                         # processor to see what comes next, so each is asked for so many turns before
 

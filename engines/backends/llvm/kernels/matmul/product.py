@@ -33,7 +33,6 @@ from engines.backends.llvm.kernels.common.access import (
 from engines.backends.llvm.kernels.contraction.direct import usual_tile_shapes
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, pack_channels, solves
 from engines.backends.llvm.kernels.matmul.operands import (
-    MIDDLE,
     Left,
     Matrix,
     Right,
@@ -41,6 +40,7 @@ from engines.backends.llvm.kernels.matmul.operands import (
     product_arithmetic,
     store_tile,
 )
+from engines.lowering.problems.attention import MIDDLE
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.product import Product
 
