@@ -69,9 +69,9 @@ def test_a_model_of_16_bits_is_judged_by_their_rounding(tmp_path: Path, to: int,
 def test_a_plan_of_other_weights_fails_and_the_output_is_named(tmp_path: Path) -> None:
     path, model = built(tmp_path, TINY["explicit_pads"]())
     plan = read_plan(path)
-    constants = np.frombuffer(plan.constants, np.float32).copy()
+    constants = np.frombuffer(plan.machine.constants, np.float32).copy()
     constants[::7] *= 1.5
-    write_plan(replace(plan, constants=constants.tobytes(), fingerprint=""), path)
+    write_plan(replace(plan.with_machine(constants=constants.tobytes()), fingerprint=""), path)
     fault, = verify(path, model).faults
     assert "output 'output': its largest error is" in fault and "at most 0.001 may be" in fault
 
