@@ -18,8 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.document import Cell, machine, markdown_table, write_section
 from benchmarks.models import random_pictures, run, source_of
+from benchmarks.reports.document import Cell, machine, markdown_table, write_section
 from engines.plan.arena import plan_memory
 from engines.plan.file import read_plan
 from engines.plan.plan import Plan
@@ -53,11 +53,12 @@ def measure(model: str, precision: str, max_batch: int, folder: Path) -> list[Ce
     """A row of the table."""
     source = source_of(model, folder)
     plan, times = folder / f"{source.stem}.plan", folder / f"{source.stem}.times"
-    options: list[object] = [f"--{precision}", "--max-batch", max_batch, "--timing-cache", times, "-q"]
+    options: list[object] = [f"--{precision}", "--max-batch", max_batch, "--timing-cache", times, "-q",
+                             "--no-cache"]
     if precision == "int8":
         ranges = folder / f"{source.stem}.ranges"
-        run("infer_server.cli.build_engine", source, "-o", plan, "--int8", "--no-timing", "--calibrator", "percentile",
-            "--calib", random_pictures(source, folder), "--calib-cache", ranges, "-q")
+        run("infer_server.cli.build_engine", source, "-o", plan, "--int8", "--no-timing", "--no-cache",
+            "--calibrator", "percentile", "--calib", random_pictures(source, folder), "--calib-cache", ranges, "-q")
         options += ["--calib-cache", ranges]
     empty, full = timed(source, plan, *options), timed(source, plan, *options)
     loaded = json.loads(subprocess.run([sys.executable, "-m", "benchmarks.loading", plan], check=True,

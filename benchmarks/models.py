@@ -39,7 +39,7 @@ class Model:
     calibration: str                    # --calib: random pictures where nothing was given
     preprocess: str = ""                # --preprocess
     shapes: tuple[str, ...] = ()        # --shape, each
-    accuracy: Path | None = None        # a script as benchmarks.accuracy reads it
+    accuracy: Path | None = None        # a script as benchmarks.measure.accuracy reads it
 
     @property
     def name(self) -> str:

@@ -18,15 +18,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.accuracy import LEAST_COSINE
-from benchmarks.builds import Workshop
-from benchmarks.cases import Bench
-from benchmarks.cycles import Counter
 from benchmarks.deepbench import CLASSES, Problem, problems
-from benchmarks.document import DOCUMENT, write_section
+from benchmarks.measure.accuracy import LEAST_COSINE
+from benchmarks.measure.cases import Bench
+from benchmarks.measure.cycles import Counter
+from benchmarks.measure.results import Case, read_results, write_results
 from benchmarks.models import Model
-from benchmarks.ops_report import every_case, report
-from benchmarks.results import Case, read_results, write_results
+from benchmarks.reports.document import DOCUMENT, write_section
+from benchmarks.reports.ops_report import every_case, report
+from benchmarks.runtimes.builds import Workshop
 
 FEWEST_TURNS = 3        # of calls that may take many seconds each
 EVERY_CASE = DOCUMENT.with_name("ops.md")

@@ -12,8 +12,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from benchmarks.cycles import Counter
-from benchmarks.document import Cell, machine, markdown_table, write_section
+from benchmarks.measure.cycles import Counter
+from benchmarks.reports.document import Cell, machine, markdown_table, write_section
 from engines.backends import backend_of
 
 SECTION = "peaks"

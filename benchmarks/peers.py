@@ -1,4 +1,4 @@
-"""Inference against OpenVINO and ONNX Runtime, each by its fastest build of the model (benchmarks/builds.py).
+"""Inference against OpenVINO and ONNX Runtime, each by its fastest build of the model (benchmarks/runtimes/builds.py).
 
     python -m benchmarks.peers mobilenet_v2 resnet50                    # of tests/zoo: INT8, batch 1, one thread
     python -m benchmarks.peers m.onnx --calib photos/ --batch 1,8 --threads 1,2 --precision int8,bf16,fp32 --write
@@ -20,15 +20,15 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from benchmarks import peaks
-from benchmarks.accuracy import LEAST_COSINE, load_judge
-from benchmarks.builds import Workshop
-from benchmarks.cases import Bench
-from benchmarks.chart import write_chart
-from benchmarks.cycles import Counter
-from benchmarks.document import DOCUMENT, write_section
+from benchmarks.measure.accuracy import LEAST_COSINE, load_judge
+from benchmarks.measure.cases import Bench
+from benchmarks.measure.cycles import Counter
+from benchmarks.measure.results import Case, write_results
 from benchmarks.models import Model, random_pictures, source_of
-from benchmarks.report import report
-from benchmarks.results import Case, write_results
+from benchmarks.reports.chart import write_chart
+from benchmarks.reports.document import DOCUMENT, write_section
+from benchmarks.reports.report import report
+from benchmarks.runtimes.builds import Workshop
 
 CHART = DOCUMENT.with_name("peers.png")
 PRECISIONS = tuple(LEAST_COSINE)
@@ -57,7 +57,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for option, value, text in (
             ("--calib", "PATH", "as build-engine's, and what is timed; without it, random pictures"),
             ("--preprocess", "FILE|PRESET", "as build-engine's"), ("--shape", "NAME:1x3x224x224", "as build-engine's"),
-            ("--accuracy", "FILE.py", "a script with evaluation() and metric(): see benchmarks/accuracy.py")):
+            ("--accuracy", "FILE.py", "a script with evaluation() and metric(): see benchmarks/measure/accuracy.py")):
         parser.add_argument(option, metavar=f"[MODEL=]{value}", help=text, action="append", default=[])
     parser.add_argument("--cache", type=Path, metavar="DIR", help="keeps what was built; else a temporary folder")
     parser.add_argument("--prepare", action="store_true", help="build into --cache, measure nothing")

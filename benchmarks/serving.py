@@ -25,8 +25,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.document import Cell, machine, markdown_table, write_section
 from benchmarks.models import build, run, source_of
+from benchmarks.reports.document import Cell, machine, markdown_table, write_section
 from clients import ClientError, InferenceClient
 
 READY_TIMEOUT_S = 120

@@ -23,8 +23,8 @@ from statistics import median
 
 import numpy as np
 
-from benchmarks.document import Cell, machine, markdown_table, write_section
-from benchmarks.neighbours import bursts, busy_loop, second_copy
+from benchmarks.measure.neighbours import bursts, busy_loop, second_copy
+from benchmarks.reports.document import Cell, machine, markdown_table, write_section
 from engines.backends.llvm.runtime.abi import WorkerRow
 from engines.backends.llvm.runtime.workers import ParallelExecution
 from engines.ir.graph import Array
@@ -146,27 +146,27 @@ def check(one: Engine, several: Engine, requests: int, batch: int,
             wrong += any(context.output(name, items).tobytes() != answer for name, answer in wanted[chosen].items())
             if random.integers(4) == 0:     # long enough for helpers to fall asleep
                 time.sleep(random.uniform(0, LONGEST_PAUSE_S))
-    helped, repeated = pool_counts(context)
+    helped, repeated = chunk_counts(context)
     context.close()
     return Check(requests, wrong, helped, repeated)
 
 
-def pool_counts(context: ExecutionContext) -> tuple[int, int]:
+def chunk_counts(context: ExecutionContext) -> tuple[int, int]:
     """Chunks that helpers ran, and chunks that anybody ran again."""
     execution = context.execution
-    assert isinstance(execution, ParallelExecution), "a context of one thread has no helpers"
+    assert isinstance(execution, ParallelExecution), "a context of one thread has no other workers"
     return int(execution.workers[1:, WorkerRow.DONE].sum()), int(execution.workers[:, WorkerRow.REPEATED].sum())
 
 
 def speed_section(options: argparse.Namespace, plan: Plan) -> str:
     """Speed-up and throughput as a section of docs/benchmarks.md."""
     one = Engine(plan)
-    alone, pool = ready(one), ready(Engine(plan, options.threads))
+    alone, together = ready(one), ready(Engine(plan, options.threads))
     rows: list[list[Cell]] = [[s.condition, s.one_ms, s.several_ms, f"{s.ratio:.2f}", s.p99_ms]
-                              for s in speeds(alone, pool, options.plan, options.threads, options.seconds)]
+                              for s in speeds(alone, together, options.plan, options.threads, options.seconds)]
     side_by_side = [alone, *(ready(one) for _ in range(options.threads - 1))]
-    each = [throughput(contexts, options.seconds) for contexts in ([alone], side_by_side, [pool])]
-    pool.close()
+    each = [throughput(contexts, options.seconds) for contexts in ([alone], side_by_side, [together])]
+    together.close()
     header = ["beside", "1 thread, ms", f"{options.threads} threads, ms", "times faster", "p99, ms"]
     return (
         f"#### Threads: {plan.name}, {plan.precision}\n\n`{options.command}`\n\nOn {machine()}; medians, batch 1.\n\n"

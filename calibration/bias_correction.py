@@ -66,7 +66,8 @@ def correct_biases(graph: Graph, quantised: Graph, means: Mapping[str, Array]) -
         shift = bias_shift(weight, rounded, mean, node.anchor.attrs.get("group", 1))
         name = f"{node.anchor.outputs[0]}.corrected_bias"
         constants[name] = (_bias(graph, node.anchor) - shift).astype(np.float32)
-        nodes.append(_with_bias(node, name))
+        anchor = replace(node.anchor, inputs=(*node.anchor.inputs[:2], name))
+        nodes.append(node.with_body((anchor, *node.body[1:])))
         corrected.append(node.outputs[0])
     return Correction(graph.rebuild(nodes, constants), tuple(corrected))
 
@@ -109,13 +110,3 @@ def _is_correctable(graph: Graph, anchor: Node) -> bool:
 def _bias(graph: Graph, anchor: Node) -> Array:
     """The values of the anchor's bias; zero, if it has none."""
     return next((graph.constants[bias] for bias in anchor.inputs[2:] if bias), np.zeros(1, np.float32))
-
-
-def _with_bias(node: Node, bias: str) -> Node:
-    """The node with its anchor's bias replaced, or added; another reader of the old bias keeps that."""
-    anchor = replace(node.anchor, inputs=(*node.anchor.inputs[:2], bias))
-    if not node.body:
-        return anchor
-    body = (anchor, *node.body[1:])
-    read = {name for part in body for name in part.inputs}
-    return replace(node, inputs=(*(name for name in node.inputs if name in read), bias), body=body)

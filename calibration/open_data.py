@@ -25,7 +25,7 @@ from engines.errors import CalibrationError
 __all__ = ["CalibrationData", "Feed", "Input", "open_calibration_data"]
 
 
-FEEDS = "the calibration feeds"         # what errors call those of a program
+FEEDS = "the calibration data"          # what errors call those of a program
 Source = str | Path | Feeds
 
 

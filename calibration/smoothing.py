@@ -18,10 +18,10 @@ from dataclasses import replace
 import numpy as np
 
 from calibration.histogram import Floats
-from engines.ir.graph import Array, Graph, Node, TensorType
+from engines.ir.graph import Array, Graph, Node
 from engines.ops import op_of
+from engines.passes.rewriting.editor import GraphEditor
 from engines.passes.rewriting.facts import NORMS, is_pointwise, is_weighted
-from engines.passes.rewriting.rewrite import fresh_name
 
 SMALLEST = 1e-3     # of the largest: what a channel that is next to nothing counts as
 ALPHAS = (0.6, 0.8)     # candidates for the share of an outlier that goes into the weights
@@ -100,30 +100,24 @@ def _readers_allow(graph: Graph, tensor: str) -> bool:
 
 
 # ---- doing it
-class _Smoothing:
+class _Smoothing(GraphEditor):
     """One tensor's."""
 
     def __init__(self, graph: Graph, tensor: str, factors: Floats) -> None:
-        self.graph, self.tensor, self.factors = graph, tensor, factors
-        self.taken = {*graph.types, *graph.constants}
-        self.constants: dict[str, Array] = {}
-        self.types: dict[str, TensorType] = {}
+        super().__init__(graph)
+        self.tensor, self.factors = tensor, factors
 
     def run(self) -> Graph:
         readers = {id(node) for node in self.graph.consumers[self.tensor]}
-        nodes = [self._making(node) if self.tensor in node.outputs else
-                 self._reading(node) if id(node) in readers else node for node in self.graph.nodes]
-        return self.graph.rebuild(nodes, self.constants, self.types)
+        self.nodes = [self._making(node) if self.tensor in node.outputs else
+                      self._reading(node) if id(node) in readers else node for node in self.graph.nodes]
+        return self.finish()
 
     def _constant(self, name: str, array: Array) -> str:
-        name = fresh_name(f"{name}.smoothed", self.taken)
-        self.constants[name] = np.ascontiguousarray(array, np.float32)
-        return name
+        return self.add_constant(f"{name}.smoothed", np.ascontiguousarray(array, np.float32))
 
     def _inner(self) -> str:
-        name = fresh_name(f"{self.tensor}.unsmoothed", self.taken)
-        self.types[name] = self.graph.types[self.tensor]
-        return name
+        return self.add_tensor(f"{self.tensor}.unsmoothed", self.graph.types[self.tensor])
 
     def _making(self, node: Node) -> Node:
         if node.op in NORMS:
@@ -134,9 +128,9 @@ class _Smoothing:
         share, inner = self._constant(self.tensor, 1 / self.factors), self._inner()
         if last.op == "Relu" and before:        # it stays last: what it makes is known to be never negative
             scale = Node("Mul", (last.inputs[0], share), (inner,), name=inner)
-            return _fused(node, [*before, scale, replace(last, inputs=(inner,))])
+            return node.with_body([*before, scale, replace(last, inputs=(inner,))])
         scale = Node("Mul", (inner, share), (self.tensor,), name=self.tensor)
-        return _fused(node, [*before, replace(last, outputs=(inner,)), scale])
+        return node.with_body([*before, replace(last, outputs=(inner,)), scale])
 
     def _reading(self, node: Node) -> Node:
         parts, first = list(node.body or (node,)), 0        # first: of the parts that read what the tensor was before
@@ -153,13 +147,4 @@ class _Smoothing:
             restored = Node("Mul", (self.tensor, factors), (inner,), name=inner)
             parts[first:] = [restored, *(replace(part, inputs=tuple(
                 inner if name == self.tensor else name for name in part.inputs)) for part in parts[first:])]
-        return _fused(node, parts)
-
-
-def _fused(node: Node, parts: list[Node]) -> Node:
-    """`node` with this body; without one, if it has one part."""
-    if len(parts) == 1:
-        return replace(parts[0], precision=node.precision)
-    made = {name for part in parts for name in part.outputs}
-    inputs = dict.fromkeys(name for part in parts for name in part.inputs if name and name not in made)
-    return replace(node, op="Fused", inputs=tuple(inputs), attrs={}, body=tuple(parts))
+        return node.with_body(parts)

@@ -74,6 +74,6 @@ def _lowered_to(problem: Any, values: Mapping[str, Any]) -> tuple[str, str] | No
     """The first node of a lowered graph that became a kernel for `problem`: tuning knows no nodes."""
     for value in values.values():
         for call in getattr(value, "calls", ()) if problem is not None else ():
-            if call.problem == problem:
+            if getattr(call, "problem", None) == problem:
                 return _node({"node": call.node})
     return None

@@ -92,7 +92,7 @@ def build_and_measure(precision: str, plan: Path, images: Array, labels: Array, 
     if precision == "int8":
         options += ["--calib", DATA / "calibration", "--preprocess", DATA / "preprocess.toml"]
     began = time.monotonic()
-    run("build-engine", DATA / "model.onnx", "-o", plan, *options, "--max-batch", MAX_BATCH)
+    run("build-engine", DATA / "model.onnx", "-o", plan, *options, "--max-batch", MAX_BATCH, "--no-cache")
     build_s = time.monotonic() - began
     logits = load_engine(plan, threads=1).run({INPUT: images})[OUTPUT]
     speed = ["run-engine", plan, "--threads", 1, "--seconds", seconds, "--json", "--batch"]

@@ -26,8 +26,7 @@ def files() -> list[Path]:
 
 def modules() -> list[Path]:
     """Every hand-written module that is installed; an empty __init__.py only marks a folder."""
-    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))
-            if not path.stem.endswith(("_pb2", "_pb2_grpc")) and path.stat().st_size]
+    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")) if path.stat().st_size]
 
 
 def local_addresses(text: str) -> list[str]:

@@ -52,7 +52,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines.passes": ("engines.passes.quantization", "engines.debug", "engines.frontend"),
     # from the graph to kernel calls
     "engines.lowering.problems.view": (),
-    "engines.lowering.epilogue": ("engines.passes", "engines.backends.llvm.codegen"),
+    "engines.lowering.epilogue": ("engines.passes",),
     "engines.lowering.problems": ("engines.lowering.epilogue", "engines.lowering.problems.view"),
     "engines.lowering.calls": ("engines.lowering.problems", "engines.plan", "engines.backends.llvm.kernels"),
     "engines.lowering.rules": ("engines.lowering.calls", "engines.backends.llvm.kernels"),
@@ -182,10 +182,10 @@ def fault(found: Import) -> str | None:
     return None
 
 
-def sources() -> dict[str, Path]:
-    """Module name -> file, for all that is installed."""
+def sources(*packages: str) -> dict[str, Path]:
+    """Module name -> file of these packages; without any, of all that is installed."""
     found = {}
-    for package in PACKAGES:
+    for package in packages or PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path

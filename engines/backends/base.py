@@ -64,8 +64,5 @@ class Backend(Protocol):
     def session(self, target: str, cache: TimingCache, timing: bool, short_lived: bool = False) -> Session:
         """target: "" is this machine's best. short_lived: for plans that run a few times, as calibration's trials."""
 
-    def default_target(self) -> str:
-        """The best target for this machine."""
-
     def peaks(self) -> Peaks:
         """What this machine does at best, measured now."""

@@ -23,6 +23,7 @@ from engines.ir.graph import Array, Dim, Graph, Node, verify
 from engines.ir.shapes import Undecided
 from engines.ops import OPS, describe
 from engines.ops.fallback import as_onnx
+from engines.ops.recurrent import GATES
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ def graph_from_onnx(model: Model, *,
 def recurs_in_float16(model: Path) -> bool:
     """Whether the file has recurrent layers and weights of float16."""
     graph = onnx.load(str(model), load_external_data=False).graph
-    return (any(node.op_type in ("LSTM", "GRU", "RNN") for node in graph.node)
+    return (any(node.op_type in GATES for node in graph.node)
             and any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in graph.initializer))
 
 

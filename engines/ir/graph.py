@@ -8,7 +8,7 @@ stands for, so that whatever a pass merges can still be told to the user. A fuse
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -73,6 +73,17 @@ class Node:
     def anchor(self) -> Node:
         """The node that does the heavy work: the first of the body, or the node itself."""
         return self.body[0] if self.body else self
+
+    def with_body(self, parts: Sequence[Node]) -> Node:
+        """The Fused node, under this one's name, that has these parts as its body; a part alone is the node itself.
+
+        Its inputs are what parts read and none makes, in order; its outputs stay.
+        """
+        if len(parts) == 1:
+            return replace(parts[0], precision=self.precision)
+        made = {output for part in parts for output in part.outputs}
+        inputs = dict.fromkeys(name for part in parts for name in part.inputs if name and name not in made)
+        return replace(self, op="Fused", inputs=tuple(inputs), attrs={}, body=tuple(parts))
 
     def __str__(self) -> str:
         attrs = "".join(f" {key}={value}" for key, value in self.attrs.items())

@@ -8,7 +8,7 @@ from engines.backends.llvm.kernels.movement.border import Border
 from engines.capacity import gigabytes, too_large
 from engines.errors import ConfigError
 from engines.ir.graph import Node
-from engines.lowering.calls.calls import Call
+from engines.lowering.calls.calls import AnyCall, Call
 from engines.lowering.calls.placement import Placement, Storage, buffer_bytes, tensor_view
 from engines.lowering.lower import Lowered
 from engines.lowering.problems.view import View
@@ -95,7 +95,8 @@ def write_borders(lowered: Lowered, max_batch: int) -> Lowered:
 
 def _with_borders(lowered: Lowered, group: list[int]) -> Lowered:
     """The borders of these buffers written before anything else is."""
-    calls, missing = [], set(group)
+    calls: list[AnyCall] = []
+    missing = set(group)
     for call in lowered.calls:
         for buffer in sorted(missing.intersection(placement.buffer for placement in call.outputs)):
             calls.append(border(lowered.placements.buffers[buffer], buffer))

@@ -8,7 +8,7 @@ from engines.ir.graph import Graph, Node
 from engines.ir.shapes import is_empty
 from engines.lowering import rules  # noqa: F401  (fills RULES)
 from engines.lowering.calls.aliasing import VIEWS, Aliasing
-from engines.lowering.calls.calls import RULES, Call, Context, Refused
+from engines.lowering.calls.calls import RULES, AnyCall, Call, Context, FallbackCall, Refused
 from engines.lowering.calls.placement import batch_axis
 from engines.lowering.rules.copies import copy_call
 
@@ -18,8 +18,13 @@ class Lowered:
     """A graph as kernel calls, in order of execution."""
     graph: Graph
     placements: Aliasing
-    calls: tuple[Call, ...]
+    calls: tuple[AnyCall, ...]
     borders: frozenset[int] = frozenset()       # buffers whose halo a call writes
+
+    @property
+    def compiled(self) -> list[Call]:
+        """The calls that solve problems."""
+        return [call for call in self.calls if isinstance(call, Call)]
 
 
 def lower(graph: Graph, lanes: int) -> Lowered:
@@ -32,7 +37,7 @@ def lower(graph: Graph, lanes: int) -> Lowered:
     return Lowered(graph, placements, tuple(call for node in graph.nodes for call in _calls(ctx, node)))
 
 
-def _calls(ctx: Context, node: Node) -> Sequence[Call]:
+def _calls(ctx: Context, node: Node) -> Sequence[AnyCall]:
     try:
         if all(is_empty(ctx.type(name)) for name in node.outputs if name):
             return ()
@@ -52,7 +57,7 @@ def _calls(ctx: Context, node: Node) -> Sequence[Call]:
         if node.op != "Transpose" and (name := _batch_inside(ctx, node)):
             raise Refused(f"the batch is not the leading axis of '{name}'")
         calls = tuple(rule(ctx, node))
-        if misfits := [call.problem for call in calls if call.problem and call.problem.misfit]:
+        if misfits := [call.problem for call in calls if call.problem.misfit]:
             raise Refused(f"{misfits[0].family} kernels do not compute so on {misfits[0].misfit}")
         return calls
     except Refused as reason:
@@ -64,9 +69,9 @@ def _batch_inside(ctx: Context, node: Node) -> str:
     return next((name for name in (*node.inputs, *node.outputs) if name and batch_axis(ctx.type(name))), "")
 
 
-def _fallback(ctx: Context, node: Node, reason: str) -> Call:
+def _fallback(ctx: Context, node: Node, reason: str) -> FallbackCall:
     inputs = tuple(ctx.placements[name] for name in node.inputs if name and name not in ctx.graph.constants)
-    return Call(node, None, inputs, tuple(ctx.placements[name] for name in node.outputs), reason=reason)
+    return FallbackCall(node, inputs, tuple(ctx.placements[name] for name in node.outputs), reason)
 
 
 def _gather_parts(ctx: Context, node: Node) -> Iterator[Call]:

@@ -3,8 +3,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from engines.ir.graph import Node
 from engines.ir.serialize import node_to_json
-from engines.lowering.calls.calls import Call
+from engines.lowering.calls.calls import AnyCall, FallbackCall, name_of
 from engines.lowering.calls.placement import batch_axis, tensor_view
 from engines.lowering.lower import Lowered
 from engines.plan.plan import Fallback, Step, TensorView
@@ -12,21 +13,23 @@ from engines.plan.plan import Fallback, Step, TensorView
 _PRECISIONS = {"uint8": "int8", "int8": "int8", "float16": "fp16", "bfloat16": "bf16"}
 
 
-def step_of(lowered: Lowered, call: Call) -> Step:
+def step_of(lowered: Lowered, call: AnyCall) -> Step:
     """The step that a call becomes. A kernel's tactic, operands and grid are the backend's to add."""
-    problem, node = call.problem, call.node
-    if problem is None:
-        return Step(symbol="", operands=(), rows_per_item=1, fallback=_fallback(lowered, call), name=call.name,
-                    fuses=node.origin, tactic="reference", reason=call.reason)
-    return Step(symbol=problem.family, operands=(), rows_per_item=1, name=call.name, fuses=node.origin,
+    name, fuses = name_of(call), call.node.origin
+    if isinstance(call, FallbackCall):
+        return Step(symbol="", operands=(), rows_per_item=1, fallback=fallback_of(lowered, call.node), name=name,
+                    fuses=fuses, tactic="reference", reason=call.reason)
+    problem = call.problem
+    return Step(symbol=problem.family, operands=(), rows_per_item=1, name=name, fuses=fuses,
                 precision=getattr(problem, "precision", _PRECISIONS.get(problem.outputs[0].dtype, "fp32")),
                 macs=problem.macs, bytes=problem.bytes)
 
 
-def _fallback(lowered: Lowered, call: Call) -> Fallback:
-    node, graph = call.node, lowered.graph
-    inputs = tuple(name if name in graph.constants or not name else view_of(lowered, name) for name in node.inputs)
-    quants = tuple(graph.types[n].quant if n in graph.constants else None for n in node.inputs)
+def fallback_of(lowered: Lowered, node: Node) -> Fallback:
+    """The node as a plan's fallback: the reference runs it on these tensors."""
+    constants, types = lowered.graph.constants, lowered.graph.types
+    inputs = tuple(name if name in constants or not name else view_of(lowered, name) for name in node.inputs)
+    quants = tuple(types[name].quant if name in constants else None for name in node.inputs)
     return Fallback(node_to_json(node), inputs, tuple(view_of(lowered, name) for name in node.outputs), quants)
 
 

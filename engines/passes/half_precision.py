@@ -10,17 +10,17 @@ float64 and integers are never narrowed: a number that loses its range is a wron
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from engines.errors import EngineError
-from engines.ir.graph import Array, Graph, Node, TensorType
+from engines.ir.graph import Graph, Node, TensorType
 from engines.ops import op_of
+from engines.passes.rewriting.editor import GraphEditor
 from engines.passes.rewriting.notes import Note, note
-from engines.passes.rewriting.rewrite import fresh_name
 
 NARROW = ("float16", "bfloat16")
 FLOAT = np.dtype(np.float32)
@@ -30,10 +30,7 @@ def widen_floats(graph: Graph, log: list[Note] | None = None) -> Graph:
     """The graph with float32 for each float of fewer bits but its inputs, its outputs and what Casts round to."""
     if not any(is_narrow(kind) for kind in graph.types.values()):
         return graph
-    widener = _Widener(graph, log)
-    for node in graph.nodes:
-        widener.add(node)
-    return widener.graph()
+    return _Widener(graph, log).run()
 
 
 def is_narrow(kind: TensorType) -> bool:
@@ -46,19 +43,16 @@ def is_float(kind: TensorType) -> bool:
     return kind.dtype == FLOAT or is_narrow(kind)
 
 
-class _Widener:
+class _Widener(GraphEditor):
     """Each narrow tensor has two forms, made when somebody reads them: `wide`, and `narrow`, as the model has it."""
 
     def __init__(self, graph: Graph, log: list[Note] | None) -> None:
-        self.old, self.log = graph, log
-        self.taken = {*graph.types, *graph.constants}
-        self.nodes: list[Node] = []
-        self.types: dict[str, TensorType] = dict(graph.types)
-        self.constants: dict[str, Array] = {}
+        super().__init__(graph)
+        self.log = log
         self.wide: dict[str, str] = {name: name for name, kind in graph.types.items() if not is_narrow(kind)}
         self.narrow: dict[str, str] = {name: name for name in graph.inputs}
 
-    def add(self, node: Node) -> None:
+    def _visit(self, node: Node) -> None:
         """The node on float32; where its dtypes then do not fit, on those that it had."""
         if node.op == "Cast" and self._is_narrow(node.outputs[0]):
             self._round(node)
@@ -72,11 +66,13 @@ class _Widener:
             inputs = [self._as_narrow(name) for name in node.inputs]
             self._emit(node, inputs, [self._made_narrow(name) for name in node.outputs])
 
-    def graph(self) -> Graph:
-        for name in self.old.outputs:
-            if self._is_narrow(name) and (made := self._as_narrow(name)) != name:
-                self.nodes.append(Node("Identity", (made,), (name,), name=name))
-        return self.old.rebuild(self.nodes, self.constants, self.types)
+    def run(self) -> Graph:
+        for node in self.graph.nodes:
+            self._visit(node)
+        for name in self.graph.outputs:
+            if self._is_narrow(name) and (narrow := self._as_narrow(name)) != name:
+                self.make(name, "Identity", [narrow])
+        return self.finish()
 
     # ---- nodes
     def _emit(self, node: Node, inputs: Sequence[str], outputs: Sequence[str]) -> None:
@@ -85,7 +81,7 @@ class _Widener:
     def _round(self, node: Node) -> None:
         """A Cast to fewer bits; from the same it does nothing."""
         source, output = node.inputs[0], node.outputs[0]
-        if self.old.types[source].dtype == self.old.types[output].dtype:
+        if self.graph.types[source].dtype == self.graph.types[output].dtype:
             self._emit(replace(node, attrs={"to": FLOAT.name}), [self._as_wide(source)], [self._made_wide(output)])
         else:
             self._emit(node, [self._as_wide(source)], [self._made_narrow(output)])
@@ -93,7 +89,7 @@ class _Widener:
     def _fits(self, node: Node) -> bool:
         """Whether the node, given float32, makes float32 where it made fewer bits, and the same elsewhere."""
         inputs = [self._widened(name) if name else None for name in node.inputs]
-        values = [self.old.constants.get(name) for name in node.inputs]
+        values = [self.graph.constants.get(name) for name in node.inputs]
         wanted = [self._widened(name).dtype for name in node.outputs]
         try:
             made = op_of(node.op).infer(node, inputs, values)
@@ -102,50 +98,43 @@ class _Widener:
         return [kind.dtype for kind in made[:len(wanted)]] == wanted
 
     def _widened(self, name: str) -> TensorType:
-        kind = self.old.types[name]
+        kind = self.graph.types[name]
         return replace(kind, dtype=FLOAT) if is_narrow(kind) else kind
 
     def _is_narrow(self, name: str) -> bool:
-        return is_narrow(self.old.types[name])
+        return is_narrow(self.graph.types[name])
 
     # ---- tensors
     def _made_wide(self, name: str) -> str:
         """The name under which a node makes the float32 form: its own, unless that is the model's output."""
         if name in self.wide:
             return name
-        own = name not in self.old.outputs and name not in self.old.inputs
-        self.wide[name] = made = name if own else fresh_name(f"{name}.float32", self.taken)
+        own = name not in self.graph.outputs and name not in self.graph.inputs
+        self.wide[name] = made = name if own else self.fresh_name(f"{name}.float32")
         self.types[made] = self._widened(name)
         return made
 
     def _made_narrow(self, name: str) -> str:
         if not name or not self._is_narrow(name):
             return name
-        own = name in self.old.outputs
-        self.narrow[name] = made = name if own else fresh_name(f"{name}.{self.old.types[name].dtype}", self.taken)
-        self.types[made] = self.old.types[name]
+        own = name in self.graph.outputs
+        self.narrow[name] = made = name if own else self.fresh_name(f"{name}.{self.graph.types[name].dtype}")
+        self.types[made] = self.graph.types[name]
         return made
 
     def _as_wide(self, name: str) -> str:
         if not name or name in self.wide:
             return self.wide.get(name, "")
-        if name in self.old.constants:
-            made = self._made_wide(name)
-            self.constants[made] = self.old.constants[name].astype(FLOAT)
-            return made
-        source = self.narrow[name]
-        self._cast(source, made := self._made_wide(name), FLOAT)
-        return made
+        return self._converted(name, self._made_wide(name), self.narrow, FLOAT)
 
     def _as_narrow(self, name: str) -> str:
         if not name or not self._is_narrow(name) or name in self.narrow:
             return self.narrow.get(name, name)
-        if name in self.old.constants:
-            self.constants[made := self._made_narrow(name)] = self.old.constants[name]
-            return made
-        source = self.wide[name]
-        self._cast(source, made := self._made_narrow(name), self.old.types[name].dtype)
-        return made
+        return self._converted(name, self._made_narrow(name), self.wide, self.graph.types[name].dtype)
 
-    def _cast(self, source: str, made: str, dtype: np.dtype[Any]) -> None:
-        self.nodes.append(Node("Cast", (source,), (made,), {"to": dtype.name}, name=made))
+    def _converted(self, name: str, made: str, sources: Mapping[str, str], dtype: np.dtype[Any]) -> str:
+        """`made`, of that dtype, from the other form of the tensor `name`; constants are converted now."""
+        if name in self.graph.constants:
+            self.constants[made] = self.graph.constants[name].astype(dtype, copy=False)
+            return made
+        return self.make(made, "Cast", [sources[name]], {"to": dtype.name})

@@ -17,7 +17,7 @@ from engines.passes.fusion.siblings import merge_siblings
 from engines.passes.fusion.vertical import fuse_pointwise
 from engines.passes.half_precision import widen_floats
 from engines.passes.layout.channels_last import to_channels_last
-from engines.passes.layout.conv1d import lines_to_images
+from engines.passes.layout.conv1d import conv1d_to_conv2d
 from engines.passes.layout.separate_batch import check_batch, separate_batch
 from engines.passes.outputs import make_constant_outputs
 from engines.passes.rewriting import rewrite
@@ -86,7 +86,7 @@ def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
         # once all padding is known
         ("borders", _rules(log, PaddedPointwiseConv())),
         # what is folded into layers by then was written for signals as for images
-        ("lines_to_images", lines_to_images),
+        ("conv1d_to_conv2d", conv1d_to_conv2d),
         ("fold_constants", fold_constants),
         ("remove_no_ops", _rules(log, RemoveNoOp(), *VIEWS)),
         ("merge_common", merge_common),
@@ -128,6 +128,6 @@ def _run(graph: Graph, passes: Sequence[tuple[str, Pass]]) -> Graph:
     debug = debugging("passes")
     for name, run in passes:
         before, graph = graph, verify(run(graph))
-        if debug and graph is not before:
+        if debug and str(graph) != str(before):
             print(f"--- after {name}\n{graph}", file=sys.stderr)
     return graph

@@ -6,13 +6,13 @@ Layout and fusion leave one kernel of that, which writes what the first layer re
 """
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from engines.errors import ConfigError
-from engines.ir.graph import Graph, Node, TensorType
-from engines.passes.rewriting.rewrite import fresh_name
+from engines.ir.graph import Graph, TensorType
+from engines.passes.rewriting.editor import GraphEditor, renamed
 
 FLOAT = np.dtype(np.float32)
 
@@ -44,17 +44,14 @@ def _rewritten(graph: Graph, name: str, pixels: Pixels) -> Graph:
     first = graph.shape(name)[1] == len(pixels.scale)           # channels first
     batch, *extents = graph.shape(name)
     shape = (batch, *extents[1:], extents[0]) if first else (batch, *extents)
-    taken = {*graph.types, *graph.constants}
-    real, scaled, value, scale, shift = (fresh_name(f"{name}.{part}", taken) for part in
-                                         ("real", "scaled", "normalised", "scale", "shift"))
-    image = fresh_name(f"{name}.nchw", taken) if first else value
-    constants = {scale: np.array(pixels.scale, FLOAT), shift: np.array(pixels.shift, FLOAT)}
-    nodes = [Node("Cast", (name,), (real,), {"to": FLOAT.name}, name=real),
-             Node("Mul", (real, scale), (scaled,), name=scaled),
-             Node("Add", (scaled, shift), (value,), name=value)]
+    type_, editor = TensorType(FLOAT, shape), GraphEditor(graph)
+    real = editor.add(f"{name}.real", type_, "Cast", [name], {"to": FLOAT.name})
+    scale, shift = (editor.add_constant(f"{name}.{part}", np.array(numbers, FLOAT))
+                    for part, numbers in (("scale", pixels.scale), ("shift", pixels.shift)))
+    scaled = editor.add(f"{name}.scaled", type_, "Mul", [real, scale])
+    image = editor.add(f"{name}.normalised", type_, "Add", [scaled, shift])
     if first:
-        nodes.append(Node("Transpose", (value,), (image,), {"perm": (0, 3, 1, 2)}, name=image))
-    types = {name: TensorType(np.dtype(np.uint8), shape), image: graph.types[name],
-             **{made: TensorType(FLOAT, shape) for made in (real, scaled, value)}}
-    readers = [replace(node, inputs=tuple(image if i == name else i for i in node.inputs)) for node in graph.nodes]
-    return graph.rebuild([*nodes, *readers], constants, types)
+        image = editor.add(f"{name}.nchw", graph.types[name], "Transpose", [image], {"perm": (0, 3, 1, 2)})
+    editor.types[name] = TensorType(np.dtype(np.uint8), shape)
+    editor.nodes += [renamed(node, {name: image}) for node in graph.nodes]
+    return editor.finish()

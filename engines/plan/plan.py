@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import PlanTargetError
+from engines.errors import ConfigError, PlanTargetError
 from engines.ir.graph import Array, Graph, QParams
 
 EXPANDED = -1        # as Operand.buffer
@@ -241,6 +241,9 @@ class Plan:
 
     def strip(self) -> Plan:
         """The plan without the graph's weights: it runs as before, and on no other target."""
+        if not self.machine.code:
+            raise ConfigError(f"{self.name}: a plan for '{self.machine.target}' has no code, and needs its weights "
+                              "when it is loaded; build it without --strip")
         kept = {name: self.weights[name] for name in self.machine.weight_offsets}
         return replace(self, weights=kept, stripped=True, fingerprint="")
 
@@ -274,5 +277,5 @@ def runs_by_item(step: Step) -> bool:
 
 def item_strides(step: Step) -> list[int]:
     """Bytes from an item to the next, of each operand of a step that runs by item; constants are the same for all."""
-    reaches = iter((*step.reads, *step.writes))
-    return [0 if operand.constant else next(reaches).item_stride for operand in step.operands]
+    touched = iter((*step.reads, *step.writes))
+    return [0 if operand.constant else next(touched).item_stride for operand in step.operands]

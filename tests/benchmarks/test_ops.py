@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from onnx import checker, shape_inference
 
-from benchmarks import measuring, ops
-from benchmarks.builds import Build
-from benchmarks.cases import hopeless
+from benchmarks import ops
 from benchmarks.deepbench import CLASSES, CONVOLUTION, PRODUCT, RECURRENT, SPARSE, problems
-from benchmarks.measuring import interleaved
-from benchmarks.ops_report import every_case, report, slower
-from benchmarks.results import Case, Row
-from benchmarks.runtimes import OPENVINO, ORT, OURS
+from benchmarks.measure import measuring
+from benchmarks.measure.cases import hopeless
+from benchmarks.measure.measuring import interleaved
+from benchmarks.measure.results import Case, Row
+from benchmarks.reports.ops_report import every_case, report, slower
+from benchmarks.runtimes.builds import Build
+from benchmarks.runtimes.runtimes import OPENVINO, ORT, OURS
 
 PROBLEMS = {problem.name: problem for problem in problems()}
 CHOSEN = {"gemm-35x700x2048": (700, 35), "gemm-7680x1x2560-0.95": (1, 7680),

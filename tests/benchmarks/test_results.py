@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.accuracy import compare, load_judge
-from benchmarks.chart import write_chart
-from benchmarks.measuring import FEWEST_TURNS, interleaved
+from benchmarks.measure.accuracy import compare, load_judge
+from benchmarks.measure.measuring import FEWEST_TURNS, interleaved
+from benchmarks.measure.results import Case, Row, mean_ratio, read_results, write_results
 from benchmarks.peers import chosen
-from benchmarks.quantisers import load_items, save_items
-from benchmarks.report import details, means, summary
-from benchmarks.results import Case, Row, mean_ratio, read_results, write_results
-from benchmarks.runtimes import OPENVINO, ORT, OURS
+from benchmarks.reports.chart import write_chart
+from benchmarks.reports.report import details, means, summary
+from benchmarks.runtimes.quantisers import load_items, save_items
+from benchmarks.runtimes.runtimes import OPENVINO, ORT, OURS
 
 ROWS = (Row(OURS, "int8", turns=(1.0, 2.0, 1.0), cosine=0.99, error=0.1, metric={"top1": 90.0}),
         Row(OPENVINO, "slow", turns=(9.0, 9.0, 9.0), cosine=0.99, error=0.1),

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from benchmarks.threads import check, pool_counts, ready, speed
+from benchmarks.threads import check, chunk_counts, ready, speed
 from engines.runtime.engine import Engine
 from tests.engines.conftest import eager  # noqa: F401  (a fixture)
 from tests.engines.tiny import mix_plan
@@ -39,8 +39,11 @@ def test_an_answer_that_differs_is_counted() -> None:
 def test_both_contexts_are_timed_and_chunks_counted() -> None:
     plan = mix_plan(READS, [4], ROWS, COLUMNS)
     one, several = ready(Engine(plan)), ready(Engine(plan, threads=2))
-    found = speed("nothing else", one, several, seconds=0.02)
-    assert found.one_ms > 0 and found.several_ms > 0
-    helped, repeated = pool_counts(several)
-    assert helped >= 0 and repeated >= 0
+    before = sum(chunk_counts(several))
+    for _ in range(200):                # on a busy machine a helper may come too late for many requests in a row
+        found = speed("nothing else", one, several, seconds=0.02)
+        if sum(chunk_counts(several)) > before:
+            break
+    assert found.p99_ms >= found.several_ms
+    assert sum(chunk_counts(several)) > before, "no helper ran a chunk, and none was late"
     several.close()

@@ -13,12 +13,9 @@ class LlvmBackend:
     name = "llvm"
     targets = tuple(isa.name for isa in ALL)
 
-    def default_target(self) -> str:
-        return best_isa(detect().features).name
-
     def session(self, target: str, cache: TimingCache, timing: bool, short_lived: bool = False) -> Session:
         from engines.backends.llvm.session import LlvmSession
-        return LlvmSession(target or self.default_target(), cache, timing, short_lived)
+        return LlvmSession(target or best_isa(detect().features).name, cache, timing, short_lived)
 
     def peaks(self) -> Peaks:
         from engines.backends.llvm.tuning.peaks import measure_peaks

@@ -9,7 +9,7 @@ from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.kernel import ALIGNMENT
 from engines.backends.llvm.tuning.tuner import Choice
 from engines.ir.graph import Graph
-from engines.lowering.calls.calls import Call
+from engines.lowering.calls.calls import Call, name_of
 from engines.lowering.problems.problem import Array, Problem
 from engines.plan.plan import EXPANDED, ExpandedConstant, Operand
 
@@ -47,7 +47,7 @@ class Constants:
         """The constants of a call, as its kernel's tactic packs them: where the kernel reads each, and how much."""
         added = [self.add(array) for array in choice.kernel.pack(self._isa, choice.tactic, call.constants)]
         for which, problem in choice.kernel.made(self._isa, choice.tactic).items():
-            added[which] = self._derive(problem, *added[which], call.name)
+            added[which] = self._derive(problem, *added[which], name_of(call))
         return added
 
     def _derive(self, problem: Problem, source: Operand, kept: int, name: str) -> tuple[Operand, int]:

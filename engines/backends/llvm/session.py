@@ -13,7 +13,7 @@ from engines.backends.llvm.tuning.item_major import with_item_major_runs
 from engines.backends.llvm.tuning.tuner import Choice, Tuner
 from engines.ir.graph import BATCH, Graph
 from engines.lowering.buffers import buffers_of, check_memory, fills_of, write_borders
-from engines.lowering.calls.calls import Call
+from engines.lowering.calls.calls import AnyCall, Call, name_of
 from engines.lowering.calls.placement import NO_BUFFER, Placement
 from engines.lowering.lower import Lowered, lower
 from engines.lowering.problems.problem import Problem
@@ -38,8 +38,8 @@ class CpuChosen:
         return self.lowered.graph
 
     def times(self) -> list[TimedNode]:
-        return [TimedNode(call.name, call.node.origin, self.choices[call.problem].time_us if call.problem else 0.0)
-                for call in self.lowered.calls]
+        return [TimedNode(name_of(call), call.node.origin, self.choices[call.problem].time_us)
+                for call in self.lowered.compiled]
 
 
 class LlvmSession:
@@ -66,8 +66,7 @@ class LlvmSession:
         lowered = lower(graph, self.isa.lanes)
         check_memory(lowered, max_batch)
         lowered = write_borders(lowered, max_batch)
-        choices = self.tuner.choose({call.problem: call.constants for call in lowered.calls if call.problem}, progress,
-                                    batches)
+        choices = self.tuner.choose({call.problem: call.constants for call in lowered.compiled}, progress, batches)
         made = self.tuner.choose({maker: {} for choice in choices.values()
                                   for maker in choice.kernel.made(self.isa, choice.tactic).values()})
         return CpuChosen(lowered, choices, made, max_batch)
@@ -94,27 +93,28 @@ class _Assembler:
         self.constants = Constants(chosen.graph, self.isa, chosen.makers)
         self.writers: dict[int, list[int]] = {}     # buffer -> steps
 
-    def add(self, call: Call) -> None:
+    def add(self, call: AnyCall) -> None:
         depends = {step for placement in call.inputs for step in self.writers.get(placement.buffer, ())}
         step = replace(step_of(self.lowered, call), depends=tuple(sorted(depends)))
-        if call.problem is not None:
-            step = self._kernel(call, call.problem, step)
-        for name in self.lowered.graph.constants.keys() & {*call.node.inputs} if step.fallback else ():
-            self.constants.tensor(name)     # the reference reads it from there
+        if isinstance(call, Call):
+            step = self._kernel(call, step)
+        else:
+            for name in self.lowered.graph.constants.keys() & {*call.node.inputs}:
+                self.constants.tensor(name)     # the reference reads it from there
         for placement in call.outputs:
             self.writers.setdefault(placement.buffer, []).append(len(self.steps))
         self.steps.append(step)
 
     # ---- steps
-    def _kernel(self, call: Call, problem: Problem, step: Step) -> Step:
-        choice = self.choices[problem]
+    def _kernel(self, call: Call, step: Step) -> Step:
+        choice = self.choices[call.problem]
         grid = choice.kernel.grid(self.isa, choice.tactic)
         self.code[choice.symbol] = choice.code
         packed = self.constants.add_packed(call, choice)
         batched = call.outputs[0].items == BATCH
         constant_bytes = sum(size for _, size in packed)
         windows = choice.kernel.windows(self.isa, choice.tactic)
-        reads, writes = (tuple(_reach(placement, window, grid.rows_per_item) for placement, window in pairs
+        reads, writes = (tuple(_footprint(placement, window, grid.rows_per_item) for placement, window in pairs
                                if placement.buffer != NO_BUFFER)
                          for pairs in (zip(call.inputs, windows, strict=False),
                                        zip(call.outputs, windows[len(call.inputs):], strict=True)))
@@ -126,7 +126,7 @@ class _Assembler:
             rows=0 if batched else grid.rows_per_item * int(call.outputs[0].items),
             row_step=grid.row_step, columns=grid.columns, column_step=grid.column_step,
             reads=reads, writes=writes, constant_bytes=constant_bytes, further_item=round(choice.further_item, 3),
-            tactic=f"{problem.family}: {choice.tactic}", time_us=round(choice.time_us, 3),
+            tactic=f"{call.problem.family}: {choice.tactic}", time_us=round(choice.time_us, 3),
             bytes=step.bytes + constant_bytes)
 
     def _operand(self, placement: Placement) -> Operand:
@@ -153,6 +153,6 @@ def _architecture(isa: Isa, here: str) -> str:
     return isa.triple.split("-")[0] if isa.triple else here
 
 
-def _reach(placement: Placement, window: Window, period: int) -> Footprint:
+def _footprint(placement: Placement, window: Window, period: int) -> Footprint:
     return Footprint(placement.buffer, placement.offset + window.begin, placement.offset + window.end, window.rows,
-                 window.stride, placement.view.item, period)
+                     window.stride, placement.view.item, period)

@@ -11,6 +11,7 @@ import numpy as np
 from engines.backends.base import Backend, Progress, TimedNode
 from engines.ir.graph import Graph
 from engines.lowering.buffers import buffers_of, check_memory, fills_of, write_borders
+from engines.lowering.calls.calls import name_of
 from engines.lowering.lower import Lowered, lower
 from engines.lowering.steps import io_views, step_of
 from engines.machine.cpu import detect
@@ -37,7 +38,7 @@ class NumpyChosen:
         return self.lowered.graph
 
     def times(self) -> list[TimedNode]:
-        return [TimedNode(call.name, call.node.origin, 0.0) for call in self.lowered.calls]
+        return [TimedNode(name_of(call), call.node.origin, 0.0) for call in self.lowered.calls]
 
 
 class NumpySession:
@@ -68,9 +69,6 @@ class NumpyBackend:
     """It has one target of its own name."""
     name = "numpy"
     targets = ("numpy",)
-
-    def default_target(self) -> str:
-        return "numpy"
 
     def session(self, target: str, cache: TimingCache, timing: bool, short_lived: bool = False) -> NumpySession:
         return NumpySession()

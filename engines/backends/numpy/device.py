@@ -12,7 +12,7 @@ from engines.backends.numpy.backend import lowered_for_numpy
 from engines.ir.graph import BATCH, Array
 from engines.lowering.calls.calls import Call
 from engines.lowering.calls.placement import NO_BUFFER, Placement, strided
-from engines.lowering.steps import step_of
+from engines.lowering.steps import fallback_of
 from engines.plan.arena import Memory, array_at, plan_memory, write_halo
 from engines.plan.plan import Plan, TensorView, graph_of
 from engines.runtime.fallback import FallbackStep
@@ -23,7 +23,6 @@ Memories = Callable[[Placement], Array]     # the bytes from the address of a pl
 def solve(call: Call, memory: Memories, batch: int) -> None:
     """Run the reference of a call's problem on its tensors where they lie."""
     problem, items = call.problem, call.outputs[0].items
-    assert problem is not None, call.reason
     count = batch if items == BATCH else int(items)
     inputs, outputs = ([strided(memory(placement), view, count) for placement, view in zip(placed, views, strict=True)]
                        for placed, views in ((call.inputs, problem.inputs), (call.outputs, problem.outputs)))
@@ -40,9 +39,8 @@ class LoadedPlan:
         constants = self.lowered.graph.constants
         self.constants = {name: np.ascontiguousarray(array).reshape(-1).view(np.uint8)
                           for name, array in constants.items()}
-        fallbacks = (step_of(self.lowered, call).fallback for call in self.lowered.calls)
-        self.steps = [(call, FallbackStep(fallback, constants) if fallback else None)
-                      for call, fallback in zip(self.lowered.calls, fallbacks, strict=True)]
+        self.steps = [call if isinstance(call, Call) else FallbackStep(fallback_of(self.lowered, call.node), constants)
+                      for call in self.lowered.calls]
 
     @property
     def arena_bytes(self) -> int:
@@ -80,8 +78,8 @@ class NumpyExecution:
     def _steps(self, batch: int) -> list[Callable[[], None]]:
         self._prepare(batch)
         arrays = partial(self.output, batch=batch)
-        return [partial(fallback.run, arrays, batch) if fallback else partial(solve, call, self._bytes, batch)
-                for call, fallback in self._loaded.steps]
+        return [partial(solve, step, self._bytes, batch) if isinstance(step, Call) else partial(step.run, arrays, batch)
+                for step in self._loaded.steps]
 
     def _bytes(self, placement: Placement) -> Array:
         if placement.buffer == NO_BUFFER:

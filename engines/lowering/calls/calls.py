@@ -22,18 +22,29 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """A problem on placed tensors; without one, a node for the reference, with the reason."""
+    """A problem on placed tensors."""
     node: Node
-    problem: Problem | None
+    problem: Problem
     inputs: tuple[Placement, ...] = ()
     outputs: tuple[Placement, ...] = ()
     constants: Mapping[str, Any] = field(default_factory=dict)
-    reason: str = ""
 
-    @property
-    def name(self) -> str:
-        """Of the step that it becomes."""
-        return self.node.name or self.node.outputs[0]
+
+@dataclass(frozen=True)
+class FallbackCall:
+    """A node that no rule takes, for the reason given: the operator's reference runs it."""
+    node: Node
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    reason: str
+
+
+AnyCall = Call | FallbackCall
+
+
+def name_of(call: AnyCall) -> str:
+    """Of the step that the call becomes."""
+    return call.node.name or call.node.outputs[0]
 
 
 @dataclass(frozen=True)

@@ -7,25 +7,22 @@
 An *operand* is another tensor read at the same position (already widened to float32, not yet dequantised). A *constant*
 is a vector of one float32 per channel in memory (a number is repeated), so that a kernel's text depends on shapes only.
 
-Each instruction says what it means (numpy, float32) and how it is emitted; both round alike, so that a kernel equals
-its reference bit for bit on every machine. A new pointwise function is a new instruction here, never a change to a
-kernel.
+A program runs on any Machine (functions.py): on NumPy, which is its meaning, or on a backend's, which writes the code
+of a kernel. A new pointwise function is a new instruction here, never a change to a kernel.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.backends.llvm.codegen.ir_builder import Value
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import to_float
-from engines.lowering.epilogue.functions import FUNCTIONS, Meaning, fma
+from engines.lowering.epilogue.functions import FUNCTIONS, Function, Machine, fma
 
 Floats = NDArray[np.float32]
+V = TypeVar("V")        # a machine's vector
 
 
 @dataclass(frozen=True)
@@ -70,22 +67,18 @@ class EpilogueProgram:
 
     def meaning(self, accumulator: Floats | None, operands: Sequence[Floats], constants: Sequence[Floats]) -> Floats:
         """The reference: arrays [..., channels], constants [channels] -> the result before it is stored."""
-        values: list[Any] = [np.asarray(accumulator, np.float32)] if self.accumulator else []
-        found = {"value": values, "operand": operands, "constant": constants}
+        given = None if accumulator is None else _float32(accumulator)
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-            for instruction in self.instructions:
-                arguments = [np.asarray(found[a.kind][a.index], np.float32) for a in instruction.args]
-                values.append(INSTRUCTIONS[instruction.op].meaning(*arguments))
-        return np.asarray(found[self.result.kind][self.result.index], np.float32)
+            return _float32(self.run(NUMPY, given, [_float32(x) for x in operands], [_float32(c) for c in constants]))
 
-    def emit(self, isa: Isa, accumulator: Value | None, operands: Sequence[Value], constants: Sequence[Value]) -> Value:
-        """The same on one vector of channels."""
-        values = [accumulator] if self.accumulator else []
+    def run(self, machine: Machine, accumulator: V | None, operands: Sequence[V], constants: Sequence[V]) -> V:
+        """The result, of a machine's vectors."""
+        values: list[Any] = [accumulator] if self.accumulator else []
         found: dict[str, Sequence[Any]] = {"value": values, "operand": operands, "constant": constants}
         for instruction in self.instructions:
             arguments = [found[a.kind][a.index] for a in instruction.args]
-            values.append(INSTRUCTIONS[instruction.op].emit(isa, *arguments))
-        result: Value = found[self.result.kind][self.result.index]
+            values.append(INSTRUCTIONS[instruction.op](machine, *arguments))
+        result: V = found[self.result.kind][self.result.index]
         return result
 
 
@@ -132,48 +125,90 @@ class ProgramBuilder:
 
 
 # ---- instructions
-def _truth(answer: Any) -> Any:
-    return np.asarray(answer).astype(np.float32)
+def _truth(order: str) -> Function:
+    """A comparison that answers 1 or 0."""
+    return lambda machine, a, b: machine.select(machine.compare(a, order, b), machine.like(a, 1), machine.like(a, 0))
 
 
-def _truth_emit(a: Value, predicate: str, b: Value) -> Value:
-    return a.f.select(a.compare(predicate, b), a.like(1), a.like(0))
+def _unary(word: str) -> Function:
+    return lambda machine, x: machine.unary(word, x)
 
 
-def _through(dtype: str, x: Any) -> Floats:
-    return load_meaning(dtype, store_meaning(dtype, np.asarray(x, np.float32)))
+def _narrowed(dtype: str) -> Function:
+    return lambda machine, x: machine.narrowed(dtype, x)
 
 
-def _unary(numpy_function: Callable[..., Any], word: str) -> Meaning:
-    return Meaning(numpy_function, lambda isa, x: isa.unary(word, x))
-
-
-INSTRUCTIONS: dict[str, Meaning] = {
-    "add": Meaning(lambda a, b: a + b, lambda isa, a, b: a + b),
-    "sub": Meaning(lambda a, b: a - b, lambda isa, a, b: a - b),
-    "mul": Meaning(lambda a, b: a * b, lambda isa, a, b: a * b),
-    "div": Meaning(lambda a, b: a / b, lambda isa, a, b: a / b),
-    "fma": Meaning(fma, lambda isa, a, b, c: isa.fma(a, b, c)),
-    # a > b ? a : b, as the machine does it (numpy's maximum differs for NaN and for -0)
-    "max": Meaning(lambda a, b: np.where(a > b, a, b), lambda isa, a, b: isa.max(a, b)),
-    "min": Meaning(lambda a, b: np.where(a < b, a, b), lambda isa, a, b: isa.min(a, b)),
-    # comparisons answer 1 or 0
-    "less": Meaning(lambda a, b: _truth(a < b), lambda isa, a, b: _truth_emit(a, "olt", b)),
-    "less_or_equal": Meaning(lambda a, b: _truth(a <= b), lambda isa, a, b: _truth_emit(a, "ole", b)),
-    "equal": Meaning(lambda a, b: _truth(a == b), lambda isa, a, b: _truth_emit(a, "oeq", b)),
-    "where_positive": Meaning(lambda t, a, b: np.where(t > 0, a, b),
-                              lambda isa, t, a, b: t.f.select(t.compare("ogt", 0), a, b)),
-    "sqrt": _unary(np.sqrt, "sqrt"),
-    "abs": _unary(np.abs, "fabs"),
-    "floor": _unary(np.floor, "floor"),
-    "ceil": _unary(np.ceil, "ceil"),
-    "round": _unary(np.rint, "rint"),
-    # to the nearest number of 16 bits, beyond the greatest to infinity
-    "float16": Meaning(lambda x: _through("float16", x), lambda isa, x: isa.half_to_float(isa.float_to_half(x))),
-    "bfloat16": Meaning(lambda x: _through("bfloat16", x),
-                        lambda isa, x: to_float(isa, "bfloat16", isa.float_to_bfloat(x))),
+INSTRUCTIONS: dict[str, Function] = {
+    "add": lambda machine, a, b: a + b,
+    "sub": lambda machine, a, b: a - b,
+    "mul": lambda machine, a, b: a * b,
+    "div": lambda machine, a, b: a / b,
+    "fma": lambda machine, a, b, c: machine.fma(a, b, c),
+    "max": lambda machine, a, b: machine.max(a, b),
+    "min": lambda machine, a, b: machine.min(a, b),
+    "less": _truth("olt"),
+    "less_or_equal": _truth("ole"),
+    "equal": _truth("oeq"),
+    "where_positive": lambda machine, t, a, b: machine.select(machine.compare(t, "ogt", 0), a, b),
+    "sqrt": _unary("sqrt"),
+    "abs": _unary("fabs"),
+    "floor": _unary("floor"),
+    "ceil": _unary("ceil"),
+    "round": _unary("rint"),
+    "float16": _narrowed("float16"),
+    "bfloat16": _narrowed("bfloat16"),
     **FUNCTIONS,
 }
+
+
+# ---- what they mean
+class _NumPy:
+    """The machine of arrays: functions.py says what its instructions are."""
+    _UNARY: ClassVar[dict[str, np.ufunc]] = {
+        "sqrt": np.sqrt, "fabs": np.abs, "floor": np.floor, "ceil": np.ceil, "rint": np.rint}
+    _ORDERS: ClassVar[dict[str, np.ufunc]] = {
+        "olt": np.less, "ole": np.less_equal, "ogt": np.greater, "oge": np.greater_equal, "oeq": np.equal,
+        "ne": np.not_equal}
+
+    def fma(self, a: Any, b: Any, c: Any) -> Any:
+        return fma(a, np.float32(b), np.float32(c))
+
+    def max(self, a: Any, b: Any) -> Any:
+        return np.where(a > (b := np.float32(b)), a, b)     # as CPUs do it: numpy's maximum differs for NaN and for -0
+
+    def min(self, a: Any, b: Any) -> Any:
+        return np.where(a < (b := np.float32(b)), a, b)
+
+    def unary(self, word: str, x: Any) -> Any:
+        return self._UNARY[word](x)
+
+    def compare(self, a: Any, order: str, b: Any) -> Any:
+        return self._ORDERS[order](a, b)
+
+    def select(self, test: Any, a: Any, b: Any) -> Any:
+        return np.where(test, a, b)
+
+    def like(self, x: Any, number: float) -> Any:
+        return np.float32(number)
+
+    def bits(self, x: Any) -> Any:
+        return x.view(np.int32)
+
+    def from_bits(self, bits: Any) -> Any:
+        return bits.view(np.float32)
+
+    def to_float(self, ints: Any) -> Any:
+        return ints.astype(np.float32)
+
+    def narrowed(self, dtype: str, x: Any) -> Any:
+        return load_meaning(dtype, store_meaning(dtype, x))
+
+
+NUMPY = _NumPy()
+
+
+def _float32(numbers: Any) -> Floats:
+    return np.asarray(numbers, np.float32)
 
 
 def load_meaning(dtype: str, stored: NDArray[Any]) -> Floats:

@@ -1,16 +1,6 @@
 """One file a family of operators: how a node becomes a kernel. Importing this package fills RULES."""
-from engines.lowering.rules import (  # noqa: F401
-    attention,
-    contraction,
-    copies,
-    cumulative,
-    gather,
-    layout,
-    pointwise,
-    pool,
-    recurrence,
-    resize,
-    rows,
-    top_k,
-    transposed,
-)
+from importlib import import_module
+from pkgutil import iter_modules
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

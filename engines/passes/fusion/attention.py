@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engines.ir.graph import Array, Dim, Graph, Node, TensorType
+from engines.ir.graph import Dim, Graph, Node, TensorType
 from engines.ir.shapes import broadcast
 from engines.passes.layout.permutations import axis_groups
-from engines.passes.rewriting.facts import reader, scalar
+from engines.passes.rewriting.editor import GraphEditor, merged_origin
+from engines.passes.rewriting.facts import ATTENTION, reader, scalar
 from engines.passes.rewriting.notes import Note, note
-from engines.passes.rewriting.rewrite import fresh_name, merged_origin
 
 MOST_BYTES = 2 << 20        # of one head's keys and values as float32: they are packed on a thread's stack
 MASKING = -1e4              # what a Where puts in place of a score hides it if it is no greater than this
@@ -48,34 +48,20 @@ class _Mask:
 
 def fuse_attention(graph: Graph, log: list[Note] | None = None) -> Graph:
     """The graph with each attention that a kernel can run as one node; a note says why another one cannot."""
-    draft = _Draft(graph)
+    fusion = _AttentionFusion(graph)
     for node in graph.nodes:
         softmax = graph.producer.get(node.inputs[0]) if node.op == "MatMul" else None
         if softmax is not None and softmax.op == "Softmax" and not graph.is_constant(node.inputs[1]):
             try:
-                draft.attention(node, softmax)
+                fusion.attention(node, softmax)
                 continue
             except _Refused as reason:
                 note(log, node, "fuse_attention", str(reason))
-                draft.forget()
-        draft.nodes.append(node)
-    return graph.rebuild(draft.nodes, draft.constants, draft.types)
+        fusion.nodes.append(node)
+    return fusion.finish()
 
 
-class _Draft:
-    """The growing graph."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.nodes: list[Node] = []
-        self.constants: dict[str, Array] = {}
-        self.types: dict[str, TensorType] = {}
-        self._new: list[Node] = []
-        self._taken = {*graph.types, *graph.constants}
-
-    def forget(self) -> None:
-        self._new = []
-
+class _AttentionFusion(GraphEditor):
     def attention(self, node: Node, softmax: Node) -> None:
         graph = self.graph
         rank = len(graph.shape(softmax.outputs[0]))
@@ -101,29 +87,15 @@ class _Draft:
             factors.append(self._turned(name, base) if turn else name)
         origin = merged_origin([*reversed(found.nodes), softmax, node])
         inputs = (*factors, *self._mask(found, base))
-        self.nodes += [*self._new, Node("ScaledDotProductAttention", inputs, node.outputs, {"scale": scale}, node.name,
-                                        origin)]
-        self._new = []
+        self.nodes.append(Node(ATTENTION, inputs, node.outputs, {"scale": scale}, node.name, origin))
 
     # ---- new nodes
-    def _kind(self, name: str) -> TensorType:
-        return self.types.get(name) or self.graph.types[name]
-
     def _add(self, op: str, inputs: Sequence[str], shape: Sequence[Dim], name: str,
              attrs: Mapping[str, object] | None = None) -> str:
-        name = fresh_name(name, self._taken)
-        dtype = self._kind(inputs[-1]).dtype
-        self.types[name] = TensorType(dtype, tuple(shape))
-        self._new.append(Node(op, tuple(inputs), (name,), attrs or {}, name))
-        return name
-
-    def _constant(self, name: str, array: Array) -> str:
-        name = fresh_name(name, self._taken)
-        self.constants[name], self.types[name] = array, TensorType(array.dtype, array.shape)
-        return name
+        return self.add(name, TensorType(self.type(inputs[-1]).dtype, tuple(shape)), op, inputs, attrs)
 
     def _turned(self, name: str, base: str) -> str:
-        shape = self._kind(name).shape
+        shape = self.shape(name)
         perm = (*range(len(shape) - 2), len(shape) - 1, len(shape) - 2)
         return self._add("Transpose", [name], tuple(shape[axis] for axis in perm), f"{base}.keys", {"perm": perm})
 
@@ -153,11 +125,11 @@ class _Draft:
                               mask.shape, scores, base) for mask in found.masks]
         total = parts[:1]
         for part in parts[1:]:
-            a, b = (self.constants.get(name, self.graph.constants.get(name)) for name in (*total, part))
+            a, b = map(self.constant, (*total, part))
             if a is not None and b is not None:
-                total = [self._constant(f"{base}.mask", a + b)]
+                total = [self.add_constant(f"{base}.mask", a + b)]
             else:
-                shape = broadcast(*(self._kind(name).shape for name in (*total, part)))
+                shape = broadcast(*map(self.shape, (*total, part)))
                 total = [self._add("Add", [*total, part], shape, f"{base}.mask")]
         return total
 
@@ -165,7 +137,7 @@ class _Draft:
         """The mask of scores of one shape as it is for another: their leading axes were merged or split between."""
         if beside == scores:
             return name
-        array, groups = self.constants.get(name, self.graph.constants.get(name)), axis_groups(beside, scores)
+        array, groups = self.constant(name), axis_groups(beside, scores)
         if array is None or groups is None or any(isinstance(extent, str) for extent in beside):
             raise _Refused("its mask is made for scores of another shape")
         array = array.reshape((*(1,) * (len(beside) - array.ndim), *array.shape))
@@ -176,16 +148,16 @@ class _Draft:
                 sizes[axis] = 1 if alike else int(beside[axis])
             for axis in after:
                 shape[axis] = 1 if alike else shape[axis]
-        return self._constant(f"{base}.mask", np.broadcast_to(array, sizes).reshape(shape))
+        return self.add_constant(f"{base}.mask", np.broadcast_to(array, sizes).reshape(shape))
 
     def _scaled(self, mask: _Mask, base: str) -> str:
         array, factor = self.graph.constants.get(mask.name), mask.factor
         if factor == 1:
             return mask.name
         if array is not None:
-            return self._constant(f"{base}.mask", array * array.dtype.type(factor))
-        kind = self._kind(mask.name)
-        number = self._constant(f"{base}.factor", np.full(1, factor, kind.dtype))
+            return self.add_constant(f"{base}.mask", array * array.dtype.type(factor))
+        kind = self.type(mask.name)
+        number = self.add_constant(f"{base}.factor", np.full(1, factor, kind.dtype))
         return self._add("Mul", [number, mask.name], kind.shape, f"{base}.mask")
 
     def _where(self, mask: _Mask, value: float, base: str) -> str:
@@ -193,11 +165,11 @@ class _Draft:
         array = self.graph.constants.get(mask.name)
         if array is not None:
             hide = array.astype(bool) == mask.holds
-            return self._constant(f"{base}.mask", np.where(hide, value, 0).astype(np.float32))
-        numbers = [self._constant(f"{base}.{label}", np.full(1, n, np.float32))
+            return self.add_constant(f"{base}.mask", np.where(hide, value, 0).astype(np.float32))
+        numbers = [self.add_constant(f"{base}.{label}", np.full(1, n, np.float32))
                    for label, n in (("hidden", value), ("seen", 0.0))]
         return self._add("Where", [mask.name, *(numbers if mask.holds else numbers[::-1])],
-                         self._kind(mask.name).shape, f"{base}.mask")
+                         self.shape(mask.name), f"{base}.mask")
 
 
 def _scores(graph: Graph, node: Node, softmax: Node) -> _Scores:

@@ -17,9 +17,9 @@ import numpy as np
 
 from engines.ir.graph import Array, Dim, Graph, Node, TensorType
 from engines.ops.recurrent import GATES, added_biases
+from engines.passes.rewriting.editor import GraphEditor
 from engines.passes.rewriting.facts import moved_from
 from engines.passes.rewriting.notes import Note, note
-from engines.passes.rewriting.rewrite import fresh_name
 
 _TIME_FIRST = (1, 0, 2)
 
@@ -29,7 +29,7 @@ def split_recurrent(graph: Graph, log: list[Note] | None = None) -> Graph:
     split = _Splitter(graph, log)
     for node in graph.nodes:
         split.visit(node)
-    return graph.rebuild(split.nodes, split.constants, split.types) if split.changed else graph
+    return split.finish()
 
 
 def filled_with(graph: Graph, name: str) -> float | None:
@@ -46,15 +46,10 @@ def filled_with(graph: Graph, name: str) -> float | None:
     return values.pop() if len(values) == 1 else None
 
 
-class _Splitter:
-    """The nodes, constants and types of the new graph, as they grow."""
-
+class _Splitter(GraphEditor):
     def __init__(self, graph: Graph, log: list[Note] | None) -> None:
-        self.graph, self.log, self.changed = graph, log, False
-        self.nodes: list[Node] = []
-        self.constants: dict[str, Array] = {}
-        self.types: dict[str, TensorType] = {}
-        self._taken = {*graph.types, *graph.constants}
+        super().__init__(graph)
+        self.log = log
 
     def visit(self, node: Node) -> None:
         if node.op not in GATES:
@@ -64,7 +59,6 @@ class _Splitter:
             note(self.log, node, "split_recurrent", f"'{variable[0]}' is computed at run time")
             self.nodes.append(node)
         else:
-            self.changed = True
             self._split(node)
 
     def _split(self, node: Node) -> None:
@@ -91,8 +85,8 @@ class _Splitter:
         outputs = list(node.outputs)
         while len(outputs) > 1 and not self.graph.consumers[outputs[-1]] and outputs[-1] not in self.graph.outputs:
             outputs.pop()
-        made = [self._name(node, f"state{i}" if i else "steps") for i in range(len(outputs))]
-        self.types |= {name: self._type(node, last if i else y) for i, name in enumerate(made)}
+        made = [self.add_tensor(f"{node.outputs[0]}.state{i}" if i else f"{node.outputs[0]}.steps",
+                                self._type(node, last if i else y)) for i in range(len(outputs))]
         attrs = {key: value for key, value in node.attrs.items() if key != "layout"}
         self.nodes.append(replace(node, op="Recurrence", inputs=_trimmed(projected, r, *optional),
                                   outputs=tuple(made), attrs={**attrs, "cell": node.op}))
@@ -102,10 +96,11 @@ class _Splitter:
     def _unfold(self, node: Node, source: str, target: str, shape: Sequence[Dim]) -> None:
         """[N, ..., D H] under the name and in the layout that the layer's own output has."""
         if node.attrs["layout"]:
-            self._emit(node, "Reshape", (source,), target, shape=tuple(shape))
+            self.make(target, "Reshape", (source,), {"shape": tuple(shape)}, node.origin)
             return
         split = self._node(node, "Reshape", (source,), tuple(shape), shape=tuple(shape))
-        self._emit(node, "Transpose", (split,), target, perm=(1, 2, 0, 3) if len(shape) == 4 else _TIME_FIRST)
+        perm = (1, 2, 0, 3) if len(shape) == 4 else _TIME_FIRST
+        self.make(target, "Transpose", (split,), {"perm": perm}, node.origin)
 
     def _first(self, node: Node, state: str) -> str:
         """A first state as [N, D H]; "" if it is absent or zeros."""
@@ -125,26 +120,15 @@ class _Splitter:
         flat = (shape[0], int(shape[1]) * int(shape[2]))
         return self._node(node, "Reshape", (state,), flat, shape=flat)
 
-    # ---- names
-    def _name(self, node: Node, suffix: str) -> str:
-        return fresh_name(f"{node.outputs[0]}.{suffix}", self._taken)
-
+    # ---- new tensors, named after the layer's first output
     def _constant(self, node: Node, suffix: str, array: Array) -> str:
-        name = self._name(node, suffix)
-        self.constants[name] = array
-        return name
+        return self.add_constant(f"{node.outputs[0]}.{suffix}", array)
 
     def _type(self, node: Node, shape: Sequence[Dim]) -> TensorType:
         return TensorType(self.graph.types[node.inputs[0]].dtype, tuple(shape))
 
     def _node(self, node: Node, op: str, inputs: tuple[str, ...], extents: Sequence[Dim], **attrs: object) -> str:
-        name = self._name(node, op.lower())
-        self.types[name] = self._type(node, extents)
-        self._emit(node, op, inputs, name, **attrs)
-        return name
-
-    def _emit(self, node: Node, op: str, inputs: tuple[str, ...], output: str, **attrs: object) -> None:
-        self.nodes.append(Node(op, inputs, (output,), attrs, output, node.origin))
+        return self.add(f"{node.outputs[0]}.{op.lower()}", self._type(node, extents), op, inputs, attrs, node.origin)
 
 
 def _trimmed(*inputs: str) -> tuple[str, ...]:

@@ -12,13 +12,13 @@ Pointwise nodes that meet no heavy one are grouped among themselves: one pass ov
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engines.ir.graph import Array, Graph, Node
 from engines.ops import op_of
 from engines.passes.half_precision import FLOAT, is_float
+from engines.passes.rewriting.editor import merged_origin
 from engines.passes.rewriting.facts import is_product
-from engines.passes.rewriting.rewrite import merged_origin
 
 REGION = 12         # how many nodes to look through for the place where the readers of a value meet
 
@@ -44,7 +44,7 @@ def fuse_pointwise(graph: Graph) -> Graph:
     nodes: list[Node] = []
     for place, node in enumerate(graph.nodes):
         if group := at.get(place):
-            nodes.append(_fused(group.nodes))
+            nodes.append(replace(group.nodes[-1], origin=merged_origin(group.nodes)).with_body(group.nodes))
         elif id(node) not in inside:
             nodes.append(node)
     return graph.rebuild(nodes)
@@ -121,12 +121,3 @@ def _is_epilogue(graph: Graph, node: Node) -> bool:
 
 def _constants(graph: Graph, names: Iterable[str]) -> list[Array]:
     return [graph.constants[name] for name in names if name in graph.constants]
-
-
-def _fused(nodes: list[Node]) -> Node:
-    if len(nodes) == 1:
-        return nodes[0]
-    made = {node.outputs[0] for node in nodes}
-    inputs = tuple(dict.fromkeys(name for node in nodes for name in node.inputs if name and name not in made))
-    last = nodes[-1]
-    return Node("Fused", inputs, last.outputs, {}, last.name, merged_origin(nodes), tuple(nodes))

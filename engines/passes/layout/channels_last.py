@@ -33,8 +33,8 @@ from engines.passes.layout.permutations import (
     step,
     without,
 )
+from engines.passes.rewriting.editor import GraphEditor
 from engines.passes.rewriting.facts import NORMS, is_pointwise
-from engines.passes.rewriting.rewrite import fresh_name
 from engines.passes.rules.reshape import moves_only_ones
 
 IMAGE = channels_last(4)
@@ -53,19 +53,15 @@ def _is_sensitive(graph: Graph, node: Node) -> bool:
             and len(graph.shape(node.inputs[0])) == 4)
 
 
-class _Layout:
+class _Layout(GraphEditor):
     """State of one walk: `forms` has the name of each form that exists of a tensor, the one it is made in first."""
 
     def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.nodes: list[Node] = []
-        self.constants: dict[str, Array] = {}
-        self.types: dict[str, TensorType] = {}
+        super().__init__(graph)
         self.shapes: dict[str, tuple[Dim, ...]] = {name: kind.shape for name, kind in graph.types.items()}
         self.dtypes = {name: kind.dtype for name, kind in graph.types.items()}
         self.forms: dict[str, dict[Perm, str]] = {}
         self.scrambled: dict[str, Array] = {}       # matrix -> the order of its columns: see _fold_into_readers
-        self.names = {*graph.inputs, *graph.types, *graph.constants}
         self.used = {*graph.inputs, *graph.constants}
         self.wants_image = _wanting_images(graph)
         for name in (*graph.inputs, *graph.constants):
@@ -76,7 +72,7 @@ class _Layout:
             self._visit(node)
         for name in self.graph.outputs:
             self._as_onnx(name)
-        return self.graph.rebuild(self.nodes, self.constants, self.types)
+        return self.finish()
 
     def _visit(self, node: Node) -> None:
         if _is_sensitive(self.graph, node):
@@ -143,7 +139,7 @@ class _Layout:
             self.used.add(tensor)
             return tensor
         suffix = {identity(4): "nchw", IMAGE: "nhwc"}.get(perm, "axes" + "".join(map(str, perm)))
-        return fresh_name(f"{tensor}.{suffix}", self.names)
+        return self.fresh_name(f"{tensor}.{suffix}")
 
     def _type(self, tensor: str, perm: Perm) -> TensorType:
         return TensorType(self.dtypes[tensor], permuted(self.shapes[tensor], perm))
@@ -169,7 +165,7 @@ class _Layout:
             return ""
         name = self.read(tensor, identity(len(self.shapes[tensor])))
         if tensor in self.graph.outputs and name != tensor:     # a Transpose's input was made as it
-            self.nodes.append(Node("Identity", (name,), (tensor,), name=tensor))
+            self.make(tensor, "Identity", [name])
             self.types[tensor] = self.graph.types[tensor]
             self.used.add(tensor)
             self.forms[tensor][identity(len(self.shapes[tensor]))] = tensor
@@ -215,9 +211,8 @@ class _Layout:
     def _unscrambled(self, gemm: Node) -> str:
         """The weights of a product, their columns in the order of the matrix it reads."""
         order, weight = self.scrambled[gemm.inputs[0]], self.graph.constants[gemm.inputs[1]]
-        name = fresh_name(f"{gemm.outputs[0]}.weight", self.names)
-        self.constants[name] = weight[:, order] if gemm.attrs.get("transB") else weight[order]
-        return name
+        return self.add_constant(f"{gemm.outputs[0]}.weight",
+                                 weight[:, order] if gemm.attrs.get("transB") else weight[order])
 
     def _is_by_rows(self, node: Node) -> bool:
         """A product by a constant matrix, a norm along the last axis: each row gives one, by itself."""
@@ -279,10 +274,9 @@ class _Layout:
             return self.read(tensor, form)
         if form == identity(len(form)):
             return self._as_onnx(tensor)
-        wide = fresh_name(f"{tensor}.rank{len(form)}", self.names)
+        wide = self.fresh_name(f"{tensor}.rank{len(form)}")
         self.shapes[wide], self.dtypes[wide] = full, self.dtypes[tensor]
-        self.nodes.append(Node("Reshape", (self._as_onnx(tensor),), (self._made(wide, identity(len(form))),),
-                               {"shape": full}, wide))
+        self.make(self._made(wide, identity(len(form))), "Reshape", [self._as_onnx(tensor)], {"shape": full})
         return self.read(wide, form)
 
     def _constant_operand(self, tensor: str, full: tuple[Dim, ...], form: Perm, whole: bool) -> str:
@@ -292,9 +286,7 @@ class _Layout:
             array = array[0]
         if array.shape == self.graph.constants[tensor].shape and form == identity(len(form)):
             return tensor
-        name = fresh_name(f"{tensor}.last", self.names)
-        self.constants[name] = np.ascontiguousarray(array)
-        return name
+        return self.add_constant(f"{tensor}.last", np.ascontiguousarray(array))
 
     def _drops_axes(self, node: Node) -> None:
         """Reductions that lose their axes, a Gather of one index."""

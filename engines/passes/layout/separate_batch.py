@@ -17,12 +17,12 @@ from dataclasses import replace
 import numpy as np
 
 from engines.errors import ModelError
-from engines.ir.graph import BATCH, Array, Dim, Graph, Node, TensorType
+from engines.ir.graph import BATCH, Dim, Graph, Node, TensorType
 from engines.ir.shapes import Extent, extent, text
 from engines.ops import describe, op_of
+from engines.passes.rewriting.editor import GraphEditor
 from engines.passes.rewriting.facts import NORMS, is_pointwise
 from engines.passes.rewriting.notes import Note, note
-from engines.passes.rewriting.rewrite import fresh_name
 
 Group = tuple[Dim, ...]         # the axes that one axis of a tensor was made of
 
@@ -45,7 +45,7 @@ def separate_batch(graph: Graph, log: list[Note] | None = None) -> Graph:
     if merged := [name for name in graph.outputs if name in separator.groups]:
         note(log, graph.producer[merged[0]], "separate_batch", "an output of the model counts more than the batch")
         return graph
-    return graph.rebuild(separator.nodes, separator.constants, separator.types)
+    return separator.finish()
 
 
 def check_batch(graph: Graph) -> Graph:
@@ -69,16 +69,10 @@ def _merged_axis(shape: Sequence[Dim]) -> int | None:
     return None
 
 
-class _Separator:
-    """The nodes, constants and types of the new graph, as they grow. `groups`: of tensors that had a merged axis."""
-
+class _Separator(GraphEditor):
     def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+        super().__init__(graph)
         self.groups: dict[str, tuple[int, Group]] = {}      # tensor -> its merged axis, and what that was made of
-        self.nodes: list[Node] = []
-        self.constants: dict[str, Array] = {}
-        self.types: dict[str, TensorType] = {}
-        self._taken = {*graph.types, *graph.constants}
 
     def visit(self, node: Node) -> None:
         """Adds the node, or what does its work on separate axes. Raises _Stuck."""
@@ -137,13 +131,10 @@ class _Separator:
         return self._reshaped(name, (*shape[:place], *(1,) * len(group), *shape[place + 1:]))
 
     def _reshaped(self, name: str, shape: tuple[Dim, ...]) -> str:
-        made = fresh_name(f"{name}.apart", self._taken)
         if name in self.graph.constants:
-            self.constants[made] = self.graph.constants[name].reshape([int(d) for d in shape])
-        else:
-            self.types[made] = TensorType(self.graph.types[name].dtype, shape)
-            self.nodes.append(Node("Reshape", (name,), (made,), {"shape": shape}, made))
-        return made
+            return self.add_constant(f"{name}.apart", self.graph.constants[name].reshape([int(d) for d in shape]))
+        return self.add(f"{name}.apart", replace(self.graph.types[name], shape=shape), "Reshape", [name],
+                        {"shape": shape})
 
     # ---- operators
     def _reshape(self, node: Node) -> None:
@@ -194,15 +185,13 @@ class _Separator:
             raise _Stuck("its factors are no rows and constant weights")
         matrix = self.graph.constants[weight]
         if node.attrs.get("transB"):
-            weight = fresh_name(f"{weight}.rows", self._taken)
-            self.constants[weight] = np.ascontiguousarray(matrix.T)
+            weight = self.add_constant(f"{weight}.rows", np.ascontiguousarray(matrix.T))
         if not bias:
             self._emit(Node("MatMul", (x, weight), node.outputs, {}, node.name, node.origin), axis, group)
             return
-        product = fresh_name(f"{node.outputs[0]}.product", self._taken)
-        self.nodes.append(Node("MatMul", (x, weight), (product,), {}, product, node.origin))
+        type_ = replace(self.graph.types[node.outputs[0]], shape=(*group, *self.graph.shape(node.outputs[0])[1:]))
+        product = self.add(f"{node.outputs[0]}.product", type_, "MatMul", [x, weight], origin=node.origin)
         self._emit(Node("Add", (product, *bias), node.outputs, {}, node.name, node.origin), axis, group)
-        self.types[product] = self.types[node.outputs[0]]
 
     def _transpose(self, node: Node) -> None:
         source = node.inputs[0]

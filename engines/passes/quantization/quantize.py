@@ -20,9 +20,9 @@ from engines.errors import ConfigError
 from engines.ir.graph import Array, Graph, Node, QParams, TensorType
 from engines.passes.half_precision import FLOAT, is_float
 from engines.passes.quantization.storage import classes, computes_by, is_image, reading, with_conversions
+from engines.passes.rewriting.editor import GraphEditor
 from engines.passes.rewriting.facts import ATTENTION, is_product, is_weighted, output_axis
 from engines.passes.rewriting.notes import Note, note
-from engines.passes.rewriting.rewrite import fresh_name
 from engines.passes.rules.pad import never_negative
 
 Ranges = Mapping[str, tuple[float, float]]
@@ -179,21 +179,17 @@ def weight_params(weight: Array, axis: int) -> QParams:
 
 def _with_int8_weights(graph: Graph, chosen: Collection[tuple[str, ...]]) -> Graph:
     """The nodes that make `chosen` outputs read int8 weights and compute in int8."""
-    taken = {*graph.types, *graph.constants}
-    constants: dict[str, Array] = {}
-    types: dict[str, TensorType] = {}
-    nodes: list[Node] = []
+    editor = GraphEditor(graph)
     for node in graph.nodes:
         if node.outputs in chosen:
             source = node.anchor.inputs[1]
             weight = graph.constants[source]
             quant = weight_params(weight, output_axis(node))
-            name = fresh_name(f"{source}.int8", taken)
-            columns = [-1 if axis == quant.axis else 1 for axis in range(weight.ndim)]
-            scale = np.array(quant.scale, np.float32).reshape(columns)
-            steps = weight / scale
-            constants[name] = np.clip(np.rint(steps, out=steps), -127, 127, out=steps).astype(np.int8)
-            types[name] = TensorType(FLOAT, weight.shape, quant)
+            along = [-1 if axis == quant.axis else 1 for axis in range(weight.ndim)]
+            steps = weight / np.array(quant.scale, np.float32).reshape(along)
+            name = editor.add_constant(
+                f"{source}.int8", np.clip(np.rint(steps, out=steps), -127, 127, out=steps).astype(np.int8))
+            editor.types[name] = TensorType(FLOAT, weight.shape, quant)
             node = replace(reading(node, {source: name}), precision="int8")
-        nodes.append(node)
-    return graph.rebuild(nodes, constants, types)
+        editor.nodes.append(node)
+    return editor.finish()

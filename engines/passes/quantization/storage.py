@@ -6,14 +6,14 @@ node that kernels do not run on stored types.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from engines.ir.graph import Graph, Node, TensorType
 from engines.ops import Stored, op_of
 from engines.passes.half_precision import FLOAT, is_float
+from engines.passes.rewriting.editor import GraphEditor
 from engines.passes.rewriting.facts import ATTENTION, is_view_of_input, is_view_of_output, is_weighted, pads_with_zeros
-from engines.passes.rewriting.rewrite import fresh_name
 
 
 def classes(graph: Graph) -> list[tuple[str, ...]]:
@@ -82,33 +82,21 @@ def computes_by(graph: Graph, node: Node) -> bool:
 
 def with_conversions(graph: Graph, wanted: Mapping[int, TensorType]) -> Graph:
     """Node `id` reads its data input as the given type: an Identity before it converts what is stored otherwise."""
-    taken = {*graph.types, *graph.constants}
-    made: dict[tuple[str, TensorType], str] = {}
-    types: dict[str, TensorType] = {}
-    nodes: list[Node] = []
+    editor = GraphEditor(graph)
+    converted: dict[tuple[str, TensorType], str] = {}
     for node in graph.nodes:
-        kind = wanted.get(id(node))
+        type_ = wanted.get(id(node))
         source = node.anchor.inputs[0] if node.anchor.inputs else ""
-        if kind is not None and graph.types[source] != kind:
-            if (source, kind) not in made:
-                name = fresh_name(f"{source}.{kind.quant.dtype if kind.quant else kind.dtype}", taken)
-                made[source, kind], types[name] = name, kind
-                nodes.append(Node("Identity", (source,), (name,), name=name))
-            node = reading(node, {source: made[source, kind]})
-        nodes.append(node)
-    return graph.rebuild(nodes, types=types)
+        if type_ is not None and graph.types[source] != type_:
+            if (source, type_) not in converted:
+                stored = type_.quant.dtype if type_.quant else type_.dtype
+                converted[source, type_] = editor.add(f"{source}.{stored}", type_, "Identity", [source])
+            node = reading(node, {source: converted[source, type_]})
+        editor.nodes.append(node)
+    return editor.finish()
 
 
 def reading(node: Node, names: Mapping[str, str]) -> Node:
     """The node whose anchor reads other tensors; a body's later nodes go on reading what they read."""
-    anchor = replace(node.anchor, inputs=_renamed(node.anchor.inputs, names))
-    if not node.body:
-        return anchor
-    body = (anchor, *node.body[1:])
-    made = {name for part in body for name in part.outputs}
-    inputs = dict.fromkeys(name for part in body for name in part.inputs if name and name not in made)
-    return replace(node, inputs=tuple(inputs), body=body)
-
-
-def _renamed(inputs: Iterable[str], names: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(names.get(name, name) for name in inputs)
+    anchor = replace(node.anchor, inputs=tuple(names.get(name, name) for name in node.anchor.inputs))
+    return node.with_body((anchor, *node.body[1:]))

@@ -9,27 +9,27 @@ import numpy as np
 
 from engines.ir.graph import Array, Graph, Node
 from engines.ops import op_of
-from engines.passes.rewriting.rewrite import rename
+from engines.passes.rewriting.editor import GraphEditor
 
 
 def merge_common(graph: Graph) -> Graph:
-    aliases: dict[str, str] = {}
+    editor = GraphEditor(graph)
     for names in _look_alikes(graph.constants):
         first_of: dict[bytes, str] = {}
         for name in names if len(names) > 1 else ():
             first = first_of.setdefault(graph.constants[name].tobytes(), name)
             if first != name and name not in graph.outputs:
-                aliases[name] = first
+                editor.replace(name, first)
     seen: dict[Hashable, Node] = {}
-    kept: list[Node] = []
     for node in graph.nodes:
-        node = replace(node, inputs=tuple(aliases.get(i, i) for i in node.inputs))
+        node = replace(node, inputs=tuple(map(editor.current, node.inputs)))
         first_node = seen.setdefault(_key(node), node) if _repeatable(node) else node
         if first_node is node:
-            kept.append(node)
-        else:
-            aliases.update(zip(node.outputs, first_node.outputs, strict=True))
-    return graph.rebuild(rename(graph, kept, aliases)) if aliases else graph
+            editor.nodes.append(node)
+        for name, equal in zip(node.outputs, first_node.outputs, strict=True):
+            if name != equal:
+                editor.replace(name, equal)
+    return editor.finish()
 
 
 def _look_alikes(constants: Mapping[str, Array]) -> Iterable[list[str]]:

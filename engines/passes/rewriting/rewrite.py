@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, permutations
+from itertools import permutations
 from types import EllipsisType
 from typing import Any
 
 from engines.ir.graph import Array, Graph, Node, TensorType, verify
 from engines.ops import op_of
+from engines.passes.rewriting.editor import GraphEditor, merged_origin
 from engines.passes.rewriting.notes import Note, note
 
 
@@ -94,31 +95,22 @@ class Rule:
 class Draft:
     """What a rule puts in place of its match. New tensors are named after the tensor that the match makes."""
 
-    def __init__(self, match: Match, taken: set[str]) -> None:
+    def __init__(self, match: Match, editor: GraphEditor) -> None:
         self._match = match
-        self._taken = taken                 # every tensor name in use; shared by the drafts of a round
-        self.nodes: list[Node] = []
-        self.constants: dict[str, Array] = {}
-        self.types: dict[str, TensorType] = {}
-        self.alias: str | None = None
+        self._editor = editor
 
     def constant(self, suffix: str, array: Array) -> str:
         """Adds a constant; returns its name."""
-        name = self._fresh(suffix)
-        self.constants[name] = array
-        return name
+        return self._editor.add_constant(self._name(suffix), array)
 
     def node(self, op: str, inputs: Sequence[str], made: TensorType, attrs: Mapping[str, Any] | None = None) -> str:
         """Adds a node that makes one inner tensor; returns that tensor's name."""
-        name = self._fresh(op.lower())
-        self.types[name] = made
-        self.nodes.append(Node(op, tuple(inputs), (name,), attrs or {}, name, self._origin()))
-        return name
+        return self._editor.add(self._name(op.lower()), made, op, inputs, attrs, self._origin())
 
     def finish(self, op: str, inputs: Sequence[str], attrs: Mapping[str, Any] | None = None) -> None:
         """Adds the node that makes what the match's root made."""
         root = self._match.root
-        self.nodes.append(Node(op, tuple(inputs), root.outputs, attrs or {}, root.name, self._origin()))
+        self._editor.nodes.append(Node(op, tuple(inputs), root.outputs, attrs or {}, root.name, self._origin()))
 
     def absorb(self, *nodes: Node) -> None:
         """What is drafted stands for these too, though others may read what they make: they go if nobody does."""
@@ -126,25 +118,13 @@ class Draft:
 
     def same_as(self, name: str) -> None:
         """What the match made is the tensor `name`: its readers read that instead."""
-        self.alias = name
+        self._editor.replace(self._match.root.outputs[0], name)
 
     def _origin(self) -> tuple[str, ...]:
         return merged_origin(self._match.nodes[::-1])
 
-    def _fresh(self, suffix: str) -> str:
-        return fresh_name(f"{self._match.root.outputs[0]}.{suffix}", self._taken)
-
-
-def fresh_name(wanted: str, taken: set[str]) -> str:
-    """`wanted`, or with a number behind it if the name is taken; marks it as taken."""
-    name = next(n for i in count() if (n := f"{wanted}.{i}" if i else wanted) not in taken)
-    taken.add(name)
-    return name
-
-
-def merged_origin(nodes: Sequence[Node]) -> tuple[str, ...]:
-    """The ONNX nodes that all of `nodes` stand for, in order, each once."""
-    return tuple(dict.fromkeys(name for node in nodes for name in node.origin))
+    def _name(self, suffix: str) -> str:
+        return f"{self._match.root.outputs[0]}.{suffix}"
 
 
 def find(graph: Graph, root: Node, pattern: P) -> Match | None:
@@ -194,65 +174,20 @@ def _sweep(graph: Graph, rules: Sequence[Rule], log: list[Note] | None) -> Graph
     for rule in rules:
         for op in rule.pattern.ops:
             by_op.setdefault(op, []).append(rule)
-    taken_names = {*graph.inputs, *graph.types, *graph.constants}
-    drafts: dict[int, Draft] = {}           # by id of the root node
-    gone: set[int] = set()
+    editor = GraphEditor(graph)
+    matched: set[int] = set()           # ids of nodes; all but a match's root have lost their readers
     for node in graph.nodes:
         for rule in by_op.get(node.op, ()):
             match = find(graph, node, rule.pattern)
-            if match is None or any(id(part) in gone for part in match.nodes):
+            if match is None or any(id(part) in matched for part in match.nodes):
                 continue
             verdict = rule.check(match)
-            if not verdict:
-                if isinstance(verdict, No):
-                    note(log, node, type(rule).__name__, verdict.reason)
-                continue
-            draft = Draft(match, taken_names)
-            rule.rewrite(match, draft)
-            drafts[id(node)] = draft
-            gone.update(id(part) for part in match.nodes)
-            break
-    return _rebuilt(graph, drafts, gone) if drafts else None
-
-
-def _rebuilt(graph: Graph, drafts: Mapping[int, Draft], gone: set[int]) -> Graph:
-    nodes: list[Node] = []
-    aliases: dict[str, str] = {}
-    for node in graph.nodes:
-        if draft := drafts.get(id(node)):
-            nodes.extend(draft.nodes)
-            if draft.alias is not None:
-                aliases[node.outputs[0]] = draft.alias
-        elif id(node) not in gone:
-            nodes.append(node)
-    constants = {name: array for draft in drafts.values() for name, array in draft.constants.items()}
-    types = {name: made for draft in drafts.values() for name, made in draft.types.items()}
-    return graph.rebuild(rename(graph, nodes, aliases), constants, types)
-
-
-def rename(graph: Graph, nodes: Sequence[Node], aliases: Mapping[str, str]) -> list[Node]:
-    """`nodes` with every reader of a key of `aliases` reading its value instead.
-
-    A graph output keeps its name: there the node that makes the value makes the output's name instead, and where
-    that cannot be (the value is itself an input, a constant or an output) an Identity stays.
-    """
-    target = {name: _chase(name, aliases) for name in aliases}
-    made = {output for node in nodes for output in node.outputs}
-    kept: list[Node] = []
-    for output in graph.outputs:
-        if (value := target.get(output)) is None:
-            continue
-        if value in made and value not in graph.outputs and value not in target:
-            target[value] = output
-            target = {name: output if to == value else to for name, to in target.items() if name != output}
+            if verdict:
+                rule.rewrite(match, Draft(match, editor))
+                matched.update(id(part) for part in match.nodes)
+                break
+            if isinstance(verdict, No):
+                note(log, node, type(rule).__name__, verdict.reason)
         else:
-            kept.append(Node("Identity", (value,), (output,), name=output))
-    read = [replace(node, inputs=tuple(target.get(i, i) for i in node.inputs),
-                    outputs=tuple(target.get(o, o) for o in node.outputs)) for node in nodes]
-    return [*read, *kept]
-
-
-def _chase(name: str, aliases: Mapping[str, str]) -> str:
-    while name in aliases:
-        name = aliases[name]
-    return name
+            editor.nodes.append(node)
+    return editor.finish() if matched else None

@@ -12,6 +12,7 @@ from engines.ops import op_of
 from engines.passes.rewriting.facts import pads, spatial
 from engines.passes.rewriting.rewrite import Draft, Match, P, Rule
 
+# Of each list the result is the first input if the node fulfils one condition; which, is this rule's own idea.
 _NEUTRAL = {"Add": 0.0, "Sub": 0.0, "Mul": 1.0, "Div": 1.0, "Pow": 1.0}
 _JOINS = ("Concat", "Max", "Min")
 _SAME_IF_SHAPE_IS = ("Reshape", "Expand", "Tile", "Pad", "Slice", "Split", "Flatten", "Squeeze", "Unsqueeze")

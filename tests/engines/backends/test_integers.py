@@ -5,6 +5,7 @@ from engines.backends.llvm.codegen.isa import PORTABLE
 from engines.backends.llvm.kernels.elementwise.cumulative import CumulativeSum
 from engines.backends.llvm.kernels.elementwise.integers import OPERATIONS, STORED, Integers
 from engines.ir.graph import BATCH, Graph, Node, TensorType
+from engines.lowering.calls.calls import Call
 from engines.lowering.lower import lower
 from engines.lowering.problems.view import View, dense_view
 from engines.ops import OPS
@@ -115,7 +116,7 @@ def only_call(op, kinds, made, **attrs):
     ("Div", [INT64, INT64], INT64), ("Mod", [INT64, INT64], INT64)])
 def test_a_node_on_integers_is_one_operation(op, kinds, made):
     call = only_call(op, kinds, made)
-    assert isinstance(call.problem, Integers), call.reason
+    assert isinstance(call, Call) and isinstance(call.problem, Integers), call.reason
     x = [draw(view, i) for i, view in enumerate(call.problem.sources)]
     np.testing.assert_array_equal(call.problem.reference(x, {})[0], OPS[op].reference(call.node, *x)[0])
 

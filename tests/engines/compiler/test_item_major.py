@@ -79,7 +79,7 @@ def test_what_was_timed_is_not_timed_again(plan: Plan, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("whole", "part", "chosen"), [(9.0, 1.0, "whole"), (2.0, 1.0, "parts"), (0.0, 0.0, "none")])
-def test_a_run_is_one_band_unless_its_windows_save_more(plan: Plan, monkeypatch: pytest.MonkeyPatch, whole: float,
+def test_a_run_is_kept_whole_unless_its_windows_save_more(plan: Plan, monkeypatch: pytest.MonkeyPatch, whole: float,
                                                        part: float, chosen: str) -> None:
     monkeypatch.setattr(item_major, "LEAST_BYTES", 0)
     monkeypatch.setattr(item_major, "ITEMS", MAX_BATCH)

@@ -2,7 +2,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import platform
+import pty
+import re
+import subprocess
+import sys
+import termios
 from pathlib import Path
 
 import numpy as np
@@ -130,6 +136,16 @@ def test_an_input_of_a_type_without_kernels_runs_on_the_reference(workshop: Work
     values = np.arange(-20, 100).reshape(2, 3, 4, 5).astype(dtype)
     engine = workshop.built(*UNTIMED)
     np.testing.assert_array_equal(engine.run({"x": values})["y"], np.maximum(values.astype(np.float32), 0))
+
+
+def test_a_terminal_sees_a_bar_for_each_stage(workshop: Workshop) -> None:
+    master, slave = pty.openpty()
+    termios.tcsetwinsize(slave, (24, 100))
+    command = [sys.executable, "-m", "infer_server.cli.build_engine", workshop.path("m.onnx"), "--int8", "--calib",
+               workshop.calibration(), "--calibrator", "minmax", "-o", workshop.path("m.plan"), *UNTIMED]
+    subprocess.run(command, stderr=slave, check=True)
+    seen = os.read(master, 1 << 16).decode()
+    assert re.search(r"calibrating: .*/8 ", seen) and re.search(r"compiling: .*kernel", seen)
 
 
 # ---- what cannot be built: one line on stderr, exit code 2

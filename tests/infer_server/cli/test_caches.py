@@ -1,6 +1,7 @@
-"""--timing-cache and --cache-dir: the second build decides what the first one did, and does not do its work again."""
+"""The timing cache and the engine cache: a second build decides as the first one did, and does not repeat its work."""
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from tests.infer_server.cli.commands import UNTIMED, Workshop
 
 def test_a_build_from_a_timing_cache_times_nothing_and_is_the_same_file(
         workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = ("--timing-cache", workshop.path("times.json"))
+    cache = ("--timing-cache", workshop.path("times.json"), "--no-cache")
     monkeypatch.setattr(tuner, "SECONDS", 1e-4)         # any times will do
     first = workshop.built(*cache)
     assert all(step.time_us > 0 for step in first.plan.machine.steps)
@@ -64,3 +65,20 @@ def test_of_two_builders_of_one_engine_one_builds(workshop: Workshop) -> None:
     said = "".join(builder.communicate()[1] for builder in builders)
     assert [builder.returncode for builder in builders] == [0, 0], said
     assert said.count("built in") == said.count("taken from the engine cache") == 1
+
+
+def test_without_an_option_the_second_build_is_a_lookup_and_still_verifies(workshop: Workshop) -> None:
+    assert workshop.build(*UNTIMED) == 0
+    assert workshop.build(*UNTIMED, "--verify", "-v", output="second.plan") == 0
+    assert re.search(r"second.plan: taken from the engine cache \(.*/infer-server/engines/\w+\.plan\)", workshop.said)
+    assert "second.plan: verified" in workshop.said
+    assert workshop.build(*UNTIMED, "--no-cache") == 0
+    assert "built in" in workshop.said
+
+
+def test_a_cache_that_is_too_small_keeps_nothing_and_says_so(
+        workshop: Workshop, caplog: pytest.LogCaptureFixture) -> None:
+    assert workshop.build(*UNTIMED, "--cache-size", "1e-9") == 0
+    assert "alone takes more than" in caplog.text
+    assert workshop.build(*UNTIMED) == 0
+    assert "built in" in workshop.said

@@ -53,7 +53,7 @@ class Isa:
     def floats(self) -> str:
         return vector(self.lanes, FLOAT)
 
-    # ---- float32; every operand but the first may be a number
+    # ---- float32: the Machine that epilogue programs run on; every operand but the first may be a number
     def fma(self, a: Value, b: Value | Number, c: Value | Number) -> Value:
         return a.f.call(self.floats, f"llvm.fma.v{self.lanes}f32", a, a.like(b), a.like(c), hint="fma")
 
@@ -68,6 +68,21 @@ class Isa:
         """word: sqrt, fabs, floor, ceil, rint: LLVM's intrinsic, exact everywhere."""
         return x.f.call(self.floats, f"llvm.{word}.v{self.lanes}f32", x, hint=word)
 
+    def compare(self, a: Value, order: str, b: Value | Number) -> Value:
+        return a.compare(order, b)
+
+    def select(self, test: Value, a: Value, b: Value) -> Value:
+        return a.f.select(test, a, b)
+
+    def like(self, x: Value, number: Number) -> Value:
+        return x.like(number)
+
+    def bits(self, x: Value) -> Value:
+        return x.f.cast("bitcast", x, self.ints, "bits")
+
+    def from_bits(self, bits: Value) -> Value:
+        return bits.f.cast("bitcast", bits, self.floats, "float")
+
     def to_float(self, ints: Value) -> Value:
         return ints.f.cast("sitofp", ints, self.floats, "float")
 
@@ -75,11 +90,21 @@ class Isa:
         """float32 -> int32, halves to even. Trap: beyond +-2**31 the result is unspecified."""
         return x.f.call(self.ints, f"llvm.lrint.v{self.lanes}i32.v{self.lanes}f32", x, hint="round")
 
+    def narrowed(self, dtype: str, x: Value) -> Value:
+        """The nearest numbers of float16 or bfloat16."""
+        if dtype == "float16":
+            return self.half_to_float(self.float_to_half(x))
+        return self.bfloat_to_float(self.float_to_bfloat(x))
+
     def half_to_float(self, halves: Value) -> Value:
         return halves.f.cast("fpext", halves, self.floats, "float")
 
     def float_to_half(self, x: Value) -> Value:
         return x.f.cast("fptrunc", x, vector(self.lanes, "half"), "half")
+
+    def bfloat_to_float(self, shorts: Value) -> Value:
+        """A bfloat16 is the upper half of a float32."""
+        return self.from_bits(shorts.f.cast("zext", shorts, self.ints, "wide") << 16)
 
     def float_to_bfloat(self, x: Value) -> Value:
         """The bits of the bfloat16, halves to even. Trap: vcvtneps2bf16 makes 0 of what is denormal, below 2**-126."""
@@ -189,7 +214,7 @@ class Portable(Isa):
     kernel on its own does not have; so these are written out, and round as the instructions do."""
 
     def fma(self, a: Value, b: Value | Number, c: Value | Number) -> Value:
-        """In float64 the product is exact and the sum is rounded: twice with the last step, as in program.fma."""
+        """In float64 the product is exact and the sum is rounded: twice with the last step, as in functions.fma."""
         f, doubles = a.f, vector(self.lanes, "double")
         x, y, z = (f.cast("fpext", value, doubles, "double") for value in (a, a.like(b), a.like(c)))
         product = f.op(doubles, f"fmul {x}, {y.name}", "product")

@@ -134,9 +134,8 @@ def to_float(isa: Isa, dtype: str, stored: Value) -> Value:
         return stored
     if dtype == "float16":
         return isa.half_to_float(stored)
-    if dtype == "bfloat16":     # the upper half of a float32
-        wide = f.cast("zext", stored, isa.ints, "wide").binary("shl", 16)
-        return f.cast("bitcast", wide, isa.floats, "float")
+    if dtype == "bfloat16":
+        return isa.bfloat_to_float(stored)
     if dtype in ("uint8", "bool"):
         return isa.to_float(f.cast("zext", stored, isa.ints, "wide"))
     if dtype == "int8":

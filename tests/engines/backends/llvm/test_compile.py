@@ -31,8 +31,8 @@ def every_instruction():
     b = ProgramBuilder(False)
     value = b.operand()
     for op in INSTRUCTIONS:
-        isa_value_and_others = signature(INSTRUCTIONS[op].emit).parameters
-        value = b.add(op, value, *[2.0] * (len(isa_value_and_others) - 2))
+        machine_value_and_others = signature(INSTRUCTIONS[op]).parameters
+        value = b.add(op, value, *[2.0] * (len(machine_value_and_others) - 2))
     return b.program()
 
 

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from engines.passes.layout.conv1d import lines_to_images
+from engines.passes.layout.conv1d import conv1d_to_conv2d
 from engines.passes.pipeline import optimise, simplify
 from tests.engines.passes.build import Build, keeps, ops
 
@@ -25,7 +25,7 @@ def conv(net, x, out, kernel=3, group=1, **attrs):
 def test_a_window_over_lines_is_one_over_images(op, attrs, constants):
     net = Build()
     y = net(op, net.input("x", 6, 16), *(net.draw(*shape) for shape in constants), **attrs)
-    after = keeps(lines_to_images, net.graph(y))
+    after = keeps(conv1d_to_conv2d, net.graph(y))
     assert ops(after) == ["Reshape", op, "Reshape"]
 
 
@@ -35,14 +35,14 @@ def test_what_stands_between_windows_stays_with_them():
     a = net("Relu", conv(net, x, 8))
     b = net("Mul", net("PRelu", conv(net, a, 8), net.constant(np.full((8, 1), 0.2))), net.constant(0.5))
     y = conv(net, net("Concat", net("Add", a, b), a, axis=1), 4)
-    after = keeps(lines_to_images, net.graph(y))
+    after = keeps(conv1d_to_conv2d, net.graph(y))
     assert ops(after) == ["Reshape", "Conv", "Relu", "Conv", "PRelu", "Mul", "Add", "Concat", "Conv", "Reshape"]
 
 
 def test_another_reader_sees_the_line():
     net = Build()
     a = conv(net, net.input("x", 6, 16), 8)
-    after = keeps(lines_to_images, net.graph(net("Softmax", a, axis=2), net("Relu", a), a))
+    after = keeps(conv1d_to_conv2d, net.graph(net("Softmax", a, axis=2), net("Relu", a), a))
     assert ops(after) == ["Reshape", "Conv", "Reshape", "Softmax", "Relu", "Reshape"]
 
 
@@ -57,4 +57,4 @@ def test_layers_of_signals_are_fused_as_those_of_images():
 def test_a_graph_without_lines_is_left_alone():
     net = Build()
     graph = net.graph(net.conv(net.input("x", 3, 8, 8), 4, 3))
-    assert lines_to_images(graph) is graph
+    assert conv1d_to_conv2d(graph) is graph

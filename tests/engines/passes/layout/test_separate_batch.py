@@ -39,6 +39,7 @@ INSIDE: dict[str, Callable[[Build, str], str]] = {
     "a cut and a joint": lambda net, x: net("Concat", *net("Split", x, axis=1, split=(1, 3), count=2)[::-1], axis=1),
     "a slice": lambda net, x: net("Concat", net("Slice", x, axes=(2,), starts=(1,), ends=(3,), steps=(1,)),
                                   net("Slice", x, axes=(2,), starts=(0,), ends=(1,), steps=(1,)), axis=2),
+    "elements in order": lambda net, x: net("TopK", x, axis=3, k=5, count=2)[0],
     "a lookup": lambda net, x: net("Gather", x, net.constant(np.array([2, 0, 1])), axis=2),
     "elements picked by places alike for all windows": lambda net, x: net(
         "GatherElements", x, net.constant(np.array([[[[2], [0], [1]]]])), axis=3, shape=(f"2*{BATCH}", 4, 3, 1)),

@@ -213,8 +213,8 @@ def run_program(lanes: Lanes, program: EpilogueProgram, accumulator: Sequence[Va
     """The program on each vector of a pixel, or on vectors of several. operands: [operand][vector]; constants:
     [vector][constant]."""
     def one(v: int) -> Value:
-        return program.emit(lanes.isa, accumulator[v] if accumulator else None, [operand[v] for operand in operands],
-                            constants[v])
+        return program.run(lanes.isa, accumulator[v] if accumulator else None, [operand[v] for operand in operands],
+                           constants[v])
 
     values = range(len(constants))
     if not program.long:

@@ -389,5 +389,5 @@ class _Emitter:
             numbers = load_vector(lanes, constants, spec.program.constants, v)
             for output, operands, pixel in zip(outputs, others, pixels, strict=True):
                 total = self.arithmetic.finish(self.isa, acc.pop((output, v)))
-                pixel.append(spec.program.emit(self.isa, total, [operand[v] for operand in operands], numbers))
+                pixel.append(spec.program.run(self.isa, total, [operand[v] for operand in operands], numbers))
         store_channels(lanes, spec.y, pixels, targets)

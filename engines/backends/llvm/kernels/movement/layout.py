@@ -202,7 +202,7 @@ class Permute(KernelSpec):
         def tile(x: Value, y: Value, count: int) -> None:
             planes = [self._load(isa, x + plane * self.views[0].strides[-1], count) for plane in range(depth)]
             if not self.raw:
-                planes = [self.program.emit(isa, None, [value], c) for value, c in zip(planes, numbers, strict=True)]
+                planes = [self.program.run(isa, None, [value], c) for value, c in zip(planes, numbers, strict=True)]
                 if self.y.dtype == "uint8":
                     self._store_bytes(isa, planes, y, count)
                     return
@@ -238,7 +238,7 @@ class Permute(KernelSpec):
                            for c in range(self.program.constants)]
                 for i, value in enumerate(transposed(rows)[:count]):
                     if not self.raw:
-                        value = self.program.emit(isa, None, [value], numbers)
+                        value = self.program.run(isa, None, [value], numbers)
                     self._store(isa, value, there + i * y_view.strides[across], size)
         return tile
 

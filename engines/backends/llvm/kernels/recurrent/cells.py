@@ -45,7 +45,7 @@ class Update:
     def emit(self, isa: Isa, find: Callable[[Source], Value]) -> Value:
         operands = [find(source) for source in self.operands]
         numbers = [operands[0].like(number) for number in self.numbers]
-        return self.program.emit(isa, None, operands, numbers)
+        return self.program.run(isa, None, operands, numbers)
 
 
 @dataclass(frozen=True)

@@ -293,7 +293,7 @@ class _Emitter:
         """h to y."""
         view = self.spec.y
         assert view is not None
-        result = self.spec.program.emit(self.isa, value, [], [value.like(number) for number in self.spec.numbers])
+        result = self.spec.program.run(self.isa, value, [], [value.like(number) for number in self.spec.numbers])
         store_channels(self._lanes(count), view, [[result]], [address])
 
 

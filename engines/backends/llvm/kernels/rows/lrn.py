@@ -15,7 +15,7 @@ import numpy as np
 
 from engines.backends.llvm.codegen.ir_builder import Value
 from engines.backends.llvm.kernels.rows.passes import PARTIALS, At, Row, RowKernel, live
-from engines.lowering.epilogue.program import INSTRUCTIONS, Floats
+from engines.lowering.epilogue.program import INSTRUCTIONS, NUMPY, Floats
 
 MARGIN = PARTIALS       # zeros kept before and behind the squares of a row; no window is larger
 EXP, LOG = INSTRUCTIONS["exp_of_moderate"], INSTRUCTIONS["log_of_positive"]
@@ -60,7 +60,8 @@ class Lrn(RowKernel):
             if self.beta in ROOTS:
                 power: Value = ROOTS[self.beta](base, lambda value: row.isa.unary("sqrt", value))
                 return row.x(at) / power
-            return row.x(at) * EXP.emit(row.isa, LOG.emit(row.isa, base) * -self.beta)
+            result: Value = row.x(at) * EXP(row.isa, LOG(row.isa, base) * -self.beta)
+            return result
 
         row.visit(square)
         row.store(normalised)
@@ -74,4 +75,4 @@ class Lrn(RowKernel):
         base = total * np.float32(self.alpha / self.size) + np.float32(self.bias)
         if self.beta in ROOTS:
             return np.asarray(x / ROOTS[self.beta](base, np.sqrt), np.float32)
-        return np.asarray(x * EXP.meaning(LOG.meaning(base) * np.float32(-self.beta)), np.float32)
+        return np.asarray(x * EXP(NUMPY, LOG(NUMPY, base) * np.float32(-self.beta)), np.float32)

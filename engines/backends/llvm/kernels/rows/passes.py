@@ -62,7 +62,7 @@ class Row:
     def x(self, at: At) -> Value:
         """float32 elements; lanes past the row hold nothing of meaning."""
         values = [self._load(view, source, at) for view, source in zip(self.spec.sources, self._sources, strict=True)]
-        return self.spec.prologue.emit(self.isa, None, values, self._constants(self.spec.prologue, self._prologue, at))
+        return self.spec.prologue.run(self.isa, None, values, self._constants(self.spec.prologue, self._prologue, at))
 
     def keep(self, value: Value, at: At, shift: int = 0) -> Value:
         """Remember a vector until a later pass asks for it, `shift` elements (whole vectors) further on."""
@@ -103,7 +103,7 @@ class Row:
     def _finished(self, value: Value, at: At) -> Value:
         operands = [self._load(view, a, at) for view, a in zip(self.spec.operands, self._operands, strict=True)]
         program = self.spec.program
-        return program.emit(self.isa, value, operands, self._constants(program, self._program, at))
+        return program.run(self.isa, value, operands, self._constants(program, self._program, at))
 
     def _load(self, view: View, address: Value, at: At) -> Value:
         lanes = Lanes(self.isa, at.count, packed=False)

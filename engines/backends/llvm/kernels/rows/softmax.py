@@ -13,7 +13,7 @@ import numpy as np
 
 from engines.backends.llvm.codegen.ir_builder import Value
 from engines.backends.llvm.kernels.rows.passes import At, Row, RowKernel, fold_rows
-from engines.lowering.epilogue.program import INSTRUCTIONS, Floats
+from engines.lowering.epilogue.program import INSTRUCTIONS, NUMPY, Floats
 
 KEPT = 1 << 13      # widest row whose exponentials are kept on the stack (32 KiB); a wider one computes them twice
 EXP, LOG = INSTRUCTIONS["exp_of_moderate"], INSTRUCTIONS["log_of_positive"]
@@ -46,10 +46,11 @@ class Softmax(RowKernel):
         peak = row.reduce("max", row.x)
 
         def exponential(at: At) -> Value:
-            return EXP.emit(row.isa, row.x(at) - peak)
+            value: Value = EXP(row.isa, row.x(at) - peak)
+            return value
 
         if self.log:
-            logarithm = LOG.emit(row.isa, row.reduce("sum", exponential))
+            logarithm = LOG(row.isa, row.reduce("sum", exponential))
             row.store(lambda at: row.x(at) - peak - logarithm)
             return
         if not self.scratch:
@@ -62,7 +63,7 @@ class Softmax(RowKernel):
     def meaning(self, x: Floats) -> Floats:
         peak = fold_rows("max", x)
         shifted = less_peak(x, peak)
-        exponentials = np.asarray(EXP.meaning(shifted), np.float32)
+        exponentials = np.asarray(EXP(NUMPY, shifted), np.float32)
         total = fold_rows("sum", exponentials)
-        result = shifted - LOG.meaning(total) if self.log else exponentials * share_meaning(peak, total)
+        result = shifted - LOG(NUMPY, total) if self.log else exponentials * share_meaning(peak, total)
         return np.asarray(result, np.float32)

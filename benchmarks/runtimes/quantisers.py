@@ -1,6 +1,6 @@
 """The peers' own INT8 quantisers, each run in a process of its own:
 
-    python -m benchmarks.quantisers NAME MODEL.onnx ITEMS.npz OUTPUT
+    python -m benchmarks.runtimes.quantisers NAME MODEL.onnx ITEMS.npz OUTPUT
 
 ITEMS.npz holds calibration items as `save_items` writes them. A process of its own, because these start threads that a
 cycle counter opened later would not see, change global settings, and may fail or crash on a model.
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.runtimes import OPENVINO, ORT, Feed
+from benchmarks.runtimes.runtimes import OPENVINO, ORT, Feed
 
 PER_CHANNEL_OPSET = 13      # of QuantizeLinear's axis
 TARGET_OPSET = 17

@@ -4,13 +4,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from benchmarks.accuracy import LEAST_COSINE, Judge, Outputs, compare
-from benchmarks.builds import Build, Say
-from benchmarks.cycles import Counter
-from benchmarks.measuring import FEWEST_TURNS, Clock, WallClock, WorkClock, interleaved
+from benchmarks.measure.accuracy import LEAST_COSINE, Judge, Outputs, compare
+from benchmarks.measure.cycles import Counter
+from benchmarks.measure.measuring import FEWEST_TURNS, Clock, WallClock, WorkClock, interleaved
+from benchmarks.measure.results import Case, Row
 from benchmarks.models import Model
-from benchmarks.results import Case, Row
-from benchmarks.runtimes import LOADERS, Feed, OnnxRuntime, Session
+from benchmarks.runtimes.builds import Build, Say
+from benchmarks.runtimes.runtimes import LOADERS, Feed, OnnxRuntime, Session
 
 HOPELESS = 1.5      # times the first turn of a peer's fastest build: such a build takes no more turns
 

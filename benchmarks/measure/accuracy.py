@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.runtimes import Feed, Session
+from benchmarks.runtimes.runtimes import Feed, Session
 from engines.ir.graph import Array
 
 # The least cosine of any output with the float32 reference. INT8's is that of a network that still works, not of a good

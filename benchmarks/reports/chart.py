@@ -4,8 +4,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.results import Case
-from benchmarks.runtimes import OPENVINO, ORT, OURS
+from benchmarks.measure.results import Case
+from benchmarks.runtimes.runtimes import OPENVINO, ORT, OURS
 
 BAR = 0.38      # of the room that a case has
 COLOURS = {OPENVINO: "tab:blue", ORT: "tab:orange"}

@@ -3,9 +3,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.document import Cell, machine, markdown_table
-from benchmarks.results import Case, Row, mean_ratio
-from benchmarks.runtimes import OPENVINO, ORT, OURS, versions
+from benchmarks.measure.results import Case, Row, mean_ratio
+from benchmarks.reports.document import Cell, machine, markdown_table
+from benchmarks.runtimes.runtimes import OPENVINO, ORT, OURS, versions
 
 PEERS = ((OPENVINO,), (ORT,), (OPENVINO, ORT))
 

@@ -18,14 +18,14 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.models import Model, digest
-from benchmarks.quantisers import QUANTISERS, save_items, traits
-from benchmarks.runtimes import OPENVINO, ORT, OURS, versions
+from benchmarks.runtimes.quantisers import QUANTISERS, save_items, traits
+from benchmarks.runtimes.runtimes import OPENVINO, ORT, OURS, versions
 
 CALIBRATION_ITEMS = 64      # at most, for the peers' quantisers
 # Of what decides our plans, and of what decides the ranges in them: calibration takes longer than the rest of a build.
 COMPILER = ("engines", "calibration", "infer_server/cli")
 CALIBRATION = ("calibration", "engines/passes", "engines/frontend", "infer_server/cli")
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 Say = Callable[[str], None]
 
@@ -89,7 +89,7 @@ class Workshop:
             options += (*model.calibration_options, "--calib-cache", str(ranges),
                         "--export-qdq", str(plan.with_suffix(".onnx")))
         return self._run(plan, f"infer-server builds {model.name} in {precision}", "infer_server.cli.build_engine",
-                         str(model.source), "-o", str(plan), *options)
+                         str(model.source), "-o", str(plan), "--no-cache", *options)
 
     def _peer(self, model: Model, quantiser: str) -> Path:
         key = digest(model.source.read_bytes(), quantiser, str(versions()), model.data_digest)
@@ -97,7 +97,7 @@ class Workshop:
         items = self._place(model, f"items-{model.data_digest}.npz")
         if not items.exists():
             save_items(items, list(model.data.limit(CALIBRATION_ITEMS)))
-        return self._run(output, f"{quantiser} quantises {model.name}", "benchmarks.quantisers", quantiser,
+        return self._run(output, f"{quantiser} quantises {model.name}", "benchmarks.runtimes.quantisers", quantiser,
                          str(model.source), str(items), str(output))
 
     def _place(self, model: Model, file: str) -> Path:

@@ -6,7 +6,7 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
 Cell = str | int | float
 
 

@@ -9,9 +9,9 @@ from functools import cache
 from statistics import geometric_mean
 
 from benchmarks.deepbench import CLASSES, problems
-from benchmarks.document import Cell, machine, markdown_table
-from benchmarks.results import Case, Ratio
-from benchmarks.runtimes import OPENVINO, ORT, versions
+from benchmarks.measure.results import Case, Ratio
+from benchmarks.reports.document import Cell, machine, markdown_table
+from benchmarks.runtimes.runtimes import OPENVINO, ORT, versions
 
 PEERS = (OPENVINO, ORT)
 WANTED = 1.0        # of every ratio: what is below is on the worklist

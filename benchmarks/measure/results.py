@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import geometric_mean, median, quantiles
 from typing import Any
 
-from benchmarks.runtimes import OURS
+from benchmarks.runtimes.runtimes import OURS
 
 
 @dataclass(frozen=True)

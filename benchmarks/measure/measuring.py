@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Protocol, TypeVar
 
-from benchmarks.cycles import Counter
+from benchmarks.measure.cycles import Counter
 
 TURN_SECONDS = 0.03
 LONG_SECONDS = 0.3      # of a call that warms its own caches

@@ -1,0 +1,97 @@
+"""How much a folder, a module and a function may hold, and that no modules import each other in a circle."""
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+
+import pytest
+
+from tests.test_layering import PACKAGES, ROOT, imports, sources
+
+MODULES_OF_A_FOLDER = 12
+LINES_OF_A_MODULE = 400
+LINES_OF_A_FUNCTION = 50
+# One file for each kind of thing: these grow with ONNX and not with what we thought up.
+CATALOGUES = ("engines/ops", "engines/passes/rules", "engines/lowering/rules")
+# What is larger than it may be, and how large it may be until it is taken apart; the circle that goes with it. Nothing
+# is added here.
+STILL_TOO_LONG = {
+    "engines/backends/llvm/kernels/contraction/contraction.py": 677,
+    "engines/backends/llvm/kernels/matmul/attention.py": 408,
+}
+STILL_A_CIRCLE = {f"engines.backends.llvm.kernels.contraction.{name}" for name in ("contraction", "winograd")}
+
+
+def crowded(paths: Iterable[str]) -> list[str]:
+    """Folders of more modules than a reader takes in at once; a package's own __init__ is none of them."""
+    counts = Counter(path.rpartition("/")[0] for path in paths if not path.endswith("/__init__.py"))
+    return [f"{folder}: {count} modules" for folder, count in counts.items()
+            if count > MODULES_OF_A_FOLDER and folder not in CATALOGUES]
+
+
+def too_long(name: str, source: str) -> Iterator[str]:
+    lines = source.count("\n")
+    if lines > STILL_TOO_LONG.get(name, LINES_OF_A_MODULE):
+        yield f"{name}: {lines} lines"
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > LINES_OF_A_FUNCTION:
+                yield f"{name}: {node.name} has {length} lines"
+
+
+def circle(modules: Mapping[str, str]) -> list[str]:
+    """Modules that import each other when they are loaded, or []; an import inside a function makes no circle."""
+    names = frozenset(modules)
+    needs = {name: {found.target for found in imports(name, source, names) if not found.deferred} & names - {name}
+             for name, source in modules.items()}
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def read() -> dict[str, tuple[str, str]]:
+    """Module -> path from the root, source; benchmarks are held to the same."""
+    files = sources(*PACKAGES, "benchmarks")
+    return {name: (str(path.relative_to(ROOT)), path.read_text()) for name, path in files.items()}
+
+
+def test_no_folder_holds_more_modules_than_a_reader_takes_in() -> None:
+    assert not crowded(path for path, _ in read().values())
+
+
+def test_no_module_and_no_function_is_too_long() -> None:
+    assert not [fault for path, source in read().values() for fault in too_long(path, source)]
+
+
+def test_what_is_listed_as_too_long_still_is() -> None:
+    done = [name for name in STILL_TOO_LONG
+            if not (ROOT / name).exists() or (ROOT / name).read_text().count("\n") <= LINES_OF_A_MODULE]
+    assert not done, "take these out of STILL_TOO_LONG"
+
+
+def test_no_modules_import_in_a_circle() -> None:
+    found = set(circle({name: source for name, (_, source) in read().items()}))
+    assert found == STILL_A_CIRCLE, "another circle, or one less to list"
+
+
+def test_a_crowded_folder_is_found_and_a_catalogue_may_grow() -> None:
+    many = [f"{folder}/m{number}.py" for folder in ("a/b", "engines/ops") for number in range(13)]
+    assert crowded([*many, "a/b/__init__.py", "a/c.py"]) == ["a/b: 13 modules"]
+
+
+@pytest.mark.parametrize("source, faults", [
+    ("x = 1\n" * 401, ["m.py: 401 lines"]),
+    ("class C:\n    def f(self):\n" + "        x = 1\n" * 50, ["m.py: f has 51 lines"]),
+    ("def f():\n" + "    x = 1\n" * 49 + "\n" * 350, [])])
+def test_what_is_too_long_is_found(source: str, faults: list[str]) -> None:
+    assert list(too_long("m.py", source)) == faults
+
+
+def test_a_circle_is_found_and_a_deferred_import_makes_none() -> None:
+    assert circle({"a": "import b", "b": "from c import x", "c": "import a"})
+    assert not circle({"a": "import b", "b": "from c import x", "c": "def f():\n    import a"})
