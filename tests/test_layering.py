@@ -53,7 +53,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines.lowering.problems.view": ("engines.ir",),
     "engines.lowering.epilogue": ("engines.passes",),
     "engines.lowering.problems": ("engines.lowering.epilogue", "engines.lowering.problems.view"),
-    "engines.lowering.calls": ("engines.lowering.problems", "engines.plan", "engines.backends.llvm.kernels"),
+    "engines.lowering.calls": ("engines.lowering.problems", "engines.plan"),
     "engines.lowering.rules": ("engines.lowering.calls", "engines.backends.llvm.kernels"),
     "engines.lowering": ("engines.lowering.rules", "engines.capacity"),
     # from the calls to code

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from engines.ir.graph import Node, TensorType
 from engines.lowering.calls.calls import Call, Context, Refused, broadcast_to, lowers, write_body
 from engines.lowering.calls.placement import batch_axis
-from engines.lowering.problems.attention import MIDDLE, Attention
+from engines.lowering.problems.matmul import MIDDLE, Attention
 from engines.lowering.problems.view import FLOATS
 
 

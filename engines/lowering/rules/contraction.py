@@ -11,8 +11,7 @@ from engines.ir.graph import BATCH, Node
 from engines.lowering.calls.calls import Call, Context, Refused, Written, broadcast, image, is_image, lowers, write_body
 from engines.lowering.calls.halos import pads_of
 from engines.lowering.calls.placement import Placement, with_items
-from engines.lowering.problems.contraction import Contraction
-from engines.lowering.problems.depthwise import Depthwise
+from engines.lowering.problems.convolution import Contraction, Depthwise
 from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import Halo, View
 from engines.lowering.rules.product import lower_product

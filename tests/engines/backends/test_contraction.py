@@ -13,7 +13,7 @@ from engines.backends.llvm.kernels.contraction.taps import TapAxis
 from engines.backends.llvm.kernels.contraction.tiled import Tile, tiles_of_the_batch
 from engines.backends.llvm.kernels.kernel import kernels_for
 from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
-from engines.lowering.problems.contraction import Contraction
+from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.view import Halo, dense_view
 from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
 from tests.engines.backends.runners import EVERY_BACKEND, EVERY_ISA

@@ -9,7 +9,7 @@ from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import AVX2, AVX512_BF16, AVX512_VNNI, AVX_VNNI
 from engines.backends.llvm.kernels.matmul.product import Tile
 from engines.lowering.epilogue.program import EpilogueProgram
-from engines.lowering.problems.product import Product
+from engines.lowering.problems.matmul import Product
 from engines.lowering.problems.view import View, dense_view
 from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
 from tests.engines.backends.runners import EVERY_BACKEND, EVERY_ISA

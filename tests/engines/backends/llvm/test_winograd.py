@@ -13,7 +13,7 @@ from engines.backends.llvm.kernels.contraction.winograd import (
     transform_output,
 )
 from engines.backends.llvm.kernels.contraction.winograd_weights import WinogradWeights, transform_weights
-from engines.lowering.problems.contraction import Contraction
+from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.view import dense_view
 from engines.lowering.rules.contraction import bounded
 from tests.engines.backends.llvm.runner import CpuRunner

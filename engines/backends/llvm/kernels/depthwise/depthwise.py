@@ -50,7 +50,7 @@ from engines.backends.llvm.kernels.kernel import (
     solves,
 )
 from engines.backends.llvm.tuning.cost import CALL, Work, epilogue, pieces
-from engines.lowering.problems.depthwise import Depthwise
+from engines.lowering.problems.convolution import Depthwise
 from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import View
 

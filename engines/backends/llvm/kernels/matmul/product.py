@@ -1,4 +1,4 @@
-"""The kernel of a product of two tensors that are both computed at run time.
+"""The kernel of a Product (problems/matmul.py) of two tensors that are both computed at run time.
 
     for matrix of the batch:
       for panel of columns:                     b's are packed, once for all rows; few rows read them as they lie
@@ -40,9 +40,8 @@ from engines.backends.llvm.kernels.matmul.operands import (
     product_arithmetic,
     store_tile,
 )
-from engines.lowering.problems.attention import MIDDLE
+from engines.lowering.problems.matmul import MIDDLE, Product
 from engines.lowering.problems.problem import Array
-from engines.lowering.problems.product import Product
 
 FEW_ROWS = 8            # of a: reading b as it lies may be faster than packing it
 COPIED_TILES = 4        # rows of a that are copied at a time, in tiles, where it is not read as it lies
