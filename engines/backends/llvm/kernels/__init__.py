@@ -11,4 +11,5 @@ from engines.backends.llvm.kernels.elementwise import cumulative, integers, poin
 from engines.backends.llvm.kernels.matmul import attention, product  # noqa: F401
 from engines.backends.llvm.kernels.movement import gather, gather_elements, halo, permute, resize  # noqa: F401
 from engines.backends.llvm.kernels.pooling import global_pool, pool  # noqa: F401
+from engines.backends.llvm.kernels.recurrent import recurrence  # noqa: F401
 from engines.backends.llvm.kernels.rows import lrn, norm, reduce, softmax  # noqa: F401
