@@ -10,7 +10,7 @@ A Builder keeps its kernels and their times: building again with other ranges on
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from engines.machine.timing_cache import TimingCache
 from engines.passes.pipeline import optimise, simplify
 from engines.passes.pixels import Pixels, take_pixels
 from engines.passes.quantization.quantize import edges_to_calibrate, quantize, set_float_precision
-from engines.plan.plan import Plan, graph_of
+from engines.plan.plan import IoTensor, Plan, graph_of
 from engines.version import COMPILER_VERSION
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "best")
@@ -208,14 +208,11 @@ class Builder:
         return self._plan(self._here, self._here.choose(graph, max_batch))
 
     def _plan(self, session: Session, chosen: Chosen, metadata: Mapping[str, Any] | None = None) -> Plan:
-        compiled, graph = session.assemble(chosen), chosen.graph
+        graph = chosen.graph
         document, arrays = graph_to_json(graph)
         return Plan(
-            name=graph.name, target=compiled.target, cpu=compiled.cpu, precision=self.config.precision,
-            max_batch=chosen.max_batch, inputs=compiled.inputs, outputs=compiled.outputs, buffers=compiled.buffers,
-            steps=compiled.steps, fills=compiled.fills, code=compiled.code, constants=compiled.constants,
-            expanded=compiled.expanded, graph=document, weights=arrays, weight_offsets=compiled.weight_offsets,
-            backend=compiled.backend, dependence=graph.dependence,
+            graph.name, self.config.precision, chosen.max_batch, io_tensors(graph, graph.inputs),
+            io_tensors(graph, graph.outputs), session.assemble(chosen), document, arrays, dependence=graph.dependence,
             metadata={"compiler": COMPILER_VERSION, "threads": self.config.threads, **(metadata or {})})
 
     def _max_batch(self, graph: Graph) -> int:
@@ -226,6 +223,12 @@ class Builder:
             raise ConfigError(f"--max-batch {self.config.max_batch}: the model's inputs have no symbolic batch axis, "
                               "so it takes exactly the shape it declares; export it with a dynamic batch axis")
         return 0
+
+
+def io_tensors(graph: Graph, names: Sequence[str]) -> tuple[IoTensor, ...]:
+    """Inputs or outputs of a graph, as its plan declares them."""
+    types = ((name, graph.types[name]) for name in names)
+    return tuple(IoTensor(name, kind.dtype.name, kind.shape) for name, kind in types)
 
 
 def _time_us(chosen: Chosen) -> float:
@@ -241,9 +244,4 @@ def relower(plan: Plan, target: str = "") -> Plan:
     """
     graph = graph_of(plan)
     session = backend_of(target).session(target, TimingCache(), timing=False)
-    compiled = session.assemble(session.choose(graph, plan.max_batch))
-    return replace(plan, backend=compiled.backend, target=compiled.target, cpu=compiled.cpu,
-                   inputs=compiled.inputs, outputs=compiled.outputs,
-                   buffers=compiled.buffers, steps=compiled.steps, fills=compiled.fills, code=compiled.code,
-                   constants=compiled.constants, expanded=compiled.expanded, weight_offsets=compiled.weight_offsets,
-                   item_major=(), fingerprint="")
+    return replace(plan, machine=session.assemble(session.choose(graph, plan.max_batch)), fingerprint="")

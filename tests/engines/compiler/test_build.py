@@ -158,7 +158,7 @@ def test_a_timing_cache_that_is_not_there_is_written_and_not_skipped_by_a_lookup
 
 def test_a_plan_for_another_cpu_runs_here_when_it_is_asked_to(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     build = build_engine(path, target="aarch64", cache=False, **OPTIONS)
-    assert build.plan.target == "aarch64"
+    assert build.plan.machine.target == "aarch64"
     np.testing.assert_allclose(answer(build), run_onnx(MODEL, X)["output"], rtol=1e-3, atol=1e-4)
 
 

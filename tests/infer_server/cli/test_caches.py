@@ -17,7 +17,7 @@ def test_a_build_from_a_timing_cache_times_nothing_and_is_the_same_file(
     cache = ("--timing-cache", workshop.path("times.json"), "--no-cache")
     monkeypatch.setattr(tuner, "SECONDS", 1e-4)         # any times will do
     first = workshop.built(*cache)
-    assert all(step.time_us > 0 for step in first.plan.steps)
+    assert all(step.time_us > 0 for step in first.plan.machine.steps)
     monkeypatch.setattr(tuner, "measure", lambda calls: pytest.fail(f"{len(calls)} tactics are timed again"))
     workshop.built(*cache, output="second.plan")
     assert Path(workshop.path("second.plan")).read_bytes() == Path(workshop.path("m.plan")).read_bytes()
