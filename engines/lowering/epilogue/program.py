@@ -201,6 +201,9 @@ class _NumPy:
     def to_float(self, ints: Any) -> Any:
         return ints.astype(np.float32)
 
+    def round(self, x: Any) -> Any:
+        return np.rint(x).astype(np.int32)
+
     def narrowed(self, dtype: str, x: Any) -> Any:
         return load_meaning(dtype, store_meaning(dtype, x))
 

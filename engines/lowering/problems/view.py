@@ -1,4 +1,4 @@
-"""Views: how a kernel sees a tensor in memory, by a shape and by strides in bytes."""
+"""Views: how a kernel sees a tensor in memory, by a shape and by strides in bytes; and the halo around an image."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -47,3 +47,26 @@ def dense_view(dtype: str, shape: Sequence[int]) -> View:
         strides.append(step)
         step *= extent
     return View(dtype, tuple(shape), tuple(reversed(strides)), step)
+
+
+@dataclass(frozen=True)
+class Halo:
+    """Rows and columns of padding around an image in memory."""
+    top: int = 0
+    left: int = 0
+    bottom: int = 0
+    right: int = 0
+
+    def __or__(self, other: Halo) -> Halo:
+        return Halo(*map(max, self._sides(), other._sides()))
+
+    def __bool__(self) -> bool:
+        return any(self._sides())
+
+    def around(self, image: tuple[int, ...]) -> tuple[int, int, int]:
+        """The shape of [height, width, channels] with the halo."""
+        height, width, channels = image
+        return self.top + height + self.bottom, self.left + width + self.right, channels
+
+    def _sides(self) -> tuple[int, int, int, int]:
+        return self.top, self.left, self.bottom, self.right
