@@ -45,7 +45,8 @@ def weight_bytes(plan: Plan) -> int:
 
 def live_bytes(plan: Plan) -> int:
     """The largest sum of the bytes of buffers that are alive at the same step."""
-    return max(sum(b.bytes for b in plan.buffers if b.first <= step <= b.last) for step in range(len(plan.steps)))
+    machine = plan.machine
+    return max(sum(b.bytes for b in machine.buffers if b.first <= step <= b.last) for step in range(len(machine.steps)))
 
 
 def measure(model: str, precision: str, max_batch: int, folder: Path) -> list[Cell]:
@@ -63,7 +64,7 @@ def measure(model: str, precision: str, max_batch: int, folder: Path) -> list[Ce
     loaded = json.loads(subprocess.run([sys.executable, "-m", "benchmarks.loading", plan], check=True,
                                        capture_output=True).stdout)
     made, size = read_plan(plan), plan.stat().st_size
-    memory = plan_memory(made.buffers, made.fills).total
+    memory = plan_memory(made.machine.buffers, made.machine.fills).total
     return [source.stem, empty, full, size / 1e6, size / weight_bytes(made), loaded["load_ms"],
             loaded["first_load_ms"], loaded["import_ms"], memory / 1e6, memory / live_bytes(made)]
 

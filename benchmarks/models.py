@@ -129,5 +129,5 @@ def build(source: Path, plan: Path, precision: str, max_batch: int, options: Seq
     """build-engine; int8 is calibrated on random pictures of the input's size."""
     plan.parent.mkdir(parents=True, exist_ok=True)
     calibration = ("--calib", random_pictures(source, plan.parent)) if precision == "int8" else ()
-    run("infer_server.cli.build_engine", source, "-o", plan, f"--{precision}", "--max-batch", max_batch, *calibration,
-        *options)
+    run("infer_server.cli.build_engine", source, "-o", plan, f"--{precision}", "--max-batch", max_batch, "--no-cache",
+        *calibration, *options)

@@ -162,8 +162,8 @@ def verify_engine(engine: Engine, oracle: Oracle, feeds: Iterable[Feed], precisi
         for tensor in engine.outputs:
             value = made[tensor.name]
             beside[tensor.name].append(_pair(tensor, expected[tensor.name], value, items))
-            if tensor.view.batched and singles:
-                whole = np.concatenate([single[tensor.name] for single in singles], tensor.view.batch_axis)
+            if tensor.batched and singles:
+                whole = np.concatenate([single[tensor.name] for single in singles], tensor.batch_axis)
                 alone[tensor.name].append(_pair(tensor, whole, value, items))
     return Verification(oracle.name, count, precision, tuple(_errors(name, pairs) for name, pairs in beside.items()),
                         tuple(_errors(name, pairs) for name, pairs in alone.items() if pairs))
@@ -200,14 +200,14 @@ class _Pair:
 
 
 def _items(engine: Engine, feed: Feed) -> int:
-    return next((len(feed[tensor.name]) for tensor in engine.inputs if tensor.view.batched), 1)
+    return next((len(feed[tensor.name]) for tensor in engine.inputs if tensor.batched), 1)
 
 
 def _singles(engine: Engine, feed: Feed, items: int) -> list[Feed]:
     """Each item of a batch alone; none where they depend on each other, or there is but one."""
     if items == 1 or engine.plan.dependence:
         return []
-    batched = {tensor.name for tensor in engine.inputs if tensor.view.batched}
+    batched = {tensor.name for tensor in engine.inputs if tensor.batched}
     return [{name: array[i:i + 1] if name in batched else array for name, array in feed.items()} for i in range(items)]
 
 
@@ -216,9 +216,9 @@ def _pair(tensor: IoTensor, expected: Array, value: Array, items: int) -> _Pair:
     if expected.shape != value.shape or expected.dtype != value.dtype:
         return _Pair(expected, value, wrong=f"it is {value.dtype}{list(value.shape)}, and should be "
                                             f"{expected.dtype}{list(expected.shape)}")
-    if tensor.view.batched:
-        expected, value = (np.moveaxis(array, tensor.view.batch_axis, 0) for array in (expected, value))
-    rows = items if tensor.view.batched else 1
+    if tensor.batched:
+        expected, value = (np.moveaxis(array, tensor.batch_axis, 0) for array in (expected, value))
+    rows = items if tensor.batched else 1
     columns = expected.size // max(rows, 1)
     return _Pair(expected.reshape(rows, columns), value.reshape(rows, columns), expected.dtype.kind == "f")
 
