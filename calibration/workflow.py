@@ -12,12 +12,11 @@ import numpy as np
 
 from calibration.bias_correction import ChannelMeans, correct_biases
 from calibration.calibrators import make_calibrator
-from calibration.choose import Errors, compare
 from calibration.collect import collect
 from calibration.data.preprocess import Preprocess, load_preprocess
 from calibration.histogram import Histogram
 from calibration.open_data import CalibrationData, Feed, Input, Source, digest_of_data, open_calibration_data
-from calibration.search import CANDIDATES, search
+from calibration.search import CANDIDATES, Errors, compare, search
 from calibration.smoothing import ALPHAS, ChannelPeaks, smoothable, smoothed, smoothing_factors
 from calibration.table import CalibrationTable, load_or_make, make_table
 from engines.compiler.build import Calibrated, Notify, Progress

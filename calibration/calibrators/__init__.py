@@ -7,9 +7,8 @@ from types import MappingProxyType
 
 from calibration.calibrators.base import Calibrator, Range
 from calibration.calibrators.entropy import Entropy
-from calibration.calibrators.minmax import MinMax
 from calibration.calibrators.mse import MeanSquaredError
-from calibration.calibrators.percentile import Percentile
+from calibration.calibrators.percentile import MinMax, Percentile
 from engines.errors import ConfigError, did_you_mean
 
 __all__ = ["CALIBRATORS", "Calibrator", "Range", "make_calibrator"]

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import grpc
 
 from clients.calls import bind_raw
-from clients.load.measure import OK, Recorder, Summary, latency_of, summarise
+from clients.load.measure import OK, WINDOWS, LoadWindow, Recorder, Summary, is_stable, latency_of, summarise
 from clients.load.schedule import Closed, Load, Open
-from clients.load.stability import WINDOWS, LoadWindow, is_stable
 from clients.load.statistics import Reading, ServerSplit, difference
 
 MAX_IN_FLIGHT = 4096            # of an open loop; beyond, requests wait in the client, and their wait is counted

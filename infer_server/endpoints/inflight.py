@@ -10,8 +10,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from infer_server import malloc
 from infer_server.errors import MemoryLimitError
+from infer_server.process import trim
 from infer_server.workers import in_daemon_thread
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class Inflight:
         self._trimming = None
         if self.held_bytes <= _LITTLE_BYTES:
             self._peak_bytes = self.held_bytes
-            self._trim_task = self._loop.create_task(in_daemon_thread(malloc.trim))
+            self._trim_task = self._loop.create_task(in_daemon_thread(trim))
 
 
 class OpenCall:
