@@ -15,7 +15,7 @@ import grpc
 import numpy as np
 
 from clients.aio import AsyncInferenceClient
-from clients.calls import bind_raw, channel_options
+from clients.calls import bind_raw_infer, channel_options
 from clients.codec import Array
 from clients.errors import ClientError, ServerError, error_from_rpc
 from clients.load.arguments import Options, parse
@@ -95,7 +95,7 @@ async def run(options: Options, progress: Progress) -> Report:
 async def try_once(channel: grpc.aio.Channel, url: str, request: bytes) -> None:
     """One request, so that a model that refuses the input says so before the test; one that fails on it is measured."""
     try:
-        await bind_raw(channel, "ModelInfer")(request, timeout=SETUP_TIMEOUT)
+        await bind_raw_infer(channel)(request, timeout=SETUP_TIMEOUT)
     except grpc.aio.AioRpcError as error:
         named = error_from_rpc(error, url, "ModelInfer")
         if not isinstance(named, ServerError):

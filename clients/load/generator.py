@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from clients.calls import bind_raw
+from clients.calls import bind_raw_infer
 from clients.load.measure import OK, WINDOWS, LoadWindow, Recorder, Summary, is_stable, latency_of, summarise
 from clients.load.schedule import Closed, Load, Open
 from clients.load.statistics import Reading, ServerSplit, difference
@@ -48,7 +48,7 @@ class Sender:
         self.recorder = Recorder()
         self.messages: dict[str, str] = {}
         self.largest = max(map(len, requests))
-        self._call = bind_raw(channel, "ModelInfer")
+        self._call = bind_raw_infer(channel)
         self._next_request = itertools.cycle(requests).__next__
         self._timeout = timeout
 
