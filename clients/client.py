@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
 
 import grpc
 from google.protobuf.message import Message
@@ -30,8 +29,7 @@ class InferenceClient:
     def __enter__(self) -> InferenceClient:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
