@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from calibration.calibrators.base import Range
-from calibration.histogram import Floats, Histogram
+from calibration.histogram import Floats, Histogram, Range
 
 BINS = 2048
 LEVELS = 128

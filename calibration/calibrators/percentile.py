@@ -3,8 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from calibration.calibrators.base import Range
-from calibration.histogram import Histogram
+from calibration.histogram import Histogram, Range
 from engines.errors import ConfigError
 
 

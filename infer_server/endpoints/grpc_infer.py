@@ -13,7 +13,7 @@ from infer_server.config.config import TensorSpec
 from infer_server.endpoints.inflight import Inflight, OpenCall
 from infer_server.errors import InvalidRequestError, MemoryLimitError, NotServedError
 from infer_server.protocol.codec import declared_inputs, decode_inputs, encode_raw
-from infer_server.protocol.wire import InferRequest, join_response, response_header, split_request
+from infer_server.protocol.wire import InferRequest, join_response, split_request
 from infer_server.repository.model import Model
 from infer_server.repository.repository import Repository
 from protos import inference
@@ -71,7 +71,7 @@ def _response_header(model: str, version: int, outputs: tuple[TensorSpec, ...],
     response = inference.ModelInferResponse(model_name=model, model_version=str(version))
     for spec, shape in zip(outputs, shapes, strict=True):
         response.outputs.add(name=spec.name, datatype=spec.datatype.name, shape=shape)
-    return response_header(response)
+    return response.SerializeToString()
 
 
 def _timeout_us(header: inference.ModelInferRequest) -> int:
