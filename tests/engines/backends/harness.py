@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.compile import LoadedKernel, runs_here
 from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import ALL, AVX2, AVX512_VNNI, PORTABLE, Isa
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, Kernel, Window, kernels_for
@@ -19,6 +18,7 @@ from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
 from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import View, dense_view
 from tests.engines.backends.llvm.emulation import EMULATION
+from tests.engines.backends.llvm.jit import LoadedKernel, runs_here
 
 EVERY_ISA = pytest.mark.parametrize("isa", ALL, ids=lambda isa: isa.name)
 # For kernels without dot products: there the machines differ in their lanes and packs only.

@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.compile import assembly, spills
 from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import ALL, AVX2, AVX512_BF16, AVX512_VNNI
 from engines.backends.llvm.kernels.depthwise.depthwise import DepthwiseTile
@@ -17,6 +16,7 @@ from tests.engines.backends.harness import (
     requantise,
     run,
 )
+from tests.engines.backends.llvm.jit import assembly, spills
 
 BATCH = 2
 DTYPES = {"int8": "uint8", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.compile import assembly, spills
 from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import AVX2, AVX512_BF16, AVX512_VNNI, AVX_VNNI
 from engines.backends.llvm.kernels.matmul.product import Tile
@@ -12,6 +11,7 @@ from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.product import Product
 from engines.lowering.problems.view import View, dense_view
 from tests.engines.backends.harness import EVERY_ISA, check, gapped, kernel_of, random_array, requantise
+from tests.engines.backends.llvm.jit import assembly, spills
 
 BATCH = 2
 STORED = {"int8": "uint8", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

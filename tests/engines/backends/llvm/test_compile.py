@@ -4,7 +4,7 @@ from inspect import signature
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.compile import assembly, compile_object
+from engines.backends.llvm.codegen.compile import compile_object
 from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import ALL, PORTABLE
 from engines.backends.llvm.kernels.elementwise.pointwise import Pointwise
@@ -16,6 +16,7 @@ from engines.lowering.problems.images import Pool
 from engines.lowering.problems.rows import Norm, Softmax
 from engines.lowering.problems.view import dense_view
 from tests.engines.backends.harness import EVERY_ISA, kernel_of, numpy_dtype, run
+from tests.engines.backends.llvm.jit import assembly
 
 PLAIN = EpilogueProgram((), 0, 0)
 

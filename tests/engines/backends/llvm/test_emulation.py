@@ -3,11 +3,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.compile import LoadedKernel, assembly, runs_here, spills
 from engines.backends.llvm.codegen.ir_builder import I64, PTR, Module
 from engines.backends.llvm.codegen.isa import AVX2, PORTABLE
 from tests.engines.backends.harness import random_array
 from tests.engines.backends.llvm.emulation import EMULATION
+from tests.engines.backends.llvm.jit import LoadedKernel, assembly, runs_here, spills
 
 
 def call(name, types, result, operands, native=False):
