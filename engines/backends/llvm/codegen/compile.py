@@ -1,8 +1,6 @@
 """LLVM IR as text -> object code. Nothing here knows what a kernel computes."""
 from __future__ import annotations
 
-from functools import cache
-
 import llvmlite.binding as llvm
 
 from engines.backends.llvm.codegen.isa import Isa
@@ -12,17 +10,6 @@ llvm.initialize_all_asmprinters()
 # A kernel's text is already in the order it wants; LLVM's schedulers hoist loads until the tile spills.
 llvm.set_option("", "--pre-RA-sched=source")
 llvm.set_option("", "--enable-misched=false")
-
-# LLVM's name of a feature -> the name in /proc/cpuinfo, where they differ
-_CPUINFO = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16", "avxvnni": "avx_vnni",
-            "neon": "asimd", "dotprod": "asimddp"}
-
-
-@cache
-def host_features() -> frozenset[str]:
-    """What this machine has, as Isa.requires names it."""
-    found = llvm.get_host_cpu_features()
-    return frozenset(_CPUINFO.get(name, name) for name, has in found.items() if has)
 
 
 def compile_object(ir: str, isa: Isa) -> bytes:

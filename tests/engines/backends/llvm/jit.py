@@ -3,15 +3,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import llvmlite.binding as llvm
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.backends.llvm.codegen.compile import host_features
+from engines.backends.llvm.codegen.compile import compile_object
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.runtime.abi import KERNEL
+
+# LLVM's name of a feature -> the name in /proc/cpuinfo, where they differ
+_CPUINFO = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16", "avxvnni": "avx_vnni",
+            "neon": "asimd", "dotprod": "asimddp"}
+
+
+@cache
+def host_features() -> frozenset[str]:
+    """What this machine has, as Isa.requires names it."""
+    found = llvm.get_host_cpu_features()
+    return frozenset(_CPUINFO.get(name, name) for name, has in found.items() if has)
 
 
 def runs_here(isa: Isa) -> bool:
@@ -46,7 +58,8 @@ class LoadedKernel:
     def __init__(self, ir: str, name: str, isa: Isa, emulate: bool = False) -> None:
         machine = _machine(isa, emulate)
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-        self._engine.add_object_file(llvm.ObjectFileRef.from_data(machine.emit_object(llvm.parse_assembly(ir))))
+        code = machine.emit_object(llvm.parse_assembly(ir)) if emulate else compile_object(ir, isa)
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
         self._call = KERNEL(self._engine.get_function_address(name))
 
