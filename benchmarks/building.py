@@ -29,7 +29,7 @@ HEADER = ("model", "build, empty cache s", "full cache s", "plan MB", "per weigh
 
 
 def timed(source: Path, plan: Path, *options: object) -> str:
-    """build-engine: "seconds (of processors)"."""
+    """Runs build-engine; returns its times as "seconds (CPU seconds)"."""
     start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     run("infer_server.cli.build_engine", source, "-o", plan, *options)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -38,14 +38,15 @@ def timed(source: Path, plan: Path, *options: object) -> str:
 
 
 def weight_bytes(plan: Plan) -> int:
-    """Of the graph's matrices, as the precision stores them."""
+    """The bytes of the graph's weights, as the precision stores them."""
     size = {"fp32": 4, "bf16": 2, "fp16": 2}.get(plan.precision, 1)
     return sum(array.size * size for array in plan.weights.values() if array.ndim > 1)
 
 
 def live_bytes(plan: Plan) -> int:
-    """Of the buffers that are alive at once, at most."""
-    return max(sum(b.bytes for b in plan.buffers if b.first <= step <= b.last) for step in range(len(plan.steps)))
+    """The largest sum of the bytes of buffers that are alive at the same step."""
+    machine = plan.machine
+    return max(sum(b.bytes for b in machine.buffers if b.first <= step <= b.last) for step in range(len(machine.steps)))
 
 
 def measure(model: str, precision: str, max_batch: int, folder: Path) -> list[Cell]:
@@ -63,7 +64,7 @@ def measure(model: str, precision: str, max_batch: int, folder: Path) -> list[Ce
     loaded = json.loads(subprocess.run([sys.executable, "-m", "benchmarks.loading", plan], check=True,
                                        capture_output=True).stdout)
     made, size = read_plan(plan), plan.stat().st_size
-    memory = plan_memory(made.buffers, made.fills).total
+    memory = plan_memory(made.machine.buffers, made.machine.fills).total
     return [source.stem, empty, full, size / 1e6, size / weight_bytes(made), loaded["load_ms"],
             loaded["first_load_ms"], loaded["import_ms"], memory / 1e6, memory / live_bytes(made)]
 

@@ -166,7 +166,7 @@ class _Watched:
 
     @property
     def macs(self) -> int:
-        return sum(step.macs for step in self.engine.plan.steps)
+        return sum(step.macs for step in self.engine.plan.machine.steps)
 
 
 def _from_data(builder: Builder, graph: Graph, wanted: Calibration, notify: Notify,

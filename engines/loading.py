@@ -31,7 +31,7 @@ def engine_of(plan: Plan, threads: int = 1, on_target_mismatch: str = "relower",
               name: str = "") -> Engine:
     """The engine of a plan at hand, as load_engine makes it; `name` is what errors call it."""
     name = name or plan.name
-    if mismatch := device_of(plan.backend).mismatch(plan):
+    if mismatch := device_of(plan.machine.backend).mismatch(plan):
         if plan.stripped:
             raise PlanTargetError(f"{name}: {mismatch}; it is stripped (--strip), so it cannot be compiled again here: "
                                   "build it here, or without --strip")

@@ -41,7 +41,7 @@ class Ours:
     def __init__(self, plan: Path, feed: Feed, precision: str, threads: int) -> None:
         self._engine = load_engine(plan, threads)
         self._context = self._engine.create_context()
-        self._batch = next((len(feed[io.name]) for io in self._engine.inputs if io.view.batched), 1)
+        self._batch = next((len(feed[io.name]) for io in self._engine.inputs if io.batched), 1)
         self.place(feed)
 
     def place(self, feed: Feed) -> None:

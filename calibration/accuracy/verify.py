@@ -32,8 +32,8 @@ _QUANTISE = frozenset({"QuantizeLinear", "DynamicQuantizeLinear"})
 
 @dataclass(frozen=True)
 class Limits:
-    """What an output may be off: by the largest error as a share of its range, or in SQNR where single values say
-    little; of integers and truth, the share of elements that differ."""
+    """The largest errors that a precision allows an output: as a share of its range, or as SQNR where single values
+    say little; of integers and booleans, the share of elements that differ."""
     relative: float = math.inf
     sqnr_db: float = -math.inf
     differing: float = 0.01
@@ -79,7 +79,7 @@ class OutputErrors:
     wrong: str = ""
 
     def fault(self, limits: Limits) -> str:
-        """What is beyond the limits; "" if nothing."""
+        """The first limit that the output exceeds, in words; "" if none."""
         if self.wrong or self.odd:
             return self.wrong or f"{self.odd} elements are NaN or infinite in one of the two only"
         if not self.floating:
@@ -108,7 +108,7 @@ class Verification:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What is beyond the limits of the precision, an output a line."""
+        """A line for each output that exceeds the limits of the precision."""
         limits = self.limits
         alone = [f"output '{errors.name}': {fault}" for errors in self.outputs if (fault := errors.fault(limits))]
         return (*alone, *(f"output '{errors.name}' of an item depends on what else is in its batch: {fault}"
@@ -162,8 +162,8 @@ def verify_engine(engine: Engine, oracle: Oracle, feeds: Iterable[Feed], precisi
         for tensor in engine.outputs:
             value = made[tensor.name]
             beside[tensor.name].append(_pair(tensor, expected[tensor.name], value, items))
-            if tensor.view.batched and singles:
-                whole = np.concatenate([single[tensor.name] for single in singles], tensor.view.batch_axis)
+            if tensor.batched and singles:
+                whole = np.concatenate([single[tensor.name] for single in singles], tensor.batch_axis)
                 alone[tensor.name].append(_pair(tensor, whole, value, items))
     return Verification(oracle.name, count, precision, tuple(_errors(name, pairs) for name, pairs in beside.items()),
                         tuple(_errors(name, pairs) for name, pairs in alone.items() if pairs))
@@ -200,14 +200,14 @@ class _Pair:
 
 
 def _items(engine: Engine, feed: Feed) -> int:
-    return next((len(feed[tensor.name]) for tensor in engine.inputs if tensor.view.batched), 1)
+    return next((len(feed[tensor.name]) for tensor in engine.inputs if tensor.batched), 1)
 
 
 def _singles(engine: Engine, feed: Feed, items: int) -> list[Feed]:
     """Each item of a batch alone; none where they depend on each other, or there is but one."""
     if items == 1 or engine.plan.dependence:
         return []
-    batched = {tensor.name for tensor in engine.inputs if tensor.view.batched}
+    batched = {tensor.name for tensor in engine.inputs if tensor.batched}
     return [{name: array[i:i + 1] if name in batched else array for name, array in feed.items()} for i in range(items)]
 
 
@@ -216,9 +216,9 @@ def _pair(tensor: IoTensor, expected: Array, value: Array, items: int) -> _Pair:
     if expected.shape != value.shape or expected.dtype != value.dtype:
         return _Pair(expected, value, wrong=f"it is {value.dtype}{list(value.shape)}, and should be "
                                             f"{expected.dtype}{list(expected.shape)}")
-    if tensor.view.batched:
-        expected, value = (np.moveaxis(array, tensor.view.batch_axis, 0) for array in (expected, value))
-    rows = items if tensor.view.batched else 1
+    if tensor.batched:
+        expected, value = (np.moveaxis(array, tensor.batch_axis, 0) for array in (expected, value))
+    rows = items if tensor.batched else 1
     columns = expected.size // max(rows, 1)
     return _Pair(expected.reshape(rows, columns), value.reshape(rows, columns), expected.dtype.kind == "f")
 

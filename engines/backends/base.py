@@ -2,12 +2,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from engines.ir.graph import Graph
 from engines.machine.timing_cache import TimingCache
-from engines.plan.plan import Buffer, ExpandedConstant, Fill, IoTensor, Plan, Step
+from engines.plan.plan import MachinePart, Plan
 from engines.plan.roofline import Peaks
 
 Progress = Callable[[int, int, str], None]      # (done, of, what), called as kernels are compiled and timed
@@ -29,23 +28,6 @@ class Chosen(Protocol):
     def max_batch(self) -> int: ...
 
     def times(self) -> Sequence[TimedNode]: ...
-
-
-@dataclass(frozen=True)
-class MachinePart:
-    """All of a plan that depends on the machine."""
-    backend: str
-    target: str
-    cpu: dict[str, Any]
-    buffers: tuple[Buffer, ...]
-    fills: tuple[Fill, ...]
-    steps: tuple[Step, ...]
-    code: tuple[bytes, ...]
-    constants: bytes
-    expanded: tuple[ExpandedConstant, ...]
-    weight_offsets: dict[str, int]
-    inputs: tuple[IoTensor, ...]
-    outputs: tuple[IoTensor, ...]
 
 
 class Session(Protocol):

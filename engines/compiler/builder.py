@@ -10,7 +10,7 @@ A Builder keeps its kernels and their times: building again with other ranges on
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from engines.machine.timing_cache import TimingCache
 from engines.passes.pipeline import optimise, simplify
 from engines.passes.pixels import Pixels, take_pixels
 from engines.passes.quantization.quantize import edges_to_calibrate, quantize, set_float_precision
-from engines.plan.plan import Plan, graph_of
+from engines.plan.plan import IoTensor, Plan, graph_of
 from engines.version import COMPILER_VERSION
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "best")
@@ -37,7 +37,7 @@ Ranges = Mapping[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class BuildConfig:
-    """What a user decides about a build; all of it is part of the engine cache's key."""
+    """What a user decides about a build; all of it but the timing cache is part of the engine cache's key."""
     precision: str = "fp32"
     max_batch: int | None = None            # None: 32 where the model has a batch axis
     opt_batch: int | None = None            # tactics are timed with so many items; None: with one, and with more
@@ -150,13 +150,14 @@ class Builder:
     @faults_named()
     def plan(self, graph: Graph, ranges: Ranges | None = None, metadata: Mapping[str, Any] | None = None) -> Plan:
         """A plan of an optimised graph; an int8 one needs the ranges of its edges."""
-        if self.config.precision == "best":
-            chosen = min(self._candidates(graph, ranges), key=_time_us)
-        else:
-            chosen = self._chosen(self.stored(graph, ranges, self.log))
-        plan = self._session.tuned(self._plan(self._session, chosen, metadata=metadata))
-        self.cache.save()
-        return plan
+        try:
+            if self.config.precision == "best":
+                chosen = min(self._candidates(graph, ranges), key=_time_us)
+            else:
+                chosen = self._chosen(self.stored(graph, ranges, self.log))
+            return self._session.tuned(self._plan(self._session, chosen, metadata=metadata))
+        finally:
+            self.cache.save()       # of a build that is interrupted, too: minutes of timing are not done again
 
     def _candidates(self, graph: Graph, ranges: Ranges | None) -> list[Chosen]:
         """What --best chooses from: int8 where it is the faster of the two and float32 elsewhere, int8, and the floats.
@@ -207,14 +208,11 @@ class Builder:
         return self._plan(self._here, self._here.choose(graph, max_batch))
 
     def _plan(self, session: Session, chosen: Chosen, metadata: Mapping[str, Any] | None = None) -> Plan:
-        compiled, graph = session.assemble(chosen), chosen.graph
+        graph = chosen.graph
         document, arrays = graph_to_json(graph)
         return Plan(
-            name=graph.name, target=compiled.target, cpu=compiled.cpu, precision=self.config.precision,
-            max_batch=chosen.max_batch, inputs=compiled.inputs, outputs=compiled.outputs, buffers=compiled.buffers,
-            steps=compiled.steps, fills=compiled.fills, code=compiled.code, constants=compiled.constants,
-            expanded=compiled.expanded, graph=document, weights=arrays, weight_offsets=compiled.weight_offsets,
-            backend=compiled.backend, dependence=graph.dependence,
+            graph.name, self.config.precision, chosen.max_batch, io_tensors(graph, graph.inputs),
+            io_tensors(graph, graph.outputs), session.assemble(chosen), document, arrays, dependence=graph.dependence,
             metadata={"compiler": COMPILER_VERSION, "threads": self.config.threads, **(metadata or {})})
 
     def _max_batch(self, graph: Graph) -> int:
@@ -225,6 +223,12 @@ class Builder:
             raise ConfigError(f"--max-batch {self.config.max_batch}: the model's inputs have no symbolic batch axis, "
                               "so it takes exactly the shape it declares; export it with a dynamic batch axis")
         return 0
+
+
+def io_tensors(graph: Graph, names: Sequence[str]) -> tuple[IoTensor, ...]:
+    """Inputs or outputs of a graph, as its plan declares them."""
+    types = ((name, graph.types[name]) for name in names)
+    return tuple(IoTensor(name, kind.dtype.name, kind.shape) for name, kind in types)
 
 
 def _time_us(chosen: Chosen) -> float:
@@ -240,9 +244,4 @@ def relower(plan: Plan, target: str = "") -> Plan:
     """
     graph = graph_of(plan)
     session = backend_of(target).session(target, TimingCache(), timing=False)
-    compiled = session.assemble(session.choose(graph, plan.max_batch))
-    return replace(plan, backend=compiled.backend, target=compiled.target, cpu=compiled.cpu,
-                   inputs=compiled.inputs, outputs=compiled.outputs,
-                   buffers=compiled.buffers, steps=compiled.steps, fills=compiled.fills, code=compiled.code,
-                   constants=compiled.constants, expanded=compiled.expanded, weight_offsets=compiled.weight_offsets,
-                   item_major=(), fingerprint="")
+    return replace(plan, machine=session.assemble(session.choose(graph, plan.max_batch)), fingerprint="")

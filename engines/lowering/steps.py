@@ -3,14 +3,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from engines.ir.graph import Node
 from engines.ir.serialize import node_to_json
 from engines.lowering.calls.calls import AnyCall, FallbackCall, name_of
 from engines.lowering.calls.placement import batch_axis, tensor_view
 from engines.lowering.lower import Lowered
-from engines.plan.plan import Fallback, IoTensor, Step, TensorView
+from engines.plan.plan import Fallback, Step, TensorView
 
 _PRECISIONS = {"uint8": "int8", "int8": "int8", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -42,8 +40,6 @@ def view_of(lowered: Lowered, name: str) -> TensorView:
     return replace(view, quant=tensor.quant, batch_axis=batch_axis(tensor))
 
 
-def io_tensors(lowered: Lowered, names: tuple[str, ...]) -> tuple[IoTensor, ...]:
-    """Inputs or outputs of the graph."""
-    types = lowered.graph.types
-    return tuple(IoTensor(name, str(np.dtype(types[name].dtype)), types[name].shape, view_of(lowered, name))
-                 for name in names)
+def io_views(lowered: Lowered, names: tuple[str, ...]) -> tuple[TensorView, ...]:
+    """Where inputs or outputs of the graph lie."""
+    return tuple(view_of(lowered, name) for name in names)

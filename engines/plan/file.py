@@ -35,7 +35,7 @@ from engines.errors import PlanCorruptError, PlanError, PlanVersionError
 from engines.files import atomic_write
 from engines.ir.graph import Array
 from engines.plan.checksums import PAGE, Bytes, page_sums, strong
-from engines.plan.plan import Plan
+from engines.plan.plan import MachinePart, Plan
 from engines.plan.records import FieldError, from_plain, read_record, to_plain
 from engines.plan.sections import REBUILD, WEIGHTS, Section, Sections, deflate, read_document, summed
 from engines.plan.verification import verify
@@ -44,7 +44,7 @@ MAGIC = b"\x93INFPLAN"      # the first byte is not ASCII: no text file begins l
 VERSION = 8
 ALIGNMENT = 64          # of sections, and of the arrays in the weights
 _HEADER = struct.Struct("<8sIIQQ16sQQ")      # magic, version, 0, manifest offset, size, checksum, file size, 0
-_ELSEWHERE = ("code", "constants", "graph", "weights")       # fields of Plan that are sections
+_ELSEWHERE = ("code", "constants", "graph", "weights")       # fields of Plan and MachinePart that are sections
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, default=to_plain, separators=(",", ":")).encode()
@@ -73,8 +73,8 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     for name, data in sections.items():
         records[name] = {"offset": at, "bytes": len(data), "checksum": (page_sums if summed(name) else strong)(data)}
         at = -(-(at + len(data)) // ALIGNMENT) * ALIGNMENT
-    fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.name not in _ELSEWHERE}
-    content = {"plan": fields, "code": [len(code) for code in plan.code], "arrays": arrays, "sections": records}
+    fields = {**_fields(plan), "machine": _fields(plan.machine)}
+    content = {"plan": fields, "code": [len(code) for code in plan.machine.code], "arrays": arrays, "sections": records}
     fingerprint = fingerprint_of(json.loads(_json(content)))
     if plan.fingerprint not in ("", fingerprint):
         raise PlanError(f"{plan.name}: the plan was altered since it was compiled; compile it again, or clear its "
@@ -88,6 +88,10 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
             file.write(data)
 
 
+def _fields(value: Plan | MachinePart) -> dict[str, Any]:
+    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.name not in _ELSEWHERE}
+
+
 def _sections(plan: Plan) -> tuple[dict[str, Bytes], dict[str, Any]]:
     """All sections, and where the graph's weights lie in theirs."""
     arrays: dict[str, Any] = {}
@@ -97,11 +101,11 @@ def _sections(plan: Plan) -> tuple[dict[str, Bytes], dict[str, Any]]:
         if array.dtype.hasobject:
             raise TypeError(f"a plan cannot hold the array '{name}' of Python objects")
         arrays[name] = {"dtype": array.dtype.str, "shape": array.shape, "offset": size}
-        if name not in plan.weight_offsets:
+        if name not in plan.machine.weight_offsets:
             parts += [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, bytes(-array.nbytes % ALIGNMENT)]
             size += array.nbytes + len(parts[-1])
     sections: dict[str, Bytes] = {
-        "constants": plan.constants, "code": deflate(b"".join(plan.code), "the code"),
+        "constants": plan.machine.constants, "code": deflate(b"".join(plan.machine.code), "the code"),
         "graph": deflate(_json(dict(plan.graph)), "the graph")}
     return sections if plan.stripped else {**sections, WEIGHTS: b"".join(parts)}, arrays
 
@@ -109,7 +113,7 @@ def _sections(plan: Plan) -> tuple[dict[str, Bytes], dict[str, Any]]:
 # ---- reading
 @dataclass(frozen=True)
 class _StoredArray:
-    """A constant of the graph; `offset` counts in the weights, unless Plan.weight_offsets has another."""
+    """A constant of the graph; `offset` counts in the weights, unless MachinePart.weight_offsets has another."""
     dtype: str
     shape: tuple[int, ...]
     offset: int
@@ -135,7 +139,7 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     # From here on the checksums hold, so this is what a faulty or a private version of the compiler wrote.
     try:
         plan = _plan(manifest, sections)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise PlanCorruptError(f"{name}: the manifest is not a plan's ({error}); {REBUILD}") from error
     try:
         return verify(plan)
@@ -174,12 +178,13 @@ def _read_manifest(path: str, file: int) -> tuple[int, _Manifest]:
 
 
 def _plan(manifest: _Manifest, sections: Sections) -> Plan:
-    fields = from_plain(Plan, manifest.plan)
-    if elsewhere := sorted(fields.keys() & set(_ELSEWHERE)):
+    fields = from_plain(Plan, {name: value for name, value in manifest.plan.items() if name != "machine"})
+    part = from_plain(MachinePart, manifest.plan["machine"])
+    if elsewhere := sorted((fields.keys() | part.keys()) & set(_ELSEWHERE)):
         raise ValueError(f"'{elsewhere[0]}' is a section")
-    return Plan(**fields, code=_code(manifest.code, sections), constants=sections["constants"],
-                graph=_Document(lambda: sections.document("graph")),
-                weights=_Weights(sections, manifest.arrays, fields.get("weight_offsets", {})))
+    machine = MachinePart(**part, code=_code(manifest.code, sections), constants=sections["constants"])
+    return Plan(**fields, machine=machine, graph=_Document(lambda: sections.document("graph")),
+                weights=_Weights(sections, manifest.arrays, machine.weight_offsets))
 
 
 def _code(sizes: Sequence[int], sections: Sections) -> tuple[bytes, ...]:

@@ -28,7 +28,7 @@ EXPANDED = -1        # as Operand.buffer
 @dataclass(frozen=True)
 class Operand:
     """An address: `offset` bytes into a buffer, or into the constants of the plan."""
-    buffer: int | None          # index in Plan.buffers; None: the constants; EXPANDED: those computed from them
+    buffer: int | None          # index in MachinePart.buffers; None: the constants; EXPANDED: those computed from them
     offset: int = 0
 
     @property
@@ -70,7 +70,7 @@ class TensorView:
     name: str
     dtype: str                  # numpy's name of the stored dtype, or "bfloat16"
     shape: tuple[int, ...]      # of one item: without the batch axis if `batched`
-    buffer: int                 # index in Plan.buffers
+    buffer: int                 # index in MachinePart.buffers
     offset: int                 # bytes, for batch slot 0
     strides: tuple[int, ...]    # bytes, one for each axis of shape
     item_stride: int            # bytes from one item of the batch to the next
@@ -177,51 +177,78 @@ class ItemMajorRun:
 
 @dataclass(frozen=True)
 class IoTensor:
-    """An input or output as the ONNX model declares it; shape has names for symbolic extents."""
+    """An input or output as the ONNX model declares it; a symbolic extent, which is the batch, has a name."""
     name: str
     dtype: str
     shape: tuple[int | str, ...]
-    view: TensorView
+
+    @property
+    def batched(self) -> bool:
+        return any(isinstance(extent, str) for extent in self.shape)
+
+    @property
+    def batch_axis(self) -> int:
+        """The axis of the batch; 0 if there is none."""
+        return next((axis for axis, extent in enumerate(self.shape) if isinstance(extent, str)), 0)
+
+    def shape_of(self, items: int) -> tuple[int, ...]:
+        """The shape of a batch of so many items."""
+        return tuple(items if isinstance(extent, str) else extent for extent in self.shape)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Decided, frozen, and equal to its file."""
-    name: str                               # of the model
+class MachinePart:
+    """All of a plan that a backend decided for one machine. A backend leaves empty what it does not need.
+
+    Session.assemble makes it, the Device of the same backend reads it; the plan's file needs neither.
+    """
+    backend: str                            # name of the backend that made it, and whose device runs it
     target: str                             # name of the instruction set, e.g. "avx512_vnni"
-    cpu: Mapping[str, Any]                  # "features" that the code needs (list of str), "model" it was timed on
-    precision: str                          # as asked for: int8, fp16, bf16, fp32, best
-    max_batch: int                          # 0: the model has no batch axis
-    inputs: tuple[IoTensor, ...]
-    outputs: tuple[IoTensor, ...]
+    inputs: tuple[TensorView, ...]          # where the plan's inputs lie, in their order
+    outputs: tuple[TensorView, ...]
     buffers: tuple[Buffer, ...]
     steps: tuple[Step, ...]
-    fills: tuple[Fill, ...]
-    code: tuple[bytes, ...]                 # ELF objects, position-independent, self-contained: kernels and scheduler
-    constants: bytes | memoryview           # weights and epilogue constants, aligned, in order of execution
-    expanded: tuple[ExpandedConstant, ...] = ()       # ... and those that are computed from them
-    graph: Mapping[str, Any] = field(default_factory=dict)          # serialised Graph that it was lowered from ...
-    weights: Mapping[str, Array] = field(default_factory=dict, compare=False)   # ... and its constants
-    weight_offsets: Mapping[str, int] = field(default_factory=dict)     # of those that `constants` hold as they are
-    stripped: bool = False                  # `weights` are these only: the plan cannot be lowered again
-    metadata: Mapping[str, Any] = field(default_factory=dict)       # preprocessing, calibration, versions, report
-    item_major: tuple[ItemMajorRun, ...] = ()            # in order, apart from each other
-    backend: str = "llvm"                   # name of the backend that made it, and whose device runs it
-    dependence: str = ""                    # why a batch is neither cut nor merged with others; "": it may be
-    fingerprint: str = field(default="", compare=False)     # of all the rest, made when it is first written
+    fills: tuple[Fill, ...] = ()
+    cpu: Mapping[str, Any] = field(default_factory=dict)    # "features" that the code needs, "model" it was timed on
+    code: tuple[bytes, ...] = ()            # ELF objects, position-independent, self-contained: kernels and executor
+    constants: bytes | memoryview = b""     # weights and epilogue constants, aligned, in order of execution
+    expanded: tuple[ExpandedConstant, ...] = ()             # ... and those that are computed from them
+    weight_offsets: Mapping[str, int] = field(default_factory=dict)     # Plan.weights that `constants` hold as they are
+    item_major: tuple[ItemMajorRun, ...] = ()               # in order, apart from each other
 
     @property
     def expanded_bytes(self) -> int:
         """Memory for the expanded constants."""
         return max((item.offset + item.bytes for item in self.expanded), default=0)
 
+
+@dataclass(frozen=True)
+class Plan:
+    """Decided, frozen, and equal to its file."""
+    name: str                               # of the model
+    precision: str                          # as asked for: int8, fp16, bf16, fp32, best
+    max_batch: int                          # 0: the model has no batch axis
+    inputs: tuple[IoTensor, ...]
+    outputs: tuple[IoTensor, ...]
+    machine: MachinePart
+    graph: Mapping[str, Any] = field(default_factory=dict)          # serialised Graph that it was lowered from ...
+    weights: Mapping[str, Array] = field(default_factory=dict, compare=False)   # ... and its constants
+    stripped: bool = False                  # only those weights are left that the machine part holds as they are
+    metadata: Mapping[str, Any] = field(default_factory=dict)       # preprocessing, calibration, versions, report
+    dependence: str = ""                    # why a batch is neither cut nor merged with others; "": it may be
+    fingerprint: str = field(default="", compare=False)     # of all the rest, made when it is first written
+
     def strip(self) -> Plan:
         """The plan without the graph's weights: it runs as before, and on no other target."""
-        if not self.code:
-            raise ConfigError(f"{self.name}: a plan for '{self.target}' has no code, and needs its weights when it is "
-                              "loaded; build it without --strip")
-        kept = {name: self.weights[name] for name in self.weight_offsets}
+        if not self.machine.code:
+            raise ConfigError(f"{self.name}: a plan for '{self.machine.target}' has no code, and needs its weights "
+                              "when it is loaded; build it without --strip")
+        kept = {name: self.weights[name] for name in self.machine.weight_offsets}
         return replace(self, weights=kept, stripped=True, fingerprint="")
+
+    def with_machine(self, **changes: Any) -> Plan:
+        """The plan with other values in these fields of its machine part."""
+        return replace(self, machine=replace(self.machine, **changes))
 
     @property
     def batch_slots(self) -> int:
@@ -235,8 +262,8 @@ def graph_of(plan: Plan) -> Graph:
     Raises PlanTargetError: the plan is stripped; PlanCorruptError.
     """
     if plan.stripped:
-        raise PlanTargetError(f"{plan.name}: stripped of its weights, so it runs on '{plan.target}' only; build it "
-                              "again, here or without --strip")
+        raise PlanTargetError(f"{plan.name}: stripped of its weights, so it runs on '{plan.machine.target}' only; "
+                              "build it again, here or without --strip")
     from engines.ir.serialize import graph_from_json
     return graph_from_json(plan.graph, plan.weights)
 
@@ -249,5 +276,5 @@ def runs_by_item(step: Step) -> bool:
 
 def item_strides(step: Step) -> list[int]:
     """Bytes from an item to the next, of each operand of a step that runs by item; constants are the same for all."""
-    reaches = iter((*step.reads, *step.writes))
-    return [0 if operand.constant else next(reaches).item_stride for operand in step.operands]
+    touched = iter((*step.reads, *step.writes))
+    return [0 if operand.constant else next(touched).item_stride for operand in step.operands]

@@ -54,7 +54,7 @@ def bound(step: Step, plan: Plan, batch: int, peaks: Peaks) -> Bound:
     items = batch if step.rows_per_item else 1
     compute = items * step.macs / peaks.macs_per_second.get(step.precision, math.inf)
     activations = items * (step.bytes - step.constant_bytes)
-    near, far = peaks.level(activations), peaks.level(sum(other.constant_bytes for other in plan.steps))
+    near, far = peaks.level(activations), peaks.level(sum(other.constant_bytes for other in plan.machine.steps))
     near_s, far_s = activations / near.bytes_per_second, step.constant_bytes / far.bytes_per_second
     memory = near_s + far_s
     return Bound(compute, memory, step.precision if compute >= memory else (near if near_s >= far_s else far).name)

@@ -40,15 +40,16 @@ def verify(plan: Plan) -> Plan:
     """The plan itself, after checking that its parts fit together. Raises PlanCorruptError: what does not, where."""
     try:
         _check_plan(plan)
-        for index, buffer in enumerate(plan.buffers):
+        for index, buffer in enumerate(plan.machine.buffers):
             _check(0 <= buffer.bytes <= ADDRESSABLE, f"buffer {index} '{buffer.name}' has {buffer.bytes} bytes")
-        for kind, tensors in (("inputs", plan.inputs), ("outputs", plan.outputs)):
-            _check_io(plan, kind, tensors)
-        for fill in plan.fills:
+        for kind, tensors, views in (("inputs", plan.inputs, plan.machine.inputs),
+                                     ("outputs", plan.outputs, plan.machine.outputs)):
+            _check_io(plan, kind, tensors, views)
+        for fill in plan.machine.fills:
             _check_fill(plan, fill)
-        for index, step in enumerate(plan.steps):
+        for index, step in enumerate(plan.machine.steps):
             _check_step(plan, index, step, f"step {index} '{step.name}'")
-        for before, run in zip((ItemMajorRun(0, 0), *plan.item_major), plan.item_major, strict=False):
+        for before, run in zip((ItemMajorRun(0, 0), *plan.machine.item_major), plan.machine.item_major, strict=False):
             _check_item_major_run(plan, run, before.last)
     except _Broken as broken:
         raise PlanCorruptError(f"{plan.name}: {broken}; build the plan again, and if that does not help, report it: it "
@@ -62,34 +63,36 @@ def _check(holds: bool, what: str) -> None:
 
 
 def _check_plan(plan: Plan) -> None:
-    features = plan.cpu.get("features", [])
+    features = plan.machine.cpu.get("features", [])
     _check(isinstance(features, list | tuple) and all(isinstance(feature, str) for feature in features),
            f"cpu features {features!r}")
-    _check(isinstance(plan.cpu.get("architecture", ""), str), f"architecture {plan.cpu.get('architecture')!r}")
+    architecture = plan.machine.cpu.get("architecture", "")
+    _check(isinstance(architecture, str), f"architecture {architecture!r}")
     _check(0 <= plan.max_batch <= ADDRESSABLE, f"batches of up to {plan.max_batch}")
     threads = plan.metadata.get("threads", 1)
     _check(isinstance(threads, int) and threads >= 1, f"built for {threads!r} threads")
-    for item in plan.expanded:
+    for item in plan.machine.expanded:
         _check_expanded(plan, item)
-    _check(sum(max(buffer.bytes, 0) for buffer in plan.buffers) + plan.expanded_bytes <= ADDRESSABLE,
+    _check(sum(max(buffer.bytes, 0) for buffer in plan.machine.buffers) + plan.machine.expanded_bytes <= ADDRESSABLE,
            "buffers of more bytes than a process can address")
 
 
 def _check_expanded(plan: Plan, item: ExpandedConstant) -> None:
-    _check(0 <= item.source <= len(plan.constants) and item.offset >= 0 and item.bytes >= 0
+    size = len(plan.machine.constants)
+    _check(0 <= item.source <= size and item.offset >= 0 and item.bytes >= 0
            and item.offset + item.bytes <= ADDRESSABLE,
-           f"the constant of '{item.name}' is made of byte {item.source} of {len(plan.constants)}, as {item.bytes} "
-           f"bytes at {item.offset}")
+           f"the constant of '{item.name}' is made of byte {item.source} of {size}, as {item.bytes} bytes at "
+           f"{item.offset}")
     _check(0 <= item.rows <= ADDRESSABLE and 0 <= item.columns <= ADDRESSABLE,
            f"the constant of '{item.name}' has {item.rows} rows and {item.columns} columns")
 
 
 # ---- tensors
-def _check_io(plan: Plan, kind: str, tensors: Sequence[IoTensor]) -> None:
+def _check_io(plan: Plan, kind: str, tensors: Sequence[IoTensor], views: Sequence[TensorView]) -> None:
     names = [tensor.name for tensor in tensors]
     _check(len({*names}) == len(names), f"two {kind} of one name among {names}")
-    for tensor in tensors:
-        view = tensor.view
+    _check(len(tensors) == len(views), f"{len(tensors)} {kind}, of which {len(views)} lie somewhere")
+    for tensor, view in zip(tensors, views, strict=True):
         _check_view(plan, view, kind)
         own = list(tensor.shape)
         if view.batched:
@@ -101,7 +104,8 @@ def _check_io(plan: Plan, kind: str, tensors: Sequence[IoTensor]) -> None:
 
 def _check_view(plan: Plan, view: TensorView, where: str) -> None:
     where = f"{where}: '{view.name}'"
-    _check(0 <= view.buffer < len(plan.buffers), f"{where} lies in buffer {view.buffer}, of {len(plan.buffers)}")
+    count = len(plan.machine.buffers)
+    _check(0 <= view.buffer < count, f"{where} lies in buffer {view.buffer}, of {count}")
     _check(element_bytes(view.dtype) > 0, f"{where} has dtype '{view.dtype}'")
     _check(len(view.shape) == len(view.strides) and len(view.shape) < 32 and min((0, *view.shape, *view.strides)) == 0,
            f"{where} has extents {list(view.shape)} and strides {list(view.strides)}")
@@ -110,7 +114,7 @@ def _check_view(plan: Plan, view: TensorView, where: str) -> None:
            f"{view.batch_axis}")
     _check(view.item_stride >= (1 if view.batched and 0 not in view.shape else 0),
            f"{where} has items {view.item_stride} bytes apart")
-    buffer, end = plan.buffers[view.buffer], view.end(plan.batch_slots)
+    buffer, end = plan.machine.buffers[view.buffer], view.end(plan.batch_slots)
     _check(view.offset >= 0 and end <= buffer.bytes,
            f"{where} ends at byte {end} of buffer '{buffer.name}', which has {buffer.bytes}")
     if view.quant is not None:
@@ -170,12 +174,12 @@ def _check_step(plan: Plan, index: int, step: Step, where: str) -> None:
 
 def _check_operand(plan: Plan, index: int, operand: Operand, where: str) -> None:
     if operand.buffer is None:
-        size = len(plan.constants)
+        size = len(plan.machine.constants)
     elif operand.buffer == EXPANDED:
-        size = plan.expanded_bytes
+        size = plan.machine.expanded_bytes
     else:
         _check_life(plan, index, operand.buffer, where)
-        size = plan.buffers[operand.buffer].bytes
+        size = plan.machine.buffers[operand.buffer].bytes
     _check(0 <= operand.offset <= size, f"{where} has an operand at byte {operand.offset} of {size}")
 
 
@@ -188,8 +192,8 @@ def _check_footprint(plan: Plan, index: int, touched: Footprint, where: str) -> 
 
 
 def _check_life(plan: Plan, index: int, number: int, where: str) -> None:
-    _check(0 <= number < len(plan.buffers), f"{where} uses buffer {number}, of {len(plan.buffers)}")
-    buffer = plan.buffers[number]
+    _check(0 <= number < len(plan.machine.buffers), f"{where} uses buffer {number}, of {len(plan.machine.buffers)}")
+    buffer = plan.machine.buffers[number]
     _check(buffer.first <= index <= buffer.last,
            f"{where} uses buffer '{buffer.name}', which is alive in steps {buffer.first} to {buffer.last}")
 
@@ -207,14 +211,14 @@ def _check_fallback(plan: Plan, index: int, fallback: Fallback, where: str) -> N
 
 
 def _check_item_major_run(plan: Plan, run: ItemMajorRun, behind: int) -> None:
-    _check(behind <= run.first < run.last <= len(plan.steps),
+    _check(behind <= run.first < run.last <= len(plan.machine.steps),
            f"steps {run.first} to {run.last - 1} are to run item by item")
     for index in range(run.first, run.last):
-        step = plan.steps[index]
+        step = plan.machine.steps[index]
         where = f"step {index} '{step.name}'"
         _check(bool(step.symbol) and runs_by_item(step), f"{where} cannot run item by item")
         for buffer in _buffers(step.operands):
-            if not run.keeps(plan.buffers[buffer]):
+            if not run.keeps(plan.machine.buffers[buffer]):
                 _check_life(plan, run.first, buffer, where)
                 _check_life(plan, run.last - 1, buffer, where)
 

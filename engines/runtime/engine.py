@@ -12,7 +12,7 @@ from engines.backends.device import Execution
 from engines.errors import ConfigError, InputError
 from engines.ir.dtypes import as_in_memory, memory_dtype
 from engines.ir.graph import Array
-from engines.plan.plan import IoTensor, Plan, Step, TensorView
+from engines.plan.plan import IoTensor, Plan, Step
 
 
 def _checked_cpus(cpus: Sequence[int] | None, threads: int) -> tuple[int, ...] | None:
@@ -36,7 +36,7 @@ class Engine:
         self._cpus = _checked_cpus(cpus, threads)
         self.plan = plan
         self.threads = threads
-        self._loaded = device_of(plan.backend).load(plan, threads)
+        self._loaded = device_of(plan.machine.backend).load(plan, threads)
         self._feeds = Feeds(plan)
         self._idle: deque[ExecutionContext] = deque()      # its append and pop are atomic
 
@@ -106,8 +106,8 @@ class ExecutionContext:
 
     def __init__(self, plan: Plan, execution: Execution) -> None:
         self._plan, self.execution = plan, execution
-        self._inputs = {io.name: io.view for io in plan.inputs}
-        self._outputs = {io.name: io.view for io in plan.outputs}
+        self._inputs = {io.name: view for io, view in zip(plan.inputs, plan.machine.inputs, strict=True)}
+        self._outputs = {io.name: view for io, view in zip(plan.outputs, plan.machine.outputs, strict=True)}
         self._arrays: dict[tuple[str, str, int], Array] = {}    # (kind, name, batch) -> what has been asked for
 
     def input(self, name: str, batch: int = 1) -> Array:
@@ -131,7 +131,7 @@ class ExecutionContext:
         self._check(batch)
         if repeats < 1:
             raise ConfigError(f"profile: repeats={repeats}, at least 1")
-        return list(zip(self._plan.steps, self.execution.profile(batch, repeats), strict=True))
+        return list(zip(self._plan.machine.steps, self.execution.profile(batch, repeats), strict=True))
 
     def close(self) -> None:
         """Stop the context's threads. Its memory is freed with the last view of it."""
@@ -159,21 +159,14 @@ def _names(names: Mapping[str, object]) -> str:
     return ", ".join(f"'{name}'" for name in names)
 
 
-def _with_batch(view: TensorView, items: int) -> tuple[int, ...]:
-    """The tensor's shape for that many items."""
-    if not view.batched:
-        return view.shape
-    return (*view.shape[:view.batch_axis], items, *view.shape[view.batch_axis:])
-
-
 # ---- feeds
 class Feeds:
     """What a plan's inputs take, worked out once."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._expected = {io.name: (memory_dtype(io.dtype), io.view)
-                          for io in plan.inputs}
+        self._expected = {io.name: (memory_dtype(io.dtype), io.batched, view.shape)
+                          for io, view in zip(plan.inputs, plan.machine.inputs, strict=True)}
 
     def check(self, arrays: Mapping[str, Array]) -> int:
         """The number of items in the feeds (1 if the model has no batch axis). InputError: what was expected, what
@@ -181,15 +174,15 @@ class Feeds:
         if len(arrays) != len(self._expected) or any(name not in self._expected for name in arrays):
             self._refuse_names(arrays)
         items: int | None = None
-        for name, (dtype, view) in self._expected.items():
+        for name, (dtype, batched, shape) in self._expected.items():
             array = arrays[name]
             if array.dtype != dtype:
                 raise InputError(f"{self._plan.name}: input '{name}' is {array.dtype}, the model takes {dtype}")
-            if (array.shape[1:] if view.batched else array.shape) != view.shape or array.ndim < view.batched:
-                wanted = ["batch", *view.shape] if view.batched else [*view.shape]
+            if (array.shape[1:] if batched else array.shape) != shape or array.ndim < batched:
+                wanted = ["batch", *shape] if batched else [*shape]
                 raise InputError(f"{self._plan.name}: input '{name}' has shape {list(array.shape)}, the model takes "
                                  f"[{', '.join(map(str, wanted))}]")
-            if view.batched:
+            if batched:
                 if items is not None and len(array) != items:
                     self._refuse_counts(arrays)
                 items = len(array)
@@ -203,7 +196,7 @@ class Feeds:
         raise InputError(f"{self._plan.name}: input '{missing}' is missing; the model takes {taken}")
 
     def _refuse_counts(self, arrays: Mapping[str, Array]) -> None:
-        counts = [f"'{name}' has {len(arrays[name])}" for name, (_, view) in self._expected.items() if view.batched]
+        counts = [f"'{name}' has {len(arrays[name])}" for name, (_, batched, _) in self._expected.items() if batched]
         raise InputError(f"{self._plan.name}: inputs disagree on the batch: {', '.join(counts)}")
 
 
@@ -215,14 +208,13 @@ def _run_slices(context: ExecutionContext, plan: Plan, arrays: Mapping[str, Arra
         raise InputError(f"{plan.name}: {items} items, but the plan takes 1 to {slots} at once, and they cannot be run "
                          f"in slices, for they depend on each other: {plan.dependence}. Build it with --max-batch "
                          f"{max(items, 1)}")
-    results = {io.name: np.empty(_with_batch(io.view, items), memory_dtype(io.dtype))
-               for io in plan.outputs}
+    results = {io.name: np.empty(io.shape_of(items), memory_dtype(io.dtype)) for io in plan.outputs}
     for start in range(0, items, slots):
         part = slice(start, min(start + slots, items))
-        feeds = {io.name: arrays[io.name][part] if io.view.batched else arrays[io.name] for io in plan.inputs}
+        feeds = {io.name: arrays[io.name][part] if io.batched else arrays[io.name] for io in plan.inputs}
         made = _run_slice(context, plan, feeds, part.stop - part.start)
         for io in plan.outputs:
-            items_of = (slice(None),) * io.view.batch_axis + (part,) if io.view.batched else ...
+            items_of = (slice(None),) * io.batch_axis + (part,) if io.batched else ...
             results[io.name][items_of] = made[io.name]
     return results
 

@@ -131,7 +131,7 @@ def _summary(plan: Plan, options: argparse.Namespace, notify: Notify) -> None:
     if missing := fallbacks(plan):
         _say(missing)
     size = Path(options.output).stat().st_size / 1e6
-    notify(f"{options.output}: {plan.precision} for {plan.target}, {kernels(plan)}, {size:.1f} MB")
+    notify(f"{options.output}: {plan.precision} for {plan.machine.target}, {kernels(plan)}, {size:.1f} MB")
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -21,18 +21,19 @@ from infer_server.cli.run_engine import ready_context
 
 def describe(plan: Plan) -> dict[str, Any]:
     """The plan as the JSON that --json prints."""
+    machine = plan.machine
     return {
-        "name": plan.name, "target": plan.target, "cpu": dict(plan.cpu), "precision": plan.precision,
+        "name": plan.name, "target": machine.target, "cpu": dict(machine.cpu), "precision": plan.precision,
         "max_batch": plan.max_batch, "dependence": plan.dependence,
         "inputs": [_tensor(t) for t in plan.inputs], "outputs": [_tensor(t) for t in plan.outputs],
         "kernels": [{"name": s.name, "fuses": list(s.fuses), "precision": s.precision, "tactic": s.tactic,
                      "time_us": s.time_us, "macs": s.macs, "bytes": s.bytes,
-                     **({"fallback": s.reason} if s.fallback else {})} for s in plan.steps if not writes_border(s)],
-        "borders": [s.name for s in plan.steps if writes_border(s)],
-        "by_item": [[s.name for s in plan.steps[run.first:run.last]] for run in plan.item_major],
-        "constants_bytes": len(plan.constants), "expanded_bytes": plan.expanded_bytes,
-        "code_bytes": sum(map(len, plan.code)),
-        "buffer_bytes": sum(b.bytes for b in plan.buffers), "metadata": dict(plan.metadata),
+                     **({"fallback": s.reason} if s.fallback else {})} for s in machine.steps if not writes_border(s)],
+        "borders": [s.name for s in machine.steps if writes_border(s)],
+        "by_item": [[s.name for s in machine.steps[run.first:run.last]] for run in machine.item_major],
+        "constants_bytes": len(machine.constants), "expanded_bytes": machine.expanded_bytes,
+        "code_bytes": sum(map(len, machine.code)),
+        "buffer_bytes": sum(b.bytes for b in machine.buffers), "metadata": dict(plan.metadata),
     }
 
 
@@ -42,20 +43,20 @@ def _tensor(tensor: IoTensor) -> dict[str, Any]:
 
 def kernels(plan: Plan) -> str:
     """As people read it: 56 kernels, 3 border writers."""
-    borders = sum(map(writes_border, plan.steps))
-    return f"{len(plan.steps) - borders} kernels" + (f", {borders} border writers" if borders else "")
+    borders = sum(map(writes_border, plan.machine.steps))
+    return f"{len(plan.machine.steps) - borders} kernels" + (f", {borders} border writers" if borders else "")
 
 
 def layers(plan: Plan) -> str:
     """A line a kernel, as people read it."""
     rows = [(step.name, step.precision, step.tactic, step.time_us, step.macs / 1e6, " + ".join(step.fuses) or "-")
-            for step in plan.steps]
+            for step in plan.machine.steps]
     return table(rows, ("kernel", "precision", "tactic", "us", "M MAC", "fuses"))
 
 
 def fallbacks(plan: Plan) -> str:
     """The steps that run on the reference, with the reason; "" where there are none."""
-    lines = [f"  {step.name}: {step.reason}" for step in plan.steps if step.fallback]
+    lines = [f"  {step.name}: {step.reason}" for step in plan.machine.steps if step.fallback]
     return "\n".join(["not compiled, running on the reference:", *lines]) if lines else ""
 
 
@@ -73,17 +74,19 @@ def _command(options: argparse.Namespace) -> int:
     def shapes(tensors: tuple[IoTensor, ...]) -> str:
         return ", ".join(f"{t.name} {t.dtype}{list(t.shape)}" for t in tensors)
 
-    print(f"{plan.name}: {plan.precision} for {plan.target}, batches of up to {plan.max_batch or 'the declared shape'}")
+    machine = plan.machine
+    print(f"{plan.name}: {plan.precision} for {machine.target}, "
+          f"batches of up to {plan.max_batch or 'the declared shape'}")
     if plan.dependence:
         print(f"items depend on each other, so a batch is neither cut nor merged: {plan.dependence}")
     print(f"inputs   {shapes(plan.inputs)}\noutputs  {shapes(plan.outputs)}\n")
     print(layers(plan))
-    for run in plan.item_major:
-        print(f"\nitem by item in batches: '{plan.steps[run.first].name}' to '{plan.steps[run.last - 1].name}'")
-    timed, macs = sum(step.time_us for step in plan.steps), sum(step.macs for step in plan.steps)
+    for run in machine.item_major:
+        print(f"\nitem by item in batches: '{machine.steps[run.first].name}' to '{machine.steps[run.last - 1].name}'")
+    timed, macs = sum(step.time_us for step in machine.steps), sum(step.macs for step in machine.steps)
     print(f"\n{kernels(plan)}, {timed / 1e3:.3f} ms as timed one by one, {macs / 1e6:.1f} M MAC, "
-          f"{len(plan.constants) / 1e6:.2f} MB of constants"
-          + (f", {plan.expanded_bytes / 1e6:.2f} MB more made of them when it is loaded" if plan.expanded else ""))
+          f"{len(machine.constants) / 1e6:.2f} MB of constants"
+          + (f", {machine.expanded_bytes / 1e6:.2f} MB more computed from them at load" if machine.expanded else ""))
     if missing := fallbacks(plan):
         print(missing)
     return 0

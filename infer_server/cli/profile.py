@@ -69,7 +69,7 @@ class Profile:
 def profile(engine: Engine, context: ExecutionContext, batch: int) -> Profile:
     """Runs the network on what its inputs hold, step by step, after measuring the machine's peaks (for a plan of
     compiled code that needs the compiler: llvmlite)."""
-    peaks = backend_named(engine.plan.backend).peaks()
+    peaks = backend_named(engine.plan.machine.backend).peaks()
     clock = thread_seconds if engine.threads == 1 else time.perf_counter
 
     def run_once() -> float:

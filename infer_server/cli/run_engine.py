@@ -56,7 +56,7 @@ def read_feed(path: str, plan: Plan, batch: int) -> dict[str, Array]:
     items = Feeds(plan).check(arrays)
     if plan.max_batch and items < batch:
         raise InputError(f"'{path}' has {items} items; --batch {batch} needs as many")
-    return {t.name: arrays[t.name][:batch] if t.view.batched else arrays[t.name] for t in plan.inputs}
+    return {t.name: arrays[t.name][:batch] if t.batched else arrays[t.name] for t in plan.inputs}
 
 
 def ready_context(engine: Engine, batch: int, data: str | None = None) -> ExecutionContext:
@@ -95,7 +95,7 @@ def report(engine: Engine, batch: int, times: np.ndarray[Any, Any]) -> dict[str,
             "batch": batch, "threads": engine.threads, "runs": len(times),
             "latency_ms": {"mean": float(milliseconds.mean()), "min": float(milliseconds.min()),
                            "p50": p50, "p90": p90, "p95": p95, "p99": p99},
-            "target": engine.plan.target, "precision": engine.plan.precision}
+            "target": engine.plan.machine.target, "precision": engine.plan.precision}
 
 
 def pinned(threads: int) -> list[int]:
@@ -124,7 +124,7 @@ def _command(options: argparse.Namespace) -> int:
         print(json.dumps(result, indent=1))
     else:
         latency = result["latency_ms"]
-        print(f"{engine.plan.name} ({engine.plan.precision}, {engine.plan.target}), batch {options.batch}, "
+        print(f"{engine.plan.name} ({engine.plan.precision}, {engine.plan.machine.target}), batch {options.batch}, "
               f"{threads} thread{'s' if threads > 1 else ''}: {result['throughput']:.1f} items/s")
         print("  ".join(f"{key} {latency[key]:.3f} ms" for key in latency))
     return 0

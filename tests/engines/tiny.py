@@ -7,8 +7,8 @@ It reads one input back to front, so that a piece that runs before all of its in
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from engines.backends.llvm.codegen.ir_builder import I32, Module
 from engines.backends.llvm.codegen.isa import best_isa
 from engines.backends.llvm.kernels.kernel import begin_kernel
 from engines.ir.graph import Array
-from engines.plan.plan import Buffer, Fill, Footprint, IoTensor, Operand, Plan, Step, TensorView
+from engines.plan.plan import Buffer, Fill, Footprint, IoTensor, MachinePart, Operand, Plan, Step, TensorView
 
 ISA = best_isa(host_features())
 
@@ -52,14 +52,14 @@ def add_one_object(name: str) -> bytes:
     return compile_object(module.text(), ISA)
 
 
-def as_constants(weights: Mapping[str, Array], before: bytes = b"") -> dict[str, Any]:
-    """Fields of a plan whose constants are `before` and these weights as they are: what its fallbacks may read."""
-    data, offsets = before, {}
+def with_weights(plan: Plan, weights: Mapping[str, Array]) -> Plan:
+    """The plan with these weights, as they are, behind its constants: its fallbacks may read them."""
+    data, offsets = bytes(plan.machine.constants), {}
     for name, array in weights.items():
         data += bytes(-len(data) % 64)
         offsets[name] = len(data)
         data += array.tobytes()
-    return {"constants": data, "weights": weights, "weight_offsets": offsets}
+    return replace(plan.with_machine(constants=data, weight_offsets=offsets), weights=weights)
 
 
 @cache
@@ -85,9 +85,6 @@ def mix_plan(reads: Sequence[tuple[int, int]], outputs: Sequence[int], rows: int
     def view(tensor: int) -> TensorView:
         return TensorView(f"t{tensor}", "int32", (rows, columns), tensor, 0, (columns * 4, 4), item)
 
-    def io(name: str, tensor: int) -> IoTensor:
-        return IoTensor(name, "int32", ("batch", rows, columns), view(tensor))
-
     def step(i: int) -> Step:
         row_step, column_step = steps[i] if steps else (1, 1)
         (a, b), line = reads[i], columns * 4
@@ -98,10 +95,13 @@ def mix_plan(reads: Sequence[tuple[int, int]], outputs: Sequence[int], rows: int
                     depends=tuple({t - 1 for t in reads[i] if t}), reads=touched[:2], writes=touched[2:],
                     constant_bytes=constant_bytes[i] if steps else 0)
 
-    return Plan(name="mixer", target=ISA.name, cpu={"features": sorted(ISA.requires), "model": "any"}, precision="fp32",
-                max_batch=max_batch, inputs=(io("x", 0),), outputs=tuple(io(f"t{t}", t) for t in outputs),
-                buffers=tuple(buffers), steps=tuple(step(i) for i in range(len(reads))), fills=(),
-                code=(mix_object("mix", rows, columns), executor()), constants=b"",
+    shape = ("batch", rows, columns)
+    machine = MachinePart(
+        "llvm", ISA.name, (view(0),), tuple(map(view, outputs)), tuple(buffers),
+        tuple(step(i) for i in range(len(reads))), cpu={"features": sorted(ISA.requires), "model": "any"},
+        code=(mix_object("mix", rows, columns), executor()))
+    return Plan("mixer", "fp32", max_batch, (IoTensor("x", "int32", shape),),
+                tuple(IoTensor(f"t{t}", "int32", shape) for t in outputs), machine,
                 graph={"nodes": ["mix"]}, weights={"w": np.arange(6, dtype=np.float32).reshape(2, 3)},
                 metadata={"compiler": "by hand"})
 
@@ -119,9 +119,9 @@ def halo_plan(max_batch: int = 3) -> Plan:
     y = TensorView("y", "int32", (2, 6), 1, 0, (24, 4), 48)
     step = Step(symbol="add", operands=(Operand(0), Operand(None, 64), Operand(1, 4)), rows_per_item=2, columns=4,
                 name="add")
-    return Plan(name="halo", target=ISA.name, cpu={"features": sorted(ISA.requires)}, precision="fp32",
-                max_batch=max_batch, inputs=(IoTensor("x", "int32", ("N", 2, 4), x),),
-                outputs=(IoTensor("y", "int32", ("N", 2, 6), y),),
-                buffers=(Buffer("x", 32 * max_batch, -1, 0), Buffer("y", 48 * max_batch, 0, 1)), steps=(step,),
-                fills=(Fill(y, -7, ((0, 0), (1, 1))),), code=(add_one_object("add"), executor()),
-                constants=bytes(64) + np.int32(5).tobytes())
+    machine = MachinePart(
+        "llvm", ISA.name, (x,), (y,), (Buffer("x", 32 * max_batch, -1, 0), Buffer("y", 48 * max_batch, 0, 1)), (step,),
+        (Fill(y, -7, ((0, 0), (1, 1))),), {"features": sorted(ISA.requires)}, (add_one_object("add"), executor()),
+        bytes(64) + np.int32(5).tobytes())
+    return Plan("halo", "fp32", max_batch, (IoTensor("x", "int32", ("N", 2, 4)),),
+                (IoTensor("y", "int32", ("N", 2, 6)),), machine)

@@ -34,10 +34,10 @@ from engines.ir.serialize import node_to_json
 from engines.loading import load_engine
 from engines.plan.checksums import PAGE, page_sums, strong
 from engines.plan.file import fingerprint_of, read_plan, write_plan
-from engines.plan.plan import Buffer, Fallback, IoTensor, ItemMajorRun, Plan, Step, TensorView
+from engines.plan.plan import Buffer, Fallback, IoTensor, ItemMajorRun, MachinePart, Plan, Step, TensorView
 from engines.plan.sections import summed
 from tests.engines.compiler.zoo_engines import compiled
-from tests.engines.tiny import as_constants, executor, halo_plan, mix_plan
+from tests.engines.tiny import executor, halo_plan, mix_plan, with_weights
 from tests.fuzz.worker import Worker
 from tests.zoo import TINY
 
@@ -276,7 +276,7 @@ def loaded(path: str, *_: Any) -> str:
         for batch in (1, engine.plan.batch_slots):
             for io in engine.inputs:
                 context.input(io.name, batch)[...] = 1
-            if not any(step.symbol for step in engine.plan.steps):
+            if not any(step.symbol for step in engine.plan.machine.steps):
                 context.execute(batch)
     except PlanError as error:
         return f"refused: {type(error).__name__}: {error}"
@@ -295,12 +295,11 @@ def reference_plan() -> Plan:
     y, z = (TensorView(name, "float32", (2,), buffer, 0, (4,), 8) for name, buffer in (("y", 1), ("z", 2)))
     product = Fallback(node_to_json(Node("MatMul", ("x", "w"), ("y",))), (x, "w"), (y,), (None, quants[1]))
     total = Fallback(node_to_json(Node("Add", ("y", "b"), ("z",))), (y, "b"), (z,))
-    return Plan(name="m", target="", cpu={}, precision="int8", max_batch=2,
-                inputs=(IoTensor("x", "uint8", ("N", 3), x),), outputs=(IoTensor("z", "float32", ("N", 2), z),),
-                buffers=(Buffer("x", 6, -1, 0), Buffer("y", 16, 0, 1), Buffer("z", 16, 1, 2)),
-                steps=(Step("", (), 1, fallback=product), Step("", (), 1, depends=(0,), fallback=total)), fills=(),
-                code=(executor(),),
-                **as_constants({"w": np.array([[4, -4], [8, 0], [0, 12]], np.int8), "b": np.ones(2, np.float32)}))
+    machine = MachinePart(
+        "llvm", "", (x,), (z,), (Buffer("x", 6, -1, 0), Buffer("y", 16, 0, 1), Buffer("z", 16, 1, 2)),
+        (Step("", (), 1, fallback=product), Step("", (), 1, depends=(0,), fallback=total)), code=(executor(),))
+    plan = Plan("m", "int8", 2, (IoTensor("x", "uint8", ("N", 3)),), (IoTensor("z", "float32", ("N", 2)),), machine)
+    return with_weights(plan, {"w": np.array([[4, -4], [8, 0], [0, 12]], np.int8), "b": np.ones(2, np.float32)})
 
 
 def seeds(folder: Path) -> list[Path]:

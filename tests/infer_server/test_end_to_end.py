@@ -68,8 +68,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
                               "--no-timing", "--quiet"]) == 0
     foreign = read_plan(plan)
     (root / "foreign" / "1").mkdir(parents=True)
-    write_plan(dataclasses.replace(foreign, cpu={**foreign.cpu, "features": ["teleportation"]}, code=(b"none",),
-                                   fingerprint=""),
+    foreign = foreign.with_machine(cpu={**foreign.machine.cpu, "features": ["teleportation"]}, code=(b"none",))
+    write_plan(dataclasses.replace(foreign, fingerprint=""),
                root / "foreign" / "1" / "model.plan")
     for name, content in (("truncated", plan.read_bytes()[:-100]), ("text", b"not a plan")):
         (root / name / "1").mkdir(parents=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from engines.backends.base import MachinePart, Progress, TimedNode
+from engines.backends.base import Progress, TimedNode
 from engines.backends.llvm.codegen.executor import scheduler_object
 from engines.backends.llvm.codegen.isa import Isa, isa_named
 from engines.backends.llvm.constants import Constants
@@ -17,10 +17,10 @@ from engines.lowering.calls.calls import AnyCall, Call, name_of
 from engines.lowering.calls.placement import NO_BUFFER, Placement
 from engines.lowering.lower import Lowered, lower
 from engines.lowering.problems.problem import Problem
-from engines.lowering.steps import io_tensors, step_of
+from engines.lowering.steps import io_views, step_of
 from engines.machine.cpu import detect
 from engines.machine.timing_cache import TimingCache
-from engines.plan.plan import Footprint, Operand, Plan, Step
+from engines.plan.plan import Footprint, MachinePart, Operand, Plan, Step
 
 USUAL_BATCH = 32            # of full tiles, whatever their shape
 
@@ -30,7 +30,7 @@ class CpuChosen:
     """A lowered graph, and the kernels of its calls."""
     lowered: Lowered
     choices: Mapping[Problem, Choice]
-    makers: Mapping[Problem, Choice]         # of constants, when a plan is loaded
+    expanders: Mapping[Problem, Choice]      # kernels that expand constants when a plan is loaded
     max_batch: int
 
     @property
@@ -89,8 +89,8 @@ class _Assembler:
     def __init__(self, chosen: CpuChosen, isa: Isa) -> None:
         self.lowered, self.isa, self.choices, self.max_batch = chosen.lowered, isa, chosen.choices, chosen.max_batch
         self.steps: list[Step] = []
-        self.code = {choice.symbol: choice.code for choice in chosen.makers.values()}
-        self.constants = Constants(chosen.graph, self.isa, chosen.makers)
+        self.code = {choice.symbol: choice.code for choice in chosen.expanders.values()}
+        self.constants = Constants(chosen.graph, self.isa, chosen.expanders)
         self.writers: dict[int, list[int]] = {}     # buffer -> steps
 
     def add(self, call: AnyCall) -> None:
@@ -114,7 +114,7 @@ class _Assembler:
         batched = call.outputs[0].items == BATCH
         constant_bytes = sum(size for _, size in packed)
         windows = choice.kernel.windows(self.isa, choice.tactic)
-        reads, writes = (tuple(_reach(placement, window, grid.rows_per_item) for placement, window in pairs
+        reads, writes = (tuple(_footprint(placement, window, grid.rows_per_item) for placement, window in pairs
                                if placement.buffer != NO_BUFFER)
                          for pairs in (zip(call.inputs, windows, strict=False),
                                        zip(call.outputs, windows[len(call.inputs):], strict=True)))
@@ -145,14 +145,14 @@ class _Assembler:
             code=(*self.code.values(), scheduler_object(isa)), constants=self.constants.data(),
             expanded=self.constants.expanded(),
             weight_offsets=self.constants.weight_offsets,
-            inputs=io_tensors(self.lowered, self.lowered.graph.inputs),
-            outputs=io_tensors(self.lowered, self.lowered.graph.outputs))
+            inputs=io_views(self.lowered, self.lowered.graph.inputs),
+            outputs=io_views(self.lowered, self.lowered.graph.outputs))
 
 
 def _architecture(isa: Isa, here: str) -> str:
     return isa.triple.split("-")[0] if isa.triple else here
 
 
-def _reach(placement: Placement, window: Window, period: int) -> Footprint:
+def _footprint(placement: Placement, window: Window, period: int) -> Footprint:
     return Footprint(placement.buffer, placement.offset + window.begin, placement.offset + window.end, window.rows,
-                 window.stride, placement.view.item, period)
+                     window.stride, placement.view.item, period)

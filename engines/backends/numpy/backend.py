@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from engines.backends.base import Backend, MachinePart, Progress, TimedNode
+from engines.backends.base import Backend, Progress, TimedNode
 from engines.ir.graph import Graph
 from engines.lowering.buffers import buffers_of, check_memory, fills_of, write_borders
 from engines.lowering.calls.calls import name_of
 from engines.lowering.lower import Lowered, lower
-from engines.lowering.steps import io_tensors, step_of
+from engines.lowering.steps import io_views, step_of
 from engines.machine.cpu import detect
 from engines.machine.timing_cache import TimingCache
-from engines.plan.plan import Plan
+from engines.plan.plan import MachinePart, Plan
 from engines.plan.roofline import Level, Peaks
 
 SIDE, BYTES = 512, 1 << 26      # of the matrices and of the array that the peaks are measured with
@@ -57,9 +57,9 @@ class NumpySession:
         steps = tuple(step if step.fallback else replace(step, tactic=f"{step.symbol}: numpy")
                       for step in (step_of(lowered, call) for call in lowered.calls))
         return MachinePart(
-            backend="numpy", target="numpy", cpu={}, buffers=buffers_of(lowered, chosen.max_batch),
-            fills=fills_of(lowered), steps=steps, code=(), constants=b"", expanded=(), weight_offsets={},
-            inputs=io_tensors(lowered, graph.inputs), outputs=io_tensors(lowered, graph.outputs))
+            backend="numpy", target="numpy", buffers=buffers_of(lowered, chosen.max_batch),
+            fills=fills_of(lowered), steps=steps,
+            inputs=io_views(lowered, graph.inputs), outputs=io_views(lowered, graph.outputs))
 
     def tuned(self, plan: Plan) -> Plan:
         return plan

@@ -34,7 +34,7 @@ class LoadedPlan:
     """A plan's graph, lowered; shared by all executions."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.layout = plan, plan_memory(plan.buffers, plan.fills)
+        self.plan, self.layout = plan, plan_memory(plan.machine.buffers, plan.machine.fills)
         self.lowered = lowered_for_numpy(graph_of(plan), plan.max_batch)
         constants = self.lowered.graph.constants
         self.constants = {name: np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -89,7 +89,7 @@ class NumpyExecution:
     def _prepare(self, batch: int) -> None:
         """Write the halos of the batch slots that none has asked for so far."""
         if batch > self._filled:
-            for fill in self._loaded.plan.fills:
+            for fill in self._loaded.plan.machine.fills:
                 write_halo(self.output(fill.view, batch), fill, self._filled)
             self._filled = batch
 

@@ -21,6 +21,7 @@ from engines.errors import ModelError
 from engines.ir.graph import Array
 from engines.passes.pixels import Pixels
 from engines.plan.file import read_plan, write_plan
+from engines.plan.plan import IoTensor
 from tests.engines.compiler.half_models import halved
 from tests.engines.compiler.recurrent_models import MODELS
 from tests.zoo import TINY
@@ -69,9 +70,9 @@ def test_a_model_of_16_bits_is_judged_by_their_rounding(tmp_path: Path, to: int,
 def test_a_plan_of_other_weights_fails_and_the_output_is_named(tmp_path: Path) -> None:
     path, model = built(tmp_path, TINY["explicit_pads"]())
     plan = read_plan(path)
-    constants = np.frombuffer(plan.constants, np.float32).copy()
+    constants = np.frombuffer(plan.machine.constants, np.float32).copy()
     constants[::7] *= 1.5
-    write_plan(replace(plan, constants=constants.tobytes(), fingerprint=""), path)
+    write_plan(replace(plan.with_machine(constants=constants.tobytes()), fingerprint=""), path)
     fault, = verify(path, model).faults
     assert "output 'output': its largest error is" in fault and "at most 0.001 may be" in fault
 
@@ -125,8 +126,8 @@ def test_generated_items_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
 def judged(expected: Array, value: Array, run: Callable[[Array], Array] | None = None,
            precision: str = "fp32") -> tuple[OutputErrors, tuple[str, ...]]:
     """The errors of an engine that gives `value` where `expected` is right, and what is at fault."""
-    tensor = SimpleNamespace(name="y", dtype=str(expected.dtype), view=SimpleNamespace(batched=True, batch_axis=0))
-    rows = SimpleNamespace(name="x", dtype="int64", view=SimpleNamespace(batched=True, batch_axis=0))
+    tensor = IoTensor("y", str(expected.dtype), ("batch", *expected.shape[1:]))
+    rows = IoTensor("x", "int64", ("batch",))
     engine: Any = SimpleNamespace(inputs=[rows], outputs=[tensor], plan=SimpleNamespace(dependence=""),
                                   run=lambda feed: {"y": (run or (lambda x: value[x]))(feed["x"])})
     found = verify_engine(engine, Oracle("what is right", lambda feed: {"y": expected[feed["x"]]}),

@@ -177,7 +177,7 @@ def test_attention_is_one_kernel_that_answers_as_onnx_runtime_does(name: str, pr
     feeds = feeds_for(case, MAX_BATCH - 1)
     expected, got = run_onnx(model, feeds)["y"], engine.run(feeds)["y"]
     assert np.abs(got - expected).max() < TOLERANCE[precision] * np.abs(expected).max()
-    kernels = [family(step) for step in engine.plan.steps]
+    kernels = [family(step) for step in engine.plan.machine.steps]
     assert kernels.count("attention") == 1
     assert not {"permute", "take", "softmax"} & set(kernels)
 
@@ -212,7 +212,7 @@ def test_attention_without_a_batch_is_one_kernel_too(keys_of: str, tmp_path: Pat
     engine = built(model, tmp_path, max_batch=None)
     feeds = {"x": np.random.default_rng(1).standard_normal((21, 1, 24)).astype(np.float32)}
     np.testing.assert_allclose(engine.run(feeds)["y"], run_onnx(model, feeds)["y"], rtol=1e-4, atol=1e-5)
-    kernels = [family(step) for step in engine.plan.steps]
+    kernels = [family(step) for step in engine.plan.machine.steps]
     assert "attention" in kernels and not {"permute", "softmax", "reference"} & set(kernels)
 
 
@@ -251,8 +251,8 @@ def test_attention_in_windows_is_one_kernel_too(batch: str | int, shifted: bool,
     items = 2 if batch == "N" else batch
     feeds = {"x": np.random.default_rng(1).standard_normal((items, 8, 8, 24)).astype(np.float32)}
     np.testing.assert_allclose(engine.run(feeds)["y"], run_onnx(model, feeds)["y"], rtol=1e-4, atol=1e-5)
-    assert [family(step) for step in engine.plan.steps] == ["permute", "contraction", "attention", "contraction",
-                                                            "permute"]     # into windows, and back
+    assert [family(step) for step in engine.plan.machine.steps] == [
+        "permute", "contraction", "attention", "contraction", "permute"]     # into windows, and back
 
 
 @pytest.mark.parametrize("name", ["as BERT", "q scaled, sliced from one projection", "q and k scaled, causal"])
@@ -263,9 +263,9 @@ def test_quantised_attention_computes_in_int8_and_exports_what_it_is(name: str, 
     feeds = feeds_for(case, MAX_BATCH)
     expected, got = run_onnx(model, feeds)["y"], engine.run(feeds)["y"]
     assert sqnr_db(expected, got) > 28
-    attention, = (step for step in engine.plan.steps if family(step) == "attention")
+    attention, = (step for step in engine.plan.machine.steps if family(step) == "attention")
     assert attention.precision == "int8"
-    assert "permute" not in [family(step) for step in engine.plan.steps]
+    assert "permute" not in [family(step) for step in engine.plan.machine.steps]
     # The quantised graph has a float softmax; the kernel rounds its weights to bytes.
     graph = graph_from_json(engine.plan.graph, engine.plan.weights)
     meant = reference.run(graph, feeds)["y"]
@@ -307,7 +307,7 @@ def test_a_query_that_sees_no_key_gets_zeros(precision: str, near: float, tmp_pa
         return {"x": random.standard_normal((items, 6, 32)).astype(np.float32), "seen": seen}
 
     engine = built(model, tmp_path, feeds(8) if precision == "int8" else None, precision=precision)
-    assert "attention" in map(family, engine.plan.steps)
+    assert "attention" in map(family, engine.plan.machine.steps)
     given = feeds(3)
     y = engine.run(given)["y"]
     np.testing.assert_allclose(y, ReferenceEvaluator(model).run(None, given)[0], rtol=0, atol=near)

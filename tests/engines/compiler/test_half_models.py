@@ -68,7 +68,7 @@ def test_a_half_model_computes_what_its_float32_twin_does(name: str, dtype: str,
     half = halved(model, TYPES[dtype], keep_io)
     plan = built(half, precision)
     assert {tensor.dtype for tensor in (*plan.inputs, *plan.outputs)} == {"float32" if keep_io else dtype}
-    assert not [step.name for step in plan.steps if step.fallback]
+    assert not [step.name for step in plan.machine.steps if step.fallback]
     results = Engine(plan).run(feeds_of(half))
     for key, expected in run(graph_from_onnx(model), feeds_of(model)).items():
         error = np.abs(as_real(results[key]) - expected).max() / np.abs(expected).max()
@@ -83,7 +83,7 @@ def test_a_cast_to_fewer_bits_rounds_though_it_is_widened_again(dtype: str) -> N
     graph = helper.make_graph(nodes, "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT, x.shape)],
                               [helper.make_tensor_value_info("y", TensorProto.FLOAT, x.shape)])
     plan = built(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), "fp32")
-    assert len(plan.steps) == 1
+    assert len(plan.machine.steps) == 1
     with np.errstate(over="ignore"):
         expected = -x.astype(DTYPES[TYPES[dtype]]).astype(np.float32)
     np.testing.assert_array_equal(Engine(plan).run({"x": x})["y"], expected)
@@ -115,7 +115,7 @@ def test_a_half_model_is_calibrated_with_float32_data_and_judged_by_numbers(dtyp
     said: list[str] = []
     plan = build_engine(tmp_path / "m.onnx", calibration=Calibration(tmp_path / "data.npz"), cache=False,
                         precision="int8", max_batch=4, timing=False, notify=said.append).plan
-    assert any(step.precision == "int8" for step in plan.steps)
+    assert any(step.precision == "int8" for step in plan.machine.steps)
     assert "dB" in " ".join(said)
     result = as_real(Engine(plan).run({"x": x.astype(DTYPES[TYPES[dtype]])})["y"])
     expected = np.maximum(x @ w, 0)

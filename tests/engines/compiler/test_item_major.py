@@ -25,12 +25,12 @@ def plan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def long_runs(plan: Plan) -> list[ItemMajorRun]:
     """As many steps as may run so, whatever their weights."""
-    return list(item_major._runs([replace(step, constant_bytes=0) for step in plan.steps]))
+    return list(item_major._runs([replace(step, constant_bytes=0) for step in plan.machine.steps]))
 
 
 def test_item_by_item_the_bytes_are_the_same(plan: Plan) -> None:
     by_item = run_item_major(plan, long_runs(plan))
-    assert sum(run.last - run.first for run in by_item.item_major) > len(plan.steps) // 2
+    assert sum(run.last - run.first for run in by_item.machine.item_major) > len(plan.machine.steps) // 2
     x = {"input": images_for(TINY["mobilenet_v2"](), MAX_BATCH, seed=3)}
     expected = Engine(plan).run(x)["output"]
     for threads in (1, 2):          # several threads ignore them
@@ -40,9 +40,9 @@ def test_item_by_item_the_bytes_are_the_same(plan: Plan) -> None:
 def test_a_tensor_from_outside_that_dies_inside_a_band_keeps_its_memory_to_the_end_of_it(plan: Plan) -> None:
     run = long_runs(plan)[0]
     assert verify(run_item_major(plan, [run]))
-    dying = [buffer for buffer in plan.buffers if buffer.first < run.first <= buffer.last < run.last - 1]
-    wrong = replace(plan, item_major=(run,)) if dying else \
-        replace(plan, item_major=(replace(run, first=run.first + 1),))     # its first step's are outside's now
+    dying = [buffer for buffer in plan.machine.buffers if buffer.first < run.first <= buffer.last < run.last - 1]
+    wrong = plan.with_machine(item_major=(run,)) if dying else \
+        plan.with_machine(item_major=(replace(run, first=run.first + 1),))     # its first step's are outside's now
     with pytest.raises(PlanCorruptError, match="alive in steps"):
         verify(wrong)
 
@@ -73,19 +73,19 @@ def test_what_was_timed_is_not_timed_again(plan: Plan, monkeypatch: pytest.Monke
     cache = TimingCache()
     monkeypatch.setattr(item_major, "_difference", lambda *_: 1.0)
     first = with_item_major_runs(plan, cache, "this one")
-    assert first.item_major and len(cache)
+    assert first.machine.item_major and len(cache)
     monkeypatch.delattr(item_major, "_difference")
     assert with_item_major_runs(plan, cache, "this one") == first
 
 
 @pytest.mark.parametrize(("whole", "part", "chosen"), [(9.0, 1.0, "whole"), (2.0, 1.0, "parts"), (0.0, 0.0, "none")])
-def test_a_run_is_one_band_unless_its_windows_save_more(plan: Plan, monkeypatch: pytest.MonkeyPatch, whole: float,
+def test_a_run_is_kept_whole_unless_its_windows_save_more(plan: Plan, monkeypatch: pytest.MonkeyPatch, whole: float,
                                                        part: float, chosen: str) -> None:
     monkeypatch.setattr(item_major, "LEAST_BYTES", 0)
     monkeypatch.setattr(item_major, "ITEMS", MAX_BATCH)
-    run, = (run for run in item_major._runs(plan.steps) if run.last - run.first > 2 * item_major.WINDOW)
+    run, = (run for run in item_major._runs(plan.machine.steps) if run.last - run.first > 2 * item_major.WINDOW)
     first, *_, last = item_major._windows(run)
     saving = {run: whole, first: part, last: 2 * part}      # the windows between them save nothing
     monkeypatch.setattr(item_major, "_difference", lambda by_step, by_item, run: saving.get(run, 0.0))
     wanted = {"whole": (run,), "parts": (first, last), "none": ()}[chosen]
-    assert with_item_major_runs(plan, TimingCache(), "this one").item_major == wanted
+    assert with_item_major_runs(plan, TimingCache(), "this one").machine.item_major == wanted

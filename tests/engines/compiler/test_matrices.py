@@ -39,7 +39,7 @@ def layers(shape: Sequence[int | str], cut: tuple[int, int, int] | None = None) 
 
 
 def products(engine: Engine) -> list[Step]:
-    return [step for step in engine.plan.steps if step.tactic.startswith("contraction")]
+    return [step for step in engine.plan.machine.steps if step.tactic.startswith("contraction")]
 
 
 def answers(model: onnx.ModelProto, shape: tuple[int, ...], folder: Path, precision: str, **options: Any) -> Engine:

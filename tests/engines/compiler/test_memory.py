@@ -18,7 +18,8 @@ MODELS = ("mobilenet_v2", "nanodet", "resnet18", "unet")
 
 def alive(plan: Plan) -> int:
     """Bytes of the buffers that are alive at once, at most."""
-    return max(sum(b.bytes for b in plan.buffers if b.first <= step <= b.last) for step in range(len(plan.steps)))
+    machine = plan.machine
+    return max(sum(b.bytes for b in machine.buffers if b.first <= step <= b.last) for step in range(len(machine.steps)))
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
@@ -26,7 +27,7 @@ def alive(plan: Plan) -> int:
 def test_a_context_takes_less_than_twice_what_is_alive_at_once(name: str, precision: str, tmp_path: Path) -> None:
     model = TINY[name](size=96)
     plan = compiled(model, tmp_path, precision=precision).plan
-    assert plan_memory(plan.buffers, plan.fills).total < 2 * alive(plan)
+    assert plan_memory(plan.machine.buffers, plan.machine.fills).total < 2 * alive(plan)
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
@@ -38,8 +39,8 @@ def test_halos_written_in_every_run_change_no_result(precision: str, tmp_path: P
     for spare in (0.0, 100.0):
         monkeypatch.setattr(buffers, "SPARE", spare)
         plan = compiled(model, tmp_path, precision=precision).plan
-        assert bool(plan.fills) == (spare == 100)
-        assert any(step.tactic.startswith("border") for step in plan.steps) == (spare == 0)
+        assert bool(plan.machine.fills) == (spare == 100)
+        assert any(step.tactic.startswith("border") for step in plan.machine.steps) == (spare == 0)
         engine = Engine(plan)
         results[spare] = [value for feed in feeds for value in engine.run(feed).values()]
     for got, expected in zip(results[0.0], results[100.0], strict=True):

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -75,7 +74,7 @@ def test_a_plan_read_from_its_file_is_compiled_for_another_machine_to_the_bit(
     made, here = plan_of(precision, target), plan_of(precision)
     read, _ = written(made, tmp_path)
     moved = relower(read)
-    assert moved.target == here.target and moved.constants == here.constants
+    assert moved.machine.target == here.machine.target and moved.machine.constants == here.machine.constants
     x = {"input": images_for(heavy(), 2)}
     for name, value in Engine(moved).run(x).items():
         np.testing.assert_array_equal(value, Engine(here).run(x)[name])
@@ -90,7 +89,7 @@ def test_a_stripped_plan_runs_as_before_and_is_not_compiled_for_another_machine(
         np.testing.assert_array_equal(value, Engine(plan).run(x)[name])
     with pytest.raises(PlanTargetError, match="stripped of its weights, so it runs on .* only"):
         relower(read)
-    written(replace(plan, target="amx9", cpu={"features": ["amx_int4096"]}).strip(), tmp_path)
+    written(plan.with_machine(target="amx9", cpu={"features": ["amx_int4096"]}).strip(), tmp_path)
     with pytest.raises(PlanTargetError, match="made for 'amx9'.* lacks amx_int4096; it is stripped .*without --strip"):
         load_engine(tmp_path / "m.plan")
 
@@ -102,7 +101,7 @@ def test_a_constant_that_kernels_read_as_it_is_is_written_once(tmp_path: Path) -
 
     plan = compiled(biased(), tmp_path).plan
     read, size = written(plan, tmp_path)
-    assert list(plan.weight_offsets) and {*plan.weight_offsets} == {*plan.weights}
+    assert list(plan.machine.weight_offsets) and {*plan.machine.weight_offsets} == {*plan.weights}
     assert written(plan.strip(), tmp_path)[1] == pytest.approx(size, abs=200)
     assert [array.tobytes() for array in read.weights.values()] == [a.tobytes() for a in plan.weights.values()]
 
@@ -125,9 +124,9 @@ def test_what_takes_more_room_where_it_is_read_is_made_when_the_plan_is_loaded(
     plan = plan_of(precision, target)
     if made_bytes is None:      # every weight is an int32
         made_bytes = sum(4 * array.size for array in plan.weights.values() if array.ndim > 1)
-        assert plan.expanded_bytes >= made_bytes
+        assert plan.machine.expanded_bytes >= made_bytes
     else:
-        assert plan.expanded_bytes == made_bytes
+        assert plan.machine.expanded_bytes == made_bytes
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -136,11 +135,12 @@ def test_made_constants_are_what_packing_means_bit_for_bit(plan_of: Callable[...
                                                            threads: int) -> None:
     """Those of the plan as it is read again, cut into pieces for several threads."""
     read, _ = written(plan_of(precision), tmp_path)
-    made = expand(read, LoadedPlan(read).kernel, np.frombuffer(read.constants, np.uint8).ctypes.data, threads).bytes
-    session = LlvmSession(read.target, TimingCache(), timing=False)
+    constants = np.frombuffer(read.machine.constants, np.uint8)
+    made = expand(read.machine, LoadedPlan(read).kernel, constants.ctypes.data, threads).bytes
+    session = LlvmSession(read.machine.target, TimingCache(), timing=False)
     chosen = session.choose(graph_of(read), read.max_batch)
     compared = 0
-    for step, call in zip(read.steps, chosen.lowered.calls, strict=True):
+    for step, call in zip(read.machine.steps, chosen.lowered.calls, strict=True):
         if not isinstance(call, Call):
             continue
         constants = chosen.choices[call.problem].kernel.ready_constants(
@@ -149,4 +149,4 @@ def test_made_constants_are_what_packing_means_bit_for_bit(plan_of: Callable[...
             if operand.buffer == EXPANDED:
                 np.testing.assert_array_equal(made[operand.offset:][:constant.nbytes], constant.view(np.uint8))
                 compared += constant.nbytes
-    assert compared == sum(item.bytes for item in read.expanded) > 1e6
+    assert compared == sum(item.bytes for item in read.machine.expanded) > 1e6

@@ -62,6 +62,6 @@ def test_a_product_is_one_kernel_that_answers_as_onnx_runtime_does(name: str, pr
              for key, shape in (("a", a), ("b", b))}
     expected, got = run_onnx(model, feeds)["y"], engine.run(feeds)["y"]
     assert np.abs(got - expected).max() < TOLERANCE[precision] * np.abs(expected).max()
-    kernels = [family(step) for step in engine.plan.steps]
+    kernels = [family(step) for step in engine.plan.machine.steps]
     assert kernels.count("product") == 1 and "reference" not in kernels
     assert ("permute" in kernels) == (name == "left factor turned")      # its rows must lie in one piece

@@ -98,12 +98,12 @@ def test_other_precisions_are_close(name: str, precision: str, least_db: float, 
     for output, value in engine.run({"x": x}).items():
         assert sqnr_db(expected[output], value) > least_db
     assert not fallbacks(engine), [f"{step.name}: {step.reason}" for step in fallbacks(engine)]
-    assert any("recurrence" in step.tactic and step.precision == "int16" for step in engine.plan.steps)
+    assert any("recurrence" in step.tactic and step.precision == "int16" for step in engine.plan.machine.steps)
 
 
 def test_a_layer_of_batch_first_moves_nothing(tmp_path: Path) -> None:
     """Its Transposes meet, and what is left is a product and a recurrence a layer, and the last Gemm."""
-    steps = engine_of(MODELS["commands"](), tmp_path).plan.steps
+    steps = engine_of(MODELS["commands"](), tmp_path).plan.machine.steps
     assert [step.tactic.split(":")[0] for step in steps] == ["contraction", "recurrence"] * 2 + ["contraction"]
 
 

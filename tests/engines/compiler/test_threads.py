@@ -33,7 +33,7 @@ class Chunks:
     def __init__(self, plan: Plan, x: Array) -> None:
         self.program = LoadedPlan(plan)
         segment, = self.program.segments
-        schedule = make_schedule(self.program, segment, len(x), WORKERS, [STEP_US] * len(plan.steps), 1.0)
+        schedule = make_schedule(self.program, segment, len(x), WORKERS, [STEP_US] * len(plan.machine.steps), 1.0)
         assert schedule is not None
         self.chunks = schedule.chunks
         self.depends = depends_of(schedule)
@@ -41,7 +41,7 @@ class Chunks:
         self.memory = self.arena._memory.bytes
         self.memory[:] = np.random.default_rng(2).integers(0, 256, len(self.memory))
         self.arena.prepare(len(x))
-        self.arena.array(plan.inputs[0].view, len(x))[...] = x
+        self.arena.array(plan.machine.inputs[0], len(x))[...] = x
 
     def run(self, index: int) -> None:
         row = self.chunks[index]
@@ -63,7 +63,7 @@ class Chunks:
             visit(index)
 
     def outputs(self) -> dict[str, Array]:
-        return {io.name: self.arena.array(io.view, BATCH) for io in self.program.plan.outputs}
+        return {view.name: self.arena.array(view, BATCH) for view in self.program.machine.outputs}
 
 
 def depends_of(schedule: Schedule) -> list[list[int]]:

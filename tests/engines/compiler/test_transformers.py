@@ -51,8 +51,8 @@ def test_a_sentence_encoder_agrees_with_onnx_runtime(options: dict[str, Any], tm
 @pytest.mark.parametrize("norm", ("operator", "div", "reciprocal"))
 def test_a_layer_norm_is_one_kernel_however_it_is_written(norm: str, tmp_path: Path) -> None:
     engine = text_engine(sentence_encoder(style=Style(norm=norm), layers=1), tmp_path)
-    assert sum(step.tactic.startswith("norm") for step in engine.plan.steps) == 4       # the last is of unit length
-    assert not any("Sqrt" in step.name for step in engine.plan.steps)
+    assert sum(step.tactic.startswith("norm") for step in engine.plan.machine.steps) == 4   # the last is of unit length
+    assert not any("Sqrt" in step.name for step in engine.plan.machine.steps)
 
 
 def test_a_quantised_sentence_encoder_is_near_the_float_one(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_an_int8_engine_is_close_to_the_float_model(name: str, tmp_path: Path) -
     worst = min(sqnr_db(expected[output], value) for output, value in engine.run({"input": x}).items())
     assert worst > PEER_DB[name] - MARGIN_DB
     assert not fallbacks(engine), [f"{step.name}: {step.reason}" for step in fallbacks(engine)]
-    assert any(step.precision == "int8" for step in engine.plan.steps)
+    assert any(step.precision == "int8" for step in engine.plan.machine.steps)
 
 
 def test_the_search_for_ranges_is_no_worse_than_one_it_chooses_from(tmp_path: Path) -> None:
@@ -62,13 +62,13 @@ def test_resnet50_has_a_kernel_a_convolution(tmp_path: Path) -> None:
     """53 convolutions and the last layer, the pools, and the input's conversion; BN, ReLU and Add are inside. (What
     renews the borders of shared buffers computes nothing.)"""
     plan = compiled(TINY["resnet50"](depths=(3, 4, 6, 3)), tmp_path, precision="int8").plan
-    assert sum(not writes_border(step) for step in plan.steps) <= 56
+    assert sum(not writes_border(step) for step in plan.machine.steps) <= 56
     block = {"/layer1.0/conv3/Conv", "/layer1.0/conv3_bn/BatchNormalization", "/layer1.0/Add", "/layer1.0/Relu_2"}
-    assert any(block <= set(step.fuses) for step in plan.steps)
+    assert any(block <= set(step.fuses) for step in plan.machine.steps)
 
 
 def test_siblings_of_an_inception_module_are_one_kernel(tmp_path: Path) -> None:
     plan = compiled(TINY["googlenet"](), tmp_path, precision="int8").plan
     for module in ("3a", "4c", "5b"):
         siblings = {f"/inception{module}/{branch}/Conv" for branch in ("branch1", "branch2.0", "branch3.0")}
-        assert [step.name for step in plan.steps if siblings <= set(step.fuses)], f"no kernel fuses {siblings}"
+        assert [step.name for step in plan.machine.steps if siblings <= set(step.fuses)], f"no kernel fuses {siblings}"

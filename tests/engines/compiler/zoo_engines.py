@@ -41,7 +41,7 @@ def engine_of(model: onnx.ModelProto, folder: Path, **options: Any) -> Engine:
 
 def fallbacks(engine: Engine) -> list[Step]:
     """The steps that no kernel computes."""
-    return [step for step in engine.plan.steps if step.fallback]
+    return [step for step in engine.plan.machine.steps if step.fallback]
 
 
 def relative_error(value: NDArray[Any], expected: NDArray[Any]) -> float:

@@ -19,21 +19,21 @@ from engines.plan.checksums import PAGE, page_sums
 from engines.plan.file import MAGIC, VERSION, fingerprint_of, read_plan, write_plan
 from engines.plan.plan import Buffer, Fallback, Fill, Operand, Plan, Step
 from engines.plan.sections import INFLATED
-from tests.engines.tiny import as_constants, halo_plan
+from tests.engines.tiny import halo_plan, with_weights
 from tests.fuzz.plans import File
 
 
 def rich_plan() -> Plan:
     """A plan that has something in every field."""
     plan = halo_plan()
-    view = replace(plan.outputs[0].view, dtype="uint8", quant=QParams((0.5, 0.25), (3, 0), "uint8", axis=1))
+    view = replace(plan.machine.outputs[0], dtype="uint8", quant=QParams((0.5, 0.25), (3, 0), "uint8", axis=1))
     fallback = Fallback({"op": "Erf", "attrs": {"axes": [1, 2]}}, (view, "w", ""), (view,))
     step = Step("", (), 0, rows=3, depends=(0,), fallback=fallback, fuses=("a", "b"), reason="no kernel for Erf")
-    held = as_constants({"w": np.arange(6, dtype=np.float16).reshape(2, 3)}, bytes(plan.constants))
-    return replace(plan, steps=(*plan.steps, step), buffers=(*plan.buffers, Buffer("z", 48, 1, 2)),
-                   graph={"nodes": [{"op": "Erf", "inputs": ["x"]}]}, weight_offsets=held["weight_offsets"],
-                   constants=held["constants"],
-                   weights={**held["weights"], "none": np.zeros((0, 4), np.int64), "one": np.array(7, np.int8),
+    plan = with_weights(plan, {"w": np.arange(6, dtype=np.float16).reshape(2, 3)})
+    plan = plan.with_machine(steps=(*plan.machine.steps, step),
+                             buffers=(*plan.machine.buffers, Buffer("z", 48, 1, 2)))
+    return replace(plan, graph={"nodes": [{"op": "Erf", "inputs": ["x"]}]},
+                   weights={**plan.weights, "none": np.zeros((0, 4), np.int64), "one": np.array(7, np.int8),
                             "turned": np.arange(6.).reshape(2, 3).T},
                    metadata={"calibrator": "entropy", "mean": np.float32(0.5), "nested": {"a": (1, 2)}})
 
@@ -64,7 +64,7 @@ def test_what_is_written_is_read(path: Path) -> None:
     plan, got = rich_plan(), read_all(path)
     assert got.metadata == {"calibrator": "entropy", "mean": 0.5, "nested": {"a": [1, 2]}}
     assert replace(got, metadata=plan.metadata) == plan
-    assert got.steps[1].fallback is not None and got.steps[1].fallback.inputs[1:] == ("w", "")
+    assert got.machine.steps[1].fallback is not None and got.machine.steps[1].fallback.inputs[1:] == ("w", "")
     assert list(got.weights) == list(plan.weights)
     for name, array in plan.weights.items():
         np.testing.assert_array_equal(got.weights[name], array)
@@ -73,7 +73,7 @@ def test_what_is_written_is_read(path: Path) -> None:
 
 
 def test_constants_are_a_read_only_view_that_begins_on_a_page(path: Path) -> None:
-    constants = read_plan(path).constants
+    constants = read_plan(path).machine.constants
     assert isinstance(constants, memoryview) and constants.readonly
     assert np.frombuffer(constants, np.uint8).ctypes.data % mmap.PAGESIZE == 0
     assert sections(path)["constants"][0] % PAGE == 0
@@ -130,14 +130,15 @@ def test_a_foreign_file_is_no_plan(tmp_path: Path, content: bytes) -> None:
 
 def test_a_manifest_of_something_else_is_refused(tmp_path: Path) -> None:
     plan = halo_plan()
-    for faulty in (replace(plan, fills=({"value": 0, "colour": "red"},)),     # type: ignore[arg-type]
-                   replace(plan, buffers=(1, 2))):                                  # type: ignore[arg-type]
+    for faulty in (plan.with_machine(fills=({"value": 0, "colour": "red"},)),     # type: ignore[arg-type]
+                   plan.with_machine(buffers=(1, 2))):                                  # type: ignore[arg-type]
         write_plan(faulty, tmp_path / "m.plan")
         with pytest.raises(PlanCorruptError, match="manifest is not a plan's"):
             read_plan(tmp_path / "m.plan")
 
 
-@pytest.mark.parametrize("change", [{"max_batch": 2}, {"metadata": {"threads": 3}}, {"constants": bytes(140)}])
+@pytest.mark.parametrize("change", [{"max_batch": 2}, {"metadata": {"threads": 3}},
+                                    {"machine": halo_plan().machine}])
 def test_a_plan_that_was_altered_after_it_was_read_is_not_written_as_that_plan(
         path: Path, change: dict[str, Any]) -> None:
     plan = replace(read_plan(path), **change)
@@ -151,7 +152,7 @@ def test_a_manifest_edited_under_a_right_checksum_is_refused_by_its_fingerprint(
     data = path.read_bytes()
     file = File.read(data)
     assert file.write(VERSION) == data
-    file.manifest["plan"]["steps"][0]["rows_per_item"] = 1
+    file.manifest["plan"]["machine"]["steps"][0]["rows_per_item"] = 1
     path.write_bytes(file.write(VERSION))
     with pytest.raises(PlanCorruptError, match="altered since it was compiled, its fingerprint is another"):
         read_plan(path)
@@ -197,7 +198,7 @@ def test_a_write_that_fails_leaves_the_old_plan_and_no_litter(path: Path) -> Non
     with pytest.raises(TypeError, match="cannot hold"):
         write_plan(replace(rich_plan(), metadata={"open": path.open}), path)
     with pytest.raises(TypeError):
-        write_plan(replace(rich_plan(), constants="no bytes"), path)     # type: ignore[arg-type]
+        write_plan(rich_plan().with_machine(constants="no bytes"), path)     # type: ignore[arg-type]
     assert path.read_bytes() == before
     assert os.listdir(path.parent) == [path.name]
 
@@ -206,7 +207,7 @@ def test_an_engine_runs_on_after_its_file_is_replaced_or_removed(tmp_path: Path)
     path = tmp_path / "m.plan"
     write_plan(halo_plan(), path)
     engine = load_engine(path)
-    write_plan(replace(halo_plan(), constants=bytes(68)), path)
+    write_plan(halo_plan().with_machine(constants=bytes(68)), path)
     path.unlink()
     x = np.zeros((1, 2, 4), np.int32)
     assert engine.run({"x": x})["y"][0, 0].tolist() == [-7, 5, 5, 5, 5, -7]
@@ -214,13 +215,13 @@ def test_an_engine_runs_on_after_its_file_is_replaced_or_removed(tmp_path: Path)
 
 def test_halos_and_operands_survive_as_their_types(path: Path) -> None:
     plan = read_plan(path)
-    assert all(isinstance(fill, Fill) and isinstance(fill.halo[0], tuple) for fill in plan.fills)
-    assert plan.steps[0].operands == (Operand(0), Operand(None, 64), Operand(1, 4))
+    assert all(isinstance(fill, Fill) and isinstance(fill.halo[0], tuple) for fill in plan.machine.fills)
+    assert plan.machine.steps[0].operands == (Operand(0), Operand(None, 64), Operand(1, 4))
 
 
 def test_weights_that_were_shifted_or_whose_pages_changed_places_are_found(tmp_path: Path) -> None:
     weights = np.random.default_rng(0).bytes(5 * PAGE + 100)
-    plan, path = replace(halo_plan(), constants=weights), tmp_path / "m.plan"
+    plan, path = halo_plan().with_machine(constants=weights), tmp_path / "m.plan"
     write_plan(plan, path)
     good, (offset, _) = path.read_bytes(), sections(path)["constants"]
     pages = [weights[at:at + PAGE] for at in range(0, len(weights), PAGE)]

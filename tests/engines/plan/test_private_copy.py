@@ -29,7 +29,7 @@ def plan_of(constant: int, size: int = 4 * BLOCK) -> Plan:
     """y = x + constant, with constants of so many bytes, no two pages alike."""
     constants = np.random.default_rng(constant).integers(0, 1 << 30, size // 4, np.int32)
     constants[16] = constant
-    return replace(halo_plan(), constants=constants.tobytes())
+    return halo_plan().with_machine(constants=constants.tobytes())
 
 
 def run_python(program: str, *arguments: object) -> str:
@@ -108,7 +108,7 @@ def test_a_plan_that_changes_while_it_is_read_is_the_old_one_or_refused(
 
     while_read(at, write_in_place)
     if at == 4:         # the constants are copied, and the rest is alike
-        assert bytes(read_plan(path).constants) == plan_of(5).constants
+        assert bytes(read_plan(path).machine.constants) == plan_of(5).machine.constants
     else:
         with pytest.raises(PlanCorruptError, match="section 'constants'.* has a wrong checksum"):
             read_plan(path)

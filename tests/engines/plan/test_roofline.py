@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from engines.plan.plan import Plan, Step
+from engines.plan.plan import MachinePart, Plan, Step
 from engines.plan.roofline import Level, Peaks, bound
 
 PEAKS = Peaks("a core", "a target", {"int8": 100.0, "fp32": 10.0},
@@ -17,7 +17,7 @@ def step(**facts: object) -> Step:
 
 
 def plan(*steps: Step) -> Plan:
-    return Plan("m", "t", {}, "int8", 4, (), (), (), steps, (), (), b"")
+    return Plan("m", "int8", 4, (), (), MachinePart("llvm", "t", (), (), (), steps))
 
 
 def test_what_computes_more_than_it_moves_is_bound_by_its_own_arithmetic() -> None:

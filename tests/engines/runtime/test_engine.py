@@ -78,7 +78,9 @@ def test_a_halo_is_there_for_every_item_and_stays(threads: int) -> None:
 @THREADS
 def test_a_model_without_a_batch_axis_takes_its_tensors_whole(threads: int) -> None:
     plan = mix_plan(READS, OUTPUTS, max_batch=1)
-    fixed = [replace(io, shape=(6, 10), view=replace(io.view, batched=False)) for io in (*plan.inputs, *plan.outputs)]
+    plan = plan.with_machine(**{kind: tuple(replace(view, batched=False) for view in getattr(plan.machine, kind))
+                                for kind in ("inputs", "outputs")})
+    fixed = [replace(io, shape=(6, 10)) for io in (*plan.inputs, *plan.outputs)]
     engine = Engine(replace(plan, max_batch=0, inputs=tuple(fixed[:1]), outputs=tuple(fixed[1:])), threads)
     x = some_input(1)
     want = mix_reference(READS, OUTPUTS, x)
@@ -133,9 +135,9 @@ def test_names_and_batches_that_do_not_exist_are_refused() -> None:
 def test_a_step_without_its_kernel_is_refused_when_the_plan_is_loaded() -> None:
     plan = mix_plan(READS, OUTPUTS)
     with pytest.raises(PlanCorruptError, match="step 'mix_0' needs 'mix'"):
-        Engine(replace(plan, code=plan.code[1:]))
+        Engine(plan.with_machine(code=plan.machine.code[1:]))
     with pytest.raises(PlanCorruptError, match="the executor needs 'run_steps'"):
-        Engine(replace(plan, code=plan.code[:1]))
+        Engine(plan.with_machine(code=plan.machine.code[:1]))
 
 
 def test_a_context_is_freed_with_the_last_reference_and_its_helpers_go_home() -> None:
@@ -156,7 +158,7 @@ def test_a_context_is_freed_with_the_last_reference_and_its_helpers_go_home() ->
 def test_a_plan_for_another_cpu_is_refused_or_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                              caplog: pytest.LogCaptureFixture) -> None:
     plan = mix_plan(READS, OUTPUTS)
-    write_plan(replace(plan, target="amx9", cpu={"features": ["amx_int4096"]}), tmp_path / "m.plan")
+    write_plan(plan.with_machine(target="amx9", cpu={"features": ["amx_int4096"]}), tmp_path / "m.plan")
     with pytest.raises(PlanTargetError, match="made for 'amx9'.* lacks amx_int4096"):
         load_engine(tmp_path / "m.plan", on_target_mismatch="refuse")
 
@@ -168,7 +170,7 @@ def test_a_plan_for_another_cpu_is_refused_or_compiled_again(tmp_path: Path, mon
 
 
 def test_a_plan_whose_graph_cannot_be_compiled_again_is_refused(tmp_path: Path) -> None:
-    plan = replace(mix_plan(READS, OUTPUTS), cpu={"features": ["amx_int4096"]})     # its graph is none
+    plan = mix_plan(READS, OUTPUTS).with_machine(cpu={"features": ["amx_int4096"]})     # its graph is none
     write_plan(plan, tmp_path / "m.plan")
     with pytest.raises(PlanError, match="a graph that cannot be read"):
         load_engine(tmp_path / "m.plan")
@@ -207,7 +209,8 @@ import numpy as np
 from engines import load_engine
 for threads in (1, 2):
     print(load_engine(sys.argv[1], threads=threads).run({"x": np.ones((2, 6, 10), np.int32)})["t5"].sum())
-heavy = [name for name in sys.modules if name.startswith(("onnx", "llvmlite", "engines.passes", "engines.frontend"))]
+compiling = ("onnx", "llvmlite", *(f"engines.{room}" for room in ("ops", "frontend", "passes", "lowering", "compiler")))
+heavy = [name for name in sys.modules if name.startswith(compiling)]
 print("loaded:", heavy)
 """
     result = subprocess.run([sys.executable, "-W", "error", "-c", program, str(tmp_path / "m.plan")],
@@ -219,8 +222,8 @@ print("loaded:", heavy)
 
 def test_constants_are_found_wherever_their_bytes_begin() -> None:
     plan = halo_plan()
-    step = replace(plan.steps[0], operands=(Operand(0), Operand(None, 0), Operand(1, 4)))
+    step = replace(plan.machine.steps[0], operands=(Operand(0), Operand(None, 0), Operand(1, 4)))
     for shift in range(4):      # memoryviews that begin at any address
         constants = memoryview(bytes(shift) + np.int32(9).tobytes())[shift:]
-        result = Engine(replace(plan, constants=constants, steps=(step,))).run({"x": np.zeros((1, 2, 4), np.int32)})
+        result = Engine(plan.with_machine(constants=constants, steps=(step,))).run({"x": np.zeros((1, 2, 4), np.int32)})
         assert result["y"].tolist() == [[[-7, 9, 9, 9, 9, -7]] * 2]

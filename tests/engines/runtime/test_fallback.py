@@ -13,10 +13,10 @@ from engines.ir.graph import Array, Node, QParams
 from engines.ir.serialize import node_to_json
 from engines.loading import load_engine
 from engines.plan.file import write_plan
-from engines.plan.plan import Buffer, Fallback, IoTensor, Plan, Step, TensorView
+from engines.plan.plan import Buffer, Fallback, IoTensor, MachinePart, Plan, Step, TensorView
 from engines.runtime.engine import Engine
 from engines.runtime.fallback import to_real, to_stored
-from tests.engines.tiny import as_constants, executor, mix_plan, mixed
+from tests.engines.tiny import executor, mix_plan, mixed, with_weights
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -27,7 +27,7 @@ def negated_plan() -> Plan:
     views = [TensorView(f"t{i}", "int32", (6, 10), i, 0, (40, 4), 240) for i in range(3)]
     fallback = Fallback(node_to_json(Node("Neg", ("t1",), ("t2",))), (views[1],), (views[2],))
     step = Step("", (), rows_per_item=1, depends=(0,), fallback=fallback, name="neg", reason="a test")
-    return replace(plan, steps=(plan.steps[0], step, plan.steps[2]))
+    return plan.with_machine(steps=(plan.machine.steps[0], step, plan.machine.steps[2]))
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -51,9 +51,10 @@ def test_a_fallback_computes_with_what_quantised_tensors_and_constants_mean() ->
     y = TensorView("y", "uint8", (2,), 1, 0, (1,), 2, quant=quant_y)
     w = np.array([[4, -4], [8, 0], [0, 12]], np.int8)
     fallback = Fallback(node_to_json(Node("MatMul", ("x", "w"), ("y",))), (x, "w"), (y,), (None, quant_w))
-    plan = Plan("m", "", {}, "int8", 2, (IoTensor("x", "uint8", ("N", 3), x),), (IoTensor("y", "uint8", ("N", 2), y),),
-                (Buffer("x", 6, -1, 0), Buffer("y", 4, 0, 1)), (Step("", (), 1, fallback=fallback),), (), (executor(),),
-                **as_constants({"w": w}))
+    machine = MachinePart("llvm", "", (x,), (y,), (Buffer("x", 6, -1, 0), Buffer("y", 4, 0, 1)),
+                          (Step("", (), 1, fallback=fallback),), code=(executor(),))
+    plan = with_weights(Plan("m", "int8", 2, (IoTensor("x", "uint8", ("N", 3)),), (IoTensor("y", "uint8", ("N", 2)),),
+                             machine), {"w": w})
     stored = np.array([[130, 128, 140], [0, 255, 1]], np.uint8)
     real = (stored.astype(float) - 128) * 0.5 @ (w * 0.25)
     want = np.clip(np.rint(real) + 10, 0, 255)
@@ -63,21 +64,21 @@ def test_a_fallback_computes_with_what_quantised_tensors_and_constants_mean() ->
 
 def test_a_fallback_that_cannot_be_read_is_found_at_load() -> None:
     plan = negated_plan()
-    fallback = plan.steps[1].fallback
+    fallback = plan.machine.steps[1].fallback
     assert fallback is not None
-    broken = replace(plan.steps[1], fallback=replace(fallback, node={"op": "Neg"}))
+    broken = replace(plan.machine.steps[1], fallback=replace(fallback, node={"op": "Neg"}))
     with pytest.raises(PlanCorruptError, match="a node that cannot be read"):
-        Engine(replace(plan, steps=(plan.steps[0], broken, plan.steps[2])))
+        Engine(plan.with_machine(steps=(plan.machine.steps[0], broken, plan.machine.steps[2])))
 
 
 def failing_plan(node: Node, inputs: tuple[TensorView | str, ...], **changes: Any) -> Plan:
     """negated_plan with another node, of constants w [6, 10] and s []."""
     plan = negated_plan()
-    fallback = plan.steps[1].fallback
+    fallback = plan.machine.steps[1].fallback
     assert fallback is not None
-    step = replace(plan.steps[1], fallback=replace(fallback, node=node_to_json(node), inputs=inputs, **changes))
-    return replace(plan, steps=(plan.steps[0], step, plan.steps[2]),
-                   **as_constants({"w": np.ones((6, 10), np.int8), "s": np.array(1, np.int8)}))
+    step = replace(plan.machine.steps[1], fallback=replace(fallback, node=node_to_json(node), inputs=inputs, **changes))
+    plan = plan.with_machine(steps=(plan.machine.steps[0], step, plan.machine.steps[2]))
+    return with_weights(plan, {"w": np.ones((6, 10), np.int8), "s": np.array(1, np.int8)})
 
 
 @pytest.mark.parametrize(("node", "inputs"), [

@@ -40,7 +40,7 @@ def test_a_float_engine_is_as_close_to_onnx_runtime_as_its_type_is_precise(
 @pytest.mark.parametrize("precision", ["int8", "best"])
 def test_a_calibrated_engine_computes_in_int8_and_is_close(workshop: Workshop, precision: str) -> None:
     engine = workshop.built(f"--{precision}", "--calib", workshop.calibration(), *UNTIMED)
-    assert any(step.precision == "int8" for step in engine.plan.steps)
+    assert any(step.precision == "int8" for step in engine.plan.machine.steps)
     assert sqnr_db(workshop.expected(), engine.run(workshop.feeds())["output"]) > 15
 
 
@@ -64,7 +64,7 @@ def test_int8_without_calibration_says_which_option_is_missing(workshop: Worksho
 
 def test_code_is_built_for_an_instruction_set_that_this_machine_may_lack(workshop: Workshop) -> None:
     assert workshop.build("--target", "avx512_vnni", *UNTIMED) == 0
-    assert read_plan(workshop.path("m.plan")).target == "avx512_vnni"
+    assert read_plan(workshop.path("m.plan")).machine.target == "avx512_vnni"
 
 
 def test_a_stripped_plan_takes_half_the_room_and_is_refused_on_another_cpu(workshop: Workshop) -> None:
@@ -82,7 +82,7 @@ def test_a_stripped_plan_takes_half_the_room_and_is_refused_on_another_cpu(works
 def test_code_for_another_architecture_is_not_timed(workshop: Workshop) -> None:
     """It would crash."""
     assert workshop.build("--target", FOREIGN) == 0
-    assert not any(step.time_us for step in read_plan(workshop.path("m.plan")).steps)
+    assert not any(step.time_us for step in read_plan(workshop.path("m.plan")).machine.steps)
 
 
 def test_a_plan_for_another_machine_is_compiled_again_with_the_same_integers(
@@ -92,7 +92,7 @@ def test_a_plan_for_another_machine_is_compiled_again_with_the_same_integers(
     assert workshop.build(*options, "--target", FOREIGN, output="foreign.plan") == 0
     foreign = load_engine(workshop.path("foreign.plan"))
     assert "compiling its graph again" in caplog.text
-    assert foreign.plan.target == here.plan.target
+    assert foreign.plan.machine.target == here.plan.machine.target
     np.testing.assert_array_equal(foreign.run(workshop.feeds())["output"], here.run(workshop.feeds())["output"])
 
 
@@ -215,7 +215,7 @@ def test_a_shape_makes_symbolic_extents_known(workshop: Workshop) -> None:
     assert workshop.build(model="sizes.onnx") == 2
     assert "--shape x:" in workshop.said
     assert workshop.build("--shape", "x:1x3x8x6", "--no-timing", model="sizes.onnx") == 0
-    assert read_plan(workshop.path("m.plan")).inputs[0].view.shape[-2:] == (8, 6)
+    assert read_plan(workshop.path("m.plan")).inputs[0].shape[-2:] == (8, 6)
 
 
 @pytest.mark.parametrize("option", ["--max-batch", "--opt-batch", "--threads"])

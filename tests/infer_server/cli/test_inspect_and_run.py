@@ -117,7 +117,7 @@ def test_a_profile_has_every_kernel_its_bound_and_the_peaks(command: Callable[[l
                                                             plan: str) -> None:
     found = profiled(workshop, command, plan, "--batch", "2")
     kernels = found["kernels"]
-    assert [kernel["name"] for kernel in kernels] == [step.name for step in load_engine(plan).plan.steps]
+    assert [kernel["name"] for kernel in kernels] == [step.name for step in load_engine(plan).plan.machine.steps]
     assert found["batch"] == 2 and found["seconds"] == pytest.approx(sum(kernel["seconds"] for kernel in kernels))
     assert all(kernel["bound_seconds"] > 0 and kernel["bound_by"] for kernel in kernels)
     assert {"int8", "fp32"} <= set(found["peaks"]["macs_per_second"]) and "L1" in found["peaks"]["bytes_per_second"]
@@ -137,7 +137,7 @@ def test_inspect_profiles_with_the_most_to_gain_on_top(workshop: Workshop, plan:
     begin = next(i for i, line in enumerate(printed) if line.startswith("---")) + 1
     column = printed[begin - 2].index("us over") + len("us over")       # numbers end where their heading does
     over = [float(line[:column].split()[-1]) for line in printed[begin:]]
-    assert over == sorted(over, reverse=True) and len(over) == len(load_engine(plan).plan.steps)
+    assert over == sorted(over, reverse=True) and len(over) == len(load_engine(plan).plan.machine.steps)
 
 
 def test_run_reads_an_array_per_input(workshop: Workshop, plan: str) -> None:

@@ -36,7 +36,7 @@ def test_an_engine_takes_pixels(workshop: Workshop, precision: str, decibels: fl
 def test_normalising_and_arranging_the_pixels_is_one_kernel(workshop: Workshop) -> None:
     options = ("--int8", "--calib", folder_of_images(workshop), "--preprocess", "imagenet", *UNTIMED)
     pixels, floats = workshop.built(*options, "--uint8-input", output="pixels.plan"), workshop.built(*options)
-    kernels, others = ([step for step in engine.plan.steps if not writes_border(step)]
+    kernels, others = ([step for step in engine.plan.machine.steps if not writes_border(step)]
                        for engine in (pixels, floats))
     assert len(kernels) == len(others) and not [step for step in kernels if step.fallback]
 

@@ -31,7 +31,7 @@ def test_a_build_that_is_not_verified_exits_with_1_and_says_what_to_do(
     right = write_plan
 
     def damaged(plan: Any, path: str) -> None:
-        right(replace(plan, constants=bytes(len(plan.constants)), fingerprint=""), path)
+        right(replace(plan.with_machine(constants=bytes(len(plan.machine.constants))), fingerprint=""), path)
 
     monkeypatch.setattr("engines.compiler.build.write_plan", damaged)
     assert workshop.build("--verify", "--quiet", *UNTIMED) == 1

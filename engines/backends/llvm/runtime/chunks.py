@@ -104,7 +104,7 @@ def make_schedule(program: LoadedPlan, segment: Segment, batch: int, workers: in
 
     step_us: microseconds of each step of the plan at batch 1, on one thread.
     """
-    steps = program.plan.steps[segment.first:segment.last]
+    steps = program.machine.steps[segment.first:segment.last]
     times = [us * (1 + (batch - 1) * step.further_item if step.rows_per_item else 1)
              for us, step in zip(step_us[segment.first:segment.last], steps, strict=True)]
     cuts = [cut(step, batch, us, workers) for step, us in zip(steps, times, strict=True)]
@@ -204,12 +204,12 @@ def _bytes(footprint: Footprint, rows: Sequence[Range]) -> tuple[Words, Words]:
 
 def _steps_awaited_at_the_end(plan: Plan, segment: Segment) -> set[int]:
     """Steps that must be done when a segment ends: later segments or the caller read their results, or nobody does."""
-    awaited = {d for step in plan.steps[segment.first:segment.last] for d in step.depends}
-    later = {d for step in plan.steps[segment.last:] for d in step.depends}
-    outputs = {io.view.buffer for io in plan.outputs}
+    awaited = {d for step in plan.machine.steps[segment.first:segment.last] for d in step.depends}
+    later = {d for step in plan.machine.steps[segment.last:] for d in step.depends}
+    outputs = {view.buffer for view in plan.machine.outputs}
     found = set()
     for index in range(segment.first, segment.last):
-        shown = any(operand.buffer in outputs for operand in plan.steps[index].operands)
+        shown = any(operand.buffer in outputs for operand in plan.machine.steps[index].operands)
         if index in later or index not in awaited or shown:
             found.add(index - segment.first)
     return found

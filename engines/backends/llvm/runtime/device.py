@@ -35,13 +35,13 @@ class CpuDevice:
     """This machine's CPU."""
 
     def mismatch(self, plan: Plan) -> str:
-        machine = cpu.detect()
-        architecture = plan.cpu.get("architecture", machine.architecture)
+        machine, part = cpu.detect(), plan.machine
+        architecture = part.cpu.get("architecture", machine.architecture)
         if architecture != machine.architecture:
             return f"made for {architecture}, but this machine is {machine.architecture}"
-        missing = machine.missing(frozenset(plan.cpu.get("features", ())))
+        missing = machine.missing(frozenset(part.cpu.get("features", ())))
         if missing:
-            return f"made for '{plan.target}', but this CPU ({machine.model}) lacks {', '.join(sorted(missing))}"
+            return f"made for '{part.target}', but this CPU ({machine.model}) lacks {', '.join(sorted(missing))}"
         return ""
 
     def load(self, plan: Plan, threads: int) -> LoadedEngine:

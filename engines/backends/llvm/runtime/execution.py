@@ -44,19 +44,19 @@ class LoadedPlan:
 
     def __init__(self, plan: Plan, threads: int = 1) -> None:
         """threads: that make the constants which the plan's file does not have."""
-        self.plan = verify(plan)
-        self._code = LoadedCode(plan.code)
-        self._constants, self._constants_address = _aligned(plan.constants)
-        self._expanded = expand(plan, self.kernel, self._constants_address, threads)
+        self.plan, self.machine = verify(plan), plan.machine
+        self._code = LoadedCode(self.machine.code)
+        self._constants, self._constants_address = _aligned(self.machine.constants)
+        self._expanded = expand(self.machine, self.kernel, self._constants_address, threads)
         self.run_steps = self.function("run_steps", 5)
         self.steps = self._step_table()
         self.steps_address = self.steps.ctypes.data
         self.segments = _segments(plan)
         self.serial_segments = tuple(part for segment in self.segments
-                                     for part in _cut_at_item_major_runs(segment, plan.item_major))
-        operands = [operand for step in plan.steps for operand in step.operands]
+                                     for part in _cut_at_item_major_runs(segment, self.machine.item_major))
+        operands = [operand for step in self.machine.steps for operand in step.operands]
         # The constants count as two buffers more, after the others.
-        more = {None: len(plan.buffers), EXPANDED: len(plan.buffers) + 1}
+        more = {None: len(self.machine.buffers), EXPANDED: len(self.machine.buffers) + 1}
         buffers = [more.get(o.buffer, o.buffer) for o in operands]
         self._operand_buffers = np.array(buffers, np.int64)
         self._operand_offsets = np.array([o.offset for o in operands], np.int64)
@@ -78,9 +78,9 @@ class LoadedPlan:
                                    "build the plan again") from None
 
     def _step_table(self) -> Words:
-        table = words(len(self.plan.steps), STEP_WORDS)
+        table = words(len(self.machine.steps), STEP_WORDS)
         operands = 0
-        for row, step in zip(table, self.plan.steps, strict=True):
+        for row, step in zip(table, self.machine.steps, strict=True):
             if step.symbol:
                 row[StepRow.FUNCTION] = self._address(step.symbol, f"step '{step.name}'")
             row[StepRow.OPERANDS] = operands * WORD
@@ -92,16 +92,16 @@ class LoadedPlan:
     @cached_property
     def one_item_bytes(self) -> dict[int, int]:
         """Buffers that hold one item, for only one item-major run uses them -> bytes that an item of theirs takes."""
-        return {footprint.buffer: footprint.item_stride for run in self.plan.item_major
-                for step in self.plan.steps[run.first:run.last] for footprint in step.writes
-                if run.keeps(self.plan.buffers[footprint.buffer])}
+        return {footprint.buffer: footprint.item_stride for run in self.machine.item_major
+                for step in self.machine.steps[run.first:run.last] for footprint in step.writes
+                if run.keeps(self.machine.buffers[footprint.buffer])}
 
     @cached_property
     def item_strides(self) -> Words:
         """Bytes from an item to the next, of each operand of the steps in item-major runs; 0 for those of others."""
-        inside = {i for run in self.plan.item_major for i in range(run.first, run.last)}
+        inside = {i for run in self.machine.item_major for i in range(run.first, run.last)}
         strides = [stride if operand.buffer not in self.one_item_bytes else 0
-                   for i, step in enumerate(self.plan.steps)
+                   for i, step in enumerate(self.machine.steps)
                    for operand, stride in zip(step.operands, item_strides(step) if i in inside else
                                               [0] * len(step.operands), strict=True)]
         return np.array(strides, np.int64)
@@ -111,13 +111,13 @@ class LoadedPlan:
         """Of a context of one thread: buffers share memory; those that only one item-major run uses hold one item."""
         others = self.plan.batch_slots - 1
         buffers = [replace(buffer, bytes=buffer.bytes - others * self.one_item_bytes.get(i, 0))
-                   for i, buffer in enumerate(self.plan.buffers)]
-        return replace(plan_memory(buffers, self.plan.fills), one_item=frozenset(self.one_item_bytes))
+                   for i, buffer in enumerate(self.machine.buffers)]
+        return replace(plan_memory(buffers, self.machine.fills), one_item=frozenset(self.one_item_bytes))
 
     @cached_property
     def separate_layout(self) -> Layout:
         """Of a context of several threads: every buffer has memory of its own."""
-        return plan_memory(self.plan.buffers, self.plan.fills, reuse=False)
+        return plan_memory(self.machine.buffers, self.machine.fills, reuse=False)
 
     def operand_table(self, bases: Sequence[int]) -> Words:
         """The addresses of all operands of all steps, given that of each buffer."""
@@ -143,7 +143,7 @@ def _aligned(constants: bytes | memoryview) -> tuple[Array, int]:
 
 def _segments(plan: Plan) -> tuple[Segment, ...]:
     segments: list[Segment] = []
-    for index, step in enumerate(plan.steps):
+    for index, step in enumerate(plan.machine.steps):
         if not step.symbol:
             if step.fallback is None:
                 raise PlanCorruptError(f"{plan.name}: step '{step.name}' has neither a kernel nor a fallback")
@@ -178,7 +178,7 @@ class Arena:
         self._program, self._layout, self._inputs = program, layout, inputs
         self._memory = Memory(layout.total)
         self._filled = 0        # batch slots whose halos are written
-        self._borrowed = frozenset(i for i, buffer in enumerate(program.plan.buffers) if inputs and buffer.first < 0)
+        self._borrowed = frozenset(i for i, buffer in enumerate(program.machine.buffers) if inputs and buffer.first < 0)
         bases = [self._owner(i)._memory.address + offset for i, offset in enumerate(layout.offsets)]
         self._operands = program.operand_table(bases)
         self.operands: int = self._operands.ctypes.data     # address of the operand table
@@ -208,7 +208,7 @@ class Arena:
         """Write the halos of the first `batch` slots, unless that has been done. Inputs are written after this."""
         if batch <= self._filled:
             return
-        for fill in self._program.plan.fills:
+        for fill in self._program.machine.fills:
             if fill.view.buffer not in self._borrowed:
                 slots = 1 if fill.view.buffer in self._layout.one_item else batch
                 write_halo(self.array(fill.view, slots), fill, self._filled)

@@ -11,20 +11,21 @@ from functools import partial
 import numpy as np
 
 from engines.plan.arena import Memory
-from engines.plan.plan import ExpandedConstant, Plan
+from engines.plan.plan import ExpandedConstant, MachinePart
 
 PIECE = 1 << 20         # bytes that a thread computes before it takes the next piece
 
 Kernel = Callable[..., None]
 
 
-def expand(plan: Plan, kernel: Callable[[ExpandedConstant], Kernel], constants: int, threads: int = 1) -> Memory:
+def expand(machine: MachinePart, kernel: Callable[[ExpandedConstant], Kernel], constants: int,
+           threads: int = 1) -> Memory:
     """Memory with a plan's expanded constants in it, computed by so many threads.
 
     kernel: the emitted function of each, which releases the GIL. constants: the address of the plan's constants.
     """
-    memory = Memory(plan.expanded_bytes)
-    pieces = [piece for item in plan.expanded for piece in _pieces(item, kernel(item), constants, memory.address)]
+    memory = Memory(machine.expanded_bytes)
+    pieces = [piece for item in machine.expanded for piece in _pieces(item, kernel(item), constants, memory.address)]
     pieces.reverse()        # taken from the end
 
     def work() -> None:

@@ -115,7 +115,7 @@ class ParallelExecution:
         self._run_chunks = program.function("run_chunks", 2)
         self._free_arena = program.function("free_arena", 1)
         slots = program.plan.batch_slots
-        self._outputs = {io.view.name: np.empty_like(first.array(io.view, slots)) for io in program.plan.outputs}
+        self._outputs = {view.name: np.empty_like(first.array(view, slots)) for view in program.machine.outputs}
 
     def input(self, view: TensorView, batch: int) -> Array:
         self.arenas[0].prepare(batch)
@@ -137,8 +137,8 @@ class ParallelExecution:
                 run_segment(self._program, arena, segment, batch)
             else:
                 self._run_chunks(control, self._run_row(arena_index, index, schedule).ctypes.data)
-        for io in self._program.plan.outputs:
-            np.copyto(self.output(io.view, batch), arena.array(io.view, batch))
+        for view in self._program.machine.outputs:
+            np.copyto(self.output(view, batch), arena.array(view, batch))
 
     def _pick_arena(self) -> int:
         self._free_arena(self._pool.control.ctypes.data)

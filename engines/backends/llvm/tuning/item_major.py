@@ -37,8 +37,8 @@ def with_item_major_runs(plan: Plan, cache: TimingCache, processor: str) -> Plan
     """
     if plan.max_batch < ITEMS:
         return plan
-    runs = [run for run in _runs(plan.steps) if _moves_much(plan.steps, run)]
-    windows = {run: [window for window in _windows(run) if _moves_much(plan.steps, window)] for run in runs}
+    runs = [run for run in _runs(plan.machine.steps) if _moves_much(plan.machine.steps, run)]
+    windows = {run: [window for window in _windows(run) if _moves_much(plan.machine.steps, window)] for run in runs}
     saved = _saved(plan, windows, cache, processor)
     chosen: list[ItemMajorRun] = []
     for run in runs:
@@ -50,14 +50,15 @@ def with_item_major_runs(plan: Plan, cache: TimingCache, processor: str) -> Plan
 
 def run_item_major(plan: Plan, runs: Sequence[ItemMajorRun]) -> Plan:
     """The plan with these item-major runs, and buffers that live as long as they need."""
-    used = {run: {o.buffer for step in plan.steps[run.first:run.last] for o in step.operands} for run in runs}
+    used = {run: {o.buffer for step in plan.machine.steps[run.first:run.last] for o in step.operands} for run in runs}
 
     def lasting(number: int, buffer: Buffer) -> Buffer:
         for run in (run for run in runs if number in used[run] and not run.keeps(buffer)):
             buffer = replace(buffer, first=min(buffer.first, run.first), last=max(buffer.last, run.last - 1))
         return buffer
 
-    return replace(plan, item_major=tuple(runs), buffers=tuple(lasting(i, b) for i, b in enumerate(plan.buffers)))
+    buffers = tuple(lasting(i, b) for i, b in enumerate(plan.machine.buffers))
+    return plan.with_machine(item_major=tuple(runs), buffers=buffers)
 
 
 def _runs(steps: Sequence[Step]) -> Iterator[ItemMajorRun]:
@@ -110,7 +111,7 @@ def _saved(plan: Plan, windows: Mapping[ItemMajorRun, Sequence[ItemMajorRun]], c
 
 
 def _key(plan: Plan, run: ItemMajorRun, processor: str) -> str:
-    steps = [(step.symbol, step.rows_per_item) for step in plan.steps[run.first:run.last]]
+    steps = [(step.symbol, step.rows_per_item) for step in plan.machine.steps[run.first:run.last]]
     text = repr((COMPILER_VERSION, "saved item by item", ITEMS, steps))
     return f"{processor}/{hashlib.sha256(text.encode()).hexdigest()}"
 

@@ -41,7 +41,8 @@ def test_a_quantised_graph_gives_the_same_bytes_as_by_kernels(name: str, tmp_pat
 def test_a_float_graph_agrees_with_onnx_runtime(name: str, tmp_path: Path) -> None:
     model = TINY[name]()
     plan = compiled(model, tmp_path, target="numpy").plan
-    assert (plan.backend, plan.target, plan.code, len(plan.constants)) == ("numpy", "numpy", (), 0)
+    part = plan.machine
+    assert (part.backend, part.target, part.code, len(part.constants)) == ("numpy", "numpy", (), 0)
     x = {"input": images_for(model, 3, seed=1)}
     for output, expected in run_onnx(model, x).items():
         assert relative_error(Engine(plan).run(x)[output], expected) < 1e-4
@@ -66,7 +67,7 @@ def test_items_of_batches_of_any_size_do_not_meet(tmp_path: Path) -> None:
 def test_a_node_without_a_problem_runs_on_the_reference() -> None:
     model = small_model([node("Relu", "x", "r"), node("Det", "r", "y")], {"x": ["n", 3, 3]}, ["y"])
     build = build_engine(model, target="numpy", max_batch=4, cache=False)
-    assert [step.reason for step in build.plan.steps] == ["", "no kernel for Det"]
+    assert [step.reason for step in build.plan.machine.steps] == ["", "no kernel for Det"]
     x = feeds_of(model)["x"]
     np.testing.assert_allclose(build.engine().run({"x": x})["y"], np.linalg.det(np.maximum(x, 0)), 1e-5, 1e-6)
 

@@ -93,8 +93,9 @@ def test_a_range_of_rows_waits_for_every_range_that_writes_what_it_reads() -> No
 def test_items_that_share_weights_do_not_make_a_step_long_enough_to_be_shared() -> None:
     """3 us are no work for two, four times 3 us are."""
     plan = mix_plan([(0, 0)], [1])
+    step = plan.machine.steps[0]
     alone, together = (make_schedule(program, program.segments[0], 4, 2, [3.0], 1.0) for program in (
-        LoadedPlan(replace(plan, steps=(replace(plan.steps[0], further_item=share),))) for share in (1.0, 0.1)))
+        LoadedPlan(plan.with_machine(steps=(replace(step, further_item=share),))) for share in (1.0, 0.1)))
     assert alone is not None and together is None
 
 
@@ -103,9 +104,10 @@ def test_a_window_of_three_rows_waits_for_its_neighbours_only() -> None:
     plan = mix_plan([(0, 0), (1, 1)], [2], rows=8, columns=1)
     written = Footprint(1, 0, 10, 1, 10, 80, 8)
     read = Footprint(1, -10, 20, 1, 10, 80, 8)
-    first, second = (Step("mix", plan.steps[i].operands, rows_per_item=8, depends=depends, reads=reads, writes=writes)
+    steps = plan.machine.steps
+    first, second = (Step("mix", steps[i].operands, rows_per_item=8, depends=depends, reads=reads, writes=writes)
                      for i, depends, reads, writes in ((0, (), (), (written,)), (1, (0,), (read,), ())))
-    program = LoadedPlan(replace(plan, steps=(first, second)))
+    program = LoadedPlan(plan.with_machine(steps=(first, second)))
     found = make_schedule(program, program.segments[0], 1, 2, [100.0, 100.0], 1.0)
     assert found is not None
     assert found.stages[:2, StageRow.PARTS:StageRow.PARTS + 3].tolist() == [[0, 2, 4], [4, 6, 8]]

@@ -41,15 +41,15 @@ def derived_plan(**changes: object) -> Plan:
     """y = x + the fifth of 35 made constants, in the tensor with a halo of -7."""
     plan = halo_plan()
     made = replace(ExpandedConstant("thrice", 64, 128, KEPT.nbytes, ROWS, COLUMNS, "layer"), **changes)      # type: ignore[arg-type]
-    step = replace(plan.steps[0], operands=(Operand(0), Operand(EXPANDED, 128 + 4 * 4), Operand(1, 4)))
-    return replace(plan, steps=(step,), constants=bytes(64) + KEPT.tobytes(), expanded=(made,),
-                   code=(*plan.code, thrice_object()))
+    step = replace(plan.machine.steps[0], operands=(Operand(0), Operand(EXPANDED, 128 + 4 * 4), Operand(1, 4)))
+    return plan.with_machine(steps=(step,), constants=bytes(64) + KEPT.tobytes(), expanded=(made,),
+                             code=(*plan.machine.code, thrice_object()))
 
 
 def test_a_step_reads_what_was_made(tmp_path: Path) -> None:
     write_plan(derived_plan(), tmp_path / "m.plan")
     read = read_plan(tmp_path / "m.plan")
-    assert read.expanded == derived_plan().expanded and read.expanded_bytes == 128 + KEPT.nbytes
+    assert read.machine.expanded == derived_plan().machine.expanded and read.machine.expanded_bytes == 128 + KEPT.nbytes
     for plan in (derived_plan(), read):
         assert Engine(plan).run({"x": X})["y"][0, 0].tolist() == [-7, 13, 13, 13, 13, -7]
 
@@ -60,8 +60,8 @@ def test_every_place_is_made_once_in_pieces_of_any_size(monkeypatch: pytest.Monk
                                                         piece: int) -> None:
     monkeypatch.setattr(expansion, "PIECE", piece)
     plan = derived_plan()
-    constants = np.frombuffer(plan.constants, np.uint8)
-    memory = expansion.expand(plan, LoadedPlan(plan).kernel, constants.ctypes.data, threads)
+    constants = np.frombuffer(plan.machine.constants, np.uint8)
+    memory = expansion.expand(plan.machine, LoadedPlan(plan).kernel, constants.ctypes.data, threads)
     assert memory.bytes[128:].view(np.int32).tolist() == (3 * KEPT + 1).tolist()
     assert not memory.bytes[:128].any()
 

@@ -36,9 +36,9 @@ def random_plan(rng: np.random.Generator) -> tuple[Plan, list[tuple[int, int]], 
 
 
 def run(execution: ParallelExecution, plan: Plan, x: Array) -> dict[str, Array]:
-    execution.input(plan.inputs[0].view, len(x))[...] = x
+    execution.input(plan.machine.inputs[0], len(x))[...] = x
     execution.run(len(x))
-    return {io.name: execution.output(io.view, len(x)) for io in plan.outputs}
+    return {view.name: execution.output(view, len(x)) for view in plan.machine.outputs}
 
 
 @pytest.fixture
@@ -141,13 +141,13 @@ def test_a_request_stays_out_of_the_arena_in_which_a_late_helper_is() -> None:
     for busy in ([], [0], [0, 1], [1, 2]):
         for number, arena in enumerate(busy, 1):
             execution.workers[number, WorkerRow.INSIDE] = execution.runs[arena][0].ctypes.data
-        before = [arena.array(plan.outputs[-1].view, 1).copy() for arena in execution.arenas]
+        before = [arena.array(plan.machine.outputs[-1], 1).copy() for arena in execution.arenas]
         x += 1
         got = run(execution, plan, x)
         for name, want in mix_reference(reads, outputs, x).items():
             np.testing.assert_array_equal(got[name], want)
         changed = [arena for arena in range(3)
-                   if (execution.arenas[arena].array(plan.outputs[-1].view, 1) != before[arena]).any()]
+                   if (execution.arenas[arena].array(plan.machine.outputs[-1], 1) != before[arena]).any()]
         assert len(changed) == 1 and changed[0] not in busy
 
 
@@ -155,8 +155,8 @@ def test_the_halo_of_an_input_is_written_before_the_input_and_never_again() -> N
     whole = TensorView("x", "int32", (2, 6), 0, 0, (24, 4), 48)
     inner = replace(whole, shape=(2, 4), offset=4)
     plan = mix_plan([(0, 0)], [1], rows=2, columns=6)
-    plan = replace(plan, inputs=(IoTensor("x", "int32", ("batch", 2, 4), inner),),
-                   fills=(Fill(whole, -7, ((0, 0), (1, 1))),))
+    plan = plan.with_machine(fills=(Fill(whole, -7, ((0, 0), (1, 1))),), inputs=(inner,))
+    plan = replace(plan, inputs=(IoTensor("x", "int32", ("batch", 2, 4)),))
     execution = ParallelExecution(ParallelProgram(LoadedPlan(plan), workers=2))
     execution.close()
     padded = np.full((2, 2, 6), -7, np.int32)
@@ -171,7 +171,7 @@ def test_a_request_ends_when_its_last_chunk_does(monkeypatch: pytest.MonkeyPatch
     """Two chunks of a millisecond; the helper begins later than the caller, so the caller is done first."""
     monkeypatch.setattr(chunks, "CHUNK_US", 1e6)
     plan = mix_plan([(0, 0)], [1], ROWS, COLUMNS)
-    plan = replace(plan, code=(mix_object("mix", ROWS, COLUMNS, repeats=5000), executor()))
+    plan = plan.with_machine(code=(mix_object("mix", ROWS, COLUMNS, repeats=5000), executor()))
     execution = ParallelExecution(ParallelProgram(LoadedPlan(plan), workers=2))
     for turn in range(20):
         x = np.full((1, ROWS, COLUMNS), turn, np.int32)
