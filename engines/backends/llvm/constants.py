@@ -19,16 +19,16 @@ TAIL = 4 * ALIGNMENT        # bytes behind them: a prefetch or the last vector m
 class Constants:
     """Collects packed constants, each on a cache line, in order of execution."""
 
-    def __init__(self, graph: Graph, isa: Isa, makers: Mapping[Problem, Choice]) -> None:
-        """makers: the kernels that make constants of others."""
-        self._graph, self._isa, self._makers = graph, isa, makers
+    def __init__(self, graph: Graph, isa: Isa, expanders: Mapping[Problem, Choice]) -> None:
+        """expanders: the kernels that expand constants when a plan is loaded."""
+        self._graph, self._isa, self._expanders = graph, isa, expanders
         self._names = {(array.ctypes.data, array.nbytes): name for name, array in graph.constants.items()
                        if array.flags.c_contiguous}
         self._parts: list[Array] = []
         self._size = 0
         self.weight_offsets: dict[str, int] = {}    # of the graph's constants that are read as they are
-        self._derived: list[ExpandedConstant] = []
-        self._derived_size = 0
+        self._expanded: list[ExpandedConstant] = []
+        self._expanded_size = 0
 
     def add(self, array: Array, name: str = "") -> tuple[Operand, int]:
         """(where, bytes). name: of the graph's constant that this is, where it is not in one piece there."""
@@ -47,20 +47,20 @@ class Constants:
         """The constants of a call, as its kernel's tactic packs them: where the kernel reads each, and how much."""
         added = [self.add(array) for array in choice.kernel.pack(self._isa, choice.tactic, call.constants)]
         for which, problem in choice.kernel.made(self._isa, choice.tactic).items():
-            added[which] = self._derive(problem, *added[which], name_of(call))
+            added[which] = self._expand(problem, *added[which], name_of(call))
         return added
 
-    def _derive(self, problem: Problem, source: Operand, kept: int, name: str) -> tuple[Operand, int]:
-        """What a kernel makes of a constant of `kept` bytes."""
-        maker = self._makers[problem]
-        grid = maker.kernel.grid(self._isa, maker.tactic)
+    def _expand(self, problem: Problem, source: Operand, kept: int, name: str) -> tuple[Operand, int]:
+        """The constant that a kernel computes from one of `kept` bytes."""
+        expander = self._expanders[problem]
+        grid = expander.kernel.grid(self._isa, expander.tactic)
         assert (grid.row_step, grid.column_step) == (1, 1), f"{problem.family}: its grid is to be cut anywhere"
         items = -(-kept // problem.inputs[0].item)
         size = items * problem.outputs[0].item
-        place = ExpandedConstant(maker.symbol, source.offset, self._derived_size, size, items * grid.rows_per_item,
+        place = ExpandedConstant(expander.symbol, source.offset, self._expanded_size, size, items * grid.rows_per_item,
                         grid.columns, name)
-        self._derived.append(place)
-        self._derived_size += -(-size // ALIGNMENT) * ALIGNMENT
+        self._expanded.append(place)
+        self._expanded_size += -(-size // ALIGNMENT) * ALIGNMENT
         return Operand(EXPANDED, place.offset), size
 
     def tensor(self, name: str) -> Operand:
@@ -73,5 +73,5 @@ class Constants:
         return b"".join((*padded, bytes(TAIL)))
 
     def expanded(self) -> tuple[ExpandedConstant, ...]:
-        """What is made of them."""
-        return tuple(self._derived)
+        """Those that are computed from them when the plan is loaded."""
+        return tuple(self._expanded)

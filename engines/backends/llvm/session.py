@@ -30,7 +30,7 @@ class CpuChosen:
     """A lowered graph, and the kernels of its calls."""
     lowered: Lowered
     choices: Mapping[Problem, Choice]
-    makers: Mapping[Problem, Choice]         # of constants, when a plan is loaded
+    expanders: Mapping[Problem, Choice]      # kernels that expand constants when a plan is loaded
     max_batch: int
 
     @property
@@ -89,8 +89,8 @@ class _Assembler:
     def __init__(self, chosen: CpuChosen, isa: Isa) -> None:
         self.lowered, self.isa, self.choices, self.max_batch = chosen.lowered, isa, chosen.choices, chosen.max_batch
         self.steps: list[Step] = []
-        self.code = {choice.symbol: choice.code for choice in chosen.makers.values()}
-        self.constants = Constants(chosen.graph, self.isa, chosen.makers)
+        self.code = {choice.symbol: choice.code for choice in chosen.expanders.values()}
+        self.constants = Constants(chosen.graph, self.isa, chosen.expanders)
         self.writers: dict[int, list[int]] = {}     # buffer -> steps
 
     def add(self, call: AnyCall) -> None:

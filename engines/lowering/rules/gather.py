@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from engines.ir.graph import Array, Node
-from engines.lowering.calls.calls import Call, Context, Refused, broadcast, lowers
+from engines.lowering.calls.broadcast import broadcast
+from engines.lowering.calls.calls import Call, Context, Refused, lowers
 from engines.lowering.calls.placement import Placement, as_one_item
 from engines.lowering.problems.movement import GatherElements, Lookup, Permute, Take
 from engines.lowering.problems.view import dense_view

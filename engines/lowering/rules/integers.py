@@ -4,7 +4,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from engines.ir.graph import Node
-from engines.lowering.calls.calls import Call, Context, Refused, broadcast
+from engines.lowering.calls.broadcast import broadcast
+from engines.lowering.calls.calls import Call, Context, Refused
 from engines.lowering.problems.elementwise import STORED_INTEGERS, Integers
 
 # What a node does; Clip's bounds and the like are attributes only of floats.

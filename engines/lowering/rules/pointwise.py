@@ -4,7 +4,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.calls import Call, Context, Refused, broadcast, lowers, write_body
+from engines.lowering.calls.body import write_body
+from engines.lowering.calls.broadcast import broadcast
+from engines.lowering.calls.calls import Call, Context, Refused, lowers
 from engines.lowering.calls.placement import as_one_item, with_items
 from engines.lowering.epilogue.from_onnx import WRITERS
 from engines.lowering.problems.elementwise import CASTS, Pointwise

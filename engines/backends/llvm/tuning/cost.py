@@ -12,8 +12,8 @@ LATENCY = 4             # cycles from a product to the next one on the same sum
 CALL = 12               # cycles to enter and leave a micro-kernel and its loops
 FIRST_LEVEL = 24 << 10  # bytes that stay in the first level beside what streams through
 SECOND_LEVEL = 384 << 10
-NEAR, FAR = 1 / 48, 1 / 16      # cycles a byte, from the second level and from beyond
-SEEN = 0.3              # of the time of a read, what arithmetic does not hide
+CYCLES_PER_BYTE_L2, CYCLES_PER_BYTE_BEYOND = 1 / 48, 1 / 16
+EXPOSED_SHARE = 0.3     # of the time of a read, what arithmetic does not hide
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ def epilogue(instructions: int, operands: int, vectors: int, pixels: int) -> Wor
 
 
 def reading(size: float, times: float = 1) -> float:
-    """Cycles to read `size` bytes again and again, as far as they show."""
+    """Cycles by which reading `size` bytes so many times delays the arithmetic, which hides most of them."""
     if size <= FIRST_LEVEL:
         return 0.0
-    return SEEN * size * times * (NEAR if size <= SECOND_LEVEL else FAR)
+    return EXPOSED_SHARE * size * times * (CYCLES_PER_BYTE_L2 if size <= SECOND_LEVEL else CYCLES_PER_BYTE_BEYOND)
 
 
 def pieces(extent: int, step: int) -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
-"""Kernels of specs: compiled once each, their tactics timed on this machine, the fastest taken.
+"""Kernels for problems: compiled once each, their tactics timed on this machine, the fastest taken.
 
-For all specs of a graph together, in turns that do not disturb each other: while tactics are compiled, on every
-processor, nothing is timed; while they are timed, nothing is compiled. The tactics of a spec are one module, so that
+For all problems of a graph together, in turns that do not disturb each other: while tactics are compiled, on every
+processor, nothing is timed; while they are timed, nothing is compiled. A problem's tactics are one module, so that
 those that differ in their outer loops only share what is inside.
 """
 from __future__ import annotations
@@ -29,10 +29,10 @@ from engines.machine.timing_cache import TimingCache
 from engines.version import COMPILER_VERSION
 
 KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, *[ctypes.c_int64] * 4)
-SECONDS = 0.004             # spent on timing one tactic, in rounds among its rivals
+TIMING_SECONDS = 0.004      # spent on timing one tactic, in rounds among its rivals
 ROUNDS = 3
-COSTLY = 1.3                # times the least cost: tactics beyond it are not timed
-HOPELESS = 1.5              # times the fastest in its first runs: a tactic that is not timed further
+MAX_COST_RATIO = 1.3        # times the least cost: tactics beyond it are not timed
+ABANDON_RATIO = 1.5         # times the fastest tactic's first runs: a slower one is timed no further
 
 Constants = Mapping[str, Any]
 Times = tuple[float, ...]       # microseconds of a tactic, for a batch of each size that it is timed with
@@ -61,7 +61,7 @@ class Choice:
 
 
 class Tuner:
-    """Chooses and compiles; equal specs are one kernel. `timing` off takes the tactic of least cost (cost.py).
+    """Chooses and compiles; equal problems share a kernel. `timing` off takes the tactic of least cost (cost.py).
 
     short_lived: for plans that run a few times, as calibration's trials. Packing weights is then most of the work, so
     only tactics whose packing is a permutation count.
@@ -129,7 +129,7 @@ class Tuner:
         costs = {candidate: candidate.kernel.cost(self.isa, candidate.tactic) for candidate in candidates}
         limits: dict[Kernel[Any], float] = {}
         for candidate, cost in costs.items():
-            limits[candidate.kernel] = min(cost * COSTLY, limits.get(candidate.kernel, math.inf))
+            limits[candidate.kernel] = min(cost * MAX_COST_RATIO, limits.get(candidate.kernel, math.inf))
         return sorted((candidate for candidate, cost in costs.items() if cost <= limits[candidate.kernel]),
                       key=lambda candidate: costs[candidate])
 
@@ -210,8 +210,8 @@ class Tuner:
 class _Report:
     """Counts towards a progress: each problem is compiled and timed twice, and compiled once more; or only that."""
 
-    def __init__(self, progress: Progress | None, specs: int, timing: bool) -> None:
-        self._progress, self._done, self._of = progress, 0, specs * (5 if timing else 1)
+    def __init__(self, progress: Progress | None, problems: int, timing: bool) -> None:
+        self._progress, self._done, self._of = progress, 0, problems * (5 if timing else 1)
 
     def __call__(self, what: str, count: int = 1) -> None:
         self._done += count
@@ -262,11 +262,11 @@ def measure(calls: Mapping[Any, Callable[[], None]]) -> dict[Any, float]:
     for _ in range(2):
         for name, call in calls.items():
             best[name] = min(best[name], _seconds(call))
-    limit = HOPELESS * min(best.values(), default=0.0)
+    limit = ABANDON_RATIO * min(best.values(), default=0.0)
     hopeful = [name for name, seconds in best.items() if seconds <= limit]
     for _ in range(ROUNDS):
         for name in hopeful:
-            end = time.perf_counter() + SECONDS / ROUNDS
+            end = time.perf_counter() + TIMING_SECONDS / ROUNDS
             while True:
                 best[name] = min(best[name], _seconds(calls[name]))
                 if time.perf_counter() >= end:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from engines.backends.llvm.codegen.ir_builder import I64, PTR, Function, Module, Value
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import tails
+from engines.backends.llvm.kernels.common.access import panels_between, tails
 from engines.backends.llvm.kernels.contraction.store import emit_epilogue
 from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
 from engines.backends.llvm.kernels.kernel import begin_kernel
@@ -156,19 +156,14 @@ class TiledLoops(ABC):
     def _panels(self, f: Function, block: list[Value], visit: Visit) -> None:
         """The panels of couts that this call was given, over the tiles of a block."""
         problem, begin, end = self.problem, *self.bounds[2:]
-        whole, tail = divmod(problem.cout, self.panel)
         if problem.groups > 1:
             for group in f.range("group", begin, end):
                 here = _moved(block, [group * (problem.cin * problem.x.size), *self._channels(group * problem.cout)])
                 for start, channels in f.tiles("panel", problem.cout, self.panel):
                     self._panel(f, here, group * problem.cout, start, channels, visit)
             return
-        if whole:
-            for p in f.range("panel", begin, end.at_most(whole)):
-                self._panel(f, block, p.like(0), p * self.panel, self.panel, visit)
-        if tail:
-            with f.when(end.compare("ugt", whole)):
-                self._panel(f, block, end.like(0), end.like(whole * self.panel), tail, visit)
+        for start, channels in panels_between(f, begin, end, problem.cout, self.panel):
+            self._panel(f, block, start.like(0), start, channels, visit)
 
     def _panel(self, f: Function, block: list[Value], first: Value, start: Value, channels: int, visit: Visit) -> None:
         """One panel over all tiles; `first`: the group's first cout, `start`: the panel's, inside the group."""

@@ -27,6 +27,7 @@ from engines.backends.llvm.kernels.common.access import (
     load_constants,
     offset,
     panels,
+    panels_between,
     run_program,
     unravel,
 )
@@ -112,7 +113,8 @@ class _Emitter:
             here = [offset(a, indices, view.strides[:-2]) for a, view in zip(here, views, strict=True)]
             if self.exact:
                 self.left.row_sums(here[0], self.sums)
-            self._panels(f, here, zeros, first, last)
+            for start, columns in panels_between(f, first, last, self.columns, self.right.width):
+                self._panel(f, here, zeros, start, columns)
 
     def _scratch(self, f: Function) -> None:
         """Room for a panel of b, for copied rows of a, and for the sums of a's rows."""
@@ -122,15 +124,6 @@ class _Emitter:
         for what, size in (("panel", panel), ("copied", copied), ("sums", 4 * self.rows * self.exact)):
             addresses.append(f.op(PTR, f"alloca [{size} x i8], align {ALIGNMENT}", what))
         self.packed, self.copied, self.sums = addresses
-
-    def _panels(self, f: Function, here: list[Value], zeros: list[Value | None], first: Value, last: Value) -> None:
-        whole, tail = divmod(self.columns, self.right.width)
-        if whole:
-            for panel in f.range("panel", first, last.at_most(whole)):
-                self._panel(f, here, zeros, panel * self.right.width, self.right.width)
-        if tail:
-            with f.when(last.compare("ugt", whole)):
-                self._panel(f, here, zeros, last.like(whole * self.right.width), tail)
 
     def _panel(self, f: Function, here: list[Value], zeros: list[Value | None], start: Value, columns: int) -> None:
         a, b, *operands, y = here
