@@ -51,14 +51,7 @@ class Product(Problem):
     program: EpilogueProgram
     precision: str                  # int8, fp32, bf16, fp16
     family = "product"
-
-    @property
-    def inputs(self) -> tuple[View, ...]:
-        return (self.a, self.b, *self.operands)
-
-    @property
-    def outputs(self) -> tuple[View, ...]:
-        return (self.y,)
+    reads = ("a", "b", "operands")
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -97,14 +90,7 @@ class Attention(Problem):
     program: EpilogueProgram
     precision: str                  # int8, fp32, bf16, fp16
     family = "attention"
-
-    @property
-    def inputs(self) -> tuple[View, ...]:
-        return (self.q, self.k, self.v, *((self.mask,) if self.mask else ()))
-
-    @property
-    def outputs(self) -> tuple[View, ...]:
-        return (self.y,)
+    reads = ("q", "k", "v", "mask")
 
     @property
     def lead(self) -> tuple[int, ...]:
