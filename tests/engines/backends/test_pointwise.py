@@ -198,5 +198,5 @@ def test_writing_past_the_output_is_caught():
     b = ProgramBuilder(False)
     b.operand()
     spec = Pointwise((view,), view, b.program(), uniform=True)
-    with pytest.raises(AssertionError, match="beside"):
+    with pytest.raises(AssertionError, match="write outside"):
         run(Overrun(spec), CpuRunner(PORTABLE), inputs_of(spec), {"program": []}, slack=8)
