@@ -19,6 +19,7 @@ from onnx.backend.base import Backend, BackendRep, Device, DeviceType, namedtupl
 
 from engines.compiler.builder import BuildConfig, Builder
 from engines.errors import ConfigError, EngineError, InputError, UnknownValueError
+from engines.ir.dtypes import as_in_memory, bfloat16
 from engines.ir.graph import Array
 from engines.runtime.engine import Engine
 
@@ -89,7 +90,7 @@ class EngineRep(BackendRep):
         """
         feeds = self._feeds(inputs)
         engine = self._engine(feeds)
-        results = engine.run({io.name: _as_stored(feeds[io.name]) for io in engine.inputs})
+        results = engine.run({io.name: as_in_memory(feeds[io.name]) for io in engine.inputs})
         arrays = [_as_named(results[io.name], io.dtype) for io in engine.outputs]
         return namedtupledict("Outputs", [io.name for io in engine.outputs])(*arrays)
 
@@ -148,13 +149,8 @@ def _model_of(node: onnx.NodeProto, inputs: Sequence[Array], opset: int) -> onnx
     return helper.make_model(graph, opset_imports=[helper.make_opsetid(node.domain, opset)])
 
 
-def _as_stored(array: Array) -> Array:
-    """As engines take it: bfloat16 as its bits."""
-    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
-
-
 def _as_named(array: Array, dtype: str) -> Array:
-    return array.view(helper.tensor_dtype_to_np_dtype(onnx.TensorProto.BFLOAT16)) if dtype == "bfloat16" else array
+    return array.view(bfloat16()) if dtype == "bfloat16" else array
 
 
 prepare, run_model, run_node, supports_device = (EngineBackend.prepare, EngineBackend.run_model,

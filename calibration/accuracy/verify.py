@@ -18,6 +18,7 @@ from calibration.accuracy.measures import cosine, sqnr_db
 from calibration.accuracy.oracle import Oracle, oracle_of, reference_of
 from calibration.data.generated import generated
 from calibration.data.items import CalibrationData, Feed
+from engines.ir.dtypes import from_bfloat16
 from engines.ir.graph import Array, Dim, Graph
 from engines.loading import load_engine
 from engines.passes.pixels import Pixels
@@ -224,9 +225,7 @@ def _pair(tensor: IoTensor, expected: Array, value: Array, items: int) -> _Pair:
 
 def _readable(array: Array, tensor: IoTensor) -> Array:
     """bfloat16, or its bits as an engine gives them, as float32."""
-    if tensor.dtype != "bfloat16":
-        return array
-    return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return from_bfloat16(array.view(np.uint16)) if tensor.dtype == "bfloat16" else array
 
 
 # ---- all feeds

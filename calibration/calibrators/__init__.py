@@ -12,7 +12,7 @@ from calibration.calibrators.mse import MeanSquaredError
 from calibration.calibrators.percentile import Percentile
 from engines.errors import ConfigError, did_you_mean
 
-__all__ = ["CALIBRATORS", "DEFAULT", "Calibrator", "Range", "make_calibrator"]
+__all__ = ["CALIBRATORS", "Calibrator", "Range", "make_calibrator"]
 
 CALIBRATORS: Mapping[str, type[Calibrator]] = MappingProxyType({
     "entropy": Entropy,
@@ -20,7 +20,6 @@ CALIBRATORS: Mapping[str, type[Calibrator]] = MappingProxyType({
     "minmax": MinMax,
     "mse": MeanSquaredError,
 })
-DEFAULT = "entropy"
 
 
 def make_calibrator(text: str) -> Calibrator:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from calibration.data.items import CalibrationData, Feed, Input, batched_inputs
+from engines.ir.dtypes import to_bfloat16
 from engines.ir.graph import Array, Graph
 from engines.passes.rewriting.facts import moved_from
 
@@ -46,8 +47,8 @@ def index_bound(graph: Graph, name: str) -> int | None:
 
 def _array(tensor: Input, bound: int | None, random: np.random.Generator) -> Array:
     shape = [1 if isinstance(extent, str) else extent for extent in tensor.shape]
-    if tensor.dtype == "bfloat16":      # fed as its bits, the upper half of a float32
-        return (random.standard_normal(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    if tensor.dtype == "bfloat16":      # fed as its bits
+        return to_bfloat16(random.standard_normal(shape, np.float32))
     dtype = np.dtype(tensor.dtype)
     if dtype.kind == "f":
         return np.asarray(random.standard_normal(shape), dtype)

@@ -41,7 +41,11 @@ USUAL_GIB = 10.0
 SIZE_VARIABLE = "INFER_CACHE_GIB"
 _LIBRARIES = ("llvmlite", "ml_dtypes", "numpy", "onnx", "pillow")       # whose version may show in a plan
 _BLOCK = 1 << 20
-_ABANDONED_SECONDS = 24 * 3600      # a temporary file that is older has lost its writer
+_ABANDONED_SECONDS = 24 * 3600      # a lock or a temporary file that is older has lost its owner
+
+# What is ours in a folder that may hold other files, too: the plan of a key; its lock, and what is still being written.
+_ENTRY = re.compile(r"[0-9a-f]{40}\.plan")
+_PASSING = re.compile(r"[0-9a-f]{40}\.lock|\.[0-9a-f]{40}\.plan\..*")
 
 # In an ONNX file, a tensor stored elsewhere has an entry {key: "location", value: path relative to the model}. This is
 # its protobuf encoding up to the path's length, so that no 2 GB model need be parsed to find its files.
@@ -79,6 +83,7 @@ class EngineCache:
         entry = self.entry(key)
         try:
             plan = read_plan(entry)
+            list(plan.weights.values())     # these stay in the file until they are asked for, and it may go
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -143,10 +148,10 @@ class EngineCache:
         for path in self.folder.iterdir():
             with suppress(FileNotFoundError):       # another process makes room, too
                 status = path.stat()
-                if path.name.startswith(".") and time.time() - status.st_mtime > _ABANDONED_SECONDS:
-                    path.unlink()
-                elif path.suffix == ".plan" and not path.name.startswith("."):
+                if _ENTRY.fullmatch(path.name):
                     found.append((status.st_mtime_ns, status.st_size, path))
+                elif _PASSING.fullmatch(path.name) and time.time() - status.st_mtime > _ABANDONED_SECONDS:
+                    path.unlink()
         taken = sum(size for _, size, _ in found)
         limit = min(self.limit, (taken + shutil.disk_usage(self.folder).free) // 2)
         for _, size, path in sorted(found):

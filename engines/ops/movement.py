@@ -61,11 +61,6 @@ class Split(Op):
         return tuple(TensorType(x.dtype, (*x.shape[:axis], size, *x.shape[axis + 1:])) for size in sizes)
 
     @classmethod
-    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
-        axis = beside(outputs[0].shape, only_first(axes), (node.attrs.get("axis", 0),), "cuts")
-        return (axis,) * len(outputs)
-
-    @classmethod
     def compute(cls, node: Node, *arrays: Array) -> tuple[Array, ...]:
         (x,) = arrays
         *cuts, _ = accumulate(fixed(node.attrs["split"]))

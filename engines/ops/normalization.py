@@ -7,26 +7,10 @@ from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import check_stretches, normal_axis, text
 from engines.ops.items import ItemAxes, Mixed, beside, only_first
-from engines.ops.op import Inputs, LayoutOp, Op, Types, Values, present
+from engines.ops.op import Inputs, LayoutOp, SameShape, Types, Values, present
 
 
-class _SameShape(Op, abstract=True):
-    @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        x = inputs[0]
-        assert x is not None
-        return (TensorType(x.dtype, x.shape),)
-
-
-class _AlongAxis(_SameShape, abstract=True):
-    along = "axis"
-
-    @classmethod
-    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
-        return (beside(outputs[0].shape, only_first(axes), (node.attrs.get("axis", -1),), "normalises along"),)
-
-
-class _FromAxisOn(_SameShape, abstract=True):
+class _FromAxisOn(SameShape, abstract=True):
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
         x, *constants = present(inputs)
@@ -41,7 +25,7 @@ class _FromAxisOn(_SameShape, abstract=True):
         return (beside(outputs[0].shape, only_first(axes), along, "normalises along"),) * len(outputs)
 
 
-class _PerChannel(_SameShape, abstract=True):
+class _PerChannel(SameShape, abstract=True):
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
         x, *constants = inputs
@@ -124,15 +108,9 @@ def standardise(x: Array, axes: tuple[int, ...], epsilon: float) -> Array:
     return np.asarray((x - mean) / np.sqrt(x.var(axis=axes, keepdims=True) + epsilon))
 
 
-class LRN(LayoutOp):
+class LRN(LayoutOp, SameShape):
     """x / (bias + alpha / size * sum of squares over `size` neighbouring channels) ** beta"""
     attributes = ("size", "alpha", "beta", "bias")
-
-    @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        x = inputs[0]
-        assert x is not None
-        return (TensorType(x.dtype, x.shape),)
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
@@ -145,7 +123,9 @@ class LRN(LayoutOp):
         return np.asarray(x / factor ** node.attrs.get("beta", 0.75), x.dtype)
 
 
-class LpNormalization(_AlongAxis):
+class LpNormalization(SameShape):
+    along = "axis"
+
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
         (x,) = arrays
@@ -153,15 +133,9 @@ class LpNormalization(_AlongAxis):
         return np.asarray(np.where(norm == 0, 0, x / norm), x.dtype)
 
 
-class _Softmax(_AlongAxis, abstract=True):
-    @staticmethod
-    def shifted(node: Node, x: Array) -> tuple[Array, int]:
-        axis = node.attrs.get("axis", -1)
-        return x - x.max(axis=axis, keepdims=True), axis
-
-
-class Softmax(_Softmax):
+class Softmax(SameShape):
     """exp(x) / sum of exp(x) over `axis`; zeros where all x are minus infinity (ONNX's formula has no answer there)"""
+    along = "axis"
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
@@ -177,8 +151,11 @@ def softmax(x: Array, axis: int) -> Array:
     return np.asarray(y / np.where(total == 0, 1, total), x.dtype)
 
 
-class LogSoftmax(_Softmax):
+class LogSoftmax(SameShape):
+    along = "axis"
+
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
-        x, axis = cls.shifted(node, *arrays)
+        x, axis = arrays[0], node.attrs.get("axis", -1)
+        x = x - x.max(axis=axis, keepdims=True)
         return np.asarray(x - np.log(np.exp(x).sum(axis=axis, keepdims=True)))

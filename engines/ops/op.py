@@ -2,7 +2,7 @@
 
 To add one, write a class named as ONNX names it:
 
-    class Relu(Unary):
+    class Relu(Epilogue):
         @staticmethod
         def formula(x):
             return np.maximum(x, 0)
@@ -22,7 +22,7 @@ import numpy as np
 from engines.errors import EngineError, GraphError, UnknownTensorError
 from engines.ir.graph import Array, Dim, Node, TensorType
 from engines.ir.shapes import Extent, Undecided, normal_axis
-from engines.ops.items import ItemAxes, Mixed, only_first
+from engines.ops.items import ItemAxes, Mixed, beside, only_first
 
 _REGISTRY: dict[str, type[Op]] = {}
 OPS: Mapping[str, type[Op]] = MappingProxyType(_REGISTRY)
@@ -33,10 +33,10 @@ Types = tuple[TensorType, ...]
 
 
 class Stored(Enum):
-    """How the stored types (float32, 16 bits, quantised) of the tensors that an operator reads and makes depend."""
-    FLOAT = "kernels, or the reference, read and write float32 only"
-    ALIKE = "kernels move or select elements as they are stored, so all have one type and one scale"
-    CONVERTED = "kernels convert on the way from and to memory, so each may have a type of its own"
+    """In which types (float32, 16 bits, quantised) an operator's kernels read and write its tensors."""
+    FLOAT = "in float32 only, or there is no kernel"
+    ALIKE = "in any type, but all in one, with one scale: elements are moved or selected as they are stored"
+    CONVERTED = "each in a type of its own: values are converted on the way from memory and to it"
 
 
 class Op:
@@ -86,9 +86,14 @@ class Op:
         """The axis along which each output has the items of a batch: its item i follows from item i of the inputs.
 
         axes: likewise for the inputs; None for one that is alike for all items, and for such an output. Raises Mixed
-        with the reason where an item follows from others, or may: an operator that does not say anything is one.
+        with the reason where an item follows from others, or may, as for an operator that does not say anything.
         """
-        raise Mixed("it is not known to keep the items of a batch apart")
+        if cls.along not in ("axis", "axes"):
+            raise Mixed("it is not known to keep the items of a batch apart")
+        x = inputs[0]
+        assert x is not None
+        rank, doing = len(x.shape), "reduces" if cls.reduces else "works along"
+        return (cls.kept(node, rank, beside(x.shape, only_first(axes), cls.axes(node, rank), doing)),) * len(outputs)
 
     @classmethod
     def data(cls, node: Node) -> tuple[str, ...]:
@@ -100,6 +105,12 @@ class Op:
         """The axes, counted from 0, that the attribute `along` names; a node without `axes` means all."""
         named = (node.attrs["axis"],) if cls.along == "axis" else node.attrs.get("axes", range(rank))
         return tuple(normal_axis(axis, rank) for axis in named)
+
+    @classmethod
+    def kept(cls, node: Node, rank: int, axis: int) -> int:
+        """Where one of the other axes stands in the results."""
+        lost = cls.axes(node, rank) if cls.reduces and not node.attrs.get("keepdims", 1) else ()
+        return axis - sum(other < axis for other in lost)
 
     @classmethod
     def renumbered(cls, node: Node, rank: int, moved: Callable[[int], int]) -> dict[str, Any]:
@@ -179,6 +190,16 @@ def describe(node: Node) -> str:
 
 def present(inputs: Inputs) -> list[TensorType]:
     return [t for t in inputs if t is not None]
+
+
+class SameShape(Op, abstract=True):
+    """An operator whose only result is of the type of its first input."""
+
+    @classmethod
+    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        x = inputs[0]
+        assert x is not None
+        return (TensorType(x.dtype, x.shape),)
 
 
 class LayoutOp(Op, abstract=True):

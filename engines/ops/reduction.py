@@ -8,7 +8,6 @@ import numpy as np
 
 from engines.ir.graph import Array, Dim, Node, TensorType
 from engines.ir.shapes import fixed, normal_axis
-from engines.ops.items import ItemAxes, beside, only_first
 from engines.ops.op import Inputs, Op, Types, Values
 
 Formula = Callable[..., Array]
@@ -24,12 +23,6 @@ class Reduction(Op, abstract=True):
         assert x is not None
         axes = cls.axes(node, len(x.shape))
         return (TensorType(x.dtype, reduced(x.shape, axes, node.attrs.get("keepdims", 1))),)
-
-    @classmethod
-    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
-        (x,) = inputs
-        assert x is not None
-        return (_kept(node, x, axes, cls.axes(node, len(x.shape))),)
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
@@ -49,12 +42,6 @@ def ends(dtype: np.dtype[Any]) -> tuple[Any, Any]:
 
 def reduced(shape: tuple[Dim, ...], axes: tuple[int, ...], keepdims: bool) -> tuple[Dim, ...]:
     return tuple(1 if i in axes else d for i, d in enumerate(shape) if keepdims or i not in axes)
-
-
-def _kept(node: Node, x: TensorType, items: ItemAxes, axes: tuple[int, ...]) -> int:
-    """Where the axis of the items stands once `axes` are reduced."""
-    axis = beside(x.shape, only_first(items), axes, "reduces")
-    return axis if node.attrs.get("keepdims", 1) else axis - sum(reduced < axis for reduced in axes)
 
 
 class ReduceSum(Reduction):
@@ -130,19 +117,13 @@ class _Arg(Op, abstract=True):
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
         (x,) = inputs
         assert x is not None
-        axis = normal_axis(node.attrs.get("axis", 0), len(x.shape))
-        return (TensorType(np.dtype(np.int64), reduced(x.shape, (axis,), node.attrs.get("keepdims", 1))),)
-
-    @classmethod
-    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
-        (x,) = inputs
-        assert x is not None
-        return (_kept(node, x, axes, (normal_axis(node.attrs.get("axis", 0), len(x.shape)),)),)
+        axes = cls.axes(node, len(x.shape))
+        return (TensorType(np.dtype(np.int64), reduced(x.shape, axes, node.attrs.get("keepdims", 1))),)
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
         (x,) = arrays
-        axis = node.attrs.get("axis", 0)
+        axis = node.attrs["axis"]
         last = bool(node.attrs.get("select_last_index"))
         found = cls.search(np.flip(x, axis) if last else x, axis=axis, keepdims=bool(node.attrs.get("keepdims", 1)))
         return np.asarray(x.shape[axis] - 1 - found if last else found, np.int64)
@@ -168,10 +149,6 @@ class TopK(Op):
         fixed(x.shape[axis:axis + 1])
         shape = (*x.shape[:axis], node.attrs["k"], *x.shape[axis + 1:])
         return TensorType(x.dtype, shape), TensorType(np.dtype(np.int64), shape)
-
-    @classmethod
-    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
-        return (beside(outputs[0].shape, only_first(axes), (node.attrs.get("axis", -1),), "sorts"),) * 2
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> tuple[Array, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from engines.errors import InputError
+from engines.ir.dtypes import NARROW
 from engines.ir.graph import Array, Graph, Node, QParams, TensorType
 from engines.ir.shapes import batch_of, bind
 from engines.ops import op_of
@@ -106,7 +107,7 @@ def _real(array: Array, quant: QParams | None) -> Array:
     """What a stored tensor means; float32 where it is stored in fewer bits, as kernels compute."""
     if quant is not None:
         return dequantize(array, quant)
-    return array.astype(np.float32) if array.dtype.name in ("float16", "bfloat16") else array
+    return array.astype(np.float32) if array.dtype.name in NARROW else array
 
 
 def _stored(array: Array, kind: TensorType) -> Array:

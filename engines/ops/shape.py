@@ -10,18 +10,12 @@ from engines.ir.graph import Array, Dim, Node, TensorType
 from engines.ir.shapes import broadcast, dim, extent, fixed, normal_axis, product, symbolic_array, text
 from engines.ops.items import ItemAxes, Mixed, only_first, repeated, viewed
 from engines.ops.items import broadcast as broadcast_items
-from engines.ops.op import Inputs, Op, Stored, Types, Values
+from engines.ops.op import Inputs, Op, SameShape, Stored, Types, Values
 
 
-class Identity(Op):
+class Identity(SameShape):
     symbolic = True
     moves, along, stored = True, "", Stored.CONVERTED
-
-    @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = inputs
-        assert x is not None
-        return (TensorType(x.dtype, x.shape),)
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:

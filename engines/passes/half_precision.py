@@ -17,13 +17,11 @@ from typing import Any
 import numpy as np
 
 from engines.errors import EngineError
+from engines.ir.dtypes import FLOAT, is_narrow
 from engines.ir.graph import Graph, Node, TensorType
 from engines.ops import op_of
 from engines.passes.rewriting.editor import GraphEditor
 from engines.passes.rewriting.notes import Note, note
-
-NARROW = ("float16", "bfloat16")
-FLOAT = np.dtype(np.float32)
 
 
 def widen_floats(graph: Graph, log: list[Note] | None = None) -> Graph:
@@ -31,16 +29,6 @@ def widen_floats(graph: Graph, log: list[Note] | None = None) -> Graph:
     if not any(is_narrow(kind) for kind in graph.types.values()):
         return graph
     return _Widener(graph, log).run()
-
-
-def is_narrow(kind: TensorType) -> bool:
-    """Whether the tensor's values are floats of 16 bits; in what they are stored is another question."""
-    return kind.dtype.name in NARROW
-
-
-def is_float(kind: TensorType) -> bool:
-    """Whether kernels compute on the tensor's values as float32: those of 64 bits stay to the reference."""
-    return kind.dtype == FLOAT or is_narrow(kind)
 
 
 class _Widener(GraphEditor):

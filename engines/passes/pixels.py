@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from engines.errors import ConfigError
+from engines.ir.dtypes import FLOAT
 from engines.ir.graph import Graph, TensorType
 from engines.passes.rewriting.editor import GraphEditor, renamed
-
-FLOAT = np.dtype(np.float32)
 
 
 @dataclass(frozen=True)

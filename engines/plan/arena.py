@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.errors import PlanError
+from engines.ir.dtypes import memory_dtype, to_bfloat16
 from engines.plan.plan import Buffer, Fill, TensorView
 
 CACHE_LINE = 64
@@ -146,20 +147,17 @@ def array_at(memory: NDArray[np.uint8], offset: int, view: TensorView, items: in
     The axis of the items is where the tensor has it: [28, items, 64] of items [28, 64] if batch_axis is 1.
     offset: of the view's buffer in `memory`. A bfloat16 tensor comes as uint16, its bits.
     """
-    dtype = np.dtype("uint16" if view.dtype == "bfloat16" else view.dtype)
     shape, strides = view.shape, view.strides
     if view.batched:
         axis = view.batch_axis
         shape, strides = ((*shape[:axis], items, *shape[axis:]),
                           (*strides[:axis], view.item_stride, *strides[axis:]))
-    return np.ndarray(shape, dtype, memory, offset + view.offset, strides)
+    return np.ndarray(shape, memory_dtype(view.dtype), memory, offset + view.offset, strides)
 
 
 def write_halo(array: NDArray[Any], fill: Fill, written: int) -> None:
     """Fill a tensor and its halo in all batch slots but the first `written`, in which that has been done."""
-    value = fill.value
-    if fill.view.dtype == "bfloat16":
-        value = int(np.float32(value).view(np.uint32)) >> 16
+    value = to_bfloat16(np.array(fill.value)) if fill.view.dtype == "bfloat16" else fill.value
     if fill.view.batched:
         array[written:] = value
     elif not written:

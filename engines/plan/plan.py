@@ -18,9 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from engines.errors import ConfigError, PlanTargetError
+from engines.ir.dtypes import memory_dtype
 from engines.ir.graph import Array, Graph, QParams
 
 EXPANDED = -1        # as Operand.buffer
@@ -84,8 +83,8 @@ class TensorView:
         if 0 in self.shape:
             return self.offset
         last = sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True))
-        size = 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
-        return self.offset + last + ((items - 1) * self.item_stride if self.batched else 0) + size
+        last += memory_dtype(self.dtype).itemsize
+        return self.offset + last + ((items - 1) * self.item_stride if self.batched else 0)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import numpy as np
 from engines.backends import device_of
 from engines.backends.device import Execution
 from engines.errors import ConfigError, InputError
+from engines.ir.dtypes import as_in_memory, memory_dtype
 from engines.ir.graph import Array
 from engines.plan.plan import IoTensor, Plan, Step
 
@@ -83,7 +84,7 @@ class Engine:
         Any number of items on the batch axis: more than max_batch run in slices, if the items are independent.
         InputError says what does not fit.
         """
-        arrays = {name: _bits(np.asarray(value)) for name, value in feeds.items()}
+        arrays = {name: as_in_memory(np.asarray(value)) for name, value in feeds.items()}
         items = self._feeds.check(arrays)
         try:
             context = self._idle.pop()
@@ -159,17 +160,12 @@ def _names(names: Mapping[str, object]) -> str:
 
 
 # ---- feeds
-def _bits(array: Array) -> Array:
-    """bfloat16 as memory has it: NumPy has no such dtype, and a server need not."""
-    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
-
-
 class Feeds:
     """What a plan's inputs take, worked out once."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._expected = {io.name: (np.dtype("uint16" if io.dtype == "bfloat16" else io.dtype), io.batched, view.shape)
+        self._expected = {io.name: (memory_dtype(io.dtype), io.batched, view.shape)
                           for io, view in zip(plan.inputs, plan.machine.inputs, strict=True)}
 
     def check(self, arrays: Mapping[str, Array]) -> int:
@@ -212,7 +208,7 @@ def _run_slices(context: ExecutionContext, plan: Plan, arrays: Mapping[str, Arra
         raise InputError(f"{plan.name}: {items} items, but the plan takes 1 to {slots} at once, and they cannot be run "
                          f"in slices, for they depend on each other: {plan.dependence}. Build it with --max-batch "
                          f"{max(items, 1)}")
-    results = {io.name: np.empty(io.shape_of(items), "uint16" if io.dtype == "bfloat16" else io.dtype)
+    results = {io.name: np.empty(io.shape_of(items), memory_dtype(io.dtype))
                for io in plan.outputs}
     for start in range(0, items, slots):
         part = slice(start, min(start + slots, items))

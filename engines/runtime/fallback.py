@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from engines.errors import PlanCorruptError, PlanError
+from engines.ir.dtypes import from_bfloat16, to_bfloat16
 from engines.ir.graph import Array, QParams
 from engines.plan.plan import Fallback, TensorView
 
@@ -67,7 +68,7 @@ def to_real(stored: Array, quant: QParams | None, dtype: str = "") -> Array:
         from engines.ops.reference import dequantize
         return dequantize(stored, quant)
     if dtype == "bfloat16":
-        return (stored.astype(np.uint32) << 16).view(np.float32)
+        return from_bfloat16(stored)
     return stored.copy()
 
 
@@ -77,7 +78,5 @@ def to_stored(real: Array, quant: QParams | None, dtype: str) -> Array:
         from engines.ops.reference import quantize
         return quantize(real, quant)
     if dtype == "bfloat16":
-        bits = np.ascontiguousarray(real, np.float32).view(np.uint32)
-        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-        return np.where(np.isnan(real), 0x7FC0, rounded).astype(np.uint16)
+        return to_bfloat16(real)
     return real

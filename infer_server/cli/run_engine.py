@@ -14,6 +14,7 @@ import numpy as np
 
 from engines import load_engine
 from engines.errors import ConfigError, InputError
+from engines.ir.dtypes import to_bfloat16
 from engines.ir.graph import Array
 from engines.plan.file import read_plan
 from engines.plan.plan import IoTensor, Plan
@@ -30,8 +31,8 @@ def random_feed(inputs: Sequence[IoTensor], batch: int, seed: int = 0) -> dict[s
     feed: dict[str, Array] = {}
     for tensor in inputs:
         shape = [batch if isinstance(extent, str) else extent for extent in tensor.shape]
-        if tensor.dtype == "bfloat16":      # fed as its bits, the upper half of a float32
-            feed[tensor.name] = (random.standard_normal(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        if tensor.dtype == "bfloat16":      # fed as its bits
+            feed[tensor.name] = to_bfloat16(random.standard_normal(shape, np.float32))
             continue
         dtype = np.dtype(tensor.dtype)
         numbers = random.standard_normal(shape) if dtype.kind == "f" else random.integers(0, 2, shape)

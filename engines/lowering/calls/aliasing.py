@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from engines.errors import ModelError
 from engines.ir.graph import BATCH, Graph, Node, TensorType
-from engines.lowering.calls.halos import Halo, halo_of_pad, halo_wanted
+from engines.lowering.calls.halos import halo_of_pad, halo_wanted
 from engines.lowering.calls.placement import (
     NO_BUFFER,
     Placement,
@@ -26,7 +26,7 @@ from engines.lowering.calls.placement import (
     reshaped,
     stored_dtype,
 )
-from engines.lowering.problems.view import SIZES, View, dense_view
+from engines.lowering.problems.view import SIZES, Halo, View, dense_view
 from engines.ops import describe
 from engines.passes.rewriting.facts import is_product, is_view_of_input, is_view_of_output
 

@@ -6,34 +6,11 @@ A transposed convolution reads beyond its input where its phases do, and a Pad b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from engines.ir.graph import Graph, Node
 from engines.lowering.calls.phases import Phase, phases
+from engines.lowering.problems.view import Halo
 from engines.passes.rewriting.facts import pads_with_zeros
-
-
-@dataclass(frozen=True)
-class Halo:
-    """Rows and columns of padding around each image of a buffer."""
-    top: int = 0
-    left: int = 0
-    bottom: int = 0
-    right: int = 0
-
-    def __or__(self, other: Halo) -> Halo:
-        return Halo(*(max(a, b) for a, b in zip(self._sides(), other._sides(), strict=True)))
-
-    def __bool__(self) -> bool:
-        return any(self._sides())
-
-    def around(self, image: tuple[int, ...]) -> tuple[int, int, int]:
-        """The shape of [height, width, channels] with the halo."""
-        height, width, channels = image
-        return self.top + height + self.bottom, self.left + width + self.right, channels
-
-    def _sides(self) -> tuple[int, int, int, int]:
-        return self.top, self.left, self.bottom, self.right
 
 
 def pads_of(node: Node) -> tuple[int, int, int, int]:

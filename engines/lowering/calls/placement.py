@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from engines.ir.graph import BATCH, Dim, TensorType
-from engines.lowering.calls.halos import Halo
-from engines.lowering.problems.view import View, dense_view
+from engines.lowering.problems.view import Halo, View, dense_view
 from engines.plan.plan import TensorView
 
 NO_BUFFER = -1

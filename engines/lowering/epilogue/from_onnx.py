@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from engines.ir.dtypes import NARROW
 from engines.ir.graph import Node
 from engines.lowering.epilogue.affine import Affine, AffineWriter
-from engines.passes.half_precision import NARROW
 
 Writer = Callable[..., Affine]
 

@@ -30,6 +30,7 @@ class Machine(Protocol):
     def bits(self, x: Floats) -> Ints: ...                          # of each float, as an integer
     def from_bits(self, bits: Ints) -> Floats: ...
     def to_float(self, ints: Ints) -> Floats: ...                   # the floats of equal value
+    def round(self, x: Floats) -> Ints: ...                         # the nearest integers, halves to even
     def narrowed(self, dtype: str, x: Floats) -> Floats: ...        # rounded to float16 or bfloat16
 
 

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from engines.ir.dtypes import from_bfloat16, to_bfloat16
 from engines.lowering.epilogue.functions import FUNCTIONS, Function, Machine, fma
 
 Floats = NDArray[np.float32]
@@ -200,6 +201,9 @@ class _NumPy:
     def to_float(self, ints: Any) -> Any:
         return ints.astype(np.float32)
 
+    def round(self, x: Any) -> Any:
+        return np.rint(x).astype(np.int32)
+
     def narrowed(self, dtype: str, x: Any) -> Any:
         return load_meaning(dtype, store_meaning(dtype, x))
 
@@ -214,7 +218,7 @@ def _float32(numbers: Any) -> Floats:
 def load_meaning(dtype: str, stored: NDArray[Any]) -> Floats:
     """What is stored -> float32, as Lanes.load does it; bfloat16 is stored as uint16."""
     if dtype == "bfloat16":
-        return (stored.astype(np.uint32) << 16).view(np.float32)
+        return from_bfloat16(stored)
     return stored.astype(np.float32)
 
 
@@ -224,6 +228,5 @@ def store_meaning(dtype: str, result: Floats) -> NDArray[Any]:
         low, high = {"uint8": (0, 255), "int8": (-128, 127), "bool": (0, 1)}[dtype]
         return np.clip(np.rint(result), low, high).astype(dtype)
     if dtype == "bfloat16":
-        bits = result.view(np.uint32)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        return to_bfloat16(result)
     return result.astype(dtype)

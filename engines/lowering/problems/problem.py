@@ -13,10 +13,12 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.lowering.epilogue.program import EpilogueProgram
+from engines.lowering.epilogue.program import EpilogueProgram, load_meaning, store_meaning
 from engines.lowering.problems.view import FLOATS, View
 
 Array = NDArray[Any]
+# precision -> how the tensors that are multiplied in it are stored
+STORED = {"int8": "uint8", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class Problem(ABC):
@@ -58,13 +60,26 @@ class Problem(ABC):
 
 
 @dataclass(frozen=True)
-class ImageProblem(Problem):
+class UnaryProblem(Problem):
+    """One tensor, x, becomes another, y."""
+    x: View
+    y: View
+
+    @property
+    def inputs(self) -> tuple[View, ...]:
+        return (self.x,)
+
+    @property
+    def outputs(self) -> tuple[View, ...]:
+        return (self.y,)
+
+
+@dataclass(frozen=True)
+class ImageProblem(UnaryProblem):
     """What the families on images share: x, its channels last, becomes y by way of an epilogue program.
 
     operands: of the program, shaped as y unless a family says otherwise.
     """
-    x: View
-    y: View
     operands: tuple[View, ...]
     program: EpilogueProgram
 
@@ -72,6 +87,7 @@ class ImageProblem(Problem):
     def inputs(self) -> tuple[View, ...]:
         return (self.x, *self.operands)
 
-    @property
-    def outputs(self) -> tuple[View, ...]:
-        return (self.y,)
+    def finished(self, accumulator: Array, operands: Sequence[Array], constants: Mapping[str, Any]) -> Array:
+        """What the program makes of the accumulators [batch, *y.shape], as it is stored."""
+        others = [load_meaning(view.dtype, operand) for view, operand in zip(self.operands, operands, strict=True)]
+        return store_meaning(self.y.dtype, self.program.meaning(accumulator, others, constants["program"]))

@@ -1,12 +1,15 @@
-"""Views: how a kernel sees a tensor in memory, by a shape and by strides in bytes."""
+"""Views: how a kernel sees a tensor in memory, by a shape and by strides in bytes; and the halo around an image."""
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engines.ir.dtypes import memory_dtype
+
 # Bytes of an element of each dtype that a tensor may be stored in; the last ones only on the reference's steps.
-SIZES = {"uint8": 1, "int8": 1, "bool": 1, "int32": 4, "int64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
-         "int16": 2, "uint16": 2, "uint32": 4, "uint64": 8, "float64": 8}
+SIZES = {name: memory_dtype(name).itemsize for name in (
+    "uint8", "int8", "bool", "int32", "int64", "float32", "float16", "bfloat16", "int16", "uint16", "uint32", "uint64",
+    "float64")}
 FLOATS = ("uint8", "float32", "float16", "bfloat16")        # what a float tensor may be stored as
 
 
@@ -44,3 +47,26 @@ def dense_view(dtype: str, shape: Sequence[int]) -> View:
         strides.append(step)
         step *= extent
     return View(dtype, tuple(shape), tuple(reversed(strides)), step)
+
+
+@dataclass(frozen=True)
+class Halo:
+    """Rows and columns of padding around an image in memory."""
+    top: int = 0
+    left: int = 0
+    bottom: int = 0
+    right: int = 0
+
+    def __or__(self, other: Halo) -> Halo:
+        return Halo(*map(max, self._sides(), other._sides()))
+
+    def __bool__(self) -> bool:
+        return any(self._sides())
+
+    def around(self, image: tuple[int, ...]) -> tuple[int, int, int]:
+        """The shape of [height, width, channels] with the halo."""
+        height, width, channels = image
+        return self.top + height + self.bottom, self.left + width + self.right, channels
+
+    def _sides(self) -> tuple[int, int, int, int]:
+        return self.top, self.left, self.bottom, self.right

@@ -3,11 +3,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engines.backends.llvm.kernels.matmul.attention import Attention
-from engines.backends.llvm.kernels.matmul.operands import MIDDLE
 from engines.ir.graph import Node, TensorType
 from engines.lowering.calls.calls import Call, Context, Refused, broadcast_to, lowers, write_body
 from engines.lowering.calls.placement import batch_axis
+from engines.lowering.problems.attention import MIDDLE, Attention
 from engines.lowering.problems.view import FLOATS
 
 

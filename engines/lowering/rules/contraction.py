@@ -7,15 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.kernels.contraction.contraction import Contraction
-from engines.backends.llvm.kernels.contraction.taps import Border
-from engines.backends.llvm.kernels.depthwise.depthwise import Depthwise
 from engines.ir.graph import BATCH, Node
 from engines.lowering.calls.calls import Call, Context, Refused, Written, broadcast, image, is_image, lowers, write_body
 from engines.lowering.calls.halos import pads_of
 from engines.lowering.calls.placement import Placement, with_items
+from engines.lowering.problems.contraction import Contraction
+from engines.lowering.problems.depthwise import Depthwise
 from engines.lowering.problems.problem import Array, Problem
-from engines.lowering.problems.view import View
+from engines.lowering.problems.view import Halo, View
 from engines.lowering.rules.product import lower_product
 from engines.passes.rewriting.facts import is_product
 
@@ -91,13 +90,13 @@ def padded_input(ctx: Context, conv: Node, taps: Sequence[int]) -> tuple[Placeme
     return replace(placement, view=view), (stride_h, stride_w), (dilation_h, dilation_w)
 
 
-def _border(ctx: Context, conv: Node, view: View) -> Border:
+def _border(ctx: Context, conv: Node, view: View) -> Halo:
     """The zeros around the input in what the taps reach; none where its zero point is another number."""
     quant, (top, left, _, _) = ctx.type(conv.inputs[0]).quant, pads_of(conv)
     if quant is not None and quant.zero_point[0] != 0:
-        return Border()
+        return Halo()
     height, width = (int(extent) for extent in ctx.type(conv.inputs[0]).shape[1:3])
-    return Border(top, left, max(view.shape[0] - top - height, 0), max(view.shape[1] - left - width, 0))
+    return Halo(top, left, max(view.shape[0] - top - height, 0), max(view.shape[1] - left - width, 0))
 
 
 def accumulator_of(ctx: Context, anchor: Node, weight_sums: Array) -> tuple[Any, Any]:

@@ -5,15 +5,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engines.backends.llvm.kernels.pooling.global_pool import GlobalPool
-from engines.backends.llvm.kernels.pooling.pool import Pool
-from engines.backends.llvm.kernels.rows.reduce import Reduce
 from engines.ir.graph import BATCH, Node
 from engines.lowering.calls.calls import Call, Context, Refused, Written, lowers, write_body
 from engines.lowering.calls.halos import pads_of
 from engines.lowering.calls.placement import Placement, as_one_item, reshaped_strides
 from engines.lowering.epilogue.program import EpilogueProgram
+from engines.lowering.problems.images import GlobalPool, Pool
 from engines.lowering.problems.problem import Problem
+from engines.lowering.problems.rows import Reduce
 from engines.lowering.problems.view import FLOATS, View
 from engines.lowering.rules.contraction import operand_views
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engines.backends.llvm.kernels.matmul.product import Product
 from engines.ir.graph import BATCH, Dim, Node
 from engines.lowering.calls.calls import Call, Context, Refused, broadcast_to, write_body
 from engines.lowering.calls.placement import batch_axis
+from engines.lowering.problems.product import Product
 from engines.lowering.problems.view import FLOATS, View
 
 DEEPEST = 1 << 14       # of K: a panel of the right factor is packed on a thread's stack

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.backends.llvm.kernels.movement.resize import Resize, taps_of
 from engines.ir.graph import Array, Node
 from engines.lowering.calls.calls import Call, Context, Refused, lowers
 from engines.lowering.calls.placement import Placement
+from engines.lowering.problems.images import Resize, taps_of
 from engines.lowering.problems.view import FLOATS
 from engines.lowering.rules.contraction import operand_views
 from engines.lowering.rules.copies import moved

@@ -6,15 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.kernels.rows.lrn import MARGIN, Lrn
-from engines.backends.llvm.kernels.rows.norm import Norm
-from engines.backends.llvm.kernels.rows.passes import RowKernel
-from engines.backends.llvm.kernels.rows.softmax import Softmax
 from engines.ir.graph import BATCH, Node
 from engines.lowering.calls.calls import Call, Context, Refused, lowers, stored, write_body
 from engines.lowering.calls.placement import as_one_item
 from engines.lowering.epilogue.affine import AffineWriter
 from engines.lowering.epilogue.program import ProgramBuilder
+from engines.lowering.problems.rows import WIDEST_LRN, Lrn, Norm, RowProblem, Softmax
 from engines.lowering.problems.view import FLOATS
 
 SMALLEST = 1e-12        # of an L2 norm: a row of zeros stays zeros
@@ -44,15 +41,15 @@ def lower_lrn(ctx: Context, node: Node) -> Sequence[Call]:
     lrn = node.anchor.attrs
     if not lrn.get("channels_last"):
         raise Refused("only LRN in NHWC is compiled")
-    if lrn["size"] > MARGIN:
-        raise Refused(f"a window of {lrn['size']} channels; {MARGIN} are the most")
+    if lrn["size"] > WIDEST_LRN:
+        raise Refused(f"a window of {lrn['size']} channels; {WIDEST_LRN} are the most")
     numbers: dict[str, Any] = {key: float(lrn[key]) for key in ("alpha", "beta", "bias") if key in lrn}
     return [row_call(ctx, node, Lrn, size=int(lrn["size"]), **numbers)]
 
 
-def row_call(ctx: Context, node: Node, family: Callable[..., RowKernel], accumulator: tuple[Any, Any] = (1.0, 0.0),
+def row_call(ctx: Context, node: Node, family: Callable[..., RowProblem], accumulator: tuple[Any, Any] = (1.0, 0.0),
              **options: Any) -> Call:
-    """The family's kernel with these options: x dequantised on the way in, the body on the way out."""
+    """The problem of this family with these options: x dequantised on the way in, the body on the way out."""
     name, rank = node.anchor.inputs[0], len(ctx.type(node.anchor.inputs[0]).shape)
     if rank < 2:
         raise Refused("a tensor of one axis has no rows")

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.backends.llvm.kernels.contraction.contraction import Contraction
 from engines.ir.graph import Node
 from engines.lowering.calls.calls import Call, Context, Refused, broadcast, image, lowers, write_body
 from engines.lowering.calls.phases import Phase, phases
 from engines.lowering.calls.placement import Placement
+from engines.lowering.problems.contraction import Contraction
 from engines.lowering.problems.problem import Array
 from engines.lowering.rules.contraction import accumulator_of
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from engines.ir.dtypes import FLOAT, is_float
 from engines.ir.graph import Array, Graph, Node
 from engines.ops import op_of
-from engines.passes.half_precision import FLOAT, is_float
 from engines.passes.rewriting.editor import merged_origin
 from engines.passes.rewriting.facts import is_product
 

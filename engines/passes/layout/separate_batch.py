@@ -208,8 +208,7 @@ class _Separator(GraphEditor):
         if node.op == "Concat" and any(self.groups.get(name) != (axis, group) for name in node.inputs):
             raise _Stuck("its parts count the batch in different ways")
         attrs = op.renumbered(node, rank, lambda old: self._axis(source, old))
-        drops = op.reduces and not node.attrs.get("keepdims", 1)
-        self._emit(replace(node, attrs=attrs), axis - drops * sum(a < axis for a in op.axes(node, rank)), group)
+        self._emit(replace(node, attrs=attrs), op.kept(node, rank, axis), group)
 
     def _norm(self, node: Node) -> None:
         source = node.inputs[0]

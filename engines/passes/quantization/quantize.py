@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from engines.errors import ConfigError
+from engines.ir.dtypes import FLOAT, bfloat16, is_float
 from engines.ir.graph import Array, Graph, Node, QParams, TensorType
-from engines.passes.half_precision import FLOAT, is_float
 from engines.passes.quantization.storage import classes, computes_by, is_image, reading, with_conversions
 from engines.passes.rewriting.editor import GraphEditor
 from engines.passes.rewriting.facts import ATTENTION, is_product, is_weighted, output_axis
@@ -73,7 +72,7 @@ def set_float_precision(graph: Graph, precision: str) -> Graph:
         raise ConfigError(f"'{precision}' is no float precision; those are {', '.join(FLOAT_PRECISIONS)}")
     if precision == "fp32":
         return graph
-    dtype = np.dtype(np.float16) if precision == "fp16" else _bfloat16()
+    dtype = np.dtype(np.float16) if precision == "fp16" else bfloat16()
     types = {name: replace(graph.types[name], dtype=dtype) for group in classes(graph) for name in group}
     graph = graph.rebuild(graph.nodes, types=types)
     anchors = _contractions(graph, ())
@@ -82,13 +81,6 @@ def set_float_precision(graph: Graph, precision: str) -> Graph:
     names = {node.outputs for node in (*anchors, *others)}
     graph = with_conversions(graph, wanted)
     return graph.rebuild(replace(node, precision=precision) if node.outputs in names else node for node in graph.nodes)
-
-
-def _bfloat16() -> np.dtype[Any]:
-    import ml_dtypes  # here, for a server that only runs plans does without
-
-    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-    return dtype
 
 
 # ---- what is quantised

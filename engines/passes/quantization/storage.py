@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from engines.ir.dtypes import FLOAT, is_float
 from engines.ir.graph import Graph, Node, TensorType
 from engines.ops import Stored, op_of
-from engines.passes.half_precision import FLOAT, is_float
 from engines.passes.rewriting.editor import GraphEditor
 from engines.passes.rewriting.facts import ATTENTION, is_view_of_input, is_view_of_output, is_weighted, pads_with_zeros
 

@@ -6,9 +6,8 @@ import pytest
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.lowering.buffers import border
-from engines.lowering.calls.halos import Halo
 from engines.lowering.calls.placement import Storage
-from engines.lowering.problems.view import dense_view
+from engines.lowering.problems.view import Halo, dense_view
 from tests.engines.backends.harness import EVERY_WIDTH, kernel_of, loaded, runs_here
 
 BATCH = 3

@@ -4,9 +4,19 @@ import pytest
 from engines.backends.llvm.codegen.compile import assembly, spills
 from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import ALL, AVX2, AVX512_BF16, AVX512_VNNI
-from engines.backends.llvm.kernels.depthwise.depthwise import Depthwise, DepthwiseTile
+from engines.backends.llvm.kernels.depthwise.depthwise import DepthwiseTile
+from engines.lowering.problems.depthwise import Depthwise
 from engines.lowering.problems.view import dense_view
-from tests.engines.backends.harness import EVERY_ISA, EVERY_WIDTH, check, gapped, random_array, requantise, run
+from tests.engines.backends.harness import (
+    EVERY_ISA,
+    EVERY_WIDTH,
+    check,
+    gapped,
+    kernel_of,
+    random_array,
+    requantise,
+    run,
+)
 
 BATCH = 2
 DTYPES = {"int8": "uint8", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -56,8 +66,8 @@ def test_any_window(taps, stride, dilation, isa):
 @pytest.mark.parametrize("stride, residual", [(1, True), (2, False)])
 def test_every_tactic_is_the_same_function(stride, residual, isa):
     spec, constants = depthwise(80, (3, 3), (stride, stride), outputs=(3, 5), residual=residual)
-    assert spec.tactics(isa)
-    for tactic in (spec.tactics(isa)[-1], DepthwiseTile(1, 4, 2), DepthwiseTile(2, 3, 1)):
+    assert kernel_of(spec).tactics(isa)
+    for tactic in (kernel_of(spec).tactics(isa)[-1], DepthwiseTile(1, 4, 2), DepthwiseTile(2, 3, 1)):
         check(spec, isa, data(spec), constants, tactic=tactic)
 
 
@@ -66,7 +76,7 @@ def test_every_tactic_is_the_same_function(stride, residual, isa):
 @pytest.mark.parametrize("target", ["float32", "uint8"])
 def test_every_tactic_of_float32_adds_in_the_order_of_the_reference(stride, dilation, target, isa):
     spec, constants = depthwise(40, (3, 2), stride, dilation, outputs=(3, 31), precision="fp32", target=target)
-    by_tap = [tactic for tactic in spec.tactics(isa) if tactic.by_tap]
+    by_tap = [tactic for tactic in kernel_of(spec).tactics(isa) if tactic.by_tap]
     assert len(by_tap) >= 2
     for tactic in by_tap:
         check(spec, isa, data(spec), constants, tactic=tactic)
@@ -76,9 +86,9 @@ def test_every_tactic_of_float32_adds_in_the_order_of_the_reference(stride, dila
 def test_tactics_of_one_packing_share_their_constants(isa):
     spec, constants = depthwise(40, (3, 3))
     packed = {}
-    for tactic in spec.tactics(isa):
-        arrays = [array.tobytes() for array in spec.pack(isa, tactic, constants)]
-        assert packed.setdefault(spec.packing(tactic), arrays) == arrays
+    for tactic in kernel_of(spec).tactics(isa):
+        arrays = [array.tobytes() for array in kernel_of(spec).pack(isa, tactic, constants)]
+        assert packed.setdefault(kernel_of(spec).packing(tactic), arrays) == arrays
     assert len(packed) >= 2
 
 
@@ -94,7 +104,7 @@ def test_floats_are_added_in_the_order_of_the_reference(precision, target, isa):
 def test_the_accumulators_of_3x3_stay_in_registers(isa, tile):
     spec, _ = depthwise(128, (3, 3), outputs=(14, 14), residual=False)
     module = Module()
-    spec.emit(module, "kernel", isa, tile)
+    kernel_of(spec).emit(module, "kernel", isa, tile)
     assert spills(assembly(module.text(), isa)) == 0
 
 
@@ -102,9 +112,9 @@ def test_no_usual_tactic_spills_on_a_machine_of_32_registers():
     for precision in ("fp32", "bf16", "fp16", "int8"):
         for taps, stride in (((3, 3), (1, 1)), ((3, 3), (2, 2)), ((5, 5), (1, 1))):
             spec, _ = depthwise(128, taps, stride, outputs=(14, 28), residual=False, precision=precision)
-            for tactic in spec.tactics(AVX512_BF16):
+            for tactic in kernel_of(spec).tactics(AVX512_BF16):
                 module = Module()
-                spec.emit(module, "kernel", AVX512_BF16, tactic)
+                kernel_of(spec).emit(module, "kernel", AVX512_BF16, tactic)
                 assert spills(assembly(module.text(), AVX512_BF16)) == 0, (precision, taps, stride, tactic)
 
 

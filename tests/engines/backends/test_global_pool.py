@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from engines.backends.llvm.codegen.isa import PORTABLE
-from engines.backends.llvm.kernels.pooling.global_pool import GlobalPool
 from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
+from engines.lowering.problems.images import GlobalPool
 from engines.lowering.problems.view import dense_view
 from tests.engines.backends.harness import EVERY_WIDTH, check, gapped, random_array, requantise, run
 

@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 
 from engines.backends.llvm.codegen.isa import ALL, AVX2
-from engines.backends.llvm.kernels.pooling.pool import Pool
 from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
+from engines.lowering.problems.images import Pool
 from engines.lowering.problems.view import dense_view
-from tests.engines.backends.harness import EVERY_WIDTH, check, gapped, random_array, requantise, run
+from tests.engines.backends.harness import EVERY_WIDTH, check, gapped, kernel_of, random_array, requantise, run
 
 BATCH = 2
 PLAIN = EpilogueProgram((), 0, 0)
@@ -56,7 +56,7 @@ def test_an_average_counts_padded_taps_as_asked(window, include, dtype, isa):
 def test_channels_that_do_not_fill_a_vector(channels, kind, isa):
     program, constants = requantise(channels, np.random.default_rng(0))
     spec = pool(kind, "uint8", channels, WINDOWS["2x2"], program)
-    for tactic in spec.tactics(isa)[::2]:
+    for tactic in kernel_of(spec).tactics(isa)[::2]:
         check(spec, isa, data(spec), constants, tactic=tactic)
 
 
@@ -89,6 +89,6 @@ def test_a_wrong_count_is_caught():
 
 def test_bytes_stay_bytes_where_nothing_is_computed():
     from engines.backends.llvm.codegen.ir_builder import Module
-    spec, module = pool("max", "uint8", 64, WINDOWS["2x2"]), Module()
-    spec.emit(module, "kernel", ALL[0], spec.tactics(ALL[0])[0])
+    kernel, module = kernel_of(pool("max", "uint8", 64, WINDOWS["2x2"])), Module()
+    kernel.emit(module, "kernel", ALL[0], kernel.tactics(ALL[0])[0])
     assert "x float" not in module.text()

@@ -7,10 +7,11 @@ import pytest
 from engines.backends.llvm.codegen.compile import assembly, spills
 from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import AVX2, AVX512_BF16, AVX512_VNNI, AVX_VNNI
-from engines.backends.llvm.kernels.matmul.product import Product, Tile
+from engines.backends.llvm.kernels.matmul.product import Tile
 from engines.lowering.epilogue.program import EpilogueProgram
+from engines.lowering.problems.product import Product
 from engines.lowering.problems.view import View, dense_view
-from tests.engines.backends.harness import EVERY_ISA, check, gapped, random_array, requantise
+from tests.engines.backends.harness import EVERY_ISA, check, gapped, kernel_of, random_array, requantise
 
 BATCH = 2
 STORED = {"int8": "uint8", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -95,7 +96,7 @@ def test_the_tile_does_not_change_the_result(tile, isa):
 @pytest.mark.parametrize("shape", [SHAPES["one b for all"], Shape((), 1, 203, 70, gaps=True)], ids=str)
 def test_few_rows_give_the_same_whether_the_right_factor_is_packed_or_not(shape, isa):
     spec, inputs, constants = problem(shape, "fp32")
-    first, *others = spec.tactics(isa)
+    first, *others = kernel_of(spec).tactics(isa)
     assert not first.packed and others[-1].packed
     for tile in (first, others[-1]):
         check(spec, isa, inputs, constants, TOLERANCE["fp32"], tactic=tile, pieces=2, slack=4)
@@ -104,14 +105,14 @@ def test_few_rows_give_the_same_whether_the_right_factor_is_packed_or_not(shape,
 @pytest.mark.parametrize("precision, shape", [("int8", SHAPES["one b for all"]), ("fp32", SHAPES["one row, deep"]),
                                               ("fp32", SHAPES["16x16x16"])])
 def test_a_right_factor_is_packed_where_it_cannot_be_read_as_it_lies_or_many_rows_read_it(precision, shape):
-    assert all(tile.packed for tile in problem(shape, precision)[0].tactics(AVX512_BF16))
+    assert all(tile.packed for tile in kernel_of(problem(shape, precision)[0]).tactics(AVX512_BF16))
 
 
 @pytest.mark.parametrize("isa", [AVX512_BF16, AVX512_VNNI, AVX_VNNI, AVX2], ids=lambda isa: isa.name)
 @pytest.mark.parametrize("precision", ["int8", "fp32", "bf16"])
 def test_the_usual_winner_among_tiles_does_not_spill(precision, isa):
-    tile = Shape((), 64, 64, 128).spec(precision, EpilogueProgram(), residual=False).tactics(isa)[0]
-    assert spills_of(isa, precision, tile) == 0
+    spec = Shape((), 64, 64, 128).spec(precision, EpilogueProgram(), residual=False)
+    assert spills_of(isa, precision, kernel_of(spec).tactics(isa)[0]) == 0
 
 
 def test_a_tile_that_does_not_fit_is_seen_to_spill():
@@ -123,6 +124,6 @@ def spills_of(isa, precision, tile):
     columns = tile.vectors * isa.lanes
     spec = Shape((), tile.rows, 64, columns).spec(precision, EpilogueProgram(), residual=False, result="float32")
     module = Module()
-    spec.emit(module, "kernel", isa, tile)
+    kernel_of(spec).emit(module, "kernel", isa, tile)
     text = assembly(module.text(), isa)
     return spills(text[text.index(f"kernel_{tile.rows}x{columns}:"):])

@@ -14,8 +14,11 @@ from calibration import Calibration
 from calibration.accuracy.measures import sqnr_db
 from calibration.data.preprocess import IMAGENET, load_preprocess
 from engines import EngineBuild, EngineCache, build_engine, load_engine
+from engines.compiler.builder import relower
 from engines.errors import CalibrationError, ConfigError, ModelError
 from engines.ir.graph import Array
+from engines.loading import engine_of
+from engines.plan.file import read_plan
 from tests.engines.compiler.test_engine_cache import model_with_external_data
 from tests.zoo import TINY, images_for, run_onnx
 
@@ -60,6 +63,30 @@ def test_what_is_saved_is_what_was_built(path: Path, cache: EngineCache, tmp_pat
         np.testing.assert_array_equal(load_engine(tmp_path / name).run(X)["output"], answer(first))
     assert (tmp_path / "a.plan").read_bytes() == (tmp_path / "b.plan").read_bytes()
     assert second.plan.metadata["threads"] == 2 and second.engine(threads=2).threads == 2
+
+
+def test_a_plan_from_the_cache_is_whole_when_its_entry_is_dropped(
+        path: Path, cache: EngineCache, tmp_path: Path) -> None:
+    build_engine(path, cache=cache, **OPTIONS)
+    build = build_engine(path, cache=cache, **OPTIONS)
+    assert build.cached
+    build.cached.unlink()
+    build.save(tmp_path / "m.plan")
+    np.testing.assert_array_equal(engine_of(relower(read_plan(tmp_path / "m.plan"), "portable")).run(X)["output"],
+                                  engine_of(relower(build.plan, "portable")).run(X)["output"])
+
+
+def test_an_entry_with_damaged_weights_is_built_again(
+        path: Path, cache: EngineCache, caplog: pytest.LogCaptureFixture) -> None:
+    first = build_engine(path, cache=cache, **OPTIONS)
+    entry, = cache.folder.iterdir()
+    content = bytearray(entry.read_bytes())
+    weight = next(array for name, array in first.plan.weights.items() if name not in first.plan.machine.weight_offsets)
+    content[content.index(weight.tobytes())] ^= 1
+    entry.write_bytes(content)
+    assert not build_engine(path, cache=cache, **OPTIONS).cached
+    assert "cannot be used and is built again" in caplog.text
+    assert build_engine(path, cache=cache, **OPTIONS).cached
 
 
 def test_the_users_cache_is_the_default_and_a_folder_is_another(
@@ -181,8 +208,8 @@ def test_feeds_calibrate_as_a_file_of_them_does(path: Path, tmp_path: Path) -> N
 
 
 def test_a_lookup_goes_by_what_the_feeds_hold(path: Path, cache: EngineCache) -> None:
-    assert not int8(path, feeds(), cache).cached
-    assert int8(path, (feed for feed in feeds()), cache).cached
+    assert not int8(path, (feed for feed in feeds()), cache).cached
+    assert int8(path, feeds(), cache).cached
     assert not int8(path, feeds(7), cache).cached
     assert not int8(path, feeds(), cache, calibrator="percentile").cached
 

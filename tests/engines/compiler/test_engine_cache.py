@@ -21,6 +21,8 @@ from engines.errors import ConfigError
 from engines.plan.plan import Plan
 from tests.engines.tiny import halo_plan
 
+KEYS = A, B, C = tuple(40 * digit for digit in "abc")
+K = A
 FACTS = {"precision": "int8", "ranges": {"x": (0.0, 1.0)}}
 
 
@@ -40,8 +42,8 @@ def plan_of(name: str) -> Plan:
 def stored_bytes(folder: Path) -> int:
     """What a cache takes for the plan "a"."""
     cache = EngineCache(folder)
-    cache.store("k", plan_of("a"))
-    return cache.entry("k").stat().st_size
+    cache.store(K, plan_of("a"))
+    return cache.entry(K).stat().st_size
 
 
 @contextmanager
@@ -104,18 +106,18 @@ def test_an_array_among_the_facts_counts_with_its_content(tmp_path: Path) -> Non
 
 def test_what_was_stored_is_fetched(tmp_path: Path) -> None:
     cache = EngineCache(tmp_path / "cache")
-    assert cache.fetch("k") is None
-    cache.store("k", halo_plan())
-    assert cache.fetch("k") == halo_plan()
+    assert cache.fetch(K) is None
+    cache.store(K, halo_plan())
+    assert cache.fetch(K) == halo_plan()
 
 
 def test_a_damaged_entry_is_dropped_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache = EngineCache(tmp_path / "cache")
-    cache.store("k", halo_plan())
-    cache.entry("k").write_bytes(cache.entry("k").read_bytes()[:-1])
-    assert cache.fetch("k") is None
+    cache.store(K, halo_plan())
+    cache.entry(K).write_bytes(cache.entry(K).read_bytes()[:-1])
+    assert cache.fetch(K) is None
     assert "cannot be used and is built again" in caplog.text
-    assert not cache.entry("k").exists()
+    assert not cache.entry(K).exists()
 
 
 def test_of_builders_that_meet_one_builds_and_the_others_wait(tmp_path: Path) -> None:
@@ -123,10 +125,10 @@ def test_of_builders_that_meet_one_builds_and_the_others_wait(tmp_path: Path) ->
 
     def build(number: int) -> None:
         cache = EngineCache(tmp_path / "cache")
-        with cache.lock("k", lambda: waited.append(number)):
-            if cache.fetch("k") is None:
+        with cache.lock(K, lambda: waited.append(number)):
+            if cache.fetch(K) is None:
                 time.sleep(0.05)
-                cache.store("k", halo_plan())
+                cache.store(K, halo_plan())
                 built.append(number)
 
     builders = [threading.Thread(target=build, args=(number,)) for number in range(4)]
@@ -135,25 +137,25 @@ def test_of_builders_that_meet_one_builds_and_the_others_wait(tmp_path: Path) ->
     for thread in builders:
         thread.join()
     assert len(built) == 1 and built[0] not in waited
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["k.plan"], "locks are gone with their holders"
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [f"{K}.plan"], "locks are gone with their holders"
 
 
 def test_a_lock_goes_with_its_holder_however_that_ends(tmp_path: Path) -> None:
     cache = EngineCache(tmp_path / "cache")
-    with pytest.raises(KeyboardInterrupt), cache.lock("k"):
+    with pytest.raises(KeyboardInterrupt), cache.lock(K):
         raise KeyboardInterrupt
-    with cache.lock("k", lambda: pytest.fail("nobody holds it")):
+    with cache.lock(K, lambda: pytest.fail("nobody holds it")):
         pass
 
 
 def test_the_plan_that_was_used_longest_ago_makes_room(tmp_path: Path) -> None:
     cache = EngineCache(tmp_path / "cache", 2.5 * stored_bytes(tmp_path / "measure") / (1 << 30))
-    for age, name in enumerate("ab"):
+    for age, name in enumerate(KEYS[:2]):
         cache.store(name, plan_of(name))
         os.utime(cache.entry(name), (age, age))
-    assert cache.fetch("a"), "which is its last use so far"
-    cache.store("c", plan_of("c"))
-    assert [bool(cache.fetch(name)) for name in "abc"] == [True, False, True]
+    assert cache.fetch(A), "which is its last use so far"
+    cache.store(C, plan_of("c"))
+    assert [bool(cache.fetch(name)) for name in KEYS] == [True, False, True]
 
 
 def test_a_plan_that_is_dropped_while_it_is_read_is_read_to_its_end(tmp_path: Path) -> None:
@@ -163,32 +165,42 @@ def test_a_plan_that_is_dropped_while_it_is_read_is_read_to_its_end(tmp_path: Pa
 
     def read() -> None:
         while not stop.is_set():
-            seen.extend(filter(None, map(reader.fetch, "ab")))
+            seen.extend(filter(None, map(reader.fetch, (A, B))))
 
     thread = threading.Thread(target=read)
     thread.start()
     for _ in range(50):
-        writer.store("a", plan_of("a"))
-        writer.store("b", plan_of("b"))
+        writer.store(A, plan_of("a"))
+        writer.store(B, plan_of("b"))
     stop.set()
     thread.join()
     assert seen and all(plan in (plan_of("a"), plan_of("b")) for plan in seen)
 
 
-def test_what_an_interrupted_writer_left_is_removed_after_a_day(tmp_path: Path) -> None:
-    old, new = tmp_path / ".x.plan.1.ab", tmp_path / ".y.plan.1.ab"
-    for file in (old, new):
-        file.write_text("half a plan")
-    os.utime(old, (0, 0))
-    EngineCache(tmp_path).store("k", halo_plan())
-    assert sorted(path.name for path in tmp_path.iterdir()) == [new.name, "k.plan"]
+def test_what_an_interrupted_builder_left_is_removed_after_a_day(tmp_path: Path) -> None:
+    abandoned, new = (f".{B}.plan.1.ab", f"{B}.lock"), (f".{C}.plan.1.ab", f"{C}.lock")
+    for name in (*abandoned, *new):
+        (tmp_path / name).write_text("")
+    for name in abandoned:
+        os.utime(tmp_path / name, (0, 0))
+    EngineCache(tmp_path).store(K, halo_plan())
+    assert {path.name for path in tmp_path.iterdir()} == {*new, f"{K}.plan"}
+
+
+def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path) -> None:
+    names = {"model.plan", ".profile", "x.lock", f"{A}.onnx"}
+    for name in names:
+        (tmp_path / name).write_text("mine")
+        os.utime(tmp_path / name, (0, 0))
+    EngineCache(tmp_path, 0).store(K, halo_plan())
+    assert {path.name for path in tmp_path.iterdir()} == names
 
 
 def test_a_full_disk_costs_one_warning_and_leaves_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache = EngineCache(tmp_path)
-    with largest_file(100), cache.lock("k"):
-        cache.store("k", halo_plan())
-        cache.store("k", halo_plan())
+    with largest_file(100), cache.lock(K):
+        cache.store(K, halo_plan())
+        cache.store(K, halo_plan())
     assert caplog.text.count("cannot be used (File too large)") == 1
     assert not list(tmp_path.iterdir())
 
@@ -196,8 +208,8 @@ def test_a_full_disk_costs_one_warning_and_leaves_nothing(tmp_path: Path, caplog
 def test_a_plan_larger_than_the_cache_may_be_is_not_kept_and_that_is_said(
         tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache = EngineCache(tmp_path, 0)
-    cache.store("k", halo_plan())
-    assert cache.fetch("k") is None
+    cache.store(K, halo_plan())
+    assert cache.fetch(K) is None
     assert "alone takes more than the 0 GiB" in caplog.text
 
 
@@ -206,9 +218,9 @@ def test_a_folder_that_cannot_be_made_costs_one_warning(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     cache = EngineCache()
-    with cache.lock("k"):
-        assert cache.fetch("k") is None
-        cache.store("k", halo_plan())
+    with cache.lock(K):
+        assert cache.fetch(K) is None
+        cache.store(K, halo_plan())
     assert caplog.text.count("cannot be used (Not a directory)") == 1
 
 

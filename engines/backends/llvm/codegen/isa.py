@@ -188,8 +188,8 @@ class Isa:
             acc = acc + x * w
         return acc
 
-    def picked(self, window: Value, picks: Value) -> Value:
-        """The bytes of each 128-bit part of `window` in the places that `picks` says."""
+    def shuffle_bytes(self, window: Value, indices: Value) -> Value:
+        """The bytes of each 128-bit part of `window` at these indices in it."""
         raise NotImplementedError(f"{self.name} has no shuffle of bytes")
 
     def paired_dot(self, acc: Value, pixel: Value, weights: Value) -> Value:
@@ -324,8 +324,8 @@ class Avx2(Isa):
     def dot2(self, acc: Value, a: Value, b: Value) -> Value:
         return acc + acc.f.call(self.ints, "llvm.x86.avx2.pmadd.wd", a, b, hint="products")
 
-    def picked(self, window: Value, picks: Value) -> Value:
-        return window.f.call(window.type, "llvm.x86.avx2.pshuf.b", window, picks, hint="picked")
+    def shuffle_bytes(self, window: Value, indices: Value) -> Value:
+        return window.f.call(window.type, "llvm.x86.avx2.pshuf.b", window, indices, hint="taken")
 
     def paired_dot(self, acc: Value, pixel: Value, weights: Value) -> Value:
         shorts = vector(2 * self.lanes, I16)

@@ -1,0 +1,13 @@
+"""The kernels of the CPU, a folder a family. Importing any of them registers all: see kernel.solves."""
+from engines.backends.llvm.kernels.contraction import (  # noqa: F401
+    direct,
+    paired,
+    widen,
+    winograd,
+    winograd_weights,
+)
+from engines.backends.llvm.kernels.depthwise import depthwise  # noqa: F401
+from engines.backends.llvm.kernels.matmul import attention, product  # noqa: F401
+from engines.backends.llvm.kernels.movement import resize  # noqa: F401
+from engines.backends.llvm.kernels.pooling import global_pool, pool  # noqa: F401
+from engines.backends.llvm.kernels.rows import lrn, norm, reduce, softmax  # noqa: F401

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
@@ -76,6 +76,9 @@ class Kernel(ABC, Generic[P]):
     """
     problem: P
     items: int = 1
+    # Whether packing only reorders the constants, which is quick: it neither computes with their values nor looks at
+    # them.
+    packing_is_permutation: ClassVar[bool] = True
 
     @property
     def by_batch(self) -> bool:
@@ -105,11 +108,6 @@ class Kernel(ABC, Generic[P]):
     def packing(self, tactic: Any) -> Any:
         """What of a tactic decides how constants are packed: tactics equal in it share packed constants."""
         return tactic
-
-    def packing_is_permutation(self, tactic: Any) -> bool:
-        """Whether packing only reorders the constants, which is quick: it neither computes with their values nor looks
-        at them."""
-        return True
 
     @abstractmethod
     def grid(self, isa: Isa, tactic: Any) -> Grid:
@@ -178,9 +176,6 @@ class KernelSpec(Problem):
     def packing(self, tactic: Any) -> Any:
         return tactic
 
-    def packing_is_permutation(self, tactic: Any) -> bool:
-        return True
-
     @abstractmethod
     def grid(self, isa: Isa, tactic: Any) -> Grid:
         ...
@@ -221,9 +216,6 @@ class Spec(Kernel[KernelSpec]):
 
     def packing(self, tactic: Any) -> Any:
         return self.problem.packing(tactic)
-
-    def packing_is_permutation(self, tactic: Any) -> bool:
-        return self.problem.packing_is_permutation(tactic)
 
     def grid(self, isa: Isa, tactic: Any) -> Grid:
         return self.problem.grid(isa, tactic)

@@ -116,7 +116,7 @@ class Tuner:
     def _usual(self, problem: Problem) -> Candidate:
         """The cheapest candidate, refined."""
         candidates = self._candidates(problem)
-        quick = [c for c in candidates if c.kernel.packing_is_permutation(c.tactic)] if self.short_lived else []
+        quick = [c for c in candidates if c.kernel.packing_is_permutation] if self.short_lived else []
         best = self._cheapest(quick or candidates)[0]
         return self._cheapest([best, *self._refinements(best)])[0]
 

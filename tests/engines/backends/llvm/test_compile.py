@@ -7,16 +7,15 @@ import pytest
 from engines.backends.llvm.codegen.compile import assembly, compile_object
 from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import ALL, PORTABLE
-from engines.backends.llvm.kernels.depthwise.depthwise import Depthwise
 from engines.backends.llvm.kernels.elementwise.pointwise import Pointwise
 from engines.backends.llvm.kernels.movement.gather import Lookup
 from engines.backends.llvm.kernels.movement.layout import COPY, Permute
-from engines.backends.llvm.kernels.pooling.pool import Pool
-from engines.backends.llvm.kernels.rows.norm import Norm
-from engines.backends.llvm.kernels.rows.softmax import Softmax
 from engines.lowering.epilogue.program import INSTRUCTIONS, EpilogueProgram, ProgramBuilder
+from engines.lowering.problems.depthwise import Depthwise
+from engines.lowering.problems.images import Pool
+from engines.lowering.problems.rows import Norm, Softmax
 from engines.lowering.problems.view import dense_view
-from tests.engines.backends.harness import EVERY_ISA, numpy_dtype, run
+from tests.engines.backends.harness import EVERY_ISA, kernel_of, numpy_dtype, run
 
 PLAIN = EpilogueProgram((), 0, 0)
 
@@ -36,7 +35,7 @@ def every_instruction():
     return b.program()
 
 
-def kernels():
+def problems():
     """One of every family, over every dtype."""
     image, row = dense_view("uint8", (6, 6, 24)), dense_view("float32", (3, 65))
     yield Depthwise(dense_view("uint8", (8, 8, 24)), image, (), PLAIN, "int8", (3, 3))
@@ -54,12 +53,12 @@ def kernels():
 
 @EVERY_ISA
 def test_objects_call_nothing_but_themselves(isa):
-    for spec in kernels():
-        module = Module()
-        spec.emit(module, "kernel", isa, spec.tactics(isa)[0])
+    for problem in problems():
+        module, kernel = Module(), kernel_of(problem)
+        kernel.emit(module, "kernel", isa, kernel.tactics(isa)[0])
         text = assembly(module.text(), isa)
         called = calls(text) - set(module.functions)
-        assert not called, f"{spec.family} on {isa.name} calls {called}"
+        assert not called, f"{problem.family} on {isa.name} calls {called}"
 
 
 def test_a_call_of_a_library_would_be_seen():

@@ -18,8 +18,8 @@ def products(paired, panel, x):
     """What the steps of a panel make of the bytes x, as the machine does it; [lane]."""
     total = np.zeros(LANES, np.int64)
     for step in range(*paired.starts[panel:panel + 2]):
-        offset, picks = paired.places[step, 0], paired.places[step, 1:].view(np.uint8)
-        taken = x[offset + picks.astype(np.int64)]
+        offset, indices = paired.sources[step, 0], paired.sources[step, 1:].view(np.uint8)
+        taken = x[offset + indices.astype(np.int64)]
         sums = (taken * paired.steps[step].astype(np.int64)).reshape(LANES, 2, 2).sum(-1)
         assert (np.abs(sums) < 1 << 15).all()
         total += sums.sum(-1)

@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 
 from engines.backends.llvm.codegen.isa import AVX2, AVX512_VNNI, best_isa
-from engines.backends.llvm.kernels.contraction.contraction import Contraction, Tile
-from engines.backends.llvm.kernels.contraction.taps import Border
-from engines.backends.llvm.kernels.contraction.winograd import Winograd
-from engines.backends.llvm.kernels.depthwise.depthwise import Depthwise
+from engines.backends.llvm.kernels.contraction.direct import DirectContraction
+from engines.backends.llvm.kernels.contraction.winograd import WinogradContraction
 from engines.backends.llvm.tuning import tuner as tuner_module
 from engines.backends.llvm.tuning.tuner import Tuner, _least
 from engines.lowering.epilogue.program import EpilogueProgram
-from engines.lowering.problems.view import dense_view
+from engines.lowering.problems.contraction import Contraction
+from engines.lowering.problems.depthwise import Depthwise
+from engines.lowering.problems.view import Halo, dense_view
 from engines.machine.cpu import detect
 from engines.machine.timing_cache import TimingCache
 
@@ -23,7 +23,7 @@ def conv(pixels, cin, cout, taps=1):
     x = dense_view("uint8", (pixels + taps - 1, pixels + taps - 1, cin))
     y = dense_view("uint8", (pixels, pixels, cout))
     spec = Contraction(x, y, (), PROGRAM, "int8", (taps, taps))
-    return replace(spec, border=Border(1, 1, 1, 1)) if taps == 3 else spec
+    return replace(spec, border=Halo(1, 1, 1, 1)) if taps == 3 else spec
 
 
 def taken(spec, batches=(1,)):
@@ -56,7 +56,7 @@ def test_a_plan_that_runs_a_few_times_is_packed_by_moving_weights_only():
     constants = {"weights": np.ones((64, 64, 3, 3), np.int8), "program": []}
     lasting, short = (Tuner(AVX2, TimingCache(), "", timing=False, short_lived=short).choose({spec: constants})[spec]
                       for short in (False, True))
-    assert isinstance(lasting.tactic, Winograd) and isinstance(short.tactic, Tile) and not short.tactic.paired
+    assert (type(lasting.kernel), type(short.kernel)) == (WinogradContraction, DirectContraction)
 
 
 @pytest.mark.parametrize("spec, sizes", [(conv(1, 64, 64), {1, 8}), (conv(7, 64, 64), {1})])
@@ -91,5 +91,5 @@ def test_the_hopeless_are_not_timed(monkeypatch):
     monkeypatch.setattr(Tuner, "_times", times)
     spec = conv(1, 512, 256)
     Tuner(AVX512_VNNI, TimingCache(), "").choose({spec: {}})
-    assert {tactic.vectors for tactic in spec.tactics(AVX512_VNNI)} == {1, 2, 4}
+    assert {tactic.vectors for tactic in DirectContraction(spec).tactics(AVX512_VNNI)} == {1, 2, 4}
     assert {candidate.tactic.vectors for candidate in timed} == {4}

@@ -5,12 +5,18 @@ import numpy as np
 import pytest
 
 from engines.backends.llvm.codegen.isa import ALL, AVX2, AVX512_VNNI
-from engines.backends.llvm.kernels.contraction.contraction import Contraction
-from engines.backends.llvm.kernels.contraction.winograd import SCALES, Winograd, transform_input, transform_output
+from engines.backends.llvm.kernels.contraction.panels import cout_panels
+from engines.backends.llvm.kernels.contraction.winograd import (
+    SCALES,
+    WinogradContraction,
+    transform_input,
+    transform_output,
+)
 from engines.backends.llvm.kernels.contraction.winograd_weights import WinogradWeights, transform_weights
+from engines.lowering.problems.contraction import Contraction
 from engines.lowering.problems.view import dense_view
 from engines.lowering.rules.contraction import bounded
-from tests.engines.backends.harness import check, gapped, kernel_of, random_array, requantise
+from tests.engines.backends.harness import check, gapped, random_array, requantise
 
 BATCH = 3
 SHAPES = {"whole tiles": (8, 8, 32, 32), "tails both ways": (7, 9, 16, 40), "one small tile": (3, 2, 16, 8),
@@ -32,10 +38,6 @@ def problem(shape, precision, view=dense_view, residual=True):
     return spec, inputs, {"weights": weights, **constants}
 
 
-def winograd_tactics(spec, isa):
-    return [tactic for tactic in spec.tactics(isa) if isinstance(tactic, Winograd)]
-
-
 @WINOGRAD_ISAS
 @EVERY_SHAPE
 def test_int8_equals_the_reference_bit_for_bit(shape, isa):
@@ -43,8 +45,8 @@ def test_int8_equals_the_reference_bit_for_bit(shape, isa):
     if spec.cin % isa.lanes:
         pytest.skip("not this many channels")
     assert spec.reference(inputs, constants)[0].std() > 10
-    for tactic in winograd_tactics(spec, isa)[:2]:
-        check(spec, isa, inputs, constants, tactic=tactic, pieces=2)
+    for tactic in WinogradContraction(spec).tactics(isa)[:2]:
+        check(WinogradContraction(spec), isa, inputs, constants, tactic=tactic, pieces=2)
 
 
 @WINOGRAD_ISAS
@@ -52,7 +54,7 @@ def test_int8_equals_the_reference_bit_for_bit(shape, isa):
 def test_float32_agrees_with_the_reference(shape, isa):
     """Between the rows of x lie any bytes: as floats they may be infinite, and must not be read as part of a patch."""
     spec, inputs, constants = problem(shape, "fp32", gapped)
-    check(spec, isa, inputs, constants, 1e-4, tactic=winograd_tactics(spec, isa)[0], pieces=2)
+    check(WinogradContraction(spec), isa, inputs, constants, 1e-4, pieces=2)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -64,16 +66,16 @@ def test_the_largest_bytes_and_weights_are_exact(sign):
                  "weights": np.full_like(constants["weights"], 127 if sign > 0 else -128)}
     for pattern in (slice(None), slice(None, None, 2)):
         inputs[0][:, pattern, ::2] = 0
-        check(spec, AVX2, inputs, constants, tactic=winograd_tactics(spec, AVX2)[0])
+        check(WinogradContraction(spec), AVX2, inputs, constants)
 
 
 def test_other_convolutions_have_no_such_tactic():
     spec, _, _ = problem((8, 8, 32, 32), "int8")
-    assert winograd_tactics(spec, AVX2)
+    assert WinogradContraction(spec).tactics(AVX2)
     others = (dict(bounded=False), dict(stride=(2, 2)), dict(dilation=(2, 1)), dict(taps=(3, 1)), dict(groups=2),
               dict(precision="bf16"),
               dict(x=dense_view("uint8", (10, 10, 1024)), y=dense_view("uint8", (8, 8, 1024)), operands=()))
-    assert not any(winograd_tactics(replace(spec, **other), AVX2) for other in others)
+    assert not any(WinogradContraction(replace(spec, **other)).tactics(AVX2) for other in others)
 
 
 @pytest.mark.parametrize("channels, fits", [(114, True), (115, False)])
@@ -104,8 +106,9 @@ def test_the_kernel_that_makes_the_weights_equals_its_meaning_bit_for_bit(shape,
     spec, _, constants = problem(shape, precision)
     if spec.cin % isa.lanes:
         pytest.skip("not this many channels")
-    for tactic in winograd_tactics(spec, isa):
-        kept, made = spec.pack(isa, tactic, constants)[0], spec.made(isa, tactic)[0]
+    kernel = WinogradContraction(spec)
+    for tactic in kernel.tactics(isa):
+        kept, made = kernel.pack(isa, tactic, constants)[0], kernel.made(isa, tactic)[0]
         assert isinstance(made, WinogradWeights) and kept.shape == made.inputs[0].shape
         assert kept.dtype == constants["weights"].dtype
         check(made, isa, [kept[None]], {}, pieces=3)
@@ -115,11 +118,12 @@ def test_the_kernel_that_makes_the_weights_equals_its_meaning_bit_for_bit(shape,
 def test_made_weights_are_those_of_the_paper(isa):
     """G g G' of every cout, where the kernel's panels have it."""
     spec, _, constants = problem((8, 8, 32, 40), "int8")
-    tactic = winograd_tactics(spec, isa)[0]
-    made = kernel_of(spec).ready_constants(isa, tactic, constants)[0]
+    kernel = WinogradContraction(spec)
+    tactic = kernel.tactics(isa)[0]
+    made = kernel.ready_constants(isa, tactic, constants)[0]
     expected = np.einsum("ip,ocpq,jq->oijc", G, constants["weights"].astype(int), G).reshape(40, 36, -1, 2)
     at = 0
-    for order in spec._panels(isa, tactic):
+    for order in cout_panels(spec, isa, tactic.vectors):
         size = 36 * spec.cin * order.size
         panel = made[at:at + size].reshape(36, -1, *order.shape, 2)
         for where in np.argwhere(order < 40):

@@ -6,7 +6,7 @@ constants of the panel, run the program, store. A *panel* is as many channels as
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from engines.backends.llvm.codegen.ir_builder import I8, I32, PTR, Function, Value, vector
@@ -17,6 +17,7 @@ from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.view import View
 
 PANEL = 4           # vectors
+TAILS = (8, 4, 2, 1)    # what is left after full tiles, a number known at run time only, is cut into
 BLOCK = 1 << 13     # elements of a row of the grid: enough to pay for its call, few enough to share out
 
 
@@ -153,6 +154,15 @@ class Runs:
         if tail:
             with f.when((first + self.block).compare("uge", extent)):
                 body(at, first.like(extent - tail), tail)
+
+
+def tails(whole: Value, rest: Value, step: int) -> Iterator[tuple[Value, int]]:
+    """(start, size) of tiles for the `rest` of less than `step`, behind `whole` tiles of that size: one of TAILS for
+    each of its bits, in code that runs where the bit is set."""
+    for size in TAILS:
+        if size < step:
+            with rest.f.when(rest.binary("and", size).compare("ne", 0)):
+                yield whole * step + rest.binary("and", -2 * size), size
 
 
 # ---- channels

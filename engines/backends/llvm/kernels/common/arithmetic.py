@@ -31,6 +31,7 @@ class Arithmetic(ABC):
     dtype: str                  # of x as stored
     weights_dtype: str
     elements: int = 1           # of x in a step
+    exact: ClassVar[bool] = False           # integers: sums are int32
     exact_end: ClassVar[bool] = False       # what lies behind a run must not be read, though its weights be zero
 
     @property
@@ -38,7 +39,7 @@ class Arithmetic(ABC):
         return self.elements * SIZES[self.dtype]
 
     def zero(self, isa: Isa, of: Value) -> Value:
-        return of.f.constant(0, isa.floats)
+        return of.f.constant(0, isa.ints if self.exact else isa.floats)
 
     @abstractmethod
     def pixel(self, isa: Isa, address: Value) -> Operand:
@@ -62,10 +63,12 @@ class Arithmetic(ABC):
 
     def finish(self, isa: Isa, acc: Value) -> Value:
         """The accumulator as float32."""
-        return acc
+        return isa.to_float(acc) if self.exact else acc
 
     def store_weights(self, weights: NDArray[Any]) -> NDArray[Any]:
         """Weights in the dtype that they are multiplied in."""
+        if self.exact:
+            return np.asarray(weights, self.weights_dtype)
         return store_meaning(self.weights_dtype, np.asarray(weights, np.float32))
 
     def ready(self, isa: Isa, weights: NDArray[Any]) -> NDArray[Any]:
@@ -74,8 +77,7 @@ class Arithmetic(ABC):
 
 
 class Int8(Arithmetic):
-    def zero(self, isa: Isa, of: Value) -> Value:
-        return of.f.constant(0, isa.ints)
+    exact = True
 
     def pixel(self, isa: Isa, address: Value) -> Operand:
         return isa.pixel(address)
@@ -92,12 +94,6 @@ class Int8(Arithmetic):
     def dot(self, isa: Isa, acc: Value, pixel: Operand, weights: Operand) -> Value:
         return isa.dot4(acc, pixel, weights)
 
-    def finish(self, isa: Isa, acc: Value) -> Value:
-        return isa.to_float(acc)
-
-    def store_weights(self, weights: NDArray[Any]) -> NDArray[Any]:
-        return np.asarray(weights, np.int8)
-
 
 class Quads(Int8):
     """Weights as bytes on every machine: where dot4 wants them wider, the loads widen them, for more instructions and
@@ -113,12 +109,12 @@ class Quads(Int8):
         return weights
 
 
-class Int16(Arithmetic):
-    def zero(self, isa: Isa, of: Value) -> Value:
-        return of.f.constant(0, isa.ints)
+class Pairs(Arithmetic):
+    """Two elements of 16 bits a lane, which are loaded as a word."""
+    element: ClassVar[str]      # LLVM's type
 
     def _pairs(self, isa: Isa, words: Value) -> Operand:
-        return (words.f.cast("bitcast", words, vector(2 * isa.lanes, I16), "pairs"),)
+        return (words.f.cast("bitcast", words, vector(2 * isa.lanes, self.element), "pairs"),)
 
     def pixel(self, isa: Isa, address: Value) -> Operand:
         return self._pairs(isa, address.f.splat(address.f.load(I32, address, hint="word"), isa.lanes))
@@ -126,14 +122,26 @@ class Int16(Arithmetic):
     def weights(self, isa: Isa, address: Value) -> Operand:
         return self._pairs(isa, address.f.load(isa.ints, address, isa.bytes, "weights"))
 
+
+class Int16(Pairs):
+    exact, element = True, I16
+
     def dot(self, isa: Isa, acc: Value, pixel: Operand, weights: Operand) -> Value:
         return isa.dot2(acc, pixel[0], weights[0])
 
-    def finish(self, isa: Isa, acc: Value) -> Value:
-        return isa.to_float(acc)
 
-    def store_weights(self, weights: NDArray[Any]) -> NDArray[Any]:
-        return np.asarray(weights, np.int16)
+class PairsOfBfloat(Pairs):
+    """vdpbf16ps: two products a lane."""
+    exact_end, element = True, "bfloat"
+
+    def last_pixel(self, isa: Isa, address: Value) -> Operand:
+        """One element and a zero: behind it may lie a NaN, and NaN times a zero weight is NaN."""
+        one = address.f.cast("zext", address.f.load(I16, address, hint="element"), I32, "word")
+        return self._pairs(isa, address.f.splat(one, isa.lanes))
+
+    def dot(self, isa: Isa, acc: Value, pixel: Operand, weights: Operand) -> Value:
+        name = f"llvm.x86.avx512bf16.dpbf16ps.{8 * isa.bytes}"
+        return acc.f.call(vector(isa.lanes, FLOAT), name, acc, *pixel, *weights, hint="acc")
 
 
 class Widened(Arithmetic):
@@ -152,44 +160,15 @@ class Widened(Arithmetic):
         return isa.fma(pixel[0], weights[0], acc)
 
 
-class PairsOfBfloat(Arithmetic):
-    """vdpbf16ps: two products a lane."""
-    exact_end = True
-
-    def _pairs(self, isa: Isa, words: Value) -> Operand:
-        return (words.f.cast("bitcast", words, vector(2 * isa.lanes, "bfloat"), "pairs"),)
-
-    def pixel(self, isa: Isa, address: Value) -> Operand:
-        return self._pairs(isa, address.f.splat(address.f.load(I32, address, hint="word"), isa.lanes))
-
-    def last_pixel(self, isa: Isa, address: Value) -> Operand:
-        """One element and a zero: behind it may lie a NaN, and NaN times a zero weight is NaN."""
-        one = address.f.cast("zext", address.f.load(I16, address, hint="element"), I32, "word")
-        return self._pairs(isa, address.f.splat(one, isa.lanes))
-
-    def weights(self, isa: Isa, address: Value) -> Operand:
-        return self._pairs(isa, address.f.load(isa.ints, address, isa.bytes, "weights"))
-
-    def dot(self, isa: Isa, acc: Value, pixel: Operand, weights: Operand) -> Value:
-        name = f"llvm.x86.avx512bf16.dpbf16ps.{8 * isa.bytes}"
-        return acc.f.call(vector(isa.lanes, FLOAT), name, acc, *pixel, *weights, hint="acc")
-
-
 INT8 = Int8("uint8", "int8", 4)
 QUADS = Quads("uint8", "int8", 4)
 INT16 = Int16("int16", "int16", 2)
-_FLOATS = {"fp32": Widened("float32", "float32"), "fp16": Widened("float16", "float16"),
-           "bf16": Widened("bfloat16", "bfloat16")}
-STORED = {"int8": INT8.dtype, **{precision: arithmetic.dtype for precision, arithmetic in _FLOATS.items()}}
+FP32 = Widened("float32", "float32")
 _PAIRS = PairsOfBfloat("bfloat16", "bfloat16", 2)
+_BY_PRECISION = {"int8": INT8, "int16": INT16, "fp32": FP32, "fp16": Widened("float16", "float16"),
+                 "bf16": Widened("bfloat16", "bfloat16")}
 
 
 def arithmetic_for(precision: str, isa: Isa) -> Arithmetic:
     """The step for a precision."""
-    if precision == "int8":
-        return INT8
-    if precision == "int16":
-        return INT16
-    if precision == "bf16" and isa.bf16:
-        return _PAIRS
-    return _FLOATS[precision]
+    return _PAIRS if precision == "bf16" and isa.bf16 else _BY_PRECISION[precision]

@@ -1,4 +1,4 @@
-"""INT8 dot products by vpmaddubsw, exactly: weights are paired so that no sum of two products overflows.
+"""Pairs of INT8 weights whose products can be summed in 16 bits, for exact dot products by vpmaddubsw.
 
 vpmaddubsw multiplies 32 bytes at once, twice as many as vpmaddwd, and adds neighbours in 16 bits, where it saturates. A
 sum of two products u8 * s8 fits if its positive weights add up to no more than 128, and its negative ones too
@@ -7,7 +7,7 @@ must fit in each of them. In which order the products are summed is free: among 
 are paired that fit in every channel, a byte shuffle brings the bytes of x into that order, and a weight that fits with
 no other stays alone.
 
-    step = 4 bytes picked from a window, for all channels     x:      b  k   n  a         places in the window
+    step = 4 bytes taken from a window, for all channels     x:      b  k   n  a         indices in the window
                                                               w:     two pairs for each channel
 
 A window of 16 takes four steps if all its elements find a partner. Which pairs there are and how many steps a panel
@@ -15,26 +15,17 @@ has is decided by its weights. It is data, never text.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.backends.llvm.codegen.ir_builder import I8, I32, I64, Function, Value, vector
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.common.access import hidden
-
-WINDOW = 16             # bytes that a shuffle picks from
+WINDOW = 16             # bytes that a shuffle takes from
 STEP = 4                # bytes of a step: two pairs
 SLOTS = 2 * WINDOW      # where no two elements go together, each has a pair to itself
 BLOCK = 1 << 11         # windows paired side by side: their tables stay in cache
 LARGEST = 128           # what the weights of one sign may add up to in a pair
-PLACE = 8               # bytes of a step's offset and picks
-LINE = 64               # bytes that the caches move at once
 ABSENT = -1
-TEMPORARIES = 4         # registers beside sums and weights: ones, picks, a pixel, a product
 
 _BITS = np.left_shift(1, np.arange(WINDOW)).astype(np.uint16)
 _ONES = np.unpackbits(np.arange(1 << WINDOW, dtype=np.uint16).view(np.uint8)).reshape(-1, WINDOW).sum(1, np.uint8)
@@ -46,7 +37,7 @@ Array = NDArray[np.int8]
 @dataclass(frozen=True)
 class Paired:
     steps: Array                    # [step][lane of the panel][STEP]
-    places: NDArray[np.int32]       # [step][2]: bytes from a pixel of x to the window; STEP bytes, places in it
+    sources: NDArray[np.int32]      # [step][2]: bytes from a pixel of x to the window; STEP bytes, indices in it
     starts: NDArray[np.int32]       # [panel + 1]: the panel's first step
 
 
@@ -63,11 +54,12 @@ def pair(weights: Array, offsets: NDArray[np.int64]) -> Paired:
         covered = start + WINDOW
     windows = table.reshape(-1, WINDOW, lanes)
     blocks = [_pair_windows(windows[first:first + BLOCK]) for first in range(0, len(windows), BLOCK)]
-    steps, picks, counts = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
-    places = (np.asarray(offsets)[:, None] + np.asarray(starts)).ravel()
-    at = np.repeat(np.tile(places, panels), counts).astype(np.int32)
+    steps, indices, counts = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
+    of_windows = (np.asarray(offsets)[:, None] + np.asarray(starts)).ravel()
+    of_steps = np.repeat(np.tile(of_windows, panels), counts).astype(np.int32)
     first = np.concatenate([[0], np.cumsum(counts)])
-    return Paired(steps, np.stack([at, picks.view(np.int32)[:, 0]], -1), first[::len(places)].astype(np.int32))
+    sources = np.stack([of_steps, indices.view(np.int32)[:, 0]], -1)
+    return Paired(steps, sources, first[::len(of_windows)].astype(np.int32))
 
 
 def window_starts(length: int) -> list[int]:
@@ -77,8 +69,8 @@ def window_starts(length: int) -> list[int]:
 
 
 def _pair_windows(windows: Array) -> tuple[Array, NDArray[np.uint8], NDArray[np.int64]]:
-    """[n, WINDOW, lanes] weights -> the steps of all windows [step][lane][STEP], their picks [step][STEP], and how many
-    steps each window has."""
+    """[n, WINDOW, lanes] weights -> the steps of all windows [step][lane][STEP], their indices in the window
+    [step][STEP], and how many steps each window has."""
     slots = _partners(_fitting(windows), np.bitwise_or.reduce(windows.any(axis=2) * _BITS, axis=1))
     counts = -(-(slots != ABSENT).any(axis=2).sum(axis=1) * 2 // STEP)
     taken = slots.reshape(-1, SLOTS // STEP, STEP)[np.arange(SLOTS // STEP) < counts[:, None]]
@@ -123,39 +115,3 @@ def _partners(fitting: NDArray[np.uint16], free: NDArray[np.uint16]) -> NDArray[
         slots[alone, count[alone], 0] = element
         count[alone] += 1
     return slots
-
-
-# ---- code
-def emit_steps(f: Function, isa: Isa, acc: dict[Any, Value], pixels: Sequence[int], vectors: int, step_bytes: int,
-               prefetch: bool) -> None:
-    """All steps of a panel into acc {(pixel, vector): int32 of a vector of couts}. pixels: bytes of x to each;
-    step_bytes: of a step's weights in memory. prefetch: ask for the next panel, which follows.
-
-    f's parameters `w`, `places` and `count` are the panel's steps; `x` is the first pixel.
-    """
-    at = {key: f.parameters[key] for key in ("w", "places")}
-    bytes_ = vector(isa.bytes, I8)
-    panel = f.parameters["count"] * step_bytes
-    keep = len(acc) + vectors + TEMPORARIES <= isa.registers
-
-    def load_weights(w: Value) -> list[Value]:
-        return [f.load(bytes_, w + v * isa.bytes, isa.bytes, "weights") for v in range(vectors)]
-
-    for _ in f.range("step", panel.like(0), f.parameters["count"], acc=acc, at=at):      # none if all weights are zero
-        x = f.parameters["x"] + f.cast("sext", f.load(I32, at["places"], PLACE, "offset"), I64, "offset")
-        picks = f.splat(f.load(I32, at["places"] + 4, 4, "picks"), isa.lanes)
-        picks = f.cast("bitcast", picks, bytes_, "picks")
-        weights = load_weights(at["w"])
-        for p, pixel in enumerate(pixels):
-            window = f.shuffle(f.load(vector(WINDOW, I8), x + pixel, hint="window"), None,
-                               [i % WINDOW for i in range(isa.bytes)], "window")
-            picked = isa.picked(window, picks)
-            if p and not keep:      # each pixel's products load them
-                weights = load_weights(hidden(at["w"]))
-            for v in range(vectors):
-                acc[p, v] = isa.paired_dot(acc[p, v], picked, weights[v])
-        if prefetch:
-            for line in range(0, step_bytes, LINE):
-                isa.prefetch(at["w"] + panel + line)
-        at["w"] += step_bytes
-        at["places"] += PLACE

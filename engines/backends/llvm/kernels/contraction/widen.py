@@ -11,13 +11,13 @@ from typing import Any
 
 from engines.backends.llvm.codegen.ir_builder import I8, Module, vector
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, KernelSpec, Tactic, begin_kernel
-from engines.lowering.problems.problem import Array
+from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, solves
+from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import View, dense_view
 
 
 @dataclass(frozen=True)
-class Widen(KernelSpec):
+class Widen(Problem):
     """An item is as many bytes as packed constants are multiples of: so one kernel serves all of them."""
     bits: int
     family = "widen"
@@ -30,22 +30,28 @@ class Widen(KernelSpec):
     def outputs(self) -> tuple[View, ...]:
         return (dense_view(f"int{self.bits}", (ALIGNMENT,)),)
 
+    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        return (inputs[0].astype(f"int{self.bits}"),)
+
+
+@solves(Widen)
+@dataclass(frozen=True)
+class WidenKernel(Kernel[Widen]):
+    """Loads of bytes, sign extension, stores of whole vectors."""
+
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(1)
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
         f, (kept, made), (begin, end, *_) = begin_kernel(module, name, 2)
-        count = 8 * isa.bytes // self.bits
+        count = 8 * isa.bytes // self.problem.bits
         for item in f.range("item", begin, end):
             for at in range(0, ALIGNMENT, count):
                 bytes_ = f.load(vector(count, I8), kept + (item * ALIGNMENT + at), count, "bytes")
-                wide = f.cast("sext", bytes_, vector(count, f"i{self.bits}"), "wide")
-                f.store(wide, made + (item * ALIGNMENT + at) * (self.bits // 8), isa.bytes)
-
-    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        return (inputs[0].astype(f"int{self.bits}"),)
+                wide = f.cast("sext", bytes_, vector(count, f"i{self.problem.bits}"), "wide")
+                f.store(wide, made + (item * ALIGNMENT + at) * (self.problem.bits // 8), isa.bytes)
 
 
-def widened(isa: Isa) -> Mapping[int, KernelSpec]:
-    """KernelSpec.made of INT8 weights that are the first of a kernel's constants."""
+def widened(isa: Isa) -> Mapping[int, Problem]:
+    """Kernel.made of INT8 weights that are the first of a kernel's constants."""
     return {0: Widen(8 * isa.ready_bytes // isa.bytes)} if isa.ready_bytes > isa.bytes else {}

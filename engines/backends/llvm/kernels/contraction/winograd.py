@@ -19,25 +19,26 @@ is found exactly if it lies within +-2**25 (`Contraction.bounded`).
 """
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.codegen.ir_builder import FLOAT, I8, I16, I32, PTR, Function, Module, Value, vector
+from engines.backends.llvm.codegen.ir_builder import FLOAT, I8, I16, PTR, Function, Module, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
+from engines.backends.llvm.kernels.common.access import tails
+from engines.backends.llvm.kernels.common.arithmetic import FP32, INT16, Arithmetic
+from engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program, rows_with_zeros
 from engines.backends.llvm.kernels.contraction.store import emit_epilogue
 from engines.backends.llvm.kernels.contraction.winograd_weights import WinogradWeights
-from engines.backends.llvm.kernels.kernel import Grid, Tactic, Window, begin_kernel
+from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
 from engines.backends.llvm.tuning.cost import Work, epilogue, reading
-from engines.lowering.problems.problem import Array
-from engines.lowering.problems.view import View
-
-if TYPE_CHECKING:
-    from engines.backends.llvm.kernels.contraction.contraction import Contraction
+from engines.lowering.problems.contraction import Contraction
+from engines.lowering.problems.problem import Array, Problem
+from engines.lowering.problems.view import SIZES, View
 
 OUTPUT, PATCH = 4, 6        # pixels of a tile and of its patch, each way
 POSITIONS = PATCH * PATCH
@@ -58,9 +59,6 @@ def transform_output(m: Sequence[Any]) -> list[Any]:
     return [m[0] * 6 - s * 4 + t, u - d * 2, t - s, u * 2 - d + m[5] * 6]
 
 
-Place = tuple[Value, Value, Value]      # of a tile: item, row, column
-
-
 @dataclass(frozen=True)
 class Winograd(Tactic):
     """A block of `tiles`, of which `group` by `vectors` of couts are a micro-kernel."""
@@ -72,169 +70,142 @@ class Winograd(Tactic):
         return f"Winograd 4x4, {self.tiles} tiles by {self.group}x{self.vectors}"
 
 
-class _Numbers(ABC):
-    """What differs between INT8 and float32: types in scratch, products, the end."""
-    v_bytes: int                # of an element of V, and of the weights
-    pair: int                   # elements of V that a product takes at once
-    weights: str                # dtype that a plan keeps them in
-
-    @abstractmethod
-    def load(self, address: Value, count: int) -> Value:
-        """`count` channels of x, as they are transformed."""
-
-    @abstractmethod
-    def zero(self, f: Function, count: int) -> Value:
-        ...
-
-    @abstractmethod
-    def sums(self, isa: Isa) -> str:
-        """The type of a vector of M."""
-
-    @abstractmethod
-    def dot(self, isa: Isa, acc: Value, pixel: Value, weights: Value) -> Value:
-        """acc + pixel * weights; pixel: `pair` elements, the same for every cout."""
-
-    @abstractmethod
-    def finish(self, isa: Isa, value: Value, i: int, j: int) -> Value:
-        """Output (i, j) of a tile as float32, no longer too large."""
+# ---- how a precision's numbers become those of the transforms, and back
+def _load(address: Value, dtype: str, count: int) -> Value:
+    """`count` channels of x, as they are transformed."""
+    f = address.f
+    if dtype == "float32":
+        return f.load(vector(count, FLOAT), address, 4, "x")
+    return f.cast("zext", f.load(vector(count, I8), address, hint="bytes"), vector(count, I16), "x")
 
 
-class _Shorts(_Numbers):
-    v_bytes, pair, weights = 2, 2, "int8"
-
-    def load(self, address: Value, count: int) -> Value:
-        loaded = address.f.load(vector(count, I8), address, hint="bytes")
-        return address.f.cast("zext", loaded, vector(count, I16), "x")
-
-    def zero(self, f: Function, count: int) -> Value:
-        return f.constant(0, vector(count, I16))
-
-    def sums(self, isa: Isa) -> str:
-        return isa.ints
-
-    def dot(self, isa: Isa, acc: Value, pixel: Value, weights: Value) -> Value:
-        shorts = (acc.f.cast("bitcast", value, vector(2 * isa.lanes, I16), "shorts") for value in (pixel, weights))
-        return isa.dot2(acc, *shorts)
-
-    def finish(self, isa: Isa, value: Value, i: int, j: int) -> Value:
-        power = SCALES[i] * SCALES[j] // 9
-        ninth = pow(9, -1, 1 << 32) - (1 << 32)
-        return isa.to_float((value * ninth).binary("ashr", power.bit_length() - 1))
-
-
-class _Floats(_Numbers):
-    v_bytes, pair, weights = 4, 1, "float32"
-
-    def load(self, address: Value, count: int) -> Value:
-        return address.f.load(vector(count, FLOAT), address, 4, "x")
-
-    def zero(self, f: Function, count: int) -> Value:
-        return f.constant(0, vector(count, FLOAT))
-
-    def sums(self, isa: Isa) -> str:
-        return isa.floats
-
-    def dot(self, isa: Isa, acc: Value, pixel: Value, weights: Value) -> Value:
-        return isa.fma(pixel, weights, acc)
-
-    def finish(self, isa: Isa, value: Value, i: int, j: int) -> Value:
+def _rescaled(isa: Isa, value: Value, dtype: str, i: int, j: int) -> Value:
+    """Output (i, j) of a tile as float32, no longer too large."""
+    if dtype == "float32":
         return value * (1 / (SCALES[i] * SCALES[j]))
+    power = SCALES[i] * SCALES[j] // 9
+    ninth = pow(9, -1, 1 << 32) - (1 << 32)
+    return isa.to_float((value * ninth).binary("ashr", power.bit_length() - 1))
 
 
-_NUMBERS: dict[str, _Numbers] = {"int8": _Shorts(), "fp32": _Floats()}
+@solves(Contraction)
+@dataclass(frozen=True)
+class WinogradContraction(Kernel[Contraction]):
+    """x is transformed to int16 or float32, in which it meets the weights."""
+    packing_is_permutation = False
 
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return INT16 if self.problem.precision == "int8" else FP32
 
-# ---- tactics
-def tactics(spec: Contraction, isa: Isa) -> Sequence[Winograd]:
-    """None where the layer is no such convolution, its sums may be too large, or its weights are.
+    # ---- tactics
+    def tactics(self, isa: Isa) -> Sequence[Winograd]:
+        """None where the layer is no such convolution, its sums may be too large, or its weights are.
 
-    Those become 36 numbers where 9 were: with many channels and few tiles that use them, reading them takes the time.
-    """
-    numbers = _NUMBERS.get(spec.precision)
-    fits = (spec.taps == (3, 3) and spec.stride == (1, 1) and spec.dilation == (1, 1) and spec.groups == 1
-            and spec.x.strides[2] == spec.x.size and spec.cin % isa.lanes == 0)
-    if numbers is None or not fits or (spec.precision == "int8" and not spec.bounded):
-        return ()
-    if POSITIONS * spec.cin * spec.cout > isa.winograd_weights:
-        return ()
-    found: dict[Winograd, None] = {}
-    for group, vectors in isa.winograd_tiles:
-        blocks = [n * group for n in (1, 2, 4) if n * group * POSITIONS * spec.cin * numbers.v_bytes <= SCRATCH]
-        # Items of fewer tiles than any block's are timed alike: several share a block, and the largest reads weights
-        # least often.
-        for tiles in [tiles for tiles in blocks if tiles < _tiles(spec)] or blocks[-1:]:
-            found[Winograd(group, min(vectors, isa.vectors_for(spec.cout)), tiles)] = None
-    return tuple(found)
+        Those become 36 numbers where 9 were: with many channels and few tiles that use them, reading them takes the
+        time.
+        """
+        problem = self.problem
+        fits = (problem.precision == "fp32" or problem.precision == "int8" and problem.bounded) and (
+            problem.taps == (3, 3) and problem.stride == (1, 1) and problem.dilation == (1, 1) and problem.groups == 1
+            and problem.x.strides[2] == problem.x.size and problem.cin % isa.lanes == 0)
+        if not fits or POSITIONS * problem.cin * problem.cout > isa.winograd_weights:
+            return ()
+        found: dict[Winograd, None] = {}
+        for group, vectors in isa.winograd_tiles:
+            blocks = [n * group for n in (1, 2, 4) if n * group * POSITIONS * self.tile_bytes <= SCRATCH]
+            # Items of fewer tiles than any block's are timed alike: several share a block, and the largest reads
+            # weights least often.
+            for tiles in [tiles for tiles in blocks if tiles < self.tiles] or blocks[-1:]:
+                found[Winograd(group, min(vectors, isa.vectors_for(problem.cout)), tiles)] = None
+        return tuple(found)
 
+    @property
+    def across(self) -> int:
+        """Tiles beside each other in an item."""
+        return -(-self.problem.cols // OUTPUT)
 
-def _tiles(spec: Contraction) -> int:
-    """Tiles of an item."""
-    return -(-spec.rows // OUTPUT) * -(-spec.cols // OUTPUT)
+    @property
+    def tiles(self) -> int:
+        """Tiles of an item."""
+        return -(-self.problem.rows // OUTPUT) * self.across
 
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of a tile in V, at one position; and of a cout's weights there."""
+        return self.problem.cin * SIZES[self.arithmetic.dtype]
 
-def cost(spec: Contraction, isa: Isa, tactic: Winograd) -> float:
-    """Products, transforms on both sides, and the weights, which are read for each block of tiles."""
-    numbers, tiles = _NUMBERS[spec.precision], _tiles(spec)
-    panels = -(-spec.cout // (tactic.vectors * isa.lanes))
-    group, vectors = tactic.group, tactic.vectors
-    turn = Work(group * vectors, 0 if isa.one_dot2 or numbers.pair == 1 else group * vectors, group + vectors)
-    products = turn * (POSITIONS * spec.cin // numbers.pair / group) * panels
-    inputs = Work(0, 144, POSITIONS, POSITIONS) * (spec.cin * numbers.v_bytes / isa.bytes)
-    end = epilogue(len(spec.program.instructions), len(spec.operands), vectors, 4)
-    outputs = (Work(0, 110, POSITIONS) + end * OUTPUT ** 2) * (panels * vectors)
-    weights = POSITIONS * spec.cin * spec.cout * numbers.v_bytes
-    return tiles * (products.cycles + inputs.cycles + outputs.cycles) + reading(weights, max(tiles / tactic.tiles, 1))
+    def cost(self, isa: Isa, tactic: Winograd) -> float:
+        """Products, transforms on both sides, and the weights, which are read for each block of tiles."""
+        problem, elements = self.problem, self.arithmetic.elements
+        panels = -(-problem.cout // (tactic.vectors * isa.lanes))
+        group, vectors = tactic.group, tactic.vectors
+        turn = Work(group * vectors, 0 if isa.one_dot2 or elements == 1 else group * vectors, group + vectors)
+        products = turn * (POSITIONS * problem.cin // elements / group) * panels
+        inputs = Work(0, 144, POSITIONS, POSITIONS) * (self.tile_bytes / isa.bytes)
+        end = epilogue(len(problem.program.instructions), len(problem.operands), vectors, 4)
+        outputs = (Work(0, 110, POSITIONS) + end * OUTPUT ** 2) * (panels * vectors)
+        weights, blocks = POSITIONS * self.tile_bytes * problem.cout, max(self.tiles / tactic.tiles, 1)
+        return self.tiles * (products.cycles + inputs.cycles + outputs.cycles) + reading(weights, blocks)
 
+    def grid(self, isa: Isa, tactic: Winograd) -> Grid:
+        """A row is a tile."""
+        return Grid(self.tiles, tactic.tiles)
 
-def grid(spec: Contraction, tactic: Winograd) -> Grid:
-    """A row is a tile."""
-    return Grid(_tiles(spec), tactic.tiles)
+    def windows(self, isa: Isa, tactic: Winograd) -> Sequence[Window]:
+        """A row of the grid is a tile: its row of tiles reads 6 rows of x and writes 4 of y."""
+        problem = self.problem
+        return [Window.along(problem.x, 0, self.across, OUTPUT, count=PATCH),
+                *(Window.along(view, 0, self.across, OUTPUT, count=OUTPUT) for view in (*problem.operands, problem.y))]
 
+    def packing(self, tactic: Winograd) -> int:
+        return tactic.vectors
 
-def windows(spec: Contraction) -> Sequence[Window]:
-    """A row of the grid is a tile: its row of tiles reads 6 rows of x and writes 4 of y."""
-    across = -(-spec.cols // OUTPUT)
-    return [Window.along(spec.x, 0, across, OUTPUT, count=PATCH),
-            *(Window.along(view, 0, across, OUTPUT, count=OUTPUT) for view in (*spec.operands, spec.y))]
+    # ---- constants
+    def pack(self, isa: Isa, tactic: Winograd, constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        """Weights [panel][cin / elements][tap][vector][lane][element], of which `made` makes G g G'."""
+        panels, elements = cout_panels(self.problem, isa, tactic.vectors), self.arithmetic.elements
+        weights = np.asarray(constants["weights"], self._kept)
+        steps = rows_with_zeros(weights.reshape(len(weights), -1, elements, math.prod(self.problem.taps)))
+        packed = np.concatenate([steps[panel].transpose(2, 4, 0, 1, 3).ravel() for panel in panels])
+        return packed, pack_program(self.problem, panels, constants)
 
+    @property
+    def _kept(self) -> str:
+        """The dtype of the weights in a plan."""
+        return "int8" if self.problem.precision == "int8" else "float32"
 
-# ---- constants
-def pack_weights(spec: Contraction, isa: Isa, weights: Array, panels: Sequence[Array]) -> Array:
-    """[cout, cin, 3, 3] -> [panel][cin / pair][tap][vector][lane][pair], of which `made_weights` makes G g G'.
+    def made(self, isa: Isa, tactic: Winograd) -> Mapping[int, Problem]:
+        panels, elements = cout_panels(self.problem, isa, tactic.vectors), self.arithmetic.elements
+        widest, last = len(panels[0]), len(panels[-1])
+        whole = sum(len(panel) == widest for panel in panels)
+        return {0: WinogradWeights(self._kept, self.problem.cin // elements, isa.lanes * elements, whole, widest,
+                                   last if last < widest else 0)}
 
-    panels: [vector][lane] -> cout; past the last for none.
-    """
-    numbers = _NUMBERS[spec.precision]
-    stored = np.asarray(weights, numbers.weights)
-    steps = stored.reshape(len(stored), -1, numbers.pair, spec.taps[0] * spec.taps[1])
-    steps = np.concatenate([steps, np.zeros_like(steps[:1])])
-    return np.concatenate([steps[np.minimum(order, len(stored))].transpose(2, 4, 0, 1, 3).ravel() for order in panels])
-
-
-def made_weights(spec: Contraction, isa: Isa, panels: Sequence[Array]) -> WinogradWeights:
-    """What makes them ready to be multiplied."""
-    numbers, widest, last = _NUMBERS[spec.precision], len(panels[0]), len(panels[-1])
-    whole = sum(len(order) == widest for order in panels)
-    return WinogradWeights(numbers.weights, spec.cin // numbers.pair, isa.lanes * numbers.pair, whole, widest,
-                           last if last < widest else 0)
+    def emit(self, module: Module, name: str, isa: Isa, tactic: Winograd) -> None:
+        _Emitter(self, module, name, isa, tactic).emit()
 
 
 # ---- code
-def emit(spec: Contraction, module: Module, name: str, isa: Isa, tactic: Winograd) -> None:
-    _Emitter(spec, module, name, isa, tactic).kernel()
+@dataclass(frozen=True)
+class _Position:
+    """Where a tile of the batch is: its item, and its row and column among the item's tiles."""
+    item: Value
+    row: Value
+    column: Value
 
 
 class _Emitter:
-    def __init__(self, spec: Contraction, module: Module, name: str, isa: Isa, tactic: Winograd) -> None:
-        self.spec, self.module, self.name, self.isa, self.tactic = spec, module, name, isa, tactic
-        self.numbers = _NUMBERS[spec.precision]
+    def __init__(self, kernel: WinogradContraction, module: Module, name: str, isa: Isa, tactic: Winograd) -> None:
+        self.kernel, self.module, self.name, self.isa, self.tactic = kernel, module, name, isa, tactic
+        self.problem, self.arithmetic = kernel.problem, kernel.arithmetic
         self.panel = tactic.vectors * isa.lanes
-        self.v_tile = spec.cin * self.numbers.v_bytes           # bytes of a tile in V, at one position
-        self.m_tile = self.panel * 4                            # and in M
+        self.v_tile = kernel.tile_bytes         # bytes of a tile in V, at one position
+        self.m_tile = self.panel * 4            # and in M
 
-    def kernel(self) -> None:
-        spec, tiles = self.spec, self.tactic.tiles
-        count = len(spec.operands)
+    def emit(self) -> None:
+        problem, tiles = self.problem, self.tactic.tiles
+        count = len(problem.operands)
         f, addresses, bounds = begin_kernel(self.module, self.name, 1 + count + 2 + 1)
         x, *operands = addresses[:1 + count]
         weights, constants, y = addresses[1 + count:]
@@ -244,45 +215,44 @@ class _Emitter:
             number = (bounds[1] - start).at_most(tiles)
             for t in f.range("tile", start.like(0), number):
                 self._transform_input(f, start + t, x, v + t * self.v_tile)
-            for first, channels in f.tiles("panel", spec.cout, self.panel):
+            for first, channels in f.tiles("panel", problem.cout, self.panel):
                 vectors = self.isa.vectors_for(channels)
                 self._products(f, v, weights + first * (POSITIONS * self.v_tile), m, number, vectors)
                 here = [address + first * view.strides[2]
                         for address, view in zip((*operands, y), self._outputs, strict=True)]
                 for t in f.range("tile", start.like(0), number):
                     self._transform_output(f, start + t, channels, m + t * (vectors * self.isa.bytes),
-                                           constants + first * (4 * spec.program.constants), here)
+                                           constants + first * (4 * problem.program.constants), here)
 
     @property
     def _outputs(self) -> Sequence[View]:
-        return (*self.spec.operands, self.spec.y)
+        return (*self.problem.operands, self.problem.y)
 
     def _transform_input(self, f: Function, tile: Value, x: Value, v: Value) -> None:
-        place = self._place(tile)
-        x = self._advance(x, self.spec.x, place)
-        self._cut(f, place, lambda rows, cols: f.run(
+        position = self._position(tile)
+        x = self._advance(x, self.problem.x, position)
+        self._cut(f, position, lambda rows, cols: f.run(
             self._input(rows + PATCH - OUTPUT, cols + PATCH - OUTPUT), x, v))
 
     def _transform_output(self, f: Function, tile: Value, channels: int, m: Value, constants: Value,
                           outputs: Sequence[Value]) -> None:
         """outputs: addresses of the operands and y, of the panel's first cout."""
-        place = self._place(tile)
-        here = [self._advance(address, view, place) for address, view in zip(outputs, self._outputs, strict=True)]
-        self._cut(f, place, lambda rows, cols: f.run(self._output(rows, cols, channels), m, constants, *here))
+        position = self._position(tile)
+        here = [self._advance(address, view, position) for address, view in zip(outputs, self._outputs, strict=True)]
+        self._cut(f, position, lambda rows, cols: f.run(self._output(rows, cols, channels), m, constants, *here))
 
     @staticmethod
-    def _advance(address: Value, view: View, place: Place) -> Value:
+    def _advance(address: Value, view: View, position: _Position) -> Value:
         """The tile's first pixel."""
-        item, i, j = place
-        return address + (item * view.item + i * (OUTPUT * view.strides[0]) + j * (OUTPUT * view.strides[1]))
+        return address + (position.item * view.item + position.row * (OUTPUT * view.strides[0])
+                          + position.column * (OUTPUT * view.strides[1]))
 
-    def _place(self, tile: Value) -> Place:
-        """(item, row, column) of a tile of the batch."""
-        across = -(-self.spec.cols // OUTPUT)
-        item, place = tile.divided(_tiles(self.spec)), tile.remainder(_tiles(self.spec))
-        return item, place.divided(across), place.remainder(across)
+    def _position(self, tile: Value) -> _Position:
+        """Of a tile of the batch."""
+        item, inside = tile.divided(self.kernel.tiles), tile.remainder(self.kernel.tiles)
+        return _Position(item, inside.divided(self.kernel.across), inside.remainder(self.kernel.across))
 
-    def _cut(self, f: Function, place: Place, body: Callable[[int, int], None]) -> None:
+    def _cut(self, f: Function, position: _Position, body: Callable[[int, int], None]) -> None:
         """body(rows, columns that the tile has inside the image)."""
         def along(index: Value, extent: int, then: Callable[[int], None]) -> None:
             whole, tail = divmod(extent, OUTPUT)
@@ -293,8 +263,8 @@ class _Emitter:
                 with f.when(index.compare("uge", whole)):
                     then(tail)
 
-        _, i, j = place
-        along(i, self.spec.rows, lambda rows: along(j, self.spec.cols, lambda cols: body(rows, cols)))
+        along(position.row, self.problem.rows,
+              lambda rows: along(position.column, self.problem.cols, lambda cols: body(rows, cols)))
 
     # ---- V = B' d B
     def _input(self, rows: int, cols: int) -> str:
@@ -302,21 +272,21 @@ class _Emitter:
         name = f"{self.name}_input_{rows}x{cols}"
         if name in self.module.functions:
             return name
-        f, spec, numbers = self.module.function(name, internal=True, x=PTR, v=PTR), self.spec, self.numbers
-        count = self.isa.bytes // numbers.v_bytes
-        while spec.cin % count:
+        f, x, dtype = self.module.function(name, internal=True, x=PTR, v=PTR), self.problem.x, self.arithmetic.dtype
+        count = self.isa.bytes // SIZES[dtype]
+        while self.problem.cin % count:
             count //= 2
-        at = dict(f.parameters)
-        for _ in f.loop("channels", spec.cin // count, at=at):
-            patch = [[numbers.load(at["x"] + (i * spec.x.strides[0] + j * spec.x.strides[1]), count)
-                      if i < rows and j < cols else numbers.zero(f, count) for j in range(PATCH)] for i in range(PATCH)]
+        at, zero = dict(f.parameters), f.constant(0, vector(count, FLOAT if dtype == "float32" else I16))
+        for _ in f.loop("channels", self.problem.cin // count, at=at):
+            patch = [[_load(at["x"] + (i * x.strides[0] + j * x.strides[1]), dtype, count)
+                      if i < rows and j < cols else zero for j in range(PATCH)] for i in range(PATCH)]
             half = [transform_input(row) for row in patch]
             for j in range(PATCH):
                 for i, value in enumerate(transform_input([row[j] for row in half])):
                     f.store(value, at["v"] + (i * PATCH + j) * self.tactic.tiles * self.v_tile,
-                            count * numbers.v_bytes)
-            at["x"] += count * spec.x.size
-            at["v"] += count * numbers.v_bytes
+                            count * SIZES[dtype])
+            at["x"] += count * x.size
+            at["v"] += count * SIZES[dtype]
         return name
 
     # ---- M = V W
@@ -333,27 +303,24 @@ class _Emitter:
 
             for g in f.range("group", whole.like(0), whole):
                 call(group, g * group)
-            for size in (8, 4, 2, 1):
-                if size < group:
-                    with f.when(rest.binary("and", size).compare("ne", 0)):
-                        call(size, whole * group + rest.binary("and", -2 * size))
+            for start, size in tails(whole, rest, group):
+                call(size, start)
 
     def _micro(self, tiles: int, vectors: int) -> str:
         """tiles x vectors of M at one position, all of cin in registers; its name."""
         name = f"{self.name}_product_{tiles}x{vectors}"
         if name in self.module.functions:
             return name
-        f, isa, numbers = self.module.function(name, internal=True, v=PTR, w=PTR, m=PTR), self.isa, self.numbers
-        acc = {(t, n): f.constant(0, numbers.sums(isa)) for t in range(tiles) for n in range(vectors)}
+        f, isa, arithmetic = self.module.function(name, internal=True, v=PTR, w=PTR, m=PTR), self.isa, self.arithmetic
         at = {key: f.parameters[key] for key in ("v", "w")}
-        word, lanes = (I32, isa.ints) if numbers.pair == 2 else (FLOAT, isa.floats)
-        for _ in f.loop("k", self.spec.cin // numbers.pair, acc=acc, at=at):
-            weights = [f.load(lanes, at["w"] + n * isa.bytes, isa.bytes, "weights") for n in range(vectors)]
+        acc = {(t, n): arithmetic.zero(isa, at["v"]) for t in range(tiles) for n in range(vectors)}
+        for _ in f.loop("k", self.problem.cin // arithmetic.elements, acc=acc, at=at):
+            weights = [arithmetic.weights(isa, at["w"] + n * isa.bytes) for n in range(vectors)]
             for t in range(tiles):
-                pixel = f.splat(f.load(word, at["v"] + t * self.v_tile, 4, "pixel"), isa.lanes)
+                pixel = arithmetic.pixel(isa, at["v"] + t * self.v_tile)
                 for n in range(vectors):
-                    acc[t, n] = numbers.dot(isa, acc[t, n], pixel, weights[n])
-            at["v"] += 4
+                    acc[t, n] = arithmetic.dot(isa, acc[t, n], pixel, weights[n])
+            at["v"] += arithmetic.step_bytes
             at["w"] += vectors * isa.bytes
         for (t, n), value in acc.items():
             f.store(value, f.parameters["m"] + (t * vectors + n) * isa.bytes, isa.bytes)
@@ -365,20 +332,21 @@ class _Emitter:
         name = f"{self.name}_output_{rows}x{cols}x{channels}"
         if name in self.module.functions:
             return name
-        spec, isa, numbers = self.spec, self.isa, self.numbers
-        operands = {f"operand{n}": PTR for n in range(len(spec.operands))}
+        problem, isa, dtype = self.problem, self.isa, self.arithmetic.dtype
+        operands = {f"operand{n}": PTR for n in range(len(problem.operands))}
         f = self.module.function(name, internal=True, m=PTR, constants=PTR, **operands, y=PTR)
-        lanes = Lanes(isa, channels, spec.y.dtype == "uint8")
+        lanes = Lanes(isa, channels, problem.y.dtype == "uint8")
         position = self.tactic.tiles * lanes.vectors * isa.bytes
+        sums = isa.floats if dtype == "float32" else isa.ints
         columns = []        # [vector][column of the patch][row of the output]
         for n in range(lanes.vectors):
             at = f.parameters["m"] + n * isa.bytes
-            columns.append([transform_output([f.load(numbers.sums(isa), at + (i * PATCH + j) * position, isa.bytes, "m")
+            columns.append([transform_output([f.load(sums, at + (i * PATCH + j) * position, isa.bytes, "m")
                                               for i in range(PATCH)]) for j in range(PATCH)])
         for i in range(rows):
-            row = [[numbers.finish(isa, value, i, j) for j, value in enumerate(
+            row = [[_rescaled(isa, value, dtype, i, j) for j, value in enumerate(
                 transform_output([column[i] for column in half]))] for half in columns]
             pixels = [[values[j] for values in row] for j in range(cols)]
-            emit_epilogue(f, lanes, spec.program, spec.operands, spec.y, [(i, j) for j in range(cols)],
+            emit_epilogue(f, lanes, problem.program, problem.operands, problem.y, [(i, j) for j in range(cols)],
                           pixels.__getitem__)
         return name

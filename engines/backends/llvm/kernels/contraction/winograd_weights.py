@@ -18,8 +18,8 @@ import numpy as np
 
 from engines.backends.llvm.codegen.ir_builder import FLOAT, I8, I16, Function, Module, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.kernel import Grid, KernelSpec, Tactic, begin_kernel
-from engines.lowering.problems.problem import Array
+from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, begin_kernel, solves
+from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import SIZES, View, dense_view
 
 TAPS, PATCH = 3, 6
@@ -33,8 +33,8 @@ def transform_weights(g: Sequence[Any]) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class WinogradWeights(KernelSpec):
-    """A row of the grid is a k, a column a panel. It has one item: constants have no batch."""
+class WinogradWeights(Problem):
+    """It has one item: constants have no batch."""
     dtype: str                  # of the weights as kept
     steps: int                  # ks
     elements: int               # of a vector
@@ -56,9 +56,6 @@ class WinogradWeights(KernelSpec):
         """Of all panels and ks."""
         return (self.panels * self.vectors + self.last) * self.steps
 
-    def grid(self, isa: Isa, tactic: Tactic) -> Grid:
-        return Grid(self.steps, columns=self.panels + bool(self.last))
-
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         kept = inputs[0].reshape(-1).astype(_MADE[self.dtype])
         cut = self.panels * self.vectors * self.steps * TAPS ** 2 * self.elements
@@ -66,10 +63,20 @@ class WinogradWeights(KernelSpec):
                  for part, vectors in ((kept[:cut], self.vectors), (kept[cut:], self.last)) if part.size]
         return (np.concatenate(parts)[None],)
 
+
+@solves(WinogradWeights)
+@dataclass(frozen=True)
+class WinogradWeightsKernel(Kernel[WinogradWeights]):
+    """A row of the grid is a k, a column a panel."""
+
+    def grid(self, isa: Isa, tactic: Tactic) -> Grid:
+        return Grid(self.problem.steps, columns=self.problem.panels + bool(self.problem.last))
+
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
+        problem = self.problem
         f, (kept, made), (row_begin, row_end, column_begin, column_end) = begin_kernel(module, name, 2)
-        size, made_size = (SIZES[dtype] * self.elements for dtype in (self.dtype, _MADE[self.dtype]))
-        panel_bytes = self.steps * self.vectors
+        size, made_size = (SIZES[dtype] * problem.elements for dtype in (problem.dtype, _MADE[problem.dtype]))
+        panel_bytes = problem.steps * problem.vectors
 
         def panel(index: Value, vectors: int) -> None:
             source, target = (address + index * (panel_bytes * bytes_) for address, bytes_ in (
@@ -79,31 +86,33 @@ class WinogradWeights(KernelSpec):
                 self._transform(f, here, target + k * (vectors * made_size), vectors)
 
         for index in f.range("panel", column_begin, column_end):
-            if self.panels:
-                with f.when(index.below(self.panels)):
-                    panel(index, self.vectors)
-            if self.last:
-                with f.when(index.compare("uge", self.panels)):
-                    panel(index, self.last)
+            if problem.panels:
+                with f.when(index.below(problem.panels)):
+                    panel(index, problem.vectors)
+            if problem.last:
+                with f.when(index.compare("uge", problem.panels)):
+                    panel(index, problem.last)
 
     def _transform(self, f: Function, kept: Value, made: Value, vectors: int) -> None:
         """One k of a panel. The vectors of a position are stored together: they fill its cache lines."""
-        size = SIZES[_MADE[self.dtype]] * self.elements
-        taps = [[[self._load(f, kept + ((p * TAPS + q) * vectors + v) * SIZES[self.dtype] * self.elements)
+        problem = self.problem
+        size = SIZES[_MADE[problem.dtype]] * problem.elements
+        taps = [[[self._load(f, kept + ((p * TAPS + q) * vectors + v) * SIZES[problem.dtype] * problem.elements)
                   for q in range(TAPS)] for p in range(TAPS)] for v in range(vectors)]
         columns = [[transform_weights([row[q] for row in rows]) for q in range(TAPS)] for rows in taps]
         for i in range(PATCH):
-            lines = [transform_weights([column[i] for column in half]) for half in columns]
+            row = [transform_weights([column[i] for column in half]) for half in columns]
             for j in range(PATCH):
-                position = made + (i * PATCH + j) * self.steps * vectors * size
-                for v, line in enumerate(lines):
-                    f.store(line[j], position + v * size, size)
+                position = made + (i * PATCH + j) * problem.steps * vectors * size
+                for v, values in enumerate(row):
+                    f.store(values[j], position + v * size, size)
 
     def _load(self, f: Function, address: Value) -> Value:
-        if self.dtype == "float32":
-            return f.load(vector(self.elements, FLOAT), address, 4 * self.elements, "taps")
-        loaded = f.load(vector(self.elements, I8), address, self.elements, "taps")
-        return f.cast("sext", loaded, vector(self.elements, I16), "taps")
+        elements = self.problem.elements
+        if self.problem.dtype == "float32":
+            return f.load(vector(elements, FLOAT), address, 4 * elements, "taps")
+        loaded = f.load(vector(elements, I8), address, elements, "taps")
+        return f.cast("sext", loaded, vector(elements, I16), "taps")
 
 
 def _transformed(taps: Array) -> Array:

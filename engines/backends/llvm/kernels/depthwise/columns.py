@@ -1,4 +1,4 @@
-"""What a depthwise convolution reads a column of x as, and how that meets the weights; one class an arithmetic.
+"""What a depthwise convolution reads a column of x as: a step of its arithmetic is a channel of several rows.
 
     int8    four rows interleaved byte by byte: a lane holds a channel of four rows, for one dot4
     floats  one row, widened to float32, for one fma
@@ -8,124 +8,48 @@ lie in packed order (Isa.channel).
 """
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-
-import numpy as np
 
 from engines.backends.llvm.codegen.ir_builder import I8, I16, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
+from engines.backends.llvm.kernels.common.arithmetic import Arithmetic, Operand
 from engines.backends.llvm.tuning.cost import Work
-from engines.lowering.problems.problem import Array
-
-Operand = tuple[Value, ...]
 
 
-class Columns(ABC):
-    """One arithmetic."""
-    rows: int           # of x in a group
-
-    @abstractmethod
-    def zero(self, isa: Isa, of: Value) -> Value:
-        ...
-
-    @abstractmethod
-    def load(self, lanes: Lanes, dtype: str, addresses: Sequence[Value]) -> list[Operand]:
-        """Rows of one column of x, at most `rows` of them -> an operand for each vector of channels."""
-
-    @abstractmethod
-    def loading(self, isa: Isa, vectors: int, rows: int) -> Work:
-        """What `load` costs for all groups of `rows` rows."""
-
-    @abstractmethod
-    def dot(self, isa: Isa, acc: Value, operand: Operand, weights: Value) -> Value:
-        """weights: the address of one vector of them."""
-
-    @abstractmethod
-    def weight_bytes(self, isa: Isa) -> int:
-        """Of one vector of weights of a group."""
-
-    @abstractmethod
-    def ready(self, isa: Isa, weights: Array) -> Array:
-        """[..., vector, lane, row of the group] -> bytes, a vector after the other."""
-
-    @abstractmethod
-    def finish(self, isa: Isa, acc: Value) -> Value:
-        """The accumulator as float32."""
-
-
-class FourRows(Columns):
-    rows = 4
-
-    def zero(self, isa: Isa, of: Value) -> Value:
-        return of.f.constant(0, isa.ints)
-
-    def load(self, lanes: Lanes, dtype: str, addresses: Sequence[Value]) -> list[Operand]:
-        f = addresses[0].f
-        rows = [self._spread(lanes, f.load(vector(lanes.channels, I8), address, hint="row")) for address in addresses]
-        rows += [f.constant(0, rows[0].type)] * (4 - len(rows))
-        evens, odds = _zip_bytes(rows[0], rows[1], lanes.vectors), _zip_bytes(rows[2], rows[3], lanes.vectors)
-        quads = [quad for a, b in zip(evens, odds, strict=True) for quad in _zip_shorts(a, b, lanes.vectors)]
-        return [lanes.isa.unsigned(quad) for quad in quads[:lanes.vectors]]
-
-    def loading(self, isa: Isa, vectors: int, rows: int) -> Work:
-        groups, spread = -(-rows // 4), 0 if vectors == 4 else rows
-        widening = 2 * vectors * groups if isa.ready_bytes > isa.bytes else 0
-        return Work(others=spread + groups * (2 * max(vectors // 2, 1) + vectors) + widening, loads=rows)
-
-    @staticmethod
-    def _spread(lanes: Lanes, row: Value) -> Value:
-        """A row of channels, so that part k of 128 bits begins with the channels that the vectors hold in part k."""
-        f, wide, parts = row.f, 4 * lanes.vectors, lanes.isa.lanes // 4
-        if lanes.channels < wide * parts:
-            row = f.shuffle(row, None, [i if i < lanes.channels else -1 for i in range(wide * parts)], "row")
-        if wide == 16:
-            return row
-        # As words: LLVM would merge a shuffle of bytes with the zips into something far longer.
-        words = f.cast("bitcast", row, vector(parts, f"i{8 * wide}"), "words")
-        mask = [part if i == 0 else -1 for part in range(parts) for i in range(16 // wide)]
-        return f.cast("bitcast", f.shuffle(words, None, mask, "spread"), vector(16 * parts, I8), "spread")
-
-    def dot(self, isa: Isa, acc: Value, operand: Operand, weights: Value) -> Value:
-        return isa.dot4(acc, operand, isa.ready_weights(weights))
-
-    def weight_bytes(self, isa: Isa) -> int:
-        return isa.ready_bytes
-
-    def ready(self, isa: Isa, weights: Array) -> Array:
-        return isa.ready(weights.astype(np.int8))
-
-    def finish(self, isa: Isa, acc: Value) -> Value:
-        return isa.to_float(acc)
-
-
-class OneRow(Columns):
-    rows = 1
-
-    def zero(self, isa: Isa, of: Value) -> Value:
-        return of.f.constant(0, isa.floats)
-
-    def load(self, lanes: Lanes, dtype: str, addresses: Sequence[Value]) -> list[Operand]:
+def load_column(arithmetic: Arithmetic, lanes: Lanes, dtype: str, addresses: Sequence[Value]) -> list[Operand]:
+    """Rows of one column of x, at most as many as the arithmetic has elements -> an operand for each vector of
+    channels."""
+    if not arithmetic.exact:
         return [(value,) for value in lanes.load(dtype, addresses[0])]
+    f = addresses[0].f
+    rows = [_spread(lanes, f.load(vector(lanes.channels, I8), address, hint="row")) for address in addresses]
+    rows += [f.constant(0, rows[0].type)] * (4 - len(rows))
+    evens, odds = _zip_bytes(rows[0], rows[1], lanes.vectors), _zip_bytes(rows[2], rows[3], lanes.vectors)
+    quads = [quad for a, b in zip(evens, odds, strict=True) for quad in _zip_shorts(a, b, lanes.vectors)]
+    return [lanes.isa.unsigned(quad) for quad in quads[:lanes.vectors]]
 
-    def loading(self, isa: Isa, vectors: int, rows: int) -> Work:
+
+def column_work(arithmetic: Arithmetic, isa: Isa, vectors: int, rows: int) -> Work:
+    """What `load_column` costs for all groups of `rows` rows."""
+    if not arithmetic.exact:
         return Work(loads=rows * vectors)
-
-    def dot(self, isa: Isa, acc: Value, operand: Operand, weights: Value) -> Value:
-        return isa.fma(operand[0], weights.f.load(isa.floats, weights, isa.bytes, "weights"), acc)
-
-    def weight_bytes(self, isa: Isa) -> int:
-        return isa.bytes
-
-    def ready(self, isa: Isa, weights: Array) -> Array:
-        return np.ascontiguousarray(weights, np.float32).view(np.uint8).ravel()
-
-    def finish(self, isa: Isa, acc: Value) -> Value:
-        return acc
+    groups, spread = -(-rows // 4), 0 if vectors == 4 else rows
+    widening = 2 * vectors * groups if isa.ready_bytes > isa.bytes else 0
+    return Work(others=spread + groups * (2 * max(vectors // 2, 1) + vectors) + widening, loads=rows)
 
 
-COLUMNS: dict[str, Columns] = {"int8": FourRows(), "fp32": OneRow(), "bf16": OneRow(), "fp16": OneRow()}
+def _spread(lanes: Lanes, row: Value) -> Value:
+    """A row of channels, so that part k of 128 bits begins with the channels that the vectors hold in part k."""
+    f, wide, parts = row.f, 4 * lanes.vectors, lanes.isa.lanes // 4
+    if lanes.channels < wide * parts:
+        row = f.shuffle(row, None, [i if i < lanes.channels else -1 for i in range(wide * parts)], "row")
+    if wide == 16:
+        return row
+    # As words: LLVM would merge a shuffle of bytes with the zips into something far longer.
+    words = f.cast("bitcast", row, vector(parts, f"i{8 * wide}"), "words")
+    mask = [part if i == 0 else -1 for part in range(parts) for i in range(16 // wide)]
+    return f.cast("bitcast", f.shuffle(words, None, mask, "spread"), vector(16 * parts, I8), "spread")
 
 
 def _zip_bytes(a: Value, b: Value, vectors: int) -> list[Value]:

@@ -23,10 +23,10 @@ from engines.backends.llvm.codegen.ir_builder import FLOAT, I8, I32, Function, V
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import ELEMENTS, Lanes, from_float, to_float
 from engines.backends.llvm.kernels.common.access import hidden, transposed
-from engines.backends.llvm.kernels.common.arithmetic import INT8, Arithmetic, Operand, arithmetic_for
+from engines.backends.llvm.kernels.common.arithmetic import Arithmetic, Operand, arithmetic_for
+from engines.lowering.problems.attention import MIDDLE
 from engines.lowering.problems.view import SIZES, View
 
-MIDDLE = 128            # of uint8: stored - MIDDLE is an int8
 AHEAD = 16              # rows of a factor that is not packed: a panel's parts of them lie too far apart for the
                         # processor to see what comes next, so each is asked for so many turns before
 
@@ -74,7 +74,7 @@ class Factor:
     @property
     def exact(self) -> bool:
         """Integers: their zero points are not subtracted on the way."""
-        return self.arithmetic is INT8
+        return self.arithmetic.exact
 
     def zero(self, numbers: Value, index: int) -> Value | None:
         """What is subtracted from a stored element, in all lanes, if anything is: a float of the constant "numbers"."""

@@ -1,16 +1,13 @@
-"""The matrix product of two tensors that are both computed at run time, in batches.
-
-    y[n, ..., m, o] = program(sum over k of a[n, ..., m, k] * b[n, ..., k, o])
+"""The kernel of a product of two tensors that are both computed at run time.
 
     for matrix of the batch:
       for panel of columns:                     b's are packed, once for all rows; few rows read them as they lie
         for tile of rows:                       a call of the micro-kernel: all of K in registers, program, store
 
-The grid's columns are panels, so no panel is packed twice. Each factor is read as it lies: its leading axes may be
-strided (heads of a wider tensor) or repeated (strides of 0), the last two of b may be in either order.
+The grid's columns are panels, so no panel is packed twice. Each factor is read as it lies.
 
-In int8 the sum is of (a - za) * (b - zb), exact: b is packed as b' = b - MIDDLE, and what the zero points add is known
-before the product from the sums of a's rows and of b's columns.
+In int8 b is packed as b' = b - MIDDLE, and what the zero points add is known before the product from the sums of a's
+rows and of b's columns.
 """
 from __future__ import annotations
 
@@ -33,10 +30,9 @@ from engines.backends.llvm.kernels.common.access import (
     run_program,
     unravel,
 )
-from engines.backends.llvm.kernels.contraction.contraction import tile_shapes
-from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, KernelSpec, Tactic, begin_kernel, pack_channels
+from engines.backends.llvm.kernels.contraction.direct import usual_tile_shapes
+from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, pack_channels, solves
 from engines.backends.llvm.kernels.matmul.operands import (
-    MIDDLE,
     Left,
     Matrix,
     Right,
@@ -44,9 +40,9 @@ from engines.backends.llvm.kernels.matmul.operands import (
     product_arithmetic,
     store_tile,
 )
-from engines.lowering.epilogue.program import EpilogueProgram, load_meaning, store_meaning
+from engines.lowering.problems.attention import MIDDLE
 from engines.lowering.problems.problem import Array
-from engines.lowering.problems.view import View
+from engines.lowering.problems.product import Product
 
 FEW_ROWS = 8            # of a: reading b as it lies may be faster than packing it
 COPIED_TILES = 4        # rows of a that are copied at a time, in tiles, where it is not read as it lies
@@ -63,47 +59,15 @@ class Tile(Tactic):
         return f"tile {self.rows}x{self.vectors}" + " unpacked" * (not self.packed)
 
 
+@solves(Product)
 @dataclass(frozen=True)
-class Product(KernelSpec):
-    """Views of one item: a [..., M, K], b [..., K, N], y and the program's operands [..., M, N].
-
-    The innermost axis of a and y is contiguous, of b it or the one before it.
-    """
-    a: View
-    b: View
-    y: View
-    operands: tuple[View, ...]
-    program: EpilogueProgram
-    precision: str                  # int8, fp32, bf16, fp16
-    family = "product"
-
-    @property
-    def inputs(self) -> tuple[View, ...]:
-        return (self.a, self.b, *self.operands)
-
-    @property
-    def outputs(self) -> tuple[View, ...]:
-        return (self.y,)
-
-    @property
-    def lead(self) -> tuple[int, ...]:
-        return self.y.shape[:-2]
-
-    @property
-    def depth(self) -> int:
-        return self.a.shape[-1]
-
-    @property
-    def macs(self) -> int:
-        return math.prod(self.y.shape) * self.depth
-
-    # ---- tactics
+class ProductKernel(Kernel[Product]):
     def tactics(self, isa: Isa) -> Sequence[Tile]:
-        rows, columns = self.y.shape[-2:]
+        rows, columns = self.problem.y.shape[-2:]
         widest = isa.vectors_for(columns)
-        shapes = tile_shapes(isa, self.precision)
+        shapes = usual_tile_shapes(isa, self.problem.precision)
         packed = list(dict.fromkeys(Tile(min(m, rows), min(vectors, widest)) for m, vectors in shapes))
-        right = Right(Matrix.of(self.b), product_arithmetic(self.precision, isa), isa, widest)
+        right = Right(Matrix.of(self.problem.b), product_arithmetic(self.problem.precision, isa), isa, widest)
         unpacked = [replace(tile, packed=False) for tile in packed] if rows <= FEW_ROWS and right.direct else []
         return (*unpacked, *packed)
 
@@ -111,52 +75,42 @@ class Product(KernelSpec):
         return tactic.vectors
 
     def grid(self, isa: Isa, tactic: Tile) -> Grid:
-        return Grid(math.prod(self.lead), 1, -(-self.y.shape[-1] // (tactic.vectors * isa.lanes)))
+        return Grid(math.prod(self.problem.lead), 1, -(-self.problem.y.shape[-1] // (tactic.vectors * isa.lanes)))
 
-    # ---- code
-    def emit(self, module: Module, name: str, isa: Isa, tactic: Tile) -> None:
-        _Emitter(self, module, name, isa, tactic).kernel()
-
-    # ---- constants
     def pack(self, isa: Isa, tactic: Tile, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """"numbers": the zero points of a and b; "program": float32 [1] or [N] -> [panel][constant][vector][lane]."""
-        order = panels(isa, self.y.shape[-1], packed=False, width=tactic.vectors * isa.lanes)
+        """The zero points; the program's constants [panel][constant][vector][lane]."""
+        order = panels(isa, self.problem.y.shape[-1], packed=False, width=tactic.vectors * isa.lanes)
         return (np.asarray(constants["numbers"], np.float32),
-                pack_channels(constants["program"], self.y.shape[-1], order))
+                pack_channels(constants["program"], self.problem.y.shape[-1], order))
 
-    # ---- meaning
-    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        a, b, *operands = (load_meaning(view.dtype, x) for view, x in zip(self.inputs, inputs, strict=True))
-        a, b = (x - np.float32(zero) for x, zero in zip((a, b), constants["numbers"], strict=True))
-        wide: type[Any] = np.int64 if self.precision == "int8" else np.float32
-        sums = np.matmul(a.astype(wide), b.astype(wide)).astype(np.float32)
-        return (store_meaning(self.y.dtype, self.program.meaning(sums, operands, constants["program"])),)
+    def emit(self, module: Module, name: str, isa: Isa, tactic: Tile) -> None:
+        _Emitter(self.problem, module, name, isa, tactic).emit()
 
 
 class _Emitter:
     """Writes one kernel: the loops around, and the micro-kernels they call."""
 
-    def __init__(self, spec: Product, module: Module, name: str, isa: Isa, tile: Tile) -> None:
-        self.spec, self.module, self.name, self.isa, self.tile = spec, module, name, isa, tile
-        arithmetic = product_arithmetic(spec.precision, isa)
-        self.left = Left(Matrix.of(spec.a), arithmetic, isa)
-        self.right = Right(Matrix.of(spec.b), arithmetic, isa, tile.vectors, tile.packed)
+    def __init__(self, problem: Product, module: Module, name: str, isa: Isa, tile: Tile) -> None:
+        self.problem, self.module, self.name, self.isa, self.tile = problem, module, name, isa, tile
+        arithmetic = product_arithmetic(problem.precision, isa)
+        self.left = Left(Matrix.of(problem.a), arithmetic, isa)
+        self.right = Right(Matrix.of(problem.b), arithmetic, isa, tile.vectors, tile.packed)
         self.exact = self.left.exact
-        self.rows, self.columns = spec.y.shape[-2:]
+        self.rows, self.columns = problem.y.shape[-2:]
 
     # ---- the loops around
-    def kernel(self) -> None:
-        spec = self.spec
-        f, addresses, (begin, end, first, last) = begin_kernel(self.module, self.name, len(spec.inputs) + 3)
+    def emit(self) -> None:
+        problem = self.problem
+        f, addresses, (begin, end, first, last) = begin_kernel(self.module, self.name, len(problem.inputs) + 3)
         *tensors, self.numbers, self.constants, y = addresses
         self._scratch(f)
         zeros = [factor.zero(self.numbers, i) for i, factor in enumerate((self.left, self.right))]
-        views = (*spec.inputs, spec.y)
-        count = math.prod(spec.lead)
+        views = (*problem.inputs, problem.y)
+        count = math.prod(problem.lead)
         for row in f.range("matrix", begin, end):
             here = item_addresses([*tensors, y], views, row.divided(count))
-            places = unravel(row.remainder(count), spec.lead)
-            here = [offset(a, places, view.strides[:-2]) for a, view in zip(here, views, strict=True)]
+            indices = unravel(row.remainder(count), problem.lead)
+            here = [offset(a, indices, view.strides[:-2]) for a, view in zip(here, views, strict=True)]
             if self.exact:
                 self.left.row_sums(here[0], self.sums)
             self._panels(f, here, zeros, first, last)
@@ -181,16 +135,16 @@ class _Emitter:
 
     def _panel(self, f: Function, here: list[Value], zeros: list[Value | None], start: Value, columns: int) -> None:
         a, b, *operands, y = here
-        spec = self.spec
+        problem = self.problem
         w, starts = self.right.matrix.at(b, 0, start), []
         if self.tile.packed:
             self.right.pack_panel(w, columns, self.packed, zeros[1])
             w = self.packed
         if self.exact:
             starts = [self._start(f, total) for total in self.right.column_sums(w, columns)]
-        constants = self.constants + start * (4 * spec.program.constants)
+        constants = self.constants + start * (4 * problem.program.constants)
         outs = [offset(address, [start], view.strides[-1:])
-                for address, view in zip((*operands, y), (*spec.operands, spec.y), strict=True)]
+                for address, view in zip((*operands, y), (*problem.operands, problem.y), strict=True)]
         block = self.rows if self.left.direct else COPIED_TILES * self.tile.rows
         for top, height in f.tiles("block", self.rows, block):
             x = self.left.matrix.at(a, top, 0)
@@ -199,14 +153,14 @@ class _Emitter:
                 x = self.copied
             for row, rows in f.tiles("row", height, self.tile.rows):
                 moved = [offset(address, [top + row], view.strides[-2:-1])
-                         for address, view in zip(outs, (*spec.operands, spec.y), strict=True)]
+                         for address, view in zip(outs, (*problem.operands, problem.y), strict=True)]
                 f.run(self._microkernel(rows, columns), x + row * self.left.pitch, w, self.numbers,
                       self.sums + (top + row) * 4, constants, *moved, *starts)
 
     def _start(self, f: Function, total: Value) -> Value:
         """What the sums of columns begin with, but for what depends on the row: za * (K * (zb - MIDDLE) - total)."""
         za, zb = (integer(f, self.numbers, i) for i in (0, 1))
-        depth = (zb - MIDDLE) * self.spec.depth
+        depth = (zb - MIDDLE) * self.problem.depth
         return (f.splat(depth, self.isa.lanes) - total) * f.splat(za, self.isa.lanes)
 
     # ---- the micro-kernel
@@ -214,8 +168,8 @@ class _Emitter:
         name = f"{self.name}_{rows}x{columns}"
         if name in self.module.functions:
             return name
-        spec, isa, lanes = self.spec, self.isa, Lanes(self.isa, columns, packed=False)
-        operands = {f"operand{i}": PTR for i in range(len(spec.operands))}
+        problem, isa, lanes = self.problem, self.isa, Lanes(self.isa, columns, packed=False)
+        operands = {f"operand{i}": PTR for i in range(len(problem.operands))}
         starts = {f"start{v}": isa.ints for v in range(lanes.vectors)} if self.exact else {}
         f = self.module.function(name, internal=True, x=PTR, w=PTR, numbers=PTR, sums=PTR, constants=PTR, **operands,
                                  y=PTR, **starts)
@@ -227,12 +181,12 @@ class _Emitter:
                 of_row = f.splat(f.load(I32, given["sums"] + 4 * m, hint="sum") * zero, isa.lanes)
                 begin.append([given[v] - of_row for v in starts])
         sums = self.right.multiply(given["x"], self.left.pitch, given["w"], (rows, columns), begin)
-        constants = load_constants(lanes, given["constants"], spec.program.constants)
+        constants = load_constants(lanes, given["constants"], problem.program.constants)
 
         def result(m: int) -> list[Value]:
             others = [load_channels(lanes, view, given[f"operand{i}"] + m * view.strides[-2])
-                      for i, view in enumerate(spec.operands)]
-            return run_program(lanes, spec.program, [sums[m, v] for v in range(lanes.vectors)], others, constants)
+                      for i, view in enumerate(problem.operands)]
+            return run_program(lanes, problem.program, [sums[m, v] for v in range(lanes.vectors)], others, constants)
 
-        store_tile(lanes, spec.y, rows, result, given["y"])
+        store_tile(lanes, problem.y, rows, result, given["y"])
         return name

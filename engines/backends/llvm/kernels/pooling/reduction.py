@@ -16,7 +16,7 @@ Pixel = list[Value]
 
 
 @dataclass(frozen=True)
-class Fold:
+class PixelReduction:
     """kind: "max" or "sum"; dtype: as stored; lanes: of the result."""
     kind: str
     dtype: str

@@ -1,29 +1,17 @@
-"""Norms along the innermost axis. Scale and shift (gamma, beta) are constants of the program.
-
-    layer   y = program((x - mean) / sqrt(variance + epsilon))      variance: the mean of (x - mean)**2
-    rms     y = program(x / sqrt(mean of x**2 + epsilon))
-    l2      y = program(x / max(sqrt(sum of x**2), epsilon))
-"""
+"""Norms along the innermost axis: layer, RMS, L2."""
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
-
 from engines.backends.llvm.codegen.ir_builder import Value
-from engines.backends.llvm.kernels.rows.passes import At, Row, RowKernel, fold_rows
-from engines.lowering.epilogue.program import Floats
+from engines.backends.llvm.kernels.kernel import solves
+from engines.backends.llvm.kernels.rows.passes import At, Row, RowKernel
+from engines.lowering.problems.rows import Norm
 
 
-@dataclass(frozen=True)
-class Norm(RowKernel):
-    kind: str = "layer"
-    epsilon: float = 1e-5
-    family = "norm"
-
+@solves(Norm)
+class NormKernel(RowKernel[Norm]):
     def emit_row(self, row: Row) -> None:
-        isa, share = row.isa, 1 / self.width
-        centre = row.reduce("sum", row.x) * share if self.kind == "layer" else None
+        isa, kind, share = row.isa, self.problem.kind, 1 / row.width
+        centre = row.reduce("sum", row.x) * share if kind == "layer" else None
 
         def centred(at: At) -> Value:
             value = row.x(at)
@@ -34,19 +22,8 @@ class Norm(RowKernel):
             return value * value
 
         total = row.reduce("sum", square)
-        if self.kind == "l2":
-            scale = 1 / isa.max(isa.unary("sqrt", total), self.epsilon)
+        if kind == "l2":
+            scale = 1 / isa.max(isa.unary("sqrt", total), self.problem.epsilon)
         else:
-            scale = 1 / isa.unary("sqrt", total * share + self.epsilon)
+            scale = 1 / isa.unary("sqrt", total * share + self.problem.epsilon)
         row.store(lambda at: centred(at) * scale)
-
-    def meaning(self, x: Floats) -> Floats:
-        share, epsilon = np.float32(1 / self.width), np.float32(self.epsilon)
-        if self.kind == "layer":
-            x = x - fold_rows("sum", x) * share
-        total = fold_rows("sum", x * x)
-        if self.kind == "l2":
-            scale = np.float32(1) / np.maximum(np.sqrt(total), epsilon)
-        else:
-            scale = np.float32(1) / np.sqrt(total * share + epsilon)
-        return np.asarray(x * scale, np.float32)

@@ -6,8 +6,7 @@ A row program is written as its definition: its passes are functions of one vect
     total = row.reduce("sum", lambda at: exp(row.x(at) - peak))
     row.store(lambda at: exp(row.x(at) - peak) / total)
 
-The order of a reduction is the same on every machine: element i goes to partial i % 64; the partials are then folded in
-halves. So results are equal bit for bit, whatever the lanes (`fold_rows` is the reference).
+`reduce_row` sums in the order that problems/rows.py lays down, whatever the lanes.
 """
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -31,14 +30,13 @@ from engines.backends.llvm.kernels.common.access import (
     store_channels,
     unravel,
 )
-from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, KernelSpec, Tactic, Window, begin_kernel
-from engines.lowering.epilogue.program import EpilogueProgram, Floats, load_meaning, store_meaning
+from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, Window, begin_kernel
+from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.problem import Array
+from engines.lowering.problems.rows import NEUTRAL, PARTIALS, RowProblem
 from engines.lowering.problems.view import View
 
-PARTIALS = 64
-NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}
-LOAD = EpilogueProgram((), 1, 0, accumulator=False)     # a prologue that leaves the loaded value as it is
+R = TypeVar("R", bound=RowProblem)
 
 
 @dataclass(frozen=True)
@@ -51,18 +49,19 @@ class At:
 class Row:
     """One row: `x` is what the prologue makes of the sources, `store` runs the epilogue.
 
-    scratch: float32 memory that outlives a pass, spec.scratch of them.
+    scratch: float32 memory that outlives a pass, as many as the kernel asks for.
     """
 
-    def __init__(self, f: Function, isa: Isa, spec: RowKernel, sources: list[Value], prologue: Value,
+    def __init__(self, f: Function, isa: Isa, problem: RowProblem, sources: list[Value], prologue: Value,
                  operands: list[Value], program: Value, y: Value, scratch: Value | None) -> None:
-        self.f, self.isa, self.spec, self.width, self._scratch = f, isa, spec, spec.width, scratch
+        self.f, self.isa, self.problem, self.width, self._scratch = f, isa, problem, problem.width, scratch
         self._sources, self._prologue, self._operands, self._program, self._y = sources, prologue, operands, program, y
 
     def x(self, at: At) -> Value:
         """float32 elements; lanes past the row hold nothing of meaning."""
-        values = [self._load(view, source, at) for view, source in zip(self.spec.sources, self._sources, strict=True)]
-        return self.spec.prologue.run(self.isa, None, values, self._constants(self.spec.prologue, self._prologue, at))
+        prologue, views = self.problem.prologue, self.problem.sources
+        values = [self._load(view, source, at) for view, source in zip(views, self._sources, strict=True)]
+        return prologue.run(self.isa, None, values, self._constants(prologue, self._prologue, at))
 
     def keep(self, value: Value, at: At, shift: int = 0) -> Value:
         """Remember a vector until a later pass asks for it, `shift` elements (whole vectors) further on."""
@@ -74,7 +73,7 @@ class Row:
         return self.f.load(self.isa.floats, self._kept_at(at, shift), align, "kept")
 
     def _kept_at(self, at: At, shift: int) -> Value:
-        assert self._scratch is not None, f"{self.spec.family} has no scratch"
+        assert self._scratch is not None, f"{self.problem.family} has no scratch"
         return self._scratch + at.column * 4 + shift * 4
 
     def visit(self, body: Callable[[At], Value]) -> None:
@@ -89,20 +88,20 @@ class Row:
             lanes = Lanes(self.isa, count, packed=False)
             values = [self._finished(body(at), at) for at in vectors(self.isa, column, count)]
             values += values[:1] * (lanes.vectors - len(values))        # of three vectors, the fourth is not stored
-            store_channels(lanes, self.spec.y, [values], [offset(self._y, [column], [self.spec.y.strides[-1]])])
+            store_channels(lanes, self.problem.y, [values], [offset(self._y, [column], [self.problem.y.strides[-1]])])
 
     def store_one(self, value: Value) -> None:
         """y, one element, = program(value)."""
         result = self._finished(value, At(self._y.f.constant(0, "i64"), 1))
-        store_channels(Lanes(self.isa, 1, packed=False), self.spec.y, [[result]], [self._y])
+        store_channels(Lanes(self.isa, 1, packed=False), self.problem.y, [[result]], [self._y])
 
     def reduce(self, kind: str, body: Callable[[At], Value]) -> Value:
         """The sum, max or min of body over the row, in all lanes."""
-        return fold(self.f, self.isa, self.width, kind, body)
+        return reduce_row(self.f, self.isa, self.width, kind, body)
 
     def _finished(self, value: Value, at: At) -> Value:
-        operands = [self._load(view, a, at) for view, a in zip(self.spec.operands, self._operands, strict=True)]
-        program = self.spec.program
+        operands = [self._load(view, a, at) for view, a in zip(self.problem.operands, self._operands, strict=True)]
+        program = self.problem.program
         return program.run(self.isa, value, operands, self._constants(program, self._program, at))
 
     def _load(self, view: View, address: Value, at: At) -> Value:
@@ -110,13 +109,13 @@ class Row:
         return load_channels(lanes, view, offset(address, [at.column], [view.strides[-1]]))[0]
 
     def _constants(self, program: EpilogueProgram, address: Value, at: At) -> list[Value]:
-        pitch = 4 * _pitch(self.spec.constants_width)
-        place = address + (at.column * 4 if self.spec.constants_width > 1 else 0)
+        pitch = 4 * _pitch(self.problem.constants_width)
+        place = address + (at.column * 4 if self.problem.constants_width > 1 else 0)
         return [self.f.load(self.isa.floats, place + c * pitch, self.isa.bytes, "constant")
                 for c in range(program.constants)]
 
 
-def fold(f: Function, isa: Isa, width: int, kind: str, body: Callable[[At], Value]) -> Value:
+def reduce_row(f: Function, isa: Isa, width: int, kind: str, body: Callable[[At], Value]) -> Value:
     """The sum, max or min of body over `width` elements, in all lanes."""
     neutral = f.constant(NEUTRAL[kind], isa.floats)
     partial = dict.fromkeys(range(PARTIALS // isa.lanes), neutral)
@@ -153,34 +152,8 @@ def _combine(isa: Isa, kind: str, a: Value, b: Value) -> Value:
 
 
 @dataclass(frozen=True)
-class RowKernel(KernelSpec):
-    """The parts that all row programs share.
-
-    sources: of one shape [..., width] (a stride of 0 broadcasts); prologue: its operands -> x, usually dequantised.
-    y: of the same shape, or with one element a row; operands: of its program, shaped as y.
-    Constants are per index of the row: "prologue" and "program", each a sequence of float32 [1] or [width].
-    """
-    sources: tuple[View, ...]
-    y: View
-    operands: tuple[View, ...] = ()
-    prologue: EpilogueProgram = LOAD
-    program: EpilogueProgram = EpilogueProgram()
-
-    @property
-    def inputs(self) -> tuple[View, ...]:
-        return (*self.sources, *self.operands)
-
-    @property
-    def outputs(self) -> tuple[View, ...]:
-        return (self.y,)
-
-    @property
-    def width(self) -> int:
-        return self.sources[0].shape[-1]
-
-    @property
-    def constants_width(self) -> int:
-        return self.width
+class RowKernel(Kernel[R]):
+    """Computes a row of the grid by the passes of `emit_row`."""
 
     @property
     def scratch(self) -> int:
@@ -188,28 +161,23 @@ class RowKernel(KernelSpec):
         return 0
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
-        return Grid(math.prod(self.sources[0].shape[:-1]))
+        return Grid(math.prod(self.problem.sources[0].shape[:-1]))
 
     def windows(self, isa: Isa, tactic: Tactic) -> Sequence[Window]:
-        rows = math.prod(self.sources[0].shape[1:-1])
-        if len(self.sources[0].shape) == 1:
+        problem, shape = self.problem, self.problem.sources[0].shape
+        if len(shape) == 1:
             return super().windows(isa, tactic)
-        return [Window.along(view, rows=rows) for view in (*self.inputs, *self.outputs)]
+        return [Window.along(view, rows=math.prod(shape[1:-1])) for view in (*problem.inputs, problem.y)]
 
-    # ---- what a family defines
     @abstractmethod
     def emit_row(self, row: Row) -> None:
-        ...
+        """The passes over one row."""
 
-    @abstractmethod
-    def meaning(self, x: Floats) -> Floats:
-        """x [..., width] -> the accumulator of the program."""
-
-    # ---- code
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
-        f, addresses, (begin, end, *_) = begin_kernel(module, name, len(self.inputs) + 3)
+        problem = self.problem
+        f, addresses, (begin, end, *_) = begin_kernel(module, name, len(problem.inputs) + 3)
         *inputs, prologue, program, y = addresses
-        rows = [_row_view(view, self.width) for view in (*self.inputs, self.y)]
+        rows = [_row_view(view, problem.width) for view in (*problem.inputs, problem.y)]
         views = joined(rows, keep_last=True)
         outer = views[0].shape[:-1]
         scratch = None
@@ -219,26 +187,19 @@ class RowKernel(KernelSpec):
             at = item_addresses([*inputs, y], views, row.divided(math.prod(outer)))
             places = unravel(row.remainder(math.prod(outer)), outer)
             *starts, target = (offset(a, places, view.strides[:-1]) for a, view in zip(at, views, strict=True))
-            split = len(self.sources)
-            self.emit_row(Row(f, isa, self, starts[:split], prologue, starts[split:], program, target, scratch))
+            split = len(problem.sources)
+            self.emit_row(Row(f, isa, problem, starts[:split], prologue, starts[split:], program, target, scratch))
 
-    # ---- constants and meaning
     def pack(self, isa: Isa, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         """-> the prologue's and the program's, each [constant][index], rounded up to whole vectors."""
         return tuple(self._table(constants.get(key, ())) for key in ("prologue", "program"))
 
     def _table(self, constants: Sequence[Array]) -> Array:
-        table = np.zeros((len(constants), _pitch(self.constants_width)), np.float32)
+        width = self.problem.constants_width
+        table = np.zeros((len(constants), _pitch(width)), np.float32)
         for row, constant in zip(table, constants, strict=True):
-            row[:None if self.constants_width == 1 else self.width] = constant
+            row[:None if width == 1 else width] = constant
         return table.ravel()
-
-    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        arrays = [load_meaning(view.dtype, x) for view, x in zip(self.inputs, inputs, strict=True)]
-        split = len(self.sources)
-        x = self.prologue.meaning(None, arrays[:split], constants.get("prologue", ()))
-        result = self.program.meaning(self.meaning(x), arrays[split:], constants.get("program", ()))
-        return (store_meaning(self.y.dtype, result),)
 
 
 def _row_view(view: View, width: int) -> View:
@@ -251,17 +212,3 @@ def _row_view(view: View, width: int) -> View:
 def _pitch(width: int) -> int:
     """Floats from one constant to the next."""
     return -(-width // PARTIALS) * PARTIALS
-
-
-def fold_rows(kind: str, x: Floats) -> Floats:
-    """What Row.reduce makes of [..., width]: [..., 1]."""
-    combine: Any = {"sum": np.add, "max": np.maximum, "min": np.minimum}[kind]
-    padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % PARTIALS)]
-    chunks = np.pad(x, padding, constant_values=np.float32(NEUTRAL[kind])).reshape(*x.shape[:-1], -1, PARTIALS)
-    partial: Any = chunks[..., 0, :]
-    for i in range(1, chunks.shape[-2]):
-        partial = combine(partial, chunks[..., i, :])
-    while partial.shape[-1] > 1:
-        half = partial.shape[-1] // 2
-        partial = combine(partial[..., :half], partial[..., half:])
-    return np.asarray(partial, np.float32)

@@ -2,17 +2,18 @@
 import numpy as np
 import pytest
 
-from engines.backends.llvm.kernels.matmul.exp2 import COEFFICIENTS, LOWEST, power_meaning
+from engines.lowering.epilogue.program import NUMPY
+from engines.lowering.problems.exp2 import COEFFICIENTS, LOWEST, exp2
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 2.5e-7), ("bfloat16", 1.1e-4), ("uint8", 1.1e-4)])
 def test_a_power_of_two_is_as_near_as_it_says(dtype, error):
     x = np.linspace(-100, 0, 100_001, dtype=np.float32)
     exact = 2.0 ** x.astype(np.float64)
-    assert np.abs(power_meaning(x, dtype) / (exact * COEFFICIENTS[dtype][0]) - 1).max() < error
+    assert np.abs(exp2(NUMPY, x, dtype) / (exact * COEFFICIENTS[dtype][0]) - 1).max() < error
 
 
 @pytest.mark.parametrize("dtype", COEFFICIENTS)
 def test_the_greatest_score_has_weight_one_and_a_hidden_one_none(dtype):
-    weights = power_meaning(np.array([0, -np.inf, -1e30, np.nan], np.float32), dtype)
+    weights = exp2(NUMPY, np.array([0, -np.inf, -1e30, np.nan], np.float32), dtype)
     assert weights[0] == COEFFICIENTS[dtype][0] and (weights[1:] <= weights[0] * 2.0 ** LOWEST).all()

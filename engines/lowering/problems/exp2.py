@@ -8,16 +8,12 @@ value.
 """
 from __future__ import annotations
 
+import math
 from typing import Any
 
-import numpy as np
+from engines.lowering.epilogue.functions import Machine
 
-from engines.backends.llvm.codegen.ir_builder import Value
-from engines.backends.llvm.codegen.isa import Isa
-from engines.lowering.epilogue.functions import fma
-from engines.lowering.epilogue.program import Floats
-
-LOG2_E = float(np.log2(np.e))
+LOG2_E = math.log2(math.e)
 LOWEST = -126.0
 # coefficients of f**1, f**2, ...; relative error 1.1e-7 and 1.0e-4
 _FINE = (0.6931470036506653, 0.24022242426872253, 0.05550733581185341, 0.009671512991189957, 0.001326472731307149)
@@ -27,26 +23,13 @@ COEFFICIENTS = {"float32": (1.0, *_FINE), "bfloat16": (1.0, *_COARSE),
                 "uint8": tuple(BYTE * c for c in (1.0, *_COARSE))}
 
 
-def power_meaning(x: Floats, dtype: str) -> Floats:
+def exp2(machine: Machine, x: Any, dtype: str) -> Any:
     """2**x, or 255 times that, as fine as `dtype` stores it."""
-    x = np.where(x > LOWEST, x, np.float32(LOWEST)).astype(np.float32)
-    n = np.rint(x)
-    f = x - n
-    *lower, p = map(np.float32, COEFFICIENTS[dtype])
-    for coefficient in lower[::-1]:
-        p = fma(p, f, coefficient)
-    bits: Any = np.asarray(p, np.float32).view(np.int32) + (n.astype(np.int32) << 23)
-    return np.asarray(bits.astype(np.int32).view(np.float32))
-
-
-def power(isa: Isa, x: Value, dtype: str) -> Value:
-    """The same on a vector."""
-    x = isa.max(x, LOWEST)
-    n = isa.round(x)
-    f = x - isa.to_float(n)
+    x = machine.max(x, LOWEST)
+    n = machine.round(x)
+    f = x - machine.to_float(n)
     *lower, last = COEFFICIENTS[dtype]
-    p = f.like(last)
+    result = machine.like(f, last)
     for coefficient in lower[::-1]:
-        p = isa.fma(p, f, coefficient)
-    bits = x.f.cast("bitcast", p, isa.ints, "bits") + n.binary("shl", 23)
-    return x.f.cast("bitcast", bits, isa.floats, "power")
+        result = machine.fma(result, f, coefficient)
+    return machine.from_bits(machine.bits(result) + (n << 23))

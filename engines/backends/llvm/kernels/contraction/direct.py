@@ -1,0 +1,171 @@
+"""The direct kernel of a contraction: one register-tiled sum of products, for every arithmetic.
+
+The loops are those of tiled.py; this file has the innermost two, the weights as they read them, and what they cost.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engines.backends.llvm.codegen.ir_builder import I64, PTR, Function, Module, Value
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.kernels.common.access import hidden
+from engines.backends.llvm.kernels.common.arithmetic import Operand
+from engines.backends.llvm.kernels.contraction.loops import CACHE_LINE, Part, TiledLoops
+from engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program
+from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
+from engines.backends.llvm.kernels.contraction.widen import widened
+from engines.backends.llvm.kernels.kernel import solves
+from engines.backends.llvm.tuning.cost import LATENCY, Work
+from engines.lowering.problems.contraction import Contraction
+from engines.lowering.problems.problem import Array, Problem
+
+
+def usual_tile_shapes(isa: Isa, precision: str) -> Sequence[tuple[int, int]]:
+    """(pixels, vectors) worth trying on a machine, the usual winner first."""
+    return isa.tiles if precision == "int8" else isa.float_tiles or isa.tiles
+
+
+@solves(Contraction)
+@dataclass(frozen=True)
+class DirectContraction(TiledContraction):
+    """Weights are packed [panel][tap][k][vector][lane][element of a step]."""
+    skips_taps = True
+
+    # ---- tactics and cost
+    def tile_shapes(self, isa: Isa) -> Sequence[tuple[int, int]]:
+        return usual_tile_shapes(isa, self.problem.precision)
+
+    def turns_and_bytes(self, isa: Isa) -> tuple[float, int]:
+        return self.turns(isa), self.arithmetic(isa).weight_bytes(isa)
+
+    def turn_cycles(self, isa: Isa, pixels: int, vectors: int, tile: Tile) -> float:
+        dots = pixels * vectors
+        parts = -(-self.arithmetic(isa).weight_bytes(isa) // isa.bytes)     # instructions of a dot product
+        latency = 1                                                         # from one sum to the next
+        if parts == 1:
+            turn, latency = Work(dots, 0, pixels + vectors), LATENCY
+        else:
+            turn = Work(dots * parts, (dots + pixels) * parts, pixels + dots * parts)
+        return max(turn.cycles, latency) * (self._live(isa, tile.rows) if tile.skip else 1)
+
+    def _live(self, isa: Isa, rows: int) -> float:
+        """The share of the taps that is not left out."""
+        counted = (rows == 1, self.whole_taps(isa))
+        return math.prod(float(np.mean([len(axis.live(o)) / axis.taps for o in range(outputs)]))
+                         for axis, outputs, counts in zip(self.axes, self.problem.y.shape, counted, strict=False)
+                         if counts)
+
+    def whole_taps(self, isa: Isa) -> bool:
+        """Whether no step holds channels of two taps: a tap can be left out."""
+        return not self.one_run or self.problem.cin % self.arithmetic(isa).elements == 0
+
+    # ---- constants
+    def pack(self, isa: Isa, tactic: Tile, constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        arithmetic, panels = self.arithmetic(isa), cout_panels(self.problem, isa, tactic.vectors)
+        runs = self.runs(arithmetic.store_weights(constants["weights"]))
+        runs = np.ascontiguousarray(np.pad(runs, ((0, 0), (0, 0), (0, -self.run % arithmetic.elements))))
+        # Elements that stay together are moved as one: [cout][turn]
+        steps = runs.reshape(len(runs), -1).view(f"u{arithmetic.elements * runs.itemsize}")
+        turned = [np.ascontiguousarray(steps[panel].transpose(2, 0, 1))[..., None].view(runs.dtype)
+                  for panel in panels]                                  # [turn][vector][lane][element]
+        weights = np.concatenate([arithmetic.ready(isa, panel).ravel() for panel in turned])
+        return weights, pack_program(self.problem, panels, constants)
+
+    def made(self, isa: Isa, tactic: Tile) -> Mapping[int, Problem]:
+        return widened(isa) if self.problem.precision == "int8" else {}
+
+    def emit(self, module: Module, name: str, isa: Isa, tactic: Tile) -> None:
+        _DirectLoops(self, module, name, isa, tactic).emit()
+
+
+class _DirectLoops(TiledLoops):
+    """Parameters of a micro-kernel beside those of every tile: the panel's weights, the next panel's, to be prefetched,
+    and how many rows of taps are live, where some are left out."""
+    kernel: DirectContraction
+    arrays = 1
+
+    def parameters(self, part: Part) -> Mapping[str, str]:
+        return dict(w=PTR, ahead=PTR) | ({"tap_rows": I64} if part.tap_rows else {})
+
+    def panel_weights(self, f: Function, before: Value, first: Value, start: Value) -> dict[str, Value]:
+        bytes_of_cout = self.kernel.turns(self.isa) * self.arithmetic.weight_bytes(self.isa) // self.isa.lanes
+        weights = self.weights[0] + before * bytes_of_cout
+        return {"w": weights, "ahead": weights + self.panel * bytes_of_cout}
+
+    def tile_arguments(self, part: Part, x: Value, arguments: dict[str, Value], tile: Value,
+                       channels: int) -> tuple[Value, dict[str, Value]]:
+        problem, turns = self.problem, self.kernel.turns(self.isa)
+        if self.tile.prefetch:      # a line a turn: all of the next panel after `vectors` tiles
+            arguments["ahead"] += tile.at_most(self.tile.vectors) * (turns * CACHE_LINE)
+        if part.tap_rows:
+            first, arguments["tap_rows"] = part.tap_rows
+            x += first * (problem.x.strides[0] * problem.dilation[0])
+            turns //= problem.taps[0]
+            arguments["w"] += first * (self.isa.vectors_for(channels) * turns * self.arithmetic.weight_bytes(self.isa))
+        return x, arguments
+
+    def sum(self, f: Function, part: Part, acc: dict[Any, Value], vectors: int) -> None:
+        """All of K, or its live taps."""
+        problem, arithmetic, steps = self.problem, self.arithmetic, self.kernel.steps(self.isa)
+        x_row, x_pixel, _ = problem.x.strides
+        at = {key: f.parameters[key] for key in ("x", "w", "ahead")}
+        live_rows = f.parameters.get("tap_rows")
+        rows = f.loop("tap row", problem.taps[0], acc=acc, at=at) if live_rows is None else \
+            f.range("tap row", live_rows.like(0), live_rows, acc=acc, at=at)
+        for _ in rows:
+            start = at["x"]
+            for columns, live in self._tap_columns(part):
+                alive = {p: pixel for p, pixel in enumerate(part.pixels) if pixel[1] in live}
+                if self.kernel.one_run:
+                    of_columns = columns * problem.cin // arithmetic.elements
+                    self._k_loop(f, steps if columns == problem.taps[1] else of_columns, acc, at, alive, vectors)
+                    continue
+                for _ in f.loop("tap column", columns, acc=acc, at=at):
+                    self._k_loop(f, steps, acc, at, alive, vectors)
+                    at["x"] += x_pixel * problem.dilation[1] - steps * arithmetic.step_bytes
+            at["x"] = start + x_row * problem.dilation[0]
+
+    def _tap_columns(self, part: Part) -> list[tuple[int, frozenset[int]]]:
+        """The taps of a kernel row as runs of (how many, the columns of the tile that they matter to)."""
+        if part.column is None or not self.kernel.whole_taps(self.isa):
+            return [(self.problem.taps[1], frozenset(range(part.cols)))]
+        runs = self.kernel.axes[1].runs(range(part.column, part.column + part.cols))
+        return [(taps, frozenset(column - part.column for column in live)) for taps, live in runs]
+
+    def _k_loop(self, f: Function, steps: int, acc: dict[Any, Value], at: dict[str, Value],
+                pixels: Mapping[int, tuple[int, int]], vectors: int) -> None:
+        """`steps` turns for these pixels; the last one may be apart."""
+        arithmetic = self.arithmetic
+        apart = arithmetic.exact_end and self.kernel.run % arithmetic.elements != 0
+        if steps > apart:
+            for _ in f.loop("k", steps - apart, acc=acc, at=at):
+                self._turn(acc, at, pixels, vectors, arithmetic.pixel)
+        if apart:
+            self._turn(acc, at, pixels, vectors, arithmetic.last_pixel)
+
+    def _turn(self, acc: dict[Any, Value], at: dict[str, Value], pixels: Mapping[int, tuple[int, int]], vectors: int,
+              load: Callable[[Isa, Value], Operand]) -> None:
+        """One step of each pixel meets one step of weights."""
+        isa, arithmetic, first = self.isa, self.arithmetic, min(pixels, default=0)
+        weights = self._weights(at["w"], vectors)
+        for p, (i, j) in pixels.items():
+            pixel = load(isa, at["x"] + self.offset(i, j))
+            if p != first and len(weights[0]) > 1:      # too wide to keep: each pixel's products load them
+                weights = self._weights(hidden(at["w"]), vectors)
+            for v in range(vectors):
+                acc[p, v] = arithmetic.dot(isa, acc[p, v], pixel, weights[v])
+        at["x"] += arithmetic.step_bytes
+        at["w"] += vectors * arithmetic.weight_bytes(isa)
+        if self.tile.prefetch:
+            isa.prefetch(at["ahead"])
+            at["ahead"] += CACHE_LINE
+
+    def _weights(self, address: Value, vectors: int) -> list[Operand]:
+        """One step of a panel."""
+        step = self.arithmetic.weight_bytes(self.isa)
+        return [self.arithmetic.weights(self.isa, address + v * step) for v in range(vectors)]

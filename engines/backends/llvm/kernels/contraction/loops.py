@@ -1,0 +1,241 @@
+"""The code of a tiled contraction around its sums: the loops over blocks, panels and tiles, and the micro-kernel.
+
+tiled.py says what the loops are; a subclass of TiledLoops for each kernel writes the sums of a tile.
+"""
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from engines.backends.llvm.codegen.ir_builder import I64, PTR, Function, Module, Value
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.codegen.lanes import Lanes
+from engines.backends.llvm.kernels.common.access import tails
+from engines.backends.llvm.kernels.contraction.store import emit_epilogue
+from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
+from engines.backends.llvm.kernels.kernel import begin_kernel
+from engines.lowering.problems.view import View
+
+CACHE_LINE = 64         # bytes that the caches move at once, and that a prefetch asks for
+Visit = Callable[[Callable[..., None]], None]       # calls its argument for each tile of a block
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tile as a micro-kernel of its own: its size and, where taps in the border are left out, where it lies."""
+    rows: int
+    cols: int
+    tap_rows: tuple[Value, Value] | None = None     # the first, and how many
+    column: int | None = None       # of its first pixel, at an edge of x; None: away from the edges, all taps are live
+
+    @property
+    def pixels(self) -> list[tuple[int, int]]:
+        return [(i, j) for i in range(self.rows) for j in range(self.cols)]
+
+
+@dataclass(frozen=True)
+class _Pointers:
+    """What a micro-kernel is given: addresses of its first pixel and panel."""
+    x: Value
+    operands: tuple[Value, ...]
+    y: Value
+
+
+class TiledLoops(ABC):
+    """Writes one kernel: the loops around, and the micro-kernels they call."""
+    arrays: ClassVar[int]       # of packed weights
+
+    def __init__(self, kernel: TiledContraction, module: Module, name: str, isa: Isa, tile: Tile) -> None:
+        self.kernel, self.module, self.name, self.isa, self.tile = kernel, module, name, isa, tile
+        self.problem = kernel.flat
+        self.arithmetic = kernel.arithmetic(isa)
+        self.panel = tile.vectors * isa.lanes
+
+    @abstractmethod
+    def panel_weights(self, f: Function, before: Value, first: Value, start: Value) -> dict[str, Value]:
+        """What a micro-kernel is told of a panel's weights, by the name of its parameter; `before`: couts in memory
+        before the panel; `first`: the first cout of its group, `start`: its own, inside the group."""
+
+    @abstractmethod
+    def parameters(self, part: Part) -> Mapping[str, str]:
+        """Their types, and those of what `tile_arguments` adds."""
+
+    @abstractmethod
+    def sum(self, f: Function, part: Part, acc: dict[Any, Value], vectors: int) -> None:
+        """All of K into acc {(pixel of the part, vector)}."""
+
+    def tile_arguments(self, part: Part, x: Value, arguments: dict[str, Value], tile: Value,
+                       channels: int) -> tuple[Value, dict[str, Value]]:
+        """x and the panel's `arguments` as the micro-kernel of the block's `tile`-th part takes them."""
+        return x, arguments
+
+    # ---- the loops around
+    def emit(self) -> None:
+        count = len(self.problem.operands)
+        f, addresses, bounds = begin_kernel(self.module, self.name, 1 + count + self.arrays + 2)
+        x, *operands = addresses[:1 + count]
+        *self.weights, self.constants, y = addresses[1 + count:]
+        self.bounds = bounds
+        here = _Pointers(x, tuple(operands), y)
+        if self.kernel.by_batch:
+            self._pixels_of_the_batch(f, here)
+        else:
+            self._blocks(f, here)
+
+    def _blocks(self, f: Function, base: _Pointers) -> None:
+        """Row u of the grid is row u % tile_rows of item u // tile_rows; a block of them meets one panel after the
+        other."""
+        begin, end = self.bounds[:2]
+        tile_rows = self.kernel.tile_rows(self.tile)
+        block = self.tile.block or tile_rows
+        rows, cols = (0, self.tile.cols) if self.problem.rows == 1 else (self.tile.rows, 0)
+        first_item = begin.divided(tile_rows)
+        for item in f.range("item", first_item, (end + (tile_rows - 1)).divided(tile_rows)):
+            here = self._advance(base, *(item * view.item for view in self._views()))
+            first = f.select(item.compare("eq", first_item), begin.remainder(tile_rows), begin.like(0))
+            last = (end - item * tile_rows).at_most(tile_rows)
+            for start in f.range("block", first, last, block):
+                stop = (start + block).at_most(last)
+                self._panels(f, self._pixel(here, start * rows, start * cols), self._tiles(f, start, stop))
+
+    def _tiles(self, f: Function, start: Value, stop: Value) -> Visit:
+        """The tiles of rows start..stop - 1 of tiles, counted from the first, each with the size of its
+        micro-kernel."""
+        problem, tile = self.problem, self.tile
+        across = -(-problem.cols // tile.cols)
+
+        def visit(call: Callable[..., None]) -> None:
+            if problem.rows == 1:
+                for t, cols in self._tile_rows(f, start, stop, problem.cols, tile.cols):
+                    call(t.like(0), t * tile.cols, Part(1, cols), t)
+                return
+            for t, rows in self._tile_rows(f, start, stop, problem.rows, tile.rows):
+                taps = self.kernel.axes[0].live_of_several((start + t) * tile.rows, rows) if tile.skip else None
+                for j, cols, column in self._columns(f):
+                    call(t * tile.rows, j, Part(rows, cols, taps, column), t * across + j.divided(tile.cols))
+        return visit
+
+    def _columns(self, f: Function) -> Iterator[tuple[Value, int, int | None]]:
+        """(start, size, start where it is known now) of a row's tiles; with `skip` the first and the last are apart."""
+        extent, step = self.problem.cols, self.tile.cols
+        between = -(-extent // step) - 2
+        if not self.tile.skip:
+            for j, cols in f.tiles("column", extent, step):
+                yield j, cols, None
+            return
+        yield f.constant(0, I64), min(step, extent), 0
+        if between > 0:
+            for j in f.loop("column", between):
+                yield (j + 1) * step, step, None
+        if between >= 0:
+            last = (between + 1) * step
+            yield f.constant(last, I64), extent - last, last
+
+    @staticmethod
+    def _tile_rows(f: Function, start: Value, stop: Value, extent: int, step: int) -> Iterator[tuple[Value, int]]:
+        """(number from `start` on, size) of each row of tiles; only the last of an item may be smaller than step."""
+        whole, rest = divmod(extent, step)
+        if whole:
+            for t in f.range("tile row", start.like(0), stop.at_most(whole) - start):
+                yield t, step
+        if rest:
+            with f.when(stop.compare("ugt", whole)):
+                yield stop.like(whole) - start, rest
+
+    def _pixels_of_the_batch(self, f: Function, base: _Pointers) -> None:
+        """Rows of the grid are pixels; full tiles, then the tails of what remains."""
+        step, cols = self.kernel.block_of_the_batch(self.tile), self.tile.cols
+        for start in f.range("pixels", self.bounds[0], self.bounds[1], step):
+            count = (self.bounds[1] - start).at_most(step)
+            whole, rest = count.divided(cols), count.remainder(cols)
+
+            def visit(call: Callable[..., None], whole: Value = whole, rest: Value = rest) -> None:
+                for t in f.range("tile", whole.like(0), whole):
+                    call(whole.like(0), t * cols, Part(1, cols), t)
+                for tail, size in tails(whole, rest, cols):
+                    call(whole.like(0), tail, Part(1, size), whole)
+
+            self._panels(f, self._pixel(base, start.like(0), start), visit)
+
+    def _panels(self, f: Function, block: _Pointers, visit: Visit) -> None:
+        """The panels of couts that this call was given, over the tiles of a block."""
+        problem, begin, end = self.problem, *self.bounds[2:]
+        whole, tail = divmod(problem.cout, self.panel)
+        if problem.groups > 1:
+            for group in f.range("group", begin, end):
+                inputs = self._advance(block, group * (problem.cin * problem.x.size),
+                                       *self._channels(group * problem.cout))
+                for start, channels in f.tiles("panel", problem.cout, self.panel):
+                    self._panel(f, inputs, group * problem.cout, start, channels, visit)
+            return
+        if whole:
+            for p in f.range("panel", begin, end.at_most(whole)):
+                self._panel(f, block, p.like(0), p * self.panel, self.panel, visit)
+        if tail:
+            with f.when(end.compare("ugt", whole)):
+                self._panel(f, block, end.like(0), end.like(whole * self.panel), tail, visit)
+
+    def _panel(self, f: Function, block: _Pointers, first: Value, start: Value, channels: int, visit: Visit) -> None:
+        """One panel over all tiles; `first`: the group's first cout, `start`: the panel's, inside the group."""
+        problem, isa = self.problem, self.isa
+        # A last panel of fewer vectors is narrower in memory too, so a group's couts take this many lanes.
+        panels = (min(self.panel, problem.cout - at) for at in range(0, problem.cout, self.panel))
+        lanes = sum(isa.vectors_for(couts) * isa.lanes for couts in panels)
+        before = first.divided(problem.cout) * lanes + start
+        constants = self.constants + before * (4 * problem.program.constants)
+        here = self._advance(block, start.like(0), *self._channels(start))
+        weights = self.panel_weights(f, before, first, start)
+
+        def call(i: Value, j: Value, part: Part, tile: Value) -> None:
+            pixel = self._pixel(here, i, j)
+            x, arguments = self.tile_arguments(part, pixel.x, dict(weights), tile, channels)
+            f.run(self._microkernel(part, channels), x, constants, *pixel.operands, pixel.y, *arguments.values())
+
+        visit(call)
+
+    # ---- addresses
+    def _views(self) -> tuple[View, ...]:
+        return (self.problem.x, *self.problem.operands, self.problem.y)
+
+    @staticmethod
+    def _advance(base: _Pointers, x: Value, *others: Value) -> _Pointers:
+        """Bytes added to each pointer."""
+        *operands, y = others
+        return _Pointers(base.x + x, tuple(a + b for a, b in zip(base.operands, operands, strict=True)), base.y + y)
+
+    def _channels(self, first: Value) -> list[Value]:
+        return [first * view.strides[2] for view in self._views()[1:]]
+
+    def _pixel(self, base: _Pointers, i: Value, j: Value) -> _Pointers:
+        """Output pixel (i, j)."""
+        x, stride = self.problem.x, self.problem.stride
+        return self._advance(base, i * (x.strides[0] * stride[0]) + j * (x.strides[1] * stride[1]),
+                             *(i * view.strides[0] + j * view.strides[1] for view in self._views()[1:]))
+
+    def offset(self, i: int, j: int) -> int:
+        """Bytes of x from the tile's first pixel to pixel (i, j)."""
+        x, stride = self.problem.x, self.problem.stride
+        return i * x.strides[0] * stride[0] + j * x.strides[1] * stride[1]
+
+    # ---- the micro-kernel
+    def _microkernel(self, part: Part, channels: int) -> str:
+        """rows x cols pixels of `channels` couts, all of K in registers; its name.
+
+        Tactics that differ in their blocks only have it in common, where they are in one module.
+        """
+        name = "_".join([*str(replace(self.tile, block=0)).split(), f"{part.rows}x{part.cols}x{channels}",
+                         *([] if part.column is None else [str(part.column)])])
+        if name in self.module.functions:
+            return name
+        problem, isa, arithmetic = self.problem, self.isa, self.arithmetic
+        operands = {f"operand{i}": PTR for i in range(len(problem.operands))}
+        f = self.module.function(name, internal=True, x=PTR, constants=PTR, **operands, y=PTR, **self.parameters(part))
+        lanes = Lanes(isa, channels, problem.y.dtype == "uint8")
+        acc = {(p, v): arithmetic.zero(isa, f.parameters["x"])
+               for p in range(len(part.pixels)) for v in range(lanes.vectors)}
+        self.sum(f, part, acc, lanes.vectors)
+        emit_epilogue(f, lanes, problem.program, problem.operands, problem.y, part.pixels,
+                      lambda p: [arithmetic.finish(isa, acc[p, v]) for v in range(lanes.vectors)])
+        return name

@@ -1,0 +1,106 @@
+"""The paired kernel of a contraction: INT8 products by vpmaddubsw, two of them summed in 16 bits first.
+
+It is for machines without a dot product of bytes. The loops are those of tiled.py; how weights are paired so that no
+sum of two products overflows is in pairing.py.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from engines.backends.llvm.codegen.ir_builder import I8, I32, I64, PTR, Function, Module, Value, vector
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.kernels.common.access import hidden
+from engines.backends.llvm.kernels.contraction.loops import CACHE_LINE, Part, TiledLoops
+from engines.backends.llvm.kernels.contraction.pairing import STEP, WINDOW, pair
+from engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program
+from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
+from engines.backends.llvm.kernels.kernel import solves
+from engines.backends.llvm.tuning.cost import Work
+from engines.lowering.problems.contraction import Contraction
+from engines.lowering.problems.problem import Array
+
+UNPAIRED = 9            # weights of a channel that find no partner, where they are normally distributed; however many
+SOURCE = 8              # bytes of a step's offset and indices
+TEMPORARIES = 4         # registers beside sums and weights: ones, indices, a pixel, a product
+
+
+@dataclass(frozen=True)
+class PairedTile(Tile):
+    layout: ClassVar[str] = "paired"
+
+
+@solves(Contraction)
+@dataclass(frozen=True)
+class PairedContraction(TiledContraction):
+    """Weights are packed as the three arrays of pairing.Paired."""
+    tile = PairedTile           # none skips taps: paired weights are not in the order of taps
+    packing_is_permutation = False
+
+    def tile_shapes(self, isa: Isa) -> Sequence[tuple[int, int]]:
+        return isa.paired_tiles if self.problem.precision == "int8" else ()
+
+    def turns_and_bytes(self, isa: Isa) -> tuple[float, int]:
+        return -(-self.run // STEP) * len(self.run_offsets()) + UNPAIRED / STEP, isa.lanes * STEP
+
+    def turn_cycles(self, isa: Isa, pixels: int, vectors: int, tile: Tile) -> float:
+        return max((Work(2, 1, 1) * (pixels * vectors) + Work(others=pixels, loads=pixels)).cycles, 1)
+
+    def pack(self, isa: Isa, tactic: Tile, constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        panels, width = cout_panels(self.problem, isa, tactic.vectors), tactic.vectors * isa.lanes
+        runs = self.runs(np.asarray(constants["weights"], np.int8))
+        # Absent vectors of a last panel have their lanes too.
+        whole = [np.pad(panel.ravel(), (0, width - panel.size), constant_values=len(runs) - 1) for panel in panels]
+        paired = pair(runs[np.stack(whole)], self.run_offsets())
+        return paired.steps, paired.sources, paired.starts, pack_program(self.problem, panels, constants)
+
+    def emit(self, module: Module, name: str, isa: Isa, tactic: Tile) -> None:
+        _PairedLoops(self, module, name, isa, tactic).emit()
+
+
+class _PairedLoops(TiledLoops):
+    """Parameters of a micro-kernel beside those of every tile: the weights of the panel's steps, for each where
+    its bytes of x come from, and their number."""
+    arrays = 3
+
+    def parameters(self, part: Part) -> Mapping[str, str]:
+        return dict(w=PTR, sources=PTR, count=I64)
+
+    def panel_weights(self, f: Function, before: Value, first: Value, start: Value) -> dict[str, Value]:
+        problem, (steps, sources, starts) = self.problem, self.weights
+        panel = first.divided(problem.cout) * -(-problem.cout // self.panel) + start.divided(self.panel)
+        begin, end = (f.cast("zext", f.load(I32, starts + panel * 4 + at, 4, "step"), I64, "step") for at in (0, 4))
+        return {"w": steps + begin * self.panel * STEP, "sources": sources + begin * SOURCE, "count": end - begin}
+
+    def sum(self, f: Function, part: Part, acc: dict[Any, Value], vectors: int) -> None:
+        """All steps of the panel."""
+        isa, pixels = self.isa, [self.offset(i, j) for i, j in part.pixels]
+        step_bytes, bytes_ = self.panel * STEP, vector(isa.bytes, I8)
+        at = {key: f.parameters[key] for key in ("w", "sources")}
+        panel = f.parameters["count"] * step_bytes
+        keep = len(acc) + vectors + TEMPORARIES <= isa.registers
+
+        def load_weights(w: Value) -> list[Value]:
+            return [f.load(bytes_, w + v * isa.bytes, isa.bytes, "weights") for v in range(vectors)]
+
+        for _ in f.range("step", panel.like(0), f.parameters["count"], acc=acc, at=at):     # none if all weights are 0
+            x = f.parameters["x"] + f.cast("sext", f.load(I32, at["sources"], SOURCE, "offset"), I64, "offset")
+            indices = f.splat(f.load(I32, at["sources"] + 4, 4, "indices"), isa.lanes)
+            indices = f.cast("bitcast", indices, bytes_, "indices")
+            weights = load_weights(at["w"])
+            for p, pixel in enumerate(pixels):
+                window = f.shuffle(f.load(vector(WINDOW, I8), x + pixel, hint="window"), None,
+                                   [i % WINDOW for i in range(isa.bytes)], "window")
+                taken = isa.shuffle_bytes(window, indices)
+                if p and not keep:      # each pixel's products load them
+                    weights = load_weights(hidden(at["w"]))
+                for v in range(vectors):
+                    acc[p, v] = isa.paired_dot(acc[p, v], taken, weights[v])
+            if self.tile.prefetch:
+                for line in range(0, step_bytes, CACHE_LINE):
+                    isa.prefetch(at["w"] + panel + line)
+            at["w"] += step_bytes
+            at["sources"] += SOURCE

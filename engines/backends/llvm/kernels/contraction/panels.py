@@ -1,0 +1,38 @@
+"""Panels of couts: what all kernels of a contraction pack their weights by.
+
+A panel is as many vectors of couts as a micro-kernel has sums of. The last one of a group may have fewer.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.codegen.lanes import Lanes
+from engines.backends.llvm.kernels.kernel import pack_channels
+from engines.lowering.problems.contraction import Contraction
+from engines.lowering.problems.problem import Array
+
+
+def cout_panels(problem: Contraction, isa: Isa, vectors: int) -> list[Array]:
+    """For each panel [vector][lane] -> cout of all groups, or one past the last where there is none."""
+    panels, width = [], vectors * isa.lanes
+    for group in range(problem.groups):
+        for start in range(0, problem.cout, width):
+            lanes = Lanes(isa, min(width, problem.cout - start), problem.y.dtype == "uint8")
+            order = np.asarray(lanes.order())
+            absolute = order + group * problem.cout + start
+            panels.append(np.where(order < lanes.channels, absolute, problem.y.shape[2]))
+    return panels
+
+
+def pack_program(problem: Contraction, panels: Sequence[Array], constants: Mapping[str, Any]) -> Array:
+    """The program's constants -> [panel][constant][vector][lane]."""
+    return pack_channels(constants["program"], problem.y.shape[2], [panel.tolist() for panel in panels])
+
+
+def rows_with_zeros(rows: Array) -> Array:
+    """One row a cout -> one more, of zeros: that of lanes without a cout."""
+    return np.concatenate([rows, np.zeros_like(rows[:1])])

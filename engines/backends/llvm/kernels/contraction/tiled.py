@@ -1,0 +1,246 @@
+"""What the direct and the paired kernel of a contraction share: its cut into tiles, and what a tile costs.
+
+    for block of pixels:                           its rows of x stay in cache while the panels pass
+      for panel of couts:                          its weights stay in cache while the tiles pass
+        for tile of pixels:                        a call of the micro-kernel:
+          for tap: for k: for pixel: for vector:
+            acc[pixel, vector] = dot(acc[pixel, vector], x[pixel, k], w[vector, k])       all in registers
+          program, store
+
+Where the taps of a kernel row and their channels are one run of bytes, the run is one K loop; it is rounded up to whole
+steps with zero weights, so x needs up to 15 readable bytes past its end.
+
+Two ways to cut the pixels into rows of the grid:
+  by item   the rows of tiles of each item's image; every tail is known when the kernel is written
+  by batch  items of few pixels (a matrix product of one row each) follow each other as one long row of pixels, whose
+            length is known at run time: its tail is cut into tiles of 8, 4, 2, 1 pixels. So one kernel is that of one
+            row, where a batch is one row, and that of full tiles, where it is many
+"""
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.kernels.common.access import TAILS
+from engines.backends.llvm.kernels.common.arithmetic import Arithmetic, arithmetic_for
+from engines.backends.llvm.kernels.contraction.panels import rows_with_zeros
+from engines.backends.llvm.kernels.contraction.taps import TapAxis
+from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window
+from engines.backends.llvm.tuning.cost import CALL, epilogue, pieces, reading
+from engines.lowering.problems.contraction import Contraction
+from engines.lowering.problems.problem import Array
+from engines.lowering.problems.view import View
+
+FEW_PIXELS = 8          # items of no more pixels than this are cut by batch
+BLOCK_BYTES = 256 << 10     # of x, in a block of a batch's pixels: it stays in the second level while the panels pass
+
+
+@dataclass(frozen=True)
+class Tile(Tactic):
+    """rows x cols pixels by `vectors` of couts are a micro-kernel; its accumulators must fit the registers."""
+    rows: int
+    cols: int
+    vectors: int            # 1, 2 or 4
+    block: int = 0          # rows of tiles in a block of pixels; 0: all of them
+    prefetch: bool = False  # ask for the next panel's weights, a line at every k
+    skip: bool = False      # leave out taps that read nothing but the border of zeros
+    layout: ClassVar[str] = ""      # of the weights, where it is not that of the direct kernel
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(pixels, vectors)"""
+        return self.rows * self.cols, self.vectors
+
+    def __str__(self) -> str:
+        words = (f"tile {self.rows}x{self.cols}x{self.vectors}", self.layout,
+                 f"block {self.block}" if self.block else "",
+                 "prefetch" if self.prefetch else "", "skip" if self.skip else "")
+        return " ".join(filter(None, words))
+
+
+@dataclass(frozen=True)
+class TiledContraction(Kernel[Contraction]):
+    """A contraction cut into tiles. A subclass says how the sums of a tile are made, and what weights it reads."""
+    tile: ClassVar[type[Tile]] = Tile
+    skips_taps: ClassVar[bool] = False      # whether there are tiles that leave out taps
+
+    @abstractmethod
+    def tile_shapes(self, isa: Isa) -> Sequence[tuple[int, int]]:
+        """(pixels, vectors) of tiles worth trying, the usual winner first; none where the kernel has no such sums."""
+
+    @abstractmethod
+    def turns_and_bytes(self, isa: Isa) -> tuple[float, int]:
+        """The turns of all K loops of a tile, and the bytes of one vector's weights in each."""
+
+    @abstractmethod
+    def turn_cycles(self, isa: Isa, pixels: int, vectors: int, tile: Tile) -> float:
+        """What one turn of a K loop costs."""
+
+    # ---- how x is walked
+    @cached_property
+    def one_run(self) -> bool:
+        """The taps of a kernel row are neighbours in memory, and nothing lies between them."""
+        problem = self.problem
+        return problem.groups == 1 and (problem.taps[1] == 1 or (
+            problem.dilation[1] == 1 and problem.x.strides[1] == problem.cin * problem.x.size))
+
+    @property
+    def run(self) -> int:
+        """Elements of x that one K loop walks."""
+        return self.problem.cin * self.problem.taps[1] if self.one_run else self.problem.cin
+
+    def run_offsets(self) -> Array:
+        """Bytes from tap (0, 0) to the start of each run."""
+        problem = self.problem
+        rows, columns = (np.arange(n) * d * s for n, d, s in zip(
+            (problem.taps[0], 1 if self.one_run else problem.taps[1]), problem.dilation, problem.x.strides[:2],
+            strict=True))
+        return (rows[:, None] + columns).ravel()
+
+    def runs(self, weights: Array) -> Array:
+        """[cout of all groups, cin, *taps] -> [cout][run][element of the run]; a last cout of zeros is for lanes that
+        have none."""
+        taps_last = weights.reshape(-1, self.problem.cin, *self.problem.taps).transpose(0, 2, 3, 1)
+        return rows_with_zeros(taps_last.reshape(len(taps_last), -1, self.run))
+
+    def arithmetic(self, isa: Isa) -> Arithmetic:
+        return arithmetic_for(self.problem.precision, isa)
+
+    def steps(self, isa: Isa) -> int:
+        """Turns of one K loop, a step of the arithmetic in each."""
+        return -(-self.run // self.arithmetic(isa).elements)
+
+    def turns(self, isa: Isa) -> int:
+        """Turns of all K loops of a pixel."""
+        return self.steps(isa) * self.problem.taps[0] * (1 if self.one_run else self.problem.taps[1])
+
+    @cached_property
+    def axes(self) -> tuple[TapAxis, TapAxis]:
+        """Rows, columns."""
+        problem, border = self.problem, self.problem.border
+        edges = ((border.top, border.bottom), (border.left, border.right))
+        rows, cols = (TapAxis(problem.x.shape[a], *edges[a], problem.taps[a], problem.stride[a], problem.dilation[a])
+                      for a in (0, 1))
+        return rows, cols
+
+    # ---- how the pixels are cut
+    @cached_property
+    def flat(self) -> Contraction:
+        """The problem with each image as one long row of pixels, where its rows follow each other without a gap."""
+        def joined(view: View) -> View:
+            return replace(view, shape=(1, view.shape[0] * view.shape[1], view.shape[2]))
+
+        problem = self.problem
+        views = (problem.x, problem.y, *problem.operands)
+        together = all(v.strides[0] == v.shape[1] * v.strides[1] for v in views)
+        if problem.taps != (1, 1) or problem.stride != (1, 1) or not together or problem.rows == 1:
+            return problem
+        return replace(problem, x=joined(problem.x), y=joined(problem.y), operands=tuple(map(joined, problem.operands)))
+
+    @cached_property
+    def by_batch(self) -> bool:
+        """The items' pixels are one long row as well, and an item has too few of them to fill tiles."""
+        flat = self.flat
+        return (flat.rows == 1 and flat.cols <= FEW_PIXELS and flat.taps == (1, 1) and flat.stride == (1, 1)
+                and all(v.item == v.shape[1] * v.strides[1] for v in (flat.x, flat.y, *flat.operands)))
+
+    def block_of_the_batch(self, tile: Tile) -> int:
+        """Pixels of a block, where the problem is cut by batch."""
+        fitting = BLOCK_BYTES // (tile.cols * self.flat.x.strides[1])
+        return tile.cols * (tile.block or max(fitting, 1))
+
+    def tile_rows(self, tile: Tile) -> int:
+        """Rows of tiles of an item; of one long row of pixels, its tiles."""
+        if self.flat.rows == 1:
+            return -(-self.flat.cols // tile.cols)
+        return -(-self.problem.rows // tile.rows)
+
+    def grid(self, isa: Isa, tactic: Tile) -> Grid:
+        groups, cout = self.problem.groups, self.problem.cout
+        columns = groups if groups > 1 else -(-cout // (tactic.vectors * isa.lanes))
+        return Grid(self.flat.cols if self.by_batch else self.tile_rows(tactic), 1, columns)
+
+    def windows(self, isa: Isa, tactic: Tile) -> Sequence[Window]:
+        flat = self.flat
+        axis, size = (1, tactic.cols) if flat.rows == 1 else (0, tactic.rows)
+        size = 1 if self.by_batch else size
+        read = (size - 1) * flat.stride[axis] + (flat.taps[axis] - 1) * flat.dilation[axis] + 1
+        return [Window.along(flat.x, axis, 1, size * flat.stride[axis], count=read),
+                *(Window.along(view, axis, 1, size, count=size) for view in (*flat.operands, flat.y))]
+
+    # ---- tactics
+    def tactics(self, isa: Isa) -> Sequence[Tile]:
+        """Tile shapes, as far as the layer has so many pixels and couts; `refinements` cuts their blocks."""
+        problem, shapes = self.problem, self.tile_shapes(isa)
+        widest = isa.vectors_for(problem.cout)
+        found: dict[Tile, None] = {}
+        for cols, vectors in shapes:
+            vectors = min(vectors, widest)
+            cols = min(cols, self.flat.cols * self.items)
+            found[self.tile(1, cols, vectors)] = None
+            if problem.border and self.skips_taps:
+                found[self.tile(1, cols, vectors, skip=True)] = None
+            most = max((cols for cols, v in shapes if v >= vectors), default=1)
+            if self.flat.rows > 1 and cols == problem.cols and 2 * cols <= most:
+                found[self.tile(2, cols, vectors)] = None
+        return tuple(found)
+
+    def refinements(self, isa: Isa, best: Tile) -> Sequence[Tile]:
+        """The best tile with its pixels cut into blocks, with and without prefetch."""
+        blocks = [0] if self.by_batch else [0, *(b for b in (1, 2, 4, 8, 16) if b < self.tile_rows(best))]
+        weights = self.turns(isa) * self.problem.cout * self.arithmetic(isa).step_bytes
+        return tuple(replace(best, block=block, prefetch=prefetch) for block in blocks
+                     for prefetch in ((False, True) if weights >= 1 << 16 else (False,)))
+
+    def packing(self, tactic: Tile) -> int:
+        return tactic.vectors
+
+    # ---- cost
+    def cost(self, isa: Isa, tactic: Tile) -> float:
+        return sum(self._cycles(isa, tactic, items) / items for items in {1, self.items})
+
+    def _cycles(self, isa: Isa, tactic: Tile, items: int) -> float:
+        """Every tile's turns and epilogue; of what memory, the weights of a tile, of a block, and x for each panel."""
+        problem = self.problem
+        panels = pieces(problem.cout, tactic.vectors * isa.lanes)
+        if self.by_batch:
+            pixels = items * self.flat.cols
+            tiles, blocks = tiles_of_the_batch(pixels, tactic.cols), -(-pixels // self.block_of_the_batch(tactic))
+        else:
+            tile_rows = self.tile_rows(tactic)
+            tiles, blocks = self._tiles_of_an_item(tactic), items * -(-tile_rows // (tactic.block or tile_rows))
+        total, weights = 0.0, 0.0
+        turns, weight_bytes = self.turns_and_bytes(isa)
+        for couts, times in panels:
+            vectors = isa.vectors_for(couts)
+            size = turns * vectors * weight_bytes
+            weights += times * size
+            total += times * sum(count * (self._tile_cost(isa, pixels, vectors, tactic) + reading(size))
+                                 for pixels, count in tiles)
+        x = items * math.prod(problem.x.shape) * problem.x.size / blocks / problem.groups
+        total += reading(x, blocks * (sum(times for _, times in panels) - 1))
+        return problem.groups * (total + reading(weights, blocks * (0.5 if tactic.prefetch else 1)))
+
+    def _tiles_of_an_item(self, tile: Tile) -> list[tuple[int, int]]:
+        """(pixels, how many of them)"""
+        return [(height * width, count * times) for height, count in pieces(self.flat.rows, tile.rows)
+                for width, times in pieces(self.flat.cols, tile.cols)]
+
+    def _tile_cost(self, isa: Isa, pixels: int, vectors: int, tile: Tile) -> float:
+        program = self.problem.program
+        end = epilogue(len(program.instructions), len(self.problem.operands), vectors, pixels) * (pixels * vectors)
+        cycles = self.turn_cycles(isa, pixels, vectors, tile)
+        return self.turns_and_bytes(isa)[0] * (cycles + tile.prefetch / 4) + end.cycles + CALL
+
+
+def tiles_of_the_batch(pixels: int, cols: int) -> list[tuple[int, int]]:
+    """(pixels, how many of them) of the tiles that so many pixels are cut into."""
+    whole, rest = divmod(pixels, cols)
+    return [(size, count) for size, count in ((cols, whole), *((tail, 1) for tail in TAILS if rest & tail)) if count]

@@ -1,0 +1,122 @@
+"""Attention: the mean of values, weighted by a softmax of the scores of queries and keys.
+
+    y[n, h, s] = program(sum over t of p[s, t] * v[n, h, t] / sum over t of p[s, t])
+    p[s, t]    = e**(x[s, t] - max over t of x[s])              x = scale * q[n, h, s] . k[n, h, t] + mask[n, h, s, t]
+
+q, k and v are read as they lie: heads may be an axis inside a wider tensor, and so may y's.
+
+In int8 p is round(255 * e**...), a byte that uses its whole range in every row, and the sum that divides is that of
+these bytes: an exact mean. What k's zero point adds to a score is the same for a whole row, which a softmax does not
+see.
+
+A query that sees no key, all x being minus infinity, has the mean 0: p and 1 / sum of p are 0, and in int8, where sums
+are of v - MIDDLE, v's zero point less MIDDLE is added.
+
+Source: Vaswani et al., Attention Is All You Need, equation 1.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engines.lowering.epilogue.functions import fma
+from engines.lowering.epilogue.program import NUMPY, EpilogueProgram, Floats, load_meaning, store_meaning
+from engines.lowering.problems.exp2 import LOG2_E, exp2
+from engines.lowering.problems.problem import Array, Problem
+from engines.lowering.problems.rows import less_peak, reduced_rows, share_of
+from engines.lowering.problems.view import View
+
+MIDDLE = 128            # of uint8: stored - MIDDLE is an int8
+
+
+@dataclass(frozen=True)
+class Attention(Problem):
+    """Views of one item: q [..., S, D], k [..., T, D], v [..., T, E], mask [..., S, T], y [..., S, E]; ... are heads.
+
+    The innermost axis of q and y is contiguous; of k and v it or the one before it. mask: floats, repeated by strides
+    of 0. value 0 of the program is the mean of v in v's units: less its zero point, or in int8 less MIDDLE.
+
+    Constants: "numbers", the scale of the scores, the zero points of q, k and v; "program", float32 [1] or [E].
+    """
+    q: View
+    k: View
+    v: View
+    y: View
+    mask: View | None
+    program: EpilogueProgram
+    precision: str                  # int8, fp32, bf16, fp16
+    family = "attention"
+
+    @property
+    def inputs(self) -> tuple[View, ...]:
+        return (self.q, self.k, self.v, *((self.mask,) if self.mask else ()))
+
+    @property
+    def outputs(self) -> tuple[View, ...]:
+        return (self.y,)
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        return self.q.shape[:-2]
+
+    @property
+    def heads(self) -> int:
+        return math.prod(self.lead)
+
+    @property
+    def queries(self) -> int:
+        return self.q.shape[-2]
+
+    @property
+    def keys(self) -> int:
+        return self.k.shape[-2]
+
+    @property
+    def macs(self) -> int:
+        return self.heads * self.queries * self.keys * (self.q.shape[-1] + self.v.shape[-1])
+
+    @property
+    def units(self) -> np.float32:
+        """What makes units of log 2 of differences of scores: 1 where the scale has done it already, for no mask."""
+        return np.float32(LOG2_E if self.mask else 1.0)
+
+    def numbers(self, constants: Mapping[str, Any]) -> Floats:
+        """The constant "numbers", the scale in the units of the scores."""
+        scale, *zeros = constants["numbers"]
+        return np.asarray([scale * LOG2_E / float(self.units), *zeros], np.float32)
+
+    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        scale, *zeros = self.numbers(constants)
+        factors = [load_meaning(view.dtype, x) for view, x in zip(self.inputs, inputs, strict=True)]
+        mask = factors[3] if self.mask else None
+        if self.precision == "int8":
+            return self._exact_meaning(factors, scale, zeros, mask, constants["program"])
+        q, k, v = (x - np.float32(zero) for x, zero in zip(factors, zeros, strict=False))
+        x = _product(q, k.swapaxes(-1, -2)) * scale
+        x = x if mask is None else x + mask
+        peak = reduced_rows("max", x)
+        p = exp2(NUMPY, less_peak(x, peak) * self.units, "float32")
+        mean = _product(p, v) * share_of(peak, reduced_rows("sum", p))
+        return (store_meaning(self.y.dtype, self.program.meaning(mean, [], constants["program"])),)
+
+    def _exact_meaning(self, factors: Sequence[Floats], scale: np.float32, zeros: Sequence[np.float32],
+                       mask: Floats | None, program: Sequence[Floats]) -> tuple[Array, ...]:
+        q, k, v = (x.astype(np.int64) for x in factors[:3])
+        sums = ((q - int(zeros[0])) @ (k - MIDDLE).swapaxes(-1, -2)).astype(np.float32)
+        x = sums * scale if mask is None else fma(sums, scale, mask)
+        peak = reduced_rows("max", x)
+        p = np.rint(exp2(NUMPY, less_peak(x, peak) * self.units, "uint8"))
+        mixed = (p.astype(np.int64) @ (v - MIDDLE)).astype(np.float32)
+        mean = mixed * share_of(peak, reduced_rows("sum", p))
+        if self.mask:
+            mean = mean + np.where(peak > -np.inf, np.float32(0), zeros[2] - np.float32(MIDDLE))
+        return (store_meaning(self.y.dtype, self.program.meaning(mean, [], program)),)
+
+
+def _product(a: Floats, b: Floats) -> Floats:
+    """a @ b in float32."""
+    return np.asarray(np.matmul(a, b), np.float32)

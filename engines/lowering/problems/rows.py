@@ -1,0 +1,179 @@
+"""Problems along the innermost axis: softmax, norms, local response normalisation, reductions.
+
+    softmax   y = program(e**(x - max x) / sum of e**(x - max x))
+              a row of minus infinity, a query that may look at nothing, becomes zeros
+    log       y = program(x - max x - log(sum of e**(x - max x)))
+    layer     y = program((x - mean) / sqrt(variance + epsilon))        variance: the mean of (x - mean)**2
+    rms       y = program(x / sqrt(mean of x**2 + epsilon))
+    l2        y = program(x / max(sqrt(sum of x**2), epsilon))
+    LRN       y[c] = program(x[c] * (bias + alpha / size * sum over k of x[c - before + k]**2) ** -beta)
+              k in 0..size-1, before = (size - 1) // 2; channels that are not there count as 0
+    reduce    y = program(sum, max or min of x)                         one element a row
+
+A norm's scale and shift (gamma, beta) and a mean's 1 / width are constants of the program; squares and absolute values
+are instructions of the prologue. The order of a reduction is the same on every machine: element i goes to partial
+i % 64, and the partials are combined by halves. So results are equal bit for bit, whatever the lanes.
+"""
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engines.lowering.epilogue.program import (
+    INSTRUCTIONS,
+    NUMPY,
+    EpilogueProgram,
+    Floats,
+    load_meaning,
+    store_meaning,
+)
+from engines.lowering.problems.problem import Array, Problem
+from engines.lowering.problems.view import View
+
+PARTIALS = 64
+NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}
+WIDEST_LRN = 64         # channels of a window of local response normalisation
+LOAD = EpilogueProgram((), 1, 0, accumulator=False)     # a prologue that leaves the loaded value as it is
+EXP, LOG = INSTRUCTIONS["exp_of_moderate"], INSTRUCTIONS["log_of_positive"]
+ROOTS: dict[float, Callable[[Any, Callable[[Any], Any]], Any]] = {     # beta -> t**beta, given a square root
+    0.5: lambda t, root: root(t),
+    0.75: lambda t, root: root(t) * root(root(t)),
+    1.0: lambda t, root: t}
+
+
+@dataclass(frozen=True)
+class RowProblem(Problem):
+    """The parts that all problems along rows share.
+
+    sources: of one shape [..., width] (a stride of 0 broadcasts); prologue: its operands -> x, usually dequantised.
+    y: of the same shape, or with one element a row; operands: of its program, shaped as y.
+    Constants are per index of the row: "prologue" and "program", each a sequence of float32 [1] or [width].
+    """
+    sources: tuple[View, ...]
+    y: View
+    operands: tuple[View, ...] = ()
+    prologue: EpilogueProgram = LOAD
+    program: EpilogueProgram = EpilogueProgram()
+
+    @property
+    def inputs(self) -> tuple[View, ...]:
+        return (*self.sources, *self.operands)
+
+    @property
+    def outputs(self) -> tuple[View, ...]:
+        return (self.y,)
+
+    @property
+    def width(self) -> int:
+        return self.sources[0].shape[-1]
+
+    @property
+    def constants_width(self) -> int:
+        return self.width
+
+    @abstractmethod
+    def meaning(self, x: Floats) -> Floats:
+        """x [..., width] -> the accumulator of the program."""
+
+    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        arrays = [load_meaning(view.dtype, x) for view, x in zip(self.inputs, inputs, strict=True)]
+        split = len(self.sources)
+        x = self.prologue.meaning(None, arrays[:split], constants.get("prologue", ()))
+        result = self.program.meaning(self.meaning(x), arrays[split:], constants.get("program", ()))
+        return (store_meaning(self.y.dtype, result),)
+
+
+@dataclass(frozen=True)
+class Softmax(RowProblem):
+    log: bool = False
+    family = "softmax"
+
+    def meaning(self, x: Floats) -> Floats:
+        peak = reduced_rows("max", x)
+        shifted = less_peak(x, peak)
+        exponentials = np.asarray(EXP(NUMPY, shifted), np.float32)
+        total = reduced_rows("sum", exponentials)
+        result = shifted - LOG(NUMPY, total) if self.log else exponentials * share_of(peak, total)
+        return np.asarray(result, np.float32)
+
+
+@dataclass(frozen=True)
+class Norm(RowProblem):
+    kind: str = "layer"
+    epsilon: float = 1e-5
+    family = "norm"
+
+    def meaning(self, x: Floats) -> Floats:
+        share, epsilon = np.float32(1 / self.width), np.float32(self.epsilon)
+        if self.kind == "layer":
+            x = x - reduced_rows("sum", x) * share
+        total = reduced_rows("sum", x * x)
+        if self.kind == "l2":
+            scale = np.float32(1) / np.maximum(np.sqrt(total), epsilon)
+        else:
+            scale = np.float32(1) / np.sqrt(total * share + epsilon)
+        return np.asarray(x * scale, np.float32)
+
+
+@dataclass(frozen=True)
+class Lrn(RowProblem):
+    """The power is e**(-beta * log t), t > 0; those of quarters that networks use are roots."""
+    size: int = 5
+    alpha: float = 1e-4
+    beta: float = 0.75
+    bias: float = 1.0
+    family = "lrn"
+
+    def meaning(self, x: Floats) -> Floats:
+        before = (self.size - 1) // 2
+        squares = np.pad(x * x, [(0, 0)] * (x.ndim - 1) + [(before, self.size - 1 - before)])
+        total = squares[..., :self.width]
+        for k in range(1, self.size):
+            total = total + squares[..., k:k + self.width]
+        base = total * np.float32(self.alpha / self.size) + np.float32(self.bias)
+        if self.beta in ROOTS:
+            return np.asarray(x / ROOTS[self.beta](base, np.sqrt), np.float32)
+        return np.asarray(x * EXP(NUMPY, LOG(NUMPY, base) * np.float32(-self.beta)), np.float32)
+
+
+@dataclass(frozen=True)
+class Reduce(RowProblem):
+    """y: [..., 1]. The constants of both programs are single numbers."""
+    kind: str = "sum"
+    family = "reduce"
+
+    @property
+    def constants_width(self) -> int:
+        return 1
+
+    def meaning(self, x: Floats) -> Floats:
+        return reduced_rows(self.kind, x)
+
+
+def reduced_rows(kind: str, x: Floats) -> Floats:
+    """The sum, max or min of [..., width]: [..., 1]."""
+    combine: Any = {"sum": np.add, "max": np.maximum, "min": np.minimum}[kind]
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % PARTIALS)]
+    chunks = np.pad(x, padding, constant_values=np.float32(NEUTRAL[kind])).reshape(*x.shape[:-1], -1, PARTIALS)
+    partial: Any = chunks[..., 0, :]
+    for i in range(1, chunks.shape[-2]):
+        partial = combine(partial, chunks[..., i, :])
+    while partial.shape[-1] > 1:
+        half = partial.shape[-1] // 2
+        partial = combine(partial[..., :half], partial[..., half:])
+    return np.asarray(partial, np.float32)
+
+
+def share_of(peak: Floats, total: Floats) -> Floats:
+    """What the exponentials of a row are multiplied by: 1 / their sum, or 0 where there was nothing to see."""
+    return np.where(peak > -np.inf, np.float32(1) / np.where(total == 0, np.float32(1), total), np.float32(0))
+
+
+def less_peak(x: Floats, peak: Floats) -> Floats:
+    """x - peak; where the peak is minus infinity, x, for `share_of` will make it zeros."""
+    return x - np.where(peak > -np.inf, peak, np.float32(0))

@@ -1,0 +1,37 @@
+"""Backends are found by the names of their targets, and imported when they are chosen."""
+from __future__ import annotations
+
+import pytest
+
+from engines.backends import backend_of, device_of, every_target
+from engines.compiler.builder import BuildConfig, Builder
+from engines.errors import ConfigError, PlanTargetError
+from engines.machine.timing_cache import TimingCache
+
+
+def test_every_target_has_one_backend_whose_sessions_build_for_it() -> None:
+    targets = every_target()
+    assert len({*targets}) == len(targets) and {"avx2", "portable", "numpy"} <= {*targets}
+    for target in targets:
+        backend = backend_of(target)
+        assert target in backend.targets
+        session = backend.session(target, TimingCache(), timing=False)
+        assert session.target == target and {"fp32", "int8"} <= {*session.arithmetic}
+        assert device_of(backend.name) is device_of(backend.name)
+
+
+def test_without_a_target_it_is_the_best_of_this_cpu() -> None:
+    session = backend_of("").session("", TimingCache(), timing=False)
+    assert session.target in backend_of("").targets
+
+
+def test_a_target_that_nobody_has_is_refused_with_its_neighbour() -> None:
+    with pytest.raises(ConfigError, match=r"unknown target 'avx512_vni'; did you mean 'avx512_vnni'\?"):
+        Builder(BuildConfig(target="avx512_vni"))
+    with pytest.raises(ConfigError, match="unknown target 'tpu'; known are .*portable, numpy"):
+        Builder(BuildConfig(target="tpu"))
+
+
+def test_a_plan_of_a_backend_that_is_not_here_is_refused() -> None:
+    with pytest.raises(PlanTargetError, match="for the backend 'nunpy', .*did you mean 'numpy'"):
+        device_of("nunpy")

@@ -1,0 +1,120 @@
+"""What the documents name is there: files, modules, classes, functions, fields, and the commands that run modules."""
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.test_layering import PACKAGES, ROOT, sources
+
+DOCUMENTS = sorted(path.name if path.parent == ROOT else f"docs/{path.name}"
+                   for folder in (ROOT, ROOT / "docs") for path in folder.glob("*.md"))
+SPAN = re.compile(r"`([^`\n]+)`")
+PICTURE = re.compile(r"^ {4}.*$", re.MULTILINE)
+PATH = re.compile(r"(?<![\w./<-])((?:engines|calibration|infer_server|protos|clients|benchmarks|tests|scripts|docs)"
+                  r"(?:/[\w.-]+)+)")
+COMMAND = re.compile(r"python3? -m ([\w.]+)")
+DOTTED = re.compile(r"(?<![\w./$-])([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)(?![\w/-])")
+CAMEL = re.compile(r"(?<![\w./])((?:[A-Z][a-z0-9]+){2,})(?![\w/])")
+# Of others, or of ONNX: the documents name them too.
+FOREIGN = {"BatchNormalization", "inference.GRPCInferenceService", "client.load_model"}
+
+
+@cache
+def defined() -> tuple[frozenset[str], frozenset[str]]:
+    """Modules and packages; and `module.name` and `Class.name` of everything that modules and classes hold."""
+    files = sources(*PACKAGES, "benchmarks", "scripts", "tests")
+    held = set()
+    for module, path in files.items():
+        tree = ast.parse(path.read_text())
+        held |= {f"{module}.{name}" for name in names_in(tree)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                held |= {f"{module}.{node.name}.{name}" for name in names_in(node)}
+    return frozenset(files), frozenset(held)
+
+
+def names_in(holder: ast.Module | ast.ClassDef) -> Iterator[str]:
+    """What a module or class defines: classes, functions, constants, fields, and attributes that methods set."""
+    for node in holder.body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node.name
+        for target in ast.walk(node) if isinstance(node, (ast.Assign, ast.AnnAssign, ast.FunctionDef)) else ():
+            if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store):
+                yield target.id
+            if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store):
+                yield target.attr
+
+
+@cache
+def known(name: str) -> bool:
+    """Whether a name is there: `frontend.onnx_import` ends a module's name, `Graph.dependence` is a class's field, and
+    `context.execute` a method of a class whose name ends in Context."""
+    modules, held = defined()
+    ends = (f".{name}", f"{name[0].upper()}{name[1:]}")
+    return any(whole == name or whole.endswith(ends) for whole in (*modules, *held))
+
+
+@cache
+def ours(name: str) -> bool:
+    """Whether a dotted name is one of ours: it begins with a package, a module, a class or an instance of one."""
+    modules, held = defined()
+    first = name.split(".")[0]
+    classes = tuple(whole.rpartition(".")[2] for whole in held)
+    return any(first in module.split(".") for module in modules) or any(
+        one.endswith(first[0].upper() + first[1:]) for one in classes if one[:1].isupper() and not one.isupper())
+
+
+def faults(text: str) -> Iterator[str]:
+    """Names in the text that are not there."""
+    for path in PATH.findall(text):
+        if not (ROOT / path.rstrip(".")).exists():
+            yield path
+    for module in COMMAND.findall(text):
+        if module.split(".")[0] in (*PACKAGES, "benchmarks", "scripts", "tests") and not known(module):
+            yield f"python -m {module}"
+    yield from dotted_faults("\n".join(SPAN.findall(text)))
+
+
+def dotted_faults(text: str) -> Iterator[str]:
+    files = (".py", ".md", ".onnx", ".plan", ".npz", ".json", ".toml", ".txt")
+    yield from (name for name in DOTTED.findall(COMMAND.sub("", text))
+                if ours(name) and name not in FOREIGN and not name.endswith(files) and not known(name))
+
+
+def architecture_faults(text: str) -> Iterator[str]:
+    """As `faults`; and everything that pictures name, and classes in backticks."""
+    yield from faults(text)
+    pictures = "\n".join(PICTURE.findall(text.split("## Modules")[0]))
+    yield from dotted_faults(pictures)
+    words = CAMEL.findall("\n".join([pictures, *SPAN.findall(text)]))
+    yield from (name for name in words if name not in FOREIGN and not known(name))
+
+
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if name != "ARCHITECTURE.md"])
+def test_what_a_document_names_is_there(document: str) -> None:
+    assert not list(faults((ROOT / document).read_text()))
+
+
+def test_what_the_architecture_names_is_there() -> None:
+    assert not list(architecture_faults(Path(ROOT, "ARCHITECTURE.md").read_text()))
+
+
+@pytest.mark.parametrize("text, name", [
+    ("see engines/ir/gone.py", "engines/ir/gone.py"), ("    python -m benchmarks.gone x", "python -m benchmarks.gone"),
+    ("`engines.ops.gone`", "engines.ops.gone"), ("`Graph.gone`", "Graph.gone"), ("`node.gone`", "node.gone"),
+    ("`GoneContext`", "GoneContext"), ("    a ─passes.gone→ b", "passes.gone"), ("    x ─→ GoneGraph", "GoneGraph")])
+def test_a_name_that_is_gone_is_found(text: str, name: str) -> None:
+    assert list(architecture_faults(text)) == [name]
+
+
+@pytest.mark.parametrize("text", [
+    "`engines/ir/graph.py` and `engines.ir.graph`", "`passes.pipeline.simplify`", "`engines.errors.EngineError`",
+    "`node.precision`", "`ModelError`", "`np.zeros`, `os.path.join`", "    x ─frontend.onnx_import→ Graph",
+    "/path/to/engines/no/file.py"])
+def test_a_name_that_is_there_or_of_others_is_not_found(text: str) -> None:
+    assert not list(architecture_faults(text))
