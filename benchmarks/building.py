@@ -29,7 +29,7 @@ HEADER = ("model", "build, empty cache s", "full cache s", "plan MB", "per weigh
 
 
 def timed(source: Path, plan: Path, *options: object) -> str:
-    """build-engine: "seconds (of processors)"."""
+    """Runs build-engine; returns its times as "seconds (CPU seconds)"."""
     start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     run("infer_server.cli.build_engine", source, "-o", plan, *options)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -38,13 +38,13 @@ def timed(source: Path, plan: Path, *options: object) -> str:
 
 
 def weight_bytes(plan: Plan) -> int:
-    """Of the graph's matrices, as the precision stores them."""
+    """The bytes of the graph's weights, as the precision stores them."""
     size = {"fp32": 4, "bf16": 2, "fp16": 2}.get(plan.precision, 1)
     return sum(array.size * size for array in plan.weights.values() if array.ndim > 1)
 
 
 def live_bytes(plan: Plan) -> int:
-    """Of the buffers that are alive at once, at most."""
+    """The largest sum of the bytes of buffers that are alive at the same step."""
     machine = plan.machine
     return max(sum(b.bytes for b in machine.buffers if b.first <= step <= b.last) for step in range(len(machine.steps)))
 

@@ -102,7 +102,7 @@ CELLS: Mapping[str, tuple[str, int, Mapping[str, int]]] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One node: float32 x to float32 y, its other inputs constants that `weights` draws."""
+    """One problem as a model of one node: float32 x to float32 y; `weights` draws its constants."""
     kind: str                           # one of CLASSES
     name: str
     operator: str
@@ -115,7 +115,7 @@ class Problem:
 
     @property
     def effort(self) -> int:
-        """What grows with the time that it takes: to compute, and to build, which writes and reads weights."""
+        """An estimate, to sort by, of the time that a problem takes to compute and to build."""
         return self.macs + 100 * self.weight_elements
 
     def write(self, folder: Path) -> tuple[Path, Path]:
@@ -138,7 +138,7 @@ class Problem:
 
 
 def problems() -> list[Problem]:
-    """All of them, those that take least time first."""
+    """All problems, those that take least time first."""
     every = [*map(_product, _lines(PRODUCTS)), *map(_product, _lines(SPARSE_PRODUCTS)),
              *map(_convolution, _lines(CONVOLUTIONS)), *map(_recurrence, _lines(RECURRENCES))]
     return sorted(every, key=lambda problem: problem.effort)
@@ -176,7 +176,7 @@ def _convolution(numbers: list[str]) -> Problem:
 
 
 def _recurrence(fields: list[str]) -> Problem:
-    """As wide an input as the layer has units."""
+    """A recurrent layer whose input is as wide as its state."""
     cell, (units, batch, steps) = fields[0], map(int, fields[1:])
     operator, gates, attributes = CELLS[cell]
 
@@ -192,5 +192,5 @@ def _recurrence(fields: list[str]) -> Problem:
 
 
 def _normal(random: np.random.Generator, shape: tuple[int, ...], terms: int = 1) -> Array:
-    """Numbers whose sums of so many products with numbers like x's are like x's again."""
+    """Normal weights scaled by 1 / sqrt(terms), so that outputs have the variance of inputs."""
     return random.standard_normal(shape, np.float32) / np.float32(terms ** 0.5)

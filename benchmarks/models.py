@@ -47,12 +47,12 @@ class Model:
 
     @property
     def build_options(self) -> tuple[str, ...]:
-        """For build-engine, in every precision."""
+        """build-engine's options for this model, in every precision."""
         return tuple(option for shape in self.shapes for option in ("--shape", shape))
 
     @property
     def calibration_options(self) -> tuple[str, ...]:
-        """... in INT8."""
+        """build-engine's further options for this model, in INT8."""
         preprocess = ("--preprocess", self.preprocess) if self.preprocess else ()
         return ("--calib", self.calibration, *preprocess)
 
@@ -76,7 +76,7 @@ class Model:
 
     @cached_property
     def data_digest(self) -> str:
-        """Of the calibration items: their names and values."""
+        """A hash of the calibration items' names and values."""
         return digest(*(part for item in self.data for name, array in item.items() for part in (name, array.tobytes())))
 
     def feed(self, batch: int) -> dict[str, Array]:
@@ -88,7 +88,7 @@ class Model:
 
 
 def digest(*parts: str | bytes) -> str:
-    """A name for what is made of these."""
+    """A hash of these, as the name of the file that is made of them."""
     hasher = hashlib.sha256()
     for part in parts:
         hasher.update(part.encode() if isinstance(part, str) else part)
@@ -129,5 +129,5 @@ def build(source: Path, plan: Path, precision: str, max_batch: int, options: Seq
     """build-engine; int8 is calibrated on random pictures of the input's size."""
     plan.parent.mkdir(parents=True, exist_ok=True)
     calibration = ("--calib", random_pictures(source, plan.parent)) if precision == "int8" else ()
-    run("infer_server.cli.build_engine", source, "-o", plan, f"--{precision}", "--max-batch", max_batch, *calibration,
-        *options)
+    run("infer_server.cli.build_engine", source, "-o", plan, f"--{precision}", "--max-batch", max_batch, "--no-cache",
+        *calibration, *options)

@@ -34,7 +34,7 @@ READY_TIMEOUT_S = 120
 
 @dataclass(frozen=True)
 class Point:
-    """One concurrency; medians over the repetitions."""
+    """The results at one concurrency: medians over the repetitions."""
     concurrency: int
     served: float               # items/s
     p50_ms: float

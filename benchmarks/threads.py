@@ -39,7 +39,7 @@ LONGEST_PAUSE_S = 3e-3  # between two requests of the check
 
 @dataclass(frozen=True)
 class Speed:
-    """Medians under one condition."""
+    """Times of one and of several threads under one condition: medians."""
     condition: str
     one_ms: float
     several_ms: float
@@ -52,7 +52,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Check:
-    """What became of the requests of the check."""
+    """The result of the check: how many requests, and how many answers that differ from one thread's."""
     requests: int
     wrong: int              # with a byte that is not that of one thread
     by_helpers: int         # chunks
@@ -152,7 +152,7 @@ def check(one: Engine, several: Engine, requests: int, batch: int,
 
 
 def chunk_counts(context: ExecutionContext) -> tuple[int, int]:
-    """Chunks that helpers ran, and chunks that anybody ran again."""
+    """(chunks that threads other than the caller's ran, late chunks that any thread ran again)."""
     execution = context.execution
     assert isinstance(execution, ParallelExecution), "a context of one thread has no other workers"
     return int(execution.workers[1:, WorkerRow.DONE].sum()), int(execution.workers[:, WorkerRow.REPEATED].sum())

@@ -22,7 +22,7 @@ MIN_CLASSES = 3     # an output of [items, classes] with at least so many is tak
 
 @dataclass(frozen=True)
 class Errors:
-    """How far the worst of the quantised outputs is from its float counterpart, over all items.
+    """The errors of the worst quantised output against its float counterpart, over all items.
 
     peak_db     signal to noise ratio in the 4-norm: what choices go by
     sqnr_db     signal to quantisation noise ratio
@@ -43,8 +43,8 @@ Evaluate = Callable[[CalibrationTable], Errors]
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The table chosen, what it was called, and what every candidate measured, best first."""
+class CalibratorChoice:
+    """The calibration table that was chosen, its name, and every candidate's errors, the best first."""
     name: str
     table: CalibrationTable
     errors: Mapping[str, Errors]
@@ -81,7 +81,7 @@ def compare(reference: Sequence[Mapping[str, Array]], outputs: Iterable[Mapping[
                   float(np.mean(agreements)) if agreements else None)
 
 
-def choose(candidates: Mapping[str, CalibrationTable], evaluate: Evaluate) -> Choice:
+def choose(candidates: Mapping[str, CalibrationTable], evaluate: Evaluate) -> CalibratorChoice:
     """Evaluate every candidate and take the best; of equals, the one that agrees in more items, then the first."""
     assert candidates, "nothing to choose from"
     errors = {name: evaluate(table) for name, table in candidates.items()}
@@ -89,4 +89,4 @@ def choose(candidates: Mapping[str, CalibrationTable], evaluate: Evaluate) -> Ch
     best = max(error.peak_db for error in errors.values())
     equals = [name for name in candidates if errors[name].peak_db >= best - TIE_DB]
     name = max(equals, key=lambda name: errors[name].top1 or 0.0)   # max: the first of the largest
-    return Choice(name, candidates[name], ranked)
+    return CalibratorChoice(name, candidates[name], ranked)

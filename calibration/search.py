@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from calibration.choose import Choice, Evaluate, choose
+from calibration.choose import CalibratorChoice, Evaluate, choose
 from calibration.histogram import Histogram
 from calibration.refine import Refinement, refine
 from calibration.table import CalibrationTable, make_table
@@ -17,7 +17,7 @@ ALTERNATIVES = ("percentile:99.9", "percentile:99.999")     # for single tensors
 @dataclass(frozen=True)
 class Search:
     """What was found, step by step; prints as the steps' reports."""
-    choice: Choice
+    choice: CalibratorChoice
     refinement: Refinement | None       # None: not asked for
 
     @property

@@ -101,7 +101,7 @@ def _readers_allow(graph: Graph, tensor: str) -> bool:
 
 # ---- doing it
 class _Smoothing(GraphEditor):
-    """One tensor's."""
+    """Smooths one tensor: divides it by its factors where it is made, multiplies the weights that read it by them."""
 
     def __init__(self, graph: Graph, tensor: str, factors: Floats) -> None:
         super().__init__(graph)

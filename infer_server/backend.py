@@ -33,7 +33,7 @@ class ExecutionContext(Protocol):
         """A view of the results, [batch, ...], valid until the next execute."""
 
     def close(self) -> None:
-        """Ends the threads it may have."""
+        """Ends the context's threads, if it has any."""
 
 
 class Engine(Protocol):
@@ -52,7 +52,7 @@ class Engine(Protocol):
     def arena_bytes(self) -> int: ...                   # of memory that a context takes
 
     def create_context(self, cpus: Sequence[int] | None = None) -> ExecutionContext:
-        """cpus: where its threads stay, one for each, the first for the caller's; None: anywhere."""
+        """cpus: what its threads are pinned to, one each, the first for the caller's; None: not pinned."""
 
 
 _LONG_NS = 500_000_000
@@ -72,7 +72,7 @@ def load_plan(path: Path, threads: int) -> Engine:
 
 
 def warm_up(context: ExecutionContext, engine: Engine) -> dict[int, int]:
-    """Executes on zeros, at batch 1 and at the largest batch, so that no request pays for first touches of memory.
+    """Executes on zeros, at batch 1 and at the largest batch, so that no request pays for page faults.
 
     Returns how many ns each takes, by batch: after the first time, unless that was so long that it hardly matters.
     """

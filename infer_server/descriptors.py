@@ -1,4 +1,4 @@
-"""How many files and sockets the process may have open."""
+"""The process's limit of open files and sockets (RLIMIT_NOFILE)."""
 from __future__ import annotations
 
 import logging
@@ -8,7 +8,7 @@ log = logging.getLogger(__name__)
 
 
 def raise_descriptor_limit() -> None:
-    """Up to what the system allows: the limit that a shell sets is low for the sake of old programs."""
+    """Raises the soft limit to the hard one: the soft one that a shell sets is low for the sake of old programs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from enum import Enum
 
 
-class Phase(Enum):
+class ServerPhase(Enum):
     STARTING = "starting"       # models are being loaded; those that are ready are served
     READY = "ready"             # all are loaded, or have failed
     DRAINING = "draining"       # not ready any more, and still answering
@@ -19,32 +19,32 @@ class Lifecycle:
     def __init__(self, are_models_ready: Callable[[], bool] = lambda: True) -> None:
         """are_models_ready: asked once all models are loaded or have failed; its changes are told by changed()."""
         self._are_models_ready = are_models_ready
-        self._phase = Phase.STARTING
+        self._phase = ServerPhase.STARTING
         self._changed = asyncio.Event()
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> ServerPhase:
         return self._phase
 
     @property
     def ready(self) -> bool:
-        return self._phase is Phase.READY and self._are_models_ready()
+        return self._phase is ServerPhase.READY and self._are_models_ready()
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: ServerPhase) -> None:
         self._phase = phase
         self.changed()
 
     def changed(self) -> None:
-        """Readiness may be another than before."""
+        """To be called when readiness may have changed; tells those who watch it."""
         # Whoever waits holds the old event; whoever comes later waits for the next change.
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def readiness(self) -> AsyncIterator[bool]:
-        """Whether it is ready: now, and after each change from now on; ends after STOPPED."""
+        """Yields whether the server is ready: now, and after each change; ends after STOPPED."""
         while True:
             phase, changed = self._phase, self._changed
             yield self.ready
-            if phase is Phase.STOPPED:
+            if phase is ServerPhase.STOPPED:
                 return
             await changed.wait()

@@ -16,7 +16,7 @@ from infer_server.endpoints.http_health import NOT_SERVED, health_page
 from infer_server.endpoints.http_server import Page, serve_pages
 from infer_server.endpoints.inflight import Inflight
 from infer_server.errors import RepositoryError
-from infer_server.lifecycle import Lifecycle, Phase
+from infer_server.lifecycle import Lifecycle, ServerPhase
 from infer_server.repository.building import Compiler
 from infer_server.repository.loader import Loader
 from infer_server.repository.repository import Repository
@@ -95,7 +95,7 @@ class Server:
         return Ports(self._grpc_port, http, metrics_port)
 
     async def loaded(self) -> None:
-        """Until the models to be loaded at start are ready, or have failed: see failures()."""
+        """Waits until the models to be loaded at start are ready, or have failed: see failures()."""
         assert self._loading is not None, "start() comes first"
         await self._loading
 
@@ -106,11 +106,11 @@ class Server:
     async def stop(self) -> bool:
         """Drops readiness, answers what was accepted, and closes. False: not all of it within exit_timeout_secs."""
         assert self._loading is not None, "start() comes first"
-        self.lifecycle.enter(Phase.DRAINING)
+        self.lifecycle.enter(ServerPhase.DRAINING)
         self._loading.cancel()
         self._compiler.close()
         await asyncio.sleep(self._options.drain_grace_secs)
-        self.lifecycle.enter(Phase.STOPPED)
+        self.lifecycle.enter(ServerPhase.STOPPED)
         # The models go first and gRPC last: what arrives meanwhile is refused with a status that tells clients to go
         # elsewhere. A gRPC server that stops would cancel the calls that it has not handed out yet: before it does,
         # nobody is connected any more.
@@ -137,8 +137,8 @@ class Server:
         except RepositoryError as error:        # the folder itself: clients can still ask what is there
             self._unreadable["model repository"] = str(error)
             log.error("%s", error)
-        if self.lifecycle.phase is Phase.STARTING:
-            self.lifecycle.enter(Phase.READY)
+        if self.lifecycle.phase is ServerPhase.STARTING:
+            self.lifecycle.enter(ServerPhase.READY)
 
     async def _serve_pages(self, port: int, pages: Callable[[str], Page | None], otherwise: Page) -> int:
         try:

@@ -1,4 +1,4 @@
-"""What the server calls itself."""
+"""The server's name and version, as ServerMetadata and the HTTP pages give them."""
 from importlib import metadata
 
 NAME = "infer-server"

@@ -1,4 +1,4 @@
-"""Blocking work beside the event loop."""
+"""Runs blocking work on threads beside the event loop."""
 from __future__ import annotations
 
 import asyncio
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def post(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
-    """Calls a function on the loop, from any thread. A loop that is closed has given up whoever waited for the call."""
+    """Calls a function on the loop, from any thread; does nothing if the loop is closed, for nobody waits any more."""
     try:
         loop.call_soon_threadsafe(function, *arguments)
     except RuntimeError:

@@ -34,7 +34,7 @@ class Agreement:
 
 
 def compare(reference: Outputs, outputs: Outputs) -> Agreement:
-    """Raises ValueError if the outputs differ in number or shape."""
+    """The cosine and the error of outputs. Raises ValueError if they differ in number or shape."""
     pairs = list(zip(reference, outputs, strict=True))
     for expected, found in pairs:
         if expected.shape != found.shape:
@@ -61,7 +61,7 @@ class Judge:
     metric: Callable[[Sequence[Outputs], Sequence[Outputs]], Mapping[str, float]]
 
     def outputs(self, session: Session) -> list[Outputs]:
-        """Of all evaluation feeds; `session` is loaded for one item."""
+        """A session's outputs for all evaluation feeds; it is loaded for one item."""
         results: list[Outputs] = []
         for feed in self.feeds:
             session.place(feed)

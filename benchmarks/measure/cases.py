@@ -54,7 +54,7 @@ class Bench:
         return Case(self.model.name, self.precision, batch, threads, clock.unit, tuple(timed))
 
     def _load(self, build: Build, feed: Feed, threads: int) -> Session | str:
-        """The session, or why there is none."""
+        """The loaded session, or why it could not be loaded."""
         if build.file is None:
             return build.failure
         try:
@@ -63,7 +63,7 @@ class Bench:
             return _reason(error)
 
     def _row(self, build: Build, session: Session | str, reference: Outputs) -> Row:
-        """What is known of a build without timing it."""
+        """A build's row of the results, before its times."""
         if isinstance(session, str):
             return Row(build.runtime, build.name, failure=session)
         try:
@@ -77,7 +77,7 @@ class Bench:
 
 
 def hopeless(turns: Mapping[Build, Sequence[float]]) -> dict[Build, float]:
-    """Of the costs of a first turn, those that are far above another build's of the same runtime."""
+    """The builds whose first turn costs far more than that of another build of the same runtime."""
     return {build: cost for build, (cost, *_) in turns.items()
             if cost > HOPELESS * min(other for same, (other, *_) in turns.items() if same.runtime == build.runtime)}
 

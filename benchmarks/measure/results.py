@@ -90,7 +90,7 @@ def write_results(path: Path, cases: Sequence[Case]) -> list[Case]:
 
 
 def read_results(path: Path) -> list[Case]:
-    """Raises OSError, ValueError, TypeError or KeyError if it is no file of results."""
+    """The cases in a file of results. Raises OSError, ValueError, TypeError or KeyError if it is none."""
     def row(found: dict[str, Any]) -> Row:
         return Row(**{**found, "turns": tuple(found["turns"])})
 

@@ -30,7 +30,7 @@ def report(cases: Sequence[Case]) -> str:
 
 
 def every_case(cases: Sequence[Case]) -> str:
-    """A line each."""
+    """A Markdown table with a line for each case."""
     header = ["problem", "precision", "ours", "unit"]
     rows: list[list[Cell]] = [[case.model, case.precision, case.ours.cost, case.unit] for case in cases]
     for peer in PEERS:

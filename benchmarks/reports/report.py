@@ -32,7 +32,7 @@ def summary(cases: Sequence[Case]) -> str:
 
 
 def means(cases: Sequence[Case]) -> str:
-    """A line for each precision, batch and number of threads."""
+    """A Markdown table of geometric means: a line for each precision, batch and number of threads."""
     groups: dict[tuple[str, int, int], list[Case]] = {}
     for case in cases:
         groups.setdefault((case.precision, case.batch, case.threads), []).append(case)

@@ -47,7 +47,7 @@ class Workshop:
         self._compiler, self._calibration = _sources_digest(COMPILER), _sources_digest(CALIBRATION)
 
     def builds(self, model: Model, precision: str) -> list[Build]:
-        """Ours first."""
+        """All builds of a model in a precision, ours first."""
         plan = self._plan_file(model, precision)
         ours = self._made(OURS, precision, partial(self._plan, model, precision, plan))
         if precision != "int8":
@@ -106,7 +106,7 @@ class Workshop:
         return folder / file
 
     def _run(self, output: Path, what: str, module: str, *arguments: str) -> Path:
-        """Raises CalledProcessError."""
+        """Runs a command of ours unless its output is there already. Raises CalledProcessError."""
         if not output.exists():
             self.say(what)
             subprocess.run([sys.executable, "-m", module, *arguments], check=True, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""How far a quantised model is from the float one: four measures, and the sums they are made of."""
+"""How far a quantised model's outputs are from the float one's: SQNR, peak SNR, cosine, top-1 agreement."""
 from __future__ import annotations
 
 import math
@@ -37,7 +37,7 @@ def cosine(reference: Array, value: Array) -> float:
 
 
 def top1_agreement(reference: Array, value: Array) -> float:
-    """The share (0..1) of rows, along the last axis, whose largest element is at the same place in both."""
+    """The share (0..1) of vectors along the last axis whose largest element has the same index in both."""
     return float(np.mean(np.argmax(reference, axis=-1) == np.argmax(value, axis=-1)))
 
 

@@ -1,4 +1,4 @@
-"""Who says what a model should answer: ONNX Runtime on the file, where it is installed, else our reference."""
+"""The oracle of a verification, which gives a model's own outputs: ONNX Runtime if installed, else our reference."""
 from __future__ import annotations
 
 import importlib.util

@@ -32,8 +32,8 @@ _QUANTISE = frozenset({"QuantizeLinear", "DynamicQuantizeLinear"})
 
 @dataclass(frozen=True)
 class Limits:
-    """What an output may be off: by the largest error as a share of its range, or in SQNR where single values say
-    little; of integers and truth, the share of elements that differ."""
+    """The largest errors that a precision allows an output: as a share of its range, or as SQNR where single values
+    say little; of integers and booleans, the share of elements that differ."""
     relative: float = math.inf
     sqnr_db: float = -math.inf
     differing: float = 0.01
@@ -79,7 +79,7 @@ class OutputErrors:
     wrong: str = ""
 
     def fault(self, limits: Limits) -> str:
-        """What is beyond the limits; "" if nothing."""
+        """The first limit that the output exceeds, in words; "" if none."""
         if self.wrong or self.odd:
             return self.wrong or f"{self.odd} elements are NaN or infinite in one of the two only"
         if not self.floating:
@@ -108,7 +108,7 @@ class Verification:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What is beyond the limits of the precision, an output a line."""
+        """A line for each output that exceeds the limits of the precision."""
         limits = self.limits
         alone = [f"output '{errors.name}': {fault}" for errors in self.outputs if (fault := errors.fault(limits))]
         return (*alone, *(f"output '{errors.name}' of an item depends on what else is in its batch: {fault}"

@@ -1,4 +1,4 @@
-"""Inputs for a model that comes without data: random, but such as its inputs may be.
+"""Generated inputs for a model that comes without data: random, but within what each input may hold.
 
     floats              normal, mean 0, deviation 1
     uint8 images        0 to 255
@@ -33,7 +33,7 @@ def generated(inputs: Sequence[Input], graph: Graph, count: int, seed: int = SEE
 
 
 def index_bound(graph: Graph, name: str) -> int | None:
-    """What the tensor's values must stay below because they are indices; None if they are none."""
+    """The number that the tensor's values must stay below because a node uses them as indices; None if none does."""
     found: list[int] = []
     for node in graph.consumers[name]:
         for part in (node, *node.body):

@@ -16,7 +16,7 @@ Feed = Mapping[str, Array]      # every model input by name
 
 
 class Input(Protocol):
-    """What must be known of a model input; engines.plan.plan.IoTensor is one."""
+    """A model input as calibration sees it: name, dtype, shape; engines.plan.plan.IoTensor is one."""
     @property
     def name(self) -> str: ...
     @property
@@ -103,7 +103,7 @@ def holds_items(tensor: Input) -> bool:
 
 @dataclass(frozen=True)
 class Header:
-    """What is known of an array before it is read."""
+    """An array's dtype and shape, known before its values are read."""
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 

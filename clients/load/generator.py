@@ -16,7 +16,7 @@ import grpc
 from clients.calls import bind_raw
 from clients.load.measure import OK, Recorder, Summary, latency_of, summarise
 from clients.load.schedule import Closed, Load, Open
-from clients.load.stability import WINDOWS, Window, is_stable
+from clients.load.stability import WINDOWS, LoadWindow, is_stable
 from clients.load.statistics import Reading, ServerSplit, difference
 
 MAX_IN_FLIGHT = 4096            # of an open loop; beyond, requests wait in the client, and their wait is counted
@@ -27,14 +27,14 @@ WINDOWS_IN_DURATION = 10
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds: the longest measurement, and what goes before it."""
+    """How long to measure at most, and how long to warm up before, in seconds."""
     warmup: float
     duration: float
 
 
 @dataclass(frozen=True)
-class Level:
-    """One load, measured."""
+class LoadLevel:
+    """The result of one load: a concurrency or a rate."""
     load: Load
     client: Summary
     server: ServerSplit | None      # None: the server keeps no statistics, or executed nothing
@@ -97,11 +97,11 @@ async def send_open(sender: Sender, load: Open, seed: int, stop: asyncio.Event) 
 
 async def run_level(load: Load, sender: Sender, batch: int, timing: Timing, seed: int,
                     read_statistics: Callable[[], Awaitable[Reading | None]],
-                    observe: Callable[[float, Summary], None]) -> Level:
+                    observe: Callable[[float, Summary], None]) -> LoadLevel:
     """Measures one load. `observe(seconds measured, summary of the window)` is called after each window."""
     stop = asyncio.Event()
     marks: list[tuple[float, Reading | None]] = []
-    windows: list[Window] = []
+    windows: list[LoadWindow] = []
     throughput_is_given = isinstance(load, Open)
     async with asyncio.TaskGroup() as group:
         group.create_task(send_closed(sender, load, stop) if isinstance(load, Closed)
@@ -116,11 +116,11 @@ async def run_level(load: Load, sender: Sender, batch: int, timing: Timing, seed
             samples, ended = sender.recorder.since(ended), len(sender.recorder)
             summary = summarise(samples, marks[-2][0], marks[-1][0], batch)
             answered = samples.succeeded.latency_ms
-            windows.append(Window(len(answered), summary.throughput, latency_of(answered).mean))
+            windows.append(LoadWindow(len(answered), summary.throughput, latency_of(answered).mean))
             observe(marks[-1][0] - start, summary)
         stop.set()
     stable = is_stable(windows, throughput_is_given)
     (begin, before), (end, after) = marks[-1 - WINDOWS if stable else 0], marks[-1]
-    return Level(load, summarise(sender.recorder.since(0), begin, end, batch),
+    return LoadLevel(load, summarise(sender.recorder.since(0), begin, end, batch),
                  difference(before, after) if before and after else None,
                  "stable" if stable else "duration", sender.messages)

@@ -64,7 +64,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Latency:
-    """Milliseconds; nan when there was nothing to measure."""
+    """Latencies of an interval in milliseconds; nan if nothing was answered in it."""
     mean: float
     p50: float
     p90: float
@@ -75,7 +75,7 @@ class Latency:
 
 @dataclass(frozen=True)
 class Summary:
-    """One interval. `throughput` counts items (requests * batch) answered in it, a second."""
+    """The summary of an interval. throughput: items (requests * batch) answered in it, per second."""
     seconds: float
     requests: int                   # due in the interval and answered
     throughput: float

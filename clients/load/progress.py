@@ -16,7 +16,7 @@ class Progress:
         self._live = self._stream.isatty()
 
     def window(self, load: Load, seconds: float, summary: Summary) -> None:
-        """What the last window saw, `seconds` into the measurement."""
+        """Shows the summary of the last window, `seconds` into the measurement."""
         errors = sum(summary.errors.values())
         self._write(f"{load}: {seconds:.1f} s, {summary.throughput:.1f} infer/s, p50 {summary.latency.p50:.2f} ms, "
                     f"p99 {summary.latency.p99:.2f} ms, {errors} errors")

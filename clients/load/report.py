@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from clients.load.generator import Level
+from clients.load.generator import LoadLevel
 from clients.load.schedule import Closed
 
 LATE_MS = 5.0           # beyond what an event loop's timer and a busy moment explain
@@ -30,7 +30,7 @@ PERCENTILES = ("mean", "p50", "p90", "p95", "p99")
 
 @dataclass(frozen=True)
 class Report:
-    """What was asked for, and what came out."""
+    """A finished load test: its settings, and the result of each load."""
     model: str
     version: str            # "" is the server's choice
     url: str
@@ -38,7 +38,7 @@ class Report:
     duration_s: float
     warmup_s: float
     seed: int
-    levels: Sequence[Level]
+    levels: Sequence[LoadLevel]
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def as_json(report: Report) -> dict[str, Any]:
     return {**head, "levels": [_level(level) for level in report.levels]}
 
 
-def _level(level: Level) -> dict[str, Any]:
+def _level(level: LoadLevel) -> dict[str, Any]:
     client, load = level.client, level.load
     server = asdict(level.server) if level.server else None
     if server:
@@ -100,7 +100,7 @@ def table(report: Report) -> str:
     return "\n".join([title, *lines, *(note for level in report.levels for note in _notes(level))])
 
 
-def _row(level: Level) -> list[str]:
+def _row(level: LoadLevel) -> list[str]:
     def ms(value: float) -> str:
         return "-" if math.isnan(value) else f"{value:.2f}"
 
@@ -113,7 +113,7 @@ def _row(level: Level) -> list[str]:
             f"{'stable' if level.stopped_by == 'stable' else 'all'} {level.client.seconds:.1f} s"]
 
 
-def _notes(level: Level) -> list[str]:
+def _notes(level: LoadLevel) -> list[str]:
     notes = [f"{level.load}: {count} requests ended with {status}: {level.messages.get(status, '')}"
              for status, count in level.client.errors.items()]
     if level.client.send_delay_ms > LATE_MS:

@@ -1,4 +1,4 @@
-"""When requests are sent.
+"""Schedules: when requests are sent, in a closed loop or an open one.
 
 A closed loop keeps a number of requests in flight: it measures capacity, and a slow server slows it down. An open loop
 sends at a rate whatever the server does, as independent users would: it measures the latency that they would see.

@@ -11,14 +11,14 @@ MIN_REQUESTS = 100      # in a window: fewer agree or disagree by chance, and ha
 
 
 @dataclass(frozen=True)
-class Window:
-    """What was answered within one window; latency is nan when nothing was."""
+class LoadWindow:
+    """The summary of one window; latency is nan if nothing was answered within it."""
     requests: int
     throughput: float
     latency_ms: float
 
 
-def is_stable(windows: Sequence[Window], throughput_is_given: bool = False) -> bool:
+def is_stable(windows: Sequence[LoadWindow], throughput_is_given: bool = False) -> bool:
     """Whether throughput and mean latency of the last three windows are within 10 % of their means.
 
     In an open loop the schedule gives the throughput: its scatter says nothing about the server, and is left out.

@@ -1,4 +1,4 @@
-"""What the server did meanwhile: the difference of two readings of ModelStatistics."""
+"""The server's own account of an interval: the difference of two readings of ModelStatistics."""
 from __future__ import annotations
 
 from collections import Counter

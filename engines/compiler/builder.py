@@ -37,7 +37,7 @@ Ranges = Mapping[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class BuildConfig:
-    """What a user decides about a build; all of it is part of the engine cache's key."""
+    """What a user decides about a build; all of it but the timing cache is part of the engine cache's key."""
     precision: str = "fp32"
     max_batch: int | None = None            # None: 32 where the model has a batch axis
     opt_batch: int | None = None            # tactics are timed with so many items; None: with one, and with more
@@ -150,13 +150,14 @@ class Builder:
     @faults_named()
     def plan(self, graph: Graph, ranges: Ranges | None = None, metadata: Mapping[str, Any] | None = None) -> Plan:
         """A plan of an optimised graph; an int8 one needs the ranges of its edges."""
-        if self.config.precision == "best":
-            chosen = min(self._candidates(graph, ranges), key=_time_us)
-        else:
-            chosen = self._chosen(self.stored(graph, ranges, self.log))
-        plan = self._session.tuned(self._plan(self._session, chosen, metadata=metadata))
-        self.cache.save()
-        return plan
+        try:
+            if self.config.precision == "best":
+                chosen = min(self._candidates(graph, ranges), key=_time_us)
+            else:
+                chosen = self._chosen(self.stored(graph, ranges, self.log))
+            return self._session.tuned(self._plan(self._session, chosen, metadata=metadata))
+        finally:
+            self.cache.save()       # of a build that is interrupted, too: minutes of timing are not done again
 
     def _candidates(self, graph: Graph, ranges: Ranges | None) -> list[Chosen]:
         """What --best chooses from: int8 where it is the faster of the two and float32 elsewhere, int8, and the floats.

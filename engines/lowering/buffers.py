@@ -4,13 +4,13 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import accumulate
 
-from engines.backends.llvm.kernels.movement.border import Border
 from engines.capacity import gigabytes, too_large
 from engines.errors import ConfigError
 from engines.ir.graph import Node
 from engines.lowering.calls.calls import AnyCall, Call
 from engines.lowering.calls.placement import Placement, Storage, buffer_bytes, tensor_view
 from engines.lowering.lower import Lowered
+from engines.lowering.problems.movement import HaloFill
 from engines.lowering.problems.view import View
 from engines.plan.arena import plan_memory
 from engines.plan.plan import Buffer, Fill
@@ -118,4 +118,4 @@ def border(storage: Storage, buffer: int) -> Call:
               for offset, runs, size in cuts if runs and size]
     value = int(storage.pad)        # of floats it is 0, whose bytes are 0 too
     node = Node("Pad", (), (storage.name,), name=f"border of {storage.name}")
-    return Call(node, Border(tuple(placement.view for placement in placements), value), (), tuple(placements))
+    return Call(node, HaloFill(tuple(placement.view for placement in placements), value), (), tuple(placements))

@@ -153,7 +153,8 @@ class Op:
             except Exception as error:
                 shapes = ", ".join("-" if a is None else f"{a.dtype}{list(a.shape)}" for a in arrays)
                 raise GraphError(f"{describe(node)} cannot run on {shapes}: {error}") from error
-        return result if isinstance(result, tuple) else (result,)
+        results = result if isinstance(result, tuple) else (result,)
+        return tuple(map(np.asarray, results))      # NumPy makes scalars of what has no axes
 
     @classmethod
     def known(cls, node: Node, inputs: Inputs, values: Values) -> tuple[Array, ...] | None:

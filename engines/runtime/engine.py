@@ -208,8 +208,7 @@ def _run_slices(context: ExecutionContext, plan: Plan, arrays: Mapping[str, Arra
         raise InputError(f"{plan.name}: {items} items, but the plan takes 1 to {slots} at once, and they cannot be run "
                          f"in slices, for they depend on each other: {plan.dependence}. Build it with --max-batch "
                          f"{max(items, 1)}")
-    results = {io.name: np.empty(io.shape_of(items), memory_dtype(io.dtype))
-               for io in plan.outputs}
+    results = {io.name: np.empty(io.shape_of(items), memory_dtype(io.dtype)) for io in plan.outputs}
     for start in range(0, items, slots):
         part = slice(start, min(start + slots, items))
         feeds = {io.name: arrays[io.name][part] if io.batched else arrays[io.name] for io in plan.inputs}

@@ -17,7 +17,7 @@ _FRESH_BATCHES = 10                     # ... for the time of so many batches, i
 
 
 class Estimate(NamedTuple):
-    """Of the time of a batch, in ns."""
+    """An estimate of the time of a batch, in ns."""
     likely: float                       # half of them need no longer: with less time, being late is the rule
     safe: float                         # almost every one is answered within it
 
@@ -34,42 +34,42 @@ class BatchTimes:
 
     def __init__(self) -> None:
         self.longest_ns = 0                                 # that any batch ever took: nobody with more time is late
-        self._times: dict[int, deque[int]] = {}             # rows -> ns, the newest last
+        self._times: dict[int, deque[int]] = {}             # items -> ns, the newest last
         self._measured: dict[int, Estimate] = {}            # of each size by itself
         self._measured_ns = 0                               # when the newest of all was
         self._sizes: list[int] = []                         # those measured, ascending
         self._estimates: list[Estimate] = []                # one for each; none: to be made again
 
-    def add(self, rows: int, ns: int, now_ns: int) -> None:
-        """A batch of `rows` took `ns`."""
-        kept = self._times.setdefault(rows, deque(maxlen=_WINDOW))
+    def add(self, items: int, ns: int, now_ns: int) -> None:
+        """A batch of `items` took `ns`."""
+        kept = self._times.setdefault(items, deque(maxlen=_WINDOW))
         kept.append(ns)
         self.longest_ns = max(self.longest_ns, ns)
         times = sorted(kept)
-        self._measured[rows] = Estimate(times[len(times) // 2],
+        self._measured[items] = Estimate(times[len(times) // 2],
                                         times[int(len(times) * _SAFE_QUANTILE)] * _ON_THE_WAY)
         self._measured_ns = now_ns
         self._estimates = []
 
-    def estimate(self, rows: int, now_ns: int) -> Estimate:
-        """Of a batch of so many rows."""
+    def estimate(self, items: int, now_ns: int) -> Estimate:
+        """How long a batch of so many items takes."""
         if not self._times:
             return UNKNOWN
         if not self._estimates:
             self._tabulate()
         if now_ns - self._measured_ns > max(_FRESH_NS, _FRESH_BATCHES * self._estimates[-1].safe):
             return UNKNOWN
-        return self._between(rows, bisect_left(self._sizes, rows))
+        return self._between(items, bisect_left(self._sizes, items))
 
-    def _between(self, rows: int, place: int) -> Estimate:
-        """`place`: of the smallest size measured that holds `rows`."""
-        if place == len(self._sizes):
-            last, share = self._estimates[-1], rows / self._sizes[-1]
+    def _between(self, items: int, index: int) -> Estimate:
+        """`index`: of the smallest size measured that holds `items`."""
+        if index == len(self._sizes):
+            last, share = self._estimates[-1], items / self._sizes[-1]
             return Estimate(last.likely * share, last.safe * share)
-        above = self._estimates[place]
-        if place == 0:
+        above = self._estimates[index]
+        if index == 0:
             return above
-        below, share = self._estimates[place - 1], _share(self._sizes[place - 1], rows, self._sizes[place])
+        below, share = self._estimates[index - 1], _share(self._sizes[index - 1], items, self._sizes[index])
         return Estimate(below.likely + share * (above.likely - below.likely),
                         below.safe + share * (above.safe - below.safe))
 

@@ -14,8 +14,8 @@ from itertools import chain, islice
 from infer_server.batching.batch_times import BatchTimes
 from infer_server.batching.expiry import Expiries
 from infer_server.batching.policy import (
+    BatchChoice,
     BatchPolicy,
-    Choice,
     Instances,
     QueuePolicy,
     Wait,
@@ -66,7 +66,7 @@ class Batcher:
 
     @property
     def idle(self) -> int:
-        """Instances that wait for requests."""
+        """The number of instances that wait for requests."""
         return self._idle
 
     def submit(self, request: Request) -> None:
@@ -123,18 +123,18 @@ class Batcher:
                 if choice.batch:
                     return self._pop(choice.batch)
 
-    def measured(self, rows: int, ns: int) -> None:
-        """A batch of `rows` took `ns` from take() until its answers were handed on."""
+    def measured(self, items: int, ns: int) -> None:
+        """A batch of `items` took `ns` from take() until its answers were handed on."""
         with self._changed:
-            self._times.add(rows, ns, self._clock_ns())
+            self._times.add(items, ns, self._clock_ns())
 
     def expire(self) -> None:
-        """Refuses (or delays) the requests that have waited too long."""
+        """Refuses the requests that have waited too long, or delays them, as the queue policy says."""
         with self._changed:
             self._expire(self._clock_ns())
 
     def next_expiry_ns(self) -> int | None:
-        """When expire() will have something to do, as things are; None: no request can expire."""
+        """The time at which the next request expires; None: none of those that wait can."""
         with self._changed:
             return self._next_expiry_ns()
 
@@ -156,17 +156,17 @@ class Batcher:
     def _waiting(self) -> Collection[Request]:
         return [*self._queue, *self._delayed] if self._delayed else self._queue.keys()
 
-    def _choose(self, now_ns: int) -> Choice[Request] | Wait:
-        choice: Choice[Request] | Wait
+    def _choose(self, now_ns: int) -> BatchChoice[Request] | Wait:
+        choice: BatchChoice[Request] | Wait
         if self._deadlines:
             instances = Instances(self._instances, self._idle)
             choice = choose(self._waiting(), now_ns, self._batching, instances, self._times)
         else:
             decision = decide(chain(self._queue, self._delayed), now_ns, self._batching)
-            choice = decision if isinstance(decision, Wait) else Choice(list(islice(
+            choice = decision if isinstance(decision, Wait) else BatchChoice(list(islice(
                 chain(self._queue, self._delayed), share(decision.count, self._idle, self._batching))))
         if isinstance(choice, Wait) and self._closed:
-            return Choice(list(self._waiting()))    # all of it is one batch that waited for a fuller one
+            return BatchChoice(list(self._waiting()))    # all of it is one batch that waited for a fuller one
         return choice
 
     def _pop(self, batch: list[Request]) -> list[Request]:

@@ -1,4 +1,4 @@
-"""Which of the waiting requests expires next."""
+"""The times at which waiting requests expire, as a heap: which of them is next."""
 from __future__ import annotations
 
 import heapq
@@ -25,7 +25,7 @@ class Expiries:
         heapq.heappush(self._heap, (at_ns, next(self._order), request))
 
     def discard(self, request: Request) -> None:
-        """Forgets a request, if it is here."""
+        """Forgets a request; one that is not in the heap is ignored."""
         if self._at.pop(request, None) is not None and len(self._heap) > 2 * len(self._at) + _SLACK:
             self._heap = [entry for entry in self._heap if entry[2] in self._at]
             heapq.heapify(self._heap)

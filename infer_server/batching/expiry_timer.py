@@ -1,4 +1,4 @@
-"""When the event loop looks for requests that expired."""
+"""A timer on the event loop that makes the queue refuse requests as they expire."""
 from __future__ import annotations
 
 import asyncio
@@ -23,7 +23,7 @@ class ExpiryTimer:
         self._fires_ns = 0              # when the timer does
 
     def submitted(self, request: Request) -> None:
-        """A request was put into the queue."""
+        """To be called when a request was put into the queue: it may expire before the timer is due."""
         if request.deadline_ns or request.expires_ns:
             due_ns = min(request.deadline_ns or request.expires_ns, request.expires_ns or request.deadline_ns)
             if self._timer is None or due_ns < self._fires_ns + _LONGEST_NS:

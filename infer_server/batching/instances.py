@@ -14,31 +14,31 @@ from numpy.typing import NDArray
 from infer_server.backend import ExecutionContext
 from infer_server.batching.batcher import Batcher
 from infer_server.batching.request import Outcome, Request
-from infer_server.batching.statistics import Execution
+from infer_server.batching.statistics import BatchExecution
 from infer_server.errors import ExecutionError
 
 log = logging.getLogger(__name__)
 
 
-def copy_into(slots: NDArray[Any], rows: NDArray[Any]) -> None:
-    """Copies rows into slots of the same shape without letting go of the interpreter lock.
+def copy_into(slots: NDArray[Any], items: NDArray[Any]) -> None:
+    """Copies items into slots of the same shape without letting go of the interpreter lock.
 
     numpy releases it for every large copy and then waits for the event loop to give it back: with images of 600 KB that
     took ten times as long as the copies, of a batch's time in which nothing is computed.
     """
-    plain = slots.dtype == rows.dtype and not slots.dtype.hasobject
-    if plain and slots.flags.c_contiguous and rows.flags.c_contiguous:
-        slots.reshape(-1).view(np.uint8).data[:] = rows.reshape(-1).view(np.uint8).data
+    plain = slots.dtype == items.dtype and not slots.dtype.hasobject
+    if plain and slots.flags.c_contiguous and items.flags.c_contiguous:
+        slots.reshape(-1).view(np.uint8).data[:] = items.reshape(-1).view(np.uint8).data
     else:
-        slots[...] = rows
+        slots[...] = items
 
 
 class Instance:
     """Pulls batches and executes them until the batcher is closed and empty."""
 
     def __init__(self, name: str, batcher: Batcher, context: ExecutionContext, outputs: Sequence[str], batched: bool,
-                 deliver: Callable[[list[Outcome], Execution | None], None], cpu: int | None = None) -> None:
-        """cpu: where its thread stays; None: anywhere."""
+                 deliver: Callable[[list[Outcome], BatchExecution | None], None], cpu: int | None = None) -> None:
+        """cpu: the CPU that its thread is pinned to; None: not pinned."""
         self._batcher = batcher
         self._context = context
         self._outputs = outputs
@@ -61,7 +61,7 @@ class Instance:
         self._context.close()
 
     def _serve_batch(self) -> bool:
-        """Waits for a batch and serves it, and then holds nothing of it any more. False: there will be none."""
+        """Waits for a batch, serves it, and keeps no reference to it. False: the queue is closed and empty."""
         batch = self._batcher.take()
         if batch is None:
             return False
@@ -75,36 +75,36 @@ class Instance:
             self._deliver(outcomes, execution)
         return True
 
-    def _execute(self, batch: list[Request]) -> tuple[list[Outcome], Execution]:
+    def _execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution]:
         started_ns = time.monotonic_ns()
-        rows = sum(request.rows for request in batch)
-        self._gather(batch, rows)
+        items = sum(request.items for request in batch)
+        self._gather(batch, items)
         copied_ns = time.monotonic_ns()
-        self._context.execute(rows)
+        self._context.execute(items)
         computed_ns = time.monotonic_ns()
-        outcomes = self._scatter(batch, rows)
-        return outcomes, Execution(rows, started_ns, copied_ns, computed_ns, time.monotonic_ns())
+        outcomes = self._scatter(batch, items)
+        return outcomes, BatchExecution(items, started_ns, copied_ns, computed_ns, time.monotonic_ns())
 
-    def _gather(self, batch: list[Request], rows: int) -> None:
-        """The one copy between the received message and the engine."""
+    def _gather(self, batch: list[Request], items: int) -> None:
+        """Copies the requests' inputs side by side into the context: the only copy between message and engine."""
         for name in batch[0].inputs:
-            slots = self._context.input(name, rows)
+            slots = self._context.input(name, items)
             if not self._batched:
                 copy_into(slots, batch[0].inputs[name])
                 continue
-            row = 0
+            first = 0
             for request in batch:
-                copy_into(slots[row:row + request.rows], request.inputs[name])
-                row += request.rows
+                copy_into(slots[first:first + request.items], request.inputs[name])
+                first += request.items
 
-    def _scatter(self, batch: list[Request], rows: int) -> list[Outcome]:
-        """Encodes each request's rows while the views of the outputs are valid."""
-        outputs = {name: self._context.output(name, rows) for name in self._outputs}
+    def _scatter(self, batch: list[Request], items: int) -> list[Outcome]:
+        """Encodes each request's items while the views of the outputs are valid."""
+        outputs = {name: self._context.output(name, items) for name in self._outputs}
         outcomes: list[Outcome] = []
-        row = 0
+        first = 0
         for request in batch:
-            end = row + request.rows
-            mine = {name: view[row:end] for name, view in outputs.items()} if self._batched else outputs
+            end = first + request.items
+            mine = {name: view[first:end] for name, view in outputs.items()} if self._batched else outputs
             outcomes.append((request, request.encode(mine)))
-            row = end
+            first = end
         return outcomes

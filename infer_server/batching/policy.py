@@ -18,7 +18,7 @@ from infer_server.batching.batch_times import BatchTimes
 class Queued(Protocol):
     """What a decision needs to know of a waiting request."""
     @property
-    def rows(self) -> int: ...                  # items on its batch axis
+    def items(self) -> int: ...                  # items on its batch axis
     @property
     def shape_key(self) -> Hashable: ...        # requests of unequal keys never share a batch
     @property
@@ -74,7 +74,7 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Choice(Generic[Q]):
+class BatchChoice(Generic[Q]):
     """Execute `batch` together and refuse `lost`, which cannot be answered in time. One of them may be empty."""
     batch: list[Q]
     lost: list[Q] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Choice(Generic[Q]):
 
 @dataclass(frozen=True)
 class Instances:
-    """Of a model: how many there are, and how many of them wait for requests, beside the one that decides."""
+    """A model's instances: how many there are, and how many others wait for requests beside the one that decides."""
     total: int = 1
     idle: int = 0
 
@@ -95,7 +95,7 @@ def decide(queue: Iterable[Queued], now_ns: int, policy: BatchPolicy) -> Send | 
     """
     if not policy.merges:
         return Send(1)
-    rows = count = 0
+    items = count = 0
     preferred = 0                               # requests up to the largest preferred size that was met
     full = False
     oldest_ns = now_ns
@@ -104,15 +104,15 @@ def decide(queue: Iterable[Queued], now_ns: int, policy: BatchPolicy) -> Send | 
         if count == 0:
             first_key, oldest_ns = request.shape_key, request.enqueued_ns
         else:
-            grown = rows + request.rows
+            grown = items + request.items
             if not preferred and grown > policy.largest_preferred:
                 preferred = count               # to wait would step over every preferred size
             if grown > policy.max_batch_size or request.shape_key != first_key:
                 full = True
                 break
-        rows += request.rows
+        items += request.items
         count += 1
-        if rows in policy.preferred_batch_sizes:
+        if items in policy.preferred_batch_sizes:
             preferred = count
 
     window_ends_ns = oldest_ns + policy.max_queue_delay_us * 1000
@@ -120,7 +120,7 @@ def decide(queue: Iterable[Queued], now_ns: int, policy: BatchPolicy) -> Send | 
         return Send(count)
     if preferred:
         return Send(preferred)
-    if full or rows >= policy.largest_preferred or not policy.max_queue_delay_us:
+    if full or items >= policy.largest_preferred or not policy.max_queue_delay_us:
         return Send(count)
     return Wait(window_ends_ns)
 
@@ -137,11 +137,11 @@ def share(count: int, idle: int, policy: BatchPolicy) -> int:
 
 
 def choose(queue: Collection[Q], now_ns: int, policy: BatchPolicy, instances: Instances, times: BatchTimes
-           ) -> Choice[Q] | Wait:
+           ) -> BatchChoice[Q] | Wait:
     """What an instance does with `queue` (oldest first, not empty), where some of it have deadlines.
 
     It executes the front of the queue, as decide() and share() have it, as long as all of that can be answered in time.
-    Otherwise the batch has the size that answers most rows in time a second, and shed() says of whom.
+    Otherwise the batch has the size that answers most items in time a second, and shed() says whose.
     """
     decision = decide(queue, now_ns, policy)
     if isinstance(decision, Wait):
@@ -151,22 +151,22 @@ def choose(queue: Collection[Q], now_ns: int, policy: BatchPolicy, instances: In
     count = share(decision.count if isinstance(decision, Send) else len(queue), instances.idle, policy)
     front = list(islice(queue, count))
     if now_ns <= _latest_start_ns(front, now_ns, times):
-        return Choice(front)
-    sizes = _halves(policy.max_batch_size) if policy.merges else [max(request.rows for request in queue)]
+        return BatchChoice(front)
+    sizes = _halves(policy.max_batch_size) if policy.merges else [max(request.items for request in queue)]
     takes = {size: times.estimate(size, now_ns) for size in sizes}
     for takes_ns in ({size: estimate.safe for size, estimate in takes.items()},
                      {size: estimate.likely for size, estimate in takes.items()}):  # who may just make it, after all
         size = _best_size(queue, now_ns, takes_ns)
         if size:
             kept, lost = shed(queue, size, now_ns + takes_ns[size], takes[size].likely / instances.total)
-            return Choice(_in_time(kept, now_ns + takes_ns[size], size)[:None if policy.merges else 1], lost)
-    return Choice([], list(queue))
+            return BatchChoice(_in_time(kept, now_ns + takes_ns[size], size)[:None if policy.merges else 1], lost)
+    return BatchChoice([], list(queue))
 
 
 def shed(queue: Iterable[Q], size: int, done_ns: float, next_ns: float) -> tuple[list[Q], list[Q]]:
-    """Who waits on, and who must be given up so that all of these are answered in time.
+    """(kept, lost): the requests that can all be answered in time, and those that must be refused for it.
 
-    Batches of `size` rows go in the order of arrival; the first is answered at `done_ns`, each other `next_ns` after
+    Batches of `size` items go in the order of arrival; the first is answered at `done_ns`, each other `next_ns` after
     the one before. Where a request would be late, the one with the nearest deadline of all up to it is given up: no
     other choice answers more, and those who stay have the most time to spare.
 
@@ -175,18 +175,18 @@ def shed(queue: Iterable[Q], size: int, done_ns: float, next_ns: float) -> tuple
     kept: dict[int, Q] = {}                         # by position in the queue
     deadlines: list[tuple[int, int]] = []           # of those kept that have one, a heap
     lost = []
-    rows = 0
+    items = 0
     for position, request in enumerate(queue):
-        if request.rows > size:
+        if request.items > size:
             continue                                # not part of such batches: neither kept nor lost
         kept[position] = request
-        rows += request.rows
+        items += request.items
         if not request.deadline_ns:
             continue
         heapq.heappush(deadlines, (request.deadline_ns, position))
-        if request.deadline_ns < done_ns + next_ns * ((rows - 1) // size):
+        if request.deadline_ns < done_ns + next_ns * ((items - 1) // size):
             given_up = kept.pop(heapq.heappop(deadlines)[1])
-            rows -= given_up.rows
+            items -= given_up.items
             lost.append(given_up)
     return list(kept.values()), lost
 
@@ -195,31 +195,31 @@ def is_hopeless(request: Queued, now_ns: int, times: BatchTimes) -> bool:
     """Whether a request is most likely late even if it is executed at once and alone."""
     if not request.deadline_ns or request.deadline_ns > now_ns + times.longest_ns:
         return False
-    return now_ns + times.estimate(request.rows, now_ns).likely > request.deadline_ns
+    return now_ns + times.estimate(request.items, now_ns).likely > request.deadline_ns
 
 
 def _best_size(queue: Iterable[Queued], now_ns: int, takes_ns: Mapping[int, float]) -> int:
-    """Of these batch sizes, the largest first, that which answers most rows in time a second. 0: none answers any."""
+    """The batch size, of those given, that answers most items in time per second; of equals the first. 0: none does."""
     best, best_rate = 0, 0.0
     for size, ns in takes_ns.items():
-        rate = _rows(_in_time(queue, now_ns + ns, size)) / max(ns, 1)
+        rate = _items(_in_time(queue, now_ns + ns, size)) / max(ns, 1)
         if rate > best_rate * _BETTER:
             best, best_rate = size, rate
     return best
 
 
 def _in_time(queue: Iterable[Q], done_ns: float, size: int) -> list[Q]:
-    """The oldest requests, up to `size` rows of one shape, that may be answered at `done_ns`."""
+    """The oldest requests, up to `size` items of one shape, that may be answered at `done_ns`."""
     batch: list[Q] = []
-    rows = 0
+    items = 0
     for request in queue:
-        if 0 < request.deadline_ns < done_ns or request.rows > size:
+        if 0 < request.deadline_ns < done_ns or request.items > size:
             continue
-        if batch and (rows + request.rows > size or request.shape_key != batch[0].shape_key):
+        if batch and (items + request.items > size or request.shape_key != batch[0].shape_key):
             break
         batch.append(request)
-        rows += request.rows
-        if rows == size:
+        items += request.items
+        if items == size:
             break
     return batch
 
@@ -230,7 +230,7 @@ def _latest_start_ns(batch: Iterable[Queued], now_ns: int, times: BatchTimes) ->
     deadlines = [request.deadline_ns for request in batch if request.deadline_ns]
     if not deadlines:
         return _NEVER_NS
-    return int(min(deadlines) - times.estimate(_rows(batch), now_ns).safe)
+    return int(min(deadlines) - times.estimate(_items(batch), now_ns).safe)
 
 
 def _halves(size: int) -> list[int]:
@@ -238,5 +238,5 @@ def _halves(size: int) -> list[int]:
     return [size >> i for i in range(size.bit_length())]
 
 
-def _rows(batch: Iterable[Queued]) -> int:
-    return sum(request.rows for request in batch)
+def _items(batch: Iterable[Queued]) -> int:
+    return sum(request.items for request in batch)

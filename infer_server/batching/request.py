@@ -13,11 +13,11 @@ Arrays = Mapping[str, NDArray[Any]]
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One inference of some rows."""
+    """One inference, of some items."""
     inputs: Arrays                              # views of the received message: copied once, into the batch slots
-    rows: int                                   # items on the batch axis; 1 for a model without one
+    items: int                                  # items on the batch axis; 1 for a model without one
     shape_key: Hashable                         # the shapes of one item
-    encode: Callable[[Arrays], bytes]           # its rows of the outputs -> its response; on an instance's thread
+    encode: Callable[[Arrays], bytes]           # its items of the outputs -> its response; on an instance's thread
     answer: asyncio.Future[bytes]               # completed on the event loop only
     timeout_us: int = 0                         # in the queue, as asked for by the client; 0: the model's default
 
@@ -27,7 +27,7 @@ class Request:
     expires_ns: int = 0                         # when its timeout in the queue ends; 0: never
 
     def finish(self, result: bytes | Exception) -> None:
-        """Completes its answer, on the event loop. If it was cancelled meanwhile, nobody reads it any more."""
+        """Completes the request's answer, on the event loop; nothing happens if the request was cancelled."""
         if self.answer.done():
             return
         if isinstance(result, Exception):

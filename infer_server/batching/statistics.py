@@ -43,7 +43,7 @@ class BatchStatistics:
 class Counters:
     """A snapshot, or the running state inside Statistics."""
     last_inference_ms: int = 0                  # since the epoch
-    inference_count: int = 0                    # rows
+    inference_count: int = 0                    # items
     execution_count: int = 0                    # batches
     success: Duration = field(default_factory=Duration)
     failures: dict[Failure, int] = field(default_factory=lambda: dict.fromkeys(Failure, 0))
@@ -56,9 +56,9 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class Execution:
+class BatchExecution:
     """The times of one batch, all from the same clock."""
-    rows: int
+    items: int
     started_ns: int                             # the batch was taken from the queue
     copied_ns: int                              # its inputs are in their slots
     computed_ns: int
@@ -72,13 +72,13 @@ class Statistics:
         self._lock = threading.Lock()
         self._counters = Counters()
 
-    def executed(self, execution: Execution, enqueued_ns: Sequence[int]) -> None:
-        """A batch was executed; `enqueued_ns` of those of its requests that were answered in time."""
+    def executed(self, execution: BatchExecution, enqueued_ns: Sequence[int]) -> None:
+        """Counts an executed batch. enqueued_ns: when those of its requests that were answered in time were queued."""
         e, c, requests = execution, self._counters, len(enqueued_ns)
         with self._lock:
-            batch = c.batches.setdefault(e.rows, BatchStatistics())
+            batch = c.batches.setdefault(e.items, BatchStatistics())
             c.last_inference_ms = time.time_ns() // 1_000_000
-            c.inference_count += e.rows
+            c.inference_count += e.items
             c.execution_count += 1
             for since_ns in enqueued_ns:
                 c.queue.add(1, e.started_ns - since_ns)
@@ -91,7 +91,7 @@ class Statistics:
                 of_size.add(1, ns)
 
     def failed(self, reason: Failure, ns: int) -> None:
-        """A request ended without an answer, `ns` after it was received."""
+        """Counts a request that ended without an answer, `ns` after it was received."""
         with self._lock:
             self._counters.failures[reason] += 1
             self._counters.fail.add(1, ns)

@@ -27,7 +27,7 @@ class Waker:
         self._limit_ns = 0
 
     def submitted(self) -> None:
-        """A request was put into the queue."""
+        """To be called when a request was put into the queue: an instance is woken a few turns of the loop later."""
         self._quiet_turns = 0
         if not self._watching:
             self._watching = True

@@ -27,7 +27,7 @@ class TensorSpec:
 
     @cached_property
     def item_bytes(self) -> int:
-        """Of one item; 0 if an extent is open, or if elements have no fixed size."""
+        """The bytes of one item; 0 if an extent is open, or if elements have no fixed size."""
         return 0 if -1 in self.dims or self.datatype.array.hasobject else (
             math.prod(self.dims) * self.datatype.array.itemsize)
 

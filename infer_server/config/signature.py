@@ -11,8 +11,8 @@ from infer_server.protocol.codec import InputTensor
 
 @dataclass(frozen=True)
 class Fit:
-    """What checking a request found out."""
-    rows: int                               # items on the batch axis; 1 without one
+    """A request that fits the model: how many items it has, and which others it can share a batch with."""
+    items: int                              # items on the batch axis; 1 without one
     shape_key: Hashable                     # equal for requests that can share a batch
 
 
@@ -27,12 +27,12 @@ class Signature:
         self._max_batch_size = config.batching.max_batch_size
 
     def fit(self, declared: Iterable[InputTensor]) -> Fit:
-        """Raises InvalidRequestError saying what was expected."""
+        """Checks the inputs of a request. Raises InvalidRequestError saying what was expected."""
         tensors = {tensor.name: tensor for tensor in declared}
         if tensors.keys() != self._inputs.keys():
             raise self._wrong_names(tensors)
-        items: list[tuple[int, ...]] = []
-        rows = 1
+        shapes: list[tuple[int, ...]] = []
+        items = 1
         for name, spec in self._inputs.items():
             tensor = tensors[name]
             if tensor.datatype != spec.datatype:
@@ -44,15 +44,15 @@ class Signature:
                 raise InvalidRequestError(f"unexpected shape for input '{name}' of model '{self._model}': expected "
                                           f"{list(spec.full_shape(self._batched))}, got {list(shape)}")
             if self._batched:
-                if items and shape[0] != rows:
+                if shapes and shape[0] != items:
                     raise InvalidRequestError(f"input '{name}' of model '{self._model}' has batch size {shape[0]}, but "
-                                              f"the inputs before it have {rows}")
-                rows = shape[0]
-            items.append(item)
-        if not 1 <= rows <= self._max_batch_size:
+                                              f"the inputs before it have {items}")
+                items = shape[0]
+            shapes.append(item)
+        if not 1 <= items <= self._max_batch_size:
             raise InvalidRequestError(f"inference request batch-size must be within 1..{self._max_batch_size} for "
-                                      f"model '{self._model}', got {rows}")
-        return Fit(rows, tuple(items))
+                                      f"model '{self._model}', got {items}")
+        return Fit(items, tuple(shapes))
 
     def choose_outputs(self, requested: Iterable[str]) -> tuple[TensorSpec, ...]:
         """The outputs to return; all of them if none is requested. Raises InvalidRequestError for an unknown one."""

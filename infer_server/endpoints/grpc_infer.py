@@ -1,4 +1,4 @@
-"""ModelInfer: bytes in, bytes out."""
+"""The call ModelInfer: from a serialised request to a serialised response, tensors never parsed by protobuf."""
 from __future__ import annotations
 
 import asyncio
@@ -10,7 +10,7 @@ import grpc
 from infer_server.batching.request import Arrays, Request
 from infer_server.batching.statistics import Failure
 from infer_server.config.config import TensorSpec
-from infer_server.endpoints.inflight import Call, Inflight
+from infer_server.endpoints.inflight import Inflight, OpenCall
 from infer_server.errors import InvalidRequestError, MemoryLimitError, NotServedError
 from infer_server.protocol.codec import declared_inputs, decode_inputs, encode_raw
 from infer_server.protocol.wire import InferRequest, join_response, response_header, split_request
@@ -44,23 +44,23 @@ async def infer(data: bytes, context: grpc.aio.ServicerContext, repository: Repo
     return answer
 
 
-def _request(message: InferRequest, model: Model, call: Call) -> Request:
+def _request(message: InferRequest, model: Model, call: OpenCall) -> Request:
     header = message.header
     _refuse_extensions(header)
     tensors = declared_inputs(header)
     fit = model.signature.fit(tensors)
     outputs = model.signature.choose_outputs(tensor.name for tensor in header.outputs)
-    call.expect(fit.rows * sum(spec.item_bytes for spec in outputs))
+    call.expect(fit.items * sum(spec.item_bytes for spec in outputs))
 
-    def encode(rows: Arrays) -> bytes:
-        arrays = [rows[spec.name] for spec in outputs]
+    def encode(computed: Arrays) -> bytes:
+        arrays = [computed[spec.name] for spec in outputs]
         prefix = _response_header(model.name, model.version, outputs, tuple(array.shape for array in arrays))
         raw = [encode_raw(array, spec.datatype) for array, spec in zip(arrays, outputs, strict=True)]
         return join_response(prefix, header.id, raw)
 
     return Request(
         inputs=decode_inputs(message, tensors),
-        rows=fit.rows, shape_key=fit.shape_key, encode=encode,
+        items=fit.items, shape_key=fit.shape_key, encode=encode,
         answer=asyncio.get_running_loop().create_future(),
         timeout_us=_timeout_us(header))
 

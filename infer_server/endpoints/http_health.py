@@ -1,4 +1,4 @@
-"""What is served over HTTP: who the server is, and whether it and its models are ready, for probes.
+"""KServe's GET pages for probes: the server's metadata, and whether it and its models are ready.
 
 https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/inference_rest.md
 """
@@ -22,7 +22,7 @@ _MODEL_READY = re.compile(r"/v2/models/(?P<name>[^/]+)(/versions/(?P<version>[^/
 
 
 def health_page(path: str, lifecycle: Lifecycle, repository: Repository) -> Page | None:
-    """The page of a path; None: there is none."""
+    """The answer to GET of a path; None: there is no such page."""
     if path == "/v2":
         return Page(json.dumps({"name": NAME, "version": VERSION, "extensions": []}))
     if path == "/v2/health/live":

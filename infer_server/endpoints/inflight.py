@@ -1,4 +1,4 @@
-"""What the server holds of requests and answers: bounded in bytes, and in the time that a client may take to read.
+"""Limits what calls in flight may hold: the bytes of requests and answers, and the time that a client may take to read.
 
 gRPC keeps an answer in memory until its client has taken it, and takes requests meanwhile: clients that ask and do not
 read would fill the memory of the machine.
@@ -32,27 +32,27 @@ class Inflight:
         self._send_timeout_secs = send_timeout_secs
         self._disconnect = disconnect
         self._loop = asyncio.get_running_loop()
-        self._calls: dict[Call, None] = {}
+        self._calls: dict[OpenCall, None] = {}
         self._peak_bytes = 0                    # since memory was last given back
         self._trimming: asyncio.TimerHandle | None = None
         self.held_bytes = 0
 
     async def wait_sent(self, timeout_secs: float) -> None:
-        """Until the calls of this moment have ended, their answers sent. Not longer than `timeout_secs`."""
+        """Waits until the calls that are open now have ended and their answers are sent, at most `timeout_secs`."""
         calls = list(self._calls)
         end = self._loop.time() + timeout_secs
         while any(call in self._calls for call in calls) and self._loop.time() < end:
             await asyncio.sleep(_LOOKING_SECS)
 
-    def begin(self, context: Any, request_bytes: int) -> Call:
-        """A call that was received. Raises MemoryLimitError."""
-        call = Call(self, context)
+    def begin(self, context: Any, request_bytes: int) -> OpenCall:
+        """Opens a call whose request has been received. Raises MemoryLimitError."""
+        call = OpenCall(self, context)
         self.hold(call, request_bytes)
         self._calls[call] = None
         context.add_done_callback(call.sent)
         return call
 
-    def hold(self, call: Call, count: int) -> None:
+    def hold(self, call: OpenCall, count: int) -> None:
         """Counts bytes that will be held until the end of a call. Raises MemoryLimitError."""
         if self.held_bytes + count > self._max_bytes:
             raise MemoryLimitError(
@@ -60,19 +60,19 @@ class Inflight:
                 f"more would exceed its {self._max_bytes >> 20} MiB; retry later, or raise --max-inflight-mib")
         self.count(call, count)
 
-    def count(self, call: Call, count: int) -> None:
+    def count(self, call: OpenCall, count: int) -> None:
         """Counts bytes that are held already."""
         call.held_bytes += count
         self.held_bytes += count
         self._peak_bytes = max(self._peak_bytes, self.held_bytes)
 
-    def watch(self, call: Call, count: int) -> None:
-        """The answer of a call, of `count` bytes, is being sent: its client must read it in time."""
+    def watch(self, call: OpenCall, count: int) -> None:
+        """Starts the time in which the client of a call must read an answer of `count` bytes."""
         self.count(call, max(0, _ANSWER_COPIES * count - call.expected_bytes))
         if call.held_bytes > _LITTLE_BYTES:     # what is smaller is sent whether it is read or not
             call.timer = self._loop.call_later(self._send_timeout_secs, self._give_up, call)
 
-    def end(self, call: Call) -> None:
+    def end(self, call: OpenCall) -> None:
         self._calls.pop(call, None)
         self.held_bytes -= call.held_bytes
         call.held_bytes = 0
@@ -82,7 +82,7 @@ class Inflight:
         if self._peak_bytes >= _MUCH_BYTES and self.held_bytes <= _LITTLE_BYTES and not self._trimming:
             self._trimming = self._loop.call_later(_QUIET_SECS, self._trim)
 
-    def _give_up(self, call: Call) -> None:
+    def _give_up(self, call: OpenCall) -> None:
         peer = call.context.peer()
         log.warning("%s has not read its answer in %g s: its connection is closed", peer, self._send_timeout_secs)
         self._disconnect(peer)
@@ -94,8 +94,8 @@ class Inflight:
             self._trim_task = self._loop.create_task(in_daemon_thread(malloc.trim))
 
 
-class Call:
-    """What one call holds."""
+class OpenCall:
+    """A call in flight: the bytes that it holds until its client has read the answer, or has gone."""
     __slots__ = ("_inflight", "context", "expected_bytes", "held_bytes", "timer")
 
     def __init__(self, inflight: Inflight, context: Any) -> None:
@@ -106,14 +106,14 @@ class Call:
         self.timer: asyncio.TimerHandle | None = None
 
     def expect(self, answer_bytes: int) -> None:
-        """Before it is executed: how large its answer will be. Raises MemoryLimitError."""
+        """Reserves the bytes of its answer, before the call is executed. Raises MemoryLimitError."""
         self._inflight.hold(self, _ANSWER_COPIES * answer_bytes)
         self.expected_bytes = _ANSWER_COPIES * answer_bytes
 
     def answered(self, answer_bytes: int) -> None:
-        """Its answer is handed to gRPC."""
+        """To be called when its answer, of so many bytes, is handed to gRPC."""
         self._inflight.watch(self, answer_bytes)
 
     def sent(self, _: object) -> None:
-        """It has ended, answered or not."""
+        """To be called when the call has ended, answered or not."""
         self._inflight.end(self)

@@ -33,12 +33,12 @@ NOT_FOUND = error_page(HTTPStatus.NOT_FOUND, "this port serves /metrics")
 
 
 def page(path: str, models: Iterable[Model]) -> Page | None:
-    """The page of a path; None: there is none."""
+    """The body and content type of a path; None: there is no such page."""
     return Page(render(models), CONTENT_TYPE) if path == "/metrics" else None
 
 
 def render(models: Iterable[Model]) -> str:
-    """A scrape of the models that are ready."""
+    """The metrics of all models that are ready, in Prometheus's text format."""
     models = list(models)
     counters = [(_labels(model), model.statistics.snapshot(), model.pending) for model in models]
     lines: list[str] = []

@@ -1,8 +1,8 @@
 """ModelInfer's messages on the wire, without copies of the tensors.
 
 protobuf's parser copies every element of raw_input_contents into a bytes object. Here the top level of a request is
-walked by hand: the tensors become views of the received message, and only the rest, a few dozen bytes, is parsed. So do
-typed contents, of which the parser makes a number each.
+walked by hand: the tensors become views of the received message, and only the rest, a few dozen bytes, is parsed. Typed
+contents become views too: the parser would make a Python number of each element.
 A response is likewise the serialised header, which repeats, joined with the tensors once.
 
 https://protobuf.dev/programming-guides/encoding

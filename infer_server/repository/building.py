@@ -41,7 +41,7 @@ class Compiler:
         return self._compiled(source, lambda plan: build_command(source, plan, self._cache_dir, threads))
 
     def relower(self, source: Source) -> AbstractContextManager[Path]:
-        """The same of the graph in a plan, compiled again for this machine."""
+        """A plan for this machine, lowered again from the graph in a plan for another; as build() otherwise."""
         return self._compiled(source, lambda plan: [sys.executable, "-m", "infer_server.cli.relower_plan",
                                                     str(source.file), "-o", str(plan)])
 
@@ -60,14 +60,14 @@ class Compiler:
             yield plan
 
     def close(self) -> None:
-        """Ends the builds that still run; their build() raises."""
+        """Terminates the builds that still run; their build() raises RepositoryError."""
         with self._lock:
             self._closed = True
             for process in self._running:
                 process.terminate()
 
     def _run(self, command: list[str]) -> tuple[str, int]:
-        """Runs a command to its end; what it wrote to stderr, and its exit status."""
+        """Runs a command to its end; returns what it wrote to stderr, and its exit status."""
         with self._lock:
             if self._closed:
                 raise RepositoryError("the server is shutting down")

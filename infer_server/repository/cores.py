@@ -35,7 +35,7 @@ class CpuDealer:
         self._lock = threading.Lock()
 
     def deal(self, threads: int) -> tuple[int, ...]:
-        """A CPU for each thread of an instance. ModelConfigError: there are not as many."""
+        """A CPU for each thread of an instance. Raises ModelConfigError if there are fewer CPUs."""
         if threads > len(self._cpus):
             raise ModelConfigError(f"parameter pin: an instance has {threads} threads, but this process may use only "
                                    f"{len(self._cpus)} CPUs; lower threads, or leave out pin")

@@ -46,7 +46,7 @@ def all_model_names(repositories: Iterable[Path]) -> list[str]:
 
 
 def repository_of(repositories: Sequence[Path], name: str) -> Path:
-    """Where a model is. Raises UnknownModelError; RepositoryError if more than one repository has it."""
+    """The repository that has a model. Raises UnknownModelError; RepositoryError if more than one has it."""
     found = [repository for repository in repositories if name in model_names(repository)]      # keeps "../x" inside
     if not found:
         raise UnknownModelError(f"model '{name}' is not in the repository: there is no folder {name} in "

@@ -27,7 +27,7 @@ class Loader:
     dealer: CpuDealer = field(default_factory=lambda: CpuDealer(allowed_cpus()))
 
     def load(self, source: Source) -> Model:
-        """Raises RepositoryError with the reason that the index will show."""
+        """Loads one version. Raises RepositoryError with the reason that the index will show."""
         if source.config.unused:
             log.warning("%s: settings that change nothing on this server: %s", source.name,
                         ", ".join(source.config.unused))

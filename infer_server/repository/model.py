@@ -9,7 +9,7 @@ from infer_server.batching.batcher import Batcher
 from infer_server.batching.expiry_timer import ExpiryTimer
 from infer_server.batching.instances import Instance
 from infer_server.batching.request import Outcome, Request
-from infer_server.batching.statistics import Execution, Failure, Statistics
+from infer_server.batching.statistics import BatchExecution, Failure, Statistics
 from infer_server.batching.waker import Waker
 from infer_server.config.autocomplete import complete
 from infer_server.config.config import from_message
@@ -28,7 +28,7 @@ class Model:
 
     def __init__(self, name: str, version: int, engine: Engine, message: model_config.ModelConfig, filename: str,
                  loop: asyncio.AbstractEventLoop, instances: int, dealer: CpuDealer) -> None:
-        """instances: where the message does not say how many; dealer: of CPUs, to models that pin their threads."""
+        """instances: how many where the configuration does not say; dealer: gives CPUs to threads that are pinned."""
         self.name = name
         self.version = version
         self.config_message = complete(message, name, engine, filename, instances)
@@ -56,7 +56,7 @@ class Model:
 
     @property
     def pending(self) -> int:
-        """Requests that wait to be executed."""
+        """The number of requests that wait to be executed."""
         return len(self._batcher)
 
     def submit(self, request: Request) -> None:
@@ -86,13 +86,13 @@ class Model:
         # They refer to this model, too: without this their contexts' memory would wait for the cycle collector.
         self._instances.clear()
 
-    def _deliver(self, outcomes: list[Outcome], execution: Execution | None) -> None:
+    def _deliver(self, outcomes: list[Outcome], execution: BatchExecution | None) -> None:
         post(self._loop, self._finish, outcomes, execution)
 
-    def _finish(self, outcomes: list[Outcome], execution: Execution | None) -> None:
+    def _finish(self, outcomes: list[Outcome], execution: BatchExecution | None) -> None:
         """Hands out the results of a batch, on the event loop; None: its execution failed.
 
-        Who cancelled meanwhile, or set a deadline that has passed, gets nothing out of it: that is no success.
+        Requests that were cancelled meanwhile, or whose deadline has passed, are not counted as successes.
         """
         now_ns = time.monotonic_ns()
         enqueued_ns = []
@@ -109,7 +109,7 @@ class Model:
             request.finish(result)
         if execution:
             self.statistics.executed(execution, enqueued_ns)
-            self._batcher.measured(execution.rows, now_ns - execution.started_ns)
+            self._batcher.measured(execution.items, now_ns - execution.started_ns)
 
     def _refuse(self, expired: list[Request], error: ServeError) -> None:
         """Called on any thread. Each gets an error of its own: what is raised collects the frames it passes."""

@@ -35,7 +35,7 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Status:
-    """Of one version of a model."""
+    """The state of one version of a model, and the reason for it."""
     state: State
     reason: str = ""                    # why it is not ready
     model: Model | None = None          # while it is ready
@@ -54,7 +54,7 @@ class Repository:
 
     def __init__(self, directories: Sequence[Path], load: Callable[[Source], Model],
                  changed: Callable[[], None] = lambda: None) -> None:
-        """changed: called when the state of a model is another than before."""
+        """changed: called when the state of a model has changed."""
         self._directories = directories
         self._load = load
         self._changed = changed
@@ -95,7 +95,7 @@ class Repository:
         return sorted(number for number, status in self._versions.get(name, {}).items() if status.model is not None)
 
     def models(self) -> list[Model]:
-        """All that are ready."""
+        """All models that are ready."""
         return [status.model for statuses in self._versions.values() for status in statuses.values() if status.model]
 
     def failures(self) -> dict[str, str]:

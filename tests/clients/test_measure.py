@@ -8,7 +8,7 @@ import pytest
 
 from clients.load.measure import OK, Recorder, latency_of, percentile, summarise
 from clients.load.schedule import Open
-from clients.load.stability import Window, is_stable
+from clients.load.stability import LoadWindow, is_stable
 
 
 @pytest.mark.parametrize("count", (1, 2, 99, 100, 101, 1000))
@@ -79,9 +79,9 @@ def test_gaps_of_a_poisson_schedule_have_the_mean_and_the_deviation_of_an_expone
     ([(0, 0.0, math.nan)] * 3, False),
 ])
 def test_three_windows_in_a_row_must_agree(windows: list[tuple[int, float, float]], stable: bool) -> None:
-    assert is_stable([Window(*window) for window in windows]) is stable
+    assert is_stable([LoadWindow(*window) for window in windows]) is stable
 
 
 def test_the_throughput_of_an_open_loop_may_scatter_but_its_latency_may_not() -> None:
-    assert is_stable([Window(200, throughput, 5.0) for throughput in (80, 100, 130)], throughput_is_given=True)
-    assert not is_stable([Window(200, 100, latency) for latency in (5, 7, 9)], throughput_is_given=True)
+    assert is_stable([LoadWindow(200, throughput, 5.0) for throughput in (80, 100, 130)], throughput_is_given=True)
+    assert not is_stable([LoadWindow(200, 100, latency) for latency in (5, 7, 9)], throughput_is_given=True)

@@ -8,22 +8,22 @@ import math
 import pytest
 
 from clients.load.cli import FAILED, FINE, verdict
-from clients.load.generator import Level
+from clients.load.generator import LoadLevel
 from clients.load.measure import Latency, Summary
 from clients.load.progress import CLEAR, Progress
 from clients.load.report import Report, as_json, table
 from clients.load.schedule import Closed, Open
 from clients.load.statistics import ServerSplit
 
-ANSWERED = Level(
+ANSWERED = LoadLevel(
     Closed(16), Summary(3.0, 6000, 2000.0, Latency(7.9, 7.8, 9.0, 9.5, 12.25, 30.0), {}, 0.02),
     ServerSplit(3.5, 0.02, 4.0, 0.01, executions=1000, mean_batch=6.0, batch_sizes={4: 500, 8: 500}), "stable", {})
-FAILING = Level(
+FAILING = LoadLevel(
     Open(500.0), Summary(10.0, 0, 0.0, Latency(*[math.nan] * 6), {"UNAVAILABLE": 5000}, 8.0), None, "duration",
     {"UNAVAILABLE": "the queue is full"})
 
 
-def report(*levels: Level) -> Report:
+def report(*levels: LoadLevel) -> Report:
     return Report("resnet", "", "localhost:8001", 1, 10.0, 1.0, 0, levels)
 
 
@@ -53,7 +53,7 @@ def test_json_has_null_for_what_was_not_measured_and_text_keys() -> None:
     ((ANSWERED,), True, FINE),
 ])
 def test_a_load_without_success_fails_even_when_errors_are_allowed(
-        levels: tuple[Level, ...], allow_errors: bool, status: int) -> None:
+        levels: tuple[LoadLevel, ...], allow_errors: bool, status: int) -> None:
     assert verdict(report(*levels), allow_errors) == status
 
 

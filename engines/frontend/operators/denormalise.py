@@ -196,7 +196,7 @@ def _resize(node: Node, types: Sequence[TensorType | None], constant: Constant) 
     if "scales" in node.attrs:
         scales = constant("scales", np.array(node.attrs["scales"], np.float32))
         return [("Resize", [*node.inputs, roi, scales], node.outputs, attrs)]
-    # Written for the image axes only: the batch may be symbolic.
+    # BoundProgram for the image axes only: the batch may be symbolic.
     sizes = node.attrs["sizes"][2:]
     extents = constant("sizes", np.array([int(extent(d)) for d in sizes], np.int64))     # type: ignore[arg-type]
     axes = list(range(2, 2 + len(sizes)))

@@ -6,7 +6,7 @@
   Transpose        beside a product of two run-time tensors, which reads and writes axes in any order
   Pad by zeros     the output is the input seen with its halo
 
-Tensors that share a buffer share its halo. A constant tensor has a place too, among the plan's constants.
+Tensors that share a buffer share its halo. A constant tensor is placed too, among the plan's constants.
 """
 from __future__ import annotations
 
@@ -194,11 +194,7 @@ class Aliasing:
         return name
 
     def _group_halo(self, name: str) -> Halo:
-        root, halo = self._root(name), Halo()
-        for other, wanted in self._wanted.items():
-            if self._root(other) == root:
-                halo |= wanted
-        return halo
+        return self._halos_of_groups().get(self._root(name), Halo())
 
     def _halos_of_groups(self) -> dict[str, Halo]:
         halos: dict[str, Halo] = {}
@@ -207,7 +203,7 @@ class Aliasing:
             halos[root] = halos.get(root, Halo()) | wanted
         return halos
 
-    # ---- places
+    # ---- placements
     def placement(self, name: str) -> Placement:
         if name not in self._placements:
             inside = self._parent.get(name)

@@ -131,7 +131,7 @@ def buffer_bytes(storage: Storage, max_batch: int) -> int:
 
 
 def tensor_view(name: str, placement: Placement, scalar: bool = False) -> TensorView:
-    """The place as a plan says it."""
+    """The placement as a plan says it."""
     view = placement.view
     if placement.items == BATCH:
         return TensorView(name, view.dtype, view.shape, placement.buffer, placement.offset, view.strides, view.item)

@@ -83,6 +83,9 @@ class EpilogueProgram:
         return result
 
 
+COPY = EpilogueProgram((), 1, 0, accumulator=False)     # its operand as it is
+
+
 class ProgramBuilder:
     """Writes a program an instruction at a time; equal instructions, and constants of equal bytes, are kept once."""
 

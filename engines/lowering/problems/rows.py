@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from engines.lowering.epilogue.program import (
+    COPY,
     INSTRUCTIONS,
     NUMPY,
     EpilogueProgram,
@@ -38,7 +39,6 @@ from engines.lowering.problems.view import View
 PARTIALS = 64
 NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}
 WIDEST_LRN = 64         # channels of a window of local response normalisation
-LOAD = EpilogueProgram((), 1, 0, accumulator=False)     # a prologue that leaves the loaded value as it is
 EXP, LOG = INSTRUCTIONS["exp_of_moderate"], INSTRUCTIONS["log_of_positive"]
 ROOTS: dict[float, Callable[[Any, Callable[[Any], Any]], Any]] = {     # beta -> t**beta, given a square root
     0.5: lambda t, root: root(t),
@@ -57,7 +57,7 @@ class RowProblem(Problem):
     sources: tuple[View, ...]
     y: View
     operands: tuple[View, ...] = ()
-    prologue: EpilogueProgram = LOAD
+    prologue: EpilogueProgram = COPY
     program: EpilogueProgram = EpilogueProgram()
 
     @property

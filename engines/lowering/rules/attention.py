@@ -4,9 +4,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engines.ir.graph import Node, TensorType
-from engines.lowering.calls.calls import Call, Context, Refused, broadcast_to, lowers, write_body
+from engines.lowering.calls.body import write_body
+from engines.lowering.calls.broadcast import broadcast_to
+from engines.lowering.calls.calls import Call, Context, Refused, lowers
 from engines.lowering.calls.placement import batch_axis
-from engines.lowering.problems.attention import MIDDLE, Attention
+from engines.lowering.problems.matmul import MIDDLE, Attention
 from engines.lowering.problems.view import FLOATS
 
 
@@ -24,8 +26,8 @@ def lower_attention(ctx: Context, node: Node) -> Sequence[Call]:
         raise Refused("only floats, or floats stored as uint8, are compiled")
     types = [ctx.type(name) for name in names]
     exact = node.precision == "int8" and all(kind.quant for kind in types)
-    written = write_body(ctx, node, _mean_of(types[2], exact))
-    if written.operands:
+    body = write_body(ctx, node, _mean_of(types[2], exact))
+    if body.operands:
         raise Refused("its body reads another tensor")
     inputs, mask_view = [ctx.placements[name] for name in names], None
     if mask:
@@ -33,10 +35,10 @@ def lower_attention(ctx: Context, node: Node) -> Sequence[Call]:
         mask_view = broadcast_to(ctx, mask, (*shape[:-1], keys))
         if mask_view.dtype != "float32":
             raise Refused("its mask is not stored as float32")
-    constants = {"numbers": _numbers(types, attention.attrs["scale"]), "program": written.constants}
+    constants = {"numbers": _numbers(types, attention.attrs["scale"]), "program": body.constants}
     q, k, v = views
-    spec = Attention(q, k, v, y.view, mask_view, written.program, "int8" if exact else node.precision)
-    return [Call(node, spec, tuple(inputs), (y,), constants)]
+    problem = Attention(q, k, v, y.view, mask_view, body.program, "int8" if exact else node.precision)
+    return [Call(node, problem, tuple(inputs), (y,), constants)]
 
 
 def _numbers(types: Sequence[TensorType], scale: float) -> list[float]:

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.calls import Call, Context, Refused, Written, broadcast, image, is_image, lowers, write_body
+from engines.lowering.calls.body import BoundProgram, write_body
+from engines.lowering.calls.broadcast import broadcast, image, is_image
+from engines.lowering.calls.calls import Call, Context, Refused, lowers
 from engines.lowering.calls.halos import pads_of
 from engines.lowering.calls.placement import Placement, with_items
-from engines.lowering.problems.contraction import Contraction
-from engines.lowering.problems.depthwise import Depthwise
+from engines.lowering.problems.convolution import Contraction, Depthwise
 from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import Halo, View
 from engines.lowering.rules.product import lower_product
@@ -30,14 +31,15 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
     depthwise = groups > 1 and weights.shape[:2] == (groups, 1)
     if not depthwise:
         weights, groups = _merge_small_groups(weights, groups, ctx.lanes)
-    written = write_body(ctx, node, accumulator_of(ctx, conv, weights.sum(axis=(1, 2, 3), dtype=np.float64)))
+    body = write_body(ctx, node, accumulator_of(ctx, conv, weights.sum(axis=(1, 2, 3), dtype=np.float64)))
     y = ctx.placements[node.outputs[0]]
-    views = (x.view, y.view, operand_views(ctx, node, written))
-    spec: Problem = Contraction(*views, written.program, node.precision, taps, stride, dilation, groups,
-                                   _border(ctx, conv, x.view), node.precision == "int8" and bounded(weights))
+    views = (x.view, y.view, operand_views(ctx, node, body))
     if depthwise:
-        spec = Depthwise(*views, written.program, node.precision, taps, stride, dilation)
-    return [contraction_call(ctx, node, spec, x, written, weights)]
+        problem: Problem = Depthwise(*views, body.program, node.precision, taps, stride, dilation)
+    else:
+        problem = Contraction(*views, body.program, node.precision, taps, stride, dilation, groups,
+                              _border(ctx, conv, x.view), node.precision == "int8" and bounded(weights))
+    return [contraction_call(ctx, node, problem, x, body, weights)]
 
 
 @lowers("Gemm", "MatMul")
@@ -50,17 +52,17 @@ def lower_matmul(ctx: Context, node: Node) -> Sequence[Call]:
         raise Refused("only a product with constant weights [N, K] is compiled")
     if product.op == "MatMul" or not product.attrs.get("transB"):
         weights = weights.T
-    written = write_body(ctx, node, accumulator_of(ctx, product, weights.sum(axis=1, dtype=np.float64)))
-    x, y, operands = _matrices(ctx, node, written)
-    spec = Contraction(x.view, y.view, operands, written.program, node.precision)
-    return [replace(contraction_call(ctx, node, spec, x, written, weights[:, :, None, None]), outputs=(y,))]
+    body = write_body(ctx, node, accumulator_of(ctx, product, weights.sum(axis=1, dtype=np.float64)))
+    x, y, operands = _matrices(ctx, node, body)
+    problem = Contraction(x.view, y.view, operands, body.program, node.precision)
+    return [replace(contraction_call(ctx, node, problem, x, body, weights[:, :, None, None]), outputs=(y,))]
 
 
-def _matrices(ctx: Context, node: Node, written: Written) -> tuple[Placement, Placement, tuple[View, ...]]:
+def _matrices(ctx: Context, node: Node, body: BoundProgram) -> tuple[Placement, Placement, tuple[View, ...]]:
     """x, y and the program's operands as images. Without a batch all leading axes are pixels of one, where they follow
     each other in memory: the kernel then tiles them, while items of one row each would be tiled one by one."""
     x, y = ctx.placements[node.anchor.inputs[0]], ctx.placements[node.outputs[0]]
-    views = [x.view, y.view, *(broadcast(ctx, name, node.outputs[0]) for name in written.operands)]
+    views = [x.view, y.view, *(broadcast(ctx, name, node.outputs[0]) for name in body.operands)]
     if y.items != BATCH:
         items = [int(x.items), *[int(y.items)] * (len(views) - 1)]
         together = [with_items(view, count) for view, count in zip(views, items, strict=True)]
@@ -114,14 +116,15 @@ def accumulator_of(ctx: Context, anchor: Node, weight_sums: Array) -> tuple[Any,
     return scale, bias.astype(np.float64) - scale * x.zero_point[0] * weight_sums
 
 
-def operand_views(ctx: Context, node: Node, written: Written) -> tuple[View, ...]:
-    return tuple(image(broadcast(ctx, name, node.outputs[0])) for name in written.operands)
+def operand_views(ctx: Context, node: Node, body: BoundProgram) -> tuple[View, ...]:
+    return tuple(image(broadcast(ctx, name, node.outputs[0])) for name in body.operands)
 
 
-def contraction_call(ctx: Context, node: Node, spec: Any, x: Placement, written: Written, weights: Array) -> Call:
+def contraction_call(ctx: Context, node: Node, problem: Problem, x: Placement, body: BoundProgram,
+                     weights: Array) -> Call:
     placements = ctx.placements
-    return Call(node, spec, (x, *(placements[name] for name in written.operands)), (placements[node.outputs[0]],),
-                {"weights": weights, "program": written.constants})
+    return Call(node, problem, (x, *(placements[name] for name in body.operands)), (placements[node.outputs[0]],),
+                {"weights": weights, "program": body.constants})
 
 
 def _merge_small_groups(weights: Array, groups: int, lanes: int) -> tuple[Array, int]:

@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.backends.llvm.kernels.elementwise.pointwise import Pointwise
-from engines.backends.llvm.kernels.movement.layout import Permute
 from engines.ir.graph import BATCH, Node, TensorType
 from engines.lowering.calls.aliasing import cuts_of
-from engines.lowering.calls.calls import Call, Context, Refused, broadcast, copy_node, lowers, write_body
+from engines.lowering.calls.body import write_body
+from engines.lowering.calls.broadcast import broadcast
+from engines.lowering.calls.calls import Call, Context, Refused, copy_node, lowers
 from engines.lowering.calls.placement import Placement, as_one_item
 from engines.lowering.epilogue.program import ProgramBuilder
+from engines.lowering.problems.elementwise import Pointwise
+from engines.lowering.problems.movement import Permute
 from engines.lowering.problems.view import FLOATS, View
 
 

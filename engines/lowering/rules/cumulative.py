@@ -3,9 +3,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engines.backends.llvm.kernels.elementwise.cumulative import CumulativeSum
 from engines.ir.graph import Node
 from engines.lowering.calls.calls import Call, Context, Refused, lowers
+from engines.lowering.problems.elementwise import CumulativeSum
 
 SUMMED = ("float32", "int32", "int64")
 

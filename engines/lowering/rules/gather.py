@@ -1,5 +1,5 @@
 """Gather -> Take, where the index is a constant, or Lookup, where the table is; a shuffle of channels -> Permute;
-GatherElements -> Pick."""
+GatherElements."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.backends.llvm.kernels.movement.gather import Lookup, Take
-from engines.backends.llvm.kernels.movement.gather_elements import Pick
-from engines.backends.llvm.kernels.movement.layout import Permute
 from engines.ir.graph import Array, Node
-from engines.lowering.calls.calls import Call, Context, Refused, broadcast, lowers
+from engines.lowering.calls.broadcast import broadcast
+from engines.lowering.calls.calls import Call, Context, Refused, lowers
 from engines.lowering.calls.placement import Placement, as_one_item
+from engines.lowering.problems.movement import GatherElements, Lookup, Permute, Take
 from engines.lowering.problems.view import dense_view
 
 INDICES = ("int32", "int64")
@@ -47,13 +46,13 @@ def lower_gather(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 @lowers("GatherElements")
-def lower_pick(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_gather_elements(ctx: Context, node: Node) -> Sequence[Call]:
     data, index = node.inputs
     x, y, axis = ctx.placements[data], ctx.placements[node.outputs[0]], node.attrs["axis"] - 1
     positions = broadcast(ctx, index, node.outputs[0])
     if axis < 0 or positions.dtype not in INDICES or ctx.type(data).quant != ctx.type(node.outputs[0]).quant:
         raise Refused("only elements of an axis behind the batch are picked, by int32 or int64")
-    return [Call(node, Pick(x.view, positions, y.view, axis), (x, ctx.placements[index]), (y,))]
+    return [Call(node, GatherElements(x.view, y.view, positions, axis), (x, ctx.placements[index]), (y,))]
 
 
 def _shuffled_groups(index: Array, channels: int) -> int:

@@ -3,9 +3,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from engines.backends.llvm.kernels.elementwise.integers import STORED, Integers
 from engines.ir.graph import Node
-from engines.lowering.calls.calls import Call, Context, Refused, broadcast
+from engines.lowering.calls.broadcast import broadcast
+from engines.lowering.calls.calls import Call, Context, Refused
+from engines.lowering.problems.elementwise import STORED_INTEGERS, Integers
 
 # What a node does; Clip's bounds and the like are attributes only of floats.
 OPERATIONS: Mapping[str, str] = {
@@ -36,8 +37,8 @@ def lower_integers(ctx: Context, node: Node) -> Sequence[Call]:
         operation = "remainder"
     if operation is None:
         raise Refused(f"no operation on integers for {node.op}")
-    readable = (*STORED, FLOAT) if node.op == "Cast" else STORED
-    if any(view.dtype not in readable for view in views) or output.view.dtype not in STORED:
-        raise Refused(f"integers are compiled that are stored as {', '.join(STORED)}")
+    readable = (*STORED_INTEGERS, FLOAT) if node.op == "Cast" else STORED_INTEGERS
+    if any(view.dtype not in readable for view in views) or output.view.dtype not in STORED_INTEGERS:
+        raise Refused(f"integers are compiled that are stored as {', '.join(STORED_INTEGERS)}")
     inputs = tuple(ctx.placements[name] for name in names)
-    return [Call(node, Integers(operation, views, output.view), inputs, (output,))]
+    return [Call(node, Integers(views, output.view, operation), inputs, (output,))]

@@ -3,11 +3,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engines.backends.llvm.kernels.elementwise.pointwise import INTEGERS, Pointwise
 from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.calls import Call, Context, Refused, broadcast, lowers, write_body
+from engines.lowering.calls.body import write_body
+from engines.lowering.calls.broadcast import broadcast
+from engines.lowering.calls.calls import Call, Context, Refused, lowers
 from engines.lowering.calls.placement import as_one_item, with_items
 from engines.lowering.epilogue.from_onnx import WRITERS
+from engines.lowering.problems.elementwise import CASTS, Pointwise
 from engines.lowering.problems.view import FLOATS
 from engines.lowering.rules import integers
 
@@ -21,7 +23,7 @@ def lower_pointwise(ctx: Context, node: Node) -> Sequence[Call]:
     output = ctx.placements[node.outputs[0]]
     if not views:
         raise Refused("it reads constants only")
-    if any(view.dtype not in (*FLOATS, *INTEGERS) for view in views) or output.view.dtype not in (*FLOATS, "bool"):
+    if any(view.dtype not in (*FLOATS, *CASTS) for view in views) or output.view.dtype not in (*FLOATS, "bool"):
         raise Refused("only arithmetic on floats, and what makes floats of integers, is compiled")
     if len(ctx.type(node.outputs[0]).shape) == 1 and output.items != BATCH:     # what varies along the axis is constant
         items = int(output.items)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.calls import Call, Context, Refused, Written, lowers, write_body
+from engines.lowering.calls.body import BoundProgram, write_body
+from engines.lowering.calls.calls import Call, Context, Refused, lowers
 from engines.lowering.calls.halos import pads_of
 from engines.lowering.calls.placement import Placement, as_one_item, reshaped_strides
 from engines.lowering.epilogue.program import EpilogueProgram
@@ -86,7 +87,7 @@ def _reduced(ctx: Context, node: Node) -> tuple[Placement, Placement, tuple[int,
 
 
 def _reduced_between(ctx: Context, node: Node, x: View, y: View, axes: tuple[int, ...],
-                     kind: str) -> tuple[Problem, Written]:
+                     kind: str) -> tuple[Problem, BoundProgram]:
     """What stands before the reduced axes, and those, are the rows of an image, what stands behind its columns and
     channels: a pool of windows that are as high as what is reduced, and follow each other."""
     rows, count, columns = (math.prod(part) for part in (
@@ -106,7 +107,7 @@ def _seen(view: View, shape: tuple[int, ...]) -> View:
     return replace(view, shape=shape, strides=strides)
 
 
-def write_pooled(ctx: Context, node: Node, scale: float, terms: int = 1) -> Written:
+def write_pooled(ctx: Context, node: Node, scale: float, terms: int = 1) -> BoundProgram:
     """The program of a pool whose accumulator times `scale` is the mean, maximum or sum of `terms` stored elements."""
     name, output = node.anchor.inputs[0], node.outputs[0]
     views: list[View] = [ctx.placements[name].view, ctx.placements[output].view]
@@ -114,12 +115,12 @@ def write_pooled(ctx: Context, node: Node, scale: float, terms: int = 1) -> Writ
         raise Refused("only floats, or floats stored as uint8, are pooled")
     quant = ctx.type(name).quant
     if not node.body and scale == terms == 1 and quant == ctx.type(output).quant:
-        return Written(EpilogueProgram(), [], ())       # as it is stored; arithmetic would only round
+        return BoundProgram(EpilogueProgram(), [], ())       # as it is stored; arithmetic would only round
     if quant is None:
         return write_body(ctx, node, (scale, 0.0))
     return write_body(ctx, node, (quant.scale[0] * scale, -quant.scale[0] * quant.zero_point[0] * terms))
 
 
-def pool_call(ctx: Context, node: Node, spec: Problem, written: Written) -> Call:
+def pool_call(ctx: Context, node: Node, spec: Problem, written: BoundProgram) -> Call:
     inputs = (ctx.placements[node.anchor.inputs[0]], *(ctx.placements[name] for name in written.operands))
     return Call(node, spec, inputs, (ctx.placements[node.outputs[0]],), {"program": written.constants})

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engines.ir.graph import BATCH, Dim, Node
-from engines.lowering.calls.calls import Call, Context, Refused, broadcast_to, write_body
+from engines.lowering.calls.body import write_body
+from engines.lowering.calls.broadcast import broadcast_to
+from engines.lowering.calls.calls import Call, Context, Refused
 from engines.lowering.calls.placement import batch_axis
-from engines.lowering.problems.product import Product
+from engines.lowering.problems.matmul import Product
 from engines.lowering.problems.view import FLOATS, View
 
 DEEPEST = 1 << 14       # of K: a panel of the right factor is packed on a thread's stack
@@ -28,19 +30,19 @@ def lower_product(ctx: Context, node: Node) -> Sequence[Call]:
     scale = 1.0
     for kind in kinds:
         scale *= kind.quant.scale[0] if kind.quant else 1.0
-    written = write_body(ctx, node, (scale, 0.0))
+    body = write_body(ctx, node, (scale, 0.0))
     left, right = _seen(ctx, a, (*lead, rows, depth), shape), _seen(ctx, b, (*lead, depth, columns), shape)
-    y, others = _seen(ctx, output, shape, shape), tuple(_seen(ctx, name, shape, shape) for name in written.operands)
+    y, others = _seen(ctx, output, shape, shape), tuple(_seen(ctx, name, shape, shape) for name in body.operands)
     if any(view.dtype not in FLOATS for view in (left, right, y, *others)):
         raise Refused("only floats, or floats stored as uint8, are compiled")
     if left.strides[-1] != left.size or right.size not in right.strides[-2:]:
         raise Refused("no axis of a factor that is multiplied lies in one piece")
-    spec = Product(left, right, y, others, written.program, "int8" if exact else node.precision)
+    problem = Product(left, right, y, others, body.program, "int8" if exact else node.precision)
     zeros = [float(kind.quant.zero_point[0]) if kind.quant else 0.0 for kind in kinds]
-    placements = [ctx.placements[name] for name in (a, b, *written.operands)]
+    placements = [ctx.placements[name] for name in (a, b, *body.operands)]
     result = ctx.placements[output]
     result = result if BATCH in shape else replace(result, items=1)
-    return [Call(node, spec, tuple(placements), (result,), {"numbers": zeros, "program": written.constants})]
+    return [Call(node, problem, tuple(placements), (result,), {"numbers": zeros, "program": body.constants})]
 
 
 def _seen(ctx: Context, name: str, target: Sequence[Dim], result: Sequence[Dim]) -> View:

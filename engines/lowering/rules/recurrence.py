@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.kernels.recurrent.cells import bounded, cell_of
-from engines.backends.llvm.kernels.recurrent.recurrence import Recurrence, whole_precision, whole_weights
 from engines.ir.graph import Node
 from engines.lowering.calls.calls import Call, Context, Refused, lowers
 from engines.lowering.calls.placement import Placement
 from engines.lowering.epilogue.affine import Affine, AffineWriter
 from engines.lowering.epilogue.program import ProgramBuilder
+from engines.lowering.problems.recurrence import Recurrence, integer_precision, integer_weights
 from engines.lowering.problems.view import FLOATS
+from engines.lowering.rules.cells import bounded, cell_of
 from engines.ops.recurrent import directions
 
 
@@ -45,8 +45,8 @@ def lower_recurrence(ctx: Context, node: Node) -> Sequence[Call]:
     constants: dict[str, Any] = {"weights": weights, "units": units, "first": [first[0] for first in firsts]}
     precision = "fp32"
     if node.precision != "fp32" and bounded(node) and not any(states):
-        precision = whole_precision(weights) if node.precision == "int8" else "int16"
-        constants["weights"], constants["scales"] = whole_weights(weights, precision)
+        precision = integer_precision(weights) if node.precision == "int8" else "int16"
+        constants["weights"], constants["scales"] = integer_weights(weights, precision)
     made = [_wanted(ctx, name) for name in node.outputs]
     made += [None] * (1 + cells[0].kept - len(made))
     builder, numbers = _stored(ctx, node.outputs[0])

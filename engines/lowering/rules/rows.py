@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.calls import Call, Context, Refused, lowers, stored, write_body
+from engines.lowering.calls.body import stored, write_body
+from engines.lowering.calls.calls import Call, Context, Refused, lowers
 from engines.lowering.calls.placement import as_one_item
 from engines.lowering.epilogue.affine import AffineWriter
 from engines.lowering.epilogue.program import ProgramBuilder

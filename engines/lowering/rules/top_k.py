@@ -4,10 +4,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engines.backends.llvm.kernels.elementwise.top_k import WIDEST, TopK
 from engines.ir.graph import Node
 from engines.lowering.calls.calls import Call, Context, Refused, lowers
 from engines.lowering.calls.placement import Placement
+from engines.lowering.problems.elementwise import WIDEST_TOP_K, TopK
 
 ORDERED = ("float32", "int32")
 
@@ -37,6 +37,6 @@ def _rows(ctx: Context, node: Node, default: int) -> Placement:
     x, shape = ctx.placements[node.inputs[0]], ctx.type(node.inputs[0]).shape
     if len(shape) < 2 or node.attrs.get("axis", default) % len(shape) != len(shape) - 1:
         raise Refused("only along the innermost axis, behind the batch, is it compiled")
-    if x.view.dtype not in ORDERED or x.view.strides[-1] != x.view.size or x.view.shape[-1] > WIDEST:
-        raise Refused(f"rows are compiled of up to {WIDEST} {' or '.join(ORDERED)} in one piece")
+    if x.view.dtype not in ORDERED or x.view.strides[-1] != x.view.size or x.view.shape[-1] > WIDEST_TOP_K:
+        raise Refused(f"rows are compiled of up to {WIDEST_TOP_K} {' or '.join(ORDERED)} in one piece")
     return x

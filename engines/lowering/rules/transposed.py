@@ -12,10 +12,12 @@ from dataclasses import replace
 import numpy as np
 
 from engines.ir.graph import Node
-from engines.lowering.calls.calls import Call, Context, Refused, broadcast, image, lowers, write_body
+from engines.lowering.calls.body import write_body
+from engines.lowering.calls.broadcast import broadcast, image
+from engines.lowering.calls.calls import Call, Context, Refused, lowers
 from engines.lowering.calls.phases import Phase, phases
 from engines.lowering.calls.placement import Placement
-from engines.lowering.problems.contraction import Contraction
+from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.problem import Array
 from engines.lowering.rules.contraction import accumulator_of
 
@@ -41,16 +43,16 @@ def lower_conv_transpose(ctx: Context, node: Node) -> Sequence[Call]:
 
 def _phase(ctx: Context, node: Node, weights: Array, row: Phase, column: Phase) -> Call:
     conv, output = node.anchor, node.outputs[0]
-    written = write_body(ctx, node, accumulator_of(ctx, conv, weights.sum(axis=(1, 2, 3), dtype=np.float64)))
+    body = write_body(ctx, node, accumulator_of(ctx, conv, weights.sum(axis=(1, 2, 3), dtype=np.float64)))
     x = ctx.placements[conv.inputs[0]].moved(row.first, column.first, 0)
     reach = (row.end - row.first, column.end - column.first, x.view.shape[2])
     x = replace(x, view=replace(x.view, shape=reach))
     y = _part(ctx.placements[output], row, column)
     others = [_part(replace(ctx.placements[name], view=image(broadcast(ctx, name, output))), row, column)
-              for name in written.operands]
-    spec = Contraction(x.view, y.view, tuple(placement.view for placement in others), written.program, node.precision,
-                       (len(row.taps), len(column.taps)))
-    return Call(node, spec, (x, *others), (y,), {"weights": weights, "program": written.constants})
+              for name in body.operands]
+    problem = Contraction(x.view, y.view, tuple(placement.view for placement in others), body.program, node.precision,
+                          (len(row.taps), len(column.taps)))
+    return Call(node, problem, (x, *others), (y,), {"weights": weights, "program": body.constants})
 
 
 def _part(placement: Placement, row: Phase, column: Phase) -> Placement:
@@ -65,8 +67,8 @@ def _together(lanes: int, apart: Sequence[Call], columns: Sequence[Phase]) -> Ca
     None where they differ in more than constants, where the pixels have gaps, or where the products with zeros, for
     pixels that a phase does not read, cost more vectors than are saved.
     """
-    (x, *others), (y,), spec = apart[0].inputs, apart[0].outputs, apart[0].problem
-    assert isinstance(spec, Contraction)
+    (x, *others), (y,), problem = apart[0].inputs, apart[0].outputs, apart[0].problem
+    assert isinstance(problem, Contraction)
     couts, count = y.view.shape[2], len(apart)
     first = min(column.first for column in columns)
     taps = max(column.first + len(column.taps) for column in columns) - first
@@ -74,7 +76,7 @@ def _together(lanes: int, apart: Sequence[Call], columns: Sequence[Phase]) -> Ca
     if (others or len(alike) > 1 or count != columns[0].step or y.view.strides[1] != count * couts * y.view.size
             or taps * -(-count * couts // lanes) > sum(len(c.taps) for c in columns) * -(-couts // lanes)):
         return None
-    weights = np.zeros((count, couts, x.view.shape[2], spec.taps[0], taps), apart[0].constants["weights"].dtype)
+    weights = np.zeros((count, couts, x.view.shape[2], problem.taps[0], taps), apart[0].constants["weights"].dtype)
     for i, (call, column) in enumerate(zip(apart, columns, strict=True)):
         begin = column.first - first
         weights[i, ..., begin:begin + len(column.taps)] = call.constants["weights"]
@@ -83,6 +85,6 @@ def _together(lanes: int, apart: Sequence[Call], columns: Sequence[Phase]) -> Ca
     y = replace(y, view=replace(y.view, shape=(*y.view.shape[:2], count * couts)))
     program = [np.concatenate([np.broadcast_to(constant, couts) for constant in constants])
                for constants in zip(*(call.constants["program"] for call in apart), strict=True)]
-    spec = replace(spec, x=x.view, y=y.view, taps=(spec.taps[0], taps))
-    return Call(apart[0].node, spec, (x,), (y,), {"weights": weights.reshape(-1, *weights.shape[2:]),
+    problem = replace(problem, x=x.view, y=y.view, taps=(problem.taps[0], taps))
+    return Call(apart[0].node, problem, (x,), (y,), {"weights": weights.reshape(-1, *weights.shape[2:]),
                                                  "program": program})

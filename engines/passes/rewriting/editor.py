@@ -18,6 +18,8 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
+import numpy as np
+
 from engines.ir.graph import Array, Dim, Graph, Node, QParams, TensorType, type_of
 
 
@@ -59,7 +61,7 @@ class GraphEditor:
     def add_constant(self, wanted: str, array: Array, quant: QParams | None = None) -> str:
         """The name of a new constant."""
         name = self.add_tensor(wanted, type_of(array, quant))
-        self.constants[name] = array
+        self.constants[name] = np.asarray(array)        # NumPy's arithmetic on arrays without axes gives scalars
         return name
 
     def add(self, wanted: str, type_: TensorType, op: str, inputs: Sequence[str],

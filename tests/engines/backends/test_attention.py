@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from engines.lowering.epilogue.program import ProgramBuilder
-from engines.lowering.problems.attention import Attention
+from engines.lowering.problems.matmul import Attention
 from engines.lowering.problems.view import View, dense_view
 from tests.engines.backends.harness import EVERY_ISA, check, random_array
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.isa import Isa
 from engines.lowering.buffers import border
 from engines.lowering.calls.placement import Storage
 from engines.lowering.problems.view import Halo, dense_view
-from tests.engines.backends.harness import EVERY_WIDTH, kernel_of, loaded, runs_here
+from tests.engines.backends.runners import EVERY_WIDTH
+from tests.engines.backends.suite import Runner
 
 BATCH = 3
 
@@ -17,14 +17,13 @@ BATCH = 3
 @pytest.mark.parametrize("halo", [Halo(1, 1, 1, 1), Halo(0, 0, 2, 1), Halo(2, 0, 0, 0), Halo(0, 3, 0, 0),
                                   Halo(1, 2, 3, 4)], ids=str)
 @pytest.mark.parametrize("shape", [(1, 4, 70), (5, 1, 3), (4, 6, 300)])
-def test_the_halo_of_every_item_is_written_and_nothing_else(isa: Isa, halo: Halo, shape: tuple[int, int, int]) -> None:
+def test_the_halo_of_every_item_is_written_and_nothing_else(runner: Runner, halo: Halo,
+                                                            shape: tuple[int, int, int]) -> None:
     height, width, channels = shape
     whole = dense_view("uint8", (halo.top + height + halo.bottom, halo.left + width + halo.right, channels))
     call = border(Storage("x", whole, "batch", halo, 7.0), 0)
-    solved = kernel_of(call.problem)
     memory = np.zeros((BATCH + 1, *whole.shape), np.uint8)      # an item more than is written
-    kernel = loaded(solved, isa, solved.tactics(isa)[0], runs_here(isa) and bool(isa.requires))
-    kernel([memory.reshape(-1)[placement.offset:] for placement in call.outputs], (0, BATCH))
+    runner.execute(call.problem, [], [memory.reshape(-1)[placement.offset:] for placement in call.outputs], {}, BATCH)
     inside = np.zeros(memory.shape, bool)
     inside[:, halo.top:halo.top + height, halo.left:halo.left + width] = True
     inside[BATCH:] = True

@@ -13,9 +13,11 @@ from engines.backends.llvm.kernels.contraction.taps import TapAxis
 from engines.backends.llvm.kernels.contraction.tiled import Tile, tiles_of_the_batch
 from engines.backends.llvm.kernels.kernel import kernels_for
 from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
-from engines.lowering.problems.contraction import Contraction
+from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.view import Halo, dense_view
-from tests.engines.backends.harness import EVERY_ISA, check, gapped, kernel_of, random_array, requantise, run
+from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
+from tests.engines.backends.runners import EVERY_BACKEND, EVERY_ISA
+from tests.engines.backends.suite import check, gapped, random_array, requantise, run
 
 BATCH = 2
 STORED = {"int8": "uint8", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -69,33 +71,31 @@ def problem(shape, precision, stored="", residual=True):
     return spec, inputs, {"weights": weights, **constants}
 
 
-@EVERY_ISA
+@EVERY_BACKEND
 @EVERY_SHAPE
-def test_an_integer_contraction_equals_its_reference_bit_for_bit(shape, isa):
+def test_an_integer_contraction_equals_its_reference_bit_for_bit(shape, runner):
     spec, inputs, constants = problem(shape, "int8")
     assert spec.reference(inputs, constants)[0].std() > 10      # not all saturated
-    kernels = [kernel for kernel in kernels_for(spec) if kernel.tactics(isa)]
-    assert isinstance(kernels[0], DirectContraction)
-    for kernel in kernels:
-        check(kernel, isa, inputs, constants, pieces=2, slack=15)
+    for way in runner.ways(spec):
+        check(way, runner, inputs, constants, pieces=2, slack=15)
 
 
-@EVERY_ISA
+@EVERY_BACKEND
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @EVERY_SHAPE
-def test_a_float_contraction_agrees_with_its_reference(shape, precision, isa):
+def test_a_float_contraction_agrees_with_its_reference(shape, precision, runner):
     spec, inputs, constants = problem(shape, precision)
     if precision == "bf16":     # a rounding to the other side is one unit of 2**-8
         constants["weights"] = constants["weights"] / 4
-    check(spec, isa, inputs, constants, TOLERANCE[precision], pieces=2, slack=15)
+    check(spec, runner, inputs, constants, TOLERANCE[precision], pieces=2, slack=15)
 
 
 def test_a_nan_behind_an_odd_run_stays_out():
     """A pair of bfloat16 would reach the next group: its weight there is zero, but NaN times zero is NaN."""
     spec, (x, *others), constants = problem(Shape(1, 3, 10, 32, groups=2), "bf16", stored="float32")
-    expected, = run(spec, AVX512_BF16, [x, *others], constants)
+    expected, = run(spec, CpuRunner(AVX512_BF16), [x, *others], constants)
     x[..., 5] = 0x7FC0
-    got, = run(spec, AVX512_BF16, [x, *others], constants)
+    got, = run(spec, CpuRunner(AVX512_BF16), [x, *others], constants)
     np.testing.assert_array_equal(got[..., :16], expected[..., :16])
     assert (got[..., 16:] != expected[..., 16:]).any()
 
@@ -103,13 +103,13 @@ def test_a_nan_behind_an_odd_run_stays_out():
 @EVERY_ISA
 @pytest.mark.parametrize("tile", [Tile(1, 3, 1), Tile(2, 3, 2, 1), Tile(1, 5, 4, 1, prefetch=True), Tile(1, 14, 2)],
                          ids=str)
-def test_the_tile_does_not_change_the_result(tile, isa):
-    if tile.cols * tile.vectors > isa.registers:
-        pytest.skip(f"{tile} is made for more registers than {isa.name} has")
+def test_the_tile_does_not_change_the_result(tile, cpu):
+    if tile.cols * tile.vectors > cpu.isa.registers:
+        pytest.skip(f"{tile} is made for more registers than {cpu.isa.name} has")
     for shape in ("3x3", "1x1 of one long row", "gemm of one row an item"):
         spec, inputs, constants = problem(SHAPES[shape], "int8")
         fitting = replace(tile, cols=min(tile.cols, DirectContraction(spec).flat.cols))
-        check(spec, isa, inputs, constants, tactic=fitting, slack=15)
+        check(spec, cpu, inputs, constants, tactic=fitting, slack=15)
 
 
 BOTH_LAYOUTS = pytest.mark.parametrize("kernel", [DirectContraction, PairedContraction])
@@ -121,7 +121,7 @@ def test_both_layouts_of_weights_give_the_same_result(shape, kernel):
     spec, inputs, constants = problem(shape, "int8")
     tile = kernel(spec).tactics(AVX2)[0]
     for prefetch in (False, True):
-        check(kernel(spec), AVX2, inputs, constants, tactic=replace(tile, prefetch=prefetch), slack=15)
+        check(kernel(spec), CpuRunner(AVX2), inputs, constants, tactic=replace(tile, prefetch=prefetch), slack=15)
 
 
 @BOTH_LAYOUTS
@@ -129,7 +129,7 @@ def test_channels_whose_weights_are_all_zero_give_their_bias(kernel):
     """Paired weights have no step then."""
     spec, inputs, constants = problem(SHAPES["1x1 of one long row"], "int8")
     constants["weights"][:16] = 0
-    check(kernel(spec), AVX2, inputs, constants, slack=15)
+    check(kernel(spec), CpuRunner(AVX2), inputs, constants, slack=15)
 
 
 BORDERED = {
@@ -154,11 +154,11 @@ def zeros_around(x, border):
 @EVERY_ISA
 @pytest.mark.parametrize("tile", [Tile(1, 3, 2, 2, skip=True), Tile(2, 7, 1, skip=True)], ids=str)
 @pytest.mark.parametrize("shape, border", BORDERED.values(), ids=BORDERED)
-def test_taps_in_a_border_of_zeros_are_left_out(shape, border, tile, isa):
+def test_taps_in_a_border_of_zeros_are_left_out(shape, border, tile, cpu):
     spec, (x, *others), constants = problem(shape, "int8")
     spec = replace(spec, border=border)
     tile = replace(tile, cols=min(tile.cols, shape.cols))
-    check(spec, isa, [zeros_around(x, border), *others], constants, tactic=tile, pieces=2, slack=4)
+    check(spec, cpu, [zeros_around(x, border), *others], constants, tactic=tile, pieces=2, slack=4)
 
 
 @pytest.mark.parametrize("name", ["both sides in one tile", "a padded 1x1, strided"])
@@ -167,7 +167,7 @@ def test_what_lies_in_the_border_is_not_looked_at(name):
     shape, border = BORDERED[name]
     spec, (x, *others), constants = problem(shape, "int8")
     spec, tile = replace(spec, border=border), Tile(1, 7, 2, skip=True)
-    got, = run(spec, AVX2, [x, *others], constants, tactic=tile, slack=4)
+    got, = run(spec, CpuRunner(AVX2), [x, *others], constants, tactic=tile, slack=4)
     expected, = spec.reference([zeros_around(x, border), *others], constants)
     np.testing.assert_array_equal(got, expected)
     assert (expected != spec.reference([x, *others], constants)[0]).any()
@@ -185,30 +185,30 @@ def test_live_taps_are_those_that_read_inside(axis):
         {o for o in outputs if tap in inside[o]} for tap in range(axis.taps)]
 
 
-@EVERY_ISA
-def test_quantised_sums_may_be_stored_as_floats(isa):
+@EVERY_BACKEND
+def test_quantised_sums_may_be_stored_as_floats(runner):
     spec, inputs, constants = problem(Shape(3, 5, 20, 37), "int8", stored="float32", residual=False)
-    check(spec, isa, inputs, constants, slack=15)
+    check(spec, runner, inputs, constants, slack=15)
 
 
-@EVERY_ISA
-def test_any_batch_of_a_matrix_product_is_cut_into_tiles_of_its_bits(isa):
+@EVERY_BACKEND
+def test_any_batch_of_a_matrix_product_is_cut_into_tiles_of_its_bits(runner):
     spec, inputs, constants = problem(SHAPES["gemm of one row an item"], "int8")
     assert kernel_of(spec).by_batch
     for batch in (1, 3, 13):
-        check(spec, isa, [np.resize(x, (batch, *x.shape[1:])) for x in inputs], constants, slack=15, pieces=2)
+        check(spec, runner, [np.resize(x, (batch, *x.shape[1:])) for x in inputs], constants, slack=15, pieces=2)
 
 
 @EVERY_ISA
 @pytest.mark.parametrize("precision", ["int8", "fp32", "bf16"])
-def test_rows_of_a_batch_fill_tiles_whatever_their_number(precision, isa):
+def test_rows_of_a_batch_fill_tiles_whatever_their_number(precision, cpu):
     """Full tiles, tails of any size, several blocks; a tile is never taller than the batch that it is for."""
     spec, inputs, constants = problem(SHAPES["gemm of one row an item"], precision)
     many = kernels_for(spec, 13)[0]
-    tallest = max(many.tactics(isa), key=lambda tile: tile.cols)
-    assert 1 < tallest.cols <= 13 and {tile.cols for tile in kernel_of(spec).tactics(isa)} == {1}
+    tallest = max(many.tactics(cpu.isa), key=lambda tile: tile.cols)
+    assert 1 < tallest.cols <= 13 and {tile.cols for tile in kernel_of(spec).tactics(cpu.isa)} == {1}
     for batch, block in ((1, 0), (13, 0), (2 * tallest.cols + 7, 1)):
-        check(many, isa, [np.resize(x, (batch, *x.shape[1:])) for x in inputs], constants, TOLERANCE[precision],
+        check(many, cpu, [np.resize(x, (batch, *x.shape[1:])) for x in inputs], constants, TOLERANCE[precision],
               tactic=replace(tallest, block=block), slack=15, pieces=2)
 
 
@@ -230,7 +230,7 @@ def test_halves_round_to_even():
     x = np.random.default_rng(0).integers(0, 4, (BATCH, 1, 16, 4)).astype(np.uint8)
     w = np.random.default_rng(1).integers(-3, 8, (16, 4, 1, 1)).astype(np.int8)
     halves = np.einsum("nijc,oc->nijo", x.astype(int), w[:, :, 0, 0].astype(int)) / 2
-    check(spec, AVX2, [x], {"weights": w, "program": b.constants}, slack=15)
+    check(spec, CpuRunner(AVX2), [x], {"weights": w, "program": b.constants}, slack=15)
     expected, = spec.reference([x], {"weights": w, "program": b.constants})
     assert (expected == np.clip([round(h) for h in halves.flat], 0, 255).reshape(halves.shape)).all()
     assert (expected != np.clip(np.floor(halves + 0.5), 0, 255)).any()      # the control: rounding up is told apart

@@ -5,18 +5,11 @@ from engines.backends.llvm.codegen.compile import assembly, spills
 from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import ALL, AVX2, AVX512_BF16, AVX512_VNNI
 from engines.backends.llvm.kernels.depthwise.depthwise import DepthwiseTile
-from engines.lowering.problems.depthwise import Depthwise
+from engines.lowering.problems.convolution import Depthwise
 from engines.lowering.problems.view import dense_view
-from tests.engines.backends.harness import (
-    EVERY_ISA,
-    EVERY_WIDTH,
-    check,
-    gapped,
-    kernel_of,
-    random_array,
-    requantise,
-    run,
-)
+from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
+from tests.engines.backends.runners import EVERY_BACKEND, EVERY_ISA_WIDTH, EVERY_WIDTH
+from tests.engines.backends.suite import check, gapped, random_array, requantise, run
 
 BATCH = 2
 DTYPES = {"int8": "uint8", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -46,48 +39,48 @@ def data(spec):
     return [random_array(random, view.dtype, (BATCH, *view.shape)) for view in spec.inputs]
 
 
-@EVERY_ISA
+@EVERY_BACKEND
 @pytest.mark.parametrize("channels", [1, 3, 17, 33, 116])
-def test_3x3_of_any_number_of_channels(channels, isa):
+def test_3x3_of_any_number_of_channels(channels, runner):
     spec, constants = depthwise(channels, (3, 3), outputs=(3, 5))
-    check(spec, isa, data(spec), constants, pieces=2)
+    check(spec, runner, data(spec), constants, pieces=2)
 
 
 @EVERY_WIDTH
 @pytest.mark.parametrize("taps, stride, dilation", [
     ((3, 3), (2, 2), (1, 1)), ((5, 5), (1, 1), (1, 1)), ((5, 3), (2, 1), (1, 1)), ((3, 3), (1, 1), (2, 2)),
     ((7, 7), (1, 1), (1, 1)), ((1, 4), (1, 2), (1, 1)), ((4, 1), (1, 1), (1, 1))])
-def test_any_window(taps, stride, dilation, isa):
+def test_any_window(taps, stride, dilation, runner):
     spec, constants = depthwise(10, taps, stride, dilation, outputs=(3, 3))
-    check(spec, isa, data(spec), constants, pieces=2)
+    check(spec, runner, data(spec), constants, pieces=2)
 
 
-@EVERY_WIDTH
+@EVERY_ISA_WIDTH
 @pytest.mark.parametrize("stride, residual", [(1, True), (2, False)])
-def test_every_tactic_is_the_same_function(stride, residual, isa):
+def test_every_tactic_is_the_same_function(stride, residual, cpu):
     spec, constants = depthwise(80, (3, 3), (stride, stride), outputs=(3, 5), residual=residual)
-    assert kernel_of(spec).tactics(isa)
-    for tactic in (kernel_of(spec).tactics(isa)[-1], DepthwiseTile(1, 4, 2), DepthwiseTile(2, 3, 1)):
-        check(spec, isa, data(spec), constants, tactic=tactic)
+    assert kernel_of(spec).tactics(cpu.isa)
+    for tactic in (kernel_of(spec).tactics(cpu.isa)[-1], DepthwiseTile(1, 4, 2), DepthwiseTile(2, 3, 1)):
+        check(spec, cpu, data(spec), constants, tactic=tactic)
 
 
-@EVERY_WIDTH
+@EVERY_ISA_WIDTH
 @pytest.mark.parametrize("stride, dilation", [((1, 1), (1, 1)), ((2, 1), (1, 2))])
 @pytest.mark.parametrize("target", ["float32", "uint8"])
-def test_every_tactic_of_float32_adds_in_the_order_of_the_reference(stride, dilation, target, isa):
+def test_every_tactic_of_float32_adds_in_the_order_of_the_reference(stride, dilation, target, cpu):
     spec, constants = depthwise(40, (3, 2), stride, dilation, outputs=(3, 31), precision="fp32", target=target)
-    by_tap = [tactic for tactic in kernel_of(spec).tactics(isa) if tactic.by_tap]
+    by_tap = [tactic for tactic in kernel_of(spec).tactics(cpu.isa) if tactic.by_tap]
     assert len(by_tap) >= 2
     for tactic in by_tap:
-        check(spec, isa, data(spec), constants, tactic=tactic)
+        check(spec, cpu, data(spec), constants, tactic=tactic)
 
 
-@EVERY_WIDTH
-def test_tactics_of_one_packing_share_their_constants(isa):
+@EVERY_ISA_WIDTH
+def test_tactics_of_one_packing_share_their_constants(cpu):
     spec, constants = depthwise(40, (3, 3))
     packed = {}
-    for tactic in kernel_of(spec).tactics(isa):
-        arrays = [array.tobytes() for array in kernel_of(spec).pack(isa, tactic, constants)]
+    for tactic in kernel_of(spec).tactics(cpu.isa):
+        arrays = [array.tobytes() for array in kernel_of(spec).pack(cpu.isa, tactic, constants)]
         assert packed.setdefault(kernel_of(spec).packing(tactic), arrays) == arrays
     assert len(packed) >= 2
 
@@ -95,9 +88,9 @@ def test_tactics_of_one_packing_share_their_constants(isa):
 @EVERY_WIDTH
 @pytest.mark.parametrize("precision, target", [
     ("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16"), ("int8", "float32"), ("fp32", "uint8")])
-def test_floats_are_added_in_the_order_of_the_reference(precision, target, isa):
+def test_floats_are_added_in_the_order_of_the_reference(precision, target, runner):
     spec, constants = depthwise(24, (3, 3), outputs=(3, 5), precision=precision, target=target)
-    check(spec, isa, data(spec), constants)
+    check(spec, runner, data(spec), constants)
 
 
 @pytest.mark.parametrize("isa, tile", [(AVX512_VNNI, DepthwiseTile(2, 7, 4)), (AVX2, DepthwiseTile(1, 7, 2))])
@@ -124,12 +117,12 @@ def test_extreme_products_do_not_saturate():
     for sign in (-128, 127):
         constants["weights"][:] = sign
         for isa in ALL:
-            check(spec, isa, inputs, constants)
+            check(spec, CpuRunner(isa), inputs, constants)
 
 
 def test_a_wrong_weight_is_caught():
     spec, constants = depthwise(16, (3, 3))
-    got, = run(spec, AVX2, data(spec), constants, native=False)
+    got, = run(spec, CpuRunner(AVX2), data(spec), constants, native=False)
     constants["weights"][3, 0, 2, 2] ^= 64
     wrong, = spec.reference(data(spec), constants)
     assert (got != wrong).any(axis=(0, 1, 2)).tolist() == [channel == 3 for channel in range(16)]

@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 
 from engines.backends.llvm.codegen.isa import PORTABLE
-from engines.backends.llvm.kernels.movement.gather import Lookup, Take
-from engines.backends.llvm.kernels.movement.gather_elements import Pick
+from engines.lowering.problems.movement import GatherElements, Lookup, Take
 from engines.lowering.problems.view import View, dense_view
 from tests.engines.backends.harness import EVERY_WIDTH, check, gapped, random_array, run
 
@@ -63,7 +62,8 @@ def test_elements_are_picked_along_any_axis(axis, dtype, isa):
     x = gapped(dtype, (4, 5, 19))
     shape = (*x.shape[:axis], 21, *x.shape[axis + 1:])
     index = np.random.default_rng(1).integers(-x.shape[axis], x.shape[axis], (BATCH, *shape))
-    check(Pick(x, dense_view("int64", shape), dense_view(dtype, shape), axis), isa, [data(x), index], {}, pieces=2)
+    spec = GatherElements(x, dense_view(dtype, shape), dense_view("int64", shape), axis)
+    check(spec, isa, [data(x), index], {}, pieces=2)
 
 
 @EVERY_WIDTH
@@ -71,7 +71,7 @@ def test_places_that_are_alike_for_all_items_and_heads_are_repeated(isa):
     x, y = dense_view("float32", (3, 5, 9)), dense_view("float32", (3, 5, 7))
     places = View("int32", y.shape, (0, 7 * 4, 4), 0)
     index = np.broadcast_to(np.random.default_rng(1).integers(0, 9, (5, 7), np.int32), (BATCH, *y.shape))
-    spec = Pick(x, places, y, 2)
+    spec = GatherElements(x, y, places, 2)
     check(spec, isa, [data(x), index], {})
     np.testing.assert_array_equal(spec.reference([data(x), index], {})[0], np.take_along_axis(data(x), index, 3))
 
@@ -79,5 +79,5 @@ def test_places_that_are_alike_for_all_items_and_heads_are_repeated(isa):
 def test_no_place_reads_beside_the_axis():
     x, y = dense_view("int64", (3, 4)), dense_view("int64", (3, 4))
     index = np.broadcast_to([4, 1 << 60, -5, -(1 << 62)], (BATCH, 3, 4))
-    got, = run(Pick(x, y, y, 1), PORTABLE, [data(x), index], {})
+    got, = run(GatherElements(x, y, y, 1), PORTABLE, [data(x), index], {})
     np.testing.assert_array_equal(got, np.broadcast_to(data(x)[..., -1:], (BATCH, 3, 4)))

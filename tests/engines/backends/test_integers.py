@@ -2,11 +2,10 @@ import numpy as np
 import pytest
 
 from engines.backends.llvm.codegen.isa import PORTABLE
-from engines.backends.llvm.kernels.elementwise.cumulative import CumulativeSum
-from engines.backends.llvm.kernels.elementwise.integers import OPERATIONS, STORED, Integers
 from engines.ir.graph import BATCH, Graph, Node, TensorType
 from engines.lowering.calls.calls import Call
 from engines.lowering.lower import lower
+from engines.lowering.problems.elementwise import OPERATIONS, STORED_INTEGERS, CumulativeSum, Integers
 from engines.lowering.problems.view import View, dense_view
 from engines.ops import OPS
 from tests.engines.backends.harness import EVERY_WIDTH, check, gapped, random_array, run
@@ -30,15 +29,15 @@ def draw(view, seed=0, wide=False):
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_operation_is_exact_for_any_64_bits(operation, isa):
     views = (dense_view("int64", (3, 37)),) * ARGUMENTS.get(operation, 2)
-    spec = Integers(operation, views, dense_view("int64", (3, 37)))
+    spec = Integers(views, dense_view("int64", (3, 37)), operation)
     check(spec, isa, [draw(view, seed, wide=True) for seed, view in enumerate(views)], {}, pieces=2)
 
 
 @EVERY_WIDTH
-@pytest.mark.parametrize("target", STORED)
-@pytest.mark.parametrize("source", STORED)
+@pytest.mark.parametrize("target", STORED_INTEGERS)
+@pytest.mark.parametrize("source", STORED_INTEGERS)
 def test_every_stored_dtype_is_read_and_written_as_numpy_casts_it(source, target, isa):
-    spec = Integers("copy", (dense_view(source, (37,)),), dense_view(target, (37,)))
+    spec = Integers((dense_view(source, (37,)),), dense_view(target, (37,)), "copy")
     x = draw(spec.sources[0], wide=True)
     check(spec, isa, [x], {})
     np.testing.assert_array_equal(spec.reference([x], {})[0], x.astype(target))
@@ -46,7 +45,7 @@ def test_every_stored_dtype_is_read_and_written_as_numpy_casts_it(source, target
 
 @EVERY_WIDTH
 def test_floats_are_truncated(isa):
-    spec = Integers("copy", (dense_view("float32", (37,)),), dense_view("int64", (37,)))
+    spec = Integers((dense_view("float32", (37,)),), dense_view("int64", (37,)), "copy")
     x = np.linspace(-1e6, 1e6, ITEMS * 37, dtype=np.float32).reshape(ITEMS, 37)
     check(spec, isa, [x], {})
 
@@ -59,7 +58,7 @@ def test_strides_of_zero_broadcast_and_gaps_are_stepped_over(isa):
     spaced = View("int32", shape, (4 * 19 * 8, 19 * 8, 8), 3 * 4 * 19 * 8)
     for output in (gapped("int64", shape), spaced):
         views = (column, row, spaced)
-        check(Integers("where", views, output), isa, [draw(v, i) for i, v in enumerate(views)], {}, pieces=2)
+        check(Integers(views, output, "where"), isa, [draw(v, i) for i, v in enumerate(views)], {}, pieces=2)
 
 
 @EVERY_WIDTH
@@ -68,14 +67,14 @@ def test_no_division_traps_and_signs_are_as_numpy_has_them(operation, isa):
     view = dense_view("int64", (7, 7))
     special = np.array([0, -1, 1, 7, -7, np.iinfo(np.int64).min, np.iinfo(np.int64).max])
     a, b = (np.broadcast_to(x, (ITEMS, 7, 7)) for x in (special[:, None], special))
-    check(Integers(operation, (view, view), view), isa, [a, b], {})
+    check(Integers((view, view), view, operation), isa, [a, b], {})
 
 
 def test_a_wrong_operation_is_caught():
     view = dense_view("int64", (7,))
     x = [draw(view, 0), draw(view, 1)]
-    got, = run(Integers("less", (view, view), view), PORTABLE, x, {})
-    assert (got != Integers("less_or_equal", (view, view), view).reference([x[0], x[0]], {})[0]).any()
+    got, = run(Integers((view, view), view, "less"), PORTABLE, x, {})
+    assert (got != Integers((view, view), view, "less_or_equal").reference([x[0], x[0]], {})[0]).any()
 
 
 @EVERY_WIDTH

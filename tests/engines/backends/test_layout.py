@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 
 from engines.backends.llvm.codegen.isa import PORTABLE
-from engines.backends.llvm.kernels.movement.layout import Permute
 from engines.lowering.epilogue.program import ProgramBuilder
+from engines.lowering.problems.movement import Permute
 from engines.lowering.problems.view import View, dense_view
-from tests.engines.backends.harness import EVERY_WIDTH, check, gapped, random_array, run
+from tests.engines.backends.harness import EVERY_WIDTH, check, gapped, kernel_of, random_array, run
 
 BATCH = 2
 
@@ -32,7 +32,7 @@ def test_a_float_image_becomes_u8_pixels(channels, shape, halo, isa):
     program, constants = quantise()
     x = permuted(dense_view("float32", (channels, *shape)), (1, 2, 0))
     spec = Permute(x, gapped("uint8", (*shape, channels), halo), program)
-    assert spec.way == "planes"
+    assert kernel_of(spec).way == "planes"
     check(spec, isa, data(x), constants, pieces=2)
 
 
@@ -55,7 +55,7 @@ def test_a_program_runs_on_the_way_through_a_transpose(source, target, channels,
     first, last = dense_view(source, (channels, 3, 7)), gapped(target, (3, 7, channels))
     for uniform in (False, True):
         spec = Permute(permuted(first, (1, 2, 0)), last, program, uniform)
-        assert spec.way == "transpose"
+        assert kernel_of(spec).way == "transpose"
         check(spec, isa, data(spec.x), constants)
     b = ProgramBuilder(False)
     b.add("mul", b.operand(), b.constant(np.arange(channels) + 1))
@@ -67,7 +67,7 @@ def test_a_program_runs_on_the_way_through_a_transpose(source, target, channels,
 def test_a_slice_is_copied_in_runs(dtype, isa):
     view = gapped(dtype, (5, 7, 100))
     spec = Permute(view, dense_view(dtype, (5, 7, 100)))
-    assert spec.way == "runs"
+    assert kernel_of(spec).way == "runs"
     check(spec, isa, data(view), {}, pieces=3)
 
 
@@ -81,7 +81,7 @@ def test_a_long_run_is_cut_in_blocks(isa):
 def test_channels_are_shuffled_between_groups(isa):
     x = dense_view("uint8", (4, 5, 2, 29))
     spec = Permute(permuted(x, (0, 1, 3, 2)), dense_view("uint8", (4, 5, 29, 2)))
-    assert spec.way == "planes"
+    assert kernel_of(spec).way == "planes"
     check(spec, isa, data(spec.x), {})
 
 
@@ -96,7 +96,7 @@ def test_any_permutation_of_four_axes(axes, isa):
 def test_neither_side_contiguous_is_copied_by_elements(isa):
     x = View("uint8", (3, 5), (20, 3), 60)
     spec = Permute(x, View("uint8", (3, 5), (30, 2), 90))
-    assert spec.way == "elements"
+    assert kernel_of(spec).way == "elements"
     check(spec, isa, data(x), {})
 
 

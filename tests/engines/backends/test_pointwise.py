@@ -6,10 +6,11 @@ import pytest
 
 from engines.backends.llvm.codegen.isa import ALL, PORTABLE
 from engines.backends.llvm.kernels.common.access import BLOCK
-from engines.backends.llvm.kernels.elementwise.pointwise import Pointwise
+from engines.backends.llvm.kernels.elementwise.pointwise import PointwiseKernel
 from engines.lowering.epilogue.program import INSTRUCTIONS, NUMPY, EpilogueProgram, Instruction, ProgramBuilder, Ref
+from engines.lowering.problems.elementwise import Pointwise
 from engines.lowering.problems.view import View, dense_view
-from tests.engines.backends.harness import EVERY_ISA, check, gapped, random_array, requantise, run
+from tests.engines.backends.harness import EVERY_ISA, check, gapped, kernel_of, random_array, requantise, run
 
 BATCH = 2
 
@@ -51,7 +52,7 @@ def test_a_dense_tensor_is_one_run_cut_in_blocks(isa):
     b.add("max", b.add("fma", b.operand(), 0.5, 3.0), 10.0)
     view = dense_view("uint8", (3, 41, 2 * BLOCK // 100))
     spec = Pointwise((view,), view, b.program(), uniform=True)
-    assert len(spec.runs.shape) == 1 and spec.runs.blocks == 3
+    assert len(kernel_of(spec).runs.shape) == 1 and kernel_of(spec).runs.blocks == 3
     check(spec, isa, inputs_of(spec), {"program": b.constants}, pieces=2)
 
 
@@ -169,7 +170,7 @@ def test_a_wrong_constant_is_caught():
 def test_a_window_that_is_too_narrow_is_caught(narrow, message):
     view = gapped("uint8", (4, 30, 8))
 
-    class Narrow(Pointwise):
+    class Narrow(PointwiseKernel):
         def windows(self, isa, tactic):
             windows = super().windows(isa, tactic)
             windows[narrow] = replace(windows[narrow], end=windows[narrow].end - 1)
@@ -177,22 +178,23 @@ def test_a_window_that_is_too_narrow_is_caught(narrow, message):
 
     b = ProgramBuilder(False)
     b.operand()
-    spec = Narrow((view,), view, b.program(), uniform=True)
+    kernel = Narrow(Pointwise((view,), view, b.program(), uniform=True))
     x = np.random.default_rng(0).integers(0, 256, (2, *view.shape)).astype(np.uint8)
     with pytest.raises(AssertionError, match=message):
-        check(spec, PORTABLE, [x], {"program": []})
+        check(kernel, PORTABLE, [x], {"program": []})
 
 
 def test_writing_past_the_output_is_caught():
     view = dense_view("uint8", (9,))
 
-    class Overrun(Pointwise):
+    class Overrun(PointwiseKernel):
         def emit(self, module, name, isa, tactic):
             longer = dense_view("uint8", (12,))
-            Pointwise((longer,), longer, self.program, True).emit(module, name, isa, tactic)
+            problem = Pointwise((longer,), longer, self.problem.program, True)
+            PointwiseKernel(problem).emit(module, name, isa, tactic)
 
     b = ProgramBuilder(False)
     b.operand()
-    spec = Overrun((view,), view, b.program(), uniform=True)
+    spec = Pointwise((view,), view, b.program(), uniform=True)
     with pytest.raises(AssertionError, match="beside"):
-        run(spec, PORTABLE, inputs_of(spec), {"program": []}, slack=8)
+        run(Overrun(spec), PORTABLE, inputs_of(spec), {"program": []}, slack=8)

@@ -9,9 +9,11 @@ from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import AVX2, AVX512_BF16, AVX512_VNNI, AVX_VNNI
 from engines.backends.llvm.kernels.matmul.product import Tile
 from engines.lowering.epilogue.program import EpilogueProgram
-from engines.lowering.problems.product import Product
+from engines.lowering.problems.matmul import Product
 from engines.lowering.problems.view import View, dense_view
-from tests.engines.backends.harness import EVERY_ISA, check, gapped, kernel_of, random_array, requantise
+from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
+from tests.engines.backends.runners import EVERY_BACKEND, EVERY_ISA
+from tests.engines.backends.suite import check, gapped, random_array, requantise
 
 BATCH = 2
 STORED = {"int8": "uint8", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -62,44 +64,44 @@ def problem(shape, precision, stored="", result=""):
     return spec, inputs, {"numbers": [118.0, 131.0] if bytes_in else [0.0, 0.0], **constants}
 
 
-@EVERY_ISA
+@EVERY_BACKEND
 @EVERY_SHAPE
-def test_a_product_of_bytes_equals_its_reference_bit_for_bit(shape, isa):
+def test_a_product_of_bytes_equals_its_reference_bit_for_bit(shape, runner):
     spec, inputs, constants = problem(shape, "int8")
     assert spec.reference(inputs, constants)[0].std() > 10      # not all saturated
-    check(spec, isa, inputs, constants, pieces=2, slack=4)
+    check(spec, runner, inputs, constants, pieces=2, slack=4)
 
 
-@EVERY_ISA
+@EVERY_BACKEND
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @EVERY_SHAPE
-def test_a_product_of_floats_agrees_with_its_reference(shape, precision, isa):
+def test_a_product_of_floats_agrees_with_its_reference(shape, precision, runner):
     spec, inputs, constants = problem(shape, precision, result="float32")
-    check(spec, isa, inputs, constants, TOLERANCE[precision], pieces=2, slack=4)
+    check(spec, runner, inputs, constants, TOLERANCE[precision], pieces=2, slack=4)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("isa", [AVX512_BF16, AVX2], ids=lambda isa: isa.name)
 def test_bytes_may_be_multiplied_as_floats(isa, precision):
     spec, inputs, constants = problem(SHAPES["columns contiguous"], precision, stored="uint8", result="float32")
-    check(spec, isa, inputs, constants, 1e-4, slack=4)
+    check(spec, CpuRunner(isa), inputs, constants, 1e-4, slack=4)
 
 
 @pytest.mark.parametrize("isa", [AVX512_VNNI, AVX2], ids=lambda isa: isa.name)
 @pytest.mark.parametrize("tile", [Tile(1, 1), Tile(3, 2), Tile(2, 4)], ids=str)
 def test_the_tile_does_not_change_the_result(tile, isa):
     spec, inputs, constants = problem(SHAPES["nothing a multiple of anything"], "int8")
-    check(spec, isa, inputs, constants, tactic=tile, slack=4)
+    check(spec, CpuRunner(isa), inputs, constants, tactic=tile, slack=4)
 
 
 @EVERY_ISA
 @pytest.mark.parametrize("shape", [SHAPES["one b for all"], Shape((), 1, 203, 70, gaps=True)], ids=str)
-def test_few_rows_give_the_same_whether_the_right_factor_is_packed_or_not(shape, isa):
+def test_few_rows_give_the_same_whether_the_right_factor_is_packed_or_not(shape, cpu):
     spec, inputs, constants = problem(shape, "fp32")
-    first, *others = kernel_of(spec).tactics(isa)
+    first, *others = kernel_of(spec).tactics(cpu.isa)
     assert not first.packed and others[-1].packed
     for tile in (first, others[-1]):
-        check(spec, isa, inputs, constants, TOLERANCE["fp32"], tactic=tile, pieces=2, slack=4)
+        check(spec, cpu, inputs, constants, TOLERANCE["fp32"], tactic=tile, pieces=2, slack=4)
 
 
 @pytest.mark.parametrize("precision, shape", [("int8", SHAPES["one b for all"]), ("fp32", SHAPES["one row, deep"]),

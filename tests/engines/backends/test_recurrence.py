@@ -8,15 +8,15 @@ import pytest
 
 from engines.backends.llvm.codegen.isa import AVX2, AVX512_VNNI, PORTABLE
 from engines.backends.llvm.kernels.recurrent import recurrence
-from engines.backends.llvm.kernels.recurrent.cells import bounded, cell_of
-from engines.backends.llvm.kernels.recurrent.recurrence import Panels, Recurrence, fits, whole_precision, whole_weights
-from engines.backends.llvm.kernels.recurrent.steps import WHOLE
+from engines.backends.llvm.kernels.recurrent.recurrence import Panels, fits
 from engines.ir.graph import Node
 from engines.lowering.epilogue.program import ProgramBuilder
+from engines.lowering.problems.recurrence import QUANTIZED_STATES, Recurrence, integer_precision, integer_weights
 from engines.lowering.problems.view import View
+from engines.lowering.rules.cells import bounded, cell_of
 from engines.ops.recurrent import DEFAULTS, GATES
 from engines.ops.recurrent import Recurrence as Operator
-from tests.engines.backends.harness import EVERY_ISA, EVERY_WIDTH, check, gapped, run
+from tests.engines.backends.harness import EVERY_ISA, EVERY_WIDTH, check, gapped, kernel_of, run
 
 FLOAT_SUMS = 2e-5       # float32 sums in another order, fed back for some steps
 STEPS = 5
@@ -59,7 +59,7 @@ class Case:
             "weights": weights, "units": units,
             "first": [random.standard_normal(count * hidden).astype(np.float32) for _ in self.spec.given]}
         if precision != "fp32":
-            self.constants["weights"], self.constants["scales"] = whole_weights(weights, precision)
+            self.constants["weights"], self.constants["scales"] = integer_weights(weights, precision)
         self.inputs = [random.standard_normal((batch, *view.shape)).astype(np.float32) for view in self.spec.inputs]
         if gates == "bfloat16":
             self.inputs[0] = (self.inputs[0].view(np.uint32) >> 16).astype(np.uint16)
@@ -108,7 +108,7 @@ def test_whole_products_are_exact(attrs, precision, isa):
 def test_any_batch_is_cut_into_tiles(attrs, batch, precision, isa, monkeypatch):
     case = Case(node_of(direction="reverse", **attrs), 19, precision, batch)
     monkeypatch.setattr(recurrence, "FIRST_LEVEL", 0)
-    for tactic in (*case.spec.tactics(isa), Panels(1, prefetch=True)):
+    for tactic in (*kernel_of(case.spec).tactics(isa), Panels(1, prefetch=True)):
         check(case.spec, isa, case.inputs, case.constants, tactic=tactic)
 
 
@@ -175,19 +175,19 @@ def test_whole_weights_are_as_fine_as_their_sums_allow(precision, sizes, error):
     random = np.random.default_rng(0)
     for hidden in sizes:
         weights = random.standard_normal((1, 4, hidden)).astype(np.float32)
-        whole, scales = whole_weights(weights, precision)
-        stored = WHOLE[precision]
+        whole, scales = integer_weights(weights, precision)
+        stored = QUANTIZED_STATES[precision]
         assert np.abs(whole.astype(np.int64)).sum(2).max() * (stored.one + stored.zero) < 2 ** 31
         np.testing.assert_allclose(whole * scales[..., None] * stored.one, weights, atol=error)
-    assert whole_weights(np.zeros((1, 3, 4), np.float32), precision)[0].max() == 0
+    assert integer_weights(np.zeros((1, 3, 4), np.float32), precision)[0].max() == 0
 
 
 def test_weights_that_leave_the_second_level_of_cache_have_8_bits():
     """An LSTM of 128 units keeps 16; from there on, bytes are what takes the time."""
-    assert [whole_precision(np.zeros((2, 4 * hidden, hidden))) for hidden in (128, 256)] == ["int16", "int8"]
+    assert [integer_precision(np.zeros((2, 4 * hidden, hidden))) for hidden in (128, 256)] == ["int16", "int8"]
     case = Case(node_of(), 32, "int8")
     assert case.constants["weights"].dtype == np.int8
-    assert 2 * case.spec.step_bytes == Case(node_of(), 32, "int16").spec.step_bytes
+    assert 2 * kernel_of(case.spec).step_bytes == kernel_of(Case(node_of(), 32, "int16").spec).step_bytes
 
 
 def test_only_states_between_minus_one_and_one_are_multiplied_as_integers():
@@ -205,9 +205,9 @@ def test_the_constants_of_two_directions_are_not_confused():
 
 
 def test_a_tile_of_items_takes_the_registers_that_its_gates_leave():
-    spec = Case(node_of("GRU", linear_before_reset=1), 64).spec
-    assert spec.items(AVX512_VNNI) == 8 and spec.items(AVX2) == 4
-    assert spec.vectors(AVX512_VNNI, Panels(4), spec.cells[0].stages[0], 8) == 1
+    kernel = kernel_of(Case(node_of("GRU", linear_before_reset=1), 64).spec)
+    assert kernel.tile_items(AVX512_VNNI) == 8 and kernel.tile_items(AVX2) == 4
+    assert kernel.vectors(AVX512_VNNI, Panels(4), kernel.problem.cells[0].stages[0], 8) == 1
     assert fits(AVX2, 4, 3) and not fits(AVX2, 4, 4) and fits(AVX2, 1, 14)
-    in_cache = Case(node_of("GRU", linear_before_reset=1), 64, "int16").spec
-    assert in_cache.items(AVX512_VNNI) == in_cache.items(AVX2) == 1
+    in_cache = kernel_of(Case(node_of("GRU", linear_before_reset=1), 64, "int16").spec)
+    assert in_cache.tile_items(AVX512_VNNI) == in_cache.tile_items(AVX2) == 1

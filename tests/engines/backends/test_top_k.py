@@ -2,8 +2,9 @@ import numpy as np
 import pytest
 
 from engines.backends.llvm.codegen.isa import PORTABLE
-from engines.backends.llvm.kernels.elementwise.top_k import BLOCK, TopK
+from engines.backends.llvm.kernels.elementwise.top_k import BLOCK
 from engines.ir.graph import Node
+from engines.lowering.problems.elementwise import TopK
 from engines.lowering.problems.view import dense_view
 from engines.ops import OPS
 from tests.engines.backends.harness import EVERY_WIDTH, check, gapped, run

@@ -18,6 +18,7 @@ from engines.compiler.builder import relower
 from engines.errors import CalibrationError, ConfigError, ModelError
 from engines.ir.graph import Array
 from engines.loading import engine_of
+from engines.machine.timing_cache import TimingCache
 from engines.plan.file import read_plan
 from tests.engines.compiler.test_engine_cache import model_with_external_data
 from tests.zoo import TINY, images_for, run_onnx
@@ -132,6 +133,17 @@ def test_what_a_callback_raises_comes_through_and_leaves_no_lock(path: Path, cac
         build_engine(path, cache=cache, progress=stop, **OPTIONS)
     assert not list(cache.folder.iterdir())
     assert not build_engine(path, cache=cache, **OPTIONS).cached
+
+
+def test_what_was_timed_before_an_interrupt_is_not_timed_again(
+        path: Path, tmp_path: Path) -> None:
+    def stop(stage: str, done: int, of: int, what: str) -> None:
+        if 2 * done > of:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_engine(path, cache=False, timing_cache=str(tmp_path / "times.json"), progress=stop)
+    assert len(TimingCache(tmp_path / "times.json"))
 
 
 def test_a_timing_cache_that_is_not_there_is_written_and_not_skipped_by_a_lookup(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from onnx import helper
 
-from engines.backends.llvm.kernels.elementwise.pointwise import Pointwise
+from engines.backends.llvm.kernels.elementwise.pointwise import PointwiseKernel
 from engines.errors import CompilerFault, ModelError
 from engines.frontend.onnx_import import graph_from_onnx
 from engines.lowering.calls.calls import RULES
@@ -45,7 +45,7 @@ def test_a_fault_in_a_rule_of_a_pass_names_the_node(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_fault_of_a_kernel_names_the_node_that_it_was_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pointwise, "emit", raising(AssertionError("loop of 0 turns")))
+    monkeypatch.setattr(PointwiseKernel, "_panel", raising(AssertionError("loop of 0 turns")))
     with pytest.raises(CompilerFault, match=r"at node 'relu' \(Relu\): AssertionError: loop of 0 turns"):
         engine_of(MODEL)
 

@@ -14,7 +14,9 @@ from engines.lowering.lower import lower
 from engines.lowering.problems.view import dense_view
 from engines.lowering.rules.copies import refined
 from engines.ops import OPS, Stored
-from tests.engines.backends.harness import constants_of, guarded, kernel_of, loaded
+from tests.engines.backends.llvm.runner import CpuRunner
+from tests.engines.backends.runners import CPU, OTHERS
+from tests.engines.backends.suite import Runner, guarded
 
 ITEMS = 3
 U8 = QParams((0.05,), (120,), "uint8")
@@ -86,25 +88,23 @@ def graph_of(case: Any, quantised: bool) -> Graph:
                  {"x": x, "y": TensorType(y.dtype, y.shape, out if quantised else None), **types})
 
 
-def execute(graph: Graph, isa: Any, x: Any) -> Any:
+def execute(graph: Graph, runner: Runner, x: Any) -> Any:
     """The graph's one output as it is stored."""
-    lowered = lower(graph, isa.lanes)
+    lowered = lower(graph, runner.lanes)
     memory = [guarded(buffer_bytes(storage, ITEMS)) for storage in lowered.placements.buffers]
-    for i, storage in enumerate(lowered.placements.buffers):        # the halos
-        strided(memory[i], storage.whole, ITEMS)[...] = storage.pad
-    placement = lowered.placements["x"]
-    strided(memory[placement.buffer][placement.offset:], placement.view, ITEMS)[...] = x
+    for buffer, storage in zip(memory, lowered.placements.buffers, strict=True):        # the halos
+        strided(buffer, storage.whole, ITEMS)[...] = storage.pad
+
+    def array(name: str) -> Any:
+        placement = lowered.placements[name]
+        return strided(memory[placement.buffer][placement.offset:], placement.view, ITEMS)
+
+    array("x")[...] = x
     for call in lowered.calls:
         assert isinstance(call, Call), call.reason
-        solved = kernel_of(call.problem)
-        tactic = solved.tactics(isa)[0]
-        packed = [constants_of(c) for c in solved.ready_constants(isa, tactic, call.constants)]
         inputs, outputs = ([memory[p.buffer][p.offset:] for p in of] for of in (call.inputs, call.outputs))
-        grid = solved.grid(isa, tactic)
-        kernel = loaded(solved, isa, tactic, native=False)
-        kernel([*inputs, *packed, *outputs], (0, grid.rows_per_item * ITEMS), (0, grid.columns))
-    placement = lowered.placements["y"]
-    return strided(memory[placement.buffer][placement.offset:], placement.view, ITEMS).copy()
+        runner.execute(call.problem, inputs, outputs, dict(call.constants), ITEMS)
+    return array("y").copy()
 
 
 def reference(graph: Graph, x: Any) -> Any:
@@ -116,12 +116,12 @@ def reference(graph: Graph, x: Any) -> Any:
     return OPS[node.op].reference(node, x, *constants)[0]
 
 
-@pytest.mark.parametrize("isa", [AVX512_VNNI, PORTABLE], ids=lambda isa: isa.name)
+@pytest.mark.parametrize("runner", [CpuRunner(AVX512_VNNI), CPU, *OTHERS], ids=lambda runner: runner.name)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_float_node_is_compiled(case: Any, isa: Any) -> None:
+def test_a_float_node_is_compiled(case: Any, runner: Runner) -> None:
     graph = graph_of(case, quantised=False)
     x = np.random.default_rng(1).standard_normal((ITEMS, *case[1])).astype(np.float32)
-    np.testing.assert_allclose(execute(graph, isa, x), reference(graph, x), 1e-5, 1e-5)
+    np.testing.assert_allclose(execute(graph, runner, x), reference(graph, x), 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -133,7 +133,7 @@ def test_a_quantised_node_is_compiled(case: Any) -> None:
     assert quant is not None
     expected = reference(graph, (np.float32(U8.scale[0]) * (x.astype(np.float32) - U8.zero_point[0])))
     expected = np.clip(expected / quant.scale[0] + quant.zero_point[0], 0, 255)
-    got = execute(graph, PORTABLE, x)
+    got = execute(graph, CPU, x)
     assert got.dtype == np.uint8 and np.abs(got - expected).max() < 0.501
     assert got.std() > 1 or case[0] in ("LpNormalization", "Softmax")
 
@@ -161,14 +161,14 @@ def test_an_embedding_is_looked_up() -> None:
     table = np.random.default_rng(0).standard_normal((50, 9)).astype(np.float32)
     x = np.random.default_rng(1).integers(0, 50, (ITEMS, 7))
     graph = gather(table, TensorType(np.dtype(np.int64), (BATCH, 7)), 0)
-    np.testing.assert_array_equal(execute(graph, PORTABLE, x), table[x])
+    np.testing.assert_array_equal(execute(graph, CPU, x), table[x])
 
 
 @pytest.mark.parametrize("index, axis", [([3, 0, -1], 1), (2, 1), ([1, 0], 2), (0, 2)])
 def test_a_constant_index_picks(index: Any, axis: int) -> None:
     x = np.random.default_rng(0).standard_normal((ITEMS, 4, 5)).astype(np.float32)
     graph = gather(TensorType(np.dtype(np.float32), (BATCH, 4, 5)), np.array(index), axis)
-    np.testing.assert_array_equal(execute(graph, PORTABLE, x), np.take(x, index, axis))
+    np.testing.assert_array_equal(execute(graph, CPU, x), np.take(x, index, axis))
 
 
 @pytest.mark.parametrize("groups", [2, 3, 4])
@@ -177,7 +177,7 @@ def test_a_shuffle_of_channels_is_a_permutation_of_axes(groups: int) -> None:
     graph = gather(TensorType(np.dtype(np.float32), (BATCH, 3, 24)), index, 2)
     assert [call.problem.family for call in lower(graph, PORTABLE.lanes).compiled] == ["permute"]
     x = np.random.default_rng(0).standard_normal((ITEMS, 3, 24)).astype(np.float32)
-    np.testing.assert_array_equal(execute(graph, PORTABLE, x), x[:, :, index])
+    np.testing.assert_array_equal(execute(graph, CPU, x), x[:, :, index])
 
 
 def test_a_depthwise_convolution_has_a_kernel_of_its_own() -> None:
@@ -189,7 +189,7 @@ def test_a_depthwise_convolution_has_a_kernel_of_its_own() -> None:
     graph = Graph("g", ("x",), ("y",), (node,), {"w": weights}, types)
     assert [call.problem.family for call in lower(graph, PORTABLE.lanes).compiled] == ["depthwise"]
     data = np.random.default_rng(1).standard_normal((ITEMS, *IMAGE)).astype(np.float32)
-    np.testing.assert_allclose(execute(graph, PORTABLE, data), reference(graph, data), 1e-5, 1e-5)
+    np.testing.assert_allclose(execute(graph, CPU, data), reference(graph, data), 1e-5, 1e-5)
 
 
 def test_what_no_kernel_computes_says_why() -> None:
@@ -210,7 +210,7 @@ def test_a_reshape_between_tensors_with_gaps_is_seen_in_their_common_parts() -> 
     x = np.random.default_rng(0).standard_normal((ITEMS, 1, 5, 7)).astype(np.float32)
     padded = np.pad(x[:, 0], [(0, 0), (1, 1), (1, 1)])
     expected: Any = sum(padded[:, i:i + 5, j:j + 7] for i in range(3) for j in range(3))
-    np.testing.assert_allclose(execute(graph, PORTABLE, x), np.repeat(expected[..., None], 4, 3), 1e-5, 1e-5)
+    np.testing.assert_allclose(execute(graph, CPU, x), np.repeat(expected[..., None], 4, 3), 1e-5, 1e-5)
 
 
 def padded_pool(pads: tuple[int, ...], value: float) -> Graph:
@@ -237,7 +237,7 @@ def test_a_pad_before_a_pool(pads: Any, value: float, families: list[str]) -> No
     padded = np.pad(-x, widths, constant_values=value)
     height, width = ((extent - 3) // 2 + 1 for extent in padded.shape[1:3])
     expected = np.max([padded[:, i:i + 2 * height - 1:2, j:j + 2 * width - 1:2] for i in range(3) for j in range(3)], 0)
-    np.testing.assert_array_equal(execute(graph, PORTABLE, x), expected)
+    np.testing.assert_array_equal(execute(graph, CPU, x), expected)
 
 
 def test_common_parts() -> None:

@@ -209,7 +209,8 @@ import numpy as np
 from engines import load_engine
 for threads in (1, 2):
     print(load_engine(sys.argv[1], threads=threads).run({"x": np.ones((2, 6, 10), np.int32)})["t5"].sum())
-heavy = [name for name in sys.modules if name.startswith(("onnx", "llvmlite", "engines.passes", "engines.frontend"))]
+compiling = ("onnx", "llvmlite", *(f"engines.{room}" for room in ("ops", "frontend", "passes", "lowering", "compiler")))
+heavy = [name for name in sys.modules if name.startswith(compiling)]
 print("loaded:", heavy)
 """
     result = subprocess.run([sys.executable, "-W", "error", "-c", program, str(tmp_path / "m.plan")],

@@ -29,8 +29,8 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     made.close()
 
 
-def request(loop: asyncio.AbstractEventLoop, rows: int = 1, timeout_us: int = 0, deadline_ns: int = 0) -> Request:
-    return Request({"x": np.zeros((rows, 1))}, rows, (), lambda outputs: b"", loop.create_future(), timeout_us,
+def request(loop: asyncio.AbstractEventLoop, items: int = 1, timeout_us: int = 0, deadline_ns: int = 0) -> Request:
+    return Request({"x": np.zeros((items, 1))}, items, (), lambda outputs: b"", loop.create_future(), timeout_us,
                    deadline_ns=deadline_ns)
 
 
@@ -133,7 +133,7 @@ def test_an_idle_instance_sleeps_until_it_is_woken(loop: asyncio.AbstractEventLo
 
 def test_a_request_that_cannot_be_answered_in_time_is_refused_when_it_comes(loop: asyncio.AbstractEventLoop) -> None:
     queue, clock, _ = batcher()
-    queue.measured(rows=1, ns=1000)
+    queue.measured(items=1, ns=1000)
     with pytest.raises(DeadlineExceededError, match="it was not executed"):
         queue.submit(request(loop, deadline_ns=clock.now_ns + 999))
     queue.submit(request(loop, deadline_ns=clock.now_ns + 1000))
@@ -142,7 +142,7 @@ def test_a_request_that_cannot_be_answered_in_time_is_refused_when_it_comes(loop
 
 def test_a_deadline_that_comes_too_near_is_refused_without_an_instance(loop: asyncio.AbstractEventLoop) -> None:
     queue, clock, refused = batcher()
-    queue.measured(rows=1, ns=1000)
+    queue.measured(items=1, ns=1000)
     late = request(loop, deadline_ns=clock.now_ns + 5000)
     queue.submit(late)
     queue.submit(request(loop))
@@ -159,7 +159,7 @@ def test_a_deadline_that_comes_too_near_is_refused_without_an_instance(loop: asy
 
 def test_what_is_given_up_is_never_taken(loop: asyncio.AbstractEventLoop) -> None:
     queue, clock, refused = batcher()
-    queue.measured(rows=8, ns=500)
+    queue.measured(items=8, ns=500)
     requests = [request(loop, deadline_ns=clock.now_ns + 600 + i) for i in range(24)]
     for one in requests:
         queue.submit(one)

@@ -20,6 +20,6 @@ from infer_server.batching.instances import copy_into
 def test_rows_arrive_in_their_slots_whatever_the_layout(slots: np.ndarray[Any, Any], offset: int) -> None:
     dtype = np.float16 if slots.dtype == np.float16 else np.float32
     message = bytes(offset) + np.arange(24, dtype=dtype).tobytes()
-    rows = np.frombuffer(memoryview(message)[offset:], dtype).reshape(2, 3, 4)
-    copy_into(slots, rows)
-    np.testing.assert_array_equal(slots.astype(dtype), rows)
+    items = np.frombuffer(memoryview(message)[offset:], dtype).reshape(2, 3, 4)
+    copy_into(slots, items)
+    np.testing.assert_array_equal(slots.astype(dtype), items)

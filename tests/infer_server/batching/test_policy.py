@@ -7,8 +7,8 @@ import pytest
 
 from infer_server.batching.batch_times import BatchTimes
 from infer_server.batching.policy import (
+    BatchChoice,
     BatchPolicy,
-    Choice,
     Instances,
     QueuePolicy,
     Send,
@@ -22,7 +22,7 @@ from infer_server.batching.policy import (
 
 @dataclass(frozen=True)
 class Waiting:
-    rows: int = 1
+    items: int = 1
     enqueued_ns: int = 0
     shape_key: str = "same"
     deadline_ns: int = 0
@@ -39,7 +39,7 @@ US = 1000
     (ones(1), 1),
     (ones(5), 5),
     (ones(9), 8),                                               # a full batch, and one left
-    ([Waiting(3), Waiting(3), Waiting(3)], 2),                  # rows count, requests are never cut
+    ([Waiting(3), Waiting(3), Waiting(3)], 2),                  # items count, requests are never cut
     ([Waiting(), Waiting(shape_key="other"), Waiting()], 1),    # other shapes wait for the next batch
 ])
 def test_without_a_delay_all_that_fits_goes_at_once(queue: list[Waiting], count: int) -> None:
@@ -95,10 +95,10 @@ MS = 1_000_000
 
 
 def times(**ms: int) -> BatchTimes:
-    """Measured now, by rows: times(_1=10, _8=50)."""
+    """Measured now, by items: times(_1=10, _8=50)."""
     measured = BatchTimes()
-    for rows, takes_ms in ms.items():
-        measured.add(int(rows[1:]), takes_ms * MS, now_ns=0)
+    for items, takes_ms in ms.items():
+        measured.add(int(items[1:]), takes_ms * MS, now_ns=0)
     return measured
 
 
@@ -107,19 +107,20 @@ def due(*deadlines_ms: int) -> list[Waiting]:
     return [Waiting(deadline_ns=ms * MS) for ms in deadlines_ms]
 
 
-def chosen(queue: list[Waiting], measured: BatchTimes, policy: BatchPolicy | None = None) -> Choice[Waiting] | Wait:
+def chosen(queue: list[Waiting], measured: BatchTimes,
+           policy: BatchPolicy | None = None) -> BatchChoice[Waiting] | Wait:
     return choose(queue, 0, policy or BatchPolicy(8), Instances(), measured)
 
 
 def test_as_long_as_everybody_is_in_time_the_oldest_go_first() -> None:
     queue = due(*range(100, 109))
-    assert chosen(queue, times(_1=10, _8=50)) == Choice(queue[:8])
+    assert chosen(queue, times(_1=10, _8=50)) == BatchChoice(queue[:8])
 
 
 def test_under_overload_nobody_is_executed_who_would_be_late() -> None:
     queue = due(*range(10, 1200, 20))                       # 60 that wait, when a batch of 8 takes 500 ms
     choice = chosen(queue, times(_8=500))
-    assert isinstance(choice, Choice)
+    assert isinstance(choice, BatchChoice)
     assert len(choice.batch) == 8
     assert all(request.deadline_ns >= 500 * 9 / 8 * MS for request in choice.batch)
     assert not {id(request) for request in choice.lost} & {id(request) for request in choice.batch}
@@ -128,7 +129,7 @@ def test_under_overload_nobody_is_executed_who_would_be_late() -> None:
 def test_those_who_cannot_be_answered_given_what_is_ahead_of_them_are_given_up_at_once() -> None:
     queue = due(*[1200] * 40)
     choice = chosen(queue, times(_8=500))
-    assert choice == Choice(queue[:8]), "the front is in time, and nobody looks further"
+    assert choice == BatchChoice(queue[:8]), "the front is in time, and nobody looks further"
     kept, lost = shed(queue, 8, 500 * MS, 500 * MS)
     assert (len(kept), len(lost)) == (16, 24)
 
@@ -147,41 +148,41 @@ def test_who_has_no_deadline_is_never_given_up() -> None:
 def test_a_small_batch_goes_where_a_large_one_would_come_too_late() -> None:
     queue = due(*[30] * 8)
     choice = chosen(queue, times(_1=5, _2=10, _4=20, _8=40))
-    assert isinstance(choice, Choice) and choice.batch == queue[:4]
+    assert isinstance(choice, BatchChoice) and choice.batch == queue[:4]
 
 
 def test_requests_that_must_not_share_a_batch_do_not_share_one_because_of_a_deadline_either() -> None:
     queue = due(5, 30, 30)
     choice = chosen(queue, times(_1=10), BatchPolicy(8, merges=False))
-    assert isinstance(choice, Choice) and choice.batch == queue[1:2]
+    assert isinstance(choice, BatchChoice) and choice.batch == queue[1:2]
 
 
 def test_who_may_just_make_it_is_tried_when_nobody_is_safe() -> None:
     queue = due(105)
-    assert chosen(queue, times(_1=100)) == Choice(queue)
+    assert chosen(queue, times(_1=100)) == BatchChoice(queue)
     assert not is_hopeless(queue[0], 0, times(_1=100))
 
 
 def test_nothing_is_executed_when_all_would_be_late() -> None:
     queue = due(90, 95)
-    assert chosen(queue, times(_1=100)) == Choice([], queue)
+    assert chosen(queue, times(_1=100)) == BatchChoice([], queue)
     assert is_hopeless(queue[0], 0, times(_1=100))
 
 
 def test_a_window_for_a_fuller_batch_ends_in_time_for_the_nearest_deadline() -> None:
     policy = BatchPolicy(8, max_queue_delay_us=1_000_000)
     assert chosen(due(500, 200), times(_8=80), policy) == Wait((200 - 90) * MS)
-    assert chosen(due(500, 90), times(_8=80), policy) == Choice(due(500, 90))
+    assert chosen(due(500, 90), times(_8=80), policy) == BatchChoice(due(500, 90))
 
 
 def test_without_measurements_everybody_is_in_time() -> None:
     queue = due(1, 2)
-    assert chosen(queue, BatchTimes()) == Choice(queue)
+    assert chosen(queue, BatchTimes()) == BatchChoice(queue)
 
 
 def test_a_batch_is_estimated_from_the_sizes_around_it() -> None:
     measured = times(_1=10, _9=90)
-    assert [measured.estimate(rows, 0).likely / MS for rows in (1, 5, 9, 18)] == [10, 50, 90, 180]
+    assert [measured.estimate(items, 0).likely / MS for items in (1, 5, 9, 18)] == [10, 50, 90, 180]
 
 
 def test_one_slow_batch_moves_no_estimate() -> None:

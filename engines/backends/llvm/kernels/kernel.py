@@ -19,7 +19,7 @@ import numpy as np
 
 from engines.backends.llvm.codegen.ir_builder import I64, PTR, Function, Module, Value
 from engines.backends.llvm.codegen.isa import Isa
-from engines.lowering.problems.problem import Array, ImageProblem, Problem
+from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import View
 
 ALIGNMENT = 64                  # of packed constants: a cache line, and the widest vector
@@ -153,88 +153,7 @@ def solves(problem: type[Problem]) -> Callable[[K], K]:
 
 def kernels_for(problem: Problem, items: int = 1) -> list[Kernel[Any]]:
     """The kernels that may solve the problem, with tactics for batches of up to `items`."""
-    if isinstance(problem, KernelSpec):
-        return [Spec(problem).for_batches_of(items)]
     return [kernel(problem).for_batches_of(items) for kernel in KERNELS[type(problem)]]
-
-
-class KernelSpec(Problem):
-    """A problem and its only kernel in one class: what families are that have not been taken apart yet."""
-    @property
-    def by_batch(self) -> bool:
-        return False
-
-    def tactics(self, isa: Isa) -> Sequence[Any]:
-        return (Tactic(),)
-
-    def cost(self, isa: Isa, tactic: Any) -> float:
-        return 0.0
-
-    def refinements(self, isa: Isa, best: Any) -> Sequence[Any]:
-        return ()
-
-    def packing(self, tactic: Any) -> Any:
-        return tactic
-
-    @abstractmethod
-    def grid(self, isa: Isa, tactic: Any) -> Grid:
-        ...
-
-    def windows(self, isa: Isa, tactic: Any) -> Sequence[Window]:
-        return [Window.whole(view) for view in (*self.inputs, *self.outputs)]
-
-    @abstractmethod
-    def emit(self, module: Module, name: str, isa: Isa, tactic: Any) -> None:
-        ...
-
-    def pack(self, isa: Isa, tactic: Any, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        return ()
-
-    def made(self, isa: Isa, tactic: Any) -> Mapping[int, Problem]:
-        return {}
-
-
-@dataclass(frozen=True)
-class Spec(Kernel[KernelSpec]):
-    """The kernel of a KernelSpec."""
-
-    @property
-    def by_batch(self) -> bool:
-        return self.problem.by_batch
-
-    def for_batches_of(self, items: int) -> Kernel[KernelSpec]:
-        return replace(self, problem=replace(self.problem, items=items)) if self.by_batch else self  # type: ignore
-
-    def tactics(self, isa: Isa) -> Sequence[Any]:
-        return self.problem.tactics(isa)
-
-    def cost(self, isa: Isa, tactic: Any) -> float:
-        return self.problem.cost(isa, tactic)
-
-    def refinements(self, isa: Isa, best: Any) -> Sequence[Any]:
-        return self.problem.refinements(isa, best)
-
-    def packing(self, tactic: Any) -> Any:
-        return self.problem.packing(tactic)
-
-    def grid(self, isa: Isa, tactic: Any) -> Grid:
-        return self.problem.grid(isa, tactic)
-
-    def windows(self, isa: Isa, tactic: Any) -> Sequence[Window]:
-        return self.problem.windows(isa, tactic)
-
-    def emit(self, module: Module, name: str, isa: Isa, tactic: Any) -> None:
-        self.problem.emit(module, name, isa, tactic)
-
-    def pack(self, isa: Isa, tactic: Any, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        return self.problem.pack(isa, tactic, constants)
-
-    def made(self, isa: Isa, tactic: Any) -> Mapping[int, Problem]:
-        return self.problem.made(isa, tactic)
-
-
-class ImageKernel(ImageProblem, KernelSpec):
-    """An image problem and its only kernel in one class."""
 
 
 def _made_by(maker: Problem, kept: Array) -> Array:

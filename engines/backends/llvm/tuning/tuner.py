@@ -1,7 +1,7 @@
-"""Kernels of specs: compiled once each, their tactics timed on this machine, the fastest taken.
+"""Kernels for problems: compiled once each, their tactics timed on this machine, the fastest taken.
 
-For all specs of a graph together, in turns that do not disturb each other: while tactics are compiled, on every
-processor, nothing is timed; while they are timed, nothing is compiled. The tactics of a spec are one module, so that
+For all problems of a graph together, in turns that do not disturb each other: while tactics are compiled, on every
+processor, nothing is timed; while they are timed, nothing is compiled. A problem's tactics are one module, so that
 those that differ in their outer loops only share what is inside.
 """
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Choice:
 
 
 class Tuner:
-    """Chooses and compiles; equal specs are one kernel. `timing` off takes the tactic of least cost (cost.py).
+    """Chooses and compiles; equal problems share a kernel. `timing` off takes the tactic of least cost (cost.py).
 
     short_lived: for plans that run a few times, as calibration's trials. Packing weights is then most of the work, so
     only tactics whose packing is a permutation count.
@@ -210,8 +210,8 @@ class Tuner:
 class _Report:
     """Counts towards a progress: each problem is compiled and timed twice, and compiled once more; or only that."""
 
-    def __init__(self, progress: Progress | None, specs: int, timing: bool) -> None:
-        self._progress, self._done, self._of = progress, 0, specs * (5 if timing else 1)
+    def __init__(self, progress: Progress | None, problems: int, timing: bool) -> None:
+        self._progress, self._done, self._of = progress, 0, problems * (5 if timing else 1)
 
     def __call__(self, what: str, count: int = 1) -> None:
         self._done += count

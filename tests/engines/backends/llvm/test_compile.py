@@ -7,12 +7,11 @@ import pytest
 from engines.backends.llvm.codegen.compile import assembly, compile_object
 from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import ALL, PORTABLE
-from engines.backends.llvm.kernels.elementwise.pointwise import Pointwise
-from engines.backends.llvm.kernels.movement.gather import Lookup
-from engines.backends.llvm.kernels.movement.layout import COPY, Permute
-from engines.lowering.epilogue.program import INSTRUCTIONS, EpilogueProgram, ProgramBuilder
-from engines.lowering.problems.depthwise import Depthwise
+from engines.lowering.epilogue.program import COPY, INSTRUCTIONS, EpilogueProgram, ProgramBuilder
+from engines.lowering.problems.convolution import Depthwise
+from engines.lowering.problems.elementwise import Pointwise
 from engines.lowering.problems.images import Pool
+from engines.lowering.problems.movement import Lookup, Permute
 from engines.lowering.problems.rows import Norm, Softmax
 from engines.lowering.problems.view import dense_view
 from tests.engines.backends.harness import EVERY_ISA, kernel_of, numpy_dtype, run

@@ -6,8 +6,8 @@ import pytest
 from engines.backends.llvm.codegen.compile import LoadedKernel, assembly, runs_here, spills
 from engines.backends.llvm.codegen.ir_builder import I64, PTR, Module
 from engines.backends.llvm.codegen.isa import AVX2, PORTABLE
-from tests.engines.backends.harness import random_array
 from tests.engines.backends.llvm.emulation import EMULATION
+from tests.engines.backends.suite import random_array
 
 
 def call(name, types, result, operands, native=False):

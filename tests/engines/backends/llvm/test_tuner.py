@@ -10,8 +10,7 @@ from engines.backends.llvm.kernels.contraction.winograd import WinogradContracti
 from engines.backends.llvm.tuning import tuner as tuner_module
 from engines.backends.llvm.tuning.tuner import Tuner, _least
 from engines.lowering.epilogue.program import EpilogueProgram
-from engines.lowering.problems.contraction import Contraction
-from engines.lowering.problems.depthwise import Depthwise
+from engines.lowering.problems.convolution import Contraction, Depthwise
 from engines.lowering.problems.view import Halo, dense_view
 from engines.machine.cpu import detect
 from engines.machine.timing_cache import TimingCache

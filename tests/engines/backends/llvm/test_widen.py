@@ -5,16 +5,17 @@ import pytest
 from engines.backends.llvm.codegen.isa import AVX2, AVX512_VNNI, PORTABLE
 from engines.backends.llvm.kernels.contraction.widen import Widen, widened
 from engines.backends.llvm.kernels.kernel import ALIGNMENT
-from tests.engines.backends.harness import EVERY_WIDTH, check
+from tests.engines.backends.runners import EVERY_WIDTH
+from tests.engines.backends.suite import check
 
 
 @EVERY_WIDTH
 @pytest.mark.parametrize("bits", [16, 32])
-def test_every_byte_becomes_the_same_number(isa, bits):
+def test_every_byte_becomes_the_same_number(runner, bits):
     every = np.arange(-128, 128, dtype=np.int8).reshape(-1, ALIGNMENT)
     spec = Widen(bits)
     assert spec.reference([every], {})[0].ravel().tolist() == list(range(-128, 128))
-    check(spec, isa, [every], {}, pieces=3)
+    check(spec, runner, [every], {}, pieces=3)
 
 
 def test_weights_are_as_wide_as_the_machine_multiplies_them():

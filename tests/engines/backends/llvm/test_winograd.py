@@ -13,10 +13,11 @@ from engines.backends.llvm.kernels.contraction.winograd import (
     transform_output,
 )
 from engines.backends.llvm.kernels.contraction.winograd_weights import WinogradWeights, transform_weights
-from engines.lowering.problems.contraction import Contraction
+from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.view import dense_view
 from engines.lowering.rules.contraction import bounded
-from tests.engines.backends.harness import check, gapped, random_array, requantise
+from tests.engines.backends.llvm.runner import CpuRunner
+from tests.engines.backends.suite import check, gapped, random_array, requantise
 
 BATCH = 3
 SHAPES = {"whole tiles": (8, 8, 32, 32), "tails both ways": (7, 9, 16, 40), "one small tile": (3, 2, 16, 8),
@@ -46,7 +47,7 @@ def test_int8_equals_the_reference_bit_for_bit(shape, isa):
         pytest.skip("not this many channels")
     assert spec.reference(inputs, constants)[0].std() > 10
     for tactic in WinogradContraction(spec).tactics(isa)[:2]:
-        check(WinogradContraction(spec), isa, inputs, constants, tactic=tactic, pieces=2)
+        check(WinogradContraction(spec), CpuRunner(isa), inputs, constants, tactic=tactic, pieces=2)
 
 
 @WINOGRAD_ISAS
@@ -54,7 +55,7 @@ def test_int8_equals_the_reference_bit_for_bit(shape, isa):
 def test_float32_agrees_with_the_reference(shape, isa):
     """Between the rows of x lie any bytes: as floats they may be infinite, and must not be read as part of a patch."""
     spec, inputs, constants = problem(shape, "fp32", gapped)
-    check(WinogradContraction(spec), isa, inputs, constants, 1e-4, pieces=2)
+    check(WinogradContraction(spec), CpuRunner(isa), inputs, constants, 1e-4, pieces=2)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -66,7 +67,7 @@ def test_the_largest_bytes_and_weights_are_exact(sign):
                  "weights": np.full_like(constants["weights"], 127 if sign > 0 else -128)}
     for pattern in (slice(None), slice(None, None, 2)):
         inputs[0][:, pattern, ::2] = 0
-        check(WinogradContraction(spec), AVX2, inputs, constants)
+        check(WinogradContraction(spec), CpuRunner(AVX2), inputs, constants)
 
 
 def test_other_convolutions_have_no_such_tactic():
@@ -111,7 +112,7 @@ def test_the_kernel_that_makes_the_weights_equals_its_meaning_bit_for_bit(shape,
         kept, made = kernel.pack(isa, tactic, constants)[0], kernel.made(isa, tactic)[0]
         assert isinstance(made, WinogradWeights) and kept.shape == made.inputs[0].shape
         assert kept.dtype == constants["weights"].dtype
-        check(made, isa, [kept[None]], {}, pieces=3)
+        check(made, CpuRunner(isa), [kept[None]], {}, pieces=3)
 
 
 @pytest.mark.parametrize("isa", [AVX2, AVX512_VNNI], ids=lambda isa: isa.name)

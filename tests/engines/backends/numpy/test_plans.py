@@ -41,8 +41,8 @@ def test_a_quantised_graph_gives_the_same_bytes_as_by_kernels(name: str, tmp_pat
 def test_a_float_graph_agrees_with_onnx_runtime(name: str, tmp_path: Path) -> None:
     model = TINY[name]()
     plan = compiled(model, tmp_path, target="numpy").plan
-    machine = plan.machine
-    assert (machine.backend, machine.target, machine.code, len(machine.constants)) == ("numpy", "numpy", (), 0)
+    part = plan.machine
+    assert (part.backend, part.target, part.code, len(part.constants)) == ("numpy", "numpy", (), 0)
     x = {"input": images_for(model, 3, seed=1)}
     for output, expected in run_onnx(model, x).items():
         assert relative_error(Engine(plan).run(x)[output], expected) < 1e-4

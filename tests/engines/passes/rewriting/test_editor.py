@@ -21,6 +21,11 @@ def test_nodes_that_are_appended_make_the_same_graph() -> None:
     assert str(editor.finish()) == str(graph)
 
 
+def test_a_constant_that_arithmetic_made_a_scalar_is_an_array() -> None:
+    editor = GraphEditor(relu_of_conv())
+    assert isinstance(editor.constants[editor.add_constant("half", np.array(1, np.float32) / 2)], np.ndarray)
+
+
 def test_a_node_is_written_out_as_two() -> None:
     def clipped(graph: Graph) -> Graph:
         editor = GraphEditor(graph)

@@ -50,19 +50,19 @@ def _continues(outer: tuple[int, ...], extent: int, inner: tuple[int, ...]) -> b
 
 
 def unravel(index: Value, shape: Sequence[int]) -> list[Value]:
-    """The place of element `index` (a run-time i64) in row-major order, an index for each axis."""
-    places = []
+    """The indices along each axis of element `index` (a run-time i64) in row-major order."""
+    indices = []
     for extent in reversed(shape[1:]):
-        places.append(index.remainder(extent))
+        indices.append(index.remainder(extent))
         index = index.divided(extent)
-    return [index, *reversed(places)] if shape else []
+    return [index, *reversed(indices)] if shape else []
 
 
-def offset(address: Value, places: Sequence[Value], strides: Sequence[int]) -> Value:
-    """The address moved by place * stride on each axis."""
-    for place, stride in zip(places, strides, strict=True):
+def offset(address: Value, indices: Sequence[Value], strides: Sequence[int]) -> Value:
+    """The address moved by index * stride along each axis."""
+    for index, stride in zip(indices, strides, strict=True):
         if stride:
-            address = address + place * stride
+            address = address + index * stride
     return address
 
 
@@ -134,8 +134,8 @@ class Runs:
         outer = self.shape[:-2]
         for row in f.range("row", begin, end):
             at = item_addresses(addresses, self.views, row.divided(self.rows))
-            *places, block = unravel(row.remainder(self.rows), (*outer, self.blocks))
-            at = [offset(a, places, view.strides[:len(outer)]) for a, view in zip(at, self.views, strict=True)]
+            *outer_indices, block = unravel(row.remainder(self.rows), (*outer, self.blocks))
+            at = [offset(a, outer_indices, view.strides[:len(outer)]) for a, view in zip(at, self.views, strict=True)]
             if len(self.shape) == 1:
                 self._part_of_run(f, at, block * self.block, width, body)
                 continue
@@ -166,8 +166,20 @@ def tails(whole: Value, rest: Value, step: int) -> Iterator[tuple[Value, int]]:
 
 
 # ---- channels
+def panels_between(f: Function, begin: Value, end: Value, channels: int, width: int) -> Iterator[tuple[Value, int]]:
+    """(first channel, how many) of the panels begin..end - 1, known at run time, of `width` channels but for the
+    last."""
+    whole, tail = divmod(channels, width)
+    if whole:
+        for panel in f.range("panel", begin, end.at_most(whole)):
+            yield panel * width, width
+    if tail:
+        with f.when(end.compare("ugt", whole)):
+            yield end.like(whole * width), tail
+
+
 def panels(isa: Isa, channels: int, packed: bool, width: int = 0) -> list[list[list[int]]]:
-    """For each panel [vector][lane] -> channel, as spec.pack_channels takes them."""
+    """For each panel [vector][lane] -> channel, as kernel.pack_channels takes them."""
     width = width or PANEL * isa.lanes
     return [[[start + channel for channel in row] for row in Lanes(isa, min(width, channels - start), packed).order()]
             for start in range(0, channels, width)]
@@ -207,7 +219,7 @@ def store_channels(lanes: Lanes, view: View, pixels: Sequence[Sequence[Value]], 
 
 
 def load_constants(lanes: Lanes, address: Value, count: int) -> list[list[Value]]:
-    """[vector][constant] of a panel; `address`: of the panel, packed by spec.pack_channels."""
+    """[vector][constant] of a panel; `address`: of the panel, packed by kernel.pack_channels."""
     return [load_vector(lanes, address, count, v) for v in range(lanes.vectors)]
 
 

@@ -11,6 +11,7 @@ A step reads `step_bytes` of a pixel, the same for all lanes, and `step_bytes` o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from engines.backends.llvm.codegen.ir_builder import FLOAT, I8, I16, I32, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import ELEMENTS, to_float
+from engines.backends.llvm.kernels.common.access import hidden
 from engines.lowering.epilogue.program import store_meaning
 from engines.lowering.problems.view import SIZES
 
@@ -172,3 +174,18 @@ _BY_PRECISION = {"int8": INT8, "int16": INT16, "fp32": FP32, "fp16": Widened("fl
 def arithmetic_for(precision: str, isa: Isa) -> Arithmetic:
     """The step for a precision."""
     return _PAIRS if precision == "bf16" and isa.bf16 else _BY_PRECISION[precision]
+
+
+def add_step(arithmetic: Arithmetic, isa: Isa, acc: dict[tuple[int, int], Value], x: Value, pixels: Mapping[int, int],
+             w: Value, load_weights: Callable[[Value], list[Operand]], last: bool = False) -> None:
+    """One step of each pixel meets one step of weights: acc[pixel, vector] += x[pixel] * w[vector].
+
+    pixels: bytes from x to each. load_weights: a step of all vectors from an address. last: the run ends in this step.
+    """
+    weights = load_weights(w)
+    for number, (p, offset) in enumerate(pixels.items()):
+        pixel = (arithmetic.last_pixel if last else arithmetic.pixel)(isa, x + offset)
+        if number and len(weights[0]) > 1:      # too wide to keep: each pixel's products load them
+            weights = load_weights(hidden(w))
+        for v, operand in enumerate(weights):
+            acc[p, v] = arithmetic.dot(isa, acc[p, v], pixel, operand)

@@ -5,7 +5,7 @@ The loops are those of tiled.py; this file has the innermost two, the weights as
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +13,14 @@ import numpy as np
 
 from engines.backends.llvm.codegen.ir_builder import I64, PTR, Function, Module, Value
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.common.access import hidden
-from engines.backends.llvm.kernels.common.arithmetic import Operand
+from engines.backends.llvm.kernels.common.arithmetic import add_step
 from engines.backends.llvm.kernels.contraction.loops import CACHE_LINE, Part, TiledLoops
 from engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program
 from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
 from engines.backends.llvm.kernels.contraction.widen import widened
 from engines.backends.llvm.kernels.kernel import solves
 from engines.backends.llvm.tuning.cost import LATENCY, Work
-from engines.lowering.problems.contraction import Contraction
+from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.problem import Array, Problem
 
 
@@ -120,7 +119,7 @@ class _DirectLoops(TiledLoops):
         for _ in rows:
             start = at["x"]
             for columns, live in self._tap_columns(part):
-                alive = {p: pixel for p, pixel in enumerate(part.pixels) if pixel[1] in live}
+                alive = {p: self.offset(i, j) for p, (i, j) in enumerate(part.pixels) if j in live}
                 if self.kernel.one_run:
                     of_columns = columns * problem.cin // arithmetic.elements
                     self._k_loop(f, steps if columns == problem.taps[1] else of_columns, acc, at, alive, vectors)
@@ -138,34 +137,23 @@ class _DirectLoops(TiledLoops):
         return [(taps, frozenset(column - part.column for column in live)) for taps, live in runs]
 
     def _k_loop(self, f: Function, steps: int, acc: dict[Any, Value], at: dict[str, Value],
-                pixels: Mapping[int, tuple[int, int]], vectors: int) -> None:
-        """`steps` turns for these pixels; the last one may be apart."""
+                pixels: Mapping[int, int], vectors: int) -> None:
+        """`steps` turns for these pixels, so many bytes from the first; the last turn may be apart."""
         arithmetic = self.arithmetic
         apart = arithmetic.exact_end and self.kernel.run % arithmetic.elements != 0
         if steps > apart:
             for _ in f.loop("k", steps - apart, acc=acc, at=at):
-                self._turn(acc, at, pixels, vectors, arithmetic.pixel)
+                self._turn(acc, at, pixels, vectors)
         if apart:
-            self._turn(acc, at, pixels, vectors, arithmetic.last_pixel)
+            self._turn(acc, at, pixels, vectors, last=True)
 
-    def _turn(self, acc: dict[Any, Value], at: dict[str, Value], pixels: Mapping[int, tuple[int, int]], vectors: int,
-              load: Callable[[Isa, Value], Operand]) -> None:
-        """One step of each pixel meets one step of weights."""
-        isa, arithmetic, first = self.isa, self.arithmetic, min(pixels, default=0)
-        weights = self._weights(at["w"], vectors)
-        for p, (i, j) in pixels.items():
-            pixel = load(isa, at["x"] + self.offset(i, j))
-            if p != first and len(weights[0]) > 1:      # too wide to keep: each pixel's products load them
-                weights = self._weights(hidden(at["w"]), vectors)
-            for v in range(vectors):
-                acc[p, v] = arithmetic.dot(isa, acc[p, v], pixel, weights[v])
+    def _turn(self, acc: dict[Any, Value], at: dict[str, Value], pixels: Mapping[int, int], vectors: int,
+              last: bool = False) -> None:
+        isa, arithmetic, step = self.isa, self.arithmetic, self.arithmetic.weight_bytes(self.isa)
+        add_step(arithmetic, isa, acc, at["x"], pixels, at["w"],
+                 lambda w: [arithmetic.weights(isa, w + v * step) for v in range(vectors)], last)
         at["x"] += arithmetic.step_bytes
-        at["w"] += vectors * arithmetic.weight_bytes(isa)
+        at["w"] += vectors * step
         if self.tile.prefetch:
             isa.prefetch(at["ahead"])
             at["ahead"] += CACHE_LINE
-
-    def _weights(self, address: Value, vectors: int) -> list[Operand]:
-        """One step of a panel."""
-        step = self.arithmetic.weight_bytes(self.isa)
-        return [self.arithmetic.weights(self.isa, address + v * step) for v in range(vectors)]

@@ -12,11 +12,10 @@ from typing import Any, ClassVar
 from engines.backends.llvm.codegen.ir_builder import I64, PTR, Function, Module, Value
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import tails
+from engines.backends.llvm.kernels.common.access import panels_between, tails
 from engines.backends.llvm.kernels.contraction.store import emit_epilogue
 from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
 from engines.backends.llvm.kernels.kernel import begin_kernel
-from engines.lowering.problems.view import View
 
 CACHE_LINE = 64         # bytes that the caches move at once, and that a prefetch asks for
 Visit = Callable[[Callable[..., None]], None]       # calls its argument for each tile of a block
@@ -35,21 +34,18 @@ class Part:
         return [(i, j) for i in range(self.rows) for j in range(self.cols)]
 
 
-@dataclass(frozen=True)
-class _Pointers:
-    """What a micro-kernel is given: addresses of its first pixel and panel."""
-    x: Value
-    operands: tuple[Value, ...]
-    y: Value
-
-
 class TiledLoops(ABC):
-    """Writes one kernel: the loops around, and the micro-kernels they call."""
+    """Writes one kernel: the loops around, and the micro-kernels they call.
+
+    Tensors go through the loops as lists of addresses, of x, the operands and y: of what the current block, panel and
+    tile begin with.
+    """
     arrays: ClassVar[int]       # of packed weights
 
     def __init__(self, kernel: TiledContraction, module: Module, name: str, isa: Isa, tile: Tile) -> None:
         self.kernel, self.module, self.name, self.isa, self.tile = kernel, module, name, isa, tile
         self.problem = kernel.flat
+        self.views = (*self.problem.inputs, self.problem.y)
         self.arithmetic = kernel.arithmetic(isa)
         self.panel = tile.vectors * isa.lanes
 
@@ -73,18 +69,16 @@ class TiledLoops(ABC):
 
     # ---- the loops around
     def emit(self) -> None:
-        count = len(self.problem.operands)
-        f, addresses, bounds = begin_kernel(self.module, self.name, 1 + count + self.arrays + 2)
-        x, *operands = addresses[:1 + count]
-        *self.weights, self.constants, y = addresses[1 + count:]
-        self.bounds = bounds
-        here = _Pointers(x, tuple(operands), y)
+        inputs = len(self.problem.inputs)
+        f, addresses, self.bounds = begin_kernel(self.module, self.name, inputs + self.arrays + 2)
+        *self.weights, self.constants, y = addresses[inputs:]
+        tensors = [*addresses[:inputs], y]
         if self.kernel.by_batch:
-            self._pixels_of_the_batch(f, here)
+            self._pixels_of_the_batch(f, tensors)
         else:
-            self._blocks(f, here)
+            self._blocks(f, tensors)
 
-    def _blocks(self, f: Function, base: _Pointers) -> None:
+    def _blocks(self, f: Function, base: list[Value]) -> None:
         """Row u of the grid is row u % tile_rows of item u // tile_rows; a block of them meets one panel after the
         other."""
         begin, end = self.bounds[:2]
@@ -93,7 +87,7 @@ class TiledLoops(ABC):
         rows, cols = (0, self.tile.cols) if self.problem.rows == 1 else (self.tile.rows, 0)
         first_item = begin.divided(tile_rows)
         for item in f.range("item", first_item, (end + (tile_rows - 1)).divided(tile_rows)):
-            here = self._advance(base, *(item * view.item for view in self._views()))
+            here = _moved(base, [item * view.item for view in self.views])
             first = f.select(item.compare("eq", first_item), begin.remainder(tile_rows), begin.like(0))
             last = (end - item * tile_rows).at_most(tile_rows)
             for start in f.range("block", first, last, block):
@@ -144,7 +138,7 @@ class TiledLoops(ABC):
             with f.when(stop.compare("ugt", whole)):
                 yield stop.like(whole) - start, rest
 
-    def _pixels_of_the_batch(self, f: Function, base: _Pointers) -> None:
+    def _pixels_of_the_batch(self, f: Function, base: list[Value]) -> None:
         """Rows of the grid are pixels; full tiles, then the tails of what remains."""
         step, cols = self.kernel.block_of_the_batch(self.tile), self.tile.cols
         for start in f.range("pixels", self.bounds[0], self.bounds[1], step):
@@ -159,25 +153,19 @@ class TiledLoops(ABC):
 
             self._panels(f, self._pixel(base, start.like(0), start), visit)
 
-    def _panels(self, f: Function, block: _Pointers, visit: Visit) -> None:
+    def _panels(self, f: Function, block: list[Value], visit: Visit) -> None:
         """The panels of couts that this call was given, over the tiles of a block."""
         problem, begin, end = self.problem, *self.bounds[2:]
-        whole, tail = divmod(problem.cout, self.panel)
         if problem.groups > 1:
             for group in f.range("group", begin, end):
-                inputs = self._advance(block, group * (problem.cin * problem.x.size),
-                                       *self._channels(group * problem.cout))
+                here = _moved(block, [group * (problem.cin * problem.x.size), *self._channels(group * problem.cout)])
                 for start, channels in f.tiles("panel", problem.cout, self.panel):
-                    self._panel(f, inputs, group * problem.cout, start, channels, visit)
+                    self._panel(f, here, group * problem.cout, start, channels, visit)
             return
-        if whole:
-            for p in f.range("panel", begin, end.at_most(whole)):
-                self._panel(f, block, p.like(0), p * self.panel, self.panel, visit)
-        if tail:
-            with f.when(end.compare("ugt", whole)):
-                self._panel(f, block, end.like(0), end.like(whole * self.panel), tail, visit)
+        for start, channels in panels_between(f, begin, end, problem.cout, self.panel):
+            self._panel(f, block, start.like(0), start, channels, visit)
 
-    def _panel(self, f: Function, block: _Pointers, first: Value, start: Value, channels: int, visit: Visit) -> None:
+    def _panel(self, f: Function, block: list[Value], first: Value, start: Value, channels: int, visit: Visit) -> None:
         """One panel over all tiles; `first`: the group's first cout, `start`: the panel's, inside the group."""
         problem, isa = self.problem, self.isa
         # A last panel of fewer vectors is narrower in memory too, so a group's couts take this many lanes.
@@ -185,34 +173,26 @@ class TiledLoops(ABC):
         lanes = sum(isa.vectors_for(couts) * isa.lanes for couts in panels)
         before = first.divided(problem.cout) * lanes + start
         constants = self.constants + before * (4 * problem.program.constants)
-        here = self._advance(block, start.like(0), *self._channels(start))
+        here = _moved(block, [start.like(0), *self._channels(start)])
         weights = self.panel_weights(f, before, first, start)
 
         def call(i: Value, j: Value, part: Part, tile: Value) -> None:
-            pixel = self._pixel(here, i, j)
-            x, arguments = self.tile_arguments(part, pixel.x, dict(weights), tile, channels)
-            f.run(self._microkernel(part, channels), x, constants, *pixel.operands, pixel.y, *arguments.values())
+            x, *others = self._pixel(here, i, j)
+            x, arguments = self.tile_arguments(part, x, dict(weights), tile, channels)
+            f.run(self._microkernel(part, channels), x, constants, *others, *arguments.values())
 
         visit(call)
 
     # ---- addresses
-    def _views(self) -> tuple[View, ...]:
-        return (self.problem.x, *self.problem.operands, self.problem.y)
-
-    @staticmethod
-    def _advance(base: _Pointers, x: Value, *others: Value) -> _Pointers:
-        """Bytes added to each pointer."""
-        *operands, y = others
-        return _Pointers(base.x + x, tuple(a + b for a, b in zip(base.operands, operands, strict=True)), base.y + y)
-
     def _channels(self, first: Value) -> list[Value]:
-        return [first * view.strides[2] for view in self._views()[1:]]
+        """Bytes from cout 0 to another, in the operands and y."""
+        return [first * view.strides[2] for view in self.views[1:]]
 
-    def _pixel(self, base: _Pointers, i: Value, j: Value) -> _Pointers:
+    def _pixel(self, base: list[Value], i: Value, j: Value) -> list[Value]:
         """Output pixel (i, j)."""
         x, stride = self.problem.x, self.problem.stride
-        return self._advance(base, i * (x.strides[0] * stride[0]) + j * (x.strides[1] * stride[1]),
-                             *(i * view.strides[0] + j * view.strides[1] for view in self._views()[1:]))
+        return _moved(base, [i * (x.strides[0] * stride[0]) + j * (x.strides[1] * stride[1]),
+                             *(i * view.strides[0] + j * view.strides[1] for view in self.views[1:])])
 
     def offset(self, i: int, j: int) -> int:
         """Bytes of x from the tile's first pixel to pixel (i, j)."""
@@ -239,3 +219,7 @@ class TiledLoops(ABC):
         emit_epilogue(f, lanes, problem.program, problem.operands, problem.y, part.pixels,
                       lambda p: [arithmetic.finish(isa, acc[p, v]) for v in range(lanes.vectors)])
         return name
+
+
+def _moved(addresses: list[Value], offsets: list[Value]) -> list[Value]:
+    return [address + offset for address, offset in zip(addresses, offsets, strict=True)]

@@ -34,7 +34,7 @@ from engines.backends.llvm.kernels.contraction.panels import rows_with_zeros
 from engines.backends.llvm.kernels.contraction.taps import TapAxis
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window
 from engines.backends.llvm.tuning.cost import CALL, epilogue, pieces, reading
-from engines.lowering.problems.contraction import Contraction
+from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.view import View
 

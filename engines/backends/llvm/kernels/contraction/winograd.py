@@ -30,13 +30,13 @@ from engines.backends.llvm.codegen.ir_builder import FLOAT, I8, I16, PTR, Functi
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
 from engines.backends.llvm.kernels.common.access import tails
-from engines.backends.llvm.kernels.common.arithmetic import FP32, INT16, Arithmetic
+from engines.backends.llvm.kernels.common.arithmetic import FP32, INT16, Arithmetic, add_step
 from engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program, rows_with_zeros
 from engines.backends.llvm.kernels.contraction.store import emit_epilogue
 from engines.backends.llvm.kernels.contraction.winograd_weights import WinogradWeights
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
 from engines.backends.llvm.tuning.cost import Work, epilogue, reading
-from engines.lowering.problems.contraction import Contraction
+from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import SIZES, View
 
@@ -315,11 +315,8 @@ class _Emitter:
         at = {key: f.parameters[key] for key in ("v", "w")}
         acc = {(t, n): arithmetic.zero(isa, at["v"]) for t in range(tiles) for n in range(vectors)}
         for _ in f.loop("k", self.problem.cin // arithmetic.elements, acc=acc, at=at):
-            weights = [arithmetic.weights(isa, at["w"] + n * isa.bytes) for n in range(vectors)]
-            for t in range(tiles):
-                pixel = arithmetic.pixel(isa, at["v"] + t * self.v_tile)
-                for n in range(vectors):
-                    acc[t, n] = arithmetic.dot(isa, acc[t, n], pixel, weights[n])
+            add_step(arithmetic, isa, acc, at["v"], {t: t * self.v_tile for t in range(tiles)}, at["w"],
+                     lambda w: [arithmetic.weights(isa, w + n * isa.bytes) for n in range(vectors)])
             at["v"] += arithmetic.step_bytes
             at["w"] += vectors * isa.bytes
         for (t, n), value in acc.items():

@@ -34,6 +34,7 @@ from engines.backends.llvm.kernels.common.access import (
     load_vector,
     offset,
     panels,
+    panels_between,
     store_channels,
 )
 from engines.backends.llvm.kernels.common.arithmetic import FP32, INT8, Arithmetic, Operand
@@ -50,7 +51,7 @@ from engines.backends.llvm.kernels.kernel import (
     solves,
 )
 from engines.backends.llvm.tuning.cost import CALL, Work, epilogue, pieces
-from engines.lowering.problems.depthwise import Depthwise
+from engines.lowering.problems.convolution import Depthwise
 from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import View
 
@@ -221,16 +222,12 @@ class _Emitter:
         f, addresses, (begin, end, first, last) = begin_kernel(self.module, self.name, 1 + len(problem.operands) + 3)
         *inputs, weights, constants, y = addresses
         blocks, width = -(-problem.y.shape[0] // tile.rows), tile.vectors * self.isa.lanes
-        whole, tail = divmod(problem.channels, width)
         for row in f.range("rows", begin, end):
             at = item_addresses([*inputs, y], self._views(), row.divided(blocks))
             block = row.remainder(blocks)
             at = self._moved(at, block * tile.rows, 0)
-            for panel in f.range("panel", first, last.at_most(whole)):
-                self._rows(f, at, weights, constants, block, panel * width, width)
-            if tail:
-                with f.when(last.compare("ugt", whole)):
-                    self._rows(f, at, weights, constants, block, last.like(whole * width), tail)
+            for start, channels in panels_between(f, first, last, problem.channels, width):
+                self._rows(f, at, weights, constants, block, start, channels)
 
     def _rows(self, f: Function, at: list[Value], weights: Value, constants: Value, block: Value, start: Value,
               channels: int) -> None:

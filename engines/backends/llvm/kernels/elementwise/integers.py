@@ -1,52 +1,34 @@
-"""One operation on integers: token numbers, positions, masks of yes and no.
-
-    y[n, i, ...] = operation(inputs[n, i, ...])             in int64, whatever the tensors are stored as
-
-So no number is rounded, as it would be on its way through float32, and what is stored in fewer bits wraps as the same
-arithmetic in those bits would. Truth is stored as 1 and 0. These tensors have an element a token; nothing is fused.
-"""
+"""One operation on integers, in vectors of i64."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
-
-import numpy as np
 
 from engines.backends.llvm.codegen.ir_builder import I1, I64, Module, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import ELEMENTS
 from engines.backends.llvm.kernels.common.access import Runs, joined, offset
-from engines.backends.llvm.kernels.kernel import Grid, KernelSpec, Tactic, Window, begin_kernel
-from engines.lowering.problems.problem import Array
+from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
+from engines.lowering.problems.elementwise import UNSIGNED, Integers
 from engines.lowering.problems.view import View
 
-UNSIGNED = ("bool", "uint8")
-STORED = (*UNSIGNED, "int8", "int32", "int64")          # float32 is read too, and truncated
+Operation = Callable[..., Value]        # on vectors of i64; an answer of yes or no is 1 or 0
 
 
-@dataclass(frozen=True)
-class Operation:
-    """What it means (numpy, int64) and how it is emitted (vectors of i64); an answer of yes or no is 1 or 0."""
-    meaning: Callable[..., Any]
-    emit: Callable[..., Value]
-
-
-def _comparison(meaning: np.ufunc, order: str) -> Operation:
-    return Operation(meaning, lambda a, b: _truth(a.compare(order, b)))
+def _comparison(order: str) -> Operation:
+    return lambda a, b: _truth(a.compare(order, b))
 
 
 def _truth(test: Value) -> Value:
     return test.f.cast("zext", test, test.type.replace(I1, I64), "truth")
 
 
-def _binary(meaning: np.ufunc, word: str) -> Operation:
-    return Operation(meaning, lambda a, b: a.binary(word, b))
+def _binary(word: str) -> Operation:
+    return lambda a, b: a.binary(word, b)
 
 
-def _choice(meaning: np.ufunc, order: str) -> Operation:
-    return Operation(meaning, lambda a, b: a.f.select(a.compare(order, b), a, b))
+def _choice(order: str) -> Operation:
+    return lambda a, b: a.f.select(a.compare(order, b), a, b)
 
 
 # By 0 all of these give 0. The machine's division is not asked for what it would trap at: that, and -2**63 / -1.
@@ -73,57 +55,37 @@ def _modulo(a: Value, b: Value) -> Value:
     return a.f.select(opposed, rest + b, rest)
 
 
-def _quotient_meaning(a: Any, b: Any) -> Any:
-    exact = np.where(b == 0, 1, b)
-    return np.where(b == 0, 0, (a - np.fmod(a, exact)) // exact)
-
-
 OPERATIONS: Mapping[str, Operation] = {
-    "copy": Operation(lambda x: x, lambda x: x),
-    "not": Operation(lambda x: x == 0, lambda x: _truth(x.compare("eq", 0))),
-    "negate": Operation(np.negative, lambda x: x.like(0) - x),
-    "invert": Operation(np.invert, lambda x: x.binary("xor", -1)),
-    "absolute": Operation(np.abs, lambda x: x.f.select(x.compare("slt", 0), x.like(0) - x, x)),
-    "add": _binary(np.add, "add"),
-    "subtract": _binary(np.subtract, "sub"),
-    "multiply": _binary(np.multiply, "mul"),
-    "divide": Operation(_quotient_meaning, _quotient),
-    "modulo": Operation(np.mod, _modulo),
-    "remainder": Operation(np.fmod, _remainder),
-    "and": _binary(np.bitwise_and, "and"),
-    "or": _binary(np.bitwise_or, "or"),
-    "xor": _binary(np.bitwise_xor, "xor"),
-    "greatest": _choice(np.maximum, "sgt"),
-    "least": _choice(np.minimum, "slt"),
-    "equal": _comparison(np.equal, "eq"),
-    "less": _comparison(np.less, "slt"),
-    "less_or_equal": _comparison(np.less_equal, "sle"),
-    "greater": _comparison(np.greater, "sgt"),
-    "greater_or_equal": _comparison(np.greater_equal, "sge"),
-    "where": Operation(lambda c, a, b: np.where(c != 0, a, b), lambda c, a, b: c.f.select(c.compare("ne", 0), a, b)),
+    "copy": lambda x: x,
+    "not": lambda x: _truth(x.compare("eq", 0)),
+    "negate": lambda x: x.like(0) - x,
+    "invert": lambda x: x.binary("xor", -1),
+    "absolute": lambda x: x.f.select(x.compare("slt", 0), x.like(0) - x, x),
+    "add": _binary("add"),
+    "subtract": _binary("sub"),
+    "multiply": _binary("mul"),
+    "divide": _quotient,
+    "modulo": _modulo,
+    "remainder": _remainder,
+    "and": _binary("and"),
+    "or": _binary("or"),
+    "xor": _binary("xor"),
+    "greatest": _choice("sgt"),
+    "least": _choice("slt"),
+    "equal": _comparison("eq"),
+    "less": _comparison("slt"),
+    "less_or_equal": _comparison("sle"),
+    "greater": _comparison("sgt"),
+    "greater_or_equal": _comparison("sge"),
+    "where": lambda c, a, b: c.f.select(c.compare("ne", 0), a, b),
 }
 
 
-@dataclass(frozen=True)
-class Integers(KernelSpec):
-    """inputs and output are of one shape; an input's stride of 0 broadcasts."""
-    operation: str
-    sources: tuple[View, ...]
-    output: View
-    family = "integers"
-    computes_on = (*STORED, "float32")
-
-    @property
-    def inputs(self) -> tuple[View, ...]:
-        return self.sources
-
-    @property
-    def outputs(self) -> tuple[View, ...]:
-        return (self.output,)
-
+@solves(Integers)
+class IntegersKernel(Kernel[Integers]):
     @cached_property
     def runs(self) -> Runs:
-        return Runs(joined((*self.sources, self.output), keep_last=False))
+        return Runs(joined((*self.problem.sources, self.problem.output), keep_last=False))
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(self.runs.rows)
@@ -133,20 +95,14 @@ class Integers(KernelSpec):
 
     # ---- code
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
-        f, addresses, (begin, end, *_) = begin_kernel(module, name, len(self.sources) + 1)
+        f, addresses, (begin, end, *_) = begin_kernel(module, name, len(self.problem.sources) + 1)
         self.runs.emit(f, addresses, begin, end, isa.lanes, self._vector)
 
     def _vector(self, at: list[Value], start: Value, count: int) -> None:
         *views, output = self.runs.views
         *places, target = (offset(a, [start], [v.strides[-1]]) for a, v in zip(at, self.runs.views, strict=True))
         values = [load_integers(view, place, count) for view, place in zip(views, places, strict=True)]
-        store_integers(output, OPERATIONS[self.operation].emit(*values), target, count)
-
-    # ---- meaning
-    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        with np.errstate(all="ignore"):
-            result = OPERATIONS[self.operation].meaning(*(x.astype(np.int64) for x in inputs))
-            return (np.asarray(result).astype(self.output.dtype),)
+        store_integers(output, OPERATIONS[self.problem.operation](*values), target, count)
 
 
 def load_integers(view: View, address: Value, count: int) -> Value:

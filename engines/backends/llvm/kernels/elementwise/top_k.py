@@ -9,51 +9,25 @@ A row is so read once, and each of the k costs as much as reading row / BLOCK + 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from engines.backends.llvm.codegen.ir_builder import I32, I64, PTR, Function, Module, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import ELEMENTS
 from engines.backends.llvm.kernels.common.access import item_addresses, offset, unravel
-from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, KernelSpec, Tactic, begin_kernel
+from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, solves
 from engines.backends.llvm.kernels.rows.passes import live
-from engines.lowering.problems.problem import Array
-from engines.lowering.problems.view import View
+from engines.lowering.problems.elementwise import TopK
 
 BLOCK = 64              # elements whose peak is remembered; a multiple of every machine's lanes
-WIDEST = 1 << 18        # keys of a row are kept on a thread's stack: 1 MiB
 LOWEST = -(1 << 31)     # of the keys; no element has it
 FAR = (1 << 31) - 1     # beyond every place
 
 
-@dataclass(frozen=True)
-class TopK(KernelSpec):
-    """x: float32 or int32 [..., width], its rows in one piece; indices: int64 [..., k]; values, if wanted: [..., k].
-
-    Of integers the least, -2**31, counts as the one above it.
-    """
-    x: View
-    values: View | None
-    indices: View
-    largest: bool = True
-    family = "top_k"
-    computes_on = ("float32", "int32", "int64")
-
-    @property
-    def inputs(self) -> tuple[View, ...]:
-        return (self.x,)
-
-    @property
-    def outputs(self) -> tuple[View, ...]:
-        return (self.values, self.indices) if self.values else (self.indices,)
-
+@solves(TopK)
+class TopKKernel(Kernel[TopK]):
     @property
     def width(self) -> int:
-        return self.x.shape[-1]
+        return self.problem.x.shape[-1]
 
     @property
     def blocks(self) -> int:
@@ -65,29 +39,30 @@ class TopK(KernelSpec):
         return -(-self.blocks // BLOCK) * BLOCK
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
-        return Grid(math.prod(self.x.shape[:-1]))
+        return Grid(math.prod(self.problem.x.shape[:-1]))
 
     # ---- code
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
-        views, element = (*self.inputs, *self.outputs), ELEMENTS[self.x.dtype]
+        problem = self.problem
+        views, element = (*problem.inputs, *problem.outputs), ELEMENTS[problem.x.dtype]
         f, addresses, (begin, end, *_) = begin_kernel(module, name, len(views))
         keys, peaks = (f.op(PTR, f"alloca [{count} x i32], align {ALIGNMENT}", hint)
                        for count, hint in ((self.blocks * BLOCK, "keys"), (self.peaks, "peaks")))
-        rows = math.prod(self.x.shape[:-1])
+        rows = math.prod(problem.x.shape[:-1])
         for row in f.range("row", begin, end):
             at = item_addresses(addresses, views, row.divided(rows))
-            places = unravel(row.remainder(rows), self.x.shape[:-1])
+            places = unravel(row.remainder(rows), problem.x.shape[:-1])
             x, *values, indices = (offset(a, places, view.strides[:-1]) for a, view in zip(at, views, strict=True))
             self._make_keys(f, isa, x, keys, peaks)
-            for turn in f.loop("turn", self.indices.shape[-1]):
+            for turn in f.loop("turn", problem.indices.shape[-1]):
                 block = _first(f, isa, peaks, self.peaks, _highest(f, isa, peaks, self.peaks))
                 start = keys + block * (4 * BLOCK)
                 place = _first(f, isa, start, BLOCK, _highest(f, isa, start, BLOCK))
                 index = block * BLOCK + place
-                if self.values:
+                if problem.values:
                     value = f.load(element, x + index * 4, hint="value")
-                    f.store(value, values[0] + turn * self.values.strides[-1])
-                f.store(index, indices + turn * self.indices.strides[-1])
+                    f.store(value, values[0] + turn * problem.values.strides[-1])
+                f.store(index, indices + turn * problem.indices.strides[-1])
                 f.store(f.constant(LOWEST, I32), start + place * 4)
                 f.store(_highest(f, isa, start, BLOCK), peaks + block * 4)
 
@@ -105,25 +80,17 @@ class TopK(KernelSpec):
         """A vector of integers in the order of the elements; both zeros are one number. Past the row, the lowest."""
         if count <= 0:
             return f.constant(LOWEST, isa.ints)
-        part = f.load(vector(min(count, isa.lanes), ELEMENTS[self.x.dtype]), address, hint="part")
+        part = f.load(vector(min(count, isa.lanes), ELEMENTS[self.problem.x.dtype]), address, hint="part")
         if count < isa.lanes:
             part = f.shuffle(part, part.like(0), [min(i, count) for i in range(isa.lanes)], "part")
         if part.type == isa.ints:
-            ordered = part if self.largest else part.binary("xor", -1)
+            ordered = part if self.problem.largest else part.binary("xor", -1)
             ordered = f.call(isa.ints, f"llvm.smax.v{isa.lanes}i32", ordered, ordered.like(LOWEST + 1), hint="ordered")
         else:
-            number = part + 0 if self.largest else part.like(0) - part
+            number = part + 0 if self.problem.largest else part.like(0) - part
             bits = f.cast("bitcast", number, isa.ints, "bits")
             ordered = bits.binary("xor", bits.binary("ashr", 31).binary("and", FAR))
         return live(isa, ordered, min(count, isa.lanes), LOWEST)
-
-    # ---- constants and meaning
-    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        x, = inputs
-        wide = x.astype(np.float64)
-        order = np.argsort(-wide if self.largest else wide, -1, kind="stable")[..., :self.indices.shape[-1]]
-        values = (np.take_along_axis(x, order, -1),) if self.values else ()
-        return (*values, order.astype(np.int64))
 
 
 def _highest(f: Function, isa: Isa, address: Value, count: int) -> Value:

@@ -1,4 +1,4 @@
-"""Attention as one kernel: the scores of a block of queries live and die in the cache.
+"""The kernel of an Attention (problems/matmul.py): the scores of a block of queries live and die in the cache.
 
     for head:                                   k' and v are packed, once a call
       for block of queries:
@@ -43,8 +43,8 @@ from engines.backends.llvm.kernels.matmul.operands import (
 )
 from engines.backends.llvm.kernels.rows.passes import At, live, reduce_row
 from engines.backends.llvm.kernels.rows.softmax import share
-from engines.lowering.problems.attention import MIDDLE, Attention
 from engines.lowering.problems.exp2 import LOG2_E, exp2
+from engines.lowering.problems.matmul import MIDDLE, Attention
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.rows import PARTIALS
 from engines.lowering.problems.view import SIZES

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from engines.backends.llvm.codegen.ir_builder import FLOAT, I8, I32, Function, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import ELEMENTS, Lanes, from_float, to_float
-from engines.backends.llvm.kernels.common.access import hidden, transposed
-from engines.backends.llvm.kernels.common.arithmetic import Arithmetic, Operand, arithmetic_for
-from engines.lowering.problems.attention import MIDDLE
+from engines.backends.llvm.kernels.common.access import transposed
+from engines.backends.llvm.kernels.common.arithmetic import Arithmetic, Operand, add_step, arithmetic_for
+from engines.lowering.problems.matmul import MIDDLE
 from engines.lowering.problems.view import SIZES, View
 
 AHEAD = 16              # rows of a factor that is not packed: a panel's parts of them lie too far apart for the
@@ -179,13 +179,8 @@ class Right(Factor):
         acc = {(m, v): start[m][v] if start else arithmetic.zero(isa, x) for m in range(rows) for v in range(vectors)}
         at = {"x": x, "w": panel}
         for _ in f.loop("k", self.steps, acc=acc, at=at):
-            weights = [self._step(at["w"] + v * step, shape[1] - v * isa.lanes) for v in range(vectors)]
-            for m in range(rows):
-                pixel = arithmetic.pixel(isa, at["x"] + m * pitch)
-                if m and len(weights[0]) > 1:       # too wide to keep: each row's products load them
-                    weights = [arithmetic.weights(isa, hidden(at["w"]) + v * step) for v in range(vectors)]
-                for v in range(vectors):
-                    acc[m, v] = arithmetic.dot(isa, acc[m, v], pixel, weights[v])
+            add_step(arithmetic, isa, acc, at["x"], {m: m * pitch for m in range(rows)}, at["w"],
+                     lambda w: [self._step(w + v * step, shape[1] - v * isa.lanes) for v in range(vectors)])
             for v in () if self.packed else range(vectors):
                 isa.prefetch(at["w"] + (AHEAD * pitch_of_w + v * step))
             at["x"] += arithmetic.step_bytes

@@ -1,4 +1,4 @@
-"""The kernel of a product of two tensors that are both computed at run time.
+"""The kernel of a Product (problems/matmul.py) of two tensors that are both computed at run time.
 
     for matrix of the batch:
       for panel of columns:                     b's are packed, once for all rows; few rows read them as they lie
@@ -27,6 +27,7 @@ from engines.backends.llvm.kernels.common.access import (
     load_constants,
     offset,
     panels,
+    panels_between,
     run_program,
     unravel,
 )
@@ -40,9 +41,8 @@ from engines.backends.llvm.kernels.matmul.operands import (
     product_arithmetic,
     store_tile,
 )
-from engines.lowering.problems.attention import MIDDLE
+from engines.lowering.problems.matmul import MIDDLE, Product
 from engines.lowering.problems.problem import Array
-from engines.lowering.problems.product import Product
 
 FEW_ROWS = 8            # of a: reading b as it lies may be faster than packing it
 COPIED_TILES = 4        # rows of a that are copied at a time, in tiles, where it is not read as it lies
@@ -113,7 +113,8 @@ class _Emitter:
             here = [offset(a, indices, view.strides[:-2]) for a, view in zip(here, views, strict=True)]
             if self.exact:
                 self.left.row_sums(here[0], self.sums)
-            self._panels(f, here, zeros, first, last)
+            for start, columns in panels_between(f, first, last, self.columns, self.right.width):
+                self._panel(f, here, zeros, start, columns)
 
     def _scratch(self, f: Function) -> None:
         """Room for a panel of b, for copied rows of a, and for the sums of a's rows."""
@@ -123,15 +124,6 @@ class _Emitter:
         for what, size in (("panel", panel), ("copied", copied), ("sums", 4 * self.rows * self.exact)):
             addresses.append(f.op(PTR, f"alloca [{size} x i8], align {ALIGNMENT}", what))
         self.packed, self.copied, self.sums = addresses
-
-    def _panels(self, f: Function, here: list[Value], zeros: list[Value | None], first: Value, last: Value) -> None:
-        whole, tail = divmod(self.columns, self.right.width)
-        if whole:
-            for panel in f.range("panel", first, last.at_most(whole)):
-                self._panel(f, here, zeros, panel * self.right.width, self.right.width)
-        if tail:
-            with f.when(last.compare("ugt", whole)):
-                self._panel(f, here, zeros, last.like(whole * self.right.width), tail)
 
     def _panel(self, f: Function, here: list[Value], zeros: list[Value | None], start: Value, columns: int) -> None:
         a, b, *operands, y = here

@@ -1,8 +1,8 @@
-"""The code of a Recurrence: cells from step to step, their products in registers (kernels/recurrence.py says what).
+"""The code of a Recurrence: cells from step to step, their products in registers (recurrence.py says how it lies).
 
     for direction: for block of items:             the states of the block stay in scratch on the stack
       for t in time:
-        for stage of the cell:                     see cells.py
+        for stage of the cell:                     see problems/recurrence.py
           for panel of units: for tile of items:   a call of the micro-kernel:
             for k in units:
               sum[item, gate, unit] += state[item, k] * R[gate, unit, k]         all in registers
@@ -19,13 +19,13 @@ from engines.backends.llvm.codegen.ir_builder import I8, I16, I32, I64, PTR, Fun
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
 from engines.backends.llvm.kernels.common.access import hidden, load_channels, store_channels
-from engines.backends.llvm.kernels.common.arithmetic import INT16, QUADS, Arithmetic, Operand
+from engines.backends.llvm.kernels.common.arithmetic import Operand
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, begin_kernel
-from engines.backends.llvm.kernels.recurrent.cells import Source, Stage
+from engines.lowering.problems.recurrence import QUANTIZED_STATES, Source, Stage
 from engines.lowering.problems.view import SIZES, View
 
 if TYPE_CHECKING:
-    from engines.backends.llvm.kernels.recurrent.recurrence import Panels, Recurrence
+    from engines.backends.llvm.kernels.recurrent.recurrence import Panels, RecurrenceKernel
 
 BLOCK = 8               # items whose states are in scratch together
 STRANDS = 4             # units whose updates are written in turns
@@ -34,20 +34,9 @@ STEPS = 4               # the K loop's turns are a multiple of this, so that a s
 LINE = 64               # bytes of a cache line
 
 
-@dataclass(frozen=True)
-class Whole:
-    """A state between -1 and 1 in integers: round(state * one) + zero."""
-    arithmetic: Arithmetic
-    one: int
-    zero: int
-
-
-WHOLE = {"int16": Whole(INT16, 1 << 13, 0), "int8": Whole(QUADS, 127, 128)}
-
-
-def emit_recurrence(spec: Recurrence, module: Module, name: str, isa: Isa, tactic: Panels) -> None:
+def emit_recurrence(kernel: RecurrenceKernel, module: Module, name: str, isa: Isa, tactic: Panels) -> None:
     """The kernel `name`."""
-    _Emitter(spec, module, name, isa, tactic).kernel()
+    _Emitter(kernel, module, name, isa, tactic).emit()
 
 
 @dataclass(frozen=True)
@@ -61,36 +50,38 @@ class _Pointers:
 
 
 class _Emitter:
-    def __init__(self, spec: Recurrence, module: Module, name: str, isa: Isa, tactic: Panels) -> None:
-        self.spec, self.module, self.name, self.isa, self.tactic = spec, module, name, isa, tactic
-        self.arithmetic, self.items = spec.arithmetic, spec.items(isa)
-        self.block = 1 if spec.lengths is not None else BLOCK
-        self.stored = WHOLE.get(spec.precision)
-        self.whole = spec.room(isa) * 4                                     # where the state in integers follows
-        size = self.whole + (spec.room(isa) * SIZES[self.arithmetic.dtype] if self.stored else 0)
+    def __init__(self, kernel: RecurrenceKernel, module: Module, name: str, isa: Isa, tactic: Panels) -> None:
+        problem = kernel.problem
+        self.kernel, self.problem, self.isa, self.tactic, self.module, self.name = (
+            kernel, problem, isa, tactic, module, name)
+        self.arithmetic, self.items = kernel.arithmetic, kernel.tile_items(isa)
+        self.block = 1 if problem.lengths is not None else BLOCK
+        self.stored = QUANTIZED_STATES.get(problem.precision)
+        self.integers = kernel.room(isa) * 4            # where the state in integers follows
+        size = self.integers + (kernel.room(isa) * SIZES[self.arithmetic.dtype] if self.stored else 0)
         self.pitch = -(-size // ALIGNMENT) * ALIGNMENT                      # bytes from item to item
         self.area = self.pitch * self.block                                 # of a state of all items
 
     # ---- the loops around
-    def kernel(self) -> None:
-        spec = self.spec
-        operands = len(spec.inputs) + 2 + len(spec.given) + len(spec.outputs)
+    def emit(self) -> None:
+        problem = self.problem
+        operands = len(problem.inputs) + 2 + len(problem.given) + len(problem.outputs)
         f, addresses, bounds = begin_kernel(self.module, self.name, operands)
         given = iter(addresses)
         self.x = next(given)
-        every_item = View("float32", (len(spec.cells) * spec.hidden,), (4,), 0)
-        self.first = {slot: (view, next(given)) for slot, view in enumerate(spec.first) if view}
-        self.lengths = next(given) if spec.lengths else None
+        every_item = View("float32", (len(problem.cells) * problem.hidden,), (4,), 0)
+        self.first = {slot: (view, next(given)) for slot, view in enumerate(problem.first) if view}
+        self.lengths = next(given) if problem.lengths else None
         self.weights, self.units = next(given), next(given)
-        self.first |= {slot: (every_item, next(given)) for slot in spec.given}
-        self.y = next(given) if spec.y else None
-        self.last = [next(given) if view else None for view in spec.last]
-        states = 1 + max(cell.states for cell in spec.cells)
+        self.first |= {slot: (every_item, next(given)) for slot in problem.given}
+        self.y = next(given) if problem.y else None
+        self.last = [next(given) if view else None for view in problem.last]
+        states = 1 + max(cell.states for cell in problem.cells)
         self.memory = f.op(PTR, f"alloca [{states * self.area} x i8], align {ALIGNMENT}", "states")
         for start in f.range("block", bounds[0], bounds[1], self.block):
             count = (bounds[1] - start).at_most(self.block)
-            for d in range(len(spec.cells)):
-                if len(spec.cells) == 1:
+            for d in range(len(problem.cells)):
+                if len(problem.cells) == 1:
                     self._direction(f, d, start, count)
                     continue
                 with f.when(bounds[2].below(d + 1)), f.when(bounds[3].compare("ugt", d)):
@@ -98,79 +89,79 @@ class _Emitter:
 
     def _direction(self, f: Function, d: int, start: Value, count: Value) -> None:
         """One cell over the whole sequence of the block's `count` items, from item `start` on."""
-        spec, cell = self.spec, self.spec.cells[d]
+        problem, cell = self.problem, self.problem.cells[d]
         f.write(f"; direction {d}")
         for at, _ in f.tiles("clear", (1 + cell.states) * self.area, self.isa.bytes):
             f.store(f.constant(0, self.isa.floats), self.memory + at, self.isa.bytes)
         for item in f.range("item", count.like(0), count):
             if self.stored and self.stored.zero:
-                self._clear_whole(f, self.memory + item * self.pitch + self.whole, self.stored.zero)
+                self._clear_integers(f, self.memory + item * self.pitch + self.integers, self.stored.zero)
             for slot in self.first:
                 self._load_first(f, d, slot, start + item, item)
-        x = self.x + start * spec.gates.item + d * cell.gates * spec.hidden * spec.gates.strides[1]
+        x = self.x + start * problem.gates.item + d * cell.gates * problem.hidden * problem.gates.strides[1]
         y = None
-        if self.y is not None and spec.y is not None:
-            y = self.y + start * spec.y.item + d * spec.hidden * spec.y.strides[1]
-        steps: Value | int = spec.steps
-        if self.lengths is not None and spec.lengths is not None:
-            length = f.load(I32, self.lengths + start * spec.lengths.item, hint="length")
-            steps = f.cast("zext", length, I64, "length").at_most(spec.steps)
+        if self.y is not None and problem.y is not None:
+            y = self.y + start * problem.y.item + d * problem.hidden * problem.y.strides[1]
+        steps: Value | int = problem.steps
+        if self.lengths is not None and problem.lengths is not None:
+            length = f.load(I32, self.lengths + start * problem.lengths.item, hint="length")
+            steps = f.cast("zext", length, I64, "length").at_most(problem.steps)
         h = self._walk(f, d, x, y, count, steps)
         if y is not None and isinstance(steps, Value):
             self._clear_behind(f, y, steps)
         for item in f.range("item", count.like(0), count):
-            for slot, view in enumerate(spec.last):
+            for slot, view in enumerate(problem.last):
                 if view is not None:
                     state = self.memory + (1 + slot) * self.area if slot else h
                     self._store_last(f, d, slot, view, start + item, state + item * self.pitch)
 
     def _walk(self, f: Function, d: int, x: Value, y: Value | None, count: Value, steps: Value | int) -> Value:
         """The steps in their order; where the last h is. x and y: of step 0."""
-        spec = self.spec
-        moves = {"x": spec.gates.strides[0]}
+        problem = self.problem
+        moves = {"x": problem.gates.strides[0]}
         at = {"x": x, "old": self.memory, "new": self.memory + self.area}
-        if y is not None and spec.y is not None:
-            moves["y"], at["y"] = spec.y.strides[0], y
-        if spec.backwards[d]:
+        if y is not None and problem.y is not None:
+            moves["y"], at["y"] = problem.y.strides[0], y
+        if problem.backwards[d]:
             final = count.like(steps) - 1
             at |= {key: at[key] + final * move for key, move in moves.items()}
             moves = {key: -move for key, move in moves.items()}
         turns = f.loop("time", steps, at=at) if isinstance(steps, int) else f.range("time", count.like(0), steps, at=at)
         for _ in turns:
             here = _Pointers(at["x"], at.get("y"), at["old"], at["new"], self.memory + 2 * self.area)
-            for number in range(len(spec.cells[d].stages)):
+            for number in range(len(problem.cells[d].stages)):
                 self._stage(f, d, number, here, count)
             at |= {key: at[key] + move for key, move in moves.items()}
             at["old"], at["new"] = at["new"], at["old"]
         return at["old"]
 
-    def _clear_whole(self, f: Function, state: Value, zero: int) -> None:
+    def _clear_integers(self, f: Function, state: Value, zero: int) -> None:
         """Zeros in integers, where they are not the integer 0."""
-        for at, _ in f.tiles("zero", self.spec.room(self.isa), self.isa.lanes):
+        for at, _ in f.tiles("zero", self.kernel.room(self.isa), self.isa.lanes):
             f.store(f.constant(zero, vector(self.isa.lanes, I8)), state + at, self.isa.lanes)
 
     def _load_first(self, f: Function, d: int, slot: int, item: Value, place: Value) -> None:
         view, source = self.first[slot]
-        source += item * view.item + d * self.spec.hidden * view.strides[0]
+        source += item * view.item + d * self.problem.hidden * view.strides[0]
         target = self.memory + (1 + slot if slot else 0) * self.area + place * self.pitch
-        for unit, count in f.tiles("unit", self.spec.hidden, self.isa.lanes):
+        for unit, count in f.tiles("unit", self.problem.hidden, self.isa.lanes):
             value, = load_channels(self._lanes(count), view, source + unit * view.strides[0])
             f.store(value, target + unit * 4, self.isa.bytes)
 
     def _store_last(self, f: Function, d: int, slot: int, view: View, item: Value, state: Value) -> None:
         target = self.last[slot]
         assert target is not None
-        target += item * view.item + d * self.spec.hidden * view.strides[0]
-        for unit, count in f.tiles("unit", self.spec.hidden, self.isa.lanes):
+        target += item * view.item + d * self.problem.hidden * view.strides[0]
+        for unit, count in f.tiles("unit", self.problem.hidden, self.isa.lanes):
             value = f.load(self.isa.floats, state + unit * 4, self.isa.bytes, "state")
             store_channels(self._lanes(count), view, [[value]], [target + unit * view.strides[0]])
 
     def _clear_behind(self, f: Function, y: Value, length: Value) -> None:
         """What y holds where an item has no step."""
-        view = self.spec.y
+        view = self.problem.y
         assert view is not None
-        for t in f.range("behind", length, length.like(self.spec.steps)):
-            for unit, count in f.tiles("unit", self.spec.hidden, self.isa.lanes):
+        for t in f.range("behind", length, length.like(self.problem.steps)):
+            for unit, count in f.tiles("unit", self.problem.hidden, self.isa.lanes):
                 self._store_y(f.constant(0, self.isa.floats), count, y + t * view.strides[0] + unit * view.strides[1])
 
     def _lanes(self, count: int) -> Lanes:
@@ -193,24 +184,25 @@ class _Emitter:
 
     def _panels(self, f: Function, d: int, number: int, here: _Pointers, size: int, first: Value, end: Value) -> None:
         """The units, over tiles of `size` items: a panel's weights stay in cache while the tiles pass."""
-        spec, isa, cell = self.spec, self.isa, self.spec.cells[d]
-        stage, vectors = cell.stages[number], -(-spec.hidden // isa.lanes)
-        before = sum(vectors * spec.stage_vector(isa, s) for c in spec.cells[:d] for s in c.stages)
-        before += sum(vectors * spec.stage_vector(isa, s) for s in cell.stages[:number])
-        unit_vector = (cell.units + spec.scales) * isa.bytes
-        for start, width in f.tiles("units", spec.hidden, spec.vectors(isa, self.tactic, stage, size) * isa.lanes):
+        kernel, problem, isa, cell = self.kernel, self.problem, self.isa, self.problem.cells[d]
+        stage, vectors = cell.stages[number], -(-problem.hidden // isa.lanes)
+        before = sum(vectors * kernel.stage_vector(isa, s) for c in problem.cells[:d] for s in c.stages)
+        before += sum(vectors * kernel.stage_vector(isa, s) for s in cell.stages[:number])
+        unit_vector = (cell.units + kernel.scales) * isa.bytes
+        step = kernel.vectors(isa, self.tactic, stage, size) * isa.lanes
+        for start, width in f.tiles("units", problem.hidden, step):
             panel = start.divided(isa.lanes)
-            weights = self.weights + before + panel * spec.stage_vector(isa, stage)
+            weights = self.weights + before + panel * kernel.stage_vector(isa, stage)
             units = self.units + d * vectors * unit_vector + panel * unit_vector
-            name = self._microkernel(spec.cells.index(cell), number, size, width)
-            following = weights + -(-width // isa.lanes) * spec.stage_vector(isa, stage)
+            name = self._microkernel(problem.cells.index(cell), number, size, width)
+            following = weights + -(-width // isa.lanes) * kernel.stage_vector(isa, stage)
             for item in f.range("tile", first, end, size):
                 at = item * self.pitch
-                ahead = following + item.divided(size) * (spec.turns() * LINE)
-                pointers = {"x": here.x + item * spec.gates.item + start * spec.gates.strides[1],
+                ahead = following + item.divided(size) * (kernel.turns() * LINE)
+                pointers = {"x": here.x + item * problem.gates.item + start * problem.gates.strides[1],
                             "old": here.old + at, "new": here.new + at, "rest": here.rest + at}
-                if here.y is not None and spec.y is not None:
-                    pointers["y"] = here.y + item * spec.y.item + start * spec.y.strides[1]
+                if here.y is not None and problem.y is not None:
+                    pointers["y"] = here.y + item * problem.y.item + start * problem.y.strides[1]
                 f.run(name, *pointers.values(), weights, units, start, ahead)
 
     # ---- the micro-kernel
@@ -219,8 +211,8 @@ class _Emitter:
         name = f"{self.name}_{which}_{number}_{size}x{width}"
         if name in self.module.functions:
             return name
-        spec, isa, stage = self.spec, self.isa, self.spec.cells[which].stages[number]
-        y = {"y": PTR} if spec.y is not None else {}
+        problem, isa, stage = self.problem, self.isa, self.problem.cells[which].stages[number]
+        y = {"y": PTR} if problem.y is not None else {}
         f = self.module.function(name, internal=True, x=PTR, old=PTR, new=PTR, rest=PTR, **y, w=PTR, units=PTR,
                                  start=I64, ahead=PTR)
         vectors = -(-width // isa.lanes)
@@ -235,22 +227,23 @@ class _Emitter:
 
     def _products(self, f: Function, stage: Stage, size: int, vectors: int) -> dict[tuple[int, int, int], Value]:
         """{(item, gate's place in the stage, vector): sum over k of state * weight}"""
-        spec, isa, arithmetic = self.spec, self.isa, self.arithmetic
+        kernel, isa, arithmetic = self.kernel, self.isa, self.arithmetic
         source = f.parameters["old"] if stage.source == 0 else f.parameters["rest"] + (stage.source - 1) * self.area
         keys = [(item, g, v) for v in range(vectors) for g in range(len(stage.gates)) for item in range(size)]
         split = next(n for n in (1, 2, STEPS) if n * len(keys) >= FEWEST_CHAINS or n == STEPS)
         acc = {(part, key): arithmetic.zero(isa, source) for part in range(split) for key in keys}
-        at = {"s": source + (self.whole if self.stored else 0), "w": f.parameters["w"], "ahead": f.parameters["ahead"]}
-        if spec.head:
+        state = source + (self.integers if self.stored else 0)
+        at = {"s": state, "w": f.parameters["w"], "ahead": f.parameters["ahead"]}
+        if kernel.head:
             for item, g, v in keys:
-                start = at["w"] + (v * spec.stage_vector(isa, stage) + g * isa.bytes)
+                start = at["w"] + (v * kernel.stage_vector(isa, stage) + g * isa.bytes)
                 acc[0, (item, g, v)] = f.load(isa.ints, start, isa.bytes, "start")
             at["w"] += len(stage.gates) * isa.bytes
         step, weight = arithmetic.step_bytes, arithmetic.weight_bytes(isa)
-        for _ in f.loop("k", spec.turns() // split, acc=acc, at=at):
+        for _ in f.loop("k", kernel.turns() // split, acc=acc, at=at):
             for part in range(split):
                 states = {item: at["s"] + item * self.pitch + part * step for item in range(size)}
-                weights = {(g, v): at["w"] + v * spec.stage_vector(isa, stage)
+                weights = {(g, v): at["w"] + v * kernel.stage_vector(isa, stage)
                            + (part * len(stage.gates) + g) * weight
                            for v in range(vectors) for g in range(len(stage.gates))}
                 self._outer_product(acc, part, states, weights)
@@ -291,9 +284,9 @@ class _Emitter:
 
     def _store_y(self, value: Value, count: int, address: Value) -> None:
         """h to y."""
-        view = self.spec.y
+        view = self.problem.y
         assert view is not None
-        result = self.spec.program.run(self.isa, value, [], [value.like(number) for number in self.spec.numbers])
+        result = self.problem.program.run(self.isa, value, [], [value.like(number) for number in self.problem.numbers])
         store_channels(self._lanes(count), view, [[result]], [address])
 
 
@@ -303,12 +296,14 @@ class _Unit:
     def __init__(self, emitter: _Emitter, f: Function, which: int, item: int, v: int, count: int,
                  sums: dict[int, Value]) -> None:
         self.e, self.f, self.item, self.v, self.count, self.sums = emitter, f, item, v, count, sums
-        self.cell = emitter.spec.cells[which]
+        self.cell = emitter.problem.cells[which]
         self.known: dict[Source, Value] = {}
 
     def update(self, stage: Stage) -> None:
         for update in stage.updates:
-            value = update.emit(self.e.isa, self.find)
+            operands = [self.find(source) for source in update.operands]
+            numbers = [operands[0].like(number) for number in update.numbers]
+            value = update.program.run(self.e.isa, None, operands, numbers)
             if update.slot:
                 self.known["state", update.slot] = value
             self._store(update.slot, value)
@@ -319,24 +314,25 @@ class _Unit:
         return self.known[source]
 
     def _found(self, kind: str, index: int) -> Value:
-        e, spec, isa, parameters = self.e, self.e.spec, self.e.isa, self.f.parameters
-        if kind == "gate" and spec.scales:
+        e, problem, isa, parameters = self.e, self.e.problem, self.e.isa, self.f.parameters
+        scales = e.kernel.scales
+        if kind == "gate" and scales:
             return isa.fma(self.sums[index], self._constant(self.cell.units + index), self.find(("x", index)))
         if kind == "gate":
             return self.sums[index] + self.find(("x", index))
         if kind == "sum":
             total = self.sums[index]
-            return total * self._constant(self.cell.units + index) if spec.scales else total
+            return total * self._constant(self.cell.units + index) if scales else total
         if kind == "unit":
             return self._constant(index)
         if kind == "state":
             return self.f.load(isa.floats, self._address(index, "old"), isa.bytes, f"state {index}")
-        unit = index * spec.hidden + self.v * isa.lanes
-        address = parameters["x"] + (self.item * spec.gates.item + unit * spec.gates.strides[1])
-        return load_channels(e._lanes(self.count), spec.gates, address)[0]
+        unit = index * problem.hidden + self.v * isa.lanes
+        address = parameters["x"] + (self.item * problem.gates.item + unit * problem.gates.strides[1])
+        return load_channels(e._lanes(self.count), problem.gates, address)[0]
 
     def _constant(self, index: int) -> Value:
-        isa, each = self.e.isa, self.cell.units + self.e.spec.scales
+        isa, each = self.e.isa, self.cell.units + self.e.kernel.scales
         place = self.f.parameters["units"] + (self.v * each + index) * isa.bytes
         return self.f.load(isa.floats, place, isa.bytes, "constant")
 
@@ -347,15 +343,15 @@ class _Unit:
         return base + (self.item * e.pitch + self.v * e.isa.bytes) + parameters["start"] * 4
 
     def _store(self, slot: int, value: Value) -> None:
-        e, f, isa, spec = self.e, self.f, self.e.isa, self.e.spec
+        e, f, isa, problem = self.e, self.f, self.e.isa, self.e.problem
         f.store(value, self._address(slot, "new"), isa.bytes)
         if e.stored and any(stage.source == slot for stage in self.cell.stages):
-            size = SIZES[e.stored.arithmetic.dtype]
+            size = SIZES[e.arithmetic.dtype]
             integers = isa.round(value * e.stored.one) + e.stored.zero
-            whole = f.cast("trunc", integers, vector(isa.lanes, {1: I8, 2: I16}[size]), "whole")
+            narrow = f.cast("trunc", integers, vector(isa.lanes, {1: I8, 2: I16}[size]), "integers")
             base = f.parameters["rest"] + (slot - 1) * e.area if slot else f.parameters["new"]
-            at = base + (self.item * e.pitch + e.whole + self.v * isa.lanes * size) + f.parameters["start"] * size
-            f.store(whole, at, size * isa.lanes)
-        if slot == 0 and spec.y is not None:
-            unit = self.v * isa.lanes * spec.y.strides[1]
-            e._store_y(value, self.count, f.parameters["y"] + (self.item * spec.y.item + unit))
+            at = base + (self.item * e.pitch + e.integers + self.v * isa.lanes * size) + f.parameters["start"] * size
+            f.store(narrow, at, size * isa.lanes)
+        if slot == 0 and problem.y is not None:
+            unit = self.v * isa.lanes * problem.y.strides[1]
+            e._store_y(value, self.count, f.parameters["y"] + (self.item * problem.y.item + unit))

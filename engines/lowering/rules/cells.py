@@ -1,74 +1,15 @@
-"""What a recurrent cell does between the products of a step: programs on one unit's gates and states.
-
-A cell is a list of stages. A stage multiplies a state by some gates' weights, then updates states, unit by unit:
-
-    for stage in stages:
-        sum[g] = (state[stage.source] @ R[g]')        for g in stage.gates
-        for update in stage.updates:
-            state[update.slot] = program(x[...], sum[...], state[...], unit constants)
-
-State 0 is h, which every unit of the next product reads: its new value is seen from the next step on (and by updates
-that come later in the step). An LSTM has one stage and a second state, c. A GRU has one stage where the reset gate
-scales the product (linear_before_reset); else two, with the states z and r * h between them.
-"""
+"""The cells of LSTM, GRU and RNN, written as stages of products and updates (problems/recurrence.py)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from engines.backends.llvm.codegen.ir_builder import Value
-from engines.backends.llvm.codegen.isa import Isa
 from engines.ir.graph import Node
 from engines.lowering.epilogue.affine import Affine, AffineWriter
 from engines.lowering.epilogue.from_onnx import write_node
-from engines.lowering.epilogue.program import EpilogueProgram, Floats, ProgramBuilder
+from engines.lowering.epilogue.program import ProgramBuilder
+from engines.lowering.problems.recurrence import Cell, Source, Stage, Update
 from engines.ops.recurrent import DEFAULTS, GATES, activations
-
-# ("x", gate), ("sum", gate), ("gate", gate) which is the sum of both, ("state", slot), ("unit", constant of a unit)
-Source = tuple[str, int]
-
-
-@dataclass(frozen=True)
-class Update:
-    """A state's new value. `numbers` are the program's constants, the same for every unit."""
-    slot: int
-    program: EpilogueProgram
-    operands: tuple[Source, ...]
-    numbers: tuple[float, ...]
-
-    def meaning(self, operands: Sequence[Floats]) -> Floats:
-        return self.program.meaning(None, operands, [np.array(number, np.float32) for number in self.numbers])
-
-    def emit(self, isa: Isa, find: Callable[[Source], Value]) -> Value:
-        operands = [find(source) for source in self.operands]
-        numbers = [operands[0].like(number) for number in self.numbers]
-        return self.program.run(isa, None, operands, numbers)
-
-
-@dataclass(frozen=True)
-class Stage:
-    gates: tuple[int, ...]
-    source: int
-    updates: tuple[Update, ...]
-
-
-@dataclass(frozen=True)
-class Cell:
-    stages: tuple[Stage, ...]
-    kept: int                   # states that outlive a step: the first ones
-    units: int                  # constants of a unit
-
-    @property
-    def states(self) -> int:
-        return 1 + max(update.slot for stage in self.stages for update in stage.updates)
-
-    @property
-    def gates(self) -> int:
-        return sum(len(stage.gates) for stage in self.stages)
-
 
 # Functions between -1 and 1, whatever their argument.
 _BOUNDED = frozenset({"Sigmoid", "Tanh", "HardSigmoid", "Softsign"})

@@ -1,13 +1,16 @@
-"""Attention: the mean of values, weighted by a softmax of the scores of queries and keys.
+"""The matrix product of two tensors that are both computed at run time, in batches; and attention, made of two.
 
-    y[n, h, s] = program(sum over t of p[s, t] * v[n, h, t] / sum over t of p[s, t])
-    p[s, t]    = e**(x[s, t] - max over t of x[s])              x = scale * q[n, h, s] . k[n, h, t] + mask[n, h, s, t]
+    Product     y[n, ..., m, o] = program(sum over k of a[n, ..., m, k] * b[n, ..., k, o])
+    Attention   y[n, h, s] = program(sum over t of p[s, t] * v[n, h, t] / sum over t of p[s, t])
+                p[s, t]    = e**(x[s, t] - max over t of x[s])
+                x          = scale * q[n, h, s] . k[n, h, t] + mask[n, h, s, t]
 
-q, k and v are read as they lie: heads may be an axis inside a wider tensor, and so may y's.
+Factors are read as they lie: leading axes may be strided (heads of a wider tensor) or repeated (strides of 0), the last
+two of a right factor in either order.
 
-In int8 p is round(255 * e**...), a byte that uses its whole range in every row, and the sum that divides is that of
-these bytes: an exact mean. What k's zero point adds to a score is the same for a whole row, which a softmax does not
-see.
+In int8 all sums are exact. A product is of (a - za) * (b - zb). The p of an attention is round(255 * e**...), a byte
+that uses its whole range in every row, and the sum that divides is that of these bytes: an exact mean. What k's zero
+point adds to a score is the same for a whole row, which a softmax does not see.
 
 A query that sees no key, all x being minus infinity, has the mean 0: p and 1 / sum of p are 0, and in int8, where sums
 are of v - MIDDLE, v's zero point less MIDDLE is added.
@@ -31,6 +34,50 @@ from engines.lowering.problems.rows import less_peak, reduced_rows, share_of
 from engines.lowering.problems.view import View
 
 MIDDLE = 128            # of uint8: stored - MIDDLE is an int8
+
+
+@dataclass(frozen=True)
+class Product(Problem):
+    """Views of one item: a [..., M, K], b [..., K, N], y and the program's operands [..., M, N].
+
+    The innermost axis of a and y is contiguous, of b it or the one before it.
+
+    Constants: "numbers", the zero points of a and b; "program", a sequence of float32 [1] or [N].
+    """
+    a: View
+    b: View
+    y: View
+    operands: tuple[View, ...]
+    program: EpilogueProgram
+    precision: str                  # int8, fp32, bf16, fp16
+    family = "product"
+
+    @property
+    def inputs(self) -> tuple[View, ...]:
+        return (self.a, self.b, *self.operands)
+
+    @property
+    def outputs(self) -> tuple[View, ...]:
+        return (self.y,)
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        return self.y.shape[:-2]
+
+    @property
+    def depth(self) -> int:
+        return self.a.shape[-1]
+
+    @property
+    def macs(self) -> int:
+        return math.prod(self.y.shape) * self.depth
+
+    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        a, b, *operands = (load_meaning(view.dtype, x) for view, x in zip(self.inputs, inputs, strict=True))
+        a, b = (x - np.float32(zero) for x, zero in zip((a, b), constants["numbers"], strict=True))
+        wide: type[Any] = np.float64 if self.precision == "int8" else np.float32    # exact, as a contraction's are
+        sums = np.matmul(a.astype(wide), b.astype(wide)).astype(np.float32)
+        return (store_meaning(self.y.dtype, self.program.meaning(sums, operands, constants["program"])),)
 
 
 @dataclass(frozen=True)

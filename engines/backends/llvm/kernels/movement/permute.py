@@ -1,7 +1,5 @@
 """Strided copies: transposes, concat, split, slice, layout changes, with an optional program on the way.
 
-    y[n, i, j, ...] = program(x[n, i, j, ...])        x and y of one shape, each with its own strides
-
 Four ways, chosen by the strides:
 
   runs         the innermost axis is contiguous in both: wide copies
@@ -13,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -32,47 +29,23 @@ from engines.backends.llvm.kernels.common.access import (
     transposed,
     unravel,
 )
-from engines.backends.llvm.kernels.elementwise.pointwise import Pointwise
-from engines.backends.llvm.kernels.kernel import Grid, KernelSpec, Tactic, Window, begin_kernel
-from engines.lowering.epilogue.program import EpilogueProgram, load_meaning, store_meaning
+from engines.backends.llvm.kernels.elementwise.pointwise import PointwiseKernel
+from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
+from engines.lowering.problems.elementwise import Pointwise
+from engines.lowering.problems.movement import Permute
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.view import View
 
-COPY = EpilogueProgram((), 1, 0, accumulator=False)
 _INTEGERS = {1: I8, 2: I16, 4: I32, 8: I64}
 _MOST_PLANES = 4
 
 
-@dataclass(frozen=True)
-class Permute(KernelSpec):
-    """x and y have the same shape; program's constants are per index of y's innermost axis, or `uniform`."""
-    x: View
-    y: View
-    program: EpilogueProgram = COPY
-    uniform: bool = False
-    family = "permute"
-
-    @property
-    def inputs(self) -> tuple[View, ...]:
-        return (self.x,)
-
-    @property
-    def outputs(self) -> tuple[View, ...]:
-        return (self.y,)
-
-    # ---- which way
-    @property
-    def raw(self) -> bool:
-        """The bytes are only moved."""
-        return self.x.dtype == self.y.dtype and not self.program.instructions
-
-    @property
-    def misfit(self) -> str:
-        return "" if self.raw else super().misfit
-
+@solves(Permute)
+class PermuteKernel(Kernel[Permute]):
     @cached_property
     def views(self) -> tuple[View, View]:
-        x, y = joined((self.x, self.y), keep_last=self.program.constants > 0 and not self.uniform)
+        problem = self.problem
+        x, y = joined((problem.x, problem.y), keep_last=problem.program.constants > 0 and not problem.uniform)
         return x, y
 
     @property
@@ -91,12 +64,13 @@ class Permute(KernelSpec):
         x, _ = self.views
         return next((axis for axis, stride in enumerate(x.strides) if stride == x.size), None)
 
-    @property
-    def _pointwise(self) -> Pointwise | None:
+    @cached_property
+    def _pointwise(self) -> PointwiseKernel | None:
         """The same as a program on runs or elements; a raw copy has ways of its own."""
-        if self.way in ("planes", "transpose") or self.raw:
+        if self.way in ("planes", "transpose") or self.problem.raw:
             return None
-        return Pointwise((self.x,), self.y, self.program, self.uniform)
+        problem = self.problem
+        return PointwiseKernel(Pointwise((problem.x,), problem.y, problem.program, problem.uniform))
 
     # ---- grid
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
@@ -135,7 +109,7 @@ class Permute(KernelSpec):
 
     def _tile(self, isa: Isa) -> int:
         """Elements of a vector: of 128 bits where bytes are only moved, since zips are native there everywhere."""
-        return 16 // self.x.size if self.raw else isa.lanes
+        return 16 // self.problem.x.size if self.problem.raw else isa.lanes
 
     # ---- code
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
@@ -154,7 +128,7 @@ class Permute(KernelSpec):
     def _copy(self, isa: Isa, at: list[Value], start: Value, count: int) -> None:
         """`count` neighbours from `start` on."""
         x, y = (offset(a, [start], [v.strides[-1]]) for a, v in zip(at, self.views, strict=True))
-        copy_bytes(isa, x, y, count * self.x.size)
+        copy_bytes(isa, x, y, count * self.problem.x.size)
 
     def _tiles(self, f: Function, isa: Isa, x: Value, y: Value, begin: Value, end: Value,
                body: Callable[[Value, Value, int], None]) -> None:
@@ -179,16 +153,16 @@ class Permute(KernelSpec):
     def _load(self, isa: Isa, address: Value, count: int) -> Value:
         """`count` neighbours in a whole vector: as stored where they are only moved, else float32."""
         f, n = address.f, self._tile(isa)
-        element = _INTEGERS[self.x.size] if self.raw else ELEMENTS[self.x.dtype]
+        element = _INTEGERS[self.problem.x.size] if self.problem.raw else ELEMENTS[self.problem.x.dtype]
         value = f.load(vector(count, element), address, hint="run")
         if count < n:
             value = f.shuffle(value, None, [min(i, count - 1) for i in range(n)], "run")
-        return value if self.raw else to_float(isa, self.x.dtype, value)
+        return value if self.problem.raw else to_float(isa, self.problem.x.dtype, value)
 
     def _store(self, isa: Isa, value: Value, address: Value, count: int) -> None:
         """The first `count` elements."""
         f = address.f
-        value = value if self.raw else from_float(isa, self.y.dtype, value)
+        value = value if self.problem.raw else from_float(isa, self.problem.y.dtype, value)
         if count < self._tile(isa):
             value = f.shuffle(value, None, range(count), "part")
         f.store(value, address)
@@ -197,18 +171,19 @@ class Permute(KernelSpec):
     def _planes(self, isa: Isa, constants: Value) -> Callable[[Value, Value, int], None]:
         f, depth, n = constants.f, self.views[1].shape[-1], self._tile(isa)
         numbers = [[f.splat(f.load(FLOAT, constants + 4 * (c * self._pitch(isa) + plane)), isa.lanes)
-                    for c in range(self.program.constants)] for plane in range(depth)]
+                    for c in range(self.problem.program.constants)] for plane in range(depth)]
 
         def tile(x: Value, y: Value, count: int) -> None:
             planes = [self._load(isa, x + plane * self.views[0].strides[-1], count) for plane in range(depth)]
-            if not self.raw:
-                planes = [self.program.run(isa, None, [value], c) for value, c in zip(planes, numbers, strict=True)]
-                if self.y.dtype == "uint8":
+            if not self.problem.raw:
+                program = self.problem.program
+                planes = [program.run(isa, None, [value], c) for value, c in zip(planes, numbers, strict=True)]
+                if self.problem.y.dtype == "uint8":
                     self._store_bytes(isa, planes, y, count)
                     return
             for i, value in enumerate(_interleave(planes)):
                 if count * depth > i * n:
-                    self._store(isa, value, y + i * n * self.y.size, min(count * depth - i * n, n))
+                    self._store(isa, value, y + i * n * self.problem.y.size, min(count * depth - i * n, n))
         return tile
 
     @staticmethod
@@ -226,7 +201,7 @@ class Permute(KernelSpec):
     # ---- transpose
     def _transpose(self, isa: Isa, constants: Value) -> Callable[[Value, Value, int], None]:
         (x_view, y_view), across, n = self.views, self.across, self._tile(isa)
-        step = 0 if self.uniform else 4     # bytes of constants of an index of the innermost axis
+        step = 0 if self.problem.uniform else 4     # bytes of constants of an index of the innermost axis
         assert across is not None
 
         def tile(x: Value, y: Value, count: int) -> None:
@@ -235,10 +210,10 @@ class Permute(KernelSpec):
                 here, there = x + start * x_view.strides[-1], y + start * y_view.size
                 rows = [self._load(isa, here + min(i, size - 1) * x_view.strides[-1], count) for i in range(n)]
                 numbers = [f.load(isa.floats, constants + c * self._pitch(isa) * 4 + start * step)
-                           for c in range(self.program.constants)]
+                           for c in range(self.problem.program.constants)]
                 for i, value in enumerate(transposed(rows)[:count]):
-                    if not self.raw:
-                        value = self.program.run(isa, None, [value], numbers)
+                    if not self.problem.raw:
+                        value = self.problem.program.run(isa, None, [value], numbers)
                     self._store(isa, value, there + i * y_view.strides[across], size)
         return tile
 
@@ -254,15 +229,8 @@ class Permute(KernelSpec):
             return self._pointwise.pack(isa, tactic, {"program": given})
         table = np.zeros((len(given), self._pitch(isa)), np.float32)
         for row, constant in zip(table, given, strict=True):
-            row[:None if self.uniform else self.y.shape[-1]] = constant
+            row[:None if self.problem.uniform else self.problem.y.shape[-1]] = constant
         return (table.ravel(),)
-
-    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        x, = inputs
-        if self.raw:
-            return (x.copy(),)
-        result = self.program.meaning(None, [load_meaning(self.x.dtype, x)], constants.get("program", ()))
-        return (store_meaning(self.y.dtype, result),)
 
 
 def _lanes(value: Value) -> int:

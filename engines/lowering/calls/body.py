@@ -1,0 +1,74 @@
+"""A node's pointwise body as an epilogue program, with the values of its constants and the tensors that it reads."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from engines.ir.graph import Node, TensorType
+from engines.lowering.calls.calls import Context, Refused
+from engines.lowering.epilogue.affine import Affine, AffineWriter
+from engines.lowering.epilogue.from_onnx import write_node
+from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
+from engines.lowering.problems.problem import Array
+
+
+@dataclass(frozen=True)
+class BoundProgram:
+    """A program with the values of its constants and the tensors that are its operands."""
+    program: EpilogueProgram
+    constants: list[Array]
+    operands: tuple[str, ...]
+
+
+def stored(tensor: TensorType, ref: Any) -> Affine:
+    """What a stored element means: dequantised, if it is quantised."""
+    if tensor.quant is None:
+        return Affine.of(ref)
+    if tensor.quant.axis is not None:
+        raise Refused("a tensor that is not constant has one scale")
+    scale, zero = tensor.quant.scale[0], tensor.quant.zero_point[0]
+    return Affine.of(ref, scale, -scale * zero)
+
+
+def write_body(ctx: Context, node: Node, accumulator: tuple[Any, Any] | None) -> BoundProgram:
+    """The program of a node: its pointwise nodes, dequantisation of what they read, requantisation of the result.
+
+    accumulator: (scale, offset) of the anchor's sum, per channel or one number; None for a node without an anchor.
+    """
+    builder = ProgramBuilder(accumulator is not None)
+    output = node.outputs[0]
+    quant = ctx.type(output).quant
+    writer = AffineWriter(builder, coarse=quant is not None)
+    values: dict[str, Affine] = {}
+    operands: dict[str, Affine] = {}
+    parts = node.body or (node,)
+    if accumulator is not None:
+        values[parts[0].outputs[0]] = Affine.of(builder.accumulator, *accumulator)
+        parts = parts[1:]
+
+    def argument(name: str) -> Affine:
+        if name in values:
+            return values[name]
+        if (number := _per_channel(ctx.graph.constants.get(name))) is not None:
+            return Affine.number(number)
+        if name not in operands:
+            operands[name] = stored(ctx.type(name), builder.operand())
+        return operands[name]
+
+    try:
+        for part in parts:
+            values[part.outputs[0]] = write_node(writer, part, [argument(name) for name in part.inputs if name])
+    except NotImplementedError as reason:
+        raise Refused(str(reason)) from reason
+    result = values[output] if values else argument(node.inputs[0])
+    if quant is not None:
+        result = writer.requantise(result, quant.scale[0], quant.zero_point[0], 0, 255)
+    program = builder.program(writer.settle(result))
+    return BoundProgram(program, list(builder.constants), tuple(operands))
+
+
+def _per_channel(constant: Array | None) -> Array | None:
+    """A constant that varies along the last axis only, as a vector (or one number); others are read from memory."""
+    if constant is None or constant.size != 1 and constant.size != constant.shape[-1]:
+        return None
+    return constant.reshape(()) if constant.size == 1 else constant.reshape(-1)

@@ -1,0 +1,50 @@
+"""Views of a tensor as a kernel reads it: beside others of another shape, or as an image."""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from engines.ir.graph import Dim
+from engines.lowering.calls.calls import Context, Refused
+from engines.lowering.problems.view import View
+
+
+def image(view: View) -> View:
+    """A view of any rank as [rows, columns, channels]."""
+    shape, strides = view.shape, view.strides
+    if len(shape) < 3:
+        gaps = 3 - len(shape)
+        # A row or an item that is not there is stepped over by no one: give it the stride that makes it seamless.
+        outer = strides[0] * shape[0] if strides else view.size
+        return replace(view, shape=(*(1,) * gaps, *shape), strides=(*(outer,) * gaps, *strides) if strides
+                       else (view.size,) * 3)
+    if not is_image(view):
+        raise Refused("its leading axes do not follow each other in memory")
+    return replace(view, shape=(math.prod(shape[:-2]), *shape[-2:]), strides=strides[-3:])
+
+
+def is_image(view: View) -> bool:
+    """Whether the axes before the last two are one: that of an image's rows."""
+    shape, strides = view.shape, view.strides
+    return all(strides[axis] == shape[axis + 1] * strides[axis + 1] for axis in range(len(shape) - 3))
+
+
+def broadcast(ctx: Context, name: str, to: str) -> View:
+    """Tensor `name` as it is read beside tensor `to`: strides of 0 along the axes that it repeats."""
+    return broadcast_to(ctx, name, ctx.type(to).shape)
+
+
+def broadcast_to(ctx: Context, name: str, target: Sequence[Dim]) -> View:
+    """Tensor `name` as it is read beside tensors of that shape: strides of 0 along the axes that it repeats."""
+    source, rank = ctx.type(name), len(target)
+    view = ctx.placements[name].view
+    shape = (*(1,) * (rank - len(source.shape)), *source.shape)
+    steps = (*(0,) * (rank - len(source.shape)), *((view.item, *view.strides) if source.shape else ()))
+    strides = []
+    for extent, wanted, stride in zip(shape, target, steps, strict=True):
+        if extent not in (1, wanted):
+            raise Refused(f"'{name}' {source} does not broadcast to {list(target)}")
+        strides.append(0 if extent == 1 and wanted != 1 else stride)
+    item = 0 if not source.shape or shape[0] != target[0] else strides[0]
+    return View(view.dtype, tuple(int(e) for e in target[1:]), tuple(strides[1:]), item)

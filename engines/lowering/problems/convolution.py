@@ -1,0 +1,122 @@
+"""Convolutions, with constant weights: of all channels of a group, of which the matrix product is the 1x1 case; and
+depthwise.
+
+    Contraction   y[n, i, j, o] = program(sum over p, q, c of x[n, i_p, j_q, c] * w[o, c, p, q])
+    Depthwise     y[n, i, j, c] = program(sum over p, q of x[n, i_p, j_q, c] * w[c, p, q])
+
+    i_p = i * stride + p * dilation, and so is j_q: the row and the column of x that a tap (p, q) reads
+
+x and y are NHWC; x's address is that of tap (0, 0) of output pixel (0, 0), and around it lies a halo of zero points, so
+that no tap needs a test. The matrix product x[M, K] w[N, K]' is the 1x1 convolution of one row of M pixels.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engines.lowering.epilogue.functions import fma
+from engines.lowering.epilogue.program import load_meaning, store_meaning
+from engines.lowering.problems.problem import STORED, Array, ImageProblem
+from engines.lowering.problems.view import Halo
+
+
+@dataclass(frozen=True)
+class Convolution(ImageProblem):
+    """Views of one item are [rows, columns, channels]; x's includes all that the taps reach.
+
+    Constants: "weights" [channels of y, channels of x in a group, *taps], int8 or float; "program", a sequence of
+    float32 [1] or [channels].
+    """
+    precision: str                  # int8, fp32, bf16, fp16: how x is stored
+    taps: tuple[int, int] = (1, 1)
+    stride: tuple[int, int] = (1, 1)
+    dilation: tuple[int, int] = (1, 1)
+
+    @property
+    def misfit(self) -> str:
+        return super().misfit or ("" if self.x.dtype == STORED[self.precision] else self.x.dtype)
+
+    def read_by_tap(self, x: Array, p: int, q: int) -> Array:
+        """The pixels of x [batch, rows, columns, ...] that a tap of all output pixels reads."""
+        pixels = x[:, p * self.dilation[0]:, q * self.dilation[1]:][:, ::self.stride[0], ::self.stride[1]]
+        return pixels[:, :self.y.shape[0], :self.y.shape[1]]
+
+
+@dataclass(frozen=True)
+class Contraction(Convolution):
+    """Every channel of a group of y sums up all channels of that group of x."""
+    groups: int = 1
+    border: Halo = Halo()           # rows and columns of x, in from its edges, that hold nothing but zeros
+    bounded: bool = False           # INT8: no x makes a sum of x * w leave +-2**25
+    family = "contraction"
+
+    @property
+    def rows(self) -> int:
+        return self.y.shape[0]
+
+    @property
+    def cols(self) -> int:
+        return self.y.shape[1]
+
+    @property
+    def cout(self) -> int:
+        """Of one group."""
+        return self.y.shape[2] // self.groups
+
+    @property
+    def cin(self) -> int:
+        """Of one group."""
+        return self.x.shape[2] // self.groups
+
+    @property
+    def macs(self) -> int:
+        return math.prod(self.y.shape) * self.cin * math.prod(self.taps)
+
+    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        x, *operands = inputs
+        # Sums of bytes are exact in float64, and NumPy multiplies matrices of floats many times as fast as integers.
+        wide: np.dtype[Any] = np.dtype(np.float64 if self.precision == "int8" else np.float32)
+        weights = np.asarray(constants["weights"])
+        if self.precision != "int8":
+            weights = load_meaning(self.x.dtype, store_meaning(self.x.dtype, weights.astype(np.float32)))
+        weights = weights.astype(wide).reshape(self.groups, self.cout, self.cin, *self.taps)
+        x = load_meaning(self.x.dtype, x).astype(wide).reshape(*x.shape[:3], self.groups, self.cin)
+        sums = np.zeros((self.groups, len(x), self.rows, self.cols, self.cout), wide)
+        for p in range(self.taps[0]):
+            for q in range(self.taps[1]):
+                pixels = self.read_by_tap(x, p, q)
+                for g in range(self.groups):
+                    sums[g] += np.tensordot(pixels[..., g, :], weights[g, ..., p, q], (-1, -1))
+        accumulator = np.moveaxis(sums, 0, -2).reshape(len(x), *self.y.shape).astype(np.float32)
+        return (self.finished(accumulator, operands, constants),)
+
+
+@dataclass(frozen=True)
+class Depthwise(Convolution):
+    """Every channel of y is made of the same one of x. Floats are computed in float32; nothing past the last tap is
+    read."""
+    family = "depthwise"
+
+    @property
+    def channels(self) -> int:
+        return self.y.shape[2]
+
+    @property
+    def macs(self) -> int:
+        return math.prod(self.y.shape) * math.prod(self.taps)
+
+    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        x, *operands = inputs
+        integers = self.precision == "int8"
+        wide: Any = x.astype(np.int64) if integers else load_meaning(self.x.dtype, x)
+        weights: Any = np.asarray(constants["weights"]).reshape(self.channels, *self.taps)
+        acc: Any = np.zeros((len(x), *self.y.shape), np.int64 if integers else np.float32)
+        for q in range(self.taps[1]):       # column by column: the order in which the kernel adds floats
+            for p in range(self.taps[0]):
+                tap, w = self.read_by_tap(wide, p, q), weights[:, p, q]
+                acc = acc + tap * w.astype(np.int64) if integers else fma(tap, w.astype(np.float32), acc)
+        return (self.finished(acc.astype(np.float32), operands, constants),)

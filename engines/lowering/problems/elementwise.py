@@ -1,0 +1,157 @@
+"""Problems on each element, along an axis or along a row: programs, integers, cumulative sums, the k largest.
+
+    Pointwise       y[n, i, ..., c] = program(sources[n, i, ..., c]; constants[c])      chains, casts, broadcasts
+    Integers        y[n, i, ...] = operation(sources[n, i, ...])        in int64, whatever the tensors are stored as
+    CumulativeSum   y[n, o, i, j] = x[n, o, 0, j] + ... + x[n, o, i, j] reverse: from the end
+    TopK            the k largest or smallest of a row, in order, and where they were; of equals the first
+
+By int64 no number is rounded, as it would be on its way through float32, and what is stored in fewer bits wraps as the
+same arithmetic in those bits would. Integers are token numbers, positions, masks of yes and no; truth is stored as 1
+and 0.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engines.lowering.epilogue.program import EpilogueProgram, load_meaning, store_meaning
+from engines.lowering.problems.problem import Array, Problem, UnaryProblem
+from engines.lowering.problems.view import FLOATS, View
+
+UNSIGNED = ("bool", "uint8")
+STORED_INTEGERS = (*UNSIGNED, "int8", "int32", "int64")         # float32 is read too, and truncated
+CASTS = ("bool", "int8", "int32", "int64")          # what a program reads beside floats, as casts and a Where do
+WIDEST_TOP_K = 1 << 18      # elements of a row: kernels keep a number for each on a thread's stack
+
+
+@dataclass(frozen=True)
+class BroadcastProblem(Problem):
+    """sources and output are of one shape; a source's stride of 0 broadcasts."""
+    sources: tuple[View, ...]
+    output: View
+
+    @property
+    def inputs(self) -> tuple[View, ...]:
+        return self.sources
+
+    @property
+    def outputs(self) -> tuple[View, ...]:
+        return (self.output,)
+
+
+@dataclass(frozen=True)
+class Pointwise(BroadcastProblem):
+    """program.accumulator is False.
+
+    uniform: every constant of the program is one number; otherwise they are per index of the innermost axis.
+    """
+    program: EpilogueProgram
+    uniform: bool = False
+    family = "pointwise"
+    computes_on = (*FLOATS, *CASTS)
+
+    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        """"program": a sequence of float32 [1] or [channels]."""
+        operands = [load_meaning(view.dtype, x) for view, x in zip(self.sources, inputs, strict=True)]
+        return (store_meaning(self.output.dtype, self.program.meaning(None, operands, constants["program"])),)
+
+
+def _quotient(a: Any, b: Any) -> Any:
+    """Truncated toward zero; by 0 it is 0."""
+    exact = np.where(b == 0, 1, b)
+    return np.where(b == 0, 0, (a - np.fmod(a, exact)) // exact)
+
+
+# An operation on int64; an answer of yes or no is 1 or 0.
+OPERATIONS: Mapping[str, Callable[..., Any]] = {
+    "copy": lambda x: x,
+    "not": lambda x: x == 0,
+    "negate": np.negative,
+    "invert": np.invert,
+    "absolute": np.abs,
+    "add": np.add,
+    "subtract": np.subtract,
+    "multiply": np.multiply,
+    "divide": _quotient,
+    "modulo": np.mod,
+    "remainder": np.fmod,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "greatest": np.maximum,
+    "least": np.minimum,
+    "equal": np.equal,
+    "less": np.less,
+    "less_or_equal": np.less_equal,
+    "greater": np.greater,
+    "greater_or_equal": np.greater_equal,
+    "where": lambda c, a, b: np.where(c != 0, a, b),
+}
+
+
+@dataclass(frozen=True)
+class Integers(BroadcastProblem):
+    """operation: a key of OPERATIONS."""
+    operation: str
+    family = "integers"
+    computes_on = (*STORED_INTEGERS, "float32")
+
+    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        with np.errstate(all="ignore"):
+            result = OPERATIONS[self.operation](*(x.astype(np.int64) for x in inputs))
+            return (np.asarray(result).astype(self.output.dtype),)
+
+
+@dataclass(frozen=True)
+class CumulativeSum(UnaryProblem):
+    """x and y are of one shape and one dtype: float32, int32 or int64. `axis` is one of the item's.
+
+    Sums are made in order, so that they round as numpy's do; integers in int64. exclusive: without x[n, o, i, j].
+    """
+    axis: int
+    exclusive: bool = False
+    reverse: bool = False
+    family = "cumulative_sum"
+    computes_on = ("float32", "int32", "int64")
+
+    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        axis = self.axis + 1
+        x = np.flip(inputs[0], axis) if self.reverse else inputs[0]
+        x = np.moveaxis(x, axis, 0)
+        sums = np.add.accumulate(x, dtype=x.dtype)
+        if self.exclusive:
+            sums = np.concatenate([np.zeros_like(sums[:1]), sums[:-1]])
+        sums = np.moveaxis(sums, 0, axis)
+        return (np.ascontiguousarray(np.flip(sums, axis) if self.reverse else sums),)
+
+
+@dataclass(frozen=True)
+class TopK(Problem):
+    """x: float32 or int32 [..., width], its rows in one piece; indices: int64 [..., k]; values, if wanted: [..., k].
+
+    Of integers the least, -2**31, counts as the one above it.
+    """
+    x: View
+    values: View | None
+    indices: View
+    largest: bool = True
+    family = "top_k"
+    computes_on = ("float32", "int32", "int64")
+
+    @property
+    def inputs(self) -> tuple[View, ...]:
+        return (self.x,)
+
+    @property
+    def outputs(self) -> tuple[View, ...]:
+        return (self.values, self.indices) if self.values else (self.indices,)
+
+    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        x, = inputs
+        wide = x.astype(np.float64)
+        order = np.argsort(-wide if self.largest else wide, -1, kind="stable")[..., :self.indices.shape[-1]]
+        values = (np.take_along_axis(x, order, -1),) if self.values else ()
+        return (*values, order.astype(np.int64))

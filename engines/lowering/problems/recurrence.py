@@ -1,0 +1,203 @@
+"""Recurrent cells from step to step: LSTM, GRU, RNN after their projection.
+
+    for t in time: for stage of the cell:
+      sum[gate, unit] = sum over k of state[stage.source][k] * R[gate, unit, k]         for gate in stage.gates
+      for update in stage.updates:
+        state[update.slot] = program(x[...], sum[...], state[...], unit constants)      unit by unit
+    h goes to y
+
+State 0 is h, which every unit of the next product reads: its new value is seen from the next step on (and by updates
+that come later in the step). An LSTM has one stage and a second state, c. A GRU has one stage where the reset gate
+scales the product (linear_before_reset); else two, with the states z and r * h between them.
+
+precision "int16" multiplies integers: the state, which is known to be between -1 and 1, in units of 2**-13, by weights
+of 16 bits with a scale per row. Sums are exact; the error of a product is that of rounding its factors, some 2**-13,
+and the weights take half the bytes. "int8" does the same in 8 bits: the state in units of 1/127 around a zero point of
+128, for layers of so many weights that reading them in every step is what takes the time. Everything but these products
+is float32.
+
+An item with a length of its own walks that many steps; y is zero behind them.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engines.lowering.epilogue.functions import fma
+from engines.lowering.epilogue.program import EpilogueProgram, Floats, load_meaning, store_meaning
+from engines.lowering.problems.problem import Array, Problem
+from engines.lowering.problems.view import FLOATS, View
+
+SECOND_LEVEL = 1 << 18  # bytes of the second level of cache that some machines have no more of
+
+
+@dataclass(frozen=True)
+class QuantizedState:
+    """A state between -1 and 1 in integers: round(state * one) + zero."""
+    one: int
+    zero: int
+
+
+QUANTIZED_STATES = {"int16": QuantizedState(1 << 13, 0), "int8": QuantizedState(127, 128)}      # by precision
+
+# ("x", gate), ("sum", gate), ("gate", gate) which is the sum of both, ("state", slot), ("unit", constant of a unit)
+Source = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Update:
+    """A state's new value. `numbers` are the program's constants, the same for every unit."""
+    slot: int
+    program: EpilogueProgram
+    operands: tuple[Source, ...]
+    numbers: tuple[float, ...]
+
+    def meaning(self, operands: Sequence[Floats]) -> Floats:
+        return self.program.meaning(None, operands, [np.array([number], np.float32) for number in self.numbers])
+
+
+@dataclass(frozen=True)
+class Stage:
+    gates: tuple[int, ...]
+    source: int
+    updates: tuple[Update, ...]
+
+
+@dataclass(frozen=True)
+class Cell:
+    stages: tuple[Stage, ...]
+    kept: int                   # states that outlive a step: the first ones
+    units: int                  # constants of a unit
+
+    @property
+    def states(self) -> int:
+        return 1 + max(update.slot for stage in self.stages for update in stage.updates)
+
+    @property
+    def gates(self) -> int:
+        return sum(len(stage.gates) for stage in self.stages)
+
+
+@dataclass(frozen=True)
+class Recurrence(Problem):
+    """gates [T, D G H]; y [T, D H]; first and last: the kept states [D H] before and after. D directions."""
+    gates: View
+    hidden: int
+    cells: tuple[Cell, ...]             # of each direction
+    backwards: tuple[bool, ...]
+    y: View | None                      # None: nobody reads it
+    first: tuple[View | None, ...]      # None: zeros, or a constant for every item: see given
+    last: tuple[View | None, ...]       # None: nobody reads it
+    lengths: View | None = None         # int32 []: the items' own numbers of steps
+    given: tuple[int, ...] = ()         # the kept states whose first values are constants
+    program: EpilogueProgram = EpilogueProgram()        # h on its way to y ...
+    numbers: tuple[float, ...] = ()     # ... and its constants, the same for every unit
+    precision: str = "fp32"
+    family = "recurrence"
+    computes_on = (*FLOATS, "int32")    # lengths are int32
+
+    @property
+    def inputs(self) -> tuple[View, ...]:
+        return tuple(view for view in (self.gates, *self.first, self.lengths) if view)
+
+    @property
+    def outputs(self) -> tuple[View, ...]:
+        return tuple(view for view in (self.y, *self.last) if view)
+
+    @property
+    def macs(self) -> int:
+        return self.steps * len(self.cells) * self.cells[0].gates * self.hidden ** 2
+
+    @property
+    def steps(self) -> int:
+        return self.gates.shape[0]
+
+    def first_constants(self, constants: Mapping[str, Any]) -> Sequence[Array]:
+        """The first states that are constants."""
+        return constants["first"] if self.given else ()
+
+    def scales_by_gate(self, constants: Mapping[str, Any]) -> list[Array]:
+        """What makes real numbers of integer sums, for each gate [D, H]; none in float."""
+        if self.precision not in QUANTIZED_STATES:
+            return []
+        scales = np.asarray(constants["scales"], np.float32)
+        return list(scales.reshape(len(self.cells), -1, self.hidden).swapaxes(0, 1))
+
+    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        """"weights": [D, G H, H], float32, int16 or int8; "units": a sequence of float32 [D, H]; "scales": [D, G H], of
+        integers; "first": for each given state float32 [D H]."""
+        given = iter(inputs)
+        gates = load_meaning(self.gates.dtype, next(given))
+        items, count = len(gates), len(self.cells)
+        gates = gates.reshape(items, self.steps, count, -1, self.hidden)
+        first = [load_meaning(view.dtype, next(given)).reshape(items, count, -1) if view else
+                 np.zeros((items, count, self.hidden), np.float32) for view in self.first]
+        for slot, constant in zip(self.given, self.first_constants(constants), strict=True):
+            first[slot] += constant.reshape(count, -1)
+        ends = np.minimum(next(given), self.steps) if self.lengths else np.full(items, self.steps)
+        y = np.zeros((items, self.steps, count, self.hidden), np.float32)
+        last = [np.zeros_like(state) for state in first]
+        for d, backwards in enumerate(self.backwards):
+            for item in range(items):
+                state = [kept[item, d] for kept in first]
+                for turn in range(int(ends[item])):
+                    t = int(ends[item]) - 1 - turn if backwards else turn
+                    state = self._step(d, gates[item, t, d], state, constants)
+                    y[item, t, d] = state[0]
+                for kept, value in zip(last, state, strict=True):
+                    kept[item, d] = value
+        results = []
+        if self.y:
+            numbers = [np.array(number, np.float32) for number in self.numbers]
+            stored = self.program.meaning(y.reshape(items, self.steps, -1), [], numbers)
+            results.append(store_meaning(self.y.dtype, stored))
+        results += [store_meaning(view.dtype, kept.reshape(items, -1))
+                    for view, kept in zip(self.last, last, strict=True) if view]
+        return tuple(results)
+
+    def _step(self, d: int, x: Floats, kept: list[Floats], constants: Mapping[str, Any]) -> list[Floats]:
+        """One item's kept states after a step; x [G, H]."""
+        cell = self.cells[d]
+        new, old = dict(enumerate(kept)), kept[0]
+        for stage in cell.stages:
+            source = old if stage.source == 0 else new[stage.source]
+            sums, full = {}, {}
+            for gate in stage.gates:
+                total, scale = self._product(d, gate, source, constants)
+                sums[gate], full[gate] = total * scale, fma(total, scale, x[gate])
+            for update in stage.updates:
+                read: dict[str, Any] = {"x": x, "sum": sums, "gate": full, "state": {**new, 0: old},
+                                        "unit": [unit[d] for unit in constants["units"]]}
+                new[update.slot] = update.meaning([read[kind][index] for kind, index in update.operands])
+        return [new[slot] for slot in range(cell.kept)]
+
+    def _product(self, d: int, gate: int, state: Floats, constants: Mapping[str, Any]) -> tuple[Floats, Any]:
+        """The sums of one gate, without the zero point's part, and what makes real numbers of them."""
+        weights = np.asarray(constants["weights"])[d].reshape(-1, self.hidden, self.hidden)[gate]
+        if self.precision not in QUANTIZED_STATES:
+            return np.asarray(weights @ state, np.float32), np.float32(1)
+        whole = np.rint(state * np.float32(QUANTIZED_STATES[self.precision].one)).astype(np.int64)
+        sums = (weights.astype(np.int64) @ whole).astype(np.float32)
+        return sums, self.scales_by_gate(constants)[gate][d]
+
+
+def integer_precision(weights: Array) -> str:
+    """Of recurrent weights [D, G H, H] in an INT8 engine: 16 bits where they stay in the second level of cache."""
+    return "int16" if weights[0].size * 2 <= SECOND_LEVEL else "int8"
+
+
+def integer_weights(weights: Array, precision: str) -> tuple[Array, Array]:
+    """[D, G H, H] float32 -> (int16 or int8, scales [D, G H]).
+
+    A row's scale is the finest for which neither a weight leaves its bits nor a sum of products 32.
+    """
+    dtype, one = precision, QUANTIZED_STATES[precision].one
+    most = one + QUANTIZED_STATES[precision].zero      # of a state as it is stored
+    largest = np.abs(weights).max(axis=2) / np.iinfo(dtype).max
+    total = np.abs(weights).sum(axis=2) / ((np.iinfo(np.int32).max - weights.shape[2] * most) / most)
+    step = np.maximum(largest, total)
+    step = np.where(step > 0, step, 1)
+    return np.rint(weights / step[..., None]).astype(dtype), (step / one).astype(np.float32)

@@ -1,0 +1,113 @@
+"""Runs kernels as a CPU does, cut into pieces; instruction sets that this machine lacks are emulated."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from engines.backends.llvm import kernels  # noqa: F401  (fills KERNELS)
+from engines.backends.llvm.codegen.compile import LoadedKernel, runs_here
+from engines.backends.llvm.codegen.ir_builder import Module
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.kernels.kernel import ALIGNMENT, Kernel, Window, kernels_for
+from engines.lowering.problems.problem import Array, Problem
+from engines.lowering.problems.view import View
+from tests.engines.backends.llvm.emulation import EMULATION
+from tests.engines.backends.suite import UNTOUCHED, guarded, random_array
+
+
+def constants_of(array: Array) -> Array:
+    """An aligned copy that ends at a guard page, give or take the alignment."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    size = -(-flat.nbytes // ALIGNMENT) * ALIGNMENT
+    result = guarded(size)[:flat.nbytes].view(flat.dtype)
+    result[:] = flat
+    return result
+
+
+def kernel_of(problem: Problem | Kernel[Any]) -> Kernel[Any]:
+    """The first kernel that solves a problem."""
+    return problem if isinstance(problem, Kernel) else kernels_for(problem)[0]
+
+
+@cache
+def loaded(kernel: Kernel[Any], isa: Isa, tactic: Any, native: bool) -> LoadedKernel:
+    module = Module(None if native else EMULATION)
+    kernel.emit(module, "kernel", isa, tactic)
+    return LoadedKernel(module.text(), "kernel", isa, emulate=not native)
+
+
+@dataclass(frozen=True)
+class CpuRunner:
+    """The kernels of an instruction set."""
+    isa: Isa
+
+    @property
+    def name(self) -> str:
+        return self.isa.name
+
+    @property
+    def lanes(self) -> int:
+        return self.isa.lanes
+
+    def ways(self, problem: Problem) -> list[Kernel[Any]]:
+        return [kernel for kernel in kernels_for(problem) if kernel.tactics(self.isa)]
+
+    def execute(self, problem: Problem | Kernel[Any], inputs: list[Array], outputs: list[Array],
+                constants: dict[str, Any], batch: int, tactic: Any = None, pieces: int = 1,
+                native: bool | None = None) -> None:
+        """A problem's first kernel by its first tactic, unless others are given; its grid in `pieces` calls, last
+        piece first."""
+        solved, isa = kernel_of(problem), self.isa
+        tactic = solved.tactics(isa)[0] if tactic is None else tactic
+        native = runs_here(isa) and bool(isa.requires) if native is None else native
+        kernel = loaded(solved, isa, tactic, native)
+        packed = [constants_of(c) for c in solved.ready_constants(isa, tactic, constants)]
+        grid = solved.grid(isa, tactic)
+        for rows in reversed(_cuts(grid.rows_per_item * batch, grid.row_step, pieces)):
+            for columns in reversed(_cuts(grid.columns, grid.column_step, pieces)):
+                kernel([*inputs, *packed, *outputs], rows, columns)
+        check_windows(solved, isa, tactic, kernel, [*inputs, *packed, *(memory.copy() for memory in outputs)], batch)
+
+
+def check_windows(solved: Kernel[Any], isa: Isa, tactic: Any, kernel: LoadedKernel, operands: list[Array],
+                  batch: int) -> None:
+    """A row of the grid writes within its windows, and what is outside of them is nothing to it.
+
+    operands: as the kernel was just run with, its results in the last ones.
+    """
+    spec, grid, windows = solved.problem, solved.grid(isa, tactic), list(solved.windows(isa, tactic))
+    total, inputs, count = grid.rows_per_item * batch, len(spec.inputs), len(spec.outputs)
+    for first in sorted({0, total // 2 // grid.row_step * grid.row_step, (total - 1) // grid.row_step * grid.row_step}):
+        rows = range(first, min(first + grid.row_step, total))
+        seen = []
+        for view, window, memory in zip(spec.inputs, windows, operands, strict=False):
+            noise = random_array(np.random.default_rng(first), "uint8", memory.shape)
+            inside = _inside(view, window, memory, rows, grid.rows_per_item)
+            seen.append(guarded(len(memory)))
+            seen[-1][:] = np.where(inside, memory, noise)
+        written = [guarded(len(memory)) for memory in operands[-count:]]
+        for memory in written:
+            memory[:] = UNTOUCHED
+        kernel([*seen, *operands[inputs:-count], *written], (rows.start, rows.stop), (0, grid.columns))
+        for view, window, memory, full in zip(spec.outputs, windows[inputs:], written, operands[-count:], strict=True):
+            touched = memory != UNTOUCHED
+            assert not (touched & ~_inside(view, window, memory, rows, grid.rows_per_item)).any(), \
+                f"rows {rows} write outside {window}"
+            assert (memory[touched] == full[touched]).all(), f"rows {rows} read outside {windows[:inputs]}"
+
+
+def _inside(view: View, window: Window, memory: Array, rows: range, period: int) -> Array:
+    """Which bytes of the memory some of the rows may touch."""
+    inside = np.zeros(len(memory), bool)
+    for row in rows:
+        at = row // period * view.item + row % period // window.rows * window.stride
+        inside[max(at + window.begin, 0):max(at + window.end, 0)] = True
+    return inside
+
+
+def _cuts(extent: int, step: int, pieces: int) -> list[tuple[int, int]]:
+    size = -(-extent // (pieces * step)) * step
+    return [(start, min(start + size, extent)) for start in range(0, extent, size)]
