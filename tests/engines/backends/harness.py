@@ -110,7 +110,7 @@ def run(problem: Problem | Kernel[Any], isa: Isa, inputs: list[Array], constants
         memory = guarded(extent(view, batch), slack)
         memory[:] = UNTOUCHED
         results.append(memory)
-    operands = [*placed, *(constants_of(c) for c in solved.ready_constants(isa, tactic, constants)), *results]
+    operands = [*placed, *(constants_of(c) for c in solved.expanded_constants(isa, tactic, constants)), *results]
     grid = solved.grid(isa, tactic)
     cuts = _cuts(grid.rows_per_item * batch, grid.row_step, pieces)
     sides = _cuts(grid.columns, grid.column_step, pieces)

@@ -143,7 +143,7 @@ def test_made_constants_are_what_packing_means_bit_for_bit(plan_of: Callable[...
     for step, call in zip(read.machine.steps, chosen.lowered.calls, strict=True):
         if not isinstance(call, Call):
             continue
-        constants = chosen.choices[call.problem].kernel.ready_constants(
+        constants = chosen.choices[call.problem].kernel.expanded_constants(
             session.isa, chosen.choices[call.problem].tactic, call.constants)
         for operand, constant in zip(step.operands[len(call.inputs):], constants, strict=False):
             if operand.buffer == EXPANDED:
