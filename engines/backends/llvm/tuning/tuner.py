@@ -194,7 +194,7 @@ class Tuner:
             packing = one.kernel, one.kernel.packing(one.tactic)
             if packing not in packed:
                 packed[packing] = [aligned(constant)
-                                   for constant in one.kernel.ready_constants(self.isa, one.tactic, constants)]
+                                   for constant in one.kernel.expanded_constants(self.isa, one.tactic, constants)]
             function = KERNEL(loaded.addresses[self._symbol(one)])
             for items in sizes[one]:
                 calls.setdefault(items, {})[one] = _call(function, [*inputs, *packed[packing], *outputs],

@@ -64,7 +64,7 @@ class CpuRunner:
         tactic = solved.tactics(isa)[0] if tactic is None else tactic
         native = runs_here(isa) and bool(isa.requires) if native is None else native
         kernel = loaded(solved, isa, tactic, native)
-        packed = [constants_of(c) for c in solved.ready_constants(isa, tactic, constants)]
+        packed = [constants_of(c) for c in solved.expanded_constants(isa, tactic, constants)]
         grid = solved.grid(isa, tactic)
         for rows in reversed(_cuts(grid.rows_per_item * batch, grid.row_step, pieces)):
             for columns in reversed(_cuts(grid.columns, grid.column_step, pieces)):
