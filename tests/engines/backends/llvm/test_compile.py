@@ -4,7 +4,7 @@ from inspect import signature
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.compile import assembly, compile_object
+from engines.backends.llvm.codegen.compile import compile_object
 from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import ALL, PORTABLE
 from engines.lowering.epilogue.program import COPY, INSTRUCTIONS, EpilogueProgram, ProgramBuilder
@@ -14,6 +14,7 @@ from engines.lowering.problems.images import Pool
 from engines.lowering.problems.movement import Lookup, Permute
 from engines.lowering.problems.rows import Norm, Softmax
 from engines.lowering.problems.view import dense_view
+from tests.engines.backends.llvm.jit import assembly
 from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
 from tests.engines.backends.runners import EVERY_ISA
 from tests.engines.backends.suite import numpy_dtype, run
