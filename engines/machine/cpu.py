@@ -55,10 +55,14 @@ def _caches() -> tuple[tuple[str, int], ...]:
     return tuple(found)
 
 
+def allowed_cpus() -> list[int]:
+    """The CPUs that this process may use; where the system does not say, all of them."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
 @cache
 def detect() -> CpuInfo:
     """This machine. Outside Linux no feature is known, so that only portable plans run."""
     known = _CPUINFO.exists()
     model, features = parse_cpuinfo(_CPUINFO.read_text()) if known else (platform.processor(), frozenset())
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return CpuInfo(platform.machine(), model, features, _caches(), cores)
+    return CpuInfo(platform.machine(), model, features, _caches(), len(allowed_cpus()))
