@@ -9,14 +9,11 @@ from clients.load.report import Report
 from clients.load.schedule import Closed
 
 
-class PlotError(ClientError):
-    """matplotlib is not there."""
-
-
 def require_matplotlib() -> None:
-    """Raises PlotError when it is not installed: to be asked before the test, not after it."""
+    """Raises ClientError when matplotlib is not installed: to be asked before the test, not after it."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise PlotError("--plot needs matplotlib: pip install 'infer-server[plot]', or use --csv and plot it elsewhere")
+        raise ClientError("--plot needs matplotlib: pip install 'infer-server[plot]', or use --csv and plot it "
+                          "elsewhere")
 
 
 def write_plot(report: Report, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""How a model is to be served: frozen settings, read strictly from the message that config.pbtxt holds.
+"""How a model is to be served: frozen settings, read strictly from config.pbtxt, with errors that name line and field.
 
 What this server would have to ignore for a model to work is refused by name; what only tunes other servers is listed by
 `unused`, so that it can be reported.
@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from pathlib import Path
 from typing import Any
+
+from google.protobuf import text_format
 
 from infer_server.batching.policy import BatchPolicy, QueuePolicy
 from infer_server.errors import ModelConfigError
@@ -93,6 +97,37 @@ class ModelConfig:
     build: BuildOptions = BuildOptions()
     default_filename: str = ""              # instead of model.plan or model.onnx
     unused: tuple[str, ...] = field(default=(), compare=False)     # settings that were given and change nothing here
+
+
+_UNKNOWN_FIELD = re.compile(r'Message type "inference\.(?P<type>[\w.]+)" has no field named "(?P<name>\w+)"')
+
+
+def read_config(path: Path) -> model_config.ModelConfig:
+    """Parses a config.pbtxt. Raises ModelConfigError."""
+    message = model_config.ModelConfig()
+    try:
+        text_format.Parse(path.read_text(encoding="utf-8"), message)
+    except text_format.ParseError as error:
+        line = error.GetLine()
+        hint = _hint(str(error))
+        # The parser's own text begins with line:column; the place is given once, as compilers do.
+        what = re.sub(r"^\d+(:\d+)? : ", "", str(error))
+        raise ModelConfigError(f"{path}:{line}: {what}{hint}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelConfigError(f"{path}: {error}") from error
+    return message
+
+
+def _hint(error: str) -> str:
+    match = _UNKNOWN_FIELD.search(error)
+    if not match:
+        return ""
+    file = model_config.ModelConfig.DESCRIPTOR.file
+    first, *nested = match["type"].split(".")
+    descriptor = file.message_types_by_name[first]
+    for name in nested:
+        descriptor = descriptor.nested_types_by_name[name]
+    return nearest(match["name"], descriptor.fields_by_name)
 
 
 def from_message(message: model_config.ModelConfig) -> ModelConfig:

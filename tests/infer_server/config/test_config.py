@@ -9,8 +9,7 @@ from google.protobuf import text_format
 
 from infer_server.batching.policy import BatchPolicy, QueuePolicy
 from infer_server.config.autocomplete import complete
-from infer_server.config.config import from_message
-from infer_server.config.pbtxt import read_config
+from infer_server.config.config import from_message, read_config
 from infer_server.errors import ModelConfigError, RepositoryError, UnknownModelError
 from infer_server.repository.building import build_command
 from infer_server.repository.folders import read_model, repository_of
