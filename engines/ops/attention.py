@@ -44,9 +44,7 @@ class ScaledDotProductAttention(Op):
         return (axis,)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        q, k, v, mask = (*arrays, None)[:4]
-        assert q is not None and k is not None and v is not None
+    def compute(cls, node: Node, q: Array, k: Array, v: Array, mask: Array | None = None) -> Array:
         scores = np.matmul(q, k.swapaxes(-1, -2)) * q.dtype.type(node.attrs["scale"])
         if mask is not None:
             scores = scores + mask

@@ -6,7 +6,7 @@ import numpy as np
 from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import fixed, text
-from engines.ops.op import Inputs, LayoutOp, Stored, Types, Values
+from engines.ops.op import Inputs, LayoutOp, Stored, Types, Values, present
 from engines.ops.window import Window
 
 
@@ -16,8 +16,7 @@ class Conv(LayoutOp):
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        x, w = inputs[:2]
-        assert x is not None and w is not None
+        x, w = present(inputs[:2])
         cout, cin, *kernel = fixed(w.shape)
         channels, *sizes = fixed(x.shape[1:])
         group = node.attrs.get("group", 1)
@@ -30,9 +29,7 @@ class Conv(LayoutOp):
         return (TensorType(x.dtype, (x.shape[0], cout, *window.outputs(tuple(sizes)))),)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        x, w, bias = (*arrays, None)[:3]
-        assert x is not None and w is not None
+    def compute(cls, node: Node, x: Array, w: Array, bias: Array | None = None) -> Array:
         group = node.attrs.get("group", 1)
         window = Window.of(node, x.ndim - 2)
         outputs = window.outputs(x.shape[2:])
@@ -53,8 +50,7 @@ class ConvTranspose(LayoutOp):
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        x, w = inputs[:2]
-        assert x is not None and w is not None
+        x, w = present(inputs[:2])
         channels, *sizes = fixed(x.shape[1:])
         cin, cout, *_ = fixed(w.shape)
         group = node.attrs.get("group", 1)
@@ -64,9 +60,7 @@ class ConvTranspose(LayoutOp):
         return (TensorType(x.dtype, (x.shape[0], cout * group, *_transposed_outputs(node, tuple(sizes)))),)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        x, w, bias = (*arrays, None)[:3]
-        assert x is not None and w is not None
+    def compute(cls, node: Node, x: Array, w: Array, bias: Array | None = None) -> Array:
         group = node.attrs.get("group", 1)
         window = Window.of(node, x.ndim - 2)
         sizes, outputs = x.shape[2:], _transposed_outputs(node, x.shape[2:])

@@ -9,7 +9,7 @@ from engines.errors import GraphError, UnknownTensorError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import dim, extent, fixed
 from engines.ops.items import ItemAxes, repeated
-from engines.ops.op import Inputs, Op, Types, Values
+from engines.ops.op import Inputs, Op, Types, Values, present
 
 
 class ConstantOfShape(Op):
@@ -37,8 +37,7 @@ class Range(Op):
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        first = inputs[0]
-        assert first is not None
+        first, *_ = present(inputs)
         if any(v is None for v in values) or len(values) < 3:
             raise UnknownTensorError("its length depends on data: make start, limit and delta constants", node.inputs)
         start, limit, delta = (v.item() for v in values if v is not None)

@@ -7,7 +7,7 @@ from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import broadcast, check_stretches
 from engines.ops.items import ItemAxes, Mixed
-from engines.ops.op import Inputs, Op, Stored, Types, Values
+from engines.ops.op import Inputs, Op, Stored, Types, Values, present
 
 
 class Gemm(Op):
@@ -17,8 +17,7 @@ class Gemm(Op):
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        a, b = inputs[:2]
-        assert a is not None and b is not None
+        a, b = present(inputs[:2])
         if len(a.shape) != 2 or len(b.shape) != 2:
             raise GraphError("both factors must be matrices")
         rows, depth = reversed(a.shape) if node.attrs.get("transA") else a.shape
@@ -43,9 +42,7 @@ class Gemm(Op):
         return (None if made is None else made + 2,)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        a, b, c = (*arrays, None)[:3]
-        assert a is not None and b is not None
+    def compute(cls, node: Node, a: Array, b: Array, c: Array | None = None) -> Array:
         product = (a.T if node.attrs.get("transA") else a) @ (b.T if node.attrs.get("transB") else b)
         y = node.attrs.get("alpha", 1) * product
         if c is not None:
@@ -59,8 +56,7 @@ class MatMul(Op):
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        a, b = inputs
-        assert a is not None and b is not None
+        a, b = present(inputs)
         if not a.shape or not b.shape:
             raise GraphError("a factor is a scalar")
         left = a.shape if len(a.shape) > 1 else (1, *a.shape)
@@ -73,8 +69,7 @@ class MatMul(Op):
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
-        a, b = inputs
-        assert a is not None and b is not None
+        a, b = present(inputs)
         behind = [None if axis is None else axis - rank if rank > 1 else (axis - 1 if left else axis - 2)
                   for left, axis, rank in zip((True, False), axes, (len(a.shape), len(b.shape)), strict=True)]
         made = _of_product(behind)
@@ -84,8 +79,7 @@ class MatMul(Op):
         return (made + dropped + len(outputs[0].shape),)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        a, b = arrays
+    def compute(cls, node: Node, a: Array, b: Array) -> Array:
         return np.asarray(np.matmul(a, b))
 
 

@@ -52,8 +52,7 @@ class Split(Op):
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = inputs
-        assert x is not None
+        (x,) = present(inputs)
         axis = normal_axis(node.attrs.get("axis", 0), len(x.shape))
         sizes = node.attrs["split"]
         if sum((extent(s) for s in sizes), start=0) != extent(x.shape[axis]):
@@ -61,8 +60,7 @@ class Split(Op):
         return tuple(TensorType(x.dtype, (*x.shape[:axis], size, *x.shape[axis + 1:])) for size in sizes)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> tuple[Array, ...]:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> tuple[Array, ...]:
         *cuts, _ = accumulate(fixed(node.attrs["split"]))
         return tuple(np.split(x, cuts, axis=node.attrs.get("axis", 0)))
 
@@ -74,8 +72,7 @@ class Slice(Op):
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = inputs
-        assert x is not None
+        (x,) = present(inputs)
         shape = list(x.shape)
         for axis, cut in cls.cuts(node, len(shape)):
             if (cut.start, cut.stop, cut.step) == (None, None, 1):
@@ -91,8 +88,7 @@ class Slice(Op):
         return (beside(outputs[0].shape, only_first(axes), cut, "cuts"),)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> Array:
         index = [slice(None)] * x.ndim
         for axis, cut in cls.cuts(node, x.ndim):
             index[axis] = cut
@@ -123,8 +119,7 @@ class Gather(Op):
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        x, indices = inputs
-        assert x is not None and indices is not None
+        x, indices = present(inputs)
         axis = normal_axis(node.attrs.get("axis", 0), len(x.shape))
         known, extent_ = values[1] if len(values) > 1 else None, x.shape[axis] if x.shape else 0
         if known is not None and known.dtype != object and isinstance(extent_, int) and np.any(
@@ -134,8 +129,7 @@ class Gather(Op):
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
-        x, indices = inputs
-        assert x is not None and indices is not None
+        x, indices = present(inputs)
         along, (of_x, of_indices) = normal_axis(node.attrs.get("axis", 0), len(x.shape)), axes
         if of_indices is not None and of_x is not None:
             raise Mixed("it selects from all items")
@@ -145,8 +139,7 @@ class Gather(Op):
         return (of_x + (len(indices.shape) - 1) * (of_x > along),)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        x, indices = arrays
+    def compute(cls, node: Node, x: Array, indices: Array) -> Array:
         return np.asarray(np.take(x, indices.astype(np.int64), axis=node.attrs.get("axis", 0)))
 
 
@@ -156,14 +149,12 @@ class GatherElements(Op):
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        x, indices = inputs
-        assert x is not None and indices is not None
+        x, indices = present(inputs)
         return (TensorType(x.dtype, broadcast(indices.shape, node.attrs.get("shape", ()))),)
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
-        x, indices = inputs
-        assert x is not None and indices is not None
+        x, indices = present(inputs)
         along, (of_x, of_indices) = normal_axis(node.attrs.get("axis", 0), len(x.shape)), axes
         shift = len(outputs[0].shape) - len(indices.shape)      # of indices that are first expanded
         if of_x is None and of_indices is not None and of_indices + shift == along:
@@ -173,8 +164,7 @@ class GatherElements(Op):
         return (of_x,)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        x, indices = arrays
+    def compute(cls, node: Node, x: Array, indices: Array) -> Array:
         axis = normal_axis(node.attrs.get("axis", 0), x.ndim)
         indices = np.broadcast_to(indices, fixed(broadcast(indices.shape, node.attrs.get("shape", ()))))
         grid: list[Array] = list(np.indices(indices.shape, sparse=True))
@@ -188,8 +178,7 @@ class Tile(Op):
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = inputs
-        assert x is not None
+        (x,) = present(inputs)
         repeats = node.attrs["repeats"]
         if len(repeats) != len(x.shape):
             raise GraphError(f"{len(repeats)} repeats for {len(x.shape)} axes")
@@ -201,8 +190,8 @@ class Tile(Op):
         return (beside(outputs[0].shape, only_first(axes), repeated, "repeats"),)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        return np.tile(arrays[0], fixed(node.attrs["repeats"]))
+    def compute(cls, node: Node, x: Array) -> Array:
+        return np.tile(x, fixed(node.attrs["repeats"]))
 
 
 class Pad(Op):
@@ -211,8 +200,7 @@ class Pad(Op):
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = inputs
-        assert x is not None
+        (x,) = present(inputs)
         widths = cls.widths(node, len(x.shape))
         shape = tuple(dim(extent(d) + before + after) for d, (before, after) in zip(x.shape, widths, strict=True))
         return (TensorType(x.dtype, shape),)
@@ -224,8 +212,7 @@ class Pad(Op):
         return (beside(outputs[0].shape, only_first(axes), padded, "pads"),)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> Array:
         widths = cls.widths(node, x.ndim)
         inside = x[tuple(slice(max(-before, 0), size - max(-after, 0)) for (before, after), size in
                          zip(widths, x.shape, strict=True))]
@@ -249,8 +236,7 @@ class DepthToSpace(LayoutOp):
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = inputs
-        assert x is not None
+        (x,) = present(inputs)
         block = node.attrs["blocksize"]
         channels, height, width = fixed(x.shape[1:])
         if channels % block**2:
@@ -258,8 +244,7 @@ class DepthToSpace(LayoutOp):
         return (TensorType(x.dtype, (x.shape[0], channels // block**2, height * block, width * block)),)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> Array:
         block = node.attrs["blocksize"]
         n, channels, height, width = x.shape
         if node.attrs.get("mode", "DCR") == "DCR":
@@ -276,8 +261,7 @@ class SpaceToDepth(LayoutOp):
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = inputs
-        assert x is not None
+        (x,) = present(inputs)
         block = node.attrs["blocksize"]
         channels, height, width = fixed(x.shape[1:])
         if height % block or width % block:
@@ -285,8 +269,7 @@ class SpaceToDepth(LayoutOp):
         return (TensorType(x.dtype, (x.shape[0], channels * block**2, height // block, width // block)),)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> Array:
         block = node.attrs["blocksize"]
         n, channels, height, width = x.shape
         parts = x.reshape(n, channels, height // block, block, width // block, block)

@@ -44,8 +44,7 @@ class BatchNormalization(_PerChannel):
         return (beside(outputs[0].shape, only_first(axes), (1,), "has a scale for each index of"),)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        x, *constants = arrays
+    def compute(cls, node: Node, x: Array, *constants: Array) -> Array:
         scale, bias, mean, variance = (c.reshape(-1, *[1] * (x.ndim - 2)) for c in constants)
         y = (x - mean) / np.sqrt(variance + node.attrs.get("epsilon", 1e-5)) * scale + bias
         return np.asarray(y, x.dtype)
@@ -61,8 +60,7 @@ class InstanceNormalization(_PerChannel):
         return (0,)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        x, *constants = arrays
+    def compute(cls, node: Node, x: Array, *constants: Array) -> Array:
         scale, bias = (c.reshape(-1, *[1] * (x.ndim - 2)) for c in constants)
         y = standardise(x, tuple(range(2, x.ndim)), node.attrs.get("epsilon", 1e-5))
         return np.asarray(y * scale + bias, x.dtype)
@@ -79,9 +77,7 @@ class LayerNormalization(_FromAxisOn):
         return y, statistic, statistic
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> tuple[Array, ...]:
-        x, scale, bias = (*arrays, None)[:3]
-        assert x is not None and scale is not None
+    def compute(cls, node: Node, x: Array, scale: Array, bias: Array | None = None) -> tuple[Array, ...]:
         axes = tuple(range(normal_axis(node.attrs.get("axis", -1), x.ndim), x.ndim))
         wide = x.astype(np.float32) if x.dtype == np.float16 else x
         mean = wide.mean(axis=axes, keepdims=True)
@@ -94,8 +90,7 @@ class RMSNormalization(_FromAxisOn):
     """x / sqrt(mean of x**2 + epsilon) * scale, over the axes from `axis` on."""
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        x, scale = arrays
+    def compute(cls, node: Node, x: Array, scale: Array) -> Array:
         axes = tuple(range(normal_axis(node.attrs.get("axis", -1), x.ndim), x.ndim))
         wide = x.astype(np.float32) if x.dtype == np.float16 else x
         size = np.sqrt(np.square(wide).mean(axis=axes, keepdims=True) + node.attrs.get("epsilon", 1e-5))
@@ -113,8 +108,7 @@ class LRN(LayoutOp, SameShape):
     attributes = ("size", "alpha", "beta", "bias")
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> Array:
         size = node.attrs["size"]
         before = (size - 1) // 2
         squares = np.pad(x * x, [(0, 0), (before, size - 1 - before), *[(0, 0)] * (x.ndim - 2)])
@@ -127,8 +121,7 @@ class LpNormalization(SameShape):
     along = "axis"
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> Array:
         norm = np.linalg.norm(x, node.attrs.get("p", 2), axis=node.attrs.get("axis", -1), keepdims=True)
         return np.asarray(np.where(norm == 0, 0, x / norm), x.dtype)
 
@@ -138,8 +131,7 @@ class Softmax(SameShape):
     along = "axis"
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        x, = arrays
+    def compute(cls, node: Node, x: Array) -> Array:
         return softmax(x, node.attrs.get("axis", -1))
 
 

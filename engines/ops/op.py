@@ -60,6 +60,8 @@ class Op:
     stored: ClassVar[Stored] = Stored.FLOAT
     # ONNX's attributes that mean the same here; what is written otherwise has a rule in frontend/normalise.py
     attributes: ClassVar[tuple[str, ...]] = ()
+    # A class method of (node, an array for each input), which gives the outputs. An absent optional input is None.
+    compute: ClassVar[Callable[..., Array | tuple[Array, ...]]]
 
     @classmethod
     def random(cls, node: Node) -> bool:
@@ -77,11 +79,6 @@ class Op:
         raise NotImplementedError
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array | tuple[Array, ...]:
-        """The outputs. An absent optional input is None."""
-        raise NotImplementedError
-
-    @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
         """The axis along which each output has the items of a batch: its item i follows from item i of the inputs.
 
@@ -90,8 +87,7 @@ class Op:
         """
         if cls.along not in ("axis", "axes"):
             raise Mixed("it is not known to keep the items of a batch apart")
-        x = inputs[0]
-        assert x is not None
+        x, *_ = present(inputs)
         rank, doing = len(x.shape), "reduces" if cls.reduces else "works along"
         return (cls.kept(node, rank, beside(x.shape, only_first(axes), cls.axes(node, rank), doing)),) * len(outputs)
 
@@ -198,8 +194,7 @@ class SameShape(Op, abstract=True):
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        x = inputs[0]
-        assert x is not None
+        x, *_ = present(inputs)
         return (TensorType(x.dtype, x.shape),)
 
 

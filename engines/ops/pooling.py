@@ -10,7 +10,7 @@ from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import fixed
 from engines.ops.items import ItemAxes, Mixed
-from engines.ops.op import Inputs, LayoutOp, Stored, Types, Values
+from engines.ops.op import Inputs, LayoutOp, Stored, Types, Values, present
 from engines.ops.reduction import mean
 from engines.ops.window import Window
 
@@ -18,8 +18,7 @@ from engines.ops.window import Window
 class _Pool(LayoutOp, abstract=True):
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = inputs
-        assert x is not None
+        (x,) = present(inputs)
         sizes = fixed(x.shape[2:])
         outputs = Window.of(node, len(sizes)).outputs(sizes, bool(node.attrs.get("ceil_mode")))
         return (TensorType(x.dtype, (*x.shape[:2], *outputs)),)
@@ -41,8 +40,7 @@ class MaxPool(_Pool):
         return super().item_axes(node, inputs, outputs, axes)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array | tuple[Array, ...]:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> Array | tuple[Array, ...]:
         window = Window.of(node, x.ndim - 2)
         outputs = window.outputs(x.shape[2:], bool(node.attrs.get("ceil_mode")))
         padded = window.padded(x, _lowest(x.dtype), outputs)
@@ -75,8 +73,7 @@ class AveragePool(_Pool):
     anchor, stored = True, Stored.CONVERTED
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> Array:
         window = Window.of(node, x.ndim - 2)
         outputs = window.outputs(x.shape[2:], bool(node.attrs.get("ceil_mode")))
         total = sum(window.taps(window.padded(x, 0, outputs), outputs))
@@ -97,8 +94,7 @@ class AveragePool(_Pool):
 
 class LpPool(_Pool):
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> Array:
         p = node.attrs.get("p", 2)
         window = Window.of(node, x.ndim - 2)
         outputs = window.outputs(x.shape[2:], bool(node.attrs.get("ceil_mode")))
@@ -109,8 +105,7 @@ class LpPool(_Pool):
 class _GlobalPool(LayoutOp, abstract=True):
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = inputs
-        assert x is not None
+        (x,) = present(inputs)
         return (TensorType(x.dtype, (*x.shape[:2], *[1] * (len(x.shape) - 2))),)
 
 
@@ -118,8 +113,7 @@ class GlobalAveragePool(_GlobalPool):
     anchor, stored = True, Stored.CONVERTED
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> Array:
         return mean(x, tuple(range(2, x.ndim)), keepdims=True)
 
 
@@ -127,6 +121,5 @@ class GlobalMaxPool(_GlobalPool):
     stored = Stored.ALIKE
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> Array:
         return np.asarray(x.max(axis=tuple(range(2, x.ndim)), keepdims=True))

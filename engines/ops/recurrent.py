@@ -17,7 +17,7 @@ from engines.errors import GraphError
 from engines.ir.graph import Array, Dim, Node, TensorType
 from engines.ir.shapes import text
 from engines.ops.items import ItemAxes, Mixed
-from engines.ops.op import Inputs, Op, Stored, Types, Values
+from engines.ops.op import Inputs, Op, Stored, Types, Values, present
 
 GATES: Mapping[str, int] = {"LSTM": 4, "GRU": 3, "RNN": 1}      # in ONNX's order: i o f c, z r h, and the only one
 DEFAULTS: Mapping[str, tuple[str, ...]] = {"LSTM": ("Sigmoid", "Tanh", "Tanh"), "GRU": ("Sigmoid", "Tanh"),
@@ -72,8 +72,7 @@ class _Layer(Op, abstract=True):
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        x, w, r = inputs[:3]
-        assert x is not None and w is not None and r is not None
+        x, w, r = present(inputs[:3])
         if len(x.shape) != 3 or len(w.shape) != 3 or len(r.shape) != 3:
             raise GraphError("X, W and R must have three axes")
         first = node.attrs["layout"]
@@ -176,8 +175,7 @@ class Recurrence(Op):
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        gates, r = inputs[:2]
-        assert gates is not None and r is not None
+        gates, r = present(inputs[:2])
         width = int(r.shape[0]) * int(r.shape[2])
         if gates.shape[2] != width * GATES[node.attrs["cell"]]:
             raise GraphError(f"{gates.shape[2]} gates do not fit weights {list(r.shape)}")

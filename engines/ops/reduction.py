@@ -8,7 +8,7 @@ import numpy as np
 
 from engines.ir.graph import Array, Dim, Node, TensorType
 from engines.ir.shapes import fixed, normal_axis
-from engines.ops.op import Inputs, Op, Types, Values
+from engines.ops.op import Inputs, Op, Types, Values, present
 
 Formula = Callable[..., Array]
 
@@ -19,14 +19,12 @@ class Reduction(Op, abstract=True):
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = inputs
-        assert x is not None
+        (x,) = present(inputs)
         axes = cls.axes(node, len(x.shape))
         return (TensorType(x.dtype, reduced(x.shape, axes, node.attrs.get("keepdims", 1))),)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> Array:
         y = cls.formula(x, axis=cls.axes(node, x.ndim), keepdims=bool(node.attrs.get("keepdims", 1)))
         return np.asarray(y, x.dtype)
 
@@ -115,14 +113,12 @@ class _Arg(Op, abstract=True):
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = inputs
-        assert x is not None
+        (x,) = present(inputs)
         axes = cls.axes(node, len(x.shape))
         return (TensorType(np.dtype(np.int64), reduced(x.shape, axes, node.attrs.get("keepdims", 1))),)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> Array:
         axis = node.attrs["axis"]
         last = bool(node.attrs.get("select_last_index"))
         found = cls.search(np.flip(x, axis) if last else x, axis=axis, keepdims=bool(node.attrs.get("keepdims", 1)))
@@ -143,16 +139,14 @@ class TopK(Op):
 
     @classmethod
     def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = inputs
-        assert x is not None
+        (x,) = present(inputs)
         axis = normal_axis(node.attrs.get("axis", -1), len(x.shape))
         fixed(x.shape[axis:axis + 1])
         shape = (*x.shape[:axis], node.attrs["k"], *x.shape[axis + 1:])
         return TensorType(x.dtype, shape), TensorType(np.dtype(np.int64), shape)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> tuple[Array, ...]:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> tuple[Array, ...]:
         axis = normal_axis(node.attrs.get("axis", -1), x.ndim)
         if node.attrs.get("largest", 1):        # the last of an ascending order of the reversed axis: ties stay stable
             order = x.shape[axis] - 1 - np.flip(np.argsort(np.flip(x, axis), axis, kind="stable"), axis)
