@@ -6,7 +6,7 @@ import numpy as np
 from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import fixed, text
-from engines.ops.op import Inputs, LayoutOp, Stored, Types, Values, present
+from engines.ops.op import LayoutOp, Stored, Types
 from engines.ops.window import Window
 
 
@@ -15,8 +15,7 @@ class Conv(LayoutOp):
     output_axis, anchor, stored = 0, True, Stored.CONVERTED
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        x, w = present(inputs[:2])
+    def types(cls, node: Node, x: TensorType, w: TensorType, bias: TensorType | None = None) -> Types:
         cout, cin, *kernel = fixed(w.shape)
         channels, *sizes = fixed(x.shape[1:])
         group = node.attrs.get("group", 1)
@@ -24,7 +23,7 @@ class Conv(LayoutOp):
             raise GraphError(f"weights for {cin} channels in {group} groups do not fit {channels} channels")
         if tuple(kernel) != tuple(node.attrs["kernel_shape"]):
             raise GraphError(f"kernel_shape is {node.attrs['kernel_shape']}, but the weights have {kernel}")
-        _check_bias(inputs, cout)
+        _check_bias(bias, cout)
         window = Window.of(node, len(sizes))
         return (TensorType(x.dtype, (x.shape[0], cout, *window.outputs(tuple(sizes)))),)
 
@@ -49,14 +48,13 @@ class ConvTranspose(LayoutOp):
     output_axis, anchor, stored = 1, True, Stored.CONVERTED
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        x, w = present(inputs[:2])
+    def types(cls, node: Node, x: TensorType, w: TensorType, bias: TensorType | None = None) -> Types:
         channels, *sizes = fixed(x.shape[1:])
         cin, cout, *_ = fixed(w.shape)
         group = node.attrs.get("group", 1)
         if cin != channels or cin % group:
             raise GraphError(f"weights for {cin} channels in {group} groups do not fit {channels} channels")
-        _check_bias(inputs, cout * group)
+        _check_bias(bias, cout * group)
         return (TensorType(x.dtype, (x.shape[0], cout * group, *_transposed_outputs(node, tuple(sizes)))),)
 
     @classmethod
@@ -79,8 +77,7 @@ class ConvTranspose(LayoutOp):
         return y if bias is None else y + bias.reshape(-1, *[1] * len(sizes))
 
 
-def _check_bias(inputs: Inputs, channels: int) -> None:
-    bias = inputs[2] if len(inputs) > 2 else None
+def _check_bias(bias: TensorType | None, channels: int) -> None:
     if bias is not None and bias.shape != (channels,):
         raise GraphError(f"a bias of shape {text(bias.shape)} is not one for each of {channels} channels")
 

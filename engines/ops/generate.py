@@ -16,7 +16,7 @@ class ConstantOfShape(Op):
     """The attribute `value` (one element) in every place of the attribute `shape`."""
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+    def types(cls, node: Node) -> Types:
         return (TensorType(cls._value(node).dtype, tuple(node.attrs["shape"])),)
 
     @classmethod
@@ -36,7 +36,7 @@ class Range(Op):
     """start, start + delta, ... below limit; three scalars."""
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+    def types_with(cls, node: Node, inputs: Inputs, values: Values) -> Types:
         first, *_ = present(inputs)
         if any(v is None for v in values) or len(values) < 3:
             raise UnknownTensorError("its length depends on data: make start, limit and delta constants", node.inputs)

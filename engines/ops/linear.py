@@ -7,7 +7,7 @@ from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import broadcast, check_stretches
 from engines.ops.items import ItemAxes, Mixed
-from engines.ops.op import Inputs, Op, Stored, Types, Values, present
+from engines.ops.op import Inputs, Op, Stored, Types, present
 
 
 class Gemm(Op):
@@ -16,15 +16,14 @@ class Gemm(Op):
     output_axis, anchor, stored = 0, True, Stored.CONVERTED         # 0: in canonical form, with transB
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        a, b = present(inputs[:2])
+    def types(cls, node: Node, a: TensorType, b: TensorType, c: TensorType | None = None) -> Types:
         if len(a.shape) != 2 or len(b.shape) != 2:
             raise GraphError("both factors must be matrices")
         rows, depth = reversed(a.shape) if node.attrs.get("transA") else a.shape
         deep, columns = reversed(b.shape) if node.attrs.get("transB") else b.shape
         if depth != deep:
             raise GraphError(f"inner extents {depth} and {deep} differ")
-        if len(inputs) > 2 and (c := inputs[2]) is not None:
+        if c is not None:
             check_stretches("third operand", c.shape, (rows, columns))
         return (TensorType(a.dtype, (rows, columns)),)
 
@@ -55,8 +54,7 @@ class MatMul(Op):
     output_axis, anchor, stored = 1, True, Stored.CONVERTED         # 1: of a matrix
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        a, b = present(inputs)
+    def types(cls, node: Node, a: TensorType, b: TensorType) -> Types:
         if not a.shape or not b.shape:
             raise GraphError("a factor is a scalar")
         left = a.shape if len(a.shape) > 1 else (1, *a.shape)

@@ -21,17 +21,16 @@ class Concat(Op):
         return node.inputs
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        given = present(inputs)
-        axis = normal_axis(node.attrs["axis"], len(given[0].shape))
-        if any(len(t.shape) != len(given[0].shape) for t in given) or not given[0].shape:
+    def types(cls, node: Node, *parts: TensorType) -> Types:
+        shape = parts[0].shape
+        axis = normal_axis(node.attrs["axis"], len(shape))
+        if any(len(t.shape) != len(shape) for t in parts) or not shape:
             raise GraphError("its parts are of different ranks, or have no axes")
-        others = {(*t.shape[:axis], *t.shape[axis + 1:]) for t in given}
+        others = {(*t.shape[:axis], *t.shape[axis + 1:]) for t in parts}
         if len(others) > 1:
             raise GraphError(f"extents beside axis {axis} differ")
-        total = sum((extent(t.shape[axis]) for t in given), start=0)
-        shape = given[0].shape
-        return (TensorType(given[0].dtype, (*shape[:axis], dim(total), *shape[axis + 1:])),)
+        total = sum((extent(t.shape[axis]) for t in parts), start=0)
+        return (TensorType(parts[0].dtype, (*shape[:axis], dim(total), *shape[axis + 1:])),)
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
@@ -51,8 +50,7 @@ class Split(Op):
     moves, along, stored = True, "axis", Stored.ALIKE
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = present(inputs)
+    def types(cls, node: Node, x: TensorType) -> Types:
         axis = normal_axis(node.attrs.get("axis", 0), len(x.shape))
         sizes = node.attrs["split"]
         if sum((extent(s) for s in sizes), start=0) != extent(x.shape[axis]):
@@ -71,8 +69,7 @@ class Slice(Op):
     moves, along, stored = True, "axes", Stored.ALIKE
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = present(inputs)
+    def types(cls, node: Node, x: TensorType) -> Types:
         shape = list(x.shape)
         for axis, cut in cls.cuts(node, len(shape)):
             if (cut.start, cut.stop, cut.step) == (None, None, 1):
@@ -118,7 +115,7 @@ class Gather(Op):
     moves, along, stored = True, "axis", Stored.ALIKE
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+    def types_with(cls, node: Node, inputs: Inputs, values: Values) -> Types:
         x, indices = present(inputs)
         axis = normal_axis(node.attrs.get("axis", 0), len(x.shape))
         known, extent_ = values[1] if len(values) > 1 else None, x.shape[axis] if x.shape else 0
@@ -148,8 +145,7 @@ class GatherElements(Op):
     moves = True
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        x, indices = present(inputs)
+    def types(cls, node: Node, x: TensorType, indices: TensorType) -> Types:
         return (TensorType(x.dtype, broadcast(indices.shape, node.attrs.get("shape", ()))),)
 
     @classmethod
@@ -177,8 +173,7 @@ class Tile(Op):
     moves, along = True, "repeats"
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = present(inputs)
+    def types(cls, node: Node, x: TensorType) -> Types:
         repeats = node.attrs["repeats"]
         if len(repeats) != len(x.shape):
             raise GraphError(f"{len(repeats)} repeats for {len(x.shape)} axes")
@@ -199,8 +194,7 @@ class Pad(Op):
     along, stored = "pads", Stored.ALIKE        # zeros are the same in every type: see facts.pads_with_zeros
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = present(inputs)
+    def types(cls, node: Node, x: TensorType) -> Types:
         widths = cls.widths(node, len(x.shape))
         shape = tuple(dim(extent(d) + before + after) for d, (before, after) in zip(x.shape, widths, strict=True))
         return (TensorType(x.dtype, shape),)
@@ -235,8 +229,7 @@ class DepthToSpace(LayoutOp):
     moves, stored = True, Stored.ALIKE
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = present(inputs)
+    def types(cls, node: Node, x: TensorType) -> Types:
         block = node.attrs["blocksize"]
         channels, height, width = fixed(x.shape[1:])
         if channels % block**2:
@@ -260,8 +253,7 @@ class SpaceToDepth(LayoutOp):
     moves, stored = True, Stored.ALIKE
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = present(inputs)
+    def types(cls, node: Node, x: TensorType) -> Types:
         block = node.attrs["blocksize"]
         channels, height, width = fixed(x.shape[1:])
         if height % block or width % block:

@@ -7,16 +7,15 @@ from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import check_stretches, normal_axis, text
 from engines.ops.items import ItemAxes, Mixed, beside, only_first
-from engines.ops.op import Inputs, LayoutOp, SameShape, Types, Values, present
+from engines.ops.op import Inputs, LayoutOp, SameShape, Types, present
 
 
 class _FromAxisOn(SameShape, abstract=True):
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        x, *constants = present(inputs)
-        for what, kind in zip(("scale", "bias"), constants, strict=False):
+    def types(cls, node: Node, x: TensorType, *constants: TensorType | None) -> Types:
+        for what, kind in zip(("scale", "bias"), present(constants), strict=False):
             check_stretches(what, kind.shape, x.shape)
-        return super().types(node, inputs, values)
+        return super().types(node, x)
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
@@ -27,13 +26,11 @@ class _FromAxisOn(SameShape, abstract=True):
 
 class _PerChannel(SameShape, abstract=True):
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        x, *constants = inputs
-        assert x is not None
+    def types(cls, node: Node, x: TensorType, *constants: TensorType | None) -> Types:
         if len(x.shape) < 2 or any(kind is None or kind.shape != x.shape[1:2] for kind in constants):
             found = ", ".join(text(kind.shape) for kind in present(constants))
             raise GraphError(f"its constants {found} are not one for each channel of {text(x.shape)}")
-        return super().types(node, inputs, values)
+        return super().types(node, x)
 
 
 class BatchNormalization(_PerChannel):
@@ -70,8 +67,8 @@ class LayerNormalization(_FromAxisOn):
     """Over the axes from `axis` on. The optional outputs are the mean and the inverse standard deviation."""
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (y,) = super().types(node, inputs, values)
+    def types(cls, node: Node, x: TensorType, *constants: TensorType | None) -> Types:
+        (y,) = super().types(node, x, *constants)
         axis = normal_axis(node.attrs.get("axis", -1), len(y.shape))
         statistic = TensorType(np.dtype(np.float32), (*y.shape[:axis], *[1] * (len(y.shape) - axis)))
         return y, statistic, statistic
@@ -147,7 +144,7 @@ class LogSoftmax(SameShape):
     along = "axis"
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        x, axis = arrays[0], node.attrs.get("axis", -1)
+    def compute(cls, node: Node, x: Array) -> Array:
+        axis = node.attrs.get("axis", -1)
         x = x - x.max(axis=axis, keepdims=True)
         return np.asarray(x - np.log(np.exp(x).sum(axis=axis, keepdims=True)))

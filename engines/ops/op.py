@@ -60,7 +60,9 @@ class Op:
     stored: ClassVar[Stored] = Stored.FLOAT
     # ONNX's attributes that mean the same here; what is written otherwise has a rule in frontend/normalise.py
     attributes: ClassVar[tuple[str, ...]] = ()
-    # A class method of (node, an array for each input), which gives the outputs. An absent optional input is None.
+    # Class methods of the node, and of the type, or the array, of each input (None: an absent optional input): they
+    # give the types, or the values, of the outputs.
+    types: ClassVar[Callable[..., Types]]
     compute: ClassVar[Callable[..., Array | tuple[Array, ...]]]
 
     @classmethod
@@ -74,9 +76,9 @@ class Op:
             _REGISTRY[cls.__name__] = cls
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        """The outputs' types."""
-        raise NotImplementedError
+    def types_with(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        """`types`, for an operator whose outputs' types follow, or can be checked, from values of inputs too."""
+        return cls.types(node, *inputs)
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
@@ -131,7 +133,7 @@ class Op:
         Raises GraphError that names the node if the inputs do not fit each other.
         """
         try:
-            return cls.types(node, inputs, values)
+            return cls.types_with(node, inputs, values)
         except UnknownTensorError:
             raise
         except (GraphError, Undecided) as error:
@@ -193,8 +195,7 @@ class SameShape(Op, abstract=True):
     """An operator whose only result is of the type of its first input."""
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        x, *_ = present(inputs)
+    def types(cls, node: Node, x: TensorType, *_: TensorType | None) -> Types:
         return (TensorType(x.dtype, x.shape),)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import broadcast
 from engines.ops import items
-from engines.ops.op import Inputs, Op, Stored, Types, Values, present
+from engines.ops.op import Inputs, Op, Stored, Types
 
 
 class Pointwise(Op, abstract=True):
@@ -31,9 +31,8 @@ class Pointwise(Op, abstract=True):
         return dtypes[0]
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        given = present(inputs)
-        return (TensorType(cls.result_dtype(node, [t.dtype for t in given]), broadcast(*(t.shape for t in given))),)
+    def types(cls, node: Node, *inputs: TensorType) -> Types:
+        return (TensorType(cls.result_dtype(node, [t.dtype for t in inputs]), broadcast(*(t.shape for t in inputs))),)
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: items.ItemAxes) -> items.ItemAxes:

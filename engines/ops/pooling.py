@@ -10,15 +10,14 @@ from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import fixed
 from engines.ops.items import ItemAxes, Mixed
-from engines.ops.op import Inputs, LayoutOp, Stored, Types, Values, present
+from engines.ops.op import Inputs, LayoutOp, Stored, Types
 from engines.ops.reduction import mean
 from engines.ops.window import Window
 
 
 class _Pool(LayoutOp, abstract=True):
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = present(inputs)
+    def types(cls, node: Node, x: TensorType) -> Types:
         sizes = fixed(x.shape[2:])
         outputs = Window.of(node, len(sizes)).outputs(sizes, bool(node.attrs.get("ceil_mode")))
         return (TensorType(x.dtype, (*x.shape[:2], *outputs)),)
@@ -29,8 +28,8 @@ class MaxPool(_Pool):
     stored = Stored.ALIKE
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (y,) = super().types(node, inputs, values)
+    def types(cls, node: Node, x: TensorType) -> Types:
+        (y,) = super().types(node, x)
         return y, TensorType(np.dtype(np.int64), y.shape)
 
     @classmethod
@@ -104,8 +103,7 @@ class LpPool(_Pool):
 
 class _GlobalPool(LayoutOp, abstract=True):
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = present(inputs)
+    def types(cls, node: Node, x: TensorType) -> Types:
         return (TensorType(x.dtype, (*x.shape[:2], *[1] * (len(x.shape) - 2))),)
 
 

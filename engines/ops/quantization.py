@@ -9,7 +9,7 @@ from engines.errors import GraphError
 from engines.ir.graph import Array, Dim, Node, TensorType
 from engines.ir.shapes import fixed, normal_axis, text
 from engines.ops.items import ItemAxes, beside, only_first
-from engines.ops.op import Inputs, Op, Types, Values, present
+from engines.ops.op import Inputs, Op, Types, present
 
 
 class _Linear(Op, abstract=True):
@@ -24,10 +24,8 @@ class QuantizeLinear(_Linear):
     """saturate(round half to even(x / scale) + zero_point)"""
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        check_constants(node, inputs)
-        x, *_ = present(inputs)
-        zero_point = inputs[2] if len(inputs) > 2 else None
+    def types(cls, node: Node, x: TensorType, scale: TensorType, zero_point: TensorType | None = None) -> Types:
+        check_constants(node, (x, scale, zero_point))
         return (TensorType(zero_point.dtype if zero_point else np.dtype(np.uint8), x.shape),)
 
     @classmethod
@@ -42,9 +40,8 @@ class QuantizeLinear(_Linear):
 
 class DequantizeLinear(_Linear):
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        check_constants(node, inputs)
-        x, scale = present(inputs[:2])
+    def types(cls, node: Node, x: TensorType, scale: TensorType, zero_point: TensorType | None = None) -> Types:
+        check_constants(node, (x, scale, zero_point))
         return (TensorType(scale.dtype, x.shape),)
 
     @classmethod

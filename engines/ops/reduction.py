@@ -8,7 +8,7 @@ import numpy as np
 
 from engines.ir.graph import Array, Dim, Node, TensorType
 from engines.ir.shapes import fixed, normal_axis
-from engines.ops.op import Inputs, Op, Types, Values, present
+from engines.ops.op import Op, Types
 
 Formula = Callable[..., Array]
 
@@ -18,8 +18,7 @@ class Reduction(Op, abstract=True):
     formula: ClassVar[Formula]          # (x, axis=, keepdims=)
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = present(inputs)
+    def types(cls, node: Node, x: TensorType) -> Types:
         axes = cls.axes(node, len(x.shape))
         return (TensorType(x.dtype, reduced(x.shape, axes, node.attrs.get("keepdims", 1))),)
 
@@ -112,8 +111,7 @@ class _Arg(Op, abstract=True):
     search: ClassVar[Formula]
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = present(inputs)
+    def types(cls, node: Node, x: TensorType) -> Types:
         axes = cls.axes(node, len(x.shape))
         return (TensorType(np.dtype(np.int64), reduced(x.shape, axes, node.attrs.get("keepdims", 1))),)
 
@@ -138,8 +136,7 @@ class TopK(Op):
     along = "axis"
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = present(inputs)
+    def types(cls, node: Node, x: TensorType) -> Types:
         axis = normal_axis(node.attrs.get("axis", -1), len(x.shape))
         fixed(x.shape[axis:axis + 1])
         shape = (*x.shape[:axis], node.attrs["k"], *x.shape[axis + 1:])

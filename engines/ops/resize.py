@@ -10,7 +10,7 @@ from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import extent, fixed
 from engines.ops.items import ItemAxes, only_first
-from engines.ops.op import Inputs, LayoutOp, Stored, Types, Values, present
+from engines.ops.op import Inputs, LayoutOp, Stored, Types
 
 
 class Resize(LayoutOp):
@@ -18,8 +18,7 @@ class Resize(LayoutOp):
     anchor, stored = True, Stored.CONVERTED
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = present(inputs)
+    def types(cls, node: Node, x: TensorType) -> Types:
         sizes = node.attrs.get("sizes")
         if sizes is None:
             scales = node.attrs["scales"]

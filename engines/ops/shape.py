@@ -36,8 +36,7 @@ class View(Op, abstract=True):
         raise NotImplementedError
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = present(inputs)
+    def types(cls, node: Node, x: TensorType) -> Types:
         target = cls.target(node, x.shape)
         before, after = product(x.shape), product(target)
         if not (type(before) is type(after) and before == after):
@@ -108,8 +107,7 @@ class Transpose(Op):
     moves, stored = True, Stored.CONVERTED
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = present(inputs)
+    def types(cls, node: Node, x: TensorType) -> Types:
         order = node.attrs.get("perm", range(len(x.shape))[::-1])
         if sorted(order) != list(range(len(x.shape))):
             raise GraphError(f"perm {tuple(order)} is no order of {len(x.shape)} axes")
@@ -131,8 +129,7 @@ class Expand(Op):
     moves, along = True, "shape"
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = present(inputs)
+    def types(cls, node: Node, x: TensorType) -> Types:
         return (TensorType(x.dtype, broadcast(x.shape, node.attrs["shape"])),)
 
     @classmethod
@@ -151,8 +148,7 @@ class Shape(Op):
     attributes = ("start", "end")
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = present(inputs)
+    def types(cls, node: Node, x: TensorType) -> Types:
         return (TensorType(np.dtype(np.int64), (len(cls._wanted(node, x.shape)),)),)
 
     @classmethod
@@ -180,7 +176,7 @@ class Size(Op):
     """How many elements."""
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+    def types(cls, node: Node, x: TensorType) -> Types:
         return (TensorType(np.dtype(np.int64), ()),)
 
     @classmethod
