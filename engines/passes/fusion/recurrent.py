@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.ir.graph import Array, Dim, Graph, Node, TensorType
+from engines.ir.graph import Array, Dim, Graph, Node, TensorType, trimmed
 from engines.ops.recurrent import GATES, added_biases
 from engines.passes.rewriting.editor import GraphEditor
 from engines.passes.rewriting.facts import moved_from
@@ -88,7 +88,7 @@ class _Splitter(GraphEditor):
         made = [self.add_tensor(f"{node.outputs[0]}.state{i}" if i else f"{node.outputs[0]}.steps",
                                 self._type(node, last if i else y)) for i in range(len(outputs))]
         attrs = {key: value for key, value in node.attrs.items() if key != "layout"}
-        self.nodes.append(replace(node, op="Recurrence", inputs=_trimmed(projected, r, *optional),
+        self.nodes.append(replace(node, op="Recurrence", inputs=trimmed([projected, r, *optional]),
                                   outputs=tuple(made), attrs={**attrs, "cell": node.op}))
         for i, (source, target) in enumerate(zip(made, outputs, strict=True)):
             self._unfold(node, source, target, (*(last if i else y)[:-1], count, hidden))
@@ -129,10 +129,3 @@ class _Splitter(GraphEditor):
 
     def _node(self, node: Node, op: str, inputs: tuple[str, ...], extents: Sequence[Dim], **attrs: object) -> str:
         return self.add(f"{node.outputs[0]}.{op.lower()}", self._type(node, extents), op, inputs, attrs, node.origin)
-
-
-def _trimmed(*inputs: str) -> tuple[str, ...]:
-    """Without absent inputs at the end."""
-    while not inputs[-1]:
-        inputs = inputs[:-1]
-    return inputs
