@@ -1,6 +1,7 @@
 """Pools: a reduction of each window, or of the whole image, channel by channel."""
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import reduce
 from typing import Any
 
@@ -22,6 +23,13 @@ class _Pool(LayoutOp, abstract=True):
         outputs = Window.of(node, len(sizes)).outputs(sizes, bool(node.attrs.get("ceil_mode")))
         return (TensorType(x.dtype, (*x.shape[:2], *outputs)),)
 
+    @classmethod
+    def taps(cls, node: Node, x: Array, fill: float) -> Iterator[Array]:
+        """For each tap of the window: what all output pixels read there, of x in a padding of `fill`."""
+        window = Window.of(node, x.ndim - 2)
+        outputs = window.outputs(x.shape[2:], bool(node.attrs.get("ceil_mode")))
+        return window.taps(window.padded(x, fill, outputs), outputs)
+
 
 class MaxPool(_Pool):
     """Padding never wins."""
@@ -40,25 +48,21 @@ class MaxPool(_Pool):
 
     @classmethod
     def compute(cls, node: Node, x: Array) -> Array | tuple[Array, ...]:
-        window = Window.of(node, x.ndim - 2)
-        outputs = window.outputs(x.shape[2:], bool(node.attrs.get("ceil_mode")))
-        padded = window.padded(x, _lowest(x.dtype), outputs)
-        y = reduce(np.maximum, window.taps(padded, outputs)).copy()
+        y = reduce(np.maximum, cls.taps(node, x, _lowest(x.dtype))).copy()
         if len(node.outputs) < 2 or not node.outputs[1]:
             return y
         if node.attrs.get("channels_last"):
             raise GraphError("the second output (indices) is defined for channels first only")
-        return y, _indices(node, x, window, outputs, y)
+        return y, _indices(node, x, y)
 
 
-def _indices(node: Node, x: Array, window: Window, outputs: tuple[int, ...], y: Array) -> Array:
+def _indices(node: Node, x: Array, y: Array) -> Array:
     """Where in the flattened x each maximum is, the first of equals; storage_order 1 flattens images by column."""
     order = "F" if node.attrs.get("storage_order") else "C"
     image = np.arange(x[0, 0].size).reshape(x.shape[2:], order=order)       # type: ignore[call-overload]
     numbers = image + (np.arange(len(x) * x.shape[1]) * image.size).reshape(*x.shape[:2], *[1] * image.ndim)
-    padded, numbers = window.padded(x, _lowest(x.dtype), outputs), window.padded(numbers, -1, outputs)
     result = np.full(y.shape, -1, np.int64)
-    for tap, number in zip(window.taps(padded, outputs), window.taps(numbers, outputs), strict=True):
+    for tap, number in zip(MaxPool.taps(node, x, _lowest(x.dtype)), MaxPool.taps(node, numbers, -1), strict=True):
         result = np.where((result < 0) & (tap == y) & (number >= 0), number, result)
     return result
 
@@ -73,10 +77,7 @@ class AveragePool(_Pool):
 
     @classmethod
     def compute(cls, node: Node, x: Array) -> Array:
-        window = Window.of(node, x.ndim - 2)
-        outputs = window.outputs(x.shape[2:], bool(node.attrs.get("ceil_mode")))
-        total = sum(window.taps(window.padded(x, 0, outputs), outputs))
-        return np.asarray(total / cls.counts(node, x.shape[2:]).astype(x.dtype))
+        return np.asarray(sum(cls.taps(node, x, 0)) / cls.counts(node, x.shape[2:]).astype(x.dtype))
 
     @classmethod
     def counts(cls, node: Node, sizes: tuple[int, ...]) -> Array:
@@ -95,10 +96,7 @@ class LpPool(_Pool):
     @classmethod
     def compute(cls, node: Node, x: Array) -> Array:
         p = node.attrs.get("p", 2)
-        window = Window.of(node, x.ndim - 2)
-        outputs = window.outputs(x.shape[2:], bool(node.attrs.get("ceil_mode")))
-        taps = window.taps(window.padded(np.abs(x) ** p, 0, outputs), outputs)
-        return np.asarray(sum(taps) ** (1 / p))
+        return np.asarray(sum(cls.taps(node, np.abs(x) ** p, 0)) ** (1 / p))
 
 
 class _GlobalPool(LayoutOp, abstract=True):
