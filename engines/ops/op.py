@@ -1,11 +1,7 @@
 """What an operator is: result types, exact meaning, and the few facts that passes ask for.
 
-To add one, write a class named as ONNX names it:
-
-    class Relu(Epilogue):
-        @staticmethod
-        def formula(x):
-            return np.maximum(x, 0)
+To add one, write a class named as ONNX names it, with `types` and `compute`; where it is a formula for one element and
+nothing else, a line is enough: define(Epilogue, Relu=lambda x: np.maximum(x, 0)).
 
 Nodes are in canonical form (frontend/normalise.py): what ONNX passes as small constant inputs (axes, pads, sizes, ...)
 is an attribute here, and attributes that depend on shapes (auto_pad, a -1 in a target) are resolved.

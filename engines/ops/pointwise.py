@@ -59,7 +59,8 @@ class Predicate(Pointwise, abstract=True):
         return np.dtype(np.bool_)
 
 
-def from_numpy(base: type[Pointwise], symbolic: bool = False, commutative: bool = False, **functions: np.ufunc) -> None:
-    """Defines operators that are a NumPy function under another name."""
-    for name, function in functions.items():
-        type(name, (base,), {"formula": staticmethod(function), "symbolic": symbolic, "commutative": commutative})
+def define(base: type[Pointwise], symbolic: bool = False, commutative: bool = False,
+           **formulas: Callable[..., Any]) -> None:
+    """Defines operators that are a formula and nothing else: Relu=lambda x: np.maximum(x, 0)."""
+    for name, formula in formulas.items():
+        type(name, (base,), {"formula": staticmethod(formula), "symbolic": symbolic, "commutative": commutative})

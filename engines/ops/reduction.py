@@ -41,68 +41,29 @@ def reduced(shape: tuple[Dim, ...], axes: tuple[int, ...], keepdims: bool) -> tu
     return tuple(1 if i in axes else d for i, d in enumerate(shape) if keepdims or i not in axes)
 
 
-class ReduceSum(Reduction):
-    formula: ClassVar[Formula] = staticmethod(np.sum)
-
-
 def mean(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
     """NumPy's, which is loud about the mean of nothing."""
     return np.asarray(np.mean(x, axis, keepdims=keepdims) if x.size else np.sum(x, axis, keepdims=keepdims) * np.nan)
 
 
-class ReduceMean(Reduction):
-    formula: ClassVar[Formula] = staticmethod(mean)
-
-
-class ReduceMax(Reduction):
-    """Of no elements: the least that the type has."""
-
-    @staticmethod
-    def formula(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
-        return np.asarray(np.max(x, axis=axis, keepdims=keepdims, initial=ends(x.dtype)[0]))
-
-
-class ReduceMin(Reduction):
-    """Of no elements: the greatest that the type has."""
-
-    @staticmethod
-    def formula(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
-        return np.asarray(np.min(x, axis=axis, keepdims=keepdims, initial=ends(x.dtype)[1]))
+_FORMULAS: dict[str, Callable[..., Any]] = {
+    "ReduceSum": np.sum,
+    "ReduceMean": mean,
+    "ReduceMax": lambda x, **over: np.max(x, **over, initial=ends(x.dtype)[0]),     # of nothing: the type's least
+    "ReduceMin": lambda x, **over: np.min(x, **over, initial=ends(x.dtype)[1]),     # of nothing: the type's greatest
+    "ReduceL1": lambda x, **over: np.abs(x).sum(**over),
+    "ReduceL2": lambda x, **over: np.sqrt(np.square(x).sum(**over)),
+    "ReduceSumSquare": lambda x, **over: np.square(x).sum(**over),
+    "ReduceLogSum": lambda x, **over: np.log(x.sum(**over)),
+    "ReduceLogSumExp": np.logaddexp.reduce,
+}
+for _name, _formula in _FORMULAS.items():
+    type(_name, (Reduction,), {"formula": staticmethod(_formula)})
 
 
 class ReduceProd(Reduction):
     symbolic = True
     formula: ClassVar[Formula] = staticmethod(np.prod)      # type: ignore[assignment]
-
-
-class ReduceL1(Reduction):
-    @staticmethod
-    def formula(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
-        return np.asarray(np.abs(x).sum(axis=axis, keepdims=keepdims))
-
-
-class ReduceL2(Reduction):
-    @staticmethod
-    def formula(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
-        return np.asarray(np.sqrt(np.square(x).sum(axis=axis, keepdims=keepdims)))
-
-
-class ReduceSumSquare(Reduction):
-    @staticmethod
-    def formula(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
-        return np.asarray(np.square(x).sum(axis=axis, keepdims=keepdims))
-
-
-class ReduceLogSum(Reduction):
-    @staticmethod
-    def formula(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
-        return np.asarray(np.log(x.sum(axis=axis, keepdims=keepdims)))
-
-
-class ReduceLogSumExp(Reduction):
-    @staticmethod
-    def formula(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
-        return np.asarray(np.logaddexp.reduce(x, axis=axis, keepdims=keepdims))      # type: ignore[call-overload]
 
 
 class _Arg(Op, abstract=True):
