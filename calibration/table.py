@@ -22,7 +22,6 @@ from engines.errors import CalibrationError
 
 FORMAT = "infer-server calibration table"
 VERSION = 3
-TENSORRT_HEADER = "TRT-8510-EntropyCalibration2"
 TENSORRT_LEVEL = 127            # the int8 value that stands for the threshold
 
 
@@ -65,13 +64,6 @@ def write_table(table: CalibrationTable, path: str | Path) -> None:
                 "means": {tensor: list(means) for tensor, means in table.means.items()},
                 "smoothing": {tensor: list(factors) for tensor, factors in table.smoothing.items()}}
     _write(path, json.dumps(document, indent=1) + "\n")
-
-
-def write_tensorrt_cache(table: CalibrationTable, path: str | Path, header: str = TENSORRT_HEADER) -> None:
-    """Write TensorRT's format; an asymmetric range becomes the symmetric one that holds it."""
-    lines = [f"{tensor}: {struct.pack('>f', max(-low, high) / TENSORRT_LEVEL).hex()}"
-             for tensor, (low, high) in table.ranges.items()]
-    _write(path, "\n".join([header, *lines]) + "\n")
 
 
 def _write(path: str | Path, text: str) -> None:

@@ -154,11 +154,6 @@ class Preprocess:
         """The declaration as JSON values, for a plan's metadata."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Preprocess:
-        """The declaration that to_json wrote. Raises ConfigError on unknown or ill-typed keys."""
-        return cls()._changed(document)
-
     def _changed(self, document: Mapping[str, Any]) -> Preprocess:
         known = {field.name: getattr(self, field.name) for field in fields(self)}
         changes = {}

@@ -55,9 +55,9 @@ def plan_memory(buffers: Sequence[Buffer], fills: Sequence[Fill], reuse: bool = 
     order = sorted(blocks, key=lambda block: (-block.bytes, block.first)) if reuse else blocks
     offsets = [0] * len(buffers)
     placed: list[tuple[int, int, _Block]] = []
-    for turn, block in enumerate(order):
+    for number, block in enumerate(order):
         large = block.bytes >= PAGE
-        colour = turn * 5 % COLOURS * CACHE_LINE if large else 0
+        colour = number * 5 % COLOURS * CACHE_LINE if large else 0
         # A large block's room is the same whatever its colour, so that blocks of one size can follow each other in it.
         size = -(-(block.bytes + (COLOURS - 1) * CACHE_LINE) // PAGE) * PAGE if large else block.bytes
         start = _place(block, size, PAGE if large else CACHE_LINE, placed)

@@ -156,7 +156,7 @@ class Step:
 
 def writes_border(step: Step) -> bool:
     """Whether the step computes nothing, and only renews the halo of a buffer that shares memory with others."""
-    return step.tactic.startswith("border:")
+    return step.tactic.startswith("halo_fill:")
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,9 @@ class FieldError(ValueError):
     def __init__(self, what: str) -> None:
         self.what, self.path = what, ""
 
-    def at(self, place: str) -> FieldError:
+    def at(self, step: str) -> FieldError:
         """The same, one level further out."""
-        self.path = place + self.path
+        self.path = step + self.path
         return self
 
     def __str__(self) -> str:

@@ -43,7 +43,7 @@ class Sections:
     def __init__(self, path: str, file: int, records: Mapping[str, Section], end: int) -> None:
         """file: its descriptor. end: of the last section. Raises PlanCorruptError: overlapping, cut short, altered."""
         self.path, self._records, self._file = path, records, os.path.abspath(path)
-        self._check_places(records, file, end)
+        self._check_order(records, file, end)
         at_once = {name: record for name, record in records.items() if name != WEIGHTS}
         self._copy = Memory(max((record.offset + record.bytes for record in at_once.values()), default=PAGE) - PAGE)
         self._views: dict[str, memoryview] = {}
@@ -67,7 +67,7 @@ class Sections:
         memory.freeze()
         self._views[WEIGHTS] = memory.bytes.data[:record.bytes].toreadonly()
 
-    def _check_places(self, records: Mapping[str, Section], file: int, end: int) -> None:
+    def _check_order(self, records: Mapping[str, Section], file: int, end: int) -> None:
         """One after the other, with nothing but zeros between them."""
         at = PAGE
         for name, record in sorted(records.items(), key=lambda item: (item[1].offset, item[1].bytes)):

@@ -22,6 +22,7 @@ from tests.net.graphs import ITEMS, Case, dtype_of
 from tests.net.stages import float_stages, results_of
 
 MAX_BATCH = 2           # so that ITEMS items run in slices
+BACKENDS = {"llvm": "", "numpy": "numpy"}        # name -> target
 # What may be refused, by a part of the message; the list may only shrink.
 REFUSALS = (
     "cannot be run in slices",                                  # items that depend on each other, beyond max_batch
@@ -39,10 +40,11 @@ class Wrong(AssertionError):
 def check(case: Case) -> None:
     """Raises Wrong, or whatever exception escapes but a refusal that is known."""
     try:
-        engine = engine_of(plan_of(case))
+        engines = {name: engine_of(plan_of(case, target)) for name, target in BACKENDS.items()}
         check_stages(case)
         for items in (1, MAX_BATCH, ITEMS) if case.symbolic else (ITEMS,):
-            compare(case, items, engine.run(case.feeds(items)))
+            for name, engine in engines.items():
+                compare(case, items, engine.run(case.feeds(items)), name)
     except (ModelError, InputError) as refusal:
         reason = next((reason for reason in REFUSALS if reason in str(refusal)), None)
         if reason is None:
@@ -62,12 +64,13 @@ def check_stages(case: Case) -> None:
     compare(case, ITEMS, results_of(case, stored), "quantise")
 
 
-def builder_of(case: Case) -> Builder:
-    return Builder(BuildConfig(case.precision, max_batch=MAX_BATCH if case.symbolic else None, timing=False))
+def builder_of(case: Case, target: str = "") -> Builder:
+    max_batch = MAX_BATCH if case.symbolic else None
+    return Builder(BuildConfig(case.precision, max_batch=max_batch, timing=False, target=target))
 
 
-def plan_of(case: Case) -> Plan:
-    builder = builder_of(case)
+def plan_of(case: Case, target: str) -> Plan:
+    builder = builder_of(case, target)
     graph = builder.graph(case.model())
     return builder.plan(graph, ranges_of(case, builder, graph))
 
@@ -89,7 +92,7 @@ def engine_of(plan: Plan) -> Engine:
         return load_engine(path)
 
 
-def compare(case: Case, items: int, results: dict[str, Array], by: str = "the engine") -> None:
+def compare(case: Case, items: int, results: dict[str, Array], by: str) -> None:
     """Raises Wrong where a result is further from ONNX's than roundings explain. by: who computed it."""
     values = {**case.feeds(items), **case.constants}
     for name, wanted in expected(case.evaluators, values, case.outputs, case.precision).items():

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from engines.backends.base import Backend, Session
 from engines.backends.llvm.codegen.isa import ALL, best_isa
+from engines.errors import ConfigError
 from engines.machine.cpu import detect
 from engines.machine.timing_cache import TimingCache
 from engines.plan.roofline import Peaks
@@ -14,8 +15,13 @@ class LlvmBackend:
     targets = tuple(isa.name for isa in ALL)
 
     def session(self, target: str, cache: TimingCache, timing: bool, short_lived: bool = False) -> Session:
-        from engines.backends.llvm.session import LlvmSession
-        return LlvmSession(target or best_isa(detect().features).name, cache, timing, short_lived)
+        target = target or best_isa(detect().features).name
+        try:
+            from engines.backends.llvm.session import LlvmSession
+        except ImportError as error:
+            raise ConfigError(f"what builds for '{target}' is not installed ({error}): install llvmlite, or build for "
+                              "the target 'numpy'") from error
+        return LlvmSession(target, cache, timing, short_lived)
 
     def peaks(self) -> Peaks:
         from engines.backends.llvm.tuning.peaks import measure_peaks

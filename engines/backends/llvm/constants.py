@@ -46,7 +46,7 @@ class Constants:
     def add_packed(self, call: Call, choice: Choice) -> list[tuple[Operand, int]]:
         """The constants of a call, as its kernel's tactic packs them: where the kernel reads each, and how much."""
         added = [self.add(array) for array in choice.kernel.pack(self._isa, choice.tactic, call.constants)]
-        for which, problem in choice.kernel.made(self._isa, choice.tactic).items():
+        for which, problem in choice.kernel.expansions(self._isa, choice.tactic).items():
             added[which] = self._expand(problem, *added[which], name_of(call))
         return added
 

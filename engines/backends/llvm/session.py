@@ -67,9 +67,9 @@ class LlvmSession:
         check_memory(lowered, max_batch)
         lowered = write_borders(lowered, max_batch)
         choices = self.tuner.choose({call.problem: call.constants for call in lowered.compiled}, progress, batches)
-        made = self.tuner.choose({maker: {} for choice in choices.values()
-                                  for maker in choice.kernel.made(self.isa, choice.tactic).values()})
-        return CpuChosen(lowered, choices, made, max_batch)
+        expanders = self.tuner.choose({problem: {} for choice in choices.values()
+                                       for problem in choice.kernel.expansions(self.isa, choice.tactic).values()})
+        return CpuChosen(lowered, choices, expanders, max_batch)
 
     def assemble(self, chosen: CpuChosen) -> MachinePart:
         """Pack constants, lay out buffers."""

@@ -27,6 +27,14 @@ def lowered_for_numpy(graph: Graph, max_batch: int) -> Lowered:
     return write_borders(lower(graph, lanes=1), max_batch)
 
 
+def machine_part(lowered: Lowered, max_batch: int) -> MachinePart:
+    """Where tensors lie, and what steps there are; what they do is in the graph."""
+    steps = tuple(step if step.fallback else replace(step, tactic=f"{step.symbol}: numpy")
+                  for step in (step_of(lowered, call) for call in lowered.calls))
+    inputs, outputs = (io_views(lowered, names) for names in (lowered.graph.inputs, lowered.graph.outputs))
+    return MachinePart("numpy", "numpy", inputs, outputs, buffers_of(lowered, max_batch), steps, fills_of(lowered))
+
+
 @dataclass(frozen=True)
 class NumpyChosen:
     """A lowered graph: there is one way to run each of its problems."""
@@ -53,13 +61,7 @@ class NumpySession:
         return NumpyChosen(lowered, max_batch)
 
     def assemble(self, chosen: NumpyChosen) -> MachinePart:
-        lowered, graph = chosen.lowered, chosen.lowered.graph
-        steps = tuple(step if step.fallback else replace(step, tactic=f"{step.symbol}: numpy")
-                      for step in (step_of(lowered, call) for call in lowered.calls))
-        return MachinePart(
-            backend="numpy", target="numpy", buffers=buffers_of(lowered, chosen.max_batch),
-            fills=fills_of(lowered), steps=steps,
-            inputs=io_views(lowered, graph.inputs), outputs=io_views(lowered, graph.outputs))
+        return machine_part(chosen.lowered, chosen.max_batch)
 
     def tuned(self, plan: Plan) -> Plan:
         return plan

@@ -8,7 +8,8 @@ from functools import partial
 import numpy as np
 
 from engines.backends.device import Device
-from engines.backends.numpy.backend import lowered_for_numpy
+from engines.backends.numpy.backend import lowered_for_numpy, machine_part
+from engines.errors import PlanVersionError
 from engines.ir.graph import BATCH, Array
 from engines.lowering.calls.calls import Call
 from engines.lowering.calls.placement import NO_BUFFER, Placement, strided
@@ -34,13 +35,15 @@ class LoadedPlan:
     """A plan's graph, lowered; shared by all executions."""
 
     def __init__(self, plan: Plan) -> None:
+        lowered = lowered_for_numpy(graph_of(plan), plan.max_batch)
+        if machine_part(lowered, plan.max_batch) != plan.machine:
+            raise PlanVersionError(f"{plan.name}: another version of the compiler laid out its tensors; build it again")
         self.plan, self.layout = plan, plan_memory(plan.machine.buffers, plan.machine.fills)
-        self.lowered = lowered_for_numpy(graph_of(plan), plan.max_batch)
-        constants = self.lowered.graph.constants
+        constants = lowered.graph.constants
         self.constants = {name: np.ascontiguousarray(array).reshape(-1).view(np.uint8)
                           for name, array in constants.items()}
-        self.steps = [call if isinstance(call, Call) else FallbackStep(fallback_of(self.lowered, call.node), constants)
-                      for call in self.lowered.calls]
+        self.steps = [call if isinstance(call, Call) else FallbackStep(fallback_of(lowered, call.node), constants)
+                      for call in lowered.calls]
 
     @property
     def arena_bytes(self) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,10 +138,6 @@ def _unary(word: str) -> Function:
     return lambda machine, x: machine.unary(word, x)
 
 
-def _narrowed(dtype: str) -> Function:
-    return lambda machine, x: machine.narrowed(dtype, x)
-
-
 INSTRUCTIONS: dict[str, Function] = {
     "add": lambda machine, a, b: a + b,
     "sub": lambda machine, a, b: a - b,
@@ -159,56 +155,35 @@ INSTRUCTIONS: dict[str, Function] = {
     "floor": _unary("floor"),
     "ceil": _unary("ceil"),
     "round": _unary("rint"),
-    "float16": _narrowed("float16"),
-    "bfloat16": _narrowed("bfloat16"),
+    "float16": lambda machine, x: machine.narrowed("float16", x),
+    "bfloat16": lambda machine, x: machine.narrowed("bfloat16", x),
     **FUNCTIONS,
 }
 
 
 # ---- what they mean
+_UNARY: dict[str, np.ufunc] = {
+    "sqrt": np.sqrt, "fabs": np.abs, "floor": np.floor, "ceil": np.ceil, "rint": np.rint}
+_ORDERS: dict[str, np.ufunc] = {
+    "olt": np.less, "ole": np.less_equal, "ogt": np.greater, "oge": np.greater_equal, "oeq": np.equal,
+    "ne": np.not_equal}
+
+
 class _NumPy:
-    """The machine of arrays: functions.py says what its instructions are."""
-    _UNARY: ClassVar[dict[str, np.ufunc]] = {
-        "sqrt": np.sqrt, "fabs": np.abs, "floor": np.floor, "ceil": np.ceil, "rint": np.rint}
-    _ORDERS: ClassVar[dict[str, np.ufunc]] = {
-        "olt": np.less, "ole": np.less_equal, "ogt": np.greater, "oge": np.greater_equal, "oeq": np.equal,
-        "ne": np.not_equal}
-
-    def fma(self, a: Any, b: Any, c: Any) -> Any:
-        return fma(a, np.float32(b), np.float32(c))
-
-    def max(self, a: Any, b: Any) -> Any:
-        return np.where(a > (b := np.float32(b)), a, b)     # as CPUs do it: numpy's maximum differs for NaN and for -0
-
-    def min(self, a: Any, b: Any) -> Any:
-        return np.where(a < (b := np.float32(b)), a, b)
-
-    def unary(self, word: str, x: Any) -> Any:
-        return self._UNARY[word](x)
-
-    def compare(self, a: Any, order: str, b: Any) -> Any:
-        return self._ORDERS[order](a, b)
-
-    def select(self, test: Any, a: Any, b: Any) -> Any:
-        return np.where(test, a, b)
-
-    def like(self, x: Any, number: float) -> Any:
-        return np.float32(number)
-
-    def bits(self, x: Any) -> Any:
-        return x.view(np.int32)
-
-    def from_bits(self, bits: Any) -> Any:
-        return bits.view(np.float32)
-
-    def to_float(self, ints: Any) -> Any:
-        return ints.astype(np.float32)
-
-    def round(self, x: Any) -> Any:
-        return np.rint(x).astype(np.int32)
-
-    def narrowed(self, dtype: str, x: Any) -> Any:
-        return load_meaning(dtype, store_meaning(dtype, x))
+    """The machine of arrays."""
+    fma = staticmethod(lambda a, b, c: fma(a, np.float32(b), np.float32(c)))
+    # As CPUs do it: numpy's maximum differs for NaN and for -0.
+    max = staticmethod(lambda a, b: np.where(a > np.float32(b), a, np.float32(b)))
+    min = staticmethod(lambda a, b: np.where(a < np.float32(b), a, np.float32(b)))
+    unary = staticmethod(lambda word, x: _UNARY[word](x))
+    compare = staticmethod(lambda a, order, b: _ORDERS[order](a, b))
+    select = staticmethod(np.where)
+    like = staticmethod(lambda x, number: np.float32(number))
+    bits = staticmethod(lambda x: x.view(np.int32))
+    from_bits = staticmethod(lambda bits: bits.view(np.float32))
+    to_float = staticmethod(lambda ints: ints.astype(np.float32))
+    round = staticmethod(lambda x: np.rint(x).astype(np.int32))
+    narrowed = staticmethod(lambda dtype, x: load_meaning(dtype, store_meaning(dtype, x)))
 
 
 NUMPY = _NumPy()

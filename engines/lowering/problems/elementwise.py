@@ -32,14 +32,8 @@ class BroadcastProblem(Problem):
     """sources and output are of one shape; a source's stride of 0 broadcasts."""
     sources: tuple[View, ...]
     output: View
-
-    @property
-    def inputs(self) -> tuple[View, ...]:
-        return self.sources
-
-    @property
-    def outputs(self) -> tuple[View, ...]:
-        return (self.output,)
+    reads = ("sources",)
+    writes = ("output",)
 
 
 @dataclass(frozen=True)
@@ -140,14 +134,7 @@ class TopK(Problem):
     largest: bool = True
     family = "top_k"
     computes_on = ("float32", "int32", "int64")
-
-    @property
-    def inputs(self) -> tuple[View, ...]:
-        return (self.x,)
-
-    @property
-    def outputs(self) -> tuple[View, ...]:
-        return (self.values, self.indices) if self.values else (self.indices,)
+    writes = ("values", "indices")
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         x, = inputs

@@ -51,14 +51,7 @@ class Product(Problem):
     program: EpilogueProgram
     precision: str                  # int8, fp32, bf16, fp16
     family = "product"
-
-    @property
-    def inputs(self) -> tuple[View, ...]:
-        return (self.a, self.b, *self.operands)
-
-    @property
-    def outputs(self) -> tuple[View, ...]:
-        return (self.y,)
+    reads = ("a", "b", "operands")
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -97,14 +90,7 @@ class Attention(Problem):
     program: EpilogueProgram
     precision: str                  # int8, fp32, bf16, fp16
     family = "attention"
-
-    @property
-    def inputs(self) -> tuple[View, ...]:
-        return (self.q, self.k, self.v, *((self.mask,) if self.mask else ()))
-
-    @property
-    def outputs(self) -> tuple[View, ...]:
-        return (self.y,)
+    reads = ("q", "k", "v", "mask")
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -152,12 +138,12 @@ class Attention(Problem):
 
     def _exact_meaning(self, factors: Sequence[Floats], scale: np.float32, zeros: Sequence[np.float32],
                        mask: Floats | None, program: Sequence[Floats]) -> tuple[Array, ...]:
-        q, k, v = (x.astype(np.int64) for x in factors[:3])
+        q, k, v = (x.astype(np.float64) for x in factors[:3])
         sums = ((q - int(zeros[0])) @ (k - MIDDLE).swapaxes(-1, -2)).astype(np.float32)
         x = sums * scale if mask is None else fma(sums, scale, mask)
         peak = reduced_rows("max", x)
         p = np.rint(exp2(NUMPY, less_peak(x, peak) * self.units, "uint8"))
-        mixed = (p.astype(np.int64) @ (v - MIDDLE)).astype(np.float32)
+        mixed = (p.astype(np.float64) @ (v - MIDDLE)).astype(np.float32)
         mean = mixed * share_of(peak, reduced_rows("sum", p))
         if self.mask:
             mean = mean + np.where(peak > -np.inf, np.float32(0), zeros[2] - np.float32(MIDDLE))

@@ -68,14 +68,7 @@ class Lookup(Problem):
     rows: int           # of the table
     family = "lookup"
     computes_on = SIZES     # it moves bytes
-
-    @property
-    def inputs(self) -> tuple[View, ...]:
-        return (self.index,)
-
-    @property
-    def outputs(self) -> tuple[View, ...]:
-        return (self.y,)
+    reads = ("index",)
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         """"table": [rows, width], as it is stored."""
@@ -89,10 +82,7 @@ class GatherElements(UnaryProblem):
     axis: int
     family = "gather_elements"
     computes_on = ("uint8", "int8", "bool", "int32", "int64", "float32", "float16", "bfloat16")
-
-    @property
-    def inputs(self) -> tuple[View, ...]:
-        return (self.x, self.index)
+    reads = ("x", "index")
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         x, index = inputs
@@ -117,14 +107,8 @@ class HaloFill(Problem):
     runs: tuple[View, ...]
     value: int
     family = "halo_fill"
-
-    @property
-    def inputs(self) -> tuple[View, ...]:
-        return ()
-
-    @property
-    def outputs(self) -> tuple[View, ...]:
-        return self.runs
+    reads = ()
+    writes = ("runs",)
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         """Of one item: there is no input that would say how many there are."""

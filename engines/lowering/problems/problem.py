@@ -26,15 +26,22 @@ class Problem(ABC):
     family: ClassVar[str] = ""
     computes_on: ClassVar[Collection[str]] = FLOATS     # how its inputs and outputs may be stored
 
-    @property
-    @abstractmethod
-    def inputs(self) -> tuple[View, ...]:
-        """The tensors that a kernel reads, in the order of its operands."""
+    reads: ClassVar[tuple[str, ...]] = ("x",)           # the fields that hold views of its inputs ...
+    writes: ClassVar[tuple[str, ...]] = ("y",)          # ... and outputs: each a View, a tuple of them, or None
 
     @property
-    @abstractmethod
+    def inputs(self) -> tuple[View, ...]:
+        """The tensors that a kernel reads, in the order of its operands."""
+        return self._views(self.reads)
+
+    @property
     def outputs(self) -> tuple[View, ...]:
         """The tensors that a kernel writes, in the order of its operands."""
+        return self._views(self.writes)
+
+    def _views(self, names: tuple[str, ...]) -> tuple[View, ...]:
+        fields = (getattr(self, name) for name in names)
+        return tuple(view for field in fields for view in (field if isinstance(field, tuple) else (field,)) if view)
 
     @property
     def misfit(self) -> str:
@@ -65,14 +72,6 @@ class UnaryProblem(Problem):
     x: View
     y: View
 
-    @property
-    def inputs(self) -> tuple[View, ...]:
-        return (self.x,)
-
-    @property
-    def outputs(self) -> tuple[View, ...]:
-        return (self.y,)
-
 
 @dataclass(frozen=True)
 class ImageProblem(UnaryProblem):
@@ -82,10 +81,7 @@ class ImageProblem(UnaryProblem):
     """
     operands: tuple[View, ...]
     program: EpilogueProgram
-
-    @property
-    def inputs(self) -> tuple[View, ...]:
-        return (self.x, *self.operands)
+    reads = ("x", "operands")
 
     def finished(self, accumulator: Array, operands: Sequence[Array], constants: Mapping[str, Any]) -> Array:
         """What the program makes of the accumulators [batch, *y.shape], as it is stored."""

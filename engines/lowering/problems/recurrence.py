@@ -98,14 +98,8 @@ class Recurrence(Problem):
     precision: str = "fp32"
     family = "recurrence"
     computes_on = (*FLOATS, "int32")    # lengths are int32
-
-    @property
-    def inputs(self) -> tuple[View, ...]:
-        return tuple(view for view in (self.gates, *self.first, self.lengths) if view)
-
-    @property
-    def outputs(self) -> tuple[View, ...]:
-        return tuple(view for view in (self.y, *self.last) if view)
+    reads = ("gates", "first", "lengths")
+    writes = ("y", "last")
 
     @property
     def macs(self) -> int:

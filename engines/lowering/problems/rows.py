@@ -59,14 +59,7 @@ class RowProblem(Problem):
     operands: tuple[View, ...] = ()
     prologue: EpilogueProgram = COPY
     program: EpilogueProgram = EpilogueProgram()
-
-    @property
-    def inputs(self) -> tuple[View, ...]:
-        return (*self.sources, *self.operands)
-
-    @property
-    def outputs(self) -> tuple[View, ...]:
-        return (self.y,)
+    reads = ("sources", "operands")
 
     @property
     def width(self) -> int:

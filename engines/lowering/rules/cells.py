@@ -35,29 +35,23 @@ def cell_of(node: Node, direction: int, peepholes: bool) -> Cell:
     return {"LSTM": _lstm, "GRU": _gru, "RNN": _rnn}[node.attrs["cell"]](node.attrs, functions, peepholes)
 
 
-class _Writer:
+class _Writer(AffineWriter):
     """Writes one update."""
 
     def __init__(self, clip: float) -> None:
-        self._builder, self._clip = ProgramBuilder(False), clip
-        self._writer = AffineWriter(self._builder)
+        super().__init__(ProgramBuilder(False))
+        self._clip = clip
         self._operands: dict[Source, Affine] = {}
 
     def read(self, kind: str, index: int) -> Affine:
         source = (kind, index)
         if source not in self._operands:
-            self._operands[source] = Affine.of(self._builder.operand())
+            self._operands[source] = Affine.of(self.builder.operand())
         return self._operands[source]
 
     def gate(self, index: int) -> Affine:
         """x + sum of a gate."""
         return self.read("gate", index)
-
-    def add(self, a: Affine, b: Affine) -> Affine:
-        return self._writer.add(a, b)
-
-    def multiply(self, a: Affine, b: Affine) -> Affine:
-        return self._writer.multiply(a, b)
 
     def activate(self, function: Node, x: Affine) -> Affine:
         """ONNX's function, of x clipped."""
@@ -69,13 +63,13 @@ class _Writer:
         """The function alone: the states that an output is made of are not clipped."""
         special = _FUNCTIONS.get(function.op)
         if special:
-            x = self._writer.settled(x)
-            return self._writer.settled(special(self._writer, x, function.attrs["alpha"], function.attrs["beta"]))
-        return self._writer.settled(write_node(self._writer, function, [x]))
+            x = self.settled(x)
+            return self.settled(special(self, x, function.attrs["alpha"], function.attrs["beta"]))
+        return self.settled(write_node(self, function, [x]))
 
     def update(self, slot: int, value: Affine) -> Update:
-        program = self._builder.program(self._writer.settle(value))
-        numbers = tuple(float(number[0]) for number in self._builder.constants)
+        program = self.builder.program(self.settle(value))
+        numbers = tuple(float(number[0]) for number in self.builder.constants)
         return Update(slot, program, tuple(self._operands), numbers)
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.graph import Node
+from engines.ir.graph import Array, Node
 from engines.lowering.calls.calls import Call, Context, Refused, lowers
 from engines.lowering.calls.placement import Placement
 from engines.lowering.epilogue.affine import Affine, AffineWriter
 from engines.lowering.epilogue.program import ProgramBuilder
-from engines.lowering.problems.recurrence import Recurrence, integer_precision, integer_weights
-from engines.lowering.problems.view import FLOATS
+from engines.lowering.problems.recurrence import Cell, Recurrence, integer_precision, integer_weights
+from engines.lowering.problems.view import FLOATS, View
 from engines.lowering.rules.cells import bounded, cell_of
 from engines.ops.recurrent import directions
 
@@ -20,44 +20,64 @@ from engines.ops.recurrent import directions
 @lowers("Recurrence")
 def lower_recurrence(ctx: Context, node: Node) -> Sequence[Call]:
     gates, r, bias, peepholes, lengths, *states = (*node.inputs, *("",) * (7 - len(node.inputs)))
-    weights, backwards = ctx.constant(r), directions(node)
-    count, _, hidden = weights.shape
+    cells = _cells(node, len(ctx.constant(r)), bool(peepholes))
+    kept = cells[0].kept
+    given = {slot: _first(ctx, name) for slot, name in enumerate(states[:kept]) if name in ctx.graph.constants}
+    firsts = [ctx.placements[name] if name and slot not in given else None for slot, name in enumerate(states[:kept])]
+    ends = _lengths(ctx, lengths) if lengths else None
+    precision, constants = _weights(ctx, node, r, bounded(node) and not any(states[:kept]))
+    units = [ctx.constant(bias)] if bias else []
+    units += np.split(ctx.constant(peepholes), 3, axis=1) if peepholes else []
+    constants |= {"units": units, "first": list(given.values())}
+    y, *lasts = ([_wanted(ctx, name) for name in node.outputs] + [None] * kept)[:1 + kept]
+    builder, numbers = _stored(ctx, node.outputs[0])
+    problem = Recurrence(
+        ctx.placements[gates].view, ctx.constant(r).shape[2], cells, directions(node), _view(y),
+        tuple(map(_view, firsts)), tuple(map(_view, lasts)),
+        _view(ends), tuple(given), builder.program(), numbers, precision)
+    if any(view.dtype not in FLOATS for view in (problem.gates, *problem.outputs)):
+        raise Refused("only floats, or y as uint8, are compiled")
+    inputs = tuple(placement for placement in (ctx.placements[gates], *firsts, ends) if placement)
+    return [Call(node, problem, inputs, tuple(placement for placement in (y, *lasts) if placement), constants)]
+
+
+def _cells(node: Node, count: int, peepholes: bool) -> tuple[Cell, ...]:
+    """One for each direction."""
     try:
-        cells = tuple(cell_of(node, d, bool(peepholes)) for d in range(count))
+        return tuple(cell_of(node, direction, peepholes) for direction in range(count))
     except NotImplementedError as reason:
         raise Refused(str(reason)) from reason
-    states = states[:cells[0].kept]
-    given = tuple(slot for slot, name in enumerate(states) if name in ctx.graph.constants)
-    firsts = [ctx.constant(states[slot]) for slot in given]
-    if any(len(np.unique(first, axis=0)) > 1 for first in firsts):
+
+
+def _first(ctx: Context, name: str) -> Array:
+    """A first state that is a constant: one row for all items."""
+    rows = ctx.constant(name)
+    if len(np.unique(rows, axis=0)) > 1:
         raise Refused("its first states are constants that differ from item to item")
-    placed = ["" if slot in given else name for slot, name in enumerate(states)]
-    if lengths in ctx.graph.constants:
+    return np.asarray(rows[0])
+
+
+def _lengths(ctx: Context, name: str) -> Placement:
+    """The items' own numbers of steps."""
+    if name in ctx.graph.constants:
         raise Refused("its lengths are constants that differ from item to item")
-    inputs = [ctx.placements[name] for name in (gates, *placed, lengths) if name]
-    if lengths and ctx.type(lengths).dtype != np.int32:
+    if ctx.type(name).dtype != np.int32:
         raise Refused("only lengths of int32 are compiled")
-    units: list[Any] = []
-    if bias:
-        units.append(ctx.constant(bias))
-    if peepholes:
-        units += np.split(ctx.constant(peepholes), 3, axis=1)
-    constants: dict[str, Any] = {"weights": weights, "units": units, "first": [first[0] for first in firsts]}
-    precision = "fp32"
-    if node.precision != "fp32" and bounded(node) and not any(states):
-        precision = integer_precision(weights) if node.precision == "int8" else "int16"
-        constants["weights"], constants["scales"] = integer_weights(weights, precision)
-    made = [_wanted(ctx, name) for name in node.outputs]
-    made += [None] * (1 + cells[0].kept - len(made))
-    builder, numbers = _stored(ctx, node.outputs[0])
-    spec = Recurrence(
-        ctx.placements[gates].view, hidden, cells, backwards, made[0].view if made[0] else None,
-        tuple(ctx.placements[name].view if name else None for name in placed),
-        tuple(placement.view if placement else None for placement in made[1:]),
-        ctx.placements[lengths].view if lengths else None, given, builder.program(), numbers, precision)
-    if any(view.dtype not in FLOATS for view in (spec.gates, *spec.outputs)):
-        raise Refused("only floats, or y as uint8, are compiled")
-    return [Call(node, spec, tuple(inputs), tuple(placement for placement in made if placement), constants)]
+    return ctx.placements[name]
+
+
+def _weights(ctx: Context, node: Node, name: str, integers: bool) -> tuple[str, dict[str, Any]]:
+    """The precision of the products, and the recurrent weights in it. integers: the states allow them."""
+    weights = ctx.constant(name)
+    if node.precision == "fp32" or not integers:
+        return "fp32", {"weights": weights}
+    precision = integer_precision(weights) if node.precision == "int8" else "int16"
+    rounded, scales = integer_weights(weights, precision)
+    return precision, {"weights": rounded, "scales": scales}
+
+
+def _view(placement: Placement | None) -> View | None:
+    return placement.view if placement else None
 
 
 def _wanted(ctx: Context, name: str) -> Placement | None:

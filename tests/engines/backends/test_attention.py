@@ -7,7 +7,8 @@ import pytest
 from engines.lowering.epilogue.program import ProgramBuilder
 from engines.lowering.problems.matmul import Attention
 from engines.lowering.problems.view import View, dense_view
-from tests.engines.backends.harness import EVERY_ISA, check, random_array
+from tests.engines.backends.runners import EVERY_BACKEND
+from tests.engines.backends.suite import check, random_array
 
 BATCH = 2
 TOLERANCE = {"int8": 0, "fp32": 2e-5, "bf16": 1e-2, "fp16": 2e-3}
@@ -80,25 +81,25 @@ def problem(shape, precision, stored="", result=""):
     return spec, inputs, constants
 
 
-@EVERY_ISA
+@EVERY_BACKEND
 @EVERY_SHAPE
-def test_attention_of_bytes_equals_its_reference_bit_for_bit(shape, isa):
+def test_attention_of_bytes_equals_its_reference_bit_for_bit(shape, runner):
     spec, inputs, constants = problem(shape, "int8")
     assert spec.reference(inputs, constants)[0].std() > 5       # not all alike
-    check(spec, isa, inputs, constants, pieces=2, slack=4)
+    check(spec, runner, inputs, constants, pieces=2, slack=4)
 
 
-@EVERY_ISA
+@EVERY_BACKEND
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @EVERY_SHAPE
-def test_attention_of_floats_agrees_with_its_reference(shape, precision, isa):
+def test_attention_of_floats_agrees_with_its_reference(shape, precision, runner):
     spec, inputs, constants = problem(shape, precision, result="float32")
-    check(spec, isa, inputs, constants, TOLERANCE[precision], pieces=2, slack=4)
+    check(spec, runner, inputs, constants, TOLERANCE[precision], pieces=2, slack=4)
 
 
-@EVERY_ISA
+@EVERY_BACKEND
 @pytest.mark.parametrize("precision, zero", [("int8", 125 - 128), ("fp32", 0)])
-def test_a_query_that_may_look_at_nothing_sees_zeros(precision, zero, isa):
+def test_a_query_that_may_look_at_nothing_sees_zeros(precision, zero, runner):
     """In int8 the program is given means less 128; that of real zeros is their zero point less 128."""
     spec, inputs, constants = problem(SHAPES["wider than a panel, values wider than keys"], precision)
     inputs[3] = inputs[3].copy()
@@ -106,4 +107,4 @@ def test_a_query_that_may_look_at_nothing_sees_zeros(precision, zero, isa):
     offset = 10
     result, = spec.reference(inputs, {**constants, "program": [np.ones(1, np.float32), np.float32([offset])]})
     assert (result[:, :, 2] == offset + zero).all() and (result[:, :, 3] != offset + zero).any()
-    check(spec, isa, inputs, constants, TOLERANCE[precision], pieces=2, slack=4)
+    check(spec, runner, inputs, constants, TOLERANCE[precision], pieces=2, slack=4)

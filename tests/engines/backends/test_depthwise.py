@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.compile import assembly, spills
 from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import ALL, AVX2, AVX512_BF16, AVX512_VNNI
 from engines.backends.llvm.kernels.depthwise.depthwise import DepthwiseTile
 from engines.lowering.problems.convolution import Depthwise
 from engines.lowering.problems.view import dense_view
+from tests.engines.backends.llvm.jit import assembly, spills
 from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
 from tests.engines.backends.runners import EVERY_BACKEND, EVERY_ISA_WIDTH, EVERY_WIDTH
 from tests.engines.backends.suite import check, gapped, random_array, requantise, run

@@ -5,7 +5,9 @@ from engines.backends.llvm.codegen.isa import PORTABLE
 from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
 from engines.lowering.problems.images import GlobalPool
 from engines.lowering.problems.view import dense_view
-from tests.engines.backends.harness import EVERY_WIDTH, check, gapped, random_array, requantise, run
+from tests.engines.backends.llvm.runner import CpuRunner
+from tests.engines.backends.runners import EVERY_WIDTH
+from tests.engines.backends.suite import check, gapped, random_array, requantise, run
 
 BATCH = 3
 
@@ -19,19 +21,19 @@ def data(spec):
 @pytest.mark.parametrize("channels", [1, 3, 24, 33, 116, 200])
 @pytest.mark.parametrize("source", ["uint8", "float32"])
 @pytest.mark.parametrize("target", ["uint8", "float32"])
-def test_a_mean_over_all_pixels(channels, source, target, isa):
+def test_a_mean_over_all_pixels(channels, source, target, runner):
     program, constants = requantise(channels, np.random.default_rng(0), 1 / 35, residual=True)
     y = dense_view(target, (1, 1, channels))
     spec = GlobalPool(gapped(source, (5, 7, channels)), y, (y,), program, "sum")
-    check(spec, isa, data(spec), constants, pieces=2)
+    check(spec, runner, data(spec), constants, pieces=2)
 
 
 @EVERY_WIDTH
 @pytest.mark.parametrize("dtype", ["uint8", "float32", "float16"])
 @pytest.mark.parametrize("shape", [(4, 3, 50), (9, 17), (17,)])
-def test_a_maximum_over_any_axes(shape, dtype, isa):
+def test_a_maximum_over_any_axes(shape, dtype, runner):
     spec = GlobalPool(dense_view(dtype, shape), dense_view(dtype, shape[-1:]), (), EpilogueProgram((), 0, 0), "max")
-    check(spec, isa, data(spec), {"program": []}, pieces=2)
+    check(spec, runner, data(spec), {"program": []}, pieces=2)
 
 
 def test_a_wrong_divisor_is_caught():
@@ -39,5 +41,5 @@ def test_a_wrong_divisor_is_caught():
     b.add("mul", b.accumulator, 1 / 12)
     wrong.add("mul", wrong.accumulator, 1 / 13)
     spec = GlobalPool(dense_view("uint8", (3, 4, 5)), dense_view("float32", (1, 1, 5)), (), b.program(), "sum")
-    got, = run(spec, PORTABLE, data(spec), {"program": wrong.constants})
+    got, = run(spec, CpuRunner(PORTABLE), data(spec), {"program": wrong.constants})
     assert (got != spec.reference(data(spec), {"program": b.constants})[0]).all()

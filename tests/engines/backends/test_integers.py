@@ -8,7 +8,9 @@ from engines.lowering.lower import lower
 from engines.lowering.problems.elementwise import OPERATIONS, STORED_INTEGERS, CumulativeSum, Integers
 from engines.lowering.problems.view import View, dense_view
 from engines.ops import OPS
-from tests.engines.backends.harness import EVERY_WIDTH, check, gapped, random_array, run
+from tests.engines.backends.llvm.runner import CpuRunner
+from tests.engines.backends.runners import EVERY_WIDTH
+from tests.engines.backends.suite import check, gapped, random_array, run
 
 ITEMS = 2
 ARGUMENTS = {"copy": 1, "not": 1, "negate": 1, "invert": 1, "absolute": 1, "where": 3}
@@ -27,53 +29,53 @@ def draw(view, seed=0, wide=False):
 
 @EVERY_WIDTH
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_an_operation_is_exact_for_any_64_bits(operation, isa):
+def test_an_operation_is_exact_for_any_64_bits(operation, runner):
     views = (dense_view("int64", (3, 37)),) * ARGUMENTS.get(operation, 2)
     spec = Integers(views, dense_view("int64", (3, 37)), operation)
-    check(spec, isa, [draw(view, seed, wide=True) for seed, view in enumerate(views)], {}, pieces=2)
+    check(spec, runner, [draw(view, seed, wide=True) for seed, view in enumerate(views)], {}, pieces=2)
 
 
 @EVERY_WIDTH
 @pytest.mark.parametrize("target", STORED_INTEGERS)
 @pytest.mark.parametrize("source", STORED_INTEGERS)
-def test_every_stored_dtype_is_read_and_written_as_numpy_casts_it(source, target, isa):
+def test_every_stored_dtype_is_read_and_written_as_numpy_casts_it(source, target, runner):
     spec = Integers((dense_view(source, (37,)),), dense_view(target, (37,)), "copy")
     x = draw(spec.sources[0], wide=True)
-    check(spec, isa, [x], {})
+    check(spec, runner, [x], {})
     np.testing.assert_array_equal(spec.reference([x], {})[0], x.astype(target))
 
 
 @EVERY_WIDTH
-def test_floats_are_truncated(isa):
+def test_floats_are_truncated(runner):
     spec = Integers((dense_view("float32", (37,)),), dense_view("int64", (37,)), "copy")
     x = np.linspace(-1e6, 1e6, ITEMS * 37, dtype=np.float32).reshape(ITEMS, 37)
-    check(spec, isa, [x], {})
+    check(spec, runner, [x], {})
 
 
 @EVERY_WIDTH
-def test_strides_of_zero_broadcast_and_gaps_are_stepped_over(isa):
+def test_strides_of_zero_broadcast_and_gaps_are_stepped_over(runner):
     shape = (3, 4, 19)
     column = View("bool", shape, (4, 1, 0), 12)
     row = View("int64", shape, (0, 0, 8), 19 * 8)
     spaced = View("int32", shape, (4 * 19 * 8, 19 * 8, 8), 3 * 4 * 19 * 8)
     for output in (gapped("int64", shape), spaced):
         views = (column, row, spaced)
-        check(Integers(views, output, "where"), isa, [draw(v, i) for i, v in enumerate(views)], {}, pieces=2)
+        check(Integers(views, output, "where"), runner, [draw(v, i) for i, v in enumerate(views)], {}, pieces=2)
 
 
 @EVERY_WIDTH
 @pytest.mark.parametrize("operation", ["divide", "modulo", "remainder"])
-def test_no_division_traps_and_signs_are_as_numpy_has_them(operation, isa):
+def test_no_division_traps_and_signs_are_as_numpy_has_them(operation, runner):
     view = dense_view("int64", (7, 7))
     special = np.array([0, -1, 1, 7, -7, np.iinfo(np.int64).min, np.iinfo(np.int64).max])
     a, b = (np.broadcast_to(x, (ITEMS, 7, 7)) for x in (special[:, None], special))
-    check(Integers((view, view), view, operation), isa, [a, b], {})
+    check(Integers((view, view), view, operation), runner, [a, b], {})
 
 
 def test_a_wrong_operation_is_caught():
     view = dense_view("int64", (7,))
     x = [draw(view, 0), draw(view, 1)]
-    got, = run(Integers((view, view), view, "less"), PORTABLE, x, {})
+    got, = run(Integers((view, view), view, "less"), CpuRunner(PORTABLE), x, {})
     assert (got != Integers((view, view), view, "less_or_equal").reference([x[0], x[0]], {})[0]).any()
 
 
@@ -82,18 +84,18 @@ def test_a_wrong_operation_is_caught():
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("way", [{}, {"exclusive": True}, {"reverse": True}, {"exclusive": True, "reverse": True}],
                          ids=str)
-def test_sums_run_along_any_axis_either_way(way, axis, dtype, isa):
+def test_sums_run_along_any_axis_either_way(way, axis, dtype, runner):
     x = gapped(dtype, (4, 5, 19))
     spec = CumulativeSum(x, dense_view(dtype, x.shape), axis, **way)
-    check(spec, isa, [draw(x)], {}, pieces=2)
+    check(spec, runner, [draw(x)], {}, pieces=2)
     node = Node("CumSum", ("x",), ("y",), {"axis": axis + 1, **{key: int(value) for key, value in way.items()}})
     np.testing.assert_allclose(spec.reference([draw(x)], {})[0], OPS["CumSum"].reference(node, draw(x))[0], 1e-6)
 
 
 @EVERY_WIDTH
-def test_sums_run_along_the_tokens_of_a_request(isa):
+def test_sums_run_along_the_tokens_of_a_request(runner):
     view = dense_view("int64", (37,))
-    check(CumulativeSum(view, view, 0), isa, [draw(view)], {})
+    check(CumulativeSum(view, view, 0), runner, [draw(view)], {})
 
 
 # ---- nodes

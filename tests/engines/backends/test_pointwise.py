@@ -10,7 +10,9 @@ from engines.backends.llvm.kernels.elementwise.pointwise import PointwiseKernel
 from engines.lowering.epilogue.program import INSTRUCTIONS, NUMPY, EpilogueProgram, Instruction, ProgramBuilder, Ref
 from engines.lowering.problems.elementwise import Pointwise
 from engines.lowering.problems.view import View, dense_view
-from tests.engines.backends.harness import EVERY_ISA, check, gapped, kernel_of, random_array, requantise, run
+from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
+from tests.engines.backends.runners import EVERY_BACKEND
+from tests.engines.backends.suite import check, gapped, random_array, requantise, run
 
 BATCH = 2
 
@@ -25,69 +27,69 @@ def inputs_of(spec):
     return arrays
 
 
-@EVERY_ISA
+@EVERY_BACKEND
 @pytest.mark.parametrize("channels", [1, 3, 17, 24, 33, 116])
-def test_a_requantised_sum_of_u8_tensors_equals_its_reference(channels, isa):
+def test_a_requantised_sum_of_u8_tensors_equals_its_reference(channels, runner):
     program, constants = requantise(channels, np.random.default_rng(0), 0.5, residual=True, accumulator=False)
     shape = (3, 5, channels)
     spec = Pointwise((gapped("uint8", shape), dense_view("uint8", shape)), gapped("uint8", shape), program)
-    check(spec, isa, inputs_of(spec), constants, pieces=2)
+    check(spec, runner, inputs_of(spec), constants, pieces=2)
 
 
-@EVERY_ISA
+@EVERY_BACKEND
 @pytest.mark.parametrize("source, target", [
     ("uint8", "float32"), ("float32", "uint8"), ("float16", "uint8"), ("bfloat16", "float32"), ("float32", "bfloat16"),
     ("float32", "float16"), ("int32", "float32"), ("int64", "float32"), ("bool", "float32"), ("int8", "uint8"),
     ("float32", "int8"), ("float32", "bool")])
-def test_every_stored_dtype_is_read_and_written(source, target, isa):
+def test_every_stored_dtype_is_read_and_written(source, target, runner):
     b = ProgramBuilder(False)
     b.add("fma", b.operand(), 20.0, 1.25)
     spec = Pointwise((dense_view(source, (2, 37)),), dense_view(target, (2, 37)), b.program(), uniform=True)
-    check(spec, isa, inputs_of(spec), {"program": b.constants})
+    check(spec, runner, inputs_of(spec), {"program": b.constants})
 
 
-@EVERY_ISA
-def test_a_dense_tensor_is_one_run_cut_in_blocks(isa):
+@EVERY_BACKEND
+def test_a_dense_tensor_is_one_run_cut_in_blocks(runner):
     b = ProgramBuilder(False)
     b.add("max", b.add("fma", b.operand(), 0.5, 3.0), 10.0)
     view = dense_view("uint8", (3, 41, 2 * BLOCK // 100))
     spec = Pointwise((view,), view, b.program(), uniform=True)
     assert len(kernel_of(spec).runs.shape) == 1 and kernel_of(spec).runs.blocks == 3
-    check(spec, isa, inputs_of(spec), {"program": b.constants}, pieces=2)
+    check(spec, runner, inputs_of(spec), {"program": b.constants}, pieces=2)
 
 
-@EVERY_ISA
-def test_a_stride_of_zero_broadcasts_on_any_axis(isa):
+@EVERY_BACKEND
+def test_a_stride_of_zero_broadcasts_on_any_axis(runner):
     b = ProgramBuilder(False)
     b.add("mul", b.add("add", b.operand(), b.operand()), b.operand())
     shape = (3, 4, 37)
     per_pixel = View("float32", shape, (16, 4, 0), 48)
     per_channel = View("float32", shape, (0, 0, 4), 37 * 4)
     spec = Pointwise((dense_view("float32", shape), per_pixel, per_channel), dense_view("float32", shape), b.program())
-    check(spec, isa, inputs_of(spec), {"program": b.constants}, pieces=3)
+    check(spec, runner, inputs_of(spec), {"program": b.constants}, pieces=3)
 
 
-@EVERY_ISA
-def test_gaps_between_innermost_elements_are_stepped_over(isa):
+@EVERY_BACKEND
+def test_gaps_between_innermost_elements_are_stepped_over(runner):
     b = ProgramBuilder(False)
     b.add("add", b.operand(), 1.5)
     spaced = View("float32", (5, 19), (19 * 12, 12), 5 * 19 * 12)
     dense = dense_view("float32", (5, 19))
     for spec in (Pointwise((spaced,), dense, b.program()), Pointwise((dense,), spaced, b.program())):
-        check(spec, isa, inputs_of(spec), {"program": b.constants})
+        check(spec, runner, inputs_of(spec), {"program": b.constants})
 
 
-@EVERY_ISA
-def test_a_scalar_has_a_grid_of_one_row(isa):
+@EVERY_BACKEND
+def test_a_scalar_has_a_grid_of_one_row(runner):
     b = ProgramBuilder(False)
     b.add("add", b.operand(), 1.5)
     spec = Pointwise((dense_view("float32", ()),), dense_view("float32", ()), b.program(), uniform=True)
-    check(spec, isa, inputs_of(spec), {"program": b.constants})
+    check(spec, runner, inputs_of(spec), {"program": b.constants})
 
 
-@EVERY_ISA
+@EVERY_BACKEND
 @pytest.mark.parametrize("op", INSTRUCTIONS)
-def test_every_instruction_rounds_as_its_meaning_says(op, isa):
+def test_every_instruction_rounds_as_its_meaning_says(op, runner):
     two = ("add", "sub", "mul", "div", "max", "min", "less", "less_or_equal", "equal")
     arity = {"fma": 3, "where_positive": 3}.get(op, 2 if op in two else 1)
     instruction = Instruction(op, tuple(Ref("operand", i) for i in range(arity)))
@@ -99,19 +101,19 @@ def test_every_instruction_rounds_as_its_meaning_says(op, isa):
         inputs = [np.abs(x) for x in inputs]
     if op in ("less", "less_or_equal", "equal"):
         inputs = [np.rint(x) for x in inputs]       # so that some are equal
-    check(spec, isa, inputs, {"program": []})
+    check(spec, runner, inputs, {"program": []})
 
 
-@EVERY_ISA
+@EVERY_BACKEND
 @pytest.mark.parametrize("op, x, expected", [
     ("log", [0, -0.0, np.inf, -1, -np.inf, 1], [-np.inf, -np.inf, np.inf, np.nan, np.nan, 0]),
     ("exp", [0, -1e30, np.inf, 88.73, -np.inf, np.nan], [1, 0, np.inf, np.inf, 0, np.nan])])
-def test_logarithms_and_exponentials_have_their_ends(op, x, expected, isa):
+def test_logarithms_and_exponentials_have_their_ends(op, x, expected, runner):
     """log 0 is what masks are made by, and a negative number has none."""
     program = EpilogueProgram((Instruction(op, (Ref("operand", 0),)),), 1, 0, accumulator=False)
     view, x = dense_view("float32", (6,)), np.float32([x])
     np.testing.assert_array_equal(program.meaning(None, [x], []), np.float32([expected]))
-    check(Pointwise((view,), view, program, uniform=True), isa, [x], {"program": []})
+    check(Pointwise((view,), view, program, uniform=True), runner, [x], {"program": []})
 
 
 def test_an_exponential_is_as_accurate_as_it_says():
@@ -146,13 +148,13 @@ def test_sine_and_cosine_are_as_accurate_as_they_say(op, exact):
     assert np.abs(INSTRUCTIONS[op](NUMPY, x) - exact(x.astype(np.float64))).max() < 2e-7
 
 
-@EVERY_ISA
-def test_quantising_saturates_whatever_the_size_of_the_number(isa):
+@EVERY_BACKEND
+def test_quantising_saturates_whatever_the_size_of_the_number(runner):
     b = ProgramBuilder(False)
     b.operand()
     x = np.array([[-np.inf, -3e12, -0.5, 0.5, 1.5, 254.5, 255.5, 3e12, np.inf]], np.float32)
     spec = Pointwise((dense_view("float32", (9,)),), dense_view("uint8", (9,)), b.program(), uniform=True)
-    result, = run(spec, isa, [x], {"program": []})
+    result, = run(spec, runner, [x], {"program": []})
     assert result.tolist() == [[0, 0, 0, 0, 2, 254, 255, 255, 255]]
 
 
@@ -163,7 +165,7 @@ def test_a_wrong_constant_is_caught():
     spec = Pointwise((view,), view, b.program(), uniform=True)
     with pytest.raises(AssertionError):
         expected = spec.reference(inputs_of(spec), {"program": [np.float32([1.25])]})
-        np.testing.assert_array_equal(run(spec, ALL[0], inputs_of(spec), {"program": b.constants}), expected)
+        np.testing.assert_array_equal(run(spec, CpuRunner(ALL[0]), inputs_of(spec), {"program": b.constants}), expected)
 
 
 @pytest.mark.parametrize(("narrow", "message"), [(0, "read outside"), (1, "write outside")])
@@ -181,7 +183,7 @@ def test_a_window_that_is_too_narrow_is_caught(narrow, message):
     kernel = Narrow(Pointwise((view,), view, b.program(), uniform=True))
     x = np.random.default_rng(0).integers(0, 256, (2, *view.shape)).astype(np.uint8)
     with pytest.raises(AssertionError, match=message):
-        check(kernel, PORTABLE, [x], {"program": []})
+        check(kernel, CpuRunner(PORTABLE), [x], {"program": []})
 
 
 def test_writing_past_the_output_is_caught():
@@ -196,5 +198,5 @@ def test_writing_past_the_output_is_caught():
     b = ProgramBuilder(False)
     b.operand()
     spec = Pointwise((view,), view, b.program(), uniform=True)
-    with pytest.raises(AssertionError, match="beside"):
-        run(Overrun(spec), PORTABLE, inputs_of(spec), {"program": []}, slack=8)
+    with pytest.raises(AssertionError, match="write outside"):
+        run(Overrun(spec), CpuRunner(PORTABLE), inputs_of(spec), {"program": []}, slack=8)

@@ -5,7 +5,9 @@ from engines.backends.llvm.codegen.isa import ALL, AVX2
 from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
 from engines.lowering.problems.images import Pool
 from engines.lowering.problems.view import dense_view
-from tests.engines.backends.harness import EVERY_WIDTH, check, gapped, kernel_of, random_array, requantise, run
+from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
+from tests.engines.backends.runners import EVERY_ISA_WIDTH, EVERY_WIDTH
+from tests.engines.backends.suite import check, gapped, random_array, requantise, run
 
 BATCH = 2
 PLAIN = EpilogueProgram((), 0, 0)
@@ -37,53 +39,53 @@ def data(spec):
 @EVERY_WIDTH
 @EVERY_WINDOW
 @pytest.mark.parametrize("dtype", ["uint8", "float32"])
-def test_a_maximum_is_that_of_the_window_inside_the_image(window, dtype, isa):
+def test_a_maximum_is_that_of_the_window_inside_the_image(window, dtype, runner):
     spec = pool("max", dtype, 17, window)
-    check(spec, isa, data(spec), {"program": []}, pieces=2)
+    check(spec, runner, data(spec), {"program": []}, pieces=2)
 
 
 @EVERY_WIDTH
 @EVERY_WINDOW
 @pytest.mark.parametrize("include, dtype", [(True, "uint8"), (False, "float32")])
-def test_an_average_counts_padded_taps_as_asked(window, include, dtype, isa):
+def test_an_average_counts_padded_taps_as_asked(window, include, dtype, runner):
     program, constants = requantise(10, np.random.default_rng(0), residual=True)
     spec = pool("average", dtype, 10, window, program, operands=1, count_include_pad=include, pad_value=13)
-    check(spec, isa, data(spec), constants, pieces=2)
+    check(spec, runner, data(spec), constants, pieces=2)
 
 
-@EVERY_WIDTH
+@EVERY_ISA_WIDTH
 @pytest.mark.parametrize("channels, kind", [(1, "max"), (3, "average"), (24, "max"), (33, "average"), (116, "max")])
-def test_channels_that_do_not_fill_a_vector(channels, kind, isa):
+def test_channels_that_do_not_fill_a_vector(channels, kind, cpu):
     program, constants = requantise(channels, np.random.default_rng(0))
     spec = pool(kind, "uint8", channels, WINDOWS["2x2"], program)
-    for tactic in kernel_of(spec).tactics(isa)[::2]:
-        check(spec, isa, data(spec), constants, tactic=tactic)
+    for tactic in kernel_of(spec).tactics(cpu.isa)[::2]:
+        check(spec, cpu, data(spec), constants, tactic=tactic)
 
 
 @EVERY_WIDTH
 @pytest.mark.parametrize("source, target", [("uint8", "float32"), ("float16", "float16"), ("bfloat16", "uint8")])
-def test_other_dtypes(source, target, isa):
+def test_other_dtypes(source, target, runner):
     b = ProgramBuilder(True)
     b.add("fma", b.accumulator, 20.0, 3.0)
     spec = pool("average", source, 20, WINDOWS["2x2"], b.program(), target)
-    check(spec, isa, data(spec), {"program": b.constants})
+    check(spec, runner, data(spec), {"program": b.constants})
 
 
 @EVERY_WIDTH
-def test_windows_cut_by_ceil_mode_do_not_count_beyond_the_pads(isa):
+def test_windows_cut_by_ceil_mode_do_not_count_beyond_the_pads(runner):
     x, y = dense_view("float32", (6, 6, 4)), dense_view("float32", (3, 3, 4))
     spec = Pool(x, y, (), PLAIN, "average", (3, 3), (2, 2), count_include_pad=True)
     ones = np.ones((1, *x.shape), np.float32)
-    result, = run(spec, isa, [ones], {"program": []})
+    result, = run(spec, runner, [ones], {"program": []})
     np.testing.assert_allclose(result, 1, 1e-6)
-    check(spec, isa, data(spec), {"program": []})
+    check(spec, runner, data(spec), {"program": []})
 
 
 def test_a_wrong_count_is_caught():
     spec = pool("average", "uint8", 8, WINDOWS["3x3 stride 2 padded"])
     wrong = pool("average", "uint8", 8, WINDOWS["3x3 stride 2 padded"], count_include_pad=True)
     with pytest.raises(AssertionError):
-        np.testing.assert_array_equal(run(spec, AVX2, data(spec), {"program": []}, native=False),
+        np.testing.assert_array_equal(run(spec, CpuRunner(AVX2), data(spec), {"program": []}, native=False),
                                       wrong.reference(data(spec), {"program": []}))
 
 

@@ -4,13 +4,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.compile import assembly, spills
 from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import AVX2, AVX512_BF16, AVX512_VNNI, AVX_VNNI
 from engines.backends.llvm.kernels.matmul.product import Tile
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.matmul import Product
 from engines.lowering.problems.view import View, dense_view
+from tests.engines.backends.llvm.jit import assembly, spills
 from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
 from tests.engines.backends.runners import EVERY_BACKEND, EVERY_ISA
 from tests.engines.backends.suite import check, gapped, random_array, requantise

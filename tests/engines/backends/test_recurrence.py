@@ -16,7 +16,9 @@ from engines.lowering.problems.view import View
 from engines.lowering.rules.cells import bounded, cell_of
 from engines.ops.recurrent import DEFAULTS, GATES
 from engines.ops.recurrent import Recurrence as Operator
-from tests.engines.backends.harness import EVERY_ISA, EVERY_WIDTH, check, gapped, kernel_of, run
+from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
+from tests.engines.backends.runners import EVERY_BACKEND, EVERY_ISA_WIDTH, EVERY_WIDTH
+from tests.engines.backends.suite import check, gapped, run
 
 FLOAT_SUMS = 2e-5       # float32 sums in another order, fed back for some steps
 STEPS = 5
@@ -87,71 +89,71 @@ EVERY_CELL = pytest.mark.parametrize("attrs", CELLS.values(), ids=CELLS)
 @EVERY_WIDTH
 @EVERY_CELL
 @pytest.mark.parametrize("hidden", [1, 5, 24])
-def test_a_cell_equals_its_reference(attrs, hidden, isa):
+def test_a_cell_equals_its_reference(attrs, hidden, runner):
     case = Case(node_of(direction="bidirectional", **attrs), hidden)
-    check(case.spec, isa, case.inputs, case.constants, FLOAT_SUMS, pieces=2)
+    check(case.spec, runner, case.inputs, case.constants, FLOAT_SUMS, pieces=2)
 
 
-@EVERY_ISA
+@EVERY_BACKEND
 @BOTH_WHOLE
 @pytest.mark.parametrize("attrs", [{}, {"cell": "GRU"}, {"cell": "GRU", "linear_before_reset": 1}, {"cell": "RNN"}],
                          ids=["lstm", "gru", "gru, product reset", "rnn"])
-def test_whole_products_are_exact(attrs, precision, isa):
+def test_whole_products_are_exact(attrs, precision, runner):
     case = Case(node_of(direction="bidirectional", **attrs), 37, precision, batch=11)
-    check(case.spec, isa, case.inputs, case.constants, pieces=2)
+    check(case.spec, runner, case.inputs, case.constants, pieces=2)
 
 
-@EVERY_WIDTH
+@EVERY_ISA_WIDTH
 @pytest.mark.parametrize("batch, precision", [*((batch, "int16") for batch in (1, 2, 3, 7, 8, 13)), (13, "int8")])
 @pytest.mark.parametrize("attrs", [{}, {"cell": "GRU", "linear_before_reset": 1}, {"cell": "RNN"}],
                          ids=["lstm", "gru", "rnn"])
-def test_any_batch_is_cut_into_tiles(attrs, batch, precision, isa, monkeypatch):
+def test_any_batch_is_cut_into_tiles(attrs, batch, precision, cpu, monkeypatch):
     case = Case(node_of(direction="reverse", **attrs), 19, precision, batch)
     monkeypatch.setattr(recurrence, "FIRST_LEVEL", 0)
-    for tactic in (*kernel_of(case.spec).tactics(isa), Panels(1, prefetch=True)):
-        check(case.spec, isa, case.inputs, case.constants, tactic=tactic)
+    for tactic in (*kernel_of(case.spec).tactics(cpu.isa), Panels(1, prefetch=True)):
+        check(case.spec, cpu, case.inputs, case.constants, tactic=tactic)
 
 
 @EVERY_WIDTH
 @pytest.mark.parametrize("batch", [1, 6])
-def test_states_come_in_and_go_out(batch, isa):
+def test_states_come_in_and_go_out(batch, runner):
     for attrs in ({}, {"cell": "GRU"}):
         case = Case(node_of(direction="bidirectional", **attrs), 13, batch=batch, states=True)
-        check(case.spec, isa, case.inputs, case.constants, FLOAT_SUMS)
+        check(case.spec, runner, case.inputs, case.constants, FLOAT_SUMS)
 
 
 @EVERY_WIDTH
-def test_first_states_may_be_constants(isa):
+def test_first_states_may_be_constants(runner):
     case = Case(node_of(direction="bidirectional"), 13, given=True)
-    check(case.spec, isa, case.inputs, case.constants, FLOAT_SUMS)
+    check(case.spec, runner, case.inputs, case.constants, FLOAT_SUMS)
 
 
 @EVERY_WIDTH
-def test_a_single_step_goes_from_states_to_states(isa):
+def test_a_single_step_goes_from_states_to_states(runner):
     case = Case(node_of(direction="bidirectional"), 13, states=True, steps=1)
-    check(case.spec, isa, case.inputs, case.constants, FLOAT_SUMS)
+    check(case.spec, runner, case.inputs, case.constants, FLOAT_SUMS)
 
 
 @EVERY_WIDTH
-def test_peepholes_look_at_the_cell_state(isa):
+def test_peepholes_look_at_the_cell_state(runner):
     case = Case(node_of(direction="bidirectional"), 13, peepholes=True)
-    check(case.spec, isa, case.inputs, case.constants, FLOAT_SUMS)
+    check(case.spec, runner, case.inputs, case.constants, FLOAT_SUMS)
 
 
 @EVERY_WIDTH
-def test_an_item_of_its_own_length_leaves_zeros_behind_its_end(isa):
+def test_an_item_of_its_own_length_leaves_zeros_behind_its_end(runner):
     case = Case(node_of(direction="bidirectional"), 13, batch=4, states=True, lengths=True, y="uint8")
-    y = run(case.spec, isa, case.inputs, case.constants)[0].reshape(4, STEPS, 2, 13)
+    y = run(case.spec, runner, case.inputs, case.constants)[0].reshape(4, STEPS, 2, 13)
     assert (y[0, 3:] == 120).all() and (y[1] == 120).all() and (y[2] != 120).any()
     states = Case(node_of(direction="bidirectional"), 13, batch=4, states=True, lengths=True)
-    check(states.spec, isa, states.inputs, states.constants, FLOAT_SUMS)
+    check(states.spec, runner, states.inputs, states.constants, FLOAT_SUMS)
 
 
 @EVERY_WIDTH
 @pytest.mark.parametrize("y", ["uint8", "bfloat16", "float16"])
-def test_gates_and_y_are_stored_in_other_types(y, isa):
+def test_gates_and_y_are_stored_in_other_types(y, runner):
     case = Case(node_of("GRU"), 21, "int16", y=y, gates="bfloat16" if y == "bfloat16" else "float32")
-    check(case.spec, isa, case.inputs, case.constants)
+    check(case.spec, runner, case.inputs, case.constants)
 
 
 @pytest.mark.parametrize("peepholes", [False, True])
@@ -200,7 +202,7 @@ def test_only_states_between_minus_one_and_one_are_multiplied_as_integers():
 def test_the_constants_of_two_directions_are_not_confused():
     case = Case(node_of(direction="bidirectional"), 9)
     swapped = {**case.constants, "weights": case.constants["weights"][::-1]}
-    got = run(case.spec, PORTABLE, case.inputs, case.constants)[0]
+    got = run(case.spec, CpuRunner(PORTABLE), case.inputs, case.constants)[0]
     assert not np.allclose(got, case.spec.reference(case.inputs, swapped)[0], atol=1e-2)
 
 

@@ -5,7 +5,9 @@ from engines.backends.llvm.codegen.isa import PORTABLE
 from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
 from engines.lowering.problems.images import Resize, taps_of
 from engines.lowering.problems.view import dense_view
-from tests.engines.backends.harness import EVERY_WIDTH, check, gapped, random_array, requantise, run
+from tests.engines.backends.llvm.runner import CpuRunner
+from tests.engines.backends.runners import EVERY_WIDTH
+from tests.engines.backends.suite import check, gapped, random_array, requantise, run
 
 BATCH = 2
 PLAIN = EpilogueProgram((), 0, 0)
@@ -31,10 +33,10 @@ def data(spec):
 @EVERY_WIDTH
 @pytest.mark.parametrize("channels", [1, 3, 33, 116])
 @pytest.mark.parametrize("dtype", ["uint8", "float32"])
-def test_nearest_copies_its_neighbour(dtype, channels, isa):
+def test_nearest_copies_its_neighbour(dtype, channels, runner):
     spec = Resize(gapped(dtype, (3, 4, channels)), gapped(dtype, (6, 5, channels)), (), PLAIN)
     tables = {"rows": nearest(6, 3), "columns": nearest(5, 4)}
-    check(spec, isa, data(spec), {**tables, "program": []}, pieces=2)
+    check(spec, runner, data(spec), {**tables, "program": []}, pieces=2)
     rows, columns = (tables[key][0][:, 0] for key in ("rows", "columns"))
     expected, = spec.reference(data(spec), {**tables, "program": []})
     np.testing.assert_array_equal(expected, data(spec)[0][:, rows][:, :, columns])
@@ -43,20 +45,20 @@ def test_nearest_copies_its_neighbour(dtype, channels, isa):
 @EVERY_WIDTH
 @pytest.mark.parametrize("channels", [3, 24, 80])
 @pytest.mark.parametrize("source, target", [("uint8", "uint8"), ("float32", "float32"), ("uint8", "float32")])
-def test_linear_blends_two_by_two(source, target, channels, isa):
+def test_linear_blends_two_by_two(source, target, channels, runner):
     program, constants = requantise(channels, np.random.default_rng(0), residual=True)
     constants |= {"rows": linear(7, 3), "columns": linear(4, 8)}
     spec = Resize(gapped(source, (3, 8, channels)), gapped(target, (7, 4, channels)),
                   (dense_view(source, (7, 4, channels)),), program, (2, 2))
-    check(spec, isa, data(spec), constants, pieces=2)
+    check(spec, runner, data(spec), constants, pieces=2)
 
 
 @EVERY_WIDTH
-def test_any_number_of_taps(isa):
+def test_any_number_of_taps(runner):
     random = np.random.default_rng(0)
     rows, columns = (taps_of(random.random(shape).astype(np.float32)) for shape in ((4, 3), (3, 4)))
     spec = Resize(dense_view("float32", (3, 4, 20)), dense_view("float32", (4, 3, 20)), (), PLAIN, (3, 4))
-    check(spec, isa, data(spec), {"rows": rows, "columns": columns, "program": []})
+    check(spec, runner, data(spec), {"rows": rows, "columns": columns, "program": []})
 
 
 def test_taps_are_the_weights_that_are_not_zero():
@@ -73,5 +75,5 @@ def test_a_wrong_table_is_caught():
     spec = Resize(dense_view("uint8", (4, 4, 8)), dense_view("uint8", (4, 4, 8)), (), b.program())
     right = {"rows": nearest(4, 4), "columns": nearest(4, 4), "program": []}
     wrong = {**right, "rows": (right["rows"][0][::-1], right["rows"][1])}
-    got, = run(spec, PORTABLE, data(spec), wrong)
+    got, = run(spec, CpuRunner(PORTABLE), data(spec), wrong)
     assert (got != spec.reference(data(spec), right)[0]).any()

@@ -7,7 +7,9 @@ from engines.backends.llvm.kernels.rows import softmax
 from engines.lowering.epilogue.program import ProgramBuilder
 from engines.lowering.problems.rows import Lrn, Norm, Reduce, Softmax
 from engines.lowering.problems.view import View, dense_view
-from tests.engines.backends.harness import EVERY_WIDTH, check, gapped, kernel_of, random_array, requantise, run
+from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
+from tests.engines.backends.runners import EVERY_WIDTH
+from tests.engines.backends.suite import check, gapped, random_array, requantise, run
 
 BATCH = 2
 FAMILIES = {
@@ -38,46 +40,46 @@ def dequantise():
 @EVERY_WIDTH
 @EVERY_FAMILY
 @pytest.mark.parametrize("width", [1, 7, 24, 65, 197])
-def test_a_row_program_equals_its_reference(family, width, isa):
+def test_a_row_program_equals_its_reference(family, width, runner):
     view = gapped("float32", (3, 2, width))
     spec = family((view,), view)
-    check(spec, isa, data(spec), {}, pieces=2)
+    check(spec, runner, data(spec), {}, pieces=2)
 
 
 @EVERY_WIDTH
 @EVERY_FAMILY
-def test_rows_of_u8_are_dequantised_before_and_quantised_after(family, isa):
+def test_rows_of_u8_are_dequantised_before_and_quantised_after(family, runner):
     prologue, before = dequantise()
     program, constants = requantise(37, np.random.default_rng(0), 30, residual=True)
     x = gapped("uint8", (5, 37))
     spec = family((x,), x, (dense_view("uint8", (5, 37)),), prologue, program)
-    check(spec, isa, data(spec), {"prologue": before, **constants})
+    check(spec, runner, data(spec), {"prologue": before, **constants})
 
 
 @EVERY_WIDTH
 @pytest.mark.parametrize("kind", ["sum", "max", "min"])
 @pytest.mark.parametrize("source, target", [("uint8", "uint8"), ("float32", "float32"), ("bfloat16", "float32")])
-def test_a_reduction_makes_one_element_a_row(source, target, kind, isa):
+def test_a_reduction_makes_one_element_a_row(source, target, kind, runner):
     b = ProgramBuilder(True)
     b.add("fma", b.accumulator, 0.01, 10)
     spec = Reduce((gapped(source, (3, 4, 70)),), dense_view(target, (3, 4, 1)), (), program=b.program(), kind=kind)
-    check(spec, isa, data(spec), {"program": b.constants}, pieces=2)
+    check(spec, runner, data(spec), {"program": b.constants}, pieces=2)
 
 
 @EVERY_WIDTH
-def test_a_mask_is_added_on_the_way_in(isa):
+def test_a_mask_is_added_on_the_way_in(runner):
     b = ProgramBuilder(False)
     b.add("fma", b.operand(), 0.125, b.operand())
     mask = View("float32", (4, 3, 33), (0, 33 * 4, 4), 3 * 33 * 4)
     spec = Softmax((dense_view("float32", (4, 3, 33)), mask), dense_view("float32", (4, 3, 33)), (), b.program())
     x, _ = data(spec)
     drawn = np.random.default_rng(1).standard_normal((BATCH, 1, 3, 33)).astype(np.float32)
-    check(spec, isa, [x, np.broadcast_to(drawn, x.shape)], {"prologue": b.constants})
+    check(spec, runner, [x, np.broadcast_to(drawn, x.shape)], {"prologue": b.constants})
 
 
 @EVERY_WIDTH
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "computed twice"])
-def test_a_row_that_may_look_at_nothing_becomes_zeros(kept, isa, monkeypatch):
+def test_a_row_that_may_look_at_nothing_becomes_zeros(kept, runner, monkeypatch):
     if not kept:
         monkeypatch.setattr(softmax, "KEPT", 16)
     view = dense_view("float32", (3, 37))
@@ -86,16 +88,16 @@ def test_a_row_that_may_look_at_nothing_becomes_zeros(kept, isa, monkeypatch):
     x[:, 2, :5] = -np.inf
     result, = spec.reference([x], {})
     assert not result[:, 1].any() and result[:, [0, 2]].sum(-1).min() > 0.99
-    check(spec, isa, [x], {})
+    check(spec, runner, [x], {})
 
 
 @EVERY_WIDTH
-def test_a_row_too_wide_for_the_stack_is_computed_twice(isa, monkeypatch):
+def test_a_row_too_wide_for_the_stack_is_computed_twice(runner, monkeypatch):
     monkeypatch.setattr(softmax, "KEPT", 128)
     view = dense_view("float32", (2, 129))
     spec = Softmax((view,), view)
     assert not kernel_of(spec).scratch
-    check(spec, isa, data(spec), {})
+    check(spec, runner, data(spec), {})
 
 
 @EVERY_FAMILY
@@ -125,4 +127,4 @@ def test_the_references_agree_with_float64(family, shift):
 def test_a_wrong_epsilon_is_caught():
     view = dense_view("float32", (2, 20))
     spec, other = Norm((view,), view), Norm((view,), view, epsilon=1e-3)
-    assert (run(spec, PORTABLE, data(spec), {})[0] != other.reference(data(spec), {})[0]).any()
+    assert (run(spec, CpuRunner(PORTABLE), data(spec), {})[0] != other.reference(data(spec), {})[0]).any()

@@ -7,7 +7,9 @@ from engines.ir.graph import Node
 from engines.lowering.problems.elementwise import TopK
 from engines.lowering.problems.view import dense_view
 from engines.ops import OPS
-from tests.engines.backends.harness import EVERY_WIDTH, check, gapped, run
+from tests.engines.backends.llvm.runner import CpuRunner
+from tests.engines.backends.runners import EVERY_WIDTH
+from tests.engines.backends.suite import check, gapped, run
 
 ITEMS = 2
 
@@ -27,9 +29,9 @@ def draw(shape, kinds):
 @pytest.mark.parametrize("shape, k", [((3, 5), 5), ((37,), 3), ((2, BLOCK), 1), ((3 * BLOCK + 17,), 40),
                                       ((BLOCK * BLOCK + 70,), 9)])
 @pytest.mark.parametrize("kinds", [3, 1000], ids=["many equals", "few equals"])
-def test_the_k_come_in_order_and_equals_in_the_order_of_their_places(kinds, shape, k, largest, isa):
+def test_the_k_come_in_order_and_equals_in_the_order_of_their_places(kinds, shape, k, largest, runner):
     spec, x = spec_of(shape, k, largest), draw(shape, kinds)
-    check(spec, isa, [x], {}, pieces=2)
+    check(spec, runner, [x], {}, pieces=2)
     node = Node("TopK", ("x",), ("v", "i"), {"k": k, "axis": -1, "largest": int(largest)})
     for mine, expected in zip(spec.reference([x], {}), OPS["TopK"].reference(node, x), strict=True):
         np.testing.assert_array_equal(mine, expected)
@@ -37,22 +39,22 @@ def test_the_k_come_in_order_and_equals_in_the_order_of_their_places(kinds, shap
 
 @EVERY_WIDTH
 @pytest.mark.parametrize("largest", [True, False])
-def test_infinities_and_both_zeros_are_numbers_like_others(largest, isa):
+def test_infinities_and_both_zeros_are_numbers_like_others(largest, runner):
     x = np.array([[0, -np.inf, -0.0, np.inf, 1e-40, -np.inf, np.inf, -1e-40, -0.0, 0]], np.float32)
-    check(spec_of((10,), 10, largest), isa, [np.repeat(x, ITEMS, 0)], {})
+    check(spec_of((10,), 10, largest), runner, [np.repeat(x, ITEMS, 0)], {})
 
 
 @EVERY_WIDTH
 @pytest.mark.parametrize("largest", [True, False])
-def test_integers_are_ordered_too_and_places_alone_are_an_answer(largest, isa):
+def test_integers_are_ordered_too_and_places_alone_are_an_answer(largest, runner):
     x = np.random.default_rng(0).integers(-(1 << 31) + 1, 1 << 31, (ITEMS, 3, 70)).astype(np.int32)
     x[:, 0, 5] = np.iinfo(np.int32).max
     spec = TopK(dense_view("int32", (3, 70)), None, dense_view("int64", (3, 1)), largest)
-    check(spec, isa, [x], {}, pieces=2)
+    check(spec, runner, [x], {}, pieces=2)
     np.testing.assert_array_equal(spec.reference([x], {})[0][..., 0], (np.argmax if largest else np.argmin)(x, -1))
 
 
 def test_a_wrong_order_is_caught():
     x = draw((20,), 1000)
-    got, _ = run(spec_of((20,), 4), PORTABLE, [x], {})
+    got, _ = run(spec_of((20,), 4), CpuRunner(PORTABLE), [x], {})
     assert (got != spec_of((20,), 4, largest=False).reference([x], {})[0]).any()

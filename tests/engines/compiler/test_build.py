@@ -82,7 +82,7 @@ def test_an_entry_with_damaged_weights_is_built_again(
     first = build_engine(path, cache=cache, **OPTIONS)
     entry, = cache.folder.iterdir()
     content = bytearray(entry.read_bytes())
-    weight = next(array for name, array in first.plan.weights.items() if name not in first.plan.weight_offsets)
+    weight = next(array for name, array in first.plan.weights.items() if name not in first.plan.machine.weight_offsets)
     content[content.index(weight.tobytes())] ^= 1
     entry.write_bytes(content)
     assert not build_engine(path, cache=cache, **OPTIONS).cached

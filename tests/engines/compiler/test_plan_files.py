@@ -6,7 +6,9 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto
 
 from engines.backends.llvm.runtime.execution import LoadedPlan
 from engines.backends.llvm.runtime.expansion import expand
@@ -19,6 +21,7 @@ from engines.machine.timing_cache import TimingCache
 from engines.plan.file import read_plan, write_plan
 from engines.plan.plan import EXPANDED, Plan, graph_of
 from engines.runtime.engine import Engine
+from tests.engines.compiler.small_models import engine_of, node, small_model
 from tests.engines.compiler.zoo_engines import compiled
 from tests.zoo import Net, Tensor, architecture, images_for
 
@@ -94,15 +97,16 @@ def test_a_stripped_plan_runs_as_before_and_is_not_compiled_for_another_machine(
         load_engine(tmp_path / "m.plan")
 
 
-def test_a_constant_that_kernels_read_as_it_is_is_written_once(tmp_path: Path) -> None:
-    @architecture(size=8)
-    def biased(net: Net, x: Tensor) -> Tensor:
-        return net.add(x, net.constant(net.draw(1, 3, 8, 8)))
-
-    plan = compiled(biased(), tmp_path).plan
+@pytest.mark.parametrize("nodes", [
+    [node("Add", "x table", "y")],                                                          # read as any tensor
+    [node("Cast", "x", "ids", to=TensorProto.INT64), node("Gather", "table ids", "y")],     # packed as it is
+], ids=["an operand", "a table"])
+def test_a_constant_that_kernels_read_as_it_is_is_written_once(nodes: list[onnx.NodeProto], tmp_path: Path) -> None:
+    table = np.random.default_rng(0).standard_normal((300, 8)).astype(np.float32)
+    plan = engine_of(small_model(nodes, {"x": ["n", 300, 8]}, ["y"], {"table": table})).plan
     read, size = written(plan, tmp_path)
-    assert list(plan.machine.weight_offsets) and {*plan.machine.weight_offsets} == {*plan.weights}
     assert written(plan.strip(), tmp_path)[1] == pytest.approx(size, abs=200)
+    assert any(array.nbytes >= table.nbytes for array in plan.weights.values())
     assert [array.tobytes() for array in read.weights.values()] == [a.tobytes() for a in plan.weights.values()]
 
 
@@ -143,7 +147,7 @@ def test_made_constants_are_what_packing_means_bit_for_bit(plan_of: Callable[...
     for step, call in zip(read.machine.steps, chosen.lowered.calls, strict=True):
         if not isinstance(call, Call):
             continue
-        constants = chosen.choices[call.problem].kernel.ready_constants(
+        constants = chosen.choices[call.problem].kernel.expanded_constants(
             session.isa, chosen.choices[call.problem].tactic, call.constants)
         for operand, constant in zip(step.operands[len(call.inputs):], constants, strict=False):
             if operand.buffer == EXPANDED:

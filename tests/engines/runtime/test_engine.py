@@ -209,7 +209,9 @@ import numpy as np
 from engines import load_engine
 for threads in (1, 2):
     print(load_engine(sys.argv[1], threads=threads).run({"x": np.ones((2, 6, 10), np.int32)})["t5"].sum())
-compiling = ("onnx", "llvmlite", *(f"engines.{room}" for room in ("ops", "frontend", "passes", "lowering", "compiler")))
+compiling = ("onnx", "llvmlite", *(f"engines.{room}" for room in (
+    "ops", "frontend", "passes", "lowering", "compiler", "backends.base", "backends.llvm.backend",
+    "backends.llvm.codegen", "backends.llvm.kernels", "backends.numpy")))
 heavy = [name for name in sys.modules if name.startswith(compiling)]
 print("loaded:", heavy)
 """

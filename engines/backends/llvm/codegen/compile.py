@@ -1,15 +1,7 @@
-"""IR text -> object code -> a call. Nothing here knows what a kernel computes."""
+"""LLVM IR as text -> object code. Nothing here knows what a kernel computes."""
 from __future__ import annotations
 
-import ctypes
-import re
-from collections.abc import Sequence
-from functools import cache
-from typing import Any
-
 import llvmlite.binding as llvm
-import numpy as np
-from numpy.typing import NDArray
 
 from engines.backends.llvm.codegen.isa import Isa
 
@@ -19,65 +11,12 @@ llvm.initialize_all_asmprinters()
 llvm.set_option("", "--pre-RA-sched=source")
 llvm.set_option("", "--enable-misched=false")
 
-# LLVM's name of a feature -> the name in /proc/cpuinfo, where they differ
-_CPUINFO = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16", "avxvnni": "avx_vnni",
-            "neon": "asimd", "dotprod": "asimddp"}
 
-
-@cache
-def host_features() -> frozenset[str]:
-    """What this machine has, as Isa.requires names it."""
-    found = llvm.get_host_cpu_features()
-    return frozenset(_CPUINFO.get(name, name) for name, has in found.items() if has)
-
-
-def runs_here(isa: Isa) -> bool:
-    """Whether this machine executes that instruction set."""
-    return isa.requires <= host_features()
-
-
-def _machine(isa: Isa, emulate: bool) -> Any:
-    if emulate:     # the text calls nothing but emulated intrinsics: it is compiled for the machine we are on
-        cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
-        triple = llvm.get_process_triple()
-    else:
-        cpu, features, triple = isa.cpu, isa.features, isa.triple or llvm.get_process_triple()
-    return llvm.Target.from_triple(triple).create_target_machine(cpu, features, opt=2, reloc="pic", codemodel="small")
-
-
-def compile_object(ir: str, isa: Isa, emulate: bool = False) -> bytes:
-    """The object file of a module's text, for the machine of `isa` (or for this one, where the text emulates it).
+def compile_object(ir: str, isa: Isa) -> bytes:
+    """The object file of a module's text, for the machine of `isa`.
 
     Raises RuntimeError, with LLVM's own message, if the text is no valid IR.
     """
-    return bytes(_machine(isa, emulate).emit_object(llvm.parse_assembly(ir)))
-
-
-def assembly(ir: str, isa: Isa, emulate: bool = False) -> str:
-    """The same as assembly text."""
-    return str(_machine(isa, emulate).emit_assembly(llvm.parse_assembly(ir)))
-
-
-def spills(text: str) -> int:
-    """Vector accesses to the stack in an assembly text: a register tile that does not fit."""
-    x86 = r"[xyz]mm.*\(%r[sb]p|\(%r[sb]p.*[xyz]mm"
-    arm = r"\b(?:ldr|str|ldp|stp|ldur|stur)\s+q.*\[(?:sp|x29)"
-    return sum(bool(re.search(f"{x86}|{arm}", line)) for line in text.splitlines())
-
-
-class LoadedKernel:
-    """A kernel in this process. It lives as long as this object: for tests and for timing; an engine loads its own."""
-
-    def __init__(self, ir: str, name: str, isa: Isa, emulate: bool = False) -> None:
-        self.ir = ir
-        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(isa, emulate))
-        self._engine.add_object_file(llvm.ObjectFileRef.from_data(compile_object(ir, isa, emulate)))
-        self._engine.finalize_object()
-        prototype = ctypes.CFUNCTYPE(None, ctypes.c_void_p, *[ctypes.c_int64] * 4)
-        self._call = prototype(self._engine.get_function_address(name))
-
-    def __call__(self, operands: Sequence[NDArray[Any]], rows: tuple[int, int],
-                 columns: tuple[int, int] = (0, 1)) -> None:
-        """operands: arrays whose first element is what the kernel's operand points at; rows, columns: [begin, end)."""
-        table = np.array([array.ctypes.data for array in operands], np.uintp)
-        self._call(table.ctypes.data, *rows, *columns)
+    target = llvm.Target.from_triple(isa.triple or llvm.get_process_triple())
+    machine = target.create_target_machine(isa.cpu, isa.features, opt=2, reloc="pic", codemodel="small")
+    return bytes(machine.emit_object(llvm.parse_assembly(ir)))

@@ -123,19 +123,19 @@ class Kernel(ABC, Generic[P]):
         """Write the kernel, and the micro-kernels it calls, into the module."""
 
     def pack(self, isa: Isa, tactic: Any, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """The problem's constants in the order and layout that the kernel reads, or that what it reads is `made` of."""
+        """The problem's constants in the order and layout that the kernel reads, or smaller ones that are expanded."""
         return ()
 
-    def made(self, isa: Isa, tactic: Any) -> Mapping[int, Problem]:
-        """Packed constants that a plan keeps smaller than the kernel reads them: which -> the problem that makes the
-        one of the other when a plan is loaded. It has one dense input, one dense output and no constants; the constant
-        is as many of its items as it takes."""
+    def expansions(self, isa: Isa, tactic: Any) -> Mapping[int, Problem]:
+        """The packed constants, by their number, that a plan's file holds smaller than the kernel reads them, and the
+        problem that computes the larger one when the plan is loaded: of one dense input, one dense output and no
+        constants. The constant is as many of its items as it takes."""
         return {}
 
-    def ready_constants(self, isa: Isa, tactic: Any, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """What `pack` gives, as the kernel reads it."""
-        made = self.made(isa, tactic)
-        return tuple(_made_by(made[which], array) if which in made else array
+    def expanded_constants(self, isa: Isa, tactic: Any, constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        """The packed constants as the kernel reads them."""
+        expansions = self.expansions(isa, tactic)
+        return tuple(_expand(expansions[which], array) if which in expansions else array
                      for which, array in enumerate(self.pack(isa, tactic, constants)))
 
 
@@ -156,11 +156,11 @@ def kernels_for(problem: Problem, items: int = 1) -> list[Kernel[Any]]:
     return [kernel(problem).for_batches_of(items) for kernel in KERNELS[type(problem)]]
 
 
-def _made_by(maker: Problem, kept: Array) -> Array:
-    """What a kernel makes of a packed constant, its last item filled up with zeros."""
-    (view,), flat = maker.inputs, kept.reshape(-1)
+def _expand(problem: Problem, kept: Array) -> Array:
+    """The larger constant by the problem's reference; the last item of the smaller is filled up with zeros."""
+    (view,), flat = problem.inputs, kept.reshape(-1)
     whole = np.pad(flat, (0, -flat.nbytes % view.item // view.size))
-    return maker.reference([whole.reshape(-1, *view.shape)], {})[0].reshape(-1)
+    return problem.reference([whole.reshape(-1, *view.shape)], {})[0].reshape(-1)
 
 
 def begin_kernel(module: Module, name: str, count: int) -> tuple[Function, list[Value], list[Value]]:

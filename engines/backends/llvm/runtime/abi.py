@@ -6,8 +6,11 @@ or more cache lines, so that two threads never write to one line.
 """
 from __future__ import annotations
 
+import ctypes
 from enum import IntEnum
 
+# A kernel: the address of its table of operands, then the rows and the columns of its grid, each a [begin, end).
+KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, *[ctypes.c_int64] * 4)
 WORD = 8            # bytes
 LINE_WORDS = 8      # words of a cache line
 

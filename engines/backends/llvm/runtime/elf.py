@@ -1,4 +1,4 @@
-"""Loads relocatable ELF objects into this process, without LLVM or a linker.
+"""Loads relocatable ELF objects into this process, without LLVM or a linker: the code that execution.py runs.
 
 An object that LLVM emits for a self-contained module (position-independent, small code model) needs little: its
 sections side by side in memory, a handful of relocations, and the addresses of its functions.
@@ -135,46 +135,46 @@ class LoadedCode:
 
     def _load(self, objects: Sequence[bytes]) -> None:
         parsed = [_Object(bytes(data)) for data in objects]
-        places: list[dict[int, int]] = []       # for each object: section index -> offset in the mapping
+        layouts: list[dict[int, int]] = []       # for each object: section index -> offset in the mapping
         size = 0
         for item in parsed:
-            places.append({})
+            layouts.append({})
             for index, section in item.loaded:
                 size = -(-size // section.alignment) * section.alignment
-                places[-1][index] = size
+                layouts[-1][index] = size
                 size += section.size
         self._map = mmap.mmap(-1, max(-(-size // _PAGE) * _PAGE, _PAGE), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
                               mmap.PROT_READ | mmap.PROT_WRITE)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.addresses: dict[str, int] = {}
-        for item, place in zip(parsed, places, strict=True):
-            self._copy(item, place)
-            self._publish(item, place)
-            self._relocate(item, place)
+        for item, offsets in zip(parsed, layouts, strict=True):
+            self._copy(item, offsets)
+            self._publish(item, offsets)
+            self._relocate(item, offsets)
 
-    def _copy(self, item: _Object, place: dict[int, int]) -> None:
+    def _copy(self, item: _Object, offsets: dict[int, int]) -> None:
         for index, section in item.loaded:
             content = item.data[section.offset:section.offset + section.size]
-            self._map[place[index]:place[index] + section.size] = content
+            self._map[offsets[index]:offsets[index] + section.size] = content
 
-    def _publish(self, item: _Object, place: dict[int, int]) -> None:
+    def _publish(self, item: _Object, offsets: dict[int, int]) -> None:
         for symbol in item.symbols:
-            if symbol.bound and symbol.section in place:
+            if symbol.bound and symbol.section in offsets:
                 if symbol.name in self.addresses:
                     raise PlanCorruptError(f"two code objects define '{symbol.name}'; build the plan again")
-                self.addresses[symbol.name] = self._base + place[symbol.section] + symbol.value
+                self.addresses[symbol.name] = self._base + offsets[symbol.section] + symbol.value
 
-    def _relocate(self, item: _Object, place: dict[int, int]) -> None:
+    def _relocate(self, item: _Object, offsets: dict[int, int]) -> None:
         patch = _patch_x86 if item.machine == "x86_64" else _patch_arm
         for index, section in item.loaded:
             for offset, kind, symbol, addend in item.relocations(index):
-                if symbol.section not in place:
+                if symbol.section not in offsets:
                     raise PlanCorruptError(f"code calls or reads '{symbol.name}', which none of the plan's objects "
                                            "defines: kernels must be self-contained; build the plan again")
                 if not 0 <= offset <= section.size - 4:
                     raise PlanCorruptError(f"a relocation of {section.name} lies outside it; build the plan again")
-                target = self._base + place[symbol.section] + symbol.value + addend
-                if not patch(self._map, place[index] + offset, kind, target, self._base + place[index] + offset):
+                target = self._base + offsets[symbol.section] + symbol.value + addend
+                if not patch(self._map, offsets[index] + offset, kind, target, self._base + offsets[index] + offset):
                     raise PlanCorruptError(f"relocation type {kind} ({item.machine}) against '{symbol.name}' is not "
                                            "known to this loader; build the plan again")
 

@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 
-from engines.backends.llvm.codegen.compile import LoadedKernel
+from engines.backends.llvm.codegen.compile import compile_object
 from engines.backends.llvm.codegen.ir_builder import Module, Value, vector
 from engines.backends.llvm.codegen.isa import Isa, best_isa
 from engines.backends.llvm.kernels.common.arithmetic import Arithmetic, arithmetic_for
 from engines.backends.llvm.kernels.kernel import begin_kernel
+from engines.backends.llvm.runtime.abi import KERNEL
+from engines.backends.llvm.runtime.elf import LoadedCode
 from engines.backends.llvm.tuning.tuner import aligned, measure
+from engines.ir.graph import Array
 from engines.machine.cpu import CpuInfo, detect
 from engines.plan.roofline import Level, Peaks
 
@@ -77,9 +80,21 @@ def _products(isa: Isa, arithmetic: Arithmetic) -> Callable[[], None]:
     """TURNS turns, on zeros."""
     module = Module()
     emit_products(module, "products", isa, arithmetic)
-    kernel = LoadedKernel(module.text(), "products", isa)
+    kernel = _Kernel(module, "products", isa)
     sizes = isa.bytes, arithmetic.weight_bytes(isa), CHAINS * isa.bytes
     return partial(kernel, [aligned(np.zeros(size, np.uint8)) for size in sizes], (0, TURNS))
+
+
+class _Kernel:
+    """A kernel of a module, loaded to be measured."""
+
+    def __init__(self, module: Module, name: str, isa: Isa) -> None:
+        self._code = LoadedCode([compile_object(module.text(), isa)])
+        self._function = KERNEL(self._code.addresses[name])
+
+    def __call__(self, operands: Sequence[Array], rows: tuple[int, int], columns: tuple[int, int] = (0, 1)) -> None:
+        table = np.array([array.ctypes.data for array in operands], np.uintp)
+        self._function(table.ctypes.data, *rows, *columns)
 
 
 # ---- memory
@@ -99,7 +114,7 @@ def _levels(isa: Isa, cpu: CpuInfo) -> tuple[Level, ...]:
     """Each cache by a buffer of half its size; main memory by one of four times the largest cache's."""
     module = Module()
     emit_reads(module, "reads", isa)
-    kernel = LoadedKernel(module.text(), "reads", isa)
+    kernel = _Kernel(module, "reads", isa)
     caches = cpu.caches or USUAL_CACHES
     sizes = [(name.removesuffix("d"), float(size), size // 2) for name, size in caches]
     sizes.append(("DRAM", math.inf, min(4 * caches[-1][1], MOST_BYTES)))

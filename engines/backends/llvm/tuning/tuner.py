@@ -6,7 +6,6 @@ those that differ in their outer loops only share what is inside.
 """
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import math
 import time
@@ -21,6 +20,7 @@ from engines.backends.llvm.codegen.compile_pool import CompilerPool
 from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, kernels_for
+from engines.backends.llvm.runtime.abi import KERNEL
 from engines.backends.llvm.runtime.elf import LoadedCode
 from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import View
@@ -28,7 +28,6 @@ from engines.machine.clock import thread_seconds
 from engines.machine.timing_cache import TimingCache
 from engines.version import COMPILER_VERSION
 
-KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, *[ctypes.c_int64] * 4)
 TIMING_SECONDS = 0.004      # spent on timing one tactic, in rounds among its rivals
 ROUNDS = 3
 MAX_COST_RATIO = 1.3        # times the least cost: tactics beyond it are not timed
@@ -194,7 +193,7 @@ class Tuner:
             packing = one.kernel, one.kernel.packing(one.tactic)
             if packing not in packed:
                 packed[packing] = [aligned(constant)
-                                   for constant in one.kernel.ready_constants(self.isa, one.tactic, constants)]
+                                   for constant in one.kernel.expanded_constants(self.isa, one.tactic, constants)]
             function = KERNEL(loaded.addresses[self._symbol(one)])
             for items in sizes[one]:
                 calls.setdefault(items, {})[one] = _call(function, [*inputs, *packed[packing], *outputs],

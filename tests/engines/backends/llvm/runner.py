@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from engines.backends.llvm import kernels  # noqa: F401  (fills KERNELS)
-from engines.backends.llvm.codegen.compile import LoadedKernel, runs_here
 from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, Kernel, Window, kernels_for
 from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import View
 from tests.engines.backends.llvm.emulation import EMULATION
+from tests.engines.backends.llvm.jit import LoadedKernel, runs_here
 from tests.engines.backends.suite import UNTOUCHED, guarded, random_array
 
 
@@ -64,7 +64,7 @@ class CpuRunner:
         tactic = solved.tactics(isa)[0] if tactic is None else tactic
         native = runs_here(isa) and bool(isa.requires) if native is None else native
         kernel = loaded(solved, isa, tactic, native)
-        packed = [constants_of(c) for c in solved.ready_constants(isa, tactic, constants)]
+        packed = [constants_of(c) for c in solved.expanded_constants(isa, tactic, constants)]
         grid = solved.grid(isa, tactic)
         for rows in reversed(_cuts(grid.rows_per_item * batch, grid.row_step, pieces)):
             for columns in reversed(_cuts(grid.columns, grid.column_step, pieces)):

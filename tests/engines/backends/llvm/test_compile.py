@@ -4,7 +4,7 @@ from inspect import signature
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.compile import assembly, compile_object
+from engines.backends.llvm.codegen.compile import compile_object
 from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import ALL, PORTABLE
 from engines.lowering.epilogue.program import COPY, INSTRUCTIONS, EpilogueProgram, ProgramBuilder
@@ -14,7 +14,10 @@ from engines.lowering.problems.images import Pool
 from engines.lowering.problems.movement import Lookup, Permute
 from engines.lowering.problems.rows import Norm, Softmax
 from engines.lowering.problems.view import dense_view
-from tests.engines.backends.harness import EVERY_ISA, kernel_of, numpy_dtype, run
+from tests.engines.backends.llvm.jit import assembly
+from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
+from tests.engines.backends.runners import EVERY_ISA
+from tests.engines.backends.suite import numpy_dtype, run
 
 PLAIN = EpilogueProgram((), 0, 0)
 
@@ -51,13 +54,13 @@ def problems():
 
 
 @EVERY_ISA
-def test_objects_call_nothing_but_themselves(isa):
+def test_objects_call_nothing_but_themselves(cpu):
     for problem in problems():
         module, kernel = Module(), kernel_of(problem)
-        kernel.emit(module, "kernel", isa, kernel.tactics(isa)[0])
-        text = assembly(module.text(), isa)
+        kernel.emit(module, "kernel", cpu.isa, kernel.tactics(cpu.isa)[0])
+        text = assembly(module.text(), cpu.isa)
         called = calls(text) - set(module.functions)
-        assert not called, f"{problem.family} on {isa.name} calls {called}"
+        assert not called, f"{problem.family} on {cpu.isa.name} calls {called}"
 
 
 def test_a_call_of_a_library_would_be_seen():
@@ -88,7 +91,7 @@ def test_the_portable_path_converts_halves_exactly(source, target):
     b = ProgramBuilder(False)
     b.operand()
     spec = Pointwise((dense_view(source, x.shape),), dense_view(target, x.shape), b.program(), uniform=True)
-    got, = run(spec, PORTABLE, [x[None]], {"program": []})
+    got, = run(spec, CpuRunner(PORTABLE), [x[None]], {"program": []})
     with np.errstate(over="ignore"):
         expected = x.astype(numpy_dtype(target))
     bits = f"u{got.itemsize}"

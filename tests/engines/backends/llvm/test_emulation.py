@@ -3,10 +3,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.compile import LoadedKernel, assembly, runs_here, spills
 from engines.backends.llvm.codegen.ir_builder import I64, PTR, Module
 from engines.backends.llvm.codegen.isa import AVX2, PORTABLE
 from tests.engines.backends.llvm.emulation import EMULATION
+from tests.engines.backends.llvm.jit import LoadedKernel, assembly, runs_here, spills
 from tests.engines.backends.suite import random_array
 
 

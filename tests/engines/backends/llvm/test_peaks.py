@@ -6,12 +6,12 @@ import re
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.compile import LoadedKernel, assembly, host_features, spills
 from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import AVX2, AVX512_BF16, AVX512_VNNI, AVX_VNNI, Isa, best_isa
 from engines.backends.llvm.kernels.common.arithmetic import arithmetic_for
 from engines.backends.llvm.tuning import peaks
 from engines.backends.llvm.tuning.tuner import aligned
+from tests.engines.backends.llvm.jit import LoadedKernel, assembly, host_features, spills
 
 # The instructions of CHAINS products
 PRODUCTS = [(AVX512_VNNI, "int8", "vpdpbusd", 1), (AVX_VNNI, "int8", "vpdpbusd", 1), (AVX2, "int8", "vpmaddwd", 2),

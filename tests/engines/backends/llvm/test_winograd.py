@@ -109,7 +109,7 @@ def test_the_kernel_that_makes_the_weights_equals_its_meaning_bit_for_bit(shape,
         pytest.skip("not this many channels")
     kernel = WinogradContraction(spec)
     for tactic in kernel.tactics(isa):
-        kept, made = kernel.pack(isa, tactic, constants)[0], kernel.made(isa, tactic)[0]
+        kept, made = kernel.pack(isa, tactic, constants)[0], kernel.expansions(isa, tactic)[0]
         assert isinstance(made, WinogradWeights) and kept.shape == made.inputs[0].shape
         assert kept.dtype == constants["weights"].dtype
         check(made, CpuRunner(isa), [kept[None]], {}, pieces=3)
@@ -121,7 +121,7 @@ def test_made_weights_are_those_of_the_paper(isa):
     spec, _, constants = problem((8, 8, 32, 40), "int8")
     kernel = WinogradContraction(spec)
     tactic = kernel.tactics(isa)[0]
-    made = kernel.ready_constants(isa, tactic, constants)[0]
+    made = kernel.expanded_constants(isa, tactic, constants)[0]
     expected = np.einsum("ip,ocpq,jq->oijc", G, constants["weights"].astype(int), G).reshape(40, 36, -1, 2)
     at = 0
     for order in cout_panels(spec, isa, tactic.vectors):

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from engines.compiler.build import build_engine
 from engines.compiler.builder import relower
-from engines.errors import ConfigError
+from engines.errors import ConfigError, PlanVersionError
 from engines.loading import load_engine
 from engines.runtime.engine import Engine
 from infer_server.backend import load_plan, warm_up
@@ -107,3 +108,10 @@ def test_a_plan_of_numpy_keeps_its_weights(tmp_path: Path) -> None:
     build.save(tmp_path / "m.plan")
     x = {"input": images_for(TINY["explicit_pads"](), 2, seed=1)}
     np.testing.assert_array_equal(load_engine(tmp_path / "m.plan").run(x)["output"], build.engine().run(x)["output"])
+
+
+def test_a_plan_that_is_laid_out_otherwise_than_its_graph_is_lowered_now_is_refused(tmp_path: Path) -> None:
+    plan = compiled(TINY["explicit_pads"](), tmp_path, target="numpy").plan
+    first, *others = plan.machine.buffers
+    with pytest.raises(PlanVersionError, match="another version of the compiler.*build it again"):
+        Engine(plan.with_machine(buffers=(replace(first, bytes=first.bytes // 2), *others)))

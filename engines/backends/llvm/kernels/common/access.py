@@ -91,6 +91,17 @@ def item_addresses(addresses: Sequence[Value], views: Sequence[View], item: Valu
     return [offset(address, [item], [view.item]) for address, view in zip(addresses, views, strict=True)]
 
 
+def each_row(f: Function, begin: Value, end: Value, addresses: Sequence[Value], views: Sequence[View],
+             outer: Sequence[int]) -> Iterator[list[Value]]:
+    """For each row of the grid its address in each view; outer: the extents of the leading axes, whose indices are the
+    rows of an item."""
+    count = math.prod(outer)
+    for row in f.range("row", begin, end):
+        at = item_addresses(addresses, views, row.divided(count))
+        indices = unravel(row.remainder(count), outer)
+        yield [offset(a, indices, view.strides[:len(outer)]) for a, view in zip(at, views, strict=True)]
+
+
 @dataclass(frozen=True)
 class Runs:
     """Joined views as runs along the innermost axis, and their cut into rows of the grid of about BLOCK elements.

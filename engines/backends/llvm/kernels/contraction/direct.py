@@ -75,7 +75,7 @@ class DirectContraction(TiledContraction):
         weights = np.concatenate([arithmetic.ready(isa, panel).ravel() for panel in turned])
         return weights, pack_program(self.problem, panels, constants)
 
-    def made(self, isa: Isa, tactic: Tile) -> Mapping[int, Problem]:
+    def expansions(self, isa: Isa, tactic: Tile) -> Mapping[int, Problem]:
         return widened(isa) if self.problem.precision == "int8" else {}
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tile) -> None:

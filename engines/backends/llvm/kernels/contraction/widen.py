@@ -1,4 +1,4 @@
-"""Weights in wider integers than their values need, made of bytes when a plan is loaded.
+"""Weights in wider integers than their values need, expanded from bytes when a plan is loaded.
 
 Machines without a dot product of bytes multiply weights of 16 or 32 bits. To widen them takes less time than to read
 the wider ones from a disk, or to check them.
@@ -53,5 +53,5 @@ class WidenKernel(Kernel[Widen]):
 
 
 def widened(isa: Isa) -> Mapping[int, Problem]:
-    """Kernel.made of INT8 weights that are the first of a kernel's constants."""
+    """Kernel.expansions of INT8 weights that are the first of a kernel's constants."""
     return {0: Widen(8 * isa.ready_bytes // isa.bytes)} if isa.ready_bytes > isa.bytes else {}

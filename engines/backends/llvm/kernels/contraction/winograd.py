@@ -163,7 +163,7 @@ class WinogradContraction(Kernel[Contraction]):
 
     # ---- constants
     def pack(self, isa: Isa, tactic: Winograd, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """Weights [panel][cin / elements][tap][vector][lane][element], of which `made` makes G g G'."""
+        """Weights [panel][cin / elements][tap][vector][lane][element], which are expanded to G g G'."""
         panels, elements = cout_panels(self.problem, isa, tactic.vectors), self.arithmetic.elements
         weights = np.asarray(constants["weights"], self._kept)
         steps = rows_with_zeros(weights.reshape(len(weights), -1, elements, math.prod(self.problem.taps)))
@@ -175,7 +175,7 @@ class WinogradContraction(Kernel[Contraction]):
         """The dtype of the weights in a plan."""
         return "int8" if self.problem.precision == "int8" else "float32"
 
-    def made(self, isa: Isa, tactic: Winograd) -> Mapping[int, Problem]:
+    def expansions(self, isa: Isa, tactic: Winograd) -> Mapping[int, Problem]:
         panels, elements = cout_panels(self.problem, isa, tactic.vectors), self.arithmetic.elements
         widest, last = len(panels[0]), len(panels[-1])
         whole = sum(len(panel) == widest for panel in panels)

@@ -203,7 +203,7 @@ class DepthwiseKernel(Kernel[Depthwise]):
                  for panel in order]
         return np.concatenate(parts), pack_channels(constants["program"], channels, order)
 
-    def made(self, isa: Isa, tactic: DepthwiseTile) -> Mapping[int, Problem]:
+    def expansions(self, isa: Isa, tactic: DepthwiseTile) -> Mapping[int, Problem]:
         return widened(isa) if self.problem.precision == "int8" else {}
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: DepthwiseTile) -> None:

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from engines.backends.llvm.codegen.ir_builder import FLOAT, I64, Module, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.common.access import item_addresses, joined, offset, unravel
+from engines.backends.llvm.kernels.common.access import each_row, joined
 from engines.backends.llvm.kernels.elementwise.integers import load_integers, store_integers
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, begin_kernel, solves
 from engines.lowering.problems.elementwise import CumulativeSum
@@ -21,11 +21,10 @@ class CumulativeSumKernel(Kernel[CumulativeSum]):
     @cached_property
     def beside(self) -> tuple[View, ...]:
         """x and y without the axis."""
-        problem = self.problem
         def rest(numbers: tuple[int, ...]) -> tuple[int, ...]:
-            return numbers[:problem.axis] + numbers[problem.axis + 1:]
-        return joined([View(v.dtype, rest(v.shape), rest(v.strides), v.item) for v in (problem.x, problem.y)],
-                      keep_last=False)
+            return numbers[:self.problem.axis] + numbers[self.problem.axis + 1:]
+        views = (self.problem.x, self.problem.y)
+        return joined([View(v.dtype, rest(v.shape), rest(v.strides), v.item) for v in views], keep_last=False)
 
     @property
     def outer(self) -> tuple[int, ...]:
@@ -40,10 +39,7 @@ class CumulativeSumKernel(Kernel[CumulativeSum]):
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
         f, addresses, (begin, end, *_) = begin_kernel(module, name, 2)
         run = math.prod(self.beside[0].shape) // math.prod(self.outer)
-        for row in f.range("row", begin, end):
-            at = item_addresses(addresses, self.beside, row.divided(math.prod(self.outer)))
-            places = unravel(row.remainder(math.prod(self.outer)), self.outer)
-            x, y = (offset(a, places, view.strides[:len(places)]) for a, view in zip(at, self.beside, strict=True))
+        for x, y in each_row(f, begin, end, addresses, self.beside, self.outer):
             for start, count in f.tiles("element", run, isa.lanes):
                 self._sums(x + start * self.problem.x.size, y + start * self.problem.y.size, count)
 

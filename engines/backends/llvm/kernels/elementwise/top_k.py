@@ -13,7 +13,7 @@ import math
 from engines.backends.llvm.codegen.ir_builder import I32, I64, PTR, Function, Module, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import ELEMENTS
-from engines.backends.llvm.kernels.common.access import item_addresses, offset, unravel
+from engines.backends.llvm.kernels.common.access import each_row
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, solves
 from engines.backends.llvm.kernels.rows.passes import live
 from engines.lowering.problems.elementwise import TopK
@@ -48,11 +48,7 @@ class TopKKernel(Kernel[TopK]):
         f, addresses, (begin, end, *_) = begin_kernel(module, name, len(views))
         keys, peaks = (f.op(PTR, f"alloca [{count} x i32], align {ALIGNMENT}", hint)
                        for count, hint in ((self.blocks * BLOCK, "keys"), (self.peaks, "peaks")))
-        rows = math.prod(problem.x.shape[:-1])
-        for row in f.range("row", begin, end):
-            at = item_addresses(addresses, views, row.divided(rows))
-            places = unravel(row.remainder(rows), problem.x.shape[:-1])
-            x, *values, indices = (offset(a, places, view.strides[:-1]) for a, view in zip(at, views, strict=True))
+        for x, *values, indices in each_row(f, begin, end, addresses, views, problem.x.shape[:-1]):
             self._make_keys(f, isa, x, keys, peaks)
             for turn in f.loop("turn", problem.indices.shape[-1]):
                 block = _first(f, isa, peaks, self.peaks, _highest(f, isa, peaks, self.peaks))

@@ -64,6 +64,9 @@ class Tiles(Tactic):
 @solves(Attention)
 @dataclass(frozen=True)
 class AttentionKernel(Kernel[Attention]):
+    """A row of the grid is a head, a column a block of queries. Packed are the numbers, then the program's constants,
+    [panel][constant][vector][lane]."""
+
     def tactics(self, isa: Isa) -> Sequence[Tiles]:
         found: dict[Tiles, None] = {}
         for scores in self._shapes(isa, self.problem.keys)[:3]:
@@ -91,7 +94,6 @@ class AttentionKernel(Kernel[Attention]):
         return tactic.mix[1]
 
     def pack(self, isa: Isa, tactic: Tiles, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """The numbers; the program's constants [panel][constant][vector][lane]."""
         columns = self.problem.v.shape[-1]
         order = panels(isa, columns, packed=False, width=tactic.mix[1] * isa.lanes)
         return self.problem.numbers(constants), pack_channels(constants["program"], columns, order)

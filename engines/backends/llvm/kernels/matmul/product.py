@@ -62,6 +62,9 @@ class Tile(Tactic):
 @solves(Product)
 @dataclass(frozen=True)
 class ProductKernel(Kernel[Product]):
+    """A row of the grid is a matrix, a column a panel. Packed are the zero points, then the program's constants,
+    [panel][constant][vector][lane]."""
+
     def tactics(self, isa: Isa) -> Sequence[Tile]:
         rows, columns = self.problem.y.shape[-2:]
         widest = isa.vectors_for(columns)
@@ -78,7 +81,6 @@ class ProductKernel(Kernel[Product]):
         return Grid(math.prod(self.problem.lead), 1, -(-self.problem.y.shape[-1] // (tactic.vectors * isa.lanes)))
 
     def pack(self, isa: Isa, tactic: Tile, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """The zero points; the program's constants [panel][constant][vector][lane]."""
         order = panels(isa, self.problem.y.shape[-1], packed=False, width=tactic.vectors * isa.lanes)
         return (np.asarray(constants["numbers"], np.float32),
                 pack_channels(constants["program"], self.problem.y.shape[-1], order))

@@ -11,7 +11,7 @@ import numpy as np
 from engines.backends.llvm.codegen.ir_builder import I64, Function, Module, Value
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import ELEMENTS
-from engines.backends.llvm.kernels.common.access import copy_bytes, item_addresses, joined, offset, unravel
+from engines.backends.llvm.kernels.common.access import copy_bytes, each_row, joined, offset, unravel
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
 from engines.lowering.problems.movement import Lookup, Take
 from engines.lowering.problems.problem import Array
@@ -25,13 +25,15 @@ class TakeKernel(Kernel[Take]):
     @property
     def run(self) -> int:
         """Bytes of what one index picks."""
-        return self.problem.x.size * math.prod(self.problem.x.shape[self.problem.axis + 1:])
+        x = self.problem.x
+        return x.size * math.prod(x.shape[self.problem.axis + 1:])
 
     @cached_property
     def outer(self) -> tuple[View, View]:
         """x and y without the axes that are picked and copied."""
-        x, y = joined([View(v.dtype, (*v.shape[:self.problem.axis], 1), (*v.strides[:self.problem.axis], 0), v.item)
-                       for v in (self.problem.x, self.problem.y)], keep_last=True)
+        problem, axis = self.problem, self.problem.axis
+        x, y = joined([View(v.dtype, (*v.shape[:axis], 1), (*v.strides[:axis], 0), v.item)
+                       for v in (problem.x, problem.y)], keep_last=True)
         return x, y
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
@@ -44,14 +46,11 @@ class TakeKernel(Kernel[Take]):
         return [Window.along(view, rows=rows) for view in (self.problem.x, self.problem.y)]
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
-        f, (source, places, target), (begin, end, *_) = begin_kernel(module, name, 3)
-        shape, axis = self.outer[0].shape[:-1], self.problem.axis
-        for row in f.range("row", begin, end):
-            at = item_addresses([source, target], self.outer, row.divided(math.prod(shape)))
-            indices = unravel(row.remainder(math.prod(shape)), shape)
-            x, y = (offset(a, indices, view.strides[:-1]) for a, view in zip(at, self.outer, strict=True))
-            for i in f.loop("index", self.problem.y.shape[axis]):
-                _copy_run(f, isa, x + f.load(I64, places + i * 8), y + i * self.problem.y.strides[axis], self.run)
+        f, (source, offsets, target), (begin, end, *_) = begin_kernel(module, name, 3)
+        extent, step = self.problem.y.shape[self.problem.axis], self.problem.y.strides[self.problem.axis]
+        for x, y in each_row(f, begin, end, [source, target], self.outer, self.outer[0].shape[:-1]):
+            for i in f.loop("index", extent):
+                _copy_run(f, isa, x + f.load(I64, offsets + i * 8), y + i * step, self.run)
 
     def pack(self, isa: Isa, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         """"index": ints of x's axis, one for each of y's; negative ones count from the end."""
@@ -76,16 +75,16 @@ class LookupKernel(Kernel[Lookup]):
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
         f, (index, table, y), (begin, end, *_) = begin_kernel(module, name, 3)
-        shape = self.problem.index.shape
+        problem, shape = self.problem, self.problem.index.shape
         for row in f.range("row", begin, end):
-            places = unravel(row.remainder(math.prod(shape)), shape)
+            indices = unravel(row.remainder(math.prod(shape)), shape)
             item = row.divided(math.prod(shape))
-            place = offset(index + item * self.problem.index.item, places, self.problem.index.strides)
-            stored = f.load(ELEMENTS[self.problem.index.dtype], place, hint="stored")
+            source = offset(index + item * problem.index.item, indices, problem.index.strides)
+            stored = f.load(ELEMENTS[problem.index.dtype], source, hint="stored")
             wide = stored if stored.type == I64 else f.cast("sext", stored, I64, "index")
-            wide = f.select(wide.compare("slt", 0), wide + self.problem.rows, wide)
-            target = offset(y + item * self.problem.y.item, places, self.problem.y.strides[:-1])
-            _copy_run(f, isa, table + wide.at_most(self.problem.rows - 1) * self.run, target, self.run)
+            wide = f.select(wide.compare("slt", 0), wide + problem.rows, wide)
+            target = offset(y + item * problem.y.item, indices, problem.y.strides[:-1])
+            _copy_run(f, isa, table + wide.at_most(problem.rows - 1) * self.run, target, self.run)
 
     def pack(self, isa: Isa, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         """"table": [rows, width], as it is stored."""

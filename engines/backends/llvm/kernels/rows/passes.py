@@ -23,12 +23,11 @@ from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
 from engines.backends.llvm.kernels.common.access import (
     PANEL,
-    item_addresses,
+    each_row,
     joined,
     load_channels,
     offset,
     store_channels,
-    unravel,
 )
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, Window, begin_kernel
 from engines.lowering.epilogue.program import EpilogueProgram
@@ -179,15 +178,11 @@ class RowKernel(Kernel[R]):
         *inputs, prologue, program, y = addresses
         rows = [_row_view(view, problem.width) for view in (*problem.inputs, problem.y)]
         views = joined(rows, keep_last=True)
-        outer = views[0].shape[:-1]
         scratch = None
         if self.scratch:    # in the entry block: elsewhere the stack would grow with each row
             scratch = f.op(PTR, f"alloca [{_pitch(self.scratch)} x float], align {ALIGNMENT}", "scratch")
-        for row in f.range("row", begin, end):
-            at = item_addresses([*inputs, y], views, row.divided(math.prod(outer)))
-            places = unravel(row.remainder(math.prod(outer)), outer)
-            *starts, target = (offset(a, places, view.strides[:-1]) for a, view in zip(at, views, strict=True))
-            split = len(problem.sources)
+        split = len(problem.sources)
+        for *starts, target in each_row(f, begin, end, [*inputs, y], views, views[0].shape[:-1]):
             self.emit_row(Row(f, isa, problem, starts[:split], prologue, starts[split:], program, target, scratch))
 
     def pack(self, isa: Isa, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:

@@ -1,0 +1,70 @@
+"""Kernels as assembly text, and called in this process: natively, or for a machine that we lack by emulation.py."""
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.backends.llvm.codegen.compile import compile_object
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.runtime.abi import KERNEL
+
+# LLVM's name of a feature -> the name in /proc/cpuinfo, where they differ
+_CPUINFO = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16", "avxvnni": "avx_vnni",
+            "neon": "asimd", "dotprod": "asimddp"}
+
+
+@cache
+def host_features() -> frozenset[str]:
+    """What this machine has, as Isa.requires names it."""
+    found = llvm.get_host_cpu_features()
+    return frozenset(_CPUINFO.get(name, name) for name, has in found.items() if has)
+
+
+def runs_here(isa: Isa) -> bool:
+    """Whether this machine executes that instruction set."""
+    return isa.requires <= host_features()
+
+
+def _machine(isa: Isa, emulate: bool) -> Any:
+    if emulate:     # the text calls nothing but emulated intrinsics: it is compiled for the machine we are on
+        cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+        triple = llvm.get_process_triple()
+    else:
+        cpu, features, triple = isa.cpu, isa.features, isa.triple or llvm.get_process_triple()
+    return llvm.Target.from_triple(triple).create_target_machine(cpu, features, opt=2, reloc="pic", codemodel="small")
+
+
+def assembly(ir: str, isa: Isa, emulate: bool = False) -> str:
+    """A module's text as assembly text."""
+    return str(_machine(isa, emulate).emit_assembly(llvm.parse_assembly(ir)))
+
+
+def spills(text: str) -> int:
+    """Vector accesses to the stack in an assembly text: a register tile that does not fit."""
+    x86 = r"[xyz]mm.*\(%r[sb]p|\(%r[sb]p.*[xyz]mm"
+    arm = r"\b(?:ldr|str|ldp|stp|ldur|stur)\s+q.*\[(?:sp|x29)"
+    return sum(bool(re.search(f"{x86}|{arm}", line)) for line in text.splitlines())
+
+
+class LoadedKernel:
+    """A kernel in this process. It lives as long as this object."""
+
+    def __init__(self, ir: str, name: str, isa: Isa, emulate: bool = False) -> None:
+        machine = _machine(isa, emulate)
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+        code = machine.emit_object(llvm.parse_assembly(ir)) if emulate else compile_object(ir, isa)
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        self._engine.finalize_object()
+        self._call = KERNEL(self._engine.get_function_address(name))
+
+    def __call__(self, operands: Sequence[NDArray[Any]], rows: tuple[int, int],
+                 columns: tuple[int, int] = (0, 1)) -> None:
+        """operands: arrays whose first element is what the kernel's operand points at; rows, columns: [begin, end)."""
+        table = np.array([array.ctypes.data for array in operands], np.uintp)
+        self._call(table.ctypes.data, *rows, *columns)
