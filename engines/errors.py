@@ -1,4 +1,11 @@
-"""The errors a user can meet. Each says what is wrong, where, and what to do."""
+"""The errors a user can meet. Each says what is wrong, where, and what to do.
+
+    EngineError
+    ├── ModelError ── UnknownValueError
+    ├── GraphError ── UnknownTensorError
+    ├── ConfigError, CalibrationError, InputError, CompilerFault
+    └── PlanError ── PlanCorruptError, PlanVersionError, PlanTargetError
+"""
 from __future__ import annotations
 
 from collections.abc import Iterable

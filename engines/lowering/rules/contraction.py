@@ -16,15 +16,13 @@ from engines.lowering.calls.placement import Placement, with_items
 from engines.lowering.problems.convolution import Contraction, Depthwise
 from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import Halo, View
-from engines.lowering.rules.product import lower_product
+from engines.lowering.rules.matmul import lower_product
 from engines.passes.rewriting.facts import is_product
 
 
-@lowers("Conv")
+@lowers("Conv", images=True)
 def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
     conv = node.anchor
-    if not conv.attrs.get("channels_last"):
-        raise Refused("only a 2-D convolution in NHWC is compiled")
     weights = ctx.constant(conv.inputs[1])
     x, stride, dilation = padded_input(ctx, conv, weights.shape[2:])
     groups, taps = int(conv.attrs.get("group", 1)), (int(weights.shape[2]), int(weights.shape[3]))

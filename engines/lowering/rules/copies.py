@@ -1,4 +1,5 @@
-"""What only moves elements: Slice, Split and Reshape that are no views, Expand, Pad -> Permute; fills -> Pointwise."""
+"""What only moves elements: Slice, Split, Reshape and Transpose that are no views, Expand, Pad -> Permute; fills ->
+Pointwise. A Transpose is the first kernel of most plans: an NCHW float image becomes NHWC as it is stored."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -7,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from engines.ir.graph import BATCH, Node, TensorType
-from engines.lowering.calls.aliasing import cuts_of
+from engines.lowering.calls.aliasing import cuts_of, item_perm
 from engines.lowering.calls.body import write_body
 from engines.lowering.calls.broadcast import broadcast
 from engines.lowering.calls.calls import Call, Context, Refused, copy_node, lowers
@@ -44,6 +45,18 @@ def lower_reshape(ctx: Context, node: Node) -> Sequence[Call]:
         raise Refused("it reshapes the axis of the batch")
     seen, target = refined(x.view, y.view)
     return [moved(ctx, node, source, replace(x, view=seen), output, replace(y, view=target))]
+
+
+@lowers("Transpose")
+def lower_transpose(ctx: Context, node: Node) -> Sequence[Call]:
+    name, output = node.inputs[0], node.outputs[0]
+    source, target = ctx.placements[name], ctx.placements[output]
+    axes: Sequence[int] | None = item_perm(node, ctx.type(name))
+    if axes is None:        # what leads changes, and is no batch: the tensors as one item each
+        axes, source, target = node.attrs["perm"], as_one_item(source), as_one_item(target)
+    seen = replace(source.view, shape=tuple(source.view.shape[a] for a in axes),
+                   strides=tuple(source.view.strides[a] for a in axes))
+    return [moved(ctx, node, name, replace(source, view=seen), output, target)]
 
 
 @lowers("Expand")

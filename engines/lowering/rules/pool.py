@@ -14,15 +14,15 @@ from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.images import GlobalPool, Pool
 from engines.lowering.problems.problem import Problem
 from engines.lowering.problems.rows import Reduce
-from engines.lowering.problems.view import FLOATS, View
+from engines.lowering.problems.view import View
 from engines.lowering.rules.contraction import operand_views
 
 
-@lowers("MaxPool", "AveragePool")
+@lowers("MaxPool", "AveragePool", images=True)
 def lower_pool(ctx: Context, node: Node) -> Sequence[Call]:
     pool = node.anchor
-    if not pool.attrs.get("channels_last") or len(node.outputs) > 1 and node.outputs[1]:
-        raise Refused("only a 2-D pool in NHWC with one output is compiled")
+    if any(node.outputs[1:]):
+        raise Refused("only its first output is compiled")
     written = write_pooled(ctx, node, 1.0)
     x, y = ctx.placements[pool.inputs[0]].view, ctx.placements[node.outputs[0]].view
     quant = ctx.type(pool.inputs[0]).quant
@@ -36,11 +36,9 @@ def lower_pool(ctx: Context, node: Node) -> Sequence[Call]:
     return [pool_call(ctx, node, spec, written)]
 
 
-@lowers("GlobalAveragePool", "GlobalMaxPool")
+@lowers("GlobalAveragePool", "GlobalMaxPool", images=True)
 def lower_global_pool(ctx: Context, node: Node) -> Sequence[Call]:
     pool = node.anchor
-    if not pool.attrs.get("channels_last"):
-        raise Refused("only a 2-D pool in NHWC is compiled")
     x, y = ctx.placements[pool.inputs[0]].view, ctx.placements[node.outputs[0]].view
     kind = "max" if pool.op == "GlobalMaxPool" else "mean"
     written = write_pooled(ctx, node, 1 / math.prod(x.shape[:-1]) if kind == "mean" else 1.0)
@@ -109,12 +107,8 @@ def _seen(view: View, shape: tuple[int, ...]) -> View:
 
 def write_pooled(ctx: Context, node: Node, scale: float, terms: int = 1) -> BoundProgram:
     """The program of a pool whose accumulator times `scale` is the mean, maximum or sum of `terms` stored elements."""
-    name, output = node.anchor.inputs[0], node.outputs[0]
-    views: list[View] = [ctx.placements[name].view, ctx.placements[output].view]
-    if any(view.dtype not in FLOATS for view in views):
-        raise Refused("only floats, or floats stored as uint8, are pooled")
-    quant = ctx.type(name).quant
-    if not node.body and scale == terms == 1 and quant == ctx.type(output).quant:
+    quant = ctx.type(node.anchor.inputs[0]).quant
+    if not node.body and scale == terms == 1 and quant == ctx.type(node.outputs[0]).quant:
         return BoundProgram(EpilogueProgram(), [], ())       # as it is stored; arithmetic would only round
     if quant is None:
         return write_body(ctx, node, (scale, 0.0))
