@@ -1,20 +1,12 @@
 """The errors a user can meet. Each says what is wrong, where, and what to do.
 
     EngineError
-    ├── ModelError            an ONNX file that cannot be read or compiled
-    │   └── UnknownValueError a shape follows from the value of inputs, which a build must be told
-    ├── GraphError            a graph that breaks its own rules (our bug, or a bad pass)
-    │   └── UnknownTensorError    a shape follows from the value of tensors that are not known before run time
-    ├── ConfigError           options that make no sense, alone or together
-    ├── CalibrationError      data or a table that cannot give ranges
-    ├── CompilerFault         an exception that the compiler should not have raised, and the node it was at (our bug)
-    ├── InputError            a feed that does not fit the engine
-    └── PlanError             a plan file that cannot be used
-        ├── PlanCorruptError  truncated, tampered with, or no plan at all
-        ├── PlanVersionError  written by a newer (or too old) compiler
-        └── PlanTargetError   made for a machine that this one is not
+    ├── ModelError ── UnknownValueError
+    ├── GraphError ── UnknownTensorError
+    ├── ConfigError, CalibrationError, InputError, CompilerFault
+    └── PlanError ── PlanCorruptError, PlanVersionError, PlanTargetError
 """
-
+from __future__ import annotations
 
 from collections.abc import Iterable
 
@@ -33,11 +25,11 @@ class EngineError(Exception):
 
 
 class ModelError(EngineError):
-    pass
+    """An ONNX file cannot be read or compiled."""
 
 
 class UnknownValueError(ModelError):
-    """`inputs`: the graph's inputs whose values would have to be known."""
+    """A shape follows from the value of `inputs`, inputs of the graph: a build must be told them."""
 
     def __init__(self, message: str, inputs: Iterable[str]) -> None:
         super().__init__(message)
@@ -45,11 +37,11 @@ class UnknownValueError(ModelError):
 
 
 class GraphError(EngineError):
-    pass
+    """A graph breaks its own rules: our bug, or a bad pass."""
 
 
 class UnknownTensorError(GraphError):
-    """`tensors`: those whose values would have to be known, of the graph that is being read."""
+    """A shape follows from the value of `tensors`, which are not known before run time."""
 
     def __init__(self, message: str, tensors: Iterable[str]) -> None:
         super().__init__(message)
@@ -57,32 +49,32 @@ class UnknownTensorError(GraphError):
 
 
 class ConfigError(EngineError):
-    pass
+    """Options make no sense, alone or together."""
 
 
 class CalibrationError(EngineError):
-    pass
+    """Ranges cannot be had from the calibration data or the table."""
 
 
 class CompilerFault(EngineError):
-    pass
+    """The compiler raised an exception that it should not have (our bug); the message names the node it was at."""
 
 
 class InputError(EngineError):
-    pass
+    """A feed does not fit the engine."""
 
 
 class PlanError(EngineError):
-    pass
+    """A plan file cannot be used."""
 
 
 class PlanCorruptError(PlanError):
-    pass
+    """The plan file is truncated, tampered with, or no plan at all."""
 
 
 class PlanVersionError(PlanError):
-    pass
+    """The plan was written by a newer (or too old) compiler."""
 
 
 class PlanTargetError(PlanError):
-    pass
+    """The plan was made for a machine that this one is not."""

@@ -187,32 +187,31 @@ class Writer:
         if quant is None:
             return self.initialiser(name, self.graph.constants[name])
         stored = self.initialiser(f"{name}.stored", self.graph.constants[name])
-        return self.emit("DequantizeLinear", [stored, *self._quant(name, quant)], [name], **_axis(quant))
+        return self._convert("DequantizeLinear", stored, name, quant, name)
 
     def requantise(self, name: str) -> None:
         """Readers of a quantised tensor see it after rounding."""
         quant, place = self.graph.types[name].quant, self.names[name]
         if quant is None or name in self.integers:
             return
-        quant = _placed(quant, place)
-        inputs = [place.name, *self._quant(name, quant)]
-        stored = self.emit("QuantizeLinear", inputs, [f"{name}.stored"], **_axis(quant))
+        stored = self._convert("QuantizeLinear", place.name, name, _placed(quant, place), f"{name}.stored")
         self._dequantise(name, Position(stored, place.first))
 
     def _dequantise(self, name: str, stored: Position) -> None:
         """Its readers find it where its integers are made real numbers again."""
         quant = self.graph.types[name].quant
         assert quant is not None
-        quant = _placed(quant, stored)
-        rounded = self.emit("DequantizeLinear", [stored.name, *self._quant(name, quant)], [f"{name}.rounded"],
-                            **_axis(quant))
+        rounded = self._convert("DequantizeLinear", stored.name, name, _placed(quant, stored), f"{name}.rounded")
         self.integers[name], self.names[name] = stored, Position(rounded, stored.first)
 
-    def _quant(self, name: str, quant: QParams) -> list[str]:
+    def _convert(self, op: str, source: str, name: str, quant: QParams, output: str) -> str:
+        """Adds a QuantizeLinear or DequantizeLinear of the tensor `name`."""
         scale, zero_point = np.array(quant.scale, np.float32), np.array(quant.zero_point, quant.dtype)
         if quant.axis is None:
             scale, zero_point = scale.reshape(()), zero_point.reshape(())
-        return [self.initialiser(f"{name}.scale", scale), self.initialiser(f"{name}.zero_point", zero_point)]
+        inputs = [source, self.initialiser(f"{name}.scale", scale), self.initialiser(f"{name}.zero_point", zero_point)]
+        attrs: dict[str, Any] = {} if quant.axis is None else {"axis": quant.axis}
+        return self.emit(op, inputs, [output], **attrs)
 
     def name_outputs(self) -> None:
         """Give what holds a graph output the output's name; an input or constant, or a second output, is copied."""
@@ -234,10 +233,6 @@ class Writer:
 def _placed(quant: QParams, place: Position) -> QParams:
     """The same for the tensor as it is written there."""
     return replace(quant, axis=_FIRST_AXIS[quant.axis]) if quant.axis is not None and place.first else quant
-
-
-def _axis(quant: QParams) -> dict[str, Any]:
-    return {} if quant.axis is None else {"axis": quant.axis}
 
 
 def _per_channel(array: Array, node: Node) -> bool:

@@ -19,7 +19,7 @@ from engines.frontend.operators.normalise import RULES, Beyond, Call, normalise
 from engines.frontend.opsets import OLDEST_OPSET, current
 from engines.frontend.schema import check_node, check_types, same_as_default, schema_of
 from engines.frontend.trace import Trace
-from engines.ir.graph import Array, Dim, Graph, Node, verify
+from engines.ir.graph import Array, Dim, Graph, Node, trimmed, verify
 from engines.ir.shapes import Undecided
 from engines.ops import OPS, describe
 from engines.ops.fallback import as_onnx
@@ -173,15 +173,10 @@ def _canonical(model: str, trace: Trace, proto: onnx.NodeProto, node: Node, opse
 def _node(model: str, proto: onnx.NodeProto) -> Node:
     """The node as the file has it: attributes as ints, floats, strings, tuples or arrays."""
     attrs = {a.name: _attribute(model, proto, a) for a in proto.attribute}
-    outputs = list(proto.output)
-    while outputs and not outputs[-1]:
-        outputs.pop()
+    outputs = trimmed(proto.output)
     name = proto.name or next(iter(outputs), proto.op_type)
-    outputs = [output or f"{name}.unused{i}" for i, output in enumerate(outputs)]
-    inputs = list(proto.input)
-    while inputs and not inputs[-1]:
-        inputs.pop()
-    return Node(proto.op_type, tuple(inputs), tuple(outputs), attrs, name, origin=(name,))
+    outputs = tuple(output or f"{name}.unused{i}" for i, output in enumerate(outputs))
+    return Node(proto.op_type, trimmed(proto.input), outputs, attrs, name, origin=(name,))
 
 
 def _attribute(model: str, node: onnx.NodeProto, attribute: onnx.AttributeProto) -> Any:

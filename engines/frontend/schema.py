@@ -11,7 +11,7 @@ import onnx
 from onnx import helper
 
 from engines.errors import GraphError, did_you_mean
-from engines.ir.graph import TensorType
+from engines.ir.graph import TensorType, trimmed
 
 # Attributes that are 0 or 1 wherever they occur; what another number would mean differs from one runtime to the next.
 FLAGS = frozenset({"allowzero", "antialias", "ceil_mode", "count_include_pad", "detect_negative", "detect_positive",
@@ -81,7 +81,8 @@ def schema_of(op: str, opset: int, domain: str = "") -> Schema | None:
         return None
     last = found.inputs[-1] if found.inputs else None
     return Schema(
-        op, found.since_version, {name: _kind(a) for name, a in found.attributes.items()},
+        op, found.since_version,
+        {name: a.type.value for name, a in found.attributes.items()},     # type: ignore[attr-defined]  # stubs of onnx
         frozenset(name for name, a in found.attributes.items() if a.required),
         {name: helper.get_attribute_value(a.default_value) for name, a in found.attributes.items()
          if a.default_value.type},
@@ -91,17 +92,11 @@ def schema_of(op: str, opset: int, domain: str = "") -> Schema | None:
         frozenset(i for i, p in enumerate(found.outputs) if not any(t.startswith("tensor(") for t in p.types)))
 
 
-def _kind(attribute: Any) -> int:
-    return int(attribute.type.value)
-
-
 def check_node(schema: Schema, node: onnx.NodeProto) -> None:
     """Raises GraphError: an attribute that the operator does not have, or not of that kind; one that is missing; too
     many or too few inputs or outputs."""
     _check_attributes(schema, node)
-    inputs, outputs = list(node.input), list(node.output)
-    while inputs and not inputs[-1]:
-        inputs.pop()
+    inputs, outputs = trimmed(node.input), list(node.output)
     least, most = schema.counts
     if not least <= len(inputs) <= most:
         raise GraphError(f"it has {len(inputs)} inputs; {schema.op} of opset {schema.since} takes "

@@ -50,6 +50,11 @@ class TensorType:
         return f"{self.quant or self.dtype}[{shape}]"
 
 
+def trimmed(names: Sequence[str]) -> tuple[str, ...]:
+    """Names of inputs or outputs without the absent ones ("") at the end."""
+    return tuple(names[:max((count for count, name in enumerate(names, 1) if name), default=0)])
+
+
 def type_of(array: Array, quant: QParams | None = None) -> TensorType:
     return TensorType(array.dtype, array.shape, quant)
 

@@ -1,4 +1,8 @@
-"""Activations: functions of one element that follow a layer. x is the input, y the output; formulas as in ONNX."""
+"""Activations: functions of one element that follow a layer. x is the input, y the output; formulas as in ONNX.
+
+Mish is x * tanh(softplus(x)), Softplus log(1 + exp(x)), Swish (also called SiLU) x * sigmoid(x); ONNX's Swish with an
+alpha is arithmetic before it is this. PRelu is LeakyRelu with a slope that broadcasts to x.
+"""
 from __future__ import annotations
 
 import math
@@ -8,33 +12,36 @@ import numpy as np
 
 from engines.ir.graph import Array
 from engines.ops.arithmetic import erf
-from engines.ops.pointwise import Epilogue, Pointwise
+from engines.ops.pointwise import Epilogue, Pointwise, define
 
 
-class Relu(Epilogue):
-    @staticmethod
-    def formula(x: Array) -> Array:
-        return np.maximum(x, 0)
+def sigmoid(x: Array) -> Array:
+    return 1 / (1 + np.exp(-x))
 
 
-class LeakyRelu(Epilogue):
-    @staticmethod
-    def formula(x: Array, alpha: float = 0.01) -> Array:
-        return np.where(x < 0, alpha * x, x)
-
-
-class PRelu(Epilogue):
-    """LeakyRelu with a slope that broadcasts to x."""
-
-    @staticmethod
-    def formula(x: Array, slope: Array) -> Array:
-        return np.where(x < 0, slope * x, x)
-
-
-class ThresholdedRelu(Pointwise):
-    @staticmethod
-    def formula(x: Array, alpha: float = 1.0) -> Array:
-        return np.where(x > alpha, x, 0)
+define(
+    Epilogue,
+    Relu=lambda x: np.maximum(x, 0),
+    LeakyRelu=lambda x, alpha=0.01: np.where(x < 0, alpha * x, x),
+    PRelu=lambda x, slope: np.where(x < 0, slope * x, x),
+    Elu=lambda x, alpha=1.0: np.where(x < 0, alpha * np.expm1(x), x),
+    Celu=lambda x, alpha=1.0: np.where(x < 0, alpha * np.expm1(x / alpha), x),
+    Selu=lambda x, alpha=1.67326319217681884765625, gamma=1.05070102214813232421875:
+        gamma * np.where(x <= 0, alpha * np.expm1(x), x),
+    Sigmoid=sigmoid,
+    HardSigmoid=lambda x, alpha=0.2, beta=0.5: np.clip(alpha * x + beta, 0, 1),
+    HardSwish=lambda x: x * np.clip(x / 6 + 0.5, 0, 1),
+    Swish=lambda x: x * sigmoid(x),
+    Tanh=np.tanh,
+    Softplus=lambda x: np.logaddexp(x, x.dtype.type(0)),
+    Mish=lambda x: x * np.tanh(np.logaddexp(x, x.dtype.type(0))),
+)
+define(
+    Pointwise,
+    Shrink=lambda x, bias=0.0, lambd=0.5: np.where(x < -lambd, x + bias, np.where(x > lambd, x - bias, 0)),
+    Softsign=lambda x: x / (1 + np.abs(x)),
+    ThresholdedRelu=lambda x, alpha=1.0: np.where(x > alpha, x, 0),
+)
 
 
 class Clip(Epilogue):
@@ -55,86 +62,6 @@ def _bound(value: Any, dtype: np.dtype[Any]) -> Array:
     return np.asarray(value, dtype)
 
 
-class Elu(Epilogue):
-    @staticmethod
-    def formula(x: Array, alpha: float = 1.0) -> Array:
-        return np.where(x < 0, alpha * np.expm1(x), x)
-
-
-class Celu(Epilogue):
-    @staticmethod
-    def formula(x: Array, alpha: float = 1.0) -> Array:
-        return np.where(x < 0, alpha * np.expm1(x / alpha), x)
-
-
-class Selu(Epilogue):
-    @staticmethod
-    def formula(x: Array, alpha: float = 1.67326319217681884765625, gamma: float = 1.05070102214813232421875) -> Array:
-        return gamma * np.where(x <= 0, alpha * np.expm1(x), x)
-
-
-class Sigmoid(Epilogue):
-    """1 / (1 + exp(-x))"""
-
-    @staticmethod
-    def formula(x: Array) -> Array:
-        return sigmoid(x)
-
-
-def sigmoid(x: Array) -> Array:
-    return 1 / (1 + np.exp(-x))
-
-
-class HardSigmoid(Epilogue):
-    @staticmethod
-    def formula(x: Array, alpha: float = 0.2, beta: float = 0.5) -> Array:
-        return np.clip(alpha * x + beta, 0, 1)
-
-
-class HardSwish(Epilogue):
-    """x * max(0, min(1, x / 6 + 1/2))"""
-
-    @staticmethod
-    def formula(x: Array) -> Array:
-        return x * np.clip(x / 6 + 0.5, 0, 1)
-
-
-class Swish(Epilogue):
-    """x * sigmoid(x), also called SiLU; ONNX's alpha is arithmetic before it is this."""
-
-    @staticmethod
-    def formula(x: Array) -> Array:
-        return x * sigmoid(x)
-
-
-class Tanh(Epilogue):
-    @staticmethod
-    def formula(x: Array) -> Array:
-        return np.tanh(x)
-
-
-class Softplus(Epilogue):
-    """log(1 + exp(x))"""
-
-    @staticmethod
-    def formula(x: Array) -> Array:
-        return np.asarray(np.logaddexp(x, x.dtype.type(0)))
-
-
-class Softsign(Pointwise):
-    @staticmethod
-    def formula(x: Array) -> Array:
-        return np.asarray(x / (1 + np.abs(x)))
-
-
-class Mish(Epilogue):
-    """x * tanh(softplus(x))"""
-
-    @staticmethod
-    def formula(x: Array) -> Array:
-        return np.asarray(x * np.tanh(np.logaddexp(x, x.dtype.type(0))))
-
-
 class Gelu(Epilogue):
     """x * P(standard normal < x), exact or by the tanh approximation."""
 
@@ -143,9 +70,3 @@ class Gelu(Epilogue):
         if approximate == "tanh":
             return np.asarray(0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))))
         return np.asarray(0.5 * x * (1 + erf(x * math.sqrt(0.5))))
-
-
-class Shrink(Pointwise):
-    @staticmethod
-    def formula(x: Array, bias: float = 0.0, lambd: float = 0.5) -> Array:
-        return np.where(x < -lambd, x + bias, np.where(x > lambd, x - bias, 0))

@@ -8,15 +8,15 @@ import numpy as np
 
 from engines.ir.graph import Array, Node
 from engines.ops.op import Stored
-from engines.ops.pointwise import Epilogue, Pointwise, from_numpy
+from engines.ops.pointwise import Epilogue, Pointwise, define
 
-from_numpy(Epilogue, symbolic=True, commutative=True, Add=np.add, Mul=np.multiply, Max=np.maximum, Min=np.minimum)
-from_numpy(Epilogue, symbolic=True, Sub=np.subtract, Neg=np.negative, Floor=np.floor, Ceil=np.ceil)
-from_numpy(Epilogue, Abs=np.absolute, Sqrt=np.sqrt, Exp=np.exp, Log=np.log, Sin=np.sin, Cos=np.cos,
-           Round=np.rint)       # halves go to the even neighbour
-from_numpy(Pointwise, Sign=np.sign, Pow=np.power, Tan=np.tan, Asin=np.arcsin, Acos=np.arccos, Atan=np.arctan,
-           Sinh=np.sinh, Cosh=np.cosh, Asinh=np.arcsinh, Acosh=np.arccosh, Atanh=np.arctanh, BitwiseNot=np.bitwise_not)
-from_numpy(Pointwise, commutative=True, BitwiseAnd=np.bitwise_and, BitwiseOr=np.bitwise_or, BitwiseXor=np.bitwise_xor)
+define(Epilogue, symbolic=True, commutative=True, Add=np.add, Mul=np.multiply, Max=np.maximum, Min=np.minimum)
+define(Epilogue, symbolic=True, Sub=np.subtract, Neg=np.negative, Floor=np.floor, Ceil=np.ceil)
+define(Epilogue, Abs=np.absolute, Sqrt=np.sqrt, Exp=np.exp, Log=np.log, Sin=np.sin, Cos=np.cos,
+       Round=np.rint)       # halves go to the even neighbour
+define(Pointwise, Sign=np.sign, Pow=np.power, Tan=np.tan, Asin=np.arcsin, Acos=np.arccos, Atan=np.arctan,
+       Sinh=np.sinh, Cosh=np.cosh, Asinh=np.arcsinh, Acosh=np.arccosh, Atanh=np.arctanh, BitwiseNot=np.bitwise_not)
+define(Pointwise, commutative=True, BitwiseAnd=np.bitwise_and, BitwiseOr=np.bitwise_or, BitwiseXor=np.bitwise_xor)
 
 
 class Div(Epilogue):
@@ -37,30 +37,16 @@ def _symbolic_quotient(a: Any, b: Any) -> Any:
     return a / b if isinstance(a, float) or isinstance(b, float) else a // b
 
 
-class Mod(Pointwise):
-    """The sign follows the divisor (Python), or with fmod=1 the dividend (C)."""
-    symbolic = True
-
-    @staticmethod
-    def formula(a: Array, b: Array, fmod: int = 0) -> Array:
-        return np.fmod(a, b) if fmod else np.mod(a, b)
-
-
-class Reciprocal(Epilogue):
-    @staticmethod
-    def formula(x: Array) -> Array:
-        return 1 / x
-
-
-class Erf(Epilogue):
-    @staticmethod
-    def formula(x: Array) -> Array:
-        return erf(x)
+# The sign follows the divisor (Python), or with fmod=1 the dividend (C).
+define(Pointwise, symbolic=True, Mod=lambda a, b, fmod=0: np.fmod(a, b) if fmod else np.mod(a, b))
 
 
 def erf(x: Array) -> Array:
     """The error function, correctly rounded from double precision; NumPy has none."""
     return np.asarray(np.frompyfunc(math.erf, 1, 1)(x)).astype(x.dtype)
+
+
+define(Epilogue, Erf=erf, Reciprocal=lambda x: 1 / x)
 
 
 class Cast(Pointwise):

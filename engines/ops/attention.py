@@ -9,7 +9,7 @@ from engines.ir.shapes import broadcast
 from engines.ops.items import ItemAxes, Mixed
 from engines.ops.items import broadcast as broadcast_items
 from engines.ops.normalization import softmax
-from engines.ops.op import Inputs, Op, Stored, Types, Values
+from engines.ops.op import Inputs, Op, Stored, Types
 
 
 class ScaledDotProductAttention(Op):
@@ -21,9 +21,7 @@ class ScaledDotProductAttention(Op):
     stored = Stored.CONVERTED       # but for the mask
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        q, k, v, mask = (*inputs, None)[:4]
-        assert q is not None and k is not None and v is not None
+    def types(cls, node: Node, q: TensorType, k: TensorType, v: TensorType, mask: TensorType | None = None) -> Types:
         if len({len(q.shape), len(k.shape), len(v.shape)}) > 1 or len(q.shape) < 3:
             raise GraphError("q, k and v must have equally many axes, at least three")
         if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
@@ -44,9 +42,7 @@ class ScaledDotProductAttention(Op):
         return (axis,)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        q, k, v, mask = (*arrays, None)[:4]
-        assert q is not None and k is not None and v is not None
+    def compute(cls, node: Node, q: Array, k: Array, v: Array, mask: Array | None = None) -> Array:
         scores = np.matmul(q, k.swapaxes(-1, -2)) * q.dtype.type(node.attrs["scale"])
         if mask is not None:
             scores = scores + mask

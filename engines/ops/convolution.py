@@ -6,7 +6,7 @@ import numpy as np
 from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import fixed, text
-from engines.ops.op import Inputs, LayoutOp, Stored, Types, Values
+from engines.ops.op import LayoutOp, Stored, Types
 from engines.ops.window import Window
 
 
@@ -15,9 +15,7 @@ class Conv(LayoutOp):
     output_axis, anchor, stored = 0, True, Stored.CONVERTED
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        x, w = inputs[:2]
-        assert x is not None and w is not None
+    def types(cls, node: Node, x: TensorType, w: TensorType, bias: TensorType | None = None) -> Types:
         cout, cin, *kernel = fixed(w.shape)
         channels, *sizes = fixed(x.shape[1:])
         group = node.attrs.get("group", 1)
@@ -25,14 +23,12 @@ class Conv(LayoutOp):
             raise GraphError(f"weights for {cin} channels in {group} groups do not fit {channels} channels")
         if tuple(kernel) != tuple(node.attrs["kernel_shape"]):
             raise GraphError(f"kernel_shape is {node.attrs['kernel_shape']}, but the weights have {kernel}")
-        _check_bias(inputs, cout)
+        _check_bias(bias, cout)
         window = Window.of(node, len(sizes))
         return (TensorType(x.dtype, (x.shape[0], cout, *window.outputs(tuple(sizes)))),)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        x, w, bias = (*arrays, None)[:3]
-        assert x is not None and w is not None
+    def compute(cls, node: Node, x: Array, w: Array, bias: Array | None = None) -> Array:
         group = node.attrs.get("group", 1)
         window = Window.of(node, x.ndim - 2)
         outputs = window.outputs(x.shape[2:])
@@ -52,21 +48,17 @@ class ConvTranspose(LayoutOp):
     output_axis, anchor, stored = 1, True, Stored.CONVERTED
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        x, w = inputs[:2]
-        assert x is not None and w is not None
+    def types(cls, node: Node, x: TensorType, w: TensorType, bias: TensorType | None = None) -> Types:
         channels, *sizes = fixed(x.shape[1:])
         cin, cout, *_ = fixed(w.shape)
         group = node.attrs.get("group", 1)
         if cin != channels or cin % group:
             raise GraphError(f"weights for {cin} channels in {group} groups do not fit {channels} channels")
-        _check_bias(inputs, cout * group)
+        _check_bias(bias, cout * group)
         return (TensorType(x.dtype, (x.shape[0], cout * group, *_transposed_outputs(node, tuple(sizes)))),)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        x, w, bias = (*arrays, None)[:3]
-        assert x is not None and w is not None
+    def compute(cls, node: Node, x: Array, w: Array, bias: Array | None = None) -> Array:
         group = node.attrs.get("group", 1)
         window = Window.of(node, x.ndim - 2)
         sizes, outputs = x.shape[2:], _transposed_outputs(node, x.shape[2:])
@@ -85,8 +77,7 @@ class ConvTranspose(LayoutOp):
         return y if bias is None else y + bias.reshape(-1, *[1] * len(sizes))
 
 
-def _check_bias(inputs: Inputs, channels: int) -> None:
-    bias = inputs[2] if len(inputs) > 2 else None
+def _check_bias(bias: TensorType | None, channels: int) -> None:
     if bias is not None and bias.shape != (channels,):
         raise GraphError(f"a bias of shape {text(bias.shape)} is not one for each of {channels} channels")
 

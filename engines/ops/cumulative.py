@@ -12,8 +12,7 @@ class CumSum(SameShape):
     along = "axis"
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        x, = arrays
+    def compute(cls, node: Node, x: Array) -> Array:
         axis = node.attrs["axis"]
         if node.attrs.get("reverse", 0):
             x = np.flip(x, axis)

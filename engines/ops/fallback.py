@@ -45,7 +45,7 @@ class Fallback(Op, abstract=True):
         return node.op in _RANDOM
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+    def types_with(cls, node: Node, inputs: Inputs, values: Values) -> Types:
         import onnx
 
         model = _model(node, inputs, values)

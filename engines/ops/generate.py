@@ -9,14 +9,14 @@ from engines.errors import GraphError, UnknownTensorError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import dim, extent, fixed
 from engines.ops.items import ItemAxes, repeated
-from engines.ops.op import Inputs, Op, Types, Values
+from engines.ops.op import Inputs, Op, Types, Values, present
 
 
 class ConstantOfShape(Op):
     """The attribute `value` (one element) in every place of the attribute `shape`."""
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+    def types(cls, node: Node) -> Types:
         return (TensorType(cls._value(node).dtype, tuple(node.attrs["shape"])),)
 
     @classmethod
@@ -36,9 +36,8 @@ class Range(Op):
     """start, start + delta, ... below limit; three scalars."""
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        first = inputs[0]
-        assert first is not None
+    def types_with(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        first, *_ = present(inputs)
         if any(v is None for v in values) or len(values) < 3:
             raise UnknownTensorError("its length depends on data: make start, limit and delta constants", node.inputs)
         start, limit, delta = (v.item() for v in values if v is not None)

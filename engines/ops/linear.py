@@ -7,7 +7,7 @@ from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import broadcast, check_stretches
 from engines.ops.items import ItemAxes, Mixed
-from engines.ops.op import Inputs, Op, Stored, Types, Values
+from engines.ops.op import Inputs, Op, Stored, Types, present
 
 
 class Gemm(Op):
@@ -16,16 +16,14 @@ class Gemm(Op):
     output_axis, anchor, stored = 0, True, Stored.CONVERTED         # 0: in canonical form, with transB
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        a, b = inputs[:2]
-        assert a is not None and b is not None
+    def types(cls, node: Node, a: TensorType, b: TensorType, c: TensorType | None = None) -> Types:
         if len(a.shape) != 2 or len(b.shape) != 2:
             raise GraphError("both factors must be matrices")
         rows, depth = reversed(a.shape) if node.attrs.get("transA") else a.shape
         deep, columns = reversed(b.shape) if node.attrs.get("transB") else b.shape
         if depth != deep:
             raise GraphError(f"inner extents {depth} and {deep} differ")
-        if len(inputs) > 2 and (c := inputs[2]) is not None:
+        if c is not None:
             check_stretches("third operand", c.shape, (rows, columns))
         return (TensorType(a.dtype, (rows, columns)),)
 
@@ -43,9 +41,7 @@ class Gemm(Op):
         return (None if made is None else made + 2,)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        a, b, c = (*arrays, None)[:3]
-        assert a is not None and b is not None
+    def compute(cls, node: Node, a: Array, b: Array, c: Array | None = None) -> Array:
         product = (a.T if node.attrs.get("transA") else a) @ (b.T if node.attrs.get("transB") else b)
         y = node.attrs.get("alpha", 1) * product
         if c is not None:
@@ -58,9 +54,7 @@ class MatMul(Op):
     output_axis, anchor, stored = 1, True, Stored.CONVERTED         # 1: of a matrix
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        a, b = inputs
-        assert a is not None and b is not None
+    def types(cls, node: Node, a: TensorType, b: TensorType) -> Types:
         if not a.shape or not b.shape:
             raise GraphError("a factor is a scalar")
         left = a.shape if len(a.shape) > 1 else (1, *a.shape)
@@ -73,8 +67,7 @@ class MatMul(Op):
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
-        a, b = inputs
-        assert a is not None and b is not None
+        a, b = present(inputs)
         behind = [None if axis is None else axis - rank if rank > 1 else (axis - 1 if left else axis - 2)
                   for left, axis, rank in zip((True, False), axes, (len(a.shape), len(b.shape)), strict=True)]
         made = _of_product(behind)
@@ -84,8 +77,7 @@ class MatMul(Op):
         return (made + dropped + len(outputs[0].shape),)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        a, b = arrays
+    def compute(cls, node: Node, a: Array, b: Array) -> Array:
         return np.asarray(np.matmul(a, b))
 
 

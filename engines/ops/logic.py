@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 
 from engines.ir.graph import Array, Node
-from engines.ops.pointwise import Pointwise, Predicate, from_numpy
+from engines.ops.pointwise import Pointwise, Predicate, define
 
-from_numpy(Predicate, symbolic=True, commutative=True, Equal=np.equal)
-from_numpy(Predicate, symbolic=True, Less=np.less, LessOrEqual=np.less_equal, Greater=np.greater,
-           GreaterOrEqual=np.greater_equal)
-from_numpy(Predicate, commutative=True, And=np.logical_and, Or=np.logical_or, Xor=np.logical_xor)
-from_numpy(Predicate, Not=np.logical_not, IsNaN=np.isnan)
+define(Predicate, symbolic=True, commutative=True, Equal=np.equal)
+define(Predicate, symbolic=True, Less=np.less, LessOrEqual=np.less_equal, Greater=np.greater,
+       GreaterOrEqual=np.greater_equal)
+define(Predicate, commutative=True, And=np.logical_and, Or=np.logical_or, Xor=np.logical_xor)
+define(Predicate, Not=np.logical_not, IsNaN=np.isnan)
 
 
 class IsInf(Predicate):

@@ -21,17 +21,16 @@ class Concat(Op):
         return node.inputs
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        given = present(inputs)
-        axis = normal_axis(node.attrs["axis"], len(given[0].shape))
-        if any(len(t.shape) != len(given[0].shape) for t in given) or not given[0].shape:
+    def types(cls, node: Node, *parts: TensorType) -> Types:
+        shape = parts[0].shape
+        axis = normal_axis(node.attrs["axis"], len(shape))
+        if any(len(t.shape) != len(shape) for t in parts) or not shape:
             raise GraphError("its parts are of different ranks, or have no axes")
-        others = {(*t.shape[:axis], *t.shape[axis + 1:]) for t in given}
+        others = {(*t.shape[:axis], *t.shape[axis + 1:]) for t in parts}
         if len(others) > 1:
             raise GraphError(f"extents beside axis {axis} differ")
-        total = sum((extent(t.shape[axis]) for t in given), start=0)
-        shape = given[0].shape
-        return (TensorType(given[0].dtype, (*shape[:axis], dim(total), *shape[axis + 1:])),)
+        total = sum((extent(t.shape[axis]) for t in parts), start=0)
+        return (TensorType(parts[0].dtype, (*shape[:axis], dim(total), *shape[axis + 1:])),)
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
@@ -51,9 +50,7 @@ class Split(Op):
     moves, along, stored = True, "axis", Stored.ALIKE
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = inputs
-        assert x is not None
+    def types(cls, node: Node, x: TensorType) -> Types:
         axis = normal_axis(node.attrs.get("axis", 0), len(x.shape))
         sizes = node.attrs["split"]
         if sum((extent(s) for s in sizes), start=0) != extent(x.shape[axis]):
@@ -61,8 +58,7 @@ class Split(Op):
         return tuple(TensorType(x.dtype, (*x.shape[:axis], size, *x.shape[axis + 1:])) for size in sizes)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> tuple[Array, ...]:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> tuple[Array, ...]:
         *cuts, _ = accumulate(fixed(node.attrs["split"]))
         return tuple(np.split(x, cuts, axis=node.attrs.get("axis", 0)))
 
@@ -73,9 +69,7 @@ class Slice(Op):
     moves, along, stored = True, "axes", Stored.ALIKE
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = inputs
-        assert x is not None
+    def types(cls, node: Node, x: TensorType) -> Types:
         shape = list(x.shape)
         for axis, cut in cls.cuts(node, len(shape)):
             if (cut.start, cut.stop, cut.step) == (None, None, 1):
@@ -91,8 +85,7 @@ class Slice(Op):
         return (beside(outputs[0].shape, only_first(axes), cut, "cuts"),)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> Array:
         index = [slice(None)] * x.ndim
         for axis, cut in cls.cuts(node, x.ndim):
             index[axis] = cut
@@ -122,9 +115,8 @@ class Gather(Op):
     moves, along, stored = True, "axis", Stored.ALIKE
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        x, indices = inputs
-        assert x is not None and indices is not None
+    def types_with(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        x, indices = present(inputs)
         axis = normal_axis(node.attrs.get("axis", 0), len(x.shape))
         known, extent_ = values[1] if len(values) > 1 else None, x.shape[axis] if x.shape else 0
         if known is not None and known.dtype != object and isinstance(extent_, int) and np.any(
@@ -134,8 +126,7 @@ class Gather(Op):
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
-        x, indices = inputs
-        assert x is not None and indices is not None
+        x, indices = present(inputs)
         along, (of_x, of_indices) = normal_axis(node.attrs.get("axis", 0), len(x.shape)), axes
         if of_indices is not None and of_x is not None:
             raise Mixed("it selects from all items")
@@ -145,8 +136,7 @@ class Gather(Op):
         return (of_x + (len(indices.shape) - 1) * (of_x > along),)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        x, indices = arrays
+    def compute(cls, node: Node, x: Array, indices: Array) -> Array:
         return np.asarray(np.take(x, indices.astype(np.int64), axis=node.attrs.get("axis", 0)))
 
 
@@ -155,15 +145,12 @@ class GatherElements(Op):
     moves = True
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        x, indices = inputs
-        assert x is not None and indices is not None
+    def types(cls, node: Node, x: TensorType, indices: TensorType) -> Types:
         return (TensorType(x.dtype, broadcast(indices.shape, node.attrs.get("shape", ()))),)
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
-        x, indices = inputs
-        assert x is not None and indices is not None
+        x, indices = present(inputs)
         along, (of_x, of_indices) = normal_axis(node.attrs.get("axis", 0), len(x.shape)), axes
         shift = len(outputs[0].shape) - len(indices.shape)      # of indices that are first expanded
         if of_x is None and of_indices is not None and of_indices + shift == along:
@@ -173,8 +160,7 @@ class GatherElements(Op):
         return (of_x,)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        x, indices = arrays
+    def compute(cls, node: Node, x: Array, indices: Array) -> Array:
         axis = normal_axis(node.attrs.get("axis", 0), x.ndim)
         indices = np.broadcast_to(indices, fixed(broadcast(indices.shape, node.attrs.get("shape", ()))))
         grid: list[Array] = list(np.indices(indices.shape, sparse=True))
@@ -187,9 +173,7 @@ class Tile(Op):
     moves, along = True, "repeats"
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = inputs
-        assert x is not None
+    def types(cls, node: Node, x: TensorType) -> Types:
         repeats = node.attrs["repeats"]
         if len(repeats) != len(x.shape):
             raise GraphError(f"{len(repeats)} repeats for {len(x.shape)} axes")
@@ -201,8 +185,8 @@ class Tile(Op):
         return (beside(outputs[0].shape, only_first(axes), repeated, "repeats"),)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        return np.tile(arrays[0], fixed(node.attrs["repeats"]))
+    def compute(cls, node: Node, x: Array) -> Array:
+        return np.tile(x, fixed(node.attrs["repeats"]))
 
 
 class Pad(Op):
@@ -210,9 +194,7 @@ class Pad(Op):
     along, stored = "pads", Stored.ALIKE        # zeros are the same in every type: see facts.pads_with_zeros
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = inputs
-        assert x is not None
+    def types(cls, node: Node, x: TensorType) -> Types:
         widths = cls.widths(node, len(x.shape))
         shape = tuple(dim(extent(d) + before + after) for d, (before, after) in zip(x.shape, widths, strict=True))
         return (TensorType(x.dtype, shape),)
@@ -224,8 +206,7 @@ class Pad(Op):
         return (beside(outputs[0].shape, only_first(axes), padded, "pads"),)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> Array:
         widths = cls.widths(node, x.ndim)
         inside = x[tuple(slice(max(-before, 0), size - max(-after, 0)) for (before, after), size in
                          zip(widths, x.shape, strict=True))]
@@ -248,9 +229,7 @@ class DepthToSpace(LayoutOp):
     moves, stored = True, Stored.ALIKE
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = inputs
-        assert x is not None
+    def types(cls, node: Node, x: TensorType) -> Types:
         block = node.attrs["blocksize"]
         channels, height, width = fixed(x.shape[1:])
         if channels % block**2:
@@ -258,8 +237,7 @@ class DepthToSpace(LayoutOp):
         return (TensorType(x.dtype, (x.shape[0], channels // block**2, height * block, width * block)),)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> Array:
         block = node.attrs["blocksize"]
         n, channels, height, width = x.shape
         if node.attrs.get("mode", "DCR") == "DCR":
@@ -275,9 +253,7 @@ class SpaceToDepth(LayoutOp):
     moves, stored = True, Stored.ALIKE
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = inputs
-        assert x is not None
+    def types(cls, node: Node, x: TensorType) -> Types:
         block = node.attrs["blocksize"]
         channels, height, width = fixed(x.shape[1:])
         if height % block or width % block:
@@ -285,8 +261,7 @@ class SpaceToDepth(LayoutOp):
         return (TensorType(x.dtype, (x.shape[0], channels * block**2, height // block, width // block)),)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> Array:
         block = node.attrs["blocksize"]
         n, channels, height, width = x.shape
         parts = x.reshape(n, channels, height // block, block, width // block, block)

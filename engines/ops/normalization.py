@@ -7,16 +7,15 @@ from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import check_stretches, normal_axis, text
 from engines.ops.items import ItemAxes, Mixed, beside, only_first
-from engines.ops.op import Inputs, LayoutOp, SameShape, Types, Values, present
+from engines.ops.op import Inputs, LayoutOp, SameShape, Types, present
 
 
 class _FromAxisOn(SameShape, abstract=True):
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        x, *constants = present(inputs)
-        for what, kind in zip(("scale", "bias"), constants, strict=False):
+    def types(cls, node: Node, x: TensorType, *constants: TensorType | None) -> Types:
+        for what, kind in zip(("scale", "bias"), present(constants), strict=False):
             check_stretches(what, kind.shape, x.shape)
-        return super().types(node, inputs, values)
+        return super().types(node, x)
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
@@ -27,13 +26,11 @@ class _FromAxisOn(SameShape, abstract=True):
 
 class _PerChannel(SameShape, abstract=True):
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        x, *constants = inputs
-        assert x is not None
+    def types(cls, node: Node, x: TensorType, *constants: TensorType | None) -> Types:
         if len(x.shape) < 2 or any(kind is None or kind.shape != x.shape[1:2] for kind in constants):
             found = ", ".join(text(kind.shape) for kind in present(constants))
             raise GraphError(f"its constants {found} are not one for each channel of {text(x.shape)}")
-        return super().types(node, inputs, values)
+        return super().types(node, x)
 
 
 class BatchNormalization(_PerChannel):
@@ -44,8 +41,7 @@ class BatchNormalization(_PerChannel):
         return (beside(outputs[0].shape, only_first(axes), (1,), "has a scale for each index of"),)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        x, *constants = arrays
+    def compute(cls, node: Node, x: Array, *constants: Array) -> Array:
         scale, bias, mean, variance = (c.reshape(-1, *[1] * (x.ndim - 2)) for c in constants)
         y = (x - mean) / np.sqrt(variance + node.attrs.get("epsilon", 1e-5)) * scale + bias
         return np.asarray(y, x.dtype)
@@ -61,8 +57,7 @@ class InstanceNormalization(_PerChannel):
         return (0,)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        x, *constants = arrays
+    def compute(cls, node: Node, x: Array, *constants: Array) -> Array:
         scale, bias = (c.reshape(-1, *[1] * (x.ndim - 2)) for c in constants)
         y = standardise(x, tuple(range(2, x.ndim)), node.attrs.get("epsilon", 1e-5))
         return np.asarray(y * scale + bias, x.dtype)
@@ -72,16 +67,14 @@ class LayerNormalization(_FromAxisOn):
     """Over the axes from `axis` on. The optional outputs are the mean and the inverse standard deviation."""
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (y,) = super().types(node, inputs, values)
+    def types(cls, node: Node, x: TensorType, *constants: TensorType | None) -> Types:
+        (y,) = super().types(node, x, *constants)
         axis = normal_axis(node.attrs.get("axis", -1), len(y.shape))
         statistic = TensorType(np.dtype(np.float32), (*y.shape[:axis], *[1] * (len(y.shape) - axis)))
         return y, statistic, statistic
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> tuple[Array, ...]:
-        x, scale, bias = (*arrays, None)[:3]
-        assert x is not None and scale is not None
+    def compute(cls, node: Node, x: Array, scale: Array, bias: Array | None = None) -> tuple[Array, ...]:
         axes = tuple(range(normal_axis(node.attrs.get("axis", -1), x.ndim), x.ndim))
         wide = x.astype(np.float32) if x.dtype == np.float16 else x
         mean = wide.mean(axis=axes, keepdims=True)
@@ -94,8 +87,7 @@ class RMSNormalization(_FromAxisOn):
     """x / sqrt(mean of x**2 + epsilon) * scale, over the axes from `axis` on."""
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        x, scale = arrays
+    def compute(cls, node: Node, x: Array, scale: Array) -> Array:
         axes = tuple(range(normal_axis(node.attrs.get("axis", -1), x.ndim), x.ndim))
         wide = x.astype(np.float32) if x.dtype == np.float16 else x
         size = np.sqrt(np.square(wide).mean(axis=axes, keepdims=True) + node.attrs.get("epsilon", 1e-5))
@@ -113,8 +105,7 @@ class LRN(LayoutOp, SameShape):
     attributes = ("size", "alpha", "beta", "bias")
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> Array:
         size = node.attrs["size"]
         before = (size - 1) // 2
         squares = np.pad(x * x, [(0, 0), (before, size - 1 - before), *[(0, 0)] * (x.ndim - 2)])
@@ -127,8 +118,7 @@ class LpNormalization(SameShape):
     along = "axis"
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> Array:
         norm = np.linalg.norm(x, node.attrs.get("p", 2), axis=node.attrs.get("axis", -1), keepdims=True)
         return np.asarray(np.where(norm == 0, 0, x / norm), x.dtype)
 
@@ -138,8 +128,7 @@ class Softmax(SameShape):
     along = "axis"
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        x, = arrays
+    def compute(cls, node: Node, x: Array) -> Array:
         return softmax(x, node.attrs.get("axis", -1))
 
 
@@ -155,7 +144,7 @@ class LogSoftmax(SameShape):
     along = "axis"
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        x, axis = arrays[0], node.attrs.get("axis", -1)
+    def compute(cls, node: Node, x: Array) -> Array:
+        axis = node.attrs.get("axis", -1)
         x = x - x.max(axis=axis, keepdims=True)
         return np.asarray(x - np.log(np.exp(x).sum(axis=axis, keepdims=True)))

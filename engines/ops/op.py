@@ -1,11 +1,7 @@
 """What an operator is: result types, exact meaning, and the few facts that passes ask for.
 
-To add one, write a class named as ONNX names it:
-
-    class Relu(Epilogue):
-        @staticmethod
-        def formula(x):
-            return np.maximum(x, 0)
+To add one, write a class named as ONNX names it, with `types` and `compute`; where it is a formula for one element and
+nothing else, a line is enough: define(Epilogue, Relu=lambda x: np.maximum(x, 0)).
 
 Nodes are in canonical form (frontend/normalise.py): what ONNX passes as small constant inputs (axes, pads, sizes, ...)
 is an attribute here, and attributes that depend on shapes (auto_pad, a -1 in a target) are resolved.
@@ -60,6 +56,10 @@ class Op:
     stored: ClassVar[Stored] = Stored.FLOAT
     # ONNX's attributes that mean the same here; what is written otherwise has a rule in frontend/normalise.py
     attributes: ClassVar[tuple[str, ...]] = ()
+    # Class methods of the node, and of the type, or the array, of each input (None: an absent optional input): they
+    # give the types, or the values, of the outputs.
+    types: ClassVar[Callable[..., Types]]
+    compute: ClassVar[Callable[..., Array | tuple[Array, ...]]]
 
     @classmethod
     def random(cls, node: Node) -> bool:
@@ -72,14 +72,9 @@ class Op:
             _REGISTRY[cls.__name__] = cls
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        """The outputs' types."""
-        raise NotImplementedError
-
-    @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array | tuple[Array, ...]:
-        """The outputs. An absent optional input is None."""
-        raise NotImplementedError
+    def types_with(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        """`types`, for an operator whose outputs' types follow, or can be checked, from values of inputs too."""
+        return cls.types(node, *inputs)
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
@@ -90,8 +85,7 @@ class Op:
         """
         if cls.along not in ("axis", "axes"):
             raise Mixed("it is not known to keep the items of a batch apart")
-        x = inputs[0]
-        assert x is not None
+        x, *_ = present(inputs)
         rank, doing = len(x.shape), "reduces" if cls.reduces else "works along"
         return (cls.kept(node, rank, beside(x.shape, only_first(axes), cls.axes(node, rank), doing)),) * len(outputs)
 
@@ -135,7 +129,7 @@ class Op:
         Raises GraphError that names the node if the inputs do not fit each other.
         """
         try:
-            return cls.types(node, inputs, values)
+            return cls.types_with(node, inputs, values)
         except UnknownTensorError:
             raise
         except (GraphError, Undecided) as error:
@@ -197,9 +191,7 @@ class SameShape(Op, abstract=True):
     """An operator whose only result is of the type of its first input."""
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        x = inputs[0]
-        assert x is not None
+    def types(cls, node: Node, x: TensorType, *_: TensorType | None) -> Types:
         return (TensorType(x.dtype, x.shape),)
 
 

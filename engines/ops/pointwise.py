@@ -10,7 +10,7 @@ import numpy as np
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import broadcast
 from engines.ops import items
-from engines.ops.op import Inputs, Op, Stored, Types, Values, present
+from engines.ops.op import Inputs, Op, Stored, Types
 
 
 class Pointwise(Op, abstract=True):
@@ -31,9 +31,8 @@ class Pointwise(Op, abstract=True):
         return dtypes[0]
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        given = present(inputs)
-        return (TensorType(cls.result_dtype(node, [t.dtype for t in given]), broadcast(*(t.shape for t in given))),)
+    def types(cls, node: Node, *inputs: TensorType) -> Types:
+        return (TensorType(cls.result_dtype(node, [t.dtype for t in inputs]), broadcast(*(t.shape for t in inputs))),)
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: items.ItemAxes) -> items.ItemAxes:
@@ -60,7 +59,8 @@ class Predicate(Pointwise, abstract=True):
         return np.dtype(np.bool_)
 
 
-def from_numpy(base: type[Pointwise], symbolic: bool = False, commutative: bool = False, **functions: np.ufunc) -> None:
-    """Defines operators that are a NumPy function under another name."""
-    for name, function in functions.items():
-        type(name, (base,), {"formula": staticmethod(function), "symbolic": symbolic, "commutative": commutative})
+def define(base: type[Pointwise], symbolic: bool = False, commutative: bool = False,
+           **formulas: Callable[..., Any]) -> None:
+    """Defines operators that are a formula and nothing else: Relu=lambda x: np.maximum(x, 0)."""
+    for name, formula in formulas.items():
+        type(name, (base,), {"formula": staticmethod(formula), "symbolic": symbolic, "commutative": commutative})

@@ -1,6 +1,7 @@
 """Pools: a reduction of each window, or of the whole image, channel by channel."""
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import reduce
 from typing import Any
 
@@ -10,19 +11,24 @@ from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import fixed
 from engines.ops.items import ItemAxes, Mixed
-from engines.ops.op import Inputs, LayoutOp, Stored, Types, Values
+from engines.ops.op import Inputs, LayoutOp, Stored, Types
 from engines.ops.reduction import mean
 from engines.ops.window import Window
 
 
 class _Pool(LayoutOp, abstract=True):
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = inputs
-        assert x is not None
+    def types(cls, node: Node, x: TensorType) -> Types:
         sizes = fixed(x.shape[2:])
         outputs = Window.of(node, len(sizes)).outputs(sizes, bool(node.attrs.get("ceil_mode")))
         return (TensorType(x.dtype, (*x.shape[:2], *outputs)),)
+
+    @classmethod
+    def taps(cls, node: Node, x: Array, fill: float) -> Iterator[Array]:
+        """For each tap of the window: what all output pixels read there, of x in a padding of `fill`."""
+        window = Window.of(node, x.ndim - 2)
+        outputs = window.outputs(x.shape[2:], bool(node.attrs.get("ceil_mode")))
+        return window.taps(window.padded(x, fill, outputs), outputs)
 
 
 class MaxPool(_Pool):
@@ -30,8 +36,8 @@ class MaxPool(_Pool):
     stored = Stored.ALIKE
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (y,) = super().types(node, inputs, values)
+    def types(cls, node: Node, x: TensorType) -> Types:
+        (y,) = super().types(node, x)
         return y, TensorType(np.dtype(np.int64), y.shape)
 
     @classmethod
@@ -41,27 +47,22 @@ class MaxPool(_Pool):
         return super().item_axes(node, inputs, outputs, axes)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array | tuple[Array, ...]:
-        (x,) = arrays
-        window = Window.of(node, x.ndim - 2)
-        outputs = window.outputs(x.shape[2:], bool(node.attrs.get("ceil_mode")))
-        padded = window.padded(x, _lowest(x.dtype), outputs)
-        y = reduce(np.maximum, window.taps(padded, outputs)).copy()
+    def compute(cls, node: Node, x: Array) -> Array | tuple[Array, ...]:
+        y = reduce(np.maximum, cls.taps(node, x, _lowest(x.dtype))).copy()
         if len(node.outputs) < 2 or not node.outputs[1]:
             return y
         if node.attrs.get("channels_last"):
             raise GraphError("the second output (indices) is defined for channels first only")
-        return y, _indices(node, x, window, outputs, y)
+        return y, _indices(node, x, y)
 
 
-def _indices(node: Node, x: Array, window: Window, outputs: tuple[int, ...], y: Array) -> Array:
+def _indices(node: Node, x: Array, y: Array) -> Array:
     """Where in the flattened x each maximum is, the first of equals; storage_order 1 flattens images by column."""
     order = "F" if node.attrs.get("storage_order") else "C"
     image = np.arange(x[0, 0].size).reshape(x.shape[2:], order=order)       # type: ignore[call-overload]
     numbers = image + (np.arange(len(x) * x.shape[1]) * image.size).reshape(*x.shape[:2], *[1] * image.ndim)
-    padded, numbers = window.padded(x, _lowest(x.dtype), outputs), window.padded(numbers, -1, outputs)
     result = np.full(y.shape, -1, np.int64)
-    for tap, number in zip(window.taps(padded, outputs), window.taps(numbers, outputs), strict=True):
+    for tap, number in zip(MaxPool.taps(node, x, _lowest(x.dtype)), MaxPool.taps(node, numbers, -1), strict=True):
         result = np.where((result < 0) & (tap == y) & (number >= 0), number, result)
     return result
 
@@ -75,12 +76,8 @@ class AveragePool(_Pool):
     anchor, stored = True, Stored.CONVERTED
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        (x,) = arrays
-        window = Window.of(node, x.ndim - 2)
-        outputs = window.outputs(x.shape[2:], bool(node.attrs.get("ceil_mode")))
-        total = sum(window.taps(window.padded(x, 0, outputs), outputs))
-        return np.asarray(total / cls.counts(node, x.shape[2:]).astype(x.dtype))
+    def compute(cls, node: Node, x: Array) -> Array:
+        return np.asarray(sum(cls.taps(node, x, 0)) / cls.counts(node, x.shape[2:]).astype(x.dtype))
 
     @classmethod
     def counts(cls, node: Node, sizes: tuple[int, ...]) -> Array:
@@ -97,20 +94,14 @@ class AveragePool(_Pool):
 
 class LpPool(_Pool):
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> Array:
         p = node.attrs.get("p", 2)
-        window = Window.of(node, x.ndim - 2)
-        outputs = window.outputs(x.shape[2:], bool(node.attrs.get("ceil_mode")))
-        taps = window.taps(window.padded(np.abs(x) ** p, 0, outputs), outputs)
-        return np.asarray(sum(taps) ** (1 / p))
+        return np.asarray(sum(cls.taps(node, np.abs(x) ** p, 0)) ** (1 / p))
 
 
 class _GlobalPool(LayoutOp, abstract=True):
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = inputs
-        assert x is not None
+    def types(cls, node: Node, x: TensorType) -> Types:
         return (TensorType(x.dtype, (*x.shape[:2], *[1] * (len(x.shape) - 2))),)
 
 
@@ -118,8 +109,7 @@ class GlobalAveragePool(_GlobalPool):
     anchor, stored = True, Stored.CONVERTED
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> Array:
         return mean(x, tuple(range(2, x.ndim)), keepdims=True)
 
 
@@ -127,6 +117,5 @@ class GlobalMaxPool(_GlobalPool):
     stored = Stored.ALIKE
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> Array:
         return np.asarray(x.max(axis=tuple(range(2, x.ndim)), keepdims=True))

@@ -9,14 +9,13 @@ from engines.errors import GraphError
 from engines.ir.graph import Array, Dim, Node, TensorType
 from engines.ir.shapes import fixed, normal_axis, text
 from engines.ops.items import ItemAxes, beside, only_first
-from engines.ops.op import Inputs, Op, Types, Values
+from engines.ops.op import Inputs, Op, Types, present
 
 
 class _Linear(Op, abstract=True):
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
-        x, scale = inputs[:2]
-        assert x is not None and scale is not None
+        x, scale = present(inputs[:2])
         along = (node.attrs.get("axis", 1),) if scale.shape not in ((), (1,)) else ()
         return (beside(x.shape, only_first(axes), along, "has a scale for each index of"),)
 
@@ -25,17 +24,12 @@ class QuantizeLinear(_Linear):
     """saturate(round half to even(x / scale) + zero_point)"""
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        check_constants(node, inputs)
-        x = inputs[0]
-        assert x is not None
-        zero_point = inputs[2] if len(inputs) > 2 else None
+    def types(cls, node: Node, x: TensorType, scale: TensorType, zero_point: TensorType | None = None) -> Types:
+        check_constants(node, (x, scale, zero_point))
         return (TensorType(zero_point.dtype if zero_point else np.dtype(np.uint8), x.shape),)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        x, scale, zero_point = (*arrays, None)[:3]
-        assert x is not None and scale is not None
+    def compute(cls, node: Node, x: Array, scale: Array, zero_point: Array | None = None) -> Array:
         if zero_point is None:
             zero_point = np.zeros_like(scale, np.uint8)
         range_ = np.iinfo(zero_point.dtype)
@@ -46,16 +40,12 @@ class QuantizeLinear(_Linear):
 
 class DequantizeLinear(_Linear):
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        check_constants(node, inputs)
-        x, scale = inputs[:2]
-        assert x is not None and scale is not None
+    def types(cls, node: Node, x: TensorType, scale: TensorType, zero_point: TensorType | None = None) -> Types:
+        check_constants(node, (x, scale, zero_point))
         return (TensorType(scale.dtype, x.shape),)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        x, scale, zero_point = (*arrays, None)[:3]
-        assert x is not None and scale is not None
+    def compute(cls, node: Node, x: Array, scale: Array, zero_point: Array | None = None) -> Array:
         real = x.astype(np.int32)
         if zero_point is not None:
             real = real - along_axis(node, x, zero_point).astype(np.int32)

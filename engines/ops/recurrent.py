@@ -17,7 +17,7 @@ from engines.errors import GraphError
 from engines.ir.graph import Array, Dim, Node, TensorType
 from engines.ir.shapes import text
 from engines.ops.items import ItemAxes, Mixed
-from engines.ops.op import Inputs, Op, Stored, Types, Values
+from engines.ops.op import Inputs, Op, Stored, Types, Values, present
 
 GATES: Mapping[str, int] = {"LSTM": 4, "GRU": 3, "RNN": 1}      # in ONNX's order: i o f c, z r h, and the only one
 DEFAULTS: Mapping[str, tuple[str, ...]] = {"LSTM": ("Sigmoid", "Tanh", "Tanh"), "GRU": ("Sigmoid", "Tanh"),
@@ -71,9 +71,8 @@ class _Layer(Op, abstract=True):
     """
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        x, w, r = inputs[:3]
-        assert x is not None and w is not None and r is not None
+    def types_with(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        x, w, r = present(inputs[:3])
         if len(x.shape) != 3 or len(w.shape) != 3 or len(r.shape) != 3:
             raise GraphError("X, W and R must have three axes")
         first = node.attrs["layout"]
@@ -105,11 +104,9 @@ class _Layer(Op, abstract=True):
         return (0 if first else 2, *(0 if first else 1,) * (len(outputs) - 1))
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> tuple[Array, ...]:
-        inputs: list[Any] = [*arrays, *(None,) * (8 - len(arrays))]
-        x, w, r, b, lengths, h, c, p = inputs
-        rows = w.shape[1]
-        bias = np.zeros((len(w), 2 * rows), x.dtype) if b is None else b
+    def compute(cls, node: Node, x: Any, w: Array, r: Array, b: Array | None = None, lengths: Array | None = None,
+                h: Any = None, c: Any = None, p: Array | None = None) -> tuple[Array, ...]:
+        bias = np.zeros((len(w), 2 * w.shape[1]), x.dtype) if b is None else b
         gates, recurrent = added_biases(node, bias, r.shape[2])
         if not node.attrs["layout"]:
             x, h, c = (a if a is None else a.swapaxes(0, 1) for a in (x, h, c))
@@ -117,7 +114,7 @@ class _Layer(Op, abstract=True):
         h, c = (a if a is None else a.reshape(len(a), -1) for a in (h, c))
         made = Recurrence.compute(
             Node("Recurrence", (), (), {**node.attrs, "cell": node.op}),
-            projected.reshape(*projected.shape[:2], -1), r, recurrent, p, lengths, h, c)     # type: ignore[arg-type]
+            projected.reshape(*projected.shape[:2], -1), r, recurrent, p, lengths, h, c)
         y, *states = (a.reshape(*a.shape[:-1], len(w), -1) for a in made)
         if not node.attrs["layout"]:
             y, states = y.transpose(1, 2, 0, 3), [a.swapaxes(0, 1) for a in states]
@@ -175,9 +172,7 @@ class Recurrence(Op):
     stored = Stored.CONVERTED       # of the results, the first alone
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        gates, r = inputs[:2]
-        assert gates is not None and r is not None
+    def types(cls, node: Node, gates: TensorType, r: TensorType, *_: TensorType | None) -> Types:
         width = int(r.shape[0]) * int(r.shape[2])
         if gates.shape[2] != width * GATES[node.attrs["cell"]]:
             raise GraphError(f"{gates.shape[2]} gates do not fit weights {list(r.shape)}")
@@ -185,9 +180,8 @@ class Recurrence(Op):
         return (TensorType(gates.dtype, (*gates.shape[:2], width)), *(state,) * _states(node.attrs["cell"]))
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> tuple[Array, ...]:
-        inputs: list[Any] = [*arrays, *(None,) * (7 - len(arrays))]
-        gates, r, bias, peepholes, lengths, h, c = inputs
+    def compute(cls, node: Node, gates: Array, r: Array, bias: Array | None = None, peepholes: Array | None = None,
+                lengths: Array | None = None, h: Array | None = None, c: Array | None = None) -> tuple[Array, ...]:
         (items, steps), (count, _, hidden) = gates.shape[:2], r.shape
         gates = gates.reshape(items, steps, count, -1, hidden)
         first = [np.zeros((items, count, hidden), gates.dtype) if a is None else

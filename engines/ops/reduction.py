@@ -8,7 +8,7 @@ import numpy as np
 
 from engines.ir.graph import Array, Dim, Node, TensorType
 from engines.ir.shapes import fixed, normal_axis
-from engines.ops.op import Inputs, Op, Types, Values
+from engines.ops.op import Op, Types
 
 Formula = Callable[..., Array]
 
@@ -18,15 +18,12 @@ class Reduction(Op, abstract=True):
     formula: ClassVar[Formula]          # (x, axis=, keepdims=)
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = inputs
-        assert x is not None
+    def types(cls, node: Node, x: TensorType) -> Types:
         axes = cls.axes(node, len(x.shape))
         return (TensorType(x.dtype, reduced(x.shape, axes, node.attrs.get("keepdims", 1))),)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> Array:
         y = cls.formula(x, axis=cls.axes(node, x.ndim), keepdims=bool(node.attrs.get("keepdims", 1)))
         return np.asarray(y, x.dtype)
 
@@ -44,68 +41,29 @@ def reduced(shape: tuple[Dim, ...], axes: tuple[int, ...], keepdims: bool) -> tu
     return tuple(1 if i in axes else d for i, d in enumerate(shape) if keepdims or i not in axes)
 
 
-class ReduceSum(Reduction):
-    formula: ClassVar[Formula] = staticmethod(np.sum)
-
-
 def mean(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
     """NumPy's, which is loud about the mean of nothing."""
     return np.asarray(np.mean(x, axis, keepdims=keepdims) if x.size else np.sum(x, axis, keepdims=keepdims) * np.nan)
 
 
-class ReduceMean(Reduction):
-    formula: ClassVar[Formula] = staticmethod(mean)
-
-
-class ReduceMax(Reduction):
-    """Of no elements: the least that the type has."""
-
-    @staticmethod
-    def formula(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
-        return np.asarray(np.max(x, axis=axis, keepdims=keepdims, initial=ends(x.dtype)[0]))
-
-
-class ReduceMin(Reduction):
-    """Of no elements: the greatest that the type has."""
-
-    @staticmethod
-    def formula(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
-        return np.asarray(np.min(x, axis=axis, keepdims=keepdims, initial=ends(x.dtype)[1]))
+_FORMULAS: dict[str, Callable[..., Any]] = {
+    "ReduceSum": np.sum,
+    "ReduceMean": mean,
+    "ReduceMax": lambda x, **over: np.max(x, **over, initial=ends(x.dtype)[0]),     # of nothing: the type's least
+    "ReduceMin": lambda x, **over: np.min(x, **over, initial=ends(x.dtype)[1]),     # of nothing: the type's greatest
+    "ReduceL1": lambda x, **over: np.abs(x).sum(**over),
+    "ReduceL2": lambda x, **over: np.sqrt(np.square(x).sum(**over)),
+    "ReduceSumSquare": lambda x, **over: np.square(x).sum(**over),
+    "ReduceLogSum": lambda x, **over: np.log(x.sum(**over)),
+    "ReduceLogSumExp": np.logaddexp.reduce,
+}
+for _name, _formula in _FORMULAS.items():
+    type(_name, (Reduction,), {"formula": staticmethod(_formula)})
 
 
 class ReduceProd(Reduction):
     symbolic = True
     formula: ClassVar[Formula] = staticmethod(np.prod)      # type: ignore[assignment]
-
-
-class ReduceL1(Reduction):
-    @staticmethod
-    def formula(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
-        return np.asarray(np.abs(x).sum(axis=axis, keepdims=keepdims))
-
-
-class ReduceL2(Reduction):
-    @staticmethod
-    def formula(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
-        return np.asarray(np.sqrt(np.square(x).sum(axis=axis, keepdims=keepdims)))
-
-
-class ReduceSumSquare(Reduction):
-    @staticmethod
-    def formula(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
-        return np.asarray(np.square(x).sum(axis=axis, keepdims=keepdims))
-
-
-class ReduceLogSum(Reduction):
-    @staticmethod
-    def formula(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
-        return np.asarray(np.log(x.sum(axis=axis, keepdims=keepdims)))
-
-
-class ReduceLogSumExp(Reduction):
-    @staticmethod
-    def formula(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
-        return np.asarray(np.logaddexp.reduce(x, axis=axis, keepdims=keepdims))      # type: ignore[call-overload]
 
 
 class _Arg(Op, abstract=True):
@@ -114,15 +72,12 @@ class _Arg(Op, abstract=True):
     search: ClassVar[Formula]
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = inputs
-        assert x is not None
+    def types(cls, node: Node, x: TensorType) -> Types:
         axes = cls.axes(node, len(x.shape))
         return (TensorType(np.dtype(np.int64), reduced(x.shape, axes, node.attrs.get("keepdims", 1))),)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> Array:
         axis = node.attrs["axis"]
         last = bool(node.attrs.get("select_last_index"))
         found = cls.search(np.flip(x, axis) if last else x, axis=axis, keepdims=bool(node.attrs.get("keepdims", 1)))
@@ -142,17 +97,14 @@ class TopK(Op):
     along = "axis"
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = inputs
-        assert x is not None
+    def types(cls, node: Node, x: TensorType) -> Types:
         axis = normal_axis(node.attrs.get("axis", -1), len(x.shape))
         fixed(x.shape[axis:axis + 1])
         shape = (*x.shape[:axis], node.attrs["k"], *x.shape[axis + 1:])
         return TensorType(x.dtype, shape), TensorType(np.dtype(np.int64), shape)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> tuple[Array, ...]:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> tuple[Array, ...]:
         axis = normal_axis(node.attrs.get("axis", -1), x.ndim)
         if node.attrs.get("largest", 1):        # the last of an ascending order of the reversed axis: ties stay stable
             order = x.shape[axis] - 1 - np.flip(np.argsort(np.flip(x, axis), axis, kind="stable"), axis)

@@ -10,7 +10,7 @@ from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import extent, fixed
 from engines.ops.items import ItemAxes, only_first
-from engines.ops.op import Inputs, LayoutOp, Stored, Types, Values
+from engines.ops.op import Inputs, LayoutOp, Stored, Types
 
 
 class Resize(LayoutOp):
@@ -18,9 +18,7 @@ class Resize(LayoutOp):
     anchor, stored = True, Stored.CONVERTED
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = inputs
-        assert x is not None
+    def types(cls, node: Node, x: TensorType) -> Types:
         sizes = node.attrs.get("sizes")
         if sizes is None:
             scales = node.attrs["scales"]
@@ -38,8 +36,7 @@ class Resize(LayoutOp):
         return (only_first(axes),)          # an axis that keeps its extent stays as it is; others count no items behind
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> Array:
         attrs = node.attrs
         outside = np.zeros((), bool)
         y = x

@@ -10,7 +10,7 @@ from engines.ir.graph import Array, Dim, Node, TensorType
 from engines.ir.shapes import broadcast, dim, extent, fixed, normal_axis, product, symbolic_array, text
 from engines.ops.items import ItemAxes, Mixed, only_first, repeated, viewed
 from engines.ops.items import broadcast as broadcast_items
-from engines.ops.op import Inputs, Op, SameShape, Stored, Types, Values
+from engines.ops.op import Inputs, Op, SameShape, Stored, Types, Values, present
 
 
 class Identity(SameShape):
@@ -22,8 +22,8 @@ class Identity(SameShape):
         return axes
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        return arrays[0]
+    def compute(cls, node: Node, x: Array) -> Array:
+        return x
 
 
 class View(Op, abstract=True):
@@ -36,9 +36,7 @@ class View(Op, abstract=True):
         raise NotImplementedError
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = inputs
-        assert x is not None
+    def types(cls, node: Node, x: TensorType) -> Types:
         target = cls.target(node, x.shape)
         before, after = product(x.shape), product(target)
         if not (type(before) is type(after) and before == after):
@@ -47,13 +45,11 @@ class View(Op, abstract=True):
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
-        (x,) = inputs
-        assert x is not None
+        (x,) = present(inputs)
         return (viewed(x.shape, only_first(axes), outputs[0].shape),)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> Array:
         return x.reshape(_sizes(cls.target(node, x.shape), x.size))
 
 
@@ -111,9 +107,7 @@ class Transpose(Op):
     moves, stored = True, Stored.CONVERTED
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = inputs
-        assert x is not None
+    def types(cls, node: Node, x: TensorType) -> Types:
         order = node.attrs.get("perm", range(len(x.shape))[::-1])
         if sorted(order) != list(range(len(x.shape))):
             raise GraphError(f"perm {tuple(order)} is no order of {len(x.shape)} axes")
@@ -125,8 +119,8 @@ class Transpose(Op):
         return (list(node.attrs.get("perm", range(rank)[::-1])).index(only_first(axes)),)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        return np.ascontiguousarray(np.transpose(arrays[0], node.attrs.get("perm")))
+    def compute(cls, node: Node, x: Array) -> Array:
+        return np.ascontiguousarray(np.transpose(x, node.attrs.get("perm")))
 
 
 class Expand(Op):
@@ -135,9 +129,7 @@ class Expand(Op):
     moves, along = True, "shape"
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = inputs
-        assert x is not None
+    def types(cls, node: Node, x: TensorType) -> Types:
         return (TensorType(x.dtype, broadcast(x.shape, node.attrs["shape"])),)
 
     @classmethod
@@ -147,8 +139,7 @@ class Expand(Op):
         return (broadcast_items(inputs, axes, len(outputs[0].shape)),)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        (x,) = arrays
+    def compute(cls, node: Node, x: Array) -> Array:
         return np.array(np.broadcast_to(x, fixed(broadcast(x.shape, node.attrs["shape"]))))
 
 
@@ -157,27 +148,23 @@ class Shape(Op):
     attributes = ("start", "end")
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        (x,) = inputs
-        assert x is not None
+    def types(cls, node: Node, x: TensorType) -> Types:
         return (TensorType(np.dtype(np.int64), (len(cls._wanted(node, x.shape)),)),)
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
-        (x,) = inputs
-        assert x is not None
+        (x,) = present(inputs)
         if any(isinstance(extent, str) for extent in cls._wanted(node, x.shape)):
             raise Mixed("it computes with the number of items")
         return (None,)
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        return np.array(cls._wanted(node, arrays[0].shape), np.int64)
+    def compute(cls, node: Node, x: Array) -> Array:
+        return np.array(cls._wanted(node, x.shape), np.int64)
 
     @classmethod
     def known(cls, node: Node, inputs: Inputs, values: Values) -> tuple[Array, ...] | None:
-        (x,) = inputs
-        assert x is not None
+        (x,) = present(inputs)
         return (symbolic_array(extent(d) for d in cls._wanted(node, x.shape)),)
 
     @staticmethod
@@ -189,7 +176,7 @@ class Size(Op):
     """How many elements."""
 
     @classmethod
-    def types(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+    def types(cls, node: Node, x: TensorType) -> Types:
         return (TensorType(np.dtype(np.int64), ()),)
 
     @classmethod
@@ -197,11 +184,10 @@ class Size(Op):
         raise Mixed("it computes with the number of items")
 
     @classmethod
-    def compute(cls, node: Node, *arrays: Array) -> Array:
-        return np.array(arrays[0].size, np.int64)
+    def compute(cls, node: Node, x: Array) -> Array:
+        return np.array(x.size, np.int64)
 
     @classmethod
     def known(cls, node: Node, inputs: Inputs, values: Values) -> tuple[Array, ...] | None:
-        (x,) = inputs
-        assert x is not None
+        (x,) = present(inputs)
         return (symbolic_array([product(x.shape)]).reshape(()),)

@@ -43,14 +43,14 @@ def _rewritten(graph: Graph, name: str, pixels: Pixels) -> Graph:
     first = graph.shape(name)[1] == len(pixels.scale)           # channels first
     batch, *extents = graph.shape(name)
     shape = (batch, *extents[1:], extents[0]) if first else (batch, *extents)
-    type_, editor = TensorType(FLOAT, shape), GraphEditor(graph)
-    real = editor.add(f"{name}.real", type_, "Cast", [name], {"to": FLOAT.name})
+    editor = GraphEditor(graph)
+    editor.types[name] = TensorType(np.dtype(np.uint8), shape)
+    real = editor.add(f"{name}.real", "Cast", [name], {"to": FLOAT.name})
     scale, shift = (editor.add_constant(f"{name}.{part}", np.array(numbers, FLOAT))
                     for part, numbers in (("scale", pixels.scale), ("shift", pixels.shift)))
-    scaled = editor.add(f"{name}.scaled", type_, "Mul", [real, scale])
-    image = editor.add(f"{name}.normalised", type_, "Add", [scaled, shift])
+    scaled = editor.add(f"{name}.scaled", "Mul", [real, scale])
+    image = editor.add(f"{name}.normalised", "Add", [scaled, shift])
     if first:
-        image = editor.add(f"{name}.nchw", graph.types[name], "Transpose", [image], {"perm": (0, 3, 1, 2)})
-    editor.types[name] = TensorType(np.dtype(np.uint8), shape)
+        image = editor.add(f"{name}.nchw", "Transpose", [image], {"perm": (0, 3, 1, 2)})
     editor.nodes += [renamed(node, {name: image}) for node in graph.nodes]
     return editor.finish()

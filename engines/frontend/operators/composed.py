@@ -8,7 +8,7 @@ import numpy as np
 from engines.frontend.operators.normalise import Call, plain_sums, rule
 from engines.frontend.operators.parts import Parts
 from engines.ir.graph import Dim, Node
-from engines.ir.shapes import fixed, normal_axis
+from engines.ir.shapes import fixed
 
 
 @rule("Swish")
@@ -19,12 +19,6 @@ def _swish(call: Call) -> list[Node]:
         return call.node_with(1)
     w = Parts(call)
     return w.finish("Mul", x, w("Sigmoid", w("Mul", x, w.constant(np.array(alpha, call.type().dtype)))))
-
-
-@rule("RMSNormalization")
-def _rms_normalization(call: Call) -> list[Node]:
-    plain_sums(call)
-    return call.node_with(2, axis=normal_axis(call.attr("axis", -1), call.rank), epsilon=call.attr("epsilon", 1e-5))
 
 
 @rule("GroupNormalization")

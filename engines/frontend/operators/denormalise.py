@@ -12,13 +12,18 @@ import numpy as np
 from onnx import defs, helper, numpy_helper
 
 from engines.errors import ModelError
-from engines.ir.graph import Array, Dim, Node, TensorType
+from engines.ir.graph import Array, Dim, Node, TensorType, trimmed
 from engines.ir.shapes import extent
-from engines.ops import describe
+from engines.ops import describe, op_of
 from engines.ops.fallback import name_in_onnx
+from engines.ops.op import present
 from engines.ops.recurrent import PARAMETERS, activations
+from engines.ops.reduction import Reduction
 
 OPSET = 20
+# Attributes that ONNX has as inputs, in their order there; `axes` of reductions too.
+_INPUTS = {"CumSum": ("axis",), "Slice": ("starts", "ends", "axes", "steps"), "Split": ("split",), "Squeeze": ("axes",),
+           "Tile": ("repeats",), "Unsqueeze": ("axes",)}
 _OF_WINDOWS = {"strides": 1, "dilations": 1, "pads": 0, "output_padding": 0}     # defaults that no schema has
 
 Constant = Callable[[str, Array], str]
@@ -33,7 +38,12 @@ def denormalise(node: Node, types: Sequence[TensorType | None], constant: Consta
         return _RULES[node.op](node, types, constant)
     attrs = {key: _attribute(value) for key, value in node.attrs.items()
              if not key.startswith("onnx_") and key != "channels_last"}
-    return [(name_in_onnx(node.op), node.inputs, node.outputs, attrs)]
+    reduces = issubclass(op_of(node.op), Reduction)
+    inputs = [constant(name, np.array(attrs.pop(name), np.int64))
+              for name in (("axes",) if reduces else _INPUTS.get(node.op, ()))]
+    if reduces:
+        attrs["noop_with_empty_axes"] = 1
+    return [(name_in_onnx(node.op), [*node.inputs, *inputs], node.outputs, attrs)]
 
 
 def without_defaults(op: str, attrs: dict[str, Any]) -> dict[str, Any]:
@@ -67,31 +77,6 @@ def _rule(*ops: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def _moved(node: Node, constant: Constant, *names: str, keep: Sequence[str] = (), rename: str = "") -> list[Part]:
-    """Integer attributes become inputs of these names, in order."""
-    inputs = [constant(name, np.array(node.attrs[name], np.int64)) for name in names]
-    attrs = {key: node.attrs[key] for key in keep if key in node.attrs}
-    return [(rename or node.op, [*node.inputs, *inputs], node.outputs, attrs)]
-
-
-@_rule("Squeeze", "Unsqueeze")
-def _squeeze(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
-    return _moved(node, constant, "axes")
-
-
-@_rule("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceSumSquare",
-       "ReduceLogSum", "ReduceLogSumExp")
-def _reduce(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
-    (op, inputs, outputs, attrs), = _moved(node, constant, "axes", keep=("keepdims",))
-    return [(op, inputs, outputs, {**attrs, "noop_with_empty_axes": 1})]
-
-
-@_rule("CumSum")
-def _cumulative(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
-    attrs = {key: node.attrs[key] for key in ("exclusive", "reverse") if key in node.attrs}
-    return [(node.op, [*node.inputs, constant("axis", np.array(node.attrs["axis"], np.int64))], node.outputs, attrs)]
-
-
 @_rule("GatherElements")
 def _gather_elements(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
     """Repeated indices have the extents that the data have, but for those along the axis."""
@@ -109,28 +94,12 @@ def _gather_elements(node: Node, types: Sequence[TensorType | None], constant: C
 @_rule("RMSNormalization")
 def _rms_normalization(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
     """By its definition: ONNX has the operator from opset 23 on."""
-    (x, scale), y, kind = node.inputs, node.outputs[0], types[0]
-    assert kind is not None
+    (x, scale), y, (kind, _) = node.inputs, node.outputs[0], present(types)
     axes = constant("axes", np.arange(node.attrs["axis"], len(kind.shape)))
     epsilon = constant("epsilon", np.array(node.attrs["epsilon"], kind.dtype))
     return [("Mul", [x, x], [f"{y}.squares"], {}), ("ReduceMean", [f"{y}.squares", axes], [f"{y}.mean"], {}),
             ("Add", [f"{y}.mean", epsilon], [f"{y}.sum"], {}), ("Sqrt", [f"{y}.sum"], [f"{y}.size"], {}),
             ("Div", [x, f"{y}.size"], [f"{y}.normal"], {}), ("Mul", [f"{y}.normal", scale], node.outputs, {})]
-
-
-@_rule("Split")
-def _split(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
-    return _moved(node, constant, "split", keep=("axis",))
-
-
-@_rule("Slice")
-def _slice(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
-    return _moved(node, constant, "starts", "ends", "axes", "steps")
-
-
-@_rule("Tile")
-def _tile(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
-    return _moved(node, constant, "repeats")
 
 
 @_rule("TopK")
@@ -163,8 +132,7 @@ def channel_shuffle(node: Node, shape: Sequence[Dim], groups: int, constant: Con
 
 @_rule("Pad")
 def _pad(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
-    (kind,) = types
-    assert kind is not None
+    (kind,) = present(types)
     pads = constant("pads", np.array(node.attrs["pads"], np.int64))
     value = constant("value", np.array(node.attrs.get("value", 0), kind.dtype))
     return [("Pad", [*node.inputs, pads, value], node.outputs, {"mode": node.attrs.get("mode", "constant")})]
@@ -212,8 +180,7 @@ def _cast(node: Node, types: Sequence[TensorType | None], constant: Constant) ->
 @_rule("Clip")
 def _clip(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
     """Bounds are inputs; bounds per channel, which Clip does not have, are a Max and a Min."""
-    (kind,) = types
-    assert kind is not None
+    (kind,) = present(types)
     bounds = {key: constant(key, np.asarray(node.attrs[key], kind.dtype)) if key in node.attrs else ""
               for key in ("min", "max")}
     if all(np.ndim(node.attrs.get(key, 0)) == 0 for key in bounds):
@@ -228,20 +195,14 @@ def _clip(node: Node, types: Sequence[TensorType | None], constant: Constant) ->
 
 @_rule("Swish")
 def _swish(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
-    (x,), (y,), (kind,) = node.inputs, node.outputs, types
-    assert kind is not None
-    alpha = node.attrs.get("alpha", 1.0)
-    if alpha == 1:
-        return [("Sigmoid", [x], [f"{y}.sigmoid"], {}), ("Mul", [x, f"{y}.sigmoid"], [y], {})]
-    return [("Mul", [x, constant("alpha", np.array(alpha, kind.dtype))], [f"{y}.scaled"], {}),
-            ("Sigmoid", [f"{y}.scaled"], [f"{y}.sigmoid"], {}), ("Mul", [x, f"{y}.sigmoid"], [y], {})]
+    (x,), (y,) = node.inputs, node.outputs
+    return [("Sigmoid", [x], [f"{y}.sigmoid"], {}), ("Mul", [x, f"{y}.sigmoid"], [y], {})]
 
 
 @_rule("ScaledDotProductAttention")
 def _attention(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
     """Its nodes before they were one: opset 20 has no such operator. ("scale" is a quantised tensor's, so "factor".)"""
-    (q, k, v, *mask), (y,), kind = [name for name in node.inputs if name], node.outputs, types[0]
-    assert kind is not None
+    (q, k, v, *mask), (y,), kind = [name for name in node.inputs if name], node.outputs, present(types)[0]
     rank = len(kind.shape)
     turned = (*range(rank - 2), rank - 1, rank - 2)
     parts: list[Part] = [
@@ -258,8 +219,7 @@ def _attention(node: Node, types: Sequence[TensorType | None], constant: Constan
 
 @_rule("LSTM", "GRU", "RNN")
 def _recurrent(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
-    recurrent = types[2]
-    assert recurrent is not None
+    _, _, recurrent, *_ = present(types)
     attrs = {**_recurrent_attributes(node, node.op, int(recurrent.shape[2])), "layout": node.attrs["layout"]}
     return [(node.op, node.inputs, node.outputs, attrs)]
 
@@ -268,8 +228,7 @@ def _recurrent(node: Node, types: Sequence[TensorType | None], constant: Constan
 def _recurrence(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
     """The layer whose input is the gates and whose W is their identity."""
     (gates, r, bias, peepholes, lengths, *states), y = (*node.inputs, *("",) * (7 - len(node.inputs))), node.outputs[0]
-    recurrent = types[1]
-    assert recurrent is not None
+    _, recurrent, *_ = present(types)
     (count, rows, hidden), op = (int(extent) for extent in recurrent.shape), node.attrs["cell"]
     identity = np.eye(count * rows, dtype=np.float32).reshape(count, rows, count * rows)
     parts: list[Part] = [("Transpose", [gates], [f"{y}.gates"], {"perm": (1, 0, 2)})]
@@ -292,9 +251,7 @@ def _recurrence(node: Node, types: Sequence[TensorType | None], constant: Consta
                   ("Expand", [f"{name}.split", f"{name}.repeats"], [f"{name}.items"], {}),
                   ("Transpose", [f"{name}.items"], [name], {"perm": (1, 0, 2)})]
         firsts.append(name)
-    inputs = [f"{y}.gates", constant("identity", identity), r, biases, lengths, *firsts, peepholes]
-    while not inputs[-1]:
-        inputs.pop()
+    inputs = trimmed([f"{y}.gates", constant("identity", identity), r, biases, lengths, *firsts, peepholes])
     made = [f"{output}.layer" for output in node.outputs]
     parts.append((op, inputs, made, _recurrent_attributes(node, op, hidden)))
     for i, (source, output) in enumerate(zip(made, node.outputs, strict=True)):

@@ -150,32 +150,30 @@ def _clip(call: Call) -> list[Node]:
     if all(bound is not None or not call.has(i) for i, bound in enumerate(bounds, 1)):
         low, high = (None if bound is None else bound.item() for bound in bounds)
         return call.node_with(1, min=low, max=high)
-    chain, last = [], call.node.inputs[0]
-    for op, index in (("Max", 1), ("Min", 2)):
-        if call.has(index):
-            output = f"{call.node.outputs[0]}.{op.lower()}"
-            chain.append(replace(call.node, op=op, inputs=(last, call.node.inputs[index]), outputs=(output,), attrs={}))
-            last = output
-    return [*chain[:-1], replace(chain[-1], outputs=call.node.outputs)]
+    given = [(op, index) for op, index in (("Max", 1), ("Min", 2)) if call.has(index)]
+    return _chain(call.node, [(op, call.node.inputs[index], op.lower()) for op, index in given])
+
+
+def _chain(node: Node, links: Sequence[tuple[str, str, str]]) -> list[Node]:
+    """Binary nodes (op, second input, label), each of which reads what the one before makes; the first reads x."""
+    (y,) = node.outputs
+    made = [*(f"{y}.{label}" for _, _, label in links[:-1]), y]
+    return [replace(node, op=op, inputs=(x, other), outputs=(name,), attrs={})
+            for (op, other, _), x, name in zip(links, [node.inputs[0], *made[:-1]], made, strict=True)]
 
 
 @rule("Sum", "Max", "Min", "Mean")
 def _variadic(call: Call) -> list[Node]:
     """A chain of binary nodes."""
     node, op = call.node, {"Sum": "Add", "Mean": "Add"}.get(call.node.op, call.node.op)
-    if len(node.inputs) == 1:
+    links = [(op, other, str(i)) for i, other in enumerate(node.inputs[1:], 1)]
+    if not links:
         return identity(call)
-    mean = node.op == "Mean"
-    names = [f"{node.outputs[0]}.{i}" for i in range(1, len(node.inputs) - (not mean))]
-    names += [] if mean else [node.outputs[0]]
-    firsts = [node.inputs[0], *names]
-    chain = [replace(node, op=op, inputs=pair, outputs=(name,), attrs={})
-             for *pair_, name in zip(firsts, node.inputs[1:], names, strict=False) for pair in [tuple(pair_)]]
-    if mean:
-        count = f"{node.outputs[0]}.count"
-        chain.append(Node("Constant", (), (count,), {"value": np.array(len(node.inputs), call.type().dtype)}))
-        chain.append(replace(node, op="Div", inputs=(names[-1], count), attrs={}))
-    return chain
+    if node.op != "Mean":
+        return _chain(node, links)
+    count = f"{node.outputs[0]}.count"
+    value = np.array(len(node.inputs), call.type().dtype)
+    return [Node("Constant", (), (count,), {"value": value}), *_chain(node, [*links, ("Div", count, "mean")])]
 
 
 @rule("Cast", "CastLike")
@@ -241,7 +239,7 @@ def _batch_normalization(call: Call) -> list[Node]:
     return [replace(node, outputs=node.outputs[:1]) for node in call.node_with(5, epsilon=call.attr("epsilon", 1e-5))]
 
 
-@rule("LayerNormalization")
+@rule("LayerNormalization", "RMSNormalization")
 def _layer_normalization(call: Call) -> list[Node]:
     plain_sums(call)
     return call.node_with(3, axis=normal_axis(call.attr("axis", -1), call.rank), epsilon=call.attr("epsilon", 1e-5))
@@ -274,17 +272,8 @@ def _softmax(call: Call) -> list[Node]:
             replace(node, op="Reshape", inputs=(result,), attrs={"shape": shape})]
 
 
-@rule("QuantizeLinear")
-def _quantize_linear(call: Call) -> list[Node]:
-    return _quantised(call, 3, 2)
-
-
-@rule("DequantizeLinear")
-def _dequantize_linear(call: Call) -> list[Node]:
-    return _quantised(call, 3, 2)
-
-
-def _quantised(call: Call, inputs: int, zero_point: int) -> list[Node]:
+@rule("QuantizeLinear", "DequantizeLinear")
+def _quantised(call: Call) -> list[Node]:
     number, scale = call.attr("output_dtype", 0), call.type(1).dtype
     wanted = dtype_of(number) if number else None
     kinds = [t.dtype for t in call.types if t is not None]
@@ -301,8 +290,8 @@ def _quantised(call: Call, inputs: int, zero_point: int) -> list[Node]:
     axis = call.attr("axis", 1)
     if call.type(1).shape not in ((), (1,)):
         attrs["axis"] = normal_axis(axis, call.rank)
-    made = call.node_with(inputs, **attrs)
-    if call.node.op == "QuantizeLinear" and not call.has(zero_point) and wanted:
+    made = call.node_with(3, **attrs)
+    if call.node.op == "QuantizeLinear" and not call.has(2) and wanted:
         name = f"{call.node.outputs[0]}.zero_point"
         zeros = np.zeros(fixed(call.type(1).shape), wanted)
         return [Node("Constant", (), (name,), {"value": zeros}),

@@ -8,13 +8,11 @@ after the scale. Transposes that split heads stay nodes of their own: a backend 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from engines.ir.graph import Dim, Graph, Node, TensorType
-from engines.ir.shapes import broadcast
+from engines.ir.graph import Dim, Graph, Node
 from engines.passes.layout.permutations import axis_groups
 from engines.passes.rewriting.editor import GraphEditor, merged_origin
 from engines.passes.rewriting.facts import ATTENTION, reader, scalar
@@ -90,14 +88,9 @@ class _AttentionFusion(GraphEditor):
         self.nodes.append(Node(ATTENTION, inputs, node.outputs, {"scale": scale}, node.name, origin))
 
     # ---- new nodes
-    def _add(self, op: str, inputs: Sequence[str], shape: Sequence[Dim], name: str,
-             attrs: Mapping[str, object] | None = None) -> str:
-        return self.add(name, TensorType(self.type(inputs[-1]).dtype, tuple(shape)), op, inputs, attrs)
-
     def _turned(self, name: str, base: str) -> str:
-        shape = self.shape(name)
-        perm = (*range(len(shape) - 2), len(shape) - 1, len(shape) - 2)
-        return self._add("Transpose", [name], tuple(shape[axis] for axis in perm), f"{base}.keys", {"perm": perm})
+        rank = len(self.shape(name))
+        return self.add(f"{base}.keys", "Transpose", [name], {"perm": (*range(rank - 2), rank - 1, rank - 2)})
 
     def _unscaled(self, name: str, base: str) -> tuple[str, float]:
         """The tensor without the numbers that it was multiplied by on its way here, and their product."""
@@ -114,7 +107,7 @@ class _AttentionFusion(GraphEditor):
             else:
                 break
         for node in reversed(views[:below]):
-            top = self._add(node.op, [top], graph.shape(node.outputs[0]), f"{base}.{node.op.lower()}", node.attrs)
+            top = self.add(f"{base}.{node.op.lower()}", node.op, [top], node.attrs)
         return top, factor
 
     # ---- masks
@@ -129,8 +122,7 @@ class _AttentionFusion(GraphEditor):
             if a is not None and b is not None:
                 total = [self.add_constant(f"{base}.mask", a + b)]
             else:
-                shape = broadcast(*map(self.shape, (*total, part)))
-                total = [self._add("Add", [*total, part], shape, f"{base}.mask")]
+                total = [self.add(f"{base}.mask", "Add", [*total, part])]
         return total
 
     def _fitted(self, name: str, beside: tuple[Dim, ...], scores: tuple[Dim, ...], base: str) -> str:
@@ -156,9 +148,8 @@ class _AttentionFusion(GraphEditor):
             return mask.name
         if array is not None:
             return self.add_constant(f"{base}.mask", array * array.dtype.type(factor))
-        kind = self.type(mask.name)
-        number = self.add_constant(f"{base}.factor", np.full(1, factor, kind.dtype))
-        return self._add("Mul", [number, mask.name], kind.shape, f"{base}.mask")
+        number = self.add_constant(f"{base}.factor", np.full(1, factor, self.type(mask.name).dtype))
+        return self.add(f"{base}.mask", "Mul", [number, mask.name])
 
     def _where(self, mask: _Mask, value: float, base: str) -> str:
         """0 where a score is seen, the value where it is hidden."""
@@ -168,8 +159,7 @@ class _AttentionFusion(GraphEditor):
             return self.add_constant(f"{base}.mask", np.where(hide, value, 0).astype(np.float32))
         numbers = [self.add_constant(f"{base}.{label}", np.full(1, n, np.float32))
                    for label, n in (("hidden", value), ("seen", 0.0))]
-        return self._add("Where", [mask.name, *(numbers if mask.holds else numbers[::-1])],
-                         self.shape(mask.name), f"{base}.mask")
+        return self.add(f"{base}.mask", "Where", [mask.name, *(numbers if mask.holds else numbers[::-1])])
 
 
 def _scores(graph: Graph, node: Node, softmax: Node) -> _Scores:

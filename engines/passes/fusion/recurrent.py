@@ -10,12 +10,13 @@ A first state of zeros, and lengths that are the whole sequence, are dropped how
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from engines.ir.graph import Array, Dim, Graph, Node, TensorType
+from engines.ir.graph import Array, Dim, Graph, Node, TensorType, trimmed
 from engines.ops.recurrent import GATES, added_biases
 from engines.passes.rewriting.editor import GraphEditor
 from engines.passes.rewriting.facts import moved_from
@@ -68,27 +69,24 @@ class _Splitter(GraphEditor):
         bias = self.graph.constants[b] if b else np.zeros((count, 2 * rows), weights.dtype)
         outside, inside = added_biases(node, bias, hidden)
 
-        shape = self.graph.shape(x)
         if not node.attrs["layout"]:
-            shape = (shape[1], shape[0], shape[2])
-            x = self._node(node, "Transpose", (x,), shape, perm=_TIME_FIRST)
-        gates = (*shape[:2], count * rows)
+            x = self._node(node, "Transpose", (x,), perm=_TIME_FIRST)
+        items, steps, _ = self.shape(x)
         matrix = np.ascontiguousarray(weights.reshape(count * rows, -1).T)
-        product = self._node(node, "MatMul", (x, self._constant(node, "projection", matrix)), gates)
-        projected = self._node(node, "Add", (product, self._constant(node, "bias", outside.reshape(-1))), gates)
+        product = self._node(node, "MatMul", (x, self._constant(node, "projection", matrix)))
+        projected = self._node(node, "Add", (product, self._constant(node, "bias", outside.reshape(-1))))
 
-        steps = shape[1]
         lengths = "" if lengths and filled_with(self.graph, lengths) == steps else lengths
         optional = ["" if inside is None else self._constant(node, "inside", inside), p, lengths,
                     *(self._first(node, state) for state in states)]
-        y, last = (*gates[:2], count * hidden), (gates[0], count * hidden)
+        y, last = (items, steps, count * hidden), (items, count * hidden)
         outputs = list(node.outputs)
         while len(outputs) > 1 and not self.graph.consumers[outputs[-1]] and outputs[-1] not in self.graph.outputs:
             outputs.pop()
         made = [self.add_tensor(f"{node.outputs[0]}.state{i}" if i else f"{node.outputs[0]}.steps",
                                 self._type(node, last if i else y)) for i in range(len(outputs))]
         attrs = {key: value for key, value in node.attrs.items() if key != "layout"}
-        self.nodes.append(replace(node, op="Recurrence", inputs=_trimmed(projected, r, *optional),
+        self.nodes.append(replace(node, op="Recurrence", inputs=trimmed([projected, r, *optional]),
                                   outputs=tuple(made), attrs={**attrs, "cell": node.op}))
         for i, (source, target) in enumerate(zip(made, outputs, strict=True)):
             self._unfold(node, source, target, (*(last if i else y)[:-1], count, hidden))
@@ -98,7 +96,7 @@ class _Splitter(GraphEditor):
         if node.attrs["layout"]:
             self.make(target, "Reshape", (source,), {"shape": tuple(shape)}, node.origin)
             return
-        split = self._node(node, "Reshape", (source,), tuple(shape), shape=tuple(shape))
+        split = self._node(node, "Reshape", (source,), shape=tuple(shape))
         perm = (1, 2, 0, 3) if len(shape) == 4 else _TIME_FIRST
         self.make(target, "Transpose", (split,), {"perm": perm}, node.origin)
 
@@ -109,16 +107,14 @@ class _Splitter(GraphEditor):
         made = self.graph.producer.get(state)
         if made is not None and made.op == "Expand" and made.inputs[0] in self.graph.constants:
             state = made.inputs[0]      # one state for every item
-        shape = self.graph.shape(state)
         if state in self.graph.constants:
             array = self.graph.constants[state]
             array = array if node.attrs["layout"] else array.transpose(_TIME_FIRST)
             return self._constant(node, "first", np.ascontiguousarray(array.reshape(len(array), -1)))
         if not node.attrs["layout"]:
-            shape = (shape[1], shape[0], shape[2])
-            state = self._node(node, "Transpose", (state,), shape, perm=_TIME_FIRST)
-        flat = (shape[0], int(shape[1]) * int(shape[2]))
-        return self._node(node, "Reshape", (state,), flat, shape=flat)
+            state = self._node(node, "Transpose", (state,), perm=_TIME_FIRST)
+        items, *extents = self.shape(state)
+        return self._node(node, "Reshape", (state,), shape=(items, math.prod(map(int, extents))))
 
     # ---- new tensors, named after the layer's first output
     def _constant(self, node: Node, suffix: str, array: Array) -> str:
@@ -127,12 +123,5 @@ class _Splitter(GraphEditor):
     def _type(self, node: Node, shape: Sequence[Dim]) -> TensorType:
         return TensorType(self.graph.types[node.inputs[0]].dtype, tuple(shape))
 
-    def _node(self, node: Node, op: str, inputs: tuple[str, ...], extents: Sequence[Dim], **attrs: object) -> str:
-        return self.add(f"{node.outputs[0]}.{op.lower()}", self._type(node, extents), op, inputs, attrs, node.origin)
-
-
-def _trimmed(*inputs: str) -> tuple[str, ...]:
-    """Without absent inputs at the end."""
-    while not inputs[-1]:
-        inputs = inputs[:-1]
-    return inputs
+    def _node(self, node: Node, op: str, inputs: tuple[str, ...], **attrs: object) -> str:
+        return self.add(f"{node.outputs[0]}.{op.lower()}", op, inputs, attrs, node.origin)

@@ -11,13 +11,12 @@ cache for its readers, and a branch that is a graph output would have to be copi
 """
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from engines.ir.graph import Array, Graph, Node, TensorType
+from engines.ir.graph import Array, Graph, Node
 from engines.passes.rewriting.editor import GraphEditor, merged_origin
 from engines.passes.rewriting.facts import is_pointwise, is_weighted, output_axis, per_channel, reader
 from engines.passes.rewriting.notes import Note, note
@@ -83,35 +82,27 @@ class _Merge:
         self.sizes = tuple(self.graph.constants[node.inputs[1]].shape[output_axis(node)] for node in members)
         self.ends = tuple(node.outputs[0] for node in members)
         self.merged = {id(node) for node in members}
-        self.wide = self._wide_tensor()
+        self.wide = self._add_anchor()
 
     def run(self) -> set[int]:
         """Adds the wide nodes and the Split after them; the ids of all nodes that they replace."""
-        self._add_anchor()
         while self._sink():
             pass
         self.editor.nodes.append(Node("Split", (self.wide,), self.ends, {"axis": self.axis, "split": self.sizes},
                                       f"{self.wide}.split"))
         return self.merged
 
-    def _wide_tensor(self) -> str:
-        """A new tensor of all branches as they are now, named after the first."""
-        type_ = self.graph.types[self.ends[0]]
-        shape = (*type_.shape[:self.axis], sum(self.sizes), *type_.shape[self.axis + 1:])
-        return self.editor.add_tensor(f"{self.ends[0]}.siblings", TensorType(type_.dtype, shape))
-
-    def _add_anchor(self) -> None:
-        first = self.members[0]
+    def _add_anchor(self) -> str:
+        first, name = self.members[0], f"{self.ends[0]}.siblings"
         weights = [self.graph.constants[node.inputs[1]] for node in self.members]
         inputs = [first.inputs[0], self.editor.add_constant(
-            f"{self.wide}.weight", np.concatenate(weights, axis=output_axis(first)))]
+            f"{name}.weight", np.concatenate(weights, axis=output_axis(first)))]
         if any(len(node.inputs) > 2 and node.inputs[2] for node in self.members):
             given = [self.graph.constants.get((*node.inputs, "")[2]) for node in self.members]
-            inputs.append(self.editor.add_constant(f"{self.wide}.bias", np.concatenate([
+            inputs.append(self.editor.add_constant(f"{name}.bias", np.concatenate([
                 np.zeros(size, weights[0].dtype) if bias is None else bias
                 for bias, size in zip(given, self.sizes, strict=True)])))
-        self.editor.nodes.append(replace(first, inputs=tuple(inputs), outputs=(self.wide,), name=self.wide,
-                                         origin=merged_origin(self.members)))
+        return self.editor.add(name, first.op, inputs, first.attrs, merged_origin(self.members))
 
     def _sink(self) -> bool:
         """Moves one pointwise node of every branch before the Split, if that can be."""
@@ -125,8 +116,7 @@ class _Merge:
         ends = tuple(end if node is None else node.outputs[0] for node, end in zip(clips, self.ends, strict=True))
         pairs = [(-np.inf, np.inf) if node is None else bounds(node) for node in clips]
         low, high = (tuple(np.repeat([pair[side] for pair in pairs], self.sizes).tolist()) for side in (0, 1))
-        clip = Node("Clip", (self.wide,), (), {"min": low, "max": high})
-        self._append(clip, [node for node in clips if node is not None], ends)
+        self._append("Clip", [self.wide], {"min": low, "max": high}, [node for node in clips if node is not None], ends)
         return True
 
     def _sink_alike(self, after: list[Node]) -> bool:
@@ -147,15 +137,15 @@ class _Merge:
         if any(self.graph.shape(node.outputs[0]) != self.graph.shape(end)
                for node, end in zip(after, self.ends, strict=True)):
             return False
-        self._append(replace(after[0], inputs=tuple(inputs)), after, tuple(node.outputs[0] for node in after))
+        self._append(after[0].op, inputs, after[0].attrs, after, tuple(node.outputs[0] for node in after))
         return True
 
-    def _append(self, node: Node, replaced: list[Node], ends: tuple[str, ...]) -> None:
-        """`node` makes the wide tensor of the branches as they are after the nodes that it replaces."""
+    def _append(self, op: str, inputs: Sequence[str], attrs: Mapping[str, Any], replaced: list[Node],
+                ends: tuple[str, ...]) -> None:
+        """Adds the node that makes the wide tensor of the branches as they are after the nodes that it replaces."""
         self.merged.update(map(id, replaced))
         self.ends = ends
-        self.wide = self._wide_tensor()
-        self.editor.nodes.append(replace(node, outputs=(self.wide,), name=self.wide, origin=merged_origin(replaced)))
+        self.wide = self.editor.add(f"{ends[0]}.siblings", op, inputs, attrs, merged_origin(replaced))
 
     def _channels(self, name: str, size: int) -> Array | None:
         constant = self.graph.constants.get(name)

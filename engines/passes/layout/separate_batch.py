@@ -133,8 +133,7 @@ class _Separator(GraphEditor):
     def _reshaped(self, name: str, shape: tuple[Dim, ...]) -> str:
         if name in self.graph.constants:
             return self.add_constant(f"{name}.apart", self.graph.constants[name].reshape([int(d) for d in shape]))
-        return self.add(f"{name}.apart", replace(self.graph.types[name], shape=shape), "Reshape", [name],
-                        {"shape": shape})
+        return self.add(f"{name}.apart", "Reshape", [name], {"shape": shape})
 
     # ---- operators
     def _reshape(self, node: Node) -> None:
@@ -189,8 +188,7 @@ class _Separator(GraphEditor):
         if not bias:
             self._emit(Node("MatMul", (x, weight), node.outputs, {}, node.name, node.origin), axis, group)
             return
-        type_ = replace(self.graph.types[node.outputs[0]], shape=(*group, *self.graph.shape(node.outputs[0])[1:]))
-        product = self.add(f"{node.outputs[0]}.product", type_, "MatMul", [x, weight], origin=node.origin)
+        product = self.add(f"{node.outputs[0]}.product", "MatMul", [x, weight], origin=node.origin)
         self._emit(Node("Add", (product, *bias), node.outputs, {}, node.name, node.origin), axis, group)
 
     def _transpose(self, node: Node) -> None:

@@ -90,7 +90,8 @@ def with_conversions(graph: Graph, wanted: Mapping[int, TensorType]) -> Graph:
         if type_ is not None and graph.types[source] != type_:
             if (source, type_) not in converted:
                 stored = type_.quant.dtype if type_.quant else type_.dtype
-                converted[source, type_] = editor.add(f"{source}.{stored}", type_, "Identity", [source])
+                name = editor.add_tensor(f"{source}.{stored}", type_)
+                converted[source, type_] = editor.make(name, "Identity", [source])
             node = reading(node, {source: converted[source, type_]})
         editor.nodes.append(node)
     return editor.finish()

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from engines.ir.graph import Array, Dim, Graph, Node, QParams, TensorType, type_of
+from engines.ops import op_of
 
 
 class GraphEditor:
@@ -64,9 +65,12 @@ class GraphEditor:
         self.constants[name] = np.asarray(array)        # NumPy's arithmetic on arrays without axes gives scalars
         return name
 
-    def add(self, wanted: str, type_: TensorType, op: str, inputs: Sequence[str],
-            attrs: Mapping[str, Any] | None = None, origin: Sequence[str] = ()) -> str:
-        """The name of a new tensor, and the node that makes it."""
+    def add(self, wanted: str, op: str, inputs: Sequence[str], attrs: Mapping[str, Any] | None = None,
+            origin: Sequence[str] = ()) -> str:
+        """The name of a new tensor, whose type follows from the node that makes it."""
+        type_, *_ = op_of(op).infer(Node(op, tuple(inputs), (wanted,), attrs or {}),
+                                    [self.type(name) if name else None for name in inputs],
+                                    [self.constant(name) for name in inputs])
         return self.make(self.add_tensor(wanted, type_), op, inputs, attrs, origin)
 
     def make(self, output: str, op: str, inputs: Sequence[str], attrs: Mapping[str, Any] | None = None,

@@ -68,6 +68,11 @@ class Match:
     bound: Mapping[str, Node]
     values: Mapping[str, str]
 
+    @property
+    def made(self) -> TensorType:
+        """The type of what the root makes, which is what the rule makes in its place."""
+        return self.graph.types[self.root.outputs[0]]
+
     def __getitem__(self, bind: str) -> Node:
         return self.bound[bind]
 
@@ -103,14 +108,22 @@ class Draft:
         """Adds a constant; returns its name."""
         return self._editor.add_constant(self._name(suffix), array)
 
-    def node(self, op: str, inputs: Sequence[str], made: TensorType, attrs: Mapping[str, Any] | None = None) -> str:
+    def node(self, op: str, inputs: Sequence[str], attrs: Mapping[str, Any] | None = None) -> str:
         """Adds a node that makes one inner tensor; returns that tensor's name."""
-        return self._editor.add(self._name(op.lower()), made, op, inputs, attrs, self._origin())
+        return self._editor.add(self._name(op.lower()), op, inputs, attrs, self._origin())
+
+    def cut(self, x: str, axis: int, start: int, end: int) -> str:
+        """Adds a Slice along one axis; returns what it makes."""
+        return self.node("Slice", [x], {"axes": (axis,), "starts": (start,), "ends": (end,), "steps": (1,)})
 
     def finish(self, op: str, inputs: Sequence[str], attrs: Mapping[str, Any] | None = None) -> None:
         """Adds the node that makes what the match's root made."""
         root = self._match.root
         self._editor.nodes.append(Node(op, tuple(inputs), root.outputs, attrs or {}, root.name, self._origin()))
+
+    def finish_view(self, op: str, x: str) -> None:
+        """Finishes with a Reshape or Expand of x to the shape of what the match made."""
+        self.finish(op, [x], {"shape": self._match.made.shape})
 
     def absorb(self, *nodes: Node) -> None:
         """What is drafted stands for these too, though others may read what they make: they go if nobody does."""

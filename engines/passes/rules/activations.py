@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from engines.ir.graph import Node, TensorType
+from engines.ir.graph import Node
 from engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
 
 
@@ -55,7 +55,7 @@ class ExtremeToClip(Rule):
 
     def check(self, match: Match) -> bool:
         return (len(match.root.inputs) == 2 and match.constant("bound").size == 1 and _is_float(match)
-                and match.shape(match.value("x")) == match.shape(match.root.outputs[0]))
+                and match.shape(match.value("x")) == match.made.shape)
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         bound = float(match.constant("bound").reshape(()))
@@ -107,7 +107,7 @@ class OneByNumber(Rule):
     pattern = P("Div", Constant("one"), Value("x"))
 
     def check(self, match: Match) -> bool:
-        same_shape = match.shape(match.value("x")) == match.shape(match.root.outputs[0])
+        same_shape = match.shape(match.value("x")) == match.made.shape
         return _is_float(match) and bool(np.all(match.constant("one") == 1)) and same_shape
 
     def rewrite(self, match: Match, draft: Draft) -> None:
@@ -128,8 +128,7 @@ class SmallPower(Rule):
         elif exponent == 2:
             draft.finish("Mul", [x, x])
         else:
-            y = match.graph.types[match.root.outputs[0]]
-            draft.finish("Mul", [x, draft.node("Mul", [x, x], TensorType(y.dtype, y.shape))])
+            draft.finish("Mul", [x, draft.node("Mul", [x, x])])
 
 
 _SIX = P("Clip", P("Add", Value("x"), Constant("three")), bind="clip")      # Clip(x + 3, 0, 6)
@@ -149,65 +148,57 @@ class ClipToHardSigmoid(Rule):
         draft.finish("HardSigmoid", [match.value("x")], {"alpha": 1 / 6, "beta": 0.5})
 
 
-class HardSwish(Rule):
+class _Named(Rule):
+    """Arithmetic on x alone that is one operator of x."""
+    op: str
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        draft.finish(self.op, [match.value("x")])
+
+
+class HardSwish(_Named):
+    op = "HardSwish"
     pattern = P("Mul", Value("x"), P("HardSigmoid", Value("x"), bind="gate"))
 
     def check(self, match: Match) -> bool:
         attrs = match["gate"].attrs
         return math.isclose(attrs.get("alpha", 0.2), 1 / 6, rel_tol=1e-4) and attrs.get("beta", 0.5) == 0.5
 
-    def rewrite(self, match: Match, draft: Draft) -> None:
-        draft.finish("HardSwish", [match.value("x")])
 
-
-class HardSwishByClip(Rule):
+class HardSwishByClip(_Named):
     """x * Clip(x + 3, 0, 6) / 6, the division last"""
+    op = "HardSwish"
     pattern = P("Mul", P("Mul", Value("x"), _SIX), Constant("sixth"))
 
     def check(self, match: Match) -> bool:
         return _is_six(match)
 
-    def rewrite(self, match: Match, draft: Draft) -> None:
-        draft.finish("HardSwish", [match.value("x")])
 
-
-class HardSwishByScaledInput(Rule):
+class HardSwishByScaledInput(HardSwishByClip):
     """(x / 6) * Clip(x + 3, 0, 6)"""
     pattern = P("Mul", P("Mul", Value("x"), Constant("sixth")), _SIX)
 
-    def check(self, match: Match) -> bool:
-        return _is_six(match)
 
-    def rewrite(self, match: Match, draft: Draft) -> None:
-        draft.finish("HardSwish", [match.value("x")])
-
-
-class Swish(Rule):
+class Swish(_Named):
+    op = "Swish"
     pattern = P("Mul", Value("x"), P("Sigmoid", Value("x")))
 
-    def rewrite(self, match: Match, draft: Draft) -> None:
-        draft.finish("Swish", [match.value("x")])
 
-
-class Mish(Rule):
+class Mish(_Named):
+    op = "Mish"
     pattern = P("Mul", Value("x"), P("Tanh", P("Softplus", Value("x"))))
-
-    def rewrite(self, match: Match, draft: Draft) -> None:
-        draft.finish("Mish", [match.value("x")])
 
 
 _ERF = P("Add", P("Erf", P("Mul", Value("x"), Constant("root"))), Constant("one"))      # 1 + Erf(x / sqrt 2)
 
 
-class Gelu(Rule):
+class Gelu(_Named):
     """(x * (1 + Erf(x / sqrt 2))) * 1/2"""
+    op = "Gelu"
     pattern = P("Mul", P("Mul", Value("x"), _ERF), Constant("half"))
 
     def check(self, match: Match) -> bool:
         return _near(match, "root", math.sqrt(0.5)) and _near(match, "one", 1) and _near(match, "half", 0.5)
-
-    def rewrite(self, match: Match, draft: Draft) -> None:
-        draft.finish("Gelu", [match.value("x")])
 
 
 class GeluHalfFirst(Gelu):
@@ -221,7 +212,7 @@ class GeluHalfInside(Gelu):
 
 
 def _is_float(match: Match) -> bool:
-    return bool(match.graph.types[match.root.outputs[0]].dtype.kind == "f")
+    return bool(match.made.dtype.kind == "f")
 
 
 CANONICAL = (ClipToRelu(), ExtremeToClip(), MergeClips(), SubtractConstant(), MergeSums(), DivideByConstant(),

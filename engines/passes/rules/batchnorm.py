@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.ir.graph import Array, TensorType
+from engines.ir.graph import Array
 from engines.passes.rewriting.facts import pads
 from engines.passes.rewriting.rewrite import Constant, Draft, Match, No, P, Rule, Value
 from engines.passes.rules.linear import LINEAR, bias_of, finish_scaled, weights_are_constant
@@ -69,6 +69,5 @@ class BatchNormToPointwise(Rule):
         x = match.graph.types[match.value("x")]
         shape = (-1, *(1,) * (len(x.shape) - 2))
         k, c = (array.astype(x.dtype).reshape(shape) for array in _scale_and_shift(match))
-        made = TensorType(x.dtype, x.shape)
-        product = draft.node("Mul", [match.value("x"), draft.constant("scale", k)], made)
+        product = draft.node("Mul", [match.value("x"), draft.constant("scale", k)])
         draft.finish("Add", [product, draft.constant("shift", c)])

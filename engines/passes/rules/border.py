@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engines.ir.graph import TensorType
 from engines.passes.rewriting.facts import pads, spatial
 from engines.passes.rewriting.rewrite import Draft, Match, No, P, Rule, Value
 
@@ -45,13 +44,11 @@ class PaddedPointwiseConv(Rule):
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         conv, axes = match.root, self._axes(match)
-        rank, kind, made = len(axes), match.graph.types[match.value("x")], match.graph.types[conv.outputs[0]]
-        cut = (*kind.shape[:2], *(axis.last + 1 - axis.first for axis in axes))
-        x = draft.node("Slice", [match.value("x")], TensorType(kind.dtype, cut), {
+        rank = len(axes)
+        x = draft.node("Slice", [match.value("x")], {
             "axes": tuple(range(2, 2 + rank)), "starts": tuple(axis.first for axis in axes),
             "ends": tuple(axis.last + 1 for axis in axes), "steps": (1,) * rank})
-        inner = TensorType(made.dtype, (*made.shape[:2], *(axis.count for axis in axes)))
-        y = draft.node("Conv", [x, match.value("w")], inner, {**conv.attrs, "pads": (0,) * (2 * rank)})
+        y = draft.node("Conv", [x, match.value("w")], {**conv.attrs, "pads": (0,) * (2 * rank)})
         widths = (0, 0, *(axis.before for axis in axes), 0, 0, *(axis.after for axis in axes))
         attrs = {"pads": widths, "mode": "constant", "value": 0.0}
         if not any(conv.inputs[2:]):
@@ -59,7 +56,7 @@ class PaddedPointwiseConv(Rule):
             return
         bias = match.graph.constants[conv.inputs[2]]
         column = draft.constant("border", np.reshape(bias, (-1, *(1,) * rank)))
-        draft.finish("Add", [draft.node("Pad", [y], made, attrs), column])
+        draft.finish("Add", [draft.node("Pad", [y], attrs), column])
 
     def _axes(self, match: Match) -> list[_Axis]:
         conv, extents = match.root, [int(extent) for extent in match.shape(match.value("x"))[2:]]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.graph import BATCH, Dim, Graph, Node, TensorType
+from engines.ir.graph import BATCH, Dim, Graph, Node
 from engines.ops import OPS, op_of
 from engines.ops.items import Mixed
 from engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
@@ -29,20 +29,19 @@ class TileToExpand(Rule):
         return all(repeat == 1 or extent != BATCH for extent, repeat in pairs)
 
     def rewrite(self, match: Match, draft: Draft) -> None:
-        kind = match.graph.types[match.value("x")]
+        x = match.value("x")
         apart: list[Dim] = []
         repeated: list[Dim] = []
-        for extent, repeat in zip(kind.shape, match.root.attrs["repeats"], strict=True):
+        for extent, repeat in zip(match.shape(x), match.root.attrs["repeats"], strict=True):
             own = extent != 1 and repeat != 1
             apart += [1, extent] if own else [extent]
             repeated += [repeat, extent] if own else [repeat if extent == 1 else extent]
-        x, shape = match.value("x"), match.shape(match.root.outputs[0])
-        if len(apart) == len(kind.shape):
-            draft.finish("Expand", [x], {"shape": shape})
+        if len(apart) == len(match.made.shape):
+            draft.finish_view("Expand", x)
             return
         for op, made in (("Reshape", tuple(apart)), ("Expand", tuple(repeated))):
-            x = draft.node(op, [x], TensorType(kind.dtype, made), {"shape": made})
-        draft.finish("Reshape", [x], {"shape": shape})
+            x = draft.node(op, [x], {"shape": made})
+        draft.finish_view("Reshape", x)
 
 
 class FillToExpand(Rule):
@@ -50,12 +49,11 @@ class FillToExpand(Rule):
     pattern = P("ConstantOfShape")
 
     def check(self, match: Match) -> bool:
-        return BATCH in match.shape(match.root.outputs[0])
+        return BATCH in match.made.shape
 
     def rewrite(self, match: Match, draft: Draft) -> None:
-        kind = match.graph.types[match.root.outputs[0]]
-        number = np.asarray(match.root.attrs.get("value", 0), kind.dtype).reshape(1)
-        draft.finish("Expand", [draft.constant("number", number)], {"shape": kind.shape})
+        number = np.asarray(match.root.attrs.get("value", 0), match.made.dtype).reshape(1)
+        draft.finish_view("Expand", draft.constant("number", number))
 
 
 class ItemsAlike(Rule):
@@ -72,10 +70,8 @@ class ItemsAlike(Rule):
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         graph, node = match.graph, match.root
-        kind = graph.types[node.outputs[0]]
-        inputs = [self._one(graph, name, draft) for name in node.inputs]
-        one = draft.node(node.op, inputs, TensorType(kind.dtype, _without_batch(kind.shape)), _attrs_of_one(node))
-        draft.finish("Expand", [one], {"shape": kind.shape})
+        one = draft.node(node.op, [self._one(graph, name, draft) for name in node.inputs], _attrs_of_one(node))
+        draft.finish_view("Expand", one)
 
     @staticmethod
     def _one(graph: Graph, name: str, draft: Draft) -> str:
@@ -85,7 +81,7 @@ class ItemsAlike(Rule):
         source, shape = graph.producer[name].inputs[0], _without_batch(graph.shape(name))
         if graph.shape(source) == shape:
             return source
-        return draft.node("Expand", [source], TensorType(graph.types[name].dtype, shape), {"shape": shape})
+        return draft.node("Expand", [source], {"shape": shape})
 
 
 def _without_batch(shape: Sequence[Dim]) -> Shape:

@@ -4,7 +4,6 @@
 """
 from __future__ import annotations
 
-from engines.ir.graph import TensorType
 from engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
 
 
@@ -17,10 +16,7 @@ class GatherOfOne(Rule):
         return match.constant("index").ndim == 0 and 0 < axis % rank < rank - 1
 
     def rewrite(self, match: Match, draft: Draft) -> None:
-        kind = match.graph.types[match.value("x")]
-        axis = match.root.attrs.get("axis", 0) % len(kind.shape)
-        start = int(match.constant("index")) % int(kind.shape[axis])
-        cut = {"axes": (axis,), "starts": (start,), "ends": (start + 1,), "steps": (1,)}
-        shape = (*kind.shape[:axis], 1, *kind.shape[axis + 1:])
-        part = draft.node("Slice", [match.value("x")], TensorType(kind.dtype, shape), cut)
-        draft.finish("Reshape", [part], {"shape": match.shape(match.root.outputs[0])})
+        shape = match.shape(match.value("x"))
+        axis = match.root.attrs.get("axis", 0) % len(shape)
+        start = int(match.constant("index")) % int(shape[axis])
+        draft.finish_view("Reshape", draft.cut(match.value("x"), axis, start, start + 1))

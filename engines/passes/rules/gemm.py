@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.ir.graph import TensorType
 from engines.passes.rewriting.facts import per_channel
 from engines.passes.rewriting.rewrite import Constant, Draft, Match, No, P, Rule, Value
 from engines.passes.rules.linear import is_canonical
@@ -37,11 +36,10 @@ class CanonicalGemm(Rule):
             inputs.append(draft.constant("bias", (bias * weight.dtype.type(beta)).astype(weight.dtype)))
             draft.finish("Gemm", inputs, {"transB": 1})
             return
-        y, c = match.graph.types[match.root.outputs[0]], match.graph.types[extra]
-        product = draft.node("Gemm", inputs, TensorType(y.dtype, y.shape), {"transB": 1})
+        product = draft.node("Gemm", inputs, {"transB": 1})
         if beta != 1:
-            factor = draft.constant("beta", np.full(1, beta, y.dtype))
-            extra = draft.node("Mul", [extra, factor], TensorType(c.dtype, c.shape))
+            factor = draft.constant("beta", np.full(1, beta, weight.dtype))
+            extra = draft.node("Mul", [extra, factor])
         draft.finish("Add", [product, extra])
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.ir.graph import TensorType
 from engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
 
 
@@ -19,14 +18,13 @@ class InstanceNorm(Rule):
         x, kind = match.value("x"), match.graph.types[match.value("x")]
         rank = len(kind.shape)
         over = {"axes": tuple(range(2, rank)), "keepdims": 1}
-        small = TensorType(kind.dtype, (*kind.shape[:2], *(1,) * (rank - 2)))
         channel = (-1, *(1,) * (rank - 2))
         scale, bias = (draft.constant(name, match.constant(name).reshape(channel)) for name in ("scale", "bias"))
         epsilon = draft.constant("epsilon", np.full(1, match.root.attrs.get("epsilon", 1e-5), kind.dtype))
 
-        mean = draft.node("ReduceMean", [x], small, over)
-        d = draft.node("Sub", [x, mean], kind)
-        variance = draft.node("ReduceMean", [draft.node("Mul", [d, d], kind)], small, over)
-        deviation = draft.node("Sqrt", [draft.node("Add", [variance, epsilon], small)], small)
-        factor = draft.node("Div", [scale, deviation], small)
-        draft.finish("Add", [draft.node("Mul", [d, factor], kind), bias])
+        mean = draft.node("ReduceMean", [x], over)
+        d = draft.node("Sub", [x, mean])
+        variance = draft.node("ReduceMean", [draft.node("Mul", [d, d])], over)
+        deviation = draft.node("Sqrt", [draft.node("Add", [variance, epsilon])])
+        factor = draft.node("Div", [scale, deviation])
+        draft.finish("Add", [draft.node("Mul", [d, factor]), bias])

@@ -14,7 +14,7 @@ import math
 
 import numpy as np
 
-from engines.ir.graph import BATCH, Array, Dim, Graph, TensorType
+from engines.ir.graph import BATCH, Array, Dim, Graph
 from engines.ir.shapes import Extent, extent
 from engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
 
@@ -39,7 +39,7 @@ class LookupInItem(Rule):
         assert found is not None
         shape = (BATCH, _rows_of_item(match, match.value("flat")), *match.shape(flat)[1:])
         if match.shape(x) != shape:
-            x = draft.node("Reshape", [x], TensorType(graph.types[x].dtype, shape), {"shape": shape})
+            x = draft.node("Reshape", [x], {"shape": shape})
         _picked(match, draft, x, shape, found[1])
 
 
@@ -52,9 +52,8 @@ def _rows_of_item(match: Match, flat: str) -> int:
 def _picked(match: Match, draft: Draft, x: str, shape: tuple[Dim, ...], offsets: Array) -> None:
     """Finishes with x[:, offsets], of x of that shape, in the shape of what the match makes."""
     if offsets.size != shape[1] or (offsets.ravel() != np.arange(offsets.size)).any():
-        picked = TensorType(match.graph.types[match.root.outputs[0]].dtype, (BATCH, offsets.size, *shape[2:]))
-        x = draft.node("Gather", [x, draft.constant("places", offsets.ravel())], picked, {"axis": 1})
-    draft.finish("Reshape", [x], {"shape": match.shape(match.root.outputs[0])})
+        x = draft.node("Gather", [x, draft.constant("places", offsets.ravel())], {"axis": 1})
+    draft.finish_view("Reshape", x)
 
 
 class LookupOfPairs(Rule):
@@ -163,15 +162,11 @@ class LookupOfFlatRow(Rule):
 
 def _row_of_each(match: Match, draft: Draft, x: str, tokens: int, places: str) -> None:
     """Finishes with x[n, places[n]], of x seen as so many rows an item."""
-    graph = match.graph
-    dtype, size = graph.types[x].dtype, math.prod(map(int, match.shape(x)[1:]))
-    shape = (BATCH, tokens, size // tokens)
-    rows = draft.node("Reshape", [x], TensorType(dtype, shape), {"shape": shape})
-    index = draft.node("Reshape", [places], TensorType(graph.types[places].dtype, (BATCH, 1, 1)),
-                       {"shape": (BATCH, 1, 1)})
-    one = (BATCH, 1, size // tokens)
-    picked = draft.node("GatherElements", [rows, index], TensorType(dtype, one), {"axis": 1, "shape": one})
-    draft.finish("Reshape", [picked], {"shape": match.shape(match.root.outputs[0])})
+    size = math.prod(map(int, match.shape(x)[1:])) // tokens
+    rows = draft.node("Reshape", [x], {"shape": (BATCH, tokens, size)})
+    index = draft.node("Reshape", [places], {"shape": (BATCH, 1, 1)})
+    picked = draft.node("GatherElements", [rows, index], {"axis": 1, "shape": (BATCH, 1, size)})
+    draft.finish_view("Reshape", picked)
 
 
 class ExpandedLookup(Rule):
@@ -183,7 +178,7 @@ class ExpandedLookup(Rule):
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         rows = np.take(match.constant("table"), match.constant("places"), axis=0)
-        draft.finish("Expand", [draft.constant("rows", rows)], {"shape": match.shape(match.root.outputs[0])})
+        draft.finish_view("Expand", draft.constant("rows", rows))
 
 
 class LookupOfOneNumber(Rule):
@@ -196,7 +191,7 @@ class LookupOfOneNumber(Rule):
     def rewrite(self, match: Match, draft: Draft) -> None:
         number = self._number(match)
         assert number is not None
-        draft.finish("Expand", [draft.constant("number", number)], {"shape": match.shape(match.root.outputs[0])})
+        draft.finish_view("Expand", draft.constant("number", number))
 
     @staticmethod
     def _number(match: Match) -> Array | None:
@@ -213,14 +208,14 @@ class RepeatedPlaces(Rule):
 
     def check(self, match: Match) -> bool:
         places = match.graph.producer.get(match.value("places"))
-        x, made = list(match.shape(match.value("x"))), list(match.shape(match.root.outputs[0]))
+        x, made = list(match.shape(match.value("x"))), list(match.made.shape)
         axis = match.root.attrs["axis"]
         return (places is not None and places.op == "Expand" and isinstance(made[axis], int)
                 and x[:axis] + x[axis + 1:] == made[:axis] + made[axis + 1:])
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         source = match.graph.producer[match.value("places")].inputs[0]
-        attrs = {**match.root.attrs, "shape": match.shape(match.root.outputs[0])}
+        attrs = {**match.root.attrs, "shape": match.made.shape}
         draft.finish("GatherElements", [match.value("x"), source], attrs)
 
 

@@ -7,7 +7,6 @@
 """
 from __future__ import annotations
 
-from engines.ir.graph import TensorType
 from engines.ir.shapes import broadcast
 from engines.ops import OPS
 from engines.passes.rewriting.facts import scalar
@@ -24,11 +23,11 @@ class NeutralLogic(Rule):
         return bool((match.constant("neutral") == (match.root.op == "And")).all())
 
     def rewrite(self, match: Match, draft: Draft) -> None:
-        other, shape = match.value("other"), match.shape(match.root.outputs[0])
-        if match.shape(other) == shape:
+        other = match.value("other")
+        if match.shape(other) == match.made.shape:
             draft.same_as(other)
         else:
-            draft.finish("Expand", [other], {"shape": shape})
+            draft.finish_view("Expand", other)
 
 
 class NeedlessExpand(Rule):
@@ -38,7 +37,7 @@ class NeedlessExpand(Rule):
     def check(self, match: Match) -> bool:
         shapes = [match.shape(name) for name in _sources(match)]
         return (_sources(match) != list(match.root.inputs)
-                and broadcast(*shapes) == match.shape(match.root.outputs[0]))
+                and broadcast(*shapes) == match.made.shape)
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         draft.finish(match.root.op, _sources(match), match.root.attrs)
@@ -53,10 +52,7 @@ class LaterExpand(Rule):
         return len(others) == 1 and _sources(match) != list(match.root.inputs)
 
     def rewrite(self, match: Match, draft: Draft) -> None:
-        shapes = [match.shape(name) for name in _sources(match)]
-        made = match.graph.types[match.root.outputs[0]]
-        inner = draft.node(match.root.op, _sources(match), TensorType(made.dtype, broadcast(*shapes)), match.root.attrs)
-        draft.finish("Expand", [inner], {"shape": made.shape})
+        draft.finish_view("Expand", draft.node(match.root.op, _sources(match), match.root.attrs))
 
 
 def _sources(match: Match) -> list[str]:

@@ -6,6 +6,9 @@
 """
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import numpy as np
 
 from engines.ir.graph import Graph
@@ -31,69 +34,61 @@ def _image_pads(match: Match) -> tuple[int, ...] | No:
     return widths[2:rank] + widths[rank + 2:]
 
 
-def _value(match: Match) -> float:
-    return float(match["pad"].attrs.get("value", 0))
-
-
-def _finish(match: Match, draft: Draft, **attrs: int) -> None:
-    added = _image_pads(match)
-    assert not isinstance(added, No)
-    own = pads(match.root, len(added) // 2)
-    total = tuple(a + b for a, b in zip(added, own, strict=True))
-    inputs = [match.value("x"), *match.root.inputs[1:]]
-    draft.finish(match.root.op, inputs, {**match.root.attrs, "pads": total, **attrs})
-
-
-class PadConv(Rule):
-    pattern = P("Conv", P("Pad", Value("x"), bind="pad"))
+class _PadBefore(Rule):
+    """A Pad before a window operator, whose own padding becomes the two together."""
+    attrs: ClassVar[Mapping[str, int]] = {}         # of the operator, beside the pads
 
     def check(self, match: Match) -> bool | No:
         added = _image_pads(match)
-        if isinstance(added, No):
-            return added
-        return True if _value(match) == 0 else No(f"pads with {_value(match)}, a convolution with 0")
+        return added if isinstance(added, No) else self.fits(match, added, float(match["pad"].attrs.get("value", 0)))
+
+    def fits(self, match: Match, added: tuple[int, ...], value: float) -> bool | No:
+        """Whether the operator does the same with these pads, filled with `value`."""
+        raise NotImplementedError
 
     def rewrite(self, match: Match, draft: Draft) -> None:
-        _finish(match, draft)
+        added = _image_pads(match)
+        assert not isinstance(added, No)
+        own = pads(match.root, len(added) // 2)
+        total = tuple(a + b for a, b in zip(added, own, strict=True))
+        inputs = [match.value("x"), *match.root.inputs[1:]]
+        draft.finish(match.root.op, inputs, {**match.root.attrs, "pads": total, **self.attrs})
 
 
-class PadAveragePool(Rule):
+class PadConv(_PadBefore):
+    pattern = P("Conv", P("Pad", Value("x"), bind="pad"))
+
+    def fits(self, match: Match, added: tuple[int, ...], value: float) -> bool | No:
+        return value == 0 or No(f"pads with {value}, a convolution with 0")
+
+
+class PadAveragePool(_PadBefore):
     pattern = P("AveragePool", P("Pad", Value("x"), bind="pad"))
+    attrs: ClassVar[Mapping[str, int]] = {"count_include_pad": 1}
 
-    def check(self, match: Match) -> bool | No:
-        added, pool = _image_pads(match), match.root
-        if isinstance(added, No):
-            return added
-        if _value(match) != 0:
-            return No(f"pads with {_value(match)}, a pool with 0")
+    def fits(self, match: Match, added: tuple[int, ...], value: float) -> bool | No:
+        pool = match.root
+        if value != 0:
+            return No(f"pads with {value}, a pool with 0")
         if pool.attrs.get("ceil_mode"):
             return No("ceil_mode counts windows by the pool's own padding")
         if any(pads(pool, len(added) // 2)) and not pool.attrs.get("count_include_pad"):
             return No("the pool counts the Pad's zeros, but not its own")
         return True
 
-    def rewrite(self, match: Match, draft: Draft) -> None:
-        _finish(match, draft, count_include_pad=1)
 
-
-class PadMaxPool(Rule):
+class PadMaxPool(_PadBefore):
     pattern = P("MaxPool", P("Pad", Value("x"), bind="pad"))
 
-    def check(self, match: Match) -> bool | No:
-        added, pool = _image_pads(match), match.root
-        if isinstance(added, No):
-            return added
-        rank = len(added) // 2
+    def fits(self, match: Match, added: tuple[int, ...], value: float) -> bool | No:
+        pool, rank = match.root, len(added) // 2
         if pool.attrs.get("ceil_mode") or len(pool.outputs) > 1 or set(spatial(pool, rank, "dilations", 1)) != {1}:
             return No("ceil_mode, dilations or indices")
         total = [a + b for a, b in zip(added, pads(pool, rank), strict=True)]
         if any(pad >= kernel for pad, kernel in zip(total, (*pool.attrs["kernel_shape"],) * 2, strict=True)):
             return No("some windows would see nothing but padding")
         least = 0.0 if never_negative(match.graph, match.value("x")) else _MINUS_INFINITY
-        return _value(match) <= least or No(f"pads with {_value(match)}, which may exceed the values beside it")
-
-    def rewrite(self, match: Match, draft: Draft) -> None:
-        _finish(match, draft)
+        return value <= least or No(f"pads with {value}, which may exceed the values beside it")
 
 
 def never_negative(graph: Graph, name: str) -> bool:

@@ -5,7 +5,6 @@
 """
 from __future__ import annotations
 
-from engines.ir.graph import TensorType
 from engines.passes.rewriting.facts import pads
 from engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
 
@@ -27,14 +26,11 @@ class SpatialReduce(Rule):
         return rank == 4 and axes == [first, first + 1]
 
     def rewrite(self, match: Match, draft: Draft) -> None:
-        x = match.graph.types[match.value("x")]
         op = _GLOBAL[match.root.op]
         if match.root.attrs.get("keepdims", 1):
             draft.finish(op, [match.value("x")], self.attrs)
             return
-        pooled = (x.shape[0], 1, 1, x.shape[3]) if self.attrs else (*x.shape[:2], 1, 1)
-        inner = draft.node(op, [match.value("x")], TensorType(x.dtype, pooled), self.attrs)
-        draft.finish("Reshape", [inner], {"shape": match.shape(match.root.outputs[0])})
+        draft.finish_view("Reshape", draft.node(op, [match.value("x")], self.attrs))
 
 
 class GlobalPoolOfRows(Rule):

@@ -5,7 +5,6 @@
 """
 from __future__ import annotations
 
-from engines.ir.graph import TensorType
 from engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
 
 
@@ -16,15 +15,12 @@ class ReductionOfPowers(Rule):
         return bool(match.graph.types[match.value("x")].dtype.kind == "f")
 
     def rewrite(self, match: Match, draft: Draft) -> None:
-        name, root = match.value("x"), match.root
-        x, y = (match.graph.types[tensor] for tensor in (name, root.outputs[0]))
-        power = ("Abs", [name]) if root.op == "ReduceL1" else ("Mul", [name, name])
-        terms = draft.node(*power, TensorType(x.dtype, x.shape))
+        x, root = match.value("x"), match.root
+        terms = draft.node("Abs", [x]) if root.op == "ReduceL1" else draft.node("Mul", [x, x])
         if root.op != "ReduceL2":
             draft.finish("ReduceSum", [terms], root.attrs)
             return
-        total = draft.node("ReduceSum", [terms], TensorType(y.dtype, y.shape), root.attrs)
-        draft.finish("Sqrt", [total])
+        draft.finish("Sqrt", [draft.node("ReduceSum", [terms], root.attrs)])
 
 
 class SumOfIntegers(Rule):
@@ -36,10 +32,7 @@ class SumOfIntegers(Rule):
         return kind.dtype.kind == "i" and len(axes) == 1 and isinstance(kind.shape[axes[0]], int) and axes[0] > 0
 
     def rewrite(self, match: Match, draft: Draft) -> None:
-        kind, (axis,) = match.graph.types[match.value("x")], match.root.attrs["axes"]
-        extent = int(kind.shape[axis])
-        sums = draft.node("CumSum", [match.value("x")], kind, {"axis": axis, "exclusive": 0, "reverse": 0})
-        last = TensorType(kind.dtype, (*kind.shape[:axis], 1, *kind.shape[axis + 1:]))
-        total = draft.node("Slice", [sums], last, {"axes": (axis,), "starts": (extent - 1,), "ends": (extent,),
-                                                   "steps": (1,)})
-        draft.finish("Reshape", [total], {"shape": match.shape(match.root.outputs[0])})
+        (axis,) = match.root.attrs["axes"]
+        extent = int(match.shape(match.value("x"))[axis])
+        sums = draft.node("CumSum", [match.value("x")], {"axis": axis, "exclusive": 0, "reverse": 0})
+        draft.finish_view("Reshape", draft.cut(sums, axis, extent - 1, extent))

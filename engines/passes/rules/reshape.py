@@ -15,25 +15,19 @@ class ToReshape(Rule):
     pattern = P("Flatten Squeeze Unsqueeze", Value("x"))
 
     def rewrite(self, match: Match, draft: Draft) -> None:
-        reshape(match, draft)
+        draft.finish_view("Reshape", match.value("x"))
 
 
-class TransposeOfOnes(Rule):
+class TransposeOfOnes(ToReshape):
     """The axes longer than 1 keep their order, so the elements do."""
     pattern = P("Transpose", Value("x"))
 
     def check(self, match: Match) -> bool:
         return moves_only_ones(match.root.attrs["perm"], match.shape(match.value("x")))
 
-    def rewrite(self, match: Match, draft: Draft) -> None:
-        reshape(match, draft)
 
-
-class MergeReshapes(Rule):
+class MergeReshapes(ToReshape):
     pattern = P("Reshape", P("Reshape", Value("x")))
-
-    def rewrite(self, match: Match, draft: Draft) -> None:
-        reshape(match, draft)
 
 
 class MergeTransposes(Rule):
@@ -42,11 +36,6 @@ class MergeTransposes(Rule):
     def rewrite(self, match: Match, draft: Draft) -> None:
         first, second = match["first"].attrs["perm"], match.root.attrs["perm"]
         draft.finish("Transpose", [match.value("x")], {"perm": tuple(first[axis] for axis in second)})
-
-
-def reshape(match: Match, draft: Draft) -> None:
-    """Finishes with a Reshape of x to the shape of what the match makes."""
-    draft.finish("Reshape", [match.value("x")], {"shape": match.shape(match.root.outputs[0])})
 
 
 def moves_only_ones(perm: tuple[int, ...], shape: tuple[Dim, ...]) -> bool:

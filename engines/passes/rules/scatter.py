@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.ir.graph import TensorType
 from engines.passes.rewriting.rewrite import Constant, Draft, Match, No, P, Rule, Value
 
 
@@ -24,16 +23,9 @@ class ScatterOfRows(Rule):
         return follow or No("its rows do not follow each other")
 
     def rewrite(self, match: Match, draft: Draft) -> None:
-        kind, rows = match.graph.types[match.value("x")], match.constant("rows")
-        extent = int(kind.shape[0])
+        rows, extent = match.constant("rows"), int(match.shape(match.value("x"))[0])
         first = int(rows[0, 0]) % extent
-
-        def cut(start: int, end: int) -> list[str]:
-            if start == end:
-                return []
-            made = TensorType(kind.dtype, (end - start, *kind.shape[1:]))
-            attrs = {"axes": (0,), "starts": (start,), "ends": (end,), "steps": (1,)}
-            return [draft.node("Slice", [match.value("x")], made, attrs)]
-
-        parts = [*cut(0, first), match.value("new"), *cut(first + len(rows), extent)]
+        before, behind = ([draft.cut(match.value("x"), 0, start, end)] if start < end else []
+                          for start, end in ((0, first), (first + len(rows), extent)))
+        parts = [*before, match.value("new"), *behind]
         draft.finish("Concat", parts, {"axis": 0})

@@ -17,7 +17,7 @@ class ChannelShuffle(Rule):
         x, apart = match.shape(match.value("x")), match.shape(match["apart"].outputs[0])
         perm = tuple(match["swap"].attrs["perm"])
         return (len(apart) == len(x) + 1 and apart[0] == x[0] and apart[3:] == x[2:]
-                and perm == (0, 2, 1, *range(3, len(apart))) and match.shape(match.root.outputs[0]) == x)
+                and perm == (0, 2, 1, *range(3, len(apart))) and match.made.shape == x)
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         a, b = (int(extent) for extent in match.shape(match["apart"].outputs[0])[1:3])

@@ -4,7 +4,6 @@
 """
 from __future__ import annotations
 
-from engines.ir.graph import TensorType
 from engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
 
 
@@ -18,10 +17,9 @@ class AlongInnermost(Rule):
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         x = match.value("x")
-        shape, kind = match.shape(x), match.graph.types[x]
-        axis, last = match.root.attrs["axis"] % len(shape), len(shape) - 1
-        perm = (*(a for a in range(len(shape)) if a != axis), axis)
-        moved = TensorType(kind.dtype, tuple(shape[a] for a in perm))
-        rows = draft.node("Transpose", [x], moved, {"perm": perm})
-        made = draft.node(match.root.op, [rows], moved, {**match.root.attrs, "axis": last})
-        draft.finish("Transpose", [made], {"perm": tuple(perm.index(a) for a in range(len(shape)))})
+        rank = len(match.shape(x))
+        axis = match.root.attrs["axis"] % rank
+        perm = (*(a for a in range(rank) if a != axis), axis)
+        rows = draft.node("Transpose", [x], {"perm": perm})
+        made = draft.node(match.root.op, [rows], {**match.root.attrs, "axis": rank - 1})
+        draft.finish("Transpose", [made], {"perm": tuple(perm.index(a) for a in range(rank))})

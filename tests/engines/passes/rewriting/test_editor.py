@@ -32,7 +32,7 @@ def test_a_node_is_written_out_as_two() -> None:
         for node in graph.nodes:
             if node.op == "Relu":
                 zero = editor.add_constant("zero", np.zeros(1, np.float32))
-                less = editor.add(f"{node.inputs[0]}.less", graph.types["y"], "Max", [node.inputs[0], zero])
+                less = editor.add(f"{node.inputs[0]}.less", "Max", [node.inputs[0], zero])
                 editor.make("y", "Max", [less, zero], origin=node.origin)
             else:
                 editor.nodes.append(node)
@@ -67,7 +67,7 @@ def test_what_was_added_is_known_beside_what_there_was() -> None:
 def test_what_nothing_needs_is_dropped() -> None:
     graph = relu_of_conv()
     editor = GraphEditor(graph)
-    editor.add("unused", graph.types["y"], "Relu", [editor.add_constant("unread", np.ones(1, np.float32))])
+    editor.add("unused", "Relu", [editor.add_constant("unread", np.ones(1, np.float32))])
     editor.nodes.extend(graph.nodes)
     assert str(editor.finish()) == str(graph)
 
