@@ -75,8 +75,3 @@ def lowers(*ops: str, images: bool = False) -> Callable[[Rule], Rule]:
             RULES[op] = checked
         return rule
     return register
-
-
-def copy_node(source: str, output: str, origin: tuple[str, ...] = ()) -> Node:
-    """A node that only moves a tensor (and requantises, where the two are stored differently)."""
-    return Node("Identity", (source,), (output,), name=output, origin=origin)

@@ -11,7 +11,7 @@ from engines.ir.graph import BATCH, Node, TensorType
 from engines.lowering.calls.aliasing import cuts_of, item_perm
 from engines.lowering.calls.body import write_body
 from engines.lowering.calls.broadcast import broadcast
-from engines.lowering.calls.calls import Call, Context, Refused, copy_node, lowers
+from engines.lowering.calls.calls import Call, Context, Refused, lowers
 from engines.lowering.calls.placement import Placement, as_one_item
 from engines.lowering.epilogue.program import ProgramBuilder
 from engines.lowering.problems.elementwise import Pointwise
@@ -118,7 +118,7 @@ def moved(ctx: Context, node: Node, source: str, seen: Placement, output: str, t
     """Tensor `source`, as it is seen, copied to where `output` lies; requantised where the two are stored otherwise."""
     if seen.view.dtype == target.view.dtype and ctx.type(source).quant == ctx.type(output).quant:
         return copy_call(node, seen, target)
-    written = write_body(ctx, copy_node(source, output), None)
+    written = write_body(ctx, Node("Identity", (source,), (output,)), None)
     if written.program.instructions and any(placement.view.dtype not in FLOATS for placement in (seen, target)):
         raise Refused("only floats are converted on the way")
     spec = Permute(seen.view, target.view, written.program, all(c.size == 1 for c in written.constants))

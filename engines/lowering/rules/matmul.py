@@ -24,16 +24,13 @@ def lower_product(ctx: Context, node: Node) -> Sequence[Call]:
     if isinstance(depth, str) or depth > DEEPEST:
         raise Refused(f"its inner extent {depth} is beyond {DEEPEST}")
     exact = node.precision == "int8" and all(kind.quant for kind in kinds)
-    scale = 1.0
-    for kind in kinds:
-        scale *= kind.quant.scale[0] if kind.quant else 1.0
+    scale, *zeros = _numbers(kinds, 1.0)
     body = write_body(ctx, node, (scale, 0.0))
     left, right = _seen(ctx, a, (*lead, rows, depth), shape), _seen(ctx, b, (*lead, depth, columns), shape)
     y, others = _seen(ctx, output, shape, shape), tuple(_seen(ctx, name, shape, shape) for name in body.operands)
     if left.strides[-1] != left.size or right.size not in right.strides[-2:]:
         raise Refused("no axis of a factor that is multiplied lies in one piece")
     problem = Product(left, right, y, others, body.program, "int8" if exact else node.precision)
-    zeros = [float(kind.quant.zero_point[0]) if kind.quant else 0.0 for kind in kinds]
     placements = [ctx.placements[name] for name in (a, b, *body.operands)]
     result = ctx.placements[output]
     result = result if BATCH in shape else replace(result, items=1)
@@ -80,7 +77,7 @@ def lower_attention(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 def _numbers(types: Sequence[TensorType], scale: float) -> list[float]:
-    """The kernel's "numbers": what makes scores of sums of stored elements, and the zero points."""
+    """What makes real numbers, `scale` times as large, of sums of products of the first two; all zero points."""
     quants = [kind.quant for kind in types]
     for quant in quants[:2]:
         scale *= quant.scale[0] if quant else 1.0

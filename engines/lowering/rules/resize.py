@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 
 from engines.ir.graph import Array, Node
+from engines.lowering.calls.body import call_of, operand_views
 from engines.lowering.calls.calls import Call, Context, Refused, lowers
 from engines.lowering.calls.placement import Placement
 from engines.lowering.problems.images import Resize, taps_of
-from engines.lowering.rules.contraction import operand_views
 from engines.lowering.rules.copies import moved
-from engines.lowering.rules.pool import pool_call, write_pooled
+from engines.lowering.rules.pool import write_pooled
 from engines.ops import resize
 
 
@@ -31,8 +31,7 @@ def lower_resize(ctx: Context, node: Node) -> Sequence[Call]:
     rows, columns = (_taps(anchor, axis, size, *factors[axis]) for axis, size in ((2, height), (3, width)))
     written = write_pooled(ctx, node, 1.0)      # the weights of a pixel sum to 1
     spec = Resize(x, y, operand_views(ctx, node, written), written.program, (rows[0].shape[1], columns[0].shape[1]))
-    call = pool_call(ctx, node, spec, written)
-    return [replace(call, constants={**call.constants, "rows": rows, "columns": columns})]
+    return [call_of(ctx, node, spec, written, rows=rows, columns=columns)]
 
 
 def _taps(node: Node, axis: int, size: int, outputs: int, scale: float) -> tuple[Array, Array]:
