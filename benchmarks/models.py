@@ -17,19 +17,12 @@ from calibration.data.items import CalibrationData
 from calibration.data.preprocess import load_preprocess
 from calibration.open_data import open_calibration_data
 from engines.compiler.builder import BuildConfig, Builder
-from engines.ir.graph import Array, Dim
+from engines.ir.graph import Array
+from engines.plan.plan import IoTensor
 from infer_server.cli.build_engine import parse_shape
 from tests.zoo import ZOO, images
 
 CALIBRATION_ITEMS = 32      # of random pictures, where no data is given
-
-
-@dataclass(frozen=True)
-class Input:
-    """A model input, as calibration.open_data wants to know it."""
-    name: str
-    dtype: str
-    shape: tuple[Dim, ...]
 
 
 @dataclass(frozen=True)
@@ -57,10 +50,10 @@ class Model:
         return ("--calib", self.calibration, *preprocess)
 
     @cached_property
-    def inputs(self) -> tuple[Input, ...]:
+    def inputs(self) -> tuple[IoTensor, ...]:
         graph = Builder(BuildConfig(shapes=dict(map(parse_shape, self.shapes)))).graph(self.source)
         types = {name: graph.types[name] for name in graph.inputs}
-        return tuple(Input(name, str(np.dtype(t.dtype)), tuple(t.shape)) for name, t in types.items())
+        return tuple(IoTensor(name, str(np.dtype(t.dtype)), tuple(t.shape)) for name, t in types.items())
 
     @property
     def batched(self) -> bool:

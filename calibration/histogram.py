@@ -19,6 +19,7 @@ BINS_PER_SIDE = 1 << 14         # 256 KiB a tensor; never fewer than 4 bins for 
 SMALLEST_EXPONENT = -100        # of a tensor without values above 2**-100; keeps bins / range finite in float32
 
 Floats = NDArray[np.float64]
+Range = tuple[float, float]     # of a tensor: (low, high), real values, low <= 0 <= high
 
 
 class Histogram:

@@ -14,22 +14,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from calibration.data.items import CalibrationData, Feed, Input
+from calibration.data.items import CalibrationData, Feed
 from calibration.data.preprocess import Preprocess
 from calibration.data.sources.arrays import SUFFIXES, from_arrays
 from calibration.data.sources.feeds import Feeds, digest_of, from_feeds
 from calibration.data.sources.images import from_images, is_image
 from calibration.data.sources.script import feeds_of_script, is_script
 from engines.errors import CalibrationError
+from engines.plan.plan import IoTensor
 
-__all__ = ["CalibrationData", "Feed", "Input", "open_calibration_data"]
+__all__ = ["CalibrationData", "Feed", "open_calibration_data"]
 
 
 FEEDS = "the calibration data"          # what errors call those of a program
 Source = str | Path | Feeds
 
 
-def open_calibration_data(source: Source, inputs: Sequence[Input],
+def open_calibration_data(source: Source, inputs: Sequence[IoTensor],
                           preprocess: Preprocess | None = None) -> CalibrationData:
     """The data that `source` names, checked against the model's inputs as far as that goes without reading it all.
 

@@ -1,17 +1,150 @@
-"""The whole search for ranges: the best calibrator for the model, then better ranges for single tensors."""
+"""The search for ranges: the best calibrator for the model, then better ranges for single tensors.
+
+No calibrator is the best for every model. `evaluate` builds and runs the quantised model on calibration items and
+compares its outputs with the float model's (`compare`). The score is the worst output's signal to noise ratio in the
+4-norm, which the peaks dominate; top-1 agreement moves in steps of 1 or 2 % with a few dozen items, and only breaks
+ties.
+"""
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from calibration.choose import CalibratorChoice, Evaluate, choose
+import numpy as np
+
+from calibration.accuracy.measures import Powers, cosine, powers, top1_agreement, typical
+from calibration.calibrators import Range
 from calibration.histogram import Histogram
-from calibration.refine import Refinement, refine
 from calibration.table import CalibrationTable, make_table
+from engines.errors import CalibrationError
+from engines.ir.graph import Array
 
 # The default first: it is taken where others are no better. Percentile 99.9999 is min-max without single outliers.
 CANDIDATES = ("entropy", "percentile", "percentile:99.9999", "mse", "minmax")
 ALTERNATIVES = ("percentile:99.9", "percentile:99.999")     # for single tensors; too bold, or too shy, for all
+TIE_DB = 0.1        # scores nearer than this are equal
+MIN_CLASSES = 3     # an output of [items, classes] with at least so many is taken for a classifier's
+MIN_GAIN_DB = 0.01  # what a changed range must bring
+ALIKE = 0.01        # of its width: how far two ranges may differ and still be one
+
+
+@dataclass(frozen=True)
+class Errors:
+    """The errors of the worst quantised output against its float counterpart, over all items.
+
+    peak_db     signal to noise ratio in the 4-norm: what choices go by
+    sqnr_db     signal to quantisation noise ratio
+    cosine      of the angle between them, mean over items
+    top1        share of items with the same largest element, 0..1; None if no output looks like a classifier's
+    """
+    peak_db: float
+    sqnr_db: float
+    cosine: float
+    top1: float | None
+
+    def __str__(self) -> str:
+        top1 = "" if self.top1 is None else f"  {100 * self.top1:5.1f} %"
+        return f"{self.peak_db:7.2f} dB  {self.sqnr_db:7.2f} dB  {self.cosine:.5f}{top1}"
+
+
+Evaluate = Callable[[CalibrationTable], Errors]
+
+
+@dataclass(frozen=True)
+class CalibratorChoice:
+    """The calibration table that was chosen, its name, and every candidate's errors, the best first."""
+    name: str
+    table: CalibrationTable
+    errors: Mapping[str, Errors]
+
+    def __str__(self) -> str:
+        width = max(len("calibrator"), *map(len, self.errors))
+        head = f"  {'calibrator':{width}}  {'peak SNR':>10}  {'SQNR':>10}  {'cosine':7}  {'top-1':>7}"
+        return "\n".join([head, *(f"{'*' if name == self.name else ' '} {name:{width}}  {errors}"
+                                  for name, errors in self.errors.items())])
+
+
+def compare(reference: Sequence[Mapping[str, Array]], outputs: Iterable[Mapping[str, Array]]) -> Errors:
+    """The errors of `outputs` against `reference`: runs of the same feeds in the same order.
+
+    Items lie on the leading axis of an output. Only floating point outputs count; CalibrationError if there is none,
+    or nothing but zeros in them.
+    """
+    items: dict[str, list[Powers]] = {}
+    cosines: dict[str, list[float]] = {}
+    agreements: list[float] = []
+    for expected, found in zip(reference, outputs, strict=True):
+        for name in (name for name, array in expected.items() if array.dtype.kind == "f"):
+            a, b = (np.atleast_1d(run[name]) for run in (expected, found))
+            items.setdefault(name, []).extend(map(powers, a, b))
+            cosines.setdefault(name, []).extend(map(cosine, a, b))
+            if a.ndim == 2 and a.shape[1] >= MIN_CLASSES:
+                agreements += [top1_agreement(row, other) for row, other in zip(a, b, strict=True)]
+    measured = [found for found in map(typical, items.values()) if found]
+    if not measured:
+        raise CalibrationError("calibrators cannot be compared: the model has no floating point output, or only zeros "
+                               "in it; choose one yourself (--calibrator)")
+    return Errors(min(found.peak_snr_db for found in measured), min(found.sqnr_db for found in measured),
+                  min(float(np.mean(values)) for values in cosines.values()),
+                  float(np.mean(agreements)) if agreements else None)
+
+
+def choose(candidates: Mapping[str, CalibrationTable], evaluate: Evaluate) -> CalibratorChoice:
+    """Evaluate every candidate and take the best; of equals, the one that agrees in more items, then the first."""
+    assert candidates, "nothing to choose from"
+    errors = {name: evaluate(table) for name, table in candidates.items()}
+    ranked = dict(sorted(errors.items(), key=lambda item: -item[1].peak_db))
+    best = max(error.peak_db for error in errors.values())
+    equals = [name for name in candidates if errors[name].peak_db >= best - TIE_DB]
+    name = max(equals, key=lambda name: errors[name].top1 or 0.0)   # max: the first of the largest
+    return CalibratorChoice(name, candidates[name], ranked)
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """A table refined tensor by tensor: `changes` holds {tensor: calibrator whose range it took}."""
+    table: CalibrationTable
+    changes: Mapping[str, str]
+    before: Errors
+    after: Errors
+    evaluations: int
+
+    def __str__(self) -> str:
+        return (f"{self.before.peak_db:.2f} -> {self.after.peak_db:.2f} dB with {len(self.changes)} ranges of other "
+                f"calibrators, found in {self.evaluations} evaluations")
+
+
+def refine(table: CalibrationTable, others: Mapping[str, CalibrationTable], evaluate: Evaluate,
+           evaluations: int = 32, order: Iterable[str] | None = None) -> Refinement:
+    """Greedily give tensors the ranges of other calibrators wherever that raises the outputs' peak SNR.
+
+    order: the tensors in the order in which to try them; None is from the table's last, nearest to the outputs, to its
+    first. At most `evaluations` are spent, the first on the table as it is.
+
+    MobileNetV2, percentiles 99.9 and 99.999 beside 99.99: 60 evaluations on 16 calibration photos give seven of its
+    last tensors other ranges; 18.9 -> 21.4 dB on these, 18.9 -> 20.6 dB and 89.8 -> 93.2 % top-1 agreement on unseen
+    ones.
+    """
+    best = before = evaluate(table)
+    ranges, changes, spent = dict(table.ranges), {}, 1
+    for tensor in reversed(list(table.ranges)) if order is None else order:
+        tried = [ranges[tensor]]
+        for name, other in others.items():
+            range_ = other.ranges[tensor]
+            if spent == evaluations or any(_alike(range_, known) for known in tried):
+                continue
+            tried.append(range_)
+            errors = evaluate(replace(table, ranges={**ranges, tensor: range_}))
+            spent += 1
+            if errors.peak_db > best.peak_db + MIN_GAIN_DB:
+                best, ranges[tensor], changes[tensor] = errors, range_, name
+    name = f"{table.calibrator}, refined" if changes else table.calibrator
+    return Refinement(replace(table, calibrator=name, ranges=ranges), changes, before, best, spent)
+
+
+def _alike(a: Range, b: Range) -> bool:
+    """Whether two ranges are so near that trying both is a waste."""
+    return abs(a[0] - b[0]) + abs(a[1] - b[1]) <= ALIKE * max(a[1] - a[0], b[1] - b[0])
 
 
 @dataclass(frozen=True)
@@ -32,7 +165,7 @@ def search(histograms: Mapping[str, Histogram], graph_hash: str, items: int, eva
            evaluations: int = 32, candidates: Sequence[str] = CANDIDATES) -> Search:
     """The table with the least error that the candidates and then `evaluations` trials with single ranges give.
 
-    evaluate: builds and runs the quantised model with a table's ranges (see calibration.choose); it is called once for
+    evaluate: builds and runs the quantised model with a table's ranges (`compare`); it is called once for
     each candidate and `evaluations` times more. 0 leaves the refinement out.
     """
     def table(name: str) -> CalibrationTable:

@@ -1,4 +1,4 @@
-"""The calibration table, {tensor: range}, and its cache files: ours, and TensorRT's.
+"""The calibration table, {tensor: range}, and its cache files: ours, and TensorRT's, which are only read.
 
 Ours is JSON: strict, versioned, bound to a graph by its hash. TensorRT's (up to version 10) is text:
 
@@ -63,12 +63,8 @@ def write_table(table: CalibrationTable, path: str | Path) -> None:
                 "items": table.items, "ranges": {tensor: list(range_) for tensor, range_ in table.ranges.items()},
                 "means": {tensor: list(means) for tensor, means in table.means.items()},
                 "smoothing": {tensor: list(factors) for tensor, factors in table.smoothing.items()}}
-    _write(path, json.dumps(document, indent=1) + "\n")
-
-
-def _write(path: str | Path, text: str) -> None:
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise CalibrationError(f"cannot write the calibration cache {path}: {error.strerror}") from error
 

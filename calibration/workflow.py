@@ -12,12 +12,11 @@ import numpy as np
 
 from calibration.bias_correction import ChannelMeans, correct_biases
 from calibration.calibrators import make_calibrator
-from calibration.choose import Errors, compare
 from calibration.collect import collect
 from calibration.data.preprocess import Preprocess, load_preprocess
 from calibration.histogram import Histogram
-from calibration.open_data import CalibrationData, Feed, Input, Source, digest_of_data, open_calibration_data
-from calibration.search import CANDIDATES, search
+from calibration.open_data import CalibrationData, Feed, Source, digest_of_data, open_calibration_data
+from calibration.search import CANDIDATES, Errors, compare, search
 from calibration.smoothing import ALPHAS, ChannelPeaks, smoothable, smoothed, smoothing_factors
 from calibration.table import CalibrationTable, load_or_make, make_table
 from engines.compiler.build import Calibrated, Notify, Progress
@@ -25,6 +24,7 @@ from engines.compiler.builder import TRIAL_BATCH, Builder
 from engines.compiler.engine_cache import sources_digest
 from engines.errors import ConfigError
 from engines.ir.graph import Array, Graph
+from engines.plan.plan import IoTensor
 from engines.runtime.engine import Engine
 from engines.runtime.fallback import to_real
 
@@ -78,7 +78,7 @@ class Calibration:
         kept = [data] if isinstance(data, Mapping) else list(data) if isinstance(data, Iterator) else data
         return lambda: kept
 
-    def open(self, inputs: Sequence[Input], pixels: bool = False) -> CalibrationData:
+    def open(self, inputs: Sequence[IoTensor], pixels: bool = False) -> CalibrationData:
         """The items. pixels: the engine takes images as they are, and normalises them itself.
 
         Raises EngineErrors about the data.

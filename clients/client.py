@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
-from clients.calls import METHODS, NO_LIMIT, bind, channel_options
+from clients.calls import METHODS, NO_LIMIT, Response, bind, channel_options
 from clients.codec import Array, infer_outputs, infer_request
 from clients.errors import error_from_rpc
 from protos import inference as pb
@@ -25,51 +24,41 @@ class InferenceClient:
         """`url` is "host:port"; nothing is sent until the first call."""
         self.url = url
         self._channel = grpc.insecure_channel(url, options=channel_options(max_message_bytes))
-        self._calls = {name: bind(self._channel, name) for name in METHODS}
+        self._calls = {response: bind(self._channel, response) for response in METHODS}
 
     def __enter__(self) -> InferenceClient:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         self._channel.close()
 
     def is_server_live(self, *, timeout: float | None = None) -> bool:
-        response: pb.ServerLiveResponse = self._call("ServerLive", pb.ServerLiveRequest(), timeout)
-        return response.live
+        return self._call(pb.ServerLiveResponse, pb.ServerLiveRequest(), timeout).live
 
     def is_server_ready(self, *, timeout: float | None = None) -> bool:
         """Whether all models are ready; False too while the server drains."""
-        response: pb.ServerReadyResponse = self._call("ServerReady", pb.ServerReadyRequest(), timeout)
-        return response.ready
+        return self._call(pb.ServerReadyResponse, pb.ServerReadyRequest(), timeout).ready
 
     def is_model_ready(self, model: str, version: str = "", *, timeout: float | None = None) -> bool:
-        response: pb.ModelReadyResponse = self._call(
-            "ModelReady", pb.ModelReadyRequest(name=model, version=version), timeout)
-        return response.ready
+        return self._call(pb.ModelReadyResponse, pb.ModelReadyRequest(name=model, version=version), timeout).ready
 
     def model_metadata(self, model: str, version: str = "", *,
                        timeout: float | None = None) -> pb.ModelMetadataResponse:
         """Names, datatypes and shapes of inputs and outputs; an extent of -1 varies."""
-        response: pb.ModelMetadataResponse = self._call(
-            "ModelMetadata", pb.ModelMetadataRequest(name=model, version=version), timeout)
-        return response
+        return self._call(pb.ModelMetadataResponse, pb.ModelMetadataRequest(name=model, version=version), timeout)
 
     def model_config(self, model: str, version: str = "", *, timeout: float | None = None) -> model_config.ModelConfig:
         """The complete configuration, what the server filled in included."""
-        response: pb.ModelConfigResponse = self._call(
-            "ModelConfig", pb.ModelConfigRequest(name=model, version=version), timeout)
-        return response.config
+        return self._call(pb.ModelConfigResponse, pb.ModelConfigRequest(name=model, version=version), timeout).config
 
     def statistics(self, model: str = "", version: str = "", *,
                    timeout: float | None = None) -> list[pb.ModelStatistics]:
         """An entry for each version of the model, or of all models; counts are cumulative, durations nanoseconds."""
-        response: pb.ModelStatisticsResponse = self._call(
-            "ModelStatistics", pb.ModelStatisticsRequest(name=model, version=version), timeout)
-        return list(response.model_stats)
+        request = pb.ModelStatisticsRequest(name=model, version=version)
+        return list(self._call(pb.ModelStatisticsResponse, request, timeout).model_stats)
 
     def infer(self, model: str, inputs: Mapping[str, Array], version: str = "", *, timeout: float | None = None,
               priority: int = 0, request_id: str = "") -> dict[str, Array]:
@@ -78,10 +67,12 @@ class InferenceClient:
         version "" is the server's choice; `timeout` is in seconds, None waits; `priority` 1 is the most urgent level.
         """
         request = infer_request(model, inputs, version=version, request_id=request_id, priority=priority)
-        return infer_outputs(self._call("ModelInfer", request, timeout))
+        return infer_outputs(self._call(pb.ModelInferResponse, request, timeout))
 
-    def _call(self, name: str, request: Any, timeout: float | None) -> Any:
+    def _call(self, kind: type[Response], request: Message, timeout: float | None) -> Response:
+        """The call whose response is of this kind."""
         try:
-            return self._calls[name](request, timeout=timeout)
+            response: Response = self._calls[kind](request, timeout=timeout)
+            return response
         except grpc.RpcError as error:
-            raise error_from_rpc(error, self.url, name) from error
+            raise error_from_rpc(error, self.url, METHODS[kind].name) from error

@@ -1,14 +1,4 @@
-"""What a call can fail with. The message is the server's, after the address and the call that it answers.
-
-    ClientError
-    ├── ServerUnavailableError    nobody listens there, the model is not ready, or its queue is full
-    ├── DeadlineExceededError     no answer within the timeout
-    ├── ModelNotFoundError        no such model or version
-    ├── InvalidRequestError       the server, or this client before it, finds the request wrong
-    ├── UnsupportedError          the server does not implement the call
-    ├── ServerError               the server failed
-    └── ResponseError             the answer does not follow the protocol
-"""
+"""What a call can fail with. The message is the server's, after the address and the call that it answers."""
 from __future__ import annotations
 
 import grpc
@@ -19,31 +9,31 @@ class ClientError(Exception):
 
 
 class ServerUnavailableError(ClientError):
-    pass
+    """Nobody listens there, the model is not ready, or its queue is full."""
 
 
 class DeadlineExceededError(ClientError):
-    pass
+    """There was no answer within the timeout."""
 
 
 class ModelNotFoundError(ClientError):
-    pass
+    """The server has no such model or version."""
 
 
 class InvalidRequestError(ClientError):
-    pass
+    """The server, or this client before it, finds the request wrong."""
 
 
 class UnsupportedError(ClientError):
-    pass
+    """The server does not implement the call."""
 
 
 class ServerError(ClientError):
-    pass
+    """The server failed."""
 
 
 class ResponseError(ClientError):
-    pass
+    """The answer does not follow the protocol."""
 
 
 _BY_STATUS: dict[grpc.StatusCode, type[ClientError]] = {

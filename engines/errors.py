@@ -1,4 +1,11 @@
-"""The errors a user can meet. Each says what is wrong, where, and what to do."""
+"""The errors a user can meet. Each says what is wrong, where, and what to do.
+
+    EngineError
+    ├── ModelError ── UnknownValueError
+    ├── GraphError ── UnknownTensorError
+    ├── ConfigError, CalibrationError, InputError, CompilerFault
+    └── PlanError ── PlanCorruptError, PlanVersionError, PlanTargetError
+"""
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -18,11 +25,11 @@ class EngineError(Exception):
 
 
 class ModelError(EngineError):
-    """An ONNX file that cannot be read or compiled."""
+    """An ONNX file cannot be read or compiled."""
 
 
 class UnknownValueError(ModelError):
-    """A shape follows from the values of `inputs`, inputs of the graph, which a build must be told."""
+    """A shape follows from the value of `inputs`, inputs of the graph: a build must be told them."""
 
     def __init__(self, message: str, inputs: Iterable[str]) -> None:
         super().__init__(message)
@@ -30,11 +37,11 @@ class UnknownValueError(ModelError):
 
 
 class GraphError(EngineError):
-    """A graph that breaks its own rules (our bug, or a bad pass)."""
+    """A graph breaks its own rules: our bug, or a bad pass."""
 
 
 class UnknownTensorError(GraphError):
-    """A shape follows from the values of `tensors`, of the graph that is read, which are not known before run time."""
+    """A shape follows from the value of `tensors`, which are not known before run time."""
 
     def __init__(self, message: str, tensors: Iterable[str]) -> None:
         super().__init__(message)
@@ -42,32 +49,32 @@ class UnknownTensorError(GraphError):
 
 
 class ConfigError(EngineError):
-    """Options that make no sense, alone or together."""
+    """Options make no sense, alone or together."""
 
 
 class CalibrationError(EngineError):
-    """Data or a table that cannot give ranges."""
+    """Ranges cannot be had from the calibration data or the table."""
 
 
 class CompilerFault(EngineError):
-    """An exception that the compiler should not have raised, and the node it was at (our bug)."""
+    """The compiler raised an exception that it should not have (our bug); the message names the node it was at."""
 
 
 class InputError(EngineError):
-    """A feed that does not fit the engine."""
+    """A feed does not fit the engine."""
 
 
 class PlanError(EngineError):
-    """A plan file that cannot be used."""
+    """A plan file cannot be used."""
 
 
 class PlanCorruptError(PlanError):
-    """A plan that is truncated, tampered with, or no plan at all."""
+    """The plan file is truncated, tampered with, or no plan at all."""
 
 
 class PlanVersionError(PlanError):
-    """A plan written by a newer (or too old) compiler."""
+    """The plan was written by a newer (or too old) compiler."""
 
 
 class PlanTargetError(PlanError):
-    """A plan made for a machine that this one is not."""
+    """The plan was made for a machine that this one is not."""

@@ -1,19 +1,10 @@
 """The errors of serving. Endpoints map each class to a status of their protocol; the message is for the client.
 
     ServeError
-    ├── InvalidRequestError       what was sent does not fit the protocol or the model
-    │   └── MalformedMessageError its bytes are not a message of the protocol at all
-    ├── UnknownModelError         no model (or version) of that name in the repository
-    ├── UnknownServiceError       no gRPC service of that name, whose health was asked for
-    ├── UnavailableError          known, but not now: loading, unloading, failed to load, draining
-    │   ├── QueueFullError        max_queue_size requests wait already
-    │   └── RequestExpiredError   its timeout passed while it waited
-    ├── DeadlineExceededError     its client's deadline passed, or is so near that no execution ends before it
-    ├── MemoryLimitError          the server holds as much of requests and answers as it may
-    ├── NotServedError            a part of the protocol that this server does not implement
-    ├── ExecutionError            the engine failed
-    └── RepositoryError           a model that cannot be loaded; the message is the reason that the index shows
-        └── ModelConfigError      its config.pbtxt is wrong, or does not fit the model
+    ├── InvalidRequestError ── MalformedMessageError
+    ├── UnavailableError ── QueueFullError, RequestExpiredError
+    ├── RepositoryError ── ModelConfigError
+    └── UnknownModelError, UnknownServiceError, DeadlineExceededError, MemoryLimitError, NotServedError, ExecutionError
 """
 
 
@@ -22,52 +13,52 @@ class ServeError(Exception):
 
 
 class InvalidRequestError(ServeError):
-    pass
+    """What was sent does not fit the protocol or the model."""
 
 
 class MalformedMessageError(InvalidRequestError):
-    pass
+    """The bytes that were sent are not a message of the protocol at all."""
 
 
 class UnknownModelError(ServeError):
-    pass
+    """The repository has no model (or version) of that name."""
 
 
 class UnknownServiceError(ServeError):
-    pass
+    """There is no gRPC service of that name, whose health was asked for."""
 
 
 class UnavailableError(ServeError):
-    pass
+    """The model is known, but cannot answer now: it is loading, unloading, draining, or failed to load."""
 
 
 class QueueFullError(UnavailableError):
-    pass
+    """As many requests as max_queue_size wait already."""
 
 
 class RequestExpiredError(UnavailableError):
-    pass
+    """The request's timeout passed while it waited."""
 
 
 class DeadlineExceededError(ServeError):
-    pass
+    """The client's deadline passed, or is so near that no execution ends before it."""
 
 
 class MemoryLimitError(ServeError):
-    pass
+    """The server holds as much of requests and answers as it may."""
 
 
 class NotServedError(ServeError):
-    pass
+    """A part of the protocol that this server does not implement."""
 
 
 class ExecutionError(ServeError):
-    pass
+    """The engine failed."""
 
 
 class RepositoryError(ServeError):
-    pass
+    """A model cannot be loaded; the message is the reason that the index shows."""
 
 
 class ModelConfigError(RepositoryError):
-    pass
+    """A config.pbtxt is wrong, or does not fit the model."""

@@ -19,19 +19,15 @@ class Lifecycle:
     def __init__(self, are_models_ready: Callable[[], bool] = lambda: True) -> None:
         """are_models_ready: asked once all models are loaded or have failed; its changes are told by changed()."""
         self._are_models_ready = are_models_ready
-        self._phase = ServerPhase.STARTING
+        self.phase = ServerPhase.STARTING               # changed by enter()
         self._changed = asyncio.Event()
 
     @property
-    def phase(self) -> ServerPhase:
-        return self._phase
-
-    @property
     def ready(self) -> bool:
-        return self._phase is ServerPhase.READY and self._are_models_ready()
+        return self.phase is ServerPhase.READY and self._are_models_ready()
 
     def enter(self, phase: ServerPhase) -> None:
-        self._phase = phase
+        self.phase = phase
         self.changed()
 
     def changed(self) -> None:
@@ -43,7 +39,7 @@ class Lifecycle:
     async def readiness(self) -> AsyncIterator[bool]:
         """Yields whether the server is ready: now, and after each change; ends after STOPPED."""
         while True:
-            phase, changed = self._phase, self._changed
+            phase, changed = self.phase, self._changed
             yield self.ready
             if phase is ServerPhase.STOPPED:
                 return

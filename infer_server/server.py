@@ -12,7 +12,7 @@ from infer_server.backend import EngineLoader, load_plan
 from infer_server.endpoints import metrics
 from infer_server.endpoints.connections import disconnect, stop_listening
 from infer_server.endpoints.grpc_server import InferenceService, create_server
-from infer_server.endpoints.http_health import NOT_SERVED, health_page
+from infer_server.endpoints.health import NOT_SERVED, health_page
 from infer_server.endpoints.http_server import Page, serve_pages
 from infer_server.endpoints.inflight import Inflight
 from infer_server.errors import RepositoryError

@@ -4,15 +4,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 from types import MappingProxyType
+from typing import Protocol
 
-from calibration.calibrators.base import Calibrator, Range
 from calibration.calibrators.entropy import Entropy
-from calibration.calibrators.minmax import MinMax
 from calibration.calibrators.mse import MeanSquaredError
-from calibration.calibrators.percentile import Percentile
+from calibration.calibrators.percentile import MinMax, Percentile
+from calibration.histogram import Histogram, Range
 from engines.errors import ConfigError, did_you_mean
 
 __all__ = ["CALIBRATORS", "Calibrator", "Range", "make_calibrator"]
+
+
+
+class Calibrator(Protocol):
+    """A frozen rule from a tensor's histogram to the range that its stored integers shall span."""
+
+    def range(self, histogram: Histogram) -> Range:
+        """(low, high) for a tensor; low == high == 0 if it never was anything but zero."""
+        ...
+
 
 CALIBRATORS: Mapping[str, type[Calibrator]] = MappingProxyType({
     "entropy": Entropy,

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from calibration.calibrators.base import Range
-from calibration.histogram import Floats, Histogram
+from calibration.histogram import Floats, Histogram, Range
 
 BINS = 2048
 LEVELS = 128
@@ -33,19 +32,15 @@ class Entropy:
         amax = histogram.magnitude
         if amax == 0.0:
             return 0.0, 0.0
-        threshold = (best_bin_count(histogram.magnitudes(BINS)) + 0.5) * amax / BINS
+        kept_bins = LEVELS + int(np.argmin(divergences(histogram.magnitudes(BINS))))
+        threshold = (kept_bins + 0.5) * amax / BINS
         low, high = histogram.low, histogram.high
         return (-threshold if -low == amax else max(low, -threshold),
                 threshold if high == amax else min(high, threshold))
 
 
-def best_bin_count(bins: Floats) -> int:
-    """The m in LEVELS..len(bins) of least divergence, for the histogram of |x| whose bin 0 is ignored."""
-    return LEVELS + int(np.argmin(divergences(bins)))
-
-
 def divergences(bins: Floats) -> Floats:
-    """D(m) for every m in LEVELS..len(bins), at once.
+    """D(m) for every m in LEVELS..len(bins), at once, for the histogram of |x| whose bin 0 is ignored.
 
     Q is constant within a level, c_j its filled bins and s_j their sum: Q = s_j / c_j. So the sum of P log Q needs only
     the 128 levels' totals, and these are differences of running sums. What is left is, for P' and Q not yet normalised

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from calibration.calibrators.base import Range
-from calibration.histogram import Floats, Histogram
+from calibration.histogram import Floats, Histogram, Range
 
 STEPS = 255             # between the 256 levels of a byte
 CANDIDATES = 128        # for each end of the range

@@ -12,15 +12,16 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from calibration.data.items import CalibrationData, Feed, Input, batched_inputs
+from calibration.data.items import CalibrationData, Feed, batched_inputs
 from engines.ir.dtypes import to_bfloat16
 from engines.ir.graph import Array, Graph
 from engines.passes.rewriting.facts import moved_from
+from engines.plan.plan import IoTensor
 
 SEED = 0
 
 
-def generated(inputs: Sequence[Input], graph: Graph, count: int, seed: int = SEED) -> CalibrationData:
+def generated(inputs: Sequence[IoTensor], graph: Graph, count: int, seed: int = SEED) -> CalibrationData:
     """`count` items for these inputs of the graph, the same for the same seed."""
     bounds = {tensor.name: index_bound(graph, tensor.name) for tensor in inputs}
 
@@ -45,7 +46,7 @@ def index_bound(graph: Graph, name: str) -> int | None:
     return min(found, default=None)
 
 
-def _array(tensor: Input, bound: int | None, random: np.random.Generator) -> Array:
+def _array(tensor: IoTensor, bound: int | None, random: np.random.Generator) -> Array:
     shape = [1 if isinstance(extent, str) else extent for extent in tensor.shape]
     if tensor.dtype == "bfloat16":      # fed as its bits
         return to_bfloat16(random.standard_normal(shape, np.float32))

@@ -4,25 +4,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from calibration.data.preprocess import Preprocess, shape_text
 from engines.errors import CalibrationError
-from engines.ir.graph import Array, Dim
+from engines.ir.graph import Array
+from engines.plan.plan import IoTensor
 
 Feed = Mapping[str, Array]      # every model input by name
-
-
-class Input(Protocol):
-    """A model input as calibration sees it: name, dtype, shape; engines.plan.plan.IoTensor is one."""
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[Dim, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -91,12 +82,12 @@ class CalibrationData:
 
 
 # ---- what fits the model
-def batched_inputs(inputs: Sequence[Input]) -> frozenset[str]:
+def batched_inputs(inputs: Sequence[IoTensor]) -> frozenset[str]:
     """The inputs whose leading extent is symbolic."""
     return frozenset(tensor.name for tensor in inputs if tensor.shape and isinstance(tensor.shape[0], str))
 
 
-def holds_items(tensor: Input) -> bool:
+def holds_items(tensor: IoTensor) -> bool:
     """Whether the leading axis counts items: it is symbolic, or 1, where an array of N stands for N runs."""
     return bool(tensor.shape) and (tensor.shape[0] == 1 or isinstance(tensor.shape[0], str))
 
@@ -108,7 +99,7 @@ class Header:
     dtype: np.dtype[Any]
 
 
-def count_items(where: str, arrays: Mapping[str, Header], inputs: Sequence[Input]) -> int:
+def count_items(where: str, arrays: Mapping[str, Header], inputs: Sequence[IoTensor]) -> int:
     """The number of items in arrays that have the inputs' shapes with any number of items, or without the batch axis.
 
     Raises CalibrationError, beginning with `where`, on names, dtypes or shapes that are not the model's. Floats of
@@ -133,7 +124,7 @@ def count_items(where: str, arrays: Mapping[str, Header], inputs: Sequence[Input
     return next(iter(counts.values()), 1)
 
 
-def split_items(where: str, arrays: Feed, inputs: Sequence[Input]) -> Iterator[Feed]:
+def split_items(where: str, arrays: Feed, inputs: Sequence[IoTensor]) -> Iterator[Feed]:
     """The items of arrays that may hold many: leading extent 1, the model's dtypes. Raises as `count_items` does."""
     count = count_items(where, {name: Header(array.shape, array.dtype) for name, array in arrays.items()}, inputs)
     for item in range(count):
@@ -151,12 +142,12 @@ def kind_of(dtype: np.dtype[Any]) -> str:
     return "f" if dtype.name == "bfloat16" else dtype.kind
 
 
-def _fits(shape: tuple[int, ...], tensor: Input) -> bool:
+def _fits(shape: tuple[int, ...], tensor: IoTensor) -> bool:
     first = 1 if holds_items(tensor) else 0
     return len(shape) == len(tensor.shape) and all(
         isinstance(wanted, str) or found == wanted
         for found, wanted in zip(shape[first:], tensor.shape[first:], strict=True))
 
 
-def _with_batch_axis(shape: tuple[int, ...], tensor: Input) -> tuple[int, ...]:
+def _with_batch_axis(shape: tuple[int, ...], tensor: IoTensor) -> tuple[int, ...]:
     return (1, *shape) if len(shape) == len(tensor.shape) - 1 and holds_items(tensor) else shape

@@ -10,23 +10,26 @@ import sys
 import zipfile
 from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 import grpc
 import numpy as np
 
 from clients.aio import AsyncInferenceClient
-from clients.calls import bind_raw, channel_options
+from clients.calls import bind_raw_infer, channel_options
 from clients.codec import Array
 from clients.errors import ClientError, ServerError, error_from_rpc
 from clients.load.arguments import Options, parse
 from clients.load.generator import Sender, Timing, run_level
+from clients.load.measure import Summary
 from clients.load.payload import PayloadError, prepare
 from clients.load.plot import require_matplotlib, write_plot
-from clients.load.progress import Progress
 from clients.load.report import Report, table, write_csv, write_json
+from clients.load.schedule import Load
 from clients.load.statistics import Reading, read
 
 FINE, FAILED, CANNOT_RUN, INTERRUPTED = 0, 1, 2, 130
+CLEAR = "\r\033[K"
 SETUP_TIMEOUT = 30.0        # seconds for a call that is not part of the load
 
 
@@ -80,7 +83,7 @@ async def run(options: Options, progress: Progress) -> Report:
 
         levels = []
         for load in options.loads:
-            progress.text(f"{load}: warming up")
+            progress.write(f"{load}: warming up")
             levels.append(await run_level(
                 load, Sender(channel, requests, options.timeout), options.batch,
                 Timing(options.warmup, options.duration), options.seed, read_statistics,
@@ -95,7 +98,7 @@ async def run(options: Options, progress: Progress) -> Report:
 async def try_once(channel: grpc.aio.Channel, url: str, request: bytes) -> None:
     """One request, so that a model that refuses the input says so before the test; one that fails on it is measured."""
     try:
-        await bind_raw(channel, "ModelInfer")(request, timeout=SETUP_TIMEOUT)
+        await bind_raw_infer(channel)(request, timeout=SETUP_TIMEOUT)
     except grpc.aio.AioRpcError as error:
         named = error_from_rpc(error, url, "ModelInfer")
         if not isinstance(named, ServerError):
@@ -115,6 +118,28 @@ def load_arrays(path: Path) -> dict[str, Array]:
         raise PayloadError(f"--input-data {path}: {error.strerror or error}") from error
     except (ValueError, zipfile.BadZipFile) as error:
         raise PayloadError(f"--input-data {path} cannot be read: {error}") from error
+
+
+class Progress:
+    """One line that is rewritten while a load test runs; nothing where there is no terminal."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._live = self._stream.isatty()
+
+    def window(self, load: Load, seconds: float, summary: Summary) -> None:
+        """Shows the summary of the last window, `seconds` into the measurement."""
+        errors = sum(summary.errors.values())
+        self.write(f"{load}: {seconds:.1f} s, {summary.throughput:.1f} infer/s, p50 {summary.latency.p50:.2f} ms, "
+                    f"p99 {summary.latency.p99:.2f} ms, {errors} errors")
+
+    def clear(self) -> None:
+        self.write("")
+
+    def write(self, text: str) -> None:
+        if self._live:
+            self._stream.write(CLEAR + text)
+            self._stream.flush()
 
 
 if __name__ == "__main__":

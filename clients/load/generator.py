@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 import grpc
 
-from clients.calls import bind_raw
-from clients.load.measure import OK, Recorder, Summary, latency_of, summarise
+from clients.calls import bind_raw_infer
+from clients.load.measure import OK, WINDOWS, LoadWindow, Recorder, Summary, is_stable, latency_of, summarise
 from clients.load.schedule import Closed, Load, Open
-from clients.load.stability import WINDOWS, LoadWindow, is_stable
 from clients.load.statistics import Reading, ServerSplit, difference
 
 MAX_IN_FLIGHT = 4096            # of an open loop; beyond, requests wait in the client, and their wait is counted
@@ -49,7 +48,7 @@ class Sender:
         self.recorder = Recorder()
         self.messages: dict[str, str] = {}
         self.largest = max(map(len, requests))
-        self._call = bind_raw(channel, "ModelInfer")
+        self._call = bind_raw_infer(channel)
         self._next_request = itertools.cycle(requests).__next__
         self._timeout = timeout
 

@@ -58,7 +58,8 @@ def _calls(ctx: Context, node: Node) -> Sequence[AnyCall]:
             raise Refused(f"the batch is not the leading axis of '{name}'")
         calls = tuple(rule(ctx, node))
         if misfits := [call.problem for call in calls if call.problem.misfit]:
-            raise Refused(f"{misfits[0].family} kernels do not compute so on {misfits[0].misfit}")
+            raise Refused(f"{misfits[0].family} kernels compute on {', '.join(misfits[0].computes_on)}, not on "
+                          f"{misfits[0].misfit}")
         return calls
     except Refused as reason:
         return (_fallback(ctx, node, str(reason)),)

@@ -9,9 +9,5 @@ import time
 
 FINE_S = 1e-6       # some systems count a thread's time in ticks of milliseconds; those fall back on the wall clock
 
-
-def _fine_enough() -> bool:
-    return hasattr(time, "thread_time") and time.get_clock_info("thread_time").resolution <= FINE_S
-
-
-thread_seconds = time.thread_time if _fine_enough() else time.perf_counter
+_FINE = hasattr(time, "thread_time") and time.get_clock_info("thread_time").resolution <= FINE_S
+thread_seconds = time.thread_time if _FINE else time.perf_counter

@@ -10,9 +10,10 @@ import platform
 import re
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
-_CPUINFO = "/proc/cpuinfo"
-_CACHES = "/sys/devices/system/cpu/cpu0/cache"
+_CPUINFO = Path("/proc/cpuinfo")
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 @dataclass(frozen=True)
@@ -47,24 +48,21 @@ def _bytes(size: str) -> int:
 
 def _caches() -> tuple[tuple[str, int], ...]:
     found = []
-    for index in sorted(os.listdir(_CACHES)) if os.path.isdir(_CACHES) else ():
-        if not index.startswith("index"):
-            continue
-        kind, level, size = (_read(f"{_CACHES}/{index}/{name}").strip() for name in ("type", "level", "size"))
+    for index in sorted(_CACHES.glob("index*")):
+        kind, level, size = (index.joinpath(name).read_text().strip() for name in ("type", "level", "size"))
         if kind != "Instruction":
             found.append((f"L{level}{'d' if kind == 'Data' else ''}", _bytes(size)))
     return tuple(found)
 
 
-def _read(path: str) -> str:
-    with open(path) as file:
-        return file.read()
+def allowed_cpus() -> list[int]:
+    """The CPUs that this process may use; where the system does not say, all of them."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 @cache
 def detect() -> CpuInfo:
     """This machine. Outside Linux no feature is known, so that only portable plans run."""
-    known = os.path.exists(_CPUINFO)
-    model, features = parse_cpuinfo(_read(_CPUINFO)) if known else (platform.processor(), frozenset())
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return CpuInfo(platform.machine(), model, features, _caches(), cores)
+    known = _CPUINFO.exists()
+    model, features = parse_cpuinfo(_CPUINFO.read_text()) if known else (platform.processor(), frozenset())
+    return CpuInfo(platform.machine(), model, features, _caches(), len(allowed_cpus()))

@@ -69,7 +69,8 @@ class BatchTimes:
         above = self._estimates[index]
         if index == 0:
             return above
-        below, share = self._estimates[index - 1], _share(self._sizes[index - 1], items, self._sizes[index])
+        below, size_below = self._estimates[index - 1], self._sizes[index - 1]
+        share = (items - size_below) / (self._sizes[index] - size_below)
         return Estimate(below.likely + share * (above.likely - below.likely),
                         below.safe + share * (above.safe - below.safe))
 
@@ -84,8 +85,3 @@ class BatchTimes:
             larger = own
             self._estimates.append(own)
         self._estimates.reverse()
-
-
-def _share(low: int, value: int, high: int) -> float:
-    """How far `value` lies on the way from `low` to `high`."""
-    return (value - low) / (high - low)

@@ -25,13 +25,7 @@ from infer_server.batching.policy import (
     share,
 )
 from infer_server.batching.request import Request
-from infer_server.errors import (
-    DeadlineExceededError,
-    QueueFullError,
-    RequestExpiredError,
-    ServeError,
-    UnavailableError,
-)
+from infer_server.errors import DeadlineExceededError, QueueFullError, RequestExpiredError, ServeError, UnavailableError
 
 Refuse = Callable[[list[Request], ServeError], None]
 # In order of arrival, and any of them found by identity. A plain dict forgets at each look for its first key which ones
@@ -58,16 +52,10 @@ class Batcher:
         self._deadlines = Expiries()                # of all that have one
         self._idle = 0                              # instances that wait for requests
         self._closed = False
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Condition(threading.Lock())
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._delayed)
-
-    @property
-    def idle(self) -> int:
-        """The number of instances that wait for requests."""
-        return self._idle
 
     def submit(self, request: Request) -> None:
         """Appends a request. The instances learn of it by wake().
@@ -75,7 +63,7 @@ class Batcher:
         Raises QueueFullError; DeadlineExceededError if it cannot be answered in time; UnavailableError after close().
         """
         limit = self._queueing.max_queue_size
-        with self._lock:
+        with self._changed:
             if self._closed:
                 raise UnavailableError(
                     f"model '{self._model}' takes no more requests: it is being unloaded, or the server is stopping")
@@ -94,7 +82,7 @@ class Batcher:
 
     def withdraw(self, request: Request) -> bool:
         """Takes a request out of the queue; False if it is no longer there: executing, or ended."""
-        with self._lock:
+        with self._changed:
             if self._queue.pop(request, _GONE) is _GONE and self._delayed.pop(request, _GONE) is _GONE:
                 return False
             if request.expires_ns or request.deadline_ns:
@@ -121,7 +109,10 @@ class Batcher:
                 if choice.lost:
                     self._refuse_all(choice.lost, self._too_late(now_ns))
                 if choice.batch:
-                    return self._pop(choice.batch)
+                    self._remove(choice.batch)
+                    if self:
+                        self._changed.notify()      # what is left may keep another instance busy
+                    return choice.batch
 
     def measured(self, items: int, ns: int) -> None:
         """A batch of `items` took `ns` from take() until its answers were handed on."""
@@ -168,12 +159,6 @@ class Batcher:
         if isinstance(choice, Wait) and self._closed:
             return BatchChoice(list(self._waiting()))    # all of it is one batch that waited for a fuller one
         return choice
-
-    def _pop(self, batch: list[Request]) -> list[Request]:
-        self._remove(batch)
-        if self:
-            self._changed.notify()                  # what is left may keep another instance busy
-        return batch
 
     def _remove(self, requests: Iterable[Request]) -> None:
         for request in requests:

@@ -32,7 +32,8 @@ class Expiries:
 
     def first_ns(self) -> int | None:
         """The earliest time of all."""
-        self._drop_gone()
+        while self._heap and self._heap[0][2] not in self._at:
+            heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def pop_before(self, ns: int) -> list[Request]:
@@ -43,7 +44,3 @@ class Expiries:
             del self._at[request]
             due.append(request)
         return due
-
-    def _drop_gone(self) -> None:
-        while self._heap and self._heap[0][2] not in self._at:
-            heapq.heappop(self._heap)

@@ -40,8 +40,8 @@ class BatchStatistics:
 
 
 @dataclass
-class Counters:
-    """A snapshot, or the running state inside Statistics."""
+class Counters(BatchStatistics):
+    """Executions of all batch sizes, their durations counted for each request: a snapshot, or the running state."""
     last_inference_ms: int = 0                  # since the epoch
     inference_count: int = 0                    # items
     execution_count: int = 0                    # batches
@@ -49,9 +49,6 @@ class Counters:
     failures: dict[Failure, int] = field(default_factory=lambda: dict.fromkeys(Failure, 0))
     fail: Duration = field(default_factory=Duration)
     queue: Duration = field(default_factory=Duration)
-    compute_input: Duration = field(default_factory=Duration)
-    compute_infer: Duration = field(default_factory=Duration)
-    compute_output: Duration = field(default_factory=Duration)
     batches: dict[int, BatchStatistics] = field(default_factory=dict)
 
 

@@ -27,7 +27,7 @@ from engines.plan.plan import Plan, graph_of
 from infer_server.cli.common import NOT_VERIFIED, gibibytes, guarded, positive
 from infer_server.cli.inspect_engine import fallbacks, kernels, layers
 from infer_server.cli.verifying import verify_build
-from infer_server.malloc import tune_malloc
+from infer_server.process import tune_malloc
 
 
 def parse_shape(text: str) -> tuple[str, tuple[int | None, ...]]:

@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from engines.debug import debugging
 from engines.errors import CompilerFault, EngineError
@@ -79,17 +80,7 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def seconds(text: str) -> float:
-    """An argparse type: a time, 0 or more."""
-    return _at_least_0(text, "seconds")
-
-
-def gibibytes(text: str) -> float:
-    """An argparse type: a size, 0 or more."""
-    return _at_least_0(text, "GiB")
-
-
-def _at_least_0(text: str, unit: str) -> float:
+def _at_least_0(unit: str, text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -97,6 +88,10 @@ def _at_least_0(text: str, unit: str) -> float:
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number of {unit}, 0 or more")
     return value
+
+
+# argparse types: a time and a size, 0 or more
+seconds, gibibytes = partial(_at_least_0, "seconds"), partial(_at_least_0, "GiB")
 
 
 def boolean(text: str) -> bool:

@@ -16,6 +16,7 @@ from engines import load_engine
 from engines.errors import ConfigError, InputError
 from engines.ir.dtypes import to_bfloat16
 from engines.ir.graph import Array
+from engines.machine.cpu import allowed_cpus
 from engines.plan.file import read_plan
 from engines.plan.plan import IoTensor, Plan
 from engines.runtime.engine import Engine, ExecutionContext, Feeds
@@ -102,7 +103,7 @@ def pinned(threads: int) -> list[int]:
     """The first CPUs that this process may use, one for each thread. ConfigError: there are not as many."""
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigError("--pin: this system does not let a thread choose its CPU")
-    cpus = sorted(os.sched_getaffinity(0))
+    cpus = allowed_cpus()
     if threads > len(cpus):
         raise ConfigError(f"--pin: {threads} threads, but this process may use {len(cpus)} CPUs; lower --threads")
     return cpus[:threads]

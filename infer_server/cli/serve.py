@@ -11,11 +11,10 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from engines.machine.cpu import allowed_cpus
 from infer_server.backend import EngineLoader, load_plan
 from infer_server.cli.common import boolean, positive, seconds
-from infer_server.descriptors import raise_descriptor_limit
-from infer_server.malloc import tune_malloc
-from infer_server.repository.cores import allowed_cpus
+from infer_server.process import raise_descriptor_limit, tune_malloc
 from infer_server.server import Server, ServerOptions, address
 
 log = logging.getLogger(__name__)

@@ -8,19 +8,8 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from infer_server.errors import (
-    DeadlineExceededError,
-    ExecutionError,
-    InvalidRequestError,
-    MalformedMessageError,
-    MemoryLimitError,
-    NotServedError,
-    RepositoryError,
-    ServeError,
-    UnavailableError,
-    UnknownModelError,
-    UnknownServiceError,
-)
+from infer_server import errors
+from infer_server.errors import MalformedMessageError, ServeError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -29,15 +18,15 @@ Handler = Callable[[Any, grpc.aio.ServicerContext], Awaitable[T]]
 
 # The statuses that Triton gives, so that what its clients retry they retry here.
 _STATUS: dict[type[ServeError], grpc.StatusCode] = {
-    InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
-    UnknownModelError: grpc.StatusCode.NOT_FOUND,
-    UnknownServiceError: grpc.StatusCode.NOT_FOUND,
-    UnavailableError: grpc.StatusCode.UNAVAILABLE,
-    DeadlineExceededError: grpc.StatusCode.DEADLINE_EXCEEDED,
-    MemoryLimitError: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    NotServedError: grpc.StatusCode.UNIMPLEMENTED,
-    ExecutionError: grpc.StatusCode.INTERNAL,
-    RepositoryError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.UnknownModelError: grpc.StatusCode.NOT_FOUND,
+    errors.UnknownServiceError: grpc.StatusCode.NOT_FOUND,
+    errors.UnavailableError: grpc.StatusCode.UNAVAILABLE,
+    errors.DeadlineExceededError: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.MemoryLimitError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.NotServedError: grpc.StatusCode.UNIMPLEMENTED,
+    errors.ExecutionError: grpc.StatusCode.INTERNAL,
+    errors.RepositoryError: grpc.StatusCode.INVALID_ARGUMENT,
 }
 
 

@@ -13,7 +13,7 @@ from infer_server.config.config import TensorSpec
 from infer_server.endpoints.inflight import Inflight, OpenCall
 from infer_server.errors import InvalidRequestError, MemoryLimitError, NotServedError
 from infer_server.protocol.codec import declared_inputs, decode_inputs, encode_raw
-from infer_server.protocol.wire import InferRequest, join_response, response_header, split_request
+from infer_server.protocol.wire import InferRequest, join_response, split_request
 from infer_server.repository.model import Model
 from infer_server.repository.repository import Repository
 from protos import inference
@@ -26,7 +26,7 @@ async def infer(data: bytes, context: grpc.aio.ServicerContext, repository: Repo
     message = split_request(data)
     model = repository.find(message.header.model_name, message.header.model_version)
     try:
-        request = _request(message, model, call)
+        request = _request(message, model, inflight, call)
     except (InvalidRequestError, NotServedError, MemoryLimitError):
         model.statistics.failed(Failure.OTHER, time.monotonic_ns() - received_ns)
         raise
@@ -40,17 +40,17 @@ async def infer(data: bytes, context: grpc.aio.ServicerContext, repository: Repo
     except asyncio.CancelledError:
         model.cancel(request)
         raise
-    call.answered(len(answer))
+    inflight.answered(call, len(answer))
     return answer
 
 
-def _request(message: InferRequest, model: Model, call: OpenCall) -> Request:
+def _request(message: InferRequest, model: Model, inflight: Inflight, call: OpenCall) -> Request:
     header = message.header
     _refuse_extensions(header)
     tensors = declared_inputs(header)
     fit = model.signature.fit(tensors)
     outputs = model.signature.choose_outputs(tensor.name for tensor in header.outputs)
-    call.expect(fit.items * sum(spec.item_bytes for spec in outputs))
+    inflight.expect(call, fit.items * sum(spec.item_bytes for spec in outputs))
 
     def encode(computed: Arrays) -> bytes:
         arrays = [computed[spec.name] for spec in outputs]
@@ -71,7 +71,7 @@ def _response_header(model: str, version: int, outputs: tuple[TensorSpec, ...],
     response = inference.ModelInferResponse(model_name=model, model_version=str(version))
     for spec, shape in zip(outputs, shapes, strict=True):
         response.outputs.add(name=spec.name, datatype=spec.datatype.name, shape=shape)
-    return response_header(response)
+    return response.SerializeToString()
 
 
 def _timeout_us(header: inference.ModelInferRequest) -> int:

@@ -10,7 +10,7 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 
 import protos
-from infer_server.batching.statistics import Counters, Duration
+from infer_server.batching.statistics import BatchStatistics, Duration
 from infer_server.endpoints.grpc_errors import answering, parsed
 from infer_server.endpoints.grpc_infer import infer
 from infer_server.endpoints.health import health_handlers
@@ -177,20 +177,12 @@ def _statistics(model: Model) -> inference.ModelStatistics:
     return inference.ModelStatistics(
         name=model.name, version=str(model.version), last_inference=counters.last_inference_ms,
         inference_count=counters.inference_count, execution_count=counters.execution_count,
-        inference_stats=_infer_statistics(counters),
-        batch_stats=[
-            inference.InferBatchStatistics(
-                batch_size=size, compute_input=_duration(batch.compute_input),
-                compute_infer=_duration(batch.compute_infer), compute_output=_duration(batch.compute_output))
-            for size, batch in sorted(counters.batches.items())])
+        inference_stats=inference.InferStatistics(**_durations(counters)),
+        batch_stats=[inference.InferBatchStatistics(batch_size=size, **_durations(batch))
+                     for size, batch in sorted(counters.batches.items())])
 
 
-def _infer_statistics(counters: Counters) -> inference.InferStatistics:
-    return inference.InferStatistics(
-        success=_duration(counters.success), fail=_duration(counters.fail), queue=_duration(counters.queue),
-        compute_input=_duration(counters.compute_input), compute_infer=_duration(counters.compute_infer),
-        compute_output=_duration(counters.compute_output))
-
-
-def _duration(duration: Duration) -> inference.StatisticDuration:
-    return inference.StatisticDuration(count=duration.count, ns=duration.ns)
+def _durations(counters: BatchStatistics) -> dict[str, Any]:
+    """The durations among the counters, under their names, which are those of the protocol too."""
+    return {name: inference.StatisticDuration(count=value.count, ns=value.ns)
+            for name, value in vars(counters).items() if isinstance(value, Duration)}

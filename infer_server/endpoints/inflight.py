@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from infer_server import malloc
 from infer_server.errors import MemoryLimitError
+from infer_server.process import trim
 from infer_server.workers import in_daemon_thread
 
 log = logging.getLogger(__name__)
@@ -21,6 +23,15 @@ _MUCH_BYTES = 64 << 20          # worth being given back to the system ...
 _LITTLE_BYTES = 1 << 20         # ... once no more than this is held, ...
 _QUIET_SECS = 1.0               # ... for so long
 _LOOKING_SECS = 0.02
+
+
+@dataclass(slots=True, eq=False)
+class OpenCall:
+    """A call in flight: the bytes that it holds until its client has read the answer, or has gone."""
+    context: Any
+    held_bytes: int = 0
+    expected_bytes: int = 0         # of them: of its answer
+    timer: asyncio.TimerHandle | None = None
 
 
 class Inflight:
@@ -46,33 +57,39 @@ class Inflight:
 
     def begin(self, context: Any, request_bytes: int) -> OpenCall:
         """Opens a call whose request has been received. Raises MemoryLimitError."""
-        call = OpenCall(self, context)
-        self.hold(call, request_bytes)
+        call = OpenCall(context)
+        self._hold(call, request_bytes)
         self._calls[call] = None
-        context.add_done_callback(call.sent)
+        context.add_done_callback(partial(self._end, call))
         return call
 
-    def hold(self, call: OpenCall, count: int) -> None:
+    def expect(self, call: OpenCall, answer_bytes: int) -> None:
+        """Reserves the bytes of a call's answer, before the call is executed. Raises MemoryLimitError."""
+        self._hold(call, _ANSWER_COPIES * answer_bytes)
+        call.expected_bytes = _ANSWER_COPIES * answer_bytes
+
+    def answered(self, call: OpenCall, answer_bytes: int) -> None:
+        """To be called when an answer of so many bytes is handed to gRPC: its client must read it in time."""
+        self._count(call, max(0, _ANSWER_COPIES * answer_bytes - call.expected_bytes))
+        if call.held_bytes > _LITTLE_BYTES:     # what is smaller is sent whether it is read or not
+            call.timer = self._loop.call_later(self._send_timeout_secs, self._give_up, call)
+
+    def _hold(self, call: OpenCall, count: int) -> None:
         """Counts bytes that will be held until the end of a call. Raises MemoryLimitError."""
         if self.held_bytes + count > self._max_bytes:
             raise MemoryLimitError(
                 f"the server holds {self.held_bytes >> 20} MiB of requests and answers, and {count / 2**20:.3g} MiB "
                 f"more would exceed its {self._max_bytes >> 20} MiB; retry later, or raise --max-inflight-mib")
-        self.count(call, count)
+        self._count(call, count)
 
-    def count(self, call: OpenCall, count: int) -> None:
+    def _count(self, call: OpenCall, count: int) -> None:
         """Counts bytes that are held already."""
         call.held_bytes += count
         self.held_bytes += count
         self._peak_bytes = max(self._peak_bytes, self.held_bytes)
 
-    def watch(self, call: OpenCall, count: int) -> None:
-        """Starts the time in which the client of a call must read an answer of `count` bytes."""
-        self.count(call, max(0, _ANSWER_COPIES * count - call.expected_bytes))
-        if call.held_bytes > _LITTLE_BYTES:     # what is smaller is sent whether it is read or not
-            call.timer = self._loop.call_later(self._send_timeout_secs, self._give_up, call)
-
-    def end(self, call: OpenCall) -> None:
+    def _end(self, call: OpenCall, _: object) -> None:
+        """Called when a call has ended, answered or not."""
         self._calls.pop(call, None)
         self.held_bytes -= call.held_bytes
         call.held_bytes = 0
@@ -91,29 +108,4 @@ class Inflight:
         self._trimming = None
         if self.held_bytes <= _LITTLE_BYTES:
             self._peak_bytes = self.held_bytes
-            self._trim_task = self._loop.create_task(in_daemon_thread(malloc.trim))
-
-
-class OpenCall:
-    """A call in flight: the bytes that it holds until its client has read the answer, or has gone."""
-    __slots__ = ("_inflight", "context", "expected_bytes", "held_bytes", "timer")
-
-    def __init__(self, inflight: Inflight, context: Any) -> None:
-        self._inflight = inflight
-        self.context = context
-        self.held_bytes = 0
-        self.expected_bytes = 0                 # of them: of its answer
-        self.timer: asyncio.TimerHandle | None = None
-
-    def expect(self, answer_bytes: int) -> None:
-        """Reserves the bytes of its answer, before the call is executed. Raises MemoryLimitError."""
-        self._inflight.hold(self, _ANSWER_COPIES * answer_bytes)
-        self.expected_bytes = _ANSWER_COPIES * answer_bytes
-
-    def answered(self, answer_bytes: int) -> None:
-        """To be called when its answer, of so many bytes, is handed to gRPC."""
-        self._inflight.watch(self, answer_bytes)
-
-    def sent(self, _: object) -> None:
-        """To be called when the call has ended, answered or not."""
-        self._inflight.end(self)
+            self._trim_task = self._loop.create_task(in_daemon_thread(trim))

@@ -154,15 +154,9 @@ def _from_raw_bytes(tensor: InputTensor, raw: memoryview) -> NDArray[Any]:
 
 def _from_contents(tensor: InputTensor, contents: inference.InferTensorContents) -> NDArray[Any]:
     datatype = tensor.datatype
-    if not datatype.contents:
-        raise _no_typed_contents(tensor)
-    others = [field.name for field, _ in contents.ListFields() if field.name != datatype.contents]
-    if others:
-        raise InvalidRequestError(f"{tensor}: expected its values in {datatype.contents}, got {', '.join(others)}")
+    _check_fields(tensor, [field.name for field, _ in contents.ListFields()])
     values: Sequence[Any] = getattr(contents, datatype.contents)
-    count = math.prod(tensor.shape)
-    if len(values) != count:
-        raise _wrong_count(tensor, len(values))
+    _check_count(tensor, len(values))
     if datatype.name == "BYTES":
         return _shaped(tensor, _object_array(values))
     if datatype.array.kind not in "iu":
@@ -172,19 +166,14 @@ def _from_contents(tensor: InputTensor, contents: inference.InferTensorContents)
 
 def _from_packed(tensor: InputTensor, packed: Packed) -> NDArray[Any]:
     datatype = tensor.datatype
-    if packed.field != datatype.contents:
-        if not datatype.contents:
-            raise _no_typed_contents(tensor)
-        raise InvalidRequestError(f"{tensor}: expected its values in {datatype.contents}, got {packed.field}")
-    count = math.prod(tensor.shape)
+    _check_fields(tensor, [packed.field])
     if datatype.array.kind == "f":
         found, rest = divmod(packed.values.nbytes, datatype.array.itemsize)
         if rest:
             raise MalformedMessageError(f"{tensor}: {packed.field} ends within a value")
-        if found != count:
-            raise _wrong_count(tensor, found)
+        _check_count(tensor, found)
         return _shaped(tensor, np.frombuffer(packed.values, datatype.array))
-    values = _varints(tensor, np.frombuffer(packed.values, np.uint8), count)
+    values = _varints(tensor, np.frombuffer(packed.values, np.uint8))
     if datatype.name == "BOOL":
         return _shaped(tensor, values != 0)
     return _narrowed(tensor, values.view(_VARINT_KIND[packed.field]) if packed.field.endswith("64_contents")
@@ -196,11 +185,11 @@ _VARINT_KIND = {"int_contents": np.int32, "uint_contents": np.uint32, "int64_con
                 "uint64_contents": np.uint64}
 
 
-def _varints(tensor: InputTensor, data: NDArray[np.uint8], count: int) -> NDArray[np.uint64]:
-    """`count` base-128 integers, seven bits a byte, the lowest first; the last byte of each is below 128."""
+def _varints(tensor: InputTensor, data: NDArray[np.uint8]) -> NDArray[np.uint64]:
+    """Base-128 integers, seven bits a byte, the lowest first; the last byte of each is below 128."""
     lasts = data < 0x80
-    if (found := int(np.count_nonzero(lasts))) != count:         # first: so no more is allocated than the model takes
-        raise _wrong_count(tensor, found)
+    count = int(np.count_nonzero(lasts))
+    _check_count(tensor, count)         # first: so no more is allocated than the model takes
     ends = np.flatnonzero(lasts)
     begins = np.concatenate(([0], ends[:-1] + 1)) if count else ends
     lengths = ends - begins + 1
@@ -213,13 +202,19 @@ def _varints(tensor: InputTensor, data: NDArray[np.uint8], count: int) -> NDArra
     return values
 
 
-def _wrong_count(tensor: InputTensor, found: int) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{tensor}: expected {math.prod(tensor.shape)} values in {tensor.datatype.contents}, got {found}")
+def _check_fields(tensor: InputTensor, found: Sequence[str]) -> None:
+    """Whether values came in the one field of InferTensorContents that the datatype has."""
+    wanted = tensor.datatype.contents
+    if not wanted:
+        raise InvalidRequestError(f"{tensor}: {tensor.datatype.name} has no typed contents; send it in "
+                                  "raw_input_contents")
+    if others := [name for name in found if name != wanted]:
+        raise InvalidRequestError(f"{tensor}: expected its values in {wanted}, got {', '.join(others)}")
 
 
-def _no_typed_contents(tensor: InputTensor) -> InvalidRequestError:
-    return InvalidRequestError(f"{tensor}: {tensor.datatype.name} has no typed contents; send it in raw_input_contents")
+def _check_count(tensor: InputTensor, found: int) -> None:
+    if found != (count := math.prod(tensor.shape)):
+        raise InvalidRequestError(f"{tensor}: expected {count} values in {tensor.datatype.contents}, got {found}")
 
 
 def _narrowed(tensor: InputTensor, array: NDArray[Any]) -> NDArray[Any]:

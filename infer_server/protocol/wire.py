@@ -90,13 +90,11 @@ def split_request(data: bytes) -> InferRequest:
         raise _malformed(str(error)) from error
 
 
-def response_header(response: inference.ModelInferResponse) -> bytes:
-    """All of a response but its id and its tensors: what repeats from one response to the next."""
-    return response.SerializeToString()
-
-
 def join_response(header: bytes, request_id: str, raw_outputs: Sequence[memoryview]) -> bytes:
-    """A serialised ModelInferResponse. Copies each tensor once."""
+    """A serialised ModelInferResponse. Copies each tensor once.
+
+    header: the response without its id and its tensors, serialised: what repeats from one response to the next.
+    """
     pieces: list[bytes | memoryview] = [header]
     if request_id:
         encoded = request_id.encode()

@@ -1,20 +1,12 @@
 """How the instances of all models share the cores: how many a model has, and which CPUs are whose."""
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 
 from infer_server.errors import ModelConfigError
 
 ARENA_BUDGET_BYTES = 2 << 30        # of one model's instances together, where nobody said how many they shall be
-
-
-def allowed_cpus() -> list[int]:
-    """The CPUs that this process may use; where the system does not say, all of them."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
 
 
 def default_instances(cores: int, threads: int, arena_bytes: int) -> int:

@@ -6,10 +6,11 @@ import logging
 from dataclasses import dataclass, field
 
 from engines.errors import EngineError, PlanTargetError
+from engines.machine.cpu import allowed_cpus
 from infer_server.backend import Engine, EngineLoader, load_plan
 from infer_server.errors import RepositoryError
 from infer_server.repository.building import Compiler
-from infer_server.repository.cores import CpuDealer, allowed_cpus, default_instances
+from infer_server.repository.cores import CpuDealer, default_instances
 from infer_server.repository.folders import Source
 from infer_server.repository.model import Model
 

@@ -6,11 +6,10 @@ import time
 
 from infer_server.backend import Engine, warm_up
 from infer_server.batching.batcher import Batcher
-from infer_server.batching.expiry_timer import ExpiryTimer
+from infer_server.batching.event_loop import ExpiryTimer, Waker
 from infer_server.batching.instances import Instance
 from infer_server.batching.request import Outcome, Request
 from infer_server.batching.statistics import BatchExecution, Failure, Statistics
-from infer_server.batching.waker import Waker
 from infer_server.config.autocomplete import complete
 from infer_server.config.config import from_message
 from infer_server.config.signature import Signature

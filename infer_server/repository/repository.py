@@ -159,7 +159,8 @@ class Repository:
                 except RepositoryError as error:
                     failures.append(f"version {source.version}: {error}")
             if len(failures) < len(sources):        # else what was there before is all there is
-                await self._retire(name, ready.keys() - wanted.keys())
+                retired = [self._versions[name].pop(version) for version in ready.keys() - wanted.keys()]
+                await self._drain(status.model for status in retired if status.model)
             if failures:
                 raise RepositoryError(f"failed to load '{name}': {'; '.join(failures)}")
 
@@ -212,11 +213,6 @@ class Repository:
         log.info("model '%s' version %d is ready", source.name, source.version)
         if before.model is not None:
             await self._drain([before.model])
-
-    async def _retire(self, name: str, versions: Iterable[int]) -> None:
-        """Lets go of versions that are not to be served any more."""
-        statuses = [self._versions[name].pop(version) for version in versions]
-        await self._drain(status.model for status in statuses if status.model)
 
     async def _drain(self, models: Iterable[Model]) -> None:
         await asyncio.gather(*(in_daemon_thread(model.drain) for model in models))

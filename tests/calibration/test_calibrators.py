@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from calibration.calibrators import CALIBRATORS, make_calibrator
-from calibration.calibrators.entropy import BINS, Entropy, best_bin_count, divergences
+from calibration.calibrators.entropy import BINS, LEVELS, Entropy, divergences
 from calibration.calibrators.mse import squared_error
 from calibration.histogram import Histogram
 from engines.errors import ConfigError
@@ -55,13 +55,13 @@ def test_entropy_equals_a_literal_transcription_of_s7310(seed):
     bins[rng.integers(0, 300, 40)] = 0                  # gaps, and outliers that meet empty bins
     expected = s7310(bins)
     np.testing.assert_allclose(divergences(bins), list(expected.values()), rtol=1e-9, atol=1e-12)
-    assert best_bin_count(bins) == min(expected, key=expected.get)
+    assert LEVELS + np.argmin(divergences(bins)) == min(expected, key=expected.get)
 
 
 def test_counting_bin_0_would_give_another_threshold():
     bins = histogram_of(relu_like(outliers=0)).magnitudes(400)
     with_zeros = s7310(bins, count_bin_0=True)
-    assert best_bin_count(bins) != min(with_zeros, key=with_zeros.get)
+    assert LEVELS + np.argmin(divergences(bins)) != min(with_zeros, key=with_zeros.get)
 
 
 def test_all_2048_bins_are_a_candidate_and_the_threshold_then_is_half_a_bin_beyond():

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from calibration.choose import Errors, choose, compare
+from calibration.search import Errors, choose, compare
 from calibration.table import CalibrationTable
 from engines.errors import CalibrationError
 from tests.calibration.network import TwoLayers

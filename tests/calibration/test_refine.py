@@ -1,8 +1,6 @@
 from dataclasses import replace
 
-from calibration.choose import Errors
-from calibration.refine import refine
-from calibration.search import CANDIDATES, search
+from calibration.search import CANDIDATES, Errors, refine, search
 from calibration.table import CalibrationTable
 from tests.calibration.network import TwoLayers
 

@@ -4,13 +4,7 @@ import numpy as np
 import pytest
 
 from calibration.histogram import Histogram
-from calibration.table import (
-    CalibrationTable,
-    load_or_make,
-    make_table,
-    read_table,
-    write_table,
-)
+from calibration.table import CalibrationTable, load_or_make, make_table, read_table, write_table
 from engines.errors import CalibrationError
 
 TABLE = CalibrationTable("mse", "abc123", 64, {"x": (-0.1, 2.5), "layer: 1/relu": (0.0, 6.0)})

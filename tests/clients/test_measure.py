@@ -6,9 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from clients.load.measure import OK, Recorder, latency_of, percentile, summarise
+from clients.load.measure import OK, LoadWindow, Recorder, is_stable, latency_of, percentile, summarise
 from clients.load.schedule import Open
-from clients.load.stability import LoadWindow, is_stable
 
 
 @pytest.mark.parametrize("count", (1, 2, 99, 100, 101, 1000))

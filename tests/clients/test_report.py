@@ -7,10 +7,9 @@ import math
 
 import pytest
 
-from clients.load.cli import FAILED, FINE, verdict
+from clients.load.cli import CLEAR, FAILED, FINE, Progress, verdict
 from clients.load.generator import LoadLevel
 from clients.load.measure import Latency, Summary
-from clients.load.progress import CLEAR, Progress
 from clients.load.report import Report, as_json, table
 from clients.load.schedule import Closed, Open
 from clients.load.statistics import ServerSplit

@@ -8,14 +8,15 @@ from typing import IO
 
 import numpy as np
 
-from calibration.data.items import CalibrationData, Feed, Header, Input, batched_inputs, count_items, split_items
+from calibration.data.items import CalibrationData, Feed, Header, batched_inputs, count_items, split_items
 from engines.errors import CalibrationError
+from engines.plan.plan import IoTensor
 
 SUFFIXES = (".npz", ".npy")
 UNREADABLE = (OSError, ValueError, EOFError, zipfile.BadZipFile)
 
 
-def from_arrays(source: str, files: Sequence[Path], inputs: Sequence[Input]) -> CalibrationData:
+def from_arrays(source: str, files: Sequence[Path], inputs: Sequence[IoTensor]) -> CalibrationData:
     """The items of the files, in order. Their headers are checked and counted now, their contents read later.
 
     Raises CalibrationError that names the file: unreadable, or arrays that are not the model's inputs.
@@ -29,7 +30,7 @@ def from_arrays(source: str, files: Sequence[Path], inputs: Sequence[Input]) -> 
     return CalibrationData(source, read, count, batched_inputs(inputs))
 
 
-def _headers(file: Path, inputs: Sequence[Input]) -> dict[str, Header]:
+def _headers(file: Path, inputs: Sequence[IoTensor]) -> dict[str, Header]:
     """{input: shape and dtype}, from the first bytes of each array."""
     try:
         if file.suffix == ".npy":
@@ -52,7 +53,7 @@ def _header(stream: IO[bytes]) -> Header:
     return Header(shape, dtype)
 
 
-def _load(file: Path, inputs: Sequence[Input]) -> Feed:
+def _load(file: Path, inputs: Sequence[IoTensor]) -> Feed:
     try:
         if file.suffix == ".npy":
             return {_only(inputs, file): np.load(file, mmap_mode="r", allow_pickle=False)}
@@ -62,7 +63,7 @@ def _load(file: Path, inputs: Sequence[Input]) -> Feed:
         raise CalibrationError(f"{file} cannot be read: {error}") from error
 
 
-def _only(inputs: Sequence[Input], file: Path) -> str:
+def _only(inputs: Sequence[IoTensor], file: Path) -> str:
     if len(inputs) != 1:
         raise CalibrationError(f"{file}: an .npy file has no names, and the model has {len(inputs)} inputs "
                                f"({', '.join(tensor.name for tensor in inputs)}); give .npz files")

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from calibration.data.items import CalibrationData, Feed, Input, batched_inputs, split_items
+from calibration.data.items import CalibrationData, Feed, batched_inputs, split_items
 from engines.errors import CalibrationError
+from engines.plan.plan import IoTensor
 
 Feeds = Callable[[], Iterable[Any]]     # what it yields is checked: it should be {input: array of one or many items}
 
 
-def from_feeds(source: str, feeds: Feeds, inputs: Sequence[Input]) -> CalibrationData:
+def from_feeds(source: str, feeds: Feeds, inputs: Sequence[IoTensor]) -> CalibrationData:
     """The items of the feeds, which are asked for anew in each pass; their number is not known.
 
     Reading them raises CalibrationError: what is yielded are not the model's inputs; and whatever `feeds` raises.

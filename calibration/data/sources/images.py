@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from calibration.data.items import CalibrationData, Feed, Input, batched_inputs, holds_items, kind_of
+from calibration.data.items import CalibrationData, Feed, batched_inputs, holds_items, kind_of
 from calibration.data.preprocess import PRESETS, Preprocess, shape_text
 from engines.errors import CalibrationError, ConfigError
 from engines.ir.graph import Array
+from engines.plan.plan import IoTensor
 
 
 def is_image(path: Path) -> bool:
@@ -19,7 +20,7 @@ def is_image(path: Path) -> bool:
     return Image.registered_extensions().get(path.suffix.lower()) in Image.OPEN
 
 
-def from_images(source: str, files: Sequence[Path], inputs: Sequence[Input],
+def from_images(source: str, files: Sequence[Path], inputs: Sequence[IoTensor],
                 preprocess: Preprocess | None) -> CalibrationData:
     """The pictures in order. preprocess None takes a preset by the input's channels; `note` says which.
 
@@ -48,7 +49,7 @@ def from_images(source: str, files: Sequence[Path], inputs: Sequence[Input],
     return CalibrationData(source, read, len(files), batched_inputs(inputs), settled, note)
 
 
-def default_preset(target: Input) -> str:
+def default_preset(target: IoTensor) -> str:
     """By channels: 3 get ImageNet's normalised RGB (bytes as they are, for an integer input), 1 gets gray in 0..1."""
     channels = {target.shape[1], target.shape[3]} if len(target.shape) == 4 else set()
     if 3 in channels:

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from engines.ir.graph import Node, TensorType
-from engines.lowering.calls.calls import Context, Refused
+from engines.lowering.calls.broadcast import broadcast, image
+from engines.lowering.calls.calls import Call, Context, Refused
 from engines.lowering.epilogue.affine import Affine, AffineWriter
 from engines.lowering.epilogue.from_onnx import write_node
 from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
-from engines.lowering.problems.problem import Array
+from engines.lowering.problems.problem import Array, Problem
+from engines.lowering.problems.view import View
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,18 @@ def write_body(ctx: Context, node: Node, accumulator: tuple[Any, Any] | None) ->
         result = writer.requantise(result, quant.scale[0], quant.zero_point[0], 0, 255)
     program = builder.program(writer.settle(result))
     return BoundProgram(program, list(builder.constants), tuple(operands))
+
+
+def call_of(ctx: Context, node: Node, problem: Problem, body: BoundProgram, **constants: Any) -> Call:
+    """The call of a problem on the anchor's first input, the operands of the body, and the node's output."""
+    names = (node.anchor.inputs[0], *body.operands)
+    return Call(node, problem, tuple(ctx.placements[name] for name in names), (ctx.placements[node.outputs[0]],),
+                {"program": body.constants, **constants})
+
+
+def operand_views(ctx: Context, node: Node, body: BoundProgram) -> tuple[View, ...]:
+    """The body's operands as images beside the node's output."""
+    return tuple(image(broadcast(ctx, name, node.outputs[0])) for name in body.operands)
 
 
 def _per_channel(constant: Array | None) -> Array | None:

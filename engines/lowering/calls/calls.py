@@ -62,16 +62,16 @@ Rule = Callable[[Context, Node], Sequence[Call]]
 RULES: dict[str, Rule] = {}
 
 
-def lowers(*ops: str) -> Callable[[Rule], Rule]:
-    """Registers a rule for nodes whose anchor is one of these operators."""
+def lowers(*ops: str, images: bool = False) -> Callable[[Rule], Rule]:
+    """Registers a rule for nodes whose anchor is one of these operators. images: where it works on images in NHWC."""
     def register(rule: Rule) -> Rule:
+        def checked(ctx: Context, node: Node) -> Sequence[Call]:
+            if images and not node.anchor.attrs.get("channels_last"):
+                raise Refused(f"only a {node.anchor.op} of 2-D images in NHWC is compiled")
+            return rule(ctx, node)
+
         for op in ops:
             assert op not in RULES, f"two rules for {op}"
-            RULES[op] = rule
+            RULES[op] = checked
         return rule
     return register
-
-
-def copy_node(source: str, output: str, origin: tuple[str, ...] = ()) -> Node:
-    """A node that only moves a tensor (and requantises, where the two are stored differently)."""
-    return Node("Identity", (source,), (output,), name=output, origin=origin)

@@ -19,6 +19,12 @@ def pads_of(node: Node) -> tuple[int, int, int, int]:
     return tuple(int(p) for p in pads)  # type: ignore[return-value]
 
 
+def pair_of(node: Node, attribute: str) -> tuple[int, int]:
+    """Of the rows and of the columns, as an attribute of a 2-D convolution or pool says; 1 where it says nothing."""
+    rows, columns = node.attrs.get(attribute) or (1, 1)
+    return int(rows), int(columns)
+
+
 def halo_wanted(graph: Graph, node: Node) -> Mapping[str, Halo]:
     """Input -> the halo that a convolution, or what a Pad is for, reads around it."""
     if node.op == "Pad":

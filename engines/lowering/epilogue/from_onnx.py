@@ -23,10 +23,6 @@ def _clip(w: AffineWriter, node: Node, x: Affine) -> Affine:
     return x.clip(-np.inf if low is None else low, np.inf if high is None else high)
 
 
-def _leaky_relu(w: AffineWriter, node: Node, x: Affine) -> Affine:
-    return _prelu(w, node, x, Affine.number(node.attrs.get("alpha", 0.01)))
-
-
 def _prelu(w: AffineWriter, node: Node, x: Affine, slope: Affine) -> Affine:
     x = w.settled(x)
     if slope.constant and np.all((slope.offset >= 0) & (slope.offset <= 1)):     # the greater of two lines
@@ -101,58 +97,37 @@ def _extreme(op: str) -> Writer:
     return write
 
 
-def _divide(w: AffineWriter, node: Node, a: Affine, b: Affine) -> Affine:
-    return a.scaled(1.0 / b.offset) if b.constant else w.apply("div", a, b)
-
-
-def _compare(op: str, swap: bool = False) -> Writer:
-    return lambda w, node, a, b: w.apply(op, b, a) if swap else w.apply(op, a, b)
-
-
 def _cast(w: AffineWriter, node: Node, x: Affine) -> Affine:
     """To float32 it is the same number, to floats of 16 bits the nearest of theirs; to bool, whether it is another than
-    0. (To integers: rules/integers.py)"""
+    0. (To integers: rules/pointwise.py)"""
     to = node.attrs["to"]
     if to == "bool":
         return w.apply("equal", x, Affine.number(0.0)).scaled(-1, 1)
     return w.apply(to, x) if to in NARROW else x
 
 
-def _unary(op: str) -> Writer:
-    return lambda w, node, x: w.apply(op, x)
-
-
-def _same(w: AffineWriter, node: Node, x: Affine) -> Affine:
-    return x
+def _unary(w: AffineWriter, node: Node, x: Affine) -> Affine:
+    """The instruction of the same name."""
+    return w.apply(node.op.lower(), x)
 
 
 WRITERS: Mapping[str, Writer] = {
-    "Identity": _same,
+    "Identity": lambda w, node, x: x,
     "Add": lambda w, node, a, b: w.add(a, b),
     "Sub": lambda w, node, a, b: w.add(a, b.scaled(-1)),
     "Mul": lambda w, node, a, b: w.multiply(a, b),
-    "Div": _divide,
+    "Div": lambda w, node, a, b: a.scaled(1.0 / b.offset) if b.constant else w.apply("div", a, b),
     "Neg": lambda w, node, x: x.scaled(-1),
     "Max": _extreme("max"),
     "Min": _extreme("min"),
     "Clip": _clip,
     "Relu": lambda w, node, x: x.clip(0, np.inf),
-    "LeakyRelu": _leaky_relu,
+    "LeakyRelu": lambda w, node, x: _prelu(w, node, x, Affine.number(node.attrs.get("alpha", 0.01))),
     "PRelu": _prelu,
     "HardSigmoid": _hard_sigmoid,
     "HardSwish": _hard_swish,
-    "Sigmoid": _unary("sigmoid"),
-    "Tanh": _unary("tanh"),
-    "Exp": _unary("exp"),
-    "Log": _unary("log"),
-    "Sqrt": _unary("sqrt"),
-    "Abs": _unary("abs"),
-    "Erf": _unary("erf"),
-    "Sin": _unary("sin"),
-    "Cos": _unary("cos"),
-    "Floor": _unary("floor"),
-    "Ceil": _unary("ceil"),
-    "Round": _unary("round"),
+    **dict.fromkeys(("Sigmoid", "Tanh", "Exp", "Log", "Sqrt", "Abs", "Erf", "Sin", "Cos", "Floor", "Ceil", "Round"),
+                    _unary),
     "Reciprocal": lambda w, node, x: w.apply("div", Affine.number(1.0), x),
     "Swish": _swish,
     "Gelu": _gelu,
@@ -166,11 +141,11 @@ WRITERS: Mapping[str, Writer] = {
     "Cast": _cast,
     "Where": lambda w, node, condition, a, b: w.apply("where_positive", condition, a, b),
     # comparisons answer 1 for yes and 0 for no
-    "Equal": _compare("equal"),
-    "Less": _compare("less"),
-    "LessOrEqual": _compare("less_or_equal"),
-    "Greater": _compare("less", swap=True),
-    "GreaterOrEqual": _compare("less_or_equal", swap=True),
+    "Equal": lambda w, node, a, b: w.apply("equal", a, b),
+    "Less": lambda w, node, a, b: w.apply("less", a, b),
+    "LessOrEqual": lambda w, node, a, b: w.apply("less_or_equal", a, b),
+    "Greater": lambda w, node, a, b: w.apply("less", b, a),
+    "GreaterOrEqual": lambda w, node, a, b: w.apply("less_or_equal", b, a),
 }
 
 

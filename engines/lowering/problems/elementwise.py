@@ -48,7 +48,6 @@ class Pointwise(BroadcastProblem):
     computes_on = (*FLOATS, *CASTS)
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """"program": a sequence of float32 [1] or [channels]."""
         operands = [load_meaning(view.dtype, x) for view, x in zip(self.sources, inputs, strict=True)]
         return (store_meaning(self.output.dtype, self.program.meaning(None, operands, constants["program"])),)
 

@@ -81,7 +81,6 @@ class Pool(ImageProblem):
         return rows, cols
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """"program": a sequence of float32 [1] or [channels]."""
         x, *operands = inputs
         return (self.finished(self._accumulator(x), operands, constants),)
 
@@ -119,7 +118,6 @@ class GlobalPool(ImageProblem):
         return self.x.shape[-1]
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """"program": a sequence of float32 [1] or [channels]."""
         x, *operands = inputs
         pixels = x.reshape(len(x), -1, self.channels)
         wide: Any = pixels.astype(np.int64) if x.dtype == np.uint8 else load_meaning(self.x.dtype, pixels)

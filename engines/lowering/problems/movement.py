@@ -40,7 +40,6 @@ class Permute(UnaryProblem):
         return "" if self.raw else super().misfit
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """"program": a sequence of float32 [1] or [channels]."""
         x, = inputs
         if self.raw:
             return (x.copy(),)

@@ -62,7 +62,7 @@ class Problem(ABC):
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         """The exact meaning, in NumPy: arrays [batch, *shape] as they are stored -> the same. Integers bit for bit.
 
-        constants: by name; each family says which.
+        constants: by name; each family says which. "program": those of its program, float32 [1] or [channels] each.
         """
 
 

@@ -8,23 +8,21 @@ from typing import Any
 import numpy as np
 
 from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.body import BoundProgram, write_body
+from engines.lowering.calls.body import BoundProgram, call_of, operand_views, write_body
 from engines.lowering.calls.broadcast import broadcast, image, is_image
 from engines.lowering.calls.calls import Call, Context, Refused, lowers
-from engines.lowering.calls.halos import pads_of
+from engines.lowering.calls.halos import pads_of, pair_of
 from engines.lowering.calls.placement import Placement, with_items
 from engines.lowering.problems.convolution import Contraction, Depthwise
 from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import Halo, View
-from engines.lowering.rules.product import lower_product
+from engines.lowering.rules.matmul import lower_product
 from engines.passes.rewriting.facts import is_product
 
 
-@lowers("Conv")
+@lowers("Conv", images=True)
 def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
     conv = node.anchor
-    if not conv.attrs.get("channels_last"):
-        raise Refused("only a 2-D convolution in NHWC is compiled")
     weights = ctx.constant(conv.inputs[1])
     x, stride, dilation = padded_input(ctx, conv, weights.shape[2:])
     groups, taps = int(conv.attrs.get("group", 1)), (int(weights.shape[2]), int(weights.shape[3]))
@@ -39,7 +37,8 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
     else:
         problem = Contraction(*views, body.program, node.precision, taps, stride, dilation, groups,
                               _border(ctx, conv, x.view), node.precision == "int8" and bounded(weights))
-    return [contraction_call(ctx, node, problem, x, body, weights)]
+    call = call_of(ctx, node, problem, body, weights=weights)
+    return [replace(call, inputs=(x, *call.inputs[1:]))]
 
 
 @lowers("Gemm", "MatMul")
@@ -55,7 +54,8 @@ def lower_matmul(ctx: Context, node: Node) -> Sequence[Call]:
     body = write_body(ctx, node, accumulator_of(ctx, product, weights.sum(axis=1, dtype=np.float64)))
     x, y, operands = _matrices(ctx, node, body)
     problem = Contraction(x.view, y.view, operands, body.program, node.precision)
-    return [replace(contraction_call(ctx, node, problem, x, body, weights[:, :, None, None]), outputs=(y,))]
+    call = call_of(ctx, node, problem, body, weights=weights[:, :, None, None])
+    return [replace(call, inputs=(x, *call.inputs[1:]), outputs=(y,))]
 
 
 def _matrices(ctx: Context, node: Node, body: BoundProgram) -> tuple[Placement, Placement, tuple[View, ...]]:
@@ -82,14 +82,12 @@ def bounded(weights: Array) -> bool:
 def padded_input(ctx: Context, conv: Node, taps: Sequence[int]) -> tuple[Placement, tuple[int, int], tuple[int, int]]:
     """The input seen from tap (0, 0) of output pixel (0, 0), its halo included; stride; dilation."""
     top, left, _, _ = pads_of(conv)
-    stride_h, stride_w = (int(s) for s in conv.attrs.get("strides") or (1, 1))
-    dilation_h, dilation_w = (int(d) for d in conv.attrs.get("dilations") or (1, 1))
-    rows, cols = (int(extent) for extent in ctx.type(conv.outputs[0]).shape[1:3])
-    reach = ((rows - 1) * stride_h + (taps[0] - 1) * dilation_h + 1,
-             (cols - 1) * stride_w + (taps[1] - 1) * dilation_w + 1)
+    stride, dilation = pair_of(conv, "strides"), pair_of(conv, "dilations")
+    reach = ((int(extent) - 1) * s + (count - 1) * d + 1 for extent, count, s, d in zip(
+        ctx.type(conv.outputs[0]).shape[1:3], taps, stride, dilation, strict=True))
     placement = ctx.placements[conv.inputs[0]].moved(-top, -left, 0)
     view = replace(placement.view, shape=(*reach, placement.view.shape[2]))
-    return replace(placement, view=view), (stride_h, stride_w), (dilation_h, dilation_w)
+    return replace(placement, view=view), stride, dilation
 
 
 def _border(ctx: Context, conv: Node, view: View) -> Halo:
@@ -114,17 +112,6 @@ def accumulator_of(ctx: Context, anchor: Node, weight_sums: Array) -> tuple[Any,
         return 1.0, bias.astype(np.float64)
     scale = x.scale[0] * np.asarray(w.scale, np.float64)
     return scale, bias.astype(np.float64) - scale * x.zero_point[0] * weight_sums
-
-
-def operand_views(ctx: Context, node: Node, body: BoundProgram) -> tuple[View, ...]:
-    return tuple(image(broadcast(ctx, name, node.outputs[0])) for name in body.operands)
-
-
-def contraction_call(ctx: Context, node: Node, problem: Problem, x: Placement, body: BoundProgram,
-                     weights: Array) -> Call:
-    placements = ctx.placements
-    return Call(node, problem, (x, *(placements[name] for name in body.operands)), (placements[node.outputs[0]],),
-                {"weights": weights, "program": body.constants})
 
 
 def _merge_small_groups(weights: Array, groups: int, lanes: int) -> tuple[Array, int]:

@@ -1,4 +1,5 @@
-"""What only moves elements: Slice, Split and Reshape that are no views, Expand, Pad -> Permute; fills -> Pointwise."""
+"""What only moves elements: Slice, Split, Reshape and Transpose that are no views, Expand, Pad -> Permute; fills ->
+Pointwise. A Transpose is the first kernel of most plans: an NCHW float image becomes NHWC as it is stored."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -7,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from engines.ir.graph import BATCH, Node, TensorType
-from engines.lowering.calls.aliasing import cuts_of
+from engines.lowering.calls.aliasing import cuts_of, item_perm
 from engines.lowering.calls.body import write_body
 from engines.lowering.calls.broadcast import broadcast
-from engines.lowering.calls.calls import Call, Context, Refused, copy_node, lowers
+from engines.lowering.calls.calls import Call, Context, Refused, lowers
 from engines.lowering.calls.placement import Placement, as_one_item
 from engines.lowering.epilogue.program import ProgramBuilder
 from engines.lowering.problems.elementwise import Pointwise
@@ -44,6 +45,18 @@ def lower_reshape(ctx: Context, node: Node) -> Sequence[Call]:
         raise Refused("it reshapes the axis of the batch")
     seen, target = refined(x.view, y.view)
     return [moved(ctx, node, source, replace(x, view=seen), output, replace(y, view=target))]
+
+
+@lowers("Transpose")
+def lower_transpose(ctx: Context, node: Node) -> Sequence[Call]:
+    name, output = node.inputs[0], node.outputs[0]
+    source, target = ctx.placements[name], ctx.placements[output]
+    axes: Sequence[int] | None = item_perm(node, ctx.type(name))
+    if axes is None:        # what leads changes, and is no batch: the tensors as one item each
+        axes, source, target = node.attrs["perm"], as_one_item(source), as_one_item(target)
+    seen = replace(source.view, shape=tuple(source.view.shape[a] for a in axes),
+                   strides=tuple(source.view.strides[a] for a in axes))
+    return [moved(ctx, node, name, replace(source, view=seen), output, target)]
 
 
 @lowers("Expand")
@@ -105,7 +118,7 @@ def moved(ctx: Context, node: Node, source: str, seen: Placement, output: str, t
     """Tensor `source`, as it is seen, copied to where `output` lies; requantised where the two are stored otherwise."""
     if seen.view.dtype == target.view.dtype and ctx.type(source).quant == ctx.type(output).quant:
         return copy_call(node, seen, target)
-    written = write_body(ctx, copy_node(source, output), None)
+    written = write_body(ctx, Node("Identity", (source,), (output,)), None)
     if written.program.instructions and any(placement.view.dtype not in FLOATS for placement in (seen, target)):
         raise Refused("only floats are converted on the way")
     spec = Permute(seen.view, target.view, written.program, all(c.size == 1 for c in written.constants))

@@ -1,7 +1,7 @@
-"""Pointwise nodes, alone or in chains, casts and copies -> Pointwise."""
+"""Pointwise nodes, alone or in chains, casts and copies -> Pointwise; those on integers and truth -> Integers."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from engines.ir.graph import BATCH, Node
 from engines.lowering.calls.body import write_body
@@ -9,15 +9,24 @@ from engines.lowering.calls.broadcast import broadcast
 from engines.lowering.calls.calls import Call, Context, Refused, lowers
 from engines.lowering.calls.placement import as_one_item, with_items
 from engines.lowering.epilogue.from_onnx import WRITERS
-from engines.lowering.problems.elementwise import CASTS, Pointwise
+from engines.lowering.problems.elementwise import CASTS, Integers, Pointwise
 from engines.lowering.problems.view import FLOATS
-from engines.lowering.rules import integers
+
+# What a node does; Clip's bounds and the like are attributes only of floats.
+INTEGER_OPERATIONS: Mapping[str, str] = {
+    "Identity": "copy", "Neg": "negate", "Abs": "absolute", "Add": "add", "Sub": "subtract", "Mul": "multiply",
+    "Div": "divide", "Mod": "modulo",
+    "Max": "greatest", "Min": "least", "Where": "where", "Equal": "equal", "Less": "less",
+    "LessOrEqual": "less_or_equal", "Greater": "greater", "GreaterOrEqual": "greater_or_equal",
+    "Not": "not", "And": "and", "Or": "or", "Xor": "xor",
+    "BitwiseAnd": "and", "BitwiseOr": "or", "BitwiseXor": "xor", "BitwiseNot": "invert",
+}
 
 
-@lowers(*dict.fromkeys((*WRITERS, *integers.OPERATIONS)))
+@lowers(*dict.fromkeys((*WRITERS, *INTEGER_OPERATIONS)))
 def lower_pointwise(ctx: Context, node: Node) -> Sequence[Call]:
-    if integers.is_on_integers(ctx, node):
-        return integers.lower_integers(ctx, node)
+    if _is_on_integers(ctx, node):
+        return _lower_integers(ctx, node)
     written = write_body(ctx, node, None)
     views = tuple(broadcast(ctx, name, node.outputs[0]) for name in written.operands)
     output = ctx.placements[node.outputs[0]]
@@ -32,3 +41,24 @@ def lower_pointwise(ctx: Context, node: Node) -> Sequence[Call]:
     spec = Pointwise(views, output.view, written.program, uniform)
     return [Call(node, spec, tuple(ctx.placements[name] for name in written.operands), (output,),
                  {"program": written.constants})]
+
+
+def _is_on_integers(ctx: Context, node: Node) -> bool:
+    """Whether all that the node reads and makes is integers or truth; a Cast to integers may read floats."""
+    made, *read = (ctx.type(name) for name in (node.outputs[0], *node.inputs) if name)
+    if node.body or any(kind.quant for kind in (made, *read)) or made.dtype.kind not in "iub":
+        return False
+    return all(kind.dtype.kind in "iub" for kind in read) or node.op == "Cast" and made.dtype.kind != "b"
+
+
+def _lower_integers(ctx: Context, node: Node) -> Sequence[Call]:
+    """The kernel of a node that `_is_on_integers`."""
+    names, output = tuple(filter(None, node.inputs)), ctx.placements[node.outputs[0]]
+    views = tuple(broadcast(ctx, name, node.outputs[0]) for name in names)
+    operation = "copy" if node.op == "Cast" else INTEGER_OPERATIONS.get(node.op)
+    if node.op == "Mod" and node.attrs.get("fmod"):
+        operation = "remainder"
+    if operation is None:
+        raise Refused(f"no operation on integers for {node.op}")
+    inputs = tuple(ctx.placements[name] for name in names)
+    return [Call(node, Integers(views, output.view, operation), inputs, (output,))]

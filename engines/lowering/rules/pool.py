@@ -6,46 +6,40 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.body import BoundProgram, write_body
+from engines.lowering.calls.body import BoundProgram, call_of, operand_views, write_body
 from engines.lowering.calls.calls import Call, Context, Refused, lowers
-from engines.lowering.calls.halos import pads_of
+from engines.lowering.calls.halos import pads_of, pair_of
 from engines.lowering.calls.placement import Placement, as_one_item, reshaped_strides
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.images import GlobalPool, Pool
 from engines.lowering.problems.problem import Problem
 from engines.lowering.problems.rows import Reduce
-from engines.lowering.problems.view import FLOATS, View
-from engines.lowering.rules.contraction import operand_views
+from engines.lowering.problems.view import View
 
 
-@lowers("MaxPool", "AveragePool")
+@lowers("MaxPool", "AveragePool", images=True)
 def lower_pool(ctx: Context, node: Node) -> Sequence[Call]:
     pool = node.anchor
-    if not pool.attrs.get("channels_last") or len(node.outputs) > 1 and node.outputs[1]:
-        raise Refused("only a 2-D pool in NHWC with one output is compiled")
+    if any(node.outputs[1:]):
+        raise Refused("only its first output is compiled")
     written = write_pooled(ctx, node, 1.0)
     x, y = ctx.placements[pool.inputs[0]].view, ctx.placements[node.outputs[0]].view
     quant = ctx.type(pool.inputs[0]).quant
-    rows, cols = (int(k) for k in pool.attrs["kernel_shape"])
-    stride_rows, stride_cols = (int(s) for s in pool.attrs.get("strides") or (1, 1))
-    dilation_rows, dilation_cols = (int(d) for d in pool.attrs.get("dilations") or (1, 1))
     spec = Pool(x, y, operand_views(ctx, node, written), written.program,
-                "max" if pool.op == "MaxPool" else "average", (rows, cols), (stride_rows, stride_cols), pads_of(pool),
-                (dilation_rows, dilation_cols), bool(pool.attrs.get("count_include_pad")),
+                "max" if pool.op == "MaxPool" else "average", pair_of(pool, "kernel_shape"), pair_of(pool, "strides"),
+                pads_of(pool), pair_of(pool, "dilations"), bool(pool.attrs.get("count_include_pad")),
                 quant.zero_point[0] if quant else 0)
-    return [pool_call(ctx, node, spec, written)]
+    return [call_of(ctx, node, spec, written)]
 
 
-@lowers("GlobalAveragePool", "GlobalMaxPool")
+@lowers("GlobalAveragePool", "GlobalMaxPool", images=True)
 def lower_global_pool(ctx: Context, node: Node) -> Sequence[Call]:
     pool = node.anchor
-    if not pool.attrs.get("channels_last"):
-        raise Refused("only a 2-D pool in NHWC is compiled")
     x, y = ctx.placements[pool.inputs[0]].view, ctx.placements[node.outputs[0]].view
     kind = "max" if pool.op == "GlobalMaxPool" else "mean"
     written = write_pooled(ctx, node, 1 / math.prod(x.shape[:-1]) if kind == "mean" else 1.0)
     spec = GlobalPool(x, y, operand_views(ctx, node, written), written.program, "max" if kind == "max" else "sum")
-    return [pool_call(ctx, node, spec, written)]
+    return [call_of(ctx, node, spec, written)]
 
 
 @lowers("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin")
@@ -109,18 +103,9 @@ def _seen(view: View, shape: tuple[int, ...]) -> View:
 
 def write_pooled(ctx: Context, node: Node, scale: float, terms: int = 1) -> BoundProgram:
     """The program of a pool whose accumulator times `scale` is the mean, maximum or sum of `terms` stored elements."""
-    name, output = node.anchor.inputs[0], node.outputs[0]
-    views: list[View] = [ctx.placements[name].view, ctx.placements[output].view]
-    if any(view.dtype not in FLOATS for view in views):
-        raise Refused("only floats, or floats stored as uint8, are pooled")
-    quant = ctx.type(name).quant
-    if not node.body and scale == terms == 1 and quant == ctx.type(output).quant:
+    quant = ctx.type(node.anchor.inputs[0]).quant
+    if not node.body and scale == terms == 1 and quant == ctx.type(node.outputs[0]).quant:
         return BoundProgram(EpilogueProgram(), [], ())       # as it is stored; arithmetic would only round
     if quant is None:
         return write_body(ctx, node, (scale, 0.0))
     return write_body(ctx, node, (quant.scale[0] * scale, -quant.scale[0] * quant.zero_point[0] * terms))
-
-
-def pool_call(ctx: Context, node: Node, spec: Problem, written: BoundProgram) -> Call:
-    inputs = (ctx.placements[node.anchor.inputs[0]], *(ctx.placements[name] for name in written.operands))
-    return Call(node, spec, inputs, (ctx.placements[node.outputs[0]],), {"program": written.constants})

@@ -7,26 +7,21 @@ from dataclasses import replace
 import numpy as np
 
 from engines.ir.graph import Array, Node
+from engines.lowering.calls.body import call_of, operand_views
 from engines.lowering.calls.calls import Call, Context, Refused, lowers
 from engines.lowering.calls.placement import Placement
 from engines.lowering.problems.images import Resize, taps_of
-from engines.lowering.problems.view import FLOATS
-from engines.lowering.rules.contraction import operand_views
 from engines.lowering.rules.copies import moved
-from engines.lowering.rules.pool import pool_call, write_pooled
+from engines.lowering.rules.pool import write_pooled
 from engines.ops import resize
 
 
-@lowers("Resize")
+@lowers("Resize", images=True)
 def lower_resize(ctx: Context, node: Node) -> Sequence[Call]:
     anchor = node.anchor
-    if not anchor.attrs.get("channels_last"):
-        raise Refused("only a 2-D image in NHWC is resized")
     if anchor.attrs.get("coordinate_transformation_mode") == "tf_crop_and_resize":
         raise Refused("tf_crop_and_resize reads beside the image")
     x, y = ctx.placements[anchor.inputs[0]].view, ctx.placements[node.outputs[0]].view
-    if x.dtype not in FLOATS:
-        raise Refused("only floats, or floats stored as uint8, are resized")
     height, width, channels = x.shape
     factors = resize.Resize.factors(anchor, (1, channels, height, width))
     items = [ctx.placements[name].items for name in (anchor.inputs[0], node.outputs[0])]
@@ -36,8 +31,7 @@ def lower_resize(ctx: Context, node: Node) -> Sequence[Call]:
     rows, columns = (_taps(anchor, axis, size, *factors[axis]) for axis, size in ((2, height), (3, width)))
     written = write_pooled(ctx, node, 1.0)      # the weights of a pixel sum to 1
     spec = Resize(x, y, operand_views(ctx, node, written), written.program, (rows[0].shape[1], columns[0].shape[1]))
-    call = pool_call(ctx, node, spec, written)
-    return [replace(call, constants={**call.constants, "rows": rows, "columns": columns})]
+    return [call_of(ctx, node, spec, written, rows=rows, columns=columns)]
 
 
 def _taps(node: Node, axis: int, size: int, outputs: int, scale: float) -> tuple[Array, Array]:
@@ -50,12 +44,10 @@ def _taps(node: Node, axis: int, size: int, outputs: int, scale: float) -> tuple
     return taps_of(resize.interpolation(node, coordinates, size, scale))
 
 
-@lowers("DepthToSpace", "SpaceToDepth")
+@lowers("DepthToSpace", "SpaceToDepth", images=True)
 def lower_blocks(ctx: Context, node: Node) -> Sequence[Call]:
     """Both sides seen as [rows, block row, columns, block column, channels]."""
     anchor, block = node.anchor, int(node.anchor.attrs["blocksize"])
-    if not anchor.attrs.get("channels_last"):
-        raise Refused(f"only {anchor.op} in NHWC is compiled")
     x, y = ctx.placements[anchor.inputs[0]], ctx.placements[node.outputs[0]]
     inner = anchor.attrs.get("mode", "DCR") == "CRD"
     if anchor.op == "DepthToSpace":

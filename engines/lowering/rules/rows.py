@@ -6,14 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.graph import BATCH, Node
+from engines.ir.graph import Node
 from engines.lowering.calls.body import stored, write_body
 from engines.lowering.calls.calls import Call, Context, Refused, lowers
-from engines.lowering.calls.placement import as_one_item
 from engines.lowering.epilogue.affine import AffineWriter
 from engines.lowering.epilogue.program import ProgramBuilder
 from engines.lowering.problems.rows import WIDEST_LRN, Lrn, Norm, RowProblem, Softmax
-from engines.lowering.problems.view import FLOATS
 
 SMALLEST = 1e-12        # of an L2 norm: a row of zeros stays zeros
 
@@ -37,11 +35,9 @@ def lower_norm(ctx: Context, node: Node) -> Sequence[Call]:
     return [row_call(ctx, node, Norm, (scale, shift), kind=kind, epsilon=epsilon)]
 
 
-@lowers("LRN")
+@lowers("LRN", images=True)
 def lower_lrn(ctx: Context, node: Node) -> Sequence[Call]:
     lrn = node.anchor.attrs
-    if not lrn.get("channels_last"):
-        raise Refused("only LRN in NHWC is compiled")
     if lrn["size"] > WIDEST_LRN:
         raise Refused(f"a window of {lrn['size']} channels; {WIDEST_LRN} are the most")
     numbers: dict[str, Any] = {key: float(lrn[key]) for key in ("alpha", "beta", "bias") if key in lrn}
@@ -57,13 +53,9 @@ def row_call(ctx: Context, node: Node, family: Callable[..., RowProblem], accumu
     if not node.anchor.attrs.get("channels_last") and node.anchor.attrs.get("axis", -1) % rank != rank - 1:
         raise Refused("only the innermost axis is compiled")
     x, y = ctx.placements[name], ctx.placements[node.outputs[0]]
-    if rank == 1:
-        if x.items == BATCH:
-            raise Refused("it works along the axis of the items")
-        x, y = as_one_item(x), as_one_item(y)
     written = write_body(ctx, node, accumulator)
-    if written.operands or any(view.dtype not in FLOATS for view in (x.view, y.view)):
-        raise Refused("only floats, or floats stored as uint8, without another operand are compiled")
+    if written.operands:
+        raise Refused("its body reads another tensor")
     builder = ProgramBuilder(False)
     AffineWriter(builder).settle(stored(ctx.type(name), builder.operand()))
     spec = family((x.view,), y.view, (), builder.program(), written.program, **options)

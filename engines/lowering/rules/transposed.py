@@ -22,13 +22,13 @@ from engines.lowering.problems.problem import Array
 from engines.lowering.rules.contraction import accumulator_of
 
 
-@lowers("ConvTranspose")
+@lowers("ConvTranspose", images=True)
 def lower_conv_transpose(ctx: Context, node: Node) -> Sequence[Call]:
     conv = node.anchor
     weights = ctx.constant(conv.inputs[1])          # [cin, cout, rows, columns]
     grouped, dilated = conv.attrs.get("group", 1) != 1, set(conv.attrs.get("dilations") or (1,)) != {1}
-    if not conv.attrs.get("channels_last") or grouped or dilated:
-        raise Refused("only a 2-D transposed convolution in NHWC, without groups or dilation, is compiled")
+    if grouped or dilated:
+        raise Refused("only a transposed convolution without groups or dilation is compiled")
     rows, columns = phases(ctx.graph, conv)
     if not all(phase.taps for phase in (*rows, *columns)):
         raise Refused("its kernel is smaller than its stride")

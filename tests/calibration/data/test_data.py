@@ -1,5 +1,3 @@
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 from PIL import Image
@@ -8,17 +6,10 @@ from calibration.collect import collect
 from calibration.data.preprocess import IMAGENET, PRESETS
 from calibration.open_data import open_calibration_data
 from engines.errors import CalibrationError, ConfigError
+from engines.plan.plan import IoTensor
 
-
-@dataclass(frozen=True)
-class Tensor:
-    name: str
-    dtype: str
-    shape: tuple
-
-
-X = Tensor("x", "float32", ("batch", 3, 8, 8))
-MASK = Tensor("mask", "int64", ("batch", "length"))
+X = IoTensor("x", "float32", ("batch", 3, 8, 8))
+MASK = IoTensor("mask", "int64", ("batch", "length"))
 
 
 @pytest.fixture
@@ -57,23 +48,23 @@ def test_without_preprocessing_three_channels_get_imagenet_and_the_note_says_so(
 
 
 def test_one_channel_gets_gray(photos):
-    data = open_calibration_data(photos, [Tensor("x", "float32", ("n", 1, 8, 8))])
+    data = open_calibration_data(photos, [IoTensor("x", "float32", ("n", 1, 8, 8))])
     assert "'gray' preset" in data.note
     assert arrays_of(data).shape == (5, 1, 8, 8)
 
 
 def test_an_integer_input_gets_whole_bytes(photos):
-    values = arrays_of(open_calibration_data(photos, [Tensor("x", "uint8", ("n", 8, 8, 3))]))
+    values = arrays_of(open_calibration_data(photos, [IoTensor("x", "uint8", ("n", 8, 8, 3))]))
     assert values.dtype == np.uint8 and values.max() > 150
 
 
 def test_images_for_a_model_that_takes_none_are_an_error(photos):
     with pytest.raises(ConfigError, match="neither 3 channels nor 1"):
-        open_calibration_data(photos, [Tensor("x", "float32", ("n", 16))])
+        open_calibration_data(photos, [IoTensor("x", "float32", ("n", 16))])
     with pytest.raises(CalibrationError, match="the model has 2 inputs"):
         open_calibration_data(photos, [X, MASK])
     with pytest.raises(CalibrationError, match="does not take them one by one"):
-        open_calibration_data(photos, [Tensor("x", "float32", (4, 3, 8, 8))])
+        open_calibration_data(photos, [IoTensor("x", "float32", (4, 3, 8, 8))])
     with pytest.raises(ConfigError, match="GRAY pictures"):
         open_calibration_data(photos, [X], PRESETS["gray"])
 
@@ -113,7 +104,7 @@ def test_npy_files_serve_a_model_of_one_input(tmp_path):
 
 
 def test_a_model_with_a_fixed_batch_takes_whole_inputs(tmp_path):
-    fixed = Tensor("x", "float32", (4, 3, 8, 8))
+    fixed = IoTensor("x", "float32", (4, 3, 8, 8))
     np.save(tmp_path / "a.npy", np.ones((4, 3, 8, 8), np.float32))
     data = open_calibration_data(tmp_path, [fixed])
     assert data.count == 1

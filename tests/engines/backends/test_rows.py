@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from engines.backends.llvm.codegen.isa import PORTABLE
-from engines.backends.llvm.kernels.rows import softmax
+from engines.backends.llvm.kernels.rows import kernels
 from engines.lowering.epilogue.program import ProgramBuilder
 from engines.lowering.problems.rows import Lrn, Norm, Reduce, Softmax
 from engines.lowering.problems.view import View, dense_view
@@ -81,7 +81,7 @@ def test_a_mask_is_added_on_the_way_in(runner):
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "computed twice"])
 def test_a_row_that_may_look_at_nothing_becomes_zeros(kept, runner, monkeypatch):
     if not kept:
-        monkeypatch.setattr(softmax, "KEPT", 16)
+        monkeypatch.setattr(kernels, "KEPT", 16)
     view = dense_view("float32", (3, 37))
     spec, (x,) = Softmax((view,), view), data(Softmax((view,), view))
     x[:, 1] = -np.inf
@@ -93,7 +93,7 @@ def test_a_row_that_may_look_at_nothing_becomes_zeros(kept, runner, monkeypatch)
 
 @EVERY_WIDTH
 def test_a_row_too_wide_for_the_stack_is_computed_twice(runner, monkeypatch):
-    monkeypatch.setattr(softmax, "KEPT", 128)
+    monkeypatch.setattr(kernels, "KEPT", 128)
     view = dense_view("float32", (2, 129))
     spec = Softmax((view,), view)
     assert not kernel_of(spec).scratch

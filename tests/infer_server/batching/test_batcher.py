@@ -107,7 +107,7 @@ def test_idle_instances_share_what_waits(loop: asyncio.AbstractEventLoop) -> Non
     instances = [threading.Thread(target=lambda: taken.append(queue.take())) for _ in range(3)]
     for instance in instances:
         instance.start()
-    while queue.idle < 3:
+    while queue._idle < 3:
         time.sleep(0.001)
     requests = [request(loop) for _ in range(7)]
     for one in requests:

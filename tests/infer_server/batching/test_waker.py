@@ -6,9 +6,9 @@ import asyncio
 import numpy as np
 
 from infer_server.batching.batcher import Batcher
+from infer_server.batching.event_loop import Waker
 from infer_server.batching.policy import BatchPolicy, QueuePolicy
 from infer_server.batching.request import Request
-from infer_server.batching.waker import Waker
 
 
 class CountingBatcher(Batcher):

@@ -8,7 +8,7 @@ import pytest
 
 from infer_server.errors import InvalidRequestError
 from infer_server.protocol.codec import DATATYPES, declared_inputs, decode_inputs, encode_raw
-from infer_server.protocol.wire import InferRequest, join_response, response_header, split_request
+from infer_server.protocol.wire import InferRequest, join_response, split_request
 from protos import inference
 
 
@@ -81,7 +81,7 @@ def test_a_response_is_what_protobuf_would_have_written() -> None:
     response = inference.ModelInferResponse(model_name="m", model_version="1")
     response.outputs.add(name="y", datatype="FP32", shape=[300])
     values = np.arange(300, dtype=np.float32)
-    joined = join_response(response_header(response), "sieben", [encode_raw(values, DATATYPES["FP32"])])
+    joined = join_response(response.SerializeToString(), "sieben", [encode_raw(values, DATATYPES["FP32"])])
     response.id = "sieben"
     response.raw_output_contents.append(values.tobytes())
     assert inference.ModelInferResponse.FromString(joined) == response

@@ -4,8 +4,8 @@ The kernels that expand them lie in the plan's code, which elf.py loads; as many
 """
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -26,22 +26,13 @@ def expand(machine: MachinePart, kernel: Callable[[ExpandedConstant], Kernel], c
     """
     memory = Memory(machine.expanded_bytes)
     pieces = [piece for item in machine.expanded for piece in _pieces(item, kernel(item), constants, memory.address)]
-    pieces.reverse()        # taken from the end
-
-    def work() -> None:
-        while True:
-            try:
-                piece = pieces.pop()        # atomic
-            except IndexError:
-                return
+    if threads == 1:        # and no thread is started
+        for piece in pieces:
             piece()
-
-    helpers = [threading.Thread(target=work) for _ in range(min(threads, len(pieces)) - 1)]
-    for helper in helpers:
-        helper.start()
-    work()
-    for helper in helpers:
-        helper.join()
+        return memory
+    with ThreadPoolExecutor(threads) as pool:
+        for done in [pool.submit(piece) for piece in pieces]:
+            done.result()
     return memory
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,6 @@ def usual_tile_shapes(isa: Isa, precision: str) -> Sequence[tuple[int, int]]:
 
 
 @solves(Contraction)
-@dataclass(frozen=True)
 class DirectContraction(TiledContraction):
     """Weights are packed [panel][tap][k][vector][lane][element of a step]."""
     skips_taps = True

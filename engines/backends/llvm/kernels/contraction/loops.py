@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 from engines.backends.llvm.codegen.ir_builder import I64, PTR, Function, Module, Value
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import panels_between, tails
+from engines.backends.llvm.kernels.common.access import tails
+from engines.backends.llvm.kernels.common.pixels import panels_between
 from engines.backends.llvm.kernels.contraction.store import emit_epilogue
 from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
 from engines.backends.llvm.kernels.kernel import begin_kernel

@@ -34,7 +34,6 @@ class PairedTile(Tile):
 
 
 @solves(Contraction)
-@dataclass(frozen=True)
 class PairedContraction(TiledContraction):
     """Weights are packed as the three arrays of pairing.Paired."""
     tile = PairedTile           # none skips taps: paired weights are not in the order of taps

@@ -65,7 +65,6 @@ class Tile(Tactic):
         return " ".join(filter(None, words))
 
 
-@dataclass(frozen=True)
 class TiledContraction(Kernel[Contraction]):
     """A contraction cut into tiles. A subclass says how the sums of a tile are made, and what weights it reads."""
     tile: ClassVar[type[Tile]] = Tile

@@ -35,7 +35,6 @@ class Widen(Problem):
 
 
 @solves(Widen)
-@dataclass(frozen=True)
 class WidenKernel(Kernel[Widen]):
     """Loads of bytes, sign extension, stores of whole vectors."""
 

@@ -89,7 +89,6 @@ def _rescaled(isa: Isa, value: Value, dtype: str, i: int, j: int) -> Value:
 
 
 @solves(Contraction)
-@dataclass(frozen=True)
 class WinogradContraction(Kernel[Contraction]):
     """x is transformed to int16 or float32, in which it meets the weights."""
     packing_is_permutation = False

@@ -65,7 +65,6 @@ class WinogradWeights(Problem):
 
 
 @solves(WinogradWeights)
-@dataclass(frozen=True)
 class WinogradWeightsKernel(Kernel[WinogradWeights]):
     """A row of the grid is a k, a column a panel."""
 

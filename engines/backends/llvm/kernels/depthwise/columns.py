@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engines.backends.llvm.codegen.ir_builder import I8, I16, Value, vector
+from engines.backends.llvm.codegen.ir_builder import I8, I16, Value, lanes_of, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
 from engines.backends.llvm.kernels.common.arithmetic import Arithmetic, Operand
@@ -25,8 +25,8 @@ def load_column(arithmetic: Arithmetic, lanes: Lanes, dtype: str, addresses: Seq
     f = addresses[0].f
     rows = [_spread(lanes, f.load(vector(lanes.channels, I8), address, hint="row")) for address in addresses]
     rows += [f.constant(0, rows[0].type)] * (4 - len(rows))
-    evens, odds = _zip_bytes(rows[0], rows[1], lanes.vectors), _zip_bytes(rows[2], rows[3], lanes.vectors)
-    quads = [quad for a, b in zip(evens, odds, strict=True) for quad in _zip_shorts(a, b, lanes.vectors)]
+    evens, odds = (_zipped(rows[i], rows[i + 1], max(lanes.vectors // 2, 1), I16, "pairs") for i in (0, 2))
+    quads = [quad for a, b in zip(evens, odds, strict=True) for quad in _zipped(a, b, lanes.vectors, I8, "quads")]
     return [lanes.isa.unsigned(quad) for quad in quads[:lanes.vectors]]
 
 
@@ -52,23 +52,13 @@ def _spread(lanes: Lanes, row: Value) -> Value:
     return f.cast("bitcast", f.shuffle(words, None, mask, "spread"), vector(16 * parts, I8), "spread")
 
 
-def _zip_bytes(a: Value, b: Value, vectors: int) -> list[Value]:
-    """Bytes of a and b in turn inside each 128-bit part, as shorts: the low halves, and the high ones if needed."""
-    size = int(a.type[1:].split(" x ")[0])
-    zipped = []
-    for half in (0, 8)[:max(vectors // 2, 1)]:
-        mask = [part + half + i // 2 + i % 2 * size for part in range(0, size, 16) for i in range(16)]
-        pairs = a.f.shuffle(a, b, mask, "pairs")
-        zipped.append(a.f.cast("bitcast", pairs, vector(size // 2, I16), "pairs"))
-    return zipped
-
-
-def _zip_shorts(a: Value, b: Value, vectors: int) -> list[Value]:
-    """The same with shorts, as bytes: now each lane holds one channel of four rows."""
-    size = int(a.type[1:].split(" x ")[0])
-    zipped = []
-    for half in (0, 4)[:vectors]:
-        mask = [part + half + i // 2 + i % 2 * size for part in range(0, size, 8) for i in range(8)]
-        quads = a.f.shuffle(a, b, mask, "quads")
-        zipped.append(a.f.cast("bitcast", quads, vector(2 * size, I8), "quads"))
+def _zipped(a: Value, b: Value, halves: int, element: str, hint: str) -> list[Value]:
+    """Elements of a and b in turn inside each 128-bit part: the low halves, and the high ones if needed. As vectors of
+    `element`: bytes become shorts, and of the shorts each lane then holds one channel of four rows."""
+    size, zipped = lanes_of(a.type), []
+    part, count = (16, size // 2) if element == I16 else (8, 2 * size)      # elements of 128 bits; those of the result
+    for half in (0, part // 2)[:halves]:
+        mask = [first + half + i // 2 + i % 2 * size for first in range(0, size, part) for i in range(part)]
+        both = a.f.shuffle(a, b, mask, hint)
+        zipped.append(a.f.cast("bitcast", both, vector(count, element), hint))
     return zipped

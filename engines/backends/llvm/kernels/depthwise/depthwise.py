@@ -27,17 +27,15 @@ import numpy as np
 from engines.backends.llvm.codegen.ir_builder import PTR, Function, Module, Value
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import (
-    hidden,
-    item_addresses,
+from engines.backends.llvm.kernels.common.access import hidden, item_addresses, offset
+from engines.backends.llvm.kernels.common.arithmetic import FP32, INT8, Arithmetic, Operand
+from engines.backends.llvm.kernels.common.pixels import (
     load_channels,
     load_vector,
-    offset,
     panels,
     panels_between,
     store_channels,
 )
-from engines.backends.llvm.kernels.common.arithmetic import FP32, INT8, Arithmetic, Operand
 from engines.backends.llvm.kernels.contraction.widen import widened
 from engines.backends.llvm.kernels.depthwise.columns import column_work, load_column
 from engines.backends.llvm.kernels.kernel import (
@@ -74,7 +72,6 @@ class DepthwiseTile(Tactic):
 
 
 @solves(Depthwise)
-@dataclass(frozen=True)
 class DepthwiseKernel(Kernel[Depthwise]):
     """Weights are packed [panel][output row][group of rows][tap column][vector], as the arithmetic reads them."""
 

@@ -15,18 +15,16 @@ from typing import Any
 from engines.backends.llvm.codegen.ir_builder import Module, Value
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import (
+from engines.backends.llvm.kernels.common.access import Runs, joined, offset
+from engines.backends.llvm.kernels.common.pixels import (
     PANEL,
-    Runs,
-    joined,
     load_channels,
     load_constants,
-    offset,
-    panels,
+    pack_panels,
     run_program,
     store_channels,
 )
-from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, pack_channels, solves
+from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
 from engines.lowering.problems.elementwise import Pointwise
 from engines.lowering.problems.problem import Array
 
@@ -77,9 +75,6 @@ class PointwiseKernel(Kernel[Pointwise]):
 
     # ---- constants and meaning
     def pack(self, isa: Isa, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """"program": a sequence of float32 [1] or [channels] -> [panel][constant][vector][lane]."""
-        problem = self.problem
-        if problem.uniform:
-            return (pack_channels(constants["program"], isa.lanes, panels(isa, isa.lanes, False)),)
-        channels = problem.output.shape[-1]
-        return (pack_channels(constants["program"], channels, panels(isa, channels, self.packed)),)
+        if self.problem.uniform:
+            return (pack_panels(isa, constants, isa.lanes, False),)
+        return (pack_panels(isa, constants, self.problem.output.shape[-1], self.packed),)

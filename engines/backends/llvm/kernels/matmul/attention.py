@@ -22,17 +22,10 @@ from typing import Any
 from engines.backends.llvm.codegen.ir_builder import FLOAT, PTR, Function, Module, Value
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes, from_float, to_float
-from engines.backends.llvm.kernels.common.access import (
-    item_addresses,
-    load_channels,
-    load_constants,
-    offset,
-    panels,
-    run_program,
-    unravel,
-)
+from engines.backends.llvm.kernels.common.access import item_addresses, offset, unravel
+from engines.backends.llvm.kernels.common.pixels import load_channels, load_constants, pack_panels, run_program
 from engines.backends.llvm.kernels.contraction.direct import usual_tile_shapes
-from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, pack_channels, solves
+from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, solves
 from engines.backends.llvm.kernels.matmul.operands import (
     Left,
     Matrix,
@@ -41,8 +34,8 @@ from engines.backends.llvm.kernels.matmul.operands import (
     product_arithmetic,
     store_tile,
 )
+from engines.backends.llvm.kernels.rows.kernels import share
 from engines.backends.llvm.kernels.rows.passes import At, live, reduce_row
-from engines.backends.llvm.kernels.rows.softmax import share
 from engines.lowering.problems.exp2 import LOG2_E, exp2
 from engines.lowering.problems.matmul import MIDDLE, Attention
 from engines.lowering.problems.problem import Array
@@ -62,7 +55,6 @@ class Tiles(Tactic):
 
 
 @solves(Attention)
-@dataclass(frozen=True)
 class AttentionKernel(Kernel[Attention]):
     """A row of the grid is a head, a column a block of queries. Packed are the numbers, then the program's constants,
     [panel][constant][vector][lane]."""
@@ -94,9 +86,8 @@ class AttentionKernel(Kernel[Attention]):
         return tactic.mix[1]
 
     def pack(self, isa: Isa, tactic: Tiles, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        columns = self.problem.v.shape[-1]
-        order = panels(isa, columns, packed=False, width=tactic.mix[1] * isa.lanes)
-        return self.problem.numbers(constants), pack_channels(constants["program"], columns, order)
+        program = pack_panels(isa, constants, self.problem.v.shape[-1], packed=False, width=tactic.mix[1] * isa.lanes)
+        return self.problem.numbers(constants), program
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tiles) -> None:
         _Emitter(self.problem, module, name, isa, tactic).emit()

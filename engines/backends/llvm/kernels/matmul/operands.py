@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engines.backends.llvm.codegen.ir_builder import FLOAT, I8, I32, Function, Value, vector
+from engines.backends.llvm.codegen.ir_builder import FLOAT, I8, I32, Function, Value, lanes_of, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import ELEMENTS, Lanes, from_float, to_float
 from engines.backends.llvm.kernels.common.access import transposed
@@ -254,7 +254,7 @@ def converted(isa: Isa, source: str, target: str, address: Value, count: int, ze
 
 def _padded(stored: Value, width: int, fill: int) -> Value:
     """As a vector of `width`, `fill` behind what is there."""
-    count = int(stored.type[1:].split(" x ")[0])
+    count = lanes_of(stored.type)
     if count == width:
         return stored
     return stored.f.shuffle(stored, stored.like(fill), [min(i, count) for i in range(width)], "padded")

@@ -21,18 +21,10 @@ import numpy as np
 from engines.backends.llvm.codegen.ir_builder import I32, PTR, Function, Module, Value
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import (
-    item_addresses,
-    load_channels,
-    load_constants,
-    offset,
-    panels,
-    panels_between,
-    run_program,
-    unravel,
-)
+from engines.backends.llvm.kernels.common.access import item_addresses, offset, unravel
+from engines.backends.llvm.kernels.common.pixels import finish_pixel, load_constants, pack_panels, panels_between
 from engines.backends.llvm.kernels.contraction.direct import usual_tile_shapes
-from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, pack_channels, solves
+from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, solves
 from engines.backends.llvm.kernels.matmul.operands import (
     Left,
     Matrix,
@@ -60,7 +52,6 @@ class Tile(Tactic):
 
 
 @solves(Product)
-@dataclass(frozen=True)
 class ProductKernel(Kernel[Product]):
     """A row of the grid is a matrix, a column a panel. Packed are the zero points, then the program's constants,
     [panel][constant][vector][lane]."""
@@ -81,9 +72,8 @@ class ProductKernel(Kernel[Product]):
         return Grid(math.prod(self.problem.lead), 1, -(-self.problem.y.shape[-1] // (tactic.vectors * isa.lanes)))
 
     def pack(self, isa: Isa, tactic: Tile, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        order = panels(isa, self.problem.y.shape[-1], packed=False, width=tactic.vectors * isa.lanes)
         return (np.asarray(constants["numbers"], np.float32),
-                pack_channels(constants["program"], self.problem.y.shape[-1], order))
+                pack_panels(isa, constants, self.problem.y.shape[-1], packed=False, width=tactic.vectors * isa.lanes))
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tile) -> None:
         _Emitter(self.problem, module, name, isa, tactic).emit()
@@ -178,9 +168,9 @@ class _Emitter:
         constants = load_constants(lanes, given["constants"], problem.program.constants)
 
         def result(m: int) -> list[Value]:
-            others = [load_channels(lanes, view, given[f"operand{i}"] + m * view.strides[-2])
-                      for i, view in enumerate(problem.operands)]
-            return run_program(lanes, problem.program, [sums[m, v] for v in range(lanes.vectors)], others, constants)
+            at = [given[f"operand{i}"] + m * view.strides[-2] for i, view in enumerate(problem.operands)]
+            totals = [sums[m, v] for v in range(lanes.vectors)]
+            return finish_pixel(lanes, problem.program, totals, problem.operands, at, constants)
 
         store_tile(lanes, problem.y, rows, result, given["y"])
         return name

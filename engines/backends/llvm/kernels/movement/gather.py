@@ -1,8 +1,9 @@
-"""Runs of elements picked by index, and copied."""
+"""Elements picked by index: runs of neighbours, copied; or one by one, vectors of indices and a load for each."""
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -12,12 +13,14 @@ from engines.backends.llvm.codegen.ir_builder import I64, Function, Module, Valu
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import ELEMENTS
 from engines.backends.llvm.kernels.common.access import copy_bytes, each_row, joined, offset, unravel
+from engines.backends.llvm.kernels.elementwise.integers import load_integers
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
-from engines.lowering.problems.movement import Lookup, Take
+from engines.lowering.problems.movement import GatherElements, Lookup, Take
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.view import View
 
-CHUNK = 16      # vectors of an unrolled copy
+CHUNK = 16          # vectors of an unrolled copy
+TOGETHER = 8        # elements of an unrolled turn, where they are picked one by one
 
 
 @solves(Take)
@@ -89,6 +92,38 @@ class LookupKernel(Kernel[Lookup]):
     def pack(self, isa: Isa, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         """"table": [rows, width], as it is stored."""
         return (np.ascontiguousarray(constants["table"]),)
+
+
+@solves(GatherElements)
+class GatherElementsKernel(Kernel[GatherElements]):
+    def grid(self, isa: Isa, tactic: Tactic) -> Grid:
+        return Grid(math.prod(self.problem.y.shape[:-1]))
+
+    def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
+        problem = self.problem
+        f, addresses, (begin, end, *_) = begin_kernel(module, name, 3)
+        steps = [self._steps(), problem.index.strides, problem.y.strides]
+        views = (replace(problem.x, strides=steps[0]), problem.index, problem.y)
+        for at in each_row(f, begin, end, addresses, views, problem.y.shape[:-1]):
+            for start, count in f.tiles("element", problem.y.shape[-1], TOGETHER):
+                self._elements([offset(a, [start], s[-1:]) for a, s in zip(at, steps, strict=True)], count)
+
+    def _steps(self) -> tuple[int, ...]:
+        """x's strides; along the axis the index says where to go."""
+        return tuple(0 if axis == self.problem.axis else stride for axis, stride in enumerate(self.problem.x.strides))
+
+    def _elements(self, at: list[Value], count: int) -> None:
+        """`count` neighbours; at: where in x, the index and y."""
+        problem, (x, index, y) = self.problem, at
+        f, extent = x.f, problem.x.shape[problem.axis]
+        chosen = load_integers(problem.index, index, count)
+        chosen = f.select(chosen.compare("slt", 0), chosen + extent, chosen)
+        chosen = f.select(chosen.below(extent), chosen, chosen.like(extent - 1))
+        element = ELEMENTS[problem.x.dtype]
+        for i in range(count):
+            one = f.op(I64, f"extractelement {chosen}, i32 {i}", "index")
+            source = x + one * problem.x.strides[problem.axis] + i * self._steps()[-1]
+            f.store(f.load(element, source, hint="element"), y + i * problem.y.strides[-1])
 
 
 def _copy_run(f: Function, isa: Isa, source: Value, target: Value, count: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.codegen.ir_builder import FLOAT, I8, I16, I32, I64, Function, Module, Value, vector
+from engines.backends.llvm.codegen.ir_builder import FLOAT, I8, I16, I32, I64, Function, Module, Value, lanes_of, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import ELEMENTS, from_float, to_float
 from engines.backends.llvm.kernels.common.access import (
@@ -233,13 +233,9 @@ class PermuteKernel(Kernel[Permute]):
         return (table.ravel(),)
 
 
-def _lanes(value: Value) -> int:
-    return int(value.type[1:].split(" x ")[0])
-
-
 def _interleave(planes: list[Value]) -> list[Value]:
     """k vectors of n -> k vectors holding element 0 of each, element 1 of each, ..."""
-    n, depth, result = _lanes(planes[0]), len(planes), []
+    n, depth, result = lanes_of(planes[0].type), len(planes), []
     for first in range(0, n * depth, n):
         value = planes[0]
         for k, plane in enumerate(planes[1:], 1):       # so far: planes below k are in place

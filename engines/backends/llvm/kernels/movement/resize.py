@@ -9,17 +9,15 @@ import numpy as np
 from engines.backends.llvm.codegen.ir_builder import FLOAT, I8, I64, Function, Module, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import (
+from engines.backends.llvm.kernels.common.access import item_addresses, offset
+from engines.backends.llvm.kernels.common.pixels import (
     PANEL,
-    item_addresses,
-    load_channels,
+    finish_pixel,
     load_constants,
-    offset,
-    panels,
-    run_program,
+    pack_panels,
     store_channels,
 )
-from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, pack_channels, solves
+from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
 from engines.lowering.problems.images import Resize
 from engines.lowering.problems.problem import Array
 
@@ -81,22 +79,20 @@ class ResizeKernel(Kernel[Resize]):
         lines = [_weighted(isa, [(lanes.load(problem.x.dtype, x + row + column), weight) for column, weight in columns])
                  for row, _ in rows]
         total = _weighted(isa, [(line, weight) for line, (_, weight) in zip(lines, rows, strict=True)])
-        operands = [load_channels(lanes, view, a) for view, a in zip(problem.operands, at, strict=False)]
         numbers = load_constants(lanes, constants, problem.program.constants)
-        store_channels(lanes, problem.y, [run_program(lanes, problem.program, total, operands, numbers)], at[-1:])
+        pixel = finish_pixel(lanes, problem.program, total, problem.operands, at[:-1], numbers)
+        store_channels(lanes, problem.y, [pixel], at[-1:])
 
     # ---- constants and meaning
     def pack(self, isa: Isa, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """"rows", "columns": (index, weight), each [outputs, taps], as taps_of makes them -> byte offsets, weights;
-        "program": float32 [1] or [channels] -> [panel][constant][vector][lane]."""
+        """"rows", "columns": (index, weight), each [outputs, taps], as taps_of makes them -> byte offsets, weights."""
         problem = self.problem
-        channels = problem.y.shape[2]
         tables: list[Array] = []
         for axis, key in enumerate(("rows", "columns")):
             index, weight = constants[key]
             tables.append(np.asarray(index, np.int64).ravel() * problem.x.strides[axis])
             tables.append(np.asarray(weight, np.float32).ravel())
-        return (*tables, pack_channels(constants["program"], channels, panels(isa, channels, self.packed)))
+        return (*tables, pack_panels(isa, constants, problem.y.shape[2], self.packed))
 
 
 def _weighted(isa: Isa, terms: list[tuple[list[Value], Value | None]]) -> list[Value]:

@@ -11,17 +11,16 @@ from typing import Any
 from engines.backends.llvm.codegen.ir_builder import Function, Module, Value
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import (
+from engines.backends.llvm.kernels.common.access import item_addresses, joined
+from engines.backends.llvm.kernels.common.pixels import (
     PANEL,
-    item_addresses,
-    joined,
-    load_channels,
+    finish_pixel,
     load_constants,
-    panels,
-    run_program,
+    pack_panels,
+    panels_between,
     store_channels,
 )
-from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, begin_kernel, pack_channels, solves
+from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, begin_kernel, solves
 from engines.backends.llvm.kernels.pooling.reduction import PixelReduction
 from engines.lowering.problems.images import GlobalPool
 from engines.lowering.problems.problem import Array
@@ -40,16 +39,10 @@ class GlobalPoolKernel(Kernel[GlobalPool]):
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
         f, addresses, (begin, end, first, last) = begin_kernel(module, name, 1 + len(self.problem.operands) + 2)
         *inputs, constants, y = addresses
-        width = PANEL * isa.lanes
-        whole, tail = divmod(self.problem.channels, width)
         for item in f.range("item", begin, end):
             at = item_addresses([*inputs, y], (*self.problem.inputs, self.problem.y), item)
-            if whole:
-                for panel in f.range("panel", first, last.at_most(whole)):
-                    self._panel(f, isa, at, constants, panel * width, width)
-            if tail:
-                with f.when(last.compare("ugt", whole)):
-                    self._panel(f, isa, at, constants, last.like(whole * width), tail)
+            for start, channels in panels_between(f, first, last, self.problem.channels, PANEL * isa.lanes):
+                self._panel(f, isa, at, constants, start, channels)
 
     def _panel(self, f: Function, isa: Isa, at: list[Value], constants: Value, start: Value, count: int) -> None:
         problem = self.problem
@@ -62,15 +55,13 @@ class GlobalPoolKernel(Kernel[GlobalPool]):
         for pixel in _every(f, x, places.shape[:-1], places.strides[:-1], acc):
             acc.update(enumerate(reduction.combine(list(acc.values()), reduction.load(pixel))))
         numbers = load_constants(lanes, constants + start * (4 * problem.program.constants), problem.program.constants)
-        values = [load_channels(lanes, view, a) for view, a in zip(problem.operands, operands, strict=True)]
-        result = run_program(lanes, problem.program, reduction.finish(list(acc.values())), values, numbers)
+        values = reduction.finish(list(acc.values()))
+        result = finish_pixel(lanes, problem.program, values, problem.operands, operands, numbers)
         store_channels(lanes, problem.y, [result], [y])
 
     # ---- constants and meaning
     def pack(self, isa: Isa, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """"program": a sequence of float32 [1] or [channels] -> [panel][constant][vector][lane]."""
-        problem = self.problem
-        return (pack_channels(constants["program"], problem.channels, panels(isa, problem.channels, self.packed)),)
+        return (pack_panels(isa, constants, self.problem.channels, self.packed),)
 
 
 def _every(f: Function, address: Value, shape: Sequence[int], strides: Sequence[int],

@@ -17,16 +17,9 @@ from typing import Any
 from engines.backends.llvm.codegen.ir_builder import FLOAT, I32, Function, Module, Value
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import (
-    item_addresses,
-    load_channels,
-    load_constants,
-    offset,
-    panels,
-    run_program,
-    store_channels,
-)
-from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, pack_channels, solves
+from engines.backends.llvm.kernels.common.access import item_addresses, offset
+from engines.backends.llvm.kernels.common.pixels import finish_pixel, load_constants, pack_panels, store_channels
+from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
 from engines.backends.llvm.kernels.pooling.reduction import Pixel, PixelReduction
 from engines.lowering.problems.images import Pool
 from engines.lowering.problems.problem import Array
@@ -77,9 +70,7 @@ class PoolKernel(Kernel[Pool]):
         _Emitter(self, isa, tactic).emit(module, name)
 
     def pack(self, isa: Isa, tactic: PoolTile, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """"program": a sequence of float32 [1] or [channels] -> [panel][constant][vector][lane]."""
-        order = panels(isa, self.problem.y.shape[2], self.packed, tactic.vectors * isa.lanes)
-        return (pack_channels(constants["program"], self.problem.y.shape[2], order),)
+        return (pack_panels(isa, constants, self.problem.y.shape[2], self.packed, tactic.vectors * isa.lanes),)
 
 
 @dataclass(frozen=True)
@@ -212,6 +203,5 @@ class _Emitter:
         values = reduction.finish(pixel)
         if scale is not None:
             values = [value * scale for value in values]
-        operands = [load_channels(reduction.lanes, view, a + t * view.strides[1])
-                    for view, a in zip(problem.operands, others, strict=False)]
-        return run_program(reduction.lanes, problem.program, values, operands, constants)
+        at = [a + t * view.strides[1] for view, a in zip(problem.operands, others, strict=False)]
+        return finish_pixel(reduction.lanes, problem.program, values, problem.operands, at, constants)

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from engines.backends.llvm.codegen.ir_builder import I8, I16, I32, I64, PTR, Function, Module, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import hidden, load_channels, store_channels
+from engines.backends.llvm.kernels.common.access import hidden
 from engines.backends.llvm.kernels.common.arithmetic import Operand
+from engines.backends.llvm.kernels.common.pixels import load_channels, store_channels
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, begin_kernel
 from engines.lowering.problems.recurrence import QUANTIZED_STATES, Source, Stage
 from engines.lowering.problems.view import SIZES, View

@@ -21,14 +21,8 @@ import numpy as np
 from engines.backends.llvm.codegen.ir_builder import I1, PTR, Function, Module, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import (
-    PANEL,
-    each_row,
-    joined,
-    load_channels,
-    offset,
-    store_channels,
-)
+from engines.backends.llvm.kernels.common.access import each_row, joined, offset
+from engines.backends.llvm.kernels.common.pixels import PANEL, load_channels, store_channels
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, Window, begin_kernel
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.problem import Array
@@ -150,7 +144,6 @@ def _combine(isa: Isa, kind: str, a: Value, b: Value) -> Value:
     return a + b if kind == "sum" else isa.max(a, b) if kind == "max" else isa.min(a, b)
 
 
-@dataclass(frozen=True)
 class RowKernel(Kernel[R]):
     """Computes a row of the grid by the passes of `emit_row`."""
 

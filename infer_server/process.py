@@ -1,8 +1,9 @@
-"""Tunes the C library's allocator for messages of the size of images, and for weights."""
+"""Settings of this process: its limit of open files, and glibc's allocator tuned for messages as large as images."""
 from __future__ import annotations
 
 import ctypes
 import logging
+import resource
 
 log = logging.getLogger(__name__)
 
@@ -13,6 +14,18 @@ _OPTIONS = {
     "M_TRIM_THRESHOLD": (-1, (1 << 31) - 1),
     "M_TOP_PAD": (-2, 64 << 20),
 }
+
+
+def raise_descriptor_limit() -> None:
+    """Raises the soft limit of open files and sockets (RLIMIT_NOFILE) to the hard one.
+
+    The soft one that a shell sets is low for the sake of old programs.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (ValueError, OSError) as error:      # macOS has no number that means all
+        log.info("the limit of %d open files stays: %s", soft, error)
 
 
 def trim() -> None:

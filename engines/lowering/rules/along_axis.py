@@ -1,4 +1,4 @@
-"""TopK, ArgMax, ArgMin -> TopK."""
+"""Along an axis: TopK, ArgMax, ArgMin -> TopK; CumSum -> CumulativeSum."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from dataclasses import replace
 from engines.ir.graph import Node
 from engines.lowering.calls.calls import Call, Context, Refused, lowers
 from engines.lowering.calls.placement import Placement
-from engines.lowering.problems.elementwise import WIDEST_TOP_K, TopK
+from engines.lowering.problems.elementwise import WIDEST_TOP_K, CumulativeSum, TopK
 
 ORDERED = ("float32", "int32")
 
@@ -40,3 +40,13 @@ def _rows(ctx: Context, node: Node, default: int) -> Placement:
     if x.view.dtype not in ORDERED or x.view.strides[-1] != x.view.size or x.view.shape[-1] > WIDEST_TOP_K:
         raise Refused(f"rows are compiled of up to {WIDEST_TOP_K} {' or '.join(ORDERED)} in one piece")
     return x
+
+
+@lowers("CumSum")
+def lower_cumulative_sum(ctx: Context, node: Node) -> Sequence[Call]:
+    x, y = ctx.placements[node.inputs[0]], ctx.placements[node.outputs[0]]
+    axis = node.attrs["axis"] - 1
+    if axis < 0:
+        raise Refused("it sums over the items of a batch")
+    spec = CumulativeSum(x.view, y.view, axis, bool(node.attrs.get("exclusive", 0)), bool(node.attrs.get("reverse", 0)))
+    return [Call(node, spec, (x,), (y,))]

@@ -1,0 +1,92 @@
+"""MatMul of two tensors that are computed at run time -> Product; ScaledDotProductAttention -> Attention."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from engines.ir.graph import BATCH, Dim, Node, TensorType
+from engines.lowering.calls.body import write_body
+from engines.lowering.calls.broadcast import broadcast_to
+from engines.lowering.calls.calls import Call, Context, Refused, lowers
+from engines.lowering.problems.matmul import MIDDLE, Attention, Product
+from engines.lowering.problems.view import View
+
+DEEPEST = 1 << 14       # of K: a panel of the right factor is packed on a thread's stack
+
+
+def lower_product(ctx: Context, node: Node) -> Sequence[Call]:
+    (a, b), output = node.anchor.inputs, node.outputs[0]
+    kinds, shape = [ctx.type(name) for name in (a, b)], ctx.type(output).shape
+    if any(len(kind.shape) < 2 for kind in kinds):
+        raise Refused("a factor of one axis is not compiled")
+    *lead, rows, columns = shape
+    depth = kinds[0].shape[-1]
+    if isinstance(depth, str) or depth > DEEPEST:
+        raise Refused(f"its inner extent {depth} is beyond {DEEPEST}")
+    exact = node.precision == "int8" and all(kind.quant for kind in kinds)
+    scale, *zeros = _numbers(kinds, 1.0)
+    body = write_body(ctx, node, (scale, 0.0))
+    left, right = _seen(ctx, a, (*lead, rows, depth), shape), _seen(ctx, b, (*lead, depth, columns), shape)
+    y, others = _seen(ctx, output, shape, shape), tuple(_seen(ctx, name, shape, shape) for name in body.operands)
+    if left.strides[-1] != left.size or right.size not in right.strides[-2:]:
+        raise Refused("no axis of a factor that is multiplied lies in one piece")
+    problem = Product(left, right, y, others, body.program, "int8" if exact else node.precision)
+    placements = [ctx.placements[name] for name in (a, b, *body.operands)]
+    result = ctx.placements[output]
+    result = result if BATCH in shape else replace(result, items=1)
+    return [Call(node, problem, tuple(placements), (result,), {"numbers": zeros, "program": body.constants})]
+
+
+def _seen(ctx: Context, name: str, target: Sequence[Dim], result: Sequence[Dim]) -> View:
+    """A tensor as matrices of one item, broadcast to `target`; without a batch in `result` all of it is one item.
+
+    Where the batch is the rows of the result, an item is a matrix of one row, and the right factor is every item's.
+    """
+    view = broadcast_to(ctx, name, target)
+    if result[0] == BATCH and len(result) > 2:
+        return view
+    strides = (view.item, *view.strides)
+    if target[0] == BATCH:
+        return replace(view, shape=(1, *view.shape), strides=(0, *view.strides))
+    return View(view.dtype, tuple(int(extent) for extent in target), strides, 0)
+
+
+@lowers("ScaledDotProductAttention")
+def lower_attention(ctx: Context, node: Node) -> Sequence[Call]:
+    attention, output = node.anchor, node.outputs[0]
+    names, mask = attention.inputs[:3], (*attention.inputs, "")[3]
+    shape = ctx.type(output).shape
+    keys = ctx.type(names[1]).shape[-2]
+    views = [broadcast_to(ctx, name, (*shape[:-2], *ctx.type(name).shape[-2:])) for name in names]
+    y = ctx.placements[output]
+    types = [ctx.type(name) for name in names]
+    exact = node.precision == "int8" and all(kind.quant for kind in types)
+    body = write_body(ctx, node, _mean_of(types[2], exact))
+    if body.operands:
+        raise Refused("its body reads another tensor")
+    inputs, mask_view = [ctx.placements[name] for name in names], None
+    if mask:
+        inputs.append(ctx.placements[mask])
+        mask_view = broadcast_to(ctx, mask, (*shape[:-1], keys))
+        if mask_view.dtype != "float32":
+            raise Refused("its mask is not stored as float32")
+    constants = {"numbers": _numbers(types, attention.attrs["scale"]), "program": body.constants}
+    q, k, v = views
+    problem = Attention(q, k, v, y.view, mask_view, body.program, "int8" if exact else node.precision)
+    return [Call(node, problem, tuple(inputs), (y,), constants)]
+
+
+def _numbers(types: Sequence[TensorType], scale: float) -> list[float]:
+    """What makes real numbers, `scale` times as large, of sums of products of the first two; all zero points."""
+    quants = [kind.quant for kind in types]
+    for quant in quants[:2]:
+        scale *= quant.scale[0] if quant else 1.0
+    return [scale, *(float(quant.zero_point[0]) if quant else 0.0 for quant in quants)]
+
+
+def _mean_of(values: TensorType, exact: bool) -> tuple[float, float]:
+    """(scale, offset) that make real numbers of the kernel's mean of stored values."""
+    if values.quant is None:
+        return 1.0, 0.0
+    scale, zero = values.quant.scale[0], values.quant.zero_point[0]
+    return scale, scale * (MIDDLE - zero) if exact else 0.0
