@@ -91,7 +91,8 @@ class EngineRep(BackendRep):
         feeds = self._feeds(inputs)
         engine = self._engine(feeds)
         results = engine.run({io.name: as_in_memory(feeds[io.name]) for io in engine.inputs})
-        arrays = [_as_named(results[io.name], io.dtype) for io in engine.outputs]
+        arrays = [results[io.name].view(bfloat16()) if io.dtype == "bfloat16" else results[io.name]
+                  for io in engine.outputs]
         return namedtupledict("Outputs", [io.name for io in engine.outputs])(*arrays)
 
     def engine(self, inputs: Any) -> Engine:
@@ -147,10 +148,6 @@ def _model_of(node: onnx.NodeProto, inputs: Sequence[Array], opset: int) -> onnx
     outputs = [helper.make_empty_tensor_value_info(name) for name in node.output if name]
     graph = helper.make_graph([node], node.op_type, infos, outputs)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid(node.domain, opset)])
-
-
-def _as_named(array: Array, dtype: str) -> Array:
-    return array.view(bfloat16()) if dtype == "bfloat16" else array
 
 
 prepare, run_model, run_node, supports_device = (EngineBackend.prepare, EngineBackend.run_model,

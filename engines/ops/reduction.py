@@ -1,4 +1,5 @@
-"""Reductions over `axes` (an attribute: non-negative, in order); with keepdims they stay with extent 1."""
+"""Reductions over `axes` (an attribute: non-negative, in order; with keepdims they stay with extent 1), and what else
+works along an axis: the index of an extreme, the largest few, running sums."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -8,7 +9,7 @@ import numpy as np
 
 from engines.ir.graph import Array, Dim, Node, TensorType
 from engines.ir.shapes import fixed, normal_axis
-from engines.ops.op import Op, Types
+from engines.ops.op import Op, SameShape, Types
 
 Formula = Callable[..., Array]
 
@@ -112,3 +113,19 @@ class TopK(Op):
             order = np.argsort(x, axis, kind="stable")
         index = np.take(order, range(node.attrs["k"]), axis).astype(np.int64)
         return np.take_along_axis(x, index, axis), index
+
+
+class CumSum(SameShape):
+    """y[i] = x[0] + ... + x[i] along `axis`; `exclusive`: without x[i]; `reverse`: from the last element backwards."""
+    along = "axis"
+
+    @classmethod
+    def compute(cls, node: Node, x: Array) -> Array:
+        axis = node.attrs["axis"]
+        if node.attrs.get("reverse", 0):
+            x = np.flip(x, axis)
+        y = np.cumsum(x, axis, x.dtype)
+        if node.attrs.get("exclusive", 0):
+            y = np.roll(y, 1, axis)
+            np.moveaxis(y, axis, 0)[:1] = 0
+        return np.ascontiguousarray(np.flip(y, axis) if node.attrs.get("reverse", 0) else y)
