@@ -1,4 +1,11 @@
-"""The errors of serving. Endpoints map each class to a status of their protocol; the message is for the client."""
+"""The errors of serving. Endpoints map each class to a status of their protocol; the message is for the client.
+
+    ServeError
+    ├── InvalidRequestError ── MalformedMessageError
+    ├── UnavailableError ── QueueFullError, RequestExpiredError
+    ├── RepositoryError ── ModelConfigError
+    └── UnknownModelError, UnknownServiceError, DeadlineExceededError, MemoryLimitError, NotServedError, ExecutionError
+"""
 
 
 class ServeError(Exception):
