@@ -58,8 +58,8 @@ def _calls(ctx: Context, node: Node) -> Sequence[AnyCall]:
             raise Refused(f"the batch is not the leading axis of '{name}'")
         calls = tuple(rule(ctx, node))
         for problem in (call.problem for call in calls if call.problem.misfit):
-            raise Refused(f"{problem.family} kernels do not compute so on tensors stored as {problem.misfit}; they take "
-                          f"{', '.join(problem.computes_on)}")
+            raise Refused(f"{problem.family} kernels do not compute so on tensors stored as {problem.misfit}; they "
+                          f"take {', '.join(problem.computes_on)}")
         return calls
     except Refused as reason:
         return (_fallback(ctx, node, str(reason)),)
