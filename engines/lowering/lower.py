@@ -57,9 +57,9 @@ def _calls(ctx: Context, node: Node) -> Sequence[AnyCall]:
         if node.op != "Transpose" and (name := _batch_inside(ctx, node)):
             raise Refused(f"the batch is not the leading axis of '{name}'")
         calls = tuple(rule(ctx, node))
-        if misfits := [call.problem for call in calls if call.problem.misfit]:
-            raise Refused(f"{misfits[0].family} kernels compute on {', '.join(misfits[0].computes_on)}, not on "
-                          f"{misfits[0].misfit}")
+        for problem in (call.problem for call in calls if call.problem.misfit):
+            raise Refused(f"{problem.family} kernels do not compute so on tensors stored as {problem.misfit}; they "
+                          f"take {', '.join(problem.computes_on)}")
         return calls
     except Refused as reason:
         return (_fallback(ctx, node, str(reason)),)

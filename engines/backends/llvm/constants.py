@@ -27,7 +27,7 @@ class Constants:
         self._parts: list[Array] = []
         self._size = 0
         self.weight_offsets: dict[str, int] = {}    # of the graph's constants that are read as they are
-        self._expanded: list[ExpandedConstant] = []
+        self.expanded: list[ExpandedConstant] = []      # what is computed from them when the plan is loaded
         self._expanded_size = 0
 
     def add(self, array: Array, name: str = "") -> tuple[Operand, int]:
@@ -59,7 +59,7 @@ class Constants:
         size = items * problem.outputs[0].item
         place = ExpandedConstant(expander.symbol, source.offset, self._expanded_size, size, items * grid.rows_per_item,
                         grid.columns, name)
-        self._expanded.append(place)
+        self.expanded.append(place)
         self._expanded_size += -(-size // ALIGNMENT) * ALIGNMENT
         return Operand(EXPANDED, place.offset), size
 
@@ -71,7 +71,3 @@ class Constants:
         """All of them."""
         padded = (part for flat in self._parts for part in (flat.data, bytes(-len(flat) % ALIGNMENT)))
         return b"".join((*padded, bytes(TAIL)))
-
-    def expanded(self) -> tuple[ExpandedConstant, ...]:
-        """Those that are computed from them when the plan is loaded."""
-        return tuple(self._expanded)

@@ -138,19 +138,14 @@ class _Assembler:
     def finish(self) -> MachinePart:
         isa, cpu = self.isa, detect()
         made_for = {"features": sorted(isa.requires), "model": cpu.model,
-                    "architecture": _architecture(isa, cpu.architecture)}
+                    "architecture": isa.triple.partition("-")[0] or cpu.architecture}
         return MachinePart(
             backend="llvm", target=isa.name, cpu=made_for,
             buffers=buffers_of(self.lowered, self.max_batch), fills=fills_of(self.lowered), steps=tuple(self.steps),
             code=(*self.code.values(), scheduler_object(isa)), constants=self.constants.data(),
-            expanded=self.constants.expanded(),
-            weight_offsets=self.constants.weight_offsets,
+            expanded=tuple(self.constants.expanded), weight_offsets=self.constants.weight_offsets,
             inputs=io_views(self.lowered, self.lowered.graph.inputs),
             outputs=io_views(self.lowered, self.lowered.graph.outputs))
-
-
-def _architecture(isa: Isa, here: str) -> str:
-    return isa.triple.split("-")[0] if isa.triple else here
 
 
 def _footprint(placement: Placement, window: Window, period: int) -> Footprint:

@@ -63,14 +63,14 @@ def run_item_major(plan: Plan, runs: Sequence[ItemMajorRun]) -> Plan:
 
 def _runs(steps: Sequence[Step]) -> Iterator[ItemMajorRun]:
     """Neighbours that can run item by item and have few weights, as many as there are."""
-    for joins, run in groupby(range(len(steps)), lambda index: _may_join(steps[index])):
+    def may_join(index: int) -> bool:
+        step = steps[index]
+        return bool(step.symbol) and runs_by_item(step) and step.constant_bytes <= MOST_CONSTANTS
+
+    for joins, run in groupby(range(len(steps)), may_join):
         members = list(run)
         if joins and len(members) > 1:
             yield ItemMajorRun(members[0], members[-1] + 1)
-
-
-def _may_join(step: Step) -> bool:
-    return bool(step.symbol) and runs_by_item(step) and step.constant_bytes <= MOST_CONSTANTS
 
 
 def _windows(run: ItemMajorRun) -> list[ItemMajorRun]:

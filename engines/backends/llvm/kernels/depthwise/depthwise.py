@@ -232,7 +232,8 @@ class _Emitter:
         problem, tile = self.problem, self.tile
         whole, tail = divmod(problem.y.shape[0], tile.rows)
         at = [a + start * view.size for a, view in zip(at, self._views(), strict=True)]
-        weights = weights + start * (self._panel_bytes(1) // self.isa.lanes)
+        vectors = tile.packed_rows * self.groups * problem.taps[1]         # of weights, for a vector of channels
+        weights = weights + start * (vectors * self.arithmetic.weight_bytes(self.isa) // self.isa.lanes)
         constants = constants + start * (4 * problem.program.constants)
         for rows, test in ((tile.rows, block.below(whole)), (tail, block.compare("eq", whole))):
             if rows and (rows == tile.rows or whole):
@@ -256,11 +257,6 @@ class _Emitter:
         strides = [s * t for s, t in zip(self.problem.x.strides, self.problem.stride, strict=False)]
         return [offset(x, pixel, strides),
                 *(offset(a, pixel, view.strides[:2]) for a, view in zip(others, self._views()[1:], strict=True))]
-
-    def _panel_bytes(self, vectors: int) -> int:
-        """Of weights."""
-        vectors *= self.tile.packed_rows * self.groups * self.problem.taps[1]
-        return vectors * self.arithmetic.weight_bytes(self.isa)
 
     # ---- the micro-kernel
     def _microkernel(self, rows: int, cols: int, channels: int) -> str:

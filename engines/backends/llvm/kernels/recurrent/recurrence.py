@@ -14,7 +14,7 @@ from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.common.arithmetic import FP32, INT16, QUADS, Arithmetic
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, solves
-from engines.backends.llvm.kernels.recurrent.steps import BLOCK, STEPS, emit_recurrence
+from engines.backends.llvm.kernels.recurrent.steps import BLOCK, STEPS, RecurrenceEmitter
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.recurrence import QUANTIZED_STATES, SECOND_LEVEL, Recurrence, Stage
 
@@ -107,7 +107,7 @@ class RecurrenceKernel(Kernel[Recurrence]):
         return -(-self.problem.hidden // step) * step
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Panels) -> None:
-        emit_recurrence(self, module, name, isa, tactic)
+        RecurrenceEmitter(self, module, name, isa, tactic).emit()
 
     # ---- constants
     def pack(self, isa: Isa, tactic: Panels, constants: Mapping[str, Any]) -> tuple[Array, ...]:

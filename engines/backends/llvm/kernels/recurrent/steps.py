@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from engines.backends.llvm.codegen.ir_builder import I8, I16, I32, I64, PTR, Function, Module, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import hidden
+from engines.backends.llvm.kernels.common.access import hidden, tails
 from engines.backends.llvm.kernels.common.arithmetic import Operand
 from engines.backends.llvm.kernels.common.pixels import load_channels, store_channels
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, begin_kernel
@@ -35,11 +35,6 @@ STEPS = 4               # the K loop's turns are a multiple of this, so that a s
 LINE = 64               # bytes of a cache line
 
 
-def emit_recurrence(kernel: RecurrenceKernel, module: Module, name: str, isa: Isa, tactic: Panels) -> None:
-    """The kernel `name`."""
-    _Emitter(kernel, module, name, isa, tactic).emit()
-
-
 @dataclass(frozen=True)
 class _Pointers:
     """What a block's items are reached by; of the first item."""
@@ -50,7 +45,9 @@ class _Pointers:
     rest: Value             # the other states
 
 
-class _Emitter:
+class RecurrenceEmitter:
+    """Writes one kernel: the loops around, and the micro-kernels they call."""
+
     def __init__(self, kernel: RecurrenceKernel, module: Module, name: str, isa: Isa, tactic: Panels) -> None:
         problem = kernel.problem
         self.kernel, self.problem, self.isa, self.tactic, self.module, self.name = (
@@ -177,11 +174,8 @@ class _Emitter:
         whole, rest = count.divided(self.items), count.remainder(self.items)
         with f.when(whole.compare("ne", 0)):
             self._panels(f, d, number, here, self.items, count.like(0), whole * self.items)
-        for size in (4, 2, 1):
-            if size < self.items:
-                with f.when(rest.binary("and", size).compare("ne", 0)):
-                    first = whole * self.items + rest.binary("and", -2 * size)
-                    self._panels(f, d, number, here, size, first, first + size)
+        for first, size in tails(whole, rest, self.items):
+            self._panels(f, d, number, here, size, first, first + size)
 
     def _panels(self, f: Function, d: int, number: int, here: _Pointers, size: int, first: Value, end: Value) -> None:
         """The units, over tiles of `size` items: a panel's weights stay in cache while the tiles pass."""
@@ -294,7 +288,7 @@ class _Emitter:
 class _Unit:
     """A vector of units of one item after the products: finds what updates read, stores what they make."""
 
-    def __init__(self, emitter: _Emitter, f: Function, which: int, item: int, v: int, count: int,
+    def __init__(self, emitter: RecurrenceEmitter, f: Function, which: int, item: int, v: int, count: int,
                  sums: dict[int, Value]) -> None:
         self.e, self.f, self.item, self.v, self.count, self.sums = emitter, f, item, v, count, sums
         self.cell = emitter.problem.cells[which]
