@@ -7,13 +7,13 @@ from types import MappingProxyType
 from typing import Protocol
 
 from calibration.calibrators.entropy import Entropy
+from calibration.calibrators.minmax import MinMax
 from calibration.calibrators.mse import MeanSquaredError
-from calibration.calibrators.percentile import MinMax, Percentile
+from calibration.calibrators.percentile import Percentile
 from calibration.histogram import Histogram, Range
 from engines.errors import ConfigError, did_you_mean
 
 __all__ = ["CALIBRATORS", "Calibrator", "Range", "make_calibrator"]
-
 
 
 class Calibrator(Protocol):

@@ -1,4 +1,4 @@
-"""Percentile calibration: cut off a fixed share of the values, the most extreme ones; min-max cuts off nothing."""
+"""Percentile calibration: cut off a fixed share of the values, the most extreme ones."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -24,12 +24,3 @@ class Percentile:
             cut /= 2
         return (min(histogram.quantile(cut), 0.0) if low < 0.0 else 0.0,
                 max(histogram.quantile(1.0 - cut), 0.0) if high > 0.0 else 0.0)
-
-
-@dataclass(frozen=True)
-class MinMax:
-    """The range of all values seen: one outlier costs every other value resolution."""
-
-    def range(self, histogram: Histogram) -> Range:
-        """(least, largest value seen), widened to hold zero."""
-        return histogram.low, histogram.high
