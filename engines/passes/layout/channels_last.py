@@ -1,15 +1,15 @@
 """Channels last: images are stored [N, H, W, C], and every other node works on tensors as they are stored.
 
-Each tensor has a form in which it is stored (views.py). A walk over the nodes decides it:
+Each tensor has a layout in which it is stored (permutations.py). A walk over the nodes decides it:
 * layout-sensitive nodes (Conv, pools, Resize, ...) read and make channels-last images;
-* nodes that can work on any form (pointwise, Concat, Softmax, ...) take the form that their inputs have, their axes
+* nodes that can work on any layout (pointwise, Concat, Softmax, ...) take the layout that their inputs have, their axes
   renumbered: so a Transpose sinks through them, and meets its inverse or the end of the graph;
-* a Transpose only changes the form; a Reshape too, unless it tears apart axes that lie next to each other. Before a
+* a Transpose only changes the layout; a Reshape too, unless it tears apart axes that lie next to each other. Before a
   Gemm even that is free: its weights' columns are permuted instead;
-* what works on rows (the last axis) takes any form that leaves them at the end;
+* what works on rows (the last axis) takes any layout that leaves them at the end;
 * every other node, and every graph output, reads tensors as ONNX has them. That is where Transposes are left.
 
-Where neither form of two can be kept, the items lead: so every tensor lies in memory, wherever ONNX has that axis.
+Where neither of two layouts can be kept, the items lead: so every tensor lies in memory, wherever ONNX has that axis.
 """
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ IMAGE = channels_last(4)
 def to_channels_last(graph: Graph) -> Graph:
     """The same graph over channels-last images; inputs and outputs keep their layout and their names.
 
-    A tensor that nodes make keeps its name whatever its form; the twin of a graph input or output `x` is `x.nhwc`.
+    A tensor that nodes make keeps its name whatever its layout; the twin of a graph input or output `x` is `x.nhwc`.
     """
     return _Layout(graph).run()
 
@@ -54,18 +54,18 @@ def _is_sensitive(graph: Graph, node: Node) -> bool:
 
 
 class _Layout(GraphEditor):
-    """State of one walk: `forms` has the name of each form that exists of a tensor, the one it is made in first."""
+    """State of one walk: `layouts` has the name of each layout that exists of a tensor, the one it is made in first."""
 
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph)
         self.shapes: dict[str, tuple[Dim, ...]] = {name: kind.shape for name, kind in graph.types.items()}
         self.dtypes = {name: kind.dtype for name, kind in graph.types.items()}
-        self.forms: dict[str, dict[Perm, str]] = {}
-        self.scrambled: dict[str, Array] = {}       # matrix -> the order of its columns: see _fold_into_readers
+        self.layouts: dict[str, dict[Perm, str]] = {}
+        self.column_order: dict[str, Array] = {}       # matrix -> the order of its columns: see _fold_into_readers
         self.used = {*graph.inputs, *graph.constants}
         self.wants_image = _wanting_images(graph)
         for name in (*graph.inputs, *graph.constants):
-            self.forms[name] = {identity(len(self.shapes[name])): name}
+            self.layouts[name] = {identity(len(self.shapes[name])): name}
 
     def run(self) -> Graph:
         for node in self.graph.nodes:
@@ -82,23 +82,23 @@ class _Layout(GraphEditor):
         elif node.op == "Reshape":
             self._reshape(node)
         elif is_pointwise(node) or self._follows(node):
-            self._any_form(node)
+            self._any_layout(node)
         elif self._is_by_rows(node):
             self._by_rows(node)
         elif op_of(node.op).reduces or node.op == "Gather":
             self._drops_axes(node)
         else:
-            self._stuck(node)
+            self._keep_onnx_layout(node)
 
     def _follows(self, node: Node) -> bool:
-        """Whether the node can work on any form of its input, its results then in the same."""
+        """Whether the node can work on any layout of its input, its results then in the same."""
         op = op_of(node.op)
         return op.along is not None and not op.reduces and self._rank(node) == len(self.shapes[node.outputs[0]])
 
-    # ---- forms
-    def _home(self, tensor: str) -> Perm:
-        """The form in which the tensor is made."""
-        return next(iter(self.forms[tensor]))
+    # ---- layouts
+    def _producer_layout(self, tensor: str) -> Perm:
+        """The layout in which the tensor is made."""
+        return next(iter(self.layouts[tensor]))
 
     def _items_first(self, tensor: str) -> Perm:
         """The axes as ONNX has them, but that of the items before the others."""
@@ -109,29 +109,29 @@ class _Layout(GraphEditor):
         return len(self.shapes[node.inputs[0]])
 
     def read(self, tensor: str, perm: Perm) -> str:
-        """The name of a form of a tensor; a node that makes it is added if there is none."""
-        forms = self.forms[tensor]
-        if perm not in forms:
-            home = self._home(tensor)
-            forms[perm] = self._moved(tensor, forms[home], step(home, perm), perm)
-        return forms[perm]
+        """The name of a layout of a tensor; a node that makes it is added if there is none."""
+        layouts = self.layouts[tensor]
+        if perm not in layouts:
+            produced = self._producer_layout(tensor)
+            layouts[perm] = self._moved(tensor, layouts[produced], step(produced, perm), perm)
+        return layouts[perm]
 
-    def _moved(self, tensor: str, source: str, perm: Perm, form: Perm) -> str:
-        name = self._name(tensor, form)
+    def _moved(self, tensor: str, source: str, perm: Perm, layout: Perm) -> str:
+        name = self._name(tensor, layout)
         if tensor in self.graph.constants:
-            self.constants[name] = np.ascontiguousarray(self.graph.constants[tensor].transpose(form))
+            self.constants[name] = np.ascontiguousarray(self.graph.constants[tensor].transpose(layout))
             return name
-        self.types[name] = self._type(tensor, form)
-        self.nodes.append(_move(source, name, perm, permuted(self.shapes[tensor], self._home(tensor))))
+        self.types[name] = self._type(tensor, layout)
+        self.nodes.append(_move(source, name, perm, permuted(self.shapes[tensor], self._producer_layout(tensor))))
         return name
 
     def _made(self, tensor: str, perm: Perm) -> str:
-        """The name under which a node is to make the tensor, in this form."""
+        """The name under which a node is to make the tensor, in this layout."""
         own = perm == identity(len(perm)) or tensor not in self.graph.outputs
         name = tensor if own else self._name(tensor, perm)
         self.used.add(name)
         self.types[name] = self._type(tensor, perm)
-        self.forms[tensor] = {perm: name}
+        self.layouts[tensor] = {perm: name}
         return name
 
     def _name(self, tensor: str, perm: Perm) -> str:
@@ -153,10 +153,10 @@ class _Layout(GraphEditor):
         inputs = [self.read(image, IMAGE), *(self._as_onnx(name) for name in others)]
         self._emit(node, inputs, [self._made(node.outputs[0], IMAGE)], channels_last=1)
 
-    def _stuck(self, node: Node) -> None:
+    def _keep_onnx_layout(self, node: Node) -> None:
         inputs = [self._as_onnx(name) for name in node.inputs]
-        if node.inputs and node.inputs[0] in self.scrambled:
-            inputs[1] = self._unscrambled(node)
+        if node.inputs and node.inputs[0] in self.column_order:
+            inputs[1] = self._with_columns_in_order(node)
         outputs = [self._made(name, identity(len(self.shapes[name]))) if name else "" for name in node.outputs]
         self._emit(node, inputs, outputs)
 
@@ -168,49 +168,49 @@ class _Layout(GraphEditor):
             self.make(tensor, "Identity", [name])
             self.types[tensor] = self.graph.types[tensor]
             self.used.add(tensor)
-            self.forms[tensor][identity(len(self.shapes[tensor]))] = tensor
+            self.layouts[tensor][identity(len(self.shapes[tensor]))] = tensor
             return tensor
         return name
 
     def _transpose(self, node: Node) -> None:
         source, result = node.inputs[0], node.outputs[0]
         perm = node.attrs["perm"]
-        self.forms[result] = {tuple(perm.index(axis) for axis in form): name
-                              for form, name in self.forms[source].items()}
+        self.layouts[result] = {tuple(perm.index(axis) for axis in layout): name
+                              for layout, name in self.layouts[source].items()}
 
     def _reshape(self, node: Node) -> None:
         source, result = node.inputs[0], node.outputs[0]
-        before, after, home = self.shapes[source], self.shapes[result], self._home(source)
-        trivial = moves_only_ones(home, before)
-        form = identity(len(after)) if trivial else reshaped(home, before, after)
-        if form is not None:
-            name = self.forms[source][home]
+        before, after, produced = self.shapes[source], self.shapes[result], self._producer_layout(source)
+        trivial = moves_only_ones(produced, before)
+        layout = identity(len(after)) if trivial else reshaped(produced, before, after)
+        if layout is not None:
+            name = self.layouts[source][produced]
         elif self._fold_into_readers(node):
-            form, name = identity(len(after)), self.forms[source][home]
+            layout, name = identity(len(after)), self.layouts[source][produced]
         else:
             ahead = self._items_first(source)
-            form = reshaped(ahead, before, after)
-            form, name = (identity(len(after)), self._as_onnx(source)) if form is None else (
-                form, self.read(source, ahead))
-        self._emit(node, [name], [self._made(result, form)], shape=permuted(after, form))
+            layout = reshaped(ahead, before, after)
+            layout, name = (identity(len(after)), self._as_onnx(source)) if layout is None else (
+                layout, self.read(source, ahead))
+        self._emit(node, [name], [self._made(result, layout)], shape=permuted(after, layout))
 
     def _fold_into_readers(self, node: Node) -> bool:
         """[N, C, H, W] -> [N, CHW] read by products with constants only: the elements stay in the order they have, and
         the columns of the weights are put in that order."""
         source, result = node.inputs[0], node.outputs[0]
-        before, after, home = self.shapes[source], self.shapes[result], self._home(source)
+        before, after, produced = self.shapes[source], self.shapes[result], self._producer_layout(source)
         readers = self.graph.consumers[result]
-        if len(after) != 2 or before[0] != after[0] or home[0] != 0 or result in self.graph.outputs or not readers:
+        if len(after) != 2 or before[0] != after[0] or produced[0] != 0 or result in self.graph.outputs or not readers:
             return False
         if not all(r.op == "Gemm" and not r.attrs.get("transA") and r.inputs[0] == result
                    and self.graph.is_constant(r.inputs[1]) and r.inputs.count(result) == 1 for r in readers):
             return False
-        self.scrambled[result] = order_of_elements(before, home)
+        self.column_order[result] = order_of_elements(before, produced)
         return True
 
-    def _unscrambled(self, gemm: Node) -> str:
+    def _with_columns_in_order(self, gemm: Node) -> str:
         """The weights of a product, their columns in the order of the matrix it reads."""
-        order, weight = self.scrambled[gemm.inputs[0]], self.graph.constants[gemm.inputs[1]]
+        order, weight = self.column_order[gemm.inputs[0]], self.graph.constants[gemm.inputs[1]]
         return self.add_constant(f"{gemm.outputs[0]}.weight",
                                  weight[:, order] if gemm.attrs.get("transB") else weight[order])
 
@@ -222,85 +222,86 @@ class _Layout(GraphEditor):
             self.graph.constants.get(node.inputs[1]), "ndim", 0) == 2
 
     def _by_rows(self, node: Node) -> None:
-        """In any form that leaves the rows' elements at the end."""
+        """In any layout that leaves the rows' elements at the end."""
         source, *others = node.inputs
         last = self._rank(node) - 1
-        form = next((form for form in (self._home(source), self._items_first(source)) if form[-1] == last),
-                    identity(last + 1))
-        inputs = [self.read(source, form), *(self._as_onnx(name) for name in others)]
-        self._emit(node, inputs, [self._made(node.outputs[0], form)])
+        stored = (self._producer_layout(source), self._items_first(source))
+        layout = next((layout for layout in stored if layout[-1] == last), identity(last + 1))
+        inputs = [self.read(source, layout), *(self._as_onnx(name) for name in others)]
+        self._emit(node, inputs, [self._made(node.outputs[0], layout)])
 
-    def _any_form(self, node: Node) -> None:
-        """Pointwise nodes, and those that work along axes of any form: same rank before and after."""
+    def _any_layout(self, node: Node) -> None:
+        """Pointwise nodes, and those that work along axes of any layout: same rank before and after."""
         rank = len(self.shapes[node.outputs[0]])
         full = [i for i in node.inputs if i and i not in self.graph.constants and len(self.shapes[i]) == rank]
-        form = self._cheapest_form(node, full, rank)
-        attrs = op_of(node.op).renumbered(node, rank, form.index)
-        keep = node.op == "Gather"          # its indices are a list, not a tensor of the same form
+        layout = self._cheapest_layout(node, full, rank)
+        attrs = op_of(node.op).renumbered(node, rank, layout.index)
+        keep = node.op == "Gather"          # its indices are a list, not a tensor of the same layout
         # Only pointwise nodes broadcast. Where nothing else has the result's rank, constants keep theirs.
         part = partial(self._operand, whole=not full) if is_pointwise(node) else self.read
-        inputs = [self._as_onnx(i) if not i or keep and place else part(i, form) for place, i in enumerate(node.inputs)]
-        self._emit(node, inputs, [self._made(name, form) if name else "" for name in node.outputs], **attrs)
+        inputs = [self._as_onnx(name) if not name or keep and i else part(name, layout)
+                  for i, name in enumerate(node.inputs)]
+        self._emit(node, inputs, [self._made(name, layout) if name else "" for name in node.outputs], **attrs)
 
-    def _cheapest_form(self, node: Node, full: Sequence[str], rank: int) -> Perm:
-        """The form that moves the fewest elements; channels-last images where that is a tie."""
+    def _cheapest_layout(self, node: Node, full: Sequence[str], rank: int) -> Perm:
+        """The layout that moves the fewest elements; channels-last images where that is a tie."""
         ahead = self._items_first(node.outputs[0])
-        homes = dict.fromkeys(self._home(tensor) for tensor in full)
-        choices = [form for form in homes if form[:1] == ahead[:1]] or [ahead]
+        produced_layouts = dict.fromkeys(self._producer_layout(tensor) for tensor in full)
+        choices = [layout for layout in produced_layouts if layout[:1] == ahead[:1]] or [ahead]
         if rank == 4 and node.outputs[0] in self.wants_image:
             choices.append(IMAGE)
-            if all(form == identity(4) for form in choices[:-1]):
+            if all(layout == identity(4) for layout in choices[:-1]):
                 return IMAGE
 
-        def moves(tensor: str, form: Perm) -> bool:
-            home = self._home(tensor)
-            return form not in self.forms[tensor] and not moves_only_ones(step(home, form),
-                                                                          permuted(self.shapes[tensor], home))
+        def moves(tensor: str, layout: Perm) -> bool:
+            produced = self._producer_layout(tensor)
+            return layout not in self.layouts[tensor] and not moves_only_ones(step(produced, layout),
+                                                                          permuted(self.shapes[tensor], produced))
 
-        def cost(form: Perm) -> tuple[int, bool]:
-            return sum(self._elements(tensor) for tensor in full if moves(tensor, form)), form != IMAGE
+        def cost(layout: Perm) -> tuple[int, bool]:
+            return sum(self._elements(tensor) for tensor in full if moves(tensor, layout)), layout != IMAGE
         return min(choices, key=cost)
 
     def _elements(self, tensor: str) -> int:
         return math.prod(extent for extent in self.shapes[tensor] if not isinstance(extent, str))
 
-    def _operand(self, tensor: str, form: Perm, whole: bool = False) -> str:
-        """A tensor of any rank as it is read, by broadcasting, beside tensors of this form."""
+    def _operand(self, tensor: str, layout: Perm, whole: bool = False) -> str:
+        """A tensor of any rank as it is read, by broadcasting, beside tensors of this layout."""
         shape = self.shapes[tensor]
-        full = (*(1,) * (len(form) - len(shape)), *shape)
+        full = (*(1,) * (len(layout) - len(shape)), *shape)
         if tensor in self.graph.constants:
-            return self._constant_operand(tensor, full, form, whole)
-        if len(shape) == len(form):
-            return self.read(tensor, form)
-        if form == identity(len(form)):
+            return self._constant_operand(tensor, full, layout, whole)
+        if len(shape) == len(layout):
+            return self.read(tensor, layout)
+        if layout == identity(len(layout)):
             return self._as_onnx(tensor)
-        wide = self.fresh_name(f"{tensor}.rank{len(form)}")
+        wide = self.fresh_name(f"{tensor}.rank{len(layout)}")
         self.shapes[wide], self.dtypes[wide] = full, self.dtypes[tensor]
-        self.make(self._made(wide, identity(len(form))), "Reshape", [self._as_onnx(tensor)], {"shape": full})
-        return self.read(wide, form)
+        self.make(self._made(wide, identity(len(layout))), "Reshape", [self._as_onnx(tensor)], {"shape": full})
+        return self.read(wide, layout)
 
-    def _constant_operand(self, tensor: str, full: tuple[Dim, ...], form: Perm, whole: bool) -> str:
+    def _constant_operand(self, tensor: str, full: tuple[Dim, ...], layout: Perm, whole: bool) -> str:
         """Permuted, without leading axes of 1 unless `whole`: a constant per channel becomes [C]."""
-        array = self.graph.constants[tensor].reshape([int(extent) for extent in full]).transpose(form)
+        array = self.graph.constants[tensor].reshape([int(extent) for extent in full]).transpose(layout)
         while not whole and array.ndim > 1 and array.shape[0] == 1:
             array = array[0]
-        if array.shape == self.graph.constants[tensor].shape and form == identity(len(form)):
+        if array.shape == self.graph.constants[tensor].shape and layout == identity(len(layout)):
             return tensor
         return self.add_constant(f"{tensor}.last", np.ascontiguousarray(array))
 
     def _drops_axes(self, node: Node) -> None:
         """Reductions that lose their axes, a Gather of one index."""
         source, result = node.inputs[0], node.outputs[0]
-        home, rank = self._home(source), self._rank(node)
+        produced, rank = self._producer_layout(source), self._rank(node)
         axes = op_of(node.op).axes(node, rank)
         lost = rank - len(self.shapes[result])
         if lost not in (0, len(axes)):
-            self._stuck(node)
+            self._keep_onnx_layout(node)
             return
-        form = without(home, axes) if lost else home
-        attrs = op_of(node.op).renumbered(node, rank, home.index)
+        layout = without(produced, axes) if lost else produced
+        attrs = op_of(node.op).renumbered(node, rank, produced.index)
         others = [self._as_onnx(name) for name in node.inputs[1:]]
-        self._emit(node, [self.read(source, home), *others], [self._made(result, form)], **attrs)
+        self._emit(node, [self.read(source, produced), *others], [self._made(result, layout)], **attrs)
 
 
 def _move(source: str, result: str, perm: Perm, shape: Sequence[Dim]) -> Node:
