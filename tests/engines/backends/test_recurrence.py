@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from engines.backends.llvm.codegen.isa import AVX2, AVX512_VNNI, PORTABLE
-from engines.backends.llvm.kernels.recurrent import recurrence
-from engines.backends.llvm.kernels.recurrent.recurrence import Panels, fits
+from engines.backends.llvm.kernels.recurrent import tiling
+from engines.backends.llvm.kernels.recurrent.tiling import Panels, fits
 from engines.ir.graph import Node
 from engines.lowering.epilogue.program import ProgramBuilder
 from engines.lowering.problems.recurrence import QUANTIZED_STATES, Recurrence, integer_precision, integer_weights
@@ -109,7 +109,7 @@ def test_whole_products_are_exact(attrs, precision, runner):
                          ids=["lstm", "gru", "rnn"])
 def test_any_batch_is_cut_into_tiles(attrs, batch, precision, cpu, monkeypatch):
     case = Case(node_of(direction="reverse", **attrs), 19, precision, batch)
-    monkeypatch.setattr(recurrence, "FIRST_LEVEL", 0)
+    monkeypatch.setattr(tiling, "FIRST_LEVEL", 0)
     for tactic in (*kernel_of(case.spec).tactics(cpu.isa), Panels(1, prefetch=True)):
         check(case.spec, cpu, case.inputs, case.constants, tactic=tactic)
 

@@ -13,7 +13,7 @@ h has two buffers that change places after each step, so the units of a step may
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engines.backends.llvm.codegen.ir_builder import I8, I16, I32, I64, PTR, Function, Module, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
@@ -22,16 +22,12 @@ from engines.backends.llvm.kernels.common.access import hidden, tails
 from engines.backends.llvm.kernels.common.arithmetic import Operand
 from engines.backends.llvm.kernels.common.pixels import load_channels, store_channels
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, begin_kernel
+from engines.backends.llvm.kernels.recurrent.tiling import BLOCK, STEPS, Panels, RecurrenceTiling
 from engines.lowering.problems.recurrence import QUANTIZED_STATES, Source, Stage
 from engines.lowering.problems.view import SIZES, View
 
-if TYPE_CHECKING:
-    from engines.backends.llvm.kernels.recurrent.recurrence import Panels, RecurrenceKernel
-
-BLOCK = 8               # items whose states are in scratch together
 STRANDS = 4             # units whose updates are written in turns
 FEWEST_CHAINS = 8       # sums that must be under way at once to hide an fma's latency; fewer are split
-STEPS = 4               # the K loop's turns are a multiple of this, so that a sum can be split
 LINE = 64               # bytes of a cache line
 
 
@@ -48,7 +44,7 @@ class _Pointers:
 class RecurrenceEmitter:
     """Writes one kernel: the loops around, and the micro-kernels they call."""
 
-    def __init__(self, kernel: RecurrenceKernel, module: Module, name: str, isa: Isa, tactic: Panels) -> None:
+    def __init__(self, kernel: RecurrenceTiling, module: Module, name: str, isa: Isa, tactic: Panels) -> None:
         problem = kernel.problem
         self.kernel, self.problem, self.isa, self.tactic, self.module, self.name = (
             kernel, problem, isa, tactic, module, name)

@@ -1,0 +1,110 @@
+"""How a recurrence is cut into tiles on a CPU, and how its weights and states lie in memory.
+
+Pairs of 16 bits are multiplied at a time (vpmaddwd, vpdpwssd), four of 8 (vpdpbusd).
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.kernels.common.arithmetic import FP32, INT16, QUADS, Arithmetic
+from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic
+from engines.lowering.problems.recurrence import QUANTIZED_STATES, SECOND_LEVEL, Recurrence, Stage
+
+ARITHMETIC: dict[str, Arithmetic] = {"fp32": FP32, "int16": INT16, "int8": QUADS}
+FIRST_LEVEL = 1 << 15   # bytes of cache that most machines have there
+BLOCK = 8               # items whose states are in scratch together
+STEPS = 4               # the K loop's turns are a multiple of this, so that a sum can be split
+
+
+@dataclass(frozen=True)
+class Panels(Tactic):
+    """Vectors of units that one item's micro-kernel computes; larger tiles of items take what registers are left."""
+    vectors: int
+    prefetch: bool = False      # ask for the next panel's weights, a line at every k
+
+    def __str__(self) -> str:
+        return f"panels of {self.vectors} vectors{' prefetch' if self.prefetch else ''}"
+
+
+class RecurrenceTiling(Kernel[Recurrence]):
+    """How a recurrence is cut into tiles, and how its weights and states lie; asked by packing and by the code."""
+
+    @property
+    def step_bytes(self) -> int:
+        """Of the weights that one step of one direction reads."""
+        return self.problem.cells[0].gates * self.problem.hidden * self.turns() * self.arithmetic.step_bytes
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return ARITHMETIC[self.problem.precision]
+
+    @property
+    def scales(self) -> int:
+        """Constants of a unit that make real numbers of its integer sums."""
+        return self.problem.cells[0].gates if self.problem.precision in QUANTIZED_STATES else 0
+
+    @property
+    def zero(self) -> int:
+        """The zero point of the state in integers."""
+        return QUANTIZED_STATES[self.problem.precision].zero if self.scales else 0
+
+    # ---- tiles
+    def tile_items(self, isa: Isa) -> int:
+        """Of the largest tile. Weights that stay in the first level of cache are read for one item as fast as they are
+        multiplied; others are read once for as many items as there are registers."""
+        if self.problem.lengths is not None or self.step_bytes <= FIRST_LEVEL:
+            return 1
+        most = max(len(stage.gates) for stage in self.problem.cells[0].stages)
+        return max(items for items in range(1, BLOCK + 1) if items == 1 or self._fits(isa, items, most))
+
+    def vectors(self, isa: Isa, tactic: Panels, stage: Stage, items: int) -> int:
+        """Of units, in a tile of that many items."""
+        return max(v for v in range(1, tactic.vectors + 1) if v == 1 or self._fits(isa, items, v * len(stage.gates)))
+
+    def _fits(self, isa: Isa, items: int, weights: int) -> bool:
+        """Where dot2 is two instructions, their products need a register; a factor of dot4 may take several."""
+        each = isa.ready_bytes // isa.bytes if self.problem.precision == "int8" else 1
+        return fits(isa, items, weights, int(bool(self.scales) and items > 1 and not isa.one_dot2), each)
+
+    def tactics(self, isa: Isa) -> Sequence[Panels]:
+        most = max(len(stage.gates) for stage in self.problem.cells[0].stages)
+        vectors = range(1, -(-self.problem.hidden // isa.lanes) + 1)
+        widest = max(v for v in vectors if v == 1 or self._fits(isa, 1, v * most))
+        return tuple(Panels(v) for v in dict.fromkeys((widest, max(widest // 2, 1), 1)))
+
+    def refinements(self, isa: Isa, best: Panels) -> Sequence[Panels]:
+        return (replace(best, prefetch=True),) if self.step_bytes >= SECOND_LEVEL else ()
+
+    def packing(self, tactic: Panels) -> None:
+        """Weights lie vector by vector, whatever the panels."""
+        return
+
+    def grid(self, isa: Isa, tactic: Panels) -> Grid:
+        return Grid(1, self.tile_items(isa), len(self.problem.cells))
+
+    # ---- how weights and states lie
+    def turns(self) -> int:
+        """Of the K loop."""
+        return -(-self.problem.hidden // (self.arithmetic.elements * STEPS)) * STEPS
+
+    @property
+    def head(self) -> int:
+        """Turns before the K loop's: where the state has a zero point, a turn's bytes hold what a sum begins with."""
+        return int(self.zero != 0)
+
+    def stage_vector(self, isa: Isa, stage: Stage) -> int:
+        """Bytes of the weights of one vector of units."""
+        return (self.head + self.turns()) * len(stage.gates) * self.arithmetic.weight_bytes(isa)
+
+    def room(self, isa: Isa) -> int:
+        """Elements of a state: whole vectors, and all that the K loop reads."""
+        step = max(isa.lanes, self.arithmetic.elements * STEPS)
+        return -(-self.problem.hidden // step) * step
+
+
+def fits(isa: Isa, items: int, weights: int, spare: int = 0, each: int = 1) -> bool:
+    """Whether a tile's accumulators fit the registers, beside the fewer of its two sides and one of the other, each in
+    so many registers, and what the arithmetic needs to spare."""
+    return items * weights + each * (min(items, weights) + 1) + spare <= isa.registers
