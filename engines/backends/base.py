@@ -46,6 +46,9 @@ class Session(Protocol):
         opt_batch: the batch that kernels are timed with; None: the backend decides.
         """
 
+    def settle(self, chosen: Any, progress: Progress | None = None) -> Any:
+        """The Chosen with what is decided by timing kernels inside the network; itself if there is nothing."""
+
     def assemble(self, chosen: Any) -> MachinePart:
         """Constants packed, buffers laid out."""
 

@@ -155,7 +155,8 @@ class Builder:
                 chosen = min(self._candidates(graph, ranges), key=_time_us)
             else:
                 chosen = self._chosen(self.stored(graph, ranges, self.log))
-            return self._session.tuned(self._plan(self._session, chosen, metadata=metadata))
+            settled = self._session.settle(chosen, self.progress)
+            return self._session.tuned(self._plan(self._session, settled, metadata=metadata))
         finally:
             self.cache.save()       # of a build that is interrupted, too: minutes of timing are not done again
 

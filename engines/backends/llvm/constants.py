@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,7 @@ class Constants:
         self.weight_offsets: dict[str, int] = {}    # of the graph's constants that are read as they are
         self.expanded: list[ExpandedConstant] = []      # what is computed from them when the plan is loaded
         self._expanded_size = 0
+        self._packed: dict[Any, list[tuple[Operand, int]]] = {}
 
     def add(self, array: Array, name: str = "") -> tuple[Operand, int]:
         """(where, bytes). name: of the graph's constant that this is, where it is not in one piece there."""
@@ -44,10 +46,17 @@ class Constants:
         return Operand(None, offset), len(flat)
 
     def add_packed(self, call: Call, choice: Choice) -> list[tuple[Operand, int]]:
-        """The constants of a call, as its kernel's tactic packs them: where the kernel reads each, and how much."""
+        """The constants of a call, as its kernel's tactic packs them: where the kernel reads each, and how much.
+
+        Tactics of a call that pack alike read the same ones.
+        """
+        packing = id(call), type(choice.kernel), choice.kernel.packing(choice.tactic)
+        if packing in self._packed:
+            return self._packed[packing]
         added = [self.add(array) for array in choice.kernel.pack(self._isa, choice.tactic, call.constants)]
         for which, problem in choice.kernel.expansions(self._isa, choice.tactic).items():
             added[which] = self._expand(problem, *added[which], name_of(call))
+        self._packed[packing] = added
         return added
 
     def _expand(self, problem: Problem, source: Operand, kept: int, name: str) -> tuple[Operand, int]:

@@ -1,14 +1,16 @@
 """Builds for a CPU: a graph with stored types decided -> all of a plan that depends on the machine."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from engines.backends.base import Progress, TimedNode
 from engines.backends.llvm.codegen.executor import scheduler_object
 from engines.backends.llvm.codegen.isa import Isa, isa_named
 from engines.backends.llvm.constants import Constants
 from engines.backends.llvm.kernels.kernel import Window
+from engines.backends.llvm.tuning.in_place import Trial, settled, trial_buffers
 from engines.backends.llvm.tuning.item_major import with_item_major_runs
 from engines.backends.llvm.tuning.tuner import Choice, Tuner
 from engines.ir.graph import BATCH, Graph
@@ -32,6 +34,7 @@ class CpuChosen:
     choices: Mapping[Problem, Choice]
     expanders: Mapping[Problem, Choice]      # kernels that expand constants when a plan is loaded
     max_batch: int
+    items: int                              # of the batch that kernels are timed with, where it makes no difference
 
     @property
     def graph(self) -> Graph:
@@ -67,16 +70,34 @@ class LlvmSession:
         check_memory(lowered, max_batch)
         lowered = write_borders(lowered, max_batch)
         choices = self.tuner.choose({call.problem: call.constants for call in lowered.compiled}, progress, batches)
-        expanders = self.tuner.choose({problem: {} for choice in choices.values()
-                                       for problem in choice.kernel.expansions(self.isa, choice.tactic).values()})
-        return CpuChosen(lowered, choices, expanders, max_batch)
+        return CpuChosen(lowered, choices, self._expanders(choices.values()), max_batch, batches[0])
+
+    def settle(self, chosen: CpuChosen, progress: Progress | None = None) -> CpuChosen:
+        """Of tactics that are near each other, the fastest inside this network."""
+        if not self.tuner.timing:
+            return chosen
+        uses = [call.problem for call in chosen.lowered.compiled]
+        choices = settled(chosen.choices, uses, self.tuner, chosen.items, partial(self._trial, chosen), progress)
+        return replace(chosen, choices=choices, expanders=self._expanders(choices.values()))
 
     def assemble(self, chosen: CpuChosen) -> MachinePart:
         """Pack constants, lay out buffers."""
-        assembler = _Assembler(chosen, self.isa)
-        for call in chosen.lowered.calls:
-            assembler.add(call)
-        return assembler.finish()
+        return _Assembler(chosen, self.isa, {problem: [one] for problem, one in chosen.choices.items()}).machine()
+
+    def _trial(self, chosen: CpuChosen, rivals: Mapping[Problem, Sequence[Choice]]) -> Trial:
+        """The steps of every rival, in memory for as many items as are timed."""
+        expanders = self._expanders(choice for some in rivals.values() for choice in some)
+        items = chosen.items if chosen.max_batch else 0
+        assembler = _Assembler(replace(chosen, expanders=expanders, max_batch=items), self.isa, rivals)
+        machine = assembler.machine()
+        machine = replace(machine, inputs=(), outputs=(), buffers=trial_buffers(machine.buffers, assembler.steps_of))
+        plan = Plan(chosen.graph.name, "", items, (), (), machine)
+        problems = [call.problem if isinstance(call, Call) else None for call in chosen.lowered.calls]
+        return Trial(plan, assembler.steps_of, problems)
+
+    def _expanders(self, choices: Iterable[Choice]) -> Mapping[Problem, Choice]:
+        return self.tuner.choose({problem: {} for choice in choices
+                                  for problem in choice.kernel.expansions(self.isa, choice.tactic).values()})
 
     def tuned(self, plan: Plan) -> Plan:
         """The plan with the steps that are faster item by item, as timed here."""
@@ -84,30 +105,34 @@ class LlvmSession:
 
 
 class _Assembler:
-    """Collects the calls of a lowered graph into steps."""
+    """The calls of a lowered graph as steps, one for each of their problems' choices; in a plan to keep it is one."""
 
-    def __init__(self, chosen: CpuChosen, isa: Isa) -> None:
-        self.lowered, self.isa, self.choices, self.max_batch = chosen.lowered, isa, chosen.choices, chosen.max_batch
+    def __init__(self, chosen: CpuChosen, isa: Isa, choices: Mapping[Problem, Sequence[Choice]]) -> None:
+        self.lowered, self.isa, self.choices, self.max_batch = chosen.lowered, isa, choices, chosen.max_batch
         self.steps: list[Step] = []
+        self.steps_of: list[range] = []             # of each call
         self.code = {choice.symbol: choice.code for choice in chosen.expanders.values()}
         self.constants = Constants(chosen.graph, self.isa, chosen.expanders)
         self.writers: dict[int, list[int]] = {}     # buffer -> steps
+        for call in self.lowered.calls:
+            self._add(call)
 
-    def add(self, call: AnyCall) -> None:
+    def _add(self, call: AnyCall) -> None:
         depends = {step for placement in call.inputs for step in self.writers.get(placement.buffer, ())}
         step = replace(step_of(self.lowered, call), depends=tuple(sorted(depends)))
+        first = len(self.steps)
         if isinstance(call, Call):
-            step = self._kernel(call, step)
+            self.steps += [self._kernel(call, step, choice) for choice in self.choices[call.problem]]
         else:
             for name in self.lowered.graph.constants.keys() & {*call.node.inputs}:
                 self.constants.tensor(name)     # the reference reads it from there
+            self.steps.append(step)
+        self.steps_of.append(range(first, len(self.steps)))
         for placement in call.outputs:
-            self.writers.setdefault(placement.buffer, []).append(len(self.steps))
-        self.steps.append(step)
+            self.writers.setdefault(placement.buffer, []).extend(self.steps_of[-1])
 
     # ---- steps
-    def _kernel(self, call: Call, step: Step) -> Step:
-        choice = self.choices[call.problem]
+    def _kernel(self, call: Call, step: Step, choice: Choice) -> Step:
         grid = choice.kernel.grid(self.isa, choice.tactic)
         self.code[choice.symbol] = choice.code
         packed = self.constants.add_packed(call, choice)
@@ -135,14 +160,14 @@ class _Assembler:
         return Operand(None, self.constants.tensor(placement.constant).offset + placement.offset)
 
     # ---- buffers
-    def finish(self) -> MachinePart:
+    def machine(self) -> MachinePart:
         isa, cpu = self.isa, detect()
         made_for = {"features": sorted(isa.requires), "model": cpu.model,
                     "architecture": isa.triple.partition("-")[0] or cpu.architecture}
         return MachinePart(
             backend="llvm", target=isa.name, cpu=made_for,
             buffers=buffers_of(self.lowered, self.max_batch), fills=fills_of(self.lowered), steps=tuple(self.steps),
-            code=(*self.code.values(), scheduler_object(isa)), constants=self.constants.data(),
+            code=(*dict.fromkeys(self.code.values()), scheduler_object(isa)), constants=self.constants.data(),
             expanded=tuple(self.constants.expanded), weight_offsets=self.constants.weight_offsets,
             inputs=io_views(self.lowered, self.lowered.graph.inputs),
             outputs=io_views(self.lowered, self.lowered.graph.outputs))

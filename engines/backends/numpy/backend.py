@@ -60,6 +60,9 @@ class NumpySession:
         check_memory(lowered, max_batch)
         return NumpyChosen(lowered, max_batch)
 
+    def settle(self, chosen: NumpyChosen, progress: Progress | None = None) -> NumpyChosen:
+        return chosen
+
     def assemble(self, chosen: NumpyChosen) -> MachinePart:
         return machine_part(chosen.lowered, chosen.max_batch)
 

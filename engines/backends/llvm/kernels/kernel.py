@@ -105,6 +105,15 @@ class Kernel(ABC, Generic[P]):
         """Variants of the fastest of `tactics`, to be timed in a second round."""
         return ()
 
+    def constant_bytes(self, isa: Isa, tactic: Any) -> int:
+        """Bytes of packed constants that the kernel reads, where they are more than a few."""
+        return 0
+
+    def unseen(self, isa: Isa, tactic: Any) -> float:
+        """What remains of a tactic's time inside a network, as far as timing it alone cannot show: there its constants
+        and inputs are at hand, for it was the last to use them. It decides where nothing is timed in place."""
+        return 1.0
+
     def packing(self, tactic: Any) -> Any:
         """What of a tactic decides how constants are packed: tactics equal in it share packed constants."""
         return tactic

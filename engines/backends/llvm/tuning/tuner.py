@@ -1,17 +1,18 @@
-"""Kernels for problems: compiled once each, their tactics timed on this machine, the fastest taken.
+"""Kernels for problems: compiled once each, their tactics timed alone on this machine, the fastest taken.
 
-For all problems of a graph together, in turns that do not disturb each other: while tactics are compiled, on every
-processor, nothing is timed; while they are timed, nothing is compiled. A problem's tactics are one module, so that
-those that differ in their outer loops only share what is inside.
+Those that are near the fastest are its rivals: in_place.py times them again inside the network. All problems of a
+graph are timed together, in turns that do not disturb each other: while tactics are compiled, on every processor,
+nothing is timed; while they are timed, nothing is compiled. A problem's tactics are one module, so that those that
+differ in their outer loops only share what is inside.
 """
 from __future__ import annotations
 
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -32,8 +33,11 @@ TIMING_SECONDS = 0.004      # spent on timing one tactic, in rounds among its ri
 ROUNDS = 3
 MAX_COST_RATIO = 1.3        # times the least cost: tactics beyond it are not timed
 ABANDON_RATIO = 1.5         # times the fastest tactic's first runs: a slower one is timed no further
+NEAR = 1.1                  # times the least time: noise, inputs from afar
+FAR_BYTES = 8e3             # of constants that a microsecond brings from afar, at worst
 
 Constants = Mapping[str, Any]
+C = TypeVar("C")
 Times = tuple[float, ...]       # microseconds of a tactic, for a batch of each size that it is timed with
 
 
@@ -49,7 +53,7 @@ class Choice:
     """The candidate that was taken for a problem, and its machine code.
 
     symbol: unique to the kernel, the tactic and the instruction set. time_us: for one item, 0 if nothing was timed.
-    further_item: the share of that time which each further item of a batch takes.
+    further_item: the share of that time which each further item of a batch takes, as far as a larger one was timed.
     """
     kernel: Kernel[Any]
     tactic: Any
@@ -70,7 +74,11 @@ class Tuner:
                  short_lived: bool = False) -> None:
         self.isa, self.cache, self.processor, self.timing, self.short_lived = isa, cache, processor, timing, short_lived
         self._choices: dict[Problem, Choice] = {}
+        self._alone: dict[Problem, dict[Candidate, Times]] = {}
+        self._modules: dict[Candidate, bytes] = {}      # code of candidates, with that of their rivals
+        self._objects: dict[Candidate, bytes] = {}      # and by itself, as a plan has it
         self._batches: tuple[int, ...] = (1,)
+        self._batches_of: dict[Problem, tuple[int, ...]] = {}
         self.timed = 0              # tactics measured, not found in the cache
 
     def choose(self, wanted: Mapping[Problem, Constants], progress: Progress | None = None,
@@ -82,32 +90,84 @@ class Tuner:
         """
         self._batches = tuple(batches)
         new = {problem: constants for problem, constants in wanted.items() if problem not in self._choices}
-        report = _Report(progress, len(new), self.timing)
+        self._batches_of |= dict.fromkeys(new, self._batches)
+        # With timing each is compiled and timed twice, and compiled once more.
+        report = _Report(progress, len(new), steps=5 if self.timing else 1)
         with CompilerPool(self.isa) as pool:
-            times = self._fastest(pool, new, report) if self.timing else \
-                {problem: (self._usual(problem), (0.0,)) for problem in new}
-            code = pool.compile((self._text([candidate]) for candidate, _ in times.values()),
-                                lambda: report("compiled"))
-        for (problem, (candidate, found)), object_ in zip(times.items(), code, strict=True):
-            self._choices[problem] = Choice(candidate.kernel, candidate.tactic, self._symbol(candidate), object_,
-                                            found[0] / self._batches[0], self._further_item(found))
+            if self.timing:
+                self._time_alone(pool, new, report)
+            taken = {problem: self._least(self._alone[problem]) if self.timing else self._usual(problem)
+                     for problem in new}
+            code = self._compiled(pool, taken.values(), lambda: report("compiled"))
+        for problem, candidate in taken.items():
+            found = self._alone[problem][candidate] if self.timing else (0.0,)
+            self._choices[problem] = self._choice(candidate, found, code[candidate])
         return {problem: self._choices[problem] for problem in wanted}
 
-    def _fastest(self, pool: CompilerPool, wanted: Mapping[Problem, Constants],
-                 report: _Report) -> dict[Problem, tuple[Candidate, Times]]:
-        """The fastest candidate for each problem, refined."""
+    def rivals(self, problem: Problem, most: int) -> list[Candidate]:
+        """The candidate taken, then those that may be faster than it inside a network, where constants come from afar.
+
+        A time alone is the least; the most is that with all constants waited for. Who takes longer at best than another
+        does at worst is no rival. The nearest of each packing of the constants come first.
+        """
+        alone = self._alone[problem]
+        taken, packings = self._least(alone), dict[Any, Candidate]()
+        least, worst = mean_ratios(alone), mean_ratios({one: tuple(us + one.kernel.constant_bytes(
+            self.isa, one.tactic) / FAR_BYTES for us in found) for one, found in alone.items()}, alone)
+        near = [one for one in sorted(least, key=lambda one: least[one]) if least[one] <= NEAR * min(worst.values())]
+        for one in near:
+            packings.setdefault((type(one.kernel), one.kernel.packing(one.tactic)), one)
+        return list(dict.fromkeys((taken, *packings.values(), *near)))[:most]
+
+    def trials(self, rivals: Mapping[Problem, Sequence[Candidate]],
+               progress: Progress | None = None) -> dict[Problem, list[Choice]]:
+        """The rivals as choices that can be run; those of a problem have their code in common."""
+        missing = {problem: some for problem, some in rivals.items() if any(one not in self._modules for one in some)}
+        report = _Report(progress, len(missing), steps=1)
+        with CompilerPool(self.isa) as pool:
+            code = pool.compile(map(self._text, missing.values()), lambda: report("compiled"))
+        for some, object_ in zip(missing.values(), code, strict=True):
+            self._modules |= dict.fromkeys(some, object_)
+        return {problem: [self._choice(one, self._alone[problem][one], self._modules[one]) for one in some]
+                for problem, some in rivals.items()}
+
+    def settle(self, found: Mapping[Problem, Mapping[Candidate, float]]) -> dict[Problem, Choice]:
+        """The fastest of rivals, by their microseconds inside the network, for a batch of the first size."""
+        times = {problem: {one: (us, *self._alone[problem][one][1:]) for one, us in in_place.items()}
+                 for problem, in_place in found.items()}
+        taken = {problem: min(ratios, key=lambda one: ratios[one])
+                 for problem, ratios in ((problem, mean_ratios(of_rivals)) for problem, of_rivals in times.items())}
+        with CompilerPool(self.isa) as pool:
+            code = self._compiled(pool, taken.values())
+        return {problem: self._choice(one, times[problem][one], code[one]) for problem, one in taken.items()}
+
+    def _choice(self, candidate: Candidate, found: Times, code: bytes) -> Choice:
+        batches, further = self._batches_of[candidate.kernel.problem], 1.0
+        if len(found) > 1 and found[0]:
+            further = min(max((found[1] / found[0] - 1) / (batches[1] - batches[0]), 0.0), 1.0)
+        return Choice(candidate.kernel, candidate.tactic, self._symbol(candidate), code, found[0] / batches[0], further)
+
+    def _time_alone(self, pool: CompilerPool, wanted: Mapping[Problem, Constants], report: _Report) -> None:
+        """The likely candidates for each problem, and refinements of the fastest."""
         likely = {problem: self._cheapest(self._candidates(problem)) for problem in wanted}
         times = self._times(pool, wanted, likely, report)
-        refined = {problem: [candidate for candidate in self._refinements(_least(found)) if candidate not in found]
+        refined = {problem: [one for one in self._refinements(self._least(found)) if one not in found]
                    for problem, found in times.items()}
         for problem, more in self._times(pool, wanted, refined, report).items():
-            times[problem] |= more
-        return {problem: (_least(found), found[_least(found)]) for problem, found in times.items()}
+            self._alone[problem] = times[problem] | more
 
     def _candidates(self, problem: Problem) -> list[Candidate]:
         """Every tactic of every kernel that solves the problem on this machine."""
         return [Candidate(kernel, tactic) for kernel in kernels_for(problem, self._batches[-1])
                 for tactic in kernel.tactics(self.isa)]
+
+    def _scores(self, times: Mapping[Candidate, Times]) -> dict[Candidate, float]:
+        """Times alone, as far as they tell those inside a network: the least is the candidate to take."""
+        return {one: ratio * one.kernel.unseen(self.isa, one.tactic) for one, ratio in mean_ratios(times).items()}
+
+    def _least(self, times: Mapping[Candidate, Times]) -> Candidate:
+        scores = self._scores(times)
+        return min(scores, key=lambda one: scores[one])
 
     def _refinements(self, best: Candidate) -> list[Candidate]:
         return [Candidate(best.kernel, tactic) for tactic in best.kernel.refinements(self.isa, best.tactic)]
@@ -125,7 +185,8 @@ class Tuner:
         Costs of one kernel's tactics compare well with each other, less so with those of another kernel (Winograd's and
         a direct one): the likely ones of each kernel are kept.
         """
-        costs = {candidate: candidate.kernel.cost(self.isa, candidate.tactic) for candidate in candidates}
+        costs = {one: one.kernel.cost(self.isa, one.tactic) * one.kernel.unseen(self.isa, one.tactic)
+                 for one in candidates}
         limits: dict[Kernel[Any], float] = {}
         for candidate, cost in costs.items():
             limits[candidate.kernel] = min(cost * MAX_COST_RATIO, limits.get(candidate.kernel, math.inf))
@@ -133,6 +194,14 @@ class Tuner:
                       key=lambda candidate: costs[candidate])
 
     # ---- code
+    def _compiled(self, pool: CompilerPool, candidates: Iterable[Candidate],
+                  done: Callable[[], None] = lambda: None) -> Mapping[Candidate, bytes]:
+        """The code of each by itself."""
+        missing = [one for one in dict.fromkeys(candidates) if one not in self._objects]
+        code = pool.compile((self._text([one]) for one in missing), done)
+        self._objects |= dict(zip(missing, code, strict=True))
+        return self._objects
+
     def _text(self, candidates: Sequence[Candidate]) -> str:
         """The module of some candidates for one problem."""
         module = Module()
@@ -141,9 +210,10 @@ class Tuner:
         return module.text()
 
     def _symbol(self, candidate: Candidate) -> str:
-        return f"{candidate.kernel.problem.family}_{self._digest(candidate)[:16]}"
+        return f"{candidate.kernel.problem.family}_{self.digest(candidate)[:16]}"
 
-    def _digest(self, candidate: Candidate) -> str:
+    def digest(self, candidate: Candidate) -> str:
+        """Of all that its code is made of."""
         text = repr((COMPILER_VERSION, self.isa.name, candidate))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -158,16 +228,11 @@ class Tuner:
         report("in the timing cache", 2 * (len(candidates) - len(missing)))
         code = pool.compile(map(self._text, missing.values()), lambda: report("compiled"))
         for (problem, some), object_ in zip(missing.items(), code, strict=True):
+            self._modules |= dict.fromkeys(some, object_)
             known[problem] |= self._measured(problem, some, wanted[problem], object_)
             report(f"timed {problem.family}")
         return {problem: {one: found for one, found in times.items() if found is not None}
                 for problem, times in known.items()}
-
-    def _further_item(self, found: Times) -> float:
-        """Of a batch of one and a larger one; 1 where no two were timed."""
-        if len(found) == 1 or not found[0]:
-            return 1.0
-        return min(max((found[1] / found[0] - 1) / (self._batches[1] - self._batches[0]), 0.0), 1.0)
 
     def _sizes(self, candidate: Candidate) -> tuple[int, ...]:
         return self._batches if candidate.kernel.by_batch else self._batches[:1]
@@ -179,7 +244,7 @@ class Tuner:
         return known if len(known) == len(found) else None
 
     def _key(self, candidate: Candidate, items: int) -> str:
-        return f"{self.processor}/{self._digest(candidate)}/{items}"
+        return f"{self.processor}/{self.digest(candidate)}/{items}"
 
     def _measured(self, problem: Problem, candidates: Sequence[Candidate], constants: Constants,
                   code: bytes) -> dict[Candidate, Times]:
@@ -207,10 +272,10 @@ class Tuner:
 
 
 class _Report:
-    """Counts towards a progress: each problem is compiled and timed twice, and compiled once more; or only that."""
+    """Counts towards a progress, so many steps for each problem."""
 
-    def __init__(self, progress: Progress | None, problems: int, timing: bool) -> None:
-        self._progress, self._done, self._of = progress, 0, problems * (5 if timing else 1)
+    def __init__(self, progress: Progress | None, problems: int, steps: int) -> None:
+        self._progress, self._done, self._of = progress, 0, problems * steps
 
     def __call__(self, what: str, count: int = 1) -> None:
         self._done += count
@@ -218,10 +283,12 @@ class _Report:
             self._progress(self._done, self._of, what)
 
 
-def _least(times: Mapping[Candidate, Times]) -> Candidate:
-    """The candidate that takes least; of several batches each counts alike, in units of the fastest one's time."""
-    fastest = [max(min(of_batch), 1e-9) for of_batch in zip(*times.values(), strict=True)]
-    return min(times, key=lambda one: sum(us / unit for us, unit in zip(times[one], fastest, strict=True)))
+def mean_ratios(times: Mapping[C, Times], least_of: Mapping[C, Times] | None = None) -> dict[C, float]:
+    """Each one's time to the least, of `least_of` if given; of several batches the mean, so that each counts alike
+    however long it takes."""
+    fastest = [max(min(of_batch), 1e-9) for of_batch in zip(*(least_of or times).values(), strict=True)]
+    return {one: sum(us / unit for us, unit in zip(found, fastest, strict=True)) / len(fastest)
+            for one, found in times.items()}
 
 
 def _call(function: Any, arrays: list[Array], grid: Grid, items: int) -> Callable[[], None]:

@@ -39,6 +39,7 @@ from engines.lowering.problems.problem import Array
 from engines.lowering.problems.view import View
 
 FEW_PIXELS = 8          # items of no more pixels than this are cut by batch
+PREFETCHED = 0.94       # of the time with weights at hand, which a network's are not
 BLOCK_BYTES = 256 << 10     # of x, in a block of a batch's pixels: it stays in the second level while the panels pass
 
 
@@ -197,6 +198,16 @@ class TiledContraction(Kernel[Contraction]):
         weights = self.turns(isa) * self.problem.cout * self.arithmetic(isa).step_bytes
         return tuple(replace(best, block=block, prefetch=prefetch) for block in blocks
                      for prefetch in ((False, True) if weights >= 1 << 16 else (False,)))
+
+    def constant_bytes(self, isa: Isa, tactic: Tile) -> int:
+        turns, weight_bytes = self.turns_and_bytes(isa)
+        panels = pieces(self.problem.cout, tactic.vectors * isa.lanes)
+        vectors = sum(isa.vectors_for(couts) * times for couts, times in panels)
+        return int(turns * weight_bytes * vectors * self.problem.groups)
+
+    def unseen(self, isa: Isa, tactic: Tile) -> float:
+        """Weights asked for ahead, while the tiles before the next panel pass: one tile is too short for that."""
+        return PREFETCHED if tactic.prefetch and self.tile_rows(tactic) > 1 else 1.0
 
     def packing(self, tactic: Tile) -> int:
         return tactic.vectors

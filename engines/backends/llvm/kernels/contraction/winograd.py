@@ -157,6 +157,9 @@ class WinogradContraction(Kernel[Contraction]):
         return [Window.along(problem.x, 0, self.across, OUTPUT, count=PATCH),
                 *(Window.along(view, 0, self.across, OUTPUT, count=OUTPUT) for view in (*problem.operands, problem.y))]
 
+    def constant_bytes(self, isa: Isa, tactic: Winograd) -> int:
+        return POSITIONS * self.tile_bytes * self.problem.cout
+
     def packing(self, tactic: Winograd) -> int:
         return tactic.vectors
 
