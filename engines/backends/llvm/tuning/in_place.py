@@ -9,10 +9,14 @@ So the rivals of every call become steps of their own, on the same buffers, in o
 in order, and every step is timed; all problems are judged at once, and it takes some dozens of runs, however many
 problems there are. The runs with one choice follow each other, and the first does not count: what the others find in
 the caches is what the same choice left there.
+
+A time in place is a sample of a few runs on a machine that has other things to do; one alone is the least of many, but
+not the whole truth. So the two are put together, each weighed by how sure it is.
 """
 from __future__ import annotations
 
 import hashlib
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +24,7 @@ from typing import NamedTuple
 
 from engines.backends.base import Progress
 from engines.backends.llvm.runtime.execution import Arena, LoadedPlan, Segment, calls_of
-from engines.backends.llvm.tuning.tuner import Candidate, Choice, Tuner
+from engines.backends.llvm.tuning.tuner import Candidate, Choice, Estimate, Tuner
 from engines.lowering.problems.problem import Problem
 from engines.machine.clock import thread_seconds
 from engines.plan.plan import Buffer, Plan
@@ -29,7 +33,8 @@ from engines.version import COMPILER_VERSION
 LEAST_SHARE = 0.002         # of all kernels' time: less is not worth a trial
 MOST_RIVALS = (2, 6)        # of a problem: where a run takes seconds, and else
 RUNS = 2                    # with one choice after the other, of which the first does not count
-ROUNDS = (2, 24)            # of all choices: at least, at most
+ROUNDS = (3, 200)           # of all choices: at least, at most
+LEAST_ERROR = 0.003         # of a time in place: two copies of one network differ by so much
 REFINEMENTS = 3             # of the estimate of how fast each run was
 SECONDS = 4.0               # that the rounds may take, where they are more than the least
 
@@ -58,10 +63,12 @@ def settled(choices: Mapping[Problem, Choice], uses: Sequence[Problem], tuner: T
         trial = make_trial(tuner.trials(rivals, progress))
         measured = times_in_place(trial, items, progress)
         for problem, some in rivals.items():
-            of_calls = [measured[steps.start:steps.stop]
-                        for steps, its in zip(trial.rivals, trial.problems, strict=True) if its == problem]
-            for one, us in zip(some, map(statistics.fmean, zip(*of_calls, strict=True)), strict=True):
-                known[problem][one] = us
+            calls = [steps for steps, its in zip(trial.rivals, trial.problems, strict=True) if its == problem]
+            times = [_mean([measured[steps[rank]] for steps in calls]) for rank in range(len(some))]
+            taken = times[0]
+            for one, time in zip(some, times, strict=True):
+                in_place = Estimate(time.value / taken.value, math.hypot(time.error, taken.error) / taken.value)
+                known[problem][one] = us = taken.value * in_place.with_(tuner.alone(problem, one)).value
                 tuner.cache.put(key(one), us)
     return tuner.settle({problem: {one: us for one, us in times.items() if us is not None}
                          for problem, times in known.items()})
@@ -75,6 +82,11 @@ def _rivals(choices: Mapping[Problem, Choice], uses: Sequence[Problem], tuner: T
     most = int(SECONDS / max(whole * items / 1e6 * RUNS * ROUNDS[0], 1e-9))
     most = min(max(most, MOST_RIVALS[0]), MOST_RIVALS[1])
     return {problem: tuner.rivals(problem, most if us >= LEAST_SHARE * whole else 1) for problem, us in times.items()}
+
+
+def _mean(times: Sequence[Estimate]) -> Estimate:
+    return Estimate(statistics.fmean(time.value for time in times),
+                    math.hypot(*(time.error for time in times)) / len(times))
 
 
 class _Key:
@@ -100,7 +112,7 @@ def trial_buffers(buffers: Sequence[Buffer], rivals: Sequence[range]) -> tuple[B
     return tuple(map(alive, buffers))
 
 
-def times_in_place(trial: Trial, items: int, progress: Progress | None = None) -> list[float]:
+def times_in_place(trial: Trial, items: int, progress: Progress | None = None) -> list[Estimate]:
     """Microseconds of each step inside the network; 0 for one that the reference runs."""
     program = LoadedPlan(trial.plan)
     arena = Arena(program, program.shared_layout)
@@ -128,10 +140,12 @@ def times_in_place(trial: Trial, items: int, progress: Progress | None = None) -
         if progress:
             progress(done + 1, rounds, "timed in place")
     seconds = typical(counted)
-    return [1e6 * seconds.get(step, 0.0) for steps in trial.rivals for step in steps]
+    nothing = Estimate(0.0, 0.0)
+    return [Estimate(1e6 * found.value, 1e6 * found.error) for steps in trial.rivals for step in steps
+            for found in (seconds.get(step, nothing),)]
 
 
-def typical(runs: Sequence[Run]) -> Run:
+def typical(runs: Sequence[Run]) -> dict[int, Estimate]:
     """What each step takes in a run of median speed.
 
     A core's clock, and what its neighbours leave of the caches, make one run slower than the next, and with it all of
@@ -140,14 +154,21 @@ def typical(runs: Sequence[Run]) -> Run:
     """
     cost = _medians(runs, [1.0] * len(runs))
     for _ in range(REFINEMENTS):
-        speeds = [statistics.median(run[step] / cost[step] for step in run) for run in runs]
+        speeds = [statistics.median(run[step] / cost[step].value for step in run) for run in runs]
         cost = _medians(runs, speeds)
     return cost
 
 
-def _medians(runs: Sequence[Run], speeds: Sequence[float]) -> Run:
+def _medians(runs: Sequence[Run], speeds: Sequence[float]) -> dict[int, Estimate]:
     found: dict[int, list[float]] = {}
     for run, speed in zip(runs, speeds, strict=True):
         for step, seconds in run.items():
             found.setdefault(step, []).append(seconds / speed)
-    return {step: max(statistics.median(seconds), 1e-9) for step, seconds in found.items()}
+    return {step: _median(seconds) for step, seconds in found.items()}
+
+
+def _median(seconds: Sequence[float]) -> Estimate:
+    """With the standard error of a median, by the median distance from it, as if they were normally distributed."""
+    middle = max(statistics.median(seconds), 1e-9)
+    distance = statistics.median(abs(value - middle) for value in seconds)
+    return Estimate(middle, max(1.25 * 1.48 * distance / math.sqrt(len(seconds)), LEAST_ERROR * middle))

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -35,6 +35,8 @@ MAX_COST_RATIO = 1.3        # times the least cost: tactics beyond it are not ti
 ABANDON_RATIO = 1.5         # times the fastest tactic's first runs: a slower one is timed no further
 NEAR = 1.1                  # times the least time: noise, inputs from afar
 FAR_BYTES = 8e3             # of constants that a microsecond brings from afar, at worst
+GAIN = 0.99                 # of the time inside the network; less is noise
+DOUBT = 0.03                # of a time alone: how far it usually is from that in a network
 
 Constants = Mapping[str, Any]
 C = TypeVar("C")
@@ -46,6 +48,17 @@ class Candidate:
     """A kernel cut by one of its tactics: what is compiled and timed."""
     kernel: Kernel[Any]
     tactic: Any
+
+
+class Estimate(NamedTuple):
+    """A number and its standard error."""
+    value: float
+    error: float
+
+    def with_(self, other: Estimate) -> Estimate:
+        """The best estimate that both make together: each weighs by how sure it is."""
+        ours, theirs = self.error ** -2, other.error ** -2
+        return Estimate((self.value * ours + other.value * theirs) / (ours + theirs), (ours + theirs) ** -0.5)
 
 
 @dataclass(frozen=True)
@@ -119,6 +132,13 @@ class Tuner:
             packings.setdefault((type(one.kernel), one.kernel.packing(one.tactic)), one)
         return list(dict.fromkeys((taken, *packings.values(), *near)))[:most]
 
+    def alone(self, problem: Problem, one: Candidate) -> Estimate:
+        """A rival's time to that of the candidate taken, as far as times alone tell: the less, the more it waits for
+        constants."""
+        scores, found = self._scores(self._alone[problem]), self._alone[problem][one]
+        waits = one.kernel.constant_bytes(self.isa, one.tactic) / FAR_BYTES / max(found[0], 1e-9)
+        return Estimate(scores[one] / min(scores.values()), DOUBT + waits / 2)
+
     def trials(self, rivals: Mapping[Problem, Sequence[Candidate]],
                progress: Progress | None = None) -> dict[Problem, list[Choice]]:
         """The rivals as choices that can be run; those of a problem have their code in common."""
@@ -132,11 +152,15 @@ class Tuner:
                 for problem, some in rivals.items()}
 
     def settle(self, found: Mapping[Problem, Mapping[Candidate, float]]) -> dict[Problem, Choice]:
-        """The fastest of rivals, by their microseconds inside the network, for a batch of the first size."""
+        """The fastest of rivals, by their microseconds inside the network, for a batch of the first size; the one that
+        was taken by its time alone where they are alike."""
         times = {problem: {one: (us, *self._alone[problem][one][1:]) for one, us in in_place.items()}
                  for problem, in_place in found.items()}
-        taken = {problem: min(ratios, key=lambda one: ratios[one])
-                 for problem, ratios in ((problem, mean_ratios(of_rivals)) for problem, of_rivals in times.items())}
+        taken = {}
+        for problem, of_rivals in times.items():
+            ratios, alone = mean_ratios(of_rivals), self._least(self._alone[problem])
+            best = min(ratios, key=lambda one: ratios[one])
+            taken[problem] = best if ratios[best] < GAIN * ratios[alone] else alone
         with CompilerPool(self.isa) as pool:
             code = self._compiled(pool, taken.values())
         return {problem: self._choice(one, times[problem][one], code[one]) for problem, one in taken.items()}

@@ -39,7 +39,6 @@ from engines.lowering.problems.problem import Array
 from engines.lowering.problems.view import View
 
 FEW_PIXELS = 8          # items of no more pixels than this are cut by batch
-PREFETCHED = 0.94       # of the time with weights at hand, which a network's are not
 BLOCK_BYTES = 256 << 10     # of x, in a block of a batch's pixels: it stays in the second level while the panels pass
 
 
@@ -207,7 +206,7 @@ class TiledContraction(Kernel[Contraction]):
 
     def unseen(self, isa: Isa, tactic: Tile) -> float:
         """Weights asked for ahead, while the tiles before the next panel pass: one tile is too short for that."""
-        return PREFETCHED if tactic.prefetch and self.tile_rows(tactic) > 1 else 1.0
+        return isa.prefetched if tactic.prefetch and self.tile_rows(tactic) > 1 else 1.0
 
     def packing(self, tactic: Tile) -> int:
         return tactic.vectors
