@@ -363,8 +363,7 @@ _ARM = "aarch64-unknown-linux-gnu"
 _TILES_512 = ((14, 2), (12, 2), (6, 4), (4, 4), (7, 2), (8, 2), (16, 1))
 _TILES_256 = ((6, 2), (5, 2), (4, 2), (12, 1))
 _WINOGRAD_512, _WINOGRAD_256 = ((14, 2), (6, 4)), ((6, 2),)
-# In five INT8 networks on Zen 5 it was worth up to 7 %. AVX2's products take so long that weights come in time anyway.
-_PREFETCHED = 0.94
+_PREFETCHED = 0.94      # in INT8 networks on Zen 5; AVX2's products take so long that weights come in time anyway
 _TILES_ARM = ((6, 4), (4, 4), (12, 2), (8, 2), (16, 1))
 
 AVX512_BF16 = Vnni("avx512_bf16", 16, 32, "x86-64-v4", "+avx512vnni,+avx512bf16,-prefer-256-bit", _V4 | {"avx512_bf16"},

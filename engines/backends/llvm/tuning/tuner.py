@@ -33,6 +33,7 @@ TIMING_SECONDS = 0.004      # spent on timing one tactic, in rounds among its ri
 ROUNDS = 3
 MAX_COST_RATIO = 1.3        # times the least cost: tactics beyond it are not timed
 ABANDON_RATIO = 1.5         # times the fastest tactic's first runs: a slower one is timed no further
+CLOCK_US = 1e-3             # the least that is a time: some clocks stand still for a moment
 NEAR = 1.1                  # times the least time: noise, inputs from afar
 FAR_BYTES = 8e3             # of constants that a microsecond brings from afar, at worst
 GAIN = 0.99                 # of the time inside the network; less is noise
@@ -136,7 +137,7 @@ class Tuner:
         """A rival's time to that of the candidate taken, as far as times alone tell: the less, the more it waits for
         constants."""
         scores, found = self._scores(self._alone[problem]), self._alone[problem][one]
-        waits = one.kernel.constant_bytes(self.isa, one.tactic) / FAR_BYTES / max(found[0], 1e-9)
+        waits = one.kernel.constant_bytes(self.isa, one.tactic) / FAR_BYTES / max(found[0], CLOCK_US)
         return Estimate(scores[one] / min(scores.values()), DOUBT + waits / 2)
 
     def trials(self, rivals: Mapping[Problem, Sequence[Candidate]],
@@ -310,8 +311,8 @@ class _Report:
 def mean_ratios(times: Mapping[C, Times], least_of: Mapping[C, Times] | None = None) -> dict[C, float]:
     """Each one's time to the least, of `least_of` if given; of several batches the mean, so that each counts alike
     however long it takes."""
-    fastest = [max(min(of_batch), 1e-9) for of_batch in zip(*(least_of or times).values(), strict=True)]
-    return {one: sum(us / unit for us, unit in zip(found, fastest, strict=True)) / len(fastest)
+    fastest = [max(min(of_batch), CLOCK_US) for of_batch in zip(*(least_of or times).values(), strict=True)]
+    return {one: sum(max(us, CLOCK_US) / unit for us, unit in zip(found, fastest, strict=True)) / len(fastest)
             for one, found in times.items()}
 
 

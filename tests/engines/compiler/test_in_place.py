@@ -1,0 +1,141 @@
+"""Tactics judged inside the network: every rival computes the same, the fastest is taken and kept in the cache."""
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines.backends.llvm.codegen.isa import best_isa
+from engines.backends.llvm.kernels.contraction.direct import DirectContraction
+from engines.backends.llvm.kernels.contraction.winograd import WinogradContraction
+from engines.backends.llvm.runtime.execution import Arena, LoadedPlan, Segment, run_segment
+from engines.backends.llvm.session import LlvmSession
+from engines.backends.llvm.tuning import in_place
+from engines.backends.llvm.tuning.in_place import Trial, times_in_place, typical
+from engines.backends.llvm.tuning.tuner import Candidate, Estimate, Tuner
+from engines.compiler.builder import BuildConfig, Builder
+from engines.ir.graph import Graph
+from engines.lowering.epilogue.program import EpilogueProgram
+from engines.lowering.problems.convolution import Contraction
+from engines.lowering.problems.view import Halo, dense_view
+from engines.machine.cpu import detect
+from engines.machine.timing_cache import TimingCache
+from tests.zoo import TINY
+
+ITEMS = 2
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    """A small ResNet in INT8, whose sums are exact whatever their order."""
+    builder = Builder(BuildConfig(precision="int8", timing=False))
+    floats = builder.graph(TINY["resnet18"]().SerializeToString())
+    return builder.stored(floats, dict.fromkeys(builder.edges(floats), (-1.0, 2.0)))
+
+
+def session(cache: TimingCache) -> LlvmSession:
+    return LlvmSession(best_isa(detect().features).name, cache, timing=True)
+
+
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
+    """The trials that are run, as short as they can be."""
+    found: list[Trial] = []
+
+    def noted(trial: Trial, items: int, progress: Any = None) -> list[Estimate]:
+        found.append(trial)
+        return times_in_place(trial, items, progress)
+
+    monkeypatch.setattr(in_place, "SECONDS", 0.0)
+    monkeypatch.setattr(in_place, "MOST_RIVALS", (6, 6))
+    monkeypatch.setattr(in_place, "times_in_place", noted)
+    return found
+
+
+def test_every_rival_of_a_trial_leaves_the_same_bytes(graph: Graph, trials: list[Trial]) -> None:
+    judge = session(TimingCache())
+    judge.settle(judge.choose(graph, ITEMS))
+    plan, rivals, _ = trials[0]
+    program = LoadedPlan(plan)
+    arena = Arena(program, program.separate_layout)
+    arena._memory.bytes[:] = np.random.default_rng(0).integers(0, 64, arena.bytes)      # no float of these is a NaN
+    arena.prepare(1)
+    for steps in rivals:
+        left = []
+        for step in steps:
+            run_segment(program, arena, Segment(step, step + 1), 1)
+            left.append(arena._memory.bytes.copy())
+        for ours in left[1:]:
+            np.testing.assert_array_equal(ours, left[0], plan.machine.steps[steps[0]].name)
+    assert sum(map(len, rivals)) > len(rivals), "or nothing was compared"
+
+
+def test_a_second_build_of_the_network_times_nothing_and_chooses_alike(graph: Graph, trials: list[Trial]) -> None:
+    cache = TimingCache()
+    first, second = ([(choice.symbol, choice.time_us) for choice in judge.settle(judge.choose(graph, ITEMS))
+                      .choices.values()] for judge in (session(cache), session(cache)))
+    assert len(trials) == 1 and first == second
+
+
+def test_times_in_one_network_say_nothing_about_another(graph: Graph, trials: list[Trial]) -> None:
+    cache = TimingCache()
+    shorter = replace(graph, nodes=graph.nodes[:-3], outputs=graph.nodes[-4].outputs)
+    for network in (graph, shorter):
+        judge = session(cache)
+        judge.settle(judge.choose(network, ITEMS))
+    assert len(trials) == 2
+
+
+def test_what_is_faster_inside_the_network_is_taken_though_it_is_slower_alone(
+        graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of each problem's rivals is said to take half as long as the others, without doubt."""
+    said: list[Trial] = []
+
+    def times(trial: Trial, items: int, progress: Any = None) -> list[Estimate]:
+        said.append(trial)
+        return [Estimate(1.0 if step != steps[-1] else 0.5, 1e-6) for steps in trial.rivals for step in steps]
+
+    monkeypatch.setattr(in_place, "times_in_place", times)
+    judge = session(TimingCache())
+    alone = judge.choose(graph, ITEMS)
+    settled = judge.settle(alone)
+    last = {problem: said[0].plan.machine.steps[steps[-1]].symbol
+            for steps, problem in zip(said[0].rivals, said[0].problems, strict=True) if problem}
+    assert {problem: choice.symbol for problem, choice in settled.choices.items()} == last
+    assert any(alone.choices[problem].symbol != symbol for problem, symbol in last.items())
+
+
+def test_the_speed_of_a_run_is_not_that_of_its_steps() -> None:
+    """Steps 1 and 2 do the same for one call; every run that takes 1 happens to be twice as slow."""
+    runs = [{0: 3.0 * speed, 1 + (speed == 1.0): 5.0 * speed, 3: 7.0 * speed} for speed in [2.0, 1.0] * 8]
+    cost = typical(runs)
+    assert cost[1].value == pytest.approx(cost[2].value)
+    assert cost[3].value / cost[0].value == pytest.approx(7 / 3)
+
+
+def test_a_time_that_scatters_is_less_sure() -> None:
+    rng = np.random.default_rng(0)
+    runs = [{0: 1.0, 1: float(rng.normal(1.0, 0.1)), 2: 1.0} for _ in range(64)]
+    assert 0.1 / 8 < typical(runs)[1].error < 0.1 / 4
+    assert Estimate(1.0, 0.03).with_(Estimate(0.9, 0.01)).value == pytest.approx(0.91)
+
+
+def test_who_reads_many_weights_has_rivals_that_are_far_slower_alone() -> None:
+    """Winograd's weights are four times as many: where they come from memory, the direct kernel may be faster."""
+    def rivals(cin: int, us_direct: float) -> set[type]:
+        x, y = dense_view("uint8", (16, 16, cin)), dense_view("uint8", (14, 14, cin))
+        problem = Contraction(x, y, (), EpilogueProgram(), "int8", (3, 3), border=Halo(1, 1, 1, 1), bounded=True)
+        isa = best_isa(detect().features)
+        tuner = Tuner(isa, TimingCache(), "")
+        one, other = DirectContraction(problem), WinogradContraction(problem)
+        if not other.tactics(isa):
+            pytest.skip(f"{isa.name} has no Winograd tactic for {cin} channels")
+        tuner._alone[problem] = {Candidate(one, one.tactics(isa)[0]): (us_direct,),
+                                 Candidate(other, other.tactics(isa)[0]): (100.0,)}
+        return {type(rival.kernel) for rival in tuner.rivals(problem, most=6)}
+
+    assert rivals(64, 200.0) == {WinogradContraction}
+    assert rivals(64, 104.0) == {WinogradContraction, DirectContraction}
+    assert rivals(128, 200.0) == {WinogradContraction, DirectContraction}
