@@ -42,7 +42,8 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     # from a model to an optimised graph
     "engines.ops": ("engines.ir",),
     "engines.frontend.operators": ("engines.ops",),
-    "engines.frontend": ("engines.frontend.operators", "engines.version", "engines.faults", "engines.capacity"),
+    "engines.frontend.operators.contrib": ("engines.frontend.operators",),
+    "engines.frontend": ("engines.frontend.operators.contrib", "engines.version", "engines.faults", "engines.capacity"),
     "engines.passes.rewriting": ("engines.ops",),
     "engines.passes.rules": ("engines.passes.rewriting",),
     "engines.passes.layout": ("engines.passes.rules",),

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ from engines.errors import EngineError, GraphError, ModelError, UnknownTensorErr
 from engines.faults import faults_named
 from engines.frontend.inputs import constant_inputs, input_types
 from engines.frontend.names import check_names
-from engines.frontend.operators import attention, axes, composed, images  # noqa: F401  (fill RULES)
+from engines.frontend.operators import attention, axes, composed, contrib, images  # noqa: F401  (fill the tables)
+from engines.frontend.operators.extension import EXTENSIONS, STANDARD
 from engines.frontend.operators.normalise import RULES, Beyond, Call, normalise
 from engines.frontend.opsets import OLDEST_OPSET, current
-from engines.frontend.schema import check_node, check_types, same_as_default, schema_of
+from engines.frontend.schema import Schema, check_node, check_types, same_as_default, schema_of
 from engines.frontend.trace import Trace
 from engines.ir.graph import Array, Dim, Graph, Node, trimmed, verify
 from engines.ir.shapes import Undecided
@@ -121,7 +122,8 @@ def _refuse_unknown(model: str, graph: onnx.GraphProto) -> None:
     for node in graph.node:
         domain, op = _domain(node.domain), node.op_type
         nested = any(a.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS) for a in node.attribute)
-        if nested or not ((domain == "" and (op in OPS or op in RULES)) or onnx.defs.has(op, domain)):
+        if nested or not ((domain == "" and (op in OPS or op in RULES)) or (domain, op) in EXTENSIONS
+                          or onnx.defs.has(op, domain)):
             unknown.setdefault(f"{domain}.{op}" if domain else op, node.name or next(iter(node.output), ""))
     if unknown:
         listed = ", ".join(f"{op} (as in node '{node}')" for op, node in sorted(unknown.items()))
@@ -144,30 +146,54 @@ def _add(model: str, trace: Trace, proto: onnx.NodeProto, opsets: Mapping[str, i
         raise ModelError(f"{model}: {where}{error}") from error
 
 
-def _canonical(model: str, trace: Trace, proto: onnx.NodeProto, node: Node, opsets: Mapping[str, int]) -> list[Node]:
-    """The canonical nodes of one that meets its schema; or the node as it is, for the onnx package, where it says more
-    than these could."""
+def _canonical(model: str, trace: Trace, proto: onnx.NodeProto, node: Node,
+               opsets: Mapping[str, int]) -> Iterator[Node]:
+    """The canonical nodes of one that meets its schema, one by one: what those before it make is in the trace."""
     domain = _domain(proto.domain)
     opset = opsets.get(domain, OLDEST_OPSET)
     schema = schema_of(proto.op_type, opset, domain)
     if schema is None:
         raise GraphError(f"opset {opset} of ONNX has no {proto.op_type}")
     check_node(schema, proto)
-    types = trace.inputs(node)
-    check_types(schema, types)
+    if (domain, node.op) not in EXTENSIONS or not domain and onnx.defs.has(node.op, opset):
+        yield from _of_one(model, trace, schema, node, opset, domain)
+        return
+    call = _call(trace, schema, node, opset)
+    written = EXTENSIONS[domain, node.op](call)
+    if lost := _lost(call, schema):
+        raise GraphError(f"its {' and '.join(lost)} are not supported")
+    for part in written:
+        standard = schema_of(part.op, STANDARD)
+        assert standard is not None, f"{node.op} is written out as {part.op}, which is not ONNX's"
+        yield from _of_one(model, trace, standard, part, STANDARD)
+
+
+def _of_one(model: str, trace: Trace, schema: Schema, node: Node, opset: int, domain: str = "") -> Sequence[Node]:
+    """The canonical nodes of one; or the node as it is, for the onnx package, where it says more than these could."""
+    call = _call(trace, schema, node, opset)
     reason = "there is no operator of our own"
     if not domain and (node.op in OPS or node.op in RULES):
-        call = Call(node, opset, types, trace.known(node))
         try:
             made = normalise(call)
-            lost = [name for name in call.unread if not same_as_default(schema, name, node.attrs[name])]
-            if not lost:
+            if not (lost := _lost(call, schema)):
                 return made
             reason = f"our own has no {' and '.join(lost)}"
         except Beyond as beyond:
             reason = f"our own is not for {beyond}"
-    log.info("%s: %s '%s' is evaluated by the onnx package: %s", model, proto.op_type, proto.name, reason)
+    log.info("%s: %s '%s' is evaluated by the onnx package: %s", model, node.op, node.name, reason)
     return [as_onnx(node, opset, domain)]
+
+
+def _call(trace: Trace, schema: Schema, node: Node, opset: int) -> Call:
+    """Raises GraphError: inputs that do not exist, or of types that the schema does not have."""
+    types = trace.inputs(node)
+    check_types(schema, types)
+    return Call(node, opset, types, trace.known(node))
+
+
+def _lost(call: Call, schema: Schema) -> list[str]:
+    """The attributes that the rule did not ask for, and that say something."""
+    return [name for name in call.unread if not same_as_default(schema, name, call.node.attrs[name])]
 
 
 def _node(model: str, proto: onnx.NodeProto) -> Node:

@@ -1,4 +1,7 @@
-"""What ONNX says that a node may be: its operator's schema in the opset of the model, which every node must meet."""
+"""What a node may be: its operator's schema in the opset of the model, which every node must meet.
+
+ONNX says that of its operators; of others what engines.frontend.operators has of them does.
+"""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
@@ -11,6 +14,7 @@ import onnx
 from onnx import helper
 
 from engines.errors import GraphError, did_you_mean
+from engines.frontend.operators.extension import SIGNATURES, Signature
 from engines.ir.graph import TensorType, trimmed
 
 # Attributes that are 0 or 1 wherever they occur; what another number would mean differs from one runtime to the next.
@@ -78,7 +82,8 @@ def schema_of(op: str, opset: int, domain: str = "") -> Schema | None:
     try:
         found = onnx.defs.get_schema(op, opset, domain)
     except onnx.defs.SchemaError:
-        return None
+        known = SIGNATURES.get((domain, op))
+        return _of_signature(op, known) if known else None
     last = found.inputs[-1] if found.inputs else None
     return Schema(
         op, found.since_version,
@@ -90,6 +95,18 @@ def schema_of(op: str, opset: int, domain: str = "") -> Schema | None:
         bool(last and not last.is_homogeneous), (found.min_input, found.max_input),
         (found.min_output, found.max_output),
         frozenset(i for i, p in enumerate(found.outputs) if not any(t.startswith("tensor(") for t in p.types)))
+
+
+def _of_signature(op: str, known: Signature) -> Schema:
+    kinds = onnx.AttributeProto.AttributeType
+    least = 1 + max(i for i, given in enumerate(known.inputs) if not given.optional)
+    return Schema(
+        op, 1, {a.name: kinds.Value(a.kind.upper()) for a in known.attributes},
+        frozenset(a.name for a in known.attributes if a.required),
+        {a.name: a.default.encode() if isinstance(a.default, str) else a.default for a in known.attributes
+         if a.default is not None},
+        tuple(_Parameter(i.name, not i.optional, frozenset(i.types), i.variable) for i in known.inputs), False,
+        (least, 10 ** 9 if known.inputs[-1].several else len(known.inputs)), (1, known.outputs), frozenset())
 
 
 def check_node(schema: Schema, node: onnx.NodeProto) -> None:

@@ -28,6 +28,12 @@ class Parts:
         """Adds a node; the name of what it makes."""
         return self._add(op, inputs, self._fresh(op.lower()), attrs)
 
+    def several(self, op: str, *inputs: str, outputs: int, **attrs: Any) -> tuple[str, ...]:
+        """Adds a node of several outputs."""
+        names = tuple(f"{self._fresh(op.lower())}.{index}" for index in range(outputs))
+        self.nodes.append(replace(self._node, op=op, inputs=inputs, outputs=names, attrs=attrs))
+        return names
+
     def constant(self, array: Array) -> str:
         return self._add("Constant", (), self._fresh("constant"), {"value": np.asarray(array)})
 

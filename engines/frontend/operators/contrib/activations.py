@@ -1,0 +1,70 @@
+"""Activations, those that add a bias first, and those that other fused operators name."""
+from __future__ import annotations
+
+from engines.errors import GraphError
+from engines.frontend.operators.extension import StandardParts, contrib
+from engines.frontend.operators.normalise import Call
+from engines.ir.graph import Node
+from engines.ir.shapes import fixed
+
+# The activations that fused operators name, with the attributes that their parameters are, in order.
+_PARAMETERS: dict[str, tuple[str, ...]] = {
+    "Relu": (), "Tanh": (), "Sigmoid": (), "Softplus": (), "Softsign": (), "LeakyRelu": ("alpha",), "Elu": ("alpha",),
+    "ThresholdedRelu": ("alpha",), "HardSigmoid": ("alpha", "beta"), "Clip": ("min", "max")}
+
+
+def activated(w: StandardParts, call: Call, x: str, name: str | None, parameters: list[float | None]) -> list[Node]:
+    """Ends in the activation of x, None for none; parameters: in the order of its attributes, None for a default."""
+    if not name:
+        return w.finish("Identity", x)
+    if name not in _PARAMETERS:
+        raise GraphError(f"its activation is '{name}'; known are {', '.join(_PARAMETERS)}")
+    given = {key: value for key, value in zip(_PARAMETERS[name], parameters, strict=False) if value is not None}
+    if name == "Clip":
+        dtype = call.type().dtype
+        return w.finish("Clip", x, *(w.number(given[key], dtype) if key in given else "" for key in ("min", "max")))
+    return w.finish(name, x, **given)
+
+
+@contrib("Gelu", "X:T")
+def _gelu(call: Call) -> list[Node]:
+    return StandardParts(call).finish("Gelu", call.node.inputs[0])
+
+
+@contrib("BiasGelu", "A:T B:T")
+def _bias_gelu(call: Call) -> list[Node]:
+    w = StandardParts(call)
+    return w.finish("Gelu", w("Add", *call.node.inputs))
+
+
+@contrib("FastGelu", "X:T bias:T?")
+def _fast_gelu(call: Call) -> list[Node]:
+    w = StandardParts(call)
+    return w.finish("Gelu", w.plus(call.node.inputs[0], call, 1), approximate="tanh")
+
+
+@contrib("GemmFastGelu", "X:T W:T bias:T?")
+def _gemm_fast_gelu(call: Call) -> list[Node]:
+    w = StandardParts(call)
+    return w.finish("Gelu", w.plus(w("MatMul", *call.node.inputs[:2]), call, 2), approximate="tanh")
+
+
+@contrib("QuickGelu", "X:T", "alpha=1.702")
+def _quick_gelu(call: Call) -> list[Node]:
+    """x * sigmoid(alpha * x)"""
+    return StandardParts(call).finish("Swish", call.node.inputs[0], alpha=call.attr("alpha", 1.702))
+
+
+@contrib("BiasSplitGelu", "X:T bias:T")
+def _bias_split_gelu(call: Call) -> list[Node]:
+    """One half of x + bias times the Gelu of the other."""
+    w, half = StandardParts(call), fixed(call.type().shape[-1:])[0] // 2
+    x = w("Add", *call.node.inputs)
+    return w.finish("Mul", w.cut(x, -1, 0, half), w("Gelu", w.cut(x, -1, half, 2 * half)))
+
+
+@contrib("BiasAdd", "X:T bias:T skip:T")
+def _bias_add(call: Call) -> list[Node]:
+    x, bias, skip = call.node.inputs
+    w = StandardParts(call)
+    return w.finish("Add", w("Add", x, bias), skip)

@@ -1,0 +1,137 @@
+"""Products and convolutions with what follows them: scales, Transposes, sums and activations."""
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from engines.errors import GraphError
+from engines.frontend.operators.contrib.activations import activated
+from engines.frontend.operators.extension import StandardParts, contrib
+from engines.frontend.operators.normalise import Call
+from engines.ir.graph import Node
+
+_CONV = "auto_pad=NOTSET dilations:ints group=1 kernel_shape:ints pads:ints strides:ints"
+_OF_CONV = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
+
+
+@contrib("FusedMatMul", "A:T B:T", "alpha=1.0 transA=0 transB=0 transBatchA=0 transBatchB=0")
+@contrib("TransposeMatMul", "A:T B:T", "alpha=1.0 transA=0 transB=0")
+def _fused_matmul(call: Call) -> list[Node]:
+    """alpha * A B of turned A and B: the first axis goes before the last (transBatch), the last two change places."""
+    w = StandardParts(call)
+    a, b = (_turned(w, call, index) for index in (0, 1))
+    alpha = call.attr("alpha", 1.0)
+    if alpha == 1:
+        return w.finish("MatMul", a, b)
+    return w.finish("Mul", w("MatMul", a, b), w.number(alpha, call.type().dtype))
+
+
+def _turned(w: StandardParts, call: Call, index: int) -> str:
+    letter, name = "AB"[index], call.node.inputs[index]
+    batch, last = (bool(call.attr(f"trans{what}{letter}", 0)) for what in ("Batch", ""))
+    perm = list(range(len(call.type(index).shape)))
+    if len(perm) < 2:
+        return name
+    if batch:
+        perm.insert(-1, perm.pop(0))
+    if last:
+        perm[-2:] = perm[:-3:-1]
+    return w("Transpose", name, perm=tuple(perm)) if perm != sorted(perm) else name
+
+
+@contrib("FusedGemm", "A:T B:T C:T?", "activation:string activation_alpha:float activation_beta:float "
+                                      "activation_gamma:float alpha=1.0 beta=1.0 transA=0 transB=0")
+def _fused_gemm(call: Call) -> list[Node]:
+    w = StandardParts(call)
+    y = w("Gemm", *call.node.inputs, **call.keep("alpha", "beta", "transA", "transB"))
+    parameters = [call.attr(f"activation_{which}") for which in ("alpha", "beta", "gamma")]
+    return activated(w, call, y, call.attr("activation"), parameters)
+
+
+@contrib("FusedConv", "X:T W:T B:T? Z:T?", f"activation:string activation_params:floats {_CONV}")
+def _fused_conv(call: Call) -> list[Node]:
+    """activation(Conv(X, W, B) + Z)"""
+    w, inputs = StandardParts(call), (*call.node.inputs, "")
+    y = w.plus(w("Conv", *inputs[:3], **call.keep(*_OF_CONV)), call, 3)
+    return activated(w, call, y, call.attr("activation"), list(call.attr("activation_params") or ()))
+
+
+@contrib("NhwcConv", "X:T W:T B:T?", _CONV)
+@contrib("NhwcFusedConv", "X:T W:T B:T? Z:T?", f"activation:string activation_params:floats {_CONV}")
+def _nhwc_conv(call: Call) -> list[Node]:
+    """Images and weights with the channels last."""
+    w, rank = StandardParts(call), call.rank
+    first, last = (0, rank - 1, *range(1, rank - 1)), (0, *range(2, rank), 1)
+    x, weights = (w("Transpose", name, perm=first) for name in call.node.inputs[:2])
+    y = w("Conv", x, weights, call.node.inputs[2] if call.has(2) else "", **call.keep(*_OF_CONV))
+    y = w.plus(w("Transpose", y, perm=last), call, 3)
+    return activated(w, call, y, call.attr("activation"), list(call.attr("activation_params") or ()))
+
+
+@contrib("CDist", "A:T B:T", "metric=sqeuclidean")
+def _distances(call: Call) -> list[Node]:
+    """The distance of each row of A from each of B."""
+    w, metric = StandardParts(call), call.attr("metric", "sqeuclidean")
+    if metric not in ("sqeuclidean", "euclidean"):
+        raise GraphError(f"its metric is '{metric}'; known are sqeuclidean and euclidean")
+    a, b = (w("Unsqueeze", name, w.ints(axis)) for axis, name in zip((1, 0), call.node.inputs, strict=True))
+    op = "ReduceSumSquare" if metric == "sqeuclidean" else "ReduceL2"
+    return w.finish(op, w("Sub", a, b), w.ints(2), keepdims=0)
+
+
+@contrib("MatMulNBits", "A:T B:X scales:T zero_points:X1? g_idx:I? bias:T?",
+         "K:int! N:int! accuracy_level=0 bits=4 block_size:int! weight_prepacked=0")
+def _matmul_n_bits(call: Call) -> list[Node]:
+    """A times the transpose of B [N, K], which has a scale for each block of a row."""
+    w, (n, k) = StandardParts(call), (call.attr("N"), call.attr("K"))
+    call.ignore("accuracy_level")       # of how A may be rounded on the way
+    if call.has(4):
+        raise GraphError("weights in groups that are not blocks (g_idx) are not supported")
+    weights = blocks_of_bits(w, call, 1, 2, 3, n, k)
+    y = w("MatMul", call.node.inputs[0], w("Transpose", weights, perm=(1, 0)))
+    return w.finish("Identity", w.plus(y, call, 5))
+
+
+def blocks_of_bits(w: StandardParts, call: Call, packed: int, scales: int, zeros: int, rows: int, columns: int) -> str:
+    """Weights [rows, columns] of two, four or eight bits, dequantised; these inputs of the call, which are constants.
+
+    The elements fill bytes from the lowest bits on; a row is padded to whole blocks, its zero points to whole bytes. A
+    zero point that is not given is the middle of the range; it may be a float, too.
+    """
+    bits, size = int(call.attr("bits", 4)), int(call.attr("block_size"))
+    if bits not in (2, 4, 8):
+        raise GraphError(f"weights of {bits} bits are not supported; 2, 4 and 8 are")
+    blocks = math.ceil(columns / size)
+    elements = unpacked(_known(call, packed).reshape(rows, -1), bits)[:, :columns]
+    scale = w.reshape(call.node.inputs[scales], rows, blocks)
+    if call.has(zeros) and call.type(zeros).dtype != np.uint8:
+        return _by_float_zeros(w, call, elements, scale, w.reshape(call.node.inputs[zeros], rows, blocks), size)
+    zero = np.full((rows, blocks), 1 << bits - 1, np.uint8)
+    if call.has(zeros):
+        zero = unpacked(_known(call, zeros).reshape(rows, -1), bits)[:, :blocks]
+    return w("DequantizeLinear", w.constant(elements), scale, w.constant(zero), axis=1, block_size=size)
+
+
+def _by_float_zeros(w: StandardParts, call: Call, elements: np.ndarray, scale: str, zero: str, size: int) -> str:
+    """(element - zero) * scale, of blocks"""
+    rows, columns = elements.shape
+    padded = np.pad(elements, ((0, 0), (0, -columns % size))).reshape(rows, -1, size)
+    real = w.constant(padded.astype(call.type().dtype))
+    scale, zero = (w("Unsqueeze", name, w.ints(2)) for name in (scale, zero))
+    blocks = w("Mul", w("Sub", real, zero), scale)
+    return w.cut(w.reshape(blocks, rows, -1), 1, 0, columns)
+
+
+def _known(call: Call, index: int) -> np.ndarray:
+    value = call.values[index]
+    if value is None:
+        raise GraphError(f"its input '{call.node.inputs[index]}' is no constant")
+    return value
+
+
+def unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
+    """The elements of a row of bytes, uint8."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    elements = packed.astype(np.uint8)[..., None] >> shifts & (1 << bits) - 1
+    return elements.reshape(*packed.shape[:-1], -1).astype(np.uint8)

@@ -1,0 +1,121 @@
+"""Norms, and sums that are normalised."""
+from __future__ import annotations
+
+import numpy as np
+
+from engines.errors import GraphError
+from engines.frontend.operators.extension import StandardParts, contrib, extension
+from engines.frontend.operators.normalise import Call
+from engines.ir.graph import Node
+from engines.ir.shapes import fixed
+
+_EPSILON = 1e-12
+
+
+@extension("", "SimplifiedLayerNormalization", "X:T scale:T", "axis=-1 epsilon=1e-5 stash_type=1", 2)
+def _simplified(call: Call) -> list[Node]:
+    """RMSNormalization, under the name that exporters for ONNX Runtime gave it before ONNX had one."""
+    if len(call.node.outputs) > 1:
+        raise GraphError("its second output, a statistic of training, is not supported")
+    return StandardParts(call).finish("RMSNormalization", *call.node.inputs,
+                                      **call.keep("axis", "epsilon", "stash_type"))
+
+
+@extension("", "LayerNormalization", "X:T scale:T bias:T?", "axis=-1 epsilon=1e-5 stash_type=1", 3)
+def _before_opset_17(call: Call) -> list[Node]:
+    """ONNX Runtime had it before ONNX."""
+    w = StandardParts(call)
+    made = w.several("LayerNormalization", *call.node.inputs, outputs=len(call.node.outputs),
+                     **call.keep("axis", "epsilon", "stash_type"))
+    for index, name in enumerate(made):
+        w.output(index, "Identity", name)
+    return w.nodes
+
+
+_SUMS = 3       # the output that is the sum before it is normalised
+
+
+@contrib("SkipLayerNormalization", "input:T skip:T gamma:T beta:T? bias:T?", "epsilon=1e-12", 4)
+def _skip_layer_norm(call: Call) -> list[Node]:
+    w, node = StandardParts(call), call.node
+    total = _with_skip(w, call, 4)
+    y, *statistics = w.several("LayerNormalization", total, *node.inputs[2:4 if call.has(3) else 3], axis=-1,
+                               epsilon=call.attr("epsilon", _EPSILON), outputs=min(len(node.outputs), 3))
+    for index, name in enumerate((y, *statistics)):
+        w.output(index, "Identity", name)
+    w.output(_SUMS, "Identity", total)
+    return w.nodes
+
+
+@contrib("SkipSimplifiedLayerNormalization", "input:T skip:T gamma:T bias:T?", "epsilon=1e-12", 4)
+def _skip_simplified(call: Call) -> list[Node]:
+    w = StandardParts(call)
+    total = _with_skip(w, call, 3)
+    w.output(0, "RMSNormalization", total, call.node.inputs[2], axis=-1, epsilon=call.attr("epsilon", _EPSILON))
+    w.output(_SUMS, "Identity", total)
+    return w.nodes
+
+
+def _with_skip(w: StandardParts, call: Call, bias: int) -> str:
+    return w.plus(w("Add", *call.node.inputs[:2]), call, bias)
+
+
+@contrib("EmbedLayerNormalization", "input_ids:I segment_ids:I? word_embedding:T position_embedding:T "
+         "segment_embedding:T? gamma:T beta:T mask:I? position_ids:I?", "epsilon=1e-12 mask_index_type=0", 3)
+def _embed_layer_norm(call: Call) -> list[Node]:
+    """The norm of the sum of a word's, its position's and its segment's embedding. The other outputs: how many of the
+    mask are not 0, for each item; that sum."""
+    call.ignore("mask_index_type")      # of what the second output is to be, which is one thing only
+    w, node = StandardParts(call), call.node
+    ids, segments, words, positions, of_segments, gamma, beta = node.inputs[:7]
+    of_positions = w("Gather", positions, node.inputs[8], axis=0) if call.has(8) else w.cut(
+        positions, 0, 0, *fixed([call.type().shape[1]]))
+    total = w("Add", w("Gather", words, ids, axis=0), of_positions)
+    if segments:
+        total = w("Add", total, w("Gather", of_segments, segments, axis=0))
+    w.output(0, "LayerNormalization", total, gamma, beta, axis=-1, epsilon=call.attr("epsilon", _EPSILON))
+    if call.has(7):
+        seen = w("Cast", w("Cast", node.inputs[7], to=_BOOL), to=_INT32)
+        w.output(1, "ReduceSum", seen, w.ints(1), keepdims=0)
+    else:       # of no mask it is 0
+        w.output(1, "ReduceSum", w("Mul", ids, w.number(0, np.dtype(np.int32))), w.ints(1), keepdims=0)
+    w.output(2, "Identity", total)
+    return w.nodes
+
+
+_INT32, _BOOL = 6, 9        # as TensorProto.DataType has them
+
+
+_GROUPS = "activation:int! channels_last=1 epsilon=1e-5 groups:int!"
+
+
+@contrib("GroupNorm", "X:T gamma:T1 beta:T1", _GROUPS)
+def _group_norm(call: Call) -> list[Node]:
+    return _of_groups(StandardParts(call), call, call.node.inputs[0])
+
+
+@contrib("SkipGroupNorm", "X:T gamma:T1 beta:T1 skip:T bias:T?", _GROUPS, 2)
+def _skip_group_norm(call: Call) -> list[Node]:
+    """The norm of X + skip + bias, which is the second output. A skip may have one element for each channel."""
+    w, skip = StandardParts(call), call.node.inputs[3]
+    if not call.attr("channels_last", 1):
+        raise GraphError("channels that are not last are not supported")
+    if len(call.type(3).shape) == 2:
+        skip = w("Unsqueeze", skip, w.ints(1, 2))
+    total = w.plus(w("Add", call.node.inputs[0], skip), call, 4)
+    w.output(1, "Identity", total)
+    return _of_groups(w, call, total)
+
+
+def _of_groups(w: StandardParts, call: Call, x: str) -> list[Node]:
+    dtype, last, activation = call.type().dtype, call.attr("channels_last", 1), call.attr("activation")
+    if activation not in (0, 1):
+        raise GraphError(f"its activation is {activation}; it is 0 for none, or 1 for Swish")
+    if last:
+        x = w("Transpose", x, perm=(0, 3, 1, 2))
+    constants = [name if call.type(i).dtype == dtype else w("CastLike", name, call.node.inputs[0])
+                 for i, name in enumerate(call.node.inputs[1:3], 1)]
+    y = w("GroupNormalization", x, *constants, num_groups=call.attr("groups"), epsilon=call.attr("epsilon", 1e-5))
+    if activation:
+        y = w("Swish", y)
+    return w.finish("Transpose", y, perm=(0, 2, 3, 1)) if last else w.finish("Identity", y)

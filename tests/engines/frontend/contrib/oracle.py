@@ -1,0 +1,78 @@
+"""Models of one node that is not of ONNX's default domain, and ONNX Runtime's answer to them."""
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+from engines.frontend.onnx_import import graph_from_onnx
+from engines.ops.reference import run
+
+OPSETS = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1), helper.make_opsetid("ai.onnx.ml", 3)]
+RNG = np.random.default_rng(7)
+Arrays = Sequence[np.ndarray | None]
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def model_of(op: str, arrays: Arrays, constants: Sequence[int] = (), outputs: int | str = 1,
+             domain: str = "com.microsoft", opset: int = 20, **attrs: Any) -> onnx.ModelProto:
+    """One node on inputs i0, i1, ...; None: left out. constants: the places of those that are initialisers; outputs:
+    how many, or a mark for each, of which "-" leaves one out."""
+    marks = "y" * outputs if isinstance(outputs, int) else outputs
+    names = ["" if a is None else f"i{i}" for i, a in enumerate(arrays)]
+    made = ["" if mark == "-" else f"o{i}" for i, mark in enumerate(marks)]
+    node = helper.make_node(op, names, made, name="n", domain=domain, **attrs)
+    given = {f"i{i}": a for i, a in enumerate(arrays) if a is not None}
+    graph = helper.make_graph(
+        [node], "m", [helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape)
+                      for name, a in given.items() if int(name[1:]) not in constants],
+        [helper.make_empty_tensor_value_info(name) for name in made if name],
+        [numpy_helper.from_array(a, name) for name, a in given.items() if int(name[1:]) in constants])
+    opsets = [helper.make_opsetid("", opset), *OPSETS[1:]]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=8)
+
+
+def feeds_of(model: onnx.ModelProto, arrays: Arrays) -> dict[str, np.ndarray]:
+    return {value.name: arrays[int(value.name[1:])] for value in model.graph.input}
+
+
+def imported(op: str, arrays: Arrays, *places: Any, **options: Any) -> dict[str, np.ndarray]:
+    """What the imported graph computes."""
+    model = model_of(op, arrays, *places, **options)
+    return run(graph_from_onnx(model), feeds_of(model, arrays))
+
+
+def onnx_runtime(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Its answer, node by node as the model has them."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    names = [value.name for value in session.get_outputs()]
+    return dict(zip(names, session.run(names, feeds), strict=True))
+
+
+def check(op: str, arrays: Arrays, *places: Any, rtol: float = 1e-4, atol: float = 1e-5, **options: Any) -> None:
+    """The import means what ONNX Runtime computes; integers are exact."""
+    model = model_of(op, arrays, *places, **options)
+    feeds = feeds_of(model, arrays)
+    compare(run(graph_from_onnx(model), feeds), onnx_runtime(model, feeds), rtol, atol)
+
+
+def compare(results: dict[str, np.ndarray], wanted: dict[str, np.ndarray], rtol: float = 1e-4,
+            atol: float = 1e-5) -> None:
+    assert results.keys() == wanted.keys()
+    for name, expected in wanted.items():
+        assert results[name].dtype == expected.dtype and results[name].shape == expected.shape, name
+        if expected.dtype.kind == "f":
+            np.testing.assert_allclose(results[name].astype(np.float64), expected.astype(np.float64), rtol, atol,
+                                       err_msg=name)
+        else:
+            np.testing.assert_array_equal(results[name], expected, name)
