@@ -105,7 +105,8 @@ def _of_signature(op: str, known: Signature) -> Schema:
         frozenset(a.name for a in known.attributes if a.required),
         {a.name: a.default.encode() if isinstance(a.default, str) else a.default for a in known.attributes
          if a.default is not None},
-        tuple(_Parameter(i.name, not i.optional, frozenset(i.types), i.variable) for i in known.inputs), False,
+        tuple(_Parameter(i.name, not i.optional, frozenset(i.types), i.variable) for i in known.inputs),
+        known.inputs[-1].several,
         (least, 10 ** 9 if known.inputs[-1].several else len(known.inputs)), (1, known.outputs), frozenset())
 
 

@@ -10,7 +10,7 @@ from onnx import helper, numpy_helper
 from engines.frontend.onnx_import import graph_from_onnx
 from engines.ops.reference import run
 
-OPSETS = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1), helper.make_opsetid("ai.onnx.ml", 3)]
+OPSETS = [helper.make_opsetid("com.microsoft", 1), helper.make_opsetid("ai.onnx.ml", 3)]
 RNG = np.random.default_rng(7)
 Arrays = Sequence[np.ndarray | None]
 
@@ -20,9 +20,9 @@ def normal(*shape: int) -> np.ndarray:
 
 
 def model_of(op: str, arrays: Arrays, constants: Sequence[int] = (), outputs: int | str = 1,
-             domain: str = "com.microsoft", opset: int = 20, **attrs: Any) -> onnx.ModelProto:
+             domain: str = "com.microsoft", version: int = 20, **attrs: Any) -> onnx.ModelProto:
     """One node on inputs i0, i1, ...; None: left out. constants: the places of those that are initialisers; outputs:
-    how many, or a mark for each, of which "-" leaves one out."""
+    how many, or a mark for each, of which "-" leaves one out; version: the opset of ONNX's own operators."""
     marks = "y" * outputs if isinstance(outputs, int) else outputs
     names = ["" if a is None else f"i{i}" for i, a in enumerate(arrays)]
     made = ["" if mark == "-" else f"o{i}" for i, mark in enumerate(marks)]
@@ -33,7 +33,7 @@ def model_of(op: str, arrays: Arrays, constants: Sequence[int] = (), outputs: in
                       for name, a in given.items() if int(name[1:]) not in constants],
         [helper.make_empty_tensor_value_info(name) for name in made if name],
         [numpy_helper.from_array(a, name) for name, a in given.items() if int(name[1:]) in constants])
-    opsets = [helper.make_opsetid("", opset), *OPSETS[1:]]
+    opsets = [helper.make_opsetid("", version), *OPSETS]
     return helper.make_model(graph, opset_imports=opsets, ir_version=8)
 
 

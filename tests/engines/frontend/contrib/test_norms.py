@@ -10,12 +10,12 @@ from tests.engines.frontend.contrib.oracle import check, imported, normal
 @pytest.mark.parametrize("attrs", [{}, {"epsilon": 0.1}, {"axis": 1}])
 def test_a_simplified_norm_of_onnx_runtimes_default_domain_is_an_rms_norm(opset, attrs):
     scale = normal(3, 8) if "axis" in attrs else normal(8)
-    check("SimplifiedLayerNormalization", [normal(2, 3, 8), scale], (1,), domain="", opset=opset, **attrs)
+    check("SimplifiedLayerNormalization", [normal(2, 3, 8), scale], (1,), domain="", version=opset, **attrs)
 
 
 @pytest.mark.parametrize("outputs", [1, 3])
 def test_a_layer_norm_may_be_older_than_onnxs(outputs):
-    check("LayerNormalization", [normal(2, 3, 8), normal(8), normal(8)], (1, 2), outputs, domain="", opset=11,
+    check("LayerNormalization", [normal(2, 3, 8), normal(8), normal(8)], (1, 2), outputs, domain="", version=11,
           epsilon=0.01)
 
 

@@ -1,0 +1,186 @@
+"""Operators on quantised tensors, each in its plainest form: dequantised, computed in float, quantised again.
+
+Where ONNX Runtime has the sum of a product in integers, ONNX's MatMulInteger has it too. What a node leaves of its
+zero points is 0.
+"""
+from __future__ import annotations
+
+import numpy as np
+
+from engines.errors import GraphError
+from engines.frontend.operators.extension import StandardParts, contrib
+from engines.frontend.operators.normalise import Call
+from engines.ir.graph import Node
+from engines.ir.shapes import fixed
+
+_FLOAT = 1          # as TensorProto.DataType has it
+_UNARY = "X:Q x_scale:F x_zero_point:Q? y_scale:F y_zero_point:Q?"
+_BINARY = "A:Q A_scale:F A_zero_point:Q? B:Q B_scale:F B_zero_point:Q? C_scale:F C_zero_point:Q?"
+
+
+def _real(w: StandardParts, call: Call, index: int, **attrs: int) -> str:
+    """What the input means, of which the next two are scale and zero point."""
+    inputs = call.node.inputs
+    return w("DequantizeLinear", *(name for name in inputs[index:index + 3] if name), **attrs)
+
+
+def _stored(w: StandardParts, call: Call, y: str, scale: int) -> list[Node]:
+    """The result, by the scale and zero point that are these inputs; without a zero point it is of the type of the
+    first input."""
+    inputs = call.node.inputs
+    zero = inputs[scale + 1] if call.has(scale + 1) else w.number(0, call.type().dtype)
+    return w.finish("QuantizeLinear", y, inputs[scale], zero)
+
+
+@contrib("QuantizeLinear", "x:T y_scale:T y_zero_point:X?", "axis:int")
+@contrib("DequantizeLinear", "x:X x_scale:T x_zero_point:X?", "axis:int")
+def _under_another_name(call: Call) -> list[Node]:
+    """ONNX's operator, as it was of 16 bits before ONNX had those."""
+    return StandardParts(call).finish(call.node.op, *call.node.inputs, **call.keep("axis"))
+
+
+# ---- pointwise, pools, Concat
+@contrib("QLinearAdd", _BINARY)
+@contrib("QLinearMul", _BINARY)
+def _binary(call: Call) -> list[Node]:
+    w = StandardParts(call)
+    return _stored(w, call, w(call.node.op.removeprefix("QLinear"), _real(w, call, 0), _real(w, call, 3)), 6)
+
+
+@contrib("QLinearSigmoid", _UNARY)
+@contrib("QLinearLeakyRelu", _UNARY, "alpha=0.01")
+def _unary(call: Call) -> list[Node]:
+    w = StandardParts(call)
+    return _stored(w, call, w(call.node.op.removeprefix("QLinear"), _real(w, call, 0), **call.keep("alpha")), 3)
+
+
+@contrib("QLinearWhere", "condition:B X:Q x_scale:F x_zero_point:Q Y:Q y_scale:F y_zero_point:Q z_scale:F "
+                         "z_zero_point:Q")
+def _where(call: Call) -> list[Node]:
+    w = StandardParts(call)
+    return _stored(w, call, w("Where", call.node.inputs[0], _real(w, call, 1), _real(w, call, 4)), 7)
+
+
+@contrib("QLinearSoftmax", _UNARY, "axis=-1 opset:int!")
+def _softmax(call: Call) -> list[Node]:
+    """opset: of ONNX, whose Softmax it is. Before 13 all axes from `axis` on are one."""
+    w, x, axis = StandardParts(call), call.node.inputs, call.attr("axis", -1)
+    real = _real(w, call, 0)
+    if call.attr("opset") < 13:
+        lines = w("Softmax", w("Flatten", real, axis=axis % call.rank), axis=1)
+        return _stored(w, call, w("Reshape", lines, w("Shape", x[0])), 3)
+    return _stored(w, call, w("Softmax", real, axis=axis), 3)
+
+
+@contrib("QLinearConcat", "Y_scale:F Y_zero_point:Q inputs:X...", "axis:int!")
+def _concat(call: Call) -> list[Node]:
+    w = StandardParts(call)
+    parts = [_real(w, call, index) for index in range(2, len(call.node.inputs), 3)]
+    return w.finish("QuantizeLinear", w("Concat", *parts, axis=call.attr("axis")), *call.node.inputs[:2])
+
+
+_POOL = "auto_pad=NOTSET ceil_mode=0 channels_last=0 count_include_pad=0 kernel_shape:ints! pads:ints strides:ints"
+
+
+@contrib("QLinearAveragePool", _UNARY, _POOL)
+@contrib("QLinearGlobalAveragePool", _UNARY, "channels_last=0")
+def _pool(call: Call) -> list[Node]:
+    w, last, rank = StandardParts(call), call.attr("channels_last", 0), call.rank
+    x = _real(w, call, 0)
+    if last:
+        x = w("Transpose", x, perm=(0, rank - 1, *range(1, rank - 1)))
+    kept = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
+    y = w(call.node.op.removeprefix("QLinear"), x, **call.keep(*kept))
+    return _stored(w, call, w("Transpose", y, perm=(0, *range(2, rank), 1)) if last else y, 3)
+
+
+@contrib("QLinearReduceMean", "data:Q data_scale:F data_zero_point:Q? reduced_scale:F reduced_zero_point:Q?",
+         "axes:ints! keepdims:int!")
+def _mean(call: Call) -> list[Node]:
+    w = StandardParts(call)
+    axes = w.ints(*call.attr("axes"))
+    return _stored(w, call, w("ReduceMean", _real(w, call, 0), axes, keepdims=call.attr("keepdims")), 3)
+
+
+# ---- products
+@contrib("QGemm", "A:Q a_scale:F a_zero_point:Q B:Q1 b_scale:F b_zero_point:Q1 C:I? y_scale:F? y_zero_point:Q2?",
+         "alpha=1.0 transA=0 transB=0")
+def _gemm(call: Call) -> list[Node]:
+    """alpha * A B + C, where C is in units of alpha * a_scale * b_scale; float where there is no y_scale."""
+    w, inputs, alpha, turned = StandardParts(call), call.node.inputs, call.attr("alpha", 1.0), call.attr("transB", 0)
+    a, b = _real(w, call, 0), _real(w, call, 3, axis=0 if turned else 1)
+    y = w("Gemm", a, b, alpha=alpha, transA=call.attr("transA", 0), transB=turned)
+    if call.has(6):
+        unit = w("Mul", w("Mul", inputs[1], inputs[4]), w.number(alpha, call.type(1).dtype))
+        last = {"axis": len(call.type(6).shape) - 1} if call.type(6).shape else {}
+        y = w("Add", y, w("DequantizeLinear", inputs[6], unit, **last))
+    return _stored(w, call, y, 7) if call.has(7) else w.finish("Identity", y)
+
+
+@contrib("MatMulIntegerToFloat", "A:Q B:Q1 a_scale:T b_scale:T a_zero_point:Q? b_zero_point:Q1? bias:T?")
+def _matmul_to_float(call: Call) -> list[Node]:
+    w, inputs = StandardParts(call), (*call.node.inputs, *[""] * 3)
+    y = product(w, (inputs[0], inputs[1], inputs[4], inputs[5]), w("Mul", *inputs[2:4]))
+    return w.finish("Identity", w.plus(y, call, 6))
+
+
+@contrib("DynamicQuantizeMatMul", "A:F B:Q b_scale:F b_zero_point:Q? bias:F?")
+def _dynamic_matmul(call: Call) -> list[Node]:
+    """A is quantised by its own range, which is found when it runs."""
+    w, inputs = StandardParts(call), (*call.node.inputs, *[""] * 2)
+    stored, scale, zero = w.several("DynamicQuantizeLinear", inputs[0], outputs=3)
+    y = product(w, (stored, inputs[1], zero, inputs[3]), w("Mul", scale, inputs[2]))
+    return w.finish("Identity", w.plus(y, call, 4))
+
+
+def product(w: StandardParts, operands: tuple[str, ...], unit: str) -> str:
+    """unit * (A - a_zero_point) (B - b_zero_point); operands: A, B and those, "" for one that is 0."""
+    return w("Mul", w("Cast", w("MatMulInteger", *operands), to=_FLOAT), unit)
+
+
+@contrib("MatMulInteger16", "A:X B:X1")
+def _matmul_of_16_bits(call: Call) -> list[Node]:
+    """In 32 bits, without a sign where neither of the two has one."""
+    to = np.uint32 if all(call.type(i).dtype.kind == "u" for i in (0, 1)) else np.int32
+    w = StandardParts(call)
+    return w.finish("MatMul", *(w("CastLike", name, w.number(0, np.dtype(to))) for name in call.node.inputs))
+
+
+@contrib("QLinearConv", "x:Q x_scale:F x_zero_point:Q w:Q1 w_scale:F w_zero_point:Q1 y_scale:F y_zero_point:Q2 B:I?",
+         "auto_pad=NOTSET channels_last=0 dilations:ints group=1 kernel_shape:ints pads:ints strides:ints")
+def _conv(call: Call) -> list[Node]:
+    """ONNX's, or with the channels last: of the images, not of the weights."""
+    w, rank, inputs = StandardParts(call), call.rank, call.node.inputs
+    attrs = call.keep("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
+    if not call.attr("channels_last", 0):
+        return w.finish("QLinearConv", *inputs, **attrs)
+    x = w("Transpose", inputs[0], perm=(0, rank - 1, *range(1, rank - 1)))
+    return w.finish("Transpose", w("QLinearConv", x, *inputs[1:], **attrs), perm=(0, *range(2, rank), 1))
+
+
+# ---- recurrent layers
+@contrib("DynamicQuantizeLSTM", "X:F W:Q R:Q B:F? sequence_lens:I? initial_h:F? initial_c:F? P:F? W_scale:F "
+         "W_zero_point:Q R_scale:F R_zero_point:Q", "activation_alpha:floats activation_beta:floats "
+         "activations:strings clip:float direction=forward hidden_size:int input_forget=0", 3)
+def _lstm(call: Call) -> list[Node]:
+    """An LSTM whose weights are what the quantised ones mean; they are [directions, inputs, 4 * hidden], and scaled
+    by direction, or by direction and column. Its inputs and states are not rounded, as ONNX Runtime's are."""
+    w, node = StandardParts(call), call.node
+    weights = [w("Transpose", _columns(w, call, index, scale), perm=(0, 2, 1)) for index, scale in ((1, 8), (2, 10))]
+    attrs = call.keep("activation_alpha", "activation_beta", "activations", "clip", "direction", "hidden_size",
+                      "input_forget")
+    made = w.several("LSTM", node.inputs[0], *weights, *node.inputs[3:8], outputs=len(node.outputs), **attrs)
+    for index, name in enumerate(made):
+        w.output(index, "Identity", name)
+    return w.nodes
+
+
+def _columns(w: StandardParts, call: Call, index: int, scale: int) -> str:
+    directions, rows, columns = fixed(call.type(index).shape)
+    given, shape = call.node.inputs, fixed(call.type(scale).shape)
+    if shape == (directions,):
+        return w("DequantizeLinear", given[index], *given[scale:scale + 2], axis=0)
+    if shape != (directions, columns):
+        raise GraphError(f"its scales of {list(shape)} are neither one for each direction nor for each column")
+    constants = (w.reshape(name, directions, 1, columns) for name in given[scale:scale + 2])
+    return w("DequantizeLinear", given[index], *constants, axis=1, block_size=rows)
