@@ -2,39 +2,48 @@
 
     python -m benchmarks.peaks --write
 
-Where the machine counts cycles, everything is shown for a cycle as well: that figure belongs to the core, not to the
-clock of the moment.
+Everything is shown for a cycle as well: that figure belongs to the core, not to the clock of the moment. Cycles are
+counted where the machine lets us; elsewhere the clock itself is measured beside everything else.
 """
 from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 
 from benchmarks.measure.cycles import Counter
-from benchmarks.reports.document import Cell, machine, markdown_table, write_section
-from engines.backends import backend_of
+from benchmarks.reports.document import machine, markdown_table, write_section
+from engines.backends.llvm.tuning.peaks import measure_peaks
+from engines.plan.roofline import Peaks
 
 SECTION = "peaks"
 
 
 def section(counter: Counter) -> str:
     """The measured peaks as a section of docs/benchmarks.md."""
-    counts, seconds = counter.read(), time.process_time()
-    peaks = backend_of("").peaks()
-    hertz = (counter.read() - counts) / (time.process_time() - seconds)
-    rates = [(f"{name} multiply-accumulates", rate) for name, rate in peaks.macs_per_second.items()]
-    rates += [(f"bytes read from {level.name}", level.bytes_per_second) for level in peaks.levels]
-    rows: list[list[Cell]] = [[what, f"{rate / 1e9:.1f}"] for what, rate in rates]
-    header = ["of one core", "10^9 a second"]
-    if counter.unit == "cycles":
-        header.append(f"a cycle, at {hertz / 1e9:.2f} GHz")
-        rows = [[*row, f"{rate / hertz:.1f}"] for row, (_, rate) in zip(rows, rates, strict=True)]
+    return table(measure_peaks(), measure_peaks(counter.read) if counter.unit == "cycles" else None)
+
+
+def table(peaks: Peaks, counted: Peaks | None) -> str:
+    """`counted`: what was measured for a cycle; None if the machine does not count them."""
+    rates = _rates(peaks)
+    if counted:
+        each, how = _rates(counted), "counted by the machine"
+    else:
+        assert peaks.hertz is not None
+        each = {what: rate / peaks.hertz for what, rate in rates.items()}
+        how = f"those of a clock of {peaks.hertz / 1e9:.2f} GHz, measured by a chain of additions"
+    rows = [(what, f"{rate / 1e9:.1f}", f"{each[what]:.1f}") for what, rate in rates.items()]
     return ("### Measured peaks\n\n`python -m benchmarks.peaks --write`\n\n"
             f"On {machine()}, kernels for {peaks.target}. "
-            "An arithmetic without instructions of its own is\ncomputed in float32.\n\n"
-            f"{markdown_table(header, rows)}")
+            f"An arithmetic without instructions of its own is\ncomputed in float32. Cycles are {how}.\n\n"
+            f"{markdown_table(('of one core', '10^9 a second', 'a cycle'), rows)}")
+
+
+def _rates(peaks: Peaks) -> dict[str, float]:
+    """{what: how much of it in a unit of the clock}"""
+    macs = {f"{name} multiply-accumulates": rate for name, rate in peaks.macs_per_second.items()}
+    return macs | {f"bytes read from {level.name}": level.bytes_per_second for level in peaks.levels}
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -67,9 +67,10 @@ class Profile:
 
 
 def profile(engine: Engine, context: ExecutionContext, batch: int) -> Profile:
-    """Runs the network on what its inputs hold, step by step, after measuring the machine's peaks (for a plan of
-    compiled code that needs the compiler: llvmlite)."""
-    peaks = backend_named(engine.plan.machine.backend).peaks()
+    """Runs the network on what its inputs hold, step by step, between two measurements of the machine's peaks (for a
+    plan of compiled code they need the compiler: llvmlite)."""
+    backend = backend_named(engine.plan.machine.backend)
+    peaks = backend.peaks()
     clock = thread_seconds if engine.threads == 1 else time.perf_counter
 
     def run_once() -> float:
@@ -80,6 +81,7 @@ def profile(engine: Engine, context: ExecutionContext, batch: int) -> Profile:
     passes = min(max(int(SECONDS / run_once()), FEWEST_PASSES), MOST_PASSES)
     run = min(run_once() for _ in range(passes))
     times = context.profile(batch, repeats=passes)
+    peaks = peaks.or_better(backend.peaks())        # a core's clock moves within a second
     lines = (Line(step, seconds, bound(step, engine.plan, batch, peaks), batch) for step, seconds in times)
     return Profile(tuple(lines), run, peaks, batch)
 
@@ -90,10 +92,12 @@ def header(found: Profile) -> str:
     peaks = found.peaks
     macs = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in peaks.macs_per_second.items())
     reads = ", ".join(f"{level.name} {level.bytes_per_second / 1e9:.0f}" for level in peaks.levels)
-    return (f"one core of {peaks.processor} ({peaks.target}), measured now: G MAC/s in {macs}; GB/s read from {reads}\n"
+    clock = f", at {peaks.hertz / 1e9:.2f} GHz" if peaks.hertz else ""
+    bounds = sum(line.bound.seconds for line in found.lines)
+    return (f"one core of {peaks.processor} ({peaks.target}), measured now{clock}: G MAC/s in {macs}; "
+            f"GB/s read from {reads}\n"
             f"batch {found.batch}: {found.run * 1e3:.3f} ms a run, {found.percent_of_peak:.1f} % of the arithmetic's "
-            f"peak; each step alone on one thread {found.seconds * 1e3:.3f} ms in all, bound "
-            f"{sum(line.bound.seconds for line in found.lines) * 1e3:.3f} ms")
+            f"peak; each step alone on one thread {found.seconds * 1e3:.3f} ms in all, bound {bounds * 1e3:.3f} ms")
 
 
 def slowest(found: Profile) -> str:
@@ -130,7 +134,7 @@ def as_json(found: Profile) -> dict[str, Any]:
     peaks = found.peaks
     return {"batch": found.batch, "run_seconds": found.run, "percent_of_peak": found.percent_of_peak,
             "seconds": found.seconds,
-            "peaks": {"processor": peaks.processor, "target": peaks.target,
+            "peaks": {"processor": peaks.processor, "target": peaks.target, "hertz": peaks.hertz,
                       "macs_per_second": dict(peaks.macs_per_second),
                       "bytes_per_second": {level.name: level.bytes_per_second for level in peaks.levels}},
             "kernels": [_line_json(line, peaks) for line in found.lines]}

@@ -35,7 +35,7 @@ def test_activations_come_from_the_smallest_level_that_holds_them() -> None:
 
 
 def test_weights_come_from_the_level_that_holds_those_of_the_whole_network() -> None:
-    small, large = step(bytes=60, constant_bytes=60), step(bytes=960, constant_bytes=960)
+    small, large = (step(macs=1, bytes=size, constant_bytes=size) for size in (60, 960))
     assert bound(small, plan(small), 1, PEAKS).limit == "L1"
     assert bound(small, plan(small, large), 1, PEAKS).limit == "DRAM"
 
@@ -53,3 +53,19 @@ def test_a_step_that_does_not_depend_on_the_batch_is_run_once() -> None:
 
 def test_a_fallback_has_no_bound() -> None:
     assert bound(step(symbol="", precision="fp32"), plan(), 4, PEAKS).seconds == 0
+
+
+def test_of_a_table_only_the_rows_that_are_looked_up_are_read() -> None:
+    lookup, weights = step(bytes=1060, constant_bytes=1000), step(macs=1, bytes=50, constant_bytes=40)
+    assert bound(lookup, plan(lookup), 1, PEAKS).memory == 60 / 50 + 60 / 50
+    assert bound(lookup, plan(lookup), 2, PEAKS).memory == 120 / 20 + 120 / 20
+    assert bound(weights, plan(lookup, weights), 1, PEAKS).memory == 10 / 50 + 40 / 50
+
+
+def test_of_two_measurements_of_a_core_the_better_figures_count() -> None:
+    other = Peaks("a core", "a target", {"int8": 90.0, "fp32": 11.0},
+                  (Level("L1", 100, 60.0), Level("L2", 1000, 10.0), Level("DRAM", math.inf, 2.0)), 3e9)
+    both = PEAKS.or_better(other)
+    assert both.macs_per_second == {"int8": 100.0, "fp32": 11.0} and both.hertz == 3e9
+    assert [level.bytes_per_second for level in both.levels] == [60.0, 20.0, 2.0]
+    assert PEAKS.or_better(PEAKS).hertz is None

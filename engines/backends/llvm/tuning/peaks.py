@@ -2,6 +2,7 @@
 
     products(arithmetic)    a loop of nothing but the inner step of a contraction, operands in registers
     reads                   a loop of nothing but loads, over buffers that fit a level of the memory
+    additions               a chain, each waiting for the one before: one a cycle on every core, so it tells its clock
 
 They are measured when they are asked for, in a fraction of a second, and kept nowhere: a core's clock and its
 neighbours move every figure by tens of percent within minutes, and a plan may run on another machine than the one that
@@ -11,37 +12,76 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from engines.backends.llvm.codegen.compile import compile_object
-from engines.backends.llvm.codegen.ir_builder import Module, Value, vector
+from engines.backends.llvm.codegen.ir_builder import I8, I64, Module, Value, vector
 from engines.backends.llvm.codegen.isa import Isa, best_isa
-from engines.backends.llvm.kernels.common.arithmetic import Arithmetic, arithmetic_for
+from engines.backends.llvm.kernels.common.access import hidden
+from engines.backends.llvm.kernels.common.arithmetic import Arithmetic, Int8, Operand, arithmetic_for
 from engines.backends.llvm.kernels.kernel import begin_kernel
 from engines.backends.llvm.runtime.abi import KERNEL
 from engines.backends.llvm.runtime.elf import LoadedCode
-from engines.backends.llvm.tuning.tuner import aligned, measure
+from engines.backends.llvm.tuning.tuner import aligned
 from engines.ir.graph import Array
+from engines.machine.clock import thread_seconds
 from engines.machine.cpu import CpuInfo, detect
 from engines.plan.roofline import Level, Peaks
 
-PRECISIONS = ("int8", "fp32", "bf16", "fp16")
+PRECISIONS = ("int8", "int16", "fp32", "bf16", "fp16")
 CHAINS = 10                 # independent sums: more than an instruction's latency times its throughput on today's cores
 TURNS = 100_000             # of the loop of products for one call, so that the call itself costs nothing
 STREAMS = 8                 # vectors that a turn of the loop of reads loads
 READ_BYTES = 1 << 24        # at least, for one call: the same
 MOST_BYTES = 1 << 28        # of the buffer that stands for main memory
+ADDITIONS = 16              # in a turn of the chain, whose own counter runs beside them
 USUAL_CACHES = (("L1d", 32 << 10), ("L2", 512 << 10), ("L3", 8 << 20))      # where the system does not say
+ROUNDS, TURN_SECONDS = 8, 0.004     # in which each loop is called without a pause
 
 
-def measure_peaks() -> Peaks:
-    """This machine's, one core's."""
+@dataclass(frozen=True, eq=False)
+class _Loop:
+    """What is measured: a call, and how much it does."""
+    call: Callable[[], None]
+    work: float                 # multiply-accumulates, bytes or additions
+
+
+def measure_peaks(clock: Callable[[], float] = thread_seconds) -> Peaks:
+    """This machine's, one core's: a second, or a unit of whatever else `clock` counts."""
     cpu = detect()
     isa = best_isa(cpu.features)
-    return Peaks(cpu.model, isa.name, _macs_per_second(isa), _levels(isa, cpu))
+    ways = {precision: [arithmetic_for(precision, isa)] for precision in PRECISIONS}
+    ways["int8"] += [PAIRED] if isa.paired_tiles else []
+    products = {arithmetic: _products(isa, arithmetic) for some in ways.values() for arithmetic in some}
+    reads, chain = _reads(isa, cpu), _additions(isa)
+    rates = _rates([*products.values(), *reads.values(), chain], clock)
+    macs = {precision: max(rates[products[arithmetic]] for arithmetic in some) for precision, some in ways.items()}
+    levels = tuple(Level(name, size, rates[loop]) for (name, size), loop in reads.items())
+    return Peaks(cpu.model, isa.name, macs, levels, rates[chain])
+
+
+def _rates(loops: Sequence[_Loop], clock: Callable[[], float]) -> dict[_Loop, float]:
+    """How much each does in a unit of the clock at best, all measured in turns.
+
+    A turn begins with a call that is not counted: it brings what the loop reads into its level, and the core to its
+    clock. The least time is that of a call that no neighbour disturbed.
+    """
+    least = dict.fromkeys(loops, math.inf)
+    for _ in range(ROUNDS):
+        for loop in loops:
+            loop.call()
+            end, more = time.perf_counter() + TURN_SECONDS, True
+            while more:
+                begin = clock()
+                loop.call()
+                least[loop] = min(least[loop], clock() - begin)
+                more = time.perf_counter() < end
+    return {loop: loop.work / taken for loop, taken in least.items()}
 
 
 # ---- arithmetic
@@ -69,20 +109,31 @@ def _opaque(isa: Isa, value: Value) -> Value:
     return f.cast("bitcast", same, value.type, "opaque")
 
 
-def _macs_per_second(isa: Isa) -> dict[str, float]:
-    arithmetics = {precision: arithmetic_for(precision, isa) for precision in PRECISIONS}
-    times = measure({precision: _products(isa, arithmetic) for precision, arithmetic in arithmetics.items()})
-    return {precision: TURNS * CHAINS * isa.lanes * arithmetic.elements / (times[precision] / 1e6)
-            for precision, arithmetic in arithmetics.items()}
+class _Paired(Int8):
+    """The products of paired weights (contraction/pairing.py), where a machine has them beside those of dot4."""
+
+    def pixel(self, isa: Isa, address: Value) -> Operand:
+        return (address.f.load(vector(isa.bytes, I8), address, isa.bytes, "pixel"),)
+
+    weights = pixel
+
+    def weight_bytes(self, isa: Isa) -> int:
+        return isa.bytes
+
+    def dot(self, isa: Isa, acc: Value, pixel: Operand, weights: Operand) -> Value:
+        return isa.paired_dot(acc, *pixel, *weights)
 
 
-def _products(isa: Isa, arithmetic: Arithmetic) -> Callable[[], None]:
+PAIRED = _Paired("uint8", "int8", 4)
+
+
+def _products(isa: Isa, arithmetic: Arithmetic) -> _Loop:
     """TURNS turns, on zeros."""
     module = Module()
     emit_products(module, "products", isa, arithmetic)
-    kernel = _Kernel(module, "products", isa)
     sizes = isa.bytes, arithmetic.weight_bytes(isa), CHAINS * isa.bytes
-    return partial(kernel, [aligned(np.zeros(size, np.uint8)) for size in sizes], (0, TURNS))
+    call = partial(_Kernel(module, "products", isa), [aligned(np.zeros(size, np.uint8)) for size in sizes], (0, TURNS))
+    return _Loop(call, TURNS * CHAINS * isa.lanes * arithmetic.elements)
 
 
 class _Kernel:
@@ -110,21 +161,44 @@ def emit_reads(module: Module, name: str, isa: Isa) -> None:
         f.store(total, y + v * isa.bytes)
 
 
-def _levels(isa: Isa, cpu: CpuInfo) -> tuple[Level, ...]:
-    """Each cache by a buffer of half its size; main memory by one of four times the largest cache's."""
+def _reads(isa: Isa, cpu: CpuInfo) -> Mapping[tuple[str, float], _Loop]:
+    """By name and size. Each cache by a buffer that is too large for the one below and has room to spare in this one,
+    which other cores may share; main memory by one of four times the largest cache's size."""
     module = Module()
     emit_reads(module, "reads", isa)
     kernel = _Kernel(module, "reads", isa)
     caches = cpu.caches or USUAL_CACHES
-    sizes = [(name.removesuffix("d"), float(size), size // 2) for name, size in caches]
-    sizes.append(("DRAM", math.inf, min(4 * caches[-1][1], MOST_BYTES)))
+    sizes: dict[tuple[str, float], int] = {}
+    below = caches[0][1]
+    for name, size in caches:
+        sizes[name.removesuffix("d"), float(size)], below = min(size // 2, 4 * below), size
+    sizes["DRAM", math.inf] = min(4 * caches[-1][1], MOST_BYTES)
     step, result = STREAMS * isa.bytes, aligned(np.zeros(STREAMS * isa.bytes, np.uint8))
-    memory = aligned(np.ones(max(size for *_, size in sizes), np.uint8))        # ones: zeroed pages may all be one page
-    passes: dict[str, int] = {}
-    calls: dict[str, Callable[[], None]] = {}
-    for name, _, size in sizes:
-        passes[name] = max(1, READ_BYTES // size)
-        calls[name] = partial(kernel, [memory, result], (0, passes[name]), (0, size - size % step))
-    times = measure(calls)
-    return tuple(Level(name, holds, passes[name] * (size - size % step) / (times[name] / 1e6))
-                 for name, holds, size in sizes)
+    memory = aligned(np.ones(max(sizes.values()), np.uint8))        # ones: zeroed pages may all be one page
+
+    def loop(size: int) -> _Loop:
+        passes, size = max(1, READ_BYTES // size), size - size % step
+        return _Loop(partial(kernel, [memory, result], (0, passes), (0, size)), passes * size)
+
+    return {level: loop(size) for level, size in sizes.items()}
+
+
+# ---- the clock
+def emit_additions(module: Module, name: str) -> None:
+    """rows: turns of a loop of ADDITIONS additions of a number to an address. Operands: the number, the sum.
+
+    Of two registers: a core may do away with the addition of a constant. And hidden from LLVM, which would multiply.
+    """
+    f, (x, y), (begin, end, _, _) = begin_kernel(module, name, 2)
+    number, at = f.load(I64, x, 8, "number"), {"sum": y}
+    for _ in f.range("turn", begin, end, at=at):
+        for _ in range(ADDITIONS):
+            at["sum"] = hidden(at["sum"] + number)
+    f.store(at["sum"], y, 8)
+
+
+def _additions(isa: Isa) -> _Loop:
+    module = Module()
+    emit_additions(module, "additions")
+    operands = [aligned(np.zeros(1, np.int64)) for _ in range(2)]
+    return _Loop(partial(_Kernel(module, "additions", isa), operands, (0, TURNS)), TURNS * ADDITIONS)
