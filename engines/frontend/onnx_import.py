@@ -161,7 +161,7 @@ def _canonical(model: str, trace: Trace, proto: onnx.NodeProto, node: Node,
     call = _call(trace, schema, node, opset)
     written = EXTENSIONS[domain, node.op](call)
     if lost := _lost(call, schema):
-        raise GraphError(f"its {' and '.join(lost)} are not supported")
+        raise GraphError(f"it is not supported with {', '.join(f'{name} = {node.attrs[name]}' for name in lost)}")
     for part in written:
         standard = schema_of(part.op, STANDARD)
         assert standard is not None, f"{node.op} is written out as {part.op}, which is not ONNX's"

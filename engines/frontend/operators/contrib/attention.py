@@ -1,0 +1,184 @@
+"""ONNX Runtime's attentions, as ONNX's Attention on heads [N, heads, tokens, depth] with what is added to the scores.
+
+A key that a mask hides is not out of reach: its score becomes less by 10000 (mask_filter_value). One that comes after
+the query is, where the node is unidirectional.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engines.errors import GraphError
+from engines.frontend.operators.contrib.quantised import product
+from engines.frontend.operators.extension import StandardParts, contrib
+from engines.frontend.operators.normalise import Call
+from engines.ir.graph import Dim, Node
+from engines.ir.shapes import fixed, text
+
+_ATTRIBUTES = "mask_filter_value=-10000.0 num_heads:int! scale=0.0 unidirectional=0"
+_WITH_WEIGHTS = f"do_rotary=0 past_present_share_buffer=0 {_ATTRIBUTES}"
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """The extents of the scores of one head; queries are the last of the tokens that keys are of."""
+    items: Dim
+    queries: int
+    keys: int
+
+
+# ---- with the weights of the projections
+@contrib("Attention", "input:T weights:T bias:T? mask_index:I? past:T? attention_bias:T? past_sequence_length:I?",
+         f"qkv_hidden_sizes:ints rotary_embedding_dim=0 {_WITH_WEIGHTS}", 2)
+def _attention(call: Call) -> list[Node]:
+    _refuse(call, 6)
+    w = StandardParts(call)
+    x = w.plus(w("MatMul", *call.node.inputs[:2]), call, 2)
+    return _of_projections(w, call, x, call.attr("qkv_hidden_sizes"), mask=3, past=4, bias=5)
+
+
+@contrib("QAttention", "input:Q weight:Q1 bias:F input_scale:F weight_scale:F mask_index:I? input_zero_point:Q? "
+         "weight_zero_point:Q1? past:F?", _WITH_WEIGHTS, 2)
+def _quantised_attention(call: Call) -> list[Node]:
+    w, inputs = StandardParts(call), (*call.node.inputs, *[""] * 3)
+    operands = (inputs[0], inputs[1], inputs[6], inputs[7])
+    x = w("Add", product(w, operands, w("Mul", inputs[3], inputs[4])), inputs[2])
+    return _of_projections(w, call, x, None, mask=5, past=8, bias=9)
+
+
+def _of_projections(w: StandardParts, call: Call, x: str, sizes: Sequence[int] | None, mask: int, past: int,
+                    bias: int) -> list[Node]:
+    """x: q, k and v side by side; sizes: of each. The past has keys and values, [2, N, heads, tokens, depth]."""
+    items, tokens, _ = call.type().shape
+    third = fixed(call.type(1).shape)[1] // 3
+    parts = w.several("Split", x, w.ints(*(sizes or (third,) * 3)), outputs=3, axis=-1)
+    q, k, v = (heads_first(w, part, call.attr("num_heads")) for part in parts)
+    queries = keys = fixed([tokens])[0]
+    if call.has(past):
+        before = (w("Gather", call.node.inputs[past], w.number(i, np.dtype(np.int64)), axis=0) for i in (0, 1))
+        k, v = (w("Concat", *pair, axis=2) for pair in zip(before, (k, v), strict=True))
+        keys += fixed(call.type(past).shape)[3]
+    if len(call.node.outputs) > 1:
+        w.output(1, "Concat", *(w("Unsqueeze", part, w.ints(0)) for part in (k, v)), axis=0)
+    added = _added(w, call, _Scores(items, queries, keys), mask, bias)
+    return _finish(w, call, (q, k, v), added)
+
+
+# ---- of what was projected
+@contrib("MultiHeadAttention", "query:T key:T? value:T? bias:T? key_padding_mask:I? attention_bias:T? past_key:T? "
+         "past_value:T? past_sequence_length:I? cache_indirection:I?", _ATTRIBUTES, 3)
+def _multi_head(call: Call) -> list[Node]:
+    """q, k and v are apart, or side by side for each head: [N, tokens, heads, 3, depth], or 2 for k and v alone. What
+    is [N, heads, tokens, depth] already comes from elsewhere, and no bias is added to it."""
+    _refuse(call, 8, 9)
+    w, heads = StandardParts(call), call.attr("num_heads")
+    q, k, v = _three(w, call, heads)
+    items, queries, *_ = call.type().shape
+    keys = queries if not call.has(1) else call.type(1).shape[2 if _ready(call, 1) else 1]
+    count = fixed([keys])[0]
+    if call.has(6):
+        k, v = (w("Concat", call.node.inputs[i], part, axis=2) for i, part in ((6, k), (7, v)))
+        count += fixed(call.type(6).shape)[2]
+    w.output(1, "Identity", k)
+    w.output(2, "Identity", v)
+    added = _added(w, call, _Scores(items, fixed([queries])[0], count), mask=4, bias=5)
+    return _finish(w, call, (q, k, v), added)
+
+
+def _ready(call: Call, index: int) -> bool:
+    return call.has(index) and len(call.type(index).shape) == 4
+
+
+def _three(w: StandardParts, call: Call, heads: int) -> Sequence[str]:
+    """q, k and v [N, heads, tokens, depth]"""
+    given = call.node.inputs
+    if call.rank == 5:
+        return _apart(w, given[0], 3)
+    hidden = [fixed(call.type(0).shape)[-1]] * 2
+    biases: Sequence[str] = ()
+    if call.has(3):
+        rest = fixed(call.type(3).shape)[0] - sum(hidden)
+        biases = w.several("Split", given[3], w.ints(*hidden, rest), outputs=3, axis=0)
+    q = _projected(w, given[0], biases[:1], heads)
+    if call.has(1) and len(call.type(1).shape) == 5:
+        return (q, *_apart(w, given[1], 2))
+    if not call.has(1) or not call.has(2):
+        raise GraphError("it has a query, but no key or no value")
+    return (q, *(given[i] if _ready(call, i) else _projected(w, given[i], biases[i:i + 1], heads) for i in (1, 2)))
+
+
+def _projected(w: StandardParts, x: str, bias: Sequence[str], heads: int) -> str:
+    return heads_first(w, w("Add", x, *bias) if bias else x, heads)
+
+
+def _apart(w: StandardParts, x: str, count: int) -> Sequence[str]:
+    """[N, tokens, heads, count, depth] -> [N, heads, tokens, depth] each"""
+    one = np.dtype(np.int64)
+    return [w("Transpose", w("Gather", x, w.number(i, one), axis=3), perm=(0, 2, 1, 3)) for i in range(count)]
+
+
+# ---- what all have in common
+def heads_first(w: StandardParts, x: str, heads: int) -> str:
+    """[N, tokens, heads * depth] -> [N, heads, tokens, depth]"""
+    return w("Transpose", w.reshape(x, 0, 0, heads, -1), perm=(0, 2, 1, 3))
+
+
+def side_by_side(w: StandardParts, y: str) -> list[Node]:
+    """Ends in the heads of y side by side."""
+    return w.finish("Reshape", w("Transpose", y, perm=(0, 2, 1, 3)), w.ints(0, 0, -1))
+
+
+def _finish(w: StandardParts, call: Call, parts: Sequence[str], added: Sequence[str]) -> list[Node]:
+    mask = ""
+    for term in added:
+        mask = w("Add", mask, term) if mask else term
+    return side_by_side(w, w("Attention", *parts, *filter(None, [mask]), **scaled(call)))
+
+
+def scaled(call: Call) -> dict[str, float]:
+    """The scale, if it is not the usual one, 1 / sqrt(depth)."""
+    return {"scale": scale} if (scale := call.attr("scale", 0.0)) else {}
+
+
+def _added(w: StandardParts, call: Call, scores: _Scores, mask: int, bias: int) -> list[str]:
+    """What is added to the scores; each broadcasts to them."""
+    dtype = next(t.dtype for t in call.types if t is not None and t.dtype.kind not in "iu")
+    terms: list[str] = []
+    hidden = call.attr("mask_filter_value", -10000.0)
+    if call.has(bias):
+        terms.append(call.node.inputs[bias])
+    if call.has(mask):
+        zero, less = (w.number(number, dtype) for number in (0, hidden))
+        terms.append(w("Where", _seen(w, call, scores, mask), zero, less))
+    if call.attr("unidirectional", 0):
+        rows = np.arange(scores.queries)[:, None] + scores.keys - scores.queries
+        terms.append(w.constant(np.where(np.arange(scores.keys) <= rows, 0, -np.inf).astype(dtype)))
+    return terms
+
+
+def _seen(w: StandardParts, call: Call, scores: _Scores, index: int) -> str:
+    """Whether a key is seen, of a mask in one of its forms: 1 for each key, or for each query and key, where it is; the
+    number of keys of each item; the keys' ends, then their beginnings."""
+    name, shape, items = call.node.inputs[index], call.type(index).shape, scores.items
+    zero = w.number(0, np.dtype(np.int32))
+    if len(shape) == 1:
+        count = 2 if fixed(shape) == (2 * fixed([items])[0],) else 1
+        if count == 1 and shape != (items,):
+            raise GraphError(f"its mask of shape {text(shape)} is in none of the forms that are supported")
+        ends, *begins = w.several("Split", w.reshape(name, -1, 1, 1, 1), outputs=count, axis=0, num_outputs=count)
+        places = w.constant(np.arange(scores.keys, dtype=np.int32))
+        inside = w("Less", places, ends)
+        return w("And", inside, w("GreaterOrEqual", places, begins[0])) if begins else inside
+    if len(shape) == 4:         # [N, 1, most, most], of which the rows of the queries and the columns of the keys count
+        name = w.cut(w.cut(name, 2, scores.keys - scores.queries, scores.keys), 3, 0, scores.keys)
+    else:
+        name = w("Unsqueeze", name, w.ints(*((1, 2) if len(shape) == 2 else (1,))))
+    return w("Greater", name, zero)
+
+
+def _refuse(call: Call, *indices: int) -> None:
+    """Inputs of decoders that keep their states in one buffer."""
+    for index in filter(call.has, indices):
+        raise GraphError(f"its input '{call.node.inputs[index]}' is of a form that is not supported")

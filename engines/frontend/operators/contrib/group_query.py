@@ -1,0 +1,178 @@
+"""Rotary embeddings, and the attention of decoders, where several heads share keys and values.
+
+GroupQueryAttention keeps keys and values of all tokens so far, [N, heads, tokens, depth]. An item of length n, of which
+the last S tokens are new, has them at n - S .. n - 1; in the first run of a prompt, where no item is longer than S, at
+0 .. S - 1, and what is behind n is padding. The past has room for more tokens than there are, or just for those before.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from engines.errors import GraphError
+from engines.frontend.operators.contrib.attention import heads_first, scaled, side_by_side
+from engines.frontend.operators.extension import StandardParts, contrib
+from engines.frontend.operators.normalise import Call
+from engines.ir.graph import Node
+from engines.ir.shapes import fixed
+
+_INT64 = 7          # as TensorProto.DataType has it
+QUERY, KEY, VALUE, PAST_KEY, PAST_VALUE, LENGTHS, TOTAL, COS, SIN, PLACES, BIAS, SINK = range(12)
+
+
+@contrib("RotaryEmbedding", "input:T position_ids:L cos_cache:T sin_cache:T",
+         "interleaved=0 is_packed_batching=0 num_heads=0 rotary_embedding_dim=0 scale=1.0")
+def _rotary(call: Call) -> list[Node]:
+    """ONNX's, but that a single position is that of the first token, and that the tables may tell the heads."""
+    w, (x, places, *tables) = StandardParts(call), call.node.inputs
+    width, attrs = 2 * fixed(call.type(2).shape)[1], call.keep("interleaved", "num_heads", "rotary_embedding_dim")
+    if call.rank == 3 and not attrs.get("num_heads"):
+        attrs["num_heads"] = fixed(call.type().shape[2:])[0] // width
+    if len(call.type(1).shape) == 1:
+        (tokens,) = fixed(call.type().shape[1 if call.rank == 3 else 2:][:1])
+        places = w("Add", places, w.constant(np.arange(tokens)[None]))
+    return w.finish("RotaryEmbedding", x, *tables, places, **attrs)
+
+
+@dataclass(frozen=True)
+class _Cache:
+    """new tokens of `tokens` in all; the past has `room` for some, the present for `present`."""
+    new: int
+    tokens: int
+    room: int
+
+    @property
+    def prompt(self) -> bool:
+        return self.new == self.tokens
+
+    @property
+    def present(self) -> int:
+        return max(self.room, self.tokens)
+
+    @staticmethod
+    def of(call: Call) -> _Cache:
+        (new,) = fixed(call.type().shape[1:2])
+        room = fixed(call.type(PAST_KEY).shape)[2] if call.has(PAST_KEY) else 0
+        (tokens,) = (call.ints(TOTAL) or (new,)) if room else (new,)
+        if tokens not in (new, new + room) and not new < tokens <= room:
+            raise GraphError(f"its total_sequence_length is {tokens}, with {new} new tokens and a past of {room}")
+        return _Cache(new, tokens, room)
+
+
+@contrib("GroupQueryAttention", "query:T key:T? value:T? past_key:T? past_value:T? seqlens_k:I "
+         "total_sequence_length:I cos_cache:T? sin_cache:T? position_ids:L? attention_bias:T? head_sink:T?",
+         "causal=1 do_rotary=0 k_quant_type=NONE kv_cache_bit_width=0 kv_num_heads:int! local_window_size=-1 "
+         "num_heads:int! qk_norm_epsilon=1e-6 qk_output=0 rotary_interleaved=0 scale=0.0 sliding_window_cache=0 "
+         "smooth_softmax=-1 softcap=0.0 v_quant_type=NONE", 3)
+def _group_query(call: Call) -> list[Node]:
+    call.ignore("qk_norm_epsilon")      # of inputs that are not supported
+    w, cache = StandardParts(call), _Cache.of(call)
+    q, k, v = _heads(w, call)
+    places = _places(w, call, cache)
+    if call.attr("do_rotary", 0):
+        turns = _turns(w, call, cache, places)
+        q, k = (_turned(w, call, part, turns) for part in (q, k))
+    k, v = (_present(w, call, cache, part, past) for part, past in ((k, PAST_KEY), (v, PAST_VALUE)))
+    w.output(1, "Identity", k)
+    w.output(2, "Identity", v)
+    if cache.present > cache.tokens:
+        k, v = (w.cut(part, 2, 0, cache.tokens) for part in (k, v))
+    mask = _mask(w, call, cache, places)
+    if call.has(SINK) or call.attr("smooth_softmax", -1) == 1:
+        k, v, mask = _with_sink(w, call, cache, (k, v, mask))
+    attrs = {**scaled(call), **({"softcap": cap} if (cap := call.attr("softcap", 0.0)) else {})}
+    return side_by_side(w, w("Attention", q, k, v, *filter(None, [mask]), **attrs))
+
+
+def _heads(w: StandardParts, call: Call) -> list[str]:
+    """q, k and v [N, heads, tokens, depth], of inputs of their own or side by side in one."""
+    queries, keys = call.attr("num_heads"), call.attr("kv_num_heads")
+    counts = (queries, keys, keys)
+    if call.has(KEY):
+        parts = call.node.inputs[:3]
+    else:
+        depth = fixed(call.type().shape)[2] // sum(counts)
+        parts = w.several("Split", call.node.inputs[QUERY], w.ints(*(count * depth for count in counts)), outputs=3,
+                          axis=-1)
+    return [heads_first(w, part, count) for part, count in zip(parts, counts, strict=True)]
+
+
+def _places(w: StandardParts, call: Call, cache: _Cache) -> str:
+    """Of the new tokens, among all of an item: [N or 1, S]"""
+    if cache.prompt:
+        return w.constant(np.arange(cache.new)[None])
+    lengths = w("Cast", w.reshape(call.node.inputs[LENGTHS], -1, 1), to=_INT64)     # less one
+    return w("Add", lengths, w.constant(np.arange(cache.new) - cache.new + 1))
+
+
+def _turns(w: StandardParts, call: Call, cache: _Cache, places: str) -> str:
+    """The places by which queries and keys are turned, which may be given; of a prompt only the first one counts."""
+    if not call.has(PLACES):
+        return places
+    given = call.node.inputs[PLACES]
+    return w("Add", w.cut(w.reshape(given, -1), 0, 0, 1), places) if cache.prompt else given
+
+
+def _turned(w: StandardParts, call: Call, x: str, places: str) -> str:
+    cos, sin = call.node.inputs[COS:SIN + 1]
+    turned = 2 * fixed(call.type(COS).shape)[1]
+    return w("RotaryEmbedding", x, cos, sin, places, interleaved=call.attr("rotary_interleaved", 0),
+             rotary_embedding_dim=turned)
+
+
+def _present(w: StandardParts, call: Call, cache: _Cache, new: str, past: int) -> str:
+    """Keys or values of all tokens, in a tensor with the room of the past, if that is enough."""
+    before = call.node.inputs[past] if call.has(past) else ""
+    if cache.prompt:
+        return _filled(w, new, cache.present - cache.new)
+    if cache.new == 1:      # each item has it behind its own last one
+        here = w("Equal", w.constant(np.arange(cache.present, dtype=np.int32)[:, None]),
+                 w.reshape(call.node.inputs[LENGTHS], -1, 1, 1, 1))
+        return w("Where", here, new, _filled(w, before, cache.present - cache.room))
+    if cache.room < cache.tokens:
+        return w("Concat", before, new, axis=2)
+    old, behind = (w.cut(before, 2, *ends) for ends in ((0, cache.tokens - cache.new), (cache.tokens, cache.room)))
+    return w("Concat", old, new, *[behind] * (cache.tokens < cache.room), axis=2)
+
+
+def _filled(w: StandardParts, x: str, more: int) -> str:
+    return w("Pad", x, w.ints(0, 0, 0, 0, 0, 0, more, 0)) if more else x
+
+
+# ---- what is added to the scores
+def _mask(w: StandardParts, call: Call, cache: _Cache, places: str) -> str:
+    """-inf for keys that a query does not see: [N or 1, 1, S, tokens], and the bias; "" if there is nothing to add."""
+    causal, window, dtype = call.attr("causal", 1), call.attr("local_window_size", -1), call.type().dtype
+    keys = np.arange(cache.tokens)
+    bias = call.node.inputs[BIAS] if call.has(BIAS) else ""
+    if causal and cache.prompt:
+        behind = keys[:, None] - keys
+        seen = (behind >= 0) & ((behind < window) | (window < 0))
+        mask = w.constant(np.where(seen, 0, -np.inf).astype(dtype)[None, None])
+    else:
+        mask = w("Where", _seen(w, call, keys, places, window if causal else None),
+                 *(w.number(number, dtype) for number in (0, -np.inf)))
+    return w("Add", mask, bias) if bias else mask
+
+
+def _seen(w: StandardParts, call: Call, keys: np.ndarray, places: str, window: int | None) -> str:
+    """window None: of no causal attention, where a query sees all keys of its item."""
+    if window is None:
+        return w("LessOrEqual", w.constant(keys.astype(np.int32)),
+                 w.reshape(call.node.inputs[LENGTHS], -1, 1, 1, 1))
+    behind = w("Sub", w("Unsqueeze", places, w.ints(1, 3)), w.constant(keys))
+    seen = w("GreaterOrEqual", behind, w.ints(0))
+    return w("And", seen, w("Less", behind, w.ints(window))) if window >= 0 else seen
+
+
+def _with_sink(w: StandardParts, call: Call, cache: _Cache, parts: tuple[str, str, str]) -> list[str]:
+    """One more key, whose score is the head's sink (or 0), and whose value is 0."""
+    *both, mask = parts
+    zero = w.number(0, call.type().dtype)
+    both = [w("Concat", part, w("Mul", w.cut(part, 2, 0, 1), zero), axis=2) for part in both]
+    mask = w("Pad", mask, w.ints(0, 0, 0, 0, 0, 0, 0, 1))
+    if call.has(SINK):
+        sinks = w("Pad", w.reshape(call.node.inputs[SINK], 1, -1, 1, 1), w.ints(0, 0, 0, cache.tokens, 0, 0, 0, 0))
+        mask = w("Add", mask, sinks)
+    return [*both, mask]
