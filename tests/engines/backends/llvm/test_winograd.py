@@ -7,7 +7,7 @@ import pytest
 from engines.backends.llvm.codegen.isa import ALL, AVX2, AVX512_VNNI
 from engines.backends.llvm.kernels.contraction.panels import cout_panels
 from engines.backends.llvm.kernels.contraction.winograd import (
-    SCALES,
+    SCALE,
     WinogradContraction,
     transform_input,
     transform_output,
@@ -88,16 +88,21 @@ def test_the_bound_on_sums_is_known_from_the_weights(channels, fits):
 
 
 def test_the_transforms_make_a_convolution():
+    def both_ways(transform, tile, *how):
+        return np.array(transform(np.array(transform(tile, *how)).T, *how)).T
+
+    def plus(a, n, b):
+        return a * n + b
+
     random = np.random.default_rng(0)
-    x, w = random.integers(0, 256, 6), random.integers(-128, 128, 3)
-    expected = [x[i:i + 3] @ w for i in range(4)]
-    # The rows of G with their fractions: 1/4, -1/6, -1/6, 1/24, 1/24, 1; the outputs' scales are 24 times theirs.
-    products = np.array(transform_input(x)) * transform_weights(w)
-    assert (np.array(transform_output(products)) == np.array(expected) * SCALES).all()
+    x, w = random.integers(0, 256, (6, 6)), random.integers(-128, 128, (3, 3))
+    expected = [[(x[i:i + 3, j:j + 3] * w).sum() for j in range(4)] for i in range(4)]
+    products = both_ways(transform_input, x, plus) * both_ways(transform_weights, w)
+    np.testing.assert_array_equal(both_ways(transform_output, products, plus), np.array(expected) * SCALE)
 
 
 # ---- weights made when a plan is loaded
-G = np.array([[1, 0, 0], [1, 1, 1], [1, -1, 1], [1, 2, 4], [1, -2, 4], [0, 0, 1]])     # without its fractions
+G = np.array([[6, 0, 0], [-4, -4, -4], [-4, 4, -4], [1, 2, 4], [1, -2, 4], [0, 0, 6]])
 
 
 @WINOGRAD_ISAS

@@ -3,12 +3,12 @@
     Y = A' [ sum over c of (G g G') * (B' d B) ] A          d: a 6x6 patch of x, g: 3x3 weights, Y: 4x4 of y
 
 Source: Lavin & Gray, Fast Algorithms for Convolutional Neural Networks (2015). The matrices are those of its section
-4.3 with the fractions of G moved out: its rows become (1, 0, 0), (1, 1, 1), (1, -1, 1), (1, 2, 4), (1, -2, 4) and
-(0, 0, 1), the outputs of a column come out 24, 12, 6 and 6 times too large, every number on the way is an integer.
+4.3, but that G is 24 times as large, its last row 6 times and the last column of A 4 times. So every number on the way
+is an integer, and the sums come out 24 * 24 = 576 times too large.
 
-INT8 is thereby exact. B' d B lies within +-25500 and G g G' within +-6272: int16. Sums may wrap around: they are taken
-modulo 2**32, where a factor of 9 has an inverse, and what remains is a power of two, 64 at most. So each sum of x * w
-is found exactly if it lies within +-2**25 (`Contraction.bounded`).
+INT8 is thereby exact. B' d B lies within +-25500 and G g G' within +-18432: int16. Sums may wrap around: they are taken
+modulo 2**32, where the 9 of 576 has an inverse, and what remains is a factor of 64. So each sum of x * w is found
+exactly if it lies within +-2**25 (`Contraction.bounded`). The weights of float32 are divided by 576 beforehand.
 
     for block of tiles of 4x4 pixels:               of any items of the batch, one after the other
       for tile: V[position, tile, cin] = B' d B     scratch, stays in L2
@@ -42,21 +42,21 @@ from engines.lowering.problems.view import SIZES, View
 
 OUTPUT, PATCH = 4, 6        # pixels of a tile and of its patch, each way
 POSITIONS = PATCH * PATCH
-SCALES = (24, 12, 6, 6)     # of the outputs of a column
+SCALE = 24 * 24             # by which the sums are too large
 SCRATCH = 1 << 19           # bytes of V at most: it stays in L2, and any thread has so much stack
+Plus = Callable[[Any, int, Any], Any]       # a, n, b -> a * n + b
 
 
-def transform_input(x: Sequence[Any]) -> list[Any]:
+def transform_input(x: Sequence[Any], plus: Plus) -> list[Any]:
     """B' x, six numbers to six."""
-    a, b = x[4] - x[2] * 4, x[3] - x[1] * 4
-    c, d = x[4] - x[2], (x[3] - x[1]) * 2
-    return [(x[0] - x[2]) * 4 + c, a + b, a - b, c + d, c - d, (x[1] - x[3]) * 4 + (x[5] - x[3])]
+    a, b, c, d = plus(x[2], -4, x[4]), plus(x[1], -4, x[3]), x[4] - x[2], x[3] - x[1]
+    return [plus(x[0] - x[2], 4, c), a + b, a - b, plus(d, 2, c), plus(d, -2, c), plus(d, -4, x[5] - x[3])]
 
 
-def transform_output(m: Sequence[Any]) -> list[Any]:
-    """A' m, six numbers to four, SCALES times too large."""
+def transform_output(m: Sequence[Any], plus: Plus) -> list[Any]:
+    """A' m, six numbers to four."""
     s, d, t, u = m[1] + m[2], m[1] - m[2], m[3] + m[4], m[3] - m[4]
-    return [m[0] * 6 - s * 4 + t, u - d * 2, t - s, u * 2 - d + m[5] * 6]
+    return [m[0] + s + t, plus(u, 2, d), plus(t, 4, s), plus(plus(u, 2, m[5]), 4, d)]
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,12 @@ def _load(address: Value, dtype: str, count: int) -> Value:
     return f.cast("zext", f.load(vector(count, I8), address, hint="bytes"), vector(count, I16), "x")
 
 
-def _rescaled(isa: Isa, value: Value, dtype: str, i: int, j: int) -> Value:
-    """Output (i, j) of a tile as float32, no longer too large."""
+def _rescaled(isa: Isa, value: Value, dtype: str) -> Value:
+    """A sum as float32, no longer too large."""
     if dtype == "float32":
-        return value * (1 / (SCALES[i] * SCALES[j]))
-    power = SCALES[i] * SCALES[j] // 9
+        return value
     ninth = pow(9, -1, 1 << 32) - (1 << 32)
-    return isa.to_float((value * ninth).binary("ashr", power.bit_length() - 1))
+    return isa.to_float((value * ninth).binary("ashr", (SCALE // 9).bit_length() - 1))
 
 
 @solves(Contraction)
@@ -168,6 +167,8 @@ class WinogradContraction(Kernel[Contraction]):
         """Weights [panel][cin / elements][tap][vector][lane][element], which are expanded to G g G'."""
         panels, elements = cout_panels(self.problem, isa, tactic.vectors), self.arithmetic.elements
         weights = np.asarray(constants["weights"], self._kept)
+        if self._kept == "float32":
+            weights = weights * np.float32(1 / SCALE)
         steps = rows_with_zeros(weights.reshape(len(weights), -1, elements, math.prod(self.problem.taps)))
         packed = np.concatenate([steps[panel].transpose(2, 4, 0, 1, 3).ravel() for panel in panels])
         return packed, pack_program(self.problem, panels, constants)
@@ -204,6 +205,7 @@ class _Emitter:
         self.panel = tactic.vectors * isa.lanes
         self.v_tile = kernel.tile_bytes         # bytes of a tile in V, at one position
         self.m_tile = self.panel * 4            # and in M
+        self.plus: Plus = isa.fma if self.arithmetic is FP32 else lambda a, n, b: a * n + b
 
     def emit(self) -> None:
         problem, tiles = self.problem, self.tactic.tiles
@@ -280,13 +282,12 @@ class _Emitter:
             count //= 2
         at, zero = dict(f.parameters), f.constant(0, vector(count, FLOAT if dtype == "float32" else I16))
         for _ in f.loop("channels", self.problem.cin // count, at=at):
-            patch = [[_load(at["x"] + (i * x.strides[0] + j * x.strides[1]), dtype, count)
-                      if i < rows and j < cols else zero for j in range(PATCH)] for i in range(PATCH)]
-            half = [transform_input(row) for row in patch]
-            for j in range(PATCH):
-                for i, value in enumerate(transform_input([row[j] for row in half])):
-                    f.store(value, at["v"] + (i * PATCH + j) * self.tactic.tiles * self.v_tile,
-                            count * SIZES[dtype])
+            columns = [transform_input([_load(at["x"] + (i * x.strides[0] + j * x.strides[1]), dtype, count)
+                                        if i < rows and j < cols else zero for i in range(PATCH)], self.plus)
+                       for j in range(PATCH)]
+            for i in range(PATCH):
+                for j, value in enumerate(transform_input([column[i] for column in columns], self.plus)):
+                    f.store(value, at["v"] + (i * PATCH + j) * self.tactic.tiles * self.v_tile, count * SIZES[dtype])
             at["x"] += count * x.size
             at["v"] += count * SIZES[dtype]
         return name
@@ -341,10 +342,10 @@ class _Emitter:
         for n in range(lanes.vectors):
             at = f.parameters["m"] + n * isa.bytes
             columns.append([transform_output([f.load(sums, at + (i * PATCH + j) * position, isa.bytes, "m")
-                                              for i in range(PATCH)]) for j in range(PATCH)])
+                                              for i in range(PATCH)], self.plus) for j in range(PATCH)])
         for i in range(rows):
-            row = [[_rescaled(isa, value, dtype, i, j) for j, value in enumerate(
-                transform_output([column[i] for column in half]))] for half in columns]
+            row = [[_rescaled(isa, value, dtype) for value in
+                    transform_output([column[i] for column in half], self.plus)] for half in columns]
             pixels = [[values[j] for values in row] for j in range(cols)]
             emit_epilogue(f, lanes, problem.program, problem.operands, problem.y, [(i, j) for j in range(cols)],
                           pixels.__getitem__)

@@ -27,9 +27,9 @@ _MADE = {"int8": "int16", "float32": "float32"}
 
 
 def transform_weights(g: Sequence[Any]) -> list[Any]:
-    """G g without G's fractions, three numbers to six."""
+    """G g, three numbers to six; G is that of winograd.py."""
     s, t, d = g[0] + g[2], g[0] + g[2] * 4, g[1] * 2
-    return [g[0], s + g[1], s - g[1], t + d, t - d, g[2]]
+    return [g[0] * 6, (s + g[1]) * -4, (s - g[1]) * -4, t + d, t - d, g[2] * 6]
 
 
 @dataclass(frozen=True)
