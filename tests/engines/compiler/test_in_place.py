@@ -139,3 +139,14 @@ def test_who_reads_many_weights_has_rivals_that_are_far_slower_alone() -> None:
     assert rivals(64, 200.0) == {WinogradContraction}
     assert rivals(64, 104.0) == {WinogradContraction, DirectContraction}
     assert rivals(128, 200.0) == {WinogradContraction, DirectContraction}
+
+
+def test_a_trial_takes_no_more_memory_than_it_may(graph: Graph, trials: list[Trial],
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any for other packings, rivals read the same constants."""
+    monkeypatch.setattr(in_place, "MOST_BYTES", 0)
+    judge = session(TimingCache())
+    settled = judge.settle(judge.choose(graph, ITEMS))
+    whole = judge.assemble(settled).constants
+    assert max(map(len, trials[0].rivals)) > 1
+    assert len(trials[0].plan.machine.constants) <= len(whole)

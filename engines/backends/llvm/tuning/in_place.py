@@ -32,6 +32,7 @@ from engines.version import COMPILER_VERSION
 
 LEAST_SHARE = 0.002         # of all kernels' time: less is not worth a trial
 MOST_RIVALS = (2, 6)        # of a problem: where a run takes seconds, and else
+MOST_BYTES = 1 << 30        # of constants packed as no plan will have them
 RUNS = 2                    # with one choice after the other, of which the first does not count
 ROUNDS = (3, 200)           # of all choices: at least, at most
 LEAST_ERROR = 0.003         # of a time in place: two copies of one network differ by so much
@@ -81,7 +82,17 @@ def _rivals(choices: Mapping[Problem, Choice], uses: Sequence[Problem], tuner: T
     whole = sum(times.values())
     most = int(SECONDS / max(whole * items / 1e6 * RUNS * ROUNDS[0], 1e-9))
     most = min(max(most, MOST_RIVALS[0]), MOST_RIVALS[1])
-    return {problem: tuner.rivals(problem, most if us >= LEAST_SHARE * whole else 1) for problem, us in times.items()}
+    rivals, room = {}, MOST_BYTES
+    for problem, us in times.items():
+        rivals[problem] = list[Candidate]()
+        packed = {tuner.packing(choices[problem])}
+        for one in tuner.rivals(problem, most if us >= LEAST_SHARE * whole else 1):
+            more = 0 if tuner.packing(one) in packed else uses.count(problem) * tuner.constant_bytes(one)
+            if more <= room:
+                rivals[problem].append(one)
+                packed.add(tuner.packing(one))
+                room -= more
+    return rivals
 
 
 def _mean(times: Sequence[Estimate]) -> Estimate:

@@ -126,19 +126,28 @@ class Tuner:
         """
         alone = self._alone[problem]
         taken, packings = self._least(alone), dict[Any, Candidate]()
-        least, worst = mean_ratios(alone), mean_ratios({one: tuple(us + one.kernel.constant_bytes(
-            self.isa, one.tactic) / FAR_BYTES for us in found) for one, found in alone.items()}, alone)
+        waiting = {one: tuple(us + self.constant_bytes(one) / FAR_BYTES for us in found)
+                   for one, found in alone.items()}
+        least, worst = mean_ratios(alone), mean_ratios(waiting, alone)
         near = [one for one in sorted(least, key=lambda one: least[one]) if least[one] <= NEAR * min(worst.values())]
         for one in near:
-            packings.setdefault((type(one.kernel), one.kernel.packing(one.tactic)), one)
+            packings.setdefault(self.packing(one), one)
         return list(dict.fromkeys((taken, *packings.values(), *near)))[:most]
 
     def alone(self, problem: Problem, one: Candidate) -> Estimate:
         """A rival's time to that of the candidate taken, as far as times alone tell: the less, the more it waits for
         constants."""
         scores, found = self._scores(self._alone[problem]), self._alone[problem][one]
-        waits = one.kernel.constant_bytes(self.isa, one.tactic) / FAR_BYTES / max(found[0], CLOCK_US)
+        waits = self.constant_bytes(one) / FAR_BYTES / max(found[0], CLOCK_US)
         return Estimate(scores[one] / min(scores.values()), DOUBT + waits / 2)
+
+    @staticmethod
+    def packing(one: Candidate | Choice) -> Any:
+        """What decides how a problem's constants are packed."""
+        return type(one.kernel), one.kernel.packing(one.tactic)
+
+    def constant_bytes(self, one: Candidate) -> int:
+        return one.kernel.constant_bytes(self.isa, one.tactic)
 
     def trials(self, rivals: Mapping[Problem, Sequence[Candidate]],
                progress: Progress | None = None) -> dict[Problem, list[Choice]]:
