@@ -144,7 +144,7 @@ class Attention(Problem):
         peak = reduced_rows("max", x)
         p = np.rint(exp2(NUMPY, less_peak(x, peak) * self.units, "uint8"))
         mixed = (p.astype(np.float64) @ (v - MIDDLE)).astype(np.float32)
-        mean = mixed * share_of(peak, reduced_rows("sum", p))
+        mean = mixed * share_of(peak, p.sum(-1, dtype=np.float64, keepdims=True).astype(np.float32))
         if self.mask:
             mean = mean + np.where(peak > -np.inf, np.float32(0), zeros[2] - np.float32(MIDDLE))
         return (store_meaning(self.y.dtype, self.program.meaning(mean, [], program)),)

@@ -127,6 +127,12 @@ class Lanes:
         f.store(stored, address)
 
 
+def in_order(isa: Isa, ints: Sequence[Value]) -> Value:
+    """Four vectors of int32 -> one of u8, saturated, one vector behind the other."""
+    quads = ints[0].f.cast("bitcast", isa.pack_u8(ints), isa.ints, "quads")
+    return quads.f.shuffle(quads, None, [part * 4 + v for v in range(4) for part in range(isa.lanes // 4)], "ordered")
+
+
 def to_float(isa: Isa, dtype: str, stored: Value) -> Value:
     """A vector of `lanes` stored elements -> float32."""
     f = stored.f

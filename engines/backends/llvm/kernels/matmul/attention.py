@@ -13,7 +13,6 @@ fits a cache.
 """
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +20,7 @@ from typing import Any
 
 from engines.backends.llvm.codegen.ir_builder import FLOAT, PTR, Function, Module, Value
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import Lanes, from_float, to_float
+from engines.backends.llvm.codegen.lanes import Lanes
 from engines.backends.llvm.kernels.common.access import item_addresses, offset, unravel
 from engines.backends.llvm.kernels.common.pixels import load_channels, load_constants, pack_panels, run_program
 from engines.backends.llvm.kernels.contraction.direct import usual_tile_shapes
@@ -34,9 +33,8 @@ from engines.backends.llvm.kernels.matmul.operands import (
     product_arithmetic,
     store_tile,
 )
-from engines.backends.llvm.kernels.rows.kernels import share
-from engines.backends.llvm.kernels.rows.passes import At, live, reduce_row
-from engines.lowering.problems.exp2 import LOG2_E, exp2
+from engines.backends.llvm.kernels.matmul.softmax import Softmax
+from engines.backends.llvm.kernels.rows.kernels import seen
 from engines.lowering.problems.matmul import MIDDLE, Attention
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.rows import PARTIALS
@@ -130,7 +128,8 @@ class _Emitter:
     def scratch(self) -> dict[str, tuple[int, int]]:
         """{what: (offset, bytes)}"""
         block = self.tiles.block
-        sizes = {"k": self.k.bytes, "v": self.v.bytes, "x": block * self.pitch * 4, "inverse": block * 4,
+        sizes = {"k": self.k.bytes, "v": self.v.bytes, "x": block * self.pitch * 4, "peaks": block * 4,
+                 "totals": block * self.isa.bytes, "inverse": block * 4,
                  "added": block * 4 if self.adds_zero else 0,
                  "p": 0 if self.arithmetic.dtype == "float32" else block * self.weight_pitch,
                  "q": 0 if self.q.direct else block * self.q.pitch,
@@ -205,8 +204,8 @@ class _Emitter:
                 moved = here + row * problem.mask.strides[-2] if problem.mask else here
                 f.run(self._scores(rows, columns), q + row * self.q.pitch, panel, self.numbers,
                       self.at["start"] + t * 4, moved, self.at["x"] + row * (4 * self.pitch) + t * 4)
-        f.run(self._softmax(), self.at["x"], self.at["p"], self.at["inverse"], self.at["added"], self.numbers,
-              f.constant(count, "i64"))
+        scratch = (self.at[what] for what in ("x", "peaks", "p", "totals", "inverse", "added"))
+        f.run(self._softmax(), *scratch, self.numbers, f.constant(count, "i64"))
         y = offset(head.y, [first], problem.y.strides[-2:-1])
         for e, columns in f.tiles("panel of values", problem.v.shape[-1], self.v.width):
             panel = self.at["v"] + e.divided(self.v.width) * self.v.panel_bytes
@@ -245,38 +244,20 @@ class _Emitter:
 
     def _softmax(self) -> str:
         """Rows of x -> p, 1 / its sum, and what is added to the mean."""
-        name, f = self._function("softmax", x=PTR, p=PTR, inverse=PTR, added=PTR, numbers=PTR, rows="i64")
+        places = dict.fromkeys(("x", "peaks", "p", "totals", "inverse", "added", "numbers"), PTR)
+        name, f = self._function("softmax", **places, rows="i64")
         if f is None:
             return name
-        isa, keys, dtype = self.isa, self.problem.keys, self.arithmetic.dtype
-        x, p, inverse, added, numbers, rows = f.parameters.values()
-        for row in f.loop("row", rows):
-            here, there = x + row * (4 * self.pitch), p + row * self.weight_pitch
-
-            def score(at: At, here: Value = here) -> Value:
-                return f.load(isa.floats, here + at.column * 4, isa.bytes, "score")
-
-            peak = reduce_row(f, isa, keys, "max", score)
-
-            def weight(at: At, there: Value = there, peak: Value = peak, score: Any = score) -> Value:
-                less = score(at) - peak
-                less = less * LOG2_E if self.problem.mask else less
-                value = live(isa, exp2(isa, less, dtype), at.count, 0)
-                if dtype == "uint8":
-                    ints = isa.round(value)
-                    f.store(f.cast("trunc", ints, f"<{isa.lanes} x i8>", "bytes"), there + at.column)
-                    return isa.to_float(ints)
-                stored = from_float(isa, dtype, value)
-                f.store(stored, there + at.column * SIZES[dtype])
-                return to_float(isa, dtype, stored)
-
-            total = reduce_row(f, isa, keys, "sum", weight)
-            one = f.op(FLOAT, f"extractelement {share(peak, total)}, i32 0", "inverse")
-            f.store(one, inverse + row * 4)
-            if self.adds_zero:
-                zero = f.splat(f.load(FLOAT, numbers + 12, hint="zero"), isa.lanes) - MIDDLE
-                unseen = f.select(peak.compare("ogt", -math.inf), zero.like(0), zero, "unseen")
-                f.store(f.op(FLOAT, f"extractelement {unseen}, i32 0", "added"), added + row * 4)
+        x, peaks, p, totals, inverse, added, numbers, rows = f.parameters.values()
+        softmax = Softmax(self.isa, self.problem.keys, self.pitch, self.arithmetic.dtype, self.problem.mask is not None)
+        softmax.peaks(x, peaks, rows)
+        softmax.weights(x, peaks, p, totals, rows)
+        softmax.inverses(peaks, totals, inverse, rows)
+        if self.adds_zero:
+            zero = f.load(FLOAT, numbers + 12, hint="zero") - MIDDLE
+            for row in f.loop("added", rows):
+                peak = f.load(FLOAT, peaks + row * 4, hint="peak")
+                f.store(f.select(seen(peak), zero.like(0), zero, "unseen"), added + row * 4)
         return name
 
     def _mix(self, rows: int, columns: int) -> str:
@@ -291,10 +272,8 @@ class _Emitter:
 
         def result(m: int) -> list[Value]:
             part = f.splat(f.load(FLOAT, inverse + 4 * m, hint="share"), isa.lanes)
-            means = [sums[m, n] * part for n in range(lanes.vectors)]
-            if self.adds_zero:
-                more = f.splat(f.load(FLOAT, added + 4 * m, hint="added"), isa.lanes)
-                means = [mean + more for mean in means]
+            more = f.splat(f.load(FLOAT, added + 4 * m, hint="added"), isa.lanes) if self.adds_zero else None
+            means = [isa.fma(sums[m, n], part, more) if more else sums[m, n] * part for n in range(lanes.vectors)]
             return run_program(lanes, problem.program, means, [], numbers)
 
         store_tile(lanes, problem.y, rows, result, y)

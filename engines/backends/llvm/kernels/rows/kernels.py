@@ -12,9 +12,14 @@ KEPT = 1 << 13          # widest row whose exponentials are kept on the stack (3
 MARGIN = WIDEST_LRN     # zeros kept before and behind the squares of a row
 
 
+def seen(peak: Value) -> Value:
+    """Whether there is anything to see in a row."""
+    return peak.compare("ogt", -math.inf)
+
+
 def share(peak: Value, total: Value) -> Value:
     """What the exponentials of a row are multiplied by: 1 / their sum, or 0 where there was nothing to see."""
-    return peak.f.select(peak.compare("ogt", -math.inf), 1 / total, total.like(0), "share")
+    return peak.f.select(seen(peak), 1 / total, total.like(0), "share")
 
 
 @solves(Softmax)

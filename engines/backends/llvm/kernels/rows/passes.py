@@ -119,9 +119,14 @@ def reduce_row(f: Function, isa: Isa, width: int, kind: str, body: Callable[[At]
     while len(values) > 1:
         half = len(values) // 2
         values = [_combine(isa, kind, a, b) for a, b in zip(values[:half], values[half:], strict=True)]
-    result, distance = values[0], isa.lanes // 2
+    return across_lanes(isa, kind, values[0])
+
+
+def across_lanes(isa: Isa, kind: str, result: Value) -> Value:
+    """The sum, max or min of the lanes, in all of them; of int32 the sum."""
+    distance = isa.lanes // 2
     while distance:
-        others = f.shuffle(result, None, [i ^ distance for i in range(isa.lanes)], "others")
+        others = result.f.shuffle(result, None, [i ^ distance for i in range(isa.lanes)], "others")
         result = _combine(isa, kind, result, others)
         distance //= 2
     return result

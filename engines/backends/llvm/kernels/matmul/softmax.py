@@ -1,0 +1,103 @@
+"""The softmax between the two products of an attention: rows of scores -> rows of p, and what their means are
+multiplied by.
+
+    for row:  peak    = max of x                -> peaks
+    for row:  p       = e**(x - peak)           -> p; its sum, in each lane a part of it, -> totals
+    for row:  inverse = 1 / sum of p            -> inverse
+
+Three loops: within a row each of these waits for the one before, lane for lane at its ends, and a row is too long for
+a processor to see the next one behind it.
+
+Bytes are summed as integers, before they are narrowed.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from engines.backends.llvm.codegen.ir_builder import FLOAT, Value
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.codegen.lanes import from_float, in_order, to_float
+from engines.backends.llvm.kernels.rows.kernels import share
+from engines.backends.llvm.kernels.rows.passes import At, across_lanes, live, reduce_row, vectors
+from engines.lowering.problems.exp2 import LOG2_E, exp2
+from engines.lowering.problems.rows import PARTIALS
+from engines.lowering.problems.view import SIZES
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """Rows of `keys` scores, `pitch` floats apart, to rows of p in `dtype`, as many elements apart.
+
+    natural: the scores are in units of log e, not of log 2.
+    """
+    isa: Isa
+    keys: int
+    pitch: int
+    dtype: str
+    natural: bool
+
+    @property
+    def exact(self) -> bool:
+        """p are bytes."""
+        return self.dtype == "uint8"
+
+    def peaks(self, x: Value, peaks: Value, rows: Value) -> None:
+        for row in x.f.loop("peak", rows):
+            score = partial(self._score, x + row * (4 * self.pitch))
+            peak = reduce_row(x.f, self.isa, self.keys, "max", score)
+            x.f.store(_first(peak), peaks + row * 4)
+
+    def weights(self, x: Value, peaks: Value, p: Value, totals: Value, rows: Value) -> None:
+        f, isa = x.f, self.isa
+        for row in f.loop("weighed row", rows):
+            here, there = x + row * (4 * self.pitch), p + row * (SIZES[self.dtype] * self.pitch)
+            peak = f.splat(f.load(FLOAT, peaks + row * 4, hint="peak"), isa.lanes)
+            total = (self._integers if self.exact else self._floats)(here, there, peak)
+            f.store(total, totals + row * isa.bytes, isa.bytes)
+
+    def inverses(self, peaks: Value, totals: Value, inverse: Value, rows: Value) -> None:
+        f, isa = peaks.f, self.isa
+        for row in f.loop("inverse", rows):
+            peak = f.splat(f.load(FLOAT, peaks + row * 4, hint="peak"), isa.lanes)
+            parts = f.load(isa.ints if self.exact else isa.floats, totals + row * isa.bytes, isa.bytes, "parts")
+            total = across_lanes(isa, "sum", parts)
+            inverted = share(peak, isa.to_float(total) if self.exact else total)
+            f.store(_first(inverted), inverse + row * 4)
+
+    # ---- one row
+    def _score(self, here: Value, at: At) -> Value:
+        return here.f.load(self.isa.floats, here + at.column * 4, self.isa.bytes, "score")
+
+    def _power(self, here: Value, peak: Value, at: At) -> Value:
+        """e**(score - peak), or 255 times that."""
+        less = self._score(here, at) - peak
+        less = less * LOG2_E if self.natural else less
+        result: Value = exp2(self.isa, less, self.dtype)
+        return result
+
+    def _integers(self, here: Value, there: Value, peak: Value) -> Value:
+        f, isa = here.f, self.isa
+        total = {"sum": f.constant(0, isa.ints)}
+        for column, count in f.tiles("column", self.keys, PARTIALS, total=total):
+            for first in range(0, count, 4 * isa.lanes):
+                ints = []
+                for at in vectors(isa, column + first, min(count - first, 4 * isa.lanes)):
+                    ints.append(isa.round(self._power(here, peak, at)))
+                    total["sum"] += live(isa, ints[-1], at.count, 0)
+                f.store(in_order(isa, (ints * 4)[:4]), there + (column + first))
+        return total["sum"]
+
+    def _floats(self, here: Value, there: Value, peak: Value) -> Value:
+        f, isa = here.f, self.isa
+        total = dict.fromkeys(range(2), f.constant(0, isa.floats))
+        for column, count in f.tiles("column", self.keys, PARTIALS, total=total):
+            for i, at in enumerate(vectors(isa, column, count)):
+                stored = from_float(isa, self.dtype, live(isa, self._power(here, peak, at), at.count, 0))
+                f.store(stored, there + at.column * SIZES[self.dtype])
+                total[i % 2] += to_float(isa, self.dtype, stored)
+        return total[0] + total[1]
+
+
+def _first(lanes: Value) -> Value:
+    return lanes.f.op(FLOAT, f"extractelement {lanes}, i32 0", "first")
