@@ -83,6 +83,8 @@ CELLS: dict[str, dict[str, Any]] = {
     "rnn of elu": {"cell": "RNN", "activations": ("Elu",), "activation_alpha": (0.7,) * 2},
 }
 BOTH_WHOLE = pytest.mark.parametrize("precision", ["int16", "int8"])
+REFINED = (Panels(1, prefetch=True), Panels(2, places=2, alternate=True), Panels(1, places=4, prefetch=True),
+           Panels(3, places=4), Panels(1, alternate=True))
 EVERY_CELL = pytest.mark.parametrize("attrs", CELLS.values(), ids=CELLS)
 
 
@@ -110,8 +112,34 @@ def test_whole_products_are_exact(attrs, precision, runner):
 def test_any_batch_is_cut_into_tiles(attrs, batch, precision, cpu, monkeypatch):
     case = Case(node_of(direction="reverse", **attrs), 19, precision, batch)
     monkeypatch.setattr(tiling, "FIRST_LEVEL", 0)
-    for tactic in (*kernel_of(case.spec).tactics(cpu.isa), Panels(1, prefetch=True)):
+    for tactic in (*kernel_of(case.spec).tactics(cpu.isa), *REFINED):
         check(case.spec, cpu, case.inputs, case.constants, tactic=tactic)
+
+
+@EVERY_ISA_WIDTH
+@pytest.mark.parametrize("attrs", [{}, {"cell": "GRU"}], ids=["lstm", "gru"])
+def test_the_floats_of_an_item_do_not_depend_on_the_batch(attrs, cpu, monkeypatch):
+    case = Case(node_of(direction="bidirectional", **attrs), 19, batch=8)
+    monkeypatch.setattr(tiling, "FIRST_LEVEL", 0)
+    for tactic in REFINED:
+        check(case.spec, cpu, case.inputs, case.constants, FLOAT_SUMS, tactic=tactic)
+        whole, = run(case.spec, cpu, case.inputs, case.constants, tactic=tactic)
+        for some in (slice(0, 1), slice(1, 4), slice(3, 8)):
+            part, = run(case.spec, cpu, [x[some] for x in case.inputs], case.constants, tactic=tactic)
+            assert (part == whole[some]).all()
+
+
+def test_weights_that_leave_the_second_level_of_cache_have_more_tactics():
+    small, large = (kernel_of(Case(node_of(), hidden).spec) for hidden in (64, 128))
+    best = Panels(3)
+    assert not small.refinements(AVX2, best)
+    assert {Panels(3, places=4, prefetch=True), Panels(3, alternate=True)} <= set(large.refinements(AVX2, best))
+
+
+def test_a_batch_matters_where_several_items_share_a_panel():
+    in_first_level, beyond, one_by_one = (
+        kernel_of(case.spec) for case in (Case(node_of(), 24), Case(node_of(), 64), Case(node_of(), 64, lengths=True)))
+    assert [kernel.by_batch for kernel in (in_first_level, beyond, one_by_one)] == [False, True, False]
 
 
 @EVERY_WIDTH

@@ -8,17 +8,22 @@
               sum[item, gate, unit] += state[item, k] * R[gate, unit, k]         all in registers
             the updates of the stage; h goes to y
 
-h has two buffers that change places after each step, so the units of a step may be computed one after the other.
+h has two buffers that change places after each step, so the units of a step may be computed one after the other, in any
+order. What takes the time of large layers is reading R in every step. So each panel's weights are read once for all
+items of the block; K may be read at several places at once, for a core has more lines of far memory under way if they
+belong to several streams; and every other step may take the panels backwards, to begin with what is still in a cache.
 """
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from engines.backends.llvm.codegen.ir_builder import I8, I16, I32, I64, PTR, Function, Module, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import hidden, tails
+from engines.backends.llvm.kernels.common.access import TAILS, hidden, tails
 from engines.backends.llvm.kernels.common.arithmetic import Operand
 from engines.backends.llvm.kernels.common.pixels import load_channels, store_channels
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, begin_kernel
@@ -39,6 +44,7 @@ class _Pointers:
     old: Value              # h of the last step ...
     new: Value              # ... and of this one
     rest: Value             # the other states
+    back: Value             # an i1: where panels alternate, those of this step go backwards
 
 
 class RecurrenceEmitter:
@@ -121,8 +127,9 @@ class RecurrenceEmitter:
             at |= {key: at[key] + final * move for key, move in moves.items()}
             moves = {key: -move for key, move in moves.items()}
         turns = f.loop("time", steps, at=at) if isinstance(steps, int) else f.range("time", count.like(0), steps, at=at)
-        for _ in turns:
-            here = _Pointers(at["x"], at.get("y"), at["old"], at["new"], self.memory + 2 * self.area)
+        for turn in turns:
+            here = _Pointers(at["x"], at.get("y"), at["old"], at["new"], self.memory + 2 * self.area,
+                             turn.binary("and", 1).compare("ne", 0))
             for number in range(len(problem.cells[d].stages)):
                 self._stage(f, d, number, here, count)
             at |= {key: at[key] + move for key, move in moves.items()}
@@ -163,37 +170,40 @@ class RecurrenceEmitter:
 
     # ---- a stage of a step
     def _stage(self, f: Function, d: int, number: int, here: _Pointers, count: Value) -> None:
-        """Tiles of items: full ones, then one of 4, 2, 1 for each bit of what remains."""
+        """By the largest tile that `count` items fill, which decides how wide a panel is."""
         if self.items == 1 or self.block == 1:
-            self._panels(f, d, number, here, 1, count.like(0), count)
+            self._panels(f, d, number, here, 1, count)
             return
-        whole, rest = count.divided(self.items), count.remainder(self.items)
-        with f.when(whole.compare("ne", 0)):
-            self._panels(f, d, number, here, self.items, count.like(0), whole * self.items)
-        for first, size in tails(whole, rest, self.items):
-            self._panels(f, d, number, here, size, first, first + size)
+        sizes = [self.items, *(size for size in TAILS if size < self.items)]
+        with f.when(count.compare("uge", sizes[0])):
+            self._panels(f, d, number, here, sizes[0], count)
+        for above, size in pairwise(sizes):
+            with f.when((count - size).below(above - size)):
+                self._panels(f, d, number, here, size, count)
 
-    def _panels(self, f: Function, d: int, number: int, here: _Pointers, size: int, first: Value, end: Value) -> None:
-        """The units, over tiles of `size` items: a panel's weights stay in cache while the tiles pass."""
+    def _panels(self, f: Function, d: int, number: int, here: _Pointers, size: int, count: Value) -> None:
+        """The units, over tiles of up to `size` items: a panel's weights stay in cache while the tiles pass."""
         kernel, problem, isa, cell = self.kernel, self.problem, self.isa, self.problem.cells[d]
         stage, vectors = cell.stages[number], -(-problem.hidden // isa.lanes)
         before = sum(vectors * kernel.stage_vector(isa, s) for c in problem.cells[:d] for s in c.stages)
         before += sum(vectors * kernel.stage_vector(isa, s) for s in cell.stages[:number])
         unit_vector = (cell.units + kernel.scales) * isa.bytes
         step = kernel.vectors(isa, self.tactic, stage, size) * isa.lanes
-        for start, width in f.tiles("units", problem.hidden, step):
+        tiles = _there_and_back(f, problem.hidden, step, here.back) if self.tactic.alternate else \
+            f.tiles("units", problem.hidden, step)
+        for start, width in tiles:
             panel = start.divided(isa.lanes)
             weights = self.weights + before + panel * kernel.stage_vector(isa, stage)
             units = self.units + d * vectors * unit_vector + panel * unit_vector
-            name = self._microkernel(problem.cells.index(cell), number, size, width)
             following = weights + -(-width // isa.lanes) * kernel.stage_vector(isa, stage)
-            for item in f.range("tile", first, end, size):
+            for item, tile in _tiles(f, size, count):
                 at = item * self.pitch
                 ahead = following + item.divided(size) * (kernel.turns() * LINE)
                 pointers = {"x": here.x + item * problem.gates.item + start * problem.gates.strides[1],
                             "old": here.old + at, "new": here.new + at, "rest": here.rest + at}
                 if here.y is not None and problem.y is not None:
                     pointers["y"] = here.y + item * problem.y.item + start * problem.y.strides[1]
+                name = self._microkernel(problem.cells.index(cell), number, tile, width)
                 f.run(name, *pointers.values(), weights, units, start, ahead)
 
     # ---- the micro-kernel
@@ -222,6 +232,8 @@ class RecurrenceEmitter:
         source = f.parameters["old"] if stage.source == 0 else f.parameters["rest"] + (stage.source - 1) * self.area
         keys = [(item, g, v) for v in range(vectors) for g in range(len(stage.gates)) for item in range(size)]
         split = next(n for n in (1, 2, STEPS) if n * len(keys) >= FEWEST_CHAINS or n == STEPS)
+        if kernel.by_batch and not arithmetic.exact:
+            split = 1       # floats are summed in one order in all tiles: an item's do not depend on its neighbours
         acc = {(part, key): arithmetic.zero(isa, source) for part in range(split) for key in keys}
         state = source + (self.integers if self.stored else 0)
         at = {"s": state, "w": f.parameters["w"], "ahead": f.parameters["ahead"]}
@@ -231,18 +243,20 @@ class RecurrenceEmitter:
                 acc[0, (item, g, v)] = f.load(isa.ints, start, isa.bytes, "start")
             at["w"] += len(stage.gates) * isa.bytes
         step, weight = arithmetic.step_bytes, arithmetic.weight_bytes(isa)
-        for _ in f.loop("k", kernel.turns() // split, acc=acc, at=at):
-            for part in range(split):
-                states = {item: at["s"] + item * self.pitch + part * step for item in range(size)}
-                weights = {(g, v): at["w"] + v * kernel.stage_vector(isa, stage)
-                           + (part * len(stage.gates) + g) * weight
+        places = self.tactic.places
+        parts, apart = max(split, places), kernel.turns() // places
+        for _ in f.loop("k", kernel.turns() // parts, acc=acc, at=at):
+            for part in range(parts):
+                k = part % places * apart + part // places
+                states = {item: at["s"] + item * self.pitch + k * step for item in range(size)}
+                weights = {(g, v): at["w"] + v * kernel.stage_vector(isa, stage) + (k * len(stage.gates) + g) * weight
                            for v in range(vectors) for g in range(len(stage.gates))}
-                self._outer_product(acc, part, states, weights)
+                self._outer_product(acc, part % split, states, weights)
                 if self.tactic.prefetch:
                     isa.prefetch(at["ahead"])
                     at["ahead"] += LINE
-            at["s"] += split * step
-            at["w"] += split * len(stage.gates) * weight
+            at["s"] += parts // places * step
+            at["w"] += parts // places * len(stage.gates) * weight
         while split > 1:
             split //= 2
             for part in range(split):
@@ -279,6 +293,29 @@ class RecurrenceEmitter:
         assert view is not None
         result = self.problem.program.run(self.isa, value, [], [value.like(number) for number in self.problem.numbers])
         store_channels(self._lanes(count), view, [[result]], [address])
+
+
+def _there_and_back(f: Function, extent: int, step: int, back: Value) -> Iterator[tuple[Value, int]]:
+    """(start, size) of tiles of 0..extent-1, as Function.tiles has them; if `back`, from the last to the first."""
+    whole, tail = divmod(extent, step)
+    last = f.constant(extent - tail, I64), tail
+    if tail:
+        with f.when(back):
+            yield last
+    if whole:
+        for i in f.loop("units", whole):
+            yield f.select(back, whole - 1 - i, i) * step, step
+    if tail:
+        with f.when(back.compare("eq", 0)):
+            yield last
+
+
+def _tiles(f: Function, size: int, count: Value) -> Iterator[tuple[Value, int]]:
+    """(first item, items) of the tiles of `count` items: full ones, then one of 4, 2, 1 for each bit of the rest."""
+    whole = count.divided(size)
+    for item in f.range("tile", count.like(0), whole * size, size):
+        yield item, size
+    yield from tails(whole, count.remainder(size), size)
 
 
 class _Unit:

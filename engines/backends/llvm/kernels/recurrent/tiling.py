@@ -15,17 +15,22 @@ from engines.lowering.problems.recurrence import QUANTIZED_STATES, SECOND_LEVEL,
 ARITHMETIC: dict[str, Arithmetic] = {"fp32": FP32, "int16": INT16, "int8": QUADS}
 FIRST_LEVEL = 1 << 15   # bytes of cache that most machines have there
 BLOCK = 8               # items whose states are in scratch together
-STEPS = 4               # the K loop's turns are a multiple of this, so that a sum can be split
+STEPS = 4               # the K loop's turns are a multiple of this, so that it can be cut
+PLACES = (1, 2, STEPS)
 
 
 @dataclass(frozen=True)
 class Panels(Tactic):
     """Vectors of units that one item's micro-kernel computes; larger tiles of items take what registers are left."""
     vectors: int
+    places: int = 1             # of K that are read side by side: streams of weights, for each vector
     prefetch: bool = False      # ask for the next panel's weights, a line at every k
+    alternate: bool = False     # every other step takes the panels backwards
 
     def __str__(self) -> str:
-        return f"panels of {self.vectors} vectors{' prefetch' if self.prefetch else ''}"
+        words = (f"panels of {self.vectors} vectors", f"{self.places} places" if self.places > 1 else "",
+                 "prefetch" if self.prefetch else "", "alternate" if self.alternate else "")
+        return " ".join(filter(None, words))
 
 
 class RecurrenceTiling(Kernel[Recurrence]):
@@ -50,11 +55,15 @@ class RecurrenceTiling(Kernel[Recurrence]):
         """The zero point of the state in integers."""
         return QUANTIZED_STATES[self.problem.precision].zero if self.scales else 0
 
+    @property
+    def by_batch(self) -> bool:
+        return self.problem.lengths is None and self.step_bytes > FIRST_LEVEL
+
     # ---- tiles
     def tile_items(self, isa: Isa) -> int:
         """Of the largest tile. Weights that stay in the first level of cache are read for one item as fast as they are
         multiplied; others are read once for as many items as there are registers."""
-        if self.problem.lengths is not None or self.step_bytes <= FIRST_LEVEL:
+        if not self.by_batch:
             return 1
         most = max(len(stage.gates) for stage in self.problem.cells[0].stages)
         return max(items for items in range(1, BLOCK + 1) if items == 1 or self._fits(isa, items, most))
@@ -75,7 +84,11 @@ class RecurrenceTiling(Kernel[Recurrence]):
         return tuple(Panels(v) for v in dict.fromkeys((widest, max(widest // 2, 1), 1)))
 
     def refinements(self, isa: Isa, best: Panels) -> Sequence[Panels]:
-        return (replace(best, prefetch=True),) if self.step_bytes >= SECOND_LEVEL else ()
+        if self.step_bytes < SECOND_LEVEL:
+            return ()
+        # Several places and prefetch are for weights that come from afar; alternating, for those half in a cache.
+        afar = (replace(best, places=places, prefetch=prefetch) for places in PLACES for prefetch in (False, True))
+        return *afar, replace(best, alternate=True)
 
     def packing(self, tactic: Panels) -> None:
         """Weights lie vector by vector, whatever the panels."""
