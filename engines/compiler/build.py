@@ -22,6 +22,7 @@ from engines.frontend.onnx_import import Model
 from engines.ir.graph import Graph
 from engines.loading import engine_of
 from engines.machine.cpu import detect
+from engines.passes.quantization.given import is_quantised
 from engines.plan.file import write_plan
 from engines.plan.plan import Plan
 from engines.runtime.engine import Engine
@@ -90,7 +91,8 @@ def build_engine(model: Model, *, calibration: RangeSource | None = None,
     """Compile an ONNX model for this machine, or for the `target` among the options.
 
     model        an ONNX file; or what is in one, as bytes or as an onnx.ModelProto
-    calibration  for precision "int8", and for "best" if it may choose int8: calibration.Calibration(...)
+    calibration  for precision "int8" (unless the model is quantised already), and for "best" if it may choose int8:
+                 calibration.Calibration(...)
     cache        the engine cache: the user's, the one in a folder, or none (False)
     progress     called with (stage, done, of, what): "calibrating" counts items, "compiling" kernels; `of` is 0 where
                  their number is not known
@@ -119,9 +121,6 @@ def _check(model: Model, config: BuildConfig, calibration: RangeSource | None) -
     if calibration is not None and not hasattr(calibration, "calibrate"):
         raise ConfigError(f"calibration is a {type(calibration).__name__}; wrap the data: "
                           "calibration.Calibration(data, ...)")
-    if calibration is None and config.precision == "int8":
-        raise ConfigError("an int8 build needs calibration: give --calib, or --calib-cache with a cache that exists "
-                          "(from Python, calibration=Calibration(data, cache=...))")
     if calibration is not None and config.precision not in ("int8", "best"):
         raise ConfigError(f"calibration is for int8 and best; this build is {config.precision}")
 
@@ -148,7 +147,9 @@ class _Build:
         name = Path(self.model).name if isinstance(self.model, str | os.PathLike) else graph.name
         metadata: dict[str, Any] = {"model": name, "notices": list(self.notices)}
         ranges = None
-        if self.calibration:
+        if self.calibration and is_quantised(graph):
+            self.say("the model is quantised already: it is compiled as it is, and not calibrated")
+        elif self.calibration:
             found = self.calibration.calibrate(builder, graph, self.say, self.progress)
             graph, ranges, metadata = found.graph, found.ranges, {**metadata, **found.report}
         plan = builder.plan(graph, ranges, metadata)

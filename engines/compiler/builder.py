@@ -25,6 +25,7 @@ from engines.ir.serialize import graph_to_json
 from engines.machine.timing_cache import TimingCache
 from engines.passes.pipeline import optimise, simplify
 from engines.passes.pixels import Pixels, take_pixels
+from engines.passes.quantization.given import is_quantised, quantize_as_given
 from engines.passes.quantization.quantize import edges_to_calibrate, quantize, set_float_precision
 from engines.plan.plan import IoTensor, Plan, graph_of
 from engines.version import COMPILER_VERSION
@@ -140,10 +141,14 @@ class Builder:
         log: takes the notes of what stays float. Trials leave it out: the search makes dozens of the same graph.
         """
         precision = self.config.precision
+        if is_quantised(graph):
+            graph = quantize_as_given(graph, self.config.keep_float, log)
+            return set_float_precision(graph, "fp32" if precision in ("int8", "best") else precision)
         if precision in ("int8", "best") and ranges is not None:
             return quantize(graph, ranges, keep_float=self.config.keep_float, log=log)
         if precision == "int8":
-            raise ConfigError("an int8 build needs calibration: give --calib, or a --calib-cache that exists")
+            raise ConfigError("an int8 build needs calibration: give --calib, or --calib-cache with a cache that "
+                              "exists (from Python, calibration=Calibration(data, cache=...))")
         return set_float_precision(graph, "fp32" if precision == "best" else precision)
 
     # ---- plans
@@ -151,7 +156,7 @@ class Builder:
     def plan(self, graph: Graph, ranges: Ranges | None = None, metadata: Mapping[str, Any] | None = None) -> Plan:
         """A plan of an optimised graph; an int8 one needs the ranges of its edges."""
         try:
-            if self.config.precision == "best":
+            if self.config.precision == "best" and not is_quantised(graph):
                 chosen = min(self._candidates(graph, ranges), key=_time_us)
             else:
                 chosen = self._chosen(self.stored(graph, ranges, self.log))

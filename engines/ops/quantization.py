@@ -1,4 +1,8 @@
-"""real = scale * (stored - zero_point), per tensor or per index of `axis`."""
+"""real = scale * (stored - zero_point), per tensor or per index of `axis`.
+
+FakeQuantize is the two in one, the real number that is left: what a Q/DQ pair of a model is inside this compiler. At
+the end of a kernel it is how the result is stored; anywhere else it only rounds.
+"""
 from __future__ import annotations
 
 import math
@@ -10,6 +14,7 @@ from engines.ir.graph import Array, Dim, Node, TensorType
 from engines.ir.shapes import fixed, normal_axis, text
 from engines.ops.items import ItemAxes, beside, only_first
 from engines.ops.op import Inputs, Op, Types, present
+from engines.ops.pointwise import Epilogue
 
 
 class _Linear(Op, abstract=True):
@@ -50,6 +55,16 @@ class DequantizeLinear(_Linear):
         if zero_point is not None:
             real = real - along_axis(node, x, zero_point).astype(np.int32)
         return real.astype(scale.dtype) * along_axis(node, x, scale)
+
+
+class FakeQuantize(Epilogue):
+    """DequantizeLinear(QuantizeLinear(x)), stored from `low` to `high`: uint8 where that is enough."""
+
+    @staticmethod
+    def formula(x: Array, scale: float = 1.0, zero_point: int = 0, low: int = 0, high: int = 255) -> Array:
+        step = x.dtype.type(scale)
+        stored = np.clip(np.rint(x / step) + zero_point, low, high)
+        return np.asarray((stored - zero_point) * step, x.dtype)
 
 
 def check_constants(node: Node, inputs: Inputs) -> None:

@@ -37,6 +37,7 @@ from engines.passes.rules.noop import RemoveNoOp
 from engines.passes.rules.norm import NORMS
 from engines.passes.rules.pad import PadAveragePool, PadConv, PadMaxPool
 from engines.passes.rules.pooling import GlobalPoolOfRows, SpatialReduce, WholeImagePool
+from engines.passes.rules.quantised import ALONE, PAIRS
 from engines.passes.rules.reduction import ReductionOfPowers, SumOfIntegers
 from engines.passes.rules.reshape import MergeReshapes, MergeTransposes, ToReshape, TransposeOfOnes
 from engines.passes.rules.scale import LinearScale, ScaleLinear
@@ -55,6 +56,11 @@ def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
         ("widen_floats", lambda g: widen_floats(g, log)),
         # shape arithmetic becomes attributes and constants, which all patterns below ask for
         ("fold_constants", fold_constants),
+        # which tensors the model quantises, before any pattern is looked for around them
+        ("quantised", _rules(log, *PAIRS)),
+        # a tensor of integers that several dequantise is one of real numbers
+        ("merge_common", merge_common),
+        ("quantised_alone", _rules(log, *ALONE)),
         # what stands between two nodes that belong together goes first
         ("remove_no_ops", _rules(log, RemoveNoOp())),
         # one spelling each, so that a pattern need not know several

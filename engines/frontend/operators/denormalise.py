@@ -102,6 +102,19 @@ def _rms_normalization(node: Node, types: Sequence[TensorType | None], constant:
             ("Div", [x, f"{y}.size"], [f"{y}.normal"], {}), ("Mul", [f"{y}.normal", scale], node.outputs, {})]
 
 
+@_rule("FakeQuantize")
+def _fake_quantize(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
+    """A Q/DQ pair, of the narrowest type that holds what is stored."""
+    low, high = node.attrs["low"], node.attrs["high"]
+    dtype = next(kind for kind in (np.uint8, np.int8, np.uint16, np.int16)
+                 if np.iinfo(kind).min == low and np.iinfo(kind).max == high)
+    constants = [constant("step", np.array(node.attrs["scale"], np.float32)),
+                 constant("zero", np.array(node.attrs["zero_point"], dtype))]
+    stored = f"{node.outputs[0]}.integers"
+    return [("QuantizeLinear", [node.inputs[0], *constants], [stored], {}),
+            ("DequantizeLinear", [stored, *constants], node.outputs, {})]
+
+
 @_rule("TopK")
 def _top_k(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
     k = constant("k", np.array([node.attrs["k"]], np.int64))

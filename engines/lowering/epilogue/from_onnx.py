@@ -97,6 +97,12 @@ def _extreme(op: str) -> Writer:
     return write
 
 
+def _fake_quantize(w: AffineWriter, node: Node, x: Affine) -> Affine:
+    scale, zero_point, low, high = (node.attrs[key] for key in ("scale", "zero_point", "low", "high"))
+    stored = w.apply("round", w.requantise(x, scale, zero_point, low, high)).clip(low, high)
+    return stored.scaled(scale, -scale * zero_point)
+
+
 def _cast(w: AffineWriter, node: Node, x: Affine) -> Affine:
     """To float32 it is the same number, to floats of 16 bits the nearest of theirs; to bool, whether it is another than
     0. (To integers: rules/pointwise.py)"""
@@ -139,6 +145,7 @@ WRITERS: Mapping[str, Writer] = {
                                     node.attrs.get("gamma", 1.05070102214813232421875)),
     "Pow": _pow,
     "Cast": _cast,
+    "FakeQuantize": _fake_quantize,
     "Where": lambda w, node, condition, a, b: w.apply("where_positive", condition, a, b),
     # comparisons answer 1 for yes and 0 for no
     "Equal": lambda w, node, a, b: w.apply("equal", a, b),

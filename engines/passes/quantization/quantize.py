@@ -31,7 +31,7 @@ FLOAT_PRECISIONS = ("fp32", "fp16", "bf16")
 
 def edges_to_calibrate(graph: Graph) -> tuple[str, ...]:
     """The float tensors of an optimised graph that an int8 build may store in 8 bits."""
-    anchors = _contractions(graph, ())
+    anchors = contractions(graph, ())
     names = [name for group in classes(graph) if _is_worth_it(graph, group, anchors) for name in group]
     inputs = [node.anchor.inputs[0] for node in anchors]
     return tuple(dict.fromkeys((*names, *inputs)))
@@ -43,9 +43,8 @@ def quantize(graph: Graph, ranges: Ranges, keep_float: Collection[str] = (), log
     ranges: tensor -> (low, high) of its real values, from calibration. keep_float: ONNX nodes that stay float.
     Raises ConfigError for a name in keep_float that no node stands for.
     """
-    if unknown := set(keep_float) - {name for node in graph.nodes for name in node.origin}:
-        raise ConfigError(f"no node of {graph.name} is called '{min(unknown)}'; keep_float takes names of ONNX nodes")
-    anchors = _contractions(graph, keep_float)
+    check_names(graph, keep_float)
+    anchors = contractions(graph, keep_float)
     stored = _stored_types(graph, ranges, anchors)
     graph = graph.rebuild(graph.nodes, types=stored)
     refused = {node.outputs: reason for node in anchors if (reason := _why_float(graph, node, ranges))}
@@ -53,13 +52,28 @@ def quantize(graph: Graph, ranges: Ranges, keep_float: Collection[str] = (), log
     for node in anchors:
         if node.outputs in refused:
             note(log, node, "quantize", f"stays float: {refused[node.outputs]}")
-    wanted = {id(node): _input_type(graph, node, ranges) or _as_float(graph, node) for node in chosen}
-    wanted |= {id(node): _as_float(graph, node) for node in graph.nodes
-               if is_weighted(node) and node not in chosen and not is_product(graph, node)}
-    names = {node.outputs for node in chosen}
-    graph = _with_int8_weights(with_conversions(graph, wanted), names)
-    return graph.rebuild(replace(node, precision="int8") if _is_exact(graph, node) and not set(node.origin) & set(
-        keep_float) else node for node in graph.nodes)
+    wanted = {id(node): _input_type(graph, node, ranges) or as_float(graph, node) for node in chosen}
+    weights = {node.outputs: weight_params(graph.constants[node.anchor.inputs[1]], output_axis(node))
+               for node in chosen}
+    return in_int8(graph, wanted, weights, keep_float, recurrences=True)
+
+
+def check_names(graph: Graph, keep_float: Collection[str]) -> None:
+    """Raises ConfigError for a name that no node stands for."""
+    if unknown := set(keep_float) - {name for node in graph.nodes for name in node.origin}:
+        raise ConfigError(f"no node of {graph.name} is called '{min(unknown)}'; keep_float takes names of ONNX nodes")
+
+
+def in_int8(graph: Graph, inputs: Mapping[int, TensorType], weights: Mapping[tuple[str, ...], QParams],
+            keep_float: Collection[str], recurrences: bool = False) -> Graph:
+    """A graph with stored types whose contractions compute as told: those that make the outputs in `weights` in int8,
+    by weights quantised so and inputs of these types, by id of the node; all others in float."""
+    wanted = {id(node): as_float(graph, node) for node in graph.nodes
+              if is_weighted(node) and not is_product(graph, node)} | dict(inputs)
+    graph = _with_int8_weights(with_conversions(graph, wanted), weights)
+    return graph.rebuild(
+        replace(node, precision="int8") if (recurrences and node.op == "Recurrence" or _is_exact(graph, node))
+        and not set(node.origin) & set(keep_float) else node for node in graph.nodes)
 
 
 def set_float_precision(graph: Graph, precision: str) -> Graph:
@@ -73,18 +87,21 @@ def set_float_precision(graph: Graph, precision: str) -> Graph:
     if precision == "fp32":
         return graph
     dtype = np.dtype(np.float16) if precision == "fp16" else bfloat16()
-    types = {name: replace(graph.types[name], dtype=dtype) for group in classes(graph) for name in group}
+    types = {name: replace(graph.types[name], dtype=dtype) for group in classes(graph) for name in group
+             if graph.types[name].quant is None}
     graph = graph.rebuild(graph.nodes, types=types)
-    anchors = _contractions(graph, ())
+    anchors = [node for node in contractions(graph, ()) if node.precision != "int8"]
     wanted = {id(node): replace(graph.types[node.anchor.inputs[0]], dtype=dtype) for node in anchors}
-    others = [node for node in graph.nodes if node.op == "Recurrence" or is_product(graph, node)]
+    others = [node for node in graph.nodes
+              if node.precision != "int8" and (node.op == "Recurrence" or is_product(graph, node))]
     names = {node.outputs for node in (*anchors, *others)}
     graph = with_conversions(graph, wanted)
     return graph.rebuild(replace(node, precision=precision) if node.outputs in names else node for node in graph.nodes)
 
 
 # ---- what is quantised
-def _contractions(graph: Graph, keep_float: Collection[str]) -> list[Node]:
+def contractions(graph: Graph, keep_float: Collection[str]) -> list[Node]:
+    """The nodes that kernels run in int8, if their inputs and weights are quantised."""
     return [node for node in graph.nodes if computes_by(graph, node) and not set(node.origin) & set(keep_float)
             and is_float(graph.types[node.anchor.inputs[0]]) and not graph.is_constant(node.anchor.inputs[0])]
 
@@ -150,7 +167,8 @@ def sums_fit(weight: Array, axis: int) -> bool:
     return bool(255 * (127 * np.maximum(*one_sided).max() + depth / 2) < SUMS)      # depth / 2: of rounding
 
 
-def _as_float(graph: Graph, node: Node) -> TensorType:
+def as_float(graph: Graph, node: Node) -> TensorType:
+    """How a contraction reads its input that does not compute in int8."""
     return replace(graph.types[node.anchor.inputs[0]], quant=None)
 
 
@@ -158,7 +176,7 @@ def _is_exact(graph: Graph, node: Node) -> bool:
     """Whether a node without constant weights computes in int8: a product does if its factors are stored in 8 bits, as
     they are, so nothing more is lost."""
     factors = node.anchor.inputs[:3 if node.anchor.op == ATTENTION else 2]
-    return node.op == "Recurrence" or is_product(graph, node) and all(graph.types[name].quant for name in factors)
+    return is_product(graph, node) and all(graph.types[name].quant for name in factors)
 
 
 # ---- weights
@@ -169,18 +187,18 @@ def weight_params(weight: Array, axis: int) -> QParams:
     return QParams(tuple(map(float, scales)), (0,) * len(scales), "int8", axis)
 
 
-def _with_int8_weights(graph: Graph, chosen: Collection[tuple[str, ...]]) -> Graph:
-    """The nodes that make `chosen` outputs read int8 weights and compute in int8."""
+def _with_int8_weights(graph: Graph, chosen: Mapping[tuple[str, ...], QParams]) -> Graph:
+    """The nodes that make `chosen` outputs read int8 weights, quantised so, and compute in int8."""
     editor = GraphEditor(graph)
     for node in graph.nodes:
-        if node.outputs in chosen:
+        if (quant := chosen.get(node.outputs)) is not None:
             source = node.anchor.inputs[1]
             weight = graph.constants[source]
-            quant = weight_params(weight, output_axis(node))
+            assert quant.axis is not None
             along = [-1 if axis == quant.axis else 1 for axis in range(weight.ndim)]
             steps = weight / np.array(quant.scale, np.float32).reshape(along)
             name = editor.add_constant(
-                f"{source}.int8", np.clip(np.rint(steps, out=steps), -127, 127, out=steps).astype(np.int8))
+                f"{source}.int8", np.clip(np.rint(steps, out=steps), -128, 127, out=steps).astype(np.int8))
             editor.types[name] = TensorType(FLOAT, weight.shape, quant)
             node = replace(reading(node, {source: name}), precision="int8")
         editor.nodes.append(node)

@@ -30,7 +30,7 @@ def classes(graph: Graph) -> list[tuple[str, ...]]:
     fixed = {name for name in parent if graph.types[name].dtype != FLOAT}.union(graph.inputs, graph.outputs)
     for node in graph.nodes:
         touched = [name for name in (*node.inputs, *node.outputs) if name in parent]
-        stored = _stored(graph, node)
+        stored = stored_by(graph, node)
         if stored is Stored.FLOAT:
             fixed.update(touched)
         elif stored is Stored.ALIKE:
@@ -51,7 +51,7 @@ def classes(graph: Graph) -> list[tuple[str, ...]]:
     return [tuple(names) for names in members.values()]
 
 
-def _stored(graph: Graph, node: Node) -> Stored:
+def stored_by(graph: Graph, node: Node) -> Stored:
     """As its operator says, but for a Pad by other numbers, a Cast of integers, a Transpose that moves nothing."""
     if node.op == "Pad" and not pads_with_zeros(node) or node.op == "Cast" and not all(
             is_float(graph.types[name]) for name in (*node.inputs, *node.outputs)):

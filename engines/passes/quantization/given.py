@@ -1,0 +1,114 @@
+"""Stored types as the model itself gives them, by Q/DQ pairs: no ranges are asked for.
+
+A tensor that a FakeQuantize makes last is stored so, if all that shares memory with it is; a contraction computes in
+int8 if its input and its weights are quantised. What the model does not quantise stays float, and a pair in the midst
+of a kernel rounds there. So every number is rounded where the model says, and nowhere else.
+"""
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from engines.ir.dtypes import FLOAT
+from engines.ir.graph import Graph, Node, QParams, TensorType
+from engines.ops import Stored, op_of
+from engines.passes.quantization.grid import grid_params
+from engines.passes.quantization.quantize import check_names, contractions, in_int8, sums_fit
+from engines.passes.quantization.storage import classes, stored_by
+from engines.passes.rewriting.editor import merged_origin
+from engines.passes.rewriting.facts import output_axis
+from engines.passes.rewriting.notes import Note, note
+
+FAKE = "FakeQuantize"
+
+
+def is_quantised(graph: Graph) -> bool:
+    """Whether the model has quantised tensors of its own."""
+    return any(part.op == FAKE for node in graph.nodes for part in node.body or (node,))
+
+
+def quantize_as_given(graph: Graph, keep_float: Collection[str] = (), log: list[Note] | None = None) -> Graph:
+    """An optimised graph with its edges and its contractions quantised as its FakeQuantizes say.
+
+    Raises ConfigError for a name in keep_float that no node stands for.
+    """
+    check_names(graph, keep_float)
+    known = {node.outputs[0]: _params(last) for node in graph.nodes
+             if (last := (node.body or (node,))[-1]).op == FAKE and _fits_uint8(last)}
+    graph = _stored_so(graph, known)
+    wanted: dict[int, TensorType] = {}
+    weights: dict[tuple[str, ...], QParams] = {}
+    for node in contractions(graph, keep_float):
+        weight, axis = graph.constants[node.anchor.inputs[1]], output_axis(node)
+        if (kind := _input_type(graph, node, known)) is None:
+            continue
+        if (quant := grid_params(weight, axis)) is None or not sums_fit(weight, axis):
+            note(log, node, "quantize", "stays float: its weights are not quantised to int8 around 0")
+            continue
+        wanted[id(node)], weights[node.outputs] = kind, quant
+    return in_int8(graph, wanted, weights, keep_float)
+
+
+def _fits_uint8(node: Node) -> bool:
+    return (node.attrs["low"], node.attrs["high"]) == (0, 255)
+
+
+def _params(node: Node) -> QParams:
+    return QParams((node.attrs["scale"],), (node.attrs["zero_point"],), "uint8")
+
+
+def _input_type(graph: Graph, node: Node, known: Mapping[str, QParams]) -> TensorType | None:
+    """The quantised type of a contraction's input: as it is stored or, in float, as its numbers were rounded."""
+    name = source = node.anchor.inputs[0]
+    while (quant := graph.types[source].quant or known.get(source)) is None:
+        maker = graph.producer.get(source)
+        if maker is None or maker.body or not op_of(maker.op).moves or len(op_of(maker.op).data(maker)) != 1:
+            return None
+        source = op_of(maker.op).data(maker)[0]
+    return replace(graph.types[name], quant=quant)
+
+
+# ---- tensors
+def _stored_so(graph: Graph, known: Mapping[str, QParams]) -> Graph:
+    """The graph with the classes of tensors stored quantised that are made in one way throughout."""
+    types: dict[str, TensorType] = {}
+    for group in classes(graph):
+        made = {known.get(name) for name in group if stored_by(graph, graph.producer[name]) is not Stored.ALIKE}
+        quant = next(iter(made), None)
+        if quant is not None and len(made) == 1:
+            types |= {name: replace(graph.types[name], quant=quant) for name in group}
+    return graph.rebuild(_rounding_when_stored(graph, types), types=types)
+
+
+def _rounding_when_stored(graph: Graph, stored: Collection[str]) -> list[Node]:
+    """The nodes without the FakeQuantizes that storing their result does."""
+    merged: dict[int, Node] = {}         # id -> what stands in the node's place
+    gone: set[int] = set()
+    for node in graph.nodes:
+        *before, last = node.body or (node,)
+        if last.op != FAKE or node.outputs[0] not in stored:
+            continue
+        if before:
+            merged[id(node)] = _ending_with(node, before)
+        elif (maker := _sole_maker(graph, node)) is not None:
+            gone.add(id(node))
+            merged[id(maker)] = replace(maker, outputs=node.outputs, origin=merged_origin((maker, node)))
+        else:
+            merged[id(node)] = replace(node, op="Identity", attrs={})
+    return [merged.get(id(node), node) for node in graph.nodes if id(node) not in gone]
+
+
+def _ending_with(node: Node, parts: Sequence[Node]) -> Node:
+    """The node whose body is these parts, the last of which makes what the node makes."""
+    last = replace(parts[-1], outputs=node.outputs)
+    return replace(node.with_body((*parts[:-1], last)), origin=node.origin, name=node.name)
+
+
+def _sole_maker(graph: Graph, node: Node) -> Node | None:
+    """The node whose only reader this is, if its kernel can store what it makes in any type."""
+    name = node.inputs[0]
+    maker = graph.producer.get(name)
+    alone = len(graph.consumers[name]) == 1 and name not in graph.outputs
+    if maker is None or maker.body or len(maker.outputs) > 1 or not alone or graph.types[name].dtype != FLOAT:
+        return None
+    return maker if stored_by(graph, maker) is Stored.CONVERTED and maker.op not in ("Identity", "Cast") else None

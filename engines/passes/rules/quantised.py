@@ -1,0 +1,208 @@
+"""QuantizeLinear and DequantizeLinear of a model, as facts about the tensor between them.
+
+    DequantizeLinear(QuantizeLinear(x)) = FakeQuantize(x)
+    FakeQuantize(move(x)) = move(FakeQuantize(x))           where elements are only moved, or the greatest are selected
+    FakeQuantize(x) = x                                     if x is made of such numbers already
+    FakeQuantize(Clip(FakeQuantize(x))) = FakeQuantize(Clip(x))         Relu(FakeQuantize(x)) = FakeQuantize(Relu(x))
+
+A FakeQuantize so stands right behind what computes, where kernels round anyway, and patterns of nodes that move stay
+whole. int8 is written as uint8 with another zero point, which is how kernels store activations. What is left of the
+two without the other, at the model's borders or around what computes on integers, becomes arithmetic.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from engines.ir.dtypes import FLOAT
+from engines.ir.graph import Array, Graph, Node
+from engines.ops import OPS, op_of
+from engines.passes.rewriting.facts import pads_with_zeros
+from engines.passes.rewriting.rewrite import Draft, Match, No, P, Rule, Value
+
+_SELECT = ("MaxPool", "GlobalMaxPool", "Pad")
+_MOVES = (*(name for name, op in OPS.items() if op.moves), *_SELECT)
+_INTEGERS = ("uint8", "int8", "uint16", "int16")
+
+
+def _sources(node: Node) -> tuple[str, ...]:
+    """The inputs whose elements are all that a moving node's result holds."""
+    return node.inputs[:1] if node.op in _SELECT else op_of(node.op).data(node)
+
+
+def _numbers(graph: Graph, node: Node) -> tuple[Array, Array] | None:
+    """(scale, zero point) of a Q or DQ, where both are known."""
+    scale, zero = (graph.constants.get(name) for name in (*node.inputs, "")[1:3])
+    kind = graph.types[node.outputs[0] if node.op == "QuantizeLinear" else node.inputs[0]].dtype
+    if scale is None or zero is None and len(node.inputs) > 2 and node.inputs[2]:
+        return None
+    return scale, np.zeros(scale.shape, kind) if zero is None else zero
+
+
+def _same(a: tuple[Array, Array] | None, b: tuple[Array, Array] | None) -> bool:
+    return a is not None and b is not None and all(
+        x.dtype == y.dtype and np.array_equal(x.reshape(-1), y.reshape(-1)) for x, y in zip(a, b, strict=True))
+
+
+class PairToFakeQuantize(Rule):
+    pattern = P("DequantizeLinear", Value("stored"))
+
+    def check(self, match: Match) -> bool | No:
+        first = match.graph.producer.get(match.value("stored"))
+        if first is None or first.op != "QuantizeLinear":
+            return False
+        numbers = _numbers(match.graph, match.root)
+        if numbers is None or not _same(numbers, _numbers(match.graph, first)):
+            return No("what quantises the tensor has other numbers than what dequantises it, or they are not constant")
+        if numbers[0].size != 1 or numbers[1].dtype.name not in _INTEGERS:
+            return No(f"an activation with {numbers[0].size} scales, stored as {numbers[1].dtype}, is kept in float")
+        return match.graph.types[first.inputs[0]].dtype == match.made.dtype == FLOAT and bool(numbers[0].item() > 0)
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        first = match.graph.producer[match.value("stored")]
+        numbers = _numbers(match.graph, match.root)
+        assert numbers is not None
+        limits, zero = np.iinfo(numbers[1].dtype), numbers[1].item()
+        shift = 128 if limits.min == -128 else 0
+        draft.absorb(first)
+        draft.finish("FakeQuantize", first.inputs[:1], {
+            "scale": float(numbers[0].item()), "zero_point": zero + shift, "low": limits.min + shift,
+            "high": limits.max + shift})
+
+
+class MoveDequantized(Rule):
+    """DequantizeLinear(move(x)) = move(DequantizeLinear(x)): a pool, or a Reshape, between the two of a pair."""
+    pattern = P("DequantizeLinear", Value("stored"))
+
+    def check(self, match: Match) -> bool:
+        numbers, move = _numbers(match.graph, match.root), match.graph.producer.get(match.value("stored"))
+        return (move is not None and move.op in _MOVES and move.op != "Pad" and len(move.outputs) == 1
+                and numbers is not None and numbers[0].size == 1
+                and not all(map(match.graph.is_constant, _sources(move))))
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        move, rest = match.graph.producer[match.value("stored")], match.root.inputs[1:]
+        draft.absorb(move)
+        _finish_moved(move, draft, lambda name: draft.node("DequantizeLinear", [name, *rest]))
+
+
+def _finish_moved(move: Node, draft: Draft, changed: Callable[[str], str]) -> None:
+    """Finishes with a node that moves, of changed tensors."""
+    sources = {name: changed(name) for name in dict.fromkeys(_sources(move))}
+    draft.finish(move.op, [sources.get(name, name) for name in move.inputs], move.attrs)
+
+
+class MoveFakeQuantized(Rule):
+    """What is read by others too stays as it is, but for the parts of a Concat, which each have a place to go to."""
+    pattern = P("FakeQuantize", P(" ".join(_MOVES), bind="move"))
+
+    def check(self, match: Match) -> bool:
+        graph, move = match.graph, match["move"]
+        sources = _sources(move)
+        if move.op == "Pad" and not pads_with_zeros(move) or any(map(graph.is_constant, sources)):
+            return False
+        return move.op == "Concat" or all(
+            len(graph.consumers[name]) == 1 and name not in graph.outputs for name in sources)
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        attrs = match.root.attrs
+        _finish_moved(match["move"], draft, lambda name: draft.node("FakeQuantize", [name], attrs))
+
+
+class QuantizedTwice(Rule):
+    pattern = P("FakeQuantize", Value("x"))
+
+    def check(self, match: Match) -> bool:
+        return dict(match.root.attrs) == grid(match.graph, match.value("x"))
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        draft.same_as(match.value("x"))
+
+
+def grid(graph: Graph, name: str) -> dict[str, float] | None:
+    """The attributes of the FakeQuantize that made all numbers of the tensor, if that is so."""
+    node = graph.producer.get(name)
+    if node is None:
+        return None
+    if node.op == "FakeQuantize":
+        return dict(node.attrs)
+    if node.op not in _MOVES or node.op == "Pad" and not pads_with_zeros(node):
+        return None
+    first, *others = (grid(graph, source) for source in _sources(node))
+    return first if all(other == first for other in others) else None
+
+
+class ClampedTwice(Rule):
+    pattern = P("FakeQuantize", P("Relu Clip", P("FakeQuantize", Value("x"), bind="first"), bind="clip"))
+
+    def check(self, match: Match) -> bool:
+        return match["first"].attrs == match.root.attrs
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        clip = match["clip"]
+        draft.finish("FakeQuantize", [draft.node(clip.op, [match.value("x")], clip.attrs)], match.root.attrs)
+
+
+class ClampFirst(Rule):
+    pattern = P("Relu", P("FakeQuantize", Value("x"), bind="first"))
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        draft.finish("FakeQuantize", [draft.node("Relu", [match.value("x")])], match["first"].attrs)
+
+
+def _aligned(draft: Draft, match: Match, name: str, rank: int) -> str:
+    """A scale or zero point, one number or one for each index of the axis, shaped to broadcast."""
+    shape = match.shape(name)
+    if shape in ((), (1,)):
+        return name
+    axis = match.root.attrs.get("axis", 1) % rank
+    return draft.node("Reshape", [name], {"shape": (*shape, *(1,) * (rank - axis - 1))})
+
+
+def _is_alone(match: Match) -> bool:
+    """Whether its scales are no blocks, and floats as kernels compute on them."""
+    scale = match.graph.types[match.root.inputs[1]]
+    return not match.root.attrs.get("block_size") and len(scale.shape) < 2 and scale.dtype == FLOAT
+
+
+class DequantizedByArithmetic(Rule):
+    """(x - zero point) * scale, of integers that come from elsewhere."""
+    pattern = P("DequantizeLinear", Value("stored"))
+
+    def check(self, match: Match) -> bool:
+        return _is_alone(match) and match.made.dtype == FLOAT and not match.graph.is_constant(match.value("stored"))
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        stored, scale, *zero = filter(None, match.root.inputs)
+        rank = len(match.made.shape)
+        x = draft.node("Cast", [stored], {"to": FLOAT.name})
+        if zero:
+            point = draft.node("Cast", [_aligned(draft, match, zero[0], rank)], {"to": FLOAT.name})
+            x = draft.node("Sub", [x, point])
+        draft.finish("Mul", [x, _aligned(draft, match, scale, rank)])
+
+
+class QuantizedByArithmetic(Rule):
+    """Clip(Round(x / scale) + zero point), for who reads the integers themselves."""
+    pattern = P("QuantizeLinear", Value("x"))
+
+    def check(self, match: Match) -> bool:
+        return (_is_alone(match) and match.made.dtype.name in _INTEGERS[:2]
+                and match.graph.types[match.value("x")].dtype == FLOAT)
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        x, scale, *zero = filter(None, match.root.inputs)
+        rank = len(match.made.shape)
+        limits = np.iinfo(match.made.dtype)
+        y = draft.node("Round", [draft.node("Div", [x, _aligned(draft, match, scale, rank)])])
+        if zero:
+            point = draft.node("Cast", [_aligned(draft, match, zero[0], rank)], {"to": FLOAT.name})
+            y = draft.node("Add", [y, point])
+        y = draft.node("Clip", [y], {"min": float(limits.min), "max": float(limits.max)})
+        draft.finish("Cast", [y], {"to": match.made.dtype.name})
+
+
+PAIRS: Sequence[Rule] = (PairToFakeQuantize(), QuantizedTwice(), MoveDequantized(), ClampedTwice(), ClampFirst(),
+                         MoveFakeQuantized())
+ALONE: Sequence[Rule] = (DequantizedByArithmetic(), QuantizedByArithmetic())

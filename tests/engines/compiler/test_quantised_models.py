@@ -1,0 +1,209 @@
+"""Models that come quantised run on the integer kernels that our own calibration would have given them."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from numpy.typing import NDArray
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+
+from calibration.workflow import Calibration
+from engines.compiler.build import EngineBuild, build_engine
+from engines.errors import ConfigError
+from engines.frontend.onnx_export import onnx_from_graph
+from engines.plan.plan import graph_of
+from tests.engines.compiler.small_models import small_model
+from tests.engines.compiler.zoo_engines import compiled, fallbacks
+from tests.zoo import TINY, images_for
+
+Arrays = dict[str, NDArray[Any]]
+STORED = {"u8s8": (QuantType.QUInt8, QuantType.QInt8), "s8s8": (QuantType.QInt8, QuantType.QInt8),
+          "u8u8": (QuantType.QUInt8, QuantType.QUInt8)}
+
+
+class Items(CalibrationDataReader):
+    def __init__(self, x: NDArray[Any]) -> None:
+        self._items = iter([{"input": item[None]} for item in x])
+
+    def get_next(self) -> Any:
+        return next(self._items, None)
+
+
+def quantised(name: str, stored: str, folder: Path, **options: Any) -> onnx.ModelProto:
+    """A model of the zoo as ONNX Runtime's quantiser writes it."""
+    model = TINY[name]()
+    source, result = folder / f"{name}.onnx", folder / f"{name}.quantised.onnx"
+    onnx.save(model, source)
+    activations, weights = STORED[stored]
+    quantize_static(source, result, Items(images_for(model, 8, seed=100)), activation_type=activations,
+                    weight_type=weights, **options)
+    return onnx.load(result)
+
+
+def built(model: onnx.ModelProto, **options: Any) -> EngineBuild:
+    return build_engine(model, cache=False, timing=False, max_batch=4, **options)
+
+
+def literally(model: onnx.ModelProto, feeds: Arrays) -> Arrays:
+    """The outputs where each node is run as it is written."""
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(names, feeds), strict=True))
+
+
+def off(build: EngineBuild, model: onnx.ModelProto, feeds: Arrays) -> float:
+    """How far the engine is from the model, as a share of the model's root mean square."""
+    wanted, made = literally(model, feeds), build.engine().run(feeds)
+    return max(float(np.sqrt(((made[name] - value) ** 2).mean() / (value ** 2).mean()))
+               for name, value in wanted.items())
+
+
+def precisions(build: EngineBuild) -> list[str]:
+    return [step.precision for step in build.plan.machine.steps if step.macs]
+
+
+@pytest.mark.parametrize("per_channel", [False, True], ids=["a scale a tensor", "a scale a channel"])
+@pytest.mark.parametrize("stored", ["u8s8", "s8s8"])
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2", "squeezenet"])
+def test_a_model_of_pairs_runs_in_int8_with_no_option(name: str, stored: str, per_channel: bool,
+                                                      tmp_path: Path) -> None:
+    model = quantised(name, stored, tmp_path, quant_format=QuantFormat.QDQ, per_channel=per_channel)
+    build = built(model)
+    assert set(precisions(build)) == {"int8"} and not fallbacks(build.engine())
+    # a sum in the middle between two steps may go to either, and what follows with it
+    assert off(build, model, {"input": images_for(model, 4, seed=1)}) < 0.05
+
+
+@pytest.mark.parametrize("name", ["mobilenet_v2", "densenet", "inception_v3", "shufflenet_v2", "unet"])
+def test_what_is_exported_is_read_back_as_the_same_engine(name: str, tmp_path: Path) -> None:
+    model = TINY[name]()
+    build = compiled(model, tmp_path, precision="int8")
+    again = built(onnx_from_graph(graph_of(build.plan)))
+    feeds = {"input": images_for(model, 4, seed=1)}
+    for output, value in build.engine().run(feeds).items():
+        np.testing.assert_array_equal(again.engine().run(feeds)[output], value)
+    assert [step.precision for step in again.plan.machine.steps] == [
+        step.precision for step in build.plan.machine.steps]
+
+
+# ---- small ones
+def node(op: str, inputs: str, output: str, **attrs: Any) -> onnx.NodeProto:
+    """Called as what it makes."""
+    return onnx.helper.make_node(op, inputs.split(), [output], name=output, **attrs)
+
+
+def weights(*shape: int, steps: int = 127) -> NDArray[np.int8]:
+    return np.random.default_rng(0).integers(-steps, steps + 1, shape).astype(np.int8)
+
+
+def pair(x: str, y: str, scale: str = "scale", zero: str = "zero") -> list[onnx.NodeProto]:
+    return [node("QuantizeLinear", f"{x} {scale} {zero}", f"{y}.stored"),
+            node("DequantizeLinear", f"{y}.stored {scale} {zero}", y)]
+
+
+NUMBERS = {"scale": np.float32(0.03), "zero": np.uint8(120), "wscale": np.full(8, 0.004, np.float32),
+           "wzero": np.zeros(8, np.int8)}
+
+
+def layer(constants: Arrays, *after: onnx.NodeProto) -> onnx.ModelProto:
+    """A product whose input is quantised, and what comes after it."""
+    nodes = [*pair("x", "a"), node("DequantizeLinear", "w wscale wzero", "b", axis=1), node("MatMul", "a b", "m"),
+             *after]
+    return small_model(nodes, {"x": ["N", 5, 16]}, ["y"], {**NUMBERS, "w": weights(16, 8), **constants})
+
+
+def rounded(model: onnx.ModelProto) -> tuple[EngineBuild, NDArray[Any], NDArray[Any]]:
+    feeds = {"x": np.random.default_rng(1).standard_normal((4, 5, 16), np.float32)}
+    build = built(model)
+    return build, build.engine().run(feeds)["y"], literally(model, feeds)["y"]
+
+
+def test_what_the_model_does_not_round_is_not_rounded() -> None:
+    build, made, wanted = rounded(layer({}, node("Sigmoid", "m", "y")))
+    assert precisions(build) == ["int8"]
+    np.testing.assert_allclose(made, wanted, 1e-5, 1e-6)
+
+
+def test_what_the_model_rounds_in_the_midst_of_a_kernel_is_rounded_there() -> None:
+    build, made, wanted = rounded(layer(
+        {"coarse": np.float32(0.5)}, *pair("m", "r", "coarse"), node("Sigmoid", "r", "y")))
+    assert [len(step.fuses) for step in build.plan.machine.steps][-1] > 1 and precisions(build) == ["int8"]
+    assert len(np.unique(made)) < 20
+    np.testing.assert_allclose(made, wanted, 1e-5, 1e-6)
+
+
+def test_a_layer_whose_weights_are_no_integers_stays_float() -> None:
+    model = small_model([*pair("x", "a"), node("MatMul", "a b", "y")], {"x": ["N", 5, 16]}, ["y"],
+                        {**NUMBERS, "b": np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32)})
+    build, made, wanted = rounded(model)
+    assert precisions(build) == ["fp32"]
+    assert any("its weights are not quantised to int8" in str(note) for note in build.notes)
+    np.testing.assert_allclose(made, wanted, 1e-5, 1e-5)
+
+
+def test_a_layer_whose_input_is_not_quantised_stays_float() -> None:
+    model = small_model([node("DequantizeLinear", "w wscale wzero", "b", axis=1), node("MatMul", "x b", "m"),
+                         *pair("m", "y")], {"x": ["N", 5, 16]}, ["y"], {**NUMBERS, "w": weights(16, 8)})
+    build, made, wanted = rounded(model)
+    assert precisions(build) == ["fp32"]
+    np.testing.assert_allclose(made, wanted, 1e-5, 1e-6)
+
+
+def test_weights_of_uint8_around_another_number_than_their_middle_stay_float() -> None:
+    model = layer({"w": (weights(16, 8).astype(int) + 127).astype(np.uint8), "wzero": np.full(8, 20, np.uint8)},
+                  node("Sigmoid", "m", "y"))
+    build, made, wanted = rounded(model)
+    assert precisions(build) == ["fp32"]
+    np.testing.assert_allclose(made, wanted, 1e-5, 1e-6)
+
+
+def test_all_128_steps_below_zero_are_kept() -> None:
+    w = weights(16, 8)
+    w[0] = -128
+    build, made, wanted = rounded(layer({"w": w}, node("Relu", "m", "y")))
+    assert precisions(build) == ["int8"]
+    np.testing.assert_allclose(made, wanted, 1e-5, 1e-5)
+
+
+def test_activations_of_16_bits_are_rounded_in_float() -> None:
+    model = layer({"zero": np.int16(5), "scale": np.float32(0.0001)}, node("Relu", "m", "y"))
+    model.opset_import[0].version = 21
+    build, made, wanted = rounded(model)
+    assert precisions(build) == ["fp32"] and not fallbacks(build.engine())
+    np.testing.assert_allclose(made, wanted, 1e-4, 1e-5)
+
+
+def test_an_input_that_a_float_layer_reads_too_is_quantised_for_the_integer_one() -> None:
+    extra = [node("Softmax", "a", "s"), node("ReduceSum", "s axes", "t"), node("Add", "m t", "y")]
+    build, made, wanted = rounded(layer({"axes": np.array([-1])}, *extra))
+    assert precisions(build) == ["int8"]
+    np.testing.assert_allclose(made, wanted, 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("precision", ["int8", "best", "fp16", "bf16"])
+def test_a_quantised_model_is_int8_in_every_precision_and_needs_no_calibration(precision: str) -> None:
+    build = built(layer({}, node("Sigmoid", "m", "y")), precision=precision)
+    assert precisions(build) == ["int8"]
+
+
+def test_a_quantised_model_is_not_calibrated() -> None:
+    calibration = Calibration([{"x": np.zeros((5, 16), np.float32)}])
+    build = built(layer({}, node("Sigmoid", "m", "y")), precision="int8", calibration=calibration)
+    assert "the model is quantised already: it is compiled as it is, and not calibrated" in build.notices
+
+
+def test_a_layer_that_is_to_stay_float_reads_what_was_rounded() -> None:
+    model = layer({}, node("Sigmoid", "m", "y"))
+    build = built(model, keep_float=("m",))
+    feeds = {"x": np.random.default_rng(1).standard_normal((4, 5, 16), np.float32)}
+    assert precisions(build) == ["fp32"]
+    np.testing.assert_allclose(build.engine().run(feeds)["y"], literally(model, feeds)["y"], 1e-5, 1e-6)
+    with pytest.raises(ConfigError, match="no node of .* is called 'mm'"):
+        built(model, keep_float=("mm",))
