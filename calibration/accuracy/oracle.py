@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from calibration.data.items import Feed
-from engines.frontend.onnx_import import graph_from_onnx, recurs_in_float16
+from engines.frontend.inputs import Value
+from engines.frontend.onnx_import import graph_from_onnx, recurs_in_float16, values_of_inputs
 from engines.ir.graph import Array, Dim, Graph
 from engines.ops.reference import run
 from engines.passes.pixels import Pixels, take_pixels
@@ -26,7 +27,8 @@ class Oracle:
     slow: bool = False
 
 
-def oracle_of(model: str | Path, shapes: Mapping[str, Sequence[Dim | None]] | None = None, *, keep_batch: bool = False,
+def oracle_of(model: str | Path, shapes: Mapping[str, Sequence[Dim | None]] | None = None,
+              constants: Mapping[str, Value] | None = None, *, keep_batch: bool = False,
               pixels: Pixels | None = None) -> Oracle:
     """The best there is for an ONNX file whose engine was built with these options.
 
@@ -36,10 +38,10 @@ def oracle_of(model: str | Path, shapes: Mapping[str, Sequence[Dim | None]] | No
     refused = ""
     if importlib.util.find_spec("onnxruntime") is not None:
         try:
-            return _onnx_runtime(Path(model), pixels)
+            return _onnx_runtime(Path(model), constants or {}, pixels)
         except Exception as error:      # it raises a class of its own for each status
             refused = f"; ONNX Runtime refuses the model: {str(error).splitlines()[0]}"
-    graph = graph_from_onnx(model, shapes=shapes, keep_batch=keep_batch)
+    graph = graph_from_onnx(model, shapes=shapes, constants=constants, keep_batch=keep_batch)
     graph = take_pixels(graph, pixels) if pixels else graph
     return Oracle(f"the NumPy reference{refused}", lambda feed: run(graph, _typed(feed, graph)), slow=True)
 
@@ -55,7 +57,7 @@ def _typed(feed: Feed, graph: Graph) -> dict[str, Array]:
     return {name: array.view(graph.types[name].dtype) if name in bfloat16 else array for name, array in feed.items()}
 
 
-def _onnx_runtime(model: Path, pixels: Pixels | None) -> Oracle:
+def _onnx_runtime(model: Path, constants: Mapping[str, Value], pixels: Pixels | None) -> Oracle:
     if recurs_in_float16(model):        # 1.31 ends the process as it opens one
         raise ValueError("it crashes on recurrent layers of float16")
     import onnxruntime
@@ -65,6 +67,7 @@ def _onnx_runtime(model: Path, pixels: Pixels | None) -> Oracle:
     if "tensor(bfloat16)" in {value.type for value in (*session.get_inputs(), *session.get_outputs())}:
         raise ValueError("its Python interface has no bfloat16")
     names = [output.name for output in session.get_outputs()]
+    fixed = values_of_inputs(model, constants)
     shapes = {value.name: value.shape for value in session.get_inputs()}
     floats = {value.name for value in session.get_inputs() if value.type == "tensor(float)"}
 
@@ -72,7 +75,7 @@ def _onnx_runtime(model: Path, pixels: Pixels | None) -> Oracle:
         if pixels:
             feed = {name: _normalised(array, pixels, shapes[name]) if name in floats and array.dtype == np.uint8
                     else array for name, array in feed.items()}
-        return dict(zip(names, map(np.asarray, session.run(names, dict(feed))), strict=True))
+        return dict(zip(names, map(np.asarray, session.run(names, {**feed, **fixed})), strict=True))
 
     return Oracle(f"ONNX Runtime {onnxruntime.__version__}", answer)
 

@@ -18,6 +18,7 @@ from calibration.accuracy.measures import cosine, sqnr_db
 from calibration.accuracy.oracle import Oracle, oracle_of, reference_of
 from calibration.data.generated import generated
 from calibration.data.items import CalibrationData, Feed
+from engines.frontend.inputs import Value
 from engines.ir.dtypes import from_bfloat16
 from engines.ir.graph import Array, Dim, Graph
 from engines.loading import load_engine
@@ -121,12 +122,14 @@ class Verification:
 
 
 def verify(plan: str | os.PathLike[str], model: str | os.PathLike[str], data: CalibrationData | None = None, *,
-           shapes: Mapping[str, Sequence[Dim | None]] | None = None, pixels: Pixels | None = None,
+           shapes: Mapping[str, Sequence[Dim | None]] | None = None, constants: Mapping[str, Value] | None = None,
+           pixels: Pixels | None = None,
            progress: Callable[[Iterable[Feed], bool], Iterable[Feed]] | None = None) -> Verification:
     """Run the plan file, and the ONNX file it was built from, on the same inputs: one item, and batches of three.
 
     data        items (calibration.open_calibration_data); None generates them, seeded
     shapes      what --shape gave the build
+    constants   what --constant gave it
     pixels      what --uint8-input made of the image input
     progress    called with the feeds and whether they take seconds each; yields the feeds
 
@@ -140,7 +143,7 @@ def verify(plan: str | os.PathLike[str], model: str | os.PathLike[str], data: Ca
     if data is None and engine.plan.precision == "int8":
         oracle = reference_of(graph)
     else:
-        oracle = oracle_of(Path(model), shapes, keep_batch=bool(engine.max_batch), pixels=pixels)
+        oracle = oracle_of(Path(model), shapes, constants, keep_batch=bool(engine.max_batch), pixels=pixels)
     if data is None:
         data = generated(engine.inputs, graph, 1 + BATCHES * TOGETHER)
     feeds = feeds_of(data, engine.max_batch)

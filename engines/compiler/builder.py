@@ -18,9 +18,9 @@ from engines.backends import backend_of
 from engines.backends.base import Chosen, Progress, Session
 from engines.errors import CompilerFault, ConfigError, EngineError, did_you_mean
 from engines.faults import faults_named
-from engines.frontend.inputs import is_size
+from engines.frontend.inputs import Value, is_size
 from engines.frontend.onnx_import import Model, graph_from_onnx
-from engines.ir.graph import BATCH, Array, Graph
+from engines.ir.graph import BATCH, Graph
 from engines.ir.serialize import graph_to_json
 from engines.machine.timing_cache import TimingCache
 from engines.passes.pipeline import optimise, simplify
@@ -45,7 +45,7 @@ class BuildConfig:
                                             # where several items share a tile
     target: str = ""                        # name of an instruction set; "" is this machine's best
     shapes: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)  # of symbolic inputs; None: the batch
-    constants: Mapping[str, Array] = field(default_factory=dict)    # inputs that always have this value
+    constants: Mapping[str, Value] = field(default_factory=dict)    # inputs that always have this value
     pixels: Pixels | None = None            # the image input takes uint8 [N, H, W, C], and normalises it so
     keep_float: tuple[str, ...] = ()        # ONNX nodes that an int8 build leaves in float
     timing: bool = True                     # time the tactics; without it the cheapest by its cost is taken

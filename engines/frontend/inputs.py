@@ -2,7 +2,7 @@
 something open."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,18 +54,22 @@ def _of_one_item(kind: TensorType) -> TensorType:
     return replace(kind, shape=tuple(1 if extent == BATCH else extent for extent in kind.shape))
 
 
-def constant_inputs(model: str, inputs: Iterable[onnx.ValueInfoProto], given: Mapping[str, Array]) -> dict[str, Array]:
+Value = Array | bool | int | float | Sequence[Any]      # of an input: numbers become what the model declares
+
+
+def constant_inputs(model: str, inputs: Sequence[onnx.ValueInfoProto], given: Mapping[str, Value]) -> dict[str, Array]:
     """The values of inputs, which must be of the types that the model declares."""
     declared = {value.name: _Declared.of(model, value) for value in inputs if value.name in given}
     if unknown := set(given) - set(declared):
         raise ModelError(f"{model} has no input '{min(unknown)}'; its inputs are "
                          f"{', '.join(value.name for value in inputs)}")
-    for name, array in given.items():
+    values = {name: declared[name].value(number) for name, number in given.items()}
+    for name, array in values.items():
         kind = declared[name]
         if array.dtype != kind.dtype or kind.extents is not None and not _fits(array.shape, kind.extents):
             raise ModelError(f"{model}: the constant {array.dtype}{list(array.shape)} given for input '{name}' does "
                              f"not fit the declared {kind.dtype}{kind}")
-    return {name: np.asarray(array) for name, array in given.items()}
+    return values
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,17 @@ class _Declared:
     def with_known(self, known: Mapping[str, int]) -> _Declared:
         """With numbers for symbols."""
         return self if self.extents is None else replace(self, extents=tuple(with_known(self.extents, known)))
+
+    def value(self, given: Value) -> Array:
+        """An array as it is; numbers in the declared type, if it has them, and one of them in the declared shape."""
+        if isinstance(given, np.ndarray | np.generic):
+            return np.asarray(given)
+        array = np.asarray(given)
+        typed = array.astype(self.dtype) if array.dtype.kind in "biuf" else array
+        if array.dtype.kind == "f" and self.dtype.kind != "f" and not np.array_equal(typed, array):
+            return array
+        of_one = array.shape == () and bool(self.extents) and set(self.extents or ()) == {1}
+        return typed.reshape([1] * len(self.extents or ())) if of_one else typed
 
     def shape(self, model: str, given: Shape | None, keep_batch: bool) -> tuple[Dim, ...] | None:
         """The shape to compile for: of sizes behind what may be the batch. None: some are not known."""

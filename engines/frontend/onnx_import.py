@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from onnx import helper, inliner, numpy_helper
 
 from engines.errors import EngineError, GraphError, ModelError, UnknownTensorError, UnknownValueError
 from engines.faults import faults_named
-from engines.frontend.inputs import constant_inputs, input_types
+from engines.frontend.branches import branch_taken, is_if, made_in, with_names
+from engines.frontend.inputs import Value, constant_inputs, input_types
 from engines.frontend.names import check_names
 from engines.frontend.operators import attention, axes, composed, contrib, images  # noqa: F401  (fill the tables)
 from engines.frontend.operators.extension import EXTENSIONS, STANDARD
@@ -34,7 +36,7 @@ Model = str | Path | bytes | onnx.ModelProto        # a file, its content, or wh
 @faults_named()
 def graph_from_onnx(model: Model, *,
                     shapes: Mapping[str, Sequence[Dim | None]] | None = None,
-                    constants: Mapping[str, Array] | None = None, keep_batch: bool = False, one_item: bool = False,
+                    constants: Mapping[str, Value] | None = None, keep_batch: bool = False, one_item: bool = False,
                     notices: list[str] | None = None) -> Graph:
     """The model as a Graph in canonical form; tensors keep their names.
 
@@ -59,15 +61,15 @@ def graph_from_onnx(model: Model, *,
     _refuse_unknown(name, proto.graph)
 
     trace = Trace()
-    for tensor in proto.graph.initializer:
-        trace.constant(tensor.name, _array(name, tensor))
+    _add_constants(name, trace, proto.graph)
     for value_name, array in constant_inputs(name, proto.graph.input, constants or {}).items():
         trace.constant(value_name, array)
     inputs = [value for value in proto.graph.input if value.name not in trace.values]
     for tensor_name, kind in input_types(name, inputs, shapes or {}, keep_batch, one_item).items():
         trace.input(tensor_name, kind)
+    file = _File(name, opsets, made_in(proto.graph))
     for node in proto.graph.node:
-        _add(name, trace, node, opsets)
+        _add(file, trace, node)
 
     outputs = tuple(value.name for value in proto.graph.output)
     if missing := [output for output in outputs if output not in trace.types]:
@@ -82,6 +84,11 @@ def recurs_in_float16(model: Path) -> bool:
     graph = onnx.load(str(model), load_external_data=False).graph
     return (any(node.op_type in GATES for node in graph.node)
             and any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in graph.initializer))
+
+
+def values_of_inputs(model: Path, given: Mapping[str, Value]) -> dict[str, Array]:
+    """`given`, in the types that the file declares for these inputs."""
+    return constant_inputs(model.stem, onnx.load(str(model), load_external_data=False).graph.input, given)
 
 
 # ---- the file
@@ -121,6 +128,8 @@ def _refuse_unknown(model: str, graph: onnx.GraphProto) -> None:
     unknown: dict[str, str] = {}
     for node in graph.node:
         domain, op = _domain(node.domain), node.op_type
+        if is_if(node):
+            continue        # only what is in the branch that it takes counts
         nested = any(a.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS) for a in node.attribute)
         if nested or not ((domain == "" and (op in OPS or op in RULES)) or (domain, op) in EXTENSIONS
                           or onnx.defs.has(op, domain)):
@@ -132,18 +141,62 @@ def _refuse_unknown(model: str, graph: onnx.GraphProto) -> None:
 
 
 # ---- nodes
-def _add(model: str, trace: Trace, proto: onnx.NodeProto, opsets: Mapping[str, int]) -> None:
-    node = _node(model, proto)
+@dataclass(frozen=True)
+class _File:
+    """What is the same for all nodes. `names`: of tensors, so far."""
+    model: str
+    opsets: Mapping[str, int]
+    names: set[str]
+
+
+def _add_constants(model: str, trace: Trace, graph: onnx.GraphProto) -> None:
+    for tensor in graph.initializer:
+        trace.constant(tensor.name, _array(model, tensor))
+
+
+def _add(file: _File, trace: Trace, proto: onnx.NodeProto) -> None:
+    model, node = file.model, _node(file.model, proto)
     try:
-        for made in _canonical(model, trace, proto, node, opsets):
-            trace.add(made)
+        if is_if(proto):
+            branch = _branch(file, proto, node, trace)
+        else:
+            branch = None
+            for made in _canonical(model, trace, proto, node, file.opsets):
+                trace.add(made)
     except UnknownTensorError as error:
         sources = trace.sources(error.tensors)
-        raise UnknownValueError(f"{model}: {describe(node)}: {error}; it would if {', '.join(map(repr, sources))} were "
-                                "known when the engine is built", sources) from error
+        raise UnknownValueError(
+            f"{model}: {describe(node)}: {error}; {' and '.join(map(repr, sources))} must be known when the engine is "
+            f"built, as by {' '.join(f'--constant {name}=VALUE' for name in sources)}", sources) from error
     except (EngineError, Undecided, ArithmeticError) as error:      # the last: 0 groups, infinite scales, blocks of 0
         where = "" if describe(node) in str(error) else f"{describe(node)}: "
         raise ModelError(f"{model}: {where}{error}") from error
+    if branch is not None:
+        _add_branch(file, trace, branch, node)
+
+
+def _branch(file: _File, proto: onnx.NodeProto, node: Node, trace: Trace) -> onnx.GraphProto:
+    """The branch that an If takes; a tensor of it has another name where its own is that of another."""
+    trace.inputs(node)
+    branch = branch_taken(proto, trace.values.get(proto.input[0]))
+    check_names(file.model, branch)
+    _refuse_unknown(file.model, branch)
+    taken = made_in(branch) & file.names
+    branch = with_names(branch, {name: f"{node.name}.{name}" for name in taken})
+    file.names.update(made_in(branch))
+    return branch
+
+
+def _add_branch(file: _File, trace: Trace, branch: onnx.GraphProto, node: Node) -> None:
+    _add_constants(file.model, trace, branch)
+    for inner in branch.node:
+        _add(file, trace, inner)
+    for value, output in zip(branch.output, node.outputs, strict=True):
+        if value.name not in trace.types:
+            raise ModelError(f"{file.model}: {describe(node)}: its output '{value.name}' is never produced")
+        trace.add(Node("Identity", (value.name,), (output,), {}, node.name, node.origin))
+
+
 
 
 def _canonical(model: str, trace: Trace, proto: onnx.NodeProto, node: Node,
@@ -198,7 +251,7 @@ def _lost(call: Call, schema: Schema) -> list[str]:
 
 def _node(model: str, proto: onnx.NodeProto) -> Node:
     """The node as the file has it: attributes as ints, floats, strings, tuples or arrays."""
-    attrs = {a.name: _attribute(model, proto, a) for a in proto.attribute}
+    attrs = {} if is_if(proto) else {a.name: _attribute(model, proto, a) for a in proto.attribute}
     outputs = trimmed(proto.output)
     name = proto.name or next(iter(outputs), proto.op_type)
     outputs = tuple(output or f"{name}.unused{i}" for i, output in enumerate(outputs))

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
 from calibration.calibrators import CALIBRATORS
@@ -22,6 +24,7 @@ from engines.compiler.build import Notify, build_engine
 from engines.compiler.builder import DEFAULT_MAX_BATCH, BuildConfig
 from engines.compiler.engine_cache import SIZE_VARIABLE, USUAL_GIB, EngineCache, usual_folder
 from engines.errors import ConfigError
+from engines.frontend.inputs import Value
 from engines.frontend.onnx_export import onnx_from_graph
 from engines.plan.plan import Plan, graph_of
 from infer_server.cli.common import NOT_VERIFIED, gibibytes, guarded, positive
@@ -38,6 +41,18 @@ def parse_shape(text: str) -> tuple[str, tuple[int | None, ...]]:
     if not colon or not all(part.isdecimal() and int(part) for part in sizes):
         raise argparse.ArgumentTypeError(f"'{text}' is not NAME:1x3x224x224 or NAME:batchx3x224x224")
     return name, (*[None] * (first == "batch"), *map(int, sizes))
+
+
+def parse_constant(text: str) -> tuple[str, Value]:
+    """"sr=16000" -> ("sr", 16000); "sizes=[64, 64]" -> ("sizes", [64, 64])"""
+    name, _, value = text.partition("=")
+    try:
+        number = json.loads(value)
+        if name and np.asarray(number).dtype.kind in "bif":
+            return name, number
+    except ValueError:      # no JSON; a list whose parts are not alike
+        pass
+    raise argparse.ArgumentTypeError(f"'{text}' is not NAME=16000 or NAME=[64,64]")
 
 
 class Bar:
@@ -87,7 +102,8 @@ def _command(options: argparse.Namespace) -> int:
 def _config(options: argparse.Namespace) -> BuildConfig:
     return BuildConfig(
         precision=options.precision, max_batch=options.max_batch, opt_batch=options.opt_batch,
-        target=options.target or "", shapes=dict(options.shape or ()), keep_float=tuple(options.keep_float or ()),
+        target=options.target or "", shapes=dict(options.shape or ()), constants=dict(options.constant or ()),
+        keep_float=tuple(options.keep_float or ()),
         pixels=load_preprocess(options.preprocess).pixels if options.uint8_input else None,
         timing=not options.no_timing, timing_cache=options.timing_cache or "", threads=options.threads)
 
@@ -176,6 +192,9 @@ def _add_shapes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", type=parse_shape, action="append", metavar="NAME:batchx128",
                         help="shape of an input whose extents beyond the batch are symbolic; a number in place of "
                              "\"batch\" fixes the batch too, unless --max-batch is given")
+    parser.add_argument("--constant", type=parse_constant, action="append", metavar="NAME=VALUE",
+                        help="an input that has this value in every run (a number, or a list of numbers), and is none "
+                             "of the engine's: what decides which branch is taken, say")
 
 
 def _add_tuning(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,8 @@ def verify_build(plan: str, model: str, config: BuildConfig, calibration: Calibr
     data = None
     if calibration and calibration.data:
         data = calibration.open(read_plan(plan).inputs, config.pixels is not None)
-    found = verify(plan, model, data, shapes=config.shapes, pixels=config.pixels, progress=_bar)
+    found = verify(plan, model, data, shapes=config.shapes, constants=config.constants, pixels=config.pixels,
+                   progress=_bar)
     source = data.source if data else "generated inputs"
     notify(f"{plan} ({found.precision}) beside {found.oracle}, {found.items} items of {source}:\n{listed(found)}")
     if not found.faults:

@@ -164,3 +164,28 @@ def test_an_attribute_that_is_no_utf8_is_named(tmp_path):
     (tmp_path / "m.onnx").write_bytes(model([resize], ["N", 4, 2, 2]).SerializeToString().replace(b"CRD", b"\xff" * 3))
     with pytest.raises(ModelError, match=r"\(DepthToSpace\): attribute 'mode' cannot be read: 'utf-8' codec"):
         graph_from_onnx(tmp_path / "m.onnx")
+
+
+def with_rate(dtype, shape):
+    """y = x * rate, where rate is an input of its own."""
+    graph = helper.make_graph([node("Cast", "rate", "real", to=FLOAT), node("Mul", "x real", "y")], "m",
+                              [helper.make_tensor_value_info("x", FLOAT, ["N", 2]),
+                               helper.make_tensor_value_info("rate", dtype, shape)],
+                              [helper.make_tensor_value_info("y", FLOAT, None)])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, INT64, onnx.TensorProto.UINT8, onnx.TensorProto.DOUBLE])
+@pytest.mark.parametrize("shape, value", [([], 3), ([1], 3), ([1], [3]), ([2], [3, 4]), (["M"], [3]), (None, 3)])
+def test_an_input_may_be_a_number_or_a_list_of_them_in_the_declared_type(dtype, shape, value):
+    graph = graph_from_onnx(with_rate(dtype, shape), constants={"rate": value})
+    assert graph.inputs == ("x",)
+    y = run(graph, {"x": np.ones((1, 2), np.float32)})["y"]
+    np.testing.assert_array_equal(y, np.broadcast_to(np.float32(value), (1, 2)))
+
+
+@pytest.mark.parametrize("dtype, shape, value", [
+    (INT64, [], 0.5), (INT64, [2], 3), (INT64, [2], [1, 2, 3]), (INT64, [], "three"), (FLOAT, [], np.float64(1))])
+def test_a_number_that_the_declared_type_does_not_have_is_refused(dtype, shape, value):
+    with pytest.raises(ModelError, match="given for input 'rate' does not fit the declared"):
+        graph_from_onnx(with_rate(dtype, shape), constants={"rate": value})

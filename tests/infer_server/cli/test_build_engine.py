@@ -21,7 +21,7 @@ from engines.backends.llvm.tuning import tuner
 from engines.errors import PlanTargetError
 from engines.loading import load_engine
 from engines.plan.file import read_plan
-from infer_server.cli.build_engine import parse_shape
+from infer_server.cli.build_engine import parse_constant, parse_shape
 from tests.engines.compiler.zoo_engines import relative_error
 from tests.infer_server.cli.commands import MODEL, UNTIMED, Workshop
 from tests.zoo import run_onnx
@@ -54,6 +54,18 @@ def test_a_shape_is_read_with_or_without_a_batch(text: str, shape: tuple[int | N
 def test_what_is_no_shape_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not NAME:1x3x224x224"):
         parse_shape(text)
+
+
+@pytest.mark.parametrize(("text", "constant"), [
+    ("sr=16000", ("sr", 16000)), ("x=-0.5", ("x", -0.5)), ("on=true", ("on", True)), ("a:0=[1, 2]", ("a:0", [1, 2]))])
+def test_a_constant_is_a_number_or_a_list(text: str, constant: tuple[str, object]) -> None:
+    assert parse_constant(text) == constant
+
+
+@pytest.mark.parametrize("text", ["sr", "sr=", "=1", "sr=many", 'sr="1"', "sr=[1, [2]]", "sr={}", "sr=null"])
+def test_what_is_no_constant_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not NAME=16000"):
+        parse_constant(text)
 
 
 def test_int8_without_calibration_says_which_option_is_missing(workshop: Workshop) -> None:
@@ -216,6 +228,25 @@ def test_a_shape_makes_symbolic_extents_known(workshop: Workshop) -> None:
     assert "--shape x:" in workshop.said
     assert workshop.build("--shape", "x:1x3x8x6", "--no-timing", model="sizes.onnx") == 0
     assert read_plan(workshop.path("m.plan")).inputs[0].shape[-2:] == (8, 6)
+
+
+def test_a_constant_decides_which_branch_is_taken(workshop: Workshop) -> None:
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 4]) for name in "xy")
+    rate = helper.make_tensor_value_info("rate", TensorProto.INT64, [])
+    branches = {f"{which}_branch": helper.make_graph([helper.make_node(op, ["x"], ["made"])], which, [], [
+        helper.make_empty_tensor_value_info("made")]) for which, op in (("then", "Neg"), ("else", "Abs"))}
+    nodes = [helper.make_node("Equal", ["rate", "usual"], ["is_usual"]),
+             helper.make_node("If", ["is_usual"], ["y"], **branches)]
+    graph = helper.make_graph(nodes, "rates", [x, rate], [y], [helper.make_tensor("usual", TensorProto.INT64, [], [8])])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, workshop.path("rates.onnx"))
+    assert workshop.build("--no-timing", model="rates.onnx") == 2
+    assert "as by --constant rate=VALUE" in workshop.said
+    for value, sign in ((8, -1), (9, 1)):
+        assert workshop.build("--constant", f"rate={value}", "--verify", "--no-timing", model="rates.onnx") == 0
+        engine = load_engine(workshop.path("m.plan"))
+        assert [io.name for io in engine.inputs] == ["x"]
+        assert np.all(engine.run({"x": np.ones((2, 4), np.float32)})["y"] == sign)
 
 
 @pytest.mark.parametrize("option", ["--max-batch", "--opt-batch", "--threads"])

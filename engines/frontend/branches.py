@@ -1,0 +1,59 @@
+"""If: where its condition is known, it is the branch that is taken, a part of the graph around it like any other."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx
+
+from engines.errors import GraphError, UnknownTensorError
+from engines.ir.graph import Array
+
+
+def is_if(node: onnx.NodeProto) -> bool:
+    return node.op_type == "If" and node.domain in ("", "ai.onnx")
+
+
+def branch_taken(node: onnx.NodeProto, condition: Array | None) -> onnx.GraphProto:
+    """The graph that an If of this condition stands for, made in its own scope.
+
+    Raises UnknownTensorError: the condition is not known. GraphError: it is no truth, or the branch does not fit.
+    """
+    if condition is None or condition.dtype == object:
+        raise UnknownTensorError(f"which branch it takes depends on '{node.input[0]}'", node.input)
+    if condition.dtype.kind != "b" or condition.size != 1:
+        raise GraphError(f"its condition is {condition.dtype}{list(condition.shape)}, not one truth")
+    wanted = "then_branch" if condition.item() else "else_branch"
+    branches = {attribute.name: attribute for attribute in node.attribute}
+    if wanted not in branches or branches[wanted].type != onnx.AttributeProto.GRAPH:
+        raise GraphError(f"it has no {wanted}")
+    branch = branches[wanted].g
+    if len(branch.output) != len(node.output):
+        raise GraphError(f"its {wanted} has {len(branch.output)} outputs, and it {len(node.output)}")
+    return branch
+
+
+def made_in(graph: onnx.GraphProto) -> set[str]:
+    """The tensors that are of this graph, and not of one around it or in it."""
+    return {*(tensor.name for tensor in graph.initializer), *(value.name for value in graph.input),
+            *(name for node in graph.node for name in node.output if name)}
+
+
+def with_names(graph: onnx.GraphProto, names: Mapping[str, str]) -> onnx.GraphProto:
+    """A copy in which tensors have other names, in the graphs inside of it too."""
+    copy = onnx.GraphProto()
+    copy.CopyFrom(graph)
+    _rename(copy, names)
+    return copy
+
+
+def _rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
+    for tensor in graph.initializer:
+        tensor.name = names.get(tensor.name, tensor.name)
+    for value in graph.output:
+        value.name = names.get(value.name, value.name)
+    for node in graph.node:
+        for field in (node.input, node.output):
+            field[:] = [names.get(name, name) for name in field]
+        for attribute in node.attribute:
+            for inner in (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs):
+                _rename(inner, names)
