@@ -217,8 +217,7 @@ def _canonical(model: str, trace: Trace, proto: onnx.NodeProto, node: Node,
         raise GraphError(f"it is not supported with {', '.join(f'{name} = {node.attrs[name]}' for name in lost)}")
     for part in written:
         standard = schema_of(part.op, STANDARD)
-        assert standard is not None, f"{node.op} is written out as {part.op}, which is not ONNX's"
-        yield from _of_one(model, trace, standard, part, STANDARD)
+        yield from [part] if standard is None else _of_one(model, trace, standard, part, STANDARD)
 
 
 def _of_one(model: str, trace: Trace, schema: Schema, node: Node, opset: int, domain: str = "") -> Sequence[Node]:

@@ -1,4 +1,4 @@
-"""Matrix products."""
+"""Matrix products and inverses."""
 from __future__ import annotations
 
 import numpy as np
@@ -6,8 +6,8 @@ import numpy as np
 from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import broadcast, check_stretches
-from engines.ops.items import ItemAxes, Mixed
-from engines.ops.op import Inputs, Op, Stored, Types, present
+from engines.ops.items import ItemAxes, Mixed, beside, only_first
+from engines.ops.op import Inputs, Op, SameShape, Stored, Types, present
 
 
 class Gemm(Op):
@@ -79,6 +79,24 @@ class MatMul(Op):
     @classmethod
     def compute(cls, node: Node, a: Array, b: Array) -> Array:
         return np.asarray(np.matmul(a, b))
+
+
+class Inverse(SameShape):
+    """Of the matrices in the last two axes; ONNX Runtime's, as ONNX has none."""
+
+    @classmethod
+    def types(cls, node: Node, x: TensorType, *_: TensorType | None) -> Types:
+        if len(x.shape) < 2 or x.shape[-1] != x.shape[-2]:
+            raise GraphError("its matrices are not square")
+        return super().types(node, x)
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        return (beside(outputs[0].shape, only_first(axes), (-1, -2), "inverts along"),)
+
+    @classmethod
+    def compute(cls, node: Node, x: Array) -> Array:
+        return np.asarray(np.linalg.inv(x))
 
 
 def _of_product(axes: ItemAxes) -> int | None:

@@ -4,9 +4,10 @@
     def _fused_matmul(call: Call) -> list[Node]: ...
 
 A rule gives nodes as a file of opset STANDARD would have them (axes and shapes are inputs), and the import takes each
-as it takes a file's. Where the onnx package has no schema, the two texts are one. Inputs: name:variable, with a ? if it
-may be left out and ... if it stands for several; inputs of one variable have one type. Attributes: name=default, or
-name:kind where there is none, with a ! if it must be given.
+as it takes a file's; a node of an operator that ONNX does not have is canonical as it is. Where the onnx package has no
+schema, the two texts are one. Inputs: name:variable, with a ? if it may be left out and ... if it stands for several;
+inputs of one variable have one type. Attributes: name=default, or name:kind where there is none, with a ! if it must be
+given.
 """
 from __future__ import annotations
 

@@ -1,0 +1,69 @@
+"""Operators that ONNX has too by now, under the names that they had before; rows of quantised tables."""
+from __future__ import annotations
+
+import numpy as np
+
+from engines.errors import GraphError
+from engines.frontend.operators.contrib.linear import blocks_of_bits
+from engines.frontend.operators.extension import StandardParts, contrib
+from engines.frontend.operators.normalise import Call
+from engines.ir.graph import Node
+from engines.ir.shapes import fixed
+
+_INT64 = 7          # as TensorProto.DataType has it
+
+
+@contrib("Trilu", "X:X k:L?", "upper=1")
+@contrib("GatherND", "data:X indices:N")
+def _under_the_same_name(call: Call) -> list[Node]:
+    return StandardParts(call).finish(call.node.op, *call.node.inputs, **call.keep("upper"))
+
+
+@contrib("Pad", "data:T pads:L value:T?", "mode=constant")
+def _pad(call: Call) -> list[Node]:
+    """pads may have an axis more, of one element."""
+    w, (x, pads, *value) = StandardParts(call), call.node.inputs
+    return w.finish("Pad", x, w.reshape(pads, -1), *value, **call.keep("mode"))
+
+
+@contrib("Range", "start:X limit:X delta:X?")
+def _range(call: Call) -> list[Node]:
+    """In steps of 1 where none is given. Each of its inputs may be a list of one number."""
+    w = StandardParts(call)
+    given = [w("Reshape", name, w.constant(np.zeros(0, np.int64))) for name in call.node.inputs]
+    return w.finish("Range", *given, *([] if call.has(2) else [w.number(1, call.type().dtype)]))
+
+
+@contrib("ExpandDims", "X:X axis:I")
+def _expand_dims(call: Call) -> list[Node]:
+    w = StandardParts(call)
+    axis = w.reshape(w("Cast", call.node.inputs[1], to=_INT64), 1)
+    return w.finish("Unsqueeze", call.node.inputs[0], axis)
+
+
+@contrib("Unique", "x:X", outputs=3)
+def _unique(call: Call) -> list[Node]:
+    """In the order in which they are first met; where each element is among them; how often it is there."""
+    w = StandardParts(call)
+    values, _, places, counts = w.several("Unique", call.node.inputs[0], outputs=4, sorted=0)
+    for index, name in enumerate((values, places, counts)):
+        w.output(index, "Identity", name)
+    return w.nodes
+
+
+@contrib("Inverse", "X:T")
+def _inverse(call: Call) -> list[Node]:
+    return StandardParts(call).finish("Inverse", *call.node.inputs, onnx_domain="com.microsoft", onnx_opset=1)
+
+
+@contrib("GatherBlockQuantized", "data:X indices:N scales:T zero_points:X?",
+         "bits=4 block_size=128 gather_axis=0 quantize_axis=1")
+def _rows_of_a_table(call: Call) -> list[Node]:
+    """Rows of a table [rows, columns] that has a scale for each block of a row, as bytes."""
+    w, shape = StandardParts(call), fixed(call.type().shape)
+    axes = [call.attr(f"{which}_axis", default) for which, default in (("gather", 0), ("quantize", 1))]
+    if len(shape) != 2 or call.type().dtype != np.uint8 or axes not in ([0, 1], [0, -1]):
+        raise GraphError("it is supported of matrices of bytes only, whose rows are gathered, in blocks along a row")
+    columns = shape[1] * 8 // int(call.attr("bits", 4))
+    table = blocks_of_bits(w, call, 0, 2, 3, shape[0], columns)
+    return w.finish("Gather", table, call.node.inputs[1], axis=0)
