@@ -62,13 +62,13 @@ def _gelu(w: AffineWriter, node: Node, x: Affine) -> Affine:
 def _softplus(w: AffineWriter, x: Affine) -> Affine:
     """log(1 + e**x) = max(x, 0) + log(1 + e**-|x|)"""
     x = w.settled(x)
-    small = w.apply("log_of_positive", w.apply("exp_of_moderate", w.apply("abs", x).scaled(-1)).scaled(1, 1))
+    small = w.apply("log_of_positive", w.apply("exp_of_negative", w.apply("abs", x).scaled(-1)).scaled(1, 1))
     return w.add(w.settled(x.clip(0, np.inf)), small)
 
 
 def _elu(w: AffineWriter, x: Affine, alpha: float, gamma: float = 1.0) -> Affine:
     x = w.settled(x)
-    negative = w.apply("exp_of_moderate", x.clip(-np.inf, 0)).scaled(alpha * gamma, -alpha * gamma)
+    negative = w.apply("exp_of_negative", x.clip(-np.inf, 0)).scaled(alpha * gamma, -alpha * gamma)
     return w.apply("where_positive", x, x.scaled(gamma), negative)
 
 

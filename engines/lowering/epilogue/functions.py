@@ -62,8 +62,15 @@ _INTEGERS = 1.5 * 2 ** 23 + 127
 
 
 def _exp(machine: Machine, x: Floats) -> Floats:
-    """e**x = 2**n * e**r with n = round(x / ln 2), |r| <= ln(2) / 2; error below 2e-7."""
-    x = machine.min(machine.max(x, -87.3), 88.0)        # so that 2**n is a normal number
+    return _normal_exp(machine, machine.min(machine.max(x, -87.3), 88.0))
+
+
+def _exp_of_negative(machine: Machine, x: Floats) -> Floats:
+    return _normal_exp(machine, machine.max(x, -87.3))
+
+
+def _normal_exp(machine: Machine, x: Floats) -> Floats:
+    """e**x = 2**n * e**r with n = round(x / ln 2), |r| <= ln(2) / 2, for a 2**n that is normal; error below 2e-7."""
     shifted = machine.fma(x, 1 / math.log(2), _INTEGERS)
     n = shifted - _INTEGERS
     r = machine.fma(n, -_LN2_HIGH, x)       # ln 2 in two pieces: this product is exact
@@ -206,6 +213,7 @@ def _sine(quarters: int) -> Function:
 FUNCTIONS: dict[str, Function] = {      # each a dozen machine instructions, which wait for each other
     "exp": _any_exp,
     "exp_of_moderate": _exp,        # from -87 to 88
+    "exp_of_negative": _exp_of_negative,        # or of 0: the same
     "log": _any_log,
     "log_of_positive": _log,
     "sigmoid": _sigmoid,

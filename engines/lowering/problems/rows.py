@@ -40,6 +40,7 @@ PARTIALS = 64
 NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}
 WIDEST_LRN = 64         # channels of a window of local response normalisation
 EXP, LOG = INSTRUCTIONS["exp_of_moderate"], INSTRUCTIONS["log_of_positive"]
+EXP_OF_NEGATIVE = INSTRUCTIONS["exp_of_negative"]
 ROOTS: dict[float, Callable[[Any, Callable[[Any], Any]], Any]] = {     # beta -> t**beta, given a square root
     0.5: lambda t, root: root(t),
     0.75: lambda t, root: root(t) * root(root(t)),
@@ -89,7 +90,7 @@ class Softmax(RowProblem):
     def meaning(self, x: Floats) -> Floats:
         peak = reduced_rows("max", x)
         shifted = less_peak(x, peak)
-        exponentials = np.asarray(EXP(NUMPY, shifted), np.float32)
+        exponentials = np.asarray(EXP_OF_NEGATIVE(NUMPY, shifted), np.float32)
         total = reduced_rows("sum", exponentials)
         result = shifted - LOG(NUMPY, total) if self.log else exponentials * share_of(peak, total)
         return np.asarray(result, np.float32)

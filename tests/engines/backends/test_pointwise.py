@@ -130,6 +130,13 @@ def test_gelu_is_as_accurate_as_it_says():
     assert (error / np.abs(x).clip(5))[np.abs(x) > 5].max() < 3.4e-7
 
 
+def test_the_exponential_of_negative_numbers_is_that_of_moderate_ones():
+    x = np.float32([*np.linspace(-120, 0, 100_001), -np.inf, -0.0, np.nan])
+    moderate, negative = (INSTRUCTIONS[f"exp_of_{word}"](NUMPY, x) for word in ("moderate", "negative"))
+    np.testing.assert_array_equal(negative, moderate)
+    np.testing.assert_allclose(negative[:60_000], np.exp(np.float64(np.maximum(x[:60_000], -87.3))), 2e-7)
+
+
 EXACT = {"gelu_u8": lambda x: 0.5 * x * math.erfc(-x / math.sqrt(2)), "silu_u8": lambda x: x / (1 + math.exp(-x)),
          "gelu_tanh_u8": lambda x: 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x ** 3)))}
 

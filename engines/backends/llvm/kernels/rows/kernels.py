@@ -6,7 +6,7 @@ import math
 from engines.backends.llvm.codegen.ir_builder import Value
 from engines.backends.llvm.kernels.kernel import solves
 from engines.backends.llvm.kernels.rows.passes import At, Row, RowKernel, live
-from engines.lowering.problems.rows import EXP, LOG, ROOTS, WIDEST_LRN, Lrn, Norm, Reduce, Softmax
+from engines.lowering.problems.rows import EXP, EXP_OF_NEGATIVE, LOG, ROOTS, WIDEST_LRN, Lrn, Norm, Reduce, Softmax
 
 KEPT = 1 << 13          # widest row whose exponentials are kept on the stack (32 KiB)
 MARGIN = WIDEST_LRN     # zeros kept before and behind the squares of a row
@@ -34,7 +34,7 @@ class SoftmaxKernel(RowKernel[Softmax]):
         peak = row.reduce("max", row.x)
 
         def exponential(at: At) -> Value:
-            value: Value = EXP(row.isa, row.x(at) - peak)
+            value: Value = EXP_OF_NEGATIVE(row.isa, row.x(at) - peak)
             return value
 
         if self.problem.log:

@@ -30,6 +30,7 @@ from engines.lowering.problems.rows import NEUTRAL, PARTIALS, RowProblem
 from engines.lowering.problems.view import View
 
 R = TypeVar("R", bound=RowProblem)
+STRANDS = 4             # vectors of a row whose instructions take turns, on their way to a reduction
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,15 @@ def reduce_row(f: Function, isa: Isa, width: int, kind: str, body: Callable[[At]
     neutral = f.constant(NEUTRAL[kind], isa.floats)
     partial = dict.fromkeys(range(PARTIALS // isa.lanes), neutral)
     for column, count in f.tiles("column", width, PARTIALS, partial=partial):
-        for i, at in enumerate(vectors(isa, column, count)):
-            partial[i] = _combine(isa, kind, partial[i], live(isa, body(at), at.count, NEUTRAL[kind]))
+        places = vectors(isa, column, count)
+        for first in range(0, len(places), STRANDS):
+            values = []
+            with f.interleaved(STRANDS) as begin:
+                for at in places[first:first + STRANDS]:
+                    begin()
+                    values.append(live(isa, body(at), at.count, NEUTRAL[kind]))
+            for i, value in enumerate(values, first):
+                partial[i] = _combine(isa, kind, partial[i], value)
     values = list(partial.values())
     while len(values) > 1:
         half = len(values) // 2
