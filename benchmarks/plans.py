@@ -1,0 +1,92 @@
+"""Two plans of one model, before and after a change: their costs in turns, their outputs byte for byte.
+
+    python -m benchmarks.plans before.plan after.plan
+    python -m benchmarks.plans before/ after/ --batch 1,8 --seconds 10      # folders: all plans that both have, by name
+
+Both lie in one process, so the weights and the buffers of one have pushed those of the other out of the nearest caches:
+so it is where a server has several models. One thread, in user-mode cycles where the machine counts them, else in CPU
+time. --steps lists the steps whose tactics differ, with what each takes in its place in the network.
+"""
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median, quantiles
+
+import numpy as np
+
+from benchmarks.measure.cycles import Counter
+from benchmarks.measure.measuring import WorkClock, interleaved
+from calibration.data.generated import generated
+from engines import load_engine
+from engines.ir.graph import Array
+from engines.plan.plan import Step, graph_of
+from engines.runtime.engine import Engine, ExecutionContext
+
+PROFILES = 30           # runs in which every step is timed apart
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser("benchmarks.plans", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", type=Path)
+    parser.add_argument("after", type=Path)
+    parser.add_argument("--batch", default="1", metavar="N,...")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of taking turns, for each batch")
+    parser.add_argument("--steps", action="store_true", help="what steps of other tactics take")
+    options = parser.parse_args(arguments)
+    clock = WorkClock(Counter())
+    print(f"| plan | batch | before, {clock.unit} | after | before / after: median (quartiles) | outputs |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name, paths in _pairs(options.before, options.after):
+        engines = [load_engine(path) for path in paths]
+        for batch in map(int, options.batch.split(",")):
+            print(f"| {name} | {batch} | {compared(engines, batch, clock, options.seconds)} |", flush=True)
+            if options.steps:
+                print("\n".join(_steps(engines, batch)), flush=True)
+
+
+def _pairs(before: Path, after: Path) -> Iterator[tuple[str, tuple[Path, Path]]]:
+    if before.is_file():
+        yield after.stem, (before, after)
+        return
+    for path in sorted(before.glob("*.plan")):
+        if (after / path.name).exists():
+            yield path.stem, (path, after / path.name)
+
+
+def compared(engines: Sequence[Engine], batch: int, clock: WorkClock, seconds: float) -> str:
+    """The row of a table."""
+    contexts = [engine.create_context() for engine in engines]
+    feed = next(generated(engines[0].inputs, graph_of(engines[0].plan), batch).batches(batch))
+    results = [_run(engine, context, feed, batch) for engine, context in zip(engines, contexts, strict=True)]
+    same = all(np.array_equal(ours, theirs, equal_nan=True) for ours, theirs in zip(*results, strict=True))
+    costs = interleaved(clock, {i: partial(context.execute, batch) for i, context in enumerate(contexts)}, seconds)
+    ratios = [before / after for before, after in zip(costs[0], costs[1], strict=True)]
+    low, middle, high = quantiles(ratios, n=4)
+    words = "equal" if same else "differ"
+    return f"{median(costs[0]):.4g} | {median(costs[1]):.4g} | {middle:.3f} ({low:.3f} to {high:.3f}) | {words}"
+
+
+def _run(engine: Engine, context: ExecutionContext, feed: Mapping[str, Array], batch: int) -> list[Array]:
+    for io in engine.inputs:
+        context.input(io.name, batch)[...] = feed[io.name]
+    context.execute(batch)
+    return [np.array(context.output(io.name, batch)) for io in engine.outputs]
+
+
+def _steps(engines: Sequence[Engine], batch: int) -> Iterator[str]:
+    """A line for each step that has another tactic in the second plan, those that changed most first."""
+    profiles = [engine.create_context().profile(batch, PROFILES) for engine in engines]
+    pairs: list[tuple[tuple[Step, float], tuple[Step, float]]] = list(zip(*profiles, strict=True)) if len(
+        {len(profile) for profile in profiles}) == 1 else []
+    changed = [(ours, theirs) for ours, theirs in pairs if ours[0].tactic != theirs[0].tactic]
+    for (step, before), (other, after) in sorted(changed, key=lambda pair: -abs(pair[1][1] - pair[0][1])):
+        yield f"    {1e6 * before:9.1f} -> {1e6 * after:9.1f} us  {step.name}: {step.tactic} -> {other.tactic}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
