@@ -13,6 +13,7 @@ from engines.backends.llvm.kernels.contraction.winograd import WinogradContracti
 from engines.backends.llvm.runtime.execution import Arena, LoadedPlan, Segment, run_segment
 from engines.backends.llvm.session import LlvmSession
 from engines.backends.llvm.tuning import in_place
+from engines.backends.llvm.tuning import tuner as tuner_module
 from engines.backends.llvm.tuning.in_place import Trial, times_in_place, typical
 from engines.backends.llvm.tuning.tuner import Candidate, Estimate, Tuner
 from engines.compiler.builder import BuildConfig, Builder
@@ -22,6 +23,7 @@ from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.view import Halo, dense_view
 from engines.machine.cpu import detect
 from engines.machine.timing_cache import TimingCache
+from engines.plan.plan import Operand, Step
 from tests.zoo import TINY
 
 ITEMS = 2
@@ -141,12 +143,19 @@ def test_who_reads_many_weights_has_rivals_that_are_far_slower_alone() -> None:
     assert rivals(128, 200.0) == {WinogradContraction, DirectContraction}
 
 
-def test_a_trial_takes_no_more_memory_than_it_may(graph: Graph, trials: list[Trial],
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without any for other packings, rivals read the same constants."""
-    monkeypatch.setattr(in_place, "MOST_BYTES", 0)
-    judge = session(TimingCache())
-    settled = judge.settle(judge.choose(graph, ITEMS))
-    whole = judge.assemble(settled).constants
-    assert max(map(len, trials[0].rivals)) > 1
-    assert len(trials[0].plan.machine.constants) <= len(whole)
+def test_a_trial_packs_no_more_constants_than_it_may(graph: Graph, trials: list[Trial],
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tactic is a rival here; without any bytes to spare, only those that read what the one taken reads."""
+    monkeypatch.setattr(tuner_module, "NEAR", 1e9)
+    for room in (1 << 30, 0):
+        monkeypatch.setattr(in_place, "MOST_BYTES", room)
+        judge = session(TimingCache())
+        judge.settle(judge.choose(graph, ITEMS))
+    packed = [max(len({operands_of(trial.plan.machine.steps[step]) for step in steps}) for steps in trial.rivals)
+              for trial in trials]
+    assert packed[0] > packed[1] == 1
+
+
+def operands_of(step: Step) -> tuple[Operand, ...]:
+    """The constants that it reads."""
+    return tuple(operand for operand in step.operands if operand.constant)
