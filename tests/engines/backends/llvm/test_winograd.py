@@ -4,6 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import ALL, AVX2, AVX512_VNNI
 from engines.backends.llvm.kernels.contraction.panels import cout_panels
 from engines.backends.llvm.kernels.contraction.winograd import (
@@ -46,8 +47,10 @@ def test_int8_equals_the_reference_bit_for_bit(shape, isa):
     if spec.cin % isa.lanes:
         pytest.skip("not this many channels")
     assert spec.reference(inputs, constants)[0].std() > 10
-    for tactic in WinogradContraction(spec).tactics(isa)[:2]:
-        check(WinogradContraction(spec), CpuRunner(isa), inputs, constants, tactic=tactic, pieces=2)
+    kernel = WinogradContraction(spec)
+    first, *others = kernel.tactics(isa)
+    for tactic in (first, *others[:1], *kernel.refinements(isa, first)):
+        check(kernel, CpuRunner(isa), inputs, constants, tactic=tactic, pieces=2)
 
 
 @WINOGRAD_ISAS
@@ -77,6 +80,19 @@ def test_other_convolutions_have_no_such_tactic():
               dict(precision="bf16"),
               dict(x=dense_view("uint8", (10, 10, 1024)), y=dense_view("uint8", (8, 8, 1024)), operands=()))
     assert not any(WinogradContraction(replace(spec, **other)).tactics(AVX2) for other in others)
+
+
+@pytest.mark.parametrize("channels, asked", [(16, [False]), (64, [False, True]), (128, [True])])
+def test_weights_are_asked_for_ahead_the_sooner_the_more_there_are(channels, asked):
+    """Of 18 KB of weights never, of 295 KB if that is faster, of 1.2 MB always."""
+    spec, _, _ = problem((8, 8, channels, channels), "int8")
+    kernel = WinogradContraction(spec)
+    first = kernel.tactics(AVX2)[0]
+    assert sorted({tactic.prefetch for tactic in (first, *kernel.refinements(AVX2, first))}) == asked
+    for prefetch in asked:
+        module = Module()
+        kernel.emit(module, "kernel", AVX2, replace(first, prefetch=prefetch))
+        assert ("llvm.prefetch" in module.text()) == prefetch
 
 
 @pytest.mark.parametrize("channels, fits", [(114, True), (115, False)])

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,9 +33,10 @@ from engines.backends.llvm.kernels.common.access import tails
 from engines.backends.llvm.kernels.common.arithmetic import FP32, INT16, Arithmetic, add_step
 from engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program, rows_with_zeros
 from engines.backends.llvm.kernels.contraction.store import emit_epilogue
+from engines.backends.llvm.kernels.contraction.tiled import tiles_of_the_batch
 from engines.backends.llvm.kernels.contraction.winograd_weights import WinogradWeights
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
-from engines.backends.llvm.tuning.cost import Work, epilogue, reading
+from engines.backends.llvm.tuning.cost import CALL, LATENCY, Work, epilogue, pieces, reading
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import SIZES, View
@@ -44,6 +45,9 @@ OUTPUT, PATCH = 4, 6        # pixels of a tile and of its patch, each way
 POSITIONS = PATCH * PATCH
 SCALE = 24 * 24             # by which the sums are too large
 SCRATCH = 1 << 19           # bytes of V at most: it stays in L2, and any thread has so much stack
+LINE = 64                   # bytes of a cache line
+TWO_STEPS = 4 / 3           # a product and the sum it goes to wait for the same ports, where they are two instructions
+WORTH_ASKING, FAR = 1 << 16, 1 << 20        # bytes of weights that may come late; that will, in any network
 Plus = Callable[[Any, int, Any], Any]       # a, n, b -> a * n + b
 
 
@@ -65,9 +69,10 @@ class Winograd(Tactic):
     group: int
     vectors: int
     tiles: int
+    prefetch: bool = False      # ask for the next position's weights, or the next panel's
 
     def __str__(self) -> str:
-        return f"Winograd 4x4, {self.tiles} tiles by {self.group}x{self.vectors}"
+        return f"Winograd 4x4, {self.tiles} tiles by {self.group}x{self.vectors}{' prefetch' if self.prefetch else ''}"
 
 
 # ---- how a precision's numbers become those of the transforms, and back
@@ -115,8 +120,12 @@ class WinogradContraction(Kernel[Contraction]):
             # Items of fewer tiles than any block's are timed alike: several share a block, and the largest reads
             # weights least often.
             for tiles in [tiles for tiles in blocks if tiles < self.tiles] or blocks[-1:]:
-                found[Winograd(group, min(vectors, isa.vectors_for(problem.cout)), tiles)] = None
+                vectors = min(vectors, isa.vectors_for(problem.cout))
+                found[Winograd(group, vectors, tiles, prefetch=self.weight_bytes >= FAR)] = None
         return tuple(found)
+
+    def refinements(self, isa: Isa, best: Winograd) -> Sequence[Winograd]:
+        return (replace(best, prefetch=True),) if self.weight_bytes >= WORTH_ASKING else ()
 
     @property
     def across(self) -> int:
@@ -133,18 +142,51 @@ class WinogradContraction(Kernel[Contraction]):
         """Bytes of a tile in V, at one position; and of a cout's weights there."""
         return self.problem.cin * SIZES[self.arithmetic.dtype]
 
+    @property
+    def weight_bytes(self) -> int:
+        return POSITIONS * self.tile_bytes * self.problem.cout
+
+    # ---- cost
     def cost(self, isa: Isa, tactic: Winograd) -> float:
-        """Products, transforms on both sides, and the weights, which are read for each block of tiles."""
-        problem, elements = self.problem, self.arithmetic.elements
-        panels = -(-problem.cout // (tactic.vectors * isa.lanes))
-        group, vectors = tactic.group, tactic.vectors
-        turn = Work(group * vectors, 0 if isa.one_dot2 or elements == 1 else group * vectors, group + vectors)
-        products = turn * (POSITIONS * problem.cin // elements / group) * panels
-        inputs = Work(0, 144, POSITIONS, POSITIONS) * (self.tile_bytes / isa.bytes)
-        end = epilogue(len(problem.program.instructions), len(problem.operands), vectors, 4)
-        outputs = (Work(0, 110, POSITIONS) + end * OUTPUT ** 2) * (panels * vectors)
-        weights, blocks = POSITIONS * self.tile_bytes * problem.cout, max(self.tiles / tactic.tiles, 1)
-        return self.tiles * (products.cycles + inputs.cycles + outputs.cycles) + reading(weights, blocks)
+        """Products, transforms on both sides, and for each block of tiles what memory takes: its weights, V, which is
+        written once and read for each panel, and M, which is written and read."""
+        problem = self.problem
+        panels = [(isa.vectors_for(couts), times) for couts, times in pieces(problem.cout, tactic.vectors * isa.lanes)]
+        blocks = max(self.tiles / tactic.tiles, 1)      # fewer tiles than a block's share it with those of other items
+        products = sum(count * times * self._product_cycles(isa, tactic, tiles, vectors)
+                       for tiles, count in self._products_of_an_item(tactic) for vectors, times in panels)
+        inputs = self._input_work * (self.tile_bytes / isa.bytes)
+        outputs = sum(times * vectors * self._output_work(vectors).cycles for vectors, times in panels)
+        at_hand = POSITIONS * tactic.tiles              # tiles of V and M, position by position
+        memory = reading(self.weight_bytes, 0.5 if tactic.prefetch else 1)
+        memory += reading(at_hand * self.tile_bytes, 1 + sum(times for _, times in panels))
+        memory += sum(reading(at_hand * vectors * isa.bytes, 2 * times) for vectors, times in panels)
+        return POSITIONS * products + self.tiles * (inputs.cycles + outputs) + blocks * memory
+
+    def _products_of_an_item(self, tactic: Winograd) -> list[tuple[int, float]]:
+        """(tiles, how many) of the products at one position."""
+        if self.tiles < tactic.tiles:
+            return [(tactic.group, self.tiles / tactic.group)]
+        return [(size, count * times) for tiles, times in pieces(self.tiles, tactic.tiles)
+                for size, count in tiles_of_the_batch(tiles, tactic.group)]
+
+    def _product_cycles(self, isa: Isa, tactic: Winograd, tiles: int, vectors: int) -> float:
+        """Of one call of the micro-kernel."""
+        sums, one_step = tiles * vectors, self.arithmetic is FP32 or isa.one_dot2
+        turn = Work(sums, (0 if one_step else sums) + vectors * tactic.prefetch, tiles + vectors)
+        cycles = max(turn.cycles * (1 if one_step else TWO_STEPS), LATENCY)
+        return self.problem.cin / self.arithmetic.elements * cycles + Work(stores=sums).cycles + CALL
+
+    @property
+    def _input_work(self) -> Work:
+        """Of a vector of channels of a tile."""
+        return Work(0, 144 if self.arithmetic is FP32 else 204 + POSITIONS, POSITIONS, POSITIONS)
+
+    def _output_work(self, vectors: int) -> Work:
+        """Of a vector of couts of a tile, program included."""
+        program, counts = self.problem.program, (40, 60) if self.arithmetic is FP32 else (16, 146)
+        end = epilogue(len(program.instructions), len(self.problem.operands), vectors, OUTPUT)
+        return Work(*counts, POSITIONS) + end * OUTPUT ** 2
 
     def grid(self, isa: Isa, tactic: Winograd) -> Grid:
         """A row is a tile."""
@@ -296,9 +338,8 @@ class _Emitter:
     def _products(self, f: Function, v: Value, weights: Value, m: Value, number: Value, vectors: int) -> None:
         group, width = self.tactic.group, vectors * self.isa.bytes
         whole, rest = number.divided(group), number.remainder(group)
-        w_position = self.v_tile * vectors * self.isa.lanes
         for e in f.loop("position", POSITIONS):
-            here = (v + e * (self.tactic.tiles * self.v_tile), weights + e * w_position,
+            here = (v + e * (self.tactic.tiles * self.v_tile), weights + e * self._w_position(vectors),
                     m + e * (self.tactic.tiles * width))
 
             def call(size: int, tile: Value, here: tuple[Value, ...] = here) -> None:
@@ -308,6 +349,10 @@ class _Emitter:
                 call(group, g * group)
             for start, size in tails(whole, rest, group):
                 call(size, start)
+
+    def _w_position(self, vectors: int) -> int:
+        """Bytes of a panel's weights at one position."""
+        return self.v_tile * vectors * self.isa.lanes
 
     def _micro(self, tiles: int, vectors: int) -> str:
         """tiles x vectors of M at one position, all of cin in registers; its name."""
@@ -320,6 +365,9 @@ class _Emitter:
         for _ in f.loop("k", self.problem.cin // arithmetic.elements, acc=acc, at=at):
             add_step(arithmetic, isa, acc, at["v"], {t: t * self.v_tile for t in range(tiles)}, at["w"],
                      lambda w: [arithmetic.weights(isa, w + n * isa.bytes) for n in range(vectors)])
+            if self.tactic.prefetch:
+                for line in range(0, vectors * isa.bytes, LINE):
+                    isa.prefetch(at["w"] + (self._w_position(vectors) + line))
             at["v"] += arithmetic.step_bytes
             at["w"] += vectors * isa.bytes
         for (t, n), value in acc.items():
