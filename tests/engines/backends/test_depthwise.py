@@ -49,18 +49,21 @@ def test_3x3_of_any_number_of_channels(channels, runner):
 @EVERY_WIDTH
 @pytest.mark.parametrize("taps, stride, dilation", [
     ((3, 3), (2, 2), (1, 1)), ((5, 5), (1, 1), (1, 1)), ((5, 3), (2, 1), (1, 1)), ((3, 3), (1, 1), (2, 2)),
-    ((7, 7), (1, 1), (1, 1)), ((1, 4), (1, 2), (1, 1)), ((4, 1), (1, 1), (1, 1))])
+    ((7, 7), (1, 1), (1, 1)), ((1, 4), (1, 2), (1, 1)), ((4, 1), (1, 1), (1, 1)), ((3, 7), (1, 1), (1, 3)),
+    ((1, 9), (1, 1), (1, 2)), ((2, 2), (3, 3), (1, 1))])
 def test_any_window(taps, stride, dilation, runner):
     spec, constants = depthwise(10, taps, stride, dilation, outputs=(3, 3))
     check(spec, runner, data(spec), constants, pieces=2)
 
 
 @EVERY_ISA_WIDTH
-@pytest.mark.parametrize("stride, residual", [(1, True), (2, False)])
-def test_every_tactic_is_the_same_function(stride, residual, cpu):
-    spec, constants = depthwise(80, (3, 3), (stride, stride), outputs=(3, 5), residual=residual)
+@pytest.mark.parametrize("taps, stride, residual", [((3, 3), 1, True), ((3, 3), 2, False), ((5, 5), 1, False),
+                                                    ((2, 6), 1, False)])
+def test_every_tactic_is_the_same_function(taps, stride, residual, cpu):
+    spec, constants = depthwise(80, taps, (stride, stride), outputs=(3, 5), residual=residual)
     assert kernel_of(spec).tactics(cpu.isa)
-    for tactic in (kernel_of(spec).tactics(cpu.isa)[-1], DepthwiseTile(1, 4, 2), DepthwiseTile(2, 3, 1)):
+    for tactic in (kernel_of(spec).tactics(cpu.isa)[-1], DepthwiseTile(1, 4, 2), DepthwiseTile(2, 3, 1),
+                   DepthwiseTile(2, 4, 4)):
         check(spec, cpu, data(spec), constants, tactic=tactic)
 
 

@@ -40,11 +40,20 @@ class Lanes:
     # ---- memory -> float32
     def load(self, dtype: str, address: Value) -> list[Value]:
         """The channels at address, as `vectors` registers of float32; absent channels are 0."""
-        f, element = address.f, ELEMENTS[dtype]
         if not self.packed:
-            return [self._load_natural(dtype, address + v * self.isa.lanes * SIZES[dtype],
-                                       self.channels - v * self.isa.lanes) for v in range(self.vectors)]
-        return self.widen(dtype, f.load(vector(self.channels, element), address, hint="row"))
+            return [self.load_natural(dtype, address, v) for v in range(self.vectors)]
+        return self.widen(dtype, address.f.load(vector(self.channels, ELEMENTS[dtype]), address, hint="row"))
+
+    def load_natural(self, dtype: str, address: Value, v: int) -> Value:
+        """Vector v, in natural order, of the channels at address."""
+        f, lanes, count = address.f, self.isa.lanes, self.channels - v * self.isa.lanes
+        if count <= 0:
+            return f.constant(0, self.isa.floats)
+        at = address + v * lanes * SIZES[dtype]
+        part = f.load(vector(min(count, lanes), ELEMENTS[dtype]), at, hint="part")
+        if count < lanes:
+            part = f.shuffle(part, part.like(0), [min(i, count) for i in range(lanes)], "part")
+        return to_float(self.isa, dtype, part)
 
     def widen(self, dtype: str, row: Value) -> list[Value]:
         """A pixel as stored, all its channels in one vector -> `vectors` registers of float32."""
@@ -62,15 +71,6 @@ class Lanes:
             lanes = row.f.shuffle(row, row.like(0), mask, "lanes")
             result.append(row.f.cast("bitcast", lanes, self.isa.ints, "channels"))
         return result
-
-    def _load_natural(self, dtype: str, address: Value, count: int) -> Value:
-        f, lanes = address.f, self.isa.lanes
-        if count <= 0:
-            return f.constant(0, self.isa.floats)
-        part = f.load(vector(min(count, lanes), ELEMENTS[dtype]), address, hint="part")
-        if count < lanes:
-            part = f.shuffle(part, part.like(0), [min(i, count) for i in range(lanes)], "part")
-        return to_float(self.isa, dtype, part)
 
     # ---- float32 -> memory
     def store(self, dtype: str, pixels: Sequence[Sequence[Value]], addresses: Sequence[Value]) -> None:

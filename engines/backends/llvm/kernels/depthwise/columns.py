@@ -1,42 +1,93 @@
-"""What a depthwise convolution reads a column of x as: a step of its arithmetic is a channel of several rows.
+"""What the steps of a depthwise convolution read of x: pixels, loaded once each, interleaved for the products.
 
-    int8    four rows interleaved byte by byte: a lane holds a channel of four rows, for one dot4
-    floats  one row, widened to float32, for one fma
+    four elements   bytes interleaved twice: a lane holds a channel of four pixels, for one dot4
+    two             shorts, of bytes, interleaved once: a lane holds a channel of two pixels, for one dot2
+    one             floats, widened to float32, for one fma
 
-The rows of bytes are interleaved inside 128-bit parts, where it is one instruction on every machine; the channels then
-lie in packed order (Isa.channel).
+Bytes are interleaved inside 128-bit parts, where it is one instruction on every machine; the channels then lie in
+packed order (Isa.channel).
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from engines.backends.llvm.codegen.ir_builder import I8, I16, Value, lanes_of, vector
+from engines.backends.llvm.codegen.ir_builder import I8, I16, Value, element_of, lanes_of, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.arithmetic import Arithmetic, Operand
+from engines.backends.llvm.kernels.common.arithmetic import INT8, INT16, Arithmetic, Operand
+from engines.backends.llvm.kernels.depthwise.steps import Group, columns_read, rows_read
 from engines.backends.llvm.tuning.cost import Work
+from engines.lowering.problems.convolution import Depthwise
+
+Place = tuple[int, int]         # a row and a column of x, from the first tap of the tile's first output on
+ABSENT = -1, -1
+T = TypeVar("T")
 
 
-def load_column(arithmetic: Arithmetic, lanes: Lanes, dtype: str, addresses: Sequence[Value]) -> list[Operand]:
-    """Rows of one column of x, at most as many as the arithmetic has elements -> an operand for each vector of
-    channels."""
+def integer_arithmetic(isa: Isa) -> Arithmetic:
+    """Products of bytes, or of shorts where a machine's dot4 is two of those."""
+    return INT16 if isa.ready_bytes == 2 * isa.bytes else INT8
+
+
+class Columns:
+    """x in a micro-kernel of rows x cols outputs. What these do not read is taken as zeros: it meets zero weights."""
+
+    def __init__(self, problem: Depthwise, arithmetic: Arithmetic, lanes: Lanes, address: Value, rows: int,
+                 cols: int) -> None:
+        self._problem, self._arithmetic, self._lanes, self._address = problem, arithmetic, lanes, address
+        self._rows, self._columns = rows_read(problem, 0, rows), columns_read(problem, cols)
+        self._made: dict[Any, Any] = {}
+
+    def operand(self, group: Group, column: int, v: int) -> Operand:
+        """A vector of channels of a group that begins in this column."""
+        return self._once(self._interleaved, group, column, v)
+
+    def _once(self, make: Callable[..., T], *arguments: Any) -> T:
+        """What an earlier call made, or a new one: what waits for later columns is in registers until its last use."""
+        if (make, arguments) not in self._made:
+            self._made[make, arguments] = make(*arguments)
+        made: T = self._made[make, arguments]
+        return made
+
+    def _interleaved(self, group: Group, column: int, v: int) -> Operand:
+        places = [(row, column + k * self._problem.dilation[1]) for row in group.rows for k in range(group.across)]
+        if self._arithmetic.elements == 1:
+            return (self._lanes.load_natural(self._problem.x.dtype, self._at(*places), v),)
+        places += [ABSENT] * (self._arithmetic.elements - len(places))
+        if self._arithmetic.elements == 2:
+            places = [places[0], ABSENT, places[1], ABSENT]
+        low, high = (self._once(self._pairs, *pair, v // 2) for pair in (places[:2], places[2:]))
+        shorts = _zipped(low, high, v % 2)
+        return (shorts,) if self._arithmetic.elements == 2 else self._lanes.isa.unsigned(_of(I8, shorts))
+
+    def _pairs(self, a: Place, b: Place, half: int) -> Value:
+        """The bytes of two pixels in turn."""
+        return _of(I16, _zipped(self._once(self._bytes, a), self._once(self._bytes, b), half))
+
+    def _bytes(self, place: Place) -> Value:
+        lanes, (row, column) = self._lanes, place
+        if row not in self._rows or column not in self._columns:
+            return self._address.f.constant(0, vector(lanes.isa.bytes, I8))
+        at = self._at(place)
+        return _spread(lanes, at.f.load(vector(lanes.channels, I8), at, hint="row"))
+
+    def _at(self, place: Place) -> Value:
+        (row, column), strides = place, self._problem.x.strides
+        return self._address + (row * strides[0] + column * strides[1])
+
+
+def step_work(arithmetic: Arithmetic, vectors: int) -> Work:
+    """What it takes to interleave the pixels of a step."""
+    zips = {1: 0, 2: vectors, 4: 2 * max(vectors // 2, 1) + vectors}[arithmetic.elements]
+    return Work(others=zips)
+
+
+def pixel_work(arithmetic: Arithmetic, vectors: int) -> Work:
+    """What it takes to load a pixel."""
     if not arithmetic.exact:
-        return [(value,) for value in lanes.load(dtype, addresses[0])]
-    f = addresses[0].f
-    rows = [_spread(lanes, f.load(vector(lanes.channels, I8), address, hint="row")) for address in addresses]
-    rows += [f.constant(0, rows[0].type)] * (4 - len(rows))
-    evens, odds = (_zipped(rows[i], rows[i + 1], max(lanes.vectors // 2, 1), I16, "pairs") for i in (0, 2))
-    quads = [quad for a, b in zip(evens, odds, strict=True) for quad in _zipped(a, b, lanes.vectors, I8, "quads")]
-    return [lanes.isa.unsigned(quad) for quad in quads[:lanes.vectors]]
-
-
-def column_work(arithmetic: Arithmetic, isa: Isa, vectors: int, rows: int) -> Work:
-    """What `load_column` costs for all groups of `rows` rows."""
-    if not arithmetic.exact:
-        return Work(loads=rows * vectors)
-    groups, spread = -(-rows // 4), 0 if vectors == 4 else rows
-    widening = 2 * vectors * groups if isa.ready_bytes > isa.bytes else 0
-    return Work(others=spread + groups * (2 * max(vectors // 2, 1) + vectors) + widening, loads=rows)
+        return Work(loads=vectors)
+    return Work(loads=1, others=max(vectors // 2, 1) if arithmetic.elements == 2 else vectors < 4)
 
 
 def _spread(lanes: Lanes, row: Value) -> Value:
@@ -52,13 +103,16 @@ def _spread(lanes: Lanes, row: Value) -> Value:
     return f.cast("bitcast", f.shuffle(words, None, mask, "spread"), vector(16 * parts, I8), "spread")
 
 
-def _zipped(a: Value, b: Value, halves: int, element: str, hint: str) -> list[Value]:
-    """Elements of a and b in turn inside each 128-bit part: the low halves, and the high ones if needed. As vectors of
-    `element`: bytes become shorts, and of the shorts each lane then holds one channel of four rows."""
-    size, zipped = lanes_of(a.type), []
-    part, count = (16, size // 2) if element == I16 else (8, 2 * size)      # elements of 128 bits; those of the result
-    for half in (0, part // 2)[:halves]:
-        mask = [first + half + i // 2 + i % 2 * size for first in range(0, size, part) for i in range(part)]
-        both = a.f.shuffle(a, b, mask, hint)
-        zipped.append(a.f.cast("bitcast", both, vector(count, element), hint))
-    return zipped
+def _zipped(a: Value, b: Value, half: int) -> Value:
+    """Elements of a and b in turn inside each 128-bit part: those of the low halves, or of the high ones."""
+    size, part = lanes_of(a.type), 16 if element_of(a.type) == I8 else 8
+    mask = [first + half * part // 2 + i // 2 + i % 2 * size for first in range(0, size, part) for i in range(part)]
+    return a.f.shuffle(a, b, mask, "zipped")
+
+
+def _of(element: str, value: Value) -> Value:
+    """The same bits as bytes or shorts."""
+    if element_of(value.type) == element:
+        return value
+    count = lanes_of(value.type) * (2 if element == I8 else 1) // (1 if element == I8 else 2)
+    return value.f.cast("bitcast", value, vector(count, element), "bits")

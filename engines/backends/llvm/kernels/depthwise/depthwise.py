@@ -2,14 +2,14 @@
 
     for block of output rows: for panel of channels: for tile of output columns: a call of the micro-kernel:
       for column of x that the tile reads:
-        for group of its rows:                              int8: four rows, floats: one
-          quads = the rows interleaved byte by byte         shared by all outputs that read this column
-          for output of the tile that reads this column:
-            acc[output] = dot4(acc[output], quads, w)
+        for group of pixels that begins here:               steps.py: what one product takes
+          operand = the pixels interleaved                  shared by all outputs that meet them here
+          for output of the tile that meets them here:
+            acc[output] = dot(acc[output], operand, w)
         outputs whose last column this was: program, store
 
 All is unrolled, so accumulators roll: as many outputs are in registers as windows overlap. Neighbouring output rows
-share the rows of x that both read, and their interleaving; an output row meets zero weights for those it does not read.
+share the rows of x that both read, and their interleaving.
 
 Floats have nothing to interleave, and each output's sum is a chain of taps, of which too few columns at a time fit the
 processor's window to keep it busy. So float32 also has tiles of as many outputs as there are registers, which meet a
@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from engines.backends.llvm.codegen.ir_builder import PTR, Function, Module, Valu
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
 from engines.backends.llvm.kernels.common.access import hidden, item_addresses, offset
-from engines.backends.llvm.kernels.common.arithmetic import FP32, INT8, Arithmetic, Operand
+from engines.backends.llvm.kernels.common.arithmetic import FP32, INT8, INT16, Arithmetic
 from engines.backends.llvm.kernels.common.pixels import (
     load_channels,
     load_vector,
@@ -37,7 +38,18 @@ from engines.backends.llvm.kernels.common.pixels import (
     store_channels,
 )
 from engines.backends.llvm.kernels.contraction.widen import widened
-from engines.backends.llvm.kernels.depthwise.columns import column_work, load_column
+from engines.backends.llvm.kernels.depthwise.columns import Columns, integer_arithmetic, pixel_work, step_work
+from engines.backends.llvm.kernels.depthwise.steps import (
+    Group,
+    Product,
+    Step,
+    columns_read,
+    groups_of,
+    last_column,
+    products_of,
+    rows_read,
+    steps_of,
+)
 from engines.backends.llvm.kernels.kernel import (
     ALIGNMENT,
     Grid,
@@ -53,6 +65,9 @@ from engines.lowering.problems.convolution import Depthwise
 from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import View
 
+IN_PASSING = 4          # registers beside the sums; a few more are spilled, which costs less than smaller tiles
+SHARED_CONSTANTS = 2    # of a program: the most that outputs which end together load once
+
 
 @dataclass(frozen=True)
 class DepthwiseTile(Tactic):
@@ -64,7 +79,7 @@ class DepthwiseTile(Tactic):
 
     @property
     def packed_rows(self) -> int:
-        """Output rows that have weights of their own, zeros for rows of x that they do not read."""
+        """Output rows that have weights of their own."""
         return 1 if self.by_tap else self.rows
 
     def __str__(self) -> str:
@@ -73,27 +88,20 @@ class DepthwiseTile(Tactic):
 
 @solves(Depthwise)
 class DepthwiseKernel(Kernel[Depthwise]):
-    """Weights are packed [panel][output row][group of rows][tap column][vector], as the arithmetic reads them."""
+    """Weights are packed [panel][step][vector], as the arithmetic reads them."""
 
-    @property
-    def arithmetic(self) -> Arithmetic:
-        """A lane's step is a channel of as many rows of x as it has elements."""
-        return INT8 if self.problem.precision == "int8" else FP32
+    def arithmetic(self, isa: Isa) -> Arithmetic:
+        """A lane's step is a channel of as many pixels of x as it has elements."""
+        return integer_arithmetic(isa) if self.packed else FP32
 
     @property
     def packed(self) -> bool:
         """The interleaving of bytes makes packed order."""
         return self.problem.precision == "int8"
 
-    def rows_read_by(self, i: int) -> set[int]:
-        """Rows of x that output row i reads, from the first tap of row 0 on."""
-        problem = self.problem
-        return {i * problem.stride[0] + p * problem.dilation[0] for p in range(problem.taps[0])}
-
-    def row_groups(self, rows: int) -> list[list[int]]:
-        """The rows of x that `rows` neighbouring output rows read, as they are loaded together."""
-        read = sorted(set().union(*map(self.rows_read_by, range(rows))))
-        return [read[first:first + self.arithmetic.elements] for first in range(0, len(read), self.arithmetic.elements)]
+    def steps(self, isa: Isa, rows: int) -> tuple[Step, ...]:
+        """Of `rows` output rows."""
+        return steps_of(self.problem, self.arithmetic(isa).elements, rows)
 
     # ---- tactics
     def tactics(self, isa: Isa) -> Sequence[DepthwiseTile]:
@@ -101,8 +109,9 @@ class DepthwiseKernel(Kernel[Depthwise]):
         widest = isa.vectors_for(problem.channels)
         # Output rows share loads only if the rows of x that they read are neighbours too.
         together = (2, 1) if problem.dilation[0] == 1 and height > 1 else (1,)
+        # Two vectors are interleaved in as many instructions as one.
         fitting = [(rows, vectors) for vectors in (4, 2, 1) for rows in together if vectors <= widest
-                   and self.sums(rows, vectors) <= isa.registers - self._other_registers(isa, rows, vectors)]
+                   and (self.sums(rows, vectors) + IN_PASSING <= isa.registers or (rows, vectors) == (1, 2))]
         # The most vectors that fit share most; one step below may suit the number of channels better.
         best = sorted({vectors for _, vectors in fitting}, reverse=True)[:2]
         shapes = [(rows, vectors) for rows, vectors in fitting if vectors in best] or [(1, 1)]
@@ -130,15 +139,10 @@ class DepthwiseKernel(Kernel[Depthwise]):
         problem = self.problem
         return -(-((problem.taps[1] - 1) * problem.dilation[1] + 1) // problem.stride[1]) * rows * vectors
 
-    def _other_registers(self, isa: Isa, rows: int, vectors: int) -> int:
-        """What a column needs beside the accumulators: its operands, a few in passing, and weights that no
-        instruction takes from memory."""
-        operands = len(self.row_groups(rows)) * self.operand_registers(isa)
-        return vectors * (operands + (isa.lanes == 4)) + 4
-
-    def operand_registers(self, isa: Isa) -> int:
-        """Registers of a vector of channels of a group of rows."""
-        return isa.ready_bytes // isa.bytes if self.packed else 1
+    def waiting_registers(self, isa: Isa, rows: int, vectors: int) -> int:
+        """Of pixels between their column and those of the next ones that they are interleaved with."""
+        pixels = sum((group.across - 1) * len(group.rows) for group in groups_of(self.steps(isa, rows)))
+        return pixels * self.problem.dilation[1] * max(vectors // 2, 1)
 
     def cost(self, isa: Isa, tactic: DepthwiseTile) -> float:
         height, width, channels = self.problem.y.shape
@@ -148,26 +152,20 @@ class DepthwiseKernel(Kernel[Depthwise]):
                    for some, panels in pieces(channels, tactic.vectors * isa.lanes))
 
     def _tile_cost(self, isa: Isa, rows: int, cols: int, vectors: int, by_tap: bool) -> float:
-        problem = self.problem
+        problem, arithmetic = self.problem, self.arithmetic(isa)
         end = epilogue(len(problem.program.instructions), len(problem.operands), vectors, rows)
         end *= rows * cols * vectors
         if by_tap:
             taps = math.prod(problem.taps) * vectors
             return (Work(taps * rows * cols, 0, taps * (rows * cols + 1)) + end).cycles + CALL
-        groups = self.row_groups(rows)
-        met = sum(not self.rows_read_by(i).isdisjoint(group) for group in groups for i in range(rows))
-        parts = -(-self.arithmetic.weight_bytes(isa) // isa.bytes)      # instructions of a dot product
-        dots = met * cols * problem.taps[1] * vectors * parts
-        work = Work(dots, dots if parts > 1 else 0, dots)
-        work += column_work(self.arithmetic, isa, vectors, sum(map(len, groups))) * len(self.columns_read(cols))
+        steps, columns = self.steps(isa, rows), columns_read(problem, cols)
+        products = len(steps) * cols * vectors * (isa.ready_bytes // isa.bytes if arithmetic is INT8 else 1)
+        work = Work(products, products if arithmetic is INT16 else 0, products)
+        pixels = len(rows_read(problem, 0, rows)) * len(columns)
+        met = sum(map(len, products_of(problem, steps, rows, cols).values()))
+        work += pixel_work(arithmetic, vectors) * pixels + step_work(arithmetic, vectors) * met
         work += Work(loads=problem.program.constants * vectors) * cols
         return (work + end).cycles + CALL
-
-    def columns_read(self, cols: int) -> list[int]:
-        """The columns of x that `cols` neighbouring output columns read, from the first tap of column 0 on."""
-        problem = self.problem
-        return sorted({j * problem.stride[1] + q * problem.dilation[1]
-                       for j in range(cols) for q in range(problem.taps[1])})
 
     def grid(self, isa: Isa, tactic: DepthwiseTile) -> Grid:
         height, _, channels = self.problem.y.shape
@@ -184,19 +182,16 @@ class DepthwiseKernel(Kernel[Depthwise]):
 
     # ---- constants
     def pack(self, isa: Isa, tactic: DepthwiseTile, constants: Mapping[str, Any]) -> tuple[Array, Array]:
-        problem, arithmetic, channels = self.problem, self.arithmetic, self.problem.channels
+        problem, arithmetic, channels = self.problem, self.arithmetic(isa), self.problem.channels
         weights = np.asarray(constants["weights"]).reshape(channels, *problem.taps)
-        groups = self.row_groups(tactic.packed_rows)
-        read = [row for group in groups for row in group]
-        # [channel][output row][group of rows][row of the group][tap column]; a last channel is for lanes without one
-        spread = np.zeros((channels + 1, tactic.packed_rows, len(groups) * arithmetic.elements, problem.taps[1]),
-                          weights.dtype)
-        for i in range(tactic.packed_rows):
-            for p in range(problem.taps[0]):
-                spread[:-1, i, read.index(i * problem.stride[0] + p * problem.dilation[0])] = weights[:, p]
-        spread = arithmetic.store_weights(spread.reshape(*spread.shape[:2], -1, arithmetic.elements, problem.taps[1]))
+        steps = self.steps(isa, tactic.packed_rows)
+        # A last channel is for lanes without one.
+        spread = np.zeros((channels + 1, len(steps), arithmetic.elements), weights.dtype if self.packed else np.float32)
+        for number, step in enumerate(steps):
+            for element, taps in step.taps(problem).items():
+                spread[:-1, number, element] = weights[:, *taps]
         order = panels(isa, channels, self.packed, tactic.vectors * isa.lanes)
-        parts = [arithmetic.ready(isa, spread[np.minimum(panel, channels)].transpose(2, 3, 5, 0, 1, 4)).ravel()
+        parts = [arithmetic.ready(isa, spread[np.minimum(panel, channels)].transpose(2, 0, 1, 3)).ravel()
                  for panel in order]
         return np.concatenate(parts), pack_channels(constants["program"], channels, order)
 
@@ -210,8 +205,8 @@ class DepthwiseKernel(Kernel[Depthwise]):
 class _Emitter:
     def __init__(self, kernel: DepthwiseKernel, module: Module, name: str, isa: Isa, tile: DepthwiseTile) -> None:
         self.kernel, self.module, self.name, self.isa, self.tile = kernel, module, name, isa, tile
-        self.problem, self.arithmetic = kernel.problem, kernel.arithmetic
-        self.groups = len(kernel.row_groups(tile.packed_rows))
+        self.problem, self.arithmetic = kernel.problem, kernel.arithmetic(isa)
+        self.steps = kernel.steps(isa, tile.packed_rows)
 
     # ---- the loops around
     def emit(self) -> None:
@@ -232,8 +227,7 @@ class _Emitter:
         problem, tile = self.problem, self.tile
         whole, tail = divmod(problem.y.shape[0], tile.rows)
         at = [a + start * view.size for a, view in zip(at, self._views(), strict=True)]
-        vectors = tile.packed_rows * self.groups * problem.taps[1]         # of weights, for a vector of channels
-        weights = weights + start * (vectors * self.arithmetic.weight_bytes(self.isa) // self.isa.lanes)
+        weights = weights + start * (len(self.steps) * self.arithmetic.weight_bytes(self.isa) // self.isa.lanes)
         constants = constants + start * (4 * problem.program.constants)
         for rows, test in ((tile.rows, block.below(whole)), (tail, block.compare("eq", whole))):
             if rows and (rows == tile.rows or whole):
@@ -273,18 +267,18 @@ class _Emitter:
             self._taps(f, lanes, acc, outputs)
             self._finish(f, lanes, acc, outputs)
             return name
-        reads = self.kernel.columns_read(cols)
-        ahead = 1 + self._loads_ahead(lanes.vectors, rows)
-        loaded = [self._load(f, lanes, column, rows) for column in reads[:ahead - 1]]
-        for number, column in enumerate(reads):
+        x = Columns(problem, arithmetic, lanes, f.parameters["x"], rows, cols)
+        products = products_of(problem, self.steps, rows, cols)
+        ahead = self._one_ahead(lanes.vectors)
+        for number, column in enumerate(products):
             f.write(f"; column {column}")
-            loaded += [self._load(f, lanes, following, rows) for following in reads[number:][ahead - 1:ahead]]
-            users = [(j, q) for j in range(cols) for q in range(problem.taps[1])
-                     if j * problem.stride[1] + q * problem.dilation[1] == column]
-            self._column(f, lanes, acc, loaded.pop(0), rows, users)
-            for j, q in users:
-                if q == problem.taps[1] - 1:
-                    self._finish(f, lanes, acc, [(i, j) for i in range(rows)])
+            for following in list(products)[number:number + 2] if ahead else ():
+                for group, v in product(products[following], range(lanes.vectors)):
+                    x.operand(group, following, v)
+            self._column(f, lanes, acc, x, column, products[column])
+            done = [output for output in outputs if last_column(problem, self.steps, output) == column]
+            if done:
+                self._finish(f, lanes, acc, done)
         return name
 
     def _taps(self, f: Function, lanes: Lanes, acc: dict[Any, Value], outputs: list[tuple[int, int]]) -> None:
@@ -309,39 +303,33 @@ class _Emitter:
                     for v, value in enumerate(values):
                         acc[(i, j), v] = self.isa.fma(value, weights[v], acc[(i, j), v])
 
-    def _loads_ahead(self, vectors: int, rows: int) -> int:
-        """Columns that are loaded and interleaved before their turn, if there are registers for one: from the load to
-        the last store is a longer way than a processor looks ahead."""
-        operands = self.groups * vectors * self.kernel.operand_registers(self.isa)
-        return int(self.kernel.sums(rows, vectors) + 2 * operands + 2 <= self.isa.registers)
+    def _one_ahead(self, vectors: int) -> bool:
+        """Whether there are registers for a column that is loaded and interleaved before its turn: from the load to the
+        last store is a longer way than a processor looks ahead."""
+        kernel, isa, rows = self.kernel, self.isa, self.tile.rows
+        operands = len(groups_of(self.steps)) * vectors + kernel.waiting_registers(isa, rows, vectors)
+        return kernel.sums(rows, vectors) + 2 * operands + 2 <= isa.registers
 
-    def _load(self, f: Function, lanes: Lanes, column: int, rows: int) -> list[list[Operand]]:
-        """[group of rows][vector] of one column of x."""
-        x = self.problem.x
-        start = f.parameters["x"] + column * x.strides[1]
-        return [load_column(self.arithmetic, lanes, x.dtype, [start + row * x.strides[0] for row in group])
-                for group in self.kernel.row_groups(rows)]
-
-    def _column(self, f: Function, lanes: Lanes, acc: dict[Any, Value], operands: list[list[Operand]], rows: int,
-                users: list[tuple[int, int]]) -> None:
-        """One column of x into the accumulators of the output columns and tap columns that meet there."""
-        problem, isa, arithmetic = self.problem, self.isa, self.arithmetic
+    def _column(self, f: Function, lanes: Lanes, acc: dict[Any, Value], x: Columns, column: int,
+                products: Mapping[Group, Sequence[Product]]) -> None:
+        """The steps that begin in a column of x into the accumulators of the outputs that they are of."""
+        isa, arithmetic = self.isa, self.arithmetic
         # Hidden anew for each column, or LLVM would keep all weights in registers and spill the accumulators.
         weights, size = hidden(f.parameters["w"]), arithmetic.weight_bytes(isa)
-        for group, (members, values) in enumerate(zip(self.kernel.row_groups(rows), operands, strict=True)):
-            for i in range(rows):
-                if self.kernel.rows_read_by(i).isdisjoint(members):
-                    continue
-                for j, q in users:
-                    at = ((i * self.groups + group) * problem.taps[1] + q) * lanes.vectors
-                    for v in range(lanes.vectors):
-                        met = arithmetic.weights(isa, weights + (at + v) * size)
-                        acc[(i, j), v] = arithmetic.dot(isa, acc[(i, j), v], values[v], met)
+        for half in range(0, lanes.vectors, 2):     # what its vectors are made of waits for no other
+            for group, v in product(products, range(half, min(half + 2, lanes.vectors))):
+                value = x.operand(group, column, v)
+                for output, step in products[group]:
+                    met = arithmetic.weights(isa, weights + (step * lanes.vectors + v) * size)
+                    acc[output, v] = arithmetic.dot(isa, acc[output, v], value, met)
 
     def _finish(self, f: Function, lanes: Lanes, acc: dict[Any, Value], outputs: list[tuple[int, int]]) -> None:
-        """Program and store. The outputs share each constant, which is loaded only when its vector's turn comes."""
+        """Program and store. Constants are loaded when their vector's turn comes, a few for all outputs together; more
+        would fill the registers beside sums of further columns, and are operands of each output's own instructions."""
         problem = self.problem
-        constants = hidden(f.parameters["constants"])
+        first = hidden(f.parameters["constants"])
+        shared = self.tile.by_tap or problem.program.constants <= SHARED_CONSTANTS
+        constants = [first, *(first if shared else hidden(first) for _ in outputs[1:])]
         others, targets = [], []
         for i, j in outputs:
             at = [f.parameters[f"operand{n}"] + (i * view.strides[0] + j * view.strides[1])
@@ -350,8 +338,8 @@ class _Emitter:
             targets.append(f.parameters["y"] + (i * problem.y.strides[0] + j * problem.y.strides[1]))
         pixels: list[list[Value]] = [[] for _ in outputs]
         for v in range(lanes.vectors):
-            numbers = load_vector(lanes, constants, problem.program.constants, v)
-            for output, operands, pixel in zip(outputs, others, pixels, strict=True):
+            for output, operands, pixel, own in zip(outputs, others, pixels, constants, strict=True):
+                numbers = load_vector(lanes, own, problem.program.constants, v)
                 total = self.arithmetic.finish(self.isa, acc.pop((output, v)))
                 pixel.append(problem.program.run(self.isa, total, [operand[v] for operand in operands], numbers))
         store_channels(lanes, problem.y, pixels, targets)
