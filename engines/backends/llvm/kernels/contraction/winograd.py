@@ -117,9 +117,10 @@ class WinogradContraction(Kernel[Contraction]):
         found: dict[Winograd, None] = {}
         for group, vectors in isa.winograd_tiles:
             blocks = [n * group for n in (1, 2, 4) if n * group * POSITIONS * self.tile_bytes <= SCRATCH]
-            # Items of fewer tiles than any block's are timed alike: several share a block, and the largest reads
-            # weights least often.
-            for tiles in [tiles for tiles in blocks if tiles < self.tiles] or blocks[-1:]:
+            # Up to the block that reads the weights once for an item. Where each block holds several items they are
+            # timed alike, and the largest reads weights least often.
+            parts = [tiles for tiles in blocks if tiles < self.tiles]
+            for tiles in blocks[:len(parts) + 1] if parts else blocks[-1:]:
                 vectors = min(vectors, isa.vectors_for(problem.cout))
                 found[Winograd(group, vectors, tiles, prefetch=self.weight_bytes >= FAR)] = None
         return tuple(found)
