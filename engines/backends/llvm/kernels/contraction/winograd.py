@@ -14,7 +14,7 @@ exactly if it lies within +-2**25 (`Contraction.bounded`). The weights of float3
       for tile: V[position, tile, cin] = B' d B     scratch, stays in L2
       for panel of couts:
         for position of 36: for group of tiles:     a matrix product, register-tiled
-          M[position, tile, cout] = V W             scratch, stays in L1
+          M[position, tile, cout] = V W             scratch, in L1 or, of a large block, in L2
         for tile: y = program(A' M A)
 """
 from __future__ import annotations
