@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -354,22 +354,22 @@ class DotProd(Bytes):
         return acc
 
 
-_PACKS_512 = ("llvm.x86.avx512.packssdw.512", "llvm.x86.avx512.packuswb.512")
 _PACKS_256 = ("llvm.x86.avx2.packssdw", "llvm.x86.avx2.packuswb")
 _V3 = frozenset({"avx2", "fma", "f16c", "bmi2"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}
 _ARM = "aarch64-unknown-linux-gnu"
 
-_TILES_512 = ((14, 2), (12, 2), (6, 4), (4, 4), (7, 2), (8, 2), (16, 1))
 _TILES_256 = ((6, 2), (5, 2), (4, 2), (12, 1))
-_WINOGRAD_512, _WINOGRAD_256 = ((14, 2), (6, 4)), ((6, 2),)
-_PREFETCHED = 0.94      # in INT8 networks on Zen 5; AVX2's products take so long that weights come in time anyway
+_WINOGRAD_256 = ((6, 2),)
 _TILES_ARM = ((6, 4), (4, 4), (12, 2), (8, 2), (16, 1))
 
+# prefetched: in INT8 networks on Zen 5. AVX2's products take so long that weights come in time anyway.
+_512: Any = dict(packs=("llvm.x86.avx512.packssdw.512", "llvm.x86.avx512.packuswb.512"), prefetched=0.94,
+                 tiles=((14, 2), (12, 2), (6, 4), (4, 4), (7, 2), (8, 2), (16, 1)),
+                 winograd_tiles=((14, 2), (6, 4)), winograd_weights=5 << 19)
 AVX512_BF16 = Vnni("avx512_bf16", 16, 32, "x86-64-v4", "+avx512vnni,+avx512bf16,-prefer-256-bit", _V4 | {"avx512_bf16"},
-                   packs=_PACKS_512, bf16=True, tiles=_TILES_512, winograd_tiles=_WINOGRAD_512, prefetched=_PREFETCHED)
-AVX512_VNNI = Vnni("avx512_vnni", 16, 32, "x86-64-v4", "+avx512vnni,-prefer-256-bit", _V4, packs=_PACKS_512,
-                   tiles=_TILES_512, winograd_tiles=_WINOGRAD_512, prefetched=_PREFETCHED)
+                   bf16=True, **_512)
+AVX512_VNNI = Vnni("avx512_vnni", 16, 32, "x86-64-v4", "+avx512vnni,-prefer-256-bit", _V4, **_512)
 AVX_VNNI = Vnni("avx_vnni", 8, 16, "x86-64-v3", "+avxvnni", _V3 | {"avx_vnni"}, packs=_PACKS_256, tiles=_TILES_256,
                 winograd_tiles=_WINOGRAD_256)
 # A pixel is two registers (even and odd bytes); its weights, two more, are read from memory by the product itself.
