@@ -117,8 +117,7 @@ class WinogradContraction(Kernel[Contraction]):
         found: dict[Winograd, None] = {}
         for group, vectors in isa.winograd_tiles:
             blocks = [n * group for n in (1, 2, 4) if n * group * POSITIONS * self.tile_bytes <= SCRATCH]
-            # Up to the block that reads the weights once for an item. Where each block holds several items they are
-            # timed alike, and the largest reads weights least often.
+            # Up to that which reads weights once for an item. Those of several items are timed alike: the largest.
             parts = [tiles for tiles in blocks if tiles < self.tiles]
             for tiles in blocks[:len(parts) + 1] if parts else blocks[-1:]:
                 vectors = min(vectors, isa.vectors_for(problem.cout))
