@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from engines.faults import faults_named
 from engines.frontend.branches import branch_taken, is_if, made_in, with_names
 from engines.frontend.inputs import Value, constant_inputs, input_types
 from engines.frontend.names import check_names
-from engines.frontend.operators import attention, axes, composed, contrib, images  # noqa: F401  (fill the tables)
+from engines.frontend.operators import attention, axes, composed, contrib, images, ml  # noqa: F401  (fill the tables)
 from engines.frontend.operators.extension import EXTENSIONS, STANDARD
 from engines.frontend.operators.normalise import RULES, Beyond, Call, normalise
 from engines.frontend.opsets import OLDEST_OPSET, current
@@ -67,7 +67,7 @@ def graph_from_onnx(model: Model, *,
     inputs = [value for value in proto.graph.input if value.name not in trace.values]
     for tensor_name, kind in input_types(name, inputs, shapes or {}, keep_batch, one_item).items():
         trace.input(tensor_name, kind)
-    file = _File(name, opsets, made_in(proto.graph))
+    file = _File(name, opsets, made_in(proto.graph), [] if notices is None else notices)
     for node in proto.graph.node:
         _add(file, trace, node)
 
@@ -143,10 +143,11 @@ def _refuse_unknown(model: str, graph: onnx.GraphProto) -> None:
 # ---- nodes
 @dataclass(frozen=True)
 class _File:
-    """What is the same for all nodes. `names`: of tensors, so far."""
+    """What is the same for all nodes. `names`: of tensors, so far; `notices`: takes what the user should know."""
     model: str
     opsets: Mapping[str, int]
     names: set[str]
+    notices: list[str]
 
 
 def _add_constants(model: str, trace: Trace, graph: onnx.GraphProto) -> None:
@@ -161,7 +162,7 @@ def _add(file: _File, trace: Trace, proto: onnx.NodeProto) -> None:
             branch = _branch(file, proto, node, trace)
         else:
             branch = None
-            for made in _canonical(model, trace, proto, node, file.opsets):
+            for made in _canonical(file, trace, proto, node):
                 trace.add(made)
     except UnknownTensorError as error:
         sources = trace.sources(error.tensors)
@@ -199,14 +200,15 @@ def _add_branch(file: _File, trace: Trace, branch: onnx.GraphProto, node: Node) 
 
 
 
-def _canonical(model: str, trace: Trace, proto: onnx.NodeProto, node: Node,
-               opsets: Mapping[str, int]) -> Iterator[Node]:
+def _canonical(file: _File, trace: Trace, proto: onnx.NodeProto, node: Node) -> Iterator[Node]:
     """The canonical nodes of one that meets its schema, one by one: what those before it make is in the trace."""
-    domain = _domain(proto.domain)
-    opset = opsets.get(domain, OLDEST_OPSET)
+    model, domain = file.model, _domain(proto.domain)
+    opset = file.opsets.get(domain, OLDEST_OPSET)
     schema = schema_of(proto.op_type, opset, domain)
     if schema is None:
         raise GraphError(f"opset {opset} of ONNX has no {proto.op_type}")
+    if (domain, node.op) in EXTENSIONS:
+        schema = replace(schema, no_tensors=frozenset())        # which rule writes out as tensors
     check_node(schema, proto)
     if (domain, node.op) not in EXTENSIONS or not domain and onnx.defs.has(node.op, opset):
         yield from _of_one(model, trace, schema, node, opset, domain)
@@ -215,6 +217,7 @@ def _canonical(model: str, trace: Trace, proto: onnx.NodeProto, node: Node,
     written = EXTENSIONS[domain, node.op](call)
     if lost := _lost(call, schema):
         raise GraphError(f"it is not supported with {', '.join(f'{name} = {node.attrs[name]}' for name in lost)}")
+    file.notices.extend(f"{model}: {describe(node)}: {notice}" for notice in call.notices)
     for part in written:
         standard = schema_of(part.op, STANDARD)
         yield from [part] if standard is None else _of_one(model, trace, standard, part, STANDARD)

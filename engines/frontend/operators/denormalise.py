@@ -36,6 +36,8 @@ def denormalise(node: Node, types: Sequence[TensorType | None], constant: Consta
     """What to write for the node; `types` are those of its inputs."""
     if node.op in _RULES:
         return _RULES[node.op](node, types, constant)
+    if "onnx_domain" not in node.attrs and not defs.has(name_in_onnx(node.op)):
+        raise ModelError(f"{describe(node)}: ONNX has no such operator, so it cannot be written as a model")
     attrs = {key: _attribute(value) for key, value in node.attrs.items()
              if not key.startswith("onnx_") and key != "channels_last"}
     reduces = issubclass(op_of(node.op), Reduction)

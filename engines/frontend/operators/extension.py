@@ -83,6 +83,11 @@ def contrib(op: str, inputs: str, attributes: str = "", outputs: int = 1) -> Cal
     return extension("com.microsoft", op, inputs, attributes, outputs)
 
 
+def ml(op: str) -> Callable[[Rule], Rule]:
+    """One of ONNX's operators of classical machine learning."""
+    return extension("ai.onnx.ml", op)
+
+
 def _input(text: str) -> Input:
     name, variable, mark = re.fullmatch(r"(\w+):(\w+)(\?|\.\.\.|)", text).groups()  # type: ignore[union-attr]  # ours
     return Input(name, variable, _TYPES[variable[0]], mark == "?", mark == "...")

@@ -29,6 +29,7 @@ class Call:
     types: Sequence[TensorType | None]
     values: Sequence[Array | None]
     read: set[str] = field(default_factory=set)     # the attributes that the rule asked for
+    notices: list[str] = field(default_factory=list)    # what the user should know, by the rule
 
     def has(self, index: int) -> bool:
         return index < len(self.node.inputs) and bool(self.node.inputs[index])

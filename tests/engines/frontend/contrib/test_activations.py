@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from tests.engines.frontend.contrib.oracle import check, imported, normal
+from tests.engines.frontend.one_node import check, imported, normal
 
 EDGES = np.array([[-np.inf, np.inf, np.nan, 0, -0.0, 3e38]], np.float32)
 

@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 
 from engines.errors import ModelError
-from tests.engines.frontend.contrib.oracle import check, imported, normal
 from tests.engines.frontend.contrib.test_quantised import f32, seven_bits, stored
+from tests.engines.frontend.one_node import check, imported, normal
 
 N, S, HEADS, DEPTH = 2, 5, 2, 4
 HIDDEN = HEADS * DEPTH

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from engines.errors import ModelError
-from tests.engines.frontend.contrib.oracle import check, imported, normal
+from tests.engines.frontend.one_node import check, imported, normal
 
 
 @pytest.mark.parametrize("mode, padding", [(mode, padding) for mode in ("bilinear", "nearest")

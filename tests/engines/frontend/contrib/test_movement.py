@@ -6,7 +6,7 @@ from engines.errors import ModelError, UnknownValueError
 from engines.frontend.onnx_export import onnx_from_graph
 from engines.frontend.onnx_import import graph_from_onnx
 from engines.ops.reference import run
-from tests.engines.frontend.contrib.oracle import check, feeds_of, imported, model_of, normal, onnx_runtime
+from tests.engines.frontend.one_node import check, feeds_of, imported, model_of, normal, onnx_runtime
 
 
 @pytest.mark.parametrize("upper", [0, 1])

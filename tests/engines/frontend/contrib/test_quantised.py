@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from engines.errors import ModelError
-from tests.engines.frontend.contrib.oracle import RNG, check, feeds_of, imported, model_of, normal, onnx_runtime
+from tests.engines.frontend.one_node import RNG, check, feeds_of, imported, model_of, normal, onnx_runtime
 
 
 def stored(shape, dtype=np.uint8):

@@ -11,6 +11,7 @@ from engines.frontend.onnx_import import graph_from_onnx
 from engines.ops.reference import run
 
 OPSETS = [helper.make_opsetid("com.microsoft", 1), helper.make_opsetid("ai.onnx.ml", 3)]
+NEWEST_ML = helper.make_opsetid("ai.onnx.ml", 5)
 RNG = np.random.default_rng(7)
 Arrays = Sequence[np.ndarray | None]
 
@@ -22,7 +23,8 @@ def normal(*shape: int) -> np.ndarray:
 def model_of(op: str, arrays: Arrays, constants: Sequence[int] = (), outputs: int | str = 1,
              domain: str = "com.microsoft", version: int = 20, **attrs: Any) -> onnx.ModelProto:
     """One node on inputs i0, i1, ...; None: left out. constants: the places of those that are initialisers; outputs:
-    how many, or a mark for each, of which "-" leaves one out; version: the opset of ONNX's own operators."""
+    how many, or a mark for each, of which "-" leaves one out; version: the opset of ONNX's own operators;
+    from 21 on it brings the newest one of ai.onnx.ml."""
     marks = "y" * outputs if isinstance(outputs, int) else outputs
     names = ["" if a is None else f"i{i}" for i, a in enumerate(arrays)]
     made = ["" if mark == "-" else f"o{i}" for i, mark in enumerate(marks)]
@@ -33,7 +35,7 @@ def model_of(op: str, arrays: Arrays, constants: Sequence[int] = (), outputs: in
                       for name, a in given.items() if int(name[1:]) not in constants],
         [helper.make_empty_tensor_value_info(name) for name in made if name],
         [numpy_helper.from_array(a, name) for name, a in given.items() if int(name[1:]) in constants])
-    opsets = [helper.make_opsetid("", version), *OPSETS]
+    opsets = [helper.make_opsetid("", version), *(OPSETS if version < 21 else [OPSETS[0], NEWEST_ML])]
     return helper.make_model(graph, opset_imports=opsets, ir_version=8)
 
 

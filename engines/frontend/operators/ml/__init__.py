@@ -1,0 +1,6 @@
+"""ONNX's operators of classical machine learning (ai.onnx.ml), a file a family, written out by those of tensors."""
+from importlib import import_module
+from pkgutil import iter_modules
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

@@ -1,0 +1,135 @@
+"""What makes features of columns: scalers, encoders, and what fills in where values are missing."""
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from engines.errors import GraphError
+from engines.frontend.operators.extension import StandardParts, ml
+from engines.frontend.operators.normalise import Call
+from engines.ir.graph import Node
+from engines.ir.shapes import fixed
+
+FLOAT = 1           # as TensorProto.DataType has it
+
+
+def as_float(w: StandardParts, call: Call, index: int = 0) -> str:
+    """The input as float32, which these operators compute in."""
+    name = call.node.inputs[index]
+    return name if call.type(index).dtype == np.float32 else w("Cast", name, to=FLOAT)
+
+
+def floats(w: StandardParts, numbers: Any) -> str:
+    return w.constant(np.array(numbers, np.float32))
+
+
+@ml("Scaler")
+def _scaler(call: Call) -> list[Node]:
+    """(x - offset) * scale"""
+    w, width = StandardParts(call), fixed(call.type().shape[-1:])[0]
+    offset, scale = (call.attr(name) or () for name in ("offset", "scale"))
+    for name, numbers in (("offset", offset), ("scale", scale)):
+        if len(numbers) not in (1, width):
+            raise GraphError(f"its {name} has {len(numbers)} numbers for {width} columns")
+    return w.finish("Mul", w("Sub", as_float(w, call), floats(w, offset)), floats(w, scale))
+
+
+@ml("Normalizer")
+def _normalizer(call: Call) -> list[Node]:
+    """Rows by their norm; one whose norm is 0 stays."""
+    w, norm = StandardParts(call), call.attr("norm", "MAX")
+    op = {"MAX": "ReduceMax", "L1": "ReduceL1", "L2": "ReduceL2"}.get(norm)
+    if op is None:
+        raise GraphError(f"its norm is '{norm}'; it is MAX, L1 or L2")
+    x = as_float(w, call)
+    size = w(op, x, w.ints(-1), keepdims=1)
+    one, zero = (floats(w, number) for number in (1, 0))
+    return w.finish("Div", x, w("Where", w("Equal", size, zero), one, size))
+
+
+@ml("Binarizer")
+def _binarizer(call: Call) -> list[Node]:
+    """1 where x is above the threshold, else 0."""
+    w, x = StandardParts(call), call.node.inputs[0]
+    above = w("Greater", x, w.number(call.attr("threshold", 0.0), call.type().dtype))
+    return w.finish("CastLike", above, x)
+
+
+@ml("Imputer")
+def _imputer(call: Call) -> list[Node]:
+    """Another value, of all columns or of each, where one is missing: which is a number, or NaN."""
+    w, x, dtype = StandardParts(call), call.node.inputs[0], call.type().dtype
+    kind = "float" if dtype.kind == "f" else "int64"
+    values, missing = call.attr(f"imputed_value_{kind}s"), call.attr(f"replaced_value_{kind}", 0)
+    call.ignore(*(f"{name}_value_{other}" for other in ("float", "floats", "int64", "int64s")
+                  for name in ("imputed", "replaced")))
+    if not values or len(values) not in (1, *fixed(call.type().shape[-1:])):
+        raise GraphError(f"its imputed values are {values}: one, or one for each column")
+    where = w("IsNaN", x) if math.isnan(missing) else w("Equal", x, w.number(missing, dtype))
+    return w.finish("Where", where, w.constant(np.array(values, dtype)), x)
+
+
+@ml("ArrayFeatureExtractor")
+def _columns(call: Call) -> list[Node]:
+    """These columns; of a vector as a row."""
+    w, (x, places) = StandardParts(call), call.node.inputs
+    if call.rank == 1:
+        x = w.reshape(x, 1, -1)
+    return w.finish("Gather", x, w.reshape(places, -1), axis=-1)
+
+
+@ml("FeatureVectorizer")
+def _side_by_side(call: Call) -> list[Node]:
+    """The first columns of each input, as many as it is said to have."""
+    w, widths = StandardParts(call), call.attr("inputdimensions") or ()
+    if len(widths) != len(call.node.inputs):
+        raise GraphError(f"it has {len(call.node.inputs)} inputs, and the widths of {len(widths)}")
+    parts = [w.cut(as_float(w, call, index), 1, 0, width) for index, width in enumerate(widths)]
+    return w.finish("Concat", *parts, axis=1)
+
+
+@ml("OneHotEncoder")
+def _one_hot(call: Call) -> list[Node]:
+    """A 1 at the place of the category; nothing but zeros for one that is none."""
+    w, categories = StandardParts(call), call.attr("cats_int64s")
+    call.ignore("zeros")            # whether to fail for a value that is of no category
+    if not categories:
+        raise GraphError("its categories are strings, which are not supported")
+    x = w("Unsqueeze", call.node.inputs[0], w.ints(-1))
+    same = w("Equal", x, w.constant(np.array(categories, call.type().dtype)))
+    return w.finish("Cast", same, to=FLOAT)
+
+
+@ml("LabelEncoder")
+def _encoder(call: Call) -> list[Node]:
+    """The value of the key that is equal, or the default. A NaN is equal to none."""
+    w = StandardParts(call)
+    keys, values = (_table(call, which) for which in ("keys", "values"))
+    if len(keys) != len(values):
+        raise GraphError(f"it has {len(keys)} keys and {len(values)} values")
+    kind = "float" if values.dtype.kind == "f" else "int64"
+    usual = call.attr("default_tensor", call.attr(f"default_{kind}", -0.0 if kind == "float" else -1))
+    call.ignore("default_float", "default_int64", "default_string")
+    if keys.dtype != call.type().dtype:
+        raise GraphError(f"its keys are {keys.dtype}, its input is {call.type().dtype}")
+    same = w("Equal", w("Unsqueeze", call.node.inputs[0], w.ints(-1)), w.constant(keys))
+    place = w("ArgMax", w("Cast", w("Concat", same, w("Not", _any(w, same)), axis=-1), to=FLOAT), axis=-1, keepdims=0)
+    return w.finish("Gather", w.constant(np.append(values, np.asarray(usual, values.dtype).reshape(-1))), place, axis=0)
+
+
+def _any(w: StandardParts, truths: str) -> str:
+    one = w("ReduceMax", w("Cast", truths, to=FLOAT), w.ints(-1), keepdims=1)
+    return w("Greater", one, floats(w, 0))
+
+
+def _table(call: Call, which: str) -> np.ndarray[Any, Any]:
+    """The keys or the values, in one of the attributes that may hold them."""
+    kinds = {"int64s": np.int64, "floats": np.float32, "tensor": None}
+    for kind, dtype in kinds.items():
+        if (found := call.attr(f"{which}_{kind}")) is not None:
+            table = np.asarray(found, dtype)
+            if table.dtype.kind in "if":
+                return table.reshape(-1)
+    raise GraphError(f"its {which} are strings, which are not supported")

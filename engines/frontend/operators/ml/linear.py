@@ -1,0 +1,149 @@
+"""Linear models, support vectors for regression, and what makes probabilities of scores."""
+from __future__ import annotations
+
+import numpy as np
+
+from engines.errors import GraphError
+from engines.frontend.operators.extension import StandardParts, ml
+from engines.frontend.operators.ml.features import as_float, floats
+from engines.frontend.operators.normalise import Call
+from engines.ir.graph import Node
+from engines.ir.shapes import fixed
+
+_TRANSFORMS = ("NONE", "LOGISTIC", "SOFTMAX", "SOFTMAX_ZERO")
+
+
+@ml("LinearRegressor")
+def _linear_regressor(call: Call) -> list[Node]:
+    """x coefficients' + intercepts. Of a single target the scores stay as they are, as in ONNX Runtime."""
+    w, targets = StandardParts(call), call.attr("targets", 1)
+    y = _scores(w, call, targets)
+    transform = checked(call.attr("post_transform", "NONE"))
+    return transformed(w, y, transform if targets > 1 else "NONE")
+
+
+@ml("LinearClassifier")
+def _linear_classifier(call: Call) -> list[Node]:
+    """One score for each class, or one for the second of two, which is above 0 where that is the answer."""
+    call.ignore("multi_class")      # of how the model was trained
+    w, labels = StandardParts(call), labels_of(call)
+    count = len(call.attr("coefficients") or ()) // fixed(call.type().shape[-1:])[0]
+    scores, transform = _scores(w, call, count), checked(call.attr("post_transform", "NONE"))
+    if count == 1 and len(labels) == 2:
+        answer = w("Greater", scores, floats(w, 0))
+        other = w("Neg", scores) if transform == "LOGISTIC" else w("Sub", floats(w, 1), scores)
+        scores, transform = w("Concat", other, scores, axis=1), transform if transform == "LOGISTIC" else "NONE"
+    elif count != len(labels):
+        raise GraphError(f"it has coefficients of {count} scores, and {len(labels)} classes")
+    else:
+        answer = ""
+    return classified(w, labels, scores, transform, answer)
+
+
+def _scores(w: StandardParts, call: Call, count: int) -> str:
+    width = fixed(call.type().shape[-1:])[0]
+    weights, intercepts = call.attr("coefficients") or (), call.attr("intercepts") or (0.0,) * count
+    if len(weights) != count * width or len(intercepts) != count:
+        raise GraphError(f"it has {len(weights)} coefficients and {len(intercepts)} intercepts for {count} scores of "
+                         f"{width} columns")
+    x = as_float(w, call)
+    if call.rank == 1:
+        x = w.reshape(x, 1, -1)
+    matrix = np.array(weights, np.float32).reshape(count, width)
+    return w("Gemm", x, w.constant(matrix), floats(w, intercepts), transB=1)
+
+
+@ml("SVMRegressor")
+def _support_vectors(call: Call) -> list[Node]:
+    """sum of coefficients * kernel(x, support vectors) + rho; of one class, whether that is above 0, as 1 and -1."""
+    w, count, width = StandardParts(call), call.attr("n_supports", 0), fixed(call.type().shape[-1:])[0]
+    transform, rho = checked(call.attr("post_transform", "NONE")), call.attr("rho") or (0.0,)
+    coefficients = np.array(call.attr("coefficients"), np.float32)
+    vectors = np.array(call.attr("support_vectors") or (), np.float32)
+    if transform != "NONE":
+        raise GraphError(f"it is not supported with post_transform = {transform}")
+    if count:
+        x = _kernel(w, call, as_float(w, call), vectors.reshape(count, width))
+    else:       # of a linear kernel, whose vectors were summed up
+        call.ignore("kernel_params", "kernel_type")
+        x = as_float(w, call)
+    y = w("Gemm", x, w.constant(coefficients.reshape(-1, 1)), floats(w, rho))
+    if not call.attr("one_class", 0):
+        return w.finish("Identity", y)
+    return w.finish("Where", w("Greater", y, floats(w, 0)), *(floats(w, number) for number in (1, -1)))
+
+
+def _kernel(w: StandardParts, call: Call, x: str, vectors: np.ndarray) -> str:
+    """[rows, vectors]: of the product p of each two LINEAR p, POLY (gamma p + coef0)**degree, SIGMOID of that sum;
+    RBF exp(-gamma |x - v|**2)."""
+    kind = call.attr("kernel_type", "LINEAR")
+    gamma, constant, degree = (*(call.attr("kernel_params") or ()), 0.0, 0.0, 0.0)[:3]
+    if kind == "RBF":
+        apart = w("Sub", w("Unsqueeze", x, w.ints(1)), w.constant(vectors[None]))
+        return w("Exp", w("Mul", w("ReduceSumSquare", apart, w.ints(2), keepdims=0), floats(w, -gamma)))
+    product = w("MatMul", x, w.constant(np.ascontiguousarray(vectors.T)))
+    if kind == "LINEAR":
+        return product
+    line = w("Add", w("Mul", product, floats(w, gamma)), floats(w, constant))
+    if kind not in ("POLY", "SIGMOID"):
+        raise GraphError(f"its kernel is '{kind}'; known are LINEAR, POLY, RBF and SIGMOID")
+    return w("Pow", line, floats(w, degree)) if kind == "POLY" else w("Tanh", line)
+
+
+# ---- from scores to answers
+@ml("ZipMap")
+def _zip_map(call: Call) -> list[Node]:
+    """Of a map for each row, from class to probability, the probabilities, in the order of the classes."""
+    call.notices.append(f"'{call.node.outputs[0]}' is the tensor of the probabilities instead of maps, in the order of "
+                        f"the classes {_names(call, 'classlabels_int64s')}")
+    return StandardParts(call).finish("Identity", call.node.inputs[0])
+
+
+def labels_of(call: Call) -> np.ndarray:
+    """The classes; those that have names are their places."""
+    numbers = call.attr("classlabels_ints") or call.attr("classlabels_int64s")
+    if numbers:
+        return np.array(numbers, np.int64)
+    names = call.attr("classlabels_strings") or ()
+    if not names:
+        raise GraphError("it has no classes")
+    call.notices.append(f"'{call.node.outputs[0]}' is the place of a class instead of its name, in the order "
+                        f"{_names(call, '')}")
+    return np.arange(len(names))
+
+
+def _names(call: Call, numbers: str) -> str:
+    return ", ".join(map(str, call.attr(numbers) or call.attr("classlabels_strings") or ()))
+
+
+def checked(transform: str) -> str:
+    if transform not in _TRANSFORMS:
+        raise GraphError(f"it is not supported with post_transform = {transform}")
+    return transform
+
+
+def classified(w: StandardParts, labels: np.ndarray, scores: str, transform: str, answer: str = "") -> list[Node]:
+    """Ends in the class of each row, and the probabilities; answer: whether it is the second of two, if not where the
+    score is largest."""
+    place = (w("Squeeze", w("Cast", answer, to=_INT64), w.ints(1)) if answer else
+             w("ArgMax", scores, axis=1, keepdims=0))
+    w.output(0, "Gather", w.constant(labels), place, axis=0)
+    return transformed(w, scores, transform, output=1)
+
+
+def transformed(w: StandardParts, scores: str, transform: str, output: int = 0) -> list[Node]:
+    if transform == "SOFTMAX_ZERO":
+        zero, less = (floats(w, number) for number in (0, 1e-7))
+        counts = w("Greater", w("Abs", scores), less)
+        peak = w("ReduceMax", scores, w.ints(1), keepdims=1)
+        raised = w("Exp", w("Sub", scores, peak))
+        total = w("ReduceSum", w("Where", counts, raised, zero), w.ints(1), keepdims=1)
+        rest = w("Mul", scores, w("Exp", w("Neg", peak)))
+        w.output(output, "Div", w("Where", counts, raised, rest), total)
+        return w.nodes
+    op, attrs = {"NONE": ("Identity", {}), "LOGISTIC": ("Sigmoid", {}), "SOFTMAX": ("Softmax", {"axis": 1})}[transform]
+    w.output(output, op, scores, **attrs)
+    return w.nodes
+
+
+_INT64 = 7          # as TensorProto.DataType has it

@@ -1,0 +1,216 @@
+"""Ensembles of decision trees, in the forms that ONNX has had, as one table of nodes (engines.ops.trees)."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engines.errors import GraphError
+from engines.frontend.operators.extension import StandardParts, ml
+from engines.frontend.operators.ml.features import as_float, floats
+from engines.frontend.operators.ml.linear import checked, classified, labels_of, transformed
+from engines.frontend.operators.normalise import Call
+from engines.ir.graph import Array, Node
+from engines.ir.shapes import fixed
+from engines.ops.trees import LEFT_IF_EQUAL, LEFT_IF_MISSING
+
+_MODES = ("BRANCH_LEQ", "BRANCH_LT", "BRANCH_GTE", "BRANCH_GT", "BRANCH_EQ", "BRANCH_NEQ")     # as numbers from 0 on
+_MEMBER, _LEAF = "BRANCH_MEMBER", "LEAF"
+_AGGREGATES = ("AVERAGE", "SUM", "MIN", "MAX")
+_NUMBERED_TRANSFORMS = ("NONE", "SOFTMAX", "LOGISTIC", "SOFTMAX_ZERO", "PROBIT")
+
+
+@dataclass
+class _Table:
+    """The nodes, as Forest has them; a weight is NaN where a leaf says nothing of a target."""
+    columns: Array
+    thresholds: Array
+    flags: Array
+    left: Array
+    right: Array
+    roots: Array
+    weights: Array
+
+    @property
+    def depth(self) -> int:
+        """Steps from a root to the leaf that is furthest; raises GraphError where a path does not end."""
+        places, steps = np.unique(self.roots), 0
+        while np.any(inner := self.left[places] != places):
+            inner_places = places[inner]
+            places = np.unique(np.concatenate([self.left[inner_places], self.right[inner_places]]))
+            steps += 1
+            if steps > len(self.left):
+                raise GraphError("its nodes are in a circle")
+        return steps
+
+    def scores(self, w: StandardParts, x: str, aggregate: str, base: Sequence[float]) -> str:
+        """A tree that says nothing of a target has no part in its minimum or maximum, and one of no trees is 0."""
+        nothing = {"MIN": np.inf, "MAX": -np.inf}.get(aggregate, 0)
+        weights = np.where(np.isnan(self.weights), np.float32(nothing), self.weights)
+        tables = (self.columns, self.thresholds, self.flags, self.left, self.right, self.roots, weights)
+        y = w("Forest", x, *map(w.constant, tables), depth=self.depth, aggregate=aggregate)
+        if nothing and np.any(np.isnan(self.weights[self.left == np.arange(len(self.left))])):
+            y = w("Where", w("IsInf", y), floats(w, 0), y)
+        return w("Add", y, floats(w, base)) if any(base) else y
+
+
+def _table(modes: Sequence[str], columns: Array, thresholds: Array, missing: Array, left: Array, right: Array,
+           roots: Array, weights: Array, width: int) -> _Table:
+    """The nodes with all comparisons as <= or =: x < t is x <= the number before t; x >= t is the opposite of that."""
+    kind, left, right = np.array(modes), left.copy(), right.copy()
+    leaves = kind == _LEAF
+    if unknown := set(modes) - {*_MODES, _LEAF}:
+        raise GraphError(f"its nodes have modes {', '.join(sorted(unknown))}; known are {', '.join(_MODES)}")
+    if np.any((columns[~leaves] < 0) | (columns[~leaves] >= width)):
+        raise GraphError(f"its nodes read columns beyond the {width} that there are")
+    left[leaves] = right[leaves] = np.flatnonzero(leaves)
+    before = np.isin(kind, ("BRANCH_LT", "BRANCH_GTE"))
+    thresholds = np.where(before, np.nextafter(thresholds, np.float32(-np.inf)), thresholds)
+    opposite = np.isin(kind, ("BRANCH_GTE", "BRANCH_GT", "BRANCH_NEQ"))
+    # What is missing compares as false, but for !=, unless its node says that it goes the way of the truth.
+    true_if_missing = (missing != 0) | (kind == "BRANCH_NEQ")
+    left, right = np.where(opposite, right, left), np.where(opposite, left, right)
+    flags = (LEFT_IF_EQUAL * np.isin(kind, ("BRANCH_EQ", "BRANCH_NEQ"))
+             + LEFT_IF_MISSING * (true_if_missing != opposite)).astype(np.uint8)
+    columns = np.where(leaves, 0, columns)
+    whole = [array.astype(np.int32) for array in (columns, left, right, roots)]
+    return _Table(whole[0], thresholds.astype(np.float32), flags, whole[1], whole[2], whole[3], weights)
+
+
+# ---- ensembles of opset 1 to 4
+def _of_nodes(call: Call, prefix: str, targets: int) -> _Table:
+    """Nodes by tree and number; what they weigh is told apart from them, by `prefix`."""
+    trees, numbers = (np.array(call.attr(f"nodes_{name}") or (), np.int64) for name in ("treeids", "nodeids"))
+    count = len(trees)
+    if not count or len(numbers) != count:
+        raise GraphError(f"it has {count} nodes by tree and {len(numbers)} by number")
+    places = {key: place for place, key in enumerate(zip(trees.tolist(), numbers.tolist(), strict=True))}
+    modes = call.attr("nodes_modes") or ()
+
+    def of_each(name: str, missing: Any = None) -> Array:
+        found = _numbers(call, f"nodes_{name}")
+        if found is None and missing is not None:
+            return np.full(count, missing)
+        if found is None or len(found) != count:
+            raise GraphError(f"it has {0 if found is None else len(found)} nodes_{name} for {count} nodes")
+        return found
+
+    def children(name: str) -> Array:
+        wanted = zip(trees.tolist(), of_each(name).tolist(), modes, strict=True)
+        return np.array([0 if mode == _LEAF else _place(places, (tree, number)) for tree, number, mode in wanted])
+
+    if len(modes) != count:
+        raise GraphError(f"it has {len(modes)} nodes_modes for {count} nodes")
+    call.ignore("nodes_hitrates", "nodes_hitrates_as_tensor")       # of how often a node was met in training
+    left, right = children("truenodeids"), children("falsenodeids")
+    inner = np.array([mode != _LEAF for mode in modes])
+    reached = {*left[inner].tolist(), *right[inner].tolist()}
+    roots = np.array([place for place in range(count) if place not in reached])
+    return _table(modes, of_each("featureids").astype(np.int64), of_each("values").astype(np.float32),
+                  of_each("missing_value_tracks_true", 0), left, right, roots,
+                  _weights(call, prefix, places, count, targets), fixed(call.type().shape[-1:])[0])
+
+
+def _place(places: dict[tuple[int, int], int], key: tuple[int, int]) -> int:
+    if key not in places:
+        raise GraphError(f"its tree {key[0]} has no node {key[1]}")
+    return places[key]
+
+
+def _weights(call: Call, prefix: str, places: dict[tuple[int, int], int], count: int, targets: int) -> Array:
+    trees, numbers, ids = (call.attr(f"{prefix}_{name}") or () for name in ("treeids", "nodeids", "ids"))
+    given = _numbers(call, f"{prefix}_weights")
+    weights = np.full((count, targets), np.nan, np.float32)
+    if given is None or not len(trees) == len(numbers) == len(ids) == len(given):
+        raise GraphError("its weights are not one for each leaf and target")
+    for tree, number, target, weight in zip(trees, numbers, ids, given, strict=True):
+        if not 0 <= target < targets:
+            raise GraphError(f"a leaf of it weighs on {target}, of {targets}")
+        place = _place(places, (tree, number)), target
+        weights[place] = weight if np.isnan(weights[place]) else weights[place] + weight
+    return weights
+
+
+def _numbers(call: Call, name: str) -> Array | None:
+    """An attribute that is a list, or a tensor under another name."""
+    found, tensor = call.attr(name), call.attr(f"{name}_as_tensor")
+    given = tensor if tensor is not None and np.size(tensor) else found
+    return None if given is None else np.asarray(given)
+
+
+def _rows(w: StandardParts, call: Call) -> str:
+    x = as_float(w, call)
+    return w.reshape(x, 1, -1) if call.rank == 1 else x
+
+
+def _base(call: Call, count: int) -> list[float]:
+    base = _numbers(call, "base_values")
+    numbers = [0.0] * count if base is None or not len(base) else [float(number) for number in base]
+    if len(numbers) != count:
+        raise GraphError(f"it has {len(numbers)} base_values for {count} scores")
+    return numbers
+
+
+@ml("TreeEnsembleRegressor")
+def _regressor(call: Call) -> list[Node]:
+    w, targets, aggregate = StandardParts(call), call.attr("n_targets") or 1, call.attr("aggregate_function", "SUM")
+    if aggregate not in _AGGREGATES:
+        raise GraphError(f"its aggregate_function is '{aggregate}'; known are {', '.join(_AGGREGATES)}")
+    scores = _of_nodes(call, "target", targets).scores(w, _rows(w, call), aggregate, _base(call, targets))
+    return transformed(w, scores, checked(call.attr("post_transform", "NONE")))
+
+
+@ml("TreeEnsembleClassifier")
+def _classifier(call: Call) -> list[Node]:
+    w, labels, ids = StandardParts(call), labels_of(call), set(call.attr("class_ids") or ())
+    transform, count = checked(call.attr("post_transform", "NONE")), len(labels)
+    table = _of_nodes(call, "class", count)
+    if count == 2 and len(ids) == 1:
+        return _of_two(w, call, labels, table, transform)
+    return classified(w, labels, table.scores(w, _rows(w, call), "SUM", _base(call, count)), transform)
+
+
+def _of_two(w: StandardParts, call: Call, labels: Array, table: _Table, transform: str) -> list[Node]:
+    """Trees that weigh on one of two classes have one score, of the second class: it is the answer above 0, or above
+    1/2 where no weight is negative. As in ONNX Runtime, weights on class 0 have their opposite for the other class."""
+    positive = not np.any(table.weights < 0)
+    limit = floats(w, 0.5 if positive else 0)
+    if call.attr("class_ids")[0] == 1:
+        scores = table.scores(w, _rows(w, call), "SUM", _base(call, 2))
+        return classified(w, labels, scores, transform, w("Greater", w.cut(scores, 1, 1, 2), limit))
+    table.weights = table.weights[:, :1]
+    score = table.scores(w, _rows(w, call), "SUM", _base(call, 1))
+    is_probability = positive and transform != "LOGISTIC"
+    other = w("Sub", floats(w, 1), score) if is_probability else w("Neg", score)
+    return classified(w, labels, w("Concat", other, score, axis=1), transform if transform == "LOGISTIC" else "NONE",
+                      w("Greater", score, limit))
+
+
+# ---- the ensemble of opset 5
+@ml("TreeEnsemble")
+def _ensemble(call: Call) -> list[Node]:
+    """Inner nodes and leaves are apart: those behind the inner ones in the table."""
+    w, targets = StandardParts(call), call.attr("n_targets") or 1
+    call.ignore("nodes_hitrates")
+    numbers = {name: np.asarray(call.attr(f"nodes_{name}"))
+               for name in ("modes", "featureids", "splits", "truenodeids", "trueleafs", "falsenodeids", "falseleafs")}
+    leaf_targets, leaf_weights = (np.asarray(call.attr(f"leaf_{name}")) for name in ("targetids", "weights"))
+    inner, leaves = len(numbers["modes"]), len(leaf_targets)
+    if any(len(array) != inner for array in numbers.values()) or len(leaf_weights) != leaves:
+        raise GraphError("its tables are not of the same nodes")
+    if np.any(numbers["modes"] >= len(_MODES)):
+        raise GraphError(f"its nodes have mode {_MEMBER}, which is not supported")
+    left, right = (np.append(numbers[f"{way}nodeids"] + inner * (numbers[f"{way}leafs"] != 0), np.zeros(leaves))
+                   for way in ("true", "false"))
+    missing = call.attr("nodes_missing_value_tracks_true") or (0,) * inner
+    weights = np.full((inner + leaves, targets), np.nan, np.float32)
+    weights[inner + np.arange(leaves), leaf_targets] = leaf_weights
+    nothing = np.zeros(leaves)
+    table = _table([*(_MODES[mode] for mode in numbers["modes"]), *[_LEAF] * leaves],
+                   np.append(numbers["featureids"], nothing), np.append(numbers["splits"], nothing).astype(np.float32),
+                   np.append(missing, nothing), left, right, np.array(call.attr("tree_roots")), weights,
+                   fixed(call.type().shape[-1:])[0])
+    scores = table.scores(w, _rows(w, call), _AGGREGATES[call.attr("aggregate_function", 1)], (0.0,) * targets)
+    return transformed(w, scores, checked(_NUMBERED_TRANSFORMS[call.attr("post_transform", 0)]))

@@ -1,0 +1,54 @@
+"""Forests of decision trees, as tables of all their nodes."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from engines.errors import GraphError
+from engines.ir.graph import Array, Node, TensorType
+from engines.ops.items import ItemAxes, beside, only_first
+from engines.ops.op import Inputs, Op, Types
+
+LEFT_IF_EQUAL, LEFT_IF_MISSING = 1, 2       # bits of a node's flags
+ROWS_AT_ONCE = 1024                         # of the reference, to bound its memory
+_AGGREGATES: Mapping[str, Callable[..., Array]] = {"SUM": np.sum, "AVERAGE": np.mean, "MIN": np.min, "MAX": np.max}
+
+
+class Forest(Op):
+    """What the leaves that a row of x ends at weigh, over all trees: their sum, average, minimum or maximum.
+
+    x [N, columns]; of each node its column, threshold, flags, left and right child (int32; of a leaf itself), and
+    weights, [nodes, targets]; the roots [trees]. A row goes left where x <= threshold, or, by the flags, where the two
+    are equal, and where x is missing (NaN). `depth`: the most steps from a root to a leaf.
+    """
+
+    @classmethod
+    def types(cls, node: Node, x: TensorType, columns: TensorType, thresholds: TensorType, flags: TensorType,
+              left: TensorType, right: TensorType, roots: TensorType, weights: TensorType) -> Types:
+        if len(x.shape) != 2 or any(table.shape != columns.shape for table in (thresholds, flags, left, right)):
+            raise GraphError("its tables are not of the same nodes, or its rows no matrix")
+        return (TensorType(weights.dtype, (x.shape[0], weights.shape[1])),)
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        x = inputs[0]
+        assert x is not None
+        return (beside(x.shape, only_first(axes), (1,), "reads along"),)
+
+    @classmethod
+    def compute(cls, node: Node, x: Array, *tables: Array) -> Array:
+        parts = [cls._rows(node, x[start:start + ROWS_AT_ONCE], *tables)
+                 for start in range(0, max(len(x), 1), ROWS_AT_ONCE)]
+        return np.concatenate(parts)
+
+    @classmethod
+    def _rows(cls, node: Node, x: Array, columns: Array, thresholds: Array, flags: Array, left: Array, right: Array,
+              roots: Array, weights: Array) -> Array:
+        place = np.broadcast_to(roots, (len(x), len(roots)))
+        for _ in range(node.attrs["depth"]):
+            value, threshold, flag = np.take_along_axis(x, columns[place], 1), thresholds[place], flags[place]
+            goes_left = np.where(flag & LEFT_IF_EQUAL, value == threshold, value <= threshold)
+            goes_left |= np.isnan(value) & (flag & LEFT_IF_MISSING > 0)
+            place = np.where(goes_left, left[place], right[place])
+        return np.asarray(_AGGREGATES[node.attrs["aggregate"]](weights[place], axis=1), weights.dtype)

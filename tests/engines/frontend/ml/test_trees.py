@@ -1,0 +1,189 @@
+"""Ensembles of trees are what ONNX Runtime computes."""
+import math
+import random
+
+import numpy as np
+import pytest
+from onnx import numpy_helper
+
+from engines.errors import ModelError
+from engines.frontend.onnx_export import onnx_from_graph
+from engines.frontend.onnx_import import graph_from_onnx
+from engines.onnx_backend import EngineBackend
+from tests.engines.frontend.one_node import check, feeds_of, imported, model_of, normal, onnx_runtime
+
+ML = {"domain": "ai.onnx.ml"}
+COLUMNS = 5
+THRESHOLDS = [-0.5, 0.0, 0.25, 1.0]
+LEQ, LT, GTE, GT, EQ, NEQ = (f"BRANCH_{mode}" for mode in ("LEQ", "LT", "GTE", "GT", "EQ", "NEQ"))
+
+
+def forest(modes=(LEQ,), targets=1, prefix="target", trees=4, depth=3, missing=False, ids=None, positive=False, seed=3):
+    """Attributes of trees that are drawn; leaves weigh on some targets, `ids` if given."""
+    rng = random.Random(seed)
+    nodes = []          # (tree, number, column, mode, threshold, true, false, missing)
+    leaves = []         # (tree, number, id, weight)
+
+    def grow(tree, numbers, left):
+        number = next(numbers)
+        if not left or rng.random() < 0.2:
+            nodes.append((tree, number, 0, "LEAF", 0.0, 0, 0, 0))
+            for target in ids or rng.sample(range(targets), rng.randint(1, targets)):
+                leaves.append((tree, number, target, rng.uniform(0 if positive else -1, 1) / trees))
+            return number
+        place = len(nodes)
+        nodes.append(None)
+        children = [grow(tree, numbers, left - 1) for _ in range(2)]
+        nodes[place] = (tree, number, rng.randrange(COLUMNS), rng.choice(modes), rng.choice(THRESHOLDS), *children,
+                        rng.randint(0, 1) if missing else 0)
+        return number
+
+    for tree in range(trees):
+        grow(tree, iter(range(1000)), depth)
+    names = ("treeids", "nodeids", "featureids", "modes", "values", "truenodeids", "falsenodeids",
+             "missing_value_tracks_true")
+    attrs = {f"nodes_{name}": list(values) for name, values in zip(names, zip(*nodes, strict=True), strict=True)}
+    weights = zip(*leaves, strict=True)
+    return attrs | {f"{prefix}_{name}": list(values)
+                    for name, values in zip(("treeids", "nodeids", "ids", "weights"), weights, strict=True)}
+
+
+def rows(missing=False):
+    """Some numbers are thresholds, some NaN if so wanted."""
+    x = normal(40, COLUMNS)
+    places = np.random.default_rng(1).integers(0, 12, x.shape)
+    x = np.where(places < len(THRESHOLDS), np.float32(THRESHOLDS)[places % len(THRESHOLDS)], x)
+    return np.where(places == 11, np.float32(math.nan), x) if missing else x
+
+
+@pytest.mark.parametrize("modes", [(LEQ,), (LT,), (GTE,), (GT,), (EQ,), (NEQ,), (LEQ, LT, GTE, GT, EQ, NEQ)])
+@pytest.mark.parametrize("missing", [False, True])
+def test_every_comparison_and_what_is_missing(modes, missing):
+    check("TreeEnsembleRegressor", [rows(missing)], n_targets=1, **forest(modes, missing=missing), **ML)
+
+
+@pytest.mark.parametrize("aggregate", ["SUM", "AVERAGE", "MIN", "MAX"])
+@pytest.mark.parametrize("targets", [1, 3])
+@pytest.mark.parametrize("base", [False, True])
+def test_trees_predict_numbers(aggregate, targets, base):
+    """Where there is no base, not every leaf weighs on every target: ONNX Runtime leaves the base of a target out that
+    no leaf reached weighs on."""
+    more = {"base_values": [0.5, -0.25, 2.0][:targets]} if base else {}
+    check("TreeEnsembleRegressor", [rows()], n_targets=targets, aggregate_function=aggregate,
+          **forest(targets=targets, ids=range(targets) if base else None), **more, **ML)
+
+
+@pytest.mark.parametrize("transform", ["NONE", "LOGISTIC", "SOFTMAX", "SOFTMAX_ZERO"])
+@pytest.mark.parametrize("base", [False, True])
+def test_trees_tell_classes(transform, base):
+    more = {"base_values": [0.5, -0.25, 0.1]} if base else {}
+    check("TreeEnsembleClassifier", [rows()], (), 2, classlabels_int64s=[4, 7, 9], post_transform=transform,
+          **forest(targets=3, prefix="class"), **more, **ML)
+
+
+@pytest.mark.parametrize("transform", ["NONE", "LOGISTIC", "SOFTMAX"])
+@pytest.mark.parametrize("positive", [False, True])
+@pytest.mark.parametrize("ids, base", [([0], []), ([0], [0.1]), ([1], [])])
+def test_trees_tell_one_of_two_classes_by_one_score(transform, positive, ids, base):
+    more = {"base_values": base} if base else {}
+    check("TreeEnsembleClassifier", [rows()], (), 2, classlabels_int64s=[4, 7], post_transform=transform,
+          **forest(targets=2, prefix="class", ids=ids, positive=positive), **more, **ML)
+
+
+@pytest.mark.parametrize("transform", ["NONE", "LOGISTIC", "SOFTMAX"])
+def test_of_two_scores_the_larger_one_is_the_answer(transform):
+    """ONNX Runtime takes the second one if it is above 0, and has 0 and 1 for the classes."""
+    attrs = {"classlabels_int64s": [4, 7], "post_transform": transform, **ML}
+    x, trees = rows(), forest(targets=2, prefix="class", ids=[0, 1])
+    model = model_of("TreeEnsembleClassifier", [x], (), 2, **attrs, **trees)
+    result = imported("TreeEnsembleClassifier", [x], (), 2, **attrs, **trees)
+    np.testing.assert_allclose(result["o1"], onnx_runtime(model, feeds_of(model, [x]))["o1"], 1e-4, 1e-5)
+    np.testing.assert_array_equal(result["o0"], np.array([4, 7])[result["o1"].argmax(1)])
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int64, np.int32])
+def test_rows_may_be_of_other_types(dtype):
+    check("TreeEnsembleClassifier", [(normal(20, COLUMNS) * 2).astype(dtype)], (), 2, classlabels_int64s=[4, 7, 9],
+          **forest(targets=3, prefix="class"), **ML)
+
+
+@pytest.mark.parametrize("shape", [(7, COLUMNS), (2500, COLUMNS)])
+def test_an_engine_runs_trees(shape):
+    x = normal(*shape)
+    model = model_of("TreeEnsembleRegressor", [x], n_targets=2, **forest(targets=2, trees=10), **ML)
+    (y,) = EngineBackend.run_model(model, [x])
+    np.testing.assert_allclose(y, onnx_runtime(model, feeds_of(model, [x]))["o0"], 1e-4, 1e-5)
+
+
+def changed(**attrs):
+    return {"n_targets": 1, **forest(), **attrs}
+
+
+@pytest.mark.parametrize("attrs, message", [
+    (changed(nodes_modes=["BRANCH_LEQ"]), "it has 1 nodes_modes for"),
+    (changed(nodes_modes=["BRANCH_ODD"] * len(forest()["nodes_modes"])), "its nodes have modes BRANCH_ODD"),
+    (changed(nodes_values=[0.0]), "it has 1 nodes_values for"),
+    (changed(nodes_nodeids=[0]), "nodes by tree and 1 by number"),
+    (changed(nodes_featureids=[9] * len(forest()["nodes_modes"])), f"read columns beyond the {COLUMNS}"),
+    (changed(nodes_truenodeids=[99] * len(forest()["nodes_modes"])), "its tree 0 has no node 99"),
+    (changed(target_ids=[3] * len(forest()["target_ids"])), "a leaf of it weighs on 3, of 1"),
+    (changed(target_ids=[0]), "its weights are not one for each"),
+    (changed(base_values=[1.0, 2.0]), "it has 2 base_values for 1 scores"),
+    (changed(aggregate_function="MEDIAN"), "its aggregate_function is 'MEDIAN'"),
+    (changed(post_transform="PROBIT"), "not supported with post_transform = PROBIT")])
+def test_what_is_no_forest_is_refused(attrs, message):
+    with pytest.raises(ModelError, match=message):
+        imported("TreeEnsembleRegressor", [rows()], **attrs, **ML)
+
+
+def test_nodes_in_a_circle_are_refused():
+    nodes = {"treeids": [0, 0, 0, 0], "nodeids": [0, 1, 2, 3], "featureids": [0] * 4, "values": [0.0] * 4,
+             "modes": [LEQ, LEQ, LEQ, "LEAF"], "truenodeids": [1, 2, 1, 0], "falsenodeids": [3, 3, 3, 0]}
+    leaves = {"treeids": [0], "nodeids": [3], "ids": [0], "weights": [1.0]}
+    attrs = {f"nodes_{k}": v for k, v in nodes.items()} | {f"target_{k}": v for k, v in leaves.items()}
+    with pytest.raises(ModelError, match="its nodes are in a circle"):
+        imported("TreeEnsembleRegressor", [rows()], n_targets=1, **attrs, **ML)
+
+
+def test_scores_of_two_classes_that_are_one_have_no_two_bases():
+    with pytest.raises(ModelError, match="it has 2 base_values for 1 scores"):
+        imported("TreeEnsembleClassifier", [rows()], (), 2, classlabels_int64s=[4, 7], base_values=[1.0, 2.0],
+                 **forest(targets=2, prefix="class", ids=[0]), **ML)
+
+
+def ensemble(**attrs):
+    """TreeEnsemble's tables: x[0] <= 0.5 ? (x[1] < 1 ? leaf 0 : leaf 1) : leaf 2, then x[2] != 3 ? leaf 3 : leaf 4"""
+    return {"tree_roots": [0, 2], "nodes_modes": numpy_helper.from_array(np.uint8([0, 1, 5])),
+            "nodes_featureids": [0, 1, 2], "nodes_splits": numpy_helper.from_array(np.float32([0.5, 1, 3])),
+            "nodes_truenodeids": [1, 0, 3], "nodes_trueleafs": [0, 1, 1], "nodes_falsenodeids": [2, 1, 4],
+            "nodes_falseleafs": [1, 1, 1], "leaf_targetids": [0, 1, 0, 1, 0],
+            "leaf_weights": numpy_helper.from_array(np.float32([1, 2, 4, 8, 16])), "n_targets": 2} | attrs
+
+
+ROWS = np.float32([[0, 0, 0], [0, 1, 3], [0.5, 2, 3], [1, 0, 3], [1, 0, 2], [math.nan, 0, math.nan]])
+
+
+@pytest.mark.parametrize("aggregate", [0, 1, 2, 3])
+def test_inner_nodes_and_leaves_may_be_apart(aggregate):
+    check("TreeEnsemble", [ROWS], version=21, aggregate_function=aggregate, **ensemble(), **ML)
+
+
+def test_a_row_ends_at_the_leaves_that_it_goes_to():
+    result = imported("TreeEnsemble", [ROWS], version=21, **ensemble(), **ML)["o0"]
+    np.testing.assert_array_equal(result, [[1, 8], [16, 2], [16, 2], [20, 0], [4, 8], [4, 8]])
+
+
+@pytest.mark.parametrize("attrs, message", [
+    ({"nodes_modes": numpy_helper.from_array(np.uint8([0, 1, 6]))}, "its nodes have mode BRANCH_MEMBER"),
+    ({"nodes_falseleafs": [1]}, "its tables are not of the same nodes"),
+    ({"leaf_targetids": [0]}, "its tables are not of the same nodes"),
+    ({"post_transform": 4}, "not supported with post_transform = PROBIT")])
+def test_an_ensemble_that_is_none_is_refused(attrs, message):
+    with pytest.raises(ModelError, match=message):
+        imported("TreeEnsemble", [ROWS], version=21, **ensemble(**attrs), **ML)
+
+
+def test_a_forest_is_not_written_as_onnx():
+    graph = graph_from_onnx(model_of("TreeEnsembleRegressor", [rows()], n_targets=1, **forest(), **ML))
+    with pytest.raises(ModelError, match=r"node 'n' \(Forest\): ONNX has no such operator"):
+        onnx_from_graph(graph)
