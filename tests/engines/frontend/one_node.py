@@ -21,17 +21,18 @@ def normal(*shape: int) -> np.ndarray:
 
 
 def model_of(op: str, arrays: Arrays, constants: Sequence[int] = (), outputs: int | str = 1,
-             domain: str = "com.microsoft", version: int = 20, **attrs: Any) -> onnx.ModelProto:
+             domain: str = "com.microsoft", version: int = 20, batch: bool = False, **attrs: Any) -> onnx.ModelProto:
     """One node on inputs i0, i1, ...; None: left out. constants: the places of those that are initialisers; outputs:
     how many, or a mark for each, of which "-" leaves one out; version: the opset of ONNX's own operators;
-    from 21 on it brings the newest one of ai.onnx.ml."""
+    from 21 on it brings the newest one of ai.onnx.ml. batch: the leading extents of the inputs are open."""
     marks = "y" * outputs if isinstance(outputs, int) else outputs
     names = ["" if a is None else f"i{i}" for i, a in enumerate(arrays)]
     made = ["" if mark == "-" else f"o{i}" for i, mark in enumerate(marks)]
     node = helper.make_node(op, names, made, name="n", domain=domain, **attrs)
     given = {f"i{i}": a for i, a in enumerate(arrays) if a is not None}
     graph = helper.make_graph(
-        [node], "m", [helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape)
+        [node], "m", [helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(a.dtype),
+                                                    ("N", *a.shape[1:]) if batch else a.shape)
                       for name, a in given.items() if int(name[1:]) not in constants],
         [helper.make_empty_tensor_value_info(name) for name in made if name],
         [numpy_helper.from_array(a, name) for name, a in given.items() if int(name[1:]) in constants])

@@ -15,7 +15,7 @@ from engines.frontend.operators.contrib.quantised import product
 from engines.frontend.operators.extension import StandardParts, contrib
 from engines.frontend.operators.normalise import Call
 from engines.ir.graph import Dim, Node
-from engines.ir.shapes import fixed, text
+from engines.ir.shapes import extent, fixed, text
 
 _ATTRIBUTES = "mask_filter_value=-10000.0 num_heads:int! scale=0.0 unidirectional=0"
 _WITH_WEIGHTS = f"do_rotary=0 past_present_share_buffer=0 {_ATTRIBUTES}"
@@ -52,14 +52,14 @@ def _of_projections(w: StandardParts, call: Call, x: str, sizes: Sequence[int] |
                     bias: int) -> list[Node]:
     """x: q, k and v side by side; sizes: of each. The past has keys and values, [2, N, heads, tokens, depth]."""
     items, tokens, _ = call.type().shape
-    third = fixed(call.type(1).shape)[1] // 3
+    third = fixed(call.type(1).shape[1:2])[0] // 3
     parts = w.several("Split", x, w.ints(*(sizes or (third,) * 3)), outputs=3, axis=-1)
     q, k, v = (heads_first(w, part, call.attr("num_heads")) for part in parts)
     queries = keys = fixed([tokens])[0]
     if call.has(past):
         before = (w("Gather", call.node.inputs[past], w.number(i, np.dtype(np.int64)), axis=0) for i in (0, 1))
         k, v = (w("Concat", *pair, axis=2) for pair in zip(before, (k, v), strict=True))
-        keys += fixed(call.type(past).shape)[3]
+        keys += fixed(call.type(past).shape[3:4])[0]
     if len(call.node.outputs) > 1:
         w.output(1, "Concat", *(w("Unsqueeze", part, w.ints(0)) for part in (k, v)), axis=0)
     added = _added(w, call, _Scores(items, queries, keys), mask, bias)
@@ -80,7 +80,7 @@ def _multi_head(call: Call) -> list[Node]:
     count = fixed([keys])[0]
     if call.has(6):
         k, v = (w("Concat", call.node.inputs[i], part, axis=2) for i, part in ((6, k), (7, v)))
-        count += fixed(call.type(6).shape)[2]
+        count += fixed(call.type(6).shape[2:3])[0]
     w.output(1, "Identity", k)
     w.output(2, "Identity", v)
     added = _added(w, call, _Scores(items, fixed([queries])[0], count), mask=4, bias=5)
@@ -96,10 +96,10 @@ def _three(w: StandardParts, call: Call, heads: int) -> Sequence[str]:
     given = call.node.inputs
     if call.rank == 5:
         return _apart(w, given[0], 3)
-    hidden = [fixed(call.type(0).shape)[-1]] * 2
+    hidden = [fixed(call.type(0).shape[-1:])[0]] * 2
     biases: Sequence[str] = ()
     if call.has(3):
-        rest = fixed(call.type(3).shape)[0] - sum(hidden)
+        rest = fixed(call.type(3).shape[0:1])[0] - sum(hidden)
         biases = w.several("Split", given[3], w.ints(*hidden, rest), outputs=3, axis=0)
     q = _projected(w, given[0], biases[:1], heads)
     if call.has(1) and len(call.type(1).shape) == 5:
@@ -164,13 +164,14 @@ def _seen(w: StandardParts, call: Call, scores: _Scores, index: int) -> str:
     name, shape, items = call.node.inputs[index], call.type(index).shape, scores.items
     zero = w.number(0, np.dtype(np.int32))
     if len(shape) == 1:
-        count = 2 if fixed(shape) == (2 * fixed([items])[0],) else 1
+        count = 2 if extent(shape[0]) == 2 * extent(items) else 1
         if count == 1 and shape != (items,):
             raise GraphError(f"its mask of shape {text(shape)} is in none of the forms that are supported")
-        ends, *begins = w.several("Split", w.reshape(name, -1, 1, 1, 1), outputs=count, axis=0, num_outputs=count)
+        apart = w.reshape(name, count, -1, 1, 1, 1)
+        ends, *begins = (w("Gather", apart, w.number(i, np.dtype(np.int64)), axis=0) for i in range(count))
         places = w.constant(np.arange(scores.keys, dtype=np.int32))
         inside = w("Less", places, ends)
-        return w("And", inside, w("GreaterOrEqual", places, begins[0])) if begins else inside
+        return w("And", inside, w("GreaterOrEqual", places, *begins)) if begins else inside
     if len(shape) == 4:         # [N, 1, most, most], of which the rows of the queries and the columns of the keys count
         name = w.cut(w.cut(name, 2, scores.keys - scores.queries, scores.keys), 3, 0, scores.keys)
     else:

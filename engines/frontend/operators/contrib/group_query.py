@@ -26,7 +26,7 @@ QUERY, KEY, VALUE, PAST_KEY, PAST_VALUE, LENGTHS, TOTAL, COS, SIN, PLACES, BIAS,
 def _rotary(call: Call) -> list[Node]:
     """ONNX's, but that a single position is that of the first token, and that the tables may tell the heads."""
     w, (x, places, *tables) = StandardParts(call), call.node.inputs
-    width, attrs = 2 * fixed(call.type(2).shape)[1], call.keep("interleaved", "num_heads", "rotary_embedding_dim")
+    width, attrs = 2 * fixed(call.type(2).shape[1:2])[0], call.keep("interleaved", "num_heads", "rotary_embedding_dim")
     if call.rank == 3 and not attrs.get("num_heads"):
         attrs["num_heads"] = fixed(call.type().shape[2:])[0] // width
     if len(call.type(1).shape) == 1:
@@ -53,7 +53,7 @@ class _Cache:
     @staticmethod
     def of(call: Call) -> _Cache:
         (new,) = fixed(call.type().shape[1:2])
-        room = fixed(call.type(PAST_KEY).shape)[2] if call.has(PAST_KEY) else 0
+        room = fixed(call.type(PAST_KEY).shape[2:3])[0] if call.has(PAST_KEY) else 0
         (tokens,) = (call.ints(TOTAL) or (new,)) if room else (new,)
         if tokens not in (new, new + room) and not new < tokens <= room:
             raise GraphError(f"its total_sequence_length is {tokens}, with {new} new tokens and a past of {room}")
@@ -92,7 +92,7 @@ def _heads(w: StandardParts, call: Call) -> list[str]:
     if call.has(KEY):
         parts = call.node.inputs[:3]
     else:
-        depth = fixed(call.type().shape)[2] // sum(counts)
+        depth = fixed(call.type().shape[2:3])[0] // sum(counts)
         parts = w.several("Split", call.node.inputs[QUERY], w.ints(*(count * depth for count in counts)), outputs=3,
                           axis=-1)
     return [heads_first(w, part, count) for part, count in zip(parts, counts, strict=True)]
@@ -116,7 +116,7 @@ def _turns(w: StandardParts, call: Call, cache: _Cache, places: str) -> str:
 
 def _turned(w: StandardParts, call: Call, x: str, places: str) -> str:
     cos, sin = call.node.inputs[COS:SIN + 1]
-    turned = 2 * fixed(call.type(COS).shape)[1]
+    turned = 2 * fixed(call.type(COS).shape[1:2])[0]
     return w("RotaryEmbedding", x, cos, sin, places, interleaved=call.attr("rotary_interleaved", 0),
              rotary_embedding_dim=turned)
 

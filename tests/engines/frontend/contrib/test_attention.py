@@ -133,6 +133,15 @@ def test_q_k_and_v_may_be_side_by_side_for_each_head():
         np.testing.assert_array_equal(imported("MultiHeadAttention", inputs, num_heads=HEADS)["o0"], expected)
 
 
+@pytest.mark.parametrize("op, inputs, constants", [
+    ("Attention", attention("keys"), (1, 2)), ("Attention", attention("queries"), (1, 2)),
+    ("Attention", attention("lengths"), (1, 2)), ("MultiHeadAttention", multi_head("apart"), ()),
+    ("MultiHeadAttention", multi_head("ready, bias", key_padding_mask=ints([1] * 7, [1] * 4 + [0] * 3)), (3,)),
+    ("MultiHeadAttention", multi_head("bias", past_key=heads(3), past_value=heads(3)), (3,))])
+def test_the_batch_may_be_open(op, inputs, constants):
+    check(op, inputs, constants, 3 if op == "MultiHeadAttention" else 1, num_heads=HEADS, batch=True)
+
+
 @pytest.mark.parametrize("op, inputs, message", [
     ("Attention", [*attention(past=3), None, ints(3)], "its input 'i6' is of a form that is not supported"),
     ("Attention", [*attention()[:3], ints(1, 2, 3)], r"its mask of shape \[3\] is in none of the forms"),

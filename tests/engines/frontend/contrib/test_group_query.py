@@ -89,6 +89,13 @@ def test_heads_may_have_a_sink(run):
     same(group_query(new, lengths, room, sink=normal(HEADS)))
 
 
+@pytest.mark.parametrize("run", ["prompt", "one more", "lengths differ in a buffer"])
+def test_the_batch_may_be_open(run):
+    new, lengths, room = RUNS[run]
+    cos, sin = tables()
+    same(group_query(new, lengths, room, cos=cos, sin=sin), do_rotary=1, batch=True)
+
+
 def test_a_prompt_may_be_seen_as_a_whole():
     same(group_query(5, [5, 5]), causal=0)
 
