@@ -1,8 +1,9 @@
 """What a tactic costs, roughly: to drop the hopeless before timing, and to choose where nothing can be timed.
 
 A core of today issues, in a cycle, about four vector instructions, two of them products, with two loads and one store.
-The largest of these counts is the time of a stretch of code; what it takes from the second level of cache comes on top,
-as far as it does not hide behind the arithmetic.
+The largest of these counts is the time of a stretch of code; what it takes from the second level of cache and from
+beyond comes on top, as far as it does not hide behind the arithmetic. Weights come from beyond, the first time: since
+they were last read, all others of the network were.
 """
 from __future__ import annotations
 
@@ -10,10 +11,12 @@ from dataclasses import dataclass
 
 LATENCY = 4             # cycles from a product to the next one on the same sum
 CALL = 12               # cycles to enter and leave a micro-kernel and its loops
+CONGESTION = 5          # power of the mean of limits: at 5, two of the same height take 15 % longer than one
 FIRST_LEVEL = 24 << 10  # bytes that stay in the first level beside what streams through
 SECOND_LEVEL = 384 << 10
 CYCLES_PER_BYTE_L2, CYCLES_PER_BYTE_BEYOND = 1 / 48, 1 / 16
 EXPOSED_SHARE = 0.3     # of the time of a read, what arithmetic does not hide
+FIRST_SHARE, AHEAD_SHARE = 0.6, 0.1     # the same of weights that come from beyond; and where they were prefetched
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,16 @@ class Work:
 
     @property
     def cycles(self) -> float:
-        return max(self.products / 2, (self.products + self.others) / 4, self.loads / 2, self.stores)
+        return max(self._limits)
+
+    @property
+    def congested_cycles(self) -> float:
+        """The same of a dense loop: where another limit is near the largest, the two get in each other's way."""
+        return float(sum(limit ** CONGESTION for limit in self._limits) ** (1 / CONGESTION))
+
+    @property
+    def _limits(self) -> tuple[float, ...]:
+        return self.products / 2, (self.products + self.others) / 4, self.loads / 2, self.stores
 
 
 def epilogue(instructions: int, operands: int, vectors: int, pixels: int) -> Work:
@@ -50,6 +62,11 @@ def reading(size: float, times: float = 1) -> float:
     if size <= FIRST_LEVEL:
         return 0.0
     return EXPOSED_SHARE * size * times * (CYCLES_PER_BYTE_L2 if size <= SECOND_LEVEL else CYCLES_PER_BYTE_BEYOND)
+
+
+def first_reading(size: float, prefetched: bool = False) -> float:
+    """Cycles by which so many bytes of weights delay the arithmetic when it meets them first."""
+    return (AHEAD_SHARE if prefetched else FIRST_SHARE) * size * CYCLES_PER_BYTE_BEYOND
 
 
 def pieces(extent: int, step: int) -> list[tuple[int, int]]:

@@ -93,4 +93,4 @@ def test_the_hopeless_are_not_timed(monkeypatch):
     spec = conv(1, 512, 256)
     Tuner(AVX512_VNNI, TimingCache(), "").choose({spec: {}})
     assert {tactic.vectors for tactic in DirectContraction(spec).tactics(AVX512_VNNI)} == {1, 2, 4}
-    assert {candidate.tactic.vectors for candidate in timed} == {4}
+    assert {candidate.tactic.vectors for candidate in timed} == {2, 4}

@@ -37,7 +37,7 @@ class DirectContraction(TiledContraction):
     def tile_shapes(self, isa: Isa) -> Sequence[tuple[int, int]]:
         return usual_tile_shapes(isa, self.problem.precision)
 
-    def turns_and_bytes(self, isa: Isa) -> tuple[float, int]:
+    def turns_and_bytes(self, isa: Isa, vectors: int) -> tuple[float, int]:
         return self.turns(isa), self.arithmetic(isa).weight_bytes(isa)
 
     def turn_cycles(self, isa: Isa, pixels: int, vectors: int, tile: Tile) -> float:
@@ -48,7 +48,8 @@ class DirectContraction(TiledContraction):
             turn, latency = Work(dots, 0, pixels + vectors), LATENCY
         else:
             turn = Work(dots * parts, (dots + pixels) * parts, pixels + dots * parts)
-        return max(turn.cycles, latency) * (self._live(isa, tile.rows) if tile.skip else 1)
+        turn += Work(loads=tile.prefetch)
+        return max(turn.congested_cycles, latency) * (self._live(isa, tile.rows) if tile.skip else 1)
 
     def _live(self, isa: Isa, rows: int) -> float:
         """The share of the taps that is not left out."""

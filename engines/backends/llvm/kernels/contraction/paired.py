@@ -19,11 +19,10 @@ from engines.backends.llvm.kernels.contraction.pairing import STEP, WINDOW, pair
 from engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program
 from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
 from engines.backends.llvm.kernels.kernel import solves
-from engines.backends.llvm.tuning.cost import Work
+from engines.backends.llvm.tuning.cost import CYCLES_PER_BYTE_L2, EXPOSED_SHARE, Work
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.problem import Array
 
-UNPAIRED = 9            # weights of a channel that find no partner, where they are normally distributed; however many
 SOURCE = 8              # bytes of a step's offset and indices
 TEMPORARIES = 4         # registers beside sums and weights: ones, indices, a pixel, a product
 
@@ -42,11 +41,15 @@ class PairedContraction(TiledContraction):
     def tile_shapes(self, isa: Isa) -> Sequence[tuple[int, int]]:
         return isa.paired_tiles if self.problem.precision == "int8" else ()
 
-    def turns_and_bytes(self, isa: Isa) -> tuple[float, int]:
-        return -(-self.run // STEP) * len(self.run_offsets()) + UNPAIRED / STEP, isa.lanes * STEP
+    def turns_and_bytes(self, isa: Isa, vectors: int) -> tuple[float, int]:
+        runs = len(self.run_offsets())
+        return -(-self.run // STEP) * runs + unpaired(self.run * runs, vectors) / STEP, isa.lanes * STEP
 
     def turn_cycles(self, isa: Isa, pixels: int, vectors: int, tile: Tile) -> float:
-        return max((Work(2, 1, 1) * (pixels * vectors) + Work(others=pixels, loads=pixels)).cycles, 1)
+        """Every tile asks for all of the next panel: as much again from the second level."""
+        turn = Work(2, 1, 1) * (pixels * vectors) + Work(others=pixels, loads=pixels)
+        ahead = EXPOSED_SHARE * CYCLES_PER_BYTE_L2 * vectors * isa.lanes * STEP
+        return max(turn.congested_cycles, 1) + tile.prefetch * ahead
 
     def pack(self, isa: Isa, tactic: Tile, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         panels, width = cout_panels(self.problem, isa, tactic.vectors), tactic.vectors * isa.lanes
@@ -58,6 +61,15 @@ class PairedContraction(TiledContraction):
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tile) -> None:
         _PairedLoops(self, module, name, isa, tactic).emit()
+
+
+def unpaired(weights: int, vectors: int) -> float:
+    """How many of a channel's weights find no partner, on average, in panels of so many vectors of eight.
+
+    More where more channels must agree. Fewer where there are more weights: the largest, which their scale is made for,
+    is then further from the others. As counted for those of trained and of random networks.
+    """
+    return min(weights, 6 * vectors, 40 * vectors ** 3 / weights)
 
 
 class _PairedLoops(TiledLoops):

@@ -33,12 +33,13 @@ from engines.backends.llvm.kernels.common.arithmetic import Arithmetic, arithmet
 from engines.backends.llvm.kernels.contraction.panels import rows_with_zeros
 from engines.backends.llvm.kernels.contraction.taps import TapAxis
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window
-from engines.backends.llvm.tuning.cost import CALL, epilogue, pieces, reading
+from engines.backends.llvm.tuning.cost import epilogue, first_reading, pieces, reading
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.view import View
 
 FEW_PIXELS = 8          # items of no more pixels than this are cut by batch
+HIDDEN_CALL = 3         # cycles of a micro-kernel's call: the rest of it passes beside the last sums of the one before
 BLOCK_BYTES = 256 << 10     # of x, in a block of a batch's pixels: it stays in the second level while the panels pass
 
 
@@ -75,12 +76,12 @@ class TiledContraction(Kernel[Contraction]):
         """(pixels, vectors) of tiles worth trying, the usual winner first; none where the kernel has no such sums."""
 
     @abstractmethod
-    def turns_and_bytes(self, isa: Isa) -> tuple[float, int]:
-        """The turns of all K loops of a tile, and the bytes of one vector's weights in each."""
+    def turns_and_bytes(self, isa: Isa, vectors: int) -> tuple[float, int]:
+        """The turns of all K loops of a tile of so many vectors, and the bytes of one vector's weights in each."""
 
     @abstractmethod
     def turn_cycles(self, isa: Isa, pixels: int, vectors: int, tile: Tile) -> float:
-        """What one turn of a K loop costs."""
+        """What one turn of a K loop costs, with what it asks for ahead."""
 
     # ---- how x is walked
     @cached_property
@@ -199,7 +200,7 @@ class TiledContraction(Kernel[Contraction]):
                      for prefetch in ((False, True) if weights >= 1 << 16 else (False,)))
 
     def constant_bytes(self, isa: Isa, tactic: Tile) -> int:
-        turns, weight_bytes = self.turns_and_bytes(isa)
+        turns, weight_bytes = self.turns_and_bytes(isa, tactic.vectors)
         panels = pieces(self.problem.cout, tactic.vectors * isa.lanes)
         vectors = sum(isa.vectors_for(couts) * times for couts, times in panels)
         return int(turns * weight_bytes * vectors * self.problem.groups)
@@ -226,16 +227,17 @@ class TiledContraction(Kernel[Contraction]):
             tile_rows = self.tile_rows(tactic)
             tiles, blocks = self._tiles_of_an_item(tactic), items * -(-tile_rows // (tactic.block or tile_rows))
         total, weights = 0.0, 0.0
-        turns, weight_bytes = self.turns_and_bytes(isa)
         for couts, times in panels:
             vectors = isa.vectors_for(couts)
+            turns, weight_bytes = self.turns_and_bytes(isa, vectors)
             size = turns * vectors * weight_bytes
             weights += times * size
             total += times * sum(count * (self._tile_cost(isa, pixels, vectors, tactic) + reading(size))
                                  for pixels, count in tiles)
         x = items * math.prod(problem.x.shape) * problem.x.size / blocks / problem.groups
         total += reading(x, blocks * (sum(times for _, times in panels) - 1))
-        return problem.groups * (total + reading(weights, blocks * (0.5 if tactic.prefetch else 1)))
+        again = reading(weights, (blocks - 1) * (0.5 if tactic.prefetch else 1))
+        return problem.groups * (total + first_reading(weights, tactic.prefetch) + again)
 
     def _tiles_of_an_item(self, tile: Tile) -> list[tuple[int, int]]:
         """(pixels, how many of them)"""
@@ -246,7 +248,7 @@ class TiledContraction(Kernel[Contraction]):
         program = self.problem.program
         end = epilogue(len(program.instructions), len(self.problem.operands), vectors, pixels) * (pixels * vectors)
         cycles = self.turn_cycles(isa, pixels, vectors, tile)
-        return self.turns_and_bytes(isa)[0] * (cycles + tile.prefetch / 4) + end.cycles + CALL
+        return self.turns_and_bytes(isa, vectors)[0] * cycles + end.congested_cycles + HIDDEN_CALL
 
 
 def tiles_of_the_batch(pixels: int, cols: int) -> list[tuple[int, int]]:

@@ -1,0 +1,55 @@
+"""What tactics cost where nothing is timed: the order that it puts them in, and what it counts."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engines.backends.llvm.codegen.isa import AVX2, AVX512_VNNI, Isa
+from engines.backends.llvm.kernels.contraction.direct import DirectContraction
+from engines.backends.llvm.kernels.contraction.paired import PairedContraction
+from engines.backends.llvm.kernels.contraction.pairing import pair
+from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
+from engines.backends.llvm.tuning.cost import Work, first_reading, reading
+from engines.lowering.epilogue.program import EpilogueProgram
+from engines.lowering.problems.convolution import Contraction
+from engines.lowering.problems.view import dense_view
+
+
+def product(rows: int, k: int, couts: int) -> Contraction:
+    return Contraction(dense_view("uint8", (1, rows, k)), dense_view("uint8", (1, rows, couts)), (), EpilogueProgram(),
+                       "int8")
+
+
+def test_the_largest_count_takes_the_time_and_in_a_dense_loop_others_near_it_some_more() -> None:
+    alone, near, nearer = Work(products=24), Work(products=24, others=15), Work(products=24, others=18, loads=20)
+    assert alone.cycles == near.cycles == nearer.cycles == 12
+    assert alone.congested_cycles == pytest.approx(12, rel=0.01)
+    assert alone.congested_cycles < near.congested_cycles < nearer.congested_cycles < 1.25 * 12
+
+
+def test_weights_come_from_beyond_the_caches_the_first_time_whatever_their_size() -> None:
+    assert first_reading(1 << 10) > reading(1 << 10) == 0
+    assert first_reading(1 << 20, prefetched=True) < reading(1 << 20) < first_reading(1 << 20)
+
+
+@pytest.mark.parametrize(("kernel", "isa", "rows", "tile", "pays"), [
+    (DirectContraction, AVX512_VNNI, 49, (14, 2), True),
+    (PairedContraction, AVX2, 1, (1, 4), True),
+    (PairedContraction, AVX2, 49, (3, 4), False)])       # all tiles of a panel ask for all of the next one
+def test_a_prefetch_pays_where_few_tiles_wait_for_many_weights(
+        kernel: type[TiledContraction], isa: Isa, rows: int, tile: tuple[int, int], pays: bool) -> None:
+    solved = kernel(product(rows, 1024, 1024))
+    plain: Tile = solved.tile(1, *tile)
+    assert (solved.cost(isa, replace(plain, prefetch=True)) < solved.cost(isa, plain)) == pays
+
+
+@pytest.mark.parametrize("vectors", [1, 2, 4])
+@pytest.mark.parametrize("k", [16, 64, 256, 1024])
+def test_the_steps_that_a_paired_kernel_is_charged_for_are_about_those_of_normal_weights(k: int, vectors: int) -> None:
+    normal = np.random.default_rng(0).normal(size=(8, vectors * AVX2.lanes, 1, k))
+    weights = np.rint(127 * normal / np.abs(normal).max(axis=-1, keepdims=True)).astype(np.int8)
+    steps = float(np.diff(pair(weights, np.zeros(1, np.int64)).starts).mean())
+    charged, _ = PairedContraction(product(8, k, 8 * vectors * AVX2.lanes)).turns_and_bytes(AVX2, vectors)
+    assert charged == pytest.approx(steps, rel=0.2)
