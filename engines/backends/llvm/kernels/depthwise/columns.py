@@ -78,8 +78,8 @@ class Columns:
 
 
 def step_work(arithmetic: Arithmetic, vectors: int) -> Work:
-    """What it takes to interleave the pixels of a step."""
-    zips = {1: 0, 2: vectors, 4: 2 * max(vectors // 2, 1) + vectors}[arithmetic.elements]
+    """What it takes to interleave the pixels of a step. One vector alone is half of an interleaving of two."""
+    zips = {1: 0, 2: max(vectors, 2), 4: 2 * max(vectors // 2, 1) + max(vectors, 2)}[arithmetic.elements]
     return Work(others=zips)
 
 

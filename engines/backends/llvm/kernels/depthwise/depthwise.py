@@ -164,7 +164,8 @@ class DepthwiseKernel(Kernel[Depthwise]):
         pixels = len(rows_read(problem, 0, rows)) * len(columns)
         met = sum(map(len, products_of(problem, steps, rows, cols).values()))
         work += pixel_work(arithmetic, vectors) * pixels + step_work(arithmetic, vectors) * met
-        work += Work(loads=problem.program.constants * vectors) * cols
+        shared = problem.program.constants <= SHARED_CONSTANTS
+        work += Work(loads=problem.program.constants * vectors) * cols * (1 if shared else rows)
         return (work + end).cycles + CALL
 
     def grid(self, isa: Isa, tactic: DepthwiseTile) -> Grid:
