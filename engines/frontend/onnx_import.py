@@ -16,7 +16,15 @@ from engines.faults import faults_named
 from engines.frontend.branches import branch_taken, is_if, made_in, with_names
 from engines.frontend.inputs import Value, constant_inputs, input_types
 from engines.frontend.names import check_names
-from engines.frontend.operators import attention, axes, composed, contrib, images, ml  # noqa: F401  (fill the tables)
+from engines.frontend.operators import (  # noqa: F401  (they fill the tables)
+    attention,
+    axes,
+    composed,
+    contrib,
+    images,
+    ml,
+    quantised,
+)
 from engines.frontend.operators.extension import EXTENSIONS, STANDARD
 from engines.frontend.operators.normalise import RULES, Beyond, Call, normalise
 from engines.frontend.opsets import OLDEST_OPSET, current

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from engines.debug import debugging
 from engines.ir.graph import Graph, verify
 from engines.passes.dependence import with_dependence
+from engines.passes.dynamic_quantization import write_out_dynamic
 from engines.passes.fold_constants import fold_constants
 from engines.passes.fusion.attention import fuse_attention
 from engines.passes.fusion.recurrent import split_recurrent
@@ -56,11 +57,11 @@ def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
         ("widen_floats", lambda g: widen_floats(g, log)),
         # shape arithmetic becomes attributes and constants, which all patterns below ask for
         ("fold_constants", fold_constants),
-        # which tensors the model quantises, before any pattern is looked for around them
+        # which tensors the model quantises, before any pattern is looked for around them; several may dequantise one
         ("quantised", _rules(log, *PAIRS)),
-        # a tensor of integers that several dequantise is one of real numbers
         ("merge_common", merge_common),
         ("quantised_alone", _rules(log, *ALONE)),
+        ("dynamic_quantization", lambda g: write_out_dynamic(g, log)),
         # what stands between two nodes that belong together goes first
         ("remove_no_ops", _rules(log, RemoveNoOp())),
         # one spelling each, so that a pattern need not know several

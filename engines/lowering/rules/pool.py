@@ -44,7 +44,8 @@ def lower_global_pool(ctx: Context, node: Node) -> Sequence[Call]:
 
 @lowers("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin")
 def lower_reduction(ctx: Context, node: Node) -> Sequence[Call]:
-    """Over the innermost axis, over all axes between the items and the innermost, or over neighbours among those."""
+    """Over the innermost axis, over all axes between the items and the innermost, over neighbours among those, or over
+    all of an item, which is one row then."""
     x, y, axes = _reduced(ctx, node)
     reduction, rank = node.anchor, len(x.view.shape) + 1
     kind = {"ReduceMax": "max", "ReduceMin": "min"}.get(reduction.op, "sum")
@@ -58,6 +59,9 @@ def lower_reduction(ctx: Context, node: Node) -> Sequence[Call]:
         spec: Problem = GlobalPool(x.view, y.view, (), written.program, kind)
     elif between and kind != "min":
         spec, written = _reduced_between(ctx, node, x.view, y.view, axes, kind)
+    elif axes == tuple(range(1, rank)) and rank > 2:
+        row, one = _seen(x.view, (math.prod(x.view.shape),)), View(y.view.dtype, (1,), (y.view.size,), y.view.item)
+        spec = Reduce((row,), one, program=written.program, kind=kind)
     elif axes == (rank - 1,):
         view = y.view
         if not reduction.attrs.get("keepdims", 1):

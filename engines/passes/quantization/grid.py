@@ -49,8 +49,7 @@ def _fits(rows: Array, step: Array) -> Array:
     """Whether each row is whole numbers of its step that int8 holds."""
     numbers = rows / step[:, None]
     whole = np.rint(numbers)
-    fits: Array = ((np.abs(numbers - whole) < OFF) & (whole >= -128) & (whole <= 127)).all(axis=1)
-    return fits
+    return np.asarray(((np.abs(numbers - whole) < OFF) & (whole >= -128) & (whole <= 127)).all(axis=1))
 
 
 def _refined(rows: Array, step: Array) -> Array:
@@ -58,5 +57,4 @@ def _refined(rows: Array, step: Array) -> Array:
     whole = np.rint(rows / step[:, None])
     near = [step, np.nextafter(step, np.float32(np.inf)), np.nextafter(step, np.float32(0))]
     exact = [(whole * other[:, None] == rows).sum(axis=1) for other in near]
-    best: Array = np.stack(near)[np.argmax(exact, axis=0), np.arange(len(step))]
-    return best
+    return np.asarray(np.stack(near)[np.argmax(exact, axis=0), np.arange(len(step))])

@@ -9,6 +9,8 @@ import onnx
 import onnxruntime
 import pytest
 from numpy.typing import NDArray
+from onnx import TensorProto
+from onnx.reference import ReferenceEvaluator
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
 from calibration.workflow import Calibration
@@ -56,6 +58,12 @@ def literally(model: onnx.ModelProto, feeds: Arrays) -> Arrays:
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
     return dict(zip(names, session.run(names, feeds), strict=True))
+
+
+def in_numpy(model: onnx.ModelProto, feeds: Arrays) -> Arrays:
+    """The same by the onnx package. ONNX Runtime saturates sums of products of u8 by s8 where a CPU has no VNNI."""
+    names = [output.name for output in model.graph.output]
+    return dict(zip(names, ReferenceEvaluator(model).run(None, feeds), strict=True))
 
 
 def off(build: EngineBuild, model: onnx.ModelProto, feeds: Arrays) -> float:
@@ -207,3 +215,127 @@ def test_a_layer_that_is_to_stay_float_reads_what_was_rounded() -> None:
     np.testing.assert_allclose(build.engine().run(feeds)["y"], literally(model, feeds)["y"], 1e-5, 1e-6)
     with pytest.raises(ConfigError, match="no node of .* is called 'mm'"):
         built(model, keep_float=("mm",))
+
+
+# ---- operators on integers
+def scaled(**numbers: tuple[float, Any]) -> Arrays:
+    """name -> name.s and name.z, the scale and the zero point of that tensor."""
+    return {f"{name}{end}": np.asarray(value, kind) for name, (scale, zero) in numbers.items()
+            for end, value, kind in ((".s", scale, np.float32), (".z", zero, np.asarray(zero).dtype))}
+
+
+def assert_same_steps(made: NDArray[Any], wanted: NDArray[Any], step: float) -> None:
+    """All but one number in a hundred are the same, and that is the next: a sum in the middle between two steps."""
+    apart = np.rint((made - wanted) / step)
+    assert made.shape == wanted.shape and np.abs(apart).max() <= 1 and np.mean(apart != 0) < 0.01
+
+
+@pytest.mark.parametrize("auto_pad", ["NOTSET", "SAME_UPPER"])
+@pytest.mark.parametrize("zero", [np.uint8(0), np.uint8(130), np.int8(-7)], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_convolution_of_integers_is_one_kernel_between_conversions(zero: Any, auto_pad: str, bias: bool) -> None:
+    numbers = scaled(x=(0.03, zero), w=([0.01] * 4 + [0.02] * 4, np.zeros(8, np.int8)), y=(0.1, type(zero)(11)))
+    window: dict[str, Any] = {"auto_pad": auto_pad, "strides": [2, 2]}
+    nodes = [node("QuantizeLinear", "x x.s x.z", "q"),
+             node("QLinearConv", "q x.s x.z w w.s w.z y.s y.z" + " b" * bias, "c",
+                  **window | ({"pads": [1, 1, 1, 1]} if auto_pad == "NOTSET" else {})),
+             node("DequantizeLinear", "c y.s y.z", "y")]
+    constants = {**numbers, "w": weights(8, 4, 3, 3, steps=60), "b": np.arange(-400, 400, 100, np.int32)}
+    model = small_model(nodes, {"x": ["N", 4, 9, 9]}, ["y"], constants)
+    feeds = {"x": np.random.default_rng(1).standard_normal((4, 4, 9, 9), np.float32)}
+    build = built(model)
+    assert precisions(build) == ["int8"] and not fallbacks(build.engine())
+    made, wanted = build.engine().run(feeds)["y"], literally(model, feeds)["y"]
+    assert_same_steps(made, wanted, 0.1)
+
+
+@pytest.mark.parametrize("between", ["pool", "reshape"])
+def test_integers_may_be_moved_between_two_layers(between: str) -> None:
+    numbers = scaled(x=(0.03, np.uint8(130)), w=(0.01, np.int8(0)), y=(0.1, np.uint8(110)), z=(0.2, np.uint8(100)))
+    move = (node("MaxPool", "c", "p", kernel_shape=[2, 2], strides=[2, 2]) if between == "pool" else
+            node("Reshape", "c shape", "p"))
+    nodes = [node("QuantizeLinear", "x x.s x.z", "q"), node("QLinearConv", "q x.s x.z w w.s w.z y.s y.z", "c"), move,
+             node("QLinearConv", "p y.s y.z v w.s w.z z.s z.z", "d"), node("DequantizeLinear", "d z.s z.z", "y")]
+    constants = {**numbers, "w": weights(8, 4, 1, 1, steps=60), "v": weights(8, 8, 1, 1, steps=60),
+                 "shape": np.array([-1, 8, 2, 8])}
+    model = small_model(nodes, {"x": ["N", 4, 4, 4]}, ["y"], constants)
+    feeds = {"x": np.random.default_rng(1).standard_normal((4, 4, 4, 4), np.float32)}
+    build = built(model)
+    assert precisions(build) == ["int8", "int8"] and not fallbacks(build.engine())
+    made, wanted = build.engine().run(feeds)["y"], literally(model, feeds)["y"]
+    assert_same_steps(made, wanted, 0.2)
+
+
+def test_a_product_of_integers_is_one_kernel_between_conversions() -> None:
+    numbers = scaled(x=(0.03, np.uint8(130)), w=([0.01, 0.02] * 4, np.zeros(8, np.int8)), y=(0.1, np.uint8(110)))
+    nodes = [node("QuantizeLinear", "x x.s x.z", "q"), node("QLinearMatMul", "q x.s x.z w w.s w.z y.s y.z", "c"),
+             node("DequantizeLinear", "c y.s y.z", "y")]
+    model = small_model(nodes, {"x": ["N", 5, 16]}, ["y"], {**numbers, "w": weights(16, 8, steps=60)})
+    build, made, wanted = rounded(model)
+    assert precisions(build) == ["int8"] and not fallbacks(build.engine())
+    assert_same_steps(made, wanted, 0.1)
+
+
+# ---- ranges found as the model runs
+INTEGERS = {"s8": (weights(16, 8), np.int8(0)), "s8, off its middle": (weights(16, 8, steps=100), np.int8(-9)),
+            "u8": (weights(16, 8).view(np.uint8), np.uint8(131)),
+            "u8, a zero point a column": (weights(16, 8).view(np.uint8), np.arange(100, 108).astype(np.uint8))}
+
+
+def dynamic(x: list[int | str], integers: str, *before: onnx.NodeProto) -> onnx.ModelProto:
+    w, zero = INTEGERS[integers]
+    nodes = [*before, onnx.helper.make_node("DynamicQuantizeLinear", ["a" if before else "x"], ["q", "s", "z"], "q"),
+             node("MatMulInteger", "q w z wz", "i"), node("Cast", "i", "f", to=TensorProto.FLOAT),
+             node("Mul", "s ws", "u"), node("Mul", "f u", "g"), node("Add", "g b", "y")]
+    return small_model(nodes, {"x": x}, ["y"], {"w": w, "wz": zero, "ws": np.float32(0.01),
+                                                "b": np.arange(8, dtype=np.float32)})
+
+
+@pytest.mark.parametrize("integers", INTEGERS)
+@pytest.mark.parametrize("shape", [(2, 5, 16), (6, 16)], ids=str)
+def test_a_product_by_a_range_of_the_moment_is_compiled(shape: tuple[int, ...], integers: str) -> None:
+    model = dynamic(list(shape), integers)
+    build = build_engine(model, cache=False, timing=False)
+    assert precisions(build)[-1] == "int8" and not fallbacks(build.engine())
+    for spread in (1.0, 0.001, 300.0, 0.0):
+        feeds = {"x": np.random.default_rng(1).normal(0.3, 1, shape).astype(np.float32) * np.float32(spread)}
+        wanted = in_numpy(model, feeds)["y"] if spread else np.broadcast_to(np.arange(8), (*shape[:-1], 8))
+        np.testing.assert_allclose(build.engine().run(feeds)["y"], wanted, 1e-4, 1e-5 * max(spread, 1))
+
+
+def test_the_range_is_that_of_all_items() -> None:
+    model = dynamic(["N", 5, 16], "s8")
+    build = built(model)
+    feeds = {"x": np.random.default_rng(1).standard_normal((4, 5, 16), np.float32)}
+    np.testing.assert_allclose(build.engine().run(feeds)["y"], in_numpy(model, feeds)["y"], 1e-4, 1e-5)
+    assert "depend on each other" in build.notices[0]
+
+
+def test_what_is_never_negative_has_no_zero_point_to_take_off() -> None:
+    model = dynamic([6, 16], "s8", node("Relu", "x", "a"))
+    build = build_engine(model, cache=False, timing=False)
+    feeds = {"x": np.random.default_rng(1).standard_normal((6, 16), np.float32)}
+    np.testing.assert_allclose(build.engine().run(feeds)["y"], in_numpy(model, feeds)["y"], 1e-4, 1e-5)
+    assert not any("reducemin" in step.name for step in build.plan.machine.steps)
+
+
+@pytest.mark.parametrize("pads", [0, 1])
+def test_a_convolution_by_a_range_of_the_moment_is_compiled(pads: int) -> None:
+    nodes = [onnx.helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"], "q"),
+             node("ConvInteger", "q w z wz", "i", pads=[pads] * 4), node("Cast", "i", "f", to=TensorProto.FLOAT),
+             node("Mul", "s ws", "u"), node("Mul", "f u", "y")]
+    model = small_model(nodes, {"x": [2, 4, 7, 7]}, ["y"], {"w": weights(8, 4, 3, 3), "wz": np.int8(0),
+                                                            "ws": np.float32(0.01)})
+    build = build_engine(model, cache=False, timing=False)
+    assert precisions(build)[-1] == "int8" and not fallbacks(build.engine())
+    feeds = {"x": np.random.default_rng(1).normal(0.5, 1, (2, 4, 7, 7)).astype(np.float32)}
+    np.testing.assert_allclose(build.engine().run(feeds)["y"], in_numpy(model, feeds)["y"], 1e-4, 1e-4)
+
+
+def test_sums_that_are_read_as_integers_stay_integers() -> None:
+    model = small_model([node("QuantizeLinear", "x scale zero", "q"), node("MatMulInteger", "q w zero", "y")],
+                        {"x": [6, 16]}, ["y"], {**NUMBERS, "w": weights(16, 8)})
+    build = build_engine(model, cache=False, timing=False)
+    feeds = {"x": np.random.default_rng(1).standard_normal((6, 16), np.float32)}
+    np.testing.assert_array_equal(build.engine().run(feeds)["y"], in_numpy(model, feeds)["y"])
+    assert any("its sums are read as integers" in str(note) for note in build.notes)

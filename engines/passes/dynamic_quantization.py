@@ -1,0 +1,170 @@
+"""Quantisation by ranges that are found as the model runs, written as arithmetic around an integer product.
+
+    DynamicQuantizeLinear       scale = (max(x, 0) - min(x, 0)) / 255       zero = round(-min(x, 0) / scale)
+                                q     = round(x / scale) + zero             stored as it is: uint8 of scale 1
+    MatMulInteger, ConvInteger  sum of (q - zero) * (w - z)  =  sum of q * (w - z)  -  zero * sum of (w - z)
+
+The product of q is one of a stored uint8 by weights that are whole numbers, which kernels compute in int8; what the
+zero point takes off, and the scale, is an operand of its epilogue. Weights of uint8 that do not fit int8 less their
+zero point z are less 128 instead, and the rest is (128 - z) times the sum of a row of q.
+"""
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from engines.ir.dtypes import FLOAT
+from engines.ir.graph import BATCH, Array, Graph, Node
+from engines.ops.convolution import Conv
+from engines.passes.rewriting.editor import GraphEditor
+from engines.passes.rewriting.notes import Note, note
+from engines.passes.rules.pad import never_negative
+
+SMALLEST = float(np.finfo(np.float32).tiny)     # of a scale: a tensor of zeros stays zeros
+_PRODUCTS = ("MatMulInteger", "ConvInteger")
+
+
+def write_out_dynamic(graph: Graph, log: list[Note] | None = None) -> Graph:
+    """The graph without dynamic quantisation, as far as products of float32 by constant weights use it."""
+    if not any(node.op in (*_PRODUCTS, "DynamicQuantizeLinear") for node in graph.nodes):
+        return graph
+    return _Writer(graph, log).run()
+
+
+class _Writer(GraphEditor):
+    """`real`: integers -> the same as float32."""
+
+    def __init__(self, graph: Graph, log: list[Note] | None) -> None:
+        super().__init__(graph)
+        self.log = log
+        self.real: dict[str, str] = {}
+
+    def run(self) -> Graph:
+        for node in self.graph.nodes:
+            if node.op == "DynamicQuantizeLinear" and self.graph.types[node.inputs[0]].dtype == FLOAT:
+                self._quantise(node)
+            elif node.op in _PRODUCTS and not (reason := self._why_not(node)):
+                self._multiply(node)
+            elif node.op == "Cast" and node.attrs["to"] == FLOAT.name and node.inputs[0] in self.real:
+                self.replace(node.outputs[0], self.real[node.inputs[0]])
+            else:
+                if node.op in _PRODUCTS:
+                    note(self.log, node, "dynamic", f"stays as it is: {reason}")
+                self.nodes.append(node)
+        return self.finish()
+
+    def _of(self, node: Node, op: str, *inputs: str, **attrs: object) -> str:
+        return self.add(f"{node.outputs[0]}.{op.lower()}", op, inputs, attrs, node.origin)
+
+    def _number(self, node: Node, label: str, value: float | Array) -> str:
+        return self.add_constant(f"{node.outputs[0]}.{label}", np.asarray(value, np.float32).reshape(
+            np.shape(value) or (1,)))
+
+    # ---- quantising
+    def _quantise(self, node: Node) -> None:
+        x, (stored, *numbers) = node.inputs[0], node.outputs
+        nothing = self._number(node, "nothing", 0.0)
+        top = self._of(node, "Max", self._extreme(node, "ReduceMax"), nothing)
+        if never_negative(self.graph, x):
+            span, zero = top, nothing
+        else:
+            low = self._of(node, "Min", self._extreme(node, "ReduceMin"), nothing)
+            span = self._of(node, "Sub", top, low)
+        share = self._of(node, "Div", span, self._number(node, "steps", 255.0))
+        scale = self._of(node, "Max", share, self._number(node, "smallest", SMALLEST))
+        if span != top:
+            middle = self._of(node, "Round", self._of(node, "Div", self._of(node, "Neg", low), scale))
+            zero = self._of(node, "Clip", middle, min=0.0, max=255.0)
+        steps = self._of(node, "Add", self._of(node, "Round", self._of(node, "Div", x, scale)), zero)
+        whole = self._of(node, "FakeQuantize", steps, **_AS_IT_IS)
+        self.real.update(zip(node.outputs, (whole, scale, zero), strict=False))
+        self.make(stored, "Cast", [whole], {"to": "uint8"}, node.origin)
+        for name, value, dtype in zip(numbers, (scale, zero), ("float32", "uint8"), strict=False):
+            number = self._of(node, "Reshape", value, shape=())
+            self.make(name, "Cast", [number], {"to": dtype}, node.origin)
+
+    def _extreme(self, node: Node, op: str) -> str:
+        """The greatest or least element of all items, [1]: of each item, then of those."""
+        x = node.inputs[0]
+        shape = self.shape(x)
+        if shape[:1] != (BATCH,) or len(shape) == 1:
+            every = self._of(node, op, x, axes=tuple(range(len(shape))), keepdims=1)
+            return self._of(node, "Reshape", every, shape=(1,))
+        each = self._of(node, op, x, axes=tuple(range(1, len(shape))), keepdims=0)
+        return self._of(node, op, each, axes=(0,), keepdims=1)
+
+    # ---- products
+    def _why_not(self, node: Node) -> str:
+        """Why a product cannot be written out; "" if it can."""
+        graph, (x, w, *zeros) = self.graph, (*node.inputs, "", "")[:4]
+        if not all(reader.op == "Cast" and reader.attrs["to"] == FLOAT.name
+                   for reader in graph.consumers[node.outputs[0]]) or node.outputs[0] in graph.outputs:
+            return "its sums are read as integers"
+        if w not in graph.constants or zeros[1] and zeros[1] not in graph.constants:
+            return "its weights are no constants"
+        if graph.constants[w].ndim < 2 or node.op == "MatMulInteger" and graph.constants[w].ndim > 2:
+            return "its weights are no matrix"
+        if len(graph.shape(x)) < 2 or zeros[0] and math.prod(map(int, graph.shape(zeros[0]))) != 1:
+            return "its input has several zero points"
+        if node.op == "ConvInteger" and not all(isinstance(extent, int) for extent in graph.shape(x)[1:]):
+            return "the size of its image is not known"
+        return ""
+
+    def _multiply(self, node: Node) -> None:
+        """The product of the integers that are stored, less what the zero points add."""
+        x, w, x_zero, w_zero = (*node.inputs, "", "")[:4]
+        by_channel = [1] * (self.graph.constants[w].ndim - 1) if node.op == "ConvInteger" else []
+        weights = self.graph.constants[w].astype(np.int32)
+        middle = self.graph.constants[w_zero].astype(np.int32) if w_zero else np.zeros((), np.int32)
+        middle = middle.reshape(-1, *by_channel) if middle.size > 1 else middle.reshape(())
+        rest = np.zeros_like(middle)
+        if not _fits(weights - middle) and node.op == "MatMulInteger":
+            rest, middle = middle - 128, np.full_like(middle, 128)
+        signed = np.asarray(weights - middle, np.float32)
+        whole = self._whole(node, x)
+        result = self._product(node, whole, signed)
+        full = signed - rest.astype(np.float32)
+        if np.any(rest):
+            total = self._of(node, "ReduceSum", whole, axes=(-1 % len(self.shape(whole)),), keepdims=1)
+            result = self._of(node, "Sub", result, self._of(node, "Mul", total, self._number(node, "rest", rest)))
+        known = self.constant(self.real.get(x_zero, x_zero))
+        if x_zero and (known is None or np.any(known)):
+            taken = self._of(node, "Mul", self._zero_point(node, x_zero), self._sums(node, full))
+            result = self._of(node, "Sub", result, taken)
+        self.real[node.outputs[0]] = result
+
+    def _whole(self, node: Node, x: str) -> str:
+        """The input as float32, to be stored as the bytes that it is."""
+        if x in self.real:
+            return self.real[x]
+        signed = self.graph.types[x].dtype == np.int8
+        return self._of(node, "FakeQuantize", self._of(node, "Cast", x, to=FLOAT.name),
+                        **{**_AS_IT_IS, "zero_point": 128 if signed else 0})
+
+    def _zero_point(self, node: Node, name: str) -> str:
+        """float32 [1]"""
+        if name in self.real:
+            return self.real[name]
+        return self._of(node, "Reshape", self._of(node, "Cast", name, to=FLOAT.name), shape=(1,))
+
+    def _product(self, node: Node, x: str, weights: Array) -> str:
+        op, attrs = ("MatMul", {}) if node.op == "MatMulInteger" else ("Conv", node.attrs)
+        return self._of(node, op, x, self.add_constant(f"{node.outputs[0]}.weights", weights), **attrs)
+
+    def _sums(self, node: Node, weights: Array) -> str:
+        """What an input of ones gives: [N]; or an image, where padding leaves out taps, else [M, 1, 1]."""
+        if node.op == "MatMulInteger":
+            return self._number(node, "sums", weights.sum(axis=0, dtype=np.float64))
+        channels = weights.sum(axis=tuple(range(1, weights.ndim)), dtype=np.float64)
+        if not any(node.attrs["pads"]):
+            return self._number(node, "sums", channels.reshape(-1, *[1] * (weights.ndim - 2)))
+        ones = np.ones((1, *map(int, self.graph.shape(node.inputs[0])[1:])), np.float32)
+        return self._number(node, "sums", Conv.compute(node, ones, weights))
+
+
+_AS_IT_IS = {"scale": 1.0, "zero_point": 0, "low": 0, "high": 255}
+
+
+def _fits(weights: Array) -> bool:
+    return bool(weights.min() >= -128 and weights.max() <= 127)
