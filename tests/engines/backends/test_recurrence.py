@@ -105,6 +105,17 @@ def test_whole_products_are_exact(attrs, precision, runner):
     check(case.spec, runner, case.inputs, case.constants, pieces=2)
 
 
+@EVERY_BACKEND
+def test_products_of_the_largest_states_and_weights_are_exact(runner):
+    case = Case(node_of("RNN"), 40, "int8", batch=1, steps=2)
+    signs = np.where(np.arange(40) % 2, 1, -1)
+    case.constants |= {"weights": np.asarray(127 * np.outer(signs, signs), np.int8)[None],
+                       "scales": np.full((1, 40), 1 / (40 * 127 * 127), np.float32)}
+    case.inputs[0][0] = 20 * signs, -0.8 * signs        # the first state is 1 or -1, the second's gates 0.2 or -0.2
+    check(case.spec, runner, case.inputs, case.constants)
+    np.testing.assert_allclose(case.spec.reference(case.inputs, case.constants)[0][0, 1], np.tanh(0.2 * signs), 1e-6)
+
+
 @EVERY_ISA_WIDTH
 @pytest.mark.parametrize("batch, precision", [*((batch, "int16") for batch in (1, 2, 3, 7, 8, 13)), (13, "int8")])
 @pytest.mark.parametrize("attrs", [{}, {"cell": "GRU", "linear_before_reset": 1}, {"cell": "RNN"}],

@@ -76,6 +76,14 @@ def _pmadd_bytes(name: str, lanes: int) -> str:
     return d.text(_saturated(even + odd, I16, -(1 << 15), (1 << 15) - 1))
 
 
+def _sign_bytes(name: str, lanes: int) -> str:
+    """a[i] where b[i] > 0, 0 where it is 0, else -a[i]; -(-128) wraps."""
+    d = _Definition(name, vector(lanes, I8), vector(lanes, I8), vector(lanes, I8))
+    a, b = d.arguments
+    other = d.f.select(b.compare("slt", 0), a.like(0) - a, a.like(0))
+    return d.text(d.f.select(b.compare("sgt", 0), a, other))
+
+
 def _shuffle_bytes(name: str, lanes: int) -> str:
     """a[the low 4 bits of b[i], in i's 128-bit part], or 0 where b[i] < 0."""
     bytes_ = vector(lanes, I8)
@@ -152,6 +160,8 @@ def _definitions() -> dict[str, str]:
         table[name] = _pmadd(name, lanes)
     name = "llvm.x86.avx2.pmadd.ub.sw"
     table[name] = _pmadd_bytes(name, 16)
+    name = "llvm.x86.avx2.psign.b"
+    table[name] = _sign_bytes(name, 32)
     name = "llvm.x86.avx2.pshuf.b"
     table[name] = _shuffle_bytes(name, 32)
     for prefix, suffix, bits in (("avx2", "", 256), ("avx512", ".512", 512)):

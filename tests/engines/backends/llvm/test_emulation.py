@@ -64,6 +64,16 @@ def test_products_of_bytes_saturate_in_pairs(native):
 
 
 @pytest.mark.parametrize("native", [False, True])
+def test_bytes_take_the_signs_of_others(native):
+    if native and not runs_here(AVX2):
+        pytest.skip("this machine lacks the instruction")
+    a, signs = bytes_of(0, np.int8, 32), bytes_of(1, np.int8, 32)
+    signs[8:12] = 0
+    got = call("llvm.x86.avx2.psign.b", ["<32 x i8>"] * 2, "<32 x i8>", [a, signs], native)
+    np.testing.assert_array_equal(got[:32].view(np.int8), a * np.sign(signs))
+
+
+@pytest.mark.parametrize("native", [False, True])
 def test_bytes_are_picked_inside_each_128_bit_part(native):
     if native and not runs_here(AVX2):
         pytest.skip("this machine lacks the instruction")

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.backends.llvm.codegen.ir_builder import FLOAT, I8, I16, I32, Value, vector
+from engines.backends.llvm.codegen.ir_builder import FLOAT, I1, I8, I16, I32, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import ELEMENTS, to_float
 from engines.backends.llvm.kernels.common.access import hidden
@@ -111,6 +111,25 @@ class Quads(Int8):
         return weights
 
 
+class SignedQuads(Quads):
+    """Both factors signed bytes from -127 to 127, on machines with paired_dot and vpsignb. The first one's sign goes to
+    the second: then it has 7 bits, and no sum of two products saturates."""
+
+    def pixel(self, isa: Isa, address: Value) -> Operand:
+        f = address.f
+        words = f.splat(f.load(I32, address, hint="word"), isa.lanes)
+        quads = f.cast("bitcast", words, vector(isa.bytes, I8), "pixel")
+        return f.call(quads.type, f"llvm.abs.v{isa.bytes}i8", quads, f.constant(0, I1), hint="size"), quads
+
+    def weights(self, isa: Isa, address: Value) -> Operand:
+        return (address.f.load(vector(isa.bytes, I8), address, isa.bytes, "weights"),)
+
+    def dot(self, isa: Isa, acc: Value, pixel: Operand, weights: Operand) -> Value:
+        size, sign = pixel
+        turned = acc.f.call(sign.type, "llvm.x86.avx2.psign.b", *weights, sign, hint="turned")
+        return isa.paired_dot(acc, size, turned)
+
+
 class Pairs(Arithmetic):
     """Two elements of 16 bits a lane, which are loaded as a word."""
     element: ClassVar[str]      # LLVM's type
@@ -164,6 +183,7 @@ class Widened(Arithmetic):
 
 INT8 = Int8("uint8", "int8", 4)
 QUADS = Quads("uint8", "int8", 4)
+SIGNED_QUADS = SignedQuads("int8", "int8", 4)
 INT16 = Int16("int16", "int16", 2)
 FP32 = Widened("float32", "float32")
 _PAIRS = PairsOfBfloat("bfloat16", "bfloat16", 2)

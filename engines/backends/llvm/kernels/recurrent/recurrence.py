@@ -30,7 +30,7 @@ class RecurrenceKernel(RecurrenceTiling):
         "first": for each given state float32 [D H], as it is."""
         problem = self.problem
         vectors = -(-problem.hidden // isa.lanes)
-        arithmetic, weights = self.arithmetic, np.asarray(constants["weights"])
+        arithmetic, weights = self.arithmetic(isa), np.asarray(constants["weights"])
         weights = arithmetic.store_weights(weights).reshape(len(problem.cells), -1, problem.hidden, problem.hidden)
         rows = ((0, vectors * isa.lanes - problem.hidden), (0, self.turns() * arithmetic.elements - problem.hidden))
         parts = []
@@ -38,8 +38,8 @@ class RecurrenceKernel(RecurrenceTiling):
             for stage in cell.stages:
                 padded = np.pad(own[list(stage.gates)], ((0, 0), *rows))
                 split = padded.reshape(len(stage.gates), vectors, isa.lanes, self.turns(), arithmetic.elements)
-                if self.head:
-                    start = np.int32(-self.zero) * split.sum((3, 4), np.int32)
+                if self.head(isa):
+                    start = np.int32(-self.zero(isa)) * split.sum((3, 4), np.int32)
                     split = np.concatenate([start[..., None].view(np.int8)[..., None, :], split], 3)
                 parts.append(split.transpose(1, 3, 0, 2, 4).ravel())
         units = [*constants["units"], *problem.scales_by_gate(constants)]

@@ -28,7 +28,7 @@ from engines.backends.llvm.kernels.common.arithmetic import Operand
 from engines.backends.llvm.kernels.common.pixels import load_channels, store_channels
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, begin_kernel
 from engines.backends.llvm.kernels.recurrent.tiling import BLOCK, STEPS, Panels, RecurrenceTiling
-from engines.lowering.problems.recurrence import QUANTIZED_STATES, Source, Stage
+from engines.lowering.problems.recurrence import Source, Stage
 from engines.lowering.problems.view import SIZES, View
 
 STRANDS = 4             # units whose updates are written in turns
@@ -54,9 +54,9 @@ class RecurrenceEmitter:
         problem = kernel.problem
         self.kernel, self.problem, self.isa, self.tactic, self.module, self.name = (
             kernel, problem, isa, tactic, module, name)
-        self.arithmetic, self.items = kernel.arithmetic, kernel.tile_items(isa)
+        self.arithmetic, self.items = kernel.arithmetic(isa), kernel.tile_items(isa)
         self.block = 1 if problem.lengths is not None else BLOCK
-        self.stored = QUANTIZED_STATES.get(problem.precision)
+        self.stored = kernel.stored(isa)
         self.integers = kernel.room(isa) * 4            # where the state in integers follows
         size = self.integers + (kernel.room(isa) * SIZES[self.arithmetic.dtype] if self.stored else 0)
         self.pitch = -(-size // ALIGNMENT) * ALIGNMENT                      # bytes from item to item
@@ -237,7 +237,7 @@ class RecurrenceEmitter:
         acc = {(part, key): arithmetic.zero(isa, source) for part in range(split) for key in keys}
         state = source + (self.integers if self.stored else 0)
         at = {"s": state, "w": f.parameters["w"], "ahead": f.parameters["ahead"]}
-        if kernel.head:
+        if kernel.head(isa):
             for item, g, v in keys:
                 start = at["w"] + (v * kernel.stage_vector(isa, stage) + g * isa.bytes)
                 acc[0, (item, g, v)] = f.load(isa.ints, start, isa.bytes, "start")

@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.common.arithmetic import FP32, INT16, QUADS, Arithmetic
+from engines.backends.llvm.kernels.common.arithmetic import FP32, INT16, QUADS, SIGNED_QUADS, Arithmetic
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic
-from engines.lowering.problems.recurrence import QUANTIZED_STATES, SECOND_LEVEL, Recurrence, Stage
+from engines.lowering.problems.recurrence import QUANTIZED_STATES, SECOND_LEVEL, QuantizedState, Recurrence, Stage
 
 ARITHMETIC: dict[str, Arithmetic] = {"fp32": FP32, "int16": INT16, "int8": QUADS}
+SIGNED_STATE = QuantizedState(127, 0)       # what "int8" multiplies where signed bytes take fewer instructions
 FIRST_LEVEL = 1 << 15   # bytes of cache that most machines have there
 BLOCK = 8               # items whose states are in scratch together
 STEPS = 4               # the K loop's turns are a multiple of this, so that it can be cut
 PLACES = (1, 2, STEPS)
+PARTLY_CACHED = 1 << 23 # bytes of weights of which a large second level of cache keeps a share from step to step
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Panels(Tactic):
     vectors: int
     places: int = 1             # of K that are read side by side: streams of weights, for each vector
     prefetch: bool = False      # ask for the next panel's weights, a line at every k
-    alternate: bool = False     # every other step takes the panels backwards
+    alternate: bool = False     # every other step takes the panels backwards: it begins with what is in a cache
 
     def __str__(self) -> str:
         words = (f"panels of {self.vectors} vectors", f"{self.places} places" if self.places > 1 else "",
@@ -39,21 +41,33 @@ class RecurrenceTiling(Kernel[Recurrence]):
     @property
     def step_bytes(self) -> int:
         """Of the weights that one step of one direction reads."""
-        return self.problem.cells[0].gates * self.problem.hidden * self.turns() * self.arithmetic.step_bytes
+        rows = self.problem.cells[0].gates * self.problem.hidden
+        return rows * self.turns() * ARITHMETIC[self.problem.precision].step_bytes
 
     @property
-    def arithmetic(self) -> Arithmetic:
-        return ARITHMETIC[self.problem.precision]
+    def elements(self) -> int:
+        """Of a state, that are multiplied in a turn of the K loop."""
+        return ARITHMETIC[self.problem.precision].elements
+
+    def arithmetic(self, isa: Isa) -> Arithmetic:
+        return SIGNED_QUADS if self._signed(isa) else ARITHMETIC[self.problem.precision]
+
+    def stored(self, isa: Isa) -> QuantizedState | None:
+        """The state in integers, as this machine multiplies it."""
+        return SIGNED_STATE if self._signed(isa) else QUANTIZED_STATES.get(self.problem.precision)
+
+    def _signed(self, isa: Isa) -> bool:
+        return self.problem.precision == "int8" and bool(isa.paired_tiles)
 
     @property
     def scales(self) -> int:
         """Constants of a unit that make real numbers of its integer sums."""
         return self.problem.cells[0].gates if self.problem.precision in QUANTIZED_STATES else 0
 
-    @property
-    def zero(self) -> int:
+    def zero(self, isa: Isa) -> int:
         """The zero point of the state in integers."""
-        return QUANTIZED_STATES[self.problem.precision].zero if self.scales else 0
+        stored = self.stored(isa)
+        return stored.zero if stored else 0
 
     @property
     def by_batch(self) -> bool:
@@ -86,9 +100,8 @@ class RecurrenceTiling(Kernel[Recurrence]):
     def refinements(self, isa: Isa, best: Panels) -> Sequence[Panels]:
         if self.step_bytes < SECOND_LEVEL:
             return ()
-        # Several places and prefetch are for weights that come from afar; alternating, for those half in a cache.
-        afar = (replace(best, places=places, prefetch=prefetch) for places in PLACES for prefetch in (False, True))
-        return *afar, replace(best, alternate=True)
+        found = [replace(best, places=places, prefetch=prefetch) for places in PLACES for prefetch in (False, True)]
+        return found + [replace(best, alternate=True)] * (self.step_bytes <= PARTLY_CACHED)
 
     def packing(self, tactic: Panels) -> None:
         """Weights lie vector by vector, whatever the panels."""
@@ -100,20 +113,19 @@ class RecurrenceTiling(Kernel[Recurrence]):
     # ---- how weights and states lie
     def turns(self) -> int:
         """Of the K loop."""
-        return -(-self.problem.hidden // (self.arithmetic.elements * STEPS)) * STEPS
+        return -(-self.problem.hidden // (self.elements * STEPS)) * STEPS
 
-    @property
-    def head(self) -> int:
+    def head(self, isa: Isa) -> int:
         """Turns before the K loop's: where the state has a zero point, a turn's bytes hold what a sum begins with."""
-        return int(self.zero != 0)
+        return int(self.zero(isa) != 0)
 
     def stage_vector(self, isa: Isa, stage: Stage) -> int:
         """Bytes of the weights of one vector of units."""
-        return (self.head + self.turns()) * len(stage.gates) * self.arithmetic.weight_bytes(isa)
+        return (self.head(isa) + self.turns()) * len(stage.gates) * self.arithmetic(isa).weight_bytes(isa)
 
     def room(self, isa: Isa) -> int:
         """Elements of a state: whole vectors, and all that the K loop reads."""
-        step = max(isa.lanes, self.arithmetic.elements * STEPS)
+        step = max(isa.lanes, self.elements * STEPS)
         return -(-self.problem.hidden // step) * step
 
 
