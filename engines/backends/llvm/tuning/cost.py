@@ -3,7 +3,7 @@
 A core of today issues, in a cycle, about four vector instructions, two of them products, with two loads and one store.
 The largest of these counts is the time of a stretch of code; what it takes from the second level of cache and from
 beyond comes on top, as far as it does not hide behind the arithmetic. Weights come from beyond, the first time: since
-they were last read, all others of the network were.
+they were last read, all others of the network were. How far costs are from times: `python -m benchmarks.costs`.
 """
 from __future__ import annotations
 

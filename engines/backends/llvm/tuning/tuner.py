@@ -118,6 +118,14 @@ class Tuner:
             self._choices[problem] = self._choice(candidate, found, code[candidate])
         return {problem: self._choices[problem] for problem in wanted}
 
+    def survey(self, wanted: Mapping[Problem, Constants]) -> dict[Problem, dict[Candidate, float]]:
+        """Microseconds of every candidate for each problem, of the hopeless too: what costs are compared with."""
+        self._batches_of |= dict.fromkeys(wanted, self._batches)
+        every = {problem: self._candidates(problem) for problem in wanted}
+        with CompilerPool(self.isa) as pool:
+            found = self._times(pool, wanted, every, _Report(None, 0, steps=0))
+        return {problem: {one: us for one, (us, *_) in times.items()} for problem, times in found.items()}
+
     def rivals(self, problem: Problem, most: int) -> list[Candidate]:
         """The candidate taken, then those that may be faster than it inside a network, where constants come from afar.
 
@@ -219,8 +227,7 @@ class Tuner:
         Costs of one kernel's tactics compare well with each other, less so with those of another kernel (Winograd's and
         a direct one): the likely ones of each kernel are kept.
         """
-        costs = {one: one.kernel.cost(self.isa, one.tactic) * one.kernel.unseen(self.isa, one.tactic)
-                 for one in candidates}
+        costs = {one: one.kernel.cost(self.isa, one.tactic) for one in candidates}
         limits: dict[Kernel[Any], float] = {}
         for candidate, cost in costs.items():
             limits[candidate.kernel] = min(cost * MAX_COST_RATIO, limits.get(candidate.kernel, math.inf))

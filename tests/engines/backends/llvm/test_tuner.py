@@ -82,7 +82,7 @@ def test_each_batch_counts_alike_however_long_it_takes():
     assert ratios["many"] < ratios["few"]
 
 
-def test_the_hopeless_are_not_timed(monkeypatch):
+def test_the_hopeless_are_not_timed_but_in_a_survey(monkeypatch):
     timed = []
 
     def times(self, pool, wanted, tactics, report):
@@ -94,3 +94,6 @@ def test_the_hopeless_are_not_timed(monkeypatch):
     Tuner(AVX512_VNNI, TimingCache(), "").choose({spec: {}})
     assert {tactic.vectors for tactic in DirectContraction(spec).tactics(AVX512_VNNI)} == {1, 2, 4}
     assert {candidate.tactic.vectors for candidate in timed} == {2, 4}
+    timed.clear()
+    surveyed = Tuner(AVX512_VNNI, TimingCache(), "").survey({spec: {}})[spec]
+    assert set(surveyed) == set(timed) and {candidate.tactic.vectors for candidate in timed} == {1, 2, 4}

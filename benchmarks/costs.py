@@ -1,0 +1,78 @@
+"""How far the cost model is from the clock: every candidate for every kernel of a plan, timed alone on this machine.
+
+    python -m benchmarks.costs resnet50.plan minilm.plan
+
+Of each plan, how much longer its kernels take together if each is chosen by cost alone than if all were the fastest;
+and of each kernel, time over cost in cycles of the clock that was measured beside: their spread is what misleads a
+choice, their median what misleads one between two kernels. Times are of one item, with weights at hand, and candidates
+that take more than twice the fastest's do not count.
+"""
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import quantiles
+
+from benchmarks.reports.document import Cell, machine, markdown_table
+from engines.backends.llvm.codegen.isa import Isa, best_isa
+from engines.backends.llvm.tuning.peaks import measure_peaks
+from engines.backends.llvm.tuning.tuner import Candidate, Tuner
+from engines.lowering.buffers import write_borders
+from engines.lowering.lower import lower
+from engines.lowering.problems.problem import Problem
+from engines.machine.cpu import detect
+from engines.machine.timing_cache import TimingCache
+from engines.plan.file import read_plan
+from engines.plan.plan import graph_of
+
+FAR = 2.0       # times the fastest's: what nobody would choose
+Times = Mapping[Candidate, float]       # microseconds
+
+
+def surveyed(path: Path, isa: Isa) -> tuple[Mapping[Problem, Times], Counter[Problem]]:
+    """The times of all candidates for each of a plan's problems, and how often the plan has it."""
+    plan = read_plan(path)
+    calls = write_borders(lower(graph_of(plan), isa.lanes), plan.max_batch).compiled
+    tuner = Tuner(isa, TimingCache(), detect().model)
+    return tuner.survey({call.problem: call.constants for call in calls}), Counter(call.problem for call in calls)
+
+
+def loss(isa: Isa, found: Mapping[Problem, Times], uses: Mapping[Problem, int]) -> float:
+    """The time of the candidates of least cost to that of the fastest, less 1."""
+    chosen = sum(uses[problem] * times[min(times, key=lambda one: one.kernel.cost(isa, one.tactic))]
+                 for problem, times in found.items())
+    return chosen / sum(uses[problem] * min(times.values()) for problem, times in found.items()) - 1
+
+
+def ratios(isa: Isa, found: Sequence[Mapping[Problem, Times]], hertz: float) -> dict[str, list[float]]:
+    """{kernel: time over cost of each of its candidates that is not far from the fastest}"""
+    of_kernels = defaultdict(list)
+    for times in (times for problems in found for times in problems.values()):
+        for one, us in times.items():
+            if (cost := one.kernel.cost(isa, one.tactic)) and us <= FAR * min(times.values()):
+                of_kernels[type(one.kernel).__name__].append(us * 1e-6 * hertz / cost)
+    return of_kernels
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser("benchmarks.costs", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("plans", nargs="+", type=Path, metavar="PLAN")
+    isa, plans = best_isa(detect().features), parser.parse_args(arguments).plans
+    found = {path: surveyed(path, isa) for path in plans}
+    hertz = measure_peaks().hertz or 1.0
+    losses = [(path.stem, f"{100 * loss(isa, times, uses):.1f} %") for path, (times, uses) in found.items()]
+    rows: list[list[Cell]] = []
+    for kernel, some in sorted(ratios(isa, [times for times, _ in found.values()], hertz).items()):
+        low, *_, middle, _, _, _, high = quantiles(some, n=10, method="inclusive") if len(some) > 1 else some * 9
+        rows.append([kernel, len(some), *(f"{ratio:.2f}" for ratio in (low, middle, high))])
+    print(f"On {machine()}, kernels for {isa.name}, a clock of {hertz / 1e9:.2f} GHz.\n")
+    print(markdown_table(("plan", "lost by choosing by cost"), losses), end="\n\n")
+    print(markdown_table(("kernel", "candidates", "time over cost: tenth", "median", "nine tenths"), rows))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
