@@ -27,7 +27,7 @@ from engines.backends.llvm.kernels.common.arithmetic import Arithmetic, Int8, Op
 from engines.backends.llvm.kernels.kernel import begin_kernel
 from engines.backends.llvm.runtime.abi import KERNEL
 from engines.backends.llvm.runtime.elf import LoadedCode
-from engines.backends.llvm.tuning.tuner import aligned
+from engines.backends.llvm.tuning.timing import aligned
 from engines.ir.graph import Array
 from engines.machine.clock import thread_seconds
 from engines.machine.cpu import CpuInfo, detect

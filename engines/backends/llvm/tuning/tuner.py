@@ -9,30 +9,23 @@ from __future__ import annotations
 
 import hashlib
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
-
-import numpy as np
 
 from engines.backends.base import Progress
 from engines.backends.llvm.codegen.compile_pool import CompilerPool
 from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.kernel import Grid, Kernel, kernels_for
+from engines.backends.llvm.kernels.kernel import Kernel, kernels_for
 from engines.backends.llvm.runtime.abi import KERNEL
 from engines.backends.llvm.runtime.elf import LoadedCode
+from engines.backends.llvm.tuning.timing import aligned, call_of, measure, memory_of
 from engines.lowering.problems.problem import Array, Problem
-from engines.lowering.problems.view import View
-from engines.machine.clock import thread_seconds
 from engines.machine.timing_cache import TimingCache
 from engines.version import COMPILER_VERSION
 
-TIMING_SECONDS = 0.004      # spent on timing one tactic, in rounds among its rivals
-ROUNDS = 3
 MAX_COST_RATIO = 1.3        # times the least cost: tactics beyond it are not timed
-ABANDON_RATIO = 1.5         # times the fastest tactic's first runs: a slower one is timed no further
 CLOCK_US = 1e-3             # the least that is a time: some clocks stand still for a moment
 NEAR = 1.1                  # times the least time: noise, inputs from afar
 FAR_BYTES = 8e3             # of constants that a microsecond brings from afar, at worst
@@ -292,7 +285,7 @@ class Tuner:
         """Those of candidates on batches of zeros, which the cache takes."""
         loaded, sizes = LoadedCode([code]), {one: self._sizes(one) for one in candidates}
         most = max(map(max, sizes.values()))
-        inputs, outputs = ([_memory(view, most) for view in views] for views in (problem.inputs, problem.outputs))
+        inputs, outputs = ([memory_of(view, most) for view in views] for views in (problem.inputs, problem.outputs))
         packed: dict[Any, list[Array]] = {}
         calls: dict[int, dict[Candidate, Callable[[], None]]] = {}
         for one in candidates:
@@ -302,7 +295,7 @@ class Tuner:
                                    for constant in one.kernel.expanded_constants(self.isa, one.tactic, constants)]
             function = KERNEL(loaded.addresses[self._symbol(one)])
             for items in sizes[one]:
-                calls.setdefault(items, {})[one] = _call(function, [*inputs, *packed[packing], *outputs],
+                calls.setdefault(items, {})[one] = call_of(function, [*inputs, *packed[packing], *outputs],
                                                          one.kernel.grid(self.isa, one.tactic), items)
         times = {items: measure(of_candidates) for items, of_candidates in calls.items()}
         self.timed += len(candidates)
@@ -330,58 +323,3 @@ def mean_ratios(times: Mapping[C, Times], least_of: Mapping[C, Times] | None = N
     fastest = [max(min(of_batch), CLOCK_US) for of_batch in zip(*(least_of or times).values(), strict=True)]
     return {one: sum(max(us, CLOCK_US) / unit for us, unit in zip(found, fastest, strict=True)) / len(fastest)
             for one, found in times.items()}
-
-
-def _call(function: Any, arrays: list[Array], grid: Grid, items: int) -> Callable[[], None]:
-    """A call of a kernel for all of a batch."""
-    table = np.array([array.ctypes.data for array in arrays], np.int64)
-    address, keep = table.ctypes.data, (arrays, table)
-
-    def call(keep: Any = keep) -> None:
-        function(address, 0, items * grid.rows_per_item, 0, grid.columns)
-    return call
-
-
-def aligned(array: Array) -> Array:
-    """A flat copy that begins on a cache line: numpy's own buffers need not."""
-    array = np.ascontiguousarray(array).reshape(-1)
-    raw = np.zeros(array.nbytes + 192, np.uint8)
-    start = -raw.ctypes.data % 64
-    result = raw[start:start + array.nbytes].view(array.dtype)
-    result[:] = array
-    return result
-
-
-def _memory(view: View, items: int) -> Array:
-    """Room for so many items of a view, halo and slack included."""
-    return aligned(np.zeros((items - 1) * view.item + view.span + 256, np.uint8))
-
-
-def measure(calls: Mapping[Any, Callable[[], None]]) -> dict[Any, float]:
-    """{name: call} -> {name: microseconds of its fastest run}, the calls taken in turns.
-
-    The fastest run, because everything that disturbs a measurement makes it longer; in CPU time, for a slow kernel may
-    never have the core to itself. Calls that are far behind after two runs are left at that.
-    """
-    best = dict.fromkeys(calls, float("inf"))
-    for call in calls.values():
-        call()                      # touch the memory, fill the caches
-    for _ in range(2):
-        for name, call in calls.items():
-            best[name] = min(best[name], _seconds(call))
-    limit = ABANDON_RATIO * min(best.values(), default=0.0)
-    hopeful = [name for name, seconds in best.items() if seconds <= limit]
-    for _ in range(ROUNDS):
-        for name in hopeful:
-            end = time.perf_counter() + TIMING_SECONDS / ROUNDS
-            while True:
-                best[name] = min(best[name], _seconds(calls[name]))
-                if time.perf_counter() >= end:
-                    break
-    return {name: seconds * 1e6 for name, seconds in best.items()}
-
-
-def _seconds(call: Callable[[], None]) -> float:
-    begin = thread_seconds()
-    call()
-    return thread_seconds() - begin

@@ -7,7 +7,9 @@ import pytest
 from engines.backends.llvm.codegen.isa import AVX2, AVX512_VNNI, best_isa
 from engines.backends.llvm.kernels.contraction.direct import DirectContraction
 from engines.backends.llvm.kernels.contraction.winograd import WinogradContraction
+from engines.backends.llvm.tuning import timing
 from engines.backends.llvm.tuning import tuner as tuner_module
+from engines.backends.llvm.tuning.timing import measure
 from engines.backends.llvm.tuning.tuner import Tuner, mean_ratios
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.convolution import Contraction, Depthwise
@@ -65,8 +67,8 @@ def test_kernels_cut_by_batch_are_timed_with_one_item_and_with_many(spec, sizes,
     monkeypatch.setattr(tuner_module, "measure", lambda calls: {tactic: 1.0 for tactic in calls})
     constants = {"weights": np.zeros((64, 64, 1, 1), np.int8), "program": []}
     seen = []
-    real = tuner_module._call
-    monkeypatch.setattr(tuner_module, "_call", lambda *arguments: seen.append(arguments[-1]) or real(*arguments))
+    real = tuner_module.call_of
+    monkeypatch.setattr(tuner_module, "call_of", lambda *arguments: seen.append(arguments[-1]) or real(*arguments))
     for _ in range(2):          # the second tuner finds all in the cache
         tuner = Tuner(isa, cache, "")
         choice = tuner.choose({spec: constants}, batches=(1, 8))[spec]
@@ -97,3 +99,10 @@ def test_the_hopeless_are_not_timed_but_in_a_survey(monkeypatch):
     timed.clear()
     surveyed = Tuner(AVX512_VNNI, TimingCache(), "").survey({spec: {}})[spec]
     assert set(surveyed) == set(timed) and {candidate.tactic.vectors for candidate in timed} == {1, 2, 4}
+
+
+def test_a_clock_that_stands_still_for_a_moment_makes_nobody_the_fastest(monkeypatch):
+    clock = iter([0.0, 0.0, 1.0, 4.0, *np.arange(10.0, 1e4, 3.0)])       # the first call seems to take no time
+    monkeypatch.setattr(timing, "thread_seconds", lambda: next(clock))
+    monkeypatch.setattr(timing, "ROUNDS", 0)
+    assert measure({"one": lambda: None, "other": lambda: None}) == {"one": 3e6, "other": 3e6}

@@ -1,0 +1,74 @@
+"""Times calls of kernels alone, side by side, on memory of their own."""
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from engines.backends.llvm.kernels.kernel import Grid
+from engines.lowering.problems.problem import Array
+from engines.lowering.problems.view import View
+from engines.machine.clock import thread_seconds
+
+TIMING_SECONDS = 0.004      # spent on timing one tactic, in rounds among its rivals
+ROUNDS = 3
+ABANDON_RATIO = 1.5         # times the fastest tactic's first runs: a slower one is timed no further
+
+
+def call_of(function: Any, arrays: list[Array], grid: Grid, items: int) -> Callable[[], None]:
+    """A call of a kernel for all of a batch."""
+    table = np.array([array.ctypes.data for array in arrays], np.int64)
+    address, keep = table.ctypes.data, (arrays, table)
+
+    def call(keep: Any = keep) -> None:
+        function(address, 0, items * grid.rows_per_item, 0, grid.columns)
+    return call
+
+
+def aligned(array: Array) -> Array:
+    """A flat copy that begins on a cache line: numpy's own buffers need not."""
+    array = np.ascontiguousarray(array).reshape(-1)
+    raw = np.zeros(array.nbytes + 192, np.uint8)
+    start = -raw.ctypes.data % 64
+    result = raw[start:start + array.nbytes].view(array.dtype)
+    result[:] = array
+    return result
+
+
+def memory_of(view: View, items: int) -> Array:
+    """Room for so many items of a view, halo and slack included."""
+    return aligned(np.zeros((items - 1) * view.item + view.span + 256, np.uint8))
+
+
+def measure(calls: Mapping[Any, Callable[[], None]]) -> dict[Any, float]:
+    """{name: call} -> {name: microseconds of its fastest run}, the calls taken in turns.
+
+    The fastest run, because everything that disturbs a measurement makes it longer; in CPU time, for a slow kernel may
+    never have the core to itself. Calls that are far behind after two runs are left at that.
+    """
+    best = dict.fromkeys(calls, float("inf"))
+    for call in calls.values():
+        call()                      # touch the memory, fill the caches
+    for _ in range(2):
+        for name, call in calls.items():
+            best[name] = min(best[name], _seconds(call))
+    limit = ABANDON_RATIO * min(best.values(), default=0.0)
+    hopeful = [name for name, seconds in best.items() if seconds <= limit]
+    for _ in range(ROUNDS):
+        for name in hopeful:
+            end = time.perf_counter() + TIMING_SECONDS / ROUNDS
+            while True:
+                best[name] = min(best[name], _seconds(calls[name]))
+                if time.perf_counter() >= end:
+                    break
+    return {name: seconds * 1e6 for name, seconds in best.items()}
+
+
+def _seconds(call: Callable[[], None]) -> float:
+    """Infinite where the clock stood still, as some virtual machines' do for a moment: the least is looked for."""
+    begin = thread_seconds()
+    call()
+    return thread_seconds() - begin or math.inf
