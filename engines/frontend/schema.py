@@ -37,6 +37,7 @@ WORDS: Mapping[str, Collection[str]] = {
     "LSTM.direction": _DIRECTIONS,
     "Pad.mode": ("constant", "reflect", "edge", "wrap"),
     "RNN.direction": _DIRECTIONS,
+    "padding_mode": ("zeros", "border", "reflection"),
     "Resize.coordinate_transformation_mode": (
         "half_pixel", "half_pixel_symmetric", "pytorch_half_pixel", "align_corners", "asymmetric",
         "tf_half_pixel_for_nn", "tf_crop_and_resize"),

@@ -103,6 +103,16 @@ def _without_ceil(call: Call, attrs: dict[str, Any]) -> dict[str, Any]:
     return {"pads": (*(before for before, _ in window.pads), *ends)}
 
 
+@rule("GridSample")
+def _grid_sample(call: Call) -> list[Node]:
+    """Before opset 20 its modes have the names that they have for two axes."""
+    known = ({"linear": "linear", "nearest": "nearest", "cubic": "cubic"} if call.opset >= 20 else
+             {"bilinear": "linear", "nearest": "nearest", "bicubic": "cubic"})
+    if (mode := call.attr("mode", next(iter(known)))) not in known:
+        raise GraphError(f"its mode is '{mode}'; ONNX has {', '.join(known)}")
+    return call.node_with(2, mode=known[mode], **call.keep("align_corners", "padding_mode"))
+
+
 @rule("Upsample")
 def _upsample(call: Call) -> list[Node]:
     scales = call.attr("scales") or call.value(1)

@@ -6,11 +6,10 @@ from engines.errors import ModelError
 from tests.engines.frontend.one_node import check, imported, normal
 
 
-@pytest.mark.parametrize("mode, padding", [(mode, padding) for mode in ("bilinear", "nearest")
-                                           for padding in ("zeros", "border", "reflection")] + [("bicubic", "zeros")])
+@pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
+@pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
 @pytest.mark.parametrize("corners", [0, 1])
 def test_a_grid_samples_an_image(mode, padding, corners):
-    """The onnx package's reference, which runs it, extends an image in another way under bicubic samples."""
     grid = np.random.default_rng(5).uniform(-1.3, 1.3, (2, 4, 5, 2)).astype(np.float32)
     check("GridSample", [normal(2, 3, 6, 7), grid], mode=mode, padding_mode=padding, align_corners=corners, atol=1e-4)
 

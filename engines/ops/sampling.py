@@ -1,0 +1,104 @@
+"""Samples of images at places that a tensor tells."""
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import numpy as np
+
+from engines.errors import GraphError
+from engines.ir.graph import Array, Node, TensorType
+from engines.ops.items import ItemAxes, Mixed
+from engines.ops.op import Inputs, Op, Types
+
+Taps = list[tuple[Array, Array]]        # (index, weight): the pixels that a sample is made of along an axis
+_CUBIC = -0.75
+
+
+class GridSample(Op):
+    """x [N, C, ...image] at grid [N, ...places, axes of the image]: a number for each axis, the last one first, where
+    -1 and 1 are the image's ends: the centres of its first and last pixel with align_corners, else their outer edges.
+
+    mode: linear, nearest or cubic; padding_mode: what is beyond the ends: zeros, the border's pixel, or a reflection
+    """
+    attributes = ("align_corners", "padding_mode")
+
+    @classmethod
+    def types(cls, node: Node, x: TensorType, grid: TensorType) -> Types:
+        if len(x.shape) != len(grid.shape) or len(x.shape) < 3 or grid.shape[-1] != len(x.shape) - 2:
+            raise GraphError("its grid has not a number for each axis of the image")
+        if x.shape[0] != grid.shape[0]:
+            raise GraphError("it has not a grid for each image")
+        return (TensorType(x.dtype, (*x.shape[:2], *grid.shape[1:-1])),)
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        if list(axes) != [0, 0]:
+            raise Mixed("its items are not the images")
+        return (0,)
+
+    @classmethod
+    def compute(cls, node: Node, x: Array, grid: Array) -> Array:
+        image = x.shape[2:]
+        taps = [_taps(node, grid[..., -1 - axis].reshape(len(x), -1).astype(np.float64), size)
+                for axis, size in enumerate(image)]
+        pixels = x.reshape(*x.shape[:2], math.prod(image))
+        y = np.zeros((*x.shape[:2], math.prod(grid.shape[1:-1])))
+        for corner in product(*taps):
+            place, weight = np.zeros_like(corner[0][0]), np.ones_like(corner[0][1])
+            for size, (index, part) in zip(image, corner, strict=True):
+                place, weight = place * size + index, weight * part
+            y += np.where(weight[:, None] != 0, np.take_along_axis(pixels, place[:, None], 2), 0) * weight[:, None]
+        return np.asarray(y.reshape(*x.shape[:2], *grid.shape[1:-1])).astype(x.dtype)
+
+
+def _taps(node: Node, places: Array, size: int) -> Taps:
+    corners, padding = bool(node.attrs.get("align_corners", 0)), node.attrs.get("padding_mode", "zeros")
+    place = (places + 1) * (size - 1) / 2 if corners else ((places + 1) * size - 1) / 2
+    place = np.where(np.isfinite(place), place, -1e6)
+    mode = node.attrs.get("mode", "linear")
+    if mode != "cubic":
+        place = _inside(place, size, corners, padding)
+    below = np.rint(place) if mode == "nearest" else np.floor(place)
+    weights = {"nearest": _nearest, "linear": _linear, "cubic": _cubic}[mode](place - below)
+    taps = []
+    for offset, weight in weights:
+        index = below + offset
+        if mode == "cubic":
+            index = _inside(index, size, corners, padding)
+        seen = (index >= 0) & (index <= size - 1)
+        taps.append((np.where(seen, index, 0).astype(np.int64), np.where(seen, weight, 0)))
+    return taps
+
+
+def _inside(place: Array, size: int, corners: bool, padding: str) -> Array:
+    """What stands for places beyond the ends."""
+    if padding == "zeros":
+        return place
+    if padding == "reflection":
+        first, span = (0.0, size - 1) if corners else (-0.5, size)
+        if not span:
+            return np.zeros_like(place)
+        beyond = np.mod(place - first, 2 * span)
+        place = np.minimum(beyond, 2 * span - beyond) + first
+    return np.clip(place, 0, size - 1)
+
+
+def _nearest(part: Array) -> Taps:
+    return [(np.zeros(()), np.ones_like(part))]
+
+
+def _linear(part: Array) -> Taps:
+    return [(np.zeros(()), 1 - part), (np.ones(()), part)]
+
+
+def _cubic(part: Array) -> Taps:
+    """Keys' kernel, of four pixels."""
+    def near(d: Array) -> Array:
+        return np.asarray(((_CUBIC + 2) * d - (_CUBIC + 3)) * d * d + 1)
+
+    def far(d: Array) -> Array:
+        return np.asarray(((_CUBIC * d - 5 * _CUBIC) * d + 8 * _CUBIC) * d - 4 * _CUBIC)
+
+    weights = (far(part + 1), near(part), near(1 - part), far(2 - part))
+    return [(np.array(float(offset)), weight) for offset, weight in enumerate(weights, -1)]

@@ -1,0 +1,45 @@
+"""Samples of images are what ONNX Runtime takes."""
+import numpy as np
+import pytest
+
+from engines.errors import ModelError
+from tests.engines.frontend.one_node import check, imported, normal
+
+
+def places(*shape):
+    return np.random.default_rng(5).uniform(-1.4, 1.4, shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("mode", ["linear", "nearest", "cubic"])
+@pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
+@pytest.mark.parametrize("corners", [0, 1])
+def test_an_image_is_sampled(mode, padding, corners):
+    attrs = {"domain": "", "padding_mode": padding, "align_corners": corners}
+    inputs = [normal(2, 3, 6, 7), places(2, 4, 5, 2)]
+    check("GridSample", inputs, mode=mode, version=20, atol=1e-4, **attrs)
+    older = {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)
+    check("GridSample", inputs, mode=older, version=16, atol=1e-4, batch=True, **attrs)
+
+
+@pytest.mark.parametrize("mode", ["linear", "nearest"])
+@pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
+def test_a_volume_is_sampled(mode, padding):
+    check("GridSample", [normal(2, 3, 4, 6, 7), places(2, 4, 5, 2, 3)], mode=mode, padding_mode=padding, domain="",
+          atol=1e-4)
+
+
+def test_a_place_that_is_no_number_is_beyond_the_image():
+    grid = np.float32([[[[np.nan, 0], [0, np.inf], [0, 0]]]])
+    result = imported("GridSample", [np.ones((1, 1, 3, 3), np.float32), grid], domain="")["o0"]
+    np.testing.assert_array_equal(result, [[[[0, 0, 1]]]])
+
+
+@pytest.mark.parametrize("grid, version, attrs, message", [
+    ((2, 4, 5, 3), 20, {}, "its grid has not a number for each axis of the image"),
+    ((3, 4, 5, 2), 20, {}, "it has not a grid for each image"),
+    ((2, 4, 5, 2), 20, {"mode": "bilinear"}, "its mode is 'bilinear'; ONNX has linear, nearest, cubic"),
+    ((2, 4, 5, 2), 16, {"mode": "linear"}, "its mode is 'linear'; ONNX has bilinear, nearest, bicubic"),
+    ((2, 4, 5, 2), 20, {"padding_mode": "wrap"}, "attribute 'padding_mode' is 'wrap'; it is one of zeros")])
+def test_what_does_not_fit_is_refused(grid, version, attrs, message):
+    with pytest.raises(ModelError, match=message):
+        imported("GridSample", [normal(2, 3, 6, 7), places(*grid)], domain="", version=version, **attrs)
