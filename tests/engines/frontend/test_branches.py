@@ -74,6 +74,15 @@ def test_a_tensor_of_a_branch_may_have_the_name_of_one_that_is_made_later():
     np.testing.assert_array_equal(results["later"], [[1, 2, 3, 4]])
 
 
+def test_a_branch_in_a_branch_reads_a_tensor_that_got_another_name():
+    inner = node("If", "on", "t", then_branch=branch([node("Neg", "later", "b")], "b"), else_branch=branch([], "later"))
+    proto = model([choice(branch([node("Mul", "x x", "later"), inner], "t"), branch([], "x")),
+                   node("Abs", "x", "later")], outputs="y later")
+    results = made(proto, True)
+    np.testing.assert_array_equal(results["y"], [[-1, -4, -9, -16]])
+    np.testing.assert_array_equal(results["later"], [[1, 2, 3, 4]])
+
+
 def test_a_branch_may_hand_out_what_is_around_it_and_one_tensor_twice():
     proto = model([node("If", "on", "y z", then_branch=branch([], "x x"), else_branch=branch([], "x x"))],
                   outputs="y z")
