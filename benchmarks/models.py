@@ -19,7 +19,7 @@ from calibration.open_data import open_calibration_data
 from engines.compiler.builder import BuildConfig, Builder
 from engines.ir.graph import Array
 from engines.plan.plan import IoTensor
-from infer_server.cli.build_engine import parse_shape
+from infer_server.cli.common import parse_shape
 from tests.zoo import ZOO, images
 
 CALIBRATION_ITEMS = 32      # of random pictures, where no data is given

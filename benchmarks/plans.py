@@ -42,11 +42,17 @@ def main(arguments: Sequence[str]) -> None:
     print(f"| plan | batch | before, {clock.unit} | after | before / after: median (quartiles) | outputs |")
     print("| --- | --- | --- | --- | --- | --- |")
     for name, paths in _pairs(options.before, options.after):
-        engines = [load_engine(path) for path in paths]
+        engines = [_engine(path) for path in paths]
         for batch in map(int, options.batch.split(",")):
             print(f"| {name} | {batch} | {compared(engines, batch, clock, options.seconds)} |", flush=True)
             if options.steps:
                 print("\n".join(_steps(engines, batch)), flush=True)
+
+
+def _engine(path: Path) -> Engine:
+    """Of a plan with open extents, its first specialisation."""
+    engine = load_engine(path)
+    return engine if isinstance(engine, Engine) else engine.at(engine.usual_shapes())
 
 
 def _pairs(before: Path, after: Path) -> Iterator[tuple[str, tuple[Path, Path]]]:

@@ -16,16 +16,18 @@ def collect(run: Run, data: CalibrationData, tensors: Iterable[str], *, batch: i
     """{tensor: histogram of all its values}, from one pass over `data` in batches of at most `batch` items.
 
     The histograms do not depend on `batch`, provided that `run` does not. progress(done, of) is called with numbers of
-    items, `of` 0 if it is not known. Raises CalibrationError, naming the tensor, if `run` does not return it or if it
+    items, `of` 0 if it is not known. Raises CalibrationError, naming the tensor, if `run` never returns it or if it
     has values that are not finite.
     """
     histograms = {tensor: Histogram() for tensor in tensors}
     done = 0
+    seen: set[str] = set()
     for feed in data.batches(batch):
         values = run(feed)
+        seen |= values.keys()
         for tensor, histogram in histograms.items():
-            if tensor not in values:
-                raise CalibrationError(f"the float graph did not return '{tensor}', which is to be calibrated")
+            if tensor not in values:        # for other shapes the graph may be another
+                continue
             try:
                 histogram.observe(values[tensor])
             except CalibrationError as error:
@@ -33,4 +35,6 @@ def collect(run: Run, data: CalibrationData, tensors: Iterable[str], *, batch: i
                                        "check the preprocessing and the model itself in fp32") from error
         done += data.items_in(feed)
         progress(done, data.count or 0)
+    if never := next((tensor for tensor in histograms if tensor not in seen), ""):
+        raise CalibrationError(f"the float graph did not return '{never}', which is to be calibrated")
     return histograms

@@ -19,6 +19,7 @@ from typing import Any
 from calibration.calibrators import Range, make_calibrator
 from calibration.histogram import Histogram
 from engines.errors import CalibrationError
+from engines.ir.recipe import Recipe
 
 FORMAT = "infer-server calibration table"
 VERSION = 3
@@ -48,6 +49,12 @@ class CalibrationTable:
         object.__setattr__(self, "ranges", MappingProxyType(dict(self.ranges)))
         object.__setattr__(self, "means", MappingProxyType(dict(self.means)))
         object.__setattr__(self, "smoothing", MappingProxyType(dict(self.smoothing)))
+
+
+    @property
+    def recipe(self) -> Recipe:
+        """What the compiler needs of it."""
+        return Recipe(self.ranges, self.means, self.smoothing)
 
 
 def make_table(calibrator: str, graph_hash: str, items: int, histograms: Mapping[str, Histogram]) -> CalibrationTable:

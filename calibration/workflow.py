@@ -10,21 +10,25 @@ from typing import Any
 
 import numpy as np
 
-from calibration.bias_correction import ChannelMeans, correct_biases
+from calibration.bias_correction import ChannelMeans
 from calibration.calibrators import make_calibrator
 from calibration.collect import collect
 from calibration.data.preprocess import Preprocess, load_preprocess
 from calibration.histogram import Histogram
 from calibration.open_data import CalibrationData, Feed, Source, digest_of_data, open_calibration_data
 from calibration.search import CANDIDATES, Errors, compare, search
-from calibration.smoothing import ALPHAS, ChannelPeaks, smoothable, smoothed, smoothing_factors
+from calibration.smoothing import ALPHAS, ChannelPeaks, smoothing_factors
 from calibration.table import CalibrationTable, load_or_make, make_table
 from engines.compiler.build import Calibrated, Notify, Progress
-from engines.compiler.builder import TRIAL_BATCH, Builder
+from engines.compiler.builder import TRIAL_BATCH
 from engines.compiler.engine_cache import sources_digest
+from engines.compiler.subject import KEPT, Subject
 from engines.errors import ConfigError
 from engines.ir.graph import Array, Graph
-from engines.plan.plan import IoTensor
+from engines.passes.quantization.recipe import prepared
+from engines.passes.quantization.smoothing import smoothable, smoothed
+from engines.plan.extents import Shapes
+from engines.plan.plan import IoTensor, Plan
 from engines.runtime.engine import Engine
 from engines.runtime.fallback import to_real
 
@@ -92,15 +96,23 @@ class Calibration:
                 "data": None if self.data is None else digest_of_data(self._source),
                 "code": sources_digest(Path(__file__).parent)}
 
-    def calibrate(self, builder: Builder, graph: Graph, notify: Notify, progress: Progress) -> Calibrated:
+    def shapes(self, inputs: Sequence[IoTensor], pixels: bool) -> Shapes | None:
+        """Those of the first item; None: there are no data, only a cache."""
+        if self.data is None:
+            return None
+        first, *_ = self.open(inputs, pixels).limit(1)
+        return {name: array.shape for name, array in first.items()}
+
+    def calibrate(self, subject: Subject, notify: Notify, progress: Progress) -> Calibrated:
         """Ranges from the cache, if one fits, else from the data. Raises EngineErrors about options, data and cache."""
+        builder, graph = subject.builder, subject.graph
         report: dict[str, Any] = {}
 
         def make() -> CalibrationTable:
             if self.data is None:
                 state = "is of another model or calibrator" if Path(self.cache).exists() else "does not exist"
                 raise ConfigError(f"the calibration cache {self.cache} {state}; give --calib to calibrate")
-            table, found = _from_data(builder, graph, self, notify, progress)
+            table, found = _from_data(subject, self, notify, progress)
             report.update(found)
             return table
 
@@ -116,7 +128,7 @@ class Calibration:
                    "float")
         report |= {"calibrator": table.calibrator, "calibration_items": table.items,
                    "biases_corrected": bool(table.means), "tensors_smoothed": len(table.smoothing)}
-        return Calibrated(prepared(builder, graph, table), table.ranges, report)
+        return Calibrated(table.recipe, report)
 
 
 def graph_hash(graph: Graph) -> str:
@@ -128,19 +140,32 @@ def graph_hash(graph: Graph) -> str:
     return digest.hexdigest()[:32]
 
 
-def prepared(builder: Builder, graph: Graph, table: CalibrationTable) -> Graph:
-    """The float graph as the table wants it quantised: channels smoothed, and biases that its means ask for."""
-    graph = smoothed(graph, table.smoothing)
-    if not table.means:
-        return graph
-    means = {tensor: np.asarray(values) for tensor, values in table.means.items()}
-    return correct_biases(graph, builder.stored(graph, table.ranges), means).graph
+class _Engines:
+    """Of a model's float graphs: an engine for each set of extents that data have, made when it is met."""
+
+    def __init__(self, subject: Subject, plan: Callable[[Graph], Plan]) -> None:
+        self._subject, self._plan = subject, plan
+        self._engines: dict[tuple[int, ...], Engine] = {}
+        self.usual = self._engine(tuple(subject.usual.values()))
+
+    def run(self, feed: Feed) -> dict[str, Array]:
+        """The outputs for a feed."""
+        extents = self._subject.extents_of({name: array.shape for name, array in feed.items()})
+        return self._engine(tuple(extents.values())).run(feed)
+
+    def _engine(self, extents: tuple[int, ...]) -> Engine:
+        if extents not in self._engines:
+            if len(self._engines) > KEPT:       # the usual one stays
+                del self._engines[list(self._engines)[1]]
+            graph = self._subject.at(dict(zip(self._subject.usual, extents, strict=True)))
+            self._engines[extents] = Engine(self._plan(graph))
+        return self._engines[extents]
 
 
 @dataclass
 class _Watched:
     """The float model's outputs and edges, over the calibration data."""
-    engine: Engine
+    engines: _Engines
     data: CalibrationData
     batch: int
     progress: Callable[[int, int], None]
@@ -155,7 +180,7 @@ class _Watched:
         self.items = 0
 
         def run(feed: Feed) -> Mapping[str, Array]:
-            values = self.engine.run(feed)
+            values = self.engines.run(feed)
             means.observe(values)
             peaks.observe(values)
             self.items += self.data.items_in(feed)
@@ -166,19 +191,31 @@ class _Watched:
 
     @property
     def macs(self) -> int:
-        return sum(step.macs for step in self.engine.plan.machine.steps)
+        return sum(step.macs for step in self.engines.usual.plan.machine.steps)
 
 
-def _from_data(builder: Builder, graph: Graph, wanted: Calibration, notify: Notify,
+def _watching(subject: Subject, tensors: Iterable[str], factors: Mapping[str, Iterable[float]] = {}     # noqa: B006
+              ) -> _Engines:
+    """The float model, smoothed by these factors, with the tensors as outputs, as far as its graphs have them."""
+    def plan(graph: Graph) -> Plan:
+        able = set(smoothable(graph)) if factors else ()
+        graph = smoothed(graph, {name: values for name, values in factors.items() if name in able})
+        return subject.builder.watching(graph, [name for name in tensors if name in graph.types])
+    return _Engines(subject, plan)
+
+
+def _from_data(subject: Subject, wanted: Calibration, notify: Notify,
                progress: Progress) -> tuple[CalibrationTable, dict[str, Any]]:
     """Run the float model over the data; correct biases and search for ranges, each if it lowers the error."""
+    builder, graph = subject.builder, subject.graph
     edges, uneven = builder.edges(graph), smoothable(graph)
-    engine = Engine(builder.watching(graph, dict.fromkeys((*edges, *uneven))))
-    data = wanted.open(engine.inputs, builder.config.pixels is not None)
+    engines = _watching(subject, tuple(dict.fromkeys((*edges, *uneven))))
+    engine = engines.usual
+    data = wanted.open(subject.inputs, builder.config.pixels is not None)
     if data.note:
         notify(data.note)
     batch = TRIAL_BATCH if engine.max_batch and not engine.dependence else 1
-    watched = _Watched(engine, data, batch, lambda done, of: progress("calibrating", done, of, ""))
+    watched = _Watched(engines, data, batch, lambda done, of: progress("calibrating", done, of, ""))
     watched.watch(edges, uneven)
     report: dict[str, Any] = {"preprocess": data.preprocess.to_json()} if data.preprocess is not None else {}
     hash_, items = graph_hash(graph), watched.items
@@ -186,10 +223,10 @@ def _from_data(builder: Builder, graph: Graph, wanted: Calibration, notify: Noti
         return make_table(wanted.calibrator, hash_, items, watched.histograms), report
 
     judged, trials = _budget(watched.macs, sum(constant.size for constant in graph.constants.values()))
-    judge = Judge(builder, graph, engine, data.limit(judged), watched.batch)
+    judge = Judge(subject, engines, data.limit(judged), watched.batch)
     factors: dict[str, tuple[float, ...]] = {}
     if uneven:
-        watched, factors = _smoothing(builder, graph, judge, watched, notify)
+        watched, factors = _smoothing(subject, judge, watched, notify)
         trials -= 1 + len(ALPHAS)
     usual = replace(make_table("percentile", hash_, items, watched.histograms), smoothing=factors)
     spare = trials - len(CANDIDATES) - 2        # 2: with biases corrected, and without
@@ -211,7 +248,7 @@ def _budget(macs: int, weights: int) -> tuple[int, int]:
     return items, int(BUDGET_MACS / (items * macs + MACS_A_WEIGHT * weights + 1))
 
 
-def _smoothing(builder: Builder, graph: Graph, judge: Judge, plain: _Watched,
+def _smoothing(subject: Subject, judge: Judge, plain: _Watched,
                notify: Notify) -> tuple[_Watched, dict[str, tuple[float, ...]]]:
     """What was watched, and the factors, if channels smoothed by them lower the error; else `plain` and none."""
     edges = tuple(plain.histograms)
@@ -219,8 +256,9 @@ def _smoothing(builder: Builder, graph: Graph, judge: Judge, plain: _Watched,
     best, kept, measured = before, "left out", [f"{before:.2f} dB without"]
     found: tuple[_Watched, dict[str, tuple[float, ...]]] = (plain, {})
     for alpha in ALPHAS:
-        factors = {name: tuple(map(float, s)) for name, s in smoothing_factors(graph, plain.peaks, alpha).items()}
-        even = replace(plain, engine=Engine(builder.watching(smoothed(graph, factors), edges)))
+        found_factors = smoothing_factors(subject.graph, plain.peaks, alpha)
+        factors = {name: tuple(map(float, s)) for name, s in found_factors.items()}
+        even = replace(plain, engines=_watching(subject, edges, factors))
         even.watch(edges)
         after = judge.errors(replace(make_table(WIDEST, "", 0, even.histograms), smoothing=factors)).sqnr_db
         measured.append(f"{after:.2f} dB with alpha {alpha}")
@@ -243,18 +281,19 @@ def _bias_correction(judge: Judge, table: CalibrationTable, means: Mapping[str, 
 class Judge:
     """Measures what a table does to a model's outputs."""
 
-    def __init__(self, builder: Builder, graph: Graph, floats: Engine, data: CalibrationData, batch: int) -> None:
-        self._builder, self._graph = builder, graph
+    def __init__(self, subject: Subject, floats: _Engines, data: CalibrationData, batch: int) -> None:
+        self._subject = subject
         self._feeds: list[Feed] = list(data.batches(batch))
         self.items = sum(data.items_in(feed) for feed in self._feeds)
         self._expected = [self._outputs(floats, feed) for feed in self._feeds]
 
-    def _outputs(self, engine: Engine, feed: Feed) -> dict[str, Array]:
+    def _outputs(self, engines: _Engines, feed: Feed) -> dict[str, Array]:
         """The model's, as real numbers: bfloat16 comes as its bits."""
-        values = engine.run(feed)
-        return {name: to_real(values[name], None, str(self._graph.types[name].dtype)) for name in self._graph.outputs}
+        values, graph = engines.run(feed), self._subject.graph
+        return {name: to_real(values[name], None, str(graph.types[name].dtype)) for name in graph.outputs}
 
     def errors(self, table: CalibrationTable) -> Errors:
-        graph = prepared(self._builder, self._graph, table)
-        engine = Engine(self._builder.trial(graph, table.ranges))
-        return compare(self._expected, [self._outputs(engine, feed) for feed in self._feeds])
+        builder = self._subject.builder
+        engines = _Engines(self._subject, lambda graph: builder.trial(
+            prepared(graph, table.recipe, builder.config.keep_float), table.ranges))
+        return compare(self._expected, [self._outputs(engines, feed) for feed in self._feeds])

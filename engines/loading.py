@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from engines.backends import device_of
 from engines.errors import ConfigError, EngineError, PlanError, PlanTargetError
@@ -10,42 +11,63 @@ from engines.plan.file import read_plan
 from engines.plan.plan import Plan
 from engines.runtime.engine import Engine
 
+if TYPE_CHECKING:
+    from engines.runtime.open_engine import AnyEngine, SpecialisationMaker
+
 
 def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismatch: str = "relower",
-                cpus: Sequence[int] | None = None) -> Engine:
+                cpus: Sequence[int] | None = None, specialise: str = "wait",
+                specialisations: int = 16) -> AnyEngine:
     """The engine of a plan file.
 
     threads: that work on one request. For many requests at a time, one thread and several contexts give more.
     cpus: pins the threads of every context, one CPU for each; see Engine.create_context, which takes its own.
     on_target_mismatch: if this CPU lacks what the code needs, "relower" compiles the plan's graph again for this one
     (seconds; needs llvmlite), "refuse" raises PlanTargetError.
+    specialise: of a plan with open extents, what happens at shapes that it has not met (see OpenEngine): "wait",
+    "background" or "off"; specialisations: how many are kept in memory at most.
 
     Raises PlanCorruptError, PlanVersionError, PlanTargetError, ConfigError, OSError.
     """
     if on_target_mismatch not in ("relower", "refuse"):
         raise ConfigError(f"on_target_mismatch='{on_target_mismatch}': choose 'relower' or 'refuse'")
-    return engine_of(read_plan(path), threads, on_target_mismatch, cpus, str(path))
+    return engine_of(read_plan(path), threads, on_target_mismatch, cpus, str(path),
+                     specialise, specialisations)
 
 
 def engine_of(plan: Plan, threads: int = 1, on_target_mismatch: str = "relower", cpus: Sequence[int] | None = None,
-              name: str = "") -> Engine:
+              name: str = "", specialise: str = "wait", specialisations: int = 16) -> AnyEngine:
     """The engine of a plan at hand, as load_engine makes it; `name` is what errors call it."""
     name = name or plan.name
     if mismatch := device_of(plan.machine.backend).mismatch(plan):
-        if plan.stripped:
+        if plan.stripped and not (plan.open and plan.open.model):
             raise PlanTargetError(f"{name}: {mismatch}; it is stripped (--strip), so it cannot be compiled again here: "
                                   "build it here, or without --strip")
         if on_target_mismatch == "refuse":
             raise PlanTargetError(f"{name}: {mismatch}; build it here, or load it with on_target_mismatch='relower'")
         plan = _relower(plan, f"{name}: {mismatch}")
-    return Engine(plan, threads, cpus)
+    if plan.open is None:
+        return Engine(plan, threads, cpus)
+    from engines.runtime.open_engine import OpenEngine, Policy  # here: it is no part of what most plans need
+    return OpenEngine(plan, lambda: _specialiser(plan), threads, cpus, Policy(specialise, specialisations))
+
+
+def _specialiser(plan: Plan) -> SpecialisationMaker:
+    """Raises PlanTargetError: there is none, for the plan is stripped or the compiler is not installed."""
+    try:
+        from engines.compiler.specialise import Specialiser
+    except ImportError as error:
+        raise PlanTargetError(f"{plan.name}: to run it at other shapes than it was built for, install what is missing "
+                              f"({error})") from error
+    specialiser: SpecialisationMaker = Specialiser(plan)
+    return specialiser
 
 
 def _relower(plan: Plan, why: str) -> Plan:
     import logging  # a plan that fits needs none, and starts a few milliseconds sooner
     logging.getLogger(__name__).warning("%s; compiling its graph again for this machine", why)
     try:
-        from engines.compiler.builder import relower
+        from engines.compiler.specialise import relower
     except ImportError as error:
         raise PlanTargetError(f"{why}; to compile it again here, install what is missing ({error})") from error
     try:

@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+Shapes = Mapping[str, Sequence[int]]
 
 
 class Tensor(Protocol):
@@ -22,6 +24,9 @@ class Tensor(Protocol):
 
 class ExecutionContext(Protocol):
     """The memory of one execution at a time; used by one thread at a time."""
+
+    def at(self, shapes: Shapes) -> ExecutionContext:
+        """The context for inputs of these shapes, where the model leaves extents open beside the batch."""
 
     def input(self, name: str, batch: int) -> NDArray[Any]:
         """A view of the first `batch` slots of an input, [batch, ...], to be written. An unbatched input is whole."""
@@ -51,24 +56,39 @@ class Engine(Protocol):
     @property
     def arena_bytes(self) -> int: ...                   # of memory that a context takes
 
+    def check(self, shapes: Shapes) -> None:
+        """Raises engines.errors.InputError: inputs of these shapes, each as the model declares it, do not fit together,
+        or are not what the engine takes."""
+
     def create_context(self, cpus: Sequence[int] | None = None) -> ExecutionContext:
         """cpus: what its threads are pinned to, one each, the first for the caller's; None: not pinned."""
 
 
 _LONG_NS = 500_000_000
+SPECIALISE = "background"       # what is done about shapes that an engine has not met; see engines.load_engine
 
-EngineLoader = Callable[[Path, int], Engine]            # (plan file, intra-op threads) -> engine; raises EngineError
+
+class EngineLoader(Protocol):
+    """Loads a plan file, for so many intra-op threads. Raises engines.errors.EngineError."""
+
+    def __call__(self, path: Path, threads: int, specialise: str = SPECIALISE) -> Engine: ...
 
 
-def load_plan(path: Path, threads: int) -> Engine:
+def load_plan(path: Path, threads: int, specialise: str = SPECIALISE) -> Engine:
     """Loads a plan with this project's own runtime. Raises engines.errors.PlanError.
 
     A plan for another machine is refused, PlanTargetError: to compile it here would hold the interpreter for seconds.
     """
     from engines import load_engine  # here, so that a server over another backend does not load this one
 
-    engine: Engine = load_engine(path, threads=threads, on_target_mismatch="refuse")
+    engine: Engine = load_engine(path, threads=threads, on_target_mismatch="refuse", specialise=specialise)
     return engine
+
+
+def is_open(engine: Engine) -> bool:
+    """Whether the model leaves extents open beside the batch."""
+    extents = {extent for tensor in engine.inputs for extent in tensor.shape if isinstance(extent, str)}
+    return len(extents) > (engine.max_batch > 0)
 
 
 def warm_up(context: ExecutionContext, engine: Engine) -> dict[int, int]:

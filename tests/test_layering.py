@@ -37,7 +37,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines.backends.base": ("engines.plan",), "engines.backends.device": ("engines.plan",),
     "engines.backends": ("engines.backends.base", "engines.backends.device"),       # it imports the others by name
     "engines.backends.llvm.runtime": ("engines.backends.device", "engines.runtime.fallback"),
-    "engines.runtime": ("engines.backends",),
+    "engines.runtime": ("engines.backends", "engines.capacity"),
     "engines.loading": ("engines.runtime",),
     # from a model to an optimised graph
     "engines.ops": ("engines.ir",),

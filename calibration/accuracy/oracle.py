@@ -3,18 +3,21 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from calibration.data.items import Feed
+from engines.compiler.specialise import Specialiser
 from engines.frontend.inputs import Value
 from engines.frontend.onnx_import import graph_from_onnx, recurs_in_float16, values_of_inputs
 from engines.ir.graph import Array, Dim, Graph
 from engines.ops.reference import run
 from engines.passes.pixels import Pixels, take_pixels
+from engines.plan.extents import extents_of
+from engines.plan.plan import Plan
 
 ERRORS_ONLY = 3
 
@@ -29,10 +32,11 @@ class Oracle:
 
 def oracle_of(model: str | Path, shapes: Mapping[str, Sequence[Dim | None]] | None = None,
               constants: Mapping[str, Value] | None = None, *, keep_batch: bool = False,
-              pixels: Pixels | None = None) -> Oracle:
+              pixels: Pixels | None = None, plan: Plan | None = None) -> Oracle:
     """The best there is for an ONNX file whose engine was built with these options.
 
-    ONNX Runtime takes the file as it is; what it refuses (a type, an operator), the reference computes. Raises
+    ONNX Runtime takes the file as it is; what it refuses (a type, an operator), the reference computes, for a plan with
+    open extents on the graphs of its own model. Raises
     ModelError if the model cannot be read.
     """
     refused = ""
@@ -41,6 +45,8 @@ def oracle_of(model: str | Path, shapes: Mapping[str, Sequence[Dim | None]] | No
             return _onnx_runtime(Path(model), constants or {}, pixels)
         except Exception as error:      # it raises a class of its own for each status
             refused = f"; ONNX Runtime refuses the model: {str(error).splitlines()[0]}"
+    if plan is not None and plan.open is not None:
+        return replace(reference_of_specialisations(plan, stored=False), name=f"the NumPy reference{refused}")
     graph = graph_from_onnx(model, shapes=shapes, constants=constants, keep_batch=keep_batch)
     graph = take_pixels(graph, pixels) if pixels else graph
     return Oracle(f"the NumPy reference{refused}", lambda feed: run(graph, _typed(feed, graph)), slow=True)
@@ -49,6 +55,19 @@ def oracle_of(model: str | Path, shapes: Mapping[str, Sequence[Dim | None]] | No
 def reference_of(graph: Graph) -> Oracle:
     """A plan's own graph, with what it stores quantised, in NumPy: all that can differ is how it was compiled."""
     return Oracle("the NumPy reference of its quantised graph", lambda feed: run(graph, _typed(feed, graph)), slow=True)
+
+
+def reference_of_specialisations(plan: Plan, stored: bool = True) -> Oracle:
+    """The same for each set of shapes; stored: as they are quantised, else in float."""
+    specialiser = Specialiser(plan)
+
+    def answer(feed: Feed) -> dict[str, Array]:
+        assert plan.open is not None
+        extents = extents_of(plan.name, plan.open.inputs, {name: array.shape for name, array in feed.items()})
+        graph = specialiser.graph(extents) if stored else specialiser.float_graph(extents)
+        return run(graph, _typed(feed, graph))
+
+    return Oracle("the NumPy reference of its quantised graph", answer, slow=True)
 
 
 def _typed(feed: Feed, graph: Graph) -> dict[str, Array]:

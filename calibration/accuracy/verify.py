@@ -15,16 +15,18 @@ from pathlib import Path
 import numpy as np
 
 from calibration.accuracy.measures import cosine, sqnr_db
-from calibration.accuracy.oracle import Oracle, oracle_of, reference_of
+from calibration.accuracy.oracle import Oracle, oracle_of, reference_of, reference_of_specialisations
 from calibration.data.generated import generated
 from calibration.data.items import CalibrationData, Feed
+from engines.compiler.specialise import graph_at
 from engines.frontend.inputs import Value
 from engines.ir.dtypes import from_bfloat16
 from engines.ir.graph import Array, Dim, Graph
 from engines.loading import load_engine
 from engines.passes.pixels import Pixels
-from engines.plan.plan import IoTensor, Plan, graph_of
+from engines.plan.plan import IoTensor, Plan
 from engines.runtime.engine import Engine
+from engines.runtime.open_engine import AnyEngine
 
 TOGETHER = 3            # items of the batches, beside single ones
 BATCHES = 4             # of so many items, where there are as many
@@ -138,19 +140,36 @@ def verify(plan: str | os.PathLike[str], model: str | os.PathLike[str], data: Ca
     Raises EngineErrors about the plan, the model or the data.
     """
     engine = load_engine(plan)
-    graph = graph_of(engine.plan)
+    graph = graph_at(engine.plan)
     precision = precision_of(engine.plan, graph)
     if data is None and engine.plan.precision == "int8":
-        oracle = reference_of(graph)
+        oracle = reference_of(graph) if engine.plan.open is None else reference_of_specialisations(engine.plan)
     else:
-        oracle = oracle_of(Path(model), shapes, constants, keep_batch=bool(engine.max_batch), pixels=pixels)
-    if data is None:
-        data = generated(engine.inputs, graph, 1 + BATCHES * TOGETHER)
-    feeds = feeds_of(data, engine.max_batch)
+        oracle = oracle_of(Path(model), shapes, constants, keep_batch=bool(engine.max_batch), pixels=pixels,
+                           plan=engine.plan)
+    feeds = feeds_of(data, engine.max_batch) if data else [
+        feed for inputs in tested_inputs(engine)
+        for feed in feeds_of(generated(inputs, graph, 1 + BATCHES * TOGETHER), engine.max_batch)]
     return verify_engine(engine, oracle, progress(feeds, oracle.slow) if progress else feeds, precision)
 
 
-def verify_engine(engine: Engine, oracle: Oracle, feeds: Iterable[Feed], precision: str) -> Verification:
+def tested_inputs(engine: AnyEngine) -> list[tuple[IoTensor, ...]]:
+    """The inputs as they are tested: of open extents with the usual numbers, and with others that the plan takes."""
+    if isinstance(engine, Engine):
+        return [engine.inputs]
+    usual, found = engine.plan.extents, []
+    bounds = engine.part.profiles[0] if engine.part.profiles else {name: (max(n // 2, 1), n, n)
+                                                                   for name, n in usual.items()}
+    for which in (1, 0, 2):
+        extents = {name: bounds[name][which] for name in usual}
+        inputs = tuple(IoTensor(io.name, io.dtype, tuple(extents.get(str(extent), extent) for extent in io.shape))
+                       for io in engine.inputs)
+        if inputs not in found and (extents == usual or engine.takes(extents)):
+            found.append(inputs)
+    return found
+
+
+def verify_engine(engine: AnyEngine, oracle: Oracle, feeds: Iterable[Feed], precision: str) -> Verification:
     """The same for a loaded engine and an oracle, on feeds at hand.
 
     The items of a batch are also run each alone, unless the plan says that they depend on each other.
@@ -202,11 +221,11 @@ class _Pair:
     wrong: str = ""
 
 
-def _items(engine: Engine, feed: Feed) -> int:
+def _items(engine: AnyEngine, feed: Feed) -> int:
     return next((len(feed[tensor.name]) for tensor in engine.inputs if tensor.batched), 1)
 
 
-def _singles(engine: Engine, feed: Feed, items: int) -> list[Feed]:
+def _singles(engine: AnyEngine, feed: Feed, items: int) -> list[Feed]:
     """Each item of a batch alone; none where they depend on each other, or there is but one."""
     if items == 1 or engine.plan.dependence:
         return []
@@ -235,7 +254,8 @@ def _readable(array: Array, tensor: IoTensor) -> Array:
 def _errors(name: str, pairs: Sequence[_Pair]) -> OutputErrors:
     if wrong := next((pair.wrong for pair in pairs if pair.wrong), ""):
         return OutputErrors(name, wrong=wrong)
-    expected, value = (np.concatenate(arrays) for arrays in ([p.expected for p in pairs], [p.value for p in pairs]))
+    expected, value = (np.concatenate([array.reshape(-1) for array in arrays])
+                       for arrays in ([p.expected for p in pairs], [p.value for p in pairs]))
     same = (expected == value) | ((expected != expected) & (value != value))
     differing = 1.0 - float(same.mean()) if same.size else 0.0
     if not pairs[0].floating:
@@ -251,5 +271,16 @@ def _errors(name: str, pairs: Sequence[_Pair]) -> OutputErrors:
     range_ = float(seen.max() - seen.min()) or float(np.abs(seen).max()) or 1.0
     return OutputErrors(
         name, largest, largest / range_, float(error[finite].mean()), float(np.median(error[finite])),
-        int(error.max(axis=1).argmax()), sqnr_db(expected[finite], value[finite]),
+        _item(pairs, int(error.argmax())), sqnr_db(expected[finite], value[finite]),
         cosine(expected[finite], value[finite]), odd, differing)
+
+
+def _item(pairs: Sequence[_Pair], element: int) -> int:
+    """The item that the element belongs to; items of different shapes have different numbers of elements."""
+    first = 0
+    for pair in pairs:
+        if element < pair.value.size:
+            return first + element // int(pair.value.shape[1])
+        element -= pair.value.size
+        first += len(pair.value)
+    return first

@@ -10,7 +10,7 @@ import numpy as np
 
 from calibration.data.preprocess import Preprocess, shape_text
 from engines.errors import CalibrationError
-from engines.ir.graph import Array
+from engines.ir.graph import BATCH, Array
 from engines.plan.plan import IoTensor
 
 Feed = Mapping[str, Array]      # every model input by name
@@ -83,13 +83,13 @@ class CalibrationData:
 
 # ---- what fits the model
 def batched_inputs(inputs: Sequence[IoTensor]) -> frozenset[str]:
-    """The inputs whose leading extent is symbolic."""
-    return frozenset(tensor.name for tensor in inputs if tensor.shape and isinstance(tensor.shape[0], str))
+    """The inputs whose leading extent is the batch."""
+    return frozenset(tensor.name for tensor in inputs if tensor.shape[:1] == (BATCH,))
 
 
 def holds_items(tensor: IoTensor) -> bool:
-    """Whether the leading axis counts items: it is symbolic, or 1, where an array of N stands for N runs."""
-    return bool(tensor.shape) and (tensor.shape[0] == 1 or isinstance(tensor.shape[0], str))
+    """Whether the leading axis counts items: it is the batch, or 1, where an array of N stands for N runs."""
+    return tensor.shape[:1] in ((1,), (BATCH,))
 
 
 @dataclass(frozen=True)

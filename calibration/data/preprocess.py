@@ -33,6 +33,7 @@ from engines.errors import CalibrationError, ConfigError, did_you_mean
 from engines.ir.graph import Dim
 from engines.passes.pixels import Pixels
 
+USUAL_SIZE = (224, 224)         # of pictures for an input of any height and width
 CHANNELS = MappingProxyType({"RGB": 3, "BGR": 3, "GRAY": 1})
 INTERPOLATIONS = MappingProxyType({
     "nearest": Image.Resampling.NEAREST, "box": Image.Resampling.BOX, "bilinear": Image.Resampling.BILINEAR,
@@ -77,7 +78,8 @@ class Preprocess:
     def fit(self, shape: Sequence[Dim]) -> Preprocess:
         """This declaration with size and layout settled for a model input of `shape`: [N, C, H, W] or [N, H, W, C].
 
-        Raises ConfigError: an input that takes no such pictures, or symbolic height and width and no `size` here.
+        Where both leave height and width open, USUAL_SIZE is taken. Raises ConfigError: an input that takes no such
+        pictures.
         """
         channels = CHANNELS[self.color]
         fitting = [name for name, axis in (("NCHW", 1), ("NHWC", 3)) if len(shape) == 4 and shape[axis] == channels]
@@ -87,10 +89,7 @@ class Preprocess:
                               f"an input of shape {shape_text(shape)}")
         layout = layouts[0]
         extents = shape[2:4] if layout == "NCHW" else shape[1:3]
-        if all(isinstance(extent, str) for extent in extents) and self.size is None:
-            raise ConfigError(f"preprocessing: the input's shape {shape_text(shape)} leaves height and width open; "
-                              "set size = [HEIGHT, WIDTH] in a preprocessing file")
-        height, width = (extent if isinstance(extent, int) else (self.size or (0, 0))[axis]
+        height, width = (extent if isinstance(extent, int) else (self.size or USUAL_SIZE)[axis]
                          for axis, extent in enumerate(extents))
         if self.size not in (None, (height, width)) or not height or not width:
             raise ConfigError(f"preprocessing: size = {list(self.size or ())}, but the input's shape is "

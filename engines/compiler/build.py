@@ -9,23 +9,26 @@ What calibrates is handed in (calibration.Calibration): the compiler takes range
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from engines.compiler.builder import BuildConfig, Builder, Ranges
+from engines.compiler.builder import BuildConfig, Builder
 from engines.compiler.engine_cache import EngineCache, model_digest
+from engines.compiler.specialise import compiled
+from engines.compiler.subject import Subject, read_subject
 from engines.errors import ConfigError, ModelError
-from engines.frontend.onnx_import import Model
-from engines.ir.graph import Graph
+from engines.frontend.onnx_file import Model
+from engines.ir.recipe import Recipe
 from engines.loading import engine_of
 from engines.machine.cpu import detect
 from engines.passes.quantization.given import is_quantised
+from engines.plan.extents import Shapes
 from engines.plan.file import write_plan
-from engines.plan.plan import Plan
-from engines.runtime.engine import Engine
+from engines.plan.plan import IoTensor, Plan
+from engines.runtime.open_engine import AnyEngine
 
 Notify = Callable[[str], None]
 Progress = Callable[[str, int, int, str], None]     # (stage, done, of, what): see build_engine
@@ -33,10 +36,8 @@ Progress = Callable[[str, int, int, str], None]     # (stage, done, of, what): s
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What calibration makes of an optimised float graph: the graph to quantise, the ranges of its edges, and what the
-    plan's metadata is to say of them."""
-    graph: Graph
-    ranges: Ranges
+    """What calibration finds of a model, and what the plan's metadata is to say of it."""
+    recipe: Recipe
     report: Mapping[str, Any]
 
 
@@ -50,8 +51,11 @@ class RangeSource(Protocol):
     def facts(self) -> Mapping[str, Any]:
         """All that changes the ranges beside the model and that file, as JSON would hold it."""
 
-    def calibrate(self, builder: Builder, graph: Graph, notify: Notify, progress: Progress) -> Calibrated:
-        """The ranges of the graph's edges. Raises EngineErrors about the data."""
+    def shapes(self, inputs: Sequence[IoTensor], pixels: bool) -> Shapes | None:
+        """Those of an item of the data; None: there are none. Raises EngineErrors about the data."""
+
+    def calibrate(self, subject: Subject, notify: Notify, progress: Progress) -> Calibrated:
+        """The ranges of the model's edges. Raises EngineErrors about the data."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class EngineBuild:
         """
         write_plan(self.plan.strip() if strip else self.plan, path)
 
-    def engine(self, threads: int = 1) -> Engine:
+    def engine(self, threads: int = 1) -> AnyEngine:
         """The plan, ready to run; compiled again first if it was built for another CPU than this."""
         return engine_of(self.plan, threads)
 
@@ -140,19 +144,21 @@ class _Build:
         self.notify(notice)
 
     def built(self) -> EngineBuild:
-        builder = self.builder
-        graph = builder.graph(self.model)
-        for notice in (*builder.notices, *filter(None, [builder.arithmetic_note])):
+        builder, calibration = self.builder, self.calibration
+        pixels = builder.config.pixels is not None
+        subject = read_subject(builder, self.model,
+                               lambda inputs: calibration.shapes(inputs, pixels) if calibration else None)
+        for notice in (*dict.fromkeys(builder.notices), *filter(None, [builder.arithmetic_note])):
             self.say(notice)
-        name = Path(self.model).name if isinstance(self.model, str | os.PathLike) else graph.name
+        name = Path(self.model).name if isinstance(self.model, str | os.PathLike) else subject.source.name
         metadata: dict[str, Any] = {"model": name, "notices": list(self.notices)}
-        ranges = None
-        if self.calibration and is_quantised(graph):
+        recipe = None
+        if calibration and is_quantised(subject.graph):
             self.say("the model is quantised already: it is compiled as it is, and not calibrated")
-        elif self.calibration:
-            found = self.calibration.calibrate(builder, graph, self.say, self.progress)
-            graph, ranges, metadata = found.graph, found.ranges, {**metadata, **found.report}
-        plan = builder.plan(graph, ranges, metadata)
+        elif calibration:
+            found = calibration.calibrate(subject, self.say, self.progress)
+            recipe, metadata = found.recipe, {**metadata, **found.report}
+        plan = compiled(subject, recipe, metadata)
         return EngineBuild(plan, tuple(self.notices), tuple(builder.log))
 
     def looked_up(self, cache: EngineCache) -> EngineBuild:

@@ -16,10 +16,11 @@ from typing import Any
 
 from engines.backends import backend_of
 from engines.backends.base import Chosen, Progress, Session
-from engines.errors import CompilerFault, ConfigError, EngineError, did_you_mean
+from engines.errors import ConfigError, did_you_mean
 from engines.faults import faults_named
 from engines.frontend.inputs import Value, is_size
-from engines.frontend.onnx_import import Model, graph_from_onnx
+from engines.frontend.onnx_file import Model
+from engines.frontend.onnx_import import graph_from_onnx
 from engines.ir.graph import BATCH, Graph
 from engines.ir.serialize import graph_to_json
 from engines.machine.timing_cache import TimingCache
@@ -27,13 +28,16 @@ from engines.passes.pipeline import optimise, simplify
 from engines.passes.pixels import Pixels, take_pixels
 from engines.passes.quantization.given import is_quantised, quantize_as_given
 from engines.passes.quantization.quantize import edges_to_calibrate, quantize, set_float_precision
-from engines.plan.plan import IoTensor, Plan, graph_of
+from engines.plan.extents import Bounds
+from engines.plan.plan import IoTensor, Plan
 from engines.version import COMPILER_VERSION
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "best")
 DEFAULT_MAX_BATCH = 32
 TRIAL_BATCH = 4             # of the plans that calibration runs: every tensor is an output, so a batch is large
 Ranges = Mapping[str, tuple[float, float]]
+Shapes = Mapping[str, tuple[int | None, ...]]       # of inputs; None: the batch
+Profile = Mapping[str, tuple[Sequence[int], Sequence[int], Sequence[int]]]    # by input: least, usual, largest
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,8 @@ class BuildConfig:
     opt_batch: int | None = None            # tactics are timed with so many items; None: with one, and with more
                                             # where several items share a tile
     target: str = ""                        # name of an instruction set; "" is this machine's best
-    shapes: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)  # of symbolic inputs; None: the batch
+    shapes: Shapes = field(default_factory=dict)    # of symbolic inputs
+    profiles: tuple[Profile, ...] = ()      # shapes for which a model with open extents is compiled at once, and bounds
     constants: Mapping[str, Value] = field(default_factory=dict)    # inputs that always have this value
     pixels: Pixels | None = None            # the image input takes uint8 [N, H, W, C], and normalises it so
     keep_float: tuple[str, ...] = ()        # ONNX nodes that an int8 build leaves in float
@@ -88,47 +93,38 @@ class Builder:
 
     # ---- graphs
     @faults_named()
-    def graph(self, model: Model) -> Graph:
-        """The model as one optimised float graph. ModelError says what cannot be read, and where.
-
-        A model that cannot be compiled for any batch, where nobody asked for one, is compiled for one item.
-        """
-        try:
-            graph = self._optimised(model)
-        except EngineError as reason:
-            if self._batch_is_asked_for or isinstance(reason, CompilerFault):
-                raise
-            graph = self._for_one_item(model, reason)
+    def graph(self, model: Model, shapes: Shapes | None = None) -> Graph:
+        """The model as one optimised float graph, for the configuration's shapes or for these. ModelError says what
+        cannot be read, and where."""
+        imported = graph_from_onnx(model, shapes=self.config.shapes if shapes is None else shapes,
+                                   constants=self.config.constants, notices=self.notices,
+                                   keep_batch=self.config.max_batch is not None and shapes is None)
+        if self.config.pixels:
+            imported = take_pixels(imported, self.config.pixels)
+        graph = optimise(simplify(imported, self.log), self.log)
         if graph.dependence:
             self.notices.append("the items of a batch depend on each other, so it is neither cut nor merged with "
                                 f"others: {graph.dependence}")
         return graph
 
-    def _optimised(self, model: Model, one_item: bool = False) -> Graph:
-        imported = graph_from_onnx(model, shapes=self.config.shapes, constants=self.config.constants,
-                                   keep_batch=self.config.max_batch is not None, one_item=one_item,
-                                   notices=self.notices)
-        if self.config.pixels:
-            imported = take_pixels(imported, self.config.pixels)
-        return optimise(simplify(imported, self.log), self.log)
-
-    def _for_one_item(self, model: Model, reason: EngineError) -> Graph:
-        """The graph for a batch of 1. Raises the reason why it was tried, if that was not the batch."""
-        self.log.clear()
-        self.notices.clear()
-        try:
-            graph = self._optimised(model, one_item=True)
-        except EngineError:
-            raise reason from None
-        self.notices.append(f"the batch is fixed to 1, for it cannot be left open: {reason}. --shape gives it another "
-                            "number")
-        return graph
-
     @property
-    def _batch_is_asked_for(self) -> bool:
+    def batch_is_asked_for(self) -> bool:
         """Whether the user said that the model has a batch, or of what size it is."""
         leading = [shape[0] for shape in self.config.shapes.values() if shape]
         return self.config.max_batch is not None or any(not is_size(extent) for extent in leading)
+
+    def forget(self) -> None:
+        """What was said of a graph that came to nothing."""
+        self.log.clear()
+        self.notices.clear()
+
+    def settle_batch(self, profiles: Sequence[Bounds]) -> None:
+        """Take the most items, and the usual number of them, from the profiles where no option says them."""
+        batches = [bounds[BATCH] for bounds in profiles if BATCH in bounds]
+        if batches:
+            most, usual = max(most for _, _, most in batches), batches[0][1]
+            self.config = replace(self.config, max_batch=self.config.max_batch or most,
+                                  opt_batch=self.config.opt_batch or (usual if usual > 1 else None))
 
     def edges(self, graph: Graph) -> tuple[str, ...]:
         """The tensors whose ranges an int8 build asks for."""
@@ -239,15 +235,3 @@ def io_tensors(graph: Graph, names: Sequence[str]) -> tuple[IoTensor, ...]:
 
 def _time_us(chosen: Chosen) -> float:
     return sum(node.time_us for node in chosen.times())
-
-
-@faults_named()
-def relower(plan: Plan, target: str = "") -> Plan:
-    """The same model for this machine (or `target`), from the graph in the plan: no timing, seconds.
-
-    The quantised graph is in the plan, so neither the ONNX file nor calibration data are needed; integers come out the
-    same bit for bit.
-    """
-    graph = graph_of(plan)
-    session = backend_of(target).session(target, TimingCache(), timing=False)
-    return replace(plan, machine=session.assemble(session.choose(graph, plan.max_batch)), fingerprint="")

@@ -22,21 +22,18 @@ _ANY_IMAGE = (None, 3, IMAGE_SIDE, IMAGE_SIDE)
 Shape = Sequence[Dim | None]        # None: unknown, or, where a user gives it, the batch
 
 
-def input_types(model: str, inputs: Sequence[onnx.ValueInfoProto], shapes: Mapping[str, Shape],
-                keep_batch: bool, one_item: bool) -> dict[str, TensorType]:
+def input_types(model: str, declared: Mapping[str, Declared], shapes: Mapping[str, Shape],
+                keep_batch: bool) -> dict[str, TensorType]:
     """The type of each input, with numbers for all extents but that of the batch; see graph_from_onnx.
 
     Raises ModelError: a shape for an input that does not exist or that does not fit what is declared, extents that
     nobody told (all inputs that have such are listed), an input that is no tensor of numbers or that no machine holds.
     """
-    if unknown := set(shapes) - {value.name for value in inputs}:
-        raise ModelError(f"{model} has no input '{sorted(unknown)[0]}'; its inputs are "
-                         f"{', '.join(value.name for value in inputs)}")
-    declared = {value.name: _Declared.of(model, value) for value in inputs}
+    shapes = checked_shapes(model, declared, shapes)
     extents = {name: list(given.extents or ()) for name, given in declared.items()}
     numbers = {name: (None, *shape[1:]) if keep_batch else shape for name, shape in shapes.items()}
     known = known_extents(model, extents, numbers)
-    wanted = {name: given.with_known(known).shape(model, shapes.get(name), keep_batch)
+    wanted = {name: given.with_known(known).shape(shapes.get(name), keep_batch)
               for name, given in declared.items()}
     if missing := [name for name, shape in wanted.items() if shape is None]:
         raise ModelError(_ask_for_shapes(model, [declared[name].with_known(known) for name in missing]))
@@ -47,11 +44,19 @@ def input_types(model: str, inputs: Sequence[onnx.ValueInfoProto], shapes: Mappi
             raise ModelError(f"{model}: input '{name}' has {len(kind.shape)} axes, and {MOST_AXES} are the most")
         if wrong := too_large(bytes_of(kind)):
             raise ModelError(f"{model}: input '{name}' {kind} takes {wrong}")
-    return {name: _of_one_item(kind) for name, kind in types.items()} if one_item else types
+    return types
 
 
-def _of_one_item(kind: TensorType) -> TensorType:
-    return replace(kind, shape=tuple(1 if extent == BATCH else extent for extent in kind.shape))
+def checked_shapes(model: str, declared: Mapping[str, Declared], shapes: Mapping[str, Shape]) -> Mapping[str, Shape]:
+    """The shapes that a user gives. Raises ModelError: for an input that does not exist, or that do not fit it."""
+    if unknown := set(shapes) - set(declared):
+        raise ModelError(f"{model} has no input '{min(unknown)}'; its inputs are {', '.join(declared)}")
+    for name, given in shapes.items():
+        kind = declared[name]
+        if kind.extents is not None and not _fits(given, kind.extents):
+            raise ModelError(f"{model}: the shape {text(d or BATCH for d in given)} given for input '{name}' does not "
+                             f"fit the declared {kind}")
+    return shapes
 
 
 Value = Array | bool | int | float | Sequence[Any]      # of an input: numbers become what the model declares
@@ -59,7 +64,7 @@ Value = Array | bool | int | float | Sequence[Any]      # of an input: numbers b
 
 def constant_inputs(model: str, inputs: Sequence[onnx.ValueInfoProto], given: Mapping[str, Value]) -> dict[str, Array]:
     """The values of inputs, which must be of the types that the model declares."""
-    declared = {value.name: _Declared.of(model, value) for value in inputs if value.name in given}
+    declared = {value.name: Declared.of(model, value) for value in inputs if value.name in given}
     if unknown := set(given) - set(declared):
         raise ModelError(f"{model} has no input '{min(unknown)}'; its inputs are "
                          f"{', '.join(value.name for value in inputs)}")
@@ -73,14 +78,14 @@ def constant_inputs(model: str, inputs: Sequence[onnx.ValueInfoProto], given: Ma
 
 
 @dataclass(frozen=True)
-class _Declared:
+class Declared:
     """An input as the file declares it. `extents` None: of unknown rank; an extent None: unknown, without a name."""
     name: str
     dtype: np.dtype[Any]
     extents: tuple[Dim | None, ...] | None
 
     @staticmethod
-    def of(model: str, value: onnx.ValueInfoProto) -> _Declared:
+    def of(model: str, value: onnx.ValueInfoProto) -> Declared:
         tensor = value.type.tensor_type
         if not value.type.HasField("tensor_type") or tensor.elem_type in (0, onnx.TensorProto.STRING):
             raise ModelError(f"{model}: input '{value.name}' is no tensor of numbers, which is all that is supported")
@@ -89,9 +94,9 @@ class _Declared:
         except KeyError:
             raise ModelError(f"{model}: input '{value.name}' is of type {tensor.elem_type}, which ONNX does not have"
                              ) from None
-        return _Declared(value.name, dtype, tuple(map(_extent, tensor.shape.dim)) if tensor.HasField("shape") else None)
+        return Declared(value.name, dtype, extents_of(tensor))
 
-    def with_known(self, known: Mapping[str, int]) -> _Declared:
+    def with_known(self, known: Mapping[str, int]) -> Declared:
         """With numbers for symbols."""
         return self if self.extents is None else replace(self, extents=tuple(with_known(self.extents, known)))
 
@@ -106,13 +111,9 @@ class _Declared:
         of_one = array.shape == () and bool(self.extents) and set(self.extents or ()) == {1}
         return typed.reshape([1] * len(self.extents or ())) if of_one else typed
 
-    def shape(self, model: str, given: Shape | None, keep_batch: bool) -> tuple[Dim, ...] | None:
+    def shape(self, given: Shape | None, keep_batch: bool) -> tuple[Dim, ...] | None:
         """The shape to compile for: of sizes behind what may be the batch. None: some are not known."""
-        if given is None:
-            given = self.extents
-        elif self.extents is not None and not _fits(given, self.extents):
-            raise ModelError(f"{model}: the shape {text(d or BATCH for d in given)} given for input '{self.name}' does "
-                             f"not fit the declared {self}")
+        given = self.extents if given is None else given
         if given is None:
             return None
         if keep_batch and self.extents and not is_size(self.extents[0]):
@@ -133,13 +134,18 @@ class _Declared:
         return f"--shape {self.name}:{'x'.join(map(str, chosen))}"
 
 
-def _ask_for_shapes(model: str, inputs: Sequence[_Declared]) -> str:
+def _ask_for_shapes(model: str, inputs: Sequence[Declared]) -> str:
     """About all of them at once."""
     sizes: dict[str, int] = {}
     options = " ".join(given.option(sizes) for given in inputs)
     listed = ", ".join(f"'{given.name}' {given}" for given in inputs)
     return (f"{model}: only the leading extent of an input may be left open (it is the batch); give the sizes of "
             f"{listed} for which to compile, as in {options}")
+
+
+def extents_of(tensor: onnx.TypeProto.Tensor) -> tuple[Dim | None, ...] | None:
+    """As the file declares them; None: of unknown rank, or, of an extent, unknown and without a name."""
+    return tuple(map(_extent, tensor.shape.dim)) if tensor.HasField("shape") else None
 
 
 def _extent(d: onnx.TensorShapeProto.Dimension) -> Dim | None:

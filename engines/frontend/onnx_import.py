@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
-from onnx import helper, inliner, numpy_helper
+from onnx import helper
 
 from engines.errors import EngineError, GraphError, ModelError, UnknownTensorError, UnknownValueError
 from engines.faults import faults_named
 from engines.frontend.branches import branch_taken, is_if, made_in, with_names
 from engines.frontend.inputs import Value, constant_inputs, input_types
 from engines.frontend.names import check_names
+from engines.frontend.onnx_file import Model, array_of, read_model
 from engines.frontend.operators import (  # noqa: F401  (they fill the tables)
     attention,
     axes,
@@ -27,7 +27,7 @@ from engines.frontend.operators import (  # noqa: F401  (they fill the tables)
 )
 from engines.frontend.operators.extension import EXTENSIONS, STANDARD
 from engines.frontend.operators.normalise import RULES, Beyond, Call, normalise
-from engines.frontend.opsets import OLDEST_OPSET, current
+from engines.frontend.opsets import OLDEST_OPSET
 from engines.frontend.schema import Schema, check_node, check_types, same_as_default, schema_of
 from engines.frontend.trace import Trace
 from engines.ir.graph import Array, Dim, Graph, Node, trimmed, verify
@@ -38,19 +38,17 @@ from engines.ops.recurrent import GATES
 
 log = logging.getLogger(__name__)
 
-Model = str | Path | bytes | onnx.ModelProto        # a file, its content, or what was read of one
-
 
 @faults_named()
 def graph_from_onnx(model: Model, *,
                     shapes: Mapping[str, Sequence[Dim | None]] | None = None,
-                    constants: Mapping[str, Value] | None = None, keep_batch: bool = False, one_item: bool = False,
+                    constants: Mapping[str, Value] | None = None, keep_batch: bool = False,
                     notices: list[str] | None = None) -> Graph:
     """The model as a Graph in canonical form; tensors keep their names.
 
     A symbolic leading extent of an input becomes "batch". Every other extent must be known: `shapes` gives whole input
     shapes, {"x": (None, 3, 224, 224)}, where None (or -1, or "batch") stands for the batch. keep_batch: a leading
-    extent that the model leaves open is the batch whatever number `shapes` has there; one_item: it is 1 instead.
+    extent that the model leaves open is the batch whatever number `shapes` has there.
     constants: inputs that have this value in every run; the graph has no such input. notices: takes what the user
     should know of the import.
 
@@ -58,31 +56,27 @@ def graph_from_onnx(model: Model, *,
     operators that nobody can evaluate (all are listed), a symbolic extent without a value, or a node whose attributes
     or inputs do not fit. UnknownValueError: shapes follow from the values of inputs, which `constants` could tell.
     """
-    proto, name = _load(model)
-    check_names(name, proto.graph)
-    if proto.functions:
-        proto = inliner.inline_local_functions(proto)
-    proto, notice = current(name, proto)
-    if notice and notices is not None:
-        notices.append(notice)
-    opsets = {_domain(entry.domain): entry.version for entry in proto.opset_import}
-    _refuse_unknown(name, proto.graph)
+    source = read_model(model)
+    name = source.name
+    if notices is not None:
+        notices.extend(source.notices)
+    opsets = {_domain(entry.domain): entry.version for entry in source.proto.opset_import}
+    _refuse_unknown(name, source.proto.graph)
+    source = source.with_constants(constants or {})
 
     trace = Trace()
-    _add_constants(name, trace, proto.graph)
-    for value_name, array in constant_inputs(name, proto.graph.input, constants or {}).items():
-        trace.constant(value_name, array)
-    inputs = [value for value in proto.graph.input if value.name not in trace.values]
-    for tensor_name, kind in input_types(name, inputs, shapes or {}, keep_batch, one_item).items():
+    for tensor_name, array in source.weights.items():
+        trace.constant(tensor_name, array)
+    for tensor_name, kind in input_types(name, source.declared(), shapes or {}, keep_batch).items():
         trace.input(tensor_name, kind)
-    file = _File(name, opsets, made_in(proto.graph), [] if notices is None else notices)
-    for node in proto.graph.node:
+    file = _File(name, opsets, made_in(source.proto.graph) | set(source.weights), [] if notices is None else notices)
+    for node in source.proto.graph.node:
         _add(file, trace, node)
 
-    outputs = tuple(value.name for value in proto.graph.output)
+    outputs = tuple(value.name for value in source.proto.graph.output)
     if missing := [output for output in outputs if output not in trace.types]:
         raise ModelError(f"{name}: output '{missing[0]}' is never produced")
-    graph = Graph(name, tuple(value.name for value in inputs), outputs, tuple(trace.nodes), trace.constants,
+    graph = Graph(name, tuple(value.name for value in source.inputs), outputs, tuple(trace.nodes), trace.constants,
                   trace.types)
     return verify(graph.rebuild(graph.nodes))
 
@@ -97,34 +91,6 @@ def recurs_in_float16(model: Path) -> bool:
 def values_of_inputs(model: Path, given: Mapping[str, Value]) -> dict[str, Array]:
     """`given`, in the types that the file declares for these inputs."""
     return constant_inputs(model.stem, onnx.load(str(model), load_external_data=False).graph.input, given)
-
-
-# ---- the file
-def _load(model: Model) -> tuple[onnx.ModelProto, str]:
-    """The model, and what errors and plans call it."""
-    where = str(model) if isinstance(model, str | Path) else "the model"
-    try:
-        proto = (model if isinstance(model, onnx.ModelProto) else
-                 onnx.load_model_from_string(model) if isinstance(model, bytes) else onnx.load(where))
-    except OSError as error:        # the file, or one beside it that holds weights
-        raise ModelError(f"{where}: {error.strerror or error}: '{error.filename or where}'") from error
-    except Exception as error:      # whatever the protobuf runtime at hand raises for bytes that are no model
-        raise ModelError(f"{where} is not a readable ONNX model (truncated, or another format): {error}") from error
-    if not proto.HasField("graph") or not proto.opset_import:
-        raise ModelError(f"{where} is not an ONNX model: it has no graph or no opset")
-    return proto, Path(model).stem if isinstance(model, str | Path) else proto.graph.name or "model"
-
-
-def _array(model: str, tensor: onnx.TensorProto) -> Array:
-    if tensor.data_location == onnx.TensorProto.EXTERNAL:     # onnx.load has read what lies beside a file
-        raise ModelError(f"{model}: tensor '{tensor.name}' is in a file of its own, which only the path of the model "
-                         "leads to: give the path, or what onnx.load reads from there")
-    if any(extent < 0 for extent in tensor.dims):       # NumPy would take -1 for "as many as there are"
-        raise ModelError(f"{model}: tensor '{tensor.name}' cannot be read: it is of shape {list(tensor.dims)}")
-    try:
-        return np.asarray(numpy_helper.to_array(tensor))
-    except Exception as error:      # bad sizes, unknown types: numpy and onnx raise many kinds
-        raise ModelError(f"{model}: tensor '{tensor.name}' cannot be read: {error}") from error
 
 
 def _domain(name: str) -> str:
@@ -160,7 +126,7 @@ class _File:
 
 def _add_constants(model: str, trace: Trace, graph: onnx.GraphProto) -> None:
     for tensor in graph.initializer:
-        trace.constant(tensor.name, _array(model, tensor))
+        trace.constant(tensor.name, array_of(model, tensor))
 
 
 def _add(file: _File, trace: Trace, proto: onnx.NodeProto) -> None:
@@ -279,7 +245,7 @@ def _attribute(model: str, node: onnx.NodeProto, attribute: onnx.AttributeProto)
         raise ModelError(f"{model}: node '{node.name}' ({node.op_type}): attribute '{attribute.name}' cannot be read: "
                          f"{error}") from error
     if isinstance(value, onnx.TensorProto):
-        return _array(model, value)
+        return array_of(model, value)
     if isinstance(value, float | int):
         return value
     if attribute.type in (onnx.AttributeProto.INTS, onnx.AttributeProto.FLOATS):

@@ -33,6 +33,11 @@ def bfloat16() -> np.dtype[Any]:
     return dtype
 
 
+def dtype_named(name: str) -> np.dtype[Any]:
+    """The dtype of tensors in a graph."""
+    return bfloat16() if name == "bfloat16" else np.dtype(name)
+
+
 def memory_dtype(name: str) -> np.dtype[Any]:
     """The dtype of the arrays that hold such elements in memory."""
     return np.dtype("uint16" if name == "bfloat16" else name)

@@ -6,6 +6,7 @@ Layout and fusion leave one kernel of that, which writes what the first layer re
 """
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,28 +24,44 @@ class Pixels:
     shift: tuple[float, ...]
 
 
+def types_of_pixels(types: Mapping[str, TensorType], pixels: Pixels) -> dict[str, TensorType]:
+    """What is fed for inputs of these types. Raises ConfigError as take_pixels does."""
+    name = _image("the model", types, pixels)
+    return {**types, name: _of_pixels(types[name], pixels)}
+
+
 def take_pixels(graph: Graph, pixels: Pixels) -> Graph:
     """An imported graph whose one image input, of as many channels as `pixels`, is uint8 and channels last.
 
     Raises ConfigError: no such input, or several.
     """
+    types = {name: graph.types[name] for name in graph.inputs}
+    return _rewritten(graph, _image(graph.name, types, pixels), pixels)
+
+
+def _image(model: str, types: Mapping[str, TensorType], pixels: Pixels) -> str:
+    """The one input that is an image."""
     channels = len(pixels.scale)
-    images = [name for name in graph.inputs if graph.types[name].dtype == FLOAT and len(graph.shape(name)) == 4
-              and channels in (graph.shape(name)[1], graph.shape(name)[3])]
+    images = [name for name, kind in types.items() if kind.dtype == FLOAT and len(kind.shape) == 4
+              and channels in (kind.shape[1], kind.shape[3])]
     if len(images) != 1:
-        inputs = ", ".join(f"'{name}' {graph.types[name]}" for name in graph.inputs)
+        inputs = ", ".join(f"'{name}' {kind}" for name, kind in types.items())
         raise ConfigError(f"uint8 pixels are for a model with one float32 input of images of {channels} channels; "
-                          f"{graph.name} has {len(images) or 'none'} among its inputs {inputs}")
-    name, = images
-    return _rewritten(graph, name, pixels)
+                          f"{model} has {len(images) or 'none'} among its inputs {inputs}")
+    return images[0]
+
+
+def _of_pixels(kind: TensorType, pixels: Pixels) -> TensorType:
+    """uint8, the channels last."""
+    batch, *extents = kind.shape
+    first = extents[0] == len(pixels.scale)
+    return TensorType(np.dtype(np.uint8), (batch, *extents[1:], extents[0]) if first else kind.shape)
 
 
 def _rewritten(graph: Graph, name: str, pixels: Pixels) -> Graph:
     first = graph.shape(name)[1] == len(pixels.scale)           # channels first
-    batch, *extents = graph.shape(name)
-    shape = (batch, *extents[1:], extents[0]) if first else (batch, *extents)
     editor = GraphEditor(graph)
-    editor.types[name] = TensorType(np.dtype(np.uint8), shape)
+    editor.types[name] = _of_pixels(graph.types[name], pixels)
     real = editor.add(f"{name}.real", "Cast", [name], {"to": FLOAT.name})
     scale, shift = (editor.add_constant(f"{name}.{part}", np.array(numbers, FLOAT))
                     for part, numbers in (("scale", pixels.scale), ("shift", pixels.shift)))

@@ -9,6 +9,10 @@ they are, which only lowering it again needs: a plan runs without that section (
 kernels read as it is lies among the constants, and is not written a second time. Code, JSON and manifest are
 compressed; constants and weights are not, for they would hardly shrink.
 
+A plan with open extents holds the model that specialisations are made of, too: ONNX without its weights ("model"), and
+these ("weights.open"); and the specialisations that were made at the build, each as a plan of its own: the sections
+without a number are those of the first, "constants.1" is of the second.
+
 A plan runs from a copy of the file in memory of the process's own (sections.py), checked while it is copied
 and never read again: what becomes of the file afterwards changes nothing. A file that is changed while it is read fails
 its checksums, or is the old plan or the new one, whole: the header vouches for the manifest, that for every section.
@@ -35,16 +39,19 @@ from engines.errors import PlanCorruptError, PlanError, PlanVersionError
 from engines.files import atomic_write
 from engines.ir.graph import Array
 from engines.plan.checksums import PAGE, Bytes, page_sums, strong
-from engines.plan.plan import MachinePart, Plan
+from engines.plan.plan import MachinePart, OpenPart, Plan
 from engines.plan.records import FieldError, from_plain, read_record, to_plain
 from engines.plan.sections import REBUILD, WEIGHTS, Section, Sections, deflate, read_document, summed
 from engines.plan.verification import verify
 
 MAGIC = b"\x93INFPLAN"      # the first byte is not ASCII: no text file begins like this
-VERSION = 8
+VERSION = 9
 ALIGNMENT = 64          # of sections, and of the arrays in the weights
 _HEADER = struct.Struct("<8sIIQQ16sQQ")      # magic, version, 0, manifest offset, size, checksum, file size, 0
-_ELSEWHERE = ("code", "constants", "graph", "weights")       # fields of Plan and MachinePart that are sections
+_ELSEWHERE = ("code", "constants", "graph", "weights", "model")     # fields that are sections
+_APART = ("open", "others")         # fields that are written beside the plan's
+_MODEL, _OPEN = "model", "open"
+
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, default=to_plain, separators=(",", ":")).encode()
@@ -58,7 +65,7 @@ def fingerprint_of(manifest: Mapping[str, Any]) -> str:
     """
     fields = {name: value for name, value in manifest["plan"].items() if name != "fingerprint"}
     sums = {name: record["checksum"] for name, record in manifest["sections"].items()}
-    return strong(_json([fields, manifest["code"], manifest["arrays"], sums]))
+    return strong(_json([fields, manifest["code"], manifest["arrays"], sums, manifest.get("open")]))
 
 
 # ---- writing
@@ -67,19 +74,19 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
 
     Raises PlanError: more than a plan holds, or a plan that was read and has been altered; OSError.
     """
-    sections, arrays = _sections(plan)
+    content, sections = _content(plan)
     records: dict[str, dict[str, Any]] = {}
     at = PAGE
     for name, data in sections.items():
         records[name] = {"offset": at, "bytes": len(data), "checksum": (page_sums if summed(name) else strong)(data)}
         at = -(-(at + len(data)) // ALIGNMENT) * ALIGNMENT
-    fields = {**_fields(plan), "machine": _fields(plan.machine)}
-    content = {"plan": fields, "code": [len(code) for code in plan.machine.code], "arrays": arrays, "sections": records}
+    content = {**content, "sections": records}
     fingerprint = fingerprint_of(json.loads(_json(content)))
     if plan.fingerprint not in ("", fingerprint):
         raise PlanError(f"{plan.name}: the plan was altered since it was compiled; compile it again, or clear its "
                         "fingerprint to write it as another plan")
-    manifest = deflate(_json({**content, "plan": {**fields, "fingerprint": fingerprint}}), "the manifest")
+    fields = {**content["plan"], "fingerprint": fingerprint}
+    manifest = deflate(_json({**content, "plan": fields}), "the manifest")
     header = _HEADER.pack(MAGIC, VERSION, 0, at, len(manifest), bytes.fromhex(strong(manifest)), at + len(manifest), 0)
     with atomic_write(path) as file:
         for offset, data in ((0, header), *((records[name]["offset"], data) for name, data in sections.items()),
@@ -88,26 +95,60 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
             file.write(data)
 
 
-def _fields(value: Plan | MachinePart) -> dict[str, Any]:
-    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.name not in _ELSEWHERE}
+def _content(plan: Plan, number: int = 0) -> tuple[dict[str, Any], dict[str, Bytes]]:
+    """A plan's part of the manifest, and its sections; number: of a specialisation beside the first."""
+    arrays, weights = _stored(plan.weights, plan.machine.weight_offsets)
+    sections: dict[str, Bytes] = {
+        _numbered("constants", number): plan.machine.constants,
+        _numbered("code", number): deflate(b"".join(plan.machine.code), "the code"),
+        _numbered("graph", number): deflate(_json(dict(plan.graph)), "the graph")}
+    if not plan.stripped:
+        sections[_numbered(WEIGHTS, number)] = weights
+    fields = {**_fields(plan), "machine": _fields(plan.machine)}
+    content = {"plan": fields, "code": [len(code) for code in plan.machine.code], "arrays": arrays}
+    if plan.open is None:
+        return content, sections
+    others = [_content(other, index) for index, other in enumerate(plan.open.others, 1)]
+    shared = _shared(plan.open.weights, plan)
+    arrays, weights = _stored(plan.open.weights, shared)
+    content[_OPEN] = {"part": _fields(plan.open), "arrays": arrays, "shared": shared,
+                      "others": [document for document, _ in others]}
+    sections |= {_MODEL: deflate(plan.open.model, "the model"), f"{WEIGHTS}.{_OPEN}": weights}
+    return content, {**sections, **{name: data for _, part in others for name, data in part.items()}}
 
 
-def _sections(plan: Plan) -> tuple[dict[str, Bytes], dict[str, Any]]:
-    """All sections, and where the graph's weights lie in theirs."""
+def _numbered(section: str, number: int) -> str:
+    return f"{section}.{number}" if number else section
+
+
+def _fields(value: Plan | MachinePart | OpenPart) -> dict[str, Any]:
+    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.name not in (*_ELSEWHERE, *_APART)}
+
+
+def _stored(weights: Mapping[str, Array], elsewhere: Mapping[str, int]) -> tuple[dict[str, Any], bytes]:
+    """Where the arrays lie in their section, and it; those that lie elsewhere are not in it."""
     arrays: dict[str, Any] = {}
     parts: list[Bytes] = []
     size = 0
-    for name, array in plan.weights.items():
+    for name, array in weights.items():
         if array.dtype.hasobject:
             raise TypeError(f"a plan cannot hold the array '{name}' of Python objects")
         arrays[name] = {"dtype": array.dtype.str, "shape": array.shape, "offset": size}
-        if name not in plan.machine.weight_offsets:
+        if name not in elsewhere:
             parts += [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, bytes(-array.nbytes % ALIGNMENT)]
             size += array.nbytes + len(parts[-1])
-    sections: dict[str, Bytes] = {
-        "constants": plan.machine.constants, "code": deflate(b"".join(plan.machine.code), "the code"),
-        "graph": deflate(_json(dict(plan.graph)), "the graph")}
-    return sections if plan.stripped else {**sections, WEIGHTS: b"".join(parts)}, arrays
+    return arrays, b"".join(parts)
+
+
+def _shared(weights: Mapping[str, Array], plan: Plan) -> dict[str, int]:
+    """The model's weights that the constants of its first specialisation hold as they are, and where."""
+    found = {}
+    for name, offset in plan.machine.weight_offsets.items():
+        array = weights.get(name)
+        if array is not None and np.ascontiguousarray(array).tobytes() == bytes(
+                plan.machine.constants[offset:offset + array.nbytes]):
+            found[name] = offset
+    return found
 
 
 # ---- reading
@@ -120,11 +161,24 @@ class _StoredArray:
 
 
 @dataclass(frozen=True)
-class _Manifest:
+class _OnePlan:
     plan: Mapping[str, Any]                         # the fields of Plan that are no sections
     code: tuple[int, ...]                           # bytes of each object
     arrays: Mapping[str, _StoredArray]              # the graph's constants
-    sections: Mapping[str, Section]
+
+
+@dataclass(frozen=True)
+class _Open:
+    part: Mapping[str, Any]                         # the fields of OpenPart that are no sections
+    arrays: Mapping[str, _StoredArray]              # the model's weights
+    shared: Mapping[str, int]                       # those that are among the constants
+    others: tuple[_OnePlan, ...]
+
+
+@dataclass(frozen=True)
+class _Manifest(_OnePlan):
+    sections: Mapping[str, Section] = dataclasses.field(default_factory=dict)
+    open: _Open | None = None
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
@@ -142,6 +196,8 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise PlanCorruptError(f"{name}: the manifest is not a plan's ({error}); {REBUILD}") from error
     try:
+        for other in plan.open.others if plan.open else ():
+            verify(other)
         return verify(plan)
     except PlanCorruptError as error:
         raise PlanCorruptError(f"{name}: {error}") from error
@@ -177,18 +233,31 @@ def _read_manifest(path: str, file: int) -> tuple[int, _Manifest]:
     return offset, manifest
 
 
-def _plan(manifest: _Manifest, sections: Sections) -> Plan:
+def _plan(manifest: _OnePlan, sections: Sections, number: int = 0) -> Plan:
     fields = from_plain(Plan, {name: value for name, value in manifest.plan.items() if name != "machine"})
     part = from_plain(MachinePart, manifest.plan["machine"])
-    if elsewhere := sorted((fields.keys() | part.keys()) & set(_ELSEWHERE)):
+    if elsewhere := sorted((fields.keys() | part.keys()) & {*_ELSEWHERE, *_APART}):
         raise ValueError(f"'{elsewhere[0]}' is a section")
-    machine = MachinePart(**part, code=_code(manifest.code, sections), constants=sections["constants"])
-    return Plan(**fields, machine=machine, graph=_Document(lambda: sections.document("graph")),
-                weights=_Weights(sections, manifest.arrays, machine.weight_offsets))
+    constants = _numbered("constants", number)
+    machine = MachinePart(**part, code=_code(manifest.code, sections, _numbered("code", number)),
+                          constants=sections[constants])
+    weights = _Weights(sections, manifest.arrays, machine.weight_offsets, _numbered(WEIGHTS, number), constants)
+    opened = _open_part(manifest.open, sections) if isinstance(manifest, _Manifest) and manifest.open else None
+    return Plan(**fields, machine=machine, graph=_Document(lambda: sections.document(_numbered("graph", number))),
+                weights=weights, open=opened)
 
 
-def _code(sizes: Sequence[int], sections: Sections) -> tuple[bytes, ...]:
-    code, bounds = sections.inflated("code"), [0, *accumulate(sizes)]
+def _open_part(manifest: _Open, sections: Sections) -> OpenPart:
+    fields = from_plain(OpenPart, manifest.part)
+    if elsewhere := sorted(fields.keys() & {*_ELSEWHERE, *_APART}):
+        raise ValueError(f"'{elsewhere[0]}' is a section")
+    weights = _Weights(sections, manifest.arrays, manifest.shared, f"{WEIGHTS}.{_OPEN}")
+    others = tuple(_plan(other, sections, index) for index, other in enumerate(manifest.others, 1))
+    return OpenPart(**fields, model=sections.inflated(_MODEL), weights=weights, others=others)
+
+
+def _code(sizes: Sequence[int], sections: Sections, section: str) -> tuple[bytes, ...]:
+    code, bounds = sections.inflated(section), [0, *accumulate(sizes)]
     if min(sizes, default=0) < 0 or bounds[-1] != len(code):
         raise ValueError(f"code of {len(code)} bytes, but of {bounds[-1]} in objects")
     return tuple(code[begin:end] for begin, end in pairwise(bounds))
@@ -217,12 +286,15 @@ class _Document(Mapping[str, Any]):
 class _Weights(Mapping[str, Array]):
     """The graph's constants, each a view of the section that holds it: made when it is asked for."""
 
-    def __init__(self, sections: Sections, records: Mapping[str, _StoredArray], offsets: Mapping[str, int]) -> None:
+    def __init__(self, sections: Sections, records: Mapping[str, _StoredArray], offsets: Mapping[str, int],
+                 section: str = WEIGHTS, constants: str = "constants") -> None:
+        """offsets: of those that lie among the constants."""
         self._sections, self._records, self._offsets = sections, records, offsets
+        self._section, self._constants = section, constants
 
     def __getitem__(self, name: str) -> Array:
         record, offset = self._records[name], self._offsets.get(name)
-        data = self._sections[WEIGHTS if offset is None else "constants"]
+        data = self._sections[self._section if offset is None else self._constants]
         try:
             dtype = np.dtype(record.dtype)
             if dtype.hasobject:

@@ -20,7 +20,8 @@ from typing import Any
 
 from engines.errors import ConfigError, PlanTargetError
 from engines.ir.dtypes import memory_dtype
-from engines.ir.graph import Array, Graph, QParams
+from engines.ir.graph import BATCH, Array, Graph, QParams
+from engines.ir.recipe import Recipe
 
 EXPANDED = -1        # as Operand.buffer
 
@@ -177,23 +178,25 @@ class ItemMajorRun:
 
 @dataclass(frozen=True)
 class IoTensor:
-    """An input or output as the ONNX model declares it; a symbolic extent, which is the batch, has a name."""
+    """An input or output as the ONNX model declares it; a symbolic extent has a name: BATCH, or that of an extent for
+    which there are specialisations (OpenPart)."""
     name: str
     dtype: str
     shape: tuple[int | str, ...]
 
     @property
     def batched(self) -> bool:
-        return any(isinstance(extent, str) for extent in self.shape)
+        return BATCH in self.shape
 
     @property
     def batch_axis(self) -> int:
         """The axis of the batch; 0 if there is none."""
-        return next((axis for axis, extent in enumerate(self.shape) if isinstance(extent, str)), 0)
+        return self.shape.index(BATCH) if self.batched else 0
 
-    def shape_of(self, items: int) -> tuple[int, ...]:
-        """The shape of a batch of so many items."""
-        return tuple(items if isinstance(extent, str) else extent for extent in self.shape)
+    def shape_of(self, items: int, extents: Mapping[str, int] = {}) -> tuple[int, ...]:     # noqa: B006
+        """The shape of a batch of so many items, with these numbers for other open extents."""
+        return tuple(extent if isinstance(extent, int) else items if extent == BATCH else extents[extent]
+                     for extent in self.shape)
 
 
 @dataclass(frozen=True)
@@ -223,8 +226,37 @@ class MachinePart:
 
 
 @dataclass(frozen=True)
+class OpenOptions:
+    """What a build decided that its later specialisations need, too; fields of BuildConfig."""
+    precision: str
+    max_batch: int | None = None
+    opt_batch: int | None = None
+    target: str = ""
+    keep_float: tuple[str, ...] = ()
+    pixels: Mapping[str, tuple[float, ...]] | None = None
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class OpenPart:
+    """Of a model with open extents: all that a plan for other numbers, a specialisation, is made of."""
+    inputs: tuple[IoTensor, ...]            # as they are fed; open extents and the batch have names
+    outputs: tuple[IoTensor, ...]
+    declared: tuple[IoTensor, ...]          # inputs as the model has them: images where engines take pixels
+    options: OpenOptions
+    recipe: Recipe | None = None            # of an int8 build
+    profiles: tuple[Mapping[str, tuple[int, int, int]], ...] = ()   # by extent: least, usual, most; (): whatever comes
+    model: bytes = b""                      # ONNX, without its weights ...
+    weights: Mapping[str, Array] = field(default_factory=dict, compare=False)   # ... and these
+    others: tuple[Plan, ...] = ()           # specialisations beside the plan itself
+
+
+@dataclass(frozen=True)
 class Plan:
-    """Decided, frozen, and equal to its file."""
+    """Decided, frozen, and equal to its file.
+
+    Of a model with open extents, the plan itself is its first specialisation, and `open` has the rest.
+    """
     name: str                               # of the model
     precision: str                          # as asked for: int8, fp16, bf16, fp32, best
     max_batch: int                          # 0: the model has no batch axis
@@ -235,6 +267,8 @@ class Plan:
     weights: Mapping[str, Array] = field(default_factory=dict, compare=False)   # ... and its constants
     stripped: bool = False                  # only those weights are left that the machine part holds as they are
     metadata: Mapping[str, Any] = field(default_factory=dict)       # preprocessing, calibration, versions, report
+    extents: Mapping[str, int] = field(default_factory=dict)        # that the model leaves open, of a specialisation
+    open: OpenPart | None = None
     dependence: str = ""                    # why a batch is neither cut nor merged with others; "": it may be
     fingerprint: str = field(default="", compare=False)     # of all the rest, made when it is first written
 
@@ -243,8 +277,17 @@ class Plan:
         if not self.machine.code:
             raise ConfigError(f"{self.name}: a plan for '{self.machine.target}' has no code, and needs its weights "
                               "when it is loaded; build it without --strip")
-        kept = {name: self.weights[name] for name in self.machine.weight_offsets}
-        return replace(self, weights=kept, stripped=True, fingerprint="")
+        part = replace(self.open, model=b"", weights={}) if self.open else None
+        return replace(self, weights=self._kept_weights(), stripped=True, open=part, fingerprint="")
+
+    def bare(self) -> Plan:
+        """A specialisation without its graph: where that is wanted, it is made again of the model in the plan."""
+        if not self.machine.code:       # it is run from its graph
+            return self
+        return replace(self, graph={}, weights=self._kept_weights(), stripped=True)
+
+    def _kept_weights(self) -> dict[str, Array]:
+        return {name: self.weights[name] for name in self.machine.weight_offsets}
 
     def with_machine(self, **changes: Any) -> Plan:
         """The plan with other values in these fields of its machine part."""

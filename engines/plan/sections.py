@@ -17,7 +17,7 @@ from engines.plan.arena import Memory
 from engines.plan.checksums import PAGE, Bytes, read_into, strong
 
 REBUILD = "build the plan again, or copy it again from where it came"
-WEIGHTS = "weights"         # the section that is read when it is asked for
+WEIGHTS = "weights"         # the section that is read when it is asked for; "weights.open" is another such
 INFLATED = 64 << 20         # bytes of a JSON document or of code, at most: a damaged one could ask for all memory
 
 
@@ -31,7 +31,12 @@ class Section:
 
 def summed(name: str) -> bool:
     """Whether a section is checked by sums of its pages, for there may be much of it; else by BLAKE2b."""
-    return name in ("constants", WEIGHTS)
+    return name.partition(".")[0] in ("constants", WEIGHTS)
+
+
+def is_weights(name: str) -> bool:
+    """Whether a section holds the weights of a graph or of a model."""
+    return name.partition(".")[0] == WEIGHTS
 
 
 class Sections:
@@ -44,7 +49,7 @@ class Sections:
         """file: its descriptor. end: of the last section. Raises PlanCorruptError: overlapping, cut short, altered."""
         self.path, self._records, self._file = path, records, os.path.abspath(path)
         self._check_order(records, file, end)
-        at_once = {name: record for name, record in records.items() if name != WEIGHTS}
+        at_once = {name: record for name, record in records.items() if not is_weights(name)}
         self._copy = Memory(max((record.offset + record.bytes for record in at_once.values()), default=PAGE) - PAGE)
         self._views: dict[str, memoryview] = {}
         whole = self._copy.bytes.data
@@ -55,17 +60,17 @@ class Sections:
             self._views[name] = view.toreadonly()
         self._copy.freeze()
 
-    def _read_weights(self) -> None:
+    def _read_weights(self, name: str) -> None:
         """Raises PlanCorruptError: not those that the plan was loaded with."""
-        record, memory = self._records[WEIGHTS], Memory(self._records[WEIGHTS].bytes)
+        record, memory = self._records[name], Memory(self._records[name].bytes)
         try:
             with open(self._file, "rb", buffering=0) as file:
-                self._read(WEIGHTS, memory.bytes.data[:record.bytes], file.fileno(), record)
+                self._read(name, memory.bytes.data[:record.bytes], file.fileno(), record)
         except (OSError, PlanCorruptError) as error:
             raise PlanCorruptError(f"{error} (the weights are read when the plan is to be compiled for another target; "
                                    "has the file been replaced since it was loaded?)") from error
         memory.freeze()
-        self._views[WEIGHTS] = memory.bytes.data[:record.bytes].toreadonly()
+        self._views[name] = memory.bytes.data[:record.bytes].toreadonly()
 
     def _check_order(self, records: Mapping[str, Section], file: int, end: int) -> None:
         """One after the other, with nothing but zeros between them."""
@@ -92,8 +97,8 @@ class Sections:
                                    f"wrong checksum; {REBUILD}")
 
     def __getitem__(self, name: str) -> memoryview:
-        if name == WEIGHTS and name in self._records and name not in self._views:
-            self._read_weights()
+        if is_weights(name) and name in self._records and name not in self._views:
+            self._read_weights(name)
         try:
             return self._views[name]
         except KeyError:

@@ -67,6 +67,15 @@ class Engine:
         """Of one context's buffers (a context of T threads has T such arenas)."""
         return self._loaded.arena_bytes
 
+    @property
+    def bytes(self) -> int:
+        """Of constants, and of one context's buffers."""
+        machine = self.plan.machine
+        return len(machine.constants) + machine.expanded_bytes + self.arena_bytes
+
+    def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Nothing: a plan without open extents is for one set of shapes. See OpenEngine."""
+
     def create_context(self, cpus: Sequence[int] | None = None) -> ExecutionContext:
         """A context of its own memory, for one owner thread at a time.
 
@@ -105,10 +114,14 @@ class ExecutionContext:
     """The memory of one run, and what carries it out. One owner thread at a time."""
 
     def __init__(self, plan: Plan, execution: Execution) -> None:
-        self._plan, self.execution = plan, execution
+        self.plan, self.execution = plan, execution
         self._inputs = {io.name: view for io, view in zip(plan.inputs, plan.machine.inputs, strict=True)}
         self._outputs = {io.name: view for io, view in zip(plan.outputs, plan.machine.outputs, strict=True)}
         self._arrays: dict[tuple[str, str, int], Array] = {}    # (kind, name, batch) -> what has been asked for
+
+    def at(self, shapes: Mapping[str, Sequence[int]]) -> ExecutionContext:
+        """The context itself: a plan without open extents is for one set of shapes. See OpenContext."""
+        return self
 
     def input(self, name: str, batch: int = 1) -> Array:
         """The slots of an input, to be written: [batch, ...], or the whole if the tensor has no batch axis.
@@ -131,7 +144,7 @@ class ExecutionContext:
         self._check(batch)
         if repeats < 1:
             raise ConfigError(f"profile: repeats={repeats}, at least 1")
-        return list(zip(self._plan.machine.steps, self.execution.profile(batch, repeats), strict=True))
+        return list(zip(self.plan.machine.steps, self.execution.profile(batch, repeats), strict=True))
 
     def close(self) -> None:
         """Stop the context's threads. Its memory is freed with the last view of it."""
@@ -144,15 +157,15 @@ class ExecutionContext:
             self._check(batch)
             table = self._inputs if kind == "input" else self._outputs
             if name not in table:
-                raise InputError(f"{self._plan.name} has no {kind} '{name}'; it has {_names(table)}")
+                raise InputError(f"{self.plan.name} has no {kind} '{name}'; it has {_names(table)}")
             make = self.execution.input if kind == "input" else self.execution.output
             found = self._arrays[kind, name, batch] = make(table[name], batch)
         return found
 
     def _check(self, batch: int) -> None:
-        if not 1 <= batch <= self._plan.batch_slots:
-            limit = f"1 to {self._plan.max_batch}" if self._plan.max_batch else "1 (the model has no batch axis)"
-            raise InputError(f"{self._plan.name}: batch {batch}, but the plan was built for {limit}")
+        if not 1 <= batch <= self.plan.batch_slots:
+            limit = f"1 to {self.plan.max_batch}" if self.plan.max_batch else "1 (the model has no batch axis)"
+            raise InputError(f"{self.plan.name}: batch {batch}, but the plan was built for {limit}")
 
 
 def _names(names: Mapping[str, object]) -> str:

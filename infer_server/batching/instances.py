@@ -37,14 +37,16 @@ class Instance:
     """Pulls batches and executes them until the batcher is closed and empty."""
 
     def __init__(self, name: str, batcher: Batcher, context: ExecutionContext, outputs: Sequence[str], batched: bool,
-                 deliver: Callable[[list[Outcome], BatchExecution | None], None], cpu: int | None = None) -> None:
-        """cpu: the CPU that its thread is pinned to; None: not pinned."""
+                 deliver: Callable[[list[Outcome], BatchExecution | None], None], cpu: int | None = None,
+                 is_open: bool = False) -> None:
+        """cpu: the CPU that its thread is pinned to; None: not pinned. is_open: shapes differ from batch to batch."""
         self._batcher = batcher
         self._context = context
         self._outputs = outputs
         self._batched = batched                     # tensors have a leading batch axis
         self._deliver = deliver                     # hands results to the event loop: once a batch; None: it failed
         self._cpu = cpu
+        self._is_open = is_open
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -78,17 +80,23 @@ class Instance:
     def _execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution]:
         started_ns = time.monotonic_ns()
         items = sum(request.items for request in batch)
-        self._gather(batch, items)
+        context = self._context.at(self._shapes(batch[0], items)) if self._is_open else self._context
+        self._gather(context, batch, items)
         copied_ns = time.monotonic_ns()
-        self._context.execute(items)
+        context.execute(items)
         computed_ns = time.monotonic_ns()
-        outcomes = self._scatter(batch, items)
+        outcomes = self._scatter(context, batch, items)
         return outcomes, BatchExecution(items, started_ns, copied_ns, computed_ns, time.monotonic_ns())
 
-    def _gather(self, batch: list[Request], items: int) -> None:
+    def _shapes(self, request: Request, items: int) -> dict[str, tuple[int, ...]]:
+        """Those of the batch's inputs: all its requests have the same, but for their items."""
+        return {name: (items, *array.shape[1:]) if self._batched else array.shape
+                for name, array in request.inputs.items()}
+
+    def _gather(self, context: ExecutionContext, batch: list[Request], items: int) -> None:
         """Copies the requests' inputs side by side into the context: the only copy between message and engine."""
         for name in batch[0].inputs:
-            slots = self._context.input(name, items)
+            slots = context.input(name, items)
             if not self._batched:
                 copy_into(slots, batch[0].inputs[name])
                 continue
@@ -97,9 +105,9 @@ class Instance:
                 copy_into(slots[first:first + request.items], request.inputs[name])
                 first += request.items
 
-    def _scatter(self, batch: list[Request], items: int) -> list[Outcome]:
+    def _scatter(self, context: ExecutionContext, batch: list[Request], items: int) -> list[Outcome]:
         """Encodes each request's items while the views of the outputs are valid."""
-        outputs = {name: self._context.output(name, items) for name in self._outputs}
+        outputs = {name: context.output(name, items) for name in self._outputs}
         outcomes: list[Outcome] = []
         first = 0
         for request in batch:

@@ -21,26 +21,17 @@ from calibration.data.preprocess import PRESETS, load_preprocess
 from calibration.workflow import Calibration
 from engines.backends import every_target
 from engines.compiler.build import Notify, build_engine
-from engines.compiler.builder import DEFAULT_MAX_BATCH, BuildConfig
+from engines.compiler.builder import DEFAULT_MAX_BATCH, BuildConfig, Profile
 from engines.compiler.engine_cache import SIZE_VARIABLE, USUAL_GIB, EngineCache, usual_folder
+from engines.compiler.specialise import graph_at
 from engines.errors import ConfigError
 from engines.frontend.inputs import Value
 from engines.frontend.onnx_export import onnx_from_graph
-from engines.plan.plan import Plan, graph_of
-from infer_server.cli.common import NOT_VERIFIED, gibibytes, guarded, positive
+from engines.plan.plan import Plan
+from infer_server.cli.common import NOT_VERIFIED, gibibytes, guarded, parse_shape, parse_shapes, positive
 from infer_server.cli.inspect_engine import fallbacks, kernels, layers
 from infer_server.cli.verifying import verify_build
 from infer_server.process import tune_malloc
-
-
-def parse_shape(text: str) -> tuple[str, tuple[int | None, ...]]:
-    """"input:1x3x224x224" -> ("input", (1, 3, 224, 224)); "ids:batchx128" -> ("ids", (None, 128))"""
-    name, colon, extents = text.rpartition(":")
-    first, *others = extents.lower().split("x")
-    sizes = [*[first] * (first != "batch"), *others]
-    if not colon or not all(part.isdecimal() and int(part) for part in sizes):
-        raise argparse.ArgumentTypeError(f"'{text}' is not NAME:1x3x224x224 or NAME:batchx3x224x224")
-    return name, (*[None] * (first == "batch"), *map(int, sizes))
 
 
 def parse_constant(text: str) -> tuple[str, Value]:
@@ -105,7 +96,24 @@ def _config(options: argparse.Namespace) -> BuildConfig:
         target=options.target or "", shapes=dict(options.shape or ()), constants=dict(options.constant or ()),
         keep_float=tuple(options.keep_float or ()),
         pixels=load_preprocess(options.preprocess).pixels if options.uint8_input else None,
-        timing=not options.no_timing, timing_cache=options.timing_cache or "", threads=options.threads)
+        timing=not options.no_timing, timing_cache=options.timing_cache or "", threads=options.threads,
+        profiles=_profiles(options))
+
+
+def _profiles(options: argparse.Namespace) -> tuple[Profile, ...]:
+    """The shapes of --min-shapes, --opt-shapes and --max-shapes, the n-th of each together; what is not given is as
+    --opt-shapes has it."""
+    usual = options.opt_shapes or []
+    groups = [options.min_shapes or usual, usual, options.max_shapes or usual]
+    if any(len(group) != len(usual) for group in groups):
+        raise ConfigError("--min-shapes, --opt-shapes and --max-shapes make profiles together: give --opt-shapes for "
+                          "each profile, and the others for each or for none")
+    profiles = []
+    for least, opt, most in zip(*groups, strict=True):
+        if not least.keys() == opt.keys() == most.keys():
+            raise ConfigError("--min-shapes, --opt-shapes and --max-shapes of a profile are of the same inputs")
+        profiles.append({name: (least[name], opt[name], most[name]) for name in opt})
+    return tuple(profiles)
 
 
 def _calibration(options: argparse.Namespace) -> Calibration | None:
@@ -137,7 +145,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _export(plan: Plan, path: str, notify: Notify) -> None:
     import onnx
-    onnx.save(onnx_from_graph(graph_of(plan)), path)
+    onnx.save(onnx_from_graph(graph_at(plan)), path)
     notify(f"{path}: the quantised model with QuantizeLinear and DequantizeLinear nodes")
 
 
@@ -190,11 +198,16 @@ def _add_shapes(parser: argparse.ArgumentParser) -> None:
                         help="optimise for batches of N items: tactics are timed with so many (default: with one; "
                              "where several items share a tile, with a full batch too)")
     parser.add_argument("--shape", type=parse_shape, action="append", metavar="NAME:batchx128",
-                        help="shape of an input whose extents beyond the batch are symbolic; a number in place of "
-                             "\"batch\" fixes the batch too, unless --max-batch is given")
+                        help="fix the shape of an input whose extents are symbolic; a number in place of \"batch\" "
+                             "fixes the batch too, unless --max-batch is given")
     parser.add_argument("--constant", type=parse_constant, action="append", metavar="NAME=VALUE",
                         help="an input that has this value in every run (a number, or a list of numbers), and is none "
                              "of the engine's: what decides which branch is taken, say")
+    for which, of in (("min", "least shapes that are accepted"), ("max", "largest shapes that are accepted"),
+                      ("opt", "shapes for which a model with open extents is compiled and tuned at once; others are "
+                              "specialised when they are met")):
+        parser.add_argument(f"--{which}-shapes", type=parse_shapes, action="append", metavar="X:1x3x64x64,...",
+                            help=f"{of}; the n-th of each of the three make a profile")
 
 
 def _add_tuning(parser: argparse.ArgumentParser) -> None:

@@ -80,6 +80,21 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def parse_shape(text: str) -> tuple[str, tuple[int | None, ...]]:
+    """"input:1x3x224x224" -> ("input", (1, 3, 224, 224)); "ids:batchx128" -> ("ids", (None, 128))"""
+    name, colon, extents = text.rpartition(":")
+    first, *others = extents.lower().split("x")
+    sizes = [*[first] * (first != "batch"), *others]
+    if not colon or not all(part.isdecimal() and int(part) for part in sizes):
+        raise argparse.ArgumentTypeError(f"'{text}' is not NAME:1x3x224x224 or NAME:batchx3x224x224")
+    return name, (*[None] * (first == "batch"), *map(int, sizes))
+
+
+def parse_shapes(text: str) -> dict[str, tuple[int | None, ...]]:
+    """"ids:1x128,mask:1x128" -> the shape of each input, as trtexec has them"""
+    return dict(map(parse_shape, text.split(",")))
+
+
 def _at_least_0(unit: str, text: str) -> float:
     try:
         value = float(text)

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from engines import load_engine
+from engines.plan.extents import text
 from engines.plan.file import read_plan
-from engines.plan.plan import IoTensor, Plan, writes_border
+from engines.plan.plan import IoTensor, OpenPart, Plan, writes_border
 from infer_server.cli.common import guarded, positive, table
 from infer_server.cli.profile import as_json, header, profile, roofline
 from infer_server.cli.run_engine import ready_context
@@ -26,6 +27,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         "name": plan.name, "target": machine.target, "cpu": dict(machine.cpu), "precision": plan.precision,
         "max_batch": plan.max_batch, "dependence": plan.dependence,
         "inputs": [_tensor(t) for t in plan.inputs], "outputs": [_tensor(t) for t in plan.outputs],
+        **({"open": _open(plan, plan.open)} if plan.open else {}),
         "kernels": [{"name": s.name, "fuses": list(s.fuses), "precision": s.precision, "tactic": s.tactic,
                      "time_us": s.time_us, "macs": s.macs, "bytes": s.bytes,
                      **({"fallback": s.reason} if s.fallback else {})} for s in machine.steps if not writes_border(s)],
@@ -35,6 +37,13 @@ def describe(plan: Plan) -> dict[str, Any]:
         "code_bytes": sum(map(len, machine.code)),
         "buffer_bytes": sum(b.bytes for b in machine.buffers), "metadata": dict(plan.metadata),
     }
+
+
+def _open(plan: Plan, part: OpenPart) -> dict[str, Any]:
+    """What a plan with open extents takes, and for which extents there are specialisations in it."""
+    return {"inputs": [_tensor(t) for t in part.inputs], "outputs": [_tensor(t) for t in part.outputs],
+            "profiles": [{name: list(bounds) for name, bounds in profile.items()} for profile in part.profiles],
+            "specialisations": [dict(one.extents) for one in (plan, *part.others)], "stripped": not part.model}
 
 
 def _tensor(tensor: IoTensor) -> dict[str, Any]:
@@ -79,6 +88,9 @@ def _command(options: argparse.Namespace) -> int:
           f"batches of up to {plan.max_batch or 'the declared shape'}")
     if plan.dependence:
         print(f"items depend on each other, so a batch is neither cut nor merged: {plan.dependence}")
+    if plan.open:
+        specialised = "; ".join(text(one.extents) for one in (plan, *plan.open.others))
+        print(f"open     {shapes(plan.open.inputs)}\nspecialised for {specialised}; what follows is the first of them")
     print(f"inputs   {shapes(plan.inputs)}\noutputs  {shapes(plan.outputs)}\n")
     print(layers(plan))
     for run in machine.item_major:

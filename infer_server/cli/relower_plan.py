@@ -5,7 +5,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from engines.compiler.builder import relower
+from engines.compiler.specialise import relower
 from engines.plan.file import read_plan, write_plan
 from infer_server.cli.common import guarded
 

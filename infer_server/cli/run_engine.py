@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from zipfile import BadZipFile, is_zipfile
 
@@ -18,9 +18,10 @@ from engines.ir.dtypes import to_bfloat16
 from engines.ir.graph import Array
 from engines.machine.cpu import allowed_cpus
 from engines.plan.file import read_plan
-from engines.plan.plan import IoTensor, Plan
+from engines.plan.plan import IoTensor
 from engines.runtime.engine import Engine, ExecutionContext, Feeds
-from infer_server.cli.common import guarded, positive, seconds
+from engines.runtime.open_engine import AnyEngine
+from infer_server.cli.common import guarded, parse_shapes, positive, seconds
 from infer_server.cli.profile import as_json, header, profile, slowest
 
 WARM_UP_SECONDS = 0.2
@@ -41,7 +42,7 @@ def random_feed(inputs: Sequence[IoTensor], batch: int, seed: int = 0) -> dict[s
     return feed
 
 
-def read_feed(path: str, plan: Plan, batch: int) -> dict[str, Array]:
+def read_feed(path: str, engine: AnyEngine, batch: int) -> dict[str, Array]:
     """The first `batch` items of an .npz with an array per input. InputError: it cannot be read, or does not fit."""
     try:
         with open(path, "rb") as file:
@@ -49,26 +50,39 @@ def read_feed(path: str, plan: Plan, batch: int) -> dict[str, Array]:
                 raise InputError(f"'{path}' is no .npz file; write one with numpy.savez(path, NAME=array, ...)")
             file.seek(0)
             archive = np.load(file)
-            if missing := [t.name for t in plan.inputs if t.name not in archive]:
+            if missing := [t.name for t in engine.inputs if t.name not in archive]:
                 raise InputError(f"'{path}' has no array for {missing}; it has {sorted(archive)}")
-            arrays = {t.name: archive[t.name] for t in plan.inputs}
+            arrays = {t.name: archive[t.name] for t in engine.inputs}
     except (ValueError, EOFError, BadZipFile) as error:
         raise InputError(f"'{path}' cannot be read as an .npz file: {error}") from error
+    shapes = {name: array.shape for name, array in arrays.items()}
+    plan = engine.plan if isinstance(engine, Engine) else engine.at(shapes).plan
     items = Feeds(plan).check(arrays)
     if plan.max_batch and items < batch:
         raise InputError(f"'{path}' has {items} items; --batch {batch} needs as many")
     return {t.name: arrays[t.name][:batch] if t.batched else arrays[t.name] for t in plan.inputs}
 
 
-def ready_context(engine: Engine, batch: int, data: str | None = None) -> ExecutionContext:
-    """A context whose inputs hold `batch` items: of an .npz file, or random ones. InputError: they do not fit."""
+def ready_context(engine: AnyEngine, batch: int, data: str | None = None,
+                  shapes: Mapping[str, tuple[int | None, ...]] | None = None) -> ExecutionContext:
+    """A context whose inputs hold `batch` items: of an .npz file, or random ones, of these shapes where extents are
+    open. InputError: they do not fit."""
     if engine.max_batch and batch > engine.max_batch:
         raise InputError(f"--batch {batch}: the plan was built for batches of up to {engine.max_batch}; build it with "
                          f"--max-batch {batch}")
     if not engine.max_batch and batch > 1:
         raise InputError(f"--batch {batch}: the model has no batch axis, it takes exactly the shape it declares")
-    feed = read_feed(data, engine.plan, batch) if data else random_feed(engine.inputs, batch)
-    context = engine.create_context()
+    if shapes and isinstance(engine, Engine):
+        raise InputError("--shapes: the plan has no open extents; it takes the shapes that inspect-engine shows")
+    if data:
+        feed = read_feed(data, engine, batch)
+    elif isinstance(engine, Engine):
+        feed = random_feed(engine.inputs, batch)
+    else:
+        usual = engine.usual_shapes(batch)
+        wanted = {name: tuple(extent or batch for extent in shape) for name, shape in (shapes or {}).items()}
+        feed = random_feed(engine.at({**usual, **wanted}).inputs, batch)
+    context = engine.create_context().at({name: array.shape for name, array in feed.items()})
     for name, array in feed.items():
         context.input(name, batch)[...] = array
     return context
@@ -88,7 +102,7 @@ def measure(context: ExecutionContext, batch: int, seconds: float) -> np.ndarray
     return np.array(times)
 
 
-def report(engine: Engine, batch: int, times: np.ndarray[Any, Any]) -> dict[str, Any]:
+def report(engine: AnyEngine, batch: int, times: np.ndarray[Any, Any]) -> dict[str, Any]:
     """The JSON that --json prints; throughput is in items a second."""
     milliseconds = 1e3 * times
     p50, p90, p95, p99 = (float(np.percentile(milliseconds, q)) for q in (50, 90, 95, 99))
@@ -112,8 +126,8 @@ def pinned(threads: int) -> list[int]:
 def _command(options: argparse.Namespace) -> int:
     threads = options.threads or int(read_plan(options.plan).metadata.get("threads", 1))
     cpus = pinned(threads) if options.pin else None
-    engine = load_engine(options.plan, threads, cpus=cpus)
-    context = ready_context(engine, options.batch, options.data)
+    engine = load_engine(options.plan, threads, cpus=cpus, specialise="off" if options.no_specialise else "wait")
+    context = ready_context(engine, options.batch, options.data, dict(options.shapes or ()))
     if cpus:        # after the helpers were made: they inherit what their maker may use
         os.sched_setaffinity(0, {cpus[0]})
     if options.profile:
@@ -139,6 +153,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         help="threads a run (default: what the plan was built for)")
     parser.add_argument("--pin", action="store_true", help="keep each thread on a CPU of its own")
     parser.add_argument("--data", metavar="X.npz", help="an array per input; without it, random numbers")
+    parser.add_argument("--shapes", type=parse_shapes, metavar="X:1x77,...",
+                        help="shapes of random inputs of a plan with open extents (default: those it was built for)")
+    parser.add_argument("--no-specialise", action="store_true",
+                        help="of a plan with open extents: run the general version at shapes that it was not built for")
     parser.add_argument("--seconds", type=seconds, default=2.0, metavar="S", help="how long to measure (default 2)")
     parser.add_argument("--profile", action="store_true",
                         help="print the time of each kernel instead, beside this core's measured peaks")

@@ -21,7 +21,8 @@ def verify_build(plan: str, model: str, config: BuildConfig, calibration: Calibr
     """Whether the plan file passes. The table goes to `notify`, what is wrong and what to do about it to `warn`."""
     data = None
     if calibration and calibration.data:
-        data = calibration.open(read_plan(plan).inputs, config.pixels is not None)
+        read = read_plan(plan)
+        data = calibration.open(read.open.inputs if read.open else read.inputs, config.pixels is not None)
     found = verify(plan, model, data, shapes=config.shapes, constants=config.constants, pixels=config.pixels,
                    progress=_bar)
     source = data.source if data else "generated inputs"

@@ -52,11 +52,17 @@ class BuildOptions:
     preprocess: str = ""
     uint8_input: str = ""                   # "true": images come as uint8 [N, H, W, C]
     threads: str = ""                       # "": the server's --threads
+    specialise: str = ""                    # of a model with open extents: wait, background (the default) or off
+    min_shapes: str = ""                    # ... as build-engine's options
+    opt_shapes: str = ""
+    max_shapes: str = ""
     pin: str = ""                           # "true": each thread of an instance stays on a CPU of its own
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
             raise ModelConfigError(f"parameter precision: '{self.precision}' is none of {', '.join(PRECISIONS)}")
+        if self.specialise not in ("", "wait", "background", "off"):
+            raise ModelConfigError(f"parameter specialise: expected wait, background or off, got '{self.specialise}'")
         for name in ("uint8_input", "pin"):
             if getattr(self, name) not in ("", "true", "false"):
                 raise ModelConfigError(f"parameter {name}: expected true or false, got '{getattr(self, name)}'")

@@ -1,9 +1,11 @@
 """Whether the tensors of a request are those of the model: names, datatypes, shapes, batch size."""
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
+from engines.errors import InputError
+from infer_server.backend import Shapes
 from infer_server.config.config import ModelConfig, TensorSpec, nearest
 from infer_server.errors import InvalidRequestError
 from infer_server.protocol.codec import InputTensor
@@ -19,12 +21,14 @@ class Fit:
 class Signature:
     """The inputs and outputs of a model, by name."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, check: Callable[[Shapes], None] | None = None) -> None:
+        """check: what an engine with open extents has against shapes, an InputError."""
         self._model = config.name
         self._inputs = {spec.name: spec for spec in config.inputs}
         self._outputs = {spec.name: spec for spec in config.outputs}
         self._batched = config.batched
         self._max_batch_size = config.batching.max_batch_size
+        self._check = check
 
     def fit(self, declared: Iterable[InputTensor]) -> Fit:
         """Checks the inputs of a request. Raises InvalidRequestError saying what was expected."""
@@ -52,6 +56,11 @@ class Signature:
         if not 1 <= items <= self._max_batch_size:
             raise InvalidRequestError(f"inference request batch-size must be within 1..{self._max_batch_size} for "
                                       f"model '{self._model}', got {items}")
+        if self._check:
+            try:
+                self._check({name: tensors[name].shape for name in self._inputs})
+            except InputError as error:
+                raise InvalidRequestError(str(error)) from error
         return Fit(items, tuple(shapes))
 
     def choose_outputs(self, requested: Iterable[str]) -> tuple[TensorSpec, ...]:

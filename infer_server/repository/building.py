@@ -98,6 +98,10 @@ def build_command(source: Source, plan: Path, cache_dir: Path | None, threads: i
     if options.preprocess:                      # a preset's name, or a file
         file = source.folder / options.preprocess
         command += ["--preprocess", str(file) if file.exists() else options.preprocess]
+    for option, shapes in (("--min-shapes", options.min_shapes), ("--opt-shapes", options.opt_shapes),
+                           ("--max-shapes", options.max_shapes)):
+        if shapes:
+            command += [option, shapes]
     if options.uint8_input == "true":
         command += ["--uint8-input"]
     return command

@@ -4,6 +4,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from engines.errors import EngineError, PlanTargetError
 from engines.machine.cpu import allowed_cpus
@@ -52,10 +53,14 @@ class Loader:
     def _engine(self, source: Source, threads: int) -> Engine:
         if source.file.suffix == ".onnx":
             with self.compiler.build(source, threads) as plan:
-                return self.load_engine(plan, threads)
+                return self._loaded(source, plan, threads)
         try:
-            return self.load_engine(source.file, threads)
+            return self._loaded(source, source.file, threads)
         except PlanTargetError as mismatch:
             log.warning("%s: %s", source.name, mismatch)
             with self.compiler.relower(source) as plan:
-                return self.load_engine(plan, threads)
+                return self._loaded(source, plan, threads)
+
+    def _loaded(self, source: Source, plan: Path, threads: int) -> Engine:
+        specialise = source.config.build.specialise
+        return self.load_engine(plan, threads, specialise) if specialise else self.load_engine(plan, threads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from infer_server.backend import Engine, warm_up
+from infer_server.backend import Engine, is_open, warm_up
 from infer_server.batching.batcher import Batcher
 from infer_server.batching.event_loop import ExpiryTimer, Waker
 from infer_server.batching.instances import Instance
@@ -32,7 +32,8 @@ class Model:
         self.version = version
         self.config_message = complete(message, name, engine, filename, instances)
         self.config = from_message(self.config_message)
-        self.signature = Signature(self.config)
+        opened = is_open(engine)
+        self.signature = Signature(self.config, engine.check if opened else None)
         self.statistics = Statistics()
         self._loop = loop
         self._batcher = Batcher(name, self.config.batching, self.config.queueing, self._refuse,
@@ -48,7 +49,7 @@ class Model:
                 self._batcher.measured(batch, ns)
         self._instances = [
             Instance(f"{name}/{version} instance {i}", self._batcher, context, outputs, self.config.batched,
-                     self._deliver, own[0] if own else None)
+                     self._deliver, own[0] if own else None, opened)
             for i, (context, own) in enumerate(zip(contexts, cpus, strict=True))]
         for instance in self._instances:
             instance.start()

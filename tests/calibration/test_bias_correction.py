@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
 
-from calibration.bias_correction import ChannelMeans, bias_shift, correct_biases
+from calibration.bias_correction import ChannelMeans
 from engines.ir.graph import Graph, Node, QParams, TensorType, type_of, verify
+from engines.passes.quantization.bias_correction import bias_shift, correct_biases
 
 FLOAT = np.dtype(np.float32)
 RNG = np.random.default_rng(0)

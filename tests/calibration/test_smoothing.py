@@ -3,9 +3,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from calibration.smoothing import ChannelPeaks, smoothable, smoothed, smoothing_factors
+from calibration.smoothing import ChannelPeaks, smoothing_factors
 from engines.ir.graph import Graph, Node, TensorType, type_of, verify
 from engines.ops.reference import run
+from engines.passes.quantization.smoothing import smoothable, smoothed
 
 FLOAT = np.dtype(np.float32)
 RNG = np.random.default_rng(0)

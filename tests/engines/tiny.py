@@ -124,5 +124,5 @@ def halo_plan(max_batch: int = 3) -> Plan:
         "llvm", ISA.name, (x,), (y,), (Buffer("x", 32 * max_batch, -1, 0), Buffer("y", 48 * max_batch, 0, 1)), (step,),
         (Fill(y, -7, ((0, 0), (1, 1))),), {"features": sorted(ISA.requires)}, (add_one_object("add"), executor()),
         bytes(64) + np.int32(5).tobytes())
-    return Plan("halo", "fp32", max_batch, (IoTensor("x", "int32", ("N", 2, 4)),),
-                (IoTensor("y", "int32", ("N", 2, 6)),), machine)
+    return Plan("halo", "fp32", max_batch, (IoTensor("x", "int32", ("batch", 2, 4)),),
+                (IoTensor("y", "int32", ("batch", 2, 6)),), machine)

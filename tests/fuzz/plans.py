@@ -298,7 +298,8 @@ def reference_plan() -> Plan:
     machine = MachinePart(
         "llvm", "", (x,), (z,), (Buffer("x", 6, -1, 0), Buffer("y", 16, 0, 1), Buffer("z", 16, 1, 2)),
         (Step("", (), 1, fallback=product), Step("", (), 1, depends=(0,), fallback=total)), code=(executor(),))
-    plan = Plan("m", "int8", 2, (IoTensor("x", "uint8", ("N", 3)),), (IoTensor("z", "float32", ("N", 2)),), machine)
+    tensors = ((IoTensor("x", "uint8", ("batch", 3)),), (IoTensor("z", "float32", ("batch", 2)),))
+    plan = Plan("m", "int8", 2, *tensors, machine)
     return with_weights(plan, {"w": np.array([[4, -4], [8, 0], [0, 12]], np.int8), "b": np.ones(2, np.float32)})
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import uvloop
 
+from infer_server.backend import EngineLoader
 from infer_server.cli import serve
 from infer_server.server import Ports, Server, ServerOptions
 from tests.infer_server.numpy_engine import TIMEOUT_SECS, load_numpy_engine
@@ -19,8 +20,8 @@ T = TypeVar("T")
 
 
 class RunningServer:
-    def __init__(self, options: ServerOptions) -> None:
-        self._options = options
+    def __init__(self, options: ServerOptions, load_engine: EngineLoader = load_numpy_engine) -> None:
+        self._options, self._load_engine = options, load_engine
         self._started = threading.Event()
         self._answered = False
         self._thread = threading.Thread(target=lambda: uvloop.run(self._run()), name="server")
@@ -51,7 +52,7 @@ class RunningServer:
     async def _run(self) -> None:
         self.loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        self.server = Server(self._options, load_numpy_engine)
+        self.server = Server(self._options, self._load_engine)
         self.ports = await self.server.start()
         await self.server.loaded()
         self._started.set()
@@ -66,9 +67,9 @@ def options(repository: Path, **given: Any) -> ServerOptions:
 
 
 @contextmanager
-def serving(repository: Path, **given: Any) -> Iterator[RunningServer]:
+def serving(repository: Path, load_engine: EngineLoader = load_numpy_engine, **given: Any) -> Iterator[RunningServer]:
     """A server on free ports, all models loaded; stopped at the end."""
-    running = RunningServer(options(repository, **given))
+    running = RunningServer(options(repository, **given), load_engine)
     running.start()
     try:
         yield running

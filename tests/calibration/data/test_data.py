@@ -48,19 +48,19 @@ def test_without_preprocessing_three_channels_get_imagenet_and_the_note_says_so(
 
 
 def test_one_channel_gets_gray(photos):
-    data = open_calibration_data(photos, [IoTensor("x", "float32", ("n", 1, 8, 8))])
+    data = open_calibration_data(photos, [IoTensor("x", "float32", ("batch", 1, 8, 8))])
     assert "'gray' preset" in data.note
     assert arrays_of(data).shape == (5, 1, 8, 8)
 
 
 def test_an_integer_input_gets_whole_bytes(photos):
-    values = arrays_of(open_calibration_data(photos, [IoTensor("x", "uint8", ("n", 8, 8, 3))]))
+    values = arrays_of(open_calibration_data(photos, [IoTensor("x", "uint8", ("batch", 8, 8, 3))]))
     assert values.dtype == np.uint8 and values.max() > 150
 
 
 def test_images_for_a_model_that_takes_none_are_an_error(photos):
     with pytest.raises(ConfigError, match="neither 3 channels nor 1"):
-        open_calibration_data(photos, [IoTensor("x", "float32", ("n", 16))])
+        open_calibration_data(photos, [IoTensor("x", "float32", ("batch", 16))])
     with pytest.raises(CalibrationError, match="the model has 2 inputs"):
         open_calibration_data(photos, [X, MASK])
     with pytest.raises(CalibrationError, match="does not take them one by one"):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from calibration.data.preprocess import IMAGENET, PRESETS, Preprocess, load_preprocess
+from calibration.data.preprocess import IMAGENET, PRESETS, USUAL_SIZE, Preprocess, load_preprocess
 from engines.errors import CalibrationError, ConfigError
 
 NCHW = ("batch", 3, 32, 32)
@@ -84,8 +84,12 @@ def test_without_resizing_a_picture_must_have_the_size(picture):
         Preprocess(resize="none").apply(picture, NCHW)
 
 
+def test_an_input_of_any_height_and_width_gets_pictures_of_the_usual_size():
+    assert IMAGENET.fit(("n", 3, "h", "w")).size == USUAL_SIZE
+
+
 @pytest.mark.parametrize("shape, complaint", [
-    (("n", 3, "h", "w"), "leaves height and width open"), (("n", 10), "don't fit"), (("n", 1, 8, 8), "don't fit")])
+    (("n", 10), "don't fit"), (("n", 1, 8, 8), "don't fit")])
 def test_an_input_that_takes_no_such_pictures_is_an_error(shape, complaint):
     with pytest.raises(ConfigError, match=complaint):
         IMAGENET.fit(shape)

@@ -14,7 +14,7 @@ from calibration import Calibration
 from calibration.accuracy.measures import sqnr_db
 from calibration.data.preprocess import IMAGENET, load_preprocess
 from engines import EngineBuild, EngineCache, build_engine, load_engine
-from engines.compiler.builder import relower
+from engines.compiler.specialise import relower
 from engines.errors import CalibrationError, ConfigError, ModelError
 from engines.ir.graph import Array
 from engines.loading import engine_of

@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 
-from engines.compiler.builder import relower
+from engines.compiler.specialise import relower
 from engines.plan.file import read_plan, write_plan
 from engines.runtime.engine import Engine
 from tests.engines.compiler.small_models import assert_right, node, small_model

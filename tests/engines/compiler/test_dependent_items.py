@@ -4,6 +4,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+from engines.compiler.build import build_engine
 from engines.compiler.builder import BuildConfig, Builder
 from engines.errors import InputError, ModelError
 from engines.plan.file import read_plan, write_plan
@@ -83,23 +84,25 @@ def test_one_symbol_is_one_extent_on_every_axis():
      {"x": ["n", 4]}, {}),
     ("more rows than items", [helper.make_node("Concat", ["x", "c"], ["y"], axis=0)], {"x": ["n", 4]},
      {"c": random(3, 4)})])
-def test_what_depends_on_the_number_of_items_is_built_for_one(name, nodes, shapes, constants):
+def test_what_depends_on_the_number_of_items_is_specialised_for_each(name, nodes, shapes, constants):
     proto = model(nodes, shapes, {"y": None}, **constants)
-    builder, plan = built(proto)
-    x = random(1, *shapes["x"][1:])
-    want, = ReferenceEvaluator(proto).run(None, {"x": x})
-    np.testing.assert_allclose(Engine(plan).run({"x": x})["y"], want, rtol=1e-6, strict=True)
-    assert plan.max_batch == 0 and "fixed to 1" in builder.notices[0], name
-    with pytest.raises(InputError):
-        Engine(plan).run({"x": random(3, *shapes["x"][1:])})
+    build = build_engine(proto, timing=False, cache=False)
+    engine = build.engine()
+    assert build.plan.max_batch == 0 and "for the batch cannot be left open" in build.notices[0], name
+    for items in (1, 3):
+        x = random(items, *shapes["x"][1:])
+        want, = ReferenceEvaluator(proto).run(None, {"x": x})
+        np.testing.assert_allclose(engine.run({"x": x})["y"], want, rtol=1e-6, strict=True)
+    with pytest.raises(InputError, match="the model takes"):
+        engine.run({"x": random(3, *shapes["x"][1:], 1)})
 
 
 def test_a_recurrent_state_of_fixed_extents_is_not_stretched_over_the_batch():
     nodes = [helper.make_node("Transpose", ["x"], ["t"], perm=[1, 0, 2]),
              helper.make_node("RNN", ["t", "w", "r", "", "", "h"], ["", "y"], hidden_size=6)]
     proto = model(nodes, {"x": ["n", 5, 3], "h": [1, 1, 6]}, {"y": None}, w=random(1, 6, 3), r=random(1, 6, 6))
-    _, plan = built(proto)
+    plan = build_engine(proto, timing=False, cache=False).plan
     assert plan.max_batch == 0 and plan.inputs[0].shape == (1, 5, 3)
     for asked in ({"max_batch": 4}, {"shapes": {"x": (-1, 5, 3)}}, {"shapes": {"x": (None, 5, 3)}}):
         with pytest.raises(ModelError, match="initial state"):
-            built(proto, **asked)
+            build_engine(proto, timing=False, cache=False, **asked)

@@ -13,7 +13,7 @@ from onnx import TensorProto
 from engines.backends.llvm.runtime.execution import LoadedPlan
 from engines.backends.llvm.runtime.expansion import expand
 from engines.backends.llvm.session import LlvmSession
-from engines.compiler.builder import relower
+from engines.compiler.specialise import relower
 from engines.errors import PlanTargetError
 from engines.loading import load_engine
 from engines.lowering.calls.calls import Call

@@ -9,7 +9,7 @@ from onnx import helper, numpy_helper
 from engines.errors import ModelError
 from engines.frontend.onnx_import import graph_from_onnx
 from engines.ops.reference import run
-from infer_server.cli.build_engine import parse_shape
+from infer_server.cli.common import parse_shape
 
 FLOAT, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
 

@@ -163,7 +163,7 @@ def test_a_plan_for_another_cpu_is_refused_or_compiled_again(tmp_path: Path, mon
         load_engine(tmp_path / "m.plan", on_target_mismatch="refuse")
 
     builder = SimpleNamespace(relower=lambda plan: mix_plan(READS, OUTPUTS))
-    monkeypatch.setitem(sys.modules, "engines.compiler.builder", builder)
+    monkeypatch.setitem(sys.modules, "engines.compiler.specialise", builder)
     x = some_input(2)
     assert_equal(load_engine(tmp_path / "m.plan").run({"x": x}), mix_reference(READS, OUTPUTS, x))
     assert "lacks amx_int4096; compiling its graph again" in caplog.text

@@ -53,8 +53,8 @@ def test_a_fallback_computes_with_what_quantised_tensors_and_constants_mean() ->
     fallback = Fallback(node_to_json(Node("MatMul", ("x", "w"), ("y",))), (x, "w"), (y,), (None, quant_w))
     machine = MachinePart("llvm", "", (x,), (y,), (Buffer("x", 6, -1, 0), Buffer("y", 4, 0, 1)),
                           (Step("", (), 1, fallback=fallback),), code=(executor(),))
-    plan = with_weights(Plan("m", "int8", 2, (IoTensor("x", "uint8", ("N", 3)),), (IoTensor("y", "uint8", ("N", 2)),),
-                             machine), {"w": w})
+    tensors = ((IoTensor("x", "uint8", ("batch", 3)),), (IoTensor("y", "uint8", ("batch", 2)),))
+    plan = with_weights(Plan("m", "int8", 2, *tensors, machine), {"w": w})
     stored = np.array([[130, 128, 140], [0, 255, 1]], np.uint8)
     real = (stored.astype(float) - 128) * 0.5 @ (w * 0.25)
     want = np.clip(np.rint(real) + 10, 0, 255)

@@ -224,8 +224,6 @@ def test_tactics_are_timed_with_the_batch_to_optimise_for(workshop: Workshop, mo
 
 def test_a_shape_makes_symbolic_extents_known(workshop: Workshop) -> None:
     onnx.save(_one_node("Relu", shape=("N", 3, "H", "W")), workshop.path("sizes.onnx"))
-    assert workshop.build(model="sizes.onnx") == 2
-    assert "--shape x:" in workshop.said
     assert workshop.build("--shape", "x:1x3x8x6", "--no-timing", model="sizes.onnx") == 0
     assert read_plan(workshop.path("m.plan")).inputs[0].shape[-2:] == (8, 6)
 

@@ -12,7 +12,7 @@ import onnx
 import pytest
 
 from engines.compiler.build import build_engine
-from engines.compiler.builder import relower
+from engines.compiler.specialise import relower
 from engines.errors import ConfigError, PlanVersionError
 from engines.loading import load_engine
 from engines.runtime.engine import Engine

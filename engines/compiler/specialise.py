@@ -1,0 +1,140 @@
+"""Plans of a model with open extents: the one that a build makes, and the specialisations that are made later of what
+is in it.
+
+    plan = compiled(subject, recipe, metadata)      # with plan.open, where the model has open extents
+    specialiser = Specialiser(plan)
+    specialiser.plan({"T": 77})                     # as a build with --shape would make it, without timing
+    specialiser.general({"T": 77})                  # the same graph for the NumPy backend: nothing is compiled
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from engines.backends import backend_of
+from engines.compiler.builder import BuildConfig, Builder, io_tensors
+from engines.compiler.subject import Subject
+from engines.errors import PlanTargetError
+from engines.faults import faults_named
+from engines.frontend.onnx_file import OnnxModel
+from engines.ir.dtypes import dtype_named
+from engines.ir.graph import BATCH, Dim, Graph, TensorType
+from engines.ir.recipe import Recipe
+from engines.machine.timing_cache import TimingCache
+from engines.passes.pixels import Pixels
+from engines.passes.quantization.recipe import prepared
+from engines.plan.extents import Extents
+from engines.plan.plan import IoTensor, OpenOptions, OpenPart, Plan, graph_of
+
+
+def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[str, Any] | None = None) -> Plan:
+    """The plan of a model; where extents are open, with what its later specialisations are made of, and those for the
+    usual extents of each profile."""
+    plan = _plan(subject, recipe, subject.usual, metadata)
+    if not subject.is_open:
+        return plan
+    usual = [{name: bounds[name][1] for name in subject.usual} for bounds in subject.profiles]
+    others = tuple(_plan(subject, recipe, extents)
+                   for index, extents in enumerate(usual) if extents != subject.usual and extents not in usual[:index])
+    config, source = subject.builder.config, subject.source
+    options = OpenOptions(config.precision, config.max_batch, config.opt_batch, config.target, config.keep_float,
+                          vars(config.pixels) if config.pixels else None, config.threads)
+    declared = tuple(IoTensor(name, kind.dtype.name, kind.shape) for name, kind in subject.types.items())
+    part = OpenPart(subject.inputs, _outputs(source, subject.graph), declared, options, recipe, subject.profiles,
+                    source.document(), source.weights, others)
+    return replace(plan, open=part)
+
+
+class Specialiser:
+    """Makes the specialisations of a plan with open extents, from its model. Not for several threads at a time."""
+
+    def __init__(self, plan: Plan, target: str | None = None) -> None:
+        """target: another one than the plan's. Raises PlanTargetError: the plan is stripped of its model."""
+        part = plan.open
+        if part is None or not part.model:
+            raise PlanTargetError(f"{plan.name}: stripped (--strip), so it has no model to make specialisations of")
+        self._source = OnnxModel.from_document(plan.name, part.model, part.weights)
+        self._part = part
+        self._target = part.options.target if target is None else target
+        self._subjects: dict[str, Subject] = {}
+
+    def plan(self, extents: Extents) -> Plan:
+        """The plan for these numbers of the open extents. Raises EngineError."""
+        return self._made(self._target, extents)
+
+    def general(self, extents: Extents) -> Plan:
+        """The same for the NumPy backend: there at once, right, and slow."""
+        return self._made("numpy", extents)
+
+    def graph(self, extents: Extents) -> Graph:
+        """What it is lowered from: stored types decided."""
+        subject, recipe = self._subject(self._target), self._part.recipe
+        return subject.builder.stored(_graph(subject, recipe, extents), recipe.ranges if recipe else None)
+
+    def float_graph(self, extents: Extents) -> Graph:
+        """The same before types were decided."""
+        return self._subject(self._target).at(extents)
+
+    def _made(self, target: str, extents: Extents) -> Plan:
+        return _plan(self._subject(target), self._part.recipe, extents)
+
+    def _subject(self, target: str) -> Subject:
+        if target not in self._subjects:
+            options = self._part.options
+            config = BuildConfig(
+                options.precision, options.max_batch, options.opt_batch, target, keep_float=options.keep_float,
+                pixels=Pixels(**options.pixels) if options.pixels else None, timing=False, threads=options.threads)
+            types = {io.name: TensorType(dtype_named(io.dtype), io.shape) for io in self._part.declared}
+            usual = {name: 0 for io in self._part.declared for name in io.shape
+                     if isinstance(name, str) and name != BATCH}
+            self._subjects[target] = Subject(Builder(config), self._source, types, usual)
+        return self._subjects[target]
+
+
+def graph_at(plan: Plan) -> Graph:
+    """The graph that a plan was lowered from, of its first specialisation where it has several.
+
+    Raises PlanTargetError: it is stripped; PlanCorruptError.
+    """
+    return Specialiser(plan).graph(plan.extents) if plan.open else graph_of(plan)
+
+
+@faults_named()
+def relower(plan: Plan, target: str = "") -> Plan:
+    """The same model for this machine (or `target`), from the graph or the model in the plan: no timing, seconds.
+
+    Neither the ONNX file nor calibration data are needed; integers come out the same bit for bit.
+    """
+    if plan.open is None:
+        graph = graph_of(plan)
+        session = backend_of(target).session(target, TimingCache(), timing=False)
+        return replace(plan, machine=session.assemble(session.choose(graph, plan.max_batch)), fingerprint="")
+    specialiser = Specialiser(plan, target)
+    first, *others = (specialiser.plan(one.extents) for one in (plan, *plan.open.others))
+    part = replace(plan.open, others=tuple(others), options=replace(plan.open.options, target=target))
+    return replace(first, metadata=plan.metadata, open=part)
+
+
+def _graph(subject: Subject, recipe: Recipe | None, extents: Extents) -> Graph:
+    graph = subject.at(extents)
+    return prepared(graph, recipe, subject.builder.config.keep_float) if recipe else graph
+
+
+def _plan(subject: Subject, recipe: Recipe | None, extents: Extents, metadata: Mapping[str, Any] | None = None) -> Plan:
+    plan = subject.builder.plan(_graph(subject, recipe, extents), recipe.ranges if recipe else None, metadata)
+    return replace(plan, extents=dict(extents)).bare() if extents else plan
+
+
+def _outputs(source: OnnxModel, graph: Graph) -> tuple[IoTensor, ...]:
+    """The outputs with names for the extents that may differ, as far as the model tells: it need not be right."""
+    declared = source.output_shapes()
+    return tuple(replace(io, shape=_open_shape(io, declared.get(io.name))) for io in io_tensors(graph, graph.outputs))
+
+
+def _open_shape(io: IoTensor, declared: tuple[Dim | None, ...] | None) -> tuple[Dim, ...]:
+    if declared is None or len(declared) != len(io.shape):
+        declared = (None,) * len(io.shape)
+    return tuple(extent if isinstance(extent, str) or extent == said else
+                 said if isinstance(said, str) else f"{io.name}.{axis}"
+                 for axis, (extent, said) in enumerate(zip(io.shape, declared, strict=True)))

@@ -1,0 +1,99 @@
+"""Open extents: what a model leaves open beside its batch, each by a name.
+
+ONNX's own name of an extent (dim_param) stands for one number wherever inputs have it. An extent without a name gets
+one of its own, "x.2" for axis 2 of the input x: nothing is known of it.
+
+The batch is the leading extent of the inputs that have an open one, if it is the same for all of them and no input has
+it at another place: then a plan takes any number of items. Other leading extents are open extents like the rest.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
+
+from engines.errors import ModelError
+from engines.frontend.inputs import IMAGE_SIDE, LENGTH, Declared, checked_shapes, is_size
+from engines.frontend.symbols import known_extents
+from engines.ir.graph import BATCH, Dim, TensorType
+
+Shape = Sequence[Dim | None]        # None: unknown, or, where a user gives it, the batch
+SINGLE = "items"                    # what a symbol of the name of the batch is called if it is not that
+
+
+def open_types(model: str, declared: Mapping[str, Declared], shapes: Mapping[str, Shape],
+               keep_batch: bool = False) -> dict[str, TensorType]:
+    """The type of each input with a name for every open extent, which is BATCH for the batch's.
+
+    shapes: as graph_from_onnx takes them; what they leave out stays open. Raises ModelError: a shape that does not fit,
+    or an input of unknown rank without one.
+    """
+    given = checked_shapes(model, declared, shapes)
+    numbers = {name: (None, *shape[1:]) if keep_batch else shape for name, shape in given.items()}
+    extents = {name: list(kind.extents or ()) for name, kind in declared.items()}
+    known = known_extents(model, extents, numbers)
+    named: dict[str, list[Dim]] = {}
+    for name, kind in declared.items():
+        shape = given.get(name, kind.extents)
+        if shape is None:
+            raise ModelError(f"{model}: input '{name}' may have any number of axes; give its shape, as in "
+                             f"{kind.option({})}")
+        symbols = kind.extents if kind.extents is not None else shape
+        opened = keep_batch and symbols and not is_size(symbols[0])
+        named[name] = [_name(name, axis, symbol, None if opened and not axis else extent, known)
+                       for axis, (symbol, extent) in enumerate(zip(symbols, shape, strict=True))]
+    said = {named[name][0] for name, shape in given.items() if shape and not is_size(shape[0])}
+    batches = _batches(named.values(), said)
+    return {name: TensorType(declared[name].dtype, tuple(BATCH if not axis and extent in batches else extent
+                                                         for axis, extent in enumerate(shape)))
+            for name, shape in named.items()}
+
+
+def without_batch(types: Mapping[str, TensorType]) -> dict[str, TensorType]:
+    """The same where the batch is an open extent like the others."""
+    return {name: replace(kind, shape=tuple(SINGLE if extent == BATCH else extent for extent in kind.shape))
+            for name, kind in types.items()}
+
+
+def open_extents(types: Mapping[str, TensorType]) -> tuple[str, ...]:
+    """Their names, in the order of the inputs."""
+    return tuple(dict.fromkeys(extent for kind in types.values() for extent in kind.shape
+                               if isinstance(extent, str) and extent != BATCH))
+
+
+def likely_extents(types: Mapping[str, TensorType]) -> dict[str, int]:
+    """A number for each open extent that suits most models: pictures of 224 x 224, sequences of 128, one item."""
+    found: dict[str, int] = {}
+    for kind in types.values():
+        picture = len(kind.shape) == 4 and {1, 3, 4}.intersection(kind.shape[1:])
+        for axis, extent in enumerate(kind.shape):
+            if isinstance(extent, str) and extent != BATCH:
+                found.setdefault(extent, 1 if not axis and len(kind.shape) > 1 else IMAGE_SIDE if picture else LENGTH)
+    return found
+
+
+def shapes_for(types: Mapping[str, TensorType], extents: Mapping[str, int]) -> dict[str, tuple[int | None, ...]]:
+    """The shapes of the inputs for these numbers, as graph_from_onnx takes them: None is the batch."""
+    return {name: tuple(extent if isinstance(extent, int) else None if extent == BATCH else extents[extent]
+                        for extent in kind.shape) for name, kind in types.items()}
+
+
+def _name(name: str, axis: int, symbol: Dim | None, given: Dim | None, known: Mapping[str, int]) -> Dim:
+    """What an extent is called: a number that is given or declared, the declared symbol, or a name of its own.
+
+    known: numbers of symbols."""
+    if is_size(given):
+        return given                # type: ignore[return-value]
+    if is_size(symbol):
+        return symbol               # type: ignore[return-value]
+    if not isinstance(symbol, str):
+        return f"{name}.{axis}"
+    return known.get(symbol, SINGLE if symbol == BATCH else symbol)
+
+
+def _batches(shapes: Iterable[Sequence[Dim]], said: Set[Dim]) -> Set[str]:
+    """The names that stand for the batch: those that the user said, else the one that leads and is nowhere else."""
+    inner = {extent for shape in shapes for extent in shape[1:] if isinstance(extent, str)}
+    leading = {shape[0] for shape in shapes if shape and isinstance(shape[0], str)} - inner
+    if said:
+        return leading & said
+    return leading if len(leading) == 1 else set()

@@ -1,0 +1,117 @@
+"""An ONNX model as it was read, before its inputs have types: what a graph for any shapes is imported of.
+
+    model = read_model("m.onnx")                # or what is in such a file
+    graph_from_onnx(model, shapes=...)          # any number of times
+
+The weights stand beside the rest, so that graphs and plans share them.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import helper, inliner, numpy_helper
+
+from engines.errors import ModelError, PlanCorruptError
+from engines.frontend.inputs import Declared, Value, constant_inputs, extents_of
+from engines.frontend.names import check_names
+from engines.frontend.opsets import current
+from engines.ir.graph import Array, Dim
+
+
+@dataclass(frozen=True, eq=False)
+class OnnxModel:
+    """A model without functions, in an opset that the importer reads.
+
+    proto       the model without its initialisers; nobody changes it
+    weights     these, by name
+    notices     what the user should know of how it was read
+    """
+    name: str
+    proto: onnx.ModelProto
+    weights: Mapping[str, Array]
+    notices: tuple[str, ...] = ()
+
+    @property
+    def inputs(self) -> tuple[onnx.ValueInfoProto, ...]:
+        """What a run is fed."""
+        return tuple(value for value in self.proto.graph.input if value.name not in self.weights)
+
+    def declared(self) -> dict[str, Declared]:
+        """The inputs as the file declares them. Raises ModelError: one that is no tensor of numbers."""
+        return {value.name: Declared.of(self.name, value) for value in self.inputs}
+
+    def output_shapes(self) -> dict[str, tuple[Dim | None, ...]]:
+        """What the file says of the outputs' extents, of which it need not say anything nor be right."""
+        return {value.name: shape for value in self.proto.graph.output
+                if (shape := extents_of(value.type.tensor_type)) is not None}
+
+    def with_constants(self, constants: Mapping[str, Value]) -> OnnxModel:
+        """The model with these values in place of inputs. Raises ModelError: no such input, or another type."""
+        return replace(self, weights={**self.weights, **constant_inputs(self.name, self.proto.graph.input, constants)})
+
+    def document(self) -> bytes:
+        """All but the weights, for `from_document`."""
+        return bytes(self.proto.SerializeToString(deterministic=True))
+
+    @staticmethod
+    def from_document(name: str, document: bytes, weights: Mapping[str, Array]) -> OnnxModel:
+        """The inverse. Raises PlanCorruptError."""
+        try:
+            return OnnxModel(name, onnx.load_model_from_string(document), weights)
+        except Exception as error:      # whatever the protobuf runtime at hand raises
+            raise PlanCorruptError(f"{name}: the model in the plan cannot be read ({error}); build it again") from error
+
+
+Model = str | Path | bytes | onnx.ModelProto | OnnxModel        # a file, its content, or what was read of one
+
+
+def read_model(model: Model) -> OnnxModel:
+    """The model that a file or its content holds. Raises ModelError: none that can be read, or an opset that the onnx
+    package does not know or cannot convert."""
+    if isinstance(model, OnnxModel):
+        return model
+    proto, name = _load(model)
+    check_names(name, proto.graph)
+    if proto.functions:
+        proto = inliner.inline_local_functions(proto)
+    proto, notice = current(name, proto)
+    weights = {tensor.name: array_of(name, tensor) for tensor in proto.graph.initializer}
+    return OnnxModel(name, _without_initializers(proto), weights, (notice,) if notice else ())
+
+
+def array_of(model: str, tensor: onnx.TensorProto) -> Array:
+    """The values of a tensor. Raises ModelError."""
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:     # onnx.load has read what lies beside a file
+        raise ModelError(f"{model}: tensor '{tensor.name}' is in a file of its own, which only the path of the model "
+                         "leads to: give the path, or what onnx.load reads from there")
+    if any(extent < 0 for extent in tensor.dims):       # NumPy would take -1 for "as many as there are"
+        raise ModelError(f"{model}: tensor '{tensor.name}' cannot be read: it is of shape {list(tensor.dims)}")
+    try:
+        return np.asarray(numpy_helper.to_array(tensor))
+    except Exception as error:      # bad sizes, unknown types: numpy and onnx raise many kinds
+        raise ModelError(f"{model}: tensor '{tensor.name}' cannot be read: {error}") from error
+
+
+def _load(model: str | Path | bytes | onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
+    """The model, and what errors and plans call it."""
+    where = str(model) if isinstance(model, str | Path) else "the model"
+    try:
+        proto = (model if isinstance(model, onnx.ModelProto) else
+                 onnx.load_model_from_string(model) if isinstance(model, bytes) else onnx.load(where))
+    except OSError as error:        # the file, or one beside it that holds weights
+        raise ModelError(f"{where}: {error.strerror or error}: '{error.filename or where}'") from error
+    except Exception as error:      # whatever the protobuf runtime at hand raises for bytes that are no model
+        raise ModelError(f"{where} is not a readable ONNX model (truncated, or another format): {error}") from error
+    if not proto.HasField("graph") or not proto.opset_import:
+        raise ModelError(f"{where} is not an ONNX model: it has no graph or no opset")
+    return proto, Path(model).stem if isinstance(model, str | Path) else proto.graph.name or "model"
+
+
+def _without_initializers(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """What the importer reads of it but the weights; the caller's own is left as it is."""
+    graph = helper.make_graph(proto.graph.node, proto.graph.name, proto.graph.input, proto.graph.output)
+    return helper.make_model(graph, opset_imports=proto.opset_import, ir_version=proto.ir_version)

@@ -1,0 +1,95 @@
+"""Bias correction (Nagel et al., "Data-Free Quantization", 2019, section 4.2): take back the mean error of rounding.
+
+Rounding the weights to 8 bits shifts every output channel by a constant, beside adding noise:
+
+    W x + b  ->  W' x + b        E[W' x] - E[W x] = (W' - W) E[x]        b' = b - (W' - W) E[x]
+
+E[x] is the mean of each input channel, from the float model on the calibration data. The halo of zero padding is
+counted as if it were the mean, too: a small error, at the picture's edge only.
+
+MobileNetV2, activations by percentile: 17.3 -> 18.7 dB on the calibration photos, 17.4 -> 19.0 dB on unseen ones.
+Correcting the clipping of activations in the same way was worse (18.0 dB), as was measuring the shift in the running
+quantised model (9.1 dB): both learn the noise of few items.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.ir.graph import Array, Graph, Node
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Correction:
+    """The float graph with corrected biases, and the nodes (by output) whose bias changed."""
+    graph: Graph
+    corrected: tuple[str, ...]
+
+
+def correct_biases(graph: Graph, quantised: Graph, means: Mapping[str, Array]) -> Correction:
+    """`graph`, the optimised float graph, with biases that make up for the weights' rounding in `quantised`.
+
+    Corrected are the channels-last Conv and Gemm nodes whose weights are int8 constants in `quantised` and whose input
+    has a mean in `means`; a node without a bias gets one. Quantising the result again leaves the weights as they were.
+    """
+    nodes, constants, corrected = [], {}, []
+    for node in graph.nodes:
+        rounded = _rounded_weight(quantised, node.outputs[0])
+        if rounded is None or node.anchor.inputs[0] not in means or not _is_correctable(graph, node.anchor):
+            nodes.append(node)
+            continue
+        weight, mean = graph.constants[node.anchor.inputs[1]], np.asarray(means[node.anchor.inputs[0]])
+        if node.anchor.op == "Gemm" and not node.anchor.attrs.get("transB"):
+            weight, rounded = weight.T, rounded.T
+        shift = bias_shift(weight, rounded, mean, node.anchor.attrs.get("group", 1))
+        name = f"{node.anchor.outputs[0]}.corrected_bias"
+        constants[name] = (_bias(graph, node.anchor) - shift).astype(np.float32)
+        anchor = replace(node.anchor, inputs=(*node.anchor.inputs[:2], name))
+        nodes.append(node.with_body((anchor, *node.body[1:])))
+        corrected.append(node.outputs[0])
+    return Correction(graph.rebuild(nodes, constants), tuple(corrected))
+
+
+def bias_shift(weight: Array, rounded: Array, mean: Array, groups: int = 1) -> Floats:
+    """What rounding adds to each output, on average: float64 [outputs].
+
+    weight, rounded     [outputs, inputs / groups, ...] before and after rounding, both in real values
+    mean                [inputs]
+    """
+    difference = (rounded.astype(np.float64) - weight).reshape(*weight.shape[:2], -1).sum(axis=2)
+    by_group = np.einsum("goi,gi->go", difference.reshape(groups, -1, weight.shape[1]), mean.reshape(groups, -1))
+    return np.asarray(by_group.reshape(-1), np.float64)
+
+
+def _rounded_weight(quantised: Graph, output: str) -> Floats | None:
+    """The real values of the int8 weights of the node that makes `output`; None if it has none."""
+    node = quantised.producer.get(output)
+    if node is None or len(node.anchor.inputs) < 2:
+        return None
+    stored, type_ = quantised.constants.get(node.anchor.inputs[1]), quantised.types.get(node.anchor.inputs[1])
+    if stored is None or type_ is None or type_.quant is None:
+        return None
+    quant, along = type_.quant, [1] * stored.ndim
+    if quant.axis is not None:
+        along[quant.axis] = -1
+    scale, zero = (np.array(values, np.float64).reshape(along) for values in (quant.scale, quant.zero_point))
+    return np.asarray(scale * (stored - zero), np.float64)
+
+
+def _is_correctable(graph: Graph, anchor: Node) -> bool:
+    """A Conv over the last axis, or a plain Gemm, with constant weights and, if any, a constant bias [outputs]."""
+    attrs = anchor.attrs
+    plain = (attrs.get("channels_last", 0) if anchor.op == "Conv" else
+             anchor.op == "Gemm" and not attrs.get("transA") and attrs.get("alpha", 1) == attrs.get("beta", 1) == 1)
+    return bool(plain) and graph.is_constant(anchor.inputs[1]) and all(
+        graph.is_constant(bias) and graph.constants[bias].ndim == 1 for bias in anchor.inputs[2:] if bias)
+
+
+def _bias(graph: Graph, anchor: Node) -> Array:
+    """The values of the anchor's bias; zero, if it has none."""
+    return next((graph.constants[bias] for bias in anchor.inputs[2:] if bias), np.zeros(1, np.float32))

@@ -1,0 +1,25 @@
+"""A recipe carried out on a graph: channels smoothed, biases corrected; quantising it is what is left."""
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+from engines.ir.graph import Graph
+from engines.ir.recipe import Recipe
+from engines.passes.quantization.bias_correction import correct_biases
+from engines.passes.quantization.quantize import quantize
+from engines.passes.quantization.smoothing import smoothable, smoothed
+
+
+def prepared(graph: Graph, recipe: Recipe, keep_float: Collection[str] = ()) -> Graph:
+    """The optimised float graph as the recipe wants it quantised.
+
+    Tensors that this graph does not have, as it may be for other shapes, are passed over.
+    """
+    able = set(smoothable(graph)) if recipe.smoothing else ()
+    graph = smoothed(graph, {name: factors for name, factors in recipe.smoothing.items() if name in able})
+    if not recipe.means:
+        return graph
+    means = {tensor: np.asarray(values) for tensor, values in recipe.means.items()}
+    return correct_biases(graph, quantize(graph, recipe.ranges, keep_float), means).graph

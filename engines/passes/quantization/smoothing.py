@@ -1,0 +1,124 @@
+"""SmoothQuant (Xiao et al. 2023, arXiv 2211.10438): outliers of single channels move from activations into weights.
+
+    (x / s) (s W) = x W
+
+A tensor of a transformer has a few channels far larger than the others, and one scale for all of them leaves the others
+few steps. Dividing channel by channel costs nothing at run time: a layer norm's scale and shift, or the constants of
+what follows a product, do it; another reader of x, a residual sum, multiplies by s among its own constants.
+
+calibration.smoothing chooses s, by tensor: so a graph of the same model for other shapes is smoothed alike.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.ir.graph import Array, Graph, Node
+from engines.ops import op_of
+from engines.passes.rewriting.editor import GraphEditor
+from engines.passes.rewriting.facts import NORMS, is_pointwise, is_weighted
+
+Floats = NDArray[np.float64]
+
+
+def smoothable(graph: Graph) -> tuple[str, ...]:
+    """Tensors of an optimised float graph whose channels can be scaled for free: made by a layer norm or by a node that
+    ends in arithmetic, and read by products with constants, and else by arithmetic only.
+    """
+    return tuple(node.outputs[0] for node in graph.nodes if _scales_its_output(graph, node)
+                 and node.outputs[0] not in graph.outputs and _readers_allow(graph, node.outputs[0]))
+
+
+def weights_behind(graph: Graph, tensor: str) -> list[Array]:
+    """The matrices, [inputs, outputs], that a tensor is multiplied by."""
+    return [_rows(node.anchor, graph.constants[node.anchor.inputs[1]])
+            for node in graph.consumers[tensor] if _multiplies(graph, node, tensor)]
+
+
+def smoothed(graph: Graph, factors: Mapping[str, Iterable[float]]) -> Graph:
+    """The same function, each tensor of `factors` divided by its factors. Tensors keep their names."""
+    for tensor, values in factors.items():
+        graph = _Smoothing(graph, tensor, np.asarray(tuple(values), np.float64)).run()
+    return graph
+
+
+# ---- what is possible
+def _rows(product: Node, weight: Array) -> Array:
+    """The weights as [inputs, outputs]."""
+    return weight.T if product.op == "Gemm" and product.attrs.get("transB") else weight
+
+
+def _multiplies(graph: Graph, node: Node, tensor: str) -> bool:
+    """Whether the node is a product of the tensor with a constant matrix."""
+    anchor = node.anchor
+    return (is_weighted(anchor) and anchor.inputs[0] == tensor and not anchor.attrs.get("transA")
+            and graph.is_constant(anchor.inputs[1]) and graph.constants[anchor.inputs[1]].ndim == 2)
+
+
+def _scales_its_output(graph: Graph, node: Node) -> bool:
+    if len(node.outputs) != 1 or graph.types[node.outputs[0]].dtype != np.float32:
+        return False
+    if node.op in NORMS:
+        return all(graph.is_constant(name) and graph.constants[name].ndim == 1 for name in node.inputs[1:] if name)
+    return op_of(node.anchor.op).anchor or is_pointwise(node.anchor)
+
+
+def _readers_allow(graph: Graph, tensor: str) -> bool:
+    readers = graph.consumers[tensor]
+    return any(_multiplies(graph, node, tensor) for node in readers) and all(
+        _multiplies(graph, node, tensor) or node.anchor.inputs[0] != tensor and node.op == "Fused" or is_pointwise(node)
+        for node in readers)
+
+
+# ---- doing it
+class _Smoothing(GraphEditor):
+    """Smooths one tensor: divides it by its factors where it is made, multiplies the weights that read it by them."""
+
+    def __init__(self, graph: Graph, tensor: str, factors: Floats) -> None:
+        super().__init__(graph)
+        self.tensor, self.factors = tensor, factors
+
+    def run(self) -> Graph:
+        readers = {id(node) for node in self.graph.consumers[self.tensor]}
+        self.nodes = [self._making(node) if self.tensor in node.outputs else
+                      self._reading(node) if id(node) in readers else node for node in self.graph.nodes]
+        return self.finish()
+
+    def _constant(self, name: str, array: Array) -> str:
+        return self.add_constant(f"{name}.smoothed", np.ascontiguousarray(array, np.float32))
+
+    def _inner(self) -> str:
+        return self.add_tensor(f"{self.tensor}.unsmoothed", self.graph.types[self.tensor])
+
+    def _making(self, node: Node) -> Node:
+        if node.op in NORMS:
+            constants = [self._constant(name, self.graph.constants[name] / self.factors) if name else ""
+                         for name in node.inputs[1:]]
+            return replace(node, inputs=(node.inputs[0], *constants))
+        *before, last = node.body or (node,)
+        share, inner = self._constant(self.tensor, 1 / self.factors), self._inner()
+        if last.op == "Relu" and before:        # it stays last: what it makes is known to be never negative
+            scale = Node("Mul", (last.inputs[0], share), (inner,), name=inner)
+            return node.with_body([*before, scale, replace(last, inputs=(inner,))])
+        scale = Node("Mul", (inner, share), (self.tensor,), name=self.tensor)
+        return node.with_body([*before, replace(last, outputs=(inner,)), scale])
+
+    def _reading(self, node: Node) -> Node:
+        parts, first = list(node.body or (node,)), 0        # first: of the parts that read what the tensor was before
+        if not is_pointwise(parts[0]):
+            first = 1
+        if _multiplies(self.graph, node, self.tensor):
+            anchor, source = parts[0], parts[0].inputs[1]
+            rows = _rows(anchor, self.graph.constants[source]) * self.factors[:, None]
+            name = self._constant(source, _rows(anchor, rows))
+            parts[0] = replace(anchor, inputs=(anchor.inputs[0], name, *anchor.inputs[2:]))
+        if any(self.tensor in part.inputs for part in parts[first:]):
+            inner = self._inner()
+            factors = self._constant(self.tensor, self.factors)
+            restored = Node("Mul", (self.tensor, factors), (inner,), name=inner)
+            parts[first:] = [restored, *(replace(part, inputs=tuple(
+                inner if name == self.tensor else name for name in part.inputs)) for part in parts[first:])]
+        return node.with_body(parts)

@@ -1,0 +1,311 @@
+"""OpenEngine: a loaded plan whose model has open extents. It runs any legal shapes, each by a specialisation: a plan
+for these numbers, kept for the next time.
+
+    engine.run({"x": array})        # as Engine.run
+    context.at({"x": (1, 77)})      # an ExecutionContext for these shapes
+
+Where there is no specialisation yet, `specialise` says what happens: "wait" makes it first; "background" makes it on
+a thread of its own, and the general version serves meanwhile: the same graph by the NumPy backend, right and slow;
+"off" makes none, the general version serves.
+"""
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from engines.capacity import memory_limit
+from engines.errors import ConfigError, EngineError, InputError, PlanTargetError, did_you_mean
+from engines.ir.dtypes import as_in_memory
+from engines.ir.graph import Array
+from engines.plan.extents import Extents, Shapes, check_bounds, extents_of, open_extents, text
+from engines.plan.plan import IoTensor, Plan, Step
+from engines.runtime.engine import Engine, ExecutionContext
+
+WAYS = ("wait", "background", "off")
+MOST = 16                   # specialisations in memory, by default
+MEMORY_SHARE = 0.25         # of this machine's, that they may take together
+MOST_GENERAL = 4            # general versions in memory
+MOST_WAITING = 16           # specialisations to be made in the background
+
+log = logging.getLogger(__name__)
+
+
+class SpecialisationMaker(Protocol):
+    """What makes specialisations: engines.compiler.specialise.Specialiser."""
+
+    def plan(self, extents: Extents) -> Plan: ...
+    def general(self, extents: Extents) -> Plan: ...
+
+
+@dataclass(frozen=True)
+class Policy:
+    """When specialisations are made, and how many are kept."""
+    specialise: str = "wait"
+    most: int = MOST
+    memory: int | None = None       # bytes; None: MEMORY_SHARE of the machine's
+
+    def __post_init__(self) -> None:
+        if self.specialise not in WAYS:
+            raise ConfigError(f"specialise='{self.specialise}'{did_you_mean(self.specialise, WAYS)}")
+        if self.most < 1:
+            raise ConfigError(f"specialisations={self.most}: at least 1 is kept")
+
+
+class OpenEngine:
+    """Thread-safe, as Engine is."""
+
+    def __init__(self, plan: Plan, specialiser: Callable[[], SpecialisationMaker], threads: int = 1,
+                 cpus: Sequence[int] | None = None, policy: Policy = Policy()) -> None:      # noqa: B008
+        """plan: of a model with open extents. specialiser: called when one is wanted; PlanTargetError: there is none,
+        for the plan is stripped or the compiler is not installed."""
+        assert plan.open is not None
+        self.plan, self.part, self.threads, self.policy = plan, plan.open, threads, policy
+        self._cpus = tuple(cpus) if cpus is not None else None
+        self._names = open_extents(self.part.inputs)
+        self._ready: OrderedDict[tuple[int, ...], Engine] = OrderedDict()       # the one used last at the end
+        self._general: OrderedDict[tuple[int, ...], Engine] = OrderedDict()
+        self._keys: dict[tuple[tuple[int, ...], ...], tuple[int, ...]] = {}     # shapes of inputs -> extents
+        self._lock = threading.RLock()                      # of the tables; the others are held for seconds
+        self._making, self._making_general = threading.Lock(), threading.Lock()
+        self._waiting: set[tuple[int, ...]] = set()
+        self._refused: dict[tuple[int, ...], str] = {}
+        self._make = specialiser
+        self._specialiser: SpecialisationMaker | None = None
+        self._worker: ThreadPoolExecutor | None = None
+        for one in (plan, *self.part.others):
+            self._keep(self._key(one.extents), self._engine(one))
+
+    # ---- as of an Engine
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    @property
+    def inputs(self) -> tuple[IoTensor, ...]:
+        return self.part.inputs
+
+    @property
+    def outputs(self) -> tuple[IoTensor, ...]:
+        return self.part.outputs
+
+    @property
+    def max_batch(self) -> int:
+        return self.plan.max_batch
+
+    @property
+    def dependence(self) -> str:
+        return self.plan.dependence
+
+    @property
+    def arena_bytes(self) -> int:
+        """Of a context that has met the usual shapes."""
+        return self.at(self.usual_shapes()).arena_bytes
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """As Engine.run, for any shapes that the model and the profiles allow."""
+        arrays = {name: as_in_memory(np.asarray(value)) for name, value in feeds.items()}
+        return self.at({name: array.shape for name, array in arrays.items()}).run(arrays)
+
+    def create_context(self, cpus: Sequence[int] | None = None) -> OpenContext:
+        """A context for one owner thread at a time; it has memory for each of the shapes that it met."""
+        return OpenContext(self, cpus)
+
+    def close(self) -> None:
+        """Stop the background thread, and the helper threads of the pooled contexts."""
+        if self._worker:
+            self._worker.shutdown(cancel_futures=True)
+            self._worker = None
+        for engine in (*self._ready.values(), *self._general.values()):
+            engine.close()
+
+    # ---- specialisations
+    def usual_shapes(self, batch: int = 1) -> dict[str, tuple[int, ...]]:
+        """Those of the inputs that the plan itself is for."""
+        return {io.name: io.shape_of(batch, self.plan.extents) for io in self.part.inputs}
+
+    @property
+    def specialised(self) -> list[Extents]:
+        """The extents for which there is a specialisation now, the one used last at the end."""
+        with self._lock:
+            return [dict(zip(self._names, key, strict=True)) for key in self._ready]
+
+    def check(self, shapes: Shapes) -> None:
+        """Raises InputError: inputs of these shapes do not fit together, or the profiles."""
+        self.extents(shapes)
+
+    def extents(self, shapes: Shapes) -> dict[str, int]:
+        """The extents in inputs of these shapes, the batch among them. Raises InputError as `check` does."""
+        extents = extents_of(self.name, self.part.inputs, shapes)
+        check_bounds(self.name, self.part.profiles, extents)
+        if 0 in extents.values():
+            raise InputError(f"{self.name}: nothing is computed of no elements ({text(extents)})")
+        return extents
+
+    def takes(self, extents: Extents) -> bool:
+        """Whether there is a graph of the model for these numbers; where there is, it is specialised for them."""
+        shapes = {io.name: io.shape_of(1, extents) for io in self.part.inputs}
+        try:
+            self.at(shapes)
+        except EngineError:
+            return False
+        return True
+
+    def at(self, shapes: Shapes) -> Engine:
+        """The engine that runs inputs of these shapes. Raises InputError, or what specialising raises."""
+        given = tuple(tuple(shapes.get(io.name, ())) for io in self.part.inputs)
+        with self._lock:
+            key = self._keys.get(given) if len(shapes) == len(given) else None
+            if key is not None and (engine := self._ready.get(key)):
+                self._ready.move_to_end(key)
+                return engine
+        key = self._key(self.extents(shapes))
+        with self._lock:
+            if len(self._keys) > 64 * self.policy.most:
+                self._keys.clear()
+            self._keys[given] = key
+            if key in self._ready:
+                return self._ready[key]
+        return self._missing(key)
+
+    def _missing(self, key: tuple[int, ...]) -> Engine:
+        if self.policy.specialise == "wait":
+            return self._specialised(key)
+        if self.policy.specialise == "background":
+            self._order(key)
+        return self._general_version(key)
+
+    def _specialised(self, key: tuple[int, ...]) -> Engine:
+        """Made here, unless another thread has just made it."""
+        with self._making:
+            with self._lock:
+                if key in self._ready:
+                    return self._ready[key]
+            try:
+                plan = self._specialisers().plan(self._extents(key))
+            except ImportError as error:
+                raise self._cannot(key, error) from error
+            engine = self._engine(plan)
+            self._keep(key, engine)
+            return engine
+
+    def _general_version(self, key: tuple[int, ...]) -> Engine:
+        with self._making_general:
+            with self._lock:
+                if found := self._ready.get(key) or self._general.get(key):
+                    return found
+            try:
+                engine = Engine(self._specialisers().general(self._extents(key)), self.threads)
+            except ImportError as error:
+                raise self._cannot(key, error) from error
+            with self._lock:
+                self._general[key] = engine
+                while len(self._general) > MOST_GENERAL:
+                    self._general.popitem(last=False)
+            return engine
+
+    def _order(self, key: tuple[int, ...]) -> None:
+        """Have it made in the background, once; what comes while many wait is not made."""
+        with self._lock:
+            if key in self._waiting or key in self._refused or len(self._waiting) >= MOST_WAITING:
+                return
+            self._waiting.add(key)
+            if self._worker is None:
+                self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"specialise {self.name}")
+            worker = self._worker
+        worker.submit(self._make_in_background, key)
+
+    def _make_in_background(self, key: tuple[int, ...]) -> None:
+        try:
+            self._specialised(key)
+        except Exception as error:      # whatever it is, the general version serves, and the thread lives on
+            if not isinstance(error, EngineError | OSError):
+                log.exception("%s: making a specialisation failed", self.name)
+            self._refused[key] = str(error)
+            log.warning("%s: no specialisation for %s, the general version serves: %s", self.name,
+                        text(self._extents(key)), error)
+        finally:
+            with self._lock:
+                self._waiting.discard(key)
+                self._general.pop(key, None)
+
+    def _specialisers(self) -> SpecialisationMaker:
+        with self._lock:
+            if self._specialiser is None:
+                self._specialiser = self._make()
+            return self._specialiser
+
+    def _keep(self, key: tuple[int, ...], engine: Engine) -> None:
+        """Keep it, and of the others those that were used last, as many as there is room for."""
+        limit = memory_limit() * MEMORY_SHARE if self.policy.memory is None else self.policy.memory
+        with self._lock:
+            self._ready[key] = engine
+            while len(self._ready) > 1 and (len(self._ready) > self.policy.most or self._bytes() > limit):
+                self._ready.popitem(last=False)
+
+    def _bytes(self) -> int:
+        return sum(engine.bytes for engine in self._ready.values())
+
+    def _engine(self, plan: Plan) -> Engine:
+        return Engine(plan, self.threads, self._cpus)
+
+    def _key(self, extents: Extents) -> tuple[int, ...]:
+        return tuple(extents[name] for name in self._names)
+
+    def _extents(self, key: tuple[int, ...]) -> dict[str, int]:
+        return dict(zip(self._names, key, strict=True))
+
+    def _cannot(self, key: tuple[int, ...], error: ImportError) -> PlanTargetError:
+        have = "; ".join(map(text, self.specialised))
+        return PlanTargetError(f"{self.name}: there is no specialisation for {text(self._extents(key))}, only for "
+                               f"{have}; to make one, install what is missing ({error})")
+
+
+class OpenContext:
+    """Contexts of specialisations, one for each that its owner has met. One owner thread at a time.
+
+        context.at({"x": (1, 77)})      # then as an ExecutionContext for these shapes
+    """
+
+    def __init__(self, engine: OpenEngine, cpus: Sequence[int] | None) -> None:
+        self._engine, self._cpus = engine, cpus
+        self._contexts: WeakKeyDictionary[Engine, ExecutionContext] = WeakKeyDictionary()
+        self._now = self.at(engine.usual_shapes())
+
+    def at(self, shapes: Shapes) -> ExecutionContext:
+        """The context for inputs of these shapes, which are those of what follows. Raises InputError, or what
+        specialising raises."""
+        engine = self._engine.at(shapes)
+        context = self._contexts.get(engine)
+        if context is None:
+            context = self._contexts[engine] = engine.create_context(self._cpus)
+        self._now = context
+        return context
+
+    def input(self, name: str, batch: int = 1) -> Array:
+        return self._now.input(name, batch)
+
+    def execute(self, batch: int = 1) -> None:
+        self._now.execute(batch)
+
+    def output(self, name: str, batch: int = 1) -> Array:
+        return self._now.output(name, batch)
+
+    def profile(self, batch: int = 1, repeats: int = 5) -> list[tuple[Step, float]]:
+        return self._now.profile(batch, repeats)
+
+    def close(self) -> None:
+        """Stop the threads of all of them."""
+        for context in self._contexts.values():
+            context.close()
+
+
+AnyEngine = Engine | OpenEngine
+AnyContext = ExecutionContext | OpenContext

@@ -1,0 +1,78 @@
+"""Small models with open extents, as exporters write them, and what ONNX Runtime makes of them."""
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+from onnx import helper
+
+from engines.ir.graph import Array
+from tests.engines.compiler.small_models import small_model
+
+
+def node(op: str, inputs: str, outputs: str, **attrs: Any) -> onnx.NodeProto:
+    """Named by what it makes; "-" is an absent input."""
+    names = ["" if name == "-" else name for name in inputs.split()]
+    return helper.make_node(op, names, outputs.split(), name=f"make {outputs}", **attrs)
+
+
+def random(*shape: int, seed: int = 3) -> Array:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def picture_net(batch: str = "N") -> onnx.ModelProto:
+    """Convolutions on pictures of any height and width, resized to the input's own by shape arithmetic."""
+    return small_model(
+        [node("Conv", "x w", "c", pads=[1, 1, 1, 1], strides=[2, 2]), node("Relu", "c", "r"),
+         node("Conv", "r v", "d", pads=[1, 1, 1, 1]), node("Shape", "x", "s"), node("Slice", "s two four zero", "hw"),
+         node("Shape", "d", "t"), node("Slice", "t zero two zero", "nc"), node("Concat", "nc hw", "size", axis=0),
+         node("Resize", "d - - size", "up", mode="nearest", coordinate_transformation_mode="asymmetric",
+              nearest_mode="floor"),
+         node("Sigmoid", "up", "y")], {"x": [batch, 3, "H", "W"]}, ["y"],
+        {"w": random(8, 3, 3, 3), "v": random(4, 8, 3, 3), "zero": np.array([0]), "two": np.array([2]),
+         "four": np.array([4])})
+
+
+def attention_net() -> onnx.ModelProto:
+    """A layer of self-attention with a mask, heads split by Reshapes to what Shape says of the input."""
+    def heads(x: str, out: str) -> list[onnx.NodeProto]:
+        return [node("Reshape", f"{x} split", f"{x}4"), node("Transpose", f"{x}4", out, perm=[0, 2, 1, 3])]
+
+    return small_model(
+        [node("Shape", "x", "s"), node("Slice", "s zero two zero", "nt"),
+         node("Concat", "nt hd", "split", axis=0), node("Concat", "nt width", "whole", axis=0),
+         node("MatMul", "x wq", "q"), node("MatMul", "x wk", "k"), node("MatMul", "x wv", "v"),
+         *heads("q", "qh"), *heads("k", "kh"), *heads("v", "vh"),
+         node("Transpose", "kh", "kt", perm=[0, 1, 3, 2]), node("MatMul", "qh kt", "scores"),
+         node("Unsqueeze", "mask axes", "mask4"), node("Add", "scores mask4", "masked"),
+         node("Softmax", "masked", "p", axis=-1), node("MatMul", "p vh", "mixed"),
+         node("Transpose", "mixed", "back", perm=[0, 2, 1, 3]), node("Reshape", "back whole", "merged"),
+         node("MatMul", "merged wo", "o"), node("Add", "o x", "y")],
+        {"x": ["N", "T", 16], "mask": ["N", "T"]}, ["y"],
+        {**{name: random(16, 16, seed=i) / 4 for i, name in enumerate(("wq", "wk", "wv", "wo"))},
+         "zero": np.array([0]), "two": np.array([2]), "hd": np.array([4, 4]), "width": np.array([16]),
+         "axes": np.array([1, 2])})
+
+
+def recurrent_net() -> onnx.ModelProto:
+    """An LSTM over any number of steps."""
+    return small_model(
+        [node("Transpose", "x", "t", perm=[1, 0, 2]), node("LSTM", "t w r b", "h", hidden_size=5),
+         node("Squeeze", "h one", "s"), node("Transpose", "s", "y", perm=[1, 0, 2])], {"x": ["N", "T", 4]}, ["y"],
+        {"w": random(1, 20, 4), "r": random(1, 20, 5), "b": random(1, 40), "one": np.array([1])})
+
+
+def pairs_net() -> onnx.ModelProto:
+    """Two open extents and no batch: every row of one input beside every row of the other."""
+    return small_model([node("Transpose", "b", "t", perm=[1, 0]), node("MatMul", "a t", "y")],
+                       {"a": ["rows", 6], "b": ["columns", 6]}, ["y"])
+
+
+def by_onnx_runtime(model: onnx.ModelProto, feeds: dict[str, Array]) -> dict[str, Array]:
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(names, feeds), strict=True))
+
+

@@ -1,0 +1,254 @@
+"""Models whose extents are open: one plan, any shapes, and each specialisation is what a build for its shapes is."""
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from calibration import Calibration
+from engines import build_engine, load_engine
+from engines.compiler.build import EngineBuild
+from engines.compiler.specialise import Specialiser, relower
+from engines.errors import ConfigError, InputError, ModelError, PlanTargetError
+from engines.ir.graph import Array
+from engines.plan.file import read_plan
+from engines.runtime.open_engine import OpenEngine, Policy
+from tests.engines.compiler.open_models import (
+    attention_net,
+    by_onnx_runtime,
+    node,
+    pairs_net,
+    picture_net,
+    random,
+    recurrent_net,
+)
+from tests.engines.compiler.small_models import small_model
+
+TOLERANCE = 1e-4
+
+
+def pictures(items: int, height: int, width: int) -> dict[str, Array]:
+    return {"x": random(items, 3, height, width)}
+
+
+def tokens(items: int, length: int) -> dict[str, Array]:
+    mask = np.zeros((items, length), np.float32)
+    mask[-1, length // 2 + 1:] = -1e4
+    return {"x": random(items, length, 16), "mask": mask}
+
+
+def steps(items: int, length: int) -> dict[str, Array]:
+    return {"x": random(items, length, 4)}
+
+
+def rows(a: int, b: int) -> dict[str, Array]:
+    return {"a": random(a, 6), "b": random(b, 6, seed=4)}
+
+
+CASES = {
+    "pictures": (picture_net(), [pictures(1, 32, 32), pictures(2, 17, 40), pictures(3, 8, 6)]),
+    "tokens": (attention_net(), [tokens(2, 7), tokens(1, 1), tokens(5, 33)]),
+    "steps": (recurrent_net(), [steps(1, 9), steps(3, 1), steps(2, 20)]),
+    "two extents": (pairs_net(), [rows(3, 5), rows(1, 1), rows(7, 2)])}
+
+
+def built(model: onnx.ModelProto, **options: Any) -> EngineBuild:
+    return build_engine(model, cache=False, timing=False, **options)
+
+
+def opened(model: onnx.ModelProto, **options: Any) -> OpenEngine:
+    engine = built(model, **options).engine()
+    assert isinstance(engine, OpenEngine)
+    return engine
+
+
+def assert_right(engine: Any, model: onnx.ModelProto, feeds: dict[str, Array]) -> None:
+    for name, expected in by_onnx_runtime(model, feeds).items():
+        np.testing.assert_allclose(engine.run(feeds)[name], expected, rtol=TOLERANCE, atol=TOLERANCE, strict=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_plan_serves_all_shapes(case: str, tmp_path: Path) -> None:
+    model, feeds = CASES[case]
+    built(model).save(tmp_path / "m.plan")
+    engine = load_engine(tmp_path / "m.plan")
+    for feed in (*feeds, *feeds):
+        assert_right(engine, model, feed)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_general_version_computes_the_same_without_a_specialisation(case: str) -> None:
+    model, feeds = CASES[case]
+    plan = built(model).plan
+    engine = OpenEngine(plan, lambda: Specialiser(plan), policy=Policy("off"))
+    for feed in feeds:
+        assert_right(engine, model, feed)
+    assert len(engine.specialised) == 1
+
+
+def test_a_specialisation_is_what_a_build_for_its_shapes_is() -> None:
+    model, plan = attention_net(), built(attention_net()).plan
+    fixed = built(model, shapes={"x": (None, 21, 16), "mask": (None, 21)}).plan
+    one = Specialiser(plan).plan({"T": 21})
+    assert one.machine == fixed.machine and one.inputs == fixed.inputs
+
+
+def test_int8_has_the_bytes_of_a_build_for_the_same_shapes_and_ranges(tmp_path: Path) -> None:
+    model, cache = picture_net(), tmp_path / "ranges.json"
+    data = [pictures(1, 24, 24 + 8 * (i % 3)) for i in range(6)]
+    build = built(model, precision="int8", calibration=Calibration(data, cache=cache))
+    assert build.plan.extents == {"H": 24, "W": 24} and build.plan.metadata["calibration_items"] == 6
+    fixed = built(model, precision="int8", calibration=Calibration(cache=cache), shapes={"x": (None, 3, 24, 24)})
+    feed = pictures(2, 24, 24)
+    np.testing.assert_array_equal(build.engine().run(feed)["y"], fixed.engine().run(feed)["y"])
+    general = OpenEngine(build.plan, lambda: Specialiser(build.plan), policy=Policy("off"))
+    for shape in ((2, 24, 24), (1, 40, 56)):
+        np.testing.assert_array_equal(build.engine().run(pictures(*shape))["y"], general.run(pictures(*shape))["y"])
+
+
+def test_equal_symbols_are_one_extent_and_the_error_names_both_inputs() -> None:
+    engine = opened(attention_net())
+    with pytest.raises(InputError, match="'T' is one extent, but input 'x' has 5 there and 'mask' has 6"):
+        engine.run({"x": random(1, 5, 16), "mask": random(1, 6)})
+    with pytest.raises(InputError, match=r"input 'x' has shape \[1, 5, 17\], the model takes \[batch, T, 16\]"):
+        engine.run({"x": random(1, 5, 17), "mask": random(1, 5)})
+    with pytest.raises(InputError, match="input 'mask' is missing"):
+        engine.run({"x": random(1, 5, 16)})
+    with pytest.raises(InputError, match="no elements"):
+        engine.run({"x": random(1, 0, 16), "mask": random(1, 0)})
+
+
+def test_profiles_are_compiled_at_once_and_bound_what_is_accepted() -> None:
+    def profile(least: int, usual: int, most: int) -> dict[str, Any]:
+        return {"x": tuple((items, length, 16) for items, length in ((1, least), (1, usual), (4, most)))}
+
+    engine = opened(attention_net(), profiles=(profile(2, 8, 16), profile(20, 24, 32)))
+    assert engine.specialised == [{"T": 8}, {"T": 24}] and engine.max_batch == 4
+    assert_right(engine, attention_net(), tokens(2, 30))
+    with pytest.raises(InputError, match="'T' is 17, and the plan was built for 2 to 16"):
+        engine.run(tokens(1, 17))
+    with pytest.raises(ConfigError, match="'T' 9 at least, 8 usually"):
+        built(attention_net(), profiles=(profile(9, 8, 16),))
+    with pytest.raises(ConfigError, match="does not say what 'columns' of input 'b'"):
+        built(pairs_net(), profiles=({"a": ((1, 6), (2, 6), (3, 6))},))
+
+
+def test_one_given_shape_leaves_other_extents_open() -> None:
+    engine = opened(picture_net(), shapes={"x": (None, 3, 16, -1)})
+    assert engine.inputs[0].shape == ("batch", 3, 16, "W")
+    assert_right(engine, picture_net(), pictures(2, 16, 22))
+
+
+def test_a_model_that_fails_at_likely_shapes_is_compiled_for_others_or_says_for_which_it_failed() -> None:
+    tied = small_model([node("Reshape", "x shape", "y")], {"x": ["n", "T"]}, ["y"], {"shape": np.array([0, 5, 3])})
+    with pytest.raises(ModelError, match=r"for T=128; .* --opt-shapes x:1x128"):
+        built(tied)
+    engine = opened(tied, profiles=({"x": ((1, 15), (1, 15), (4, 15))},))
+    assert engine.run({"x": random(2, 15)})["y"].shape == (2, 5, 3)
+
+
+def test_those_used_last_are_kept() -> None:
+    plan = built(pairs_net()).plan
+    engine = OpenEngine(plan, lambda: Specialiser(plan), policy=Policy("wait", most=2))
+    context = engine.create_context()
+    for extents in ((2, 3), (4, 5), (2, 3), (6, 7)):
+        context.at({"a": (extents[0], 6), "b": (extents[1], 6)})
+    assert engine.specialised == [{"rows": 2, "columns": 3}, {"rows": 6, "columns": 7}]
+    small = OpenEngine(plan, lambda: Specialiser(plan), policy=Policy("wait", memory=1))
+    assert_right(small, pairs_net(), rows(3, 4))
+    assert small.specialised == [{"rows": 3, "columns": 4}]
+
+
+def test_the_general_version_serves_until_the_background_is_done() -> None:
+    plan, begin, done = built(pairs_net()).plan, threading.Event(), threading.Event()
+    maker = Specialiser(plan)
+
+    class Slow:
+        general = staticmethod(maker.general)
+
+        def plan(self, extents: Any) -> Any:
+            begin.wait()
+            try:
+                return maker.plan(extents)
+            finally:
+                done.set()
+
+    engine = OpenEngine(plan, Slow, policy=Policy("background"))
+    assert_right(engine, pairs_net(), rows(3, 4))
+    assert {"rows": 3, "columns": 4} not in engine.specialised
+    begin.set()
+    done.wait()
+    engine.close()
+    assert {"rows": 3, "columns": 4} in engine.specialised
+    assert_right(engine, pairs_net(), rows(3, 4))
+
+
+def test_where_specialising_fails_the_general_version_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    plan = built(pairs_net()).plan
+    maker = Specialiser(plan)
+
+    class Broken:
+        general = staticmethod(maker.general)
+
+        def plan(self, extents: Any) -> Any:
+            raise ModelError("no kernel")
+
+    engine = OpenEngine(plan, Broken, policy=Policy("background"))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert_right(engine, pairs_net(), rows(3, 4))
+            engine.close()
+    assert [record.message.partition(": ")[2] for record in caplog.records] == [
+        "no specialisation for rows=3, columns=4, the general version serves: no kernel"]
+
+
+def test_a_stripped_plan_runs_what_was_specialised_and_says_so(tmp_path: Path) -> None:
+    build = built(pairs_net(), profiles=({"a": ((1, 6), (2, 6), (9, 6)), "b": ((1, 6), (3, 6), (9, 6))},))
+    build.save(tmp_path / "m.plan", strip=True)
+    engine = load_engine(tmp_path / "m.plan")
+    assert_right(engine, pairs_net(), rows(2, 3))
+    with pytest.raises(PlanTargetError, match="stripped"):
+        engine.run(rows(3, 3))
+
+
+def test_a_context_is_used_for_one_set_of_shapes_after_the_other() -> None:
+    engine = opened(pairs_net())
+    context = engine.create_context()
+    for a, b in ((3, 4), (5, 2), (3, 4)):
+        feeds, here = rows(a, b), context.at({"a": (a, 6), "b": (b, 6)})
+        for name, array in feeds.items():
+            here.input(name)[...] = array
+        here.execute()
+        np.testing.assert_allclose(here.output("y"), feeds["a"] @ feeds["b"].T, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_a_plan_with_open_extents_is_compiled_again_for_another_target() -> None:
+    plan = built(attention_net()).plan
+    portable = relower(plan, "portable")
+    assert portable.machine.target == "portable" and portable.extents == plan.extents
+    engine = OpenEngine(portable, lambda: Specialiser(portable))
+    assert_right(engine, attention_net(), tokens(2, 5))
+
+
+def test_the_file_holds_weights_once_and_reads_back_equal(tmp_path: Path) -> None:
+    build = built(recurrent_net(), profiles=tuple({"x": ((1, 1, 4), (1, t, 4), (2, 9, 4))} for t in (4, 7)))
+    build.save(tmp_path / "m.plan")
+    plan = read_plan(tmp_path / "m.plan")
+    assert plan == build.plan and plan.open == build.plan.open and plan.open is not None
+    assert [other.extents for other in plan.open.others] == [{"T": 7}]
+    for name, array in recurrent_weights().items():
+        np.testing.assert_array_equal(plan.open.weights[name], array)
+
+
+def recurrent_weights() -> dict[str, Array]:
+    return {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in recurrent_net().graph.initializer}
+
+
+def test_the_outputs_say_which_of_their_extents_are_open() -> None:
+    model = attention_net()
+    assert opened(model).outputs[0].shape[0] == "batch" and opened(model).outputs[0].shape[1:] == ("y.1", "y.2")

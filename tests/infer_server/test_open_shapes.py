@@ -1,0 +1,77 @@
+"""Models with open extents behind the server: any lengths, over a real socket."""
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
+
+from engines import build_engine
+from engines.ir.graph import Array
+from infer_server.backend import load_plan
+from tests.engines.compiler.open_models import attention_net, by_onnx_runtime, pairs_net, random
+from tests.infer_server.serving import serving
+
+MODEL, PAIRS = attention_net(), pairs_net()
+
+
+def tokens(items: int, length: int, seed: int = 0) -> dict[str, Array]:
+    return {"x": random(items, length, 16, seed=seed), "mask": np.zeros((items, length), np.float32)}
+
+
+def answer(client: triton.InferenceServerClient, model: str, feeds: dict[str, Array]) -> Array:
+    tensors = []
+    for name, array in feeds.items():
+        tensors.append(triton.InferInput(name, list(array.shape), "FP32"))
+        tensors[-1].set_data_from_numpy(array)
+    found: Array = client.infer(model, tensors).as_numpy("y")
+    return found
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name, model in (("tokens", MODEL), ("pairs", PAIRS)):
+        (folder / name / "1").mkdir(parents=True)
+        build_engine(model, timing=False, cache=False).save(folder / name / "1" / "model.plan")
+    return folder
+
+
+@pytest.mark.parametrize("specialise", ["wait", "background", "off"])
+def test_requests_of_any_length_are_answered(repository: Path, specialise: str) -> None:
+    (repository / "tokens" / "config.pbtxt").write_text(
+        f'parameters {{ key: "specialise" value: {{ string_value: "{specialise}" }} }}\n'
+        "dynamic_batching { max_queue_delay_microseconds: 2000 }")
+    with serving(repository, load_plan) as server, triton.InferenceServerClient(server.address) as client:
+        inputs = client.get_model_metadata("tokens").inputs
+        assert {tensor.name: list(tensor.shape) for tensor in inputs} == {"x": [-1, -1, 16], "mask": [-1, -1]}
+        feeds = [tokens(1, length, seed) for seed, length in enumerate((5, 9, 5, 128, 9, 5))]
+        with ThreadPoolExecutor(len(feeds)) as pool:        # lengths mixed in the queue: only equal ones share a batch
+            found = list(pool.map(lambda feed: answer(client, "tokens", feed), feeds))
+        for feed, y in zip(feeds, found, strict=True):
+            np.testing.assert_allclose(y, by_onnx_runtime(MODEL, feed)["y"], rtol=1e-4, atol=1e-4)
+        with pytest.raises(InferenceServerException, match="'T' is one extent, but input 'x' has 5 there"):
+            answer(client, "tokens", {**tokens(1, 5), "mask": tokens(1, 6)["mask"]})
+
+
+def test_a_model_without_a_batch_takes_open_extents_too(repository: Path) -> None:
+    with serving(repository, load_plan) as server, triton.InferenceServerClient(server.address) as client:
+        for rows, columns in ((3, 4), (1, 1), (3, 4)):
+            feeds = {"a": random(rows, 6), "b": random(columns, 6, seed=1)}
+            np.testing.assert_allclose(answer(client, "pairs", feeds), feeds["a"] @ feeds["b"].T, rtol=1e-4, atol=1e-4)
+
+
+def test_dims_of_a_configuration_may_fix_what_the_model_leaves_open(repository: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokens" / "1").mkdir(parents=True)
+    (tmp_path / "tokens" / "1" / "model.plan").write_bytes((repository / "tokens" / "1" / "model.plan").read_bytes())
+    (tmp_path / "tokens" / "config.pbtxt").write_text(
+        'input { name: "x" data_type: TYPE_FP32 dims: [7, 16] } input { name: "mask" data_type: TYPE_FP32 dims: [7] }')
+    with serving(tmp_path, load_plan) as server, triton.InferenceServerClient(server.address) as client:
+        feeds = tokens(2, 7)
+        np.testing.assert_allclose(answer(client, "tokens", feeds), by_onnx_runtime(MODEL, feeds)["y"], rtol=1e-4,
+                                   atol=1e-4)
+        with pytest.raises(InferenceServerException, match="unexpected shape"):
+            answer(client, "tokens", tokens(2, 8))
