@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismatch: str = "relower",
                 cpus: Sequence[int] | None = None, specialise: str = "wait",
-                specialisations: int = 16) -> AnyEngine:
+                specialisations: int = 16, cache: str | os.PathLike[str] | bool = True) -> AnyEngine:
     """The engine of a plan file.
 
     threads: that work on one request. For many requests at a time, one thread and several contexts give more.
@@ -25,18 +25,20 @@ def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismat
     on_target_mismatch: if this CPU lacks what the code needs, "relower" compiles the plan's graph again for this one
     (seconds; needs llvmlite), "refuse" raises PlanTargetError.
     specialise: of a plan with open extents, what happens at shapes that it has not met (see OpenEngine): "wait",
-    "background" or "off"; specialisations: how many are kept in memory at most.
+    "background" or "off"; specialisations: how many are kept in memory at most; cache: and on the disk, in the user's
+    engine cache, the one in a folder, or none (False).
 
     Raises PlanCorruptError, PlanVersionError, PlanTargetError, ConfigError, OSError.
     """
     if on_target_mismatch not in ("relower", "refuse"):
         raise ConfigError(f"on_target_mismatch='{on_target_mismatch}': choose 'relower' or 'refuse'")
     return engine_of(read_plan(path), threads, on_target_mismatch, cpus, str(path),
-                     specialise, specialisations)
+                     specialise, specialisations, cache)
 
 
 def engine_of(plan: Plan, threads: int = 1, on_target_mismatch: str = "relower", cpus: Sequence[int] | None = None,
-              name: str = "", specialise: str = "wait", specialisations: int = 16) -> AnyEngine:
+              name: str = "", specialise: str = "wait", specialisations: int = 16,
+              cache: str | os.PathLike[str] | bool = False) -> AnyEngine:
     """The engine of a plan at hand, as load_engine makes it; `name` is what errors call it."""
     name = name or plan.name
     if mismatch := device_of(plan.machine.backend).mismatch(plan):
@@ -49,17 +51,19 @@ def engine_of(plan: Plan, threads: int = 1, on_target_mismatch: str = "relower",
     if plan.open is None:
         return Engine(plan, threads, cpus)
     from engines.runtime.open_engine import OpenEngine, Policy  # here: it is no part of what most plans need
-    return OpenEngine(plan, lambda: _specialiser(plan), threads, cpus, Policy(specialise, specialisations))
+    return OpenEngine(plan, lambda: _specialiser(plan, cache), threads, cpus, Policy(specialise, specialisations))
 
 
-def _specialiser(plan: Plan) -> SpecialisationMaker:
+def _specialiser(plan: Plan, cache: str | os.PathLike[str] | bool) -> SpecialisationMaker:
     """Raises PlanTargetError: there is none, for the plan is stripped or the compiler is not installed."""
     try:
+        from engines.compiler.engine_cache import EngineCache
         from engines.compiler.specialise import Specialiser
     except ImportError as error:
         raise PlanTargetError(f"{plan.name}: to run it at other shapes than it was built for, install what is missing "
                               f"({error})") from error
-    specialiser: SpecialisationMaker = Specialiser(plan)
+    kept = None if cache is False else EngineCache("" if cache is True else cache)
+    specialiser: SpecialisationMaker = Specialiser(plan, cache=kept)
     return specialiser
 
 

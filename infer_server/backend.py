@@ -74,14 +74,17 @@ class EngineLoader(Protocol):
     def __call__(self, path: Path, threads: int, specialise: str = SPECIALISE) -> Engine: ...
 
 
-def load_plan(path: Path, threads: int, specialise: str = SPECIALISE) -> Engine:
+def load_plan(path: Path, threads: int, specialise: str = SPECIALISE, cache: Path | bool = True) -> Engine:
     """Loads a plan with this project's own runtime. Raises engines.errors.PlanError.
+
+    cache: the folder of the engine cache, where specialisations are kept; True: the user's.
 
     A plan for another machine is refused, PlanTargetError: to compile it here would hold the interpreter for seconds.
     """
     from engines import load_engine  # here, so that a server over another backend does not load this one
 
-    engine: Engine = load_engine(path, threads=threads, on_target_mismatch="refuse", specialise=specialise)
+    engine: Engine = load_engine(path, threads=threads, on_target_mismatch="refuse", specialise=specialise,
+                                 cache=cache)
     return engine
 
 

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from infer_server.backend import EngineLoader, load_plan
@@ -66,6 +67,8 @@ class Server:
     def __init__(self, options: ServerOptions, load_engine: EngineLoader = load_plan) -> None:
         self._options = options
         self._compiler = Compiler(options.cache_dir)
+        if load_engine is load_plan and options.cache_dir:
+            load_engine = partial(load_plan, cache=options.cache_dir)
         loader = Loader(asyncio.get_running_loop(), self._compiler, options.threads, load_engine,
                         options.cores)
         self.lifecycle = Lifecycle(lambda: not (options.strict_readiness and self.failures()))

@@ -14,6 +14,7 @@ from typing import Any
 
 from engines.backends import backend_of
 from engines.compiler.builder import BuildConfig, Builder, io_tensors
+from engines.compiler.engine_cache import EngineCache
 from engines.compiler.subject import Subject
 from engines.errors import PlanTargetError
 from engines.faults import faults_named
@@ -21,6 +22,7 @@ from engines.frontend.onnx_file import OnnxModel
 from engines.ir.dtypes import dtype_named
 from engines.ir.graph import BATCH, Dim, Graph, TensorType
 from engines.ir.recipe import Recipe
+from engines.machine.cpu import detect
 from engines.machine.timing_cache import TimingCache
 from engines.passes.pixels import Pixels
 from engines.passes.quantization.recipe import prepared
@@ -49,19 +51,31 @@ def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[s
 class Specialiser:
     """Makes the specialisations of a plan with open extents, from its model. Not for several threads at a time."""
 
-    def __init__(self, plan: Plan, target: str | None = None) -> None:
-        """target: another one than the plan's. Raises PlanTargetError: the plan is stripped of its model."""
+    def __init__(self, plan: Plan, target: str | None = None, cache: EngineCache | None = None) -> None:
+        """target: another one than the plan's. cache: where specialisations of a plan that was read from a file are
+        kept, and looked up. Raises PlanTargetError: the plan is stripped of its model."""
         part = plan.open
         if part is None or not part.model:
             raise PlanTargetError(f"{plan.name}: stripped (--strip), so it has no model to make specialisations of")
         self._source = OnnxModel.from_document(plan.name, part.model, part.weights)
         self._part = part
         self._target = part.options.target if target is None else target
+        self._cache, self._fingerprint = cache, plan.fingerprint
         self._subjects: dict[str, Subject] = {}
 
     def plan(self, extents: Extents) -> Plan:
         """The plan for these numbers of the open extents. Raises EngineError."""
-        return self._made(self._target, extents)
+        cache = self._cache
+        if cache is None or not self._fingerprint:
+            return self._made(self._target, extents)
+        key = cache.key({"plan": self._fingerprint}, {"extents": dict(extents), "target": self._target,
+                                                      "cpu": detect().model})
+        with cache.lock(key):
+            plan = cache.fetch(key)
+            if plan is None:
+                plan = self._made(self._target, extents)
+                cache.store(key, plan)
+            return plan
 
     def general(self, extents: Extents) -> Plan:
         """The same for the NumPy backend: there at once, right, and slow."""

@@ -216,6 +216,14 @@ def test_a_stripped_plan_runs_what_was_specialised_and_says_so(tmp_path: Path) -
         engine.run(rows(3, 3))
 
 
+def test_specialisations_are_kept_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built(attention_net()).save(tmp_path / "m.plan")
+    assert_right(load_engine(tmp_path / "m.plan", cache=tmp_path / "kept"), attention_net(), tokens(2, 6))
+    assert len(list((tmp_path / "kept").glob("*.plan"))) == 1
+    monkeypatch.setattr(Specialiser, "_made", lambda self, target, extents: pytest.fail("it is made again"))
+    assert_right(load_engine(tmp_path / "m.plan", cache=tmp_path / "kept"), attention_net(), tokens(2, 6))
+
+
 def test_a_context_is_used_for_one_set_of_shapes_after_the_other() -> None:
     engine = opened(pairs_net())
     context = engine.create_context()
