@@ -9,6 +9,7 @@ walks backwards. An item shorter than the longest leaves zeros behind its end.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -133,6 +134,31 @@ class LSTM(_Layer):
     """Peepholes P and coupled gates (input_forget) included."""
 
 
+class DynamicQuantizeLSTM(Op):
+    """ONNX Runtime's LSTM: the state of all items is rounded to eight bits, by its own range, before it meets R. W and
+    R are what its quantised weights mean, as an LSTM has them."""
+
+    @classmethod
+    def types_with(cls, node: Node, inputs: Inputs, values: Values) -> Types:
+        return LSTM.types_with(node, inputs, values)
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        raise Mixed("it rounds the states of all items by one range")
+
+    @classmethod
+    def compute(cls, node: Node, *arrays: Any) -> tuple[Array, ...]:
+        return LSTM.compute(replace(node, op="LSTM", attrs={**node.attrs, "rounds_state": 1}), *arrays)
+
+
+def rounded(x: Array) -> Array:
+    """To 256 steps from the least to the greatest element, of which 0 is one, as DynamicQuantizeLinear has them."""
+    low, high = min(x.min(initial=0), 0), max(x.max(initial=0), 0)
+    scale = np.float32((high - low) / 255) or np.float32(1)
+    zero = np.clip(np.rint(-low / scale), 0, 255)
+    return np.asarray((np.clip(np.rint(x / scale) + zero, 0, 255) - zero) * scale, x.dtype)
+
+
 class GRU(_Layer):
     """With linear_before_reset the reset gate scales the product (cuDNN, Keras), else the state (Cho et al. 2014)."""
 
@@ -223,6 +249,7 @@ class _Cell:
 
     def _lstm(self, x: list[Array], h: Array, c: Array) -> tuple[Array, ...]:
         f, g, squash = self._functions
+        h = rounded(h) if self._attrs.get("rounds_state") else h
         i, o, forget, new = (a + h @ r.T for a, r in zip(x, self._r, strict=True))
         p_i, p_o, p_f = self._peepholes
         i = f(self._clipped(i + p_i * c))

@@ -5,12 +5,14 @@ zero points is 0.
 """
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from engines.errors import GraphError
 from engines.frontend.operators.extension import StandardParts, contrib
-from engines.frontend.operators.normalise import Call
-from engines.ir.graph import Node
+from engines.frontend.operators.normalise import RULES, Call
+from engines.ir.graph import Node, TensorType
 from engines.ir.shapes import fixed
 
 _FLOAT = 1          # as TensorProto.DataType has it
@@ -163,13 +165,16 @@ def _conv(call: Call) -> list[Node]:
          "W_zero_point:Q R_scale:F R_zero_point:Q", "activation_alpha:floats activation_beta:floats "
          "activations:strings clip:float direction=forward hidden_size:int input_forget=0", 3)
 def _lstm(call: Call) -> list[Node]:
-    """An LSTM whose weights are what the quantised ones mean; they are [directions, inputs, 4 * hidden], and scaled
-    by direction, or by direction and column. Its inputs and states are not rounded, as ONNX Runtime's are."""
+    """An LSTM whose weights are what the quantised ones mean; they are [directions, inputs, 4 * hidden], and scaled by
+    direction, or by direction and column. Its inputs are rounded to eight bits, by the range of all of them; its states
+    are in every step, each time by their own."""
     w, node = StandardParts(call), call.node
     weights = [w("Transpose", _columns(w, call, index, scale), perm=(0, 2, 1)) for index, scale in ((1, 8), (2, 10))]
-    attrs = call.keep("activation_alpha", "activation_beta", "activations", "clip", "direction", "hidden_size",
-                      "input_forget")
-    made = w.several("LSTM", node.inputs[0], *weights, *node.inputs[3:8], outputs=len(node.outputs), **attrs)
+    directions, hidden, columns = fixed(call.type(2).shape)
+    recurrent = TensorType(np.dtype(np.float32), (directions, columns, hidden))
+    (plain,) = RULES["LSTM"](replace(call, node=replace(node, op="LSTM"), types=(None, None, recurrent)))
+    x = w("DequantizeLinear", *w.several("DynamicQuantizeLinear", node.inputs[0], outputs=3))
+    made = w.several("DynamicQuantizeLSTM", x, *weights, *node.inputs[3:8], outputs=len(node.outputs), **plain.attrs)
     for index, name in enumerate(made):
         w.output(index, "Identity", name)
     return w.nodes
