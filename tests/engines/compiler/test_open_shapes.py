@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,17 @@ def test_int8_has_the_bytes_of_a_build_for_the_same_shapes_and_ranges(tmp_path: 
     general = OpenEngine(build.plan, lambda: Specialiser(build.plan), policy=Policy("off"))
     for shape in ((2, 24, 24), (1, 40, 56)):
         np.testing.assert_array_equal(build.engine().run(pictures(*shape))["y"], general.run(pictures(*shape))["y"])
+
+
+def test_what_calibration_found_is_done_at_every_shape() -> None:
+    model = small_model([node("Add", "x c", "a"), node("MatMul", "a w", "y")], {"x": ["N", "T", 8]}, ["y"],
+                        {"c": random(8), "w": random(8, 4)})
+    part = built(model, precision="int8", calibration=Calibration([{"x": random(1, 5, 8)}], "minmax")).plan
+    assert part.open is not None and part.open.recipe is not None
+    recipe = replace(part.open.recipe, smoothing={"a": (2.0,) * 8, "of other shapes": (1.0,)})
+    changed = replace(part, open=replace(part.open, recipe=recipe))
+    plain, found = (set(Specialiser(plan).graph({"T": 9}).constants) for plan in (part, changed))
+    assert "a.smoothed" in found - plain
 
 
 def test_equal_symbols_are_one_extent_and_the_error_names_both_inputs() -> None:
