@@ -41,12 +41,13 @@ from engines.passes.rules.pooling import GlobalPoolOfRows, SpatialReduce, WholeI
 from engines.passes.rules.quantised import ALONE, PAIRS
 from engines.passes.rules.reduction import ReductionOfPowers, SumOfIntegers
 from engines.passes.rules.reshape import MergeReshapes, MergeTransposes, ToReshape, TransposeOfOnes
-from engines.passes.rules.scale import LinearScale, ScaleLinear
+from engines.passes.rules.scale import LinearScale, ScaleDepthwise, ScaleLinear
 from engines.passes.rules.scatter import ScatterOfRows
 from engines.passes.rules.shuffle import ChannelShuffle
 from engines.passes.rules.softmax import AlongInnermost
 
 Pass = Callable[[Graph], Graph]
+SCALES = (LinearScale(), ScaleLinear(), ScaleDepthwise())
 VIEWS = (ToReshape(), TransposeOfOnes(), MergeReshapes(), MergeTransposes())
 
 
@@ -57,7 +58,7 @@ def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
         ("widen_floats", lambda g: widen_floats(g, log)),
         # shape arithmetic becomes attributes and constants, which all patterns below ask for
         ("fold_constants", fold_constants),
-        # which tensors the model quantises, before any pattern is looked for around them; several may dequantise one
+        # which tensors the model quantises, before any pattern is looked for around them
         ("quantised", _rules(log, *PAIRS)),
         ("merge_common", merge_common),
         ("quantised_alone", _rules(log, *ALONE)),
@@ -81,13 +82,13 @@ def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
         # twins merge before anything is folded into one of them alone
         ("merge_common", merge_common),
         # scales and shifts into weights; no-ops again, as some become x * 1
-        ("fold_into_weights", _rules(log, LinearBatchNorm(), BatchNormConv(), LinearScale(), ScaleLinear())),
+        ("fold_into_weights", _rules(log, LinearBatchNorm(), BatchNormConv(), *SCALES)),
         # only a batch norm that found no layer becomes arithmetic of its own, which may still find one
         ("batch_norm_as_pointwise", _rules(log, BatchNormToPointwise())),
         # once channels are found by other means than being axis 1; what it leaves of Reshapes goes below
         ("separate_batch", lambda g: separate_batch(g, log)),
         ("remove_no_ops", _rules(log, RemoveNoOp(), *VIEWS)),
-        ("fold_into_weights", _rules(log, LinearScale(), ScaleLinear())),
+        ("fold_into_weights", _rules(log, *SCALES)),
         # a Pad is zero before and after a batch norm folded past it, so it comes after those
         ("pads", _rules(log, PadConv(), PadAveragePool(), PadMaxPool())),
         # once all padding is known

@@ -1,6 +1,7 @@
 """QuantizeLinear and DequantizeLinear of a model, as facts about the tensor between them.
 
     DequantizeLinear(QuantizeLinear(x)) = FakeQuantize(x)
+    the same by a scale s[c] for each channel = s * FakeQuantize(x / s)
     FakeQuantize(move(x)) = move(FakeQuantize(x))           where elements are only moved, or the greatest are selected
     FakeQuantize(x) = x                                     if x is made of such numbers already
     FakeQuantize(Clip(FakeQuantize(x))) = FakeQuantize(Clip(x))         Relu(FakeQuantize(x)) = FakeQuantize(Relu(x))
@@ -69,6 +70,29 @@ class PairToFakeQuantize(Rule):
         draft.finish("FakeQuantize", first.inputs[:1], {
             "scale": float(numbers[0].item()), "zero_point": zero + shift, "low": limits.min + shift,
             "high": limits.max + shift})
+
+
+class PairOfChannels(Rule):
+    """A scale for each channel, as depthwise convolutions are given: FakeQuantize(x / scale, 1) * scale. The product is
+    then a part of their weights."""
+    pattern = P("DequantizeLinear", P("QuantizeLinear", Value("x"), bind="first"))
+
+    def check(self, match: Match) -> bool:
+        numbers, axes = _numbers(match.graph, match.root), [node.attrs.get("axis", 1) for node in match.nodes]
+        return (_same(numbers, _numbers(match.graph, match["first"])) and axes[0] == axes[1] and numbers is not None
+                and numbers[0].ndim == 1 and numbers[0].size > 1 and match.made.dtype == FLOAT
+                and numbers[1].dtype.name in _INTEGERS[:2] and bool(np.all(numbers[1] == numbers[1][0])))
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        numbers = _numbers(match.graph, match.root)
+        assert numbers is not None
+        rank = len(match.made.shape)
+        scale = numbers[0].reshape(-1, *(1,) * (rank - match.root.attrs.get("axis", 1) % rank - 1))
+        steps = draft.node("Mul", [match.value("x"), draft.constant("steps", (1 / scale).astype(np.float32))])
+        shift = 128 if numbers[1].dtype == np.int8 else 0
+        whole = draft.node("FakeQuantize", [steps], {
+            "scale": 1.0, "zero_point": numbers[1][0].item() + shift, "low": 0, "high": 255})
+        draft.finish("Mul", [whole, draft.constant("scale", scale)])
 
 
 class MoveDequantized(Rule):
@@ -203,6 +227,6 @@ class QuantizedByArithmetic(Rule):
         draft.finish("Cast", [y], {"to": match.made.dtype.name})
 
 
-PAIRS: Sequence[Rule] = (PairToFakeQuantize(), QuantizedTwice(), MoveDequantized(), ClampedTwice(), ClampFirst(),
-                         MoveFakeQuantized())
+PAIRS: Sequence[Rule] = (PairToFakeQuantize(), PairOfChannels(), QuantizedTwice(), MoveDequantized(), ClampedTwice(),
+                         ClampFirst(), MoveFakeQuantized())
 ALONE: Sequence[Rule] = (DequantizedByArithmetic(), QuantizedByArithmetic())

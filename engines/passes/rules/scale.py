@@ -1,7 +1,7 @@
 """A product or sum with constants directly after a linear node is part of it.
 
     Conv(x, W, b) * k = Conv(x, k W, k b)        Conv(x, W, b) + c = Conv(x, W, b + c)
-    Conv(x * k, W, b) = Conv(x, W k, b)          for one number k (padding stays zero)
+    Conv(x * k, W, b) = Conv(x, W k, b)          for one number k (padding stays zero), or where each channel is alone
 """
 from __future__ import annotations
 
@@ -56,3 +56,28 @@ class ScaleLinear(Rule):
         scaled = weight.astype(np.float64) * match.constant("factor").reshape(())
         draft.finish(match.root.op, [match.value("x"), draft.constant("weight", scaled.astype(weight.dtype)),
                                      *match.root.inputs[2:]], match.root.attrs)
+
+
+class ScaleDepthwise(Rule):
+    pattern = P("Conv", P("Mul", Value("x"), Constant("factor")), Constant("weight"), bind="linear")
+
+    def check(self, match: Match) -> bool | No:
+        channels = match.shape(match.root.inputs[0])[1]
+        if match.root.attrs.get("group", 1) != channels or match.shape(match.value("x")) != match.shape(
+                match.root.inputs[0]) or self._factors(match) is None:
+            return False
+        return weights_are_constant(match.graph, match["linear"])
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        weight, factors = match.constant("weight"), self._factors(match)
+        assert factors is not None
+        each = np.repeat(factors, len(weight) // len(factors)).reshape(-1, *(1,) * (weight.ndim - 1))
+        scaled = (weight.astype(np.float64) * each).astype(weight.dtype)
+        draft.finish("Conv", [match.value("x"), draft.constant("weight", scaled), *match.root.inputs[2:]],
+                     match.root.attrs)
+
+    @staticmethod
+    def _factors(match: Match) -> Array | None:
+        """One for each channel."""
+        shape = match.shape(match.root.inputs[0])
+        return per_channel(match.constant("factor").astype(np.float64), len(shape), int(shape[1]))

@@ -217,6 +217,21 @@ def test_a_layer_that_is_to_stay_float_reads_what_was_rounded() -> None:
         built(model, keep_float=("mm",))
 
 
+def test_a_depthwise_layer_may_have_a_scale_for_each_channel_of_its_input() -> None:
+    numbers = {"s": np.linspace(0.01, 0.05, 8, dtype=np.float32), "z": np.zeros(8, np.uint8), "ws": np.float32(0.02),
+               "wz": np.int8(0)}
+    nodes = [node("Conv", "x v", "c"), node("Relu", "c", "r"), node("QuantizeLinear", "r s z", "q", axis=1),
+             node("DequantizeLinear", "q s z", "a", axis=1), node("DequantizeLinear", "w ws wz", "b"),
+             node("Conv", "a b", "d", group=8, pads=[1, 1, 1, 1]), node("Relu", "d", "y")]
+    constants = {**numbers, "w": weights(8, 1, 3, 3),
+                 "v": np.random.default_rng(2).standard_normal((8, 4, 1, 1)).astype(np.float32)}
+    model = small_model(nodes, {"x": ["N", 4, 9, 9]}, ["y"], constants)
+    feeds = {"x": np.random.default_rng(1).standard_normal((4, 4, 9, 9), np.float32)}
+    build = built(model)
+    assert precisions(build) == ["fp32", "int8"] and not fallbacks(build.engine())
+    assert off(build, model, feeds) < 1e-3
+
+
 # ---- operators on integers
 def scaled(**numbers: tuple[float, Any]) -> Arrays:
     """name -> name.s and name.z, the scale and the zero point of that tensor."""

@@ -121,3 +121,22 @@ def test_a_quantization_that_is_an_output_is_arithmetic(dtype: type, scales: int
     y = net("QuantizeLinear", net.input("x", 3, 5), step, zero, axis=1)
     graph = net.graph(y, net("DequantizeLinear", y, step, zero, axis=1))
     assert not any("Linear" in op for op in ops(keeps(simplify, graph)))
+
+
+@pytest.mark.parametrize("zero", [np.uint8(0), np.int8(0)], ids=str)
+def test_scales_of_channels_become_part_of_a_depthwise_convolutions_weights(zero: Any) -> None:
+    net = Build()
+    step, point = net.constant(np.array([0.1, 0.25, 0.03], np.float32)), net.constant(np.full(3, zero))
+    stored = net("QuantizeLinear", net("Relu", net.input("x", 3, 5, 5)), step, point, axis=1)
+    y = net.conv(net("DequantizeLinear", stored, step, point, axis=1), 6, 3, group=3)
+    graph = simple(net, net("Sigmoid", y))
+    assert ops(graph) == ["Relu", "Mul", "FakeQuantize", "Conv", "Sigmoid"]
+
+
+def test_scales_of_channels_that_others_read_too_stay_a_product() -> None:
+    net = Build()
+    step, point = net.constant(np.array([0.1, 0.25, 0.03], np.float32)), net.constant(np.zeros(3, np.uint8))
+    stored = net("QuantizeLinear", net("Relu", net.input("x", 3, 5, 5)), step, point, axis=1)
+    x = net("DequantizeLinear", stored, step, point, axis=1)
+    graph = simple(net, net("Sigmoid", net.conv(x, 3, 3, group=3)), net("Exp", x))
+    assert ops(graph).count("Mul") == 2 and ops(graph).count("FakeQuantize") == 1
