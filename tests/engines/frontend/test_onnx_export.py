@@ -12,6 +12,7 @@ from calibration.accuracy.measures import sqnr_db
 from engines.frontend.onnx_export import onnx_from_graph
 from engines.frontend.onnx_import import graph_from_onnx
 from engines.ir.graph import Graph, Node, QParams, TensorType, type_of, verify
+from engines.machine.cpu import detect
 from engines.ops.reference import run
 from engines.passes.pipeline import optimise, simplify
 from engines.passes.quantization.quantize import edges_to_calibrate, quantize
@@ -137,19 +138,29 @@ JOINED = """pooled = MaxPool<kernel_shape = [3,3], pads = [1,1,1,1]>(x)
     both = Concat<axis = 1>(x, pooled)  y = Relu(both)"""
 
 
+def exact_in_peers():
+    """Skips where the peers' integer kernels are wrong: without dot products of bytes they add two products in 16 bits,
+    which saturate."""
+    cpu = detect()
+    if cpu.architecture == "x86_64" and not {"avx512_vnni", "avx_vnni"} & cpu.features:
+        pytest.skip(f"{cpu.model} has no VNNI: integer kernels of ONNX Runtime and OpenVINO saturate on it")
+
+
 @pytest.mark.parametrize("name", ["resnet50_d", "inception_v3", "densenet", "googlenet_lrn", "mobilenet_v3",
                                   "shufflenet_v1", "shufflenet_v2_by_slices", "yolo_v5", "nanodet", "unet", "deeplab",
                                   "super_resolution", "decoder", "activations", "pointwise", "views", "layout_traps"])
-def test_onnx_runtime_takes_an_int8_model_with_its_default_optimisations(name):
+@pytest.mark.parametrize("optimised", [False, True])
+def test_onnx_runtime_takes_an_int8_model_with_its_default_optimisations(name, optimised):
     """Before, it fused the quantised AveragePool to one that knows no dilations, and refused the model."""
     graph, feeds = tiny(name)
     model = onnx_from_graph(graph)
     onnx.checker.check_model(model, full_check=True)
     # Sums in another order move single values by a step, and its own fusions hold biases in int32.
-    for optimised in (False, True):
-        values = run_onnx(model, feeds, optimised=optimised)
-        for name, expected in run(graph, feeds).items():
-            assert sqnr_db(expected, values[name]) > OTHER_ROUNDING_DB, (name, optimised)
+    values = run_onnx(model, feeds, optimised=optimised)
+    if optimised:
+        exact_in_peers()
+    for name, expected in run(graph, feeds).items():
+        assert sqnr_db(expected, values[name]) > OTHER_ROUNDING_DB
 
 
 @pytest.mark.parametrize("name", ["densenet", "shufflenet_v1", "shufflenet_v2"])
@@ -165,6 +176,7 @@ def test_openvino_computes_the_same_and_does_not_crash(name, tmp_path):
               "numpy.save(sys.argv[3], compiled(dict(numpy.load(sys.argv[2])))[0])")
     files = [str(tmp_path / file) for file in ("m.onnx", "feeds.npz", "y.npy")]
     subprocess.run([sys.executable, "-c", script, *files], check=True, timeout=120)
+    exact_in_peers()
     assert sqnr_db(run(graph, feeds)["output"], np.load(files[2])) > OTHER_ROUNDING_DB
 
 
