@@ -94,9 +94,11 @@ def test_a_view_of_what_others_read_too_is_rounded_alone() -> None:
     assert [op for op in ops(graph) if op in ("Slice", "FakeQuantize")] == ["Slice", "FakeQuantize"]
 
 
-def test_a_pair_on_both_sides_of_a_relu_is_one_behind_it() -> None:
+@pytest.mark.parametrize("bounds", [{"min": 0.0}, {"min": -0.33, "max": 0.57}], ids=["at zero", "between two steps"])
+def test_a_pair_on_both_sides_of_a_clip_is_one_behind_it(bounds: dict[str, float]) -> None:
     net = Build()
-    assert ops(simple(net, pair(net, net("Relu", pair(net, net.input("x", 5)))))) == ["Relu", "FakeQuantize"]
+    graph = simple(net, pair(net, net("Clip", pair(net, net.input("x", 5)), **bounds)))
+    assert ops(graph) == ["Relu" if len(bounds) == 1 else "Clip", "FakeQuantize"]
 
 
 def test_a_relu_goes_before_the_rounding() -> None:
