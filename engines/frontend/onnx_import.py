@@ -37,6 +37,7 @@ from engines.ops.fallback import as_onnx
 from engines.ops.recurrent import GATES
 
 log = logging.getLogger(__name__)
+_BY_ONNX = "%s: %s '%s' is evaluated by the onnx package: %s"
 
 
 @faults_named()
@@ -188,7 +189,14 @@ def _canonical(file: _File, trace: Trace, proto: onnx.NodeProto, node: Node) -> 
         yield from _of_one(model, trace, schema, node, opset, domain)
         return
     call = _call(trace, schema, node, opset)
-    written = EXTENSIONS[domain, node.op](call)
+    try:
+        written = EXTENSIONS[domain, node.op](call)
+    except Beyond as beyond:
+        if not onnx.defs.has(node.op, domain):
+            raise GraphError(f"it is not supported with {beyond}") from beyond
+        log.info(_BY_ONNX, model, node.op, node.name, f"our own is not for {beyond}")
+        yield as_onnx(node, opset, domain)
+        return
     if lost := _lost(call, schema):
         raise GraphError(f"it is not supported with {', '.join(f'{name} = {node.attrs[name]}' for name in lost)}")
     file.notices.extend(f"{model}: {describe(node)}: {notice}" for notice in call.notices)
@@ -209,7 +217,7 @@ def _of_one(model: str, trace: Trace, schema: Schema, node: Node, opset: int, do
             reason = f"our own has no {' and '.join(lost)}"
         except Beyond as beyond:
             reason = f"our own is not for {beyond}"
-    log.info("%s: %s '%s' is evaluated by the onnx package: %s", model, node.op, node.name, reason)
+    log.info(_BY_ONNX, model, node.op, node.name, reason)
     return [as_onnx(node, opset, domain)]
 
 

@@ -10,6 +10,8 @@ from engines.frontend.operators.normalise import Call
 from engines.ir.graph import Node
 from engines.ir.shapes import fixed
 
+FLOAT32 = np.dtype(np.float32)
+
 _TRANSFORMS = ("NONE", "LOGISTIC", "SOFTMAX", "SOFTMAX_ZERO")
 
 
@@ -131,9 +133,11 @@ def classified(w: StandardParts, labels: np.ndarray, scores: str, transform: str
     return transformed(w, scores, transform, output=1)
 
 
-def transformed(w: StandardParts, scores: str, transform: str, output: int = 0) -> list[Node]:
+def transformed(w: StandardParts, scores: str, transform: str, output: int = 0,
+                dtype: np.dtype[np.generic] = FLOAT32) -> list[Node]:
+    """dtype: of the scores."""
     if transform == "SOFTMAX_ZERO":
-        zero, less = (floats(w, number) for number in (0, 1e-7))
+        zero, less = (w.number(number, dtype) for number in (0, 1e-7))
         counts = w("Greater", w("Abs", scores), less)
         peak = w("ReduceMax", scores, w.ints(1), keepdims=1)
         raised = w("Exp", w("Sub", scores, peak))

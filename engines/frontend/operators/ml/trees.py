@@ -11,7 +11,7 @@ from engines.errors import GraphError
 from engines.frontend.operators.extension import StandardParts, ml
 from engines.frontend.operators.ml.features import as_float, floats
 from engines.frontend.operators.ml.linear import checked, classified, labels_of, transformed
-from engines.frontend.operators.normalise import Call
+from engines.frontend.operators.normalise import Beyond, Call
 from engines.ir.graph import Array, Node
 from engines.ir.shapes import fixed
 from engines.ops.trees import LEFT_IF_EQUAL, LEFT_IF_MISSING
@@ -47,12 +47,12 @@ class _Table:
 
     def scores(self, w: StandardParts, x: str, aggregate: str, base: Sequence[float]) -> str:
         """A tree that says nothing of a target has no part in its minimum or maximum, and one of no trees is 0."""
-        nothing = {"MIN": np.inf, "MAX": -np.inf}.get(aggregate, 0)
-        weights = np.where(np.isnan(self.weights), np.float32(nothing), self.weights)
+        nothing, dtype = {"MIN": np.inf, "MAX": -np.inf}.get(aggregate, 0), self.weights.dtype
+        weights = np.where(np.isnan(self.weights), np.array(nothing, dtype), self.weights)
         tables = (self.columns, self.thresholds, self.flags, self.left, self.right, self.roots, weights)
         y = w("Forest", x, *map(w.constant, tables), depth=self.depth, aggregate=aggregate)
         if nothing and np.any(np.isnan(self.weights[self.left == np.arange(len(self.left))])):
-            y = w("Where", w("IsInf", y), floats(w, 0), y)
+            y = w("Where", w("IsInf", y), w.number(0, dtype), y)
         return w("Add", y, floats(w, base)) if any(base) else y
 
 
@@ -67,7 +67,7 @@ def _table(modes: Sequence[str], columns: Array, thresholds: Array, missing: Arr
         raise GraphError(f"its nodes read columns beyond the {width} that there are")
     left[leaves] = right[leaves] = np.flatnonzero(leaves)
     before = np.isin(kind, ("BRANCH_LT", "BRANCH_GTE"))
-    thresholds = np.where(before, np.nextafter(thresholds, np.float32(-np.inf)), thresholds)
+    thresholds = np.where(before, np.nextafter(thresholds, np.array(-np.inf, thresholds.dtype)), thresholds)
     opposite = np.isin(kind, ("BRANCH_GTE", "BRANCH_GT", "BRANCH_NEQ"))
     # What is missing compares as false, but for !=, unless its node says that it goes the way of the truth.
     true_if_missing = (missing != 0) | (kind == "BRANCH_NEQ")
@@ -76,7 +76,7 @@ def _table(modes: Sequence[str], columns: Array, thresholds: Array, missing: Arr
              + LEFT_IF_MISSING * (true_if_missing != opposite)).astype(np.uint8)
     columns = np.where(leaves, 0, columns)
     whole = [array.astype(np.int32) for array in (columns, left, right, roots)]
-    return _Table(whole[0], thresholds.astype(np.float32), flags, whole[1], whole[2], whole[3], weights)
+    return _Table(whole[0], thresholds, flags, whole[1], whole[2], whole[3], weights)
 
 
 # ---- ensembles of opset 1 to 4
@@ -191,8 +191,9 @@ def _of_two(w: StandardParts, call: Call, labels: Array, table: _Table, transfor
 # ---- the ensemble of opset 5
 @ml("TreeEnsemble")
 def _ensemble(call: Call) -> list[Node]:
-    """Inner nodes and leaves are apart: those behind the inner ones in the table."""
+    """Inner nodes and leaves are apart: those behind the inner ones in the table. Doubles are compared as doubles."""
     w, targets = StandardParts(call), call.attr("n_targets") or 1
+    dtype = np.dtype(np.float64 if call.type().dtype == np.float64 else np.float32)
     call.ignore("nodes_hitrates")
     numbers = {name: np.asarray(call.attr(f"nodes_{name}"))
                for name in ("modes", "featureids", "splits", "truenodeids", "trueleafs", "falsenodeids", "falseleafs")}
@@ -201,16 +202,17 @@ def _ensemble(call: Call) -> list[Node]:
     if any(len(array) != inner for array in numbers.values()) or len(leaf_weights) != leaves:
         raise GraphError("its tables are not of the same nodes")
     if np.any(numbers["modes"] >= len(_MODES)):
-        raise GraphError(f"its nodes have mode {_MEMBER}, which is not supported")
+        raise Beyond(f"nodes of mode {_MEMBER}")
     left, right = (np.append(numbers[f"{way}nodeids"] + inner * (numbers[f"{way}leafs"] != 0), np.zeros(leaves))
                    for way in ("true", "false"))
     missing = call.attr("nodes_missing_value_tracks_true") or (0,) * inner
-    weights = np.full((inner + leaves, targets), np.nan, np.float32)
+    weights = np.full((inner + leaves, targets), np.nan, dtype)
     weights[inner + np.arange(leaves), leaf_targets] = leaf_weights
     nothing = np.zeros(leaves)
     table = _table([*(_MODES[mode] for mode in numbers["modes"]), *[_LEAF] * leaves],
-                   np.append(numbers["featureids"], nothing), np.append(numbers["splits"], nothing).astype(np.float32),
+                   np.append(numbers["featureids"], nothing), np.append(numbers["splits"], nothing).astype(dtype),
                    np.append(missing, nothing), left, right, np.array(call.attr("tree_roots")), weights,
                    fixed(call.type().shape[-1:])[0])
-    scores = table.scores(w, _rows(w, call), _AGGREGATES[call.attr("aggregate_function", 1)], (0.0,) * targets)
-    return transformed(w, scores, checked(_NUMBERED_TRANSFORMS[call.attr("post_transform", 0)]))
+    x = call.node.inputs[0] if call.type().dtype == dtype else as_float(w, call)
+    scores = table.scores(w, x, _AGGREGATES[call.attr("aggregate_function", 1)], (0.0,) * targets)
+    return transformed(w, scores, checked(_NUMBERED_TRANSFORMS[call.attr("post_transform", 0)]), dtype=dtype)

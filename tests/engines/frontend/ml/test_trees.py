@@ -168,13 +168,22 @@ def test_inner_nodes_and_leaves_may_be_apart(aggregate):
     check("TreeEnsemble", [ROWS], version=21, aggregate_function=aggregate, **ensemble(), **ML)
 
 
+def test_doubles_are_compared_as_doubles():
+    """The rows of 1 and of the next number above it part at a threshold of 1."""
+    rows = np.array([[1, 0, 0], [np.nextafter(1.0, 2.0), 0, 0]])
+    tables = {name: numpy_helper.from_array(numpy_helper.to_array(value).astype(np.float64))
+              for name, value in ensemble().items() if name in ("nodes_splits", "leaf_weights")}
+    tables["nodes_splits"] = numpy_helper.from_array(np.ones_like(numpy_helper.to_array(tables["nodes_splits"])))
+    result = imported("TreeEnsemble", [rows], version=21, **ensemble() | tables, **ML)["o0"]
+    assert result.dtype == np.float64 and not np.array_equal(result[0], result[1])
+
+
 def test_a_row_ends_at_the_leaves_that_it_goes_to():
     result = imported("TreeEnsemble", [ROWS], version=21, **ensemble(), **ML)["o0"]
     np.testing.assert_array_equal(result, [[1, 8], [16, 2], [16, 2], [20, 0], [4, 8], [4, 8]])
 
 
 @pytest.mark.parametrize("attrs, message", [
-    ({"nodes_modes": numpy_helper.from_array(np.uint8([0, 1, 6]))}, "its nodes have mode BRANCH_MEMBER"),
     ({"nodes_falseleafs": [1]}, "its tables are not of the same nodes"),
     ({"leaf_targetids": [0]}, "its tables are not of the same nodes"),
     ({"post_transform": 4}, "not supported with post_transform = PROBIT")])
