@@ -1,6 +1,7 @@
 """Tactics judged inside the network: every rival computes the same, the fastest is taken and kept in the cache."""
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +38,19 @@ def graph() -> Graph:
     return builder.stored(floats, dict.fromkeys(builder.edges(floats), (-1.0, 2.0)))
 
 
+@pytest.fixture(scope="module")
+def times_alone(graph: Graph) -> TimingCache:
+    cache = TimingCache()
+    session(cache).choose(graph, ITEMS)
+    return cache
+
+
+@pytest.fixture
+def cache(times_alone: TimingCache) -> TimingCache:
+    """Of a network whose kernels were timed alone: what is left is a trial."""
+    return deepcopy(times_alone)
+
+
 def session(cache: TimingCache) -> LlvmSession:
     return LlvmSession(best_isa(detect().features).name, cache, timing=True)
 
@@ -56,8 +70,8 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
     return found
 
 
-def test_every_rival_of_a_trial_leaves_the_same_bytes(graph: Graph, trials: list[Trial]) -> None:
-    judge = session(TimingCache())
+def test_every_rival_of_a_trial_leaves_the_same_bytes(graph: Graph, cache: TimingCache, trials: list[Trial]) -> None:
+    judge = session(cache)
     judge.settle(judge.choose(graph, ITEMS))
     plan, rivals, _ = trials[0]
     program = LoadedPlan(plan)
@@ -74,15 +88,15 @@ def test_every_rival_of_a_trial_leaves_the_same_bytes(graph: Graph, trials: list
     assert sum(map(len, rivals)) > len(rivals), "or nothing was compared"
 
 
-def test_a_second_build_of_the_network_times_nothing_and_chooses_alike(graph: Graph, trials: list[Trial]) -> None:
-    cache = TimingCache()
+def test_a_second_build_of_the_network_times_nothing_and_chooses_alike(
+        graph: Graph, cache: TimingCache, trials: list[Trial]) -> None:
     first, second = ([(choice.symbol, choice.time_us) for choice in judge.settle(judge.choose(graph, ITEMS))
                       .choices.values()] for judge in (session(cache), session(cache)))
     assert len(trials) == 1 and first == second
 
 
-def test_times_in_one_network_say_nothing_about_another(graph: Graph, trials: list[Trial]) -> None:
-    cache = TimingCache()
+def test_times_in_one_network_say_nothing_about_another(graph: Graph, cache: TimingCache,
+                                                        trials: list[Trial]) -> None:
     shorter = replace(graph, nodes=graph.nodes[:-3], outputs=graph.nodes[-4].outputs)
     for network in (graph, shorter):
         judge = session(cache)
@@ -91,7 +105,7 @@ def test_times_in_one_network_say_nothing_about_another(graph: Graph, trials: li
 
 
 def test_what_is_faster_inside_the_network_is_taken_though_it_is_slower_alone(
-        graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+        graph: Graph, cache: TimingCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last of each problem's rivals is said to take half as long as the others, without doubt."""
     said: list[Trial] = []
 
@@ -100,7 +114,7 @@ def test_what_is_faster_inside_the_network_is_taken_though_it_is_slower_alone(
         return [Estimate(1.0 if step != steps[-1] else 0.5, 1e-6) for steps in trial.rivals for step in steps]
 
     monkeypatch.setattr(in_place, "times_in_place", times)
-    judge = session(TimingCache())
+    judge = session(cache)
     alone = judge.choose(graph, ITEMS)
     settled = judge.settle(alone)
     last = {problem: said[0].plan.machine.steps[steps[-1]].symbol
@@ -143,13 +157,13 @@ def test_who_reads_many_weights_has_rivals_that_are_far_slower_alone() -> None:
     assert rivals(128, 200.0) == {WinogradContraction, DirectContraction}
 
 
-def test_a_trial_packs_no_more_constants_than_it_may(graph: Graph, trials: list[Trial],
+def test_a_trial_packs_no_more_constants_than_it_may(graph: Graph, times_alone: TimingCache, trials: list[Trial],
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tactic is a rival here; without any bytes to spare, only those that read what the one taken reads."""
     monkeypatch.setattr(tuner_module, "NEAR", 1e9)
     for room in (1 << 30, 0):
         monkeypatch.setattr(in_place, "MOST_BYTES", room)
-        judge = session(TimingCache())
+        judge = session(deepcopy(times_alone))
         judge.settle(judge.choose(graph, ITEMS))
     packed = [max(len({operands_of(trial.plan.machine.steps[step]) for step in steps}) for steps in trial.rivals)
               for trial in trials]
