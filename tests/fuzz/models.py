@@ -76,12 +76,13 @@ def recurrent_model() -> onnx.ModelProto:
 
 
 def quantised_model() -> onnx.ModelProto:
+    """No sum is midway between two steps of the result, where others round to the other one."""
     integers = np.random.default_rng(3).integers
     nodes = [node("QuantizeLinear", "x s z", "q"), node("DequantizeLinear", "q s z", "d"),
              node("DequantizeLinear", "w ws wz", "v", axis=0), node("Conv", "d v", "c"),
              node("Clip", "c low high", "k"), node("QuantizeLinear", "k t z", "o"),
              node("DequantizeLinear", "o t z", "y")]
-    constants = {"s": np.float32(0.05), "z": np.uint8(128), "t": np.float32(0.1), "low": np.float32(-9),
+    constants = {"s": np.float32(0.05), "z": np.uint8(128), "t": np.float32(0.1037), "low": np.float32(-9),
                  "high": np.float32(9), "w": integers(-127, 128, (4, 3, 1, 1)).astype(np.int8),
                  "ws": np.float32([0.01, 0.02, 0.03, 0.04]), "wz": np.zeros(4, np.int8)}
     return small_model(nodes, {"x": ["n", 3, 4, 4]}, ["y"], constants)

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from engines.backends.llvm.tuning import tuner
+from engines.backends.llvm.tuning import timing, tuner
 from tests.infer_server.cli.commands import UNTIMED, Workshop
 
 
 def test_a_build_from_a_timing_cache_times_nothing_and_is_the_same_file(
         workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = ("--timing-cache", workshop.path("times.json"), "--no-cache")
-    monkeypatch.setattr(tuner, "TIMING_SECONDS", 1e-4)         # any times will do
+    monkeypatch.setattr(timing, "TIMING_SECONDS", 1e-4)         # any times will do
     first = workshop.built(*cache)
     assert all(step.time_us > 0 for step in first.plan.machine.steps)
     monkeypatch.setattr(tuner, "measure", lambda calls: pytest.fail(f"{len(calls)} tactics are timed again"))
