@@ -111,7 +111,8 @@ class Kernel(ABC, Generic[P]):
 
     def unseen(self, isa: Isa, tactic: Any) -> float:
         """What remains of a tactic's time inside a network, as far as timing it alone cannot show: there its constants
-        and inputs are at hand, for it was the last to use them. It decides where nothing is timed in place."""
+        and inputs are at hand, for it was the last to use them. Where nothing is timed, `cost`
+        says it."""
         return 1.0
 
     def packing(self, tactic: Any) -> Any:

@@ -12,10 +12,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 
 from engines.backends.llvm.runtime.execution import Arena, LoadedPlan, Segment, run_segment
-from engines.machine.clock import thread_seconds
+from engines.backends.llvm.tuning.timing import seconds_of
 from engines.machine.timing_cache import TimingCache
 from engines.plan.plan import Buffer, ItemMajorRun, Plan, Step, runs_by_item
 from engines.version import COMPILER_VERSION
@@ -125,9 +126,8 @@ class _Way:
         self._arena.prepare(ITEMS)
 
     def seconds(self, run: ItemMajorRun) -> float:
-        begin = thread_seconds()
-        run_segment(self._program, self._arena, Segment(run.first, run.last, by_item=self._by_item), ITEMS)
-        return thread_seconds() - begin
+        segment = Segment(run.first, run.last, by_item=self._by_item)
+        return seconds_of(partial(run_segment, self._program, self._arena, segment, ITEMS))
 
 
 def _difference(by_step: _Way, by_item: _Way, run: ItemMajorRun) -> float:

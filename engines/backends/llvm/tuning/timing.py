@@ -54,21 +54,22 @@ def measure(calls: Mapping[Any, Callable[[], None]]) -> dict[Any, float]:
         call()                      # touch the memory, fill the caches
     for _ in range(2):
         for name, call in calls.items():
-            best[name] = min(best[name], _seconds(call))
+            best[name] = min(best[name], seconds_of(call))
     limit = ABANDON_RATIO * min(best.values(), default=0.0)
     hopeful = [name for name, seconds in best.items() if seconds <= limit]
     for _ in range(ROUNDS):
         for name in hopeful:
             end = time.perf_counter() + TIMING_SECONDS / ROUNDS
             while True:
-                best[name] = min(best[name], _seconds(calls[name]))
+                best[name] = min(best[name], seconds_of(calls[name]))
                 if time.perf_counter() >= end:
                     break
     return {name: seconds * 1e6 for name, seconds in best.items()}
 
 
-def _seconds(call: Callable[[], None]) -> float:
-    """Infinite where the clock stood still, as some virtual machines' do for a moment: the least is looked for."""
+def seconds_of(call: Callable[[], None]) -> float:
+    """CPU time of one call on this thread; infinite where the clock stood still, as a virtual
+    machine's may for a moment: the least is looked for."""
     begin = thread_seconds()
     call()
     return thread_seconds() - begin or math.inf
