@@ -46,7 +46,8 @@ def test_inspect_describes_the_plan_as_json(workshop: Workshop, plan: str) -> No
 
 @pytest.mark.parametrize("command", [[inspect_engine.main], [inspect_engine.main, "--json"],
                                      [inspect_engine.main, "--profile"], [run_engine.main],
-                                     [relower_plan.main, "-o", "other.plan"]], ids=str)
+                                     [relower_plan.main, "-o", "other.plan"]],
+                         ids=["inspected", "inspected as JSON", "profiled", "run", "relowered"])
 def test_a_damaged_plan_ends_a_command_with_one_line(workshop: Workshop, plan: str, command: list[Any]) -> None:
     data = bytearray(Path(plan).read_bytes())
     data[len(data) // 2] ^= 1
