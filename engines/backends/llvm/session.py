@@ -91,7 +91,7 @@ class LlvmSession:
         assembler = _Assembler(replace(chosen, expanders=expanders, max_batch=items), self.isa, rivals)
         machine = assembler.machine()
         machine = replace(machine, inputs=(), outputs=(), buffers=trial_buffers(machine.buffers, assembler.steps_of))
-        plan = Plan(chosen.graph.name, "", items, (), (), machine)
+        plan = Plan(chosen.graph.name, "", items, (), (), machine, weights=chosen.graph.constants)
         problems = [call.problem if isinstance(call, Call) else None for call in chosen.lowered.calls]
         return Trial(plan, assembler.steps_of, problems)
 

@@ -18,7 +18,7 @@ from engines.backends.llvm.tuning import tuner as tuner_module
 from engines.backends.llvm.tuning.in_place import Trial, times_in_place, typical
 from engines.backends.llvm.tuning.tuner import Candidate, Estimate, Tuner
 from engines.compiler.builder import BuildConfig, Builder
-from engines.ir.graph import Graph
+from engines.ir.graph import Graph, Node, TensorType
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.view import Halo, dense_view
@@ -86,6 +86,19 @@ def test_every_rival_of_a_trial_leaves_the_same_bytes(graph: Graph, cache: Timin
         for ours in left[1:]:
             np.testing.assert_array_equal(ours, left[0], plan.machine.steps[steps[0]].name)
     assert sum(map(len, rivals)) > len(rivals), "or nothing was compared"
+
+
+def test_a_trial_has_the_constants_that_the_reference_reads(graph: Graph, cache: TimingCache,
+                                                            trials: list[Trial]) -> None:
+    score, = graph.outputs
+    double = TensorType(np.dtype(np.float64), graph.shape(score))
+    shift = Node("Add", ("double", "shift"), ("shifted",))
+    network = replace(graph, outputs=("shifted",)).rebuild(
+        [*graph.nodes, Node("Cast", (score,), ("double",), {"to": "float64"}), shift], {"shift": np.ones(1)},
+        {"double": double, "shifted": double})
+    judge = session(cache)
+    judge.settle(judge.choose(network, ITEMS))
+    assert [step.name for step in trials[0].plan.machine.steps if step.fallback and "shift" in step.fallback.inputs]
 
 
 def test_a_second_build_of_the_network_times_nothing_and_chooses_alike(
