@@ -25,6 +25,7 @@ def _made(graph: onnx.GraphProto) -> Iterator[tuple[str, str]]:
     inputs = {value.name for value in graph.input}
     yield from ((value.name, "an input") for value in graph.input)
     yield from ((tensor.name, "a constant") for tensor in graph.initializer if tensor.name not in inputs)
+    yield from ((sparse.values.name, "a sparse constant") for sparse in graph.sparse_initializer)
     for node in graph.node:
         yield from ((name, f"node '{node.name}' ({node.op_type})") for name in node.output if name)
 

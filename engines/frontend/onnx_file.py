@@ -7,7 +7,7 @@ The weights stand beside the rest, so that graphs and plans share them.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -79,8 +79,28 @@ def read_model(model: Model) -> OnnxModel:
     if proto.functions:
         proto = inliner.inline_local_functions(proto)
     proto, notice = current(name, proto)
-    weights = {tensor.name: array_of(name, tensor) for tensor in proto.graph.initializer}
-    return OnnxModel(name, _without_initializers(proto), weights, (notice,) if notice else ())
+    return OnnxModel(name, _without_initializers(proto), weights_of(name, proto.graph), (notice,) if notice else ())
+
+
+def weights_of(model: str, graph: onnx.GraphProto) -> dict[str, Array]:
+    """The initialisers, sparse ones written out. Raises ModelError: one that cannot be read."""
+    dense = {tensor.name: array_of(model, tensor) for tensor in graph.initializer}
+    return dense | {sparse.values.name: dense_of(model, sparse) for sparse in graph.sparse_initializer}
+
+
+def dense_of(model: str, sparse: onnx.SparseTensorProto) -> Array:
+    """A sparse tensor with its zeros: its indices are of the elements in row-major order, or one for each axis.
+    Raises ModelError."""
+    values, indices = array_of(model, sparse.values), array_of(model, sparse.indices)
+    array = np.zeros(sparse.dims, values.dtype)
+    try:
+        if indices.ndim == 2:
+            array[tuple(indices.T)] = values
+        else:
+            array.reshape(-1)[indices] = values
+    except (IndexError, ValueError) as error:
+        raise ModelError(f"{model}: sparse tensor '{sparse.values.name}' cannot be read: {error}") from error
+    return array
 
 
 def array_of(model: str, tensor: onnx.TensorProto) -> Array:
@@ -113,5 +133,34 @@ def _load(model: str | Path | bytes | onnx.ModelProto) -> tuple[onnx.ModelProto,
 
 def _without_initializers(proto: onnx.ModelProto) -> onnx.ModelProto:
     """What the importer reads of it but the weights; the caller's own is left as it is."""
-    graph = helper.make_graph(proto.graph.node, proto.graph.name, proto.graph.input, proto.graph.output)
+    graph = helper.make_graph(in_order(proto.graph.node), proto.graph.name, proto.graph.input, proto.graph.output)
     return helper.make_model(graph, opset_imports=proto.opset_import, ir_version=proto.ir_version)
+
+
+def in_order(nodes: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
+    """Each behind those that make what it reads, as ONNX asks for and ONNX Runtime does not; else as the file has them.
+    Where they go in a circle they stay as they are, and the first of it reads what nothing before it produces."""
+    maker = {name: index for index, node in enumerate(nodes) for name in node.output if name}
+    reads = [{maker[name] for name in _read_by(node) if name in maker} for node in nodes]
+    order: dict[int, None] = {}
+    for last in range(len(nodes)):
+        waiting, begun = [last], set[int]()
+        while waiting:
+            if (index := waiting[-1]) in order or not (missing := reads[index] - order.keys()):
+                order[waiting.pop()] = None
+            elif index in begun:
+                return list(nodes)
+            else:
+                begun.add(index)
+                waiting += sorted(missing, reverse=True)
+    return [nodes[index] for index in order]
+
+
+def _read_by(node: onnx.NodeProto) -> Iterator[str]:
+    """The tensors that a node reads, and those that the graphs inside of it do."""
+    yield from node.input
+    for attribute in node.attribute:
+        for graph in (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs):
+            yield from (value.name for value in graph.output)
+            for inner in graph.node:
+                yield from _read_by(inner)

@@ -15,7 +15,7 @@ from engines.faults import faults_named
 from engines.frontend.branches import branch_taken, is_if, made_in, with_names
 from engines.frontend.inputs import Value, constant_inputs, input_types
 from engines.frontend.names import check_names
-from engines.frontend.onnx_file import Model, array_of, read_model
+from engines.frontend.onnx_file import Model, array_of, dense_of, in_order, read_model
 from engines.frontend.operators import (  # noqa: F401  (they fill the tables)
     attention,
     axes,
@@ -165,7 +165,7 @@ def _branch(file: _File, proto: onnx.NodeProto, node: Node, trace: Trace) -> onn
 
 def _add_branch(file: _File, trace: Trace, branch: onnx.GraphProto, node: Node) -> None:
     _add_constants(file.model, trace, branch)
-    for inner in branch.node:
+    for inner in in_order(branch.node):
         _add(file, trace, inner)
     for value, output in zip(branch.output, node.outputs, strict=True):
         if value.name not in trace.types:
@@ -254,6 +254,8 @@ def _attribute(model: str, node: onnx.NodeProto, attribute: onnx.AttributeProto)
                          f"{error}") from error
     if isinstance(value, onnx.TensorProto):
         return array_of(model, value)
+    if isinstance(value, onnx.SparseTensorProto):
+        return dense_of(model, value)
     if isinstance(value, float | int):
         return value
     if attribute.type in (onnx.AttributeProto.INTS, onnx.AttributeProto.FLOATS):

@@ -123,8 +123,8 @@ def identity(call: Call) -> list[Node]:
 # ---- constants
 @rule("Constant")
 def _constant(call: Call) -> list[Node]:
-    kinds = {"value": None, "value_float": np.float32, "value_floats": np.float32, "value_int": np.int64,
-             "value_ints": np.int64}
+    kinds = {"value": None, "sparse_value": None, "value_float": np.float32, "value_floats": np.float32,
+             "value_int": np.int64, "value_ints": np.int64}
     given = call.keep(*call.node.attrs)
     if len(given) != 1:
         raise GraphError(f"a constant has one value; this one has {len(given)}")

@@ -189,3 +189,32 @@ def test_an_input_may_be_a_number_or_a_list_of_them_in_the_declared_type(dtype, 
 def test_a_number_that_the_declared_type_does_not_have_is_refused(dtype, shape, value):
     with pytest.raises(ModelError, match="given for input 'rate' does not fit the declared"):
         graph_from_onnx(with_rate(dtype, shape), constants={"rate": value})
+
+
+def test_nodes_out_of_order_are_put_in_order_and_a_circle_is_refused():
+    """A branch reads what comes later in the file, too."""
+    inner = helper.make_graph([node("Add", "u one", "v"), node("Abs", "b", "u")], "then", [],
+                              [helper.make_tensor_value_info("v", FLOAT, None)])
+    other = helper.make_graph([node("Neg", "b", "w")], "else", [], [helper.make_tensor_value_info("w", FLOAT, None)])
+    branched = helper.make_node("If", ["yes"], ["y"], then_branch=inner, else_branch=other)
+    nodes = [branched, node("Mul", "a a", "b"), node("Sub", "x one", "a")]
+    constants = {"yes": True, "one": np.float32(1)}
+    graph = graph_from_onnx(model(nodes, [2], constants=constants))
+    assert [n.op for n in graph.nodes] == ["Sub", "Mul", "Abs", "Add", "Identity"]
+    with pytest.raises(ModelError, match="node 'b' \\(Mul\\): it reads 'y', which nothing before it produces"):
+        graph_from_onnx(model([node("Mul", "x y", "b"), node("Sub", "x b", "y")], [2]))
+
+
+@pytest.mark.parametrize("indices", [[1, 5], [[0, 1], [1, 2]]])
+def test_sparse_constants_are_written_out_with_their_zeros(indices):
+    sparse = helper.make_sparse_tensor(numpy_helper.from_array(np.float32([7, 8]), "w"),
+                                       numpy_helper.from_array(np.array(indices)), [2, 3])
+    of_initializer = model([node("Add", "x w", "y")], [2, 3])
+    of_initializer.graph.sparse_initializer.append(sparse)
+    of_node = model([node("Constant", "", "w", sparse_value=sparse), node("Add", "x w", "y")], [2, 3])
+    for given in (of_initializer, of_node):
+        result = run(graph_from_onnx(given), {"x": np.ones((2, 3), np.float32)})["y"]
+        np.testing.assert_array_equal(result, [[1, 8, 1], [1, 1, 9]])
+    sparse.indices.CopyFrom(numpy_helper.from_array(np.array([1, 6])))
+    with pytest.raises(ModelError, match="sparse tensor 'w' cannot be read: index 6 is out of bounds"):
+        graph_from_onnx(model([node("Constant", "", "w", sparse_value=sparse), node("Add", "x w", "y")], [2, 3]))
