@@ -25,6 +25,7 @@ from engines.ir.recipe import Recipe
 from engines.loading import engine_of
 from engines.machine.cpu import detect
 from engines.passes.quantization.given import is_quantised
+from engines.plan.coverage import Coverage, coverage_of
 from engines.plan.extents import Shapes
 from engines.plan.file import write_plan
 from engines.plan.plan import IoTensor, Plan
@@ -72,6 +73,11 @@ class EngineBuild:
     notices: tuple[str, ...] = ()
     notes: tuple[Any, ...] = ()
     cached: Path | None = None
+
+    @property
+    def coverage(self) -> Coverage:
+        """How much of the plan is compiled, and why the rest runs by reference."""
+        return coverage_of(self.plan)
 
     def save(self, path: str | os.PathLike[str], strip: bool = False) -> None:
         """Write the plan file, for load_engine, run-engine and infer-server.

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from engines.frontend.operators import (  # noqa: F401  (they fill the tables)
 from engines.frontend.operators.extension import EXTENSIONS, STANDARD
 from engines.frontend.operators.normalise import RULES, Beyond, Call, normalise
 from engines.frontend.opsets import OLDEST_OPSET
-from engines.frontend.schema import Schema, check_node, check_types, same_as_default, schema_of
+from engines.frontend.refusals import domain_of, refuse, schema_for
+from engines.frontend.schema import Schema, check_types, same_as_default, schema_of
 from engines.frontend.trace import Trace
 from engines.ir.graph import Array, Dim, Graph, Node, trimmed, verify
 from engines.ir.shapes import Undecided
@@ -61,8 +62,8 @@ def graph_from_onnx(model: Model, *,
     name = source.name
     if notices is not None:
         notices.extend(source.notices)
-    opsets = {_domain(entry.domain): entry.version for entry in source.proto.opset_import}
-    _refuse_unknown(name, source.proto.graph)
+    opsets = {domain_of(entry): entry.version for entry in source.proto.opset_import}
+    refuse(name, source.proto.graph, opsets)
     source = source.with_constants(constants or {})
 
     trace = Trace()
@@ -92,27 +93,6 @@ def recurs_in_float16(model: Path) -> bool:
 def values_of_inputs(model: Path, given: Mapping[str, Value]) -> dict[str, Array]:
     """`given`, in the types that the file declares for these inputs."""
     return constant_inputs(model.stem, onnx.load(str(model), load_external_data=False).graph.input, given)
-
-
-def _domain(name: str) -> str:
-    return "" if name == "ai.onnx" else name
-
-
-def _refuse_unknown(model: str, graph: onnx.GraphProto) -> None:
-    """Name all operators that neither we nor the onnx package know, at once."""
-    unknown: dict[str, str] = {}
-    for node in graph.node:
-        domain, op = _domain(node.domain), node.op_type
-        if is_if(node):
-            continue        # only what is in the branch that it takes counts
-        nested = any(a.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS) for a in node.attribute)
-        if nested or not ((domain == "" and (op in OPS or op in RULES)) or (domain, op) in EXTENSIONS
-                          or onnx.defs.has(op, domain)):
-            unknown.setdefault(f"{domain}.{op}" if domain else op, node.name or next(iter(node.output), ""))
-    if unknown:
-        listed = ", ".join(f"{op} (as in node '{node}')" for op, node in sorted(unknown.items()))
-        raise ModelError(f"{model}: operators that are not supported: {listed}. Export the model without them, or "
-                         "replace them by operators of the default ONNX domain without subgraphs")
 
 
 # ---- nodes
@@ -156,7 +136,7 @@ def _branch(file: _File, proto: onnx.NodeProto, node: Node, trace: Trace) -> onn
     trace.inputs(node)
     branch = branch_taken(proto, trace.values.get(proto.input[0]))
     check_names(file.model, branch)
-    _refuse_unknown(file.model, branch)
+    refuse(file.model, branch, file.opsets)
     taken = made_in(branch) & file.names
     branch = with_names(branch, {name: f"{node.name}.{name}" for name in taken})
     file.names.update(made_in(branch))
@@ -174,17 +154,12 @@ def _add_branch(file: _File, trace: Trace, branch: onnx.GraphProto, node: Node) 
 
 
 
-
 def _canonical(file: _File, trace: Trace, proto: onnx.NodeProto, node: Node) -> Iterator[Node]:
     """The canonical nodes of one that meets its schema, one by one: what those before it make is in the trace."""
-    model, domain = file.model, _domain(proto.domain)
+    model, domain = file.model, domain_of(proto)
     opset = file.opsets.get(domain, OLDEST_OPSET)
-    schema = schema_of(proto.op_type, opset, domain)
-    if schema is None:
-        raise GraphError(f"opset {opset} of ONNX has no {proto.op_type}")
-    if (domain, node.op) in EXTENSIONS:
-        schema = replace(schema, no_tensors=frozenset())        # which rule writes out as tensors
-    check_node(schema, proto)
+    schema = schema_for(proto, opset)
+    assert schema is not None, "refused before"
     if (domain, node.op) not in EXTENSIONS or not domain and onnx.defs.has(node.op, opset):
         yield from _of_one(model, trace, schema, node, opset, domain)
         return

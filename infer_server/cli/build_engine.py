@@ -20,16 +20,17 @@ from calibration.calibrators import CALIBRATORS
 from calibration.data.preprocess import PRESETS, load_preprocess
 from calibration.workflow import Calibration
 from engines.backends import every_target
-from engines.compiler.build import Notify, build_engine
+from engines.compiler.build import EngineBuild, Notify, build_engine
 from engines.compiler.builder import DEFAULT_MAX_BATCH, BuildConfig, Profile
 from engines.compiler.engine_cache import SIZE_VARIABLE, USUAL_GIB, EngineCache, usual_folder
 from engines.compiler.specialise import graph_at
 from engines.errors import ConfigError
 from engines.frontend.inputs import Value
 from engines.frontend.onnx_export import onnx_from_graph
+from engines.plan.coverage import Coverage
 from engines.plan.plan import Plan
 from infer_server.cli.common import NOT_VERIFIED, gibibytes, guarded, parse_shape, parse_shapes, positive
-from infer_server.cli.inspect_engine import fallbacks, kernels, layers
+from infer_server.cli.inspect_engine import by_reference, kernels, layers
 from infer_server.cli.verifying import verify_build
 from infer_server.process import tune_malloc
 
@@ -74,6 +75,8 @@ def _command(options: argparse.Namespace) -> int:
     build = build_engine(options.model, calibration=calibration if config.precision in ("int8", "best") else None,
                          cache=not options.no_cache and EngineCache(options.cache_dir or "", options.cache_size),
                          progress=Bar(), notify=notify, **vars(config))
+    if options.strict:
+        _refuse_reference(build.coverage)
     build.save(options.output)
     if options.verbose and build.notes:
         print(*build.notes, sep="\n")
@@ -82,7 +85,7 @@ def _command(options: argparse.Namespace) -> int:
         f"built in {time.perf_counter() - begin:.1f} s"))
     if options.export_qdq:
         _export(build.plan, options.export_qdq, notify)
-    _summary(build.plan, options, notify)
+    _summary(build, options, notify)
     if options.verify and not verify_build(options.output, options.model, config, calibration, notify, _say):
         return NOT_VERIFIED
     if options.strip:       # last: verifying asks the plan for its graph
@@ -131,16 +134,25 @@ def _nothing(text: str) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for output in map(Path, filter(None, (options.output, options.export_qdq))):     # before minutes of calibration
-        if output.is_dir() or not os.access(output.absolute().parent, os.W_OK):
-            raise ConfigError(f"cannot write {output}: name a file in a folder that exists and is yours to write")
+    """Refuse options that make no sense together before minutes of calibration; all of them at once."""
+    faults = [f"cannot write {output}: name a file in a folder that exists and is yours to write"
+              for output in map(Path, filter(None, (options.output, options.export_qdq)))
+              if output.is_dir() or not os.access(output.absolute().parent, os.W_OK)]
     if options.calib and options.precision not in ("int8", "best") and not options.verify:
-        raise ConfigError(f"--calib is for --int8, --best and --verify; this build is {options.precision}")
+        faults.append(f"--calib is for --int8, --best and --verify; this build is {options.precision}")
     if options.uint8_input and not options.preprocess:
-        raise ConfigError("--uint8-input needs --preprocess: the scale, mean and std by which pixels become what the "
-                          "model takes")
+        faults.append("--uint8-input needs --preprocess: the scale, mean and std by which pixels become what the model "
+                      "takes")
     if options.export_qdq and options.precision != "int8":
-        raise ConfigError("--export-qdq writes the quantised model: it needs --int8")
+        faults.append("--export-qdq writes the quantised model: it needs --int8")
+    if faults:
+        raise ConfigError("\n  ".join(faults))
+
+
+def _refuse_reference(coverage: Coverage) -> None:
+    if coverage.by_reference:
+        raise ConfigError(f"--strict: nothing is written, for {len(coverage.by_reference)} of {coverage.steps} steps "
+                          f"run by reference:\n{coverage.reasons}")
 
 
 def _export(plan: Plan, path: str, notify: Notify) -> None:
@@ -149,13 +161,15 @@ def _export(plan: Plan, path: str, notify: Notify) -> None:
     notify(f"{path}: the quantised model with QuantizeLinear and DequantizeLinear nodes")
 
 
-def _summary(plan: Plan, options: argparse.Namespace, notify: Notify) -> None:
+def _summary(build: EngineBuild, options: argparse.Namespace, notify: Notify) -> None:
+    plan, coverage = build.plan, build.coverage
     if options.verbose:
         print(layers(plan))
-    if missing := fallbacks(plan):
+    if missing := by_reference(coverage):
         _say(missing)
     size = Path(options.output).stat().st_size / 1e6
     notify(f"{options.output}: {plan.precision} for {plan.machine.target}, {kernels(plan)}, {size:.1f} MB")
+    notify(coverage.line)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -235,6 +249,8 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
                         help="run the plan and the model (by ONNX Runtime where it is installed) on items of --calib "
                              f"or generated ones; exit with {NOT_VERIFIED} if an output is further off than the "
                              "precision explains")
+    parser.add_argument("--strict", action="store_true",
+                        help="write nothing, and fail, if any step would run by reference")
     parser.add_argument("-v", "--verbose", action="store_true", help="print what was fused, and every kernel")
     parser.add_argument("-q", "--quiet", action="store_true", help="print errors and fallbacks only")
 

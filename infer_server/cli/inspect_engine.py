@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engines import load_engine
+from engines.plan.coverage import Coverage, coverage_of
 from engines.plan.extents import text
 from engines.plan.file import read_plan
 from engines.plan.plan import IoTensor, OpenPart, Plan, writes_border
@@ -31,12 +32,18 @@ def describe(plan: Plan) -> dict[str, Any]:
         "kernels": [{"name": s.name, "fuses": list(s.fuses), "precision": s.precision, "tactic": s.tactic,
                      "time_us": s.time_us, "macs": s.macs, "bytes": s.bytes,
                      **({"fallback": s.reason} if s.fallback else {})} for s in machine.steps if not writes_border(s)],
-        "borders": [s.name for s in machine.steps if writes_border(s)],
+        "coverage": _coverage(coverage_of(plan)), "borders": [s.name for s in machine.steps if writes_border(s)],
         "by_item": [[s.name for s in machine.steps[run.first:run.last]] for run in machine.item_major],
         "constants_bytes": len(machine.constants), "expanded_bytes": machine.expanded_bytes,
         "code_bytes": sum(map(len, machine.code)),
         "buffer_bytes": sum(b.bytes for b in machine.buffers), "metadata": dict(plan.metadata),
     }
+
+
+def _coverage(coverage: Coverage) -> dict[str, Any]:
+    return {"compiled": coverage.compiled, "specialised": coverage.specialised,
+            "by_reference": [vars(step) for step in coverage.by_reference],
+            "reference_share": coverage.reference_share, "times": coverage.basis}
 
 
 def _open(plan: Plan, part: OpenPart) -> dict[str, Any]:
@@ -63,10 +70,9 @@ def layers(plan: Plan) -> str:
     return table(rows, ("kernel", "precision", "tactic", "us", "M MAC", "fuses"))
 
 
-def fallbacks(plan: Plan) -> str:
-    """The steps that run on the reference, with the reason; "" where there are none."""
-    lines = [f"  {step.name}: {step.reason}" for step in plan.machine.steps if step.fallback]
-    return "\n".join(["not compiled, running on the reference:", *lines]) if lines else ""
+def by_reference(coverage: Coverage) -> str:
+    """The steps that run on the reference, with the reasons; "" where there are none."""
+    return f"not compiled, running on the reference:\n{coverage.reasons}" if coverage.by_reference else ""
 
 
 def _command(options: argparse.Namespace) -> int:
@@ -99,8 +105,10 @@ def _command(options: argparse.Namespace) -> int:
     print(f"\n{kernels(plan)}, {timed / 1e3:.3f} ms as timed one by one, {macs / 1e6:.1f} M MAC, "
           f"{len(machine.constants) / 1e6:.2f} MB of constants"
           + (f", {machine.expanded_bytes / 1e6:.2f} MB more computed from them at load" if machine.expanded else ""))
-    if missing := fallbacks(plan):
+    coverage = coverage_of(plan)
+    if missing := by_reference(coverage):
         print(missing)
+    print(coverage.line)
     return 0
 
 

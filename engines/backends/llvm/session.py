@@ -12,6 +12,7 @@ from engines.backends.llvm.constants import Constants
 from engines.backends.llvm.kernels.kernel import Window
 from engines.backends.llvm.tuning.in_place import Trial, settled, trial_buffers
 from engines.backends.llvm.tuning.item_major import with_item_major_runs
+from engines.backends.llvm.tuning.references import with_reference_times
 from engines.backends.llvm.tuning.tuner import Choice, Tuner
 from engines.ir.graph import BATCH, Graph
 from engines.lowering.buffers import buffers_of, check_memory, fills_of, write_borders
@@ -91,6 +92,7 @@ class LlvmSession:
         assembler = _Assembler(replace(chosen, expanders=expanders, max_batch=items), self.isa, rivals)
         machine = assembler.machine()
         machine = replace(machine, inputs=(), outputs=(), buffers=trial_buffers(machine.buffers, assembler.steps_of))
+        # the steps of the reference are not timed, but made ready: they read their constants from the plan
         plan = Plan(chosen.graph.name, "", items, (), (), machine, weights=chosen.graph.constants)
         problems = [call.problem if isinstance(call, Call) else None for call in chosen.lowered.calls]
         return Trial(plan, assembler.steps_of, problems)
@@ -100,8 +102,11 @@ class LlvmSession:
                                   for problem in choice.kernel.expansions(self.isa, choice.tactic).values()})
 
     def tuned(self, plan: Plan) -> Plan:
-        """The plan with the steps that are faster item by item, as timed here."""
-        return with_item_major_runs(plan, self.cache, self.tuner.processor) if self.tuner.timing else plan
+        """The plan with the steps that are faster item by item, and the times of those that no kernel runs, as timed
+        here."""
+        if not self.tuner.timing:
+            return plan
+        return with_reference_times(with_item_major_runs(plan, self.cache, self.tuner.processor))
 
 
 class _Assembler:

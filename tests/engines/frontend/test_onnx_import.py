@@ -160,9 +160,9 @@ def test_a_name_that_is_no_utf8_is_said_to_be_damage(tmp_path, text):
 
 
 def test_an_attribute_that_is_no_utf8_is_named(tmp_path):
-    resize = node("DepthToSpace", "x", "y", blocksize=2, mode="CRD")
-    (tmp_path / "m.onnx").write_bytes(model([resize], ["N", 4, 2, 2]).SerializeToString().replace(b"CRD", b"\xff" * 3))
-    with pytest.raises(ModelError, match=r"\(DepthToSpace\): attribute 'mode' cannot be read: 'utf-8' codec"):
+    einsum = node("Einsum", "x", "y", equation="CRD")
+    (tmp_path / "m.onnx").write_bytes(model([einsum], ["N", 4, 2, 2]).SerializeToString().replace(b"CRD", b"\xff" * 3))
+    with pytest.raises(ModelError, match=r"\(Einsum\): attribute 'equation' cannot be read: 'utf-8' codec"):
         graph_from_onnx(tmp_path / "m.onnx")
 
 

@@ -60,3 +60,14 @@ def test_an_attribute_that_our_operator_has_not_goes_to_the_onnx_package():
 def test_an_attribute_that_says_what_its_absence_would_changes_nothing():
     plain, said = (imported("Cast", to=TensorProto.FLOAT16, **attrs).nodes for attrs in ({}, {"saturate": 1}))
     assert plain == said
+
+
+def test_all_nodes_that_are_refused_are_told_at_once_with_the_operators_that_nobody_knows():
+    nodes = [helper.make_node("Relu", ["x", "x"], ["a"], name="first"),
+             helper.make_node("Frobnicate", ["a"], ["b"], name="unknown"),
+             helper.make_node("LeakyRelu", ["b"], ["y"], name="second", alpa=0.1)]
+    graph = helper.make_graph(nodes, "m", [helper.make_tensor_value_info("x", TensorProto.FLOAT, SHAPE)],
+                              [helper.make_empty_tensor_value_info("y")])
+    with pytest.raises(ModelError, match="3 faults") as error:
+        graph_from_onnx(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]))
+    assert all(said in str(error.value) for said in ("'first'", "Frobnicate", "'second'"))

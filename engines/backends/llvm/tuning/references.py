@@ -1,0 +1,49 @@
+"""The time of steps that no kernel runs: the reference is run on one item, so that a build can tell what it costs."""
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import numpy as np
+
+from engines.backends.llvm.runtime.execution import Arena, LoadedPlan, Segment, calls_of
+from engines.errors import PlanError
+from engines.machine.clock import thread_seconds
+from engines.plan.plan import Plan, Step
+
+SECONDS = 5.0       # of all of them together: what is left then stays untimed
+AGAIN = 0.05        # seconds: what takes less is timed twice, for the first run also imports and allocates
+
+
+def with_reference_times(plan: Plan) -> Plan:
+    """The plan with the time of each step that the reference runs; 0 of one that refuses an arena at rest, as it lies
+    there before a first input."""
+    steps = list(plan.machine.steps)
+    if not any(step.fallback for step in steps):
+        return plan
+    program = LoadedPlan(plan)
+    arena = Arena(program, program.shared_layout)
+    arena.prepare(1)
+    left = SECONDS
+    for index, step in enumerate(steps):
+        if step.fallback and left > 0:
+            spent, steps[index] = _timed(program, arena, index, step)
+            left -= spent
+    return plan.with_machine(steps=tuple(steps))
+
+
+def _timed(program: LoadedPlan, arena: Arena, index: int, step: Step) -> tuple[float, Step]:
+    """The seconds that timing took, and the step with its time."""
+    segment, = (segment for segment in program.segments if segment.first == index)
+    call, = calls_of(program, arena, Segment(index, index + 1, segment.fallback), 1)
+    spent: list[float] = []
+    try:
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            while not spent or len(spent) < 2 and spent[0] < AGAIN:
+                begin = thread_seconds()
+                call()
+                spent.append(thread_seconds() - begin)
+    except PlanError:
+        return sum(spent), step
+    return sum(spent), replace(step, time_us=round(min(spent) * 1e6, 3))

@@ -1,0 +1,133 @@
+"""How much of a plan is compiled: how many of its steps, their share of the time, and why the others are not.
+
+    coverage = coverage_of(plan)
+    coverage.line           # coverage: 57 of 60 steps compiled (97.1 % of the time), 3 by reference (2.9 %); ...
+    coverage.reasons        # of the steps by reference: a line for each operator and reason
+
+Steps that only renew borders count by their time. Where nothing was timed, times are estimated by what a step moves and
+multiplies: a kernel at the rates of an ordinary core, the reference at those of NumPy, a call for each node.
+"""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+from engines.ir.dtypes import memory_dtype
+from engines.plan.extents import text
+from engines.plan.plan import Fallback, Plan, Step, TensorView, writes_border
+
+KERNEL_MACS_PER_US, KERNEL_BYTES_PER_US = 20_000, 8_000
+REFERENCE_BYTES_PER_US, REFERENCE_CALL_US = 500, 50
+TIMED, ESTIMATED = "timed at the build", "estimated by what steps move and multiply"
+PARTLY = "timed at the build, but estimated for what the reference could not run there"
+MOST_NAMES = 8              # of the nodes that have a reason in common
+
+
+@dataclass(frozen=True)
+class ByReference:
+    """A step that no kernel runs."""
+    operator: str
+    node: str
+    reason: str
+    time_us: float
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The steps of a plan and of all specialisations in it, by what runs them."""
+    compiled: int                           # for all shapes that the plan takes
+    specialised: int                        # for given numbers of its open extents
+    by_reference: tuple[ByReference, ...]
+    kernels_us: float                       # of one item, borders included
+    basis: str                              # of the times
+    extents: tuple[str, ...] = ()           # for which it is specialised
+
+    @property
+    def steps(self) -> int:
+        return self.compiled + self.specialised + len(self.by_reference)
+
+    @cached_property
+    def reference_share(self) -> float:
+        """Of the time, what the reference takes."""
+        reference = sum(step.time_us for step in self.by_reference)
+        return reference / (reference + self.kernels_us) if reference else 0.0
+
+    @property
+    def line(self) -> str:
+        """All in one line."""
+        how = f"specialised for {'; '.join(self.extents)}" if self.extents else "compiled"
+        reference = f"{len(self.by_reference)} by reference"
+        done = self.compiled + self.specialised
+        if not self.by_reference:
+            return f"coverage: {done} of {self.steps} steps {how}, {reference}"
+        share = 100 * self.reference_share
+        return (f"coverage: {done} of {self.steps} steps {how} ({100 - share:.1f} % of the time), {reference} "
+                f"({share:.1f} %); {self.basis}")
+
+    @property
+    def reasons(self) -> str:
+        """A line for each operator and reason, what takes longest first."""
+        def alike(step: ByReference) -> tuple[str, str]:
+            return step.operator, step.reason
+
+        groups = [list(group) for _, group in groupby(sorted(self.by_reference, key=alike), alike)]
+        groups.sort(key=lambda group: -sum(step.time_us for step in group))
+        whole = self.kernels_us + sum(step.time_us for step in self.by_reference)
+        return "\n".join(f"  {group[0].operator}, {100 * sum(step.time_us for step in group) / whole:.1f} %: "
+                         f"{group[0].reason} ({_names(group)})" for group in groups)
+
+
+def _names(steps: list[ByReference]) -> str:
+    names = list(dict.fromkeys(f"'{step.node}'" for step in steps))
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
+
+
+def coverage_of(plan: Plan) -> Coverage:
+    """Of a plan, as it was built or read."""
+    if plan.open:
+        plans = (plan, *plan.open.others)
+        parts = [_of_one(one) for one in plans]
+        return Coverage(0, sum(part.compiled for part in parts),
+                         tuple(step for part in parts for step in part.by_reference),
+                         sum(part.kernels_us for part in parts), parts[0].basis,
+                         tuple(text(one.extents) for one in plans))
+    return _of_one(plan)
+
+
+def _of_one(plan: Plan) -> Coverage:
+    machine = plan.machine
+    kernels = [step for step in machine.steps if machine.code and not step.fallback]
+    reference = [step for step in machine.steps if not machine.code or step.fallback]
+    timed = any(step.time_us for step in kernels) or not kernels
+    found = tuple(_by_reference(plan, step, timed) for step in reference)
+    us = sum(step.time_us if timed else _kernel_us(step) for step in kernels)
+    basis = ESTIMATED if not timed else TIMED if all(step.time_us for step in reference) else PARTLY
+    return Coverage(sum(not writes_border(step) for step in kernels), 0, found, us, basis)
+
+
+def _by_reference(plan: Plan, step: Step, timed: bool) -> ByReference:
+    operator = _operator(step.fallback) if step.fallback else step.tactic.partition(":")[0]
+    reason = step.reason or f"nothing is compiled for the target '{plan.machine.target}'"
+    estimate = REFERENCE_CALL_US + _reference_bytes(plan, step) / REFERENCE_BYTES_PER_US
+    return ByReference(operator, step.name, reason, step.time_us if timed and step.time_us else estimate)
+
+
+def _operator(fallback: Fallback) -> str:
+    """Of the heavy node, where several are fused."""
+    anchor, *_ = fallback.node.get("body", [fallback.node])
+    return str(anchor["op"]).removeprefix("onnx.")
+
+
+def _kernel_us(step: Step) -> float:
+    return max(step.macs / KERNEL_MACS_PER_US, step.bytes / KERNEL_BYTES_PER_US)
+
+
+def _reference_bytes(plan: Plan, step: Step) -> int:
+    if step.fallback is None:
+        return step.bytes
+    tensors = (*step.fallback.inputs, *step.fallback.outputs)
+    return sum(math.prod(one.shape) * memory_dtype(one.dtype).itemsize if isinstance(one, TensorView) else
+               plan.weights[one].nbytes if one in plan.weights else 0 for one in tensors)
