@@ -14,9 +14,9 @@ import numpy as np
 
 from engines.backends.llvm.codegen.compile import compile_object
 from engines.backends.llvm.codegen.executor import scheduler_object
-from engines.backends.llvm.codegen.ir_builder import I32, Module
 from engines.backends.llvm.codegen.isa import best_isa
 from engines.backends.llvm.kernels.kernel import begin_kernel
+from engines.codegen.ir_builder import I32, Module
 from engines.ir.graph import Array
 from engines.plan.plan import Buffer, Fill, Footprint, IoTensor, MachinePart, Operand, Plan, Step, TensorView
 from tests.engines.backends.llvm.jit import host_features

@@ -4,13 +4,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import AVX2, AVX512_BF16, AVX512_VNNI, AVX_VNNI
 from engines.backends.llvm.kernels.contraction.direct import DirectContraction
 from engines.backends.llvm.kernels.contraction.paired import PairedContraction
 from engines.backends.llvm.kernels.contraction.taps import TapAxis
 from engines.backends.llvm.kernels.contraction.tiled import Tile, tiles_of_the_batch
 from engines.backends.llvm.kernels.kernel import kernels_for
+from engines.codegen.ir_builder import Module
 from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.view import Halo, dense_view

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import ALL, AVX2, AVX512_BF16, AVX512_VNNI
 from engines.backends.llvm.kernels.depthwise.depthwise import DepthwiseTile
+from engines.codegen.ir_builder import Module
 from engines.lowering.problems.convolution import Depthwise
 from engines.lowering.problems.view import dense_view
 from tests.engines.backends.llvm.jit import assembly, spills

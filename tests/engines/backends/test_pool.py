@@ -90,7 +90,7 @@ def test_a_wrong_count_is_caught():
 
 
 def test_bytes_stay_bytes_where_nothing_is_computed():
-    from engines.backends.llvm.codegen.ir_builder import Module
+    from engines.codegen.ir_builder import Module
     kernel, module = kernel_of(pool("max", "uint8", 64, WINDOWS["2x2"])), Module()
     kernel.emit(module, "kernel", ALL[0], kernel.tactics(ALL[0])[0])
     assert "x float" not in module.text()

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import AVX2, AVX512_BF16, AVX512_VNNI, AVX_VNNI
 from engines.backends.llvm.kernels.matmul.product import Tile
+from engines.codegen.ir_builder import Module
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.matmul import Product
 from engines.lowering.problems.view import View, dense_view

@@ -35,7 +35,6 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
 
-from engines.backends.llvm.codegen.ir_builder import I32, I64, PTR, Function, Module, Value
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.runtime.abi import (
     CHUNK_WORDS,
@@ -52,6 +51,7 @@ from engines.backends.llvm.runtime.abi import (
     StepRow,
     WorkerRow,
 )
+from engines.codegen.ir_builder import I32, I64, PTR, Function, Module, Value
 from engines.errors import ConfigError
 
 _CLOCK = "llvm.readcyclecounter"

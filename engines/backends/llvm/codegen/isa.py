@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.backends.llvm.codegen.ir_builder import FLOAT, I8, I16, I32, Number, Value, vector
+from engines.codegen.ir_builder import FLOAT, I8, I16, I32, Number, Value, vector
 from engines.errors import ConfigError
 
 Pixel = tuple[Value, ...]       # four bytes in every lane, in the form that a machine's dot4 takes

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from engines.backends.llvm.codegen.ir_builder import FLOAT, I8, I16, I32, I64, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
+from engines.codegen.ir_builder import FLOAT, I8, I16, I32, I64, Value, vector
 from engines.lowering.problems.view import SIZES
 
 # numpy's name of a stored dtype -> LLVM's element type

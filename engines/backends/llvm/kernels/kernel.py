@@ -17,8 +17,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
-from engines.backends.llvm.codegen.ir_builder import I64, PTR, Function, Module, Value
 from engines.backends.llvm.codegen.isa import Isa
+from engines.codegen.ir_builder import I64, PTR, Function, Module, Value
 from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import View
 

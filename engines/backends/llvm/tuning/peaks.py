@@ -20,7 +20,6 @@ from functools import partial
 import numpy as np
 
 from engines.backends.llvm.codegen.compile import compile_object
-from engines.backends.llvm.codegen.ir_builder import I8, I64, Module, Value, vector
 from engines.backends.llvm.codegen.isa import Isa, best_isa
 from engines.backends.llvm.kernels.common.access import hidden
 from engines.backends.llvm.kernels.common.arithmetic import Arithmetic, Int8, Operand, arithmetic_for
@@ -28,6 +27,7 @@ from engines.backends.llvm.kernels.kernel import begin_kernel
 from engines.backends.llvm.runtime.abi import KERNEL
 from engines.backends.llvm.runtime.elf import LoadedCode
 from engines.backends.llvm.tuning.timing import aligned
+from engines.codegen.ir_builder import I8, I64, Module, Value, vector
 from engines.ir.graph import Array
 from engines.machine.clock import thread_seconds
 from engines.machine.cpu import CpuInfo, detect

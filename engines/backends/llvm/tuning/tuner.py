@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from engines.backends.base import Progress
 from engines.backends.llvm.codegen.compile_pool import CompilerPool
-from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.kernel import Kernel, kernels_for
 from engines.backends.llvm.runtime.abi import KERNEL
 from engines.backends.llvm.runtime.elf import LoadedCode
 from engines.backends.llvm.tuning.timing import aligned, call_of, measure, memory_of
+from engines.codegen.ir_builder import Module
 from engines.lowering.problems.problem import Array, Problem
 from engines.machine.timing_cache import TimingCache
 from engines.version import COMPILER_VERSION

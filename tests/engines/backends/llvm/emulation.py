@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engines.backends.llvm.codegen.ir_builder import FLOAT, I8, I16, I32, Function, Module, Value, vector
+from engines.codegen.ir_builder import FLOAT, I8, I16, I32, Function, Module, Value, vector
 
 
 class _Definition:

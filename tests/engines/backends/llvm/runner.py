@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from engines.backends.llvm import kernels  # noqa: F401  (fills KERNELS)
-from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, Kernel, Window, kernels_for
+from engines.codegen.ir_builder import Module
 from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import View
 from tests.engines.backends.llvm.emulation import EMULATION

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from engines.backends.llvm.codegen.compile import compile_object
-from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import ALL, PORTABLE
+from engines.codegen.ir_builder import Module
 from engines.lowering.epilogue.program import COPY, INSTRUCTIONS, EpilogueProgram, ProgramBuilder
 from engines.lowering.problems.convolution import Depthwise
 from engines.lowering.problems.elementwise import Pointwise

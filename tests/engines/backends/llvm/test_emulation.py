@@ -3,8 +3,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.ir_builder import I64, PTR, Module
 from engines.backends.llvm.codegen.isa import AVX2, PORTABLE
+from engines.codegen.ir_builder import I64, PTR, Module
 from tests.engines.backends.llvm.emulation import EMULATION
 from tests.engines.backends.llvm.jit import LoadedKernel, assembly, runs_here, spills
 from tests.engines.backends.suite import random_array

@@ -8,11 +8,11 @@ import time
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import AARCH64_DOTPROD, AVX2, AVX512_BF16, AVX512_VNNI, AVX_VNNI, Isa, best_isa
 from engines.backends.llvm.kernels.common.arithmetic import arithmetic_for
 from engines.backends.llvm.tuning import peaks
 from engines.backends.llvm.tuning.timing import aligned
+from engines.codegen.ir_builder import Module
 from tests.engines.backends.llvm.jit import LoadedKernel, assembly, host_features, spills
 
 # The instructions of CHAINS products

@@ -4,7 +4,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import ALL, AVX2, AVX512_VNNI
 from engines.backends.llvm.kernels.contraction.panels import cout_panels
 from engines.backends.llvm.kernels.contraction.winograd import (
@@ -14,6 +13,7 @@ from engines.backends.llvm.kernels.contraction.winograd import (
     transform_output,
 )
 from engines.backends.llvm.kernels.contraction.winograd_weights import WinogradWeights, transform_weights
+from engines.codegen.ir_builder import Module
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.view import dense_view
 from engines.lowering.rules.contraction import bounded

@@ -5,9 +5,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from engines.backends.llvm.codegen.ir_builder import I8, PTR, Function, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.kernel import Window
+from engines.codegen.ir_builder import I8, PTR, Function, Value, vector
 from engines.lowering.problems.view import View
 
 TAILS = (8, 4, 2, 1)    # what is left after full tiles, a number known at run time only, is cut into

@@ -18,10 +18,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.backends.llvm.codegen.ir_builder import FLOAT, I1, I8, I16, I32, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import ELEMENTS, to_float
 from engines.backends.llvm.kernels.common.access import hidden
+from engines.codegen.ir_builder import FLOAT, I1, I8, I16, I32, Value, vector
 from engines.lowering.epilogue.program import store_meaning
 from engines.lowering.problems.view import SIZES
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.codegen.ir_builder import I64, PTR, Function, Module, Value
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.common.arithmetic import add_step
 from engines.backends.llvm.kernels.contraction.loops import CACHE_LINE, Part, TiledLoops
@@ -19,6 +18,7 @@ from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContracti
 from engines.backends.llvm.kernels.contraction.widen import widened
 from engines.backends.llvm.kernels.kernel import solves
 from engines.backends.llvm.tuning.cost import LATENCY, Work
+from engines.codegen.ir_builder import I64, PTR, Function, Module, Value
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.problem import Array, Problem
 

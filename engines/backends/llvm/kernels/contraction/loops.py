@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from engines.backends.llvm.codegen.ir_builder import I64, PTR, Function, Module, Value
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
 from engines.backends.llvm.kernels.common.access import tails
@@ -17,6 +16,7 @@ from engines.backends.llvm.kernels.common.pixels import panels_between
 from engines.backends.llvm.kernels.contraction.store import emit_epilogue
 from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
 from engines.backends.llvm.kernels.kernel import begin_kernel
+from engines.codegen.ir_builder import I64, PTR, Function, Module, Value
 
 CACHE_LINE = 64         # bytes that the caches move at once, and that a prefetch asks for
 Visit = Callable[[Callable[..., None]], None]       # calls its argument for each tile of a block

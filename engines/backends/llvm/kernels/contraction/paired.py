@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from engines.backends.llvm.codegen.ir_builder import I8, I32, I64, PTR, Function, Module, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.common.access import hidden
 from engines.backends.llvm.kernels.contraction.loops import CACHE_LINE, Part, TiledLoops
@@ -20,6 +19,7 @@ from engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_p
 from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
 from engines.backends.llvm.kernels.kernel import solves
 from engines.backends.llvm.tuning.cost import CYCLES_PER_BYTE_L2, EXPOSED_SHARE, Work
+from engines.codegen.ir_builder import I8, I32, I64, PTR, Function, Module, Value, vector
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.problem import Array
 

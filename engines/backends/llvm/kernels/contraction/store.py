@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from engines.backends.llvm.codegen.ir_builder import Function, Value
 from engines.backends.llvm.codegen.lanes import Lanes
 from engines.backends.llvm.kernels.common.access import hidden
 from engines.backends.llvm.kernels.common.pixels import load_channels, load_constants, load_vector, run_program
+from engines.codegen.ir_builder import Function, Value
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.view import View
 

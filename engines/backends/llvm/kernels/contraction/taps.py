@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 
-from engines.backends.llvm.codegen.ir_builder import Value
+from engines.codegen.ir_builder import Value
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engines.backends.llvm.codegen.ir_builder import I8, Module, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, solves
+from engines.codegen.ir_builder import I8, Module, vector
 from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import View, dense_view
 

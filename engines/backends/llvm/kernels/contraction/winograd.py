@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.codegen.ir_builder import FLOAT, I8, I16, PTR, Function, Module, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
 from engines.backends.llvm.kernels.common.access import tails
@@ -37,6 +36,7 @@ from engines.backends.llvm.kernels.contraction.tiled import tiles_of_the_batch
 from engines.backends.llvm.kernels.contraction.winograd_weights import WinogradWeights
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
 from engines.backends.llvm.tuning.cost import CALL, LATENCY, Work, epilogue, pieces, reading
+from engines.codegen.ir_builder import FLOAT, I8, I16, PTR, Function, Module, Value, vector
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import SIZES, View

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from engines.backends.llvm.codegen.ir_builder import I8, I16, Value, element_of, lanes_of, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
 from engines.backends.llvm.kernels.common.arithmetic import INT8, INT16, Arithmetic, Operand
 from engines.backends.llvm.kernels.depthwise.steps import Group, columns_read, rows_read
 from engines.backends.llvm.tuning.cost import Work
+from engines.codegen.ir_builder import I8, I16, Value, element_of, lanes_of, vector
 from engines.lowering.problems.convolution import Depthwise
 
 Place = tuple[int, int]         # a row and a column of x, from the first tap of the tile's first output on

@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.codegen.ir_builder import PTR, Function, Module, Value
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
 from engines.backends.llvm.kernels.common.access import hidden, item_addresses, offset
@@ -61,6 +60,7 @@ from engines.backends.llvm.kernels.kernel import (
     solves,
 )
 from engines.backends.llvm.tuning.cost import CALL, Work, epilogue, pieces
+from engines.codegen.ir_builder import PTR, Function, Module, Value
 from engines.lowering.problems.convolution import Depthwise
 from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import View

@@ -7,11 +7,11 @@ from __future__ import annotations
 import math
 from functools import cached_property
 
-from engines.backends.llvm.codegen.ir_builder import FLOAT, I64, Module, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.common.access import each_row, joined
 from engines.backends.llvm.kernels.elementwise.integers import load_integers, store_integers
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, begin_kernel, solves
+from engines.codegen.ir_builder import FLOAT, I64, Module, Value, vector
 from engines.lowering.problems.elementwise import CumulativeSum
 from engines.lowering.problems.view import View
 

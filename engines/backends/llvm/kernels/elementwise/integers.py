@@ -4,11 +4,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
-from engines.backends.llvm.codegen.ir_builder import I1, I64, Module, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import ELEMENTS
 from engines.backends.llvm.kernels.common.access import Runs, joined, offset
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
+from engines.codegen.ir_builder import I1, I64, Module, Value, vector
 from engines.lowering.problems.elementwise import UNSIGNED, Integers
 from engines.lowering.problems.view import View
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from engines.backends.llvm.codegen.ir_builder import Module, Value
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
 from engines.backends.llvm.kernels.common.access import Runs, joined, offset
@@ -25,6 +24,7 @@ from engines.backends.llvm.kernels.common.pixels import (
     store_channels,
 )
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
+from engines.codegen.ir_builder import Module, Value
 from engines.lowering.problems.elementwise import Pointwise
 from engines.lowering.problems.problem import Array
 

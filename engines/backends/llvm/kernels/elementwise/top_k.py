@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 
-from engines.backends.llvm.codegen.ir_builder import I32, I64, PTR, Function, Module, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import ELEMENTS
 from engines.backends.llvm.kernels.common.access import each_row
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, solves
 from engines.backends.llvm.kernels.rows.passes import live
+from engines.codegen.ir_builder import I32, I64, PTR, Function, Module, Value, vector
 from engines.lowering.problems.elementwise import TopK
 
 BLOCK = 64              # elements whose peak is remembered; a multiple of every machine's lanes

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from engines.backends.llvm.codegen.ir_builder import FLOAT, PTR, Function, Module, Value
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
 from engines.backends.llvm.kernels.common.access import item_addresses, offset, unravel
@@ -35,6 +34,7 @@ from engines.backends.llvm.kernels.matmul.operands import (
 )
 from engines.backends.llvm.kernels.matmul.softmax import Softmax
 from engines.backends.llvm.kernels.rows.kernels import seen
+from engines.codegen.ir_builder import FLOAT, PTR, Function, Module, Value
 from engines.lowering.problems.matmul import MIDDLE, Attention
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.rows import PARTIALS

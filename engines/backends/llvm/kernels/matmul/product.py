@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.codegen.ir_builder import I32, PTR, Function, Module, Value
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
 from engines.backends.llvm.kernels.common.access import item_addresses, offset, unravel
@@ -33,6 +32,7 @@ from engines.backends.llvm.kernels.matmul.operands import (
     product_arithmetic,
     store_tile,
 )
+from engines.codegen.ir_builder import I32, PTR, Function, Module, Value
 from engines.lowering.problems.matmul import MIDDLE, Product
 from engines.lowering.problems.problem import Array
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from engines.backends.llvm.codegen.ir_builder import FLOAT, Value
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import from_float, in_order, to_float
 from engines.backends.llvm.kernels.rows.kernels import share
 from engines.backends.llvm.kernels.rows.passes import At, across_lanes, live, reduce_row, vectors
+from engines.codegen.ir_builder import FLOAT, Value
 from engines.lowering.problems.exp2 import LOG2_E, exp2
 from engines.lowering.problems.rows import PARTIALS
 from engines.lowering.problems.view import SIZES

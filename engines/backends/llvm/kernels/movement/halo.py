@@ -1,9 +1,9 @@
 """The halo around each image of a buffer, written anew: runs of bytes by vectors."""
 from __future__ import annotations
 
-from engines.backends.llvm.codegen.ir_builder import I8, Module, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, begin_kernel, solves
+from engines.codegen.ir_builder import I8, Module, vector
 from engines.lowering.problems.movement import HaloFill
 
 UNROLLED = 4            # vectors

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.codegen.ir_builder import FLOAT, I8, I16, I32, I64, Function, Module, Value, lanes_of, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import ELEMENTS, from_float, to_float
 from engines.backends.llvm.kernels.common.access import (
@@ -31,6 +30,7 @@ from engines.backends.llvm.kernels.common.access import (
 )
 from engines.backends.llvm.kernels.elementwise.pointwise import PointwiseKernel
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
+from engines.codegen.ir_builder import FLOAT, I8, I16, I32, I64, Function, Module, Value, lanes_of, vector
 from engines.lowering.problems.elementwise import Pointwise
 from engines.lowering.problems.movement import Permute
 from engines.lowering.problems.problem import Array

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.codegen.ir_builder import FLOAT, I8, I64, Function, Module, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
 from engines.backends.llvm.kernels.common.access import item_addresses, offset
@@ -18,6 +17,7 @@ from engines.backends.llvm.kernels.common.pixels import (
     store_channels,
 )
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
+from engines.codegen.ir_builder import FLOAT, I8, I64, Function, Module, Value, vector
 from engines.lowering.problems.images import Resize
 from engines.lowering.problems.problem import Array
 

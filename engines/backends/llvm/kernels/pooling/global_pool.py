@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from engines.backends.llvm.codegen.ir_builder import Function, Module, Value
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
 from engines.backends.llvm.kernels.common.access import item_addresses, joined
@@ -22,6 +21,7 @@ from engines.backends.llvm.kernels.common.pixels import (
 )
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, begin_kernel, solves
 from engines.backends.llvm.kernels.pooling.reduction import PixelReduction
+from engines.codegen.ir_builder import Function, Module, Value
 from engines.lowering.problems.images import GlobalPool
 from engines.lowering.problems.problem import Array
 

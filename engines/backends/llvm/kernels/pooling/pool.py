@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engines.backends.llvm.codegen.ir_builder import FLOAT, I32, Function, Module, Value
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
 from engines.backends.llvm.kernels.common.access import item_addresses, offset
 from engines.backends.llvm.kernels.common.pixels import finish_pixel, load_constants, pack_panels, store_channels
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
 from engines.backends.llvm.kernels.pooling.reduction import Pixel, PixelReduction
+from engines.codegen.ir_builder import FLOAT, I32, Function, Module, Value
 from engines.lowering.problems.images import Pool
 from engines.lowering.problems.problem import Array
 

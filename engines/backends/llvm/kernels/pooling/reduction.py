@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from engines.backends.llvm.codegen.ir_builder import I8, Value, vector
 from engines.backends.llvm.codegen.lanes import Lanes
+from engines.codegen.ir_builder import I8, Value, vector
 
 Pixel = list[Value]
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.codegen.ir_builder import Module
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.kernel import solves
 from engines.backends.llvm.kernels.recurrent.steps import RecurrenceEmitter
 from engines.backends.llvm.kernels.recurrent.tiling import Panels, RecurrenceTiling
+from engines.codegen.ir_builder import Module
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.recurrence import Recurrence
 

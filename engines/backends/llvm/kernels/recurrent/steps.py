@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from engines.backends.llvm.codegen.ir_builder import I8, I16, I32, I64, PTR, Function, Module, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
 from engines.backends.llvm.kernels.common.access import TAILS, hidden, tails
@@ -28,6 +27,7 @@ from engines.backends.llvm.kernels.common.arithmetic import Operand
 from engines.backends.llvm.kernels.common.pixels import load_channels, store_channels
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, begin_kernel
 from engines.backends.llvm.kernels.recurrent.tiling import BLOCK, STEPS, Panels, RecurrenceTiling
+from engines.codegen.ir_builder import I8, I16, I32, I64, PTR, Function, Module, Value, vector
 from engines.lowering.problems.recurrence import Source, Stage
 from engines.lowering.problems.view import SIZES, View
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import math
 
-from engines.backends.llvm.codegen.ir_builder import Value
 from engines.backends.llvm.kernels.kernel import solves
 from engines.backends.llvm.kernels.rows.passes import At, Row, RowKernel, live
+from engines.codegen.ir_builder import Value
 from engines.lowering.problems.rows import EXP, EXP_OF_NEGATIVE, LOG, ROOTS, WIDEST_LRN, Lrn, Norm, Reduce, Softmax
 
 KEPT = 1 << 13          # widest row whose exponentials are kept on the stack (32 KiB)

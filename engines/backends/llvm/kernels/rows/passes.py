@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from engines.backends.llvm.codegen.ir_builder import I1, PTR, Function, Module, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
 from engines.backends.llvm.kernels.common.access import each_row, joined, offset
 from engines.backends.llvm.kernels.common.pixels import PANEL, load_channels, store_channels
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, Window, begin_kernel
+from engines.codegen.ir_builder import I1, PTR, Function, Module, Value, vector
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.rows import NEUTRAL, PARTIALS, RowProblem

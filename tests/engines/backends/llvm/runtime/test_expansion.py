@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from engines.backends.llvm.codegen.compile import compile_object
-from engines.backends.llvm.codegen.ir_builder import I32, Module
 from engines.backends.llvm.kernels.kernel import begin_kernel
 from engines.backends.llvm.runtime import expansion
 from engines.backends.llvm.runtime.execution import LoadedPlan
+from engines.codegen.ir_builder import I32, Module
 from engines.errors import PlanCorruptError
 from engines.plan.file import read_plan, write_plan
 from engines.plan.plan import EXPANDED, ExpandedConstant, Operand, Plan
