@@ -27,7 +27,6 @@ from engines.errors import ConfigError
 from engines.ir.graph import Array, Graph
 from engines.passes.quantization.recipe import prepared
 from engines.passes.quantization.smoothing import smoothable, smoothed
-from engines.plan.extents import Shapes
 from engines.plan.plan import IoTensor, Plan
 from engines.runtime.engine import Engine
 from engines.runtime.fallback import to_real
@@ -96,12 +95,12 @@ class Calibration:
                 "data": None if self.data is None else digest_of_data(self._source),
                 "code": sources_digest(Path(__file__).parent)}
 
-    def shapes(self, inputs: Sequence[IoTensor], pixels: bool) -> Shapes | None:
-        """Those of the first item; None: there are no data, only a cache."""
+    def first(self, inputs: Sequence[IoTensor], pixels: bool) -> Feed | None:
+        """The first item; None: there are no data, only a cache."""
         if self.data is None:
             return None
         first, *_ = self.open(inputs, pixels).limit(1)
-        return {name: array.shape for name, array in first.items()}
+        return first
 
     def calibrate(self, subject: Subject, notify: Notify, progress: Progress) -> Calibrated:
         """Ranges from the cache, if one fits, else from the data. Raises EngineErrors about options, data and cache."""
@@ -145,15 +144,16 @@ class _Engines:
 
     def __init__(self, subject: Subject, plan: Callable[[Graph], Plan]) -> None:
         self._subject, self._plan = subject, plan
-        self._engines: dict[tuple[int, ...], Engine] = {}
+        self._engines: dict[tuple[Any, ...], Engine] = {}
         self.usual = self._engine(tuple(subject.usual.values()))
 
     def run(self, feed: Feed) -> dict[str, Array]:
         """The outputs for a feed."""
-        extents = self._subject.extents_of({name: array.shape for name, array in feed.items()})
-        return self._engine(tuple(extents.values())).run(feed)
+        extents = self._subject.extents_of(feed)
+        known = self._subject.deciding
+        return self._engine(tuple(extents.values())).run({n: array for n, array in feed.items() if n not in known})
 
-    def _engine(self, extents: tuple[int, ...]) -> Engine:
+    def _engine(self, extents: tuple[Any, ...]) -> Engine:
         if extents not in self._engines:
             if len(self._engines) > KEPT:       # the usual one stays
                 del self._engines[list(self._engines)[1]]

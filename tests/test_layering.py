@@ -46,6 +46,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines.frontend.operators.ml": ("engines.frontend.operators",),
     "engines.frontend": ("engines.frontend.operators.contrib", "engines.frontend.operators.ml", "engines.version",
                          "engines.faults", "engines.capacity"),
+    "engines.cutting": ("engines.frontend", "engines.plan"),
     "engines.passes.rewriting": ("engines.ops",),
     "engines.passes.rules": ("engines.passes.rewriting",),
     "engines.passes.layout": ("engines.passes.rules",),
@@ -84,7 +85,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines.backends.llvm": ("engines.backends.llvm.tuning", "engines.lowering"),
     "engines.backends.numpy": ("engines.backends", "engines.lowering", "engines.runtime.fallback"),
     # all together
-    "engines.compiler": ("engines.backends", "engines.loading", "engines.passes"),
+    "engines.compiler": ("engines.backends", "engines.loading", "engines.passes", "engines.cutting"),
     "engines.onnx_backend": ("engines.compiler",),
     # calibration
     "calibration.histogram": (),

@@ -16,7 +16,7 @@ from engines.frontend.onnx_import import graph_from_onnx, recurs_in_float16, val
 from engines.ir.graph import Array, Dim, Graph
 from engines.ops.reference import run
 from engines.passes.pixels import Pixels, take_pixels
-from engines.plan.extents import extents_of
+from engines.plan.extents import extents_of_feed
 from engines.plan.plan import Plan
 
 ERRORS_ONLY = 3
@@ -63,9 +63,9 @@ def reference_of_specialisations(plan: Plan, stored: bool = True) -> Oracle:
 
     def answer(feed: Feed) -> dict[str, Array]:
         assert plan.open is not None
-        extents = extents_of(plan.name, plan.open.inputs, {name: array.shape for name, array in feed.items()})
+        extents = extents_of_feed(plan.name, plan.open.inputs, plan.open.deciding, feed)
         graph = specialiser.graph(extents) if stored else specialiser.float_graph(extents)
-        return run(graph, _typed(feed, graph))
+        return run(graph, _typed({name: feed[name] for name in graph.inputs}, graph))
 
     return Oracle("the NumPy reference of its quantised graph", answer, slow=True)
 

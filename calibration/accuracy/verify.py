@@ -148,7 +148,7 @@ def verify(plan: str | os.PathLike[str], model: str | os.PathLike[str], data: Ca
         oracle = oracle_of(Path(model), shapes, constants, keep_batch=bool(engine.max_batch), pixels=pixels,
                            plan=engine.plan)
     feeds = feeds_of(data, engine.max_batch) if data else [
-        feed for inputs in tested_inputs(engine)
+        {**feed, **usual_values(engine)} for inputs in tested_inputs(engine)
         for feed in feeds_of(generated(inputs, graph, 1 + BATCHES * TOGETHER), engine.max_batch)]
     return verify_engine(engine, oracle, progress(feeds, oracle.slow) if progress else feeds, precision)
 
@@ -157,7 +157,8 @@ def tested_inputs(engine: AnyEngine) -> list[tuple[IoTensor, ...]]:
     """The inputs as they are tested: of open extents with the usual numbers, and with others that the plan takes."""
     if isinstance(engine, Engine):
         return [engine.inputs]
-    usual, found = engine.plan.extents, []
+    found: list[tuple[IoTensor, ...]] = []
+    usual = {name: number for name, number in engine.plan.extents.items() if isinstance(number, int)}
     bounds = engine.part.profiles[0] if engine.part.profiles else {name: (max(n // 2, 1), n, n)
                                                                    for name, n in usual.items()}
     for which in (1, 0, 2):
@@ -167,6 +168,11 @@ def tested_inputs(engine: AnyEngine) -> list[tuple[IoTensor, ...]]:
         if inputs not in found and (extents == usual or engine.takes(extents)):
             found.append(inputs)
     return found
+
+
+def usual_values(engine: AnyEngine) -> dict[str, Array]:
+    """Of inputs whose values decide what is computed, those that the plan was built for."""
+    return {} if isinstance(engine, Engine) else engine.usual_values()
 
 
 def verify_engine(engine: AnyEngine, oracle: Oracle, feeds: Iterable[Feed], precision: str) -> Verification:

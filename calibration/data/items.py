@@ -133,7 +133,7 @@ def split_items(where: str, arrays: Feed, inputs: Sequence[IoTensor]) -> Iterato
             array = arrays[tensor.name]
             array = array.reshape(_with_batch_axis(array.shape, tensor))
             part = array[item:item + 1] if holds_items(tensor) else array
-            feed[tensor.name] = np.ascontiguousarray(part, np.dtype(tensor.dtype))
+            feed[tensor.name] = np.require(part, tensor.dtype, "C")
         yield feed
 
 

@@ -21,12 +21,12 @@ from engines.compiler.specialise import compiled
 from engines.compiler.subject import Subject, read_subject
 from engines.errors import ConfigError, ModelError
 from engines.frontend.onnx_file import Model
+from engines.ir.graph import Array
 from engines.ir.recipe import Recipe
 from engines.loading import engine_of
 from engines.machine.cpu import detect
 from engines.passes.quantization.given import is_quantised
 from engines.plan.coverage import Coverage, coverage_of
-from engines.plan.extents import Shapes
 from engines.plan.file import write_plan
 from engines.plan.plan import IoTensor, Plan
 from engines.runtime.open_engine import AnyEngine
@@ -52,8 +52,8 @@ class RangeSource(Protocol):
     def facts(self) -> Mapping[str, Any]:
         """All that changes the ranges beside the model and that file, as JSON would hold it."""
 
-    def shapes(self, inputs: Sequence[IoTensor], pixels: bool) -> Shapes | None:
-        """Those of an item of the data; None: there are none. Raises EngineErrors about the data."""
+    def first(self, inputs: Sequence[IoTensor], pixels: bool) -> Mapping[str, Array] | None:
+        """An item of the data; None: there are none. Raises EngineErrors about the data."""
 
     def calibrate(self, subject: Subject, notify: Notify, progress: Progress) -> Calibrated:
         """The ranges of the model's edges. Raises EngineErrors about the data."""
@@ -153,7 +153,7 @@ class _Build:
         builder, calibration = self.builder, self.calibration
         pixels = builder.config.pixels is not None
         subject = read_subject(builder, self.model,
-                               lambda inputs: calibration.shapes(inputs, pixels) if calibration else None)
+                               lambda inputs: calibration.first(inputs, pixels) if calibration else None)
         for notice in (*dict.fromkeys(builder.notices), *filter(None, [builder.arithmetic_note])):
             self.say(notice)
         name = Path(self.model).name if isinstance(self.model, str | os.PathLike) else subject.source.name

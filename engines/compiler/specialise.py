@@ -20,13 +20,13 @@ from engines.errors import PlanTargetError
 from engines.faults import faults_named
 from engines.frontend.onnx_file import OnnxModel
 from engines.ir.dtypes import dtype_named
-from engines.ir.graph import BATCH, Dim, Graph, TensorType
+from engines.ir.graph import Dim, Graph, TensorType
 from engines.ir.recipe import Recipe
 from engines.machine.cpu import detect
 from engines.machine.timing_cache import TimingCache
 from engines.passes.pixels import Pixels
 from engines.passes.quantization.recipe import prepared
-from engines.plan.extents import Extents
+from engines.plan.extents import Extents, open_extents, value_name
 from engines.plan.plan import IoTensor, OpenOptions, OpenPart, Plan, graph_of
 
 
@@ -36,7 +36,8 @@ def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[s
     plan = _plan(subject, recipe, subject.usual, metadata)
     if not subject.is_open:
         return plan
-    usual = [{name: bounds[name][1] for name in subject.usual} for bounds in subject.profiles]
+    usual = [{name: bounds[name][1] if name in bounds else value for name, value in subject.usual.items()}
+             for bounds in subject.profiles]
     others = tuple(_plan(subject, recipe, extents)
                    for index, extents in enumerate(usual) if extents != subject.usual and extents not in usual[:index])
     config, source = subject.builder.config, subject.source
@@ -44,7 +45,7 @@ def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[s
                           vars(config.pixels) if config.pixels else None, config.threads)
     declared = tuple(IoTensor(name, kind.dtype.name, kind.shape) for name, kind in subject.types.items())
     part = OpenPart(subject.inputs, _outputs(source, subject.graph), declared, options, recipe, subject.profiles,
-                    source.document(), source.weights, others)
+                    subject.deciding, source.document(), source.weights, others)
     return replace(plan, open=part)
 
 
@@ -100,9 +101,8 @@ class Specialiser:
                 options.precision, options.max_batch, options.opt_batch, target, keep_float=options.keep_float,
                 pixels=Pixels(**options.pixels) if options.pixels else None, timing=False, threads=options.threads)
             types = {io.name: TensorType(dtype_named(io.dtype), io.shape) for io in self._part.declared}
-            usual = {name: 0 for io in self._part.declared for name in io.shape
-                     if isinstance(name, str) and name != BATCH}
-            self._subjects[target] = Subject(Builder(config), self._source, types, usual)
+            usual = dict.fromkeys((*open_extents(self._part.declared), *map(value_name, self._part.deciding)), 0)
+            self._subjects[target] = Subject(Builder(config), self._source, types, usual, (), self._part.deciding)
         return self._subjects[target]
 
 

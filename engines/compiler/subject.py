@@ -1,5 +1,5 @@
 """What is built: a model as float graphs. There is one where the model's shapes are known but for the batch; else one
-for each set of numbers that its open extents may have, made when it is asked for.
+for each set of numbers that its open extents and deciding inputs may have, made when it is asked for.
 
     subject = read_subject(builder, "m.onnx")
     subject.inputs                          # x float32 [batch, 3, H, W]
@@ -8,21 +8,37 @@ for each set of numbers that its open extents may have, made when it is asked fo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
 
 from engines.compiler.builder import Builder
-from engines.errors import CompilerFault, ConfigError, EngineError, ModelError
+from engines.cutting.deciding import filled, likely_values, may_decide
+from engines.errors import CompilerFault, ConfigError, EngineError, ModelError, UnknownValueError
 from engines.frontend.extents import likely_extents, open_types, shapes_for, without_batch
 from engines.frontend.onnx_file import Model, OnnxModel, read_model
 from engines.ir.graph import BATCH, Array, Graph, TensorType
 from engines.passes.pixels import Pixels, types_of_pixels
-from engines.plan.extents import Bounds, Extents, Shapes, bounds_of, example, extents_of, open_extents, text
+from engines.plan.extents import (
+    Bounds,
+    Extents,
+    bounds_of,
+    example,
+    extents_of,
+    extents_of_feed,
+    open_extents,
+    text,
+    value_name,
+    value_of,
+)
 from engines.plan.plan import IoTensor
 
-Seen = Callable[[Sequence[IoTensor]], Shapes | None]
+Seen = Callable[[Sequence[IoTensor]], Mapping[str, Array] | None]
 
 KEPT = 4            # graphs of other extents, at most: each holds what its constants were folded to
-GUESSES = (1, 64, 32, 16, 2)        # for all open extents, where the likely ones make no graph
+GUESSES = (1, 64, 32, 16, 2)        # for all open extents, where the likely ones make no graph ...
+LENGTHS = (128, 512, 1024, 4096)    # ... and for those that come last, where the others are 1: signals beside states
 
 
 @dataclass
@@ -32,13 +48,15 @@ class Subject:
     types       of the model's inputs: extents are numbers, the batch, or open ones by name
     usual       the numbers for which it is compiled first
     profiles    what each extent may be, and is compiled for at once; (): whatever comes
+    deciding    inputs of the model whose values it is compiled for; graphs do not have them
     """
     builder: Builder
     source: OnnxModel
     types: Mapping[str, TensorType]
     usual: Extents = field(default_factory=dict)
     profiles: tuple[Bounds, ...] = ()
-    _graphs: dict[tuple[int, ...], Graph] = field(default_factory=dict)
+    deciding: tuple[str, ...] = ()
+    _graphs: dict[tuple[Any, ...], Graph] = field(default_factory=dict)
 
     @property
     def is_open(self) -> bool:
@@ -55,26 +73,40 @@ class Subject:
         return fed(self.types, self.builder.config.pixels)
 
     def at(self, extents: Extents) -> Graph:
-        """The optimised float graph for these numbers of the open extents."""
+        """The optimised float graph for these numbers of the open extents, and these values of deciding inputs."""
         key = tuple(extents[name] for name in self.usual)
         if key not in self._graphs:
-            shapes = shapes_for(self.types, extents) if self.usual else None
-            graph = self.builder.graph(self.source, shapes)
+            graph = self._graph(extents)
             if len(self._graphs) > KEPT:
                 oldest, *_ = (known for known in self._graphs if known != tuple(self.usual.values()))
                 del self._graphs[oldest]
             self._graphs[key] = graph
         return self._graphs[key]
 
-    def extents_of(self, shapes: Shapes) -> dict[str, int]:
-        """The open extents in inputs of these shapes. Raises InputError."""
-        found = extents_of(self.source.name, self.inputs, shapes)
+    def _graph(self, extents: Extents) -> Graph:
+        if not self.usual:
+            return self.builder.graph(self.source)
+        shapes = shapes_for(self.types, extents)
+        values = {name: np.array(extents[value_name(name)]).astype(self.types[name].dtype).reshape(
+            _numbers(shapes.pop(name))) for name in self.deciding}
+        graph = self.builder.graph(self.source.with_constants(values), shapes)
+        if values and not graph.dependence and any(graph.shape(name)[:1] == (BATCH,) for name in graph.inputs):
+            graph = replace(graph, dependence=f"the values of {', '.join(values)} decide what is computed")
+        return graph
+
+    def extents_of(self, feed: Mapping[str, Array]) -> dict[str, Any]:
+        """The open extents, and the values of deciding inputs, in a feed. Raises InputError."""
+        found = extents_of_feed(self.source.name, self.inputs, self.deciding, feed)
         return {name: found[name] for name in self.usual}
 
     def of_feed(self, feed: Mapping[str, Array]) -> Graph:
         """The graph for the shapes of a feed."""
-        return self.at(self.extents_of({name: array.shape for name, array in feed.items()})) if self.usual else \
-            self.graph
+        return self.at(self.extents_of(feed)) if self.usual else self.graph
+
+
+def _numbers(shape: Sequence[int | None]) -> list[int]:
+    """The shape of a deciding input: where it has the batch, it is one item."""
+    return [1 if extent is None else extent for extent in shape]
 
 
 def fed(types: Mapping[str, TensorType], pixels: Pixels | None) -> tuple[IoTensor, ...]:
@@ -87,7 +119,7 @@ def fed(types: Mapping[str, TensorType], pixels: Pixels | None) -> tuple[IoTenso
 def read_subject(builder: Builder, model: Model, seen: Seen = lambda inputs: None) -> Subject:
     """The model, with the extents that options and file leave open.
 
-    seen: the shapes that data have, given the inputs as the model declares them; these are then the usual ones.
+    seen: an item of the data, given the inputs as the model declares them; its shapes and values are the usual ones.
 
     A batch that cannot be left open, where nobody asked for one, is an open extent like the others. Raises ModelError.
     """
@@ -117,25 +149,23 @@ def _compilable(builder: Builder, source: OnnxModel, types: Mapping[str, TensorT
     if not names:
         if builder.config.profiles:
             raise ConfigError(f"{source.name} has no open extents, so there are no profiles of shapes for it")
-        subject = Subject(builder, source, types)
-        subject.graph       # noqa: B018
-        return subject
+        return _with_values(Subject(builder, source, types), seen(inputs))
     profiles = tuple(bounds_of(source.name, inputs, profile) for profile in builder.config.profiles)
     builder.settle_batch(profiles)
-    shapes = None if profiles else seen(inputs)
+    item = seen(inputs)
     if profiles:
         guesses = [{name: profiles[0][name][1] for name in names}]
-    elif shapes is not None:
-        found = extents_of(source.name, inputs, shapes)
+    elif item is not None:
+        found = extents_of(source.name, inputs, {name: array.shape for name, array in item.items()})
         guesses = [{name: found[name] for name in names}]
     else:
-        guesses = [likely_extents(types), *(dict.fromkeys(names, guess) for guess in GUESSES)]
+        last = {kind.shape[-1] for kind in types.values() if kind.shape}
+        guesses = [likely_extents(types), *(dict.fromkeys(names, guess) for guess in GUESSES),
+                   *({name: length if name in last else 1 for name in names} for length in LENGTHS)]
     reason: EngineError | None = None
     for guess in guesses:
-        subject = Subject(builder, source, types, guess, profiles)
         try:
-            subject.graph       # noqa: B018
-            return subject
+            return _with_values(Subject(builder, source, types, guess, profiles), item)
         except CompilerFault:
             raise
         except EngineError as error:
@@ -144,3 +174,31 @@ def _compilable(builder: Builder, source: OnnxModel, types: Mapping[str, TensorT
     assert reason is not None
     raise ModelError(f"{reason} (for {text(guesses[0])}; give shapes for which it works, as in "
                      f"{example(inputs, guesses[0])})") from reason
+
+
+def _with_values(subject: Subject, item: Mapping[str, Array] | None) -> Subject:
+    """The subject, with the inputs that turn out to be deciding, and values of these for which there is a graph: those
+    of the item, else likely ones. Raises UnknownValueError: shapes follow from the values of a large input."""
+    reason: EngineError | None = None
+    for values in likely_values(subject.source, subject.types, subject.deciding) if subject.deciding else [{}]:
+        shapes = shapes_for(subject.types, subject.usual)
+        found = {value_name(name): value_of(
+            item[name] if item else filled(subject.types[name], _numbers(shapes[name]), number))
+            for name, number in values.items()}
+        tried = replace(subject, usual={**subject.usual, **found}, _graphs={})
+        try:
+            tried.graph         # noqa: B018
+            return tried
+        except CompilerFault:
+            raise
+        except UnknownValueError as error:
+            more = tuple(name for name in error.inputs if name not in subject.deciding)
+            if not more or not all(may_decide(subject.types[name]) for name in more):
+                raise
+            subject.builder.forget()
+            return _with_values(replace(subject, deciding=(*subject.deciding, *more)), item)
+        except EngineError as error:
+            reason = reason or error
+            subject.builder.forget()
+    assert reason is not None
+    raise reason

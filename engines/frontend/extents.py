@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
+from typing import Any
 
 from engines.errors import ModelError
 from engines.frontend.inputs import IMAGE_SIDE, LENGTH, Declared, checked_shapes, is_size
@@ -71,7 +72,7 @@ def likely_extents(types: Mapping[str, TensorType]) -> dict[str, int]:
     return found
 
 
-def shapes_for(types: Mapping[str, TensorType], extents: Mapping[str, int]) -> dict[str, tuple[int | None, ...]]:
+def shapes_for(types: Mapping[str, TensorType], extents: Mapping[str, Any]) -> dict[str, tuple[int | None, ...]]:
     """The shapes of the inputs for these numbers, as graph_from_onnx takes them: None is the batch."""
     return {name: tuple(extent if isinstance(extent, int) else None if extent == BATCH else extents[extent]
                         for extent in kind.shape) for name, kind in types.items()}

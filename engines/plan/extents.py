@@ -1,17 +1,23 @@
 """Extents of tensors by name: what a feed's shapes say about the inputs that a plan declares.
 
     inputs x [batch, 3, H, W] and mask [batch, H]:    extents_of(...) -> {"batch": 2, "H": 320, "W": 480}
+
+Where shapes or branches follow from the values of an input, as of a size or a sampling rate, that input is *deciding*,
+and its values stand beside the extents: {"H": 320, "value of size": (640, 480)}.
 """
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from engines.errors import ConfigError, InputError
-from engines.ir.graph import BATCH
+from engines.ir.graph import BATCH, Array
 from engines.plan.plan import IoTensor
 
 Shapes = Mapping[str, Sequence[int]]
-Extents = Mapping[str, int]
+Extents = Mapping[str, Any]                     # a number for each extent, a tuple of them for each deciding input
 _OPTIONS = ("--min-shapes", "--opt-shapes", "--max-shapes")
 Bounds = Mapping[str, tuple[int, int, int]]     # by extent: the least, the usual and the largest number
 
@@ -47,6 +53,24 @@ def extents_of(model: str, inputs: Sequence[IoTensor], shapes: Shapes) -> dict[s
             if isinstance(name, str):
                 source.setdefault(name, io.name)
     return found
+
+
+def value_name(name: str) -> str:
+    """What the values of a deciding input are called among the extents."""
+    return f"value of {name}"
+
+
+def value_of(array: Array) -> tuple[float, ...]:
+    """The values of a deciding input, in the order of memory."""
+    flat = array.reshape(-1)
+    return tuple((flat.astype(np.int64) if flat.dtype == np.bool_ else flat).tolist())
+
+
+def extents_of_feed(model: str, inputs: Sequence[IoTensor], deciding: Sequence[str],
+                    feed: Mapping[str, Array]) -> dict[str, Any]:
+    """Those of its shapes, and the values of deciding inputs. Raises InputError as extents_of does."""
+    found: dict[str, Any] = extents_of(model, inputs, {name: array.shape for name, array in feed.items()})
+    return {**found, **{value_name(name): value_of(feed[name]) for name in deciding}}
 
 
 def bounds_of(model: str, inputs: Sequence[IoTensor], profile: Mapping[str, Sequence[Sequence[int]]]) -> Bounds:
@@ -91,7 +115,8 @@ def check_bounds(model: str, profiles: Sequence[Bounds], extents: Extents) -> No
 
 def text(extents: Extents) -> str:
     """As people read them: H=320, W=480."""
-    return ", ".join(f"{name}={extent}" for name, extent in extents.items())
+    return ", ".join(f"{name}={extent[0] if isinstance(extent, tuple) and len(extent) == 1 else extent}"
+                     for name, extent in extents.items())
 
 
 def example(inputs: Sequence[IoTensor], extents: Extents) -> str:

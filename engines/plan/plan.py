@@ -193,7 +193,7 @@ class IoTensor:
         """The axis of the batch; 0 if there is none."""
         return self.shape.index(BATCH) if self.batched else 0
 
-    def shape_of(self, items: int, extents: Mapping[str, int] = {}) -> tuple[int, ...]:     # noqa: B006
+    def shape_of(self, items: int, extents: Mapping[str, Any] = {}) -> tuple[int, ...]:     # noqa: B006
         """The shape of a batch of so many items, with these numbers for other open extents."""
         return tuple(extent if isinstance(extent, int) else items if extent == BATCH else extents[extent]
                      for extent in self.shape)
@@ -246,6 +246,7 @@ class OpenPart:
     options: OpenOptions
     recipe: Recipe | None = None            # of an int8 build
     profiles: tuple[Mapping[str, tuple[int, int, int]], ...] = ()   # by extent: least, usual, most; (): whatever comes
+    deciding: tuple[str, ...] = ()          # inputs whose values shapes and branches follow from
     model: bytes = b""                      # ONNX, without its weights ...
     weights: Mapping[str, Array] = field(default_factory=dict, compare=False)   # ... and these
     others: tuple[Plan, ...] = ()           # specialisations beside the plan itself
@@ -267,7 +268,8 @@ class Plan:
     weights: Mapping[str, Array] = field(default_factory=dict, compare=False)   # ... and its constants
     stripped: bool = False                  # only those weights are left that the machine part holds as they are
     metadata: Mapping[str, Any] = field(default_factory=dict)       # preprocessing, calibration, versions, report
-    extents: Mapping[str, int] = field(default_factory=dict)        # that the model leaves open, of a specialisation
+    # of a specialisation: the extents that the model leaves open, and the values of deciding inputs (value_name)
+    extents: Mapping[str, int | tuple[float, ...]] = field(default_factory=dict)
     open: OpenPart | None = None
     dependence: str = ""                    # why a batch is neither cut nor merged with others; "": it may be
     fingerprint: str = field(default="", compare=False)     # of all the rest, made when it is first written

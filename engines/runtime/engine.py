@@ -63,6 +63,11 @@ class Engine:
         return self.plan.dependence
 
     @property
+    def deciding(self) -> tuple[str, ...]:
+        """None: see OpenEngine."""
+        return ()
+
+    @property
     def arena_bytes(self) -> int:
         """Of one context's buffers (a context of T threads has T such arenas)."""
         return self._loaded.arena_bytes

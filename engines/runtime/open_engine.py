@@ -1,5 +1,5 @@
-"""OpenEngine: a loaded plan whose model has open extents. It runs any legal shapes, each by a specialisation: a plan
-for these numbers, kept for the next time.
+"""OpenEngine: a loaded plan whose model has open extents, or inputs whose values decide what is computed. It runs any
+legal shapes and values, each by a specialisation: a plan for these numbers, kept for the next time.
 
     engine.run({"x": array})        # as Engine.run
     context.at({"x": (1, 77)})      # an ExecutionContext for these shapes
@@ -11,29 +11,41 @@ a thread of its own, and the general version serves meanwhile: the same graph by
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from engines.capacity import memory_limit
 from engines.errors import ConfigError, EngineError, InputError, PlanTargetError, did_you_mean
-from engines.ir.dtypes import as_in_memory
+from engines.ir.dtypes import as_in_memory, memory_dtype
 from engines.ir.graph import Array
-from engines.plan.extents import Extents, Shapes, check_bounds, extents_of, open_extents, text
+from engines.plan.extents import (
+    Extents,
+    Shapes,
+    check_bounds,
+    extents_of,
+    open_extents,
+    text,
+    value_name,
+    value_of,
+)
 from engines.plan.plan import IoTensor, Plan, Step
 from engines.runtime.engine import Engine, ExecutionContext
+from engines.runtime.staged import StagedContext
 
 WAYS = ("wait", "background", "off")
 MOST = 16                   # specialisations in memory, by default
 MEMORY_SHARE = 0.25         # of this machine's, that they may take together
 MOST_GENERAL = 4            # general versions in memory
 MOST_WAITING = 16           # specialisations to be made in the background
+Key = tuple[Any, ...]       # the numbers of the open extents, and the values of deciding inputs
 
 log = logging.getLogger(__name__)
 
@@ -69,14 +81,14 @@ class OpenEngine:
         assert plan.open is not None
         self.plan, self.part, self.threads, self.policy = plan, plan.open, threads, policy
         self._cpus = tuple(cpus) if cpus is not None else None
-        self._names = open_extents(self.part.inputs)
-        self._ready: OrderedDict[tuple[int, ...], Engine] = OrderedDict()       # the one used last at the end
-        self._general: OrderedDict[tuple[int, ...], Engine] = OrderedDict()
-        self._keys: dict[tuple[tuple[int, ...], ...], tuple[int, ...]] = {}     # shapes of inputs -> extents
+        self._names = (*open_extents(self.part.inputs), *map(value_name, self.part.deciding))
+        self._ready: OrderedDict[Key, Engine] = OrderedDict()       # the one used last at the end
+        self._general: OrderedDict[Key, Engine] = OrderedDict()
+        self._keys: dict[tuple[Any, ...], Key] = {}         # shapes of inputs, values of deciding ones -> extents
         self._lock = threading.RLock()                      # of the tables; the others are held for seconds
         self._making, self._making_general = threading.Lock(), threading.Lock()
-        self._waiting: set[tuple[int, ...]] = set()
-        self._refused: dict[tuple[int, ...], str] = {}
+        self._waiting: set[Key] = set()
+        self._refused: dict[Key, str] = {}
         self._make = specialiser
         self._specialiser: SpecialisationMaker | None = None
         self._worker: ThreadPoolExecutor | None = None
@@ -112,10 +124,12 @@ class OpenEngine:
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """As Engine.run, for any shapes that the model and the profiles allow."""
         arrays = {name: as_in_memory(np.asarray(value)) for name, value in feeds.items()}
-        return self.at({name: array.shape for name, array in arrays.items()}).run(arrays)
+        return self._of(arrays).run({name: arrays[name] for name in arrays if name not in self.part.deciding})
 
-    def create_context(self, cpus: Sequence[int] | None = None) -> OpenContext:
+    def create_context(self, cpus: Sequence[int] | None = None) -> OpenContext | StagedContext:
         """A context for one owner thread at a time; it has memory for each of the shapes that it met."""
+        if self.part.deciding:
+            return StagedContext(self, self._usual)
         return OpenContext(self, cpus)
 
     def close(self) -> None:
@@ -141,16 +155,57 @@ class OpenEngine:
         """Raises InputError: inputs of these shapes do not fit together, or the profiles."""
         self.extents(shapes)
 
-    def extents(self, shapes: Shapes) -> dict[str, int]:
-        """The extents in inputs of these shapes, the batch among them. Raises InputError as `check` does."""
-        extents = extents_of(self.name, self.part.inputs, shapes)
+    def extents(self, shapes: Shapes, values: Mapping[str, Array] = {}) -> dict[str, Any]:      # noqa: B006
+        """The extents in inputs of these shapes, the batch among them, and the values of deciding inputs, the usual
+        ones where they are not given. Raises InputError as `check` does."""
+        extents: dict[str, Any] = extents_of(self.name, self.part.inputs, shapes)
         check_bounds(self.name, self.part.profiles, extents)
         if 0 in extents.values():
             raise InputError(f"{self.name}: nothing is computed of no elements ({text(extents)})")
-        return extents
+        return {**extents, **{value_name(name): self._value(name, values) for name in self.part.deciding}}
+
+    @property
+    def deciding(self) -> tuple[str, ...]:
+        """The inputs whose values decide what is computed."""
+        return self.part.deciding
+
+    def _value(self, name: str, values: Mapping[str, Array]) -> tuple[float, ...]:
+        if name not in values:
+            usual: tuple[float, ...] = self.plan.extents[value_name(name)]      # type: ignore[assignment]
+            return usual
+        wanted = next(io.dtype for io in self.part.inputs if io.name == name)
+        if values[name].dtype != memory_dtype(wanted):
+            raise InputError(f"{self.name}: input '{name}' is {values[name].dtype}, the model takes {wanted}")
+        return value_of(values[name])
+
+    def usual_values(self) -> dict[str, Array]:
+        """Those of deciding inputs that the plan itself is for."""
+        shapes = self.usual_shapes()
+        found = {io.name: self._usual(io, shapes[io.name]) for io in self.part.inputs}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _usual(self, io: IoTensor, shape: tuple[int, ...]) -> Array | None:
+        """What an input of a context holds before it is written."""
+        value = np.array(self.plan.extents.get(value_name(io.name), ())).astype(memory_dtype(io.dtype))
+        return value.reshape(shape) if value.size and value.size == math.prod(shape) else None
+
+    def timed(self, feeds: Mapping[str, Array], batch: int, repeats: int) -> list[tuple[Step, float]]:
+        """As ExecutionContext.profile, for a feed."""
+        context = self._of(feeds).create_context()
+        try:
+            return context.profile(batch, repeats)
+        finally:
+            context.close()
+
+    def plan_of(self, feeds: Mapping[str, Array]) -> Plan:
+        """The specialisation that runs a feed."""
+        return self._of(feeds).plan
+
+    def _of(self, feeds: Mapping[str, Array]) -> Engine:
+        return self.at({name: array.shape for name, array in feeds.items()}, feeds)
 
     def takes(self, extents: Extents) -> bool:
-        """Whether there is a graph of the model for these numbers; where there is, it is specialised for them."""
+        """Whether there is a graph of the model for these numbers and the usual values; it is specialised for them."""
         shapes = {io.name: io.shape_of(1, extents) for io in self.part.inputs}
         try:
             self.at(shapes)
@@ -158,15 +213,17 @@ class OpenEngine:
             return False
         return True
 
-    def at(self, shapes: Shapes) -> Engine:
-        """The engine that runs inputs of these shapes. Raises InputError, or what specialising raises."""
-        given = tuple(tuple(shapes.get(io.name, ())) for io in self.part.inputs)
+    def at(self, shapes: Shapes, values: Mapping[str, Array] = {}) -> Engine:       # noqa: B006
+        """The engine that runs inputs of these shapes; values: of deciding inputs, which it does not take, where these
+        are not the usual ones. Raises InputError, or what specialising raises."""
+        given = (*(tuple(shapes.get(io.name, ())) for io in self.part.inputs),
+                 *((values[name].dtype, values[name].tobytes()) for name in self.part.deciding if name in values))
         with self._lock:
-            key = self._keys.get(given) if len(shapes) == len(given) else None
+            key = self._keys.get(given) if len(shapes) == len(self.part.inputs) else None
             if key is not None and (engine := self._ready.get(key)):
                 self._ready.move_to_end(key)
                 return engine
-        key = self._key(self.extents(shapes))
+        key = self._key(self.extents(shapes, values))
         with self._lock:
             if len(self._keys) > 64 * self.policy.most:
                 self._keys.clear()
@@ -175,14 +232,14 @@ class OpenEngine:
                 return self._ready[key]
         return self._missing(key)
 
-    def _missing(self, key: tuple[int, ...]) -> Engine:
+    def _missing(self, key: Key) -> Engine:
         if self.policy.specialise == "wait":
             return self._specialised(key)
         if self.policy.specialise == "background":
             self._order(key)
         return self._general_version(key)
 
-    def _specialised(self, key: tuple[int, ...]) -> Engine:
+    def _specialised(self, key: Key) -> Engine:
         """Made here, unless another thread has just made it."""
         with self._making:
             with self._lock:
@@ -196,7 +253,7 @@ class OpenEngine:
             self._keep(key, engine)
             return engine
 
-    def _general_version(self, key: tuple[int, ...]) -> Engine:
+    def _general_version(self, key: Key) -> Engine:
         with self._making_general:
             with self._lock:
                 if found := self._ready.get(key) or self._general.get(key):
@@ -211,7 +268,7 @@ class OpenEngine:
                     self._general.popitem(last=False)
             return engine
 
-    def _order(self, key: tuple[int, ...]) -> None:
+    def _order(self, key: Key) -> None:
         """Have it made in the background, once; what comes while many wait is not made."""
         with self._lock:
             if key in self._waiting or key in self._refused or len(self._waiting) >= MOST_WAITING:
@@ -222,7 +279,7 @@ class OpenEngine:
             worker = self._worker
         worker.submit(self._make_in_background, key)
 
-    def _make_in_background(self, key: tuple[int, ...]) -> None:
+    def _make_in_background(self, key: Key) -> None:
         try:
             self._specialised(key)
         except Exception as error:      # whatever it is, the general version serves, and the thread lives on
@@ -242,7 +299,7 @@ class OpenEngine:
                 self._specialiser = self._make()
             return self._specialiser
 
-    def _keep(self, key: tuple[int, ...], engine: Engine) -> None:
+    def _keep(self, key: Key, engine: Engine) -> None:
         """Keep it, and of the others those that were used last, as many as there is room for."""
         limit = memory_limit() * MEMORY_SHARE if self.policy.memory is None else self.policy.memory
         with self._lock:
@@ -256,13 +313,13 @@ class OpenEngine:
     def _engine(self, plan: Plan) -> Engine:
         return Engine(plan, self.threads, self._cpus)
 
-    def _key(self, extents: Extents) -> tuple[int, ...]:
+    def _key(self, extents: Extents) -> Key:
         return tuple(extents[name] for name in self._names)
 
-    def _extents(self, key: tuple[int, ...]) -> dict[str, int]:
+    def _extents(self, key: Key) -> dict[str, Any]:
         return dict(zip(self._names, key, strict=True))
 
-    def _cannot(self, key: tuple[int, ...], error: ImportError) -> PlanTargetError:
+    def _cannot(self, key: Key, error: ImportError) -> PlanTargetError:
         have = "; ".join(map(text, self.specialised))
         return PlanTargetError(f"{self.name}: there is no specialisation for {text(self._extents(key))}, only for "
                                f"{have}; to make one, install what is missing ({error})")
@@ -289,6 +346,10 @@ class OpenContext:
         self._now = context
         return context
 
+    @property
+    def plan(self) -> Plan:
+        return self._now.plan
+
     def input(self, name: str, batch: int = 1) -> Array:
         return self._now.input(name, batch)
 
@@ -308,4 +369,4 @@ class OpenContext:
 
 
 AnyEngine = Engine | OpenEngine
-AnyContext = ExecutionContext | OpenContext
+AnyContext = ExecutionContext | OpenContext | StagedContext

@@ -49,6 +49,7 @@ def _coverage(coverage: Coverage) -> dict[str, Any]:
 def _open(plan: Plan, part: OpenPart) -> dict[str, Any]:
     """What a plan with open extents takes, and for which extents there are specialisations in it."""
     return {"inputs": [_tensor(t) for t in part.inputs], "outputs": [_tensor(t) for t in part.outputs],
+            "deciding": list(part.deciding),
             "profiles": [{name: list(bounds) for name, bounds in profile.items()} for profile in part.profiles],
             "specialisations": [dict(one.extents) for one in (plan, *part.others)], "stripped": not part.model}
 
@@ -96,7 +97,10 @@ def _command(options: argparse.Namespace) -> int:
         print(f"items depend on each other, so a batch is neither cut nor merged: {plan.dependence}")
     if plan.open:
         specialised = "; ".join(text(one.extents) for one in (plan, *plan.open.others))
-        print(f"open     {shapes(plan.open.inputs)}\nspecialised for {specialised}; what follows is the first of them")
+        print(f"open     {shapes(plan.open.inputs)}")
+        if plan.open.deciding:
+            print(f"decided  by the values of {', '.join(plan.open.deciding)}")
+        print(f"specialised for {specialised}; what follows is the first of them")
     print(f"inputs   {shapes(plan.inputs)}\noutputs  {shapes(plan.outputs)}\n")
     print(layers(plan))
     for run in machine.item_major:

@@ -10,8 +10,7 @@ from engines.backends import backend_named
 from engines.machine.clock import thread_seconds
 from engines.plan.plan import Step
 from engines.plan.roofline import Bound, Peaks, bound
-from engines.runtime.engine import ExecutionContext
-from engines.runtime.open_engine import AnyEngine
+from engines.runtime.open_engine import AnyContext, AnyEngine
 from infer_server.cli.common import Cell, table
 
 SECONDS = 1.0                       # of runs, and again of passes step by step, as far as they are within:
@@ -67,7 +66,7 @@ class Profile:
         return _percent(sum(line.bound.compute for line in self.lines), self.run)
 
 
-def profile(engine: AnyEngine, context: ExecutionContext, batch: int) -> Profile:
+def profile(engine: AnyEngine, context: AnyContext, batch: int) -> Profile:
     """Runs the network on what its inputs hold, step by step, between two measurements of the machine's peaks (for a
     plan of compiled code they need the compiler: llvmlite)."""
     backend = backend_named(engine.plan.machine.backend)

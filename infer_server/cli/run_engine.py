@@ -19,8 +19,8 @@ from engines.ir.graph import Array
 from engines.machine.cpu import allowed_cpus
 from engines.plan.file import read_plan
 from engines.plan.plan import IoTensor
-from engines.runtime.engine import Engine, ExecutionContext, Feeds
-from engines.runtime.open_engine import AnyEngine
+from engines.runtime.engine import Engine, Feeds
+from engines.runtime.open_engine import AnyContext, AnyEngine
 from infer_server.cli.common import guarded, parse_shapes, positive, seconds
 from infer_server.cli.profile import as_json, header, profile, slowest
 
@@ -56,15 +56,15 @@ def read_feed(path: str, engine: AnyEngine, batch: int) -> dict[str, Array]:
     except (ValueError, EOFError, BadZipFile) as error:
         raise InputError(f"'{path}' cannot be read as an .npz file: {error}") from error
     shapes = {name: array.shape for name, array in arrays.items()}
-    plan = engine.plan if isinstance(engine, Engine) else engine.at(shapes).plan
-    items = Feeds(plan).check(arrays)
+    plan = engine.plan if isinstance(engine, Engine) else engine.at(shapes, arrays).plan
+    items = Feeds(plan).check({name: array for name, array in arrays.items() if name not in engine.deciding})
     if plan.max_batch and items < batch:
         raise InputError(f"'{path}' has {items} items; --batch {batch} needs as many")
-    return {t.name: arrays[t.name][:batch] if t.batched else arrays[t.name] for t in plan.inputs}
+    return {t.name: arrays[t.name][:batch] if t.batched else arrays[t.name] for t in engine.inputs}
 
 
 def ready_context(engine: AnyEngine, batch: int, data: str | None = None,
-                  shapes: Mapping[str, tuple[int | None, ...]] | None = None) -> ExecutionContext:
+                  shapes: Mapping[str, tuple[int | None, ...]] | None = None) -> AnyContext:
     """A context whose inputs hold `batch` items: of an .npz file, or random ones, of these shapes where extents are
     open. InputError: they do not fit."""
     if engine.max_batch and batch > engine.max_batch:
@@ -74,21 +74,22 @@ def ready_context(engine: AnyEngine, batch: int, data: str | None = None,
         raise InputError(f"--batch {batch}: the model has no batch axis, it takes exactly the shape it declares")
     if shapes and isinstance(engine, Engine):
         raise InputError("--shapes: the plan has no open extents; it takes the shapes that inspect-engine shows")
+    here: dict[str, tuple[int, ...]] = {}
     if data:
         feed = read_feed(data, engine, batch)
     elif isinstance(engine, Engine):
         feed = random_feed(engine.inputs, batch)
     else:
-        usual = engine.usual_shapes(batch)
         wanted = {name: tuple(extent or batch for extent in shape) for name, shape in (shapes or {}).items()}
-        feed = random_feed(engine.at({**usual, **wanted}).inputs, batch)
-    context = engine.create_context().at({name: array.shape for name, array in feed.items()})
+        here = {**engine.usual_shapes(batch), **wanted}
+        feed = random_feed(engine.at(here).inputs, batch)
+    context = engine.create_context().at({**here, **{name: array.shape for name, array in feed.items()}})
     for name, array in feed.items():
         context.input(name, batch)[...] = array
     return context
 
 
-def measure(context: ExecutionContext, batch: int, seconds: float) -> np.ndarray[Any, Any]:
+def measure(context: AnyContext, batch: int, seconds: float) -> np.ndarray[Any, Any]:
     """Seconds of each run, for at least `seconds` and at least ten runs."""
     end = time.perf_counter() + WARM_UP_SECONDS
     while time.perf_counter() < end:

@@ -109,6 +109,7 @@ class NumpyEngine:
     seconds: float = 0.0
     gate: str = ""              # the name of one in GATES
     dependence: str = ""
+    deciding: tuple[str, ...] = ()
 
     @property
     def inputs(self) -> list[NumpyTensor]:
