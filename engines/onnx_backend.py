@@ -19,7 +19,7 @@ from onnx.backend.base import Backend, BackendRep, Device, DeviceType, namedtupl
 
 from engines.compiler.builder import BuildConfig, Builder
 from engines.errors import ConfigError, EngineError, InputError, UnknownValueError
-from engines.ir.dtypes import as_in_memory, bfloat16
+from engines.ir.dtypes import as_in_memory, as_named
 from engines.ir.graph import Array
 from engines.runtime.engine import Engine
 
@@ -91,8 +91,7 @@ class EngineRep(BackendRep):
         feeds = self._feeds(inputs)
         engine = self._engine(feeds)
         results = engine.run({io.name: as_in_memory(feeds[io.name]) for io in engine.inputs})
-        arrays = [results[io.name].view(bfloat16()) if io.dtype == "bfloat16" else results[io.name]
-                  for io in engine.outputs]
+        arrays = [as_named(results[io.name], io.dtype) for io in engine.outputs]
         return namedtupledict("Outputs", [io.name for io in engine.outputs])(*arrays)
 
     def engine(self, inputs: Any) -> Engine:

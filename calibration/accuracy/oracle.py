@@ -13,6 +13,7 @@ from calibration.data.items import Feed
 from engines.compiler.specialise import Specialiser
 from engines.frontend.inputs import Value
 from engines.frontend.onnx_import import graph_from_onnx, recurs_in_float16, values_of_inputs
+from engines.ir.dtypes import as_named
 from engines.ir.graph import Array, Dim, Graph
 from engines.ops.reference import run
 from engines.passes.pixels import Pixels, take_pixels
@@ -20,6 +21,7 @@ from engines.plan.extents import extents_of_feed
 from engines.plan.plan import Plan
 
 ERRORS_ONLY = 3
+_STRANGERS = tuple(f"tensor({name}" for name in ("bfloat16", "float8", "float4", "int4", "uint4", "int2", "uint2"))
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,8 @@ def reference_of_specialisations(plan: Plan, stored: bool = True) -> Oracle:
 
 
 def _typed(feed: Feed, graph: Graph) -> dict[str, Array]:
-    """bfloat16 is fed to an engine as uint16."""
-    bfloat16 = {name for name in feed if graph.types[name].dtype.name == "bfloat16"}
-    return {name: array.view(graph.types[name].dtype) if name in bfloat16 else array for name, array in feed.items()}
+    """What numpy lacks is fed to an engine as its bits."""
+    return {name: as_named(array, graph.types[name].dtype.name) for name, array in feed.items()}
 
 
 def _onnx_runtime(model: Path, constants: Mapping[str, Value], pixels: Pixels | None) -> Oracle:
@@ -83,8 +84,9 @@ def _onnx_runtime(model: Path, constants: Mapping[str, Value], pixels: Pixels | 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = ERRORS_ONLY
     session = onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
-    if "tensor(bfloat16)" in {value.type for value in (*session.get_inputs(), *session.get_outputs())}:
-        raise ValueError("its Python interface has no bfloat16")
+    kinds = {value.type for value in (*session.get_inputs(), *session.get_outputs())}
+    if strangers := sorted(kind for kind in kinds if kind.startswith(_STRANGERS)):
+        raise ValueError(f"its Python interface has no {strangers[0]}")
     names = [output.name for output in session.get_outputs()]
     fixed = values_of_inputs(model, constants)
     shapes = {value.name: value.shape for value in session.get_inputs()}

@@ -20,7 +20,7 @@ from calibration.data.generated import generated
 from calibration.data.items import CalibrationData, Feed
 from engines.compiler.specialise import graph_at
 from engines.frontend.inputs import Value
-from engines.ir.dtypes import from_bfloat16
+from engines.ir.dtypes import BITS, as_named
 from engines.ir.graph import Array, Dim, Graph
 from engines.loading import load_engine
 from engines.passes.pixels import Pixels
@@ -252,8 +252,8 @@ def _pair(tensor: IoTensor, expected: Array, value: Array, items: int) -> _Pair:
 
 
 def _readable(array: Array, tensor: IoTensor) -> Array:
-    """bfloat16, or its bits as an engine gives them, as float32."""
-    return from_bfloat16(array.view(np.uint16)) if tensor.dtype == "bfloat16" else array
+    """What numpy lacks, or its bits as an engine gives them, as float32."""
+    return as_named(array, tensor.dtype).astype(np.float32) if tensor.dtype in BITS else array
 
 
 # ---- all feeds

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from calibration.data.items import CalibrationData, Feed, batched_inputs
-from engines.ir.dtypes import to_bfloat16
+from engines.ir.dtypes import BITS, as_in_memory, dtype_named
 from engines.ir.graph import Array, Graph
 from engines.passes.rewriting.facts import moved_from
 from engines.plan.plan import IoTensor
@@ -48,8 +48,8 @@ def index_bound(graph: Graph, name: str) -> int | None:
 
 def _array(tensor: IoTensor, bound: int | None, random: np.random.Generator) -> Array:
     shape = [1 if isinstance(extent, str) else extent for extent in tensor.shape]
-    if tensor.dtype == "bfloat16":      # fed as its bits
-        return to_bfloat16(random.standard_normal(shape, np.float32))
+    if tensor.dtype in BITS:
+        return as_in_memory(random.standard_normal(shape, np.float32).astype(dtype_named(tensor.dtype)))
     dtype = np.dtype(tensor.dtype)
     if dtype.kind == "f":
         return np.asarray(random.standard_normal(shape), dtype)

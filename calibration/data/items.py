@@ -10,6 +10,7 @@ import numpy as np
 
 from calibration.data.preprocess import Preprocess, shape_text
 from engines.errors import CalibrationError
+from engines.ir.dtypes import BITS
 from engines.ir.graph import BATCH, Array
 from engines.plan.plan import IoTensor
 
@@ -138,8 +139,8 @@ def split_items(where: str, arrays: Feed, inputs: Sequence[IoTensor]) -> Iterato
 
 
 def kind_of(dtype: np.dtype[Any]) -> str:
-    """NumPy's letter of a dtype's kind; bfloat16, a stranger to it, is a float."""
-    return "f" if dtype.name == "bfloat16" else dtype.kind
+    """NumPy's letter of a dtype's kind; of those that are strangers to it, too."""
+    return ("i" if "int" in dtype.name else "f") if dtype.name in BITS else dtype.kind
 
 
 def _fits(shape: tuple[int, ...], tensor: IoTensor) -> bool:

@@ -31,6 +31,8 @@ _DIRECTIONS = ("forward", "reverse", "bidirectional")
 WORDS: Mapping[str, Collection[str]] = {
     "auto_pad": ("NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID"),
     "BitShift.direction": ("LEFT", "RIGHT"),
+    "Cast.round_mode": ("up", "down", "nearest"),
+    "CastLike.round_mode": ("up", "down", "nearest"),
     "DepthToSpace.mode": ("DCR", "CRD"),
     "GRU.direction": _DIRECTIONS,
     "Gelu.approximate": ("none", "tanh"),

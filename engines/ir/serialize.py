@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from engines.errors import PlanCorruptError
+from engines.ir.dtypes import dtype_in_file, name_in_file
 from engines.ir.graph import Array, Graph, Node, QParams, TensorType, verify
 
 Json = dict[str, Any]
@@ -62,7 +63,7 @@ def graph_from_json(document: Mapping[str, Any], arrays: Mapping[str, Array]) ->
 def _write(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         data = base64.b64encode(value.tobytes()).decode()
-        return {"dtype": value.dtype.str, "shape": list(value.shape), "data": data}
+        return {"dtype": name_in_file(value.dtype), "shape": list(value.shape), "data": data}
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, tuple | list):
@@ -76,7 +77,7 @@ def _read(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_read(v) for v in value)
     if isinstance(value, dict):
-        flat = np.frombuffer(base64.b64decode(value["data"], validate=True), _dtype(value["dtype"]))
+        flat = np.frombuffer(base64.b64decode(value["data"], validate=True), dtype_in_file(value["dtype"]))
         return flat.reshape(value["shape"]).copy()
     return value
 
@@ -105,13 +106,5 @@ def _read_scale(scale: Any) -> tuple[float, ...]:
 
 def _read_type(document: Mapping[str, Any]) -> TensorType:
     quant = document.get("quant")
-    return TensorType(_dtype(document["dtype"]), tuple(document["shape"]), None if quant is None else QParams(
+    return TensorType(dtype_in_file(document["dtype"]), tuple(document["shape"]), None if quant is None else QParams(
         _read_scale(quant["scale"]), tuple(quant["zero_point"]), quant["dtype"], quant["axis"]))
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    """A dtype of numbers; never one of Python objects."""
-    dtype = np.dtype(name)
-    if dtype.hasobject:
-        raise ValueError(f"dtype {name}")
-    return dtype

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.graph import Array, Node
-from engines.ops.op import Stored
+from engines.ir.graph import Array
 from engines.ops.pointwise import Epilogue, Pointwise, define
 
 define(Epilogue, symbolic=True, commutative=True, Add=np.add, Mul=np.multiply, Max=np.maximum, Min=np.minimum)
@@ -47,28 +46,3 @@ def erf(x: Array) -> Array:
 
 
 define(Epilogue, Erf=erf, Reciprocal=lambda x: 1 / x)
-
-
-class Cast(Pointwise):
-    """To the dtype that `to` names, as NumPy names it."""
-    symbolic = True
-    stored = Stored.CONVERTED       # between floats; other dtypes are stored as they are
-
-    @classmethod
-    def result_dtype(cls, node: Node, dtypes: list[np.dtype[Any]]) -> np.dtype[Any]:
-        dtype: np.dtype[Any] = np.dtype(node.attrs["to"])
-        return dtype
-
-    @staticmethod
-    def formula(x: Array, to: str) -> Array:
-        kind = np.dtype(to)
-        if x.dtype == object:
-            return np.asarray(np.frompyfunc(lambda v: _symbolic_cast(v, kind), 1, 1)(x), object)
-        return x.astype(kind)
-
-
-def _symbolic_cast(value: Any, kind: np.dtype[Any]) -> Any:
-    """Extents are integers in every dtype; numbers become Python's, so that a later division knows its kind."""
-    if not isinstance(value, int | float):
-        return value
-    return float(value) if kind.kind == "f" else int(value)

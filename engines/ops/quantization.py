@@ -10,8 +10,10 @@ import math
 import numpy as np
 
 from engines.errors import GraphError
+from engines.ir.dtypes import integer_limits
 from engines.ir.graph import Array, Dim, Node, TensorType
 from engines.ir.shapes import fixed, normal_axis, text
+from engines.ops.cast import narrowed
 from engines.ops.items import ItemAxes, beside, only_first
 from engines.ops.op import Inputs, Op, Types, present
 from engines.ops.pointwise import Epilogue
@@ -26,7 +28,8 @@ class _Linear(Op, abstract=True):
 
 
 class QuantizeLinear(_Linear):
-    """saturate(round half to even(x / scale) + zero_point)"""
+    """saturate(round half to even(x / scale) + zero_point); to floats of eight bits and fewer what a Cast makes of it,
+    with its attribute `saturate`."""
 
     @classmethod
     def types(cls, node: Node, x: TensorType, scale: TensorType, zero_point: TensorType | None = None) -> Types:
@@ -37,10 +40,11 @@ class QuantizeLinear(_Linear):
     def compute(cls, node: Node, x: Array, scale: Array, zero_point: Array | None = None) -> Array:
         if zero_point is None:
             zero_point = np.zeros_like(scale, np.uint8)
-        range_ = np.iinfo(zero_point.dtype)
-        shift = along_axis(node, x, zero_point).astype(np.float64)
-        stored = np.rint(x / along_axis(node, x, scale)) + shift
-        return np.clip(stored, range_.min, range_.max).astype(zero_point.dtype)
+        shift, limits = along_axis(node, x, zero_point).astype(np.float64), integer_limits(zero_point.dtype)
+        steps = x / along_axis(node, x, scale)
+        if limits is None:
+            return narrowed(steps + shift, zero_point.dtype, bool(node.attrs.get("saturate", 1)))
+        return np.clip(np.rint(steps) + shift, *limits).astype(zero_point.dtype)
 
 
 class DequantizeLinear(_Linear):
@@ -51,9 +55,10 @@ class DequantizeLinear(_Linear):
 
     @classmethod
     def compute(cls, node: Node, x: Array, scale: Array, zero_point: Array | None = None) -> Array:
-        real = x.astype(np.int32)
+        exact = np.float32 if integer_limits(x.dtype) is None else np.int32
+        real = x.astype(exact)
         if zero_point is not None:
-            real = real - along_axis(node, x, zero_point).astype(np.int32)
+            real = real - along_axis(node, x, zero_point).astype(exact)
         return real.astype(scale.dtype) * along_axis(node, x, scale)
 
 

@@ -37,6 +37,7 @@ import numpy as np
 
 from engines.errors import PlanCorruptError, PlanError, PlanVersionError
 from engines.files import atomic_write
+from engines.ir.dtypes import dtype_in_file, name_in_file
 from engines.ir.graph import Array
 from engines.plan.checksums import PAGE, Bytes, page_sums, strong
 from engines.plan.plan import MachinePart, OpenPart, Plan
@@ -133,7 +134,7 @@ def _stored(weights: Mapping[str, Array], elsewhere: Mapping[str, int]) -> tuple
     for name, array in weights.items():
         if array.dtype.hasobject:
             raise TypeError(f"a plan cannot hold the array '{name}' of Python objects")
-        arrays[name] = {"dtype": array.dtype.str, "shape": array.shape, "offset": size}
+        arrays[name] = {"dtype": name_in_file(array.dtype), "shape": array.shape, "offset": size}
         if name not in elsewhere:
             parts += [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, bytes(-array.nbytes % ALIGNMENT)]
             size += array.nbytes + len(parts[-1])
@@ -296,9 +297,7 @@ class _Weights(Mapping[str, Array]):
         record, offset = self._records[name], self._offsets.get(name)
         data = self._sections[self._section if offset is None else self._constants]
         try:
-            dtype = np.dtype(record.dtype)
-            if dtype.hasobject:
-                raise ValueError(f"dtype {record.dtype}")
+            dtype = dtype_in_file(record.dtype)
             return np.ndarray(record.shape, dtype, data, record.offset if offset is None else offset)
         except (TypeError, ValueError, OverflowError, MemoryError) as error:
             raise PlanCorruptError(f"{self._sections.path}: the constant '{name}' of the graph cannot be read "

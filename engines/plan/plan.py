@@ -69,7 +69,7 @@ class Buffer:
 class TensorView:
     """Where a tensor lies. Element [n, i, j, ...] is at buffer + offset + n * item_stride + i * strides[0] + ..."""
     name: str
-    dtype: str                  # numpy's name of the stored dtype, or "bfloat16"
+    dtype: str                  # name of the stored dtype, numpy's or ml_dtypes'
     shape: tuple[int, ...]      # of one item: without the batch axis if `batched`
     buffer: int                 # index in MachinePart.buffers
     offset: int                 # bytes, for batch slot 0

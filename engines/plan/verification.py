@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from engines.errors import PlanCorruptError
+from engines.ir.dtypes import BITS, memory_dtype
 from engines.ir.graph import QParams
 from engines.plan.plan import (
     EXPANDED,
@@ -124,8 +125,8 @@ def _check_view(plan: Plan, view: TensorView, where: str) -> None:
 
 def element_bytes(dtype: str) -> int:
     """Of an element; 0 if no tensor has that dtype."""
-    if dtype == "bfloat16":
-        return 2
+    if dtype in BITS:
+        return memory_dtype(dtype).itemsize
     try:
         found = np.dtype(dtype)
     except (TypeError, ValueError, SyntaxError):
@@ -149,7 +150,7 @@ def _check_fill(plan: Plan, fill: Fill) -> None:
     _check_view(plan, view, "halos")
     _check(len(fill.halo) == len(view.shape) and all(cells >= 0 for pair in fill.halo for cells in pair),
            f"halos: '{view.name}' {list(view.shape)} has cells {fill.halo}")
-    if view.dtype != "bfloat16" and np.dtype(view.dtype).kind in "iu":
+    if view.dtype not in BITS and np.dtype(view.dtype).kind in "iu":
         limits = np.iinfo(view.dtype)
         _check(math.isfinite(fill.value) and limits.min <= fill.value <= limits.max,
                f"halos: '{view.name}' of {view.dtype} is filled with {fill.value}")

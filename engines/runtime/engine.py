@@ -92,8 +92,8 @@ class Engine:
         return ExecutionContext(self.plan, self._loaded.execution(cpus))
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """{output name: array} for {input name: array}, in the dtypes and shapes of the ONNX model; bfloat16 comes back
-        as its bits, uint16, and is taken so or in ml_dtypes' dtype.
+        """{output name: array} for {input name: array}, in the dtypes and shapes of the ONNX model; what numpy lacks
+        comes back as its bits (bfloat16 as uint16, float8 and int4 as uint8), and is taken so or in ml_dtypes' dtype.
 
         Any number of items on the batch axis: more than max_batch run in slices, if the items are independent.
         InputError says what does not fit.

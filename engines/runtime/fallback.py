@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from engines.errors import PlanCorruptError, PlanError
-from engines.ir.dtypes import from_bfloat16, to_bfloat16
+from engines.ir.dtypes import as_in_memory, as_named, from_bfloat16, to_bfloat16
 from engines.ir.graph import Array, QParams
 from engines.plan.plan import Fallback, TensorView
 
@@ -63,13 +63,14 @@ def _store(target: Array, result: Array, view: TensorView) -> None:
 
 
 def to_real(stored: Array, quant: QParams | None, dtype: str = "") -> Array:
-    """A copy of what a stored tensor means: dequantised, or float32 for "bfloat16" (stored as its bits, uint16)."""
+    """A copy of what a stored tensor means: dequantised, float32 for "bfloat16" (stored as its bits, uint16), or in
+    ml_dtypes' type where numpy lacks it."""
     if quant is not None:
         from engines.ops.reference import dequantize
         return dequantize(stored, quant)
     if dtype == "bfloat16":
         return from_bfloat16(stored)
-    return stored.copy()
+    return as_named(stored.copy(), dtype)
 
 
 def to_stored(real: Array, quant: QParams | None, dtype: str) -> Array:
@@ -79,4 +80,4 @@ def to_stored(real: Array, quant: QParams | None, dtype: str) -> Array:
         return quantize(real, quant)
     if dtype == "bfloat16":
         return to_bfloat16(real)
-    return real
+    return as_in_memory(real)

@@ -14,7 +14,7 @@ import numpy as np
 
 from engines import load_engine
 from engines.errors import ConfigError, InputError
-from engines.ir.dtypes import to_bfloat16
+from engines.ir.dtypes import BITS, as_in_memory, dtype_named
 from engines.ir.graph import Array
 from engines.machine.cpu import allowed_cpus
 from engines.plan.file import read_plan
@@ -33,8 +33,9 @@ def random_feed(inputs: Sequence[IoTensor], batch: int, seed: int = 0) -> dict[s
     feed: dict[str, Array] = {}
     for tensor in inputs:
         shape = [batch if isinstance(extent, str) else extent for extent in tensor.shape]
-        if tensor.dtype == "bfloat16":      # fed as its bits
-            feed[tensor.name] = to_bfloat16(random.standard_normal(shape, np.float32))
+        if tensor.dtype in BITS:
+            real = random.standard_normal(shape, np.float32)
+            feed[tensor.name] = as_in_memory(real.astype(dtype_named(tensor.dtype)))
             continue
         dtype = np.dtype(tensor.dtype)
         numbers = random.standard_normal(shape) if dtype.kind == "f" else random.integers(0, 2, shape)

@@ -1,8 +1,8 @@
-"""The tests of onnx.backend.test that run without a network, and the table of those that do not pass."""
+"""The tests of onnx.backend.test that run without a network, how one is run, and those that do not pass."""
 import random
 import tomllib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -13,8 +13,13 @@ import onnx
 from onnx import numpy_helper
 from onnx.backend.test.case.test_case import TestCase
 from onnx.backend.test.loader import load_model_tests
+from onnx.backend.test.runner import Runner
+
+from engines.onnx_backend import EngineBackend
+from engines.runtime.engine import Engine
 
 TABLE = Path(__file__).with_name("listed.toml")
+ROUNDED = {"float16": 2 * 2.0 ** -10}       # relative: sums in another order end on a neighbour, or the one after
 KINDS = ("node", "simple", "pytorch-converted", "pytorch-operator")
 Arrays = list[np.ndarray]
 
@@ -81,3 +86,22 @@ def _stored(folder: Path, what: str) -> Arrays:
 def listed(name: str) -> Entry | None:
     return next((entry for entry in entries() if fnmatchcase(name, entry.pattern)), None)
 
+
+def run(name: str, check: Callable[[TestCase, Arrays, Arrays], None]) -> list[Engine]:
+    """Runs all data sets of a test; the engines that did. Raises EngineError; AssertionError: they are wrong."""
+    case = cases()[name]
+    representation, engines = EngineBackend.prepare(model_of(case)), []
+    for inputs, expected in data_of(case):
+        results = list(representation.run(inputs))
+        assert [y.dtype for y in results] == [y.dtype for y in expected]
+        assert [y.shape for y in results] == [y.shape for y in expected]
+        check(case, results, expected)
+        engines.append(representation.engine(inputs))
+    return engines
+
+
+def close(case: TestCase, results: Arrays, expected: Arrays) -> None:
+    """As ONNX's own runner asks for it."""
+    for result, wanted in zip(results, expected, strict=True):
+        rtol = max(case.rtol, ROUNDED.get(result.dtype.name, 0))
+        Runner.assert_similar_outputs([wanted], [result], rtol, case.atol)

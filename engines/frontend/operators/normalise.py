@@ -15,6 +15,7 @@ import numpy as np
 from onnx import TensorProto, helper
 
 from engines.errors import GraphError, UnknownTensorError
+from engines.ir.dtypes import is_rare
 from engines.ir.graph import Array, Dim, Node, TensorType
 from engines.ir.shapes import Extent, dim, fixed, normal_axis
 from engines.ops import op_of
@@ -180,15 +181,8 @@ def _variadic(call: Call) -> list[Node]:
 @rule("Cast", "CastLike")
 def _cast(call: Call) -> list[Node]:
     to = call.type(1).dtype if call.node.op == "CastLike" else dtype_of(call.attr("to"))
-    if is_rare(to) or is_rare(call.type().dtype):
-        raise Beyond(f"a cast of {call.type().dtype} to {to}")
-    call.ignore("saturate", "round_mode")       # they are about the types of eight bits and less
-    return [replace(node, op="Cast") for node in call.node_with(1, to=to.name)]
-
-
-def is_rare(dtype: np.dtype[Any]) -> bool:
-    """A type that NumPy does not have, but for bfloat16: floats of eight bits and fewer, integers of four and two."""
-    return dtype.isbuiltin != 1 and dtype.name != "bfloat16"
+    rounding = call.keep("saturate", "round_mode")      # of types of eight bits and fewer
+    return [replace(node, op="Cast") for node in call.node_with(1, to=to.name, **rounding if is_rare(to) else {})]
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
@@ -277,17 +271,16 @@ def _softmax(call: Call) -> list[Node]:
 def _quantised(call: Call) -> list[Node]:
     number, scale = call.attr("output_dtype", 0), call.type(1).dtype
     wanted = dtype_of(number) if number else None
-    kinds = [t.dtype for t in call.types if t is not None]
-    if any(map(is_rare, kinds)) or wanted and is_rare(wanted):
-        raise Beyond("a quantised type of which NumPy knows nothing")
     if call.node.op == "DequantizeLinear" and wanted and wanted != scale:
         raise Beyond(f"a result in another type than the scale's, {scale}")
     if call.attr("precision", 0):
         raise Beyond("a division in another precision than the input's")
     if (known := call.values[1]) is not None and not np.all(np.isfinite(known)):
         raise GraphError("its scale is no finite number")
-    call.ignore("saturate")         # of types of eight bits and fewer that are floats
     attrs: dict[str, Any] = call.keep("block_size")
+    saturate = call.keep("saturate")        # of floats of eight bits
+    if is_rare(call.type(2).dtype if call.has(2) else wanted or np.dtype(np.uint8)):
+        attrs |= saturate
     axis = call.attr("axis", 1)
     if call.type(1).shape not in ((), (1,)):
         attrs["axis"] = normal_axis(axis, call.rank)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from engines.ir.dtypes import memory_dtype
 from engines.ir.graph import BATCH, Dim, TensorType
 from engines.lowering.problems.view import Halo, View, dense_view
 from engines.plan.plan import TensorView
@@ -82,7 +83,7 @@ def with_items(view: View, items: int) -> View:
 
 
 def stored_dtype(tensor: TensorType) -> str:
-    """numpy's name of the dtype in memory; bool and small integers as they are, bfloat16 by its own name."""
+    """numpy's name of the dtype in memory; bool and small integers as they are, what numpy lacks by its own name."""
     return tensor.quant.dtype if tensor.quant else str(np.dtype(tensor.dtype).name)
 
 
@@ -121,8 +122,7 @@ def reshaped_strides(view: View, shape: Sequence[int]) -> tuple[int, ...] | None
 
 def strided(memory: Any, view: View, items: int) -> Any:
     """The tensor whose first byte is that of the memory, as a numpy array [items, *shape] over it."""
-    dtype = np.dtype("uint16" if view.dtype == "bfloat16" else view.dtype)
-    return np.ndarray((items, *view.shape), dtype, memory, 0, (view.item, *view.strides))
+    return np.ndarray((items, *view.shape), memory_dtype(view.dtype), memory, 0, (view.item, *view.strides))
 
 
 def buffer_bytes(storage: Storage, max_batch: int) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engines.ir.dtypes import memory_dtype
+from engines.ir.dtypes import RARE, memory_dtype
 
 # Bytes of an element of each dtype that a tensor may be stored in; the last ones only on the reference's steps.
 SIZES = {name: memory_dtype(name).itemsize for name in (
     "uint8", "int8", "bool", "int32", "int64", "float32", "float16", "bfloat16", "int16", "uint16", "uint32", "uint64",
-    "float64")}
+    "float64", *RARE)}
 FLOATS = ("uint8", "float32", "float16", "bfloat16")        # what a float tensor may be stored as
 
 

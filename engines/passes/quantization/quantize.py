@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from engines.errors import ConfigError
-from engines.ir.dtypes import FLOAT, bfloat16, is_float
+from engines.ir.dtypes import FLOAT, dtype_named, is_float
 from engines.ir.graph import Array, Graph, Node, QParams, TensorType
 from engines.passes.quantization.storage import classes, computes_by, is_image, reading, with_conversions
 from engines.passes.rewriting.editor import GraphEditor
@@ -86,7 +86,7 @@ def set_float_precision(graph: Graph, precision: str) -> Graph:
         raise ConfigError(f"'{precision}' is no float precision; those are {', '.join(FLOAT_PRECISIONS)}")
     if precision == "fp32":
         return graph
-    dtype = np.dtype(np.float16) if precision == "fp16" else bfloat16()
+    dtype = dtype_named("float16" if precision == "fp16" else "bfloat16")
     types = {name: replace(graph.types[name], dtype=dtype) for group in classes(graph) for name in group
              if graph.types[name].quant is None}
     graph = graph.rebuild(graph.nodes, types=types)

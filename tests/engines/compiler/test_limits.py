@@ -13,14 +13,12 @@ from engines.compiler.builder import BuildConfig, Builder
 from engines.errors import ConfigError, ModelError
 from tests.engines.compiler.small_models import assert_right, engine_of, node, small_model
 
-TYPES = ("FLOAT8E4M3FN", "FLOAT8E5M2", "INT4", "UINT4", "STRING")
 CONVOLUTION = small_model([node("Conv", "x w", "y")], {"x": ["n", 3, 64, 64]}, ["y"],
                           {"w": np.ones((16, 3, 1, 1), np.float32)})
 
 
-@pytest.mark.parametrize("name", TYPES)
-def test_a_tensor_of_a_type_that_no_plan_holds_is_refused_by_name(name: str) -> None:
-    nodes = [node("Cast", "x", "t", to=getattr(TensorProto, name)), node("Cast", "t", "y", to=TensorProto.FLOAT)]
+def test_a_tensor_of_a_type_that_no_plan_holds_is_refused_by_name() -> None:
+    nodes = [node("Cast", "x", "t", to=TensorProto.STRING), node("Cast", "t", "y", to=TensorProto.FLOAT)]
     with pytest.raises(ModelError, match=r"tensor 't', of node 'cast' \([a-z.]*Cast\), is of type \w+, which"):
         engine_of(small_model(nodes, {"x": ["n", 4]}, ["y"], opset=21))
 

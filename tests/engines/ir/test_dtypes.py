@@ -1,15 +1,20 @@
-"""bfloat16 by its bits agrees with ml_dtypes; which tensors kernels compute on as float32."""
+"""bfloat16 by its bits agrees with ml_dtypes; what numpy lacks is bits; which tensors kernels compute on as float32."""
 import ml_dtypes
 import numpy as np
 import pytest
 
 from engines.ir.dtypes import (
+    BITS,
     as_in_memory,
-    bfloat16,
+    as_named,
+    dtype_in_file,
+    dtype_named,
     from_bfloat16,
+    integer_limits,
     is_float,
     is_narrow,
     memory_dtype,
+    name_in_file,
     to_bfloat16,
 )
 from engines.ir.graph import TensorType
@@ -45,12 +50,32 @@ def test_shapes_stay() -> None:
 
 def test_bfloat16_is_in_memory_as_its_bits() -> None:
     assert memory_dtype("bfloat16") == np.uint16 and memory_dtype("float16") == np.float16
-    assert as_in_memory(np.ones(2, bfloat16())).tolist() == [0x3F80, 0x3F80]
+    assert as_in_memory(np.ones(2, dtype_named("bfloat16"))).tolist() == [0x3F80, 0x3F80]
     assert as_in_memory(np.ones(2, np.float16)).dtype == np.float16
 
 
 def test_floats_of_64_bits_and_integers_are_no_floats_to_kernels() -> None:
     types = {dtype.name: TensorType(dtype, ()) for dtype in
-             (bfloat16(), *map(np.dtype, ("float16", "float32", "float64", "int32")))}
+             (dtype_named("bfloat16"), *map(np.dtype, ("float16", "float32", "float64", "int32")))}
     assert [name for name, type_ in types.items() if is_float(type_)] == ["bfloat16", "float16", "float32"]
     assert [name for name, type_ in types.items() if is_narrow(type_)] == ["bfloat16", "float16"]
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_what_numpy_lacks_survives_memory_and_files(name: str) -> None:
+    kind = dtype_named(name)
+    array = np.arange(3).astype(kind)
+    bits = as_in_memory(array)
+    assert bits.dtype == memory_dtype(name) and as_named(bits, name).tobytes() == array.tobytes()
+    assert as_named(bits, name).dtype == dtype_in_file(name_in_file(kind)) == kind
+    assert (integer_limits(kind) is not None) == ("int" in name)
+
+
+def test_integers_have_limits() -> None:
+    assert [integer_limits(dtype_named(name)) for name in ("uint8", "int16", "int4", "uint4", "int2", "uint2")] == [
+        (0, 255), (-32768, 32767), (-8, 7), (0, 15), (-2, 1), (0, 3)]
+
+
+def test_a_file_names_no_dtype_of_objects() -> None:
+    with pytest.raises(ValueError, match="dtype O"):
+        dtype_in_file("O")

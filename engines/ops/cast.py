@@ -1,0 +1,60 @@
+"""One type of elements as another."""
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from engines.ir.dtypes import dtype_named, is_rare
+from engines.ir.graph import Array, Node
+from engines.ops.op import Stored
+from engines.ops.pointwise import Pointwise
+
+_LIMITS = {"float8_e4m3fn": 448, "float8_e4m3fnuz": 240, "float8_e5m2": 57344, "float8_e5m2fnuz": 57344}
+
+
+class Cast(Pointwise):
+    """To the dtype that `to` names. saturate: what is beyond a float8 is its greatest number, else infinite, or no
+    number where it has no infinity; round_mode: to which power of two float8_e8m0fnu goes, up, down or nearest."""
+    symbolic = True
+    stored = Stored.CONVERTED       # between floats; other dtypes are stored as they are
+
+    @classmethod
+    def result_dtype(cls, node: Node, dtypes: list[np.dtype[Any]]) -> np.dtype[Any]:
+        return dtype_named(node.attrs["to"])
+
+    @staticmethod
+    def formula(x: Array, to: str, saturate: int = 1, round_mode: str = "up") -> Array:
+        kind = dtype_named(to)
+        if x.dtype == object:
+            return np.asarray(np.frompyfunc(lambda v: _symbolic_cast(v, kind), 1, 1)(x), object)
+        if is_rare(x.dtype):
+            x = x.astype(np.float32)        # which has all their numbers
+        if to == "float8_e8m0fnu":
+            return _power_of_two(x.astype(np.float32), bool(saturate), round_mode).view(kind)
+        return narrowed(x, kind, bool(saturate))
+
+
+def narrowed(x: Array, kind: np.dtype[Any], saturate: bool) -> Array:
+    """x in another type; with `saturate` within what a float8 has."""
+    if saturate and (limit := _LIMITS.get(kind.name)):
+        x = np.clip(x, -limit, limit)
+    return x.astype(kind)
+
+
+def _power_of_two(x: Array, saturate: bool, mode: str) -> Array:
+    """The exponents of |x|, as float32 has them: those are all that float8_e8m0fnu holds."""
+    bits = x.view(np.uint32)
+    exponent, rest = bits >> 23 & 0xFF, bits & 0x7FFFFF
+    half = 0x400000
+    up = {"up": rest > 0, "down": np.zeros_like(rest, bool),
+          "nearest": (rest > half) | (rest == half) & (exponent > 0)}[mode]
+    rounded = np.minimum(exponent + up, 0xFE if saturate else 0xFF)
+    return np.where(exponent == 0xFF, exponent, rounded).astype(np.uint8)
+
+
+def _symbolic_cast(value: Any, kind: np.dtype[Any]) -> Any:
+    """Extents are integers in every dtype; numbers become Python's, so that a later division knows its kind."""
+    if not isinstance(value, int | float):
+        return value
+    return float(value) if kind.kind == "f" else int(value)

@@ -1,0 +1,90 @@
+"""How many of ONNX's own tests of tensors pass, and how many of these are compiled whole: without a step by reference.
+
+    python -m tests.conformance.census                          # counts, and what runs by reference, by operator
+    python -m tests.conformance.census --match "test_reduce*"
+    python -m tests.conformance.census --write                  # the counts into docs/ops.md
+"""
+import argparse
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from benchmarks.reports.document import markdown_table, write_section
+from engines.errors import CompilerFault, EngineError
+from tests.conformance.cases import cases, close, is_about_tensors, listed, model_of, run
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "ops.md"
+COMPILED, REFERENCE, RANDOM, REFUSED, WRONG = (
+    "compiled whole", "with steps by reference", "random: right in type and shape", "refused", "wrong")
+PASSING = (COMPILED, REFERENCE, RANDOM)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """by_reference: (operator, why there is no kernel) of each such step; reason: why a test does not pass."""
+    outcome: str
+    by_reference: frozenset[tuple[str, str]] = field(default_factory=frozenset)
+    reason: str = ""
+
+
+def judged(name: str) -> Verdict:
+    entry = listed(name)
+    random = entry is not None and entry.outcome == "random"
+    try:
+        engines = run(name, (lambda *_: None) if random else close)
+    except (CompilerFault, AssertionError) as error:
+        return Verdict(WRONG, reason=f"{type(error).__name__}: {error}".strip().splitlines()[0])
+    except EngineError as error:
+        return Verdict(REFUSED, reason=entry.reason if entry else str(error))
+    steps = frozenset((str(step.fallback.node["op"]), step.reason) for engine in engines
+                      for step in engine.plan.machine.steps if step.fallback)
+    return Verdict(RANDOM if random else REFERENCE if steps else COMPILED, steps)
+
+
+def census(match: str = "*") -> dict[str, Verdict]:
+    """By name of the test."""
+    return {name: judged(name) for name, case in cases().items()
+            if fnmatchcase(name, match) and is_about_tensors(model_of(case))}
+
+
+def counts(verdicts: dict[str, Verdict]) -> str:
+    """What docs/ops.md has: the counts, and the families that do not pass."""
+    found, total = Counter(verdict.outcome for verdict in verdicts.values()), len(verdicts)
+    passing = sum(found[outcome] for outcome in PASSING)
+    rows = [("pass", passing), *((f"... {outcome}", found[outcome]) for outcome in PASSING),
+            ("all tests of tensors", total)]
+    refused = Counter(verdict.reason for verdict in verdicts.values() if verdict.outcome not in PASSING)
+    return "\n\n".join((
+        markdown_table(("tests", "number", "share"),
+                       [(what, count, f"{100 * count / max(total, 1):.1f} %") for what, count in rows]),
+        markdown_table(("why others do not pass", "number"), refused.most_common())))
+
+
+def by_operator(verdicts: dict[str, Verdict]) -> str:
+    """The operators that run by reference, why, and in how many tests; two of these each."""
+    tests: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, verdict in verdicts.items():
+        for step in verdict.by_reference:
+            tests[step].append(name)
+    return "\n".join(f"{len(names):4} {op}: {reason} ({', '.join(names[:2])})"
+                     for (op, reason), names in sorted(tests.items(), key=lambda item: (-len(item[1]), item[0])))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("tests.conformance.census", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--match", default="*", metavar="PATTERN", help="only tests of such names")
+    parser.add_argument("--write", action="store_true", help="the counts into docs/ops.md")
+    options = parser.parse_args()
+    verdicts = census(options.match)
+    print(counts(verdicts), by_operator(verdicts), sep="\n\n")
+    for name, verdict in verdicts.items():
+        if verdict.outcome == WRONG or verdict.outcome == REFUSED and not listed(name):
+            print(f"{name}: {verdict.reason}")
+    if options.write:
+        write_section("conformance", counts(verdicts), DOCUMENT)
+
+
+if __name__ == "__main__":
+    main()
