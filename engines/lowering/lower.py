@@ -9,7 +9,7 @@ from engines.ir.shapes import is_empty
 from engines.lowering import rules  # noqa: F401  (fills RULES)
 from engines.lowering.calls.aliasing import VIEWS, Aliasing
 from engines.lowering.calls.calls import RULES, AnyCall, Call, Context, FallbackCall, Refused
-from engines.lowering.calls.placement import batch_axis
+from engines.lowering.calls.placement import ITEMS, batch_axis, has_batch
 from engines.lowering.rules.copies import copy_call
 
 
@@ -79,7 +79,7 @@ def _gather_parts(ctx: Context, node: Node) -> Iterator[Call]:
     """Concat: the inputs that do not already lie in their part of the output are copied there."""
     output = ctx.placements[node.outputs[0]]
     axis = node.attrs["axis"] % len(ctx.type(node.outputs[0]).shape) - 1
-    if axis < 0:
+    if axis == ITEMS and has_batch(ctx.type(node.outputs[0])):
         raise Refused("Concat along the batch axis")
     quant, start = ctx.type(node.outputs[0]).quant, 0
     for name in node.inputs:

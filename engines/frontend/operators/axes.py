@@ -149,7 +149,11 @@ def _slice(call: Call) -> list[Node]:
     ends = [FAR if isinstance(e, Extent) and e == extent(shape[a]) else e for e, a in zip(ends, axes, strict=True)]
     if any(isinstance(v, Extent) for v in (*starts, *ends)):
         raise GraphError("it cuts at a place that depends on the batch")
-    return call.node_with(1, axes=axes, starts=tuple(map(int, starts)), ends=tuple(map(int, ends)), steps=cut_steps)
+    cuts = [(axis, int(start), int(end), step) for axis, start, end, step in zip(axes, starts, ends, cut_steps,
+                                                                                 strict=True)
+            if (start, step) != (0, 1) or end < FAR]        # exporters list the axes that they take whole, too
+    axes, starts, ends, cut_steps = zip(*cuts, strict=True) if cuts else ((), (), (), ())
+    return call.node_with(1, axes=axes, starts=starts, ends=ends, steps=cut_steps)
 
 
 @rule("Pad")

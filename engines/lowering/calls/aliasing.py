@@ -17,10 +17,12 @@ from engines.errors import ModelError
 from engines.ir.graph import BATCH, Graph, Node, TensorType
 from engines.lowering.calls.halos import halo_of_pad, halo_wanted
 from engines.lowering.calls.placement import (
+    ITEMS,
     NO_BUFFER,
     Placement,
     Storage,
     batch_axis,
+    has_batch,
     item_shape,
     items_of,
     reshaped,
@@ -78,12 +80,12 @@ class Aliasing:
                 wanted[name] = wanted.get(name, Halo()) | halo
         return wanted
 
-    def _alike(self, a: str, b: str) -> bool:
-        """Stored alike, the items leading: one may be a part of the other."""
-        types = self.graph.types
-        return (types[a].quant == types[b].quant and stored_dtype(types[a]) == stored_dtype(types[b])
-                and items_of(types[a]) == items_of(types[b])
-                and not batch_axis(types[a]) and not batch_axis(types[b]))
+    def _alike(self, a: str, b: str, cut: int = 0) -> bool:
+        """Stored alike, the items leading: one may be a part of the other, by a cut of this axis of the item."""
+        one, other = self.graph.types[a], self.graph.types[b]
+        return ((one.quant, stored_dtype(one)) == (other.quant, stored_dtype(other))
+                and (items_of(one) == items_of(other) or cut == ITEMS and not has_batch(one) and not has_batch(other))
+                and not batch_axis(one) and not batch_axis(other))
 
     def _see_views(self, node: Node) -> None:
         if node.op not in VIEWS or node.inputs[0] in self.graph.constants:
@@ -95,14 +97,13 @@ class Aliasing:
         if node.op == "Reshape":
             self._see_reshape(node)
             return
-        if not all(self._alike(source, output) for output in node.outputs):
-            return
         cuts = cuts_of(node, types[source], [types[o] for o in node.outputs])
         for output, cut in zip(node.outputs, cuts, strict=True):
             rank = len(types[source].shape) - 1
-            moves_rows = any(axis < rank - 1 for axis, *_ in cut or ())
+            moves_rows = any(ITEMS < axis < rank - 1 for axis, *_ in cut or ())
             strided = any(axis == rank - 1 and step != 1 for axis, _, _, step in cut or ())
-            if cut is not None and not strided and not (moves_rows and self._wanted.get(output)):
+            alike = self._alike(source, output, min((axis for axis, *_ in cut or ()), default=0))
+            if cut is not None and alike and not strided and not (moves_rows and self._wanted.get(output)):
                 self._parent[output] = _Inside(source, cuts=tuple(cut))
 
     def _see_reshape(self, node: Node) -> None:
@@ -147,11 +148,13 @@ class Aliasing:
         output, types = node.outputs[0], self.graph.types
         rank = len(types[output].shape)
         axis = node.attrs["axis"] % rank - 1
+        if axis == ITEMS and has_batch(types[output]):
+            return
         start = 0
         for name in node.inputs:
-            extent = int(types[name].shape[axis + 1]) if axis >= 0 else 0
-            free = (axis >= 0 and name in self.graph.producer and name not in self._parent
-                    and self._alike(name, output) and (axis == rank - 2 or not self._wanted.get(name))
+            extent = int(types[name].shape[axis + 1])
+            free = (name in self.graph.producer and name not in self._parent
+                    and self._alike(name, output, axis) and (axis in (ITEMS, rank - 2) or not self._wanted.get(name))
                     and node.inputs.count(name) == 1)
             if free:
                 self._parent[name] = _Inside(output, cuts=((axis, start, start + extent, 1),))
@@ -259,11 +262,11 @@ def _check_dtypes(graph: Graph) -> None:
 
 
 def cuts_of(node: Node, source: TensorType, outputs: list[TensorType]) -> list[list[tuple[int, int, int, int]] | None]:
-    """For each output of a Split or Slice its cuts in the item, or None where it is no view."""
+    """For each output of a Split or Slice its cuts in the item, or of ITEMS, or None where it is no view."""
     rank = len(source.shape)
     if node.op == "Split":
         axis = node.attrs.get("axis", 0) % rank
-        if axis == 0:
+        if axis == 0 and has_batch(source):
             return [None] * len(outputs)
         result: list[list[tuple[int, int, int, int]] | None] = []
         start = 0
@@ -276,7 +279,7 @@ def cuts_of(node: Node, source: TensorType, outputs: list[TensorType]) -> list[l
     cut: list[tuple[int, int, int, int]] = []
     for axis, start, step in zip(axes, starts, steps, strict=True):
         axis %= rank
-        if axis == 0 or step < 1:
+        if axis == 0 and has_batch(source) or step < 1:
             return [None]
         extent = int(source.shape[axis])
         start = min(max(start + extent if start < 0 else start, 0), extent)

@@ -13,6 +13,7 @@ from engines.lowering.problems.view import Halo, View, dense_view
 from engines.plan.plan import TensorView
 
 NO_BUFFER = -1
+ITEMS = -1          # as an axis of an item: the axis before them, where it is no batch
 SLACK = 128         # bytes past every buffer that a kernel may read (never use): the end of its last vector
 
 
@@ -36,7 +37,10 @@ class Placement:
     constant: str = ""          # the constant's name
 
     def part(self, axis: int, start: int, stop: int, step: int = 1) -> Placement:
-        """Indices start, start + step, ... below stop of an axis of the item."""
+        """Indices start, start + step, ... below stop of an axis of the item, or of ITEMS."""
+        if axis == ITEMS:
+            offset, item = self.offset + start * self.view.item, self.view.item * step
+            return replace(self, offset=offset, items=-(-(stop - start) // step), view=replace(self.view, item=item))
         shape, strides = list(self.view.shape), list(self.view.strides)
         shape[axis] = -(-(stop - start) // step)
         offset = self.offset + start * strides[axis]
@@ -59,6 +63,11 @@ class Placement:
 def items_of(tensor: TensorType) -> Dim:
     """BATCH if the tensor has that axis; else the leading extent, or 1 for a scalar."""
     return BATCH if BATCH in tensor.shape else tensor.shape[0] if tensor.shape else 1
+
+
+def has_batch(tensor: TensorType) -> bool:
+    """Whether an extent depends on the batch."""
+    return not all(isinstance(extent, int) for extent in tensor.shape)
 
 
 def batch_axis(tensor: TensorType) -> int:

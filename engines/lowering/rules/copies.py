@@ -25,7 +25,7 @@ def lower_cut(ctx: Context, node: Node) -> Sequence[Call]:
     cuts = cuts_of(node, ctx.type(source), [ctx.type(output) for output in node.outputs])
     for output, cut in zip(node.outputs, cuts, strict=True):
         if cut is None:
-            raise Refused(f"{node.op} of the leading axis, or backwards")
+            raise Refused(f"{node.op} of the axis of the batch, or backwards")
         if not ctx.placements.is_view(output, source):
             placement = ctx.placements[source]
             for part in cut:

@@ -8,12 +8,13 @@ from engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Va
 
 
 class GatherOfOne(Rule):
-    """Not of the leading axis, which is the items'; not of the last, whose elements a view must keep together."""
+    """Not of the batch, which is never cut; not of the last axis, whose elements a view must keep together."""
     pattern = P("Gather", Value("x"), Constant("index"))
 
     def check(self, match: Match) -> bool:
-        rank, axis = len(match.shape(match.value("x"))), match.root.attrs.get("axis", 0)
-        return match.constant("index").ndim == 0 and 0 < axis % rank < rank - 1
+        shape = match.shape(match.value("x"))
+        axis = match.root.attrs.get("axis", 0) % len(shape)
+        return match.constant("index").ndim == 0 and axis < len(shape) - 1 and isinstance(shape[axis], int)
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         shape = match.shape(match.value("x"))

@@ -101,6 +101,25 @@ CASES: dict[str, tuple[str, str, int, str, dict[str, tuple[int, ...]]]] = {
         "float[N,6,4,9] x", "float[N,9,6] y", 18, """
         image = Conv<kernel_shape = [1,1]>(x, weight)  last = Transpose<perm = [0,2,3,1]>(image)
         axis = Constant<value = int64[1] {1}>()  y = ReduceMean<keepdims = 0>(last, axis)""", {"weight": (6, 6, 1, 1)}),
+    "a cut that names the batch and takes it whole, as keras2onnx writes": (
+        "float[N,9,6] x", "float[N,4,6] y", 12, """
+        first = Constant<value = int64[2] {0,5}>()  end = Constant<value = int64[2] {9223372036854775807,9}>()
+        axes = Constant<value = int64[2] {0,1}>()  part = Slice(x, first, end, axes)  y = Relu(part)""", {}),
+    "states of layers in one tensor, taken apart and put together": (
+        "float[4,1,6] h, float[7,1,6] x", "float[6,1,6] y", 17, """
+        zero = Constant<value = int64 {0}>()  axis = Constant<value = int64[1] {0}>()
+        sizes = Constant<value = int64[2] {1,3}>()  a, rest = Split<axis = 0>(h, sizes)
+        first = Constant<value = int64[1] {1}>()  end = Constant<value = int64[1] {7}>()
+        two = Constant<value = int64[1] {2}>()  odd = Slice(x, first, end, axis, two)
+        b = Gather<axis = 0>(rest, zero)  whole = Unsqueeze(b, axis)  c = Tanh(whole)  d = Add(a, c)
+        sums = Add(odd, rest)  e = Relu(sums)  f = Concat<axis = 0>(d, e, h)
+        start = Constant<value = int64[1] {-7}>()  last = Constant<value = int64[1] {-1}>()
+        y = Slice(f, start, last, axis)""", {}),
+    "pictures of a fixed batch, with padding around the one half": (
+        "float[2,6,5,5] x", "float[2,6,5,5] y", 17, """
+        image = Conv<kernel_shape = [1,1]>(x, w)  a, b = Split<axis = 0>(image, ones)
+        c = Conv<kernel_shape = [3,3], pads = [1,1,1,1]>(a, v)  y = Concat<axis = 0>(b, c)""",
+        {"w": (6, 6, 1, 1), "v": (6, 6, 3, 3), "ones": (2,)}),
 }
 
 
@@ -110,7 +129,8 @@ def model_of(case: tuple[str, str, int, str, dict[str, tuple[int, ...]]]) -> onn
         f'<ir_version: 10, opset_import: ["" : {opset}]> m ({inputs}) => ({output}) {{ {nodes} }}')
     random = np.random.default_rng(0)
     for name, shape in constants.items():
-        array = random.integers(0, 16, shape) if name == "index" else random.standard_normal(shape).astype(np.float32)
+        array = (random.integers(0, 16, shape) if name == "index" else np.ones(shape, np.int64) if name == "ones" else
+                 random.standard_normal(shape).astype(np.float32))
         model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
     return model
 
