@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import onnx
 
+from benchmarks.zoo import ZOO, images
 from calibration.data.items import CalibrationData
 from calibration.data.preprocess import load_preprocess
 from calibration.open_data import open_calibration_data
@@ -20,7 +21,6 @@ from engines.compiler.builder import BuildConfig, Builder
 from engines.ir.graph import Array
 from engines.plan.plan import IoTensor
 from infer_server.cli.common import parse_shape
-from tests.zoo import ZOO, images
 
 CALIBRATION_ITEMS = 32      # of random pictures, where no data is given
 

@@ -1,6 +1,6 @@
 """Inference against OpenVINO and ONNX Runtime, each by its fastest build of the model (benchmarks/runtimes/builds.py).
 
-    python -m benchmarks.peers mobilenet_v2 resnet50                    # of tests/zoo: INT8, batch 1, one thread
+    python -m benchmarks.peers mobilenet_v2 resnet50                    # of benchmarks/zoo: INT8, batch 1, one thread
     python -m benchmarks.peers m.onnx --calib photos/ --batch 1,8 --threads 1,2 --precision int8,bf16,fp32 --write
     python -m benchmarks.peers a.onnx b.onnx --calib a=a.npz --calib b=calib.py:items --cache built --prepare
 
@@ -50,7 +50,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
     parser = argparse.ArgumentParser("benchmarks.peers", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="a name of tests/zoo, or an ONNX file")
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="a name of benchmarks/zoo, or an ONNX file")
     parser.add_argument("--precision", type=precisions, default=["int8"], metavar="P,...", help=", ".join(PRECISIONS))
     parser.add_argument("--batch", type=numbers, default=[1], metavar="N,...")
     parser.add_argument("--threads", type=numbers, default=[1], metavar="N,...")

@@ -128,7 +128,7 @@ def section(points: list[Point], options: argparse.Namespace) -> str:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("benchmarks.serving", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="resnet50", metavar="NAME|FILE", help="of tests/zoo, or an ONNX file")
+    parser.add_argument("--model", default="resnet50", metavar="NAME|FILE", help="of benchmarks/zoo, or an ONNX file")
     parser.add_argument("--precision", default="int8", choices=("int8", "fp32", "fp16", "bf16"))
     parser.add_argument("--threads", type=int, default=1, help="of the engine, served and alone")
     parser.add_argument("--max-batch", type=int, default=32)

@@ -8,9 +8,9 @@ import numpy as np
 import onnx
 import pytest
 
+from benchmarks.zoo.pictures import probe_items
+from benchmarks.zoo.statistics import measure
 from tests.zoo import TINY, ZOO, images, images_for, run_onnx
-from tests.zoo.builder import probe_items
-from tests.zoo.statistics import measure
 from tests.zoo.variants import save_with_external_data, with_constant_nodes, with_initializers_as_inputs
 
 EVERY = pytest.mark.parametrize("name", TINY)

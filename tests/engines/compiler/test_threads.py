@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.zoo.sequences.transformers import vit
 from engines.backends.llvm.runtime.abi import ChunkRow, StageRow
 from engines.backends.llvm.runtime.chunks import Schedule, make_schedule
 from engines.backends.llvm.runtime.execution import Arena, LoadedPlan
@@ -18,7 +19,6 @@ from tests.engines.compiler.recurrent_models import sequences_for
 from tests.engines.compiler.test_recurrent_models import engine_of as recurrent_engine
 from tests.engines.compiler.zoo_engines import engine_of
 from tests.zoo import TINY, images_for
-from tests.zoo.transformers import vit
 
 BATCH, WORKERS = 2, 3
 STEP_US = 1000.0        # as if every step took so long: all are cut as finely as they can be

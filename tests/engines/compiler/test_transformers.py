@@ -8,12 +8,12 @@ import numpy as np
 import onnx
 import pytest
 
+from benchmarks.zoo.sequences.transformers import Style, recogniser, sentence_encoder, tokens, vit
 from calibration.workflow import Calibration
 from engines.compiler.build import build_engine
 from engines.runtime.engine import Engine
 from tests.engines.compiler.zoo_engines import MAX_BATCH, engine_of, fallbacks, relative_error
 from tests.zoo import images_for, run_onnx
-from tests.zoo.transformers import Style, recogniser, sentence_encoder, tokens, vit
 
 TOLERANCE = 1e-4        # of the largest value: float32 sums in another order
 ENCODERS: dict[str, dict[str, Any]] = {

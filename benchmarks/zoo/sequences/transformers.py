@@ -16,7 +16,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from tests.zoo.builder import Net, Tensor, architecture
+from benchmarks.zoo.architecture import architecture
+from benchmarks.zoo.builder import Net, Tensor
 
 VOCABULARY = 50
 LOWEST = float(np.finfo(np.float32).min)

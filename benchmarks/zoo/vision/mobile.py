@@ -2,7 +2,8 @@
 Le 2019), ShuffleNet v1 and v2 (Zhang et al. 2018; Ma et al. 2018)."""
 from __future__ import annotations
 
-from tests.zoo.builder import Net, Tensor, architecture
+from benchmarks.zoo.architecture import architecture
+from benchmarks.zoo.builder import Net, Tensor
 
 RESIDUAL_GAIN = 0.5
 

@@ -1,7 +1,8 @@
 """Networks that concatenate: GoogLeNet (Szegedy et al. 2015), Inception v3 (2016), DenseNet (Huang et al. 2017)."""
 from __future__ import annotations
 
-from tests.zoo.builder import Kernel, Net, Tensor, architecture
+from benchmarks.zoo.architecture import architecture
+from benchmarks.zoo.builder import Kernel, Net, Tensor
 
 # 1x1, 3x3 reduced, 3x3, 5x5 reduced, 5x5, pool projection: table 1 of the paper
 INCEPTIONS = {"3a": (64, 96, 128, 16, 32, 32), "3b": (128, 128, 192, 32, 96, 64), "4a": (192, 96, 208, 16, 48, 64),

@@ -12,7 +12,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from tests.zoo.oracle import run_onnx
+from benchmarks.zoo.oracle import run_onnx
 
 MINIMUM_VARIANCE = 1e-2     # of a channel that is dead on this data: dividing by less would blow up its noise
 

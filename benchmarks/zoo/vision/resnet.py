@@ -1,7 +1,8 @@
 """Residual networks: He et al. 2016, ResNeXt (Xie et al. 2017), RegNet (Radosavovic et al. 2020)."""
 from __future__ import annotations
 
-from tests.zoo.builder import Net, Tensor, architecture
+from benchmarks.zoo.architecture import architecture
+from benchmarks.zoo.builder import Net, Tensor
 
 RESIDUAL_GAIN = 0.5
 

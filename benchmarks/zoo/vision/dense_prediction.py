@@ -4,7 +4,8 @@ U-Net (Ronneberger et al. 2015), DeepLab v3 (Chen et al. 2017), ESPCN (Shi et al
 """
 from __future__ import annotations
 
-from tests.zoo.builder import Net, Tensor, architecture
+from benchmarks.zoo.architecture import architecture
+from benchmarks.zoo.builder import Net, Tensor
 
 
 @architecture(size=256)

@@ -2,7 +2,7 @@
 
 An architecture is a function from a Net and the image tensor to the output tensors, a line a layer:
 
-    @architecture(size=224)
+    @architecture(size=224)                             # architecture.py
     def plain(net, x):
         x = net.conv_bn_act(x, net.scaled(64), 3, stride=2, name="stem")
         return net.linear(net.flatten(net.global_avg_pool(x)), net.classes, name="fc")
@@ -17,18 +17,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
-
-from tests.zoo.statistics import measure
 
 Pads = int | tuple[int, int] | tuple[int, int, int, int]    # all sides | (rows, columns) | top, left, bottom, right
 Kernel = int | tuple[int, int]
@@ -371,62 +368,3 @@ class Net:
     def classify(self, x: Tensor, *, name: str = "fc") -> Tensor:
         """Global average pool, flatten, linear."""
         return self.linear(self.flatten(self.global_avg_pool(x)), self.classes, name=name)
-
-
-Describe = Callable[..., Tensor | dict[str, Tensor]]
-Architecture = Callable[..., onnx.ModelProto]
-
-
-def architecture(*, size: int, channels: int = 3) -> Callable[[Describe], Architecture]:
-    """Makes a description (Net, image) -> output or {name: output} a function that builds the model:
-
-    (width=1.0, size=size, classes=1000, opset=17, batch="N", seed=0, **options of the description) -> ModelProto
-    """
-    def decorate(describe: Describe) -> Architecture:
-        def build(width: float = 1.0, size: int = size, classes: int = 1000, opset: int = 17,
-                  batch: str | int = "N", seed: int = 0, **options: Any) -> onnx.ModelProto:
-            def draw(batch: str | int) -> onnx.ModelProto:
-                net = Net(describe.__name__, (channels, size, size), width=width, classes=classes, opset=opset,
-                          batch=batch, seed=seed)
-                outputs = describe(net, net.input, **options)
-                return net.model(outputs if isinstance(outputs, dict) else {"output": outputs})
-
-            statistics = measure(draw("N"), images(probe_items(size), channels, size, seed=seed))
-            model = draw(batch)
-            for initializer in model.graph.initializer:
-                if initializer.name in statistics:
-                    initializer.CopyFrom(numpy_helper.from_array(statistics[initializer.name], initializer.name))
-            return model
-
-        build.__name__, build.__doc__ = describe.__name__, describe.__doc__
-        return build
-    return decorate
-
-
-@cache
-def images(count: int, channels: int = 3, size: int = 224, seed: int = 0) -> NDArray[np.float32]:
-    """Normalised pictures with the 1/f spectrum of natural ones, float32 [count, channels, size, size], read-only.
-
-    Each has its own brightness, contrast and dominant scale, so that a network's answers differ from one to the next.
-    """
-    random = np.random.default_rng(seed + 1_000_003)
-    frequency = np.hypot(np.fft.fftfreq(size)[:, None], np.fft.rfftfreq(size)) + 1 / size
-    slope = random.uniform(0.6, 1.6, (count, 1, 1, 1))
-    noise = np.fft.rfft2(random.standard_normal((count, channels, size, size)))
-    pictures = np.fft.irfft2(noise / frequency ** slope, s=(size, size))
-    pictures /= pictures.std((1, 2, 3), keepdims=True)
-    pictures = pictures * random.uniform(0.4, 1.3, (count, 1, 1, 1)) + random.normal(0, 0.5, (count, channels, 1, 1))
-    result = np.clip(pictures, -2.2, 2.6).astype(np.float32)
-    result.flags.writeable = False
-    return result
-
-
-def probe_items(size: int) -> int:
-    """How many pictures batch normalisation statistics are measured on."""
-    return 64 if size <= 96 else 8
-
-
-def images_for(model: onnx.ModelProto, count: int = 8, seed: int = 0) -> NDArray[np.float32]:
-    """`images` of the channels and the size that a model of the zoo takes; a fixed batch wins over `count`."""
-    batch, channels, size, _ = (d.dim_value for d in model.graph.input[0].type.tensor_type.shape.dim)
-    return images(batch or count, channels, size, seed)

@@ -4,7 +4,8 @@ AlexNet (Krizhevsky 2014), VGG (Simonyan and Zisserman 2015), SqueezeNet (Iandol
 """
 from __future__ import annotations
 
-from tests.zoo.builder import Net, Tensor, architecture
+from benchmarks.zoo.architecture import architecture
+from benchmarks.zoo.builder import Net, Tensor
 
 
 def _vgg_features(net: Net, x: Tensor, depths: tuple[int, ...], normalised: bool) -> Tensor:

@@ -1,7 +1,8 @@
 """Small networks, each around one thing that breaks compilers."""
 from __future__ import annotations
 
-from tests.zoo.builder import Net, Tensor, architecture
+from benchmarks.zoo.architecture import architecture
+from benchmarks.zoo.builder import Net, Tensor
 
 ACTIVATIONS = ("relu", "relu6", "leaky", "prelu", "sigmoid", "tanh", "elu", "silu", "hardsigmoid",
                "hardswish_by_hardsigmoid", "hardswish_by_clip", "softplus", "mish", "gelu")

@@ -1,9 +1,10 @@
 """Detectors: YOLOv3-tiny, YOLOv5, NanoDet. Their outputs are the raw heads, reshaped to [batch, anchors, values]."""
 from __future__ import annotations
 
-from tests.zoo.builder import Net, Tensor, architecture
-from tests.zoo.mobile import shufflenet_unit
-from tests.zoo.resnet import RESIDUAL_GAIN
+from benchmarks.zoo.architecture import architecture
+from benchmarks.zoo.builder import Net, Tensor
+from benchmarks.zoo.vision.mobile import shufflenet_unit
+from benchmarks.zoo.vision.resnet import RESIDUAL_GAIN
 
 
 def _rows_of_anchors(net: Net, x: Tensor) -> Tensor:

@@ -1,0 +1,37 @@
+"""Pictures for random networks: noise with the spectrum of natural ones."""
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+
+@cache
+def images(count: int, channels: int = 3, size: int = 224, seed: int = 0) -> NDArray[np.float32]:
+    """Normalised pictures with the 1/f spectrum of natural ones, float32 [count, channels, size, size], read-only.
+
+    Each has its own brightness, contrast and dominant scale, so that a network's answers differ from one to the next.
+    """
+    random = np.random.default_rng(seed + 1_000_003)
+    frequency = np.hypot(np.fft.fftfreq(size)[:, None], np.fft.rfftfreq(size)) + 1 / size
+    slope = random.uniform(0.6, 1.6, (count, 1, 1, 1))
+    noise = np.fft.rfft2(random.standard_normal((count, channels, size, size)))
+    pictures = np.fft.irfft2(noise / frequency ** slope, s=(size, size))
+    pictures /= pictures.std((1, 2, 3), keepdims=True)
+    pictures = pictures * random.uniform(0.4, 1.3, (count, 1, 1, 1)) + random.normal(0, 0.5, (count, channels, 1, 1))
+    result = np.clip(pictures, -2.2, 2.6).astype(np.float32)
+    result.flags.writeable = False
+    return result
+
+
+def probe_items(size: int) -> int:
+    """How many pictures batch normalisation statistics are measured on."""
+    return 64 if size <= 96 else 8
+
+
+def images_for(model: onnx.ModelProto, count: int = 8, seed: int = 0) -> NDArray[np.float32]:
+    """`images` of the channels and the size that a model of the zoo takes; a fixed batch wins over `count`."""
+    batch, channels, size, _ = (d.dim_value for d in model.graph.input[0].type.tensor_type.shape.dim)
+    return images(batch or count, channels, size, seed)
