@@ -18,22 +18,20 @@ from onnx import helper, inliner, numpy_helper
 from engines.errors import ModelError, PlanCorruptError
 from engines.frontend.inputs import Declared, Value, constant_inputs, extents_of
 from engines.frontend.names import check_names
-from engines.frontend.opsets import current
+from engines.frontend.opsets import check_opset
 from engines.ir.graph import Array, Dim
 
 
 @dataclass(frozen=True, eq=False)
 class OnnxModel:
-    """A model without functions, in an opset that the importer reads.
+    """A model without functions, in an opset that the importer knows.
 
     proto       the model without its initialisers; nobody changes it
     weights     these, by name
-    notices     what the user should know of how it was read
     """
     name: str
     proto: onnx.ModelProto
     weights: Mapping[str, Array]
-    notices: tuple[str, ...] = ()
 
     @property
     def inputs(self) -> tuple[onnx.ValueInfoProto, ...]:
@@ -71,15 +69,15 @@ Model = str | Path | bytes | onnx.ModelProto | OnnxModel        # a file, its co
 
 def read_model(model: Model) -> OnnxModel:
     """The model that a file or its content holds. Raises ModelError: none that can be read, or an opset that the onnx
-    package does not know or cannot convert."""
+    package does not know."""
     if isinstance(model, OnnxModel):
         return model
     proto, name = _load(model)
     check_names(name, proto.graph)
     if proto.functions:
         proto = inliner.inline_local_functions(proto)
-    proto, notice = current(name, proto)
-    return OnnxModel(name, _without_initializers(proto), weights_of(name, proto.graph), (notice,) if notice else ())
+    check_opset(name, proto)
+    return OnnxModel(name, _without_initializers(proto), weights_of(name, proto.graph))
 
 
 def weights_of(model: str, graph: onnx.GraphProto) -> dict[str, Array]:

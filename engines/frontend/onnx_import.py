@@ -22,12 +22,15 @@ from engines.frontend.operators import (  # noqa: F401  (they fill the tables)
     composed,
     contrib,
     images,
+    losses,
     ml,
+    older,
     quantised,
+    signals,
 )
 from engines.frontend.operators.extension import EXTENSIONS, STANDARD
 from engines.frontend.operators.normalise import RULES, Beyond, Call, normalise
-from engines.frontend.opsets import OLDEST_OPSET
+from engines.frontend.opsets import UNSAID_OPSET
 from engines.frontend.refusals import domain_of, refuse, schema_for
 from engines.frontend.schema import Schema, check_types, same_as_default, schema_of
 from engines.frontend.trace import Trace
@@ -54,14 +57,12 @@ def graph_from_onnx(model: Model, *,
     constants: inputs that have this value in every run; the graph has no such input. notices: takes what the user
     should know of the import.
 
-    Raises ModelError: no readable ONNX model, an opset that the onnx package does not know or cannot convert,
+    Raises ModelError: no readable ONNX model, an opset that the onnx package does not know,
     operators that nobody can evaluate (all are listed), a symbolic extent without a value, or a node whose attributes
     or inputs do not fit. UnknownValueError: shapes follow from the values of inputs, which `constants` could tell.
     """
     source = read_model(model)
     name = source.name
-    if notices is not None:
-        notices.extend(source.notices)
     opsets = {domain_of(entry): entry.version for entry in source.proto.opset_import}
     refuse(name, source.proto.graph, opsets)
     source = source.with_constants(constants or {})
@@ -157,11 +158,11 @@ def _add_branch(file: _File, trace: Trace, branch: onnx.GraphProto, node: Node) 
 def _canonical(file: _File, trace: Trace, proto: onnx.NodeProto, node: Node) -> Iterator[Node]:
     """The canonical nodes of one that meets its schema, one by one: what those before it make is in the trace."""
     model, domain = file.model, domain_of(proto)
-    opset = file.opsets.get(domain, OLDEST_OPSET)
+    opset = file.opsets.get(domain, UNSAID_OPSET)
     schema = schema_for(proto, opset)
     assert schema is not None, "refused before"
     if (domain, node.op) not in EXTENSIONS or not domain and onnx.defs.has(node.op, opset):
-        yield from _of_one(model, trace, schema, node, opset, domain)
+        yield from _of_one(file, trace, schema, node, opset, domain)
         return
     call = _call(trace, schema, node, opset)
     try:
@@ -174,13 +175,13 @@ def _canonical(file: _File, trace: Trace, proto: onnx.NodeProto, node: Node) -> 
         return
     if lost := _lost(call, schema):
         raise GraphError(f"it is not supported with {', '.join(f'{name} = {node.attrs[name]}' for name in lost)}")
-    file.notices.extend(f"{model}: {describe(node)}: {notice}" for notice in call.notices)
+    _notify(file, call)
     for part in written:
         standard = schema_of(part.op, STANDARD)
-        yield from [part] if standard is None else _of_one(model, trace, standard, part, STANDARD)
+        yield from [part] if standard is None else _of_one(file, trace, standard, part, STANDARD)
 
 
-def _of_one(model: str, trace: Trace, schema: Schema, node: Node, opset: int, domain: str = "") -> Sequence[Node]:
+def _of_one(file: _File, trace: Trace, schema: Schema, node: Node, opset: int, domain: str = "") -> Sequence[Node]:
     """The canonical nodes of one; or the node as it is, for the onnx package, where it says more than these could."""
     call = _call(trace, schema, node, opset)
     reason = "there is no operator of our own"
@@ -188,12 +189,17 @@ def _of_one(model: str, trace: Trace, schema: Schema, node: Node, opset: int, do
         try:
             made = normalise(call)
             if not (lost := _lost(call, schema)):
+                _notify(file, call)
                 return made
             reason = f"our own has no {' and '.join(lost)}"
         except Beyond as beyond:
             reason = f"our own is not for {beyond}"
-    log.info(_BY_ONNX, model, node.op, node.name, reason)
+    log.info(_BY_ONNX, file.model, node.op, node.name, reason)
     return [as_onnx(node, opset, domain)]
+
+
+def _notify(file: _File, call: Call) -> None:
+    file.notices.extend(f"{file.model}: {describe(call.node)}: {notice}" for notice in call.notices)
 
 
 def _call(trace: Trace, schema: Schema, node: Node, opset: int) -> Call:

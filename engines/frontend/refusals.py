@@ -10,7 +10,7 @@ from engines.errors import GraphError, ModelError
 from engines.frontend.branches import is_if
 from engines.frontend.operators.extension import EXTENSIONS
 from engines.frontend.operators.normalise import RULES
-from engines.frontend.opsets import OLDEST_OPSET
+from engines.frontend.opsets import UNSAID_OPSET
 from engines.frontend.schema import Schema, check_node, schema_of
 from engines.ops import OPS
 
@@ -65,7 +65,7 @@ def _misfits(graph: onnx.GraphProto, opsets: Mapping[str, int]) -> Iterator[str]
     for node in graph.node:
         if is_if(node) or not _is_known(node):
             continue
-        opset = opsets.get(domain_of(node), OLDEST_OPSET)
+        opset = opsets.get(domain_of(node), UNSAID_OPSET)
         schema = schema_for(node, opset)
         try:
             if schema is None:

@@ -37,6 +37,7 @@ WORDS: Mapping[str, Collection[str]] = {
     "GRU.direction": _DIRECTIONS,
     "Gelu.approximate": ("none", "tanh"),
     "LSTM.direction": _DIRECTIONS,
+    "NegativeLogLikelihoodLoss.reduction": ("none", "sum", "mean"),
     "Pad.mode": ("constant", "reflect", "edge", "wrap"),
     "RNN.direction": _DIRECTIONS,
     "padding_mode": ("zeros", "border", "reflection"),
@@ -46,6 +47,7 @@ WORDS: Mapping[str, Collection[str]] = {
     "Resize.keep_aspect_ratio_policy": ("stretch", "not_larger", "not_smaller"),
     "Resize.mode": ("nearest", "linear", "cubic"),
     "Resize.nearest_mode": ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil"),
+    "SoftmaxCrossEntropyLoss.reduction": ("none", "sum", "mean"),
     "SpaceToDepth.mode": ("DCR", "CRD"),
     "Upsample.mode": ("nearest", "linear", "bilinear"),
 }

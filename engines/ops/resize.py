@@ -80,8 +80,10 @@ def coordinates(node: Node, axis: int, size: int, out: int, scale: float) -> Arr
     mode = node.attrs.get("coordinate_transformation_mode", "half_pixel")
     if mode == "asymmetric":
         return i / scale
-    if mode == "align_corners":
-        return i * (size - 1) / (out - 1) if out > 1 else i * 0
+    if mode == "align_corners":     # a last pixel of which there is a part only is not at the corner
+        exact = scale * size
+        last = (out if abs(exact - out) < 1e-6 * out else exact) - 1
+        return i * (size - 1) / last if last > 0 else i * 0
     if mode == "tf_crop_and_resize":
         roi = node.attrs["roi"]
         start, end = float(roi[axis]), float(roi[axis + len(roi) // 2])

@@ -21,6 +21,16 @@ def _swish(call: Call) -> list[Node]:
     return w.finish("Mul", x, w("Sigmoid", w("Mul", x, w.constant(np.array(alpha, call.type().dtype)))))
 
 
+@rule("SwiGLU")
+def _swiglu(call: Call) -> list[Node]:
+    """swish(a) * b"""
+    alpha, w, (gate, value) = call.attr("alpha", 1.0), Parts(call), call.node.inputs
+    if alpha == 1:
+        return w.finish("Mul", w("Swish", gate), value)
+    sigmoid = w("Sigmoid", w("Mul", gate, w.constant(np.array(alpha, call.type().dtype))))
+    return w.finish("Mul", w("Mul", gate, sigmoid), value)
+
+
 @rule("GroupNormalization")
 def _group_normalization(call: Call) -> list[Node]:
     """The channels of a group are one line of an instance norm. Before opset 21 scale and bias are per group."""

@@ -116,6 +116,8 @@ def _grid_sample(call: Call) -> list[Node]:
 @rule("Upsample")
 def _upsample(call: Call) -> list[Node]:
     scales = call.attr("scales") or call.value(1)
+    if (height := call.attr("height_scale")):       # before opset 7
+        scales = (1.0, 1.0, height, call.attr("width_scale"))
     mode = call.attr("mode", "nearest")
     return [replace(node, op="Resize") for node in call.node_with(
         1, scales=tuple(scales or ()), mode="linear" if mode in ("linear", "bilinear") else mode,
@@ -153,8 +155,8 @@ def _resize(call: Call) -> list[Node]:
     factors = dict(zip(axes, scales or [], strict=True))
     exact = [factors.get(i, 1.0) * size for i, size in enumerate(shape) if isinstance(size, int)]
     if attrs["coordinate_transformation_mode"] == "align_corners" and any(size != round(size) for size in exact):
-        raise GraphError("its scales make a fraction of a pixel, of which align_corners means one thing in ONNX and "
-                         "another in ONNX Runtime; give it sizes")
+        call.notices.append("its scales make a fraction of a pixel, of which align_corners means one thing in ONNX, as "
+                            "it is done here, and another in ONNX Runtime; give it sizes")
     return call.node_with(1, scales=tuple(float(factors.get(i, 1.0)) for i in range(len(shape))), **attrs)
 
 

@@ -1,4 +1,4 @@
-"""Every ONNX form of a node, from opset 9 on -> the one canonical form that engines.ops defines.
+"""Every ONNX form of a node -> the one canonical form that engines.ops defines.
 
 What an opset passes as a small constant input (axes, pads, sizes, bounds) becomes an attribute; what depends on shapes
 (auto_pad, -1 and 0 in targets, equal splits) is resolved; operators that are others in disguise (Dropout, Upsample,
@@ -99,6 +99,7 @@ class Beyond(Exception):
 
 Rule = Callable[[Call], list[Node]]
 RULES: dict[str, Rule] = {}
+OLDER: dict[str, tuple[int, Rule]] = {}         # the rule of opsets before that one, where it is another
 
 
 def rule(*ops: str) -> Callable[[Rule], Rule]:
@@ -110,7 +111,9 @@ def rule(*ops: str) -> Callable[[Rule], Rule]:
 
 def normalise(call: Call) -> list[Node]:
     """The canonical nodes. Raises GraphError: what the rule needs to know is not known, or makes no sense; Beyond."""
-    return RULES.get(call.node.op, _as_it_is)(call)
+    call.ignore("consumed_inputs")      # before opset 6: whose memory the result may take
+    before, older = OLDER.get(call.node.op, (0, _as_it_is))
+    return older(call) if call.opset < before else RULES.get(call.node.op, _as_it_is)(call)
 
 
 def _as_it_is(call: Call) -> list[Node]:
@@ -180,9 +183,14 @@ def _variadic(call: Call) -> list[Node]:
 
 @rule("Cast", "CastLike")
 def _cast(call: Call) -> list[Node]:
-    to = call.type(1).dtype if call.node.op == "CastLike" else dtype_of(call.attr("to"))
+    to = call.type(1).dtype if call.node.op == "CastLike" else _target(call.attr("to"))
     rounding = call.keep("saturate", "round_mode")      # of types of eight bits and fewer
     return [replace(node, op="Cast") for node in call.node_with(1, to=to.name, **rounding if is_rare(to) else {})]
+
+
+def _target(to: int | str) -> np.dtype[Any]:
+    """Before opset 6 it is a word."""
+    return dtype_of(TensorProto.DataType.Value(to.upper()) if isinstance(to, str) else to)
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
@@ -200,7 +208,7 @@ def dtype_of(number: int) -> np.dtype[Any]:
 @rule("Dropout")
 def _dropout(call: Call) -> list[Node]:
     """Without training nothing is dropped: the mask is true everywhere."""
-    call.ignore("ratio", "seed")
+    call.ignore("ratio", "seed", "is_test")
     ratio, training = call.value(1), call.value(2)
     if training and training[0] and (ratio is None or ratio[0]):
         raise GraphError("it is in training mode; export the model for inference")
@@ -230,7 +238,11 @@ def _lp_normalization(call: Call) -> list[Node]:
 def _batch_normalization(call: Call) -> list[Node]:
     if call.attr("training_mode", 0) or (len(call.node.outputs) > 1 and call.opset >= 14):
         raise GraphError("it is in training mode; export the model for inference")
-    call.ignore("momentum")         # of training
+    if not call.attr("spatial", 1):
+        raise GraphError("it normalises each pixel by its own numbers, which is not supported")
+    if len(call.node.outputs) > 1 and call.opset < 7:
+        raise GraphError("it is in training mode; export the model for inference")
+    call.ignore("momentum", "is_test")      # of training, of which the number of outputs tells
     return [replace(node, outputs=node.outputs[:1]) for node in call.node_with(5, epsilon=call.attr("epsilon", 1e-5))]
 
 
@@ -309,6 +321,7 @@ def _recurrent(call: Call) -> list[Node]:
         raise GraphError(f"clip is {call.attr('clip')}, which leaves nothing; it is above 0, or not there")
     if call.attr("hidden_size", size := fixed(call.type(2).shape)[-1]) != size:
         raise GraphError(f"hidden_size is {call.attr('hidden_size')}, but its weights are for {size}")
+    call.ignore("output_sequence")          # outputs that are not wanted have no name
     given = {key: iter(call.attr(key) or ()) for key in ("activation_alpha", "activation_beta")}
     # The given values are for those functions that have such a parameter, in their order.
     parameters = {key: tuple(float(next(given[key], PARAMETERS[name][i])) if len(PARAMETERS.get(name, ())) > i else 0.0

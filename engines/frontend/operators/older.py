@@ -1,0 +1,78 @@
+"""Forms of nodes that opsets before 9 have and later ones do not.
+
+Before opset 7 two operands meet where an attribute says: at their last axes, or the second one's first at `axis` of the
+first. What was renamed only (sizes that were attributes, a type as a word) is in the operator's own rule.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from engines.errors import GraphError
+from engines.frontend.operators.normalise import OLDER, Call, Rule, normalise
+from engines.frontend.operators.parts import Parts
+from engines.ir.graph import Node
+
+
+def older(*ops: str, before: int) -> Callable[[Rule], Rule]:
+    """The rule of these operators in opsets before that one."""
+    def register(function: Rule) -> Rule:
+        OLDER.update(dict.fromkeys(ops, (before, function)))
+        return function
+    return register
+
+
+@older("Add", "Sub", "Mul", "Div", "Pow", "And", "Or", "Xor", "Equal", "Greater", "Less", before=7)
+def _aligned(call: Call) -> list[Node]:
+    axis, shape = call.attr("axis"), call.type(1).shape
+    call.ignore("broadcast")        # what needs none says nothing else by it
+    if axis is None:
+        return call.node_with(2)
+    w = Parts(call)
+    behind = call.rank - len(shape) - axis % max(call.rank, 1)
+    if behind < 0:
+        raise GraphError(f"its second operand has {len(shape)} axes from axis {axis} on, of {call.rank}")
+    return w.finish(call.node.op, call.node.inputs[0],
+                    w("Reshape", call.node.inputs[1], shape=(*shape, *(1,) * behind)))
+
+
+@older("PRelu", before=7)
+def _of_channels(call: Call) -> list[Node]:
+    """A slope for all, or one for each channel."""
+    shape = call.type(1).shape
+    if shape in ((), (1,)) or len(shape) > 1 or call.rank < 3:
+        return call.node_with(2)
+    w = Parts(call)
+    return w.finish("PRelu", call.node.inputs[0],
+                    w("Reshape", call.node.inputs[1], shape=(*shape, *(1,) * (call.rank - 2))))
+
+
+@older("Tile", before=6)
+def _tiled(call: Call) -> list[Node]:
+    """Along one axis, so many times."""
+    (tiles,), (axis,) = call.ints(1) or (1,), call.ints(2) or (0,)
+    repeats = [1] * call.rank
+    repeats[axis] = tiles
+    return call.node_with(1, repeats=tuple(repeats))
+
+
+@older("Reshape", before=5)
+def _reshaped(call: Call) -> list[Node]:
+    shape = np.array(call.attr("shape", ()), np.int64)
+    name = f"{call.node.outputs[0]}.shape"
+    return normalise(replace(call, opset=5, node=replace(call.node, inputs=(call.node.inputs[0], name)),
+                             types=(call.types[0], None), values=(call.values[0], shape)))
+
+
+@older("Concat", before=4)
+def _joined(call: Call) -> list[Node]:
+    axis = call.attr("axis", 1)
+    return normalise(replace(call, opset=4, node=replace(call.node, attrs={"axis": axis})))
+
+
+@older("Pad", before=2)
+def _padded(call: Call) -> list[Node]:
+    pads = call.attr("paddings")
+    return normalise(replace(call, opset=2, node=replace(call.node, attrs={**call.node.attrs, "pads": pads})))

@@ -1,0 +1,131 @@
+"""Fourier transforms of a length that is known, as products with a table of sines and cosines.
+
+    y[k] = sum over t of x[t] e^(-2 pi i k t / n)       inverse: e^(+...), and 1 / n of it
+
+A complex number is the last axis, of two; a real one has one there. In a table, [n, parts, m, 2], is what each part of
+x[t] adds to each part of y[k]. A transform of windows that step along a signal is a convolution with it.
+"""
+from __future__ import annotations
+
+import numpy as np
+
+from engines.errors import GraphError
+from engines.frontend.operators.normalise import Beyond, Call, rule
+from engines.frontend.operators.parts import Parts
+from engines.ir.graph import Array, Dim, Node
+from engines.ir.shapes import fixed, normal_axis
+
+MOST = 1 << 22          # elements of a table; longer transforms are for faster algorithms
+
+
+def _table(length: int, parts: int, outputs: int, inverse: bool = False) -> Array:
+    turns = np.outer(np.arange(length), np.arange(outputs)) % length / length
+    angle = (2 if inverse else -2) * np.pi * turns
+    real = np.stack([np.cos(angle), np.sin(angle)], -1)
+    imaginary = np.stack([-np.sin(angle), np.cos(angle)], -1)
+    table = np.stack([real, imaginary][:parts], 1)
+    return np.asarray(table / length if inverse else table)
+
+
+def _parts(call: Call) -> int:
+    parts = call.type().shape[-1]
+    if parts not in (1, 2):
+        raise GraphError(f"its last axis is {parts}: a number has one part, or a real and an imaginary one")
+    return int(parts)
+
+
+def _outputs(length: int, parts: int, onesided: int) -> int:
+    """What of the result there is: of real numbers, the rest are conjugates of these."""
+    if onesided and parts == 2:
+        raise GraphError("a one-sided result is for real numbers, and its input is complex")
+    return length // 2 + 1 if onesided else length
+
+
+@rule("DFT")
+def _dft(call: Call) -> list[Node]:
+    shape, parts, w, x = call.type().shape, _parts(call), Parts(call), call.node.inputs[0]
+    (axis,) = (call.ints(2) or (-2,)) if call.opset >= 20 else (call.attr("axis", 1),)
+    axis, inverse, onesided = normal_axis(axis, len(shape)), call.attr("inverse", 0), call.attr("onesided", 0)
+    if axis == len(shape) - 1:
+        raise GraphError("it is along the axis of the parts of a number")
+    if inverse and onesided:
+        raise Beyond("an inverse of one side")
+    if isinstance(shape[axis], str):
+        raise Beyond("a transform along the batch")
+    (size,) = fixed(shape[axis:axis + 1])
+    (length,) = call.ints(1) or (size,)
+    outputs = _outputs(length, parts, onesided)
+    if length * parts * outputs * 2 > MOST:
+        raise Beyond(f"a transform of {length} numbers")
+    if length < size:
+        x = w("Slice", x, axes=(axis,), starts=(0,), ends=(length,), steps=(1,))
+    elif length > size:
+        pads = [0] * 2 * len(shape)
+        pads[len(shape) + axis] = length - size
+        x = w("Pad", x, pads=tuple(pads), mode="constant")
+    others = [i for i in range(len(shape) - 1) if i != axis]
+    order = (*others, axis, len(shape) - 1)
+    outer = tuple(shape[i] for i in others)
+    x = w("Reshape", w("Transpose", x, perm=order), shape=(*outer, length * parts))
+    table = _table(length, parts, outputs, bool(inverse)).reshape(length * parts, outputs * 2)
+    y = w("MatMul", x, w.constant(table.astype(call.type().dtype)))
+    y = w("Reshape", y, shape=(*outer, outputs, 2))
+    return w.finish("Transpose", y, perm=tuple(np.argsort(order).tolist()))
+
+
+@rule("STFT")
+def _stft(call: Call) -> list[Node]:
+    """The signal [N, L] or [N, L, parts] as an image of so many channels, a window as a filter of twice as many."""
+    kind, w, x = call.type(), Parts(call), call.node.inputs[0]
+    items, size = kind.shape[0], fixed(kind.shape[1:2])[0]
+    parts = _parts(call) if len(kind.shape) == 3 else 1
+    (step,) = call.ints(1) or (1,)
+    wide = fixed(call.type(2).shape)[0] if call.has(2) else None
+    (length,) = call.ints(3) or (wide or size,)
+    if wide not in (None, length) or step < 1 or not 1 <= length <= size:
+        raise GraphError(f"frames of {length}, {step} apart, by a window of {wide or length}, of a signal of {size}")
+    outputs = _outputs(length, parts, call.attr("onesided", 1))
+    if length * parts * outputs * 2 > MOST:
+        raise Beyond(f"frames of {length} numbers")
+    table = _table(length, parts, outputs)
+    filters = w.constant(table.transpose(2, 3, 1, 0).reshape(outputs * 2, parts, length).astype(kind.dtype))
+    if wide:
+        filters = w("Mul", filters, call.node.inputs[2])
+    x = w("Transpose", w("Reshape", x, shape=(items, size, parts)), perm=(0, 2, 1))
+    frames: Dim = (size - length) // step + 1
+    y = w("Conv", x, filters, kernel_shape=(length,), strides=(step,), dilations=(1,), pads=(0, 0), group=1)
+    y = w("Transpose", y, perm=(0, 2, 1))
+    return w.finish("Reshape", y, shape=(items, frames, outputs, 2))
+
+
+@rule("CausalConvWithState")
+def _causal(call: Call) -> list[Node]:
+    """Each channel's own filter over what was there before and what comes; the last of it is the next state."""
+    w, x, (_, channels, size) = Parts(call), call.node.inputs[0], call.type().shape
+    taps = fixed(call.type(1).shape)[2]
+    wide = fixed([size])[0] + taps - 1
+    if call.has(3):
+        x = w("Concat", call.node.inputs[3], x, axis=2)
+    elif taps > 1:
+        x = w("Pad", x, pads=(0, 0, taps - 1, 0, 0, 0), mode="constant")
+
+    def cut(start: int, end: int) -> str:
+        return w("Slice", x, axes=(2,), starts=(start,), ends=(end,), steps=(1,))
+
+    w.output(1, "Identity", cut(wide - taps + 1, wide))
+    weights = call.node.inputs[1]
+    if call.values[1] is not None:
+        y = w("Conv", x, weights, kernel_shape=(taps,), strides=(1,), dilations=(1,), pads=(0, 0),
+              group=fixed([channels])[0])
+    else:
+        rows = w.several("Split", weights, outputs=taps, axis=2, split=(1,) * taps)
+        products = [w("Mul", cut(tap, wide - taps + 1 + tap), w("Reshape", row, shape=(channels, 1)))
+                    for tap, row in enumerate(rows)]
+        y = products[0]
+        for product in products[1:]:
+            y = w("Add", y, product)
+    if call.has(2):
+        y = w("Add", y, w("Reshape", call.node.inputs[2], shape=(channels, 1)))
+    if (activation := call.attr("activation", "none")) not in ("none", "silu", "swish"):
+        raise GraphError(f"its activation is '{activation}'; ONNX has none, silu and swish")
+    return w.finish("Identity" if activation == "none" else "Swish", y)

@@ -1,0 +1,53 @@
+"""Operators that are written out by others, where onnx.backend.test does not go: against onnx's own reference."""
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import helper
+from onnx.reference import ReferenceEvaluator
+
+from engines.errors import ModelError
+from engines.frontend.onnx_import import graph_from_onnx
+from engines.ops.reference import run
+from tests.engines.compiler.small_models import feeds_of, node, small_model
+
+I64 = np.int64
+
+
+@pytest.mark.parametrize(("nodes", "shape", "constants"), [
+    ("DFT x n axis onesided=1", [2, 9, 3, 1], {"n": 6, "axis": 1}),
+    ("DFT x n axis", [2, 3, 7, 2], {"n": 10, "axis": -2}),
+    ("DFT x n axis inverse=1", [2, 5, 3, 2], {"n": 5, "axis": 1}),
+    ("STFT x step window n onesided=1", [2, 20], {"step": 3, "window": np.hanning(8).astype(np.float32), "n": 8}),
+    ("STFT x step", [2, 20, 1], {"step": 3}),
+])
+def test_what_is_written_out_is_what_onnx_says(nodes: str, shape: list[int], constants: dict[str, Any]) -> None:
+    op, *rest = nodes.split()
+    attrs = {name: float(value) if "." in value else int(value) for name, value in
+             (word.split("=") for word in rest if "=" in word)}
+    arrays = {name: np.asarray(value, I64) if isinstance(value, int) else value for name, value in constants.items()}
+    if op == "STFT" and len(shape) == 2:
+        shape = [*shape, 1]
+    model = small_model([node(op, " ".join(word for word in rest if "=" not in word), "y", **attrs)], {"x": shape},
+                        ["y"], arrays, opset=20)
+    feeds = feeds_of(model)
+    (wanted,) = ReferenceEvaluator(model).run(None, feeds)
+    made = run(graph_from_onnx(model), feeds)["y"]
+    assert made.dtype == wanted.dtype
+    np.testing.assert_allclose(made, wanted, 1e-4, 1e-4)
+    assert op not in {part.op for part in graph_from_onnx(model).nodes}
+
+
+def test_targets_that_do_not_fit_the_scores_are_refused() -> None:
+    model = small_model([node("NegativeLogLikelihoodLoss", "x t", "y")], {"x": [3, 4]}, ["y"],
+                        {"t": np.zeros((2,), I64)})
+    with pytest.raises(ModelError, match=r"its targets are \[2\]: not one for each of \[3\]"):
+        graph_from_onnx(model)
+
+
+def test_a_transform_along_the_parts_of_a_number_is_refused() -> None:
+    model = small_model([helper.make_node("DFT", ["x"], ["y"], axis=2)], {"x": [3, 4, 2]}, ["y"], opset=17)
+    with pytest.raises(ModelError, match="along the axis of the parts of a number"):
+        graph_from_onnx(model)
