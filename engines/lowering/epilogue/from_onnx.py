@@ -16,6 +16,7 @@ from engines.ir.graph import Node
 from engines.lowering.epilogue.affine import Affine, AffineWriter
 
 Writer = Callable[..., Affine]
+MOST_FACTORS = 16       # of a power that is computed as a product
 
 
 def _clip(w: AffineWriter, node: Node, x: Affine) -> Affine:
@@ -73,15 +74,23 @@ def _elu(w: AffineWriter, x: Affine, alpha: float, gamma: float = 1.0) -> Affine
 
 
 def _pow(w: AffineWriter, node: Node, x: Affine, exponent: Affine) -> Affine:
-    x = w.settled(x)
-    power = exponent.offset if exponent.constant and exponent.offset.size == 1 else None
-    if power == 2:
-        return w.multiply(x, x)
-    if power == 3:
-        return w.multiply(w.multiply(x, x), x)
+    """x**p, of whole p by products; else e**(p log x), whose relative error is below 1e-7 (4 + |p log x|)."""
+    if x.constant and np.all(x.offset > 0):
+        return w.apply("exp", exponent.scaled(np.log(x.offset)))
+    if not exponent.constant or exponent.offset.size != 1:
+        raise NotImplementedError("Pow with an exponent that is computed at run time, or one for each channel")
+    x, power = w.settled(x), exponent.offset.item()
+    if power == 0:
+        return w.apply("max", Affine.number(1.0), Affine.number(1.0))
     if power == 0.5:
         return w.apply("sqrt", x)
-    raise NotImplementedError("Pow with an exponent other than 0.5, 2 or 3")
+    if abs(power) > MOST_FACTORS or power != round(power):
+        return w.apply("exp", w.apply("log", x).scaled(power))
+    result = x
+    for bit in f"{abs(round(power)):b}"[1:]:
+        result = w.multiply(result, result)
+        result = w.multiply(result, x) if bit == "1" else w.settled(result)
+    return result if power > 0 else w.apply("div", Affine.number(1.0), result)
 
 
 def _extreme(op: str) -> Writer:

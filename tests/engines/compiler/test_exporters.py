@@ -101,6 +101,14 @@ CASES: dict[str, tuple[str, str, int, str, dict[str, tuple[int, ...]]]] = {
         "float[N,6,4,9] x", "float[N,9,6] y", 18, """
         image = Conv<kernel_shape = [1,1]>(x, weight)  last = Transpose<perm = [0,2,3,1]>(image)
         axis = Constant<value = int64[1] {1}>()  y = ReduceMean<keepdims = 0>(last, axis)""", {"weight": (6, 6, 1, 1)}),
+    "generalised means of pictures, as in GeM, and other powers": (
+        "float[N,6,4,5] x", "float[N,6,1,1] y", 17, """
+        least = Constant<value = float {1e-6}>()  three = Constant<value = float {3.0}>()
+        third = Constant<value = float {0.333333}>()  positive = Clip(x, least)  cubes = Pow(positive, three)
+        mean = GlobalAveragePool(cubes)  root = Pow(mean, third)  base = Constant<value = float {10.0}>()
+        tens = Pow(base, root)  seven = Constant<value = float {7.0}>()  high = Pow(root, seven)
+        minus = Constant<value = float {-2.0}>()  low = Pow(root, minus)  none = Constant<value = float {0.0}>()
+        negative = Neg(mean)  one = Pow(negative, none)  y = Sum(tens, high, low, one)""", {}),
     "a cut that names the batch and takes it whole, as keras2onnx writes": (
         "float[N,9,6] x", "float[N,4,6] y", 12, """
         first = Constant<value = int64[2] {0,5}>()  end = Constant<value = int64[2] {9223372036854775807,9}>()
