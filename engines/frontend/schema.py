@@ -47,6 +47,8 @@ WORDS: Mapping[str, Collection[str]] = {
     "Resize.keep_aspect_ratio_policy": ("stretch", "not_larger", "not_smaller"),
     "Resize.mode": ("nearest", "linear", "cubic"),
     "Resize.nearest_mode": ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil"),
+    "ScatterElements.reduction": ("none", "add", "mul", "max", "min"),
+    "ScatterND.reduction": ("none", "add", "mul", "max", "min"),
     "SoftmaxCrossEntropyLoss.reduction": ("none", "sum", "mean"),
     "SpaceToDepth.mode": ("DCR", "CRD"),
     "Upsample.mode": ("nearest", "linear", "bilinear"),

@@ -15,6 +15,8 @@ define(Epilogue, Abs=np.absolute, Sqrt=np.sqrt, Exp=np.exp, Log=np.log, Sin=np.s
        Round=np.rint)       # halves go to the even neighbour
 define(Pointwise, Sign=np.sign, Pow=np.power, Tan=np.tan, Asin=np.arcsin, Acos=np.arccos, Atan=np.arctan,
        Sinh=np.sinh, Cosh=np.cosh, Asinh=np.arcsinh, Acosh=np.arccosh, Atanh=np.arctanh, BitwiseNot=np.bitwise_not)
+define(Pointwise, BitShift=lambda a, b, direction="LEFT": np.left_shift(a, b) if direction == "LEFT" else
+       np.right_shift(a, b))
 define(Pointwise, commutative=True, BitwiseAnd=np.bitwise_and, BitwiseOr=np.bitwise_or, BitwiseXor=np.bitwise_xor)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from engines.errors import GraphError
 from engines.ir.dtypes import dtype_named, is_rare
 from engines.ir.graph import Array, Node
 from engines.ops.op import Stored
@@ -33,6 +34,21 @@ class Cast(Pointwise):
         if to == "float8_e8m0fnu":
             return _power_of_two(x.astype(np.float32), bool(saturate), round_mode).view(kind)
         return narrowed(x, kind, bool(saturate))
+
+
+class BitCast(Pointwise):
+    """The same bits, as the dtype that `to` names, which has as many."""
+
+    @classmethod
+    def result_dtype(cls, node: Node, dtypes: list[np.dtype[Any]]) -> np.dtype[Any]:
+        kind = dtype_named(node.attrs["to"])
+        if kind.itemsize != dtypes[0].itemsize:
+            raise GraphError(f"{dtypes[0]} has not as many bits as {kind}")
+        return kind
+
+    @staticmethod
+    def formula(x: Array, to: str) -> Array:
+        return x.view(dtype_named(to))
 
 
 def narrowed(x: Array, kind: np.dtype[Any], saturate: bool) -> Array:

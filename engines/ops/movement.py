@@ -223,6 +223,25 @@ class Pad(Op):
         return list(zip(pads[:rank], pads[rank:], strict=True))
 
 
+class Trilu(Op):
+    """Matrices with zeros below their diagonal k, or above it where `upper` is 0."""
+    attributes = ("upper",)
+
+    @classmethod
+    def types(cls, node: Node, x: TensorType) -> Types:
+        if len(x.shape) < 2:
+            raise GraphError("its input is no matrix")
+        return (TensorType(x.dtype, x.shape),)
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        return (beside(outputs[0].shape, only_first(axes), (-1, -2), "cuts along"),)
+
+    @classmethod
+    def compute(cls, node: Node, x: Array) -> Array:
+        return (np.triu if node.attrs.get("upper", 1) else np.tril)(x, node.attrs.get("k", 0))
+
+
 class DepthToSpace(LayoutOp):
     """Channels become blocks of pixels. DCR: the block is the outer part of the channel; CRD: the inner."""
     attributes = ("blocksize", "mode")

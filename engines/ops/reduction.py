@@ -115,17 +115,29 @@ class TopK(Op):
         return np.take_along_axis(x, index, axis), index
 
 
-class CumSum(SameShape):
-    """y[i] = x[0] + ... + x[i] along `axis`; `exclusive`: without x[i]; `reverse`: from the last element backwards."""
+class _Cumulative(SameShape, abstract=True):
+    """`exclusive`: without x[i]; `reverse`: from the last element backwards."""
     along = "axis"
+    nothing: ClassVar[int]
+    accumulate: ClassVar[Formula]
 
     @classmethod
     def compute(cls, node: Node, x: Array) -> Array:
         axis = node.attrs["axis"]
         if node.attrs.get("reverse", 0):
             x = np.flip(x, axis)
-        y = np.cumsum(x, axis, x.dtype)
+        y = cls.accumulate(x, axis, x.dtype)
         if node.attrs.get("exclusive", 0):
             y = np.roll(y, 1, axis)
-            np.moveaxis(y, axis, 0)[:1] = 0
+            np.moveaxis(y, axis, 0)[:1] = cls.nothing
         return np.ascontiguousarray(np.flip(y, axis) if node.attrs.get("reverse", 0) else y)
+
+
+class CumSum(_Cumulative):
+    """y[i] = x[0] + ... + x[i] along `axis`."""
+    nothing, accumulate = 0, staticmethod(np.cumsum)
+
+
+class CumProd(_Cumulative):
+    """y[i] = x[0] * ... * x[i] along `axis`."""
+    nothing, accumulate = 1, staticmethod(np.cumprod)

@@ -5,11 +5,12 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from engines.errors import GraphError
-from engines.frontend.operators.normalise import Call, as_dims, identity, rule
+from engines.frontend.operators.normalise import Beyond, Call, as_dims, dtype_of, identity, rule
 from engines.ir.graph import Dim, Node
 from engines.ir.shapes import Extent, broadcast, extent, fixed, normal_axis, product, text
-from engines.ops.fallback import as_onnx
 from engines.ops.movement import FAR
 
 
@@ -52,7 +53,7 @@ def _arg(call: Call) -> list[Node]:
                           **call.keep("select_last_index"))
 
 
-@rule("CumSum")
+@rule("CumSum", "CumProd")
 def _cumulative(call: Call) -> list[Node]:
     (axis,) = call.ints(1) or (0,)
     return call.node_with(1, axis=normal_axis(axis, call.rank), exclusive=call.attr("exclusive", 0),
@@ -74,10 +75,27 @@ def _axis(call: Call) -> list[Node]:
     return call.node_with(len(call.node.inputs), axis=axis)
 
 
-@rule("Scatter")
+@rule("Scatter", "ScatterElements")
 def _scatter(call: Call) -> list[Node]:
-    """ScatterElements under its first name."""
-    return [as_onnx(replace(call.node, op="ScatterElements", attrs=call.keep("axis")), 11)]
+    """Scatter is its first name."""
+    axis = normal_axis(call.attr("axis", 0), call.rank)
+    return [replace(node, op="ScatterElements") for node in call.node_with(3, axis=axis, **call.keep("reduction"))]
+
+
+@rule("Trilu")
+def _trilu(call: Call) -> list[Node]:
+    (k,) = call.ints(1) or (0,)
+    return call.node_with(1, k=k, upper=call.attr("upper", 1))
+
+
+@rule("EyeLike")
+def _eye_like(call: Call) -> list[Node]:
+    """A constant, where the matrix has no axis of items."""
+    shape, number = call.type().shape, call.attr("dtype")
+    if any(isinstance(extent, str) for extent in shape) or len(shape) != 2:
+        raise Beyond("a matrix with the axis of the items")
+    eye = np.eye(*fixed(shape), call.attr("k", 0), dtype_of(number) if number else call.type().dtype)
+    return [replace(call.node, op="Constant", inputs=(), attrs={"value": eye})]
 
 
 @rule("Transpose")

@@ -5,7 +5,8 @@ import math
 
 import numpy as np
 
-from engines.frontend.operators.normalise import Call, plain_sums, rule
+from engines.errors import GraphError
+from engines.frontend.operators.normalise import Beyond, Call, plain_sums, rule
 from engines.frontend.operators.parts import Parts
 from engines.ir.graph import Dim, Node
 from engines.ir.shapes import fixed
@@ -47,6 +48,65 @@ def _group_normalization(call: Call) -> list[Node]:
     y = w("Reshape", y, shape=shape)
     scale, bias = (w("Reshape", name, shape=(*shape[1:2], *(1,) * (len(shape) - 2))) for name in node.inputs[1:3])
     return w.finish("Add", w("Mul", y, scale), bias)
+
+
+@rule("Einsum")
+def _einsum(call: Call) -> list[Node]:
+    """One or two operands as sums, Transposes and a product of matrices. Axes are those that
+
+        both have and the result (items), the left or the right one alone has (rows, columns), the result lacks (summed)
+    """
+    terms, result = _axes_of(call)
+    extents = {axis: extent for i, term in enumerate(terms) for axis, extent in zip(term, call.type(i).shape,
+                                                                                    strict=True)}
+    w, names = Parts(call), list(call.node.inputs)
+    for i, term in enumerate(terms):
+        elsewhere = {*result, *(axis for other in terms[:i] + terms[i + 1:] for axis in other)}
+        if lost := tuple(place for place, axis in enumerate(term) if axis not in elsewhere):
+            names[i] = w("ReduceSum", names[i], axes=lost, keepdims=0)
+            terms[i] = "".join(axis for axis in term if axis in elsewhere)
+    if len(terms) == 1:
+        return w.finish("Transpose", names[0], perm=tuple(map(terms[0].index, result)))
+    left, right = terms
+    items = [axis for axis in result if axis in left and axis in right]
+    summed = [axis for axis in left if axis not in result]
+    rows, columns = ([axis for axis in result if axis in term and axis not in items] for term in (left, right))
+
+    def matrices(name: str, term: str, *groups: list[str]) -> str:
+        order = [*items, *(axis for group in groups for axis in group)]
+        turned = w("Transpose", name, perm=tuple(map(term.index, order)))
+        sizes = [math.prod(fixed(extents[axis] for axis in group)) for group in groups]
+        return w("Reshape", turned, shape=(*(extents[axis] for axis in items), *sizes))
+
+    if any(isinstance(extents[axis], str) for axis in (*rows, *columns, *summed)):
+        raise Beyond("the axis of the items beside others in a matrix")
+    y = w("MatMul", matrices(names[0], left, rows, summed), matrices(names[1], right, summed, columns))
+    order = [*items, *rows, *columns]
+    y = w("Reshape", y, shape=tuple(extents[axis] for axis in order))
+    return w.finish("Transpose", y, perm=tuple(map(order.index, result)))
+
+
+def _axes_of(call: Call) -> tuple[list[str], str]:
+    """A letter for each axis of each operand and of the result; Beyond for what is no sum of products of two."""
+    equation = call.attr("equation").replace(" ", "")
+    written, _, result = equation.partition("->")
+    terms = written.split(",")
+    if len(terms) != len(call.node.inputs):
+        raise GraphError(f"its equation '{equation}' is about {len(terms)} operands; it has {len(call.node.inputs)}")
+    if "." in equation or len(terms) > 2 or any(len(set(term)) < len(term) for term in terms):
+        raise Beyond(f"'{equation}'")
+    if any(len(term) != len(call.type(i).shape) for i, term in enumerate(terms)):
+        raise GraphError(f"its equation '{equation}' has not a letter for each axis")
+    if "->" not in equation:        # letters that are there once, in their order
+        result = "".join(sorted(axis for axis in set(written) if written.count(axis) == 1 and axis != ","))
+    if len(set(result)) < len(result) or not set(result) <= set(written):
+        raise GraphError(f"its equation '{equation}' makes axes that no operand has, or one twice")
+    sizes: dict[str, Dim] = {}
+    for i, term in enumerate(terms):
+        for axis, extent in zip(term, call.type(i).shape, strict=True):
+            if sizes.setdefault(axis, extent) != extent:
+                raise Beyond(f"'{equation}' of extents that are broadcast")
+    return terms, result
 
 
 @rule("RotaryEmbedding")

@@ -23,7 +23,7 @@ from engines.ops.reduction import Reduction
 OPSET = 20
 # Attributes that ONNX has as inputs, in their order there; `axes` of reductions too.
 _INPUTS = {"CumSum": ("axis",), "Slice": ("starts", "ends", "axes", "steps"), "Split": ("split",), "Squeeze": ("axes",),
-           "Tile": ("repeats",), "Unsqueeze": ("axes",)}
+           "Tile": ("repeats",), "Trilu": ("k",), "Unsqueeze": ("axes",)}
 _OF_WINDOWS = {"strides": 1, "dilations": 1, "pads": 0, "output_padding": 0}     # defaults that no schema has
 
 Constant = Callable[[str, Array], str]
@@ -36,8 +36,9 @@ def denormalise(node: Node, types: Sequence[TensorType | None], constant: Consta
     """What to write for the node; `types` are those of its inputs."""
     if node.op in _RULES:
         return _RULES[node.op](node, types, constant)
-    if "onnx_domain" not in node.attrs and not defs.has(name_in_onnx(node.op)):
-        raise ModelError(f"{describe(node)}: ONNX has no such operator, so it cannot be written as a model")
+    if "onnx_domain" not in node.attrs and not defs.has(name_in_onnx(node.op), OPSET):
+        raise ModelError(f"{describe(node)}: opset {OPSET} of ONNX has no such operator, so it cannot be written as a "
+                         "model")
     attrs = {key: _attribute(value) for key, value in node.attrs.items()
              if not key.startswith("onnx_") and key != "channels_last"}
     reduces = issubclass(op_of(node.op), Reduction)
@@ -189,7 +190,8 @@ def _resize(node: Node, types: Sequence[TensorType | None], constant: Constant) 
 @_rule("Cast")
 def _cast(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
     to = helper.np_dtype_to_tensor_dtype(np.dtype(node.attrs["to"]))
-    return [("Cast", node.inputs, node.outputs, {"to": to})]
+    saturate = {"saturate": node.attrs["saturate"]} if "saturate" in node.attrs else {}
+    return [("Cast", node.inputs, node.outputs, {"to": to, **saturate})]
 
 
 @_rule("Clip")

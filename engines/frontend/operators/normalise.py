@@ -188,6 +188,11 @@ def _cast(call: Call) -> list[Node]:
     return [replace(node, op="Cast") for node in call.node_with(1, to=to.name, **rounding if is_rare(to) else {})]
 
 
+@rule("BitCast")
+def _bit_cast(call: Call) -> list[Node]:
+    return call.node_with(1, to=dtype_of(call.attr("to")).name)
+
+
 def _target(to: int | str) -> np.dtype[Any]:
     """Before opset 6 it is a word."""
     return dtype_of(TensorProto.DataType.Value(to.upper()) if isinstance(to, str) else to)

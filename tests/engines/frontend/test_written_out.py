@@ -40,6 +40,26 @@ def test_what_is_written_out_is_what_onnx_says(nodes: str, shape: list[int], con
     assert op not in {part.op for part in graph_from_onnx(model).nodes}
 
 
+@pytest.mark.parametrize(("equation", "shapes"), [
+    ("bhid,bhjd->bhij", [(2, 3, 4, 5), (2, 3, 6, 5)]), ("bij,jk->bik", [(2, 3, 4), (4, 5)]),
+    ("abc,cd", [(2, 3, 4), (4, 5)]), ("ijk,ilm->klj", [(2, 3, 4), (2, 5, 6)]), ("ij,ij->", [(2, 3), (2, 3)]),
+    ("ij->ji", [(2, 3)]), ("i,j->ij", [(2,), (3,)]), ("ijk->j", [(2, 3, 4)]), ("bi,bj->b", [(2, 3), (2, 4)])])
+def test_a_sum_of_products_is_one_of_matrices(equation: str, shapes: list[tuple[int, ...]]) -> None:
+    names = "xw"[:len(shapes)]
+    inputs = dict(zip(names, shapes, strict=True))
+    model = small_model([node("Einsum", " ".join(names), "y", equation=equation)], inputs, ["y"])
+    feeds, graph = feeds_of(model), graph_from_onnx(model)
+    np.testing.assert_allclose(run(graph, feeds)["y"], np.einsum(equation, *feeds.values()), 1e-5, 1e-5)
+    assert "Einsum" not in {part.op for part in graph.nodes}
+
+
+@pytest.mark.parametrize(("equation", "message"), [
+    ("ij,jk->ik", "about 2 operands; it has 1"), ("ijk->i", "not a letter for each"), ("ij->k", "that no operand has")])
+def test_an_equation_that_does_not_fit_is_refused(equation: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        graph_from_onnx(small_model([node("Einsum", "x", "y", equation=equation)], {"x": [2, 3]}, ["y"]))
+
+
 def test_targets_that_do_not_fit_the_scores_are_refused() -> None:
     model = small_model([node("NegativeLogLikelihoodLoss", "x t", "y")], {"x": [3, 4]}, ["y"],
                         {"t": np.zeros((2,), I64)})

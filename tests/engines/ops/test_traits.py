@@ -23,6 +23,7 @@ SAMPLES: dict[str, tuple[Any, ...]] = {
     "Pad": ({"pads": (0, 1, 2, 1, 0, 0)}, X), "Tile": ({"repeats": (1, 2, 3)}, X),
     "Expand": ({"shape": (2, 5, 4)}, X[:, :1]), "Gather": (AXIS, X, np.array([2, 0])),
     "Softmax": (AXIS, X), "LogSoftmax": (AXIS, X), "LpNormalization": (AXIS, X), "CumSum": (AXIS, X),
+    "CumProd": (AXIS, X / 9),
     "TopK": ({"axis": 2, "k": 2}, X), "ArgMax": (AXIS, X), "ArgMin": (AXIS, X),
     **{name: ({"axes": (0, 2)}, X) for name, op in OPS.items() if issubclass(op, Reduction)},
     "Reshape": ({"shape": (4, 6)}, X), "Flatten": (AXIS, X), "Squeeze": ({"axes": (0,)}, X[:1]),
@@ -33,7 +34,7 @@ SAMPLES: dict[str, tuple[Any, ...]] = {
 }
 ALONG = [name for name, op in OPS.items() if op.along is not None and not op.pointwise]
 MOVING = [name for name, op in OPS.items() if op.moves]
-BINARY = [name for name, op in OPS.items() if issubclass(op, Pointwise) and name != "Cast" and (
+BINARY = [name for name, op in OPS.items() if issubclass(op, Pointwise) and name not in ("Cast", "BitCast") and (
     op.formula.nin if isinstance(op.formula, np.ufunc) else
     sum(p.default is p.empty for p in inspect.signature(op.formula).parameters.values())) == 2]
 

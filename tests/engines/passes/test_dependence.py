@@ -70,7 +70,7 @@ def test_operators_that_say_nothing_are_tried_on_three_items():
     apart, together = Build(), Build()
     fallback = {"onnx_opset": 17}
     log = []
-    graph = with_dependence(apart.graph(apart("Trilu", apart.input("x", 4, 4), **fallback)), log)
+    graph = with_dependence(apart.graph(apart("Hardmax", apart.input("x", 4, 4), **fallback)), log)
     assert graph.dependence == "" and "one by one" in str(log[0])
     y, scale, _ = together("DynamicQuantizeLinear", together.input("x", 4), count=3, **fallback)
     assert "differs" in dependence_of(together, together("DequantizeLinear", y, scale))

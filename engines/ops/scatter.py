@@ -1,0 +1,121 @@
+"""Elements at places that a tensor of indices tells: picked by several coordinates, or put there."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from engines.errors import GraphError
+from engines.ir.graph import Array, Node, TensorType
+from engines.ir.shapes import fixed, normal_axis, text
+from engines.ops.items import ItemAxes, Mixed
+from engines.ops.op import Inputs, Op, Types
+
+_COMBINED: Mapping[str, Callable[..., None]] = {
+    "add": np.add.at, "mul": np.multiply.at, "max": np.maximum.at, "min": np.minimum.at}
+
+
+def _put(node: Node, data: Array, places: tuple[Array, ...], updates: Array) -> Array:
+    """A copy of the data with updates in their places, or combined with what is there, by the attribute `reduction`."""
+    result, reduction = data.copy(), node.attrs.get("reduction", "none")
+    if reduction == "none":
+        result[places] = updates
+    else:
+        _COMBINED[reduction](result, places, updates)
+    return result
+
+
+class ScatterElements(Op):
+    """y is data, but y[.., index[.., i, ..], ..] = updates[.., i, ..] along `axis`."""
+    attributes = ("reduction",)
+
+    @classmethod
+    def types(cls, node: Node, data: TensorType, index: TensorType, updates: TensorType) -> Types:
+        normal_axis(node.attrs["axis"], len(data.shape))
+        if index.shape != updates.shape or len(index.shape) != len(data.shape):
+            raise GraphError("it has not an index for each update, or not as many axes as its data")
+        return (TensorType(data.dtype, data.shape),)
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        if len(set(axes)) != 1 or axes[0] is None or axes[0] == normal_axis(node.attrs["axis"], len(outputs[0].shape)):
+            raise Mixed("it puts elements at places of other items")
+        return (axes[0],)
+
+    @classmethod
+    def compute(cls, node: Node, data: Array, index: Array, updates: Array) -> Array:
+        places = list(np.indices(index.shape))
+        places[node.attrs["axis"]] = index
+        return _put(node, data, tuple(places), updates)
+
+
+class ScatterND(Op):
+    """y is data, but y[index[i]] = updates[i]: the last axis of index holds coordinates of the first axes of data."""
+    attributes = ("reduction",)
+
+    @classmethod
+    def types(cls, node: Node, data: TensorType, index: TensorType, updates: TensorType) -> Types:
+        depth = _depth(index, len(data.shape))
+        if updates.shape != (*index.shape[:-1], *data.shape[depth:]):
+            raise GraphError(f"its updates are {text(updates.shape)}, not "
+                             f"{text((*index.shape[:-1], *data.shape[depth:]))}")
+        return (TensorType(data.dtype, data.shape),)
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        """The items are axes that no coordinate is of, at the end of data and of updates."""
+        data, index, updates = (len(kind.shape) for kind in inputs if kind is not None)
+        behind = {rank - axis for rank, axis in ((data, axes[0]), (updates, axes[2])) if axis is not None}
+        if axes[1] is not None or None in (axes[0], axes[2]) or len(behind) != 1 or \
+                min(behind) > updates - (index - 1):
+            raise Mixed("it puts elements at places of other items")
+        return (data - behind.pop(),)
+
+    @classmethod
+    def compute(cls, node: Node, data: Array, index: Array, updates: Array) -> Array:
+        return _put(node, data, tuple(np.moveaxis(index, -1, 0)), updates)
+
+
+class GatherND(Op):
+    """y[i] = data[index[i]]: the last axis of index holds coordinates, behind the first `batch_dims` axes, which count
+    along in both."""
+    attributes = ("batch_dims",)
+
+    @classmethod
+    def types(cls, node: Node, data: TensorType, index: TensorType) -> Types:
+        shared = node.attrs.get("batch_dims", 0)
+        depth = _depth(index, len(data.shape) - shared)
+        if data.shape[:shared] != index.shape[:shared] or not 0 <= shared < len(index.shape):
+            raise GraphError(f"its data {text(data.shape)} and indices {text(index.shape)} have not the same first "
+                             f"{shared} axes")
+        return (TensorType(data.dtype, (*index.shape[:-1], *data.shape[shared + depth:])),)
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        index = inputs[1]
+        assert index is not None
+        data_axis, index_axis = axes
+        shared = node.attrs.get("batch_dims", 0)
+        if index_axis is not None and (data_axis is None or data_axis == index_axis < shared):
+            return (index_axis,)
+        behind = shared + fixed(index.shape[-1:])[0]
+        if index_axis is None and data_axis is not None and data_axis >= behind:
+            return (data_axis - behind + len(index.shape) - 1,)
+        raise Mixed("it picks elements of other items")
+
+    @classmethod
+    def compute(cls, node: Node, data: Array, index: Array) -> Array:
+        shared = node.attrs.get("batch_dims", 0)
+        inner = index.ndim - 1 - shared
+        beside = [axis.reshape(*axis.shape, *(1,) * inner) for axis in np.indices(index.shape[:shared])]
+        return np.asarray(data[(*beside, *np.moveaxis(index, -1, 0))])
+
+
+def _depth(index: TensorType, rank: int) -> int:
+    """How many axes an index has coordinates of."""
+    if not index.shape:
+        raise GraphError("its indices have no axes")
+    (depth,) = fixed(index.shape[-1:])
+    if not 0 < depth <= rank:
+        raise GraphError(f"an index has {depth} coordinates, of {rank} axes")
+    return depth
