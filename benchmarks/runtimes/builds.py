@@ -44,7 +44,7 @@ class Workshop:
 
     def __init__(self, folder: Path, say: Say) -> None:
         self.folder, self.say = folder, say
-        self._compiler, self._calibration = _sources_digest(COMPILER), _sources_digest(CALIBRATION)
+        self._compiler, self._calibration = sources_digest(COMPILER), sources_digest(CALIBRATION)
 
     def builds(self, model: Model, precision: str) -> list[Build]:
         """All builds of a model in a precision, ours first."""
@@ -113,5 +113,6 @@ class Workshop:
         return output
 
 
-def _sources_digest(folders: Sequence[str]) -> str:
+def sources_digest(folders: Sequence[str] = COMPILER) -> str:
+    """Of all modules in these folders."""
     return digest(*(path.read_bytes() for name in folders for path in sorted((ROOT / name).rglob("*.py"))))

@@ -1,4 +1,5 @@
-"""CNN architectures as ONNX models with seeded random weights: what the compiler is tested and measured on.
+"""Architectures as ONNX models with seeded random weights: what the compiler is tested and measured on. These are CNNs;
+workloads.py has what the field's suites have, of any kind.
 
     from benchmarks.zoo import TINY, ZOO, images
     model = ZOO["resnet50"]()                           # full size: width 1, 224x224, 1000 classes, opset 17, batch "N"
@@ -22,14 +23,11 @@ _BY_CLIP = {"hardswish": "hardswish_by_clip", "hardsigmoid": "hardsigmoid_by_cli
 ZOO: dict[str, Architecture] = {
     "resnet18": resnet.resnet18,
     "resnet50": resnet.resnet50,
-    "resnet50_v1": resnet.resnet50_v1,
     "resnet50_d": resnet.resnet50_d,
     "preact_resnet18": resnet.preact_resnet18,
     "resnext50": resnet.resnext50,
-    "regnet_x": resnet.regnet_x,
     "regnet_y": resnet.regnet_y,
     "alexnet": vgg.alexnet,
-    "vgg11": vgg.vgg11,
     "vgg16_bn": vgg.vgg16_bn,
     "squeezenet": vgg.squeezenet,
     "googlenet": inception.googlenet,
@@ -68,7 +66,7 @@ ZOO: dict[str, Architecture] = {
 # pixels to the end, because statistics of single pixels say little about the next picture, and INT8 suffers
 _SHALLOW = {"depths": (1, 2, 1, 1)}
 _SHRUNK: dict[str, dict[str, object]] = {
-    **dict.fromkeys(("resnet50", "resnet50_v1", "resnet50_d"), {"width": 0.125, **_SHALLOW}),
+    **dict.fromkeys(("resnet50", "resnet50_d"), {"width": 0.125, **_SHALLOW}),
     "resnext50": {"width": 0.125, "groups": 4, **_SHALLOW},
     "densenet": {"width": 0.25, "depths": (2, 3, 2, 2)},
     "alexnet": {"size": 64, "width": 0.125},

@@ -1,41 +1,68 @@
-"""Makes a description of a network a function that builds its model, normalised by the statistics of pictures."""
+"""Makes a description of a network a function that builds its model, normalised by the statistics of what it is fed."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import onnx
+from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from benchmarks.zoo.builder import Net, Tensor
-from benchmarks.zoo.pictures import images, probe_items
+from benchmarks.zoo.pictures import feeds_for, images, probe_items
 from benchmarks.zoo.statistics import measure
 
-Describe = Callable[..., Tensor | dict[str, Tensor]]
+Outputs = Tensor | dict[str, Tensor]
+Describe = Callable[..., Outputs]
 Architecture = Callable[..., onnx.ModelProto]
+PROBES = 4          # items of other inputs than pictures on which statistics are measured
 
 
-def architecture(*, size: int, channels: int = 3) -> Callable[[Describe], Architecture]:
+def architecture(*, size: int, channels: int = 3, batched: bool = True) -> Callable[[Describe], Architecture]:
     """Makes a description (Net, image) -> output or {name: output} a function that builds the model:
 
     (width=1.0, size=size, classes=1000, opset=17, batch="N", seed=0, **options of the description) -> ModelProto
+
+    Not batched: it takes one picture at a time.
     """
+    several: str | int = "N" if batched else 1
+
     def decorate(describe: Describe) -> Architecture:
         def build(width: float = 1.0, size: int = size, classes: int = 1000, opset: int = 17,
-                  batch: str | int = "N", seed: int = 0, **options: Any) -> onnx.ModelProto:
+                  batch: str | int = several, seed: int = 0, **options: Any) -> onnx.ModelProto:
             def draw(batch: str | int) -> onnx.ModelProto:
                 net = Net(describe.__name__, (channels, size, size), width=width, classes=classes, opset=opset,
                           batch=batch, seed=seed)
-                outputs = describe(net, net.input, **options)
-                return net.model(outputs if isinstance(outputs, dict) else {"output": outputs})
+                return _finished(net, describe(net, net.input, **options))
 
-            statistics = measure(draw("N"), images(probe_items(size), channels, size, seed=seed))
-            model = draw(batch)
-            for initializer in model.graph.initializer:
-                if initializer.name in statistics:
-                    initializer.CopyFrom(numpy_helper.from_array(statistics[initializer.name], initializer.name))
-            return model
+            pictures = images(probe_items(size) if batched else 1, channels, size, seed=seed)
+            return _normalised(draw(batch), draw(several), {"input": pictures})
 
         build.__name__, build.__doc__ = describe.__name__, describe.__doc__
         return build
     return decorate
+
+
+def network(describe: Describe) -> Architecture:
+    """The same for a description (Net) of other inputs than a picture, which it asks of Net.feed."""
+    def build(width: float = 1.0, classes: int = 1000, opset: int = 17, batch: str | int = "N", seed: int = 0,
+              **options: Any) -> onnx.ModelProto:
+        net = Net(describe.__name__, (), width=width, classes=classes, opset=opset, batch=batch, seed=seed)
+        model = _finished(net, describe(net, **options))
+        return _normalised(model, model, feeds_for(model, PROBES, seed))
+
+    build.__name__, build.__doc__ = describe.__name__, describe.__doc__
+    return build
+
+
+def _finished(net: Net, outputs: Outputs) -> onnx.ModelProto:
+    return net.model(outputs if isinstance(outputs, dict) else {"output": outputs})
+
+
+def _normalised(model: onnx.ModelProto, probe: onnx.ModelProto, feeds: Mapping[str, NDArray[Any]]) -> onnx.ModelProto:
+    """The model with the statistics that the same network has on these feeds."""
+    statistics = measure(probe, feeds)
+    for initializer in model.graph.initializer:
+        if initializer.name in statistics:
+            initializer.CopyFrom(numpy_helper.from_array(statistics[initializer.name], initializer.name))
+    return model

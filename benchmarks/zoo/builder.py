@@ -38,9 +38,11 @@ LARGE = np.iinfo(np.int64).max                              # "to the end" of a 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A value by its name; `shape` leaves the batch extent out: (channels, rows, columns) or (features,)."""
+    """A value by its name; `shape` leaves the leading extent out: (channels, rows, columns) or (features,)."""
     name: str
     shape: tuple[int, ...]
+    leading: str | int = ""             # that extent, where it is not the batch
+    integers: bool = False
 
     @property
     def channels(self) -> int:
@@ -79,6 +81,8 @@ class Net:
         self._initializers: dict[str, onnx.TensorProto] = {}
         self._scope: list[str] = []
         self._uses: Counter[str] = Counter()
+        self._feeds: list[onnx.ValueInfoProto] = []
+        self._below: dict[str, int] = {}
 
     def scaled(self, channels: int, multiple: int = 4) -> int:
         """`channels` times the width multiplier, rounded to a multiple."""
@@ -92,6 +96,14 @@ class Net:
         self._scope.pop()
 
     # ---- the graph
+    def feed(self, name: str, *shape: int, below: int = 0, batched: bool = True) -> Tensor:
+        """An input in place of the picture: of floats, or of integers from 0 to below what is said. The model's
+        metadata keep that bound, for whoever makes up a feed (pictures.feeds_for)."""
+        kind = TensorProto.INT64 if below else TensorProto.FLOAT
+        self._feeds.append(helper.make_tensor_value_info(name, kind, [*[self.batch] * batched, *shape]))
+        self._below |= {name: below} if below else {}
+        return Tensor(name, shape)
+
     def op(self, op: str, *inputs: Tensor | str, shape: tuple[int, ...], name: str = "", **attrs: Any) -> Tensor:
         """A node of one output."""
         return self.ops(op, *inputs, shapes=[shape], name=name, **attrs)[0]
@@ -125,15 +137,18 @@ class Net:
         """The finished model; BatchNormalization statistics are still 0 and 1."""
         for public, tensor in outputs.items():
             self._nodes.append(helper.make_node("Identity", [tensor.name], [public], name=f"/{public}"))
-        results = [self._value(public, tensor.shape) for public, tensor in outputs.items()]
-        graph = helper.make_graph(self._nodes, self.name, [self._value("input", self.input.shape)], results,
-                                  list(self._initializers.values()))
+        results = [self._value(public, tensor) for public, tensor in outputs.items()]
+        graph = helper.make_graph(self._nodes, self.name, self._feeds or [self._value("input", self.input)],
+                                  results, list(self._initializers.values()))
         opsets = [helper.make_opsetid("", self.opset)]
-        return helper.make_model(graph, opset_imports=opsets, ir_version=helper.find_min_ir_version_for(opsets),
-                                 producer_name="zoo")
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=helper.find_min_ir_version_for(opsets),
+                                  producer_name="zoo")
+        helper.set_model_props(model, {name: str(below) for name, below in self._below.items()})
+        return model
 
-    def _value(self, name: str, shape: tuple[int, ...]) -> onnx.ValueInfoProto:
-        return helper.make_tensor_value_info(name, TensorProto.FLOAT, [self.batch, *shape])
+    def _value(self, name: str, tensor: Tensor) -> onnx.ValueInfoProto:
+        kind = TensorProto.INT64 if tensor.integers else TensorProto.FLOAT
+        return helper.make_tensor_value_info(name, kind, [tensor.leading or self.batch, *tensor.shape])
 
     # ---- layers with weights
     def conv(self, x: Tensor, out: int, kernel: Kernel, *, stride: int = 1, pads: Pads | None = None, groups: int = 1,

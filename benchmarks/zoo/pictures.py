@@ -1,7 +1,8 @@
-"""Pictures for random networks: noise with the spectrum of natural ones."""
+"""What random networks are fed: pictures of noise with the spectrum of natural ones, integers, normal numbers."""
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import onnx
@@ -28,10 +29,27 @@ def images(count: int, channels: int = 3, size: int = 224, seed: int = 0) -> NDA
 
 def probe_items(size: int) -> int:
     """How many pictures batch normalisation statistics are measured on."""
-    return 64 if size <= 96 else 8
+    return 64 if size <= 96 else 8 if size <= 512 else 1
 
 
 def images_for(model: onnx.ModelProto, count: int = 8, seed: int = 0) -> NDArray[np.float32]:
     """`images` of the channels and the size that a model of the zoo takes; a fixed batch wins over `count`."""
     batch, channels, size, _ = (d.dim_value for d in model.graph.input[0].type.tensor_type.shape.dim)
     return images(batch or count, channels, size, seed)
+
+
+def feeds_for(model: onnx.ModelProto, count: int = 1, seed: int = 0) -> dict[str, NDArray[Any]]:
+    """An array for each input, whatever it is: pictures where they are square and of three channels, integers below
+    the bound in the model's metadata, else normal numbers; a fixed batch wins over `count`."""
+    below = {entry.key: int(entry.value) for entry in model.metadata_props}
+    feeds: dict[str, NDArray[Any]] = {}
+    for index, value in enumerate(model.graph.input):
+        random = np.random.default_rng([seed, index])
+        shape = tuple(d.dim_value or count for d in value.type.tensor_type.shape.dim)
+        if value.name in below:
+            feeds[value.name] = random.integers(0, below[value.name], shape)
+        elif len(shape) == 4 and shape[1] == 3 and shape[2] == shape[3]:
+            feeds[value.name] = images(shape[0], 3, shape[2], seed)
+        else:
+            feeds[value.name] = random.standard_normal(shape, np.float32)
+    return feeds

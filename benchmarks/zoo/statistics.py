@@ -5,6 +5,7 @@ factor a layer. One pass of data is enough, because each layer is normalised by 
 """
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,8 @@ from benchmarks.zoo.oracle import run_onnx
 MINIMUM_VARIANCE = 1e-2     # of a channel that is dead on this data: dividing by less would blow up its noise
 
 
-def measure(model: onnx.ModelProto, data: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
-    """{name of a running mean or variance: its value on `data`}, for every BatchNormalization of `model`."""
+def measure(model: onnx.ModelProto, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """{name of a running mean or variance: its value on the feeds}, for every BatchNormalization of `model`."""
     probe = onnx.ModelProto()
     probe.CopyFrom(model)
     del probe.graph.node[:], probe.graph.output[:]
@@ -32,11 +33,11 @@ def measure(model: onnx.ModelProto, data: NDArray[np.float32]) -> dict[str, NDAr
     if not measured:
         return {}
     constants: dict[str, NDArray[Any]] = {
-        "flat": np.array([-1], np.int64), "all_but_channels": np.array([0, 2, 3], np.int64),
-        "minimum_variance": np.array([MINIMUM_VARIANCE], np.float32)}
+        "rows": np.array([0, 0, -1], np.int64), "flat": np.array([-1], np.int64),
+        "all_but_channels": np.array([0, 2], np.int64), "minimum_variance": np.array([MINIMUM_VARIANCE], np.float32)}
     probe.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
     probe.graph.output.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in measured)
-    values = run_onnx(probe, {model.graph.input[0].name: data}, outputs=list(measured))
+    values = run_onnx(probe, feeds, outputs=list(measured))
     return {measured[name]: value for name, value in values.items()}
 
 
@@ -52,11 +53,12 @@ def _normalise_by_batch(probe: onnx.ModelProto, node: onnx.NodeProto) -> tuple[s
 
     def mean_of(value: str) -> str:
         if probe.opset_import[0].version < 18:
-            return add("ReduceMean", value, axes=[0, 2, 3], keepdims=1)
+            return add("ReduceMean", value, axes=[0, 2], keepdims=1)
         return add("ReduceMean", value, "all_but_channels", keepdims=1)
 
-    mean = mean_of(x)
-    centred = add("Sub", x, mean)
+    rows = add("Reshape", x, "rows")        # [items, channels, places], however many axes those have
+    mean = mean_of(rows)
+    centred = add("Sub", rows, mean)
     mean, variance = (add("Reshape", value, "flat") for value in (mean, mean_of(add("Mul", centred, centred))))
     variance = add("Max", variance, "minimum_variance")
     normalised = helper.make_node("BatchNormalization", [x, gamma, beta, mean, variance], [prefix], epsilon=1e-5)

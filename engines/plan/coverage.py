@@ -10,6 +10,7 @@ multiplies: a kernel at the rates of an ordinary core, the reference at those of
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -22,6 +23,7 @@ KERNEL_MACS_PER_US, KERNEL_BYTES_PER_US = 20_000, 8_000
 REFERENCE_BYTES_PER_US, REFERENCE_CALL_US = 500, 50
 TIMED, ESTIMATED = "timed at the build", "estimated by what steps move and multiply"
 PARTLY = "timed at the build, but estimated for what the reference could not run there"
+NAME = re.compile("'[^']*'")
 MOST_NAMES = 8              # of the nodes that have a reason in common
 
 
@@ -68,9 +70,9 @@ class Coverage:
 
     @property
     def reasons(self) -> str:
-        """A line for each operator and reason, what takes longest first."""
+        """A line for each operator and reason (whatever tensors that names), what takes longest first."""
         def alike(step: ByReference) -> tuple[str, str]:
-            return step.operator, step.reason
+            return step.operator, NAME.sub("", step.reason)
 
         groups = [list(group) for _, group in groupby(sorted(self.by_reference, key=alike), alike)]
         groups.sort(key=lambda group: -sum(step.time_us for step in group))

@@ -74,9 +74,9 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not() -> None:
 def test_batch_normalisation_holds_the_statistics_of_what_reaches_it() -> None:
     model = TINY["resnet18"]()
     held = {i.name: onnx.numpy_helper.to_array(i) for i in model.graph.initializer}
-    for name, value in measure(model, images(probe_items(32), size=32)).items():
+    for name, value in measure(model, {"input": images(probe_items(32), size=32)}).items():
         np.testing.assert_allclose(held[name], value, rtol=1e-5, atol=1e-6)
-    elsewhere = measure(model, images(probe_items(32), size=32, seed=1))
+    elsewhere = measure(model, {"input": images(probe_items(32), size=32, seed=1)})
     assert any(not np.allclose(held[name], value, rtol=0.01) for name, value in elsewhere.items())
 
 

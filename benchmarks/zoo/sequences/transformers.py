@@ -120,6 +120,11 @@ class Transformer(Net):
             return self.op("Unsqueeze", x, shape=shape, axes=list(axes))
         return self.op("Unsqueeze", x, self.integers(*axes), shape=shape)
 
+    def split_last(self, x: Tensor, parts: int) -> list[Tensor]:
+        """Equal parts along the last axis."""
+        size = x.shape[-1] // parts
+        return self.ops("Split", x, self.integers(*[size] * parts), shapes=[(*x.shape[:-1], size)] * parts, axis=-1)
+
     def total(self, x: Tensor, axis: int, *, shape: tuple[int, ...], keepdims: int = 0) -> Tensor:
         if self.opset < 13:
             return self.op("ReduceSum", x, shape=shape, axes=[axis], keepdims=keepdims)

@@ -2,6 +2,8 @@
 Le 2019), ShuffleNet v1 and v2 (Zhang et al. 2018; Ma et al. 2018)."""
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from benchmarks.zoo.architecture import architecture
 from benchmarks.zoo.builder import Net, Tensor
 
@@ -22,14 +24,23 @@ def inverted_residual(net: Net, x: Tensor, out: int, *, kernel: int = 3, stride:
     return net.add(x, y) if joins else y
 
 
-@architecture(size=224)
-def mobilenet_v1(net: Net, x: Tensor) -> Tensor:
+BLOCKS = (64, 128, 128, 256, 256, *[512] * 6, 1024, 1024)     # features behind each of MobileNet v1
+
+
+def depthwise_separable(net: Net, x: Tensor, blocks: Sequence[int] = BLOCKS) -> Iterator[Tensor]:
+    """What comes out of each block of MobileNet v1."""
     x = net.conv_bn_act(x, net.scaled(32), 3, stride=2, name="conv0")
     strided = {1, 3, 5, 11}
-    for index, out in enumerate((64, 128, 128, 256, 256, *[512] * 6, 1024, 1024)):
+    for index, out in enumerate(blocks):
         with net.scope(f"features.{index}"):
             x = net.conv_bn_act(x, x.channels, 3, stride=1 + (index in strided), groups=x.channels, name="depthwise")
             x = net.conv_bn_act(x, net.scaled(out), 1, name="pointwise")
+        yield x
+
+
+@architecture(size=224)
+def mobilenet_v1(net: Net, x: Tensor) -> Tensor:
+    *_, x = depthwise_separable(net, x)
     return net.classify(x)
 
 

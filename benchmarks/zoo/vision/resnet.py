@@ -23,23 +23,22 @@ def basic_block(net: Net, x: Tensor, out: int, stride: int) -> Tensor:
 
 
 def bottleneck(net: Net, x: Tensor, middle: int, out: int, stride: int, *, groups: int = 1,
-               stride_in_first: bool = False, excite: int = 0, pooled_shortcut: bool = False) -> Tensor:
+               excite: int = 0, pooled_shortcut: bool = False) -> Tensor:
     """relu(shortcut(x) + 1x1(relu(3x3(relu(1x1(x))))))"""
-    first, second = (stride, 1) if stride_in_first else (1, stride)
-    y = net.conv_bn_act(x, middle, 1, stride=first, name="conv1")
-    y = net.conv_bn_act(y, middle, 3, stride=second, groups=groups, name="conv2")
+    y = net.conv_bn_act(x, middle, 1, name="conv1")
+    y = net.conv_bn_act(y, middle, 3, stride=stride, groups=groups, name="conv2")
     if excite:
         y = net.squeeze_excite(y, excite, name="se")
     y = net.conv_bn(y, out, 1, gain=RESIDUAL_GAIN, name="conv3")
     return net.act(net.add(y, _shortcut(net, x, out, stride, pooled_shortcut)), "relu")
 
 
-def _stem(net: Net, x: Tensor) -> Tensor:
+def stem(net: Net, x: Tensor) -> Tensor:
     return net.max_pool(net.conv_bn_act(x, net.scaled(64), 7, stride=2, name="conv1"), 3, 2, 1)
 
 
 def _basic(net: Net, x: Tensor, depths: tuple[int, ...]) -> Tensor:
-    x = _stem(net, x)
+    x = stem(net, x)
     for stage, depth in enumerate(depths):
         for block in range(depth):
             with net.scope(f"layer{stage + 1}.{block}"):
@@ -47,14 +46,26 @@ def _basic(net: Net, x: Tensor, depths: tuple[int, ...]) -> Tensor:
     return net.classify(x)
 
 
+def pyramid_base(net: Net, x: Tensor, depths: tuple[int, ...]) -> list[Tensor]:
+    """The last features of each stage of bottlenecks."""
+    x, stages = stem(net, x), []
+    for stage, depth in enumerate(depths):
+        for block in range(depth):
+            with net.scope(f"layer{stage + 1}.{block}"):
+                x = bottleneck(net, x, net.scaled(64 << stage), net.scaled(256 << stage),
+                               2 if stage and not block else 1)
+        stages.append(x)
+    return stages
+
+
 def _bottlenecks(net: Net, x: Tensor, depths: tuple[int, ...], *, base: int = 64, groups: int = 1,
-                 stride_in_first: bool = False, pooled_shortcut: bool = False) -> Tensor:
-    x = _stem(net, x)
+                 pooled_shortcut: bool = False) -> Tensor:
+    x = stem(net, x)
     for stage, depth in enumerate(depths):
         for block in range(depth):
             with net.scope(f"layer{stage + 1}.{block}"):
                 x = bottleneck(net, x, net.scaled(base << stage, max(4, groups)), net.scaled(256 << stage),
-                               2 if stage and not block else 1, groups=groups, stride_in_first=stride_in_first,
+                               2 if stage and not block else 1, groups=groups,
                                pooled_shortcut=pooled_shortcut)
     return net.classify(x)
 
@@ -65,15 +76,14 @@ def resnet18(net: Net, x: Tensor) -> Tensor:
 
 
 @architecture(size=224)
-def resnet50(net: Net, x: Tensor, depths: tuple[int, ...] = (3, 4, 6, 3)) -> Tensor:
-    """v1.5, as PyTorch has it: the 3x3 convolution strides."""
-    return _bottlenecks(net, x, depths)
+def resnet34(net: Net, x: Tensor, depths: tuple[int, ...] = (3, 4, 6, 3)) -> Tensor:
+    return _basic(net, x, depths)
 
 
 @architecture(size=224)
-def resnet50_v1(net: Net, x: Tensor, depths: tuple[int, ...] = (3, 4, 6, 3)) -> Tensor:
-    """The paper's: the first 1x1 strides, as its sibling in the shortcut does."""
-    return _bottlenecks(net, x, depths, stride_in_first=True)
+def resnet50(net: Net, x: Tensor, depths: tuple[int, ...] = (3, 4, 6, 3)) -> Tensor:
+    """v1.5, as PyTorch has it: the 3x3 convolution strides."""
+    return _bottlenecks(net, x, depths)
 
 
 @architecture(size=224)
@@ -104,7 +114,9 @@ def preact_resnet18(net: Net, x: Tensor) -> Tensor:
     return net.classify(net.bn_act(x, name="bn"))
 
 
-def _regnet(net: Net, x: Tensor, excite: bool) -> Tensor:
+@architecture(size=224)
+def regnet_y(net: Net, x: Tensor) -> Tensor:
+    """Groups of 8 channels, squeeze-and-excite."""
     group = 8
     x = net.conv_bn_act(x, net.scaled(32), 3, stride=2, name="stem")
     for stage, (out, depth) in enumerate(((48, 1), (104, 3), (208, 6), (440, 2))):
@@ -112,16 +124,5 @@ def _regnet(net: Net, x: Tensor, excite: bool) -> Tensor:
             with net.scope(f"trunk.{stage}.{block}"):
                 channels = net.scaled(out, group)
                 x = bottleneck(net, x, channels, channels, 1 if block else 2, groups=channels // group,
-                               excite=max(4, x.channels // 4) if excite else 0)
+                               excite=max(4, x.channels // 4))
     return net.classify(x)
-
-
-@architecture(size=224)
-def regnet_x(net: Net, x: Tensor) -> Tensor:
-    return _regnet(net, x, excite=False)
-
-
-@architecture(size=224)
-def regnet_y(net: Net, x: Tensor) -> Tensor:
-    """regnet_x with squeeze-and-excite."""
-    return _regnet(net, x, excite=True)

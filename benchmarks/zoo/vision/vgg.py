@@ -26,8 +26,8 @@ def _vgg_classifier(net: Net, x: Tensor) -> Tensor:
 
 
 @architecture(size=224)
-def vgg11(net: Net, x: Tensor) -> Tensor:
-    return _vgg_classifier(net, _vgg_features(net, x, (1, 1, 2, 2, 2), normalised=False))
+def vgg16(net: Net, x: Tensor) -> Tensor:
+    return _vgg_classifier(net, _vgg_features(net, x, (2, 2, 3, 3, 3), normalised=False))
 
 
 @architecture(size=224)
@@ -42,7 +42,7 @@ def alexnet(net: Net, x: Tensor) -> Tensor:
     x = net.max_pool(net.act(net.conv(x, net.scaled(192), 5, bias=True, name="features.3"), "relu"), 3, 2)
     for index, out in enumerate((384, 256, 256)):
         x = net.act(net.conv(x, net.scaled(out), 3, bias=True, name=f"features.{6 + 2 * index}"), "relu")
-    return _vgg_classifier(net, x)
+    return _vgg_classifier(net, net.max_pool(x, 3, 2))
 
 
 @architecture(size=224)

@@ -70,7 +70,7 @@ class _Splitter(GraphEditor):
         outside, inside = added_biases(node, bias, hidden)
 
         if not node.attrs["layout"]:
-            x = self._node(node, "Transpose", (x,), perm=_TIME_FIRST)
+            x = self._items_first(node, x)
         items, steps, _ = self.shape(x)
         matrix = np.ascontiguousarray(weights.reshape(count * rows, -1).T)
         product = self._node(node, "MatMul", (x, self._constant(node, "projection", matrix)))
@@ -90,6 +90,13 @@ class _Splitter(GraphEditor):
                                   outputs=tuple(made), attrs={**attrs, "cell": node.op}))
         for i, (source, target) in enumerate(zip(made, outputs, strict=True)):
             self._unfold(node, source, target, (*(last if i else y)[:-1], count, hidden))
+
+    def _items_first(self, node: Node, x: str) -> str:
+        """[T, N, I] as [N, T, I]; of one step, as decoders take them, a view, which meets the views before it."""
+        steps, items, features = self.shape(x)
+        if steps == 1:
+            return self._node(node, "Reshape", (x,), shape=(items, 1, features))
+        return self._node(node, "Transpose", (x,), perm=_TIME_FIRST)
 
     def _unfold(self, node: Node, source: str, target: str, shape: Sequence[Dim]) -> None:
         """[N, ..., D H] under the name and in the layout that the layer's own output has."""

@@ -15,8 +15,8 @@ ITEMS = 16
 # What ONNX Runtime's own INT8 reaches on the same pictures (static Q/DQ, min-max, a weight scale a channel): SQNR
 # in dB of a model's worst output. Random weights are harder than trained ones of the same depth.
 PEER_DB = {
-    "resnet18": 19.3, "resnet50": 16.7, "resnet50_v1": 19.0, "resnet50_d": 15.5, "preact_resnet18": 25.0,
-    "resnext50": 18.7, "regnet_x": 16.5, "regnet_y": 17.6, "alexnet": 23.2, "vgg11": 27.7, "vgg16_bn": 28.8,
+    "resnet18": 19.3, "resnet50": 16.7, "resnet50_d": 15.5, "preact_resnet18": 25.0,
+    "resnext50": 18.7, "regnet_y": 17.6, "alexnet": 23.2, "vgg16_bn": 28.8,
     "squeezenet": 36.6, "googlenet": 18.4, "googlenet_lrn": 28.4, "inception_v3": 32.0, "densenet": 18.7,
     "mobilenet_v1": 28.6, "mobilenet_v2": 23.1, "mobilenet_v3": 21.3, "mobilenet_v3_by_clip": 21.1,
     "mobilenet_v3_by_op": 21.3, "efficientnet_b0": 18.8, "efficientnet_lite0": 20.5, "efficientnet_v2": 20.8,

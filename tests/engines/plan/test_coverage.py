@@ -25,7 +25,7 @@ def plan(*steps: Step, **facts: object) -> Plan:
                    "weights": {"table": np.zeros(500, np.float32)}, **facts})                    # type: ignore[arg-type]
 
 
-NMS, UNIQUE = "no kernel for NonMaxSuppression", "no kernel for Unique"
+NMS, UNIQUE = "'{}' is read by NonMaxSuppression", "no kernel for Unique"
 
 
 def test_a_plan_of_kernels_says_so_in_one_line() -> None:
@@ -37,10 +37,10 @@ def test_a_plan_of_kernels_says_so_in_one_line() -> None:
 
 def test_steps_by_reference_count_by_the_time_that_they_took_and_are_told_by_operator() -> None:
     fused = reference("u", "Fused", UNIQUE, 25.0, body=[{"op": "onnx.Unique"}, {"op": "Relu"}])
-    found = coverage_of(plan(kernel("a", time_us=50.0), reference("n1", "NonMaxSuppression", NMS, 10.0),
-                             fused, reference("n2", "NonMaxSuppression", NMS, 15.0)))
+    found = coverage_of(plan(kernel("a", time_us=50.0), reference("n1", "NonMaxSuppression", NMS.format("x"), 10.0),
+                             fused, reference("n2", "NonMaxSuppression", NMS.format("y"), 15.0)))
     assert found.line == "coverage: 1 of 4 steps compiled (50.0 % of the time), 3 by reference (50.0 %); " + TIMED
-    assert found.reasons.splitlines() == [f"  NonMaxSuppression, 25.0 %: {NMS} ('n1', 'n2')",
+    assert found.reasons.splitlines() == [f"  NonMaxSuppression, 25.0 %: {NMS.format('x')} ('n1', 'n2')",
                                           f"  Unique, 25.0 %: {UNIQUE} ('u')"]
 
 

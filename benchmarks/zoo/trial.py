@@ -1,0 +1,154 @@
+"""One workload in one precision: built, compared with ONNX Runtime, and timed beside its peers, each in a process of
+its own, so that what a large model leaves in memory meets no other.
+
+    python -m benchmarks.zoo.trial build NAME PRECISION FOLDER          # model, plan, Q/DQ model, facts into the folder
+    python -m benchmarks.zoo.trial time NAME PRECISION FOLDER SECONDS   # adds the times
+"""
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from benchmarks.measure.cycles import Counter
+from benchmarks.measure.measuring import WorkClock, interleaved
+from benchmarks.runtimes.runtimes import LOADERS, OPENVINO, ORT, OURS, Feed, OnnxRuntime
+from benchmarks.zoo.pictures import feeds_for
+from benchmarks.zoo.workloads import WORKLOADS
+from calibration import Calibration
+from engines import build_engine
+from engines.compiler.build import EngineBuild
+from engines.compiler.specialise import graph_at
+from engines.errors import EngineError
+from engines.frontend.onnx_export import onnx_from_graph
+from engines.ir.graph import Array
+
+CALIBRATION_ITEMS = 4
+SEED = 1000                 # of what is compared and timed; calibration has the seeds from 0 on
+FEWEST_TURNS = 3            # of models that take seconds
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a trial. Times are of one inference, of one thread, in `unit`, by runtime and turn."""
+    name: str
+    precision: str
+    failure: str = ""                       # why there is no engine
+    build_seconds: float = 0.0
+    steps: int = 0
+    by_reference: int = 0
+    reference_share: float = 0.0            # of the time
+    operators: tuple[str, ...] = ()         # that run by reference
+    error: float = 0.0                      # greatest |difference| over greatest |reference|, the worst of all outputs
+    sqnr_db: float = 0.0                    # the least of all outputs
+    unit: str = ""
+    turns: dict[str, list[float]] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)     # why a peer has no times
+
+
+class Folder:
+    """The files of a trial."""
+
+    def __init__(self, root: Path, name: str, precision: str) -> None:
+        self.model = root / f"{name}.onnx"
+        self.plan, self.exported, self.facts = (root / f"{name}-{precision}.{suffix}"
+                                                for suffix in ("plan", "onnx", "json"))
+
+    def read(self) -> Facts | None:
+        if not self.facts.exists():
+            return None
+        known = json.loads(self.facts.read_text())
+        return Facts(**{**known, "operators": tuple(known["operators"])})
+
+    def write(self, facts: Facts) -> None:
+        self.facts.write_text(json.dumps(asdict(facts), indent=1))
+
+    def feed(self, seed: int = SEED) -> dict[str, Array]:
+        return feeds_for(onnx.load(self.model, load_external_data=False), 1, seed)
+
+
+def build(name: str, precision: str, folder: Folder) -> Facts:
+    if not folder.model.exists():
+        onnx.save(WORKLOADS[name].full(), folder.model)
+    begin = time.perf_counter()
+    try:
+        made = _built(precision, folder)
+    except EngineError as refusal:
+        return Facts(name, precision, failure=str(refusal).splitlines()[0])
+    seconds, coverage = time.perf_counter() - begin, made.coverage
+    made.save(folder.plan)
+    notes = {}
+    if precision == "int8":
+        try:
+            onnx.save(onnx_from_graph(graph_at(made.plan)), folder.exported)
+        except (EngineError, ValueError) as reason:     # the latter: more than a file of ONNX may hold
+            notes = dict.fromkeys((ORT, OPENVINO), f"no Q/DQ model: {reason}".splitlines()[0])
+    feed = folder.feed()
+    reference = OnnxRuntime(folder.model, feed, "fp32", 1)
+    reference.infer()
+    error, decibels = compared(reference.outputs(), list(made.engine().run(feed).values()))
+    return Facts(name, precision, "", seconds, coverage.steps, len(coverage.by_reference), coverage.reference_share,
+                 tuple(sorted({step.operator for step in coverage.by_reference})), error, decibels, notes=notes)
+
+
+def _built(precision: str, folder: Folder) -> EngineBuild:
+    calibration = None
+    if precision == "int8":
+        items = [folder.feed(seed) for seed in range(CALIBRATION_ITEMS)]
+        calibration = Calibration(items, calibrator="minmax")
+    batched = any(d.dim_param for value in onnx.load(folder.model, load_external_data=False).graph.input
+                  for d in value.type.tensor_type.shape.dim[:1])
+    return build_engine(folder.model, precision=precision, calibration=calibration, cache=False,
+                        max_batch=1 if batched else None, notify=lambda text: print(text, file=sys.stderr))
+
+
+def compared(expected: Sequence[Array], found: Sequence[Array]) -> tuple[float, float]:
+    """The worst relative error and the least SQNR of all outputs; infinitely bad where shapes differ."""
+    errors, decibels = [0.0], [np.inf]
+    for a, b in zip(expected, found, strict=True):
+        if a.shape != b.shape:
+            return np.inf, -np.inf
+        signal, noise = np.square(a, dtype=np.float64).sum(), np.square(a - b, dtype=np.float64).sum()
+        errors.append(float(np.abs(a - b).max(initial=0) / max(np.abs(a).max(initial=0), 1e-30)))
+        decibels.append(float(10 * np.log10(max(signal, 1e-30) / max(noise, 1e-30))))
+    return max(errors), min(decibels)
+
+
+def timed(facts: Facts, folder: Folder, seconds: float) -> Facts:
+    """With the times of all runtimes, which take turns."""
+    feed: Feed = folder.feed()
+    notes, sessions = dict(facts.notes), {}
+    peers = folder.exported if facts.precision == "int8" else folder.model
+    for runtime, path in ((OURS, folder.plan), (ORT, peers), (OPENVINO, peers)):
+        if runtime in notes or not path.exists():
+            continue
+        try:
+            sessions[runtime] = LOADERS[runtime](path, feed, facts.precision, 1)
+            sessions[runtime].infer()
+        except Exception as error:      # whatever a runtime raises at a model that it does not like
+            sessions.pop(runtime, None)
+            notes[runtime] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    clock = WorkClock(Counter())
+    turns = interleaved(clock, {runtime: session.infer for runtime, session in sessions.items()}, seconds,
+                        FEWEST_TURNS)
+    return replace(facts, unit=clock.unit, turns=turns, notes=notes)
+
+
+def main(arguments: Sequence[str]) -> None:
+    verb, name, precision, root, *seconds = arguments
+    folder = Folder(Path(root), name, precision)
+    known = folder.read()
+    if verb == "build":
+        folder.write(build(name, precision, folder))
+    elif known and not known.failure:
+        folder.write(timed(known, folder, float(*seconds)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
