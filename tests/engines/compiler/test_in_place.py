@@ -24,7 +24,7 @@ from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.view import Halo, dense_view
 from engines.machine.cpu import detect
 from engines.machine.timing_cache import TimingCache
-from engines.plan.plan import Operand, Step
+from engines.plan.plan import Buffer, Operand, Step
 from tests.zoo import TINY
 
 ITEMS = 2
@@ -99,6 +99,13 @@ def test_a_trial_has_the_constants_that_the_reference_reads(graph: Graph, cache:
     judge = session(cache)
     judge.settle(judge.choose(network, ITEMS))
     assert [step.name for step in trials[0].plan.machine.steps if step.fallback and "shift" in step.fallback.inputs]
+
+
+def test_a_tensor_that_no_call_touches_has_its_place_in_a_trial() -> None:
+    """As the states of an LSTM of which only the last is wanted: its life begins behind the last call."""
+    buffers = [Buffer("x", 4, -1, 0), Buffer("hidden", 4, 0, 1), Buffer("unused", 4, 2, 2), Buffer("y", 4, 1, 2)]
+    lives = [(buffer.first, buffer.last) for buffer in in_place.trial_buffers(buffers, [range(3), range(3, 5)])]
+    assert lives == [(-1, 2), (0, 4), (5, 5), (3, 5)]
 
 
 def test_a_second_build_of_the_network_times_nothing_and_chooses_alike(

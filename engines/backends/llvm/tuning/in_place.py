@@ -113,13 +113,16 @@ class _Key:
 
 
 def trial_buffers(buffers: Sequence[Buffer], rivals: Sequence[range]) -> tuple[Buffer, ...]:
-    """Buffers whose lifetimes count calls, counting the steps that stand for each call instead."""
+    """Buffers whose lifetimes count calls, counting the steps that stand for each call instead.
+
+    A tensor that no call touches, such as the states of a layer of which only the last is wanted, lives at the end.
+    """
     end = rivals[-1].stop if rivals else 0
+    starts, stops = [*(steps.start for steps in rivals), end], [*(steps.stop - 1 for steps in rivals), end]
 
     def alive(buffer: Buffer) -> Buffer:
-        first, last = buffer.first, buffer.last
-        return replace(buffer, first=rivals[first].start if first >= 0 else first,
-                       last=rivals[last].stop - 1 if last < len(rivals) else end)
+        first = starts[buffer.first] if buffer.first >= 0 else buffer.first
+        return replace(buffer, first=first, last=stops[buffer.last])
     return tuple(map(alive, buffers))
 
 
