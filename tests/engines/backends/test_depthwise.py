@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -5,7 +7,7 @@ from engines.backends.llvm.codegen.isa import ALL, AVX2, AVX512_BF16, AVX512_VNN
 from engines.backends.llvm.kernels.depthwise.depthwise import DepthwiseTile
 from engines.codegen.ir_builder import Module
 from engines.lowering.problems.convolution import Depthwise
-from engines.lowering.problems.view import dense_view
+from engines.lowering.problems.view import View, dense_view
 from tests.engines.backends.llvm.jit import assembly, spills
 from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
 from tests.engines.backends.runners import EVERY_BACKEND, EVERY_ISA_WIDTH, EVERY_WIDTH
@@ -44,6 +46,14 @@ def data(spec):
 def test_3x3_of_any_number_of_channels(channels, runner):
     spec, constants = depthwise(channels, (3, 3), outputs=(3, 5))
     check(spec, runner, data(spec), constants, pieces=2)
+
+
+@EVERY_ISA_WIDTH
+def test_an_operand_may_be_one_number_for_all_channels(cpu):
+    spec, constants = depthwise(40, (3, 3), outputs=(2, 3))
+    spec = replace(spec, operands=(View("uint8", spec.y.shape, (0, 0, 0), 1),))
+    x, one = data(spec)
+    check(spec, cpu, [x, np.broadcast_to(one[:, :1, :1, :1], one.shape)], constants, tactic=DepthwiseTile(1, 3, 1))
 
 
 @EVERY_WIDTH

@@ -4,7 +4,7 @@ import pytest
 from engines.backends.llvm.codegen.isa import PORTABLE
 from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
 from engines.lowering.problems.images import Resize, taps_of
-from engines.lowering.problems.view import dense_view
+from engines.lowering.problems.view import View, dense_view
 from tests.engines.backends.llvm.runner import CpuRunner
 from tests.engines.backends.runners import EVERY_WIDTH
 from tests.engines.backends.suite import check, gapped, random_array, requantise, run
@@ -51,6 +51,16 @@ def test_linear_blends_two_by_two(source, target, channels, runner):
     spec = Resize(gapped(source, (3, 8, channels)), gapped(target, (7, 4, channels)),
                   (dense_view(source, (7, 4, channels)),), program, (2, 2))
     check(spec, runner, data(spec), constants, pieces=2)
+
+
+@EVERY_WIDTH
+def test_an_operand_may_be_one_number_for_all_channels(runner):
+    program, constants = requantise(80, np.random.default_rng(0), residual=True)
+    constants |= {"rows": nearest(6, 3), "columns": nearest(5, 4)}
+    one = View("float32", (6, 5, 80), (0, 0, 0), 4)
+    spec = Resize(gapped("float32", (3, 4, 80)), gapped("float32", (6, 5, 80)), (one,), program)
+    x, numbers = data(spec)
+    check(spec, runner, [x, np.broadcast_to(numbers[:, :1, :1, :1], numbers.shape)], constants)
 
 
 @EVERY_WIDTH

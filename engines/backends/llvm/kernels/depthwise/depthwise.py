@@ -227,7 +227,7 @@ class _Emitter:
         """One block of output rows of one panel; the last block may have fewer."""
         problem, tile = self.problem, self.tile
         whole, tail = divmod(problem.y.shape[0], tile.rows)
-        at = [a + start * view.size for a, view in zip(at, self._views(), strict=True)]
+        at = [a + start * view.strides[-1] for a, view in zip(at, self._views(), strict=True)]
         weights = weights + start * (len(self.steps) * self.arithmetic.weight_bytes(self.isa) // self.isa.lanes)
         constants = constants + start * (4 * problem.program.constants)
         for rows, test in ((tile.rows, block.below(whole)), (tail, block.compare("eq", whole))):

@@ -56,7 +56,7 @@ class ResizeKernel(Kernel[Resize]):
                 columns = self._taps(f, isa, 1, j, column_taps, column_weights)
                 here = [offset(a, [i, j], view.strides[:2]) for a, view in zip(starts, others, strict=True)]
                 for start, count in f.tiles("channel", problem.y.shape[2], PANEL * isa.lanes):
-                    at = [a + start * view.size for a, view in zip(here, others, strict=True)]
+                    at = [a + start * view.strides[2] for a, view in zip(here, others, strict=True)]
                     self._panel(f, isa, x + start * problem.x.size, rows, columns, at,
                                 constants + start * (4 * problem.program.constants), count)
 
