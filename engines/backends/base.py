@@ -1,7 +1,7 @@
 """The interface of a backend: all that the compiler asks of one. What runs its plans is a Device (device.py)."""
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from engines.ir.graph import Graph
@@ -51,6 +51,14 @@ class Session(Protocol):
 
     def assemble(self, chosen: Any) -> MachinePart:
         """Constants packed, buffers laid out."""
+
+    @property
+    def fastest(self) -> Mapping[str, str]:
+        """The tactics that timing found, for what takes over from a plan made here; text of the backend's own."""
+
+    def take_over(self, plan: Plan) -> None:
+        """What is made from now on is of the same model for other shapes: it has what it can of this plan, beside which
+        it is loaded."""
 
     def tuned(self, plan: Plan) -> Plan:
         """The plan with what is decided by timing the whole of it; the plan itself if there is nothing."""

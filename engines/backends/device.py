@@ -41,5 +41,6 @@ class Device(Protocol):
     def mismatch(self, plan: Plan) -> str:
         """What the plan needs and this machine is not; "" if they fit."""
 
-    def load(self, plan: Plan, threads: int) -> Loaded:
-        """threads: that work on one execution. Raises PlanCorruptError, ConfigError."""
+    def load(self, plan: Plan, threads: int, beside: Loaded | None = None) -> Loaded:
+        """threads: that work on one execution. beside: the plan of the same model that it shares constants with, as
+        this has loaded it. Raises PlanCorruptError, PlanTargetError, ConfigError."""

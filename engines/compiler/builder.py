@@ -148,6 +148,15 @@ class Builder:
         return set_float_precision(graph, "fp32" if precision == "best" else precision)
 
     # ---- plans
+    def take_over(self, plan: Plan) -> None:
+        """What is built from now on is the same model for other shapes: see Session.take_over."""
+        self._session.take_over(plan)
+
+    @property
+    def fastest(self) -> Mapping[str, str]:
+        """What a plan's later specialisations take over: see Session.fastest."""
+        return self._session.fastest
+
     @faults_named()
     def plan(self, graph: Graph, ranges: Ranges | None = None, metadata: Mapping[str, Any] | None = None) -> Plan:
         """A plan of an optimised graph; an int8 one needs the ranges of its edges."""

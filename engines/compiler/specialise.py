@@ -36,6 +36,7 @@ def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[s
     plan = _plan(subject, recipe, subject.usual, metadata)
     if not subject.is_open:
         return plan
+    subject.builder.take_over(plan)
     usual = [{name: bounds[name][1] if name in bounds else value for name, value in subject.usual.items()}
              for bounds in subject.profiles]
     others = tuple(_plan(subject, recipe, extents)
@@ -45,7 +46,7 @@ def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[s
                           vars(config.pixels) if config.pixels else None, config.threads)
     declared = tuple(IoTensor(name, kind.dtype.name, kind.shape) for name, kind in subject.types.items())
     part = OpenPart(subject.inputs, _outputs(source, subject.graph), declared, options, recipe, subject.profiles,
-                    subject.deciding, source.document(), source.weights, others)
+                    subject.deciding, subject.builder.fastest, source.document(), source.weights, others)
     return replace(plan, open=part)
 
 
@@ -61,6 +62,7 @@ class Specialiser:
         self._source = OnnxModel.from_document(plan.name, part.model, part.weights)
         self._part = part
         self._target = part.options.target if target is None else target
+        self._plan = plan
         self._cache, self._fingerprint = cache, plan.fingerprint
         self._subjects: dict[str, Subject] = {}
 
@@ -102,7 +104,10 @@ class Specialiser:
                 pixels=Pixels(**options.pixels) if options.pixels else None, timing=False, threads=options.threads)
             types = {io.name: TensorType(dtype_named(io.dtype), io.shape) for io in self._part.declared}
             usual = dict.fromkeys((*open_extents(self._part.declared), *map(value_name, self._part.deciding)), 0)
-            self._subjects[target] = Subject(Builder(config), self._source, types, usual, (), self._part.deciding)
+            builder = Builder(config)
+            if builder.target == self._plan.machine.target:
+                builder.take_over(self._plan)
+            self._subjects[target] = Subject(builder, self._source, types, usual, (), self._part.deciding)
         return self._subjects[target]
 
 

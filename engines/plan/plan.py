@@ -23,19 +23,21 @@ from engines.ir.dtypes import memory_dtype
 from engines.ir.graph import BATCH, Array, Graph, QParams
 from engines.ir.recipe import Recipe
 
-EXPANDED = -1        # as Operand.buffer
+# As Operand.buffer: constants that are computed of others; and the constants of both kinds that another plan has.
+EXPANDED, SHARED, SHARED_EXPANDED = -1, -2, -3
 
 
 @dataclass(frozen=True)
 class Operand:
     """An address: `offset` bytes into a buffer, or into the constants of the plan."""
-    buffer: int | None          # index in MachinePart.buffers; None: the constants; EXPANDED: those computed from them
+    buffer: int | None          # index in MachinePart.buffers; None: the constants; EXPANDED: those computed from them;
+                                # SHARED, SHARED_EXPANDED: those of the plan that this one is loaded beside
     offset: int = 0
 
     @property
     def constant(self) -> bool:
         """Not in a buffer, and the same for every context."""
-        return self.buffer is None or self.buffer == EXPANDED
+        return self.buffer is None or self.buffer < 0
 
 
 @dataclass(frozen=True)
@@ -218,6 +220,8 @@ class MachinePart:
     expanded: tuple[ExpandedConstant, ...] = ()             # ... and those that are computed from them
     weight_offsets: Mapping[str, int] = field(default_factory=dict)     # Plan.weights that `constants` hold as they are
     item_major: tuple[ItemMajorRun, ...] = ()               # in order, apart from each other
+    shared: tuple[int, ...] = ()            # bytes of constants and of expanded ones that the plan has which this one
+                                            # is loaded beside, for both have them; (): it stands alone
 
     @property
     def expanded_bytes(self) -> int:
@@ -247,6 +251,7 @@ class OpenPart:
     recipe: Recipe | None = None            # of an int8 build
     profiles: tuple[Mapping[str, tuple[int, int, int]], ...] = ()   # by extent: least, usual, most; (): whatever comes
     deciding: tuple[str, ...] = ()          # inputs whose values shapes and branches follow from
+    tactics: Mapping[str, str] = field(default_factory=dict)    # that were fastest, by kernel, as their repr() has them
     model: bytes = b""                      # ONNX, without its weights ...
     weights: Mapping[str, Array] = field(default_factory=dict, compare=False)   # ... and these
     others: tuple[Plan, ...] = ()           # specialisations beside the plan itself

@@ -16,6 +16,8 @@ from engines.ir.dtypes import BITS, memory_dtype
 from engines.ir.graph import QParams
 from engines.plan.plan import (
     EXPANDED,
+    SHARED,
+    SHARED_EXPANDED,
     ExpandedConstant,
     Fallback,
     Fill,
@@ -74,6 +76,10 @@ def _check_plan(plan: Plan) -> None:
     _check(isinstance(threads, int) and threads >= 1, f"built for {threads!r} threads")
     for item in plan.machine.expanded:
         _check_expanded(plan, item)
+    _check(len(plan.machine.shared) in (0, 2), f"constants shared with another plan: {list(plan.machine.shared)}")
+    _check(bool(plan.machine.shared) or not any(operand.buffer in (SHARED, SHARED_EXPANDED) for step in
+                                                plan.machine.steps for operand in step.operands),
+           "constants shared with no other plan")
     _check(sum(max(buffer.bytes, 0) for buffer in plan.machine.buffers) + plan.machine.expanded_bytes <= ADDRESSABLE,
            "buffers of more bytes than a process can address")
 
@@ -178,6 +184,8 @@ def _check_operand(plan: Plan, index: int, operand: Operand, where: str) -> None
         size = len(plan.machine.constants)
     elif operand.buffer == EXPANDED:
         size = plan.machine.expanded_bytes
+    elif operand.buffer in (SHARED, SHARED_EXPANDED):
+        size = plan.machine.shared[operand.buffer == SHARED_EXPANDED]
     else:
         _check_life(plan, index, operand.buffer, where)
         size = plan.machine.buffers[operand.buffer].bytes
@@ -225,4 +233,4 @@ def _check_item_major_run(plan: Plan, run: ItemMajorRun, behind: int) -> None:
 
 
 def _buffers(operands: Iterable[Operand]) -> set[int]:
-    return {operand.buffer for operand in operands if operand.buffer is not None and operand.buffer != EXPANDED}
+    return {operand.buffer for operand in operands if operand.buffer is not None and not operand.constant}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from engines.backends import device_of
-from engines.backends.device import Execution
+from engines.backends.device import Execution, Loaded
 from engines.errors import ConfigError, InputError
 from engines.ir.dtypes import as_in_memory, memory_dtype
 from engines.ir.graph import Array
@@ -29,14 +29,18 @@ def _checked_cpus(cpus: Sequence[int] | None, threads: int) -> tuple[int, ...] |
 class Engine:
     """Thread-safe: `run` takes a context from a pool, or makes one if all are in use."""
 
-    def __init__(self, plan: Plan, threads: int = 1, cpus: Sequence[int] | None = None) -> None:
-        """plan: as read from a file, or just built. Raises PlanCorruptError, PlanTargetError, ConfigError."""
+    def __init__(self, plan: Plan, threads: int = 1, cpus: Sequence[int] | None = None,
+                 beside: Engine | None = None) -> None:
+        """plan: as read from a file, or just built. beside: that of the plan which it shares constants with.
+
+        Raises PlanCorruptError, PlanTargetError, ConfigError.
+        """
         if threads < 1:
             raise ConfigError(f"threads={threads}: at least 1")
         self._cpus = _checked_cpus(cpus, threads)
         self.plan = plan
         self.threads = threads
-        self._loaded = device_of(plan.machine.backend).load(plan, threads)
+        self._loaded: Loaded = device_of(plan.machine.backend).load(plan, threads, beside._loaded if beside else None)
         self._feeds = Feeds(plan)
         self._idle: deque[ExecutionContext] = deque()      # its append and pop are atomic
 

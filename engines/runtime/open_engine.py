@@ -92,7 +92,9 @@ class OpenEngine:
         self._make = specialiser
         self._specialiser: SpecialisationMaker | None = None
         self._worker: ThreadPoolExecutor | None = None
-        for one in (plan, *self.part.others):
+        self._first = Engine(plan, threads, self._cpus)     # kept while there are others: they use its constants
+        self._keep(self._key(plan.extents), self._first)
+        for one in self.part.others:
             self._keep(self._key(one.extents), self._engine(one))
 
     # ---- as of an Engine
@@ -311,7 +313,7 @@ class OpenEngine:
         return sum(engine.bytes for engine in self._ready.values())
 
     def _engine(self, plan: Plan) -> Engine:
-        return Engine(plan, self.threads, self._cpus)
+        return Engine(plan, self.threads, self._cpus, self._first)
 
     def _key(self, extents: Extents) -> Key:
         return tuple(extents[name] for name in self._names)

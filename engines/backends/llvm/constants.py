@@ -8,6 +8,7 @@ import numpy as np
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.kernel import ALIGNMENT
+from engines.backends.llvm.sharing import SharedConstants
 from engines.backends.llvm.tuning.tuner import Choice
 from engines.ir.graph import Graph
 from engines.lowering.calls.calls import Call, name_of
@@ -20,9 +21,11 @@ TAIL = 4 * ALIGNMENT        # bytes behind them: a prefetch or the last vector m
 class Constants:
     """Collects packed constants, each on a cache line, in order of execution."""
 
-    def __init__(self, graph: Graph, isa: Isa, expanders: Mapping[Problem, Choice]) -> None:
-        """expanders: the kernels that expand constants when a plan is loaded."""
-        self._graph, self._isa, self._expanders = graph, isa, expanders
+    def __init__(self, graph: Graph, isa: Isa, expanders: Mapping[Problem, Choice],
+                 shared: SharedConstants | None = None) -> None:
+        """expanders: the kernels that expand constants when a plan is loaded. shared: what the plan that this one is
+        loaded beside has already."""
+        self._graph, self._isa, self._expanders, self._shared = graph, isa, expanders, shared
         self._names = {(array.ctypes.data, array.nbytes): name for name, array in graph.constants.items()
                        if array.flags.c_contiguous}
         self._parts: list[Array] = []
@@ -35,6 +38,11 @@ class Constants:
     def add(self, array: Array, name: str = "") -> tuple[Operand, int]:
         """(where, bytes). name: of the graph's constant that this is, where it is not in one piece there."""
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        if self._shared and (place := self._shared.find(flat)):
+            return place, len(flat)
+        return self._add(flat, name)
+
+    def _add(self, flat: Array, name: str) -> tuple[Operand, int]:
         name = name or self._names.get((flat.ctypes.data, len(flat)), "")       # packing may give the constant itself
         if name in self.weight_offsets:
             return Operand(None, self.weight_offsets[name]), len(flat)
@@ -53,10 +61,17 @@ class Constants:
         packing = id(call), type(choice.kernel), choice.kernel.packing(choice.tactic)
         if packing in self._packed:
             return self._packed[packing]
+        if self._shared:
+            added = self._shared.packed(call, choice, lambda: self._pack(call, choice))
+        else:
+            added = self._pack(call, choice)
+        self._packed[packing] = added
+        return added
+
+    def _pack(self, call: Call, choice: Choice) -> list[tuple[Operand, int]]:
         added = [self.add(array) for array in choice.kernel.pack(self._isa, choice.tactic, call.constants)]
         for which, problem in choice.kernel.expansions(self._isa, choice.tactic).items():
             added[which] = self._expand(problem, *added[which], name_of(call))
-        self._packed[packing] = added
         return added
 
     def _expand(self, problem: Problem, source: Operand, kept: int, name: str) -> tuple[Operand, int]:
@@ -66,6 +81,10 @@ class Constants:
         assert (grid.row_step, grid.column_step) == (1, 1), f"{problem.family}: its grid is to be cut anywhere"
         items = -(-kept // problem.inputs[0].item)
         size = items * problem.outputs[0].item
+        if self._shared and (shared := self._shared.expansion(expander.symbol, source, size)):
+            return shared, size
+        if self._shared and source.buffer is not None:      # what is computed of it is the plan's own, and so is this
+            source = self._add(self._shared.bytes_at(source, kept), "")[0]
         place = ExpandedConstant(expander.symbol, source.offset, self._expanded_size, size, items * grid.rows_per_item,
                         grid.columns, name)
         self.expanded.append(place)
@@ -75,6 +94,10 @@ class Constants:
     def tensor(self, name: str) -> Operand:
         """A constant of the graph, as it is."""
         return self.add(self._graph.constants[name], name)[0]
+
+    def keep(self, name: str) -> None:
+        """The same, among the plan's own constants: the reference reads it from there."""
+        self._add(np.ascontiguousarray(self._graph.constants[name]).reshape(-1).view(np.uint8), name)
 
     def data(self) -> bytes:
         """All of them."""

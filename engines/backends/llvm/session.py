@@ -10,6 +10,8 @@ from engines.backends.llvm.codegen.executor import scheduler_object
 from engines.backends.llvm.codegen.isa import Isa, isa_named
 from engines.backends.llvm.constants import Constants
 from engines.backends.llvm.kernels.kernel import Window
+from engines.backends.llvm.runtime.execution import LoadedPlan
+from engines.backends.llvm.sharing import SharedConstants
 from engines.backends.llvm.tuning.in_place import Trial, settled, trial_buffers
 from engines.backends.llvm.tuning.item_major import with_item_major_runs
 from engines.backends.llvm.tuning.references import with_reference_times
@@ -55,6 +57,9 @@ class LlvmSession:
         self.isa, self.cache = isa, cache
         self.tuner = Tuner(isa, cache, cpu.model, timing and runnable, short_lived)
         self.arithmetic = ("fp32", "int8", *["bf16"] * isa.bf16)
+        self._fastest: dict[str, str] = {}
+        self._beside: Plan | None = None
+        self._shared: SharedConstants | None = None
 
     @property
     def target(self) -> str:
@@ -83,7 +88,21 @@ class LlvmSession:
 
     def assemble(self, chosen: CpuChosen) -> MachinePart:
         """Pack constants, lay out buffers."""
-        return _Assembler(chosen, self.isa, {problem: [one] for problem, one in chosen.choices.items()}).machine()
+        if self.tuner.timing:
+            self._fastest |= {repr(one.kernel): repr(one.tactic) for one in chosen.choices.values()}
+        choices = {problem: [one] for problem, one in chosen.choices.items()}
+        return _Assembler(chosen, self.isa, choices, self._shared).machine()
+
+    @property
+    def fastest(self) -> Mapping[str, str]:
+        """The tactics of all plans that were timed, by kernel."""
+        return self._fastest
+
+    def take_over(self, plan: Plan) -> None:
+        """Constants, code, and what was fastest. Plans that are made from now on are loaded beside this one."""
+        self._beside, self._shared = plan, SharedConstants(plan.machine)
+        if part := plan.open:
+            self.tuner.take_over(part.tactics, [code for one in (plan, *part.others) for code in one.machine.code])
 
     def _trial(self, chosen: CpuChosen, rivals: Mapping[Problem, Sequence[Choice]]) -> Trial:
         """The steps of every rival, in memory for as many items as are timed."""
@@ -106,18 +125,21 @@ class LlvmSession:
         here."""
         if not self.tuner.timing:
             return plan
-        return with_reference_times(with_item_major_runs(plan, self.cache, self.tuner.processor))
+        beside = LoadedPlan(self._beside) if self._beside else None
+        return with_reference_times(with_item_major_runs(plan, self.cache, self.tuner.processor, beside))
 
 
 class _Assembler:
     """The calls of a lowered graph as steps, one for each of their problems' choices; in a plan to keep it is one."""
 
-    def __init__(self, chosen: CpuChosen, isa: Isa, choices: Mapping[Problem, Sequence[Choice]]) -> None:
+    def __init__(self, chosen: CpuChosen, isa: Isa, choices: Mapping[Problem, Sequence[Choice]],
+                 shared: SharedConstants | None = None) -> None:
         self.lowered, self.isa, self.choices, self.max_batch = chosen.lowered, isa, choices, chosen.max_batch
         self.steps: list[Step] = []
         self.steps_of: list[range] = []             # of each call
         self.code = {choice.symbol: choice.code for choice in chosen.expanders.values()}
-        self.constants = Constants(chosen.graph, self.isa, chosen.expanders)
+        self.constants = Constants(chosen.graph, self.isa, chosen.expanders, shared)
+        self.shared = shared.sizes if shared else ()
         self.writers: dict[int, list[int]] = {}     # buffer -> steps
         for call in self.lowered.calls:
             self._add(call)
@@ -130,7 +152,7 @@ class _Assembler:
             self.steps += [self._kernel(call, step, choice) for choice in self.choices[call.problem]]
         else:
             for name in self.lowered.graph.constants.keys() & {*call.node.inputs}:
-                self.constants.tensor(name)     # the reference reads it from there
+                self.constants.keep(name)
             self.steps.append(step)
         self.steps_of.append(range(first, len(self.steps)))
         for placement in call.outputs:
@@ -162,7 +184,8 @@ class _Assembler:
     def _operand(self, placement: Placement) -> Operand:
         if placement.buffer != NO_BUFFER:
             return Operand(placement.buffer, placement.offset)
-        return Operand(None, self.constants.tensor(placement.constant).offset + placement.offset)
+        constant = self.constants.tensor(placement.constant)
+        return replace(constant, offset=constant.offset + placement.offset)
 
     # ---- buffers
     def machine(self) -> MachinePart:
@@ -173,7 +196,7 @@ class _Assembler:
             backend="llvm", target=isa.name, cpu=made_for,
             buffers=buffers_of(self.lowered, self.max_batch), fills=fills_of(self.lowered), steps=tuple(self.steps),
             code=(*dict.fromkeys(self.code.values()), scheduler_object(isa)), constants=self.constants.data(),
-            expanded=tuple(self.constants.expanded), weight_offsets=self.constants.weight_offsets,
+            expanded=tuple(self.constants.expanded), weight_offsets=self.constants.weight_offsets, shared=self.shared,
             inputs=io_views(self.lowered, self.lowered.graph.inputs),
             outputs=io_views(self.lowered, self.lowered.graph.outputs))
 

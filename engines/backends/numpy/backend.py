@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -53,6 +53,11 @@ class NumpySession:
     """Nothing is timed. A plan's steps only tell what there is: they are made of the graph when it is loaded."""
     target = "numpy"
     arithmetic = ("fp32", "int8")
+
+    fastest: Mapping[str, str] = {}
+
+    def take_over(self, plan: Plan) -> None:
+        """Nothing: constants are those of the graph."""
 
     def choose(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
                progress: Progress | None = None) -> NumpyChosen:

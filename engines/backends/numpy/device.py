@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from engines.backends.device import Device
+from engines.backends.device import Device, Loaded
 from engines.backends.numpy.backend import lowered_for_numpy, machine_part
 from engines.errors import PlanVersionError
 from engines.ir.graph import BATCH, Array
@@ -109,7 +109,7 @@ class NumpyDevice:
     def mismatch(self, plan: Plan) -> str:
         return ""
 
-    def load(self, plan: Plan, threads: int) -> LoadedPlan:
+    def load(self, plan: Plan, threads: int, beside: Loaded | None = None) -> LoadedPlan:
         """threads: NumPy has as many as it likes."""
         return LoadedPlan(plan)
 

@@ -13,11 +13,17 @@ import pytest
 
 from calibration import Calibration
 from engines import build_engine, load_engine
+from engines.backends.llvm.codegen.isa import isa_named
+from engines.backends.llvm.kernels.contraction.direct import DirectContraction
+from engines.backends.llvm.kernels.contraction.tiled import Tile
 from engines.compiler.build import EngineBuild
-from engines.compiler.specialise import Specialiser, relower
-from engines.errors import ConfigError, InputError, ModelError, PlanTargetError
+from engines.compiler.specialise import Specialiser, graph_at, relower
+from engines.errors import ConfigError, InputError, ModelError, PlanCorruptError, PlanTargetError
 from engines.ir.graph import Array
+from engines.lowering.lower import lower
+from engines.lowering.problems.convolution import Contraction
 from engines.plan.file import read_plan
+from engines.runtime.engine import Engine
 from engines.runtime.open_engine import OpenEngine, Policy
 from tests.engines.compiler.open_models import (
     attention_net,
@@ -96,7 +102,46 @@ def test_a_specialisation_is_what_a_build_for_its_shapes_is() -> None:
     model, plan = attention_net(), built(attention_net()).plan
     fixed = built(model, shapes={"x": (None, 21, 16), "mask": (None, 21)}).plan
     one = Specialiser(plan).plan({"T": 21})
-    assert one.machine == fixed.machine and one.inputs == fixed.inputs
+    assert one.machine.code == fixed.machine.code and one.inputs == fixed.inputs
+    assert one.machine.buffers == fixed.machine.buffers and one.machine.shared == (len(plan.machine.constants), 0)
+    ours, theirs = (bytes(Engine(p, beside=Engine(plan)).run(tokens(2, 21))["y"]) for p in (one, fixed))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_packed_weights_are_there_once_for_all_specialisations(precision: str, tmp_path: Path) -> None:
+    data = Calibration([tokens(1, 9), tokens(1, 12)]) if precision == "int8" else None
+    model, shapes = attention_net(), [{"x": (n, t, 16), "mask": (n, t)} for n, t in ((1, 12), (1, 31))]
+    profiles = [{name: (shape[name], shape[name], shape[name]) for name in shape} for shape in shapes]
+    build = built(model, precision=precision, calibration=data, profiles=tuple(profiles), max_batch=2)
+    build.save(tmp_path / "m.plan")
+    plan = read_plan(tmp_path / "m.plan")
+    assert plan.open is not None
+    (other,), later = plan.open.others, Specialiser(plan).plan({"T": 31})
+    for one in (other, later):
+        assert len(one.machine.constants) <= len(plan.machine.constants) / 2 and not one.machine.expanded
+    feed, first = tokens(2, 31), Engine(plan)
+    expected = Engine(Specialiser(plan).general({"T": 31})).run(feed)["y"]
+    for one in (other, later):
+        np.testing.assert_allclose(Engine(one, beside=first).run(feed)["y"], expected, rtol=TOLERANCE, atol=TOLERANCE)
+    with pytest.raises(PlanTargetError, match="runs beside the plan of its model"):
+        Engine(later)
+    with pytest.raises(PlanCorruptError, match="of another plan"):
+        Engine(later.with_machine(shared=(1 << 20, 1 << 20)), beside=first)
+
+
+def test_what_was_fastest_at_the_build_is_taken_at_other_shapes() -> None:
+    """Whatever tactic the timed plan is said to have; but none that costs far more than others would."""
+    plan = built(attention_net(), target="avx2").plan
+    assert plan.open is not None and not plan.open.tactics
+    calls = lower(graph_at(plan), isa_named("avx2").lanes).compiled
+    kernels = [DirectContraction(call.problem) for call in calls if isinstance(call.problem, Contraction)]
+    for tile, taken in (("4x2", True), ("1x1", False)):
+        cols, vectors = map(int, tile.split("x"))
+        said = {repr(kernel): repr(Tile(1, cols, vectors)) for kernel in kernels}
+        other = replace(plan, open=replace(plan.open, tactics=said))
+        tactics = {step.tactic for step in Specialiser(other).plan({"T": 30}).machine.steps}
+        assert (f"contraction: tile 1x{tile}" in tactics) == taken
 
 
 def test_int8_has_the_bytes_of_a_build_for_the_same_shapes_and_ranges(tmp_path: Path) -> None:

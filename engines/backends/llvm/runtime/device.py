@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engines.backends.device import Device, Execution
+from engines.backends.device import Device, Execution, Loaded
 from engines.backends.llvm.runtime.execution import LoadedPlan, SerialExecution
 from engines.machine import cpu
 from engines.plan.plan import Plan
@@ -12,8 +12,8 @@ from engines.plan.plan import Plan
 class LoadedEngine:
     """A plan made ready to run by so many threads."""
 
-    def __init__(self, plan: Plan, threads: int) -> None:
-        self.program, self._threads = LoadedPlan(plan, threads), threads
+    def __init__(self, plan: Plan, threads: int, beside: LoadedPlan | None = None) -> None:
+        self.program, self._threads = LoadedPlan(plan, threads, beside), threads
         if threads > 1:
             # Imported here, for on one thread serving starts without it.
             from engines.backends.llvm.runtime.workers import ParallelProgram
@@ -44,8 +44,8 @@ class CpuDevice:
             return f"made for '{part.target}', but this CPU ({machine.model}) lacks {', '.join(sorted(missing))}"
         return ""
 
-    def load(self, plan: Plan, threads: int) -> LoadedEngine:
-        return LoadedEngine(plan, threads)
+    def load(self, plan: Plan, threads: int, beside: Loaded | None = None) -> LoadedEngine:
+        return LoadedEngine(plan, threads, beside.program if isinstance(beside, LoadedEngine) else None)
 
 
 DEVICE: Device = CpuDevice()

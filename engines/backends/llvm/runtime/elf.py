@@ -118,6 +118,11 @@ class _Object:
                     yield offset, info & 0xFFFFFFFF, self.symbols[info >> 32], addend
 
 
+def functions_of(data: bytes) -> list[str]:
+    """The names that an object defines."""
+    return [symbol.name for symbol in _Object(data).symbols if symbol.bound and symbol.section]
+
+
 class LoadedCode:
     """Objects in memory, ready to be called. The code lives as long as this does; so must whatever calls it.
 

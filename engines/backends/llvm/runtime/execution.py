@@ -18,11 +18,20 @@ from numpy.typing import NDArray
 from engines.backends.llvm.runtime.abi import STEP_WORDS, WORD, StepRow
 from engines.backends.llvm.runtime.elf import LoadedCode
 from engines.backends.llvm.runtime.expansion import expand
-from engines.errors import PlanCorruptError
+from engines.errors import PlanCorruptError, PlanTargetError
 from engines.ir.graph import Array
 from engines.machine.clock import thread_seconds
 from engines.plan.arena import CACHE_LINE, Layout, Memory, array_at, plan_memory, write_halo
-from engines.plan.plan import EXPANDED, ExpandedConstant, ItemMajorRun, Plan, TensorView, item_strides
+from engines.plan.plan import (
+    EXPANDED,
+    SHARED,
+    SHARED_EXPANDED,
+    ExpandedConstant,
+    ItemMajorRun,
+    Plan,
+    TensorView,
+    item_strides,
+)
 from engines.plan.verification import verify
 from engines.runtime.fallback import FallbackStep
 
@@ -42,12 +51,14 @@ class Segment:
 class LoadedPlan:
     """A plan made ready to run: code loaded, tables filled. Read-only after that, and shared by every context."""
 
-    def __init__(self, plan: Plan, threads: int = 1) -> None:
-        """threads: that make the constants which the plan's file does not have."""
+    def __init__(self, plan: Plan, threads: int = 1, beside: LoadedPlan | None = None) -> None:
+        """threads: that make the constants which the plan's file does not have. beside: the plan that has those which
+        both share. Raises PlanCorruptError, PlanTargetError."""
         self.plan, self.machine = verify(plan), plan.machine
         self._code = LoadedCode(self.machine.code)
         self._constants, self._constants_address = _aligned(self.machine.constants)
         self._expanded = expand(self.machine, self.kernel, self._constants_address, threads)
+        self._beside = _checked(plan, beside) if self.machine.shared else None
         self.run_steps = self.function("run_steps", 5)
         self.steps = self._step_table()
         self.steps_address = self.steps.ctypes.data
@@ -55,8 +66,8 @@ class LoadedPlan:
         self.serial_segments = tuple(part for segment in self.segments
                                      for part in _cut_at_item_major_runs(segment, self.machine.item_major))
         operands = [operand for step in self.machine.steps for operand in step.operands]
-        # The constants count as two buffers more, after the others.
-        more = {None: len(self.machine.buffers), EXPANDED: len(self.machine.buffers) + 1}
+        # The constants count as four buffers more, after the others.
+        more = {kind: len(self.machine.buffers) + i for i, kind in enumerate((None, EXPANDED, SHARED, SHARED_EXPANDED))}
         buffers = [more.get(o.buffer, o.buffer) for o in operands]
         self._operand_buffers = np.array(buffers, np.int64)
         self._operand_offsets = np.array([o.offset for o in operands], np.int64)
@@ -65,6 +76,11 @@ class LoadedPlan:
         """An emitted function that takes i64s or addresses; a call releases the GIL."""
         prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * parameters)
         return prototype(self._address(name, user))
+
+    @property
+    def constant_addresses(self) -> tuple[int, int]:
+        """Of the constants, and of those computed from them."""
+        return self._constants_address, self._expanded.address
 
     def kernel(self, item: ExpandedConstant) -> EmittedFunction:
         """What makes a derived constant."""
@@ -121,9 +137,21 @@ class LoadedPlan:
 
     def operand_table(self, bases: Sequence[int]) -> Words:
         """The addresses of all operands of all steps, given that of each buffer."""
-        every = np.array([*bases, self._constants_address, self._expanded.address], np.int64)
+        shared = self._beside.constant_addresses if self._beside else (0, 0)
+        every = np.array([*bases, *self.constant_addresses, *shared], np.int64)
         table: Words = every[self._operand_buffers] + self._operand_offsets
         return table
+
+
+def _checked(plan: Plan, beside: LoadedPlan | None) -> LoadedPlan:
+    """The plan whose constants are shared, if it is the one that was meant."""
+    if beside is None:
+        raise PlanTargetError(f"{plan.name}: a specialisation, which runs beside the plan of its model; load that")
+    machine = beside.machine
+    if (len(machine.constants), machine.expanded_bytes) != plan.machine.shared:
+        raise PlanCorruptError(f"{plan.name}: a specialisation of another plan than the one it is loaded beside; build "
+                               "the plan again")
+    return beside
 
 
 def words(*shape: int) -> Words:

@@ -29,8 +29,10 @@ ROUNDS = 3
 GAIN = 0.97                     # of the time; less is noise
 
 
-def with_item_major_runs(plan: Plan, cache: TimingCache, processor: str) -> Plan:
-    """The plan with the item-major runs that save most when they are timed on this machine, `processor` by name.
+def with_item_major_runs(plan: Plan, cache: TimingCache, processor: str, beside: LoadedPlan | None = None) -> Plan:
+    """beside: what the plan shares constants with.
+
+    The plan with the item-major runs that save most when they are timed on this machine, `processor` by name.
 
     Of neighbouring steps that may join, all together are tried, and windows of a few of them. A window that is timed
     alone finds its inputs in the cache already, which hides what a longer run saves between windows; but a longer run
@@ -40,7 +42,7 @@ def with_item_major_runs(plan: Plan, cache: TimingCache, processor: str) -> Plan
         return plan
     runs = [run for run in _runs(plan.machine.steps) if _moves_much(plan.machine.steps, run)]
     windows = {run: [window for window in _windows(run) if _moves_much(plan.machine.steps, window)] for run in runs}
-    saved = _saved(plan, windows, cache, processor)
+    saved = _saved(plan, windows, cache, processor, beside)
     chosen: list[ItemMajorRun] = []
     for run in runs:
         apart = [window for window in windows[run] if saved[window] > 0]
@@ -95,15 +97,15 @@ def _joined(runs: Sequence[ItemMajorRun]) -> list[ItemMajorRun]:
 
 
 def _saved(plan: Plan, windows: Mapping[ItemMajorRun, Sequence[ItemMajorRun]], cache: TimingCache,
-           processor: str) -> dict[ItemMajorRun, float]:
+           processor: str, beside: LoadedPlan | None) -> dict[ItemMajorRun, float]:
     """Microseconds that runs, and their windows, save item by item; 0 where that is not more than noise."""
     runs = list(windows)
     pieces = [window for run in runs for window in windows[run] if window != run]
     saved = {run: cache.get(_key(plan, run, processor)) for run in (*runs, *pieces)}
     if None in saved.values():
-        by_step = _Way(plan, by_item=False)
+        by_step = _Way(plan, False, beside)
         for some in (runs, pieces):
-            by_item = _Way(run_item_major(plan, some), by_item=True)
+            by_item = _Way(run_item_major(plan, some), True, beside)
             for run in some:
                 if saved[run] is None:
                     saved[run] = found = _difference(by_step, by_item, run)
@@ -120,8 +122,8 @@ def _key(plan: Plan, run: ItemMajorRun, processor: str) -> str:
 class _Way:
     """A plan in memory of its own, to be timed."""
 
-    def __init__(self, plan: Plan, by_item: bool) -> None:
-        self._program, self._by_item = LoadedPlan(plan), by_item
+    def __init__(self, plan: Plan, by_item: bool, beside: LoadedPlan | None) -> None:
+        self._program, self._by_item = LoadedPlan(plan, beside=beside), by_item
         self._arena = Arena(self._program, self._program.shared_layout)
         self._arena.prepare(ITEMS)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,7 +18,8 @@ from engines.backends.llvm.codegen.compile_pool import CompilerPool
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.kernel import Kernel, kernels_for
 from engines.backends.llvm.runtime.abi import KERNEL
-from engines.backends.llvm.runtime.elf import LoadedCode
+from engines.backends.llvm.runtime.elf import LoadedCode, functions_of
+from engines.backends.llvm.tuning.nearest import Timed, most_alike
 from engines.backends.llvm.tuning.timing import aligned, call_of, measure, memory_of
 from engines.codegen.ir_builder import Module
 from engines.lowering.problems.problem import Array, Problem
@@ -31,6 +32,7 @@ NEAR = 1.1                  # times the least time: noise, inputs from afar
 FAR_BYTES = 8e3             # of constants that a microsecond brings from afar, at worst
 GAIN = 0.99                 # of the time inside the network; less is noise
 DOUBT = 0.03                # of a time alone: how far it usually is from that in a network
+CREDIBLE = 1.5              # times the least cost: no tactic beyond it is taken over from another problem
 
 Constants = Mapping[str, Any]
 C = TypeVar("C")
@@ -84,9 +86,17 @@ class Tuner:
         self._alone: dict[Problem, dict[Candidate, Times]] = {}
         self._modules: dict[Candidate, bytes] = {}      # code of candidates, with that of their rivals
         self._objects: dict[Candidate, bytes] = {}      # and by itself, as a plan has it
+        self._made: dict[str, bytes] = {}               # and of others, by symbol
+        self._timed = Timed({})
         self._batches: tuple[int, ...] = (1,)
         self._batches_of: dict[Problem, tuple[int, ...]] = {}
         self.timed = 0              # tactics measured, not found in the cache
+
+    def take_over(self, fastest: Mapping[str, str], objects: Iterable[bytes]) -> None:
+        """From sessions that compiled the same model for other shapes: the tactics that were fastest, by kernel, as
+        repr() writes both; and their code."""
+        self._timed = Timed(fastest)
+        self._made |= {name: code for code in objects for name in functions_of(code)}
 
     def choose(self, wanted: Mapping[Problem, Constants], progress: Progress | None = None,
                batches: Sequence[int] = (1,)) -> dict[Problem, Choice]:
@@ -208,11 +218,25 @@ class Tuner:
         return [Candidate(best.kernel, tactic) for tactic in best.kernel.refinements(self.isa, best.tactic)]
 
     def _usual(self, problem: Problem) -> Candidate:
-        """The cheapest candidate, refined."""
+        """The candidate nearest to what was fastest for the nearest problem; else the cheapest, refined."""
         candidates = self._candidates(problem)
+        if self._timed and (known := self._taken_over(candidates)):
+            return known
         quick = [c for c in candidates if c.kernel.packing_is_permutation] if self.short_lived else []
         best = self._cheapest(quick or candidates)[0]
         return self._cheapest([best, *self._refinements(best)])[0]
+
+    def _taken_over(self, candidates: Sequence[Candidate]) -> Candidate | None:
+        """None: nothing near was timed, or what was fastest there cannot be here, by its cost."""
+        found = {kernel: self._timed.nearest(kernel) for kernel in dict.fromkeys(one.kernel for one in candidates)}
+        kernel = min(found, key=lambda one: found[one][0])
+        own = [one for one in candidates if one.kernel == kernel]
+        every = dict.fromkeys((*own, *(more for one in own for more in self._refinements(one))))
+        taken = most_alike(found[kernel][1], every, lambda one: one.tactic)
+        if taken is None:
+            return None
+        cost, *others = (kernel.cost(self.isa, one.tactic) for one in (taken, *own))
+        return taken if cost <= CREDIBLE * min(others) else None
 
     def _cheapest(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Those that by their cost may be the fastest, the cheapest first.
@@ -228,9 +252,11 @@ class Tuner:
                       key=lambda candidate: costs[candidate])
 
     # ---- code
-    def _compiled(self, pool: CompilerPool, candidates: Iterable[Candidate],
+    def _compiled(self, pool: CompilerPool, candidates: Collection[Candidate],
                   done: Callable[[], None] = lambda: None) -> Mapping[Candidate, bytes]:
         """The code of each by itself."""
+        self._objects |= {one: self._made[symbol] for one in candidates
+                          if self._made and (symbol := self._symbol(one)) in self._made}
         missing = [one for one in dict.fromkeys(candidates) if one not in self._objects]
         code = pool.compile((self._text([one]) for one in missing), done)
         self._objects |= dict(zip(missing, code, strict=True))
