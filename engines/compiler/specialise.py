@@ -8,6 +8,7 @@ is in it.
 """
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -51,7 +52,8 @@ def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[s
 
 
 class Specialiser:
-    """Makes the specialisations of a plan with open extents, from its model. Not for several threads at a time."""
+    """Makes the specialisations of a plan with open extents, from its model. One thread at a time makes plans, another
+    one may make general versions meanwhile."""
 
     def __init__(self, plan: Plan, target: str | None = None, cache: EngineCache | None = None) -> None:
         """target: another one than the plan's. cache: where specialisations of a plan that was read from a file are
@@ -65,6 +67,9 @@ class Specialiser:
         self._plan = plan
         self._cache, self._fingerprint = cache, plan.fingerprint
         self._subjects: dict[str, Subject] = {}
+        # The general version, made at the same time, is of the same graph: it is imported once.
+        self._graphs: dict[tuple[Any, ...], Graph] = {}
+        self._importing = threading.Lock()
 
     def plan(self, extents: Extents) -> Plan:
         """The plan for these numbers of the open extents. Raises EngineError."""
@@ -94,7 +99,10 @@ class Specialiser:
         return self._subject(self._target).at(extents)
 
     def _made(self, target: str, extents: Extents) -> Plan:
-        return _plan(self._subject(target), self._part.recipe, extents)
+        with self._importing:
+            subject = self._subject(target)
+            subject.at(extents)
+        return _plan(subject, self._part.recipe, extents)
 
     def _subject(self, target: str) -> Subject:
         if target not in self._subjects:
@@ -107,7 +115,7 @@ class Specialiser:
             builder = Builder(config)
             if builder.target == self._plan.machine.target:
                 builder.take_over(self._plan)
-            self._subjects[target] = Subject(builder, self._source, types, usual, (), self._part.deciding)
+            self._subjects[target] = Subject(builder, self._source, types, usual, (), self._part.deciding, self._graphs, 1)
         return self._subjects[target]
 
 

@@ -36,7 +36,7 @@ from engines.plan.plan import IoTensor
 
 Seen = Callable[[Sequence[IoTensor]], Mapping[str, Array] | None]
 
-KEPT = 4            # graphs of other extents, at most: each holds what its constants were folded to
+KEPT = 4            # graphs of other extents, by default: each holds what its constants were folded to
 GUESSES = (1, 64, 32, 16, 2)        # for all open extents, where the likely ones make no graph ...
 LENGTHS = (128, 512, 1024, 4096)    # ... and for those that come last, where the others are 1: signals beside states
 
@@ -56,7 +56,8 @@ class Subject:
     usual: Extents = field(default_factory=dict)
     profiles: tuple[Bounds, ...] = ()
     deciding: tuple[str, ...] = ()
-    _graphs: dict[tuple[Any, ...], Graph] = field(default_factory=dict)
+    graphs: dict[tuple[Any, ...], Graph] = field(default_factory=dict)      # made so far; several may have it in common
+    kept: int = KEPT
 
     @property
     def is_open(self) -> bool:
@@ -75,13 +76,14 @@ class Subject:
     def at(self, extents: Extents) -> Graph:
         """The optimised float graph for these numbers of the open extents, and these values of deciding inputs."""
         key = tuple(extents[name] for name in self.usual)
-        if key not in self._graphs:
+        graph = self.graphs.get(key)
+        if graph is None:
             graph = self._graph(extents)
-            if len(self._graphs) > KEPT:
-                oldest, *_ = (known for known in self._graphs if known != tuple(self.usual.values()))
-                del self._graphs[oldest]
-            self._graphs[key] = graph
-        return self._graphs[key]
+            if len(self.graphs) > self.kept:
+                oldest, *_ = (known for known in self.graphs if known != tuple(self.usual.values()))
+                del self.graphs[oldest]
+            self.graphs[key] = graph
+        return graph
 
     def _graph(self, extents: Extents) -> Graph:
         if not self.usual:

@@ -126,7 +126,8 @@ class LlvmSession:
         if not self.tuner.timing:
             return plan
         beside = LoadedPlan(self._beside) if self._beside else None
-        return with_reference_times(with_item_major_runs(plan, self.cache, self.tuner.processor, beside))
+        plan = with_item_major_runs(plan, self.cache, self.tuner.processor, beside)
+        return with_reference_times(plan, beside)
 
 
 class _Assembler:

@@ -15,13 +15,13 @@ SECONDS = 5.0       # of all of them together: what is left then stays untimed
 AGAIN = 0.05        # seconds: what takes less is timed twice, for the first run also imports and allocates
 
 
-def with_reference_times(plan: Plan) -> Plan:
+def with_reference_times(plan: Plan, beside: LoadedPlan | None = None) -> Plan:
     """The plan with the time of each step that the reference runs; 0 of one that refuses an arena at rest, as it lies
     there before a first input."""
     steps = list(plan.machine.steps)
     if not any(step.fallback for step in steps):
         return plan
-    program = LoadedPlan(plan)
+    program = LoadedPlan(plan, beside=beside)
     arena = Arena(program, program.shared_layout)
     arena.prepare(1)
     left = SECONDS
