@@ -115,7 +115,8 @@ class Specialiser:
             builder = Builder(config)
             if builder.target == self._plan.machine.target:
                 builder.take_over(self._plan)
-            self._subjects[target] = Subject(builder, self._source, types, usual, (), self._part.deciding, self._graphs, 1)
+            self._subjects[target] = Subject(builder, self._source, types, usual, (), self._part.deciding,
+                                             self._graphs, kept=1)
         return self._subjects[target]
 
 

@@ -187,7 +187,7 @@ def _with_values(subject: Subject, item: Mapping[str, Array] | None) -> Subject:
         found = {value_name(name): value_of(
             item[name] if item else filled(subject.types[name], _numbers(shapes[name]), number))
             for name, number in values.items()}
-        tried = replace(subject, usual={**subject.usual, **found}, _graphs={})
+        tried = replace(subject, usual={**subject.usual, **found}, graphs={})
         try:
             tried.graph         # noqa: B018
             return tried
