@@ -5,17 +5,18 @@ legal shapes and values, each by a specialisation: a plan for these numbers, kep
     context.at({"x": (1, 77)})      # an ExecutionContext for these shapes
 
 Where there is no specialisation yet, `specialise` says what happens: "wait" makes it first; "background" makes it on
-a thread of its own, and the general version serves meanwhile: the same graph by the NumPy backend, right and slow;
-"off" makes none, the general version serves.
+a thread of its own, and where that takes more than a moment the general version serves meanwhile: the same graph by the
+NumPy backend, right and slow; "off" makes none, the general version serves.
 """
 from __future__ import annotations
 
 import logging
 import math
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -45,7 +46,9 @@ MOST = 16                   # specialisations in memory, by default
 MEMORY_SHARE = 0.25         # of this machine's, that they may take together
 MOST_GENERAL = 4            # general versions in memory
 MOST_WAITING = 16           # specialisations to be made in the background
+PATIENCE = 1.0              # seconds: the first answer of a general version takes as long, for it imports the model too
 Key = tuple[Any, ...]       # the numbers of the open extents, and the values of deciding inputs
+Ordered = tuple[Future[None], float]        # what is made in the background, and since when
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +66,7 @@ class Policy:
     specialise: str = "wait"
     most: int = MOST
     memory: int | None = None       # bytes; None: MEMORY_SHARE of the machine's
+    patience: float = PATIENCE      # seconds that a specialisation is waited for before there is a general version
 
     def __post_init__(self) -> None:
         if self.specialise not in WAYS:
@@ -87,7 +91,7 @@ class OpenEngine:
         self._keys: dict[tuple[Any, ...], Key] = {}         # shapes of inputs, values of deciding ones -> extents
         self._lock = threading.RLock()                      # of the tables; the others are held for seconds
         self._making, self._making_general = threading.Lock(), threading.Lock()
-        self._waiting: set[Key] = set()
+        self._waiting: dict[Key, Ordered] = {}
         self._refused: dict[Key, str] = {}
         self._make = specialiser
         self._specialiser: SpecialisationMaker | None = None
@@ -237,9 +241,19 @@ class OpenEngine:
     def _missing(self, key: Key) -> Engine:
         if self.policy.specialise == "wait":
             return self._specialised(key)
-        if self.policy.specialise == "background":
-            self._order(key)
+        if self.policy.specialise == "background" and (engine := self._made_soon(key)):
+            return engine
         return self._general_version(key)
+
+    def _made_soon(self, key: Key) -> Engine | None:
+        """Have it made in the background; the engine, if that takes no longer than we are patient for."""
+        ordered = self._order(key)
+        if ordered is None:
+            return None
+        made, since = ordered
+        wait([made], max(since + self.policy.patience - time.monotonic(), 0))
+        with self._lock:
+            return self._ready.get(key)
 
     def _specialised(self, key: Key) -> Engine:
         """Made here, unless another thread has just made it."""
@@ -270,16 +284,15 @@ class OpenEngine:
                     self._general.popitem(last=False)
             return engine
 
-    def _order(self, key: Key) -> None:
+    def _order(self, key: Key) -> Ordered | None:
         """Have it made in the background, once; what comes while many wait is not made."""
         with self._lock:
             if key in self._waiting or key in self._refused or len(self._waiting) >= MOST_WAITING:
-                return
-            self._waiting.add(key)
+                return self._waiting.get(key)
             if self._worker is None:
                 self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"specialise {self.name}")
-            worker = self._worker
-        worker.submit(self._make_in_background, key)
+            self._waiting[key] = self._worker.submit(self._make_in_background, key), time.monotonic()
+            return self._waiting[key]
 
     def _make_in_background(self, key: Key) -> None:
         try:
@@ -292,7 +305,7 @@ class OpenEngine:
                         text(self._extents(key)), error)
         finally:
             with self._lock:
-                self._waiting.discard(key)
+                self._waiting.pop(key, None)
                 self._general.pop(key, None)
 
     def _specialisers(self) -> SpecialisationMaker:

@@ -235,7 +235,7 @@ def test_the_general_version_serves_until_the_background_is_done() -> None:
             finally:
                 done.set()
 
-    engine = OpenEngine(plan, Slow, policy=Policy("background"))
+    engine = OpenEngine(plan, Slow, policy=Policy("background", patience=0))
     assert_right(engine, pairs_net(), rows(3, 4))
     assert {"rows": 3, "columns": 4} not in engine.specialised
     begin.set()
@@ -243,6 +243,22 @@ def test_the_general_version_serves_until_the_background_is_done() -> None:
     engine.close()
     assert {"rows": 3, "columns": 4} in engine.specialised
     assert_right(engine, pairs_net(), rows(3, 4))
+
+
+def test_no_general_version_is_made_where_the_specialisation_is_there_in_a_moment() -> None:
+    plan = built(pairs_net()).plan
+    maker = Specialiser(plan)
+
+    class Quick:
+        plan = staticmethod(maker.plan)
+
+        def general(self, extents: Any) -> Any:
+            raise AssertionError("it was not waited for")
+
+    engine = OpenEngine(plan, Quick, policy=Policy("background", patience=600))
+    assert_right(engine, pairs_net(), rows(3, 4))
+    assert {"rows": 3, "columns": 4} in engine.specialised
+    engine.close()
 
 
 def test_where_specialising_fails_the_general_version_goes_on(caplog: pytest.LogCaptureFixture) -> None:
