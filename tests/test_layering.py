@@ -56,10 +56,12 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     # from the graph to kernel calls
     "engines.lowering.problems.view": ("engines.ir",),
     "engines.lowering.epilogue": ("engines.ir",),
-    "engines.lowering.problems": ("engines.lowering.epilogue", "engines.lowering.problems.view"),
+    "engines.lowering.nest": ("engines.lowering.epilogue",),
+    "engines.lowering.problems": ("engines.lowering.nest", "engines.lowering.problems.view"),
     "engines.lowering.calls": ("engines.lowering.problems", "engines.passes.rewriting", "engines.plan"),
     "engines.lowering.rules": ("engines.lowering.calls",),
-    "engines.lowering": ("engines.lowering.rules", "engines.capacity"),
+    "engines.lowering.rules.nests": ("engines.lowering.calls",),
+    "engines.lowering": ("engines.lowering.rules", "engines.lowering.rules.nests", "engines.capacity"),
     # from the calls to code
     "engines.codegen": (),
     "engines.backends.llvm.codegen": (
@@ -71,7 +73,9 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
         "engines.backends.llvm.kernels.common", "engines.backends.llvm.tuning.cost"),
     "engines.backends.llvm.kernels.depthwise": ("engines.backends.llvm.kernels.contraction",),
     "engines.backends.llvm.kernels.rows": ("engines.backends.llvm.kernels.common",),
-    "engines.backends.llvm.kernels.elementwise": ("engines.backends.llvm.kernels.rows",),
+    "engines.backends.llvm.kernels.nest": ("engines.backends.llvm.kernels.common",),
+    "engines.backends.llvm.kernels.elementwise": (
+        "engines.backends.llvm.kernels.rows", "engines.backends.llvm.kernels.nest"),
     "engines.backends.llvm.kernels.matmul": (
         "engines.backends.llvm.kernels.rows", "engines.backends.llvm.kernels.contraction"),
     "engines.backends.llvm.kernels.movement": ("engines.backends.llvm.kernels.elementwise",),

@@ -8,7 +8,7 @@ from engines.ir.graph import Graph, Node
 from engines.ir.shapes import is_empty
 from engines.lowering import rules  # noqa: F401  (fills RULES)
 from engines.lowering.calls.aliasing import VIEWS, Aliasing
-from engines.lowering.calls.calls import RULES, AnyCall, Call, Context, FallbackCall, Refused
+from engines.lowering.calls.calls import GENERAL, RULES, AnyCall, Call, Context, FallbackCall, Refused
 from engines.lowering.calls.placement import ITEMS, batch_axis, has_batch
 from engines.lowering.rules.copies import copy_call
 
@@ -51,18 +51,26 @@ def _calls(ctx: Context, node: Node) -> Sequence[AnyCall]:
             return ()
         if node.op == "Identity" and node.inputs[0] in ctx.graph.constants:
             return (copy_call(node, ctx.placements[node.inputs[0]], ctx.placements[node.outputs[0]]),)
-        rule = RULES.get(node.anchor.op)
-        if rule is None:
-            raise Refused(f"no kernel for {node.anchor.op}")
-        if node.op != "Transpose" and (name := _batch_inside(ctx, node)):
-            raise Refused(f"the batch is not the leading axis of '{name}'")
-        calls = tuple(rule(ctx, node))
-        for problem in (call.problem for call in calls if call.problem.misfit):
-            raise Refused(f"{problem.family} kernels do not compute so on tensors stored as {problem.misfit}; they "
-                          f"take {', '.join(problem.computes_on)}")
-        return calls
+        return _by_rules(ctx, node)
     except Refused as reason:
         return (_fallback(ctx, node, str(reason)),)
+
+
+def _by_rules(ctx: Context, node: Node) -> Sequence[Call]:
+    """By the rule for its operator, or else by the general one; the last refusal says why neither does."""
+    refusal = Refused(f"no kernel for {node.anchor.op}")
+    for rule in (table[node.anchor.op] for table in (RULES, GENERAL) if node.anchor.op in table):
+        try:
+            if rule is RULES.get(node.anchor.op) and node.op != "Transpose" and (name := _batch_inside(ctx, node)):
+                raise Refused(f"the batch is not the leading axis of '{name}'")
+            calls = tuple(rule(ctx, node))
+            for problem in (call.problem for call in calls if call.problem.misfit):
+                raise Refused(f"{problem.family} kernels do not compute so on tensors stored as {problem.misfit}; they "
+                              f"take {', '.join(problem.computes_on)}")
+            return calls
+        except Refused as reason:
+            refusal = reason
+    raise refusal
 
 
 def _batch_inside(ctx: Context, node: Node) -> str:

@@ -60,6 +60,7 @@ class Context:
 
 Rule = Callable[[Context, Node], Sequence[Call]]
 RULES: dict[str, Rule] = {}
+GENERAL: dict[str, Rule] = {}       # for what those refuse: by nests of any loops
 
 
 def lowers(*ops: str, images: bool = False) -> Callable[[Rule], Rule]:
@@ -73,5 +74,15 @@ def lowers(*ops: str, images: bool = False) -> Callable[[Rule], Rule]:
         for op in ops:
             assert op not in RULES, f"two rules for {op}"
             RULES[op] = checked
+        return rule
+    return register
+
+
+def lowers_in_general(*ops: str) -> Callable[[Rule], Rule]:
+    """Registers a rule for what the rule of these operators, if there is one, refuses."""
+    def register(rule: Rule) -> Rule:
+        for op in ops:
+            assert op not in GENERAL, f"two general rules for {op}"
+            GENERAL[op] = rule
         return rule
     return register

@@ -2,7 +2,7 @@
 
     Pointwise       y[n, i, ..., c] = program(sources[n, i, ..., c]; constants[c])      chains, casts, broadcasts
     Integers        y[n, i, ...] = operation(sources[n, i, ...])        in int64, whatever the tensors are stored as
-    CumulativeSum   y[n, o, i, j] = x[n, o, 0, j] + ... + x[n, o, i, j] reverse: from the end
+    CumulativeSum   y[n, o, i, j] = x[n, o, 0, j] + ... + x[n, o, i, j] reverse: from the end; or a product
     TopK            the k largest or smallest of a row, in order, and where they were; of equals the first
 
 By int64 no number is rounded, as it would be on its way through float32, and what is stored in fewer bits wraps as the
@@ -100,30 +100,33 @@ class Integers(BroadcastProblem):
 
 @dataclass(frozen=True)
 class CumulativeSum(UnaryProblem):
-    """x and y are of one shape and one dtype: float32, int32 or int64. `axis` is one of the item's.
+    """x and y are of one shape and one dtype. `axis` is one of the item's.
 
-    Sums are made in order, so that they round as numpy's do; integers in int64. exclusive: without x[n, o, i, j].
+    Sums are made in order, so that they round as numpy's do; integers wrap. exclusive: without x[n, o, i, j].
+    product: of products instead of sums.
     """
     axis: int
     exclusive: bool = False
     reverse: bool = False
+    product: bool = False
     family = "cumulative_sum"
-    computes_on = ("float32", "int32", "int64")
+    computes_on = ("float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         axis = self.axis + 1
         x = np.flip(inputs[0], axis) if self.reverse else inputs[0]
         x = np.moveaxis(x, axis, 0)
-        sums = np.add.accumulate(x, dtype=x.dtype)
+        with np.errstate(over="ignore"):
+            sums = (np.multiply if self.product else np.add).accumulate(x, dtype=x.dtype)
         if self.exclusive:
-            sums = np.concatenate([np.zeros_like(sums[:1]), sums[:-1]])
+            sums = np.concatenate([np.full_like(sums[:1], self.product), sums[:-1]])
         sums = np.moveaxis(sums, 0, axis)
         return (np.ascontiguousarray(np.flip(sums, axis) if self.reverse else sums),)
 
 
 @dataclass(frozen=True)
 class TopK(Problem):
-    """x: float32 or int32 [..., width], its rows in one piece; indices: int64 [..., k]; values, if wanted: [..., k].
+    """x: [..., width], of floats or integers of up to 32 bits; indices: int64 [..., k]; values, if wanted: [..., k].
 
     Of integers the least, -2**31, counts as the one above it.
     """
@@ -132,12 +135,12 @@ class TopK(Problem):
     indices: View
     largest: bool = True
     family = "top_k"
-    computes_on = ("float32", "int32", "int64")
+    computes_on = ("float32", "float16", "bfloat16", "int8", "int16", "int32", "uint8", "uint16", "int64")
     writes = ("values", "indices")
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         x, = inputs
-        wide = x.astype(np.float64)
+        wide = load_meaning(self.x.dtype, x).astype(np.float64) if self.x.dtype == "bfloat16" else x.astype(np.float64)
         order = np.argsort(-wide if self.largest else wide, -1, kind="stable")[..., :self.indices.shape[-1]]
         values = (np.take_along_axis(x, order, -1),) if self.values else ()
         return (*values, order.astype(np.int64))

@@ -1,12 +1,12 @@
-"""Along an axis: TopK, ArgMax, ArgMin -> TopK; CumSum -> CumulativeSum."""
+"""Along an axis: TopK, ArgMax, ArgMin -> TopK; CumSum, CumProd -> CumulativeSum."""
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engines.ir.graph import Node
+from engines.ir.graph import BATCH, Node
 from engines.lowering.calls.calls import Call, Context, Refused, lowers
-from engines.lowering.calls.placement import Placement
+from engines.lowering.calls.placement import Placement, as_one_item
 from engines.lowering.problems.elementwise import WIDEST_TOP_K, CumulativeSum, TopK
 
 ORDERED = ("float32", "int32")
@@ -14,10 +14,29 @@ ORDERED = ("float32", "int32")
 
 @lowers("TopK")
 def lower_top_k(ctx: Context, node: Node) -> Sequence[Call]:
-    x = _rows(ctx, node, -1)
-    values, indices = (ctx.placements[name] for name in node.outputs)
+    """Along any axis, seen as the innermost one."""
+    rank = len(ctx.type(node.inputs[0]).shape)
+    axis = node.attrs.get("axis", -1) % rank
+    placements = [ctx.placements[name] for name in (node.inputs[0], *node.outputs)]
+    if placements[0].items == BATCH:
+        if not axis:
+            raise Refused("it orders the items of a batch")
+        axis -= 1
+    else:
+        placements = [as_one_item(placement) for placement in placements]
+    x, values, indices = (_last(placement, axis) for placement in placements)
+    if x.view.dtype not in TopK.computes_on or x.view.dtype == "int64" or x.view.shape[-1] > WIDEST_TOP_K:
+        raise Refused(f"rows are compiled of up to {WIDEST_TOP_K} elements of up to 32 bits")
     spec = TopK(x.view, values.view, indices.view, bool(node.attrs.get("largest", 1)))
     return [Call(node, spec, (x,), (values, indices))]
+
+
+def _last(placement: Placement, axis: int) -> Placement:
+    """A tensor seen with an axis of its item as the innermost."""
+    view = placement.view
+    order = sorted(range(len(view.shape)), key=lambda i: i == axis)
+    return replace(placement, view=replace(view, shape=tuple(view.shape[i] for i in order),
+                                           strides=tuple(view.strides[i] for i in order)))
 
 
 @lowers("ArgMax", "ArgMin")
@@ -42,11 +61,19 @@ def _rows(ctx: Context, node: Node, default: int) -> Placement:
     return x
 
 
-@lowers("CumSum")
+@lowers("CumSum", "CumProd")
 def lower_cumulative_sum(ctx: Context, node: Node) -> Sequence[Call]:
-    x, y = ctx.placements[node.inputs[0]], ctx.placements[node.outputs[0]]
-    axis = node.attrs["axis"] - 1
+    x, y, axis = *(ctx.placements[name] for name in (node.inputs[0], node.outputs[0])), _axis(ctx, node)
     if axis < 0:
-        raise Refused("it sums over the items of a batch")
-    spec = CumulativeSum(x.view, y.view, axis, bool(node.attrs.get("exclusive", 0)), bool(node.attrs.get("reverse", 0)))
+        if x.items == BATCH:
+            raise Refused("it sums over the items of a batch")
+        x, y, axis = as_one_item(x), as_one_item(y), 0
+    spec = CumulativeSum(x.view, y.view, axis, bool(node.attrs.get("exclusive", 0)), bool(node.attrs.get("reverse", 0)),
+                         product=node.op == "CumProd")
     return [Call(node, spec, (x,), (y,))]
+
+
+def _axis(ctx: Context, node: Node) -> int:
+    """Of the item: an attribute, or ONNX's constant operand."""
+    axis = node.attrs["axis"] if "axis" in node.attrs else int(ctx.constant(node.inputs[1]).reshape(()))
+    return int(axis) % len(ctx.type(node.inputs[0]).shape) - 1

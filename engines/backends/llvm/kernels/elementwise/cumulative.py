@@ -1,4 +1,4 @@
-"""Cumulative sums along an axis.
+"""Cumulative sums and products along an axis.
 
     for o: for vector of j: for i: sum += x[n, o, i, j]
 """
@@ -9,9 +9,10 @@ from functools import cached_property
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.common.access import each_row, joined
-from engines.backends.llvm.kernels.elementwise.integers import load_integers, store_integers
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, begin_kernel, solves
-from engines.codegen.ir_builder import FLOAT, I64, Module, Value, vector
+from engines.backends.llvm.kernels.nest.vectors import COMBINED, identity, load, store
+from engines.codegen.ir_builder import Module, Value
+from engines.lowering.nest.program import KINDS
 from engines.lowering.problems.elementwise import CumulativeSum
 from engines.lowering.problems.view import View
 
@@ -41,31 +42,18 @@ class CumulativeSumKernel(Kernel[CumulativeSum]):
         run = math.prod(self.beside[0].shape) // math.prod(self.outer)
         for x, y in each_row(f, begin, end, addresses, self.beside, self.outer):
             for start, count in f.tiles("element", run, isa.lanes):
-                self._sums(x + start * self.problem.x.size, y + start * self.problem.y.size, count)
+                self._sums(isa, x + start * self.problem.x.size, y + start * self.problem.y.size, count)
 
-    def _sums(self, x: Value, y: Value, count: int) -> None:
+    def _sums(self, isa: Isa, x: Value, y: Value, count: int) -> None:
         """Down the axis, for `count` neighbours."""
         problem = self.problem
-        f, extent, size = x.f, problem.x.shape[problem.axis], problem.x.size
-        one = View(problem.x.dtype, (count,), (size,), size)
+        f, extent, size, dtype = x.f, problem.x.shape[problem.axis], problem.x.size, problem.x.dtype
         steps = [view.strides[problem.axis] * (-1 if problem.reverse else 1) for view in (problem.x, problem.y)]
         if problem.reverse:
             x, y = (a + (extent - 1) * -step for a, step in zip((x, y), steps, strict=True))
-        acc = {"sum": f.constant(0, vector(count, FLOAT if problem.x.dtype == "float32" else I64))}
+        how, kind = "product" if problem.product else "sum", KINDS[dtype]
+        acc = {"sum": identity(isa, how, kind, x)}
         for i in f.loop("index", extent, acc=acc):
             before = acc["sum"]
-            acc["sum"] = before + self._loaded(one, x + i * steps[0], count)
-            self._stored(one, before if problem.exclusive else acc["sum"], y + i * steps[1], count)
-
-    @staticmethod
-    def _loaded(view: View, address: Value, count: int) -> Value:
-        if view.dtype != "float32":
-            return load_integers(view, address, count)
-        return address.f.load(vector(count, FLOAT), address, hint="element")
-
-    @staticmethod
-    def _stored(view: View, value: Value, address: Value, count: int) -> None:
-        if view.dtype != "float32":
-            store_integers(view, value, address, count)
-        else:
-            address.f.store(value, address)
+            acc["sum"] = COMBINED[how](kind, before, load(isa, dtype, x + i * steps[0], size, count))
+            store(isa, dtype, before if problem.exclusive else acc["sum"], y + i * steps[1], size, count)

@@ -14,8 +14,9 @@ from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import ELEMENTS
 from engines.backends.llvm.kernels.common.access import each_row
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, solves
+from engines.backends.llvm.kernels.nest.vectors import load
 from engines.backends.llvm.kernels.rows.passes import live
-from engines.codegen.ir_builder import I32, I64, PTR, Function, Module, Value, vector
+from engines.codegen.ir_builder import I32, I64, PTR, Function, Module, Value
 from engines.lowering.problems.elementwise import TopK
 
 BLOCK = 64              # elements whose peak is remembered; a multiple of every machine's lanes
@@ -56,7 +57,7 @@ class TopKKernel(Kernel[TopK]):
                 place = _first(f, isa, start, BLOCK, _highest(f, isa, start, BLOCK))
                 index = block * BLOCK + place
                 if problem.values:
-                    value = f.load(element, x + index * 4, hint="value")
+                    value = f.load(element, x + index * problem.x.strides[-1], hint="value")
                     f.store(value, values[0] + turn * problem.values.strides[-1])
                 f.store(index, indices + turn * problem.indices.strides[-1])
                 f.store(f.constant(LOWEST, I32), start + place * 4)
@@ -69,16 +70,15 @@ class TopKKernel(Kernel[TopK]):
                 f.store(lowest, peaks + behind * 4)
         for start, count in f.tiles("block", self.width, BLOCK):
             for first in range(0, BLOCK, isa.lanes):
-                f.store(self._keys(f, isa, x + (start + first) * 4, count - first), keys + (start + first) * 4)
+                at = x + (start + first) * self.problem.x.strides[-1]
+                f.store(self._keys(f, isa, at, count - first), keys + (start + first) * 4)
             f.store(_highest(f, isa, keys + start * 4, BLOCK), peaks + start.divided(BLOCK) * 4)
 
     def _keys(self, f: Function, isa: Isa, address: Value, count: int) -> Value:
         """A vector of integers in the order of the elements; both zeros are one number. Past the row, the lowest."""
         if count <= 0:
             return f.constant(LOWEST, isa.ints)
-        part = f.load(vector(min(count, isa.lanes), ELEMENTS[self.problem.x.dtype]), address, hint="part")
-        if count < isa.lanes:
-            part = f.shuffle(part, part.like(0), [min(i, count) for i in range(isa.lanes)], "part")
+        part = load(isa, self.problem.x.dtype, address, self.problem.x.strides[-1], min(count, isa.lanes))
         if part.type == isa.ints:
             ordered = part if self.problem.largest else part.binary("xor", -1)
             ordered = f.call(isa.ints, f"llvm.smax.v{isa.lanes}i32", ordered, ordered.like(LOWEST + 1), hint="ordered")

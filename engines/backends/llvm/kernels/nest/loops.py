@@ -1,0 +1,396 @@
+"""The loops of a nest as a kernel runs them, and the operations of its program at the loops that they depend on.
+
+    outer loops, the one with lanes last        (of those with rows: some neighbours at once)
+        for each pass: inner loops; operations; accumulators
+        inner loops once more, if results are stored inside
+
+An operation is written as soon as all loops that it depends on have begun: no turn of another loop computes it again.
+Where the loop with lanes has several vectors, and that with rows several neighbours, there is a copy of an operation
+for each of those that it depends on: a product of matrices then uses what it loads several times.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.kernels.nest.vectors import (
+    COMBINED,
+    Found,
+    Ramp,
+    better,
+    compared,
+    computed,
+    gathered,
+    identity,
+    is_vector,
+    load,
+    number,
+    scattered,
+    spread,
+    store,
+)
+from engines.codegen.ir_builder import I1, I64, Function, Value, vector
+from engines.lowering.nest.program import FLOATING, NestProgram
+from engines.lowering.problems.view import View
+
+NONE = -2       # no loop: neither one of the nest's nor the items
+
+Copy = tuple[int, int]          # which of the neighbours, which of the vectors
+Parts = Iterator[tuple[Value, int]]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How loops are cut. lanes: the loop along which vectors lie, `vectors` of them at once; rows: the outer loop of
+    which `count` neighbours are computed at once. NONE: there is no such loop."""
+    lanes: int = NONE
+    vectors: int = 1
+    rows: int = NONE
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Loops:
+    """A program, what it reads, and its loops under a cut."""
+    program: NestProgram
+    sources: tuple[View, ...]
+    extents: tuple[int, ...]        # of the outer loops, then of the inner ones
+    outer: int                      # how many are outer
+    cut: Cut
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """The outer loops, from without to within."""
+        last = [loop for loop in (self.cut.rows, self.cut.lanes) if 0 <= loop < self.outer]
+        return (*(loop for loop in range(self.outer) if loop not in last), *last)
+
+    @cached_property
+    def inner(self) -> tuple[int, ...]:
+        return tuple(sorted(range(self.outer, len(self.extents)), key=lambda loop: loop == self.cut.lanes))
+
+    @cached_property
+    def depends(self) -> tuple[frozenset[int], ...]:
+        """The loops on which each operation depends."""
+        found: list[frozenset[int]] = []
+        for one in self.program.operations:
+            loops = frozenset[int]().union(*(found[arg] for arg in one.args))
+            if one.op == "index":
+                loops |= {int(one.what or 0)}
+            elif one.op == "read":
+                loops |= {loop for loop, step in enumerate(self.sources[int(one.what or 0)].strides) if step}
+            elif one.op == "reduce":
+                loops -= set(self.inner)
+            found.append(loops)
+        return tuple(found)
+
+    @cached_property
+    def phases(self) -> tuple[int, ...]:
+        """How many passes over the inner loops must have ended before each operation."""
+        found: list[int] = []
+        for one in self.program.operations:
+            found.append(max((found[arg] for arg in one.args), default=0) + (one.op == "reduce"))
+        return tuple(found)
+
+    def width(self, lanes: int, loop: int) -> int:
+        """How many turns of a loop are taken at once."""
+        return lanes * self.cut.vectors if loop == self.cut.lanes else self.cut.count if loop == self.cut.rows else 1
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What is known at a place in the code: the loops that have begun, and what was computed in them."""
+    at: tuple[Value, ...]                                   # the address of each source, moved along its loops
+    bases: tuple[Value, ...]                                # of its first element in this item
+    indices: dict[int, Value]
+    values: dict[tuple[int, Copy], Found] = field(default_factory=dict)
+    phase: int = 0
+    neighbours: int = 1
+    counts: tuple[int, ...] = (1,)                          # lanes of each vector that hold something
+
+    def copies(self) -> list[Copy]:
+        return [(row, part) for row in range(self.neighbours) for part in range(len(self.counts))]
+
+
+@dataclass(frozen=True)
+class Address:
+    """Of `count` elements: a step apart, or at places of their own."""
+    base: Value
+    step: int
+    count: int
+    places: Sequence[Value] | None = None
+
+    def load(self, isa: Isa, dtype: str) -> Value:
+        if self.places is None:
+            return load(isa, dtype, self.base, self.step, self.count)
+        return gathered(isa, dtype, self.places)
+
+    def store(self, isa: Isa, dtype: str, value: Found) -> None:
+        if self.places is None:
+            store(isa, dtype, value, self.base, self.step, self.count)
+        else:
+            scattered(isa, dtype, value, self.places)
+
+
+Body = Callable[[Frame], None]
+
+
+class Code:
+    """Writes the loops of a nest into a function."""
+
+    def __init__(self, f: Function, isa: Isa, loops: Loops) -> None:
+        self.f, self.isa, self.loops = f, isa, loops
+
+    # ---- loops
+    def enter(self, frame: Frame, loop: int, index: Value, size: int, wanted: Collection[int]) -> Frame:
+        """Inside `size` turns of a loop from `index` on, with what of the wanted operations can be written there."""
+        at = tuple(address + index * view.strides[loop] if loop < len(view.strides) and self._is_read[i] else address
+                   for i, (address, view) in enumerate(zip(frame.at, self.loops.sources, strict=True)))
+        frame = replace(frame, at=at, indices={**frame.indices, loop: index}, values=dict(frame.values))
+        if loop == self.loops.cut.lanes:
+            lanes = self.isa.lanes
+            counts = tuple(min(lanes, size - start) for start in range(0, size, lanes))
+            frame = replace(frame, counts=counts)
+        elif loop == self.loops.cut.rows:
+            frame = replace(frame, neighbours=size)
+        self.fill(frame, wanted)
+        return frame
+
+    def fill(self, frame: Frame, wanted: Collection[int]) -> None:
+        """Write the wanted operations that can be written here and are not yet."""
+        for one in sorted(wanted):
+            ready = self.loops.depends[one] <= frame.indices.keys() and self.loops.phases[one] <= frame.phase
+            if ready and self.loops.program.operations[one].op != "reduce":
+                for copy in frame.copies():
+                    key = self.key(one, copy)
+                    if key not in frame.values:
+                        frame.values[key] = self._value(frame, one, copy)
+
+    def over(self, frame: Frame, order: Sequence[int], wanted: Collection[int], body: Body,
+             acc: dict[object, Value] | None = None, bounds: tuple[Value, Value] | None = None) -> None:
+        """These loops, one in the other; bounds: of the first one, known at run time."""
+        if not order:
+            body(frame)
+            return
+        loop, *rest = order
+        for start, size in self._parts(loop, acc if acc is not None else {}, bounds):
+            self.over(self.enter(frame, loop, start, size, wanted), rest, wanted, body, acc)
+
+    def _parts(self, loop: int, acc: dict[object, Value], bounds: tuple[Value, Value] | None) -> Parts:
+        extent, step = self.loops.extents[loop], self.loops.width(self.isa.lanes, loop)
+        if bounds is None:
+            yield from self.f.tiles(f"loop {loop}", extent, step, acc=acc)
+            return
+        tail = extent % step
+        for start in self.f.range(f"loop {loop}", bounds[0], bounds[1].at_most(extent - tail), step):
+            yield start, step
+        if tail:
+            with self.f.when(bounds[1].compare("uge", extent)):
+                yield bounds[0].like(extent - tail), tail
+
+    # ---- operations
+    def key(self, one: int, copy: Copy) -> tuple[int, Copy]:
+        """Copies in which an operation is the same share its value."""
+        cut, depends = self.loops.cut, self.loops.depends[one]
+        return one, (copy[0] if cut.rows in depends else 0, copy[1] if cut.lanes in depends else 0)
+
+    def found(self, frame: Frame, one: int, copy: Copy) -> Found:
+        return frame.values[self.key(one, copy)]
+
+    @cached_property
+    def _is_read(self) -> list[bool]:
+        read = {one.what for one in self.loops.program.operations if one.op == "read"}
+        return [source in read for source in range(len(self.loops.sources))]
+
+    def _value(self, frame: Frame, number_: int, copy: Copy) -> Found:
+        one, cut = self.loops.program.operations[number_], self.loops.cut
+        varies = cut.lanes in self.loops.depends[number_]
+        if one.op == "number":
+            return number(self.isa, one, frame.bases[0])
+        if one.op == "item":
+            return frame.indices[-1]
+        if one.op == "index":
+            return self._index(frame, int(one.what or 0), copy)
+        if one.op == "read":
+            return self._read(frame, int(one.what or 0), copy)
+        args = [self.found(frame, arg, copy) for arg in one.args]
+        count = frame.counts[copy[1]] if varies else 1
+        if one.op == "pick":
+            return self._pick(frame, int(one.what or 0), args, count if varies else 0)
+        kind = self.loops.program.operations[one.args[0]].kind
+        kind = self.loops.program.operations[one.args[1]].kind if one.op == "where" else kind
+        value = computed(self.isa, one, kind, args)
+        if not varies and one.kind not in FLOATING and isinstance(value, Value) and is_vector(value):
+            element = value.type[:-1].split(" x ")[1]
+            value = self.f.op(element, f"extractelement {value}, i32 0", "alike")
+        return value
+
+    def _index(self, frame: Frame, loop: int, copy: Copy) -> Found:
+        index = frame.indices[loop]
+        if loop == self.loops.cut.lanes:
+            return Ramp(index + copy[1] * self.isa.lanes, 1)
+        return index + copy[0] if loop == self.loops.cut.rows else index
+
+    def _read(self, frame: Frame, source: int, copy: Copy) -> Value:
+        view, cut = self.loops.sources[source], self.loops.cut
+        along, across = (view.strides[loop] if loop != NONE else 0 for loop in (cut.lanes, cut.rows))
+        address = frame.at[source] + (along * self.isa.lanes * copy[1] + across * copy[0])
+        return load(self.isa, view.dtype, address, along, frame.counts[copy[1]])
+
+    def _pick(self, frame: Frame, source: int, indices: Sequence[Found], count: int) -> Value:
+        """count: of lanes; 0 where all are alike."""
+        view = self.loops.sources[source]
+        return self.address(frame.bases[source], view.strides, indices, count or 1).load(self.isa, view.dtype)
+
+    def address(self, base: Value, strides: Sequence[int], indices: Sequence[Found], count: int) -> Address:
+        """Where elements are, at an index along each axis."""
+        step, far = 0, None
+        for index, stride in zip(indices, strides, strict=True):
+            if isinstance(index, Ramp):
+                base, step = base + index.base * stride, step + index.step * stride
+            elif is_vector(index):
+                part = index * stride
+                far = part if far is None else far + part
+            else:
+                base = base + index * stride
+        if far is None:
+            return Address(base, step, count)
+        far = far + Ramp(far.f.constant(0, I64), step).vector(self.isa.lanes)
+        return Address(base, step, count, [
+            base + self.f.op(I64, f"extractelement {far}, i32 {lane}", "place") for lane in range(count)])
+
+    # ---- reductions
+    def reduced(self, frame: Frame, wanted: set[int]) -> Frame:
+        """What is known after all passes over the inner loops."""
+        program, phases = self.loops.program, self.loops.phases
+        for phase in range(max((phases[one] for one in wanted), default=0)):
+            sums = [one for one in sorted(wanted)
+                    if program.operations[one].op == "reduce" and phases[one] == phase + 1]
+            acc: dict[object, Value] = {}
+            for one in sums:
+                self._begin(frame, one, acc)
+            terms = program.needed([program.operations[one].args[0] for one in sums])
+            self.over(frame, self.loops.inner, terms,
+                      lambda inside, sums=sums, acc=acc: self._accumulate(inside, sums, acc), acc)      # type: ignore[misc]
+            frame = replace(frame, values=dict(frame.values), phase=phase + 1)
+            for one in sums:
+                for copy in frame.copies():
+                    if (key := self.key(one, copy)) not in frame.values:
+                        frame.values[key] = self._end(one, copy, acc)
+            self.fill(frame, wanted)
+        return frame
+
+    @property
+    def _across(self) -> bool:
+        """Whether lanes lie along an inner loop: then each of its vectors has an accumulator."""
+        return self.loops.cut.lanes >= self.loops.outer
+
+    def _place_of(self, one: int, copy: Copy) -> Copy:
+        """The accumulator of a copy of a reduction's term."""
+        row, part = self.key(self.loops.program.operations[one].args[0], copy)[1]
+        return row, copy[1] if self._across else part
+
+    def _places(self, frame: Frame, one: int) -> list[Copy]:
+        """All of them."""
+        parts = range(self.loops.cut.vectors if self._across else len(frame.counts))
+        every = ((row, part) for row in range(frame.neighbours) for part in parts)
+        return list(dict.fromkeys(self._place_of(one, copy) for copy in every))
+
+    def _begin(self, frame: Frame, one: int, acc: dict[object, Value]) -> None:
+        program = self.loops.program
+        how, kind = str(program.operations[one].what), program.operations[program.operations[one].args[0]].kind
+        for copy in self._places(frame, one):
+            acc[one, copy] = identity(self.isa, how, kind, frame.bases[0])
+            if "_" in how:
+                acc[one, copy, "where"] = self.f.constant(0, vector(self.isa.lanes, I64))
+
+    def _accumulate(self, frame: Frame, sums: Sequence[int], acc: dict[object, Value]) -> None:
+        for one in sums:
+            operation = self.loops.program.operations[one]
+            term, how = operation.args[0], str(operation.what)
+            kind = self.loops.program.operations[term].kind
+            for copy in dict.fromkeys(self._place_of(one, copy) for copy in frame.copies()):
+                value, before = spread(self.isa, self.found(frame, term, copy)), acc[one, copy]
+                count = frame.counts[copy[1]] if self._across else self.isa.lanes
+                here = None if count == self.isa.lanes else self._first(count)
+                if "_" in how:
+                    test = self._beats(how, kind, value, before)
+                    test = test if here is None else test.binary("and", here)
+                    place = spread(self.isa, self._place(frame, copy))
+                    acc[one, copy] = self.f.select(test, value, before)
+                    acc[one, copy, "where"] = self.f.select(test, place, acc[one, copy, "where"])
+                    continue
+                if here is not None:
+                    value = self.f.select(here, value, identity(self.isa, how, kind, value))
+                acc[one, copy] = COMBINED[how](kind, value, before)
+
+    def _first(self, count: int) -> Value:
+        flags = ", ".join(f"i1 {int(lane < count)}" for lane in range(self.isa.lanes))
+        return Value(self.f, vector(self.isa.lanes, I1), f"<{flags}>")
+
+    @staticmethod
+    def _beats(how: str, kind: str, value: Value, before: Value) -> Value:
+        """Whether a later element takes the place of an earlier one."""
+        order, _, extreme = how.partition("_")
+        if order == "first":
+            return better(kind, value, before, extreme == "max")
+        return compared(kind, "le", *((before, value) if extreme == "max" else (value, before)))
+
+    def _place(self, frame: Frame, copy: Copy) -> Found:
+        """The number of this turn of the inner loops."""
+        place: Found = self.f.constant(0, I64)
+        extents = self.loops.extents
+        for loop in range(self.loops.outer, len(extents)):
+            factor = math.prod(extents[loop + 1:])
+            index = self._index(frame, loop, copy)
+            if isinstance(index, Ramp):
+                assert isinstance(place, Value)
+                place = Ramp(place + index.base * factor, factor)
+            elif isinstance(place, Ramp):
+                place = Ramp(place.base + index * factor, place.step)
+            else:
+                place = place + index * factor
+        return place
+
+    def _end(self, one: int, copy: Copy, acc: dict[object, Value]) -> Found:
+        """The result of a reduction; where lanes lie along an inner loop, of all of its vectors and lanes."""
+        operation = self.loops.program.operations[one]
+        how, kind = str(operation.what), self.loops.program.operations[operation.args[0]].kind
+        row, part = self._place_of(one, copy)
+        parts = range(self.loops.cut.vectors) if self._across else [part]
+        value = self._folded(how, kind, [(acc[one, (row, part)], acc.get((one, (row, part), "where")))
+                                         for part in parts])
+        if self.loops.cut.lanes not in self.loops.depends[one] and operation.kind not in FLOATING:
+            element = value.type[:-1].split(" x ")[1]
+            return self.f.op(element, f"extractelement {value}, i32 0", "alike")
+        return value
+
+    def _folded(self, how: str, kind: str, pairs: list[tuple[Value, Value | None]]) -> Value:
+        """Of one vector itself; where lanes lie along an inner loop, of all vectors and lanes, in every lane."""
+        while len(pairs) > 1:
+            half = (len(pairs) + 1) // 2
+            pairs = [self._merged(how, kind, pair, pairs[i + half]) if i + half < len(pairs) else pair
+                     for i, pair in enumerate(pairs[:half])]
+        (value, where), width = pairs[0], self.isa.lanes
+        while self._across and width > 1:
+            width //= 2
+            mask = [(lane + width) % self.isa.lanes for lane in range(self.isa.lanes)]
+            other = (self.f.shuffle(value, None, mask, "fold"),
+                     None if where is None else self.f.shuffle(where, None, mask, "fold"))
+            value, where = self._merged(how, kind, (value, where), other)
+        value = value if where is None else where
+        return self.f.shuffle(value, None, [0] * self.isa.lanes, "all") if self._across else value
+
+    def _merged(self, how: str, kind: str, a: tuple[Value, Value | None],
+                b: tuple[Value, Value | None]) -> tuple[Value, Value | None]:
+        if a[1] is None or b[1] is None:
+            return COMBINED[how](kind, a[0], b[0]), None
+        order, _, extreme = how.partition("_")
+        wins = better(kind, b[0], a[0], extreme == "max")
+        tie = compared(kind, "eq", a[0], b[0]).binary("and", b[1].compare("slt" if order == "first" else "sgt", a[1]))
+        wins = wins.binary("or", tie)
+        return self.f.select(wins, b[0], a[0]), self.f.select(wins, b[1], a[1])
+
+

@@ -1,0 +1,180 @@
+"""Nests of any loops, by vectors along one of them.
+
+    for the outer loops: accumulators = 0; for the inner loops: accumulators += term; y = result
+
+Its tactics are which loop has the lanes, how many vectors of it and how many neighbours along another loop are
+computed at once. The grid's rows are blocks of the outer loops.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.kernels.common.access import item_addresses, unravel
+from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
+from engines.backends.llvm.kernels.nest.loops import NONE, Code, Cut, Frame, Loops
+from engines.backends.llvm.kernels.nest.vectors import store
+from engines.codegen.ir_builder import Module, Value
+from engines.lowering.epilogue.functions import FUNCTIONS
+from engines.lowering.problems.nest import Nest
+from engines.lowering.problems.view import View
+
+BLOCK = 1 << 13     # turns of all loops in a row of the grid: enough to pay for its call, few enough to share out
+TURN = 3            # cycles of a loop's turn, beside what it does
+
+
+@dataclass(frozen=True)
+class NestTactic(Tactic):
+    cut: Cut
+
+    def __str__(self) -> str:
+        cut = self.cut
+        lanes = f"lanes along loop {cut.lanes}, {cut.vectors} at once" if cut.lanes != NONE else "one by one"
+        return lanes + (f", {cut.count} of loop {cut.rows}" if cut.rows != NONE else "")
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The rows of the grid: all turns of the outer loops before `order[split]`, and blocks of that one."""
+    split: int
+    block: int
+    count: int
+
+    @staticmethod
+    def of(loops: Loops, lanes: int) -> Blocks:
+        work = max(math.prod(loops.extents[loop] for loop in loops.inner), 1)
+        for split in reversed(range(len(loops.order))):
+            extent, step = loops.extents[loops.order[split]], loops.width(lanes, loops.order[split])
+            if work * extent >= BLOCK or not split:
+                block = min(-(-max(BLOCK // work, 1) // step) * step, extent)
+                return Blocks(split, block, -(-extent // block))
+            work *= extent
+        return Blocks(0, 1, 1)
+
+
+@solves(Nest)
+class NestKernel(Kernel[Nest]):
+    def loops(self, cut: Cut) -> Loops:
+        problem = self.problem
+        return Loops(problem.program, problem.sources, (*problem.loops, *problem.reduced), len(problem.loops), cut)
+
+    @cached_property
+    def extents(self) -> tuple[int, ...]:
+        return (*self.problem.loops, *self.problem.reduced)
+
+    def tactics(self, isa: Isa) -> Sequence[NestTactic]:
+        along = [loop for loop, extent in enumerate(self.extents) if extent > 1] or [NONE]
+        if self.problem.inside and any(loop >= len(self.problem.loops) for loop in along):
+            along = [loop for loop in along if loop >= len(self.problem.loops)] + [
+                loop for loop in along if loop < len(self.problem.loops)]
+        cuts = []
+        for lanes in along:
+            for vectors in (1, 2, 4) if lanes != NONE and self.extents[lanes] > isa.lanes else (1,):
+                cuts += [Cut(lanes, vectors), *(Cut(lanes, vectors, rows, 4) for rows in self._shared(lanes))]
+        return sorted(map(NestTactic, cuts), key=lambda tactic: self.cost(isa, tactic))[:6]
+
+    def _shared(self, lanes: int) -> list[int]:
+        """Loops of which neighbours share what they read."""
+        if not self.problem.reduced or self.problem.inside:
+            return []
+        outer = [loop for loop in range(len(self.problem.loops)) if loop != lanes and self.extents[loop] >= 4]
+        depends = self.loops(Cut(lanes)).depends
+        reads = [depends[i] for i, one in enumerate(self.problem.program.operations) if one.op in ("read", "pick")]
+        return [loop for loop in outer if 0 < sum(loop in some for some in reads) < len(reads)]
+
+    def cost(self, isa: Isa, tactic: NestTactic) -> float:
+        loops, cut = self.loops(tactic.cut), tactic.cut
+        order = (*loops.order, *loops.inner)
+        trips = {loop: -(-loops.extents[loop] // loops.width(isa.lanes, loop)) for loop in order}
+        turns = [1]
+        for loop in order:
+            turns.append(turns[-1] * trips[loop])
+        total = TURN * float(sum(turns))
+        for one, depends in enumerate(loops.depends):
+            last = max((order.index(loop) + 1 for loop in depends), default=0)
+            copies = (cut.vectors if cut.lanes in depends else 1) * (cut.count if cut.rows in depends else 1)
+            total += turns[last] * copies * self._cycles(isa, loops, one)
+        for view in self.problem.targets:
+            near = cut.lanes >= 0 and len(view.strides) > cut.lanes and view.strides[cut.lanes] == view.size
+            stores = loops.extents if self.problem.inside else loops.extents[:loops.outer]
+            near &= self.problem.inside or cut.lanes < loops.outer
+            total += math.prod(stores) * (1 / isa.lanes if near else 2)
+        if cut.count * cut.vectors > 8:     # more accumulators than there are registers for, with what they take
+            total *= 2
+        return total
+
+    def _cycles(self, isa: Isa, loops: Loops, number: int) -> float:
+        """Of one operation, once."""
+        one, cut = loops.program.operations[number], loops.cut
+        wide = 2 if one.kind in ("f64", "i64", "u64") else 1
+        if one.op == "read":
+            stride = loops.sources[int(one.what or 0)].strides[cut.lanes] if cut.lanes != NONE else 0
+            return wide if stride in (0, loops.sources[int(one.what or 0)].size) else 2 * isa.lanes
+        if one.op == "pick":
+            return 3 * isa.lanes if cut.lanes in loops.depends[number] else 2
+        return 0.1 if one.op in ("number", "index", "item") else 12 if one.op in FUNCTIONS else wide
+
+    def grid(self, isa: Isa, tactic: NestTactic) -> Grid:
+        loops = self.loops(tactic.cut)
+        blocks = Blocks.of(loops, isa.lanes)
+        return Grid(math.prod(loops.extents[loop] for loop in loops.order[:blocks.split]) * blocks.count)
+
+    def windows(self, isa: Isa, tactic: NestTactic) -> Sequence[Window]:
+        return [reach(view) for view in (*self.problem.inputs, *self.problem.outputs)]
+
+    # ---- code
+    def emit(self, module: Module, name: str, isa: Isa, tactic: NestTactic) -> None:
+        problem, loops = self.problem, self.loops(tactic.cut)
+        blocks, count = Blocks.of(loops, isa.lanes), len(problem.sources)
+        f, addresses, (begin, end, *_) = begin_kernel(module, name, count + len(problem.targets))
+        code = Code(f, isa, loops)
+        wanted = problem.program.needed(problem.program.results)
+        gridded = loops.order[:blocks.split]
+        rows = self.grid(isa, tactic).rows_per_item
+        for row in f.range("row", begin, end):
+            item = row.divided(rows)
+            *outer, block = unravel(row.remainder(rows), (*(loops.extents[loop] for loop in gridded), blocks.count))
+            bases = item_addresses(addresses, (*problem.sources, *problem.targets), item)
+            frame = Frame(tuple(bases[:count]), tuple(bases), {-1: item})
+            code.fill(frame, wanted)
+            for loop, index in zip(gridded, outer, strict=True):
+                frame = code.enter(frame, loop, index, 1, wanted)
+            first = block * blocks.block
+            bounds = None
+            if loops.order and blocks.count > 1:
+                extent = loops.extents[loops.order[blocks.split]]
+                bounds = (first, (first + blocks.block).at_most(extent))
+            code.over(frame, loops.order[blocks.split:], wanted,
+                      lambda inside, at=bases[count:]: self._element(code, inside, at, wanted),    # type: ignore[misc]
+                      None, bounds)
+
+    def _element(self, code: Code, frame: Frame, targets: Sequence[Value], wanted: set[int]) -> None:
+        """All that is done inside the outer loops."""
+        frame = code.reduced(frame, wanted)
+        if self.problem.inside:
+            code.over(frame, code.loops.inner, wanted, lambda inside: self._store(code, inside, targets))
+        else:
+            self._store(code, frame, targets)
+
+    def _store(self, code: Code, frame: Frame, targets: Sequence[Value]) -> None:
+        cut, isa = code.loops.cut, code.isa
+        for view, target, result in zip(self.problem.targets, targets, self.problem.program.results, strict=True):
+            steps = {loop: stride for loop, stride in enumerate(view.strides)}
+            for loop in steps:
+                target = target + frame.indices[loop] * steps[loop]
+            along, across = steps.get(cut.lanes, 0), steps.get(cut.rows, 0)
+            for copy in frame.copies():
+                if cut.lanes not in steps and copy[1]:
+                    continue
+                address = target + (along * isa.lanes * copy[1] + across * copy[0])
+                store(isa, view.dtype, code.found(frame, result, copy), address, along,
+                      frame.counts[copy[1]] if cut.lanes in steps else 1)
+
+
+def reach(view: View) -> Window:
+    """What a view with strides of either sign touches of an item."""
+    ends = [(extent - 1) * stride for extent, stride in zip(view.shape, view.strides, strict=True)]
+    return Window(sum(min(end, 0) for end in ends), view.size + sum(max(end, 0) for end in ends))

@@ -1,0 +1,106 @@
+"""Scatters: a row of the grid copies its part of x, then goes through all updates of that part, in order.
+
+    y = x; for the loops: y[place] = y[place] and value, combined
+
+Loops whose index is an index of y, over all of its extent, are apart: no two of their turns meet in an element. Their
+turns are rows of the grid, but for those of the one with lanes.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.kernels.common.access import item_addresses, offset, unravel
+from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
+from engines.backends.llvm.kernels.nest.loops import NONE, Code, Cut, Frame, Loops
+from engines.backends.llvm.kernels.nest.nest import reach
+from engines.backends.llvm.kernels.nest.vectors import COMBINED, load, spread, store
+from engines.codegen.ir_builder import Module, Value
+from engines.lowering.problems.nest import Scatter
+
+
+@solves(Scatter)
+class ScatterKernel(Kernel[Scatter]):
+    @cached_property
+    def apart(self) -> dict[int, int]:
+        """Loop -> the axis of y that it runs along."""
+        program, found = self.problem.program, dict[int, int]()
+        for axis, number in enumerate(program.results[1:]):
+            one = program.operations[number]
+            if one.op == "index" and self.problem.loops[int(one.what or 0)] == self.problem.y.shape[axis]:
+                found.setdefault(int(one.what or 0), axis)
+        return found
+
+    @cached_property
+    def lanes(self) -> int:
+        """The loop with lanes: the one apart along which y's elements are neighbours, if there are several."""
+        y = self.problem.y
+        near = [loop for loop, axis in self.apart.items() if y.strides[axis] == y.size and y.shape[axis] > 1]
+        return near[0] if near else NONE
+
+    @cached_property
+    def rows(self) -> list[int]:
+        """The loops whose turns are rows of the grid."""
+        return [loop for loop in self.apart if loop != self.lanes]
+
+    def grid(self, isa: Isa, tactic: Tactic) -> Grid:
+        return Grid(math.prod(self.problem.loops[loop] for loop in self.rows))
+
+    def windows(self, isa: Isa, tactic: Tactic) -> Sequence[Window]:
+        return [reach(view) for view in (*self.problem.inputs, *self.problem.outputs)]
+
+    # ---- code
+    def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
+        problem = self.problem
+        views = (*problem.sources, problem.y)
+        f, addresses, (begin, end, *_) = begin_kernel(module, name, len(views))
+        loops = Loops(problem.program, problem.sources, problem.loops, len(problem.loops), Cut(self.lanes))
+        code, wanted = Code(f, isa, loops), problem.program.needed(problem.program.results)
+        count = self.grid(isa, tactic).rows_per_item
+        for row in f.range("row", begin, end):
+            item = row.divided(count)
+            *sources, y = item_addresses(addresses, views, item)
+            indices = unravel(row.remainder(count), [problem.loops[loop] for loop in self.rows])
+            self._copy(code, sources[0], y, indices)
+            frame = Frame(tuple(sources), tuple(sources), {-1: item})
+            code.fill(frame, wanted)
+            for loop, index in zip(self.rows, indices, strict=True):
+                frame = code.enter(frame, loop, index, 1, wanted)
+            rest = [loop for loop in loops.order if loop not in self.rows]
+            code.over(frame, rest, wanted, lambda inside, y=y: self._update(code, inside, y))      # type: ignore[misc]
+
+    def _copy(self, code: Code, x: Value, y: Value, indices: Sequence[Value]) -> None:
+        """What of x is in this row of the grid."""
+        source, target = self.problem.sources[0], self.problem.y
+        fixed = [self.apart[loop] for loop in self.rows]
+        for axis, index in zip(fixed, indices, strict=True):
+            x, y = (offset(address, [index], [view.strides[axis]]) for address, view in ((x, source), (y, target)))
+        free = [axis for axis in range(len(target.shape)) if axis not in fixed]
+        self._copy_axes(code, x, y, free)
+
+    def _copy_axes(self, code: Code, x: Value, y: Value, axes: list[int]) -> None:
+        source, target = self.problem.sources[0], self.problem.y
+        if len(axes) > 1:
+            axis, *rest = axes
+            for i in code.f.loop("axis", target.shape[axis]):
+                self._copy_axes(code, x + i * source.strides[axis], y + i * target.strides[axis], rest)
+            return
+        axis = axes[0] if axes else -1
+        extent = target.shape[axis] if axes else 1
+        steps = [view.strides[axis] if axes else view.size for view in (source, target)]
+        for start, count in code.f.tiles("element", extent, code.isa.lanes):
+            at = [address + start * step for address, step in zip((x, y), steps, strict=True)]
+            step = steps[0] if steps[0] or count == 1 else 0
+            store(code.isa, target.dtype, load(code.isa, source.dtype, at[0], step, count), at[1], steps[1], count)
+
+    def _update(self, code: Code, frame: Frame, y: Value) -> None:
+        problem, isa = self.problem, code.isa
+        value, *places = (code.found(frame, number, (0, 0)) for number in problem.program.results)
+        at = code.address(y, problem.y.strides, places, frame.counts[0])
+        new = spread(isa, value)
+        if problem.combined:
+            kind = problem.program.operations[problem.program.results[0]].kind
+            new = COMBINED[problem.combined](kind, spread(isa, at.load(isa, problem.y.dtype)), new)
+        at.store(isa, problem.y.dtype, new)

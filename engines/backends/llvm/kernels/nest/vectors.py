@@ -1,0 +1,326 @@
+"""The operations of a nest's program on LLVM's values: how each kind is loaded, computed with and stored.
+
+Floats are vectors of all lanes, even where all lanes are equal, for that is what an Isa's functions take. Integers and
+truth that are equal in all lanes are scalars. A Ramp is an index that grows from lane to lane by as much.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.codegen.lanes import ELEMENTS
+from engines.codegen.ir_builder import DOUBLE, FLOAT, I1, I32, I64, Value, element_of, lanes_of, literal, vector
+from engines.lowering.epilogue.functions import FUNCTIONS
+from engines.lowering.nest.program import COMPARISONS, FLOATING, KINDS, Operation
+from engines.lowering.problems.view import SIZES
+
+TYPES: Mapping[str, str] = {"f32": FLOAT, "f64": DOUBLE, "i32": I32, "i64": I64, "u64": I64, "i1": I1}
+SIGNED = ("int8", "int16", "int32")
+_ORDERS = {"eq": ("oeq", "eq", "eq"), "ne": ("une", "ne", "ne"), "lt": ("olt", "slt", "ult"),
+           "le": ("ole", "sle", "ule")}
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """base + lane * step, an i64."""
+    base: Value
+    step: int
+
+    def vector(self, lanes: int) -> Value:
+        numbers = ", ".join(f"i64 {lane * self.step}" for lane in range(lanes))
+        return self.base.f.splat(self.base, lanes) + Value(self.base.f, vector(lanes, I64), f"<{numbers}>")
+
+
+Found = Value | Ramp
+
+
+def is_vector(value: Value) -> bool:
+    return value.type.startswith("<")
+
+
+def plain(isa: Isa, value: Found) -> Value:
+    return value.vector(isa.lanes) if isinstance(value, Ramp) else value
+
+
+def spread(isa: Isa, value: Found) -> Value:
+    """In every lane."""
+    value = plain(isa, value)
+    return value if is_vector(value) else value.f.splat(value, isa.lanes)
+
+
+def together(isa: Isa, values: Sequence[Found]) -> list[Value]:
+    """All as scalars, or all as vectors."""
+    found = [plain(isa, value) for value in values]
+    return [spread(isa, value) for value in found] if any(map(is_vector, found)) else found
+
+
+def number(isa: Isa, one: Operation, of: Value) -> Value:
+    what = one.what or 0
+    if one.kind in FLOATING:
+        return of.f.constant(float(what), vector(isa.lanes, TYPES[one.kind]))
+    whole = int(what)
+    return of.f.constant(whole - (1 << 64) * (whole >= 1 << 63), TYPES[one.kind])
+
+
+# ---- memory
+def load(isa: Isa, dtype: str, address: Value, stride: int, count: int) -> Value:
+    """`count` neighbours in all lanes (those beyond are like the last); a stride of 0: one element in all of them."""
+    f, element = address.f, ELEMENTS[dtype]
+    if stride == 0:
+        return _widened_alike(isa, dtype, f.load(element, address, hint="stored"))
+    if stride == SIZES[dtype]:
+        stored = f.load(vector(count, element), address, hint="stored")
+        if count < isa.lanes:
+            stored = f.shuffle(stored, None, [min(i, count - 1) for i in range(isa.lanes)], "filled")
+        return widened(isa, dtype, stored)
+    return gathered(isa, dtype, [address + lane * stride for lane in range(count)])
+
+
+def gathered(isa: Isa, dtype: str, addresses: Sequence[Value]) -> Value:
+    """An element for each lane."""
+    f, element = addresses[0].f, ELEMENTS[dtype]
+    stored = f.constant(0, vector(isa.lanes, element))
+    for lane, address in enumerate(addresses):
+        one = f.load(element, address, hint="stored")
+        stored = f.op(stored.type, f"insertelement {stored}, {one}, i32 {lane}", "gathered")
+    if len(addresses) < isa.lanes:
+        mask = [min(i, len(addresses) - 1) for i in range(isa.lanes)]
+        stored = f.shuffle(stored, None, mask, "filled")
+    return widened(isa, dtype, stored)
+
+
+def _widened_alike(isa: Isa, dtype: str, stored: Value) -> Value:
+    if KINDS[dtype] in FLOATING:
+        return widened(isa, dtype, stored.f.splat(stored, isa.lanes))
+    return widened(isa, dtype, stored)
+
+
+def widened(isa: Isa, dtype: str, stored: Value) -> Value:
+    """What is stored, as it is computed with."""
+    f, kind = stored.f, KINDS[dtype]
+    if dtype == "float16":
+        return isa.half_to_float(stored)
+    if dtype == "bfloat16":
+        return isa.bfloat_to_float(stored)
+    if kind == "i1":
+        return stored.compare("ne", 0)
+    type_ = vector(isa.lanes, TYPES[kind]) if is_vector(stored) else TYPES[kind]
+    if type_ == stored.type:
+        return stored
+    return f.cast("sext" if dtype in SIGNED else "zext", stored, type_, "wide")
+
+
+def store(isa: Isa, dtype: str, value: Found, address: Value, stride: int, count: int) -> None:
+    """The first `count` lanes; integers are cut to the bits that are stored."""
+    f = address.f
+    if stride == SIZES[dtype] or count == 1:
+        found = narrowed(isa, dtype, spread(isa, value))
+        f.store(f.shuffle(found, None, range(count), "part") if count < isa.lanes else found, address)
+        return
+    scattered(isa, dtype, value, [address + lane * stride for lane in range(count)])
+
+
+def scattered(isa: Isa, dtype: str, value: Found, addresses: Sequence[Value]) -> None:
+    """Each of the first lanes to an address of its own."""
+    found, element = narrowed(isa, dtype, spread(isa, value)), ELEMENTS[dtype]
+    for lane, address in enumerate(addresses):
+        address.f.store(address.f.op(element, f"extractelement {found}, i32 {lane}", "element"), address)
+
+
+def narrowed(isa: Isa, dtype: str, value: Value) -> Value:
+    f, type_ = value.f, vector(isa.lanes, ELEMENTS[dtype])
+    if dtype == "float16":
+        return isa.float_to_half(value)
+    if dtype == "bfloat16":
+        return isa.float_to_bfloat(value)
+    if type_ == value.type:
+        return value
+    return f.cast("zext" if KINDS[dtype] == "i1" else "trunc", value, type_, "narrow")
+
+
+# ---- arithmetic
+def computed(isa: Isa, one: Operation, kind: str, args: Sequence[Found]) -> Found:
+    """kind: of the arguments."""
+    if (ramp := _along(one, args)) is not None:
+        return ramp
+    if one.op == "cast":
+        return cast(isa, plain(isa, args[0]), kind, one.kind)
+    if one.op == "bits":
+        value = spread(isa, args[0])
+        return value.f.cast("bitcast", value, vector(isa.lanes, TYPES[one.kind]), "bits")
+    if one.op == "where":
+        test, a, b = plain(isa, args[0]), *together(isa, args[1:])
+        if is_vector(test) or is_vector(a):
+            a, b = spread(isa, a), spread(isa, b)
+        return a.f.select(test, a, b)
+    values = together(isa, args)
+    if one.op in COMPARISONS:
+        return compared(kind, one.op, *values)
+    if one.op in FUNCTIONS:
+        result: Value = FUNCTIONS[one.op](isa, *values)
+        return result
+    if one.kind in FLOATING and one.op in _FLOATS:
+        return _FLOATS[one.op](isa, *values)
+    return _BITS[one.op](one.kind, *values)
+
+
+def _along(one: Operation, args: Sequence[Found]) -> Ramp | None:
+    """A sum of a Ramp and what is alike in all lanes, and the like."""
+    if one.kind != "i64" or not any(isinstance(arg, Ramp) for arg in args):
+        return None
+    a, b = args if len(args) == 2 else (args[0], args[0])
+    steps = [arg.step if isinstance(arg, Ramp) else 0 for arg in (a, b)]
+    if any(isinstance(arg, Value) and is_vector(arg) for arg in (a, b)) or len(args) != 2:
+        return None
+    x, y = (arg.base if isinstance(arg, Ramp) else arg for arg in (a, b))
+    if one.op == "add":
+        return Ramp(x + y, steps[0] + steps[1])
+    if one.op == "sub":
+        return Ramp(x - y, steps[0] - steps[1])
+    factor = y if isinstance(a, Ramp) else x
+    if one.op == "mul" and not all(steps) and factor.name.lstrip("-").isdigit():
+        return Ramp(x * y, sum(steps) * int(factor.name))
+    return None
+
+
+def compared(kind: str, op: str, a: Value, b: Value) -> Value:
+    column = 0 if kind in FLOATING else 2 if kind in ("u64", "i1") else 1
+    return a.compare(_ORDERS[op][column], b)
+
+
+def better(kind: str, a: Value, b: Value, greatest: bool) -> Value:
+    """Whether a is more extreme than b."""
+    return compared(kind, "lt", *((b, a) if greatest else (a, b)))
+
+
+def cast(isa: Isa, value: Value, source: str, target: str) -> Value:
+    f, floats = value.f, (source in FLOATING, target in FLOATING)
+    value = spread(isa, value) if any(floats) else value
+    type_ = vector(isa.lanes, TYPES[target]) if is_vector(value) else TYPES[target]
+    if target == "i1":
+        return compared(source, "ne", value, value.like(0))
+    if value.type == type_:
+        return value
+    if all(floats):
+        return f.cast("fpext" if target == "f64" else "fptrunc", value, type_, "float")
+    if floats[0]:
+        return f.cast("fptoui" if target == "u64" else "fptosi", value, type_, "truncated")
+    if floats[1]:
+        return f.cast("uitofp" if source in ("u64", "i1") else "sitofp", value, type_, "float")
+    return f.cast("zext" if source == "i1" else "trunc" if target == "i32" else "sext", value, type_, "int")
+
+
+def _extreme(greatest: bool) -> Callable[..., Value]:
+    def choose(kind: str, a: Value, b: Value) -> Value:
+        if kind == "i1":
+            return a.binary("or" if greatest else "and", b)
+        return a.f.select(better(kind, a, b, greatest), a, b)
+    return choose
+
+
+def _rint(isa: Isa, x: Value) -> Value:
+    """Of f64: from 2**52 on every one is an integer; below, adding 2**52 with its sign rounds the fraction away."""
+    far = x.like(2.0 ** 52)
+    sign = x.f.select(x.compare("olt", 0), x.like(0.0) - far, far)
+    near = _magnitude(x).compare("olt", 2.0 ** 52)
+    return x.f.select(near, (x + sign) - sign, x)
+
+
+def _magnitude(x: Value) -> Value:
+    word = f"llvm.fabs.v{lanes_of(x.type)}{'f32' if element_of(x.type) == FLOAT else 'f64'}"
+    return x.f.call(x.type, word, x, hint="size")
+
+
+def _rounded(word: str) -> Callable[..., Value]:
+    def round_(isa: Isa, x: Value) -> Value:
+        if element_of(x.type) == FLOAT:
+            return isa.unary(word, x)
+        nearest = _rint(isa, x)
+        if word == "floor":
+            return x.f.select(nearest.compare("ogt", x), nearest - 1, nearest)
+        if word == "ceil":
+            return x.f.select(nearest.compare("olt", x), nearest + 1, nearest)
+        return nearest
+    return round_
+
+
+def _root(isa: Isa, x: Value) -> Value:
+    return x.f.call(x.type, f"llvm.sqrt.v{isa.lanes}{'f32' if element_of(x.type) == FLOAT else 'f64'}", x, hint="root")
+
+
+_FLOATS: Mapping[str, Callable[..., Value]] = {
+    "sqrt": _root, "floor": _rounded("floor"), "ceil": _rounded("ceil"), "rint": _rounded("rint"),
+    "abs": lambda isa, x: _magnitude(x),
+    "neg": lambda isa, x: x.f.op(x.type, f"fneg {x}", "negative"),
+}
+
+
+def _divided(word: str) -> Callable[..., Value]:
+    """By 0 it is 0: the machine's division is not asked for what it would trap at, that and the least number / -1."""
+    def divide(kind: str, a: Value, b: Value) -> Value:
+        if kind in FLOATING:
+            return a / b
+        if kind == "u64":
+            safe = b.f.select(b.compare("eq", 0), b.like(1), b)
+            return a.f.select(b.compare("eq", 0), a.like(0), a.binary("u" + word, safe))
+        special = b.compare("eq", 0).binary("or", b.compare("eq", -1))
+        usual = a.binary("s" + word, b.f.select(special, b.like(1), b))
+        if word == "rem":
+            return usual        # by 1 it is 0
+        usual = a.f.select(b.compare("eq", -1), a.like(0) - a, usual)
+        return a.f.select(b.compare("eq", 0), a.like(0), usual)
+    return divide
+
+
+def _modulo(kind: str, a: Value, b: Value) -> Value:
+    """With the sign of the divisor."""
+    rest = _divided("rem")(kind, a, b)
+    if kind == "u64":
+        return rest
+    opposed = rest.compare("ne", 0).binary("and", rest.binary("xor", b).compare("slt", 0))
+    return a.f.select(opposed, rest + b, rest)
+
+
+def _shifted(word: str) -> Callable[..., Value]:
+    """By as many bits as there are, or more, nothing is left but the sign."""
+    def shift(kind: str, a: Value, b: Value) -> Value:
+        bits = 32 if kind == "i32" else 64
+        inside = b.below(bits)
+        if word == "shr" and kind != "u64":
+            return a.binary("ashr", b.f.select(inside, b, b.like(bits - 1)))
+        shifted = a.binary("lshr" if word == "shr" else "shl", b.f.select(inside, b, b.like(0)))
+        return a.f.select(inside, shifted, a.like(0))
+    return shift
+
+
+def _sum(kind: str, a: Value, b: Value) -> Value:
+    return a.binary("or", b) if kind == "i1" else a + b
+
+
+def _product(kind: str, a: Value, b: Value) -> Value:
+    return a.binary("and", b) if kind == "i1" else a * b
+
+
+_BITS: Mapping[str, Callable[..., Value]] = {
+    "add": _sum, "mul": _product, "sub": lambda kind, a, b: a - b,
+    "div": _divided("div"), "rem": _divided("rem"), "mod": _modulo,
+    "max": _extreme(True), "min": _extreme(False),
+    "and": lambda kind, a, b: a.binary("and", b), "or": lambda kind, a, b: a.binary("or", b),
+    "xor": lambda kind, a, b: a.binary("xor", b),
+    "shl": _shifted("shl"), "shr": _shifted("shr"),
+    "neg": lambda kind, x: x.like(0) - x,
+    "abs": lambda kind, x: x.f.select(x.compare("slt", 0), x.like(0) - x, x) if kind != "u64" else x,
+    "invert": lambda kind, x: x.binary("xor", -1 if kind != "i1" else 1),
+}
+COMBINED: Mapping[str, Callable[..., Value]] = {
+    "sum": _sum, "product": _product, "add": _sum, "mul": _product, "max": _BITS["max"], "min": _BITS["min"]}
+
+
+def identity(isa: Isa, how: str, kind: str, of: Value) -> Value:
+    """What a reduction begins with, in every lane: it changes nothing."""
+    low, high = {"f32": (float("-inf"), float("inf")), "f64": (float("-inf"), float("inf")), "i1": (0, 1),
+                 "i32": (-2 ** 31, 2 ** 31 - 1), "i64": (-2 ** 63, 2 ** 63 - 1), "u64": (0, -1)}[kind]
+    value = {"sum": 0, "product": 1}.get(how, low if how.endswith("max") else high)
+    type_ = vector(isa.lanes, TYPES[kind])
+    return Value(of.f, type_, literal(value, type_))

@@ -1,0 +1,165 @@
+"""Writes a nest for a node: tensors are read at indices, and what is read in order becomes a view over the loops."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from engines.ir.graph import BATCH, Node
+from engines.lowering.calls.calls import Call, Context, Refused
+from engines.lowering.calls.placement import Placement, as_one_item, batch_axis
+from engines.lowering.nest.pointwise import write_node
+from engines.lowering.nest.program import ITEM, KINDS, Linear, NestProgram, Number, Term, Writer
+from engines.lowering.problems.nest import Nest, Scatter
+from engines.lowering.problems.view import View
+
+THE_ITEM = Linear(0, ((ITEM, 1),))
+
+
+@dataclass(frozen=True)
+class _Source:
+    placement: Placement
+    view: View
+
+
+class NestWriter(Writer):
+    """The loops of a nest are the axes of a tensor, but for that of the batch, and what is reduced.
+
+    axes: an index for each axis of the tensor, that of the batch too. inner: one for each reduced extent.
+    """
+
+    def __init__(self, ctx: Context, node: Node, shape: Sequence[int | str], reduced: Sequence[int] = ()) -> None:
+        self.ctx, self.node, self.batched = ctx, node, BATCH in shape
+        super().__init__([int(extent) for extent in shape if extent != BATCH], reduced)
+        self.axes = [self.index(loop) for loop in range(len(self.loops))]
+        if self.batched:
+            self.axes.insert(shape.index(BATCH), self.along(THE_ITEM))
+        self.inner = [self.index(len(self.loops) + loop) for loop in range(len(self.reduced))]
+        self._sources: list[_Source] = []
+
+    # ---- tensors
+    def extent(self, name: str, axis: int) -> int:
+        return int(self.ctx.type(name).shape[axis])
+
+    def at(self, name: str, indices: Sequence[Term], outside: Number | None = None) -> Term:
+        """The element of a tensor at an index for each of its axes. outside: what stands for those beyond its ends;
+        without it there are none."""
+        tensor, indices = self.ctx.type(name), list(indices)
+        if tensor.quant is not None:
+            raise Refused(f"'{name}' is quantised")
+        if (dtype := self.ctx.placements[name].view.dtype) not in KINDS:
+            raise Refused(f"'{name}' is stored as {dtype}")
+        tests: list[Term] = []
+        for axis, extent in enumerate(tensor.shape):
+            if extent != BATCH and outside is not None:
+                tests += self._tests(indices, axis, int(extent))
+        value = self._element(name, indices)
+        return self.where(self.both(tests), value, value.like(outside or 0)) if tests else value
+
+    def _tests(self, indices: list[Term], axis: int, extent: int) -> list[Term]:
+        """Whether the index of an axis may be outside; then it is moved inside."""
+        index, bounds = indices[axis], self.bounds(indices[axis])
+        tests = [] if bounds and bounds[0] >= 0 else [index >= 0]
+        tests += [] if bounds and bounds[1] < extent else [index < extent]
+        if tests:
+            indices[axis] = index.within(extent)
+        return tests
+
+    def counted(self, index: Term, extent: int) -> Term:
+        """A run-time index, which counts from the end where it is negative; what then lies outside is at the end."""
+        wide = index.to("i64") if index.kind != "u64" else index.bits("i64")
+        return self.where(wide < 0, wide + extent, wide).within(extent)
+
+    def broadcast(self, name: str) -> Term:
+        """The element of a tensor beside that of the nest's, as ONNX aligns them."""
+        shape = self.ctx.type(name).shape
+        lead = len(self.axes) - len(shape)
+        if lead < 0:
+            raise Refused(f"'{name}' has more axes than the result")
+        zero = self.constant(0, "i64")
+        return self.at(name, [zero if extent == 1 else index for extent, index in
+                              zip(shape, self.axes[lead:], strict=True)])
+
+    def _element(self, name: str, indices: list[Term]) -> Term:
+        tensor, placement = self.ctx.type(name), self.ctx.placements[name]
+        kind = KINDS[placement.view.dtype]
+        if BATCH in tensor.shape:
+            item, view = indices.pop(batch_axis(tensor)), placement.view
+            if not self.batched or item.linear != THE_ITEM:
+                raise Refused(f"it reads '{name}' across the items of a batch")
+        else:
+            placement = as_one_item(placement) if tensor.shape else placement
+            view = replace(placement.view, item=0 if self.batched else placement.view.item)
+        linears = [index.linear for index in indices]
+        if any(linear is None or any(loop == ITEM for loop, _ in linear.steps) for linear in linears):
+            return self.pick(self._source(placement, view), kind, indices)
+        steps, offset = [0] * (len(self.loops) + len(self.reduced)), 0
+        for linear, stride in zip(linears, view.strides, strict=True):
+            assert linear is not None
+            offset += linear.offset * stride
+            for loop, step in linear.steps:
+                steps[loop] += step * stride
+        seen = View(view.dtype, (*self.loops, *self.reduced), tuple(steps), view.item)
+        return self.read(self._source(replace(placement, offset=placement.offset + offset), seen), kind)
+
+    def _source(self, placement: Placement, view: View) -> int:
+        source = _Source(replace(placement, view=view), view)
+        if source not in self._sources:
+            self._sources.append(source)
+        return self._sources.index(source)
+
+    # ---- results
+    def target(self, name: str) -> Placement:
+        """Where a result lies, seen over the loops."""
+        tensor, placement = self.ctx.type(name), self.ctx.placements[name]
+        if tensor.quant is not None:
+            raise Refused(f"'{name}' is quantised")
+        if BATCH in tensor.shape or not tensor.shape:
+            return placement
+        return as_one_item(placement)
+
+    def finished(self, value: Term) -> Term:
+        """What the node's body makes of its anchor's result."""
+        values = {self.node.anchor.outputs[0]: value}
+        try:
+            for part in self.node.body[1:]:
+                arguments = [values[name] if name in values else self.broadcast(name) for name in part.inputs if name]
+                values[part.outputs[0]] = write_node(part, arguments)
+        except NotImplementedError as reason:
+            raise Refused(str(reason)) from reason
+        return values[self.node.outputs[0]]
+
+    def call(self, *results: Term | None, inside: bool = False, views: Sequence[View] = ()) -> Call:
+        """A nest that stores these as the node's outputs; None: an output that is not wanted.
+
+        views: of the outputs over the loops, where those are not the outputs' axes.
+        """
+        wanted = [(self.target(name), result) for name, result in zip(self.node.outputs, results, strict=False)
+                  if result is not None and name]
+        if views:
+            wanted = [(replace(target, view=view), result)
+                      for (target, result), view in zip(wanted, views, strict=True)]
+        program = self.program(*(result.to(KINDS[target.view.dtype]) for target, result in wanted))
+        program, sources = self._pruned(program)
+        targets = tuple(target for target, _ in wanted)
+        spec = Nest(tuple(source.view for source in sources), tuple(target.view for target in targets), self.loops,
+                    self.reduced, program, inside)
+        return Call(self.node, spec, tuple(source.placement for source in sources), targets)
+
+    def scatter(self, name: str, value: Term, places: Sequence[Term], combined: str = "") -> Call:
+        """A nest that begins with a copy of a tensor and stores values at places of the node's output."""
+        y = self.target(self.node.outputs[0])
+        x = replace(self.ctx.placements[name])
+        x = x if BATCH in self.ctx.type(name).shape else as_one_item(x)
+        view = x.view if not self.batched or BATCH in self.ctx.type(name).shape else replace(x.view, item=0)
+        program = self.program(value.to(KINDS[y.view.dtype]), *places[self.batched:])
+        program, sources = self._pruned(program, first=1)
+        spec = Scatter((view, *(source.view for source in sources)), y.view, self.loops, program, combined)
+        return Call(self.node, spec, (replace(x, view=view), *(source.placement for source in sources)), (y,))
+
+    def _pruned(self, program: NestProgram, first: int = 0) -> tuple[NestProgram, list[_Source]]:
+        """The program and the sources that it reads, numbered from `first` on."""
+        used = sorted({int(one.what or 0) for one in program.operations if one.op in ("read", "pick")})
+        numbers = {old: new for new, old in enumerate(used, first)}
+        operations = tuple(replace(one, what=numbers[int(one.what or 0)]) if one.op in ("read", "pick") else one
+                           for one in program.operations)
+        return replace(program, operations=operations), [self._sources[old] for old in used]

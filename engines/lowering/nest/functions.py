@@ -1,0 +1,166 @@
+"""Elementary functions in float64, by arithmetic on bits, and by series where they are short.
+
+What stands in float32 alone, and is needed in fast kernels, is in epilogue/functions.py. These are for what is rare:
+float32 takes them by way of float64.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from engines.lowering.nest.program import Term
+
+_LN2 = (0.6931471803691238, 1.9082149292705877e-10)         # in two pieces: the products with exponents are exact
+_HALF_PI = (1.5707963267341256, 6.077100506303966e-11, 2.0222662487959506e-21)
+_EXP = tuple(1 / math.factorial(n) for n in range(13, -1, -1))
+_LOG = tuple(2 / n for n in range(23, 0, -2))               # of ((m - 1) / (m + 1))**2, at most 0.0295
+_SINE = tuple((-1) ** n / math.factorial(2 * n + 1) for n in range(8, -1, -1))
+_COSINE = tuple((-1) ** n / math.factorial(2 * n) for n in range(8, -1, -1))
+_ATAN = tuple((-1) ** n / (2 * n + 1) for n in range(12, -1, -1))   # of squares of at most 0.04
+
+
+def polynomial(x: Term, coefficients: Sequence[float]) -> Term:
+    """By Horner's scheme, the highest power first."""
+    result = x.like(coefficients[0])
+    for coefficient in coefficients[1:]:
+        result = result * x + coefficient
+    return result
+
+
+def exp(x: Term) -> Term:
+    """2**n * e**r with n = round(x / ln 2); 0 below -708, infinity above 709.78."""
+    near = x.at_least(-708.0).at_most(709.8)
+    n = (near * (1 / math.log(2))).unary("rint")
+    r = near - n * _LN2[0] - n * _LN2[1]
+    y = polynomial(r, _EXP) * _power_of_two(n - 1) * 2.0
+    y = x.writer.where(x < -708.0, 0.0, x.writer.where(x > 709.782712893384, math.inf, y))
+    return x.writer.where(x.equals(x), y, x)
+
+
+def _power_of_two(n: Term) -> Term:
+    return ((n.to("i64") + 1023) * (1 << 52)).bits("f64")
+
+
+def log(x: Term) -> Term:
+    """x = 2**n * m with m in [sqrt(1/2), sqrt(2)); -infinity of 0, nothing of what is negative."""
+    w = x.writer
+    bits = x.bits("i64")
+    high = (bits.binary("and", (1 << 52) - 1) + (1023 << 52)).bits("f64")
+    n = bits.binary("shr", 52) - 1023
+    large = high > math.sqrt(2)
+    m = w.where(large, high * 0.5, high)
+    turns = w.where(large, n + 1, n).to("f64")
+    s = (m - 1.0) / (m + 1.0)
+    y = turns * _LN2[0] + (s * polynomial(s * s, _LOG) + turns * _LN2[1])
+    y = w.where(x.equals(math.inf), math.inf, w.where(x.equals(0.0), -math.inf, y))
+    return w.where(x >= 0.0, y, math.nan)
+
+
+def _turned(x: Term, quarters: int) -> Term:
+    """sin(x + quarters * pi / 2)"""
+    w = x.writer
+    n = (x * (2 / math.pi)).unary("rint")
+    r = x
+    for part in _HALF_PI:
+        r = r - n * part
+    square = r * r
+    turn = n.to("i64") + quarters
+    y = w.where(turn.binary("and", 1).differs(0), polynomial(square, _COSINE), r * polynomial(square, _SINE))
+    return w.where(turn.binary("and", 2).differs(0), -y, y)
+
+
+def sin(x: Term) -> Term:
+    return _turned(x, 0)
+
+
+def cos(x: Term) -> Term:
+    return _turned(x, 1)
+
+
+def tan(x: Term) -> Term:
+    return sin(x) / cos(x)
+
+
+def atan(x: Term) -> Term:
+    """Of more than 1 by that of 1 / x; atan x = 2 atan(x / (1 + sqrt(1 + x**2))), twice, makes x small."""
+    w = x.writer
+    size = x.unary("abs")
+    beyond = size > 1.0
+    t = w.where(beyond, x.like(1.0) / size, size)
+    for _ in range(2):
+        t = t / ((t * t + 1.0).unary("sqrt") + 1.0)
+    y = t * polynomial(t * t, _ATAN) * 4.0
+    y = w.where(beyond, x.like(math.pi / 2) - y, y)
+    return w.where(x < 0.0, -y, y)
+
+
+def asin(x: Term) -> Term:
+    return atan(x / (x.like(1.0) - x * x).unary("sqrt"))
+
+
+def acos(x: Term) -> Term:
+    return x.like(math.pi / 2) - asin(x)
+
+
+def sinh(x: Term) -> Term:
+    return (exp(x) - exp(-x)) * 0.5
+
+
+def cosh(x: Term) -> Term:
+    return (exp(x) + exp(-x)) * 0.5
+
+
+def tanh(x: Term) -> Term:
+    return x.like(1.0) - x.like(2.0) / (exp(x * 2.0) + 1.0)
+
+
+def asinh(x: Term) -> Term:
+    size = x.unary("abs")
+    y = log(size + (size * size + 1.0).unary("sqrt"))
+    return x.writer.where(x < 0.0, -y, y)
+
+
+def acosh(x: Term) -> Term:
+    return log(x + (x * x - 1.0).unary("sqrt"))
+
+
+def atanh(x: Term) -> Term:
+    return log((x + 1.0) / (x.like(1.0) - x)) * 0.5
+
+
+def sigmoid(x: Term) -> Term:
+    return x.like(1.0) / (exp(-x) + 1.0)
+
+
+def truncated(x: Term) -> Term:
+    return x.writer.where(x < 0.0, x.unary("ceil"), x.unary("floor"))
+
+
+def power(x: Term, y: Term) -> Term:
+    """x**y as C's pow: 1 where y is 0, nothing where x is negative and y no integer."""
+    w = x.writer
+    size = exp(y * log(x.unary("abs")))
+    whole = y.equals(y.unary("floor"))
+    half = y * 0.5
+    signed = w.where(whole & half.differs(half.unary("floor")), -size, size)
+    result = w.where(x < 0.0, w.where(whole, signed, math.nan), size)
+    result = w.where(x.equals(0.0), w.where(y < 0.0, y.like(math.inf), 0.0), result)
+    return w.where(y.equals(0.0), 1.0, result)
+
+
+def remainder(a: Term, b: Term) -> Term:
+    """With the sign of a, as C's fmod: exact of numbers of float32 whose quotient is below 2**29."""
+    w, size = a.writer, b.unary("abs")
+    x = a.unary("abs")
+    rest = x - (x / size).unary("floor") * size
+    rest = w.where(rest < 0.0, rest + size, rest)
+    rest = w.where(rest >= size, rest - size, rest)
+    rest = w.where(size.equals(math.inf) & (x < math.inf), x, rest)
+    return w.where(a < 0.0, -rest, rest)
+
+
+def modulo(a: Term, b: Term) -> Term:
+    """With the sign of b."""
+    rest = remainder(a, b)
+    opposed = rest.differs(0.0) & (rest < 0.0).differs(b < 0.0)
+    return a.writer.where(opposed, rest + b, rest)

@@ -1,0 +1,116 @@
+"""What a program of a nest means, in NumPy: every operation on an array over all loops at once."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.lowering.epilogue.functions import FUNCTIONS
+from engines.lowering.epilogue.program import NUMPY, load_meaning, store_meaning
+from engines.lowering.nest.program import KINDS, NestProgram, Operation
+
+Array = NDArray[Any]
+DTYPES = {"f32": np.float32, "f64": np.float64, "i32": np.int32, "i64": np.int64, "u64": np.uint64, "i1": np.bool_}
+
+
+def load(dtype: str, stored: Array) -> Array:
+    kind = KINDS[dtype]
+    return load_meaning(dtype, stored) if kind == "f32" else stored.astype(DTYPES[kind])
+
+
+def store(dtype: str, value: Array) -> Array:
+    """Integers are cut to the bits that are stored."""
+    return store_meaning(dtype, value) if KINDS[dtype] == "f32" else value.astype(dtype)
+
+
+def evaluate(program: NestProgram, loops: Sequence[int], reduced: Sequence[int], operands: Sequence[Array],
+             items: int) -> list[Array]:
+    """The value of each operation, broadcast to [items, *loops, *reduced] only as far as it depends on them.
+
+    operands: widened, [items, ...]; those that are read are over the loops, those that are picked from have axes of
+    their own.
+    """
+    extents, values = (items, *loops, *reduced), list[Array]()
+    inner = tuple(range(1 + len(loops), len(extents)))
+    with np.errstate(all="ignore"):
+        for one in program.operations:
+            values.append(_value(one, [values[arg] for arg in one.args], extents, inner, operands))
+    return values
+
+
+def _value(one: Operation, args: list[Array], extents: tuple[int, ...], inner: tuple[int, ...],
+           operands: Sequence[Array]) -> Array:
+    dtype = DTYPES[one.kind]
+    if one.op == "number":
+        return np.full((1,) * len(extents), one.what, dtype)
+    if one.op in ("index", "item"):
+        axis = 0 if one.op == "item" else int(one.what or 0) + 1
+        return np.arange(extents[axis], dtype=np.int64).reshape(*(-1 if i == axis else 1 for i in range(len(extents))))
+    if one.op == "read":
+        return operands[int(one.what or 0)]
+    if one.op == "pick":
+        item = np.arange(extents[0]).reshape(-1, *(1,) * (len(extents) - 1))
+        return np.asarray(operands[int(one.what or 0)][(item, *args)])
+    if one.op == "reduce":
+        whole = np.broadcast_to(args[0], (*args[0].shape[:inner[0]], *extents[inner[0]:])) if inner else args[0]
+        return _reduced(str(one.what), whole, inner)
+    if one.op == "bits":
+        return args[0].view(dtype)
+    if one.op in FUNCTIONS:
+        return np.asarray(FUNCTIONS[one.op](NUMPY, args[0]))
+    return np.asarray(MEANINGS[one.op](*args)).astype(dtype)
+
+
+def _reduced(how: str, x: Array, inner: tuple[int, ...]) -> Array:
+    order, _, extreme = how.rpartition("_")
+    if not order:
+        ufunc = {"sum": np.add, "product": np.multiply, "max": np.maximum, "min": np.minimum}[how]
+        if x.dtype == bool and how in ("sum", "product"):
+            ufunc = {"sum": np.logical_or, "product": np.logical_and}[how]
+        return np.asarray(ufunc.reduce(x, inner, keepdims=True)).astype(x.dtype)
+    kept = x.shape[:len(x.shape) - len(inner)]
+    rows = x.reshape(*kept, -1)
+    search = np.argmax if extreme == "max" else np.argmin
+    found = rows.shape[-1] - 1 - search(rows[..., ::-1], -1) if order == "last" else search(rows, -1)
+    return np.asarray(found).astype(np.int64).reshape(*kept, *(1,) * len(inner))
+
+
+def _quotient(a: Array, b: Array) -> Array:
+    """Of integers truncated toward zero; by 0 it is 0."""
+    if a.dtype.kind == "f":
+        return np.asarray(a / b)
+    safe = np.where(b == 0, 1, b).astype(a.dtype)
+    return np.where(b == 0, 0, (a - np.fmod(a, safe)) // safe)
+
+
+def _shifted(left: bool) -> Callable[[Array, Array], Array]:
+    """By as many bits as there are, or more, nothing is left but the sign."""
+    def shift(a: Array, b: Array) -> Array:
+        bits = 8 * a.itemsize
+        inside = (b >= 0) & (b < bits)
+        if not left and a.dtype.kind == "i":
+            return np.right_shift(a, np.where(inside, b, bits - 1).astype(a.dtype))
+        by = np.where(inside, b, 0).astype(a.dtype)
+        return np.where(inside, np.left_shift(a, by) if left else np.right_shift(a, by), 0)
+    return shift
+
+
+def _rest(rest: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
+    """Of integers by 0 it is 0."""
+    return lambda a, b: np.where((b == 0) & (a.dtype.kind != "f"), 0, rest(a, b))
+
+
+MEANINGS: Mapping[str, Callable[..., Any]] = {
+    "add": np.add, "mul": np.multiply, "sub": np.subtract, "div": _quotient, "mod": _rest(np.mod),
+    "rem": _rest(np.fmod),
+    # as CPUs do it: numpy's maximum differs for NaN
+    "max": lambda a, b: np.where(a > b, a, b), "min": lambda a, b: np.where(a < b, a, b),
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "invert": np.invert,
+    "shl": _shifted(left=True), "shr": _shifted(left=False),
+    "neg": lambda x: 0 - x if x.dtype.kind == "u" else -x, "abs": np.abs, "sqrt": np.sqrt, "floor": np.floor,
+    "ceil": np.ceil, "rint": np.rint,
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
+    "where": np.where, "cast": lambda x: x,
+}

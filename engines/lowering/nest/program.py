@@ -1,0 +1,265 @@
+"""The language of loop nests: what is computed for each element of a result, in terms of the loops around it.
+
+    y[i, j] = sum over k of a[i, k] * b[k, j]
+
+        0: read f32 a       1: read f32 b       2: mul f32 (0, 1)       3: reduce f32 (2) sum       result: 3
+
+A program is a list of operations in which each names earlier ones. It says nothing of vectors or of the order of the
+loops. *Reads* are affine: an operand is seen as a view over the loops, with a stride for each. A *pick* reads at
+indices that are themselves computed: of a tensor, of a condition. A *reduce* is over all the inner loops.
+
+What an operation computes in is its kind: f32, f64, i32, i64, u64, or i1, yes and no. Integers wrap; those of fewer
+bits are widened as they are read, and cut as they are written.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+Number = int | float | bool
+# How a stored element is computed with.
+KINDS: Mapping[str, str] = {
+    "float32": "f32", "float16": "f32", "bfloat16": "f32", "float64": "f64", "bool": "i1", "int8": "i32",
+    "int16": "i32", "int32": "i32", "uint8": "i32", "uint16": "i32", "uint32": "i64", "int64": "i64", "uint64": "u64"}
+FLOATING = ("f32", "f64")
+ITEM = -1               # the loop over the items of a batch
+
+# Operations that give what they are given, and those that answer yes or no.
+ARITHMETIC = ("add", "sub", "mul", "div", "max", "min", "mod", "rem", "and", "or", "xor", "shl", "shr", "neg", "abs",
+              "invert", "sqrt", "floor", "ceil", "rint")
+COMPARISONS = ("eq", "ne", "lt", "le")
+# Of reductions: the last four say where the extreme is.
+REDUCTIONS = ("sum", "product", "max", "min", "first_max", "last_max", "first_min", "last_min")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """op: number, index, item, read, pick, reduce, cast, bits, where, a function of the epilogue, or one of the above.
+
+    args: the operations that it takes. what: the number, the loop, the operand or the kind of reduction.
+    """
+    op: str
+    kind: str
+    args: tuple[int, ...] = ()
+    what: Number | str | None = None
+
+    def __str__(self) -> str:
+        return " ".join(map(str, (self.op, self.kind, *self.args, *(() if self.what is None else (self.what,)))))
+
+
+@dataclass(frozen=True)
+class NestProgram:
+    """results: the operations whose values are stored."""
+    operations: tuple[Operation, ...]
+    results: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.operations)) + f" -> {', '.join(map(str, self.results))}"
+
+    def needed(self, wanted: Collection[int]) -> set[int]:
+        """These operations and all that they are made of."""
+        found: set[int] = set()
+        waiting = list(wanted)
+        while waiting:
+            if (one := waiting.pop()) not in found:
+                found.add(one)
+                waiting += self.operations[one].args
+        return found
+
+
+@dataclass(frozen=True)
+class Linear:
+    """offset + the sum of coefficient * loop: an index whose way through the loops is known."""
+    offset: int
+    steps: tuple[tuple[int, int], ...] = ()     # (loop, coefficient), in order
+
+    def plus(self, other: Linear, times: int = 1) -> Linear:
+        steps = dict(self.steps)
+        for loop, step in other.steps:
+            steps[loop] = steps.get(loop, 0) + times * step
+        return Linear(self.offset + times * other.offset, tuple(sorted((k, v) for k, v in steps.items() if v)))
+
+    def times(self, factor: int) -> Linear:
+        return Linear(self.offset * factor, tuple((loop, step * factor) for loop, step in self.steps if factor))
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    """An operation of a program that is being written; its operators write there. They take Terms or numbers."""
+    writer: Writer = field(repr=False)
+    number: int
+    kind: str
+    linear: Linear | None = None        # of an i64
+
+    def binary(self, op: str, other: Term | Number, kind: str = "") -> Term:
+        other = self.like(other)
+        assert other.kind == self.kind, f"{op} of {self.kind} and {other.kind}"
+        return self.writer.add(op, kind or self.kind, self, other)
+
+    def like(self, other: Term | Number) -> Term:
+        """`other` as a Term: a number becomes one of this kind."""
+        return other if isinstance(other, Term) else self.writer.constant(other, self.kind)
+
+    def __add__(self, other: Term | Number) -> Term:
+        other = self.like(other)
+        if self.linear and other.linear:
+            return self.writer.along(self.linear.plus(other.linear))
+        return self.binary("add", other)
+
+    def __sub__(self, other: Term | Number) -> Term:
+        other = self.like(other)
+        if self.linear and other.linear:
+            return self.writer.along(self.linear.plus(other.linear, -1))
+        return self.binary("sub", other)
+
+    def __mul__(self, other: Term | Number) -> Term:
+        other = self.like(other)
+        for one, factor in ((self, other), (other, self)):
+            if one.linear and factor.linear and not factor.linear.steps:
+                return self.writer.along(one.linear.times(factor.linear.offset))
+        return self.binary("mul", other)
+
+    def __truediv__(self, other: Term | Number) -> Term:
+        return self.binary("div", other)
+
+    def __floordiv__(self, other: int) -> Term:
+        """Of indices, which are not negative."""
+        return self if other == 1 else self.binary("div", other)
+
+    def __mod__(self, other: Term | Number) -> Term:
+        """With the sign of the divisor."""
+        return self.binary("mod", other)
+
+    def __neg__(self) -> Term:
+        return self.writer.add("neg", self.kind, self)
+
+    def __and__(self, other: Term | Number) -> Term:
+        return self.binary("and", other)
+
+    def __or__(self, other: Term | Number) -> Term:
+        return self.binary("or", other)
+
+    def __invert__(self) -> Term:
+        return self.writer.add("invert", self.kind, self)
+
+    def __lt__(self, other: Term | Number) -> Term:
+        return self.binary("lt", other, "i1")
+
+    def __le__(self, other: Term | Number) -> Term:
+        return self.binary("le", other, "i1")
+
+    def __gt__(self, other: Term | Number) -> Term:
+        return self.like(other) < self
+
+    def __ge__(self, other: Term | Number) -> Term:
+        return self.like(other) <= self
+
+    def equals(self, other: Term | Number) -> Term:
+        return self.binary("eq", other, "i1")
+
+    def differs(self, other: Term | Number) -> Term:
+        return self.binary("ne", other, "i1")
+
+    def at_least(self, other: Term | Number) -> Term:
+        return self.binary("max", other)
+
+    def at_most(self, other: Term | Number) -> Term:
+        return self.binary("min", other)
+
+    def within(self, extent: int) -> Term:
+        """The nearest index of an axis."""
+        return self.at_least(0).at_most(extent - 1)
+
+    def unary(self, op: str) -> Term:
+        return self.writer.add(op, self.kind, self)
+
+    def to(self, kind: str) -> Term:
+        """The same number in another kind; floats are truncated to integers."""
+        return self if kind == self.kind else self.writer.add("cast", kind, self)
+
+    def bits(self, kind: str) -> Term:
+        """The same bits as another kind."""
+        return self.writer.add("bits", kind, self)
+
+
+class Writer:
+    """Writes a program; equal operations are kept once.
+
+    loops: the extents of the outer loops, which the result has as axes, then of the inner ones, which are reduced.
+    """
+
+    def __init__(self, loops: Sequence[int], reduced: Sequence[int] = ()) -> None:
+        self.loops, self.reduced = tuple(map(int, loops)), tuple(map(int, reduced))
+        self._operations: dict[Operation, int] = {}
+
+    # ---- numbers and indices
+    def constant(self, number: Number, kind: str) -> Term:
+        return self._add(Operation("number", kind, (), number), Linear(int(number)) if kind == "i64" else None)
+
+    def index(self, loop: int) -> Term:
+        return self.along(Linear(0, ((loop, 1),)))
+
+    def along(self, linear: Linear) -> Term:
+        """An index as the sum of its parts."""
+        parts = [self._scaled(loop, step) for loop, step in linear.steps]
+        if linear.offset or not parts:
+            parts.append(self._add(Operation("number", "i64", (), linear.offset)))
+        total, *others = parts
+        for other in others:
+            total = self.add("add", "i64", total, other)
+        return Term(self, total.number, "i64", linear)
+
+    def _scaled(self, loop: int, step: int) -> Term:
+        one = self._add(Operation("item", "i64") if loop == ITEM else Operation("index", "i64", (), loop))
+        return one if step == 1 else self.add("mul", "i64", one, self._add(Operation("number", "i64", (), step)))
+
+    def bounds(self, term: Term) -> tuple[int, int] | None:
+        """The least and the greatest of an index whose way through the loops is known."""
+        if term.linear is None or any(loop == ITEM for loop, _ in term.linear.steps):
+            return None
+        extents = (*self.loops, *self.reduced)
+        ends = [(extents[loop] - 1) * step for loop, step in term.linear.steps]
+        offset = term.linear.offset
+        return offset + sum(min(end, 0) for end in ends), offset + sum(max(end, 0) for end in ends)
+
+    # ---- operations
+    def add(self, op: str, kind: str, *args: Term) -> Term:
+        return self._add(Operation(op, kind, tuple(arg.number for arg in args)))
+
+    def read(self, operand: int, kind: str) -> Term:
+        return self._add(Operation("read", kind, (), operand))
+
+    def pick(self, operand: int, kind: str, indices: Sequence[Term]) -> Term:
+        return self._add(Operation("pick", kind, tuple(index.number for index in indices), operand))
+
+    def reduce(self, how: str, term: Term) -> Term:
+        """Over all inner loops; where the first or last extreme is, as their index in row-major order."""
+        return self._add(Operation("reduce", "i64" if "_" in how else term.kind, (term.number,), how))
+
+    def where(self, test: Term, a: Term | Number, b: Term | Number) -> Term:
+        first = a if isinstance(a, Term) else b
+        assert isinstance(first, Term), "two numbers to choose from are of no kind"
+        return self.add("where", first.kind, test, first.like(a), first.like(b))
+
+    def both(self, tests: Sequence[Term]) -> Term:
+        """Whether all are so."""
+        first, *others = tests
+        for other in others:
+            first = first & other
+        return first
+
+    def program(self, *results: Term) -> NestProgram:
+        """What was written, as far as these results need it."""
+        whole = NestProgram(tuple(self._operations), tuple(result.number for result in results))
+        kept = sorted(whole.needed(whole.results))
+        places = {old: new for new, old in enumerate(kept)}
+        operations = tuple(Operation(one.op, one.kind, tuple(places[arg] for arg in one.args), one.what)
+                           for one in (whole.operations[old] for old in kept))
+        return NestProgram(operations, tuple(places[result] for result in whole.results))
+
+    def _add(self, operation: Operation, linear: Linear | None = None) -> Term:
+        number = self._operations.setdefault(operation, len(self._operations))
+        return Term(self, number, operation.kind, linear)
+
+
+Formula = Callable[..., Term]

@@ -1,0 +1,6 @@
+"""By nests of any loops: what the rules beside this folder refuse. Importing this package fills GENERAL."""
+from importlib import import_module
+from pkgutil import iter_modules
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

@@ -1,0 +1,40 @@
+"""Gathers by indices of any form, computed at run time or not."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engines.ir.graph import Node
+from engines.lowering.calls.calls import Call, Context, lowers_in_general
+from engines.lowering.calls.nesting import NestWriter
+
+
+@lowers_in_general("Gather")
+def lower_gather(ctx: Context, node: Node) -> Sequence[Call]:
+    data, index = node.inputs
+    w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
+    axis = node.attrs.get("axis", 0) % len(ctx.type(data).shape)
+    behind = axis + len(ctx.type(index).shape)
+    chosen = w.counted(w.at(index, w.axes[axis:behind]), w.extent(data, axis))
+    return [w.call(w.at(data, [*w.axes[:axis], chosen, *w.axes[behind:]]))]
+
+
+@lowers_in_general("GatherElements")
+def lower_gather_elements(ctx: Context, node: Node) -> Sequence[Call]:
+    data, index = node.inputs
+    w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
+    axis = node.attrs.get("axis", 0) % len(ctx.type(data).shape)
+    place = list(w.axes)
+    place[axis] = w.counted(w.broadcast(index), w.extent(data, axis))
+    return [w.call(w.at(data, place))]
+
+
+@lowers_in_general("GatherND")
+def lower_gather_nd(ctx: Context, node: Node) -> Sequence[Call]:
+    """The last axis of the indices counts along the axes of the data behind the first `batch_dims`."""
+    data, index = node.inputs
+    w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
+    shared, outer = node.attrs.get("batch_dims", 0), len(ctx.type(index).shape) - 1
+    depth = w.extent(index, outer)
+    chosen = [w.counted(w.at(index, [*w.axes[:outer], w.constant(i, "i64")]), w.extent(data, shared + i))
+              for i in range(depth)]
+    return [w.call(w.at(data, [*w.axes[:shared], *chosen, *w.axes[outer:]]))]

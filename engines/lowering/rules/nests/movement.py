@@ -1,0 +1,149 @@
+"""What moves elements: cuts, pads of every mode, copies side by side, triangles, sequences turned around."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import numpy as np
+
+from engines.ir.graph import BATCH, Node
+from engines.lowering.calls.calls import Call, Context, Refused, lowers_in_general
+from engines.lowering.calls.nesting import NestWriter
+from engines.lowering.nest.program import FLOATING, KINDS, Number, Term
+from engines.lowering.rules.copies import copy_call
+from engines.ops.movement import Pad, Slice
+
+
+@lowers_in_general("Slice")
+def lower_slice(ctx: Context, node: Node) -> Sequence[Call]:
+    name, w = node.inputs[0], NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
+    place = list(w.axes)
+    for axis, cut in Slice.cuts(node, len(place)):
+        if (cut.start, cut.stop, cut.step) != (None, None, 1):
+            kept = range(w.extent(name, axis))[cut]
+            place[axis] = place[axis] * kept.step + kept.start
+    return [w.call(w.at(name, place))]
+
+
+@lowers_in_general("Split")
+def lower_split(ctx: Context, node: Node) -> Sequence[Call]:
+    name, axis, calls = node.inputs[0], node.attrs.get("axis", 0), []
+    starts = [0, *accumulate(int(size) for size in node.attrs["split"])]
+    for output, start in zip(node.outputs, starts, strict=False):
+        w = NestWriter(ctx, replace(node, outputs=(output,)), ctx.type(output).shape)
+        place = list(w.axes)
+        place[axis] = place[axis] + start
+        calls.append(w.call(w.at(name, place)))
+    return calls
+
+
+@lowers_in_general("Transpose")
+def lower_transpose(ctx: Context, node: Node) -> Sequence[Call]:
+    w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
+    perm = node.attrs["perm"]
+    return [w.call(w.at(node.inputs[0], [w.axes[perm.index(axis)] for axis in range(len(perm))]))]
+
+
+@lowers_in_general("Expand")
+def lower_expand(ctx: Context, node: Node) -> Sequence[Call]:
+    w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
+    return [w.call(w.broadcast(node.inputs[0]))]
+
+
+@lowers_in_general("Tile")
+def lower_tile(ctx: Context, node: Node) -> Sequence[Call]:
+    name, w = node.inputs[0], NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
+    place = [index if times == 1 else index % w.extent(name, axis)
+             for axis, (index, times) in enumerate(zip(w.axes, node.attrs["repeats"], strict=True))]
+    return [w.call(w.at(name, place))]
+
+
+@lowers_in_general("Pad")
+def lower_pad(ctx: Context, node: Node) -> Sequence[Call]:
+    """Of a cut tensor, where pads are negative."""
+    name, w = node.inputs[0], NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
+    mode, place = node.attrs.get("mode", "constant"), list(w.axes)
+    for axis, (before, after) in enumerate(Pad.widths(node, len(place))):
+        if before or after:
+            cut = max(-before, 0)
+            extent = w.extent(name, axis) - cut - max(-after, 0)
+            place[axis] = _padded(place[axis] - max(before, 0), extent, mode, max(before, after)) + cut
+    return [w.call(w.at(name, place, outside=_number(w, name, node.attrs.get("value", 0))))]
+
+
+def _padded(index: Term, extent: int, mode: str, most: int) -> Term:
+    """What stands for an index beside an axis."""
+    if mode == "edge":
+        return index.within(extent)
+    if mode == "wrap":
+        return index % extent
+    if mode == "reflect":
+        last = max(extent - 1, 1)
+        if extent == 1:
+            return index * 0
+        if most >= extent:
+            index = index % (2 * last)
+            return index.at_most(-index + 2 * last)
+        index = index.unary("abs")
+        return index.at_most(-index + 2 * last)
+    return index
+
+
+def _number(w: NestWriter, name: str, value: float) -> Number:
+    """A number of the dtype of a tensor."""
+    kind = KINDS.get(w.ctx.placements[name].view.dtype, "f32")
+    return float(value) if kind in FLOATING else int(value)
+
+
+@lowers_in_general("ConstantOfShape")
+def lower_fill(ctx: Context, node: Node) -> Sequence[Call]:
+    w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
+    value = np.asarray(node.attrs.get("value", np.float32(0))).reshape(())
+    kind = KINDS[value.dtype.name]
+    return [w.call(w.constant(float(value) if kind in FLOATING else int(value), kind))]
+
+
+# ---- matrices in the last two axes
+@lowers_in_general("Trilu")
+def lower_triangle(ctx: Context, node: Node) -> Sequence[Call]:
+    """What is on the other side of the k-th diagonal becomes 0."""
+    name, w = node.inputs[0], NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
+    k: Term | int = int(node.attrs.get("k", 0))
+    if node.inputs[1:] and node.inputs[1]:
+        k = w.at(node.inputs[1], [w.constant(0, "i64")] * len(ctx.type(node.inputs[1]).shape)).to("i64")
+    if w.batched and BATCH in ctx.type(name).shape[-2:]:
+        raise Refused("its matrices have the axis of the items")
+    across = w.axes[-1] - w.axes[-2]
+    kept = across >= k if node.attrs.get("upper", 1) else across <= k
+    x = w.at(name, w.axes)
+    return [w.call(w.where(kept, x, 0.0 if x.kind in FLOATING else 0))]
+
+
+@lowers_in_general("EyeLike")
+def lower_eye(ctx: Context, node: Node) -> Sequence[Call]:
+    output = ctx.type(node.outputs[0])
+    w = NestWriter(ctx, node, output.shape)
+    on = (w.axes[-1] - w.axes[-2]).equals(int(node.attrs.get("k", 0)))
+    return [w.call(on.to(KINDS[np.dtype(output.dtype).name]))]
+
+
+@lowers_in_general("ReverseSequence")
+def lower_reversed(ctx: Context, node: Node) -> Sequence[Call]:
+    """Of each item's first so many steps the order is turned around."""
+    name, lengths = node.inputs
+    w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
+    items, time = node.attrs.get("batch_axis", 1), node.attrs.get("time_axis", 0)
+    length, step = w.at(lengths, [w.axes[items]]).to("i64"), w.axes[time]
+    place = list(w.axes)
+    place[time] = w.where(step < length, length - 1 - step, step).within(w.extent(name, time))
+    return [w.call(w.at(name, place))]
+
+
+@lowers_in_general("BitCast")
+def lower_bits(ctx: Context, node: Node) -> Sequence[Call]:
+    """The same bytes, copied as what they were."""
+    x, y = ctx.placements[node.inputs[0]], ctx.placements[node.outputs[0]]
+    if x.view.size != y.view.size:
+        raise Refused("its elements are of other sizes")
+    return [copy_call(node, x, replace(y, view=replace(y.view, dtype=x.view.dtype)))]

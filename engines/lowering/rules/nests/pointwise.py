@@ -1,0 +1,32 @@
+"""Pointwise nodes on every dtype and between tensors of any rank."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engines.ir.graph import Node
+from engines.lowering.calls.calls import Call, Context, Refused, lowers_in_general
+from engines.lowering.calls.nesting import NestWriter
+from engines.lowering.nest.pointwise import FORMULAS, write_node
+
+
+@lowers_in_general(*FORMULAS)
+def lower_pointwise(ctx: Context, node: Node) -> Sequence[Call]:
+    writer = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
+    first = node.anchor
+    try:
+        value = write_node(first, [writer.broadcast(name) for name in first.inputs if name])
+    except NotImplementedError as reason:
+        raise Refused(str(reason)) from reason
+    return [writer.call(writer.finished(value))]
+
+
+@lowers_in_general("BatchNormalization")
+def lower_batch_norm(ctx: Context, node: Node) -> Sequence[Call]:
+    """With run-time scales and statistics, one for each channel."""
+    if node.attrs.get("channels_last") or any(node.outputs[1:]):
+        raise Refused("only its result on images with channels first is compiled")
+    w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
+    x = w.at(node.inputs[0], w.axes)
+    scale, bias, mean, variance = (w.at(name, [w.axes[1]]) for name in node.inputs[1:5])
+    deviation = (variance + float(node.attrs.get("epsilon", 1e-5))).unary("sqrt")
+    return [w.call((x - mean) / deviation * scale + bias)]

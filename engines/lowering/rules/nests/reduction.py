@@ -1,0 +1,200 @@
+"""Reductions over any axes of any dtype, what is found along an axis, and what is divided by it."""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from engines.ir.graph import BATCH, Node
+from engines.lowering.calls.calls import Call, Context, Refused, lowers_in_general
+from engines.lowering.calls.nesting import NestWriter
+from engines.lowering.nest.pointwise import EXP, LOG
+from engines.lowering.nest.program import FLOATING, Term
+from engines.lowering.problems.view import View
+from engines.ops import op_of
+
+
+class Along:
+    """A nest whose inner loops are some axes of a node's input, and whose outer ones the others."""
+
+    def __init__(self, ctx: Context, node: Node, axes: Sequence[int]) -> None:
+        name = node.anchor.inputs[0]
+        shape = ctx.type(name).shape
+        if any(shape[axis] == BATCH for axis in axes):
+            raise Refused("it reduces the axis of the items")
+        self.name, self.axes = name, tuple(axes)
+        others = [axis for axis in range(len(shape)) if axis not in axes]
+        self.writer = NestWriter(ctx, node, [shape[axis] for axis in others], [int(shape[axis]) for axis in axes])
+        places = {**dict(zip(others, self.writer.axes, strict=True)), **dict(zip(axes, self.writer.inner, strict=True))}
+        self.place = [places[axis] for axis in range(len(shape))]       # of the element of the input
+        self.x = self.writer.at(name, self.place)
+        self.count = math.prod(self.writer.reduced)
+
+    def beside(self, name: str) -> Term:
+        """Another tensor, aligned with the input at the right."""
+        shape = self.writer.ctx.type(name).shape
+        zero = self.writer.constant(0, "i64")
+        last = self.place[len(self.place) - len(shape):]
+        return self.writer.at(name, [zero if extent == 1 else index for extent, index in zip(shape, last, strict=True)])
+
+    def outer_view(self, output: str) -> View:
+        """The output over the outer loops, whether the reduced axes stay or not."""
+        view = self.writer.target(output).view
+        lost = len(self.place) - len(self.axes) - self.writer.batched
+        if len(view.shape) == lost:
+            return view
+        kept = [i for i, axis in enumerate(range(self.writer.batched, len(self.place))) if axis not in self.axes]
+        return replace(view, shape=tuple(view.shape[i] for i in kept), strides=tuple(view.strides[i] for i in kept))
+
+    def whole_view(self, output: str) -> View:
+        """An output of the input's shape, over all loops."""
+        view, first = self.writer.target(output).view, self.writer.batched
+        order = [axis - first for axis in range(first, len(self.place)) if axis not in self.axes]
+        order += [axis - first for axis in self.axes]
+        return replace(view, shape=tuple(view.shape[i] for i in order), strides=tuple(view.strides[i] for i in order))
+
+
+def _sum(w: NestWriter, term: Term) -> Term:
+    return w.reduce("sum", term)
+
+
+def _log_sum_exp(a: Along) -> Term:
+    node, w = a.writer.node, a.writer
+    most = w.reduce("max", a.x)
+    most = w.where(most.unary("abs") < math.inf, most, 0.0)
+    return LOG(node, _sum(w, EXP(node, a.x - most))) + most
+
+
+def _mean(a: Along) -> Term:
+    total = _sum(a.writer, a.x)
+    return total * (1 / a.count) if total.kind in FLOATING else total.binary("div", a.count)
+
+
+REDUCTIONS: Mapping[str, Callable[[Along], Term]] = {
+    "ReduceSum": lambda a: _sum(a.writer, a.x), "ReduceMean": _mean,
+    "ReduceMax": lambda a: a.writer.reduce("max", a.x), "ReduceMin": lambda a: a.writer.reduce("min", a.x),
+    "ReduceProd": lambda a: a.writer.reduce("product", a.x),
+    "ReduceL1": lambda a: _sum(a.writer, a.x.unary("abs")),
+    "ReduceL2": lambda a: _rooted(_sum(a.writer, a.x * a.x)),
+    "ReduceSumSquare": lambda a: _sum(a.writer, a.x * a.x),
+    "ReduceLogSum": lambda a: _through_floats(a, lambda x: LOG(a.writer.node, _sum(a.writer, x))),
+    "ReduceLogSumExp": _log_sum_exp,
+}
+
+
+def _rooted(total: Term) -> Term:
+    return total.unary("sqrt") if total.kind in FLOATING else total.to("f64").unary("sqrt").to(total.kind)
+
+
+def _through_floats(a: Along, formula: Callable[[Term], Term]) -> Term:
+    return formula(a.x) if a.x.kind in FLOATING else formula(a.x.to("f64")).to(a.x.kind)
+
+
+@lowers_in_general(*REDUCTIONS)
+def lower_reduction(ctx: Context, node: Node) -> Sequence[Call]:
+    anchor = node.anchor
+    if len(anchor.inputs) > 1:
+        raise Refused("its axes are computed at run time")
+    axes = op_of(anchor.op).axes(anchor, len(ctx.type(anchor.inputs[0]).shape))
+    along = Along(ctx, node, sorted(axes))
+    try:
+        value = REDUCTIONS[anchor.op](along)
+    except NotImplementedError as reason:
+        raise Refused(str(reason)) from reason
+    if node.body:
+        raise Refused("its body is not written by a nest")
+    return [along.writer.call(value, views=[along.outer_view(node.outputs[0])])]
+
+
+@lowers_in_general("ArgMax", "ArgMin")
+def lower_arg(ctx: Context, node: Node) -> Sequence[Call]:
+    along = Along(ctx, node, op_of(node.op).axes(node, len(ctx.type(node.inputs[0]).shape)))
+    order = "last" if node.attrs.get("select_last_index") else "first"
+    value = along.writer.reduce(f"{order}_{node.op[3:].lower()}", along.x)
+    return [along.writer.call(value, views=[along.outer_view(node.outputs[0])])]
+
+
+# ---- results of the input's shape
+def _softmax(a: Along) -> Term:
+    """e**(x - max) over its sum, zeros where there is nothing but minus infinity; the logarithm of it likewise."""
+    node, w = a.writer.node, a.writer
+    most = w.reduce("max", a.x)
+    if node.anchor.op == "LogSoftmax":
+        return a.x - most - LOG(node, _sum(w, EXP(node, a.x - most)))
+    powers = EXP(node, a.x - w.where(most > -math.inf, most, 0.0))
+    total = _sum(w, powers)
+    return powers / w.where(total.equals(0.0), 1.0, total)
+
+
+def _hardmax(a: Along) -> Term:
+    w = a.writer
+    found = w.reduce("first_max", a.x)
+    (inner,) = w.inner
+    return w.where(inner.equals(found), a.x.like(_one(a.x)), 0)
+
+
+def _one(x: Term) -> float:
+    return 1.0 if x.kind in FLOATING else 1
+
+
+def _lp(a: Along) -> Term:
+    """x over its norm; what has none stays as it is, which is 0."""
+    p, w = int(a.writer.node.attrs.get("p", 2)), a.writer
+    size = _sum(w, a.x.unary("abs")) if p == 1 else _sum(w, a.x * a.x).unary("sqrt")
+    return w.where(size.equals(0.0), 0.0, a.x / size)
+
+
+def _normalised(a: Along) -> tuple[Term, Term, Term]:
+    """(x less its mean, over its deviation; the mean; one over the deviation)"""
+    anchor, w = a.writer.node.anchor, a.writer
+    root = anchor.op == "RMSNormalization"
+    middle = w.reduce("sum", a.x) * (1 / a.count)
+    apart = a.x if root else a.x - middle
+    variance = w.reduce("sum", apart * apart) * (1 / a.count)
+    inverse = a.x.like(1.0) / (variance + float(anchor.attrs.get("epsilon", 1e-5))).unary("sqrt")
+    return apart * inverse, middle, inverse
+
+
+@lowers_in_general("Softmax", "LogSoftmax", "Hardmax", "LpNormalization")
+def lower_softmax(ctx: Context, node: Node) -> Sequence[Call]:
+    rank = len(ctx.type(node.anchor.inputs[0]).shape)
+    along = Along(ctx, node, [node.anchor.attrs.get("axis", -1) % rank])
+    formula = {"Hardmax": _hardmax, "LpNormalization": _lp}.get(node.anchor.op, _softmax)
+    if node.body:
+        raise Refused("its body is not written by a nest")
+    try:
+        return [along.writer.call(formula(along), inside=True, views=[along.whole_view(node.outputs[0])])]
+    except NotImplementedError as reason:
+        raise Refused(str(reason)) from reason
+
+
+@lowers_in_general("LayerNormalization", "RMSNormalization")
+def lower_norm(ctx: Context, node: Node) -> Sequence[Call]:
+    """Its statistics are nests of their own."""
+    anchor = node.anchor
+    rank = len(ctx.type(anchor.inputs[0]).shape)
+    axes = range(anchor.attrs.get("axis", -1) % rank, rank)
+    if node.body:
+        raise Refused("its body is not written by a nest")
+    along = Along(ctx, node, axes)
+    value, *_ = _normalised(along)
+    for name, op in zip(anchor.inputs[1:], ("mul", "add"), strict=False):
+        value = value.binary(op, along.beside(name)) if name else value
+    calls = [along.writer.call(value, inside=True, views=[along.whole_view(node.outputs[0])])]
+    for output, which in ((output, which) for which, output in enumerate(node.outputs) if which and output):
+        of_one = replace(node, outputs=(output,))
+        statistics = Along(ctx, of_one, axes)
+        calls.append(statistics.writer.call(_normalised(statistics)[which], views=[statistics.outer_view(output)]))
+    return calls
+
+
+@lowers_in_general("InstanceNormalization")
+def lower_instance_norm(ctx: Context, node: Node) -> Sequence[Call]:
+    """Over the pixels of each channel, of images with channels first."""
+    if node.attrs.get("channels_last"):
+        raise Refused("its images have their channels last")
+    along = Along(ctx, node, range(2, len(ctx.type(node.inputs[0]).shape)))
+    value, *_ = _normalised(along)
+    scale, bias = (along.writer.at(name, [along.place[1]]) for name in node.inputs[1:3])
+    value = value * scale + bias
+    return [along.writer.call(value, inside=True, views=[along.whole_view(node.outputs[0])])]

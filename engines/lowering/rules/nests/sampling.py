@@ -1,0 +1,211 @@
+"""Samples of images: at the places of a grid, in regions, at another resolution along any axes."""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import product
+
+from engines.ir.graph import BATCH, Node
+from engines.lowering.calls.calls import Call, Context, Refused, lowers_in_general
+from engines.lowering.calls.nesting import NestWriter
+from engines.lowering.nest.program import FLOATING, Term
+from engines.ops import resize
+
+Taps = list[tuple[Term, Term]]      # (index, weight) of the pixels that a sample is made of along an axis
+_CUBIC = -0.75
+
+
+# ---- at the places of a grid
+@lowers_in_general("GridSample")
+def lower_grid_sample(ctx: Context, node: Node) -> Sequence[Call]:
+    x, grid = node.inputs
+    w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
+    item, channel, *places = w.axes
+    taps = []
+    for axis in range(len(places)):
+        number = w.constant(len(places) - 1 - axis, "i64")      # the last axis of the image comes first
+        taps.append(_taps(node, w.at(grid, [item, *places, number]).to("f64"), w.extent(x, axis + 2)))
+    total = None
+    for corner in product(*taps):
+        pixel = w.at(x, [item, channel, *(index for index, _ in corner)])
+        weight = corner[0][1]
+        for _, other in corner[1:]:
+            weight = weight * other
+        part = w.where(weight.differs(0.0), pixel.to("f64") * weight, 0.0)
+        total = part if total is None else total + part
+    assert total is not None
+    return [w.call(total)]
+
+
+def _taps(node: Node, place: Term, size: int) -> Taps:
+    corners, padding = bool(node.attrs.get("align_corners", 0)), node.attrs.get("padding_mode", "zeros")
+    w, mode = place.writer, node.attrs.get("mode", "linear")
+    place = (place + 1.0) * (size - 1) / 2.0 if corners else ((place + 1.0) * float(size) - 1.0) / 2.0
+    place = w.where(place.unary("abs") < math.inf, place, -1e6)
+    if mode != "cubic":
+        place = _inside(place, size, corners, padding)
+    below = place.unary("rint" if mode == "nearest" else "floor")
+    part, taps = place - below, []
+    weights = {"nearest": [(0, part.like(1.0))], "linear": [(0, part.like(1.0) - part), (1, part)],
+               "cubic": _cubic(part)}[mode]
+    for offset, weight in weights:
+        index = below + float(offset)
+        if mode == "cubic":
+            index = _inside(index, size, corners, padding)
+        seen = (index >= 0.0) & (index <= float(size - 1))
+        taps.append((w.where(seen, index, 0.0).to("i64"), w.where(seen, weight, 0.0)))
+    return taps
+
+
+def _inside(place: Term, size: int, corners: bool, padding: str) -> Term:
+    """What stands for places beyond the ends."""
+    if padding == "zeros":
+        return place
+    if padding == "reflection":
+        first, span = (0.0, float(size - 1)) if corners else (-0.5, float(size))
+        if not span:
+            return place.like(0.0)
+        turns = ((place - first) / (2 * span)).unary("floor")
+        beyond = (place - first) - turns * (2 * span)
+        place = beyond.at_most(beyond.like(2 * span) - beyond) + first
+    return place.at_least(0.0).at_most(float(size - 1))
+
+
+def _cubic(part: Term) -> Taps:
+    """Keys' kernel, of four pixels."""
+    return [(offset, _keys((part - float(offset)).unary("abs"), _CUBIC)) for offset in range(-1, 3)]    # type: ignore[misc]
+
+
+def _keys(d: Term, a: float) -> Term:
+    """Of a distance."""
+    near = (d * (a + 2) - (a + 3)) * d * d + 1.0
+    far = ((d - 5.0) * d + 8.0) * d * a - 4 * a
+    return d.writer.where(d <= 1.0, near, d.writer.where(d < 2.0, far, 0.0))
+
+
+# ---- in regions
+@lowers_in_general("RoiAlign")
+def lower_roi_align(ctx: Context, node: Node) -> Sequence[Call]:
+    """`sampling_ratio` by as many samples in each bin of a region: their mean, or the greatest part of one."""
+    x, regions, images = node.inputs
+    ratio, mode = int(node.attrs.get("sampling_ratio", 0)), str(node.attrs.get("mode", "avg"))
+    if ratio <= 0:
+        raise Refused("without a sampling_ratio it takes as many samples as a region is large")
+    if BATCH in ctx.type(node.outputs[0]).shape:
+        raise Refused("its regions are not those of items")
+    w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape, (ratio, ratio))
+    region, channel, *bins = w.axes
+    default = "half_pixel" if node.attrs.get("onnx_opset", 16) >= 16 else "output_half_pixel"
+    half = node.attrs.get("coordinate_transformation_mode", default) == "half_pixel"
+    scale, axes, outside = float(node.attrs.get("spatial_scale", 1.0)), list[Taps](), None
+    for axis, (place, sample) in enumerate(zip(bins, w.inner, strict=True)):
+        start, end = (w.at(regions, [region, w.constant(number - axis, "i64")]) * scale - 0.5 * half
+                      for number in (1, 3))
+        size = end - start if half else (end - start).at_least(1.0)
+        step = size / float(w.loops[2 + axis])
+        at = start + place.to(start.kind) * step + (sample.to(start.kind) + 0.5) * step / float(ratio)
+        extent = w.extent(x, axis + 2)
+        beyond = (at < -1.0) | (at > float(extent))
+        outside = beyond if outside is None else outside | beyond
+        axes.append(_between(at, extent))
+    image = w.counted(w.at(images, [region]), w.extent(x, 0))
+    parts = [w.at(x, [image, channel, row, column]) * (high * wide)
+             for row, high in axes[0] for column, wide in axes[1]]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total.at_least(part) if mode == "max" else total + part
+    assert outside is not None
+    sample = w.where(outside, 0.0, total)
+    value = w.reduce("max", sample) if mode == "max" else w.reduce("sum", sample) * (1 / ratio ** 2)
+    return [w.call(value)]
+
+
+def _between(at: Term, extent: int) -> Taps:
+    """The two pixels beside a place, which at the ends are one."""
+    w = at.writer
+    at = at.at_least(0.0)
+    below = at.unary("floor").at_most(float(extent - 1))
+    part = w.where(at >= float(extent - 1), 0.0, at - below)
+    index = below.to("i64")
+    return [(index, part.like(1.0) - part), ((index + 1).at_most(extent - 1), part)]
+
+
+# ---- at another resolution
+@lowers_in_general("Resize")
+def lower_resize(ctx: Context, node: Node) -> Sequence[Call]:
+    """Along each axis that changes: a pixel, or the taps of a filter, whose weights are made to sum to 1."""
+    anchor, shape = node.anchor, ctx.type(node.outputs[0]).shape
+    name, last = anchor.inputs[0], bool(anchor.attrs.get("channels_last"))
+    source = ctx.type(name).shape
+    order = [0, len(shape) - 1, *range(1, len(shape) - 1)] if last else list(range(len(shape)))     # canonical axes
+    sizes = tuple(1 if source[axis] == BATCH else int(source[axis]) for axis in order)
+    factors = resize.Resize.factors(anchor, sizes)
+    changed = [i for i, (out, scale) in enumerate(factors)
+               if source[order[i]] != BATCH and (out != sizes[i] or scale != 1 or "roi" in anchor.attrs)]
+    nearest = anchor.attrs.get("mode", "nearest") == "nearest"
+    reaches = [1 if nearest else _reach(anchor, factors[i][1]) for i in changed]
+    w = NestWriter(ctx, node, shape, () if nearest else [2 * reach for reach in reaches])
+    place, weight, outside = list(w.axes), None, None
+    for number, i in enumerate(changed):
+        at = _coordinate(anchor, i, place[order[i]].to("f64"), sizes[i], *factors[i])
+        if anchor.attrs.get("coordinate_transformation_mode") == "tf_crop_and_resize":
+            beyond = (at < 0.0) | (at > float(sizes[i] - 1))
+            outside = beyond if outside is None else outside | beyond
+        if nearest:
+            place[order[i]] = _nearest(anchor, at).to("i64").within(sizes[i])
+            continue
+        tap = at.unary("floor").to("i64") + (w.inner[number] - (reaches[number] - 1))
+        part = _filter(anchor, (tap.to("f64") - at), factors[i][1])
+        if anchor.attrs.get("exclude_outside"):
+            part = w.where((tap >= 0) & (tap < sizes[i]), part, 0.0)
+        weight = part if weight is None else weight * part
+        place[order[i]] = tap.within(sizes[i])
+    pixel = w.at(name, place)
+    value = pixel if weight is None else w.reduce("sum", pixel.to("f64") * weight) / w.reduce("sum", weight)
+    if outside is not None:
+        value = w.where(outside, float(anchor.attrs.get("extrapolation_value", 0.0)), value)
+    if pixel.kind not in FLOATING and value.kind in FLOATING:
+        raise Refused("integers between pixels")
+    return [w.call(w.finished(value.to(pixel.kind)))]
+
+
+def _reach(node: Node, scale: float) -> int:
+    stretch = min(scale, 1.0) if node.attrs.get("antialias") else 1.0
+    return math.ceil((2 if node.attrs["mode"] == "cubic" else 1) / stretch)
+
+
+def _filter(node: Node, distance: Term, scale: float) -> Term:
+    stretch = min(scale, 1.0) if node.attrs.get("antialias") else 1.0
+    size = distance.unary("abs") * stretch
+    if node.attrs["mode"] == "cubic":
+        return _keys(size, node.attrs.get("cubic_coeff_a", -0.75))
+    return (size.like(1.0) - size).at_least(0.0)
+
+
+def _nearest(node: Node, at: Term) -> Term:
+    mode = node.attrs.get("nearest_mode", "round_prefer_floor")
+    if mode in ("floor", "ceil"):
+        return at.unary(mode)
+    return (at - 0.5).unary("ceil") if mode == "round_prefer_floor" else (at + 0.5).unary("floor")
+
+
+def _coordinate(node: Node, axis: int, i: Term, size: int, out: int, scale: float) -> Term:
+    """Where an output index lies on the input axis; see engines/ops/resize.py."""
+    mode = node.attrs.get("coordinate_transformation_mode", "half_pixel")
+    if mode == "asymmetric":
+        return i / scale
+    if mode == "align_corners":
+        return i * float(size - 1) / float(out - 1) if out > 1 else i * 0.0
+    if mode == "tf_crop_and_resize":
+        roi = node.attrs["roi"]
+        start, end = float(roi[axis]), float(roi[axis + len(roi) // 2])
+        if out > 1:
+            return i * ((end - start) * (size - 1)) / float(out - 1) + start * (size - 1)
+        return i + 0.5 * (start + end) * (size - 1)
+    if mode == "pytorch_half_pixel" and out == 1:
+        return i * 0.0
+    if mode == "half_pixel_symmetric":
+        return (i + 0.5) / scale - 0.5 + size / 2 * (1 - out / (scale * size))
+    if mode in ("half_pixel", "pytorch_half_pixel"):
+        return (i + 0.5) / scale - 0.5
+    raise Refused(f"coordinate_transformation_mode {mode}")

@@ -1,0 +1,32 @@
+"""Scatters: a copy of the data, in which updates take the place of elements or are combined with them, in order."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engines.ir.graph import Node
+from engines.lowering.calls.calls import Call, Context, lowers_in_general
+from engines.lowering.calls.nesting import NestWriter
+
+COMBINED = {"none": "", "add": "add", "mul": "mul", "max": "max", "min": "min"}
+
+
+@lowers_in_general("ScatterElements")
+def lower_scatter_elements(ctx: Context, node: Node) -> Sequence[Call]:
+    data, index, updates = node.inputs
+    w = NestWriter(ctx, node, ctx.type(updates).shape)
+    axis = node.attrs.get("axis", 0) % len(ctx.type(data).shape)
+    place = list(w.axes)
+    place[axis] = w.counted(w.at(index, w.axes), w.extent(data, axis))
+    return [w.scatter(data, w.at(updates, w.axes), place, COMBINED[node.attrs.get("reduction", "none")])]
+
+
+@lowers_in_general("ScatterND")
+def lower_scatter_nd(ctx: Context, node: Node) -> Sequence[Call]:
+    """The last axis of the indices counts along the first axes of the data."""
+    data, index, updates = node.inputs
+    w = NestWriter(ctx, node, ctx.type(updates).shape)
+    outer = len(ctx.type(index).shape) - 1
+    chosen = [w.counted(w.at(index, [*w.axes[:outer], w.constant(i, "i64")]), w.extent(data, i))
+              for i in range(w.extent(index, outer))]
+    return [w.scatter(data, w.at(updates, w.axes), [*chosen, *w.axes[outer:]],
+                      COMBINED[node.attrs.get("reduction", "none")])]

@@ -1,0 +1,175 @@
+"""Models of one node that nests compile: every step a kernel, and the results those of the reference."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+
+from engines.compiler.builder import BuildConfig, Builder
+from engines.ops import reference
+from engines.runtime.engine import Engine
+from tests.engines.compiler.small_models import node
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A node and its inputs. open: how many of them have the items of a batch as their leading axis."""
+    node: onnx.NodeProto
+    inputs: tuple[Array, ...]
+    open: int = 0
+    tolerance: float = 1e-5
+
+
+def floats(*shape: int, dtype: str = "float32", seed: int = 0) -> Array:
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def ints(top: int, *shape: int, dtype: str = "int64", low: int = 0) -> Array:
+    return np.random.default_rng(1).integers(low, top, shape).astype(dtype)
+
+
+# Operators whose inputs behind the first are constants.
+BY_CONSTANTS = ("Slice", "Split", "Pad", "Tile", "CumSum", "Resize", "TopK")
+
+
+def model_of(case: Case) -> onnx.ModelProto:
+    infos, constants = [], []
+    for i, (name, array) in enumerate(zip(filter(None, case.node.input), case.inputs, strict=True)):
+        if i and case.node.op_type in BY_CONSTANTS:
+            constants.append(numpy_helper.from_array(np.asarray(array), name))
+            continue
+        shape = ["N", *array.shape[1:]] if i < case.open else array.shape
+        infos.append(helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), shape))
+    outputs = [helper.make_empty_tensor_value_info(name) for name in case.node.output if name]
+    graph = helper.make_graph([case.node], "one", infos, outputs, constants)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+
+
+def assert_compiled_and_right(case: Case) -> None:
+    model = model_of(case)
+    given = dict(zip(filter(None, case.node.input), case.inputs, strict=True))
+    feeds = {info.name: given[info.name] for info in model.graph.input}
+    builder = Builder(BuildConfig(timing=False, max_batch=4 if case.open else None))
+    graph = builder.graph(model)
+    engine = Engine(builder.plan(graph))
+    assert [step.reason for step in engine.plan.machine.steps if step.fallback] == []
+    found = engine.run(feeds)
+    for name, wanted in reference.run(graph, feeds).items():
+        assert (found[name].dtype, found[name].shape) == (wanted.dtype, wanted.shape)
+        if wanted.dtype.kind == "f":
+            np.testing.assert_allclose(found[name], wanted, case.tolerance, case.tolerance)
+        else:
+            np.testing.assert_array_equal(found[name], wanted)
+
+
+X = floats(3, 5, 7, 9)
+CASES = {
+    "reductions": [
+        Case(node("ReduceSum", "x", "y", keepdims=0), (X,)),
+        Case(node("ReduceL2", "x", "y", keepdims=0), (floats(3, 40, dtype="float64"),), 0),
+        Case(node("ReduceLogSumExp", "x", "y"), (X,)),
+        Case(node("ReduceProd", "x", "y"), (ints(4, 3, 5, 7, dtype="int32", low=1),)),
+        Case(node("ReduceMax", "x", "y", keepdims=0), (ints(9, 3, 50, dtype="uint8"),)),
+        Case(node("ArgMin", "x", "y", axis=2, select_last_index=1, keepdims=0), (np.round(X),), 1),
+        Case(node("ArgMax", "x", "y", axis=0), (np.round(floats(40, 3)),)),
+        Case(node("Softmax", "x", "y", axis=1), (floats(3, 33, 9, dtype="float64"),), 1),
+        Case(node("Hardmax", "x", "y", axis=1), (np.round(X),), 1),
+        Case(node("LpNormalization", "x", "y", axis=1, p=1), (X,), 1),
+        Case(node("LayerNormalization", "x w b", "y m i", axis=2), (X, floats(7, 9), floats(7, 9)), 1),
+    ],
+    "pointwise": [
+        Case(node("Pow", "x e", "y"), (np.abs(X), floats(9))),
+        Case(node("Pow", "x e", "y"), (ints(9, 37, dtype="int32"), ints(5, 37, dtype="int32"))),
+        Case(node("Mod", "x e", "y", fmod=1), (X, floats(7, 1))),
+        Case(node("Add", "x e", "y"), (floats(3, 5, dtype="float64"), floats(5, dtype="float64")), 1),
+        Case(node("Less", "x e", "y"), (ints(9, 5, 1, dtype="uint16"), ints(9, 4, dtype="uint16"))),
+        Case(node("Where", "c x e", "y"), (X > 0, floats(9, dtype="float64"), floats(3, 5, 7, 9, dtype="float64"))),
+        Case(node("BitShift", "x e", "y", direction="LEFT"), (ints(9, 20, dtype="uint8"), ints(9, 20, dtype="uint8"))),
+        Case(node("Cast", "x", "y", to=onnx.TensorProto.INT16), (X * 100,), 1),
+        Case(node("Atan", "x", "y"), (X,), 1), Case(node("Sign", "x", "y"), (np.round(X),), 1),
+        Case(node("IsInf", "x", "y", detect_negative=0), (np.float32([1, np.inf, -np.inf, np.nan]),)),
+        Case(node("Exp", "x", "y"), (floats(3, 19, dtype="float64"),), 1),
+    ],
+    "gathers and scatters": [
+        Case(node("Gather", "x i", "y", axis=2), (X, ints(7, 2, 4, low=-7)), 1),
+        Case(node("Gather", "x i", "y", axis=0), (floats(40, 19), ints(40, 3, 6, dtype="int32", low=-40))),
+        Case(node("GatherElements", "x i", "y", axis=0), (X, ints(3, 2, 5, 7, 8, low=-3))),
+        Case(node("GatherND", "x i", "y", batch_dims=1), (X, ints(5, 3, 4, 2, low=-5)), 2),
+        Case(node("GatherND", "x i", "y"), (ints(9, 6, 7, dtype="int8"), ints(6, 5, 2))),
+        Case(node("ScatterElements", "x i u", "y", axis=1), (X, np.argsort(X, 1)[:, :2], floats(3, 2, 7, 9))),
+        Case(node("ScatterElements", "x i u", "y", axis=0, reduction="add"),
+             (floats(11, 19), ints(11, 50, 19), floats(50, 19))),
+        Case(node("ScatterND", "x i u", "y", reduction="max"), (floats(11, 19), ints(11, 50, 1), floats(50, 19))),
+        Case(node("ScatterND", "x i u", "y"), (floats(4, 5, 6), np.int64([[[0, 1], [3, 4]], [[2, 2], [-1, 0]]]),
+                                             floats(2, 2, 6))),
+    ],
+    "movement": [
+        Case(node("Slice", "x s e a t", "y"), (X, *map(np.int64, ([2, -1], [0, -99], [0, 3], [-1, -2])))),
+        Case(node("Split", "x s", "a b"), (X, np.int64([1, 2]))),
+        Case(node("Pad", "x p", "y", mode="reflect"), (X, np.int64([0, 0, 3, -2, 0, 0, 5, 8]))),
+        Case(node("Pad", "x p", "y", mode="edge"), (X, np.int64([1, 0, 0, 2, 0, 3, 0, 0]))),
+        Case(node("Pad", "x p", "y", mode="wrap"), (X, np.int64([0, 0, 0, 2, 0, 0, 0, 30]))),
+        Case(node("Pad", "x p v", "y"), (ints(9, 4, 5), np.int64([1, -1, 2, 3]), np.int64(7))),
+        Case(node("Tile", "x r", "y"), (ints(9, 4, 5, dtype="uint16"), np.int64([2, 3]))),
+        Case(node("Trilu", "x", "y", upper=0), (floats(3, 6, 5),), 1),
+        Case(node("Concat", "a b", "y", axis=0), (floats(3, 5), floats(4, 5))),
+        Case(node("CumSum", "x a", "y", reverse=1, exclusive=1), (floats(6, 5, dtype="float64"), np.int64(0))),
+        Case(node("ReverseSequence", "x l", "y", batch_axis=0, time_axis=1), (floats(3, 6, 5), np.int64([6, 1, 3]))),
+    ],
+    "windows": [
+        Case(node("Conv", "x w b", "y", pads=[1] * 6, strides=[2, 1, 1], dilations=[1, 2, 1], group=2),
+             (floats(2, 4, 6, 7, 9), floats(6, 2, 3, 2, 3), floats(6)), 1),
+        Case(node("Conv", "x w", "y", pads=[1, 0, 0, 1], group=3), (floats(2, 3, 6, 7), floats(6, 1, 3, 3))),
+        Case(node("ConvTranspose", "x w", "y", strides=[2, 3], pads=[1, 0, 0, 1], group=2),
+             (floats(2, 4, 5, 6), floats(4, 3, 3, 3)), 1),
+        Case(node("MaxPool", "x", "y i", kernel_shape=[3, 2], strides=[2, 1], pads=[1, 1, 0, 0]), (X,)),
+        Case(node("MaxPool", "x", "y", kernel_shape=[2, 3, 2], dilations=[2, 1, 1]), (floats(2, 3, 5, 6, 19),), 1),
+        Case(node("AveragePool", "x", "y", kernel_shape=[2, 2, 3], pads=[1, 0, 1, 0, 1, 1], ceil_mode=1,
+                  strides=[2, 2, 2]), (floats(2, 3, 5, 6, 9),), 1),
+        Case(node("LpPool", "x", "y", kernel_shape=[2, 3], p=3), (X,), 1),
+        Case(node("ConvInteger", "x w z", "y", pads=[1, 1, 1, 1]),
+             (ints(255, 2, 3, 5, 6, dtype="uint8"), ints(99, 4, 3, 3, 3, dtype="uint8"), np.uint8(7)), 1),
+    ],
+    "samples": [
+        Case(helper.make_node("GridSample", ["x", "g"], ["y"], mode="bicubic", padding_mode="reflection"),
+             (floats(2, 3, 6, 7), floats(2, 5, 19, 2))),
+        Case(node("GridSample", "x g", "y", align_corners=1, mode="bilinear"),
+             (floats(2, 3, 6, 7), floats(2, 5, 19, 2)), 2),
+        Case(node("RoiAlign", "x r i", "y", output_height=3, output_width=5, sampling_ratio=2, spatial_scale=0.5),
+             (floats(2, 3, 9, 11), np.float32([[1, 2, 14, 17], [-3, 0, 30, 9]]), np.int64([1, 0])), 0, 1e-4),
+        Case(helper.make_node("Resize", ["x", "", "s"], ["y"], mode="cubic", antialias=1, exclude_outside=1),
+             (floats(2, 3, 6, 7), np.float32([1, 1, 0.5, 2]))),
+        Case(helper.make_node("Resize", ["x", "", "s"], ["y"], mode="linear",
+                              coordinate_transformation_mode="align_corners"),
+             (floats(2, 3, 5, 4, 6), np.float32([1, 1, 2, 1, 1.5])), 1),
+        Case(node("TopK", "x k", "v i", axis=1, largest=0), (np.round(X), np.int64([3])), 1),
+        Case(node("TopK", "x k", "v i", axis=0), (ints(9, 40, 3, dtype="uint8"), np.int64([7]))),
+    ],
+    "products": [
+        Case(node("Gemm", "a b c", "y", alpha=0.5, beta=2.0, transA=1), (floats(33, 18), floats(33, 21), floats(21))),
+        Case(node("MatMul", "a b", "y"), (floats(3, 1, 5, 33, dtype="float64"), floats(2, 33, 17, dtype="float64")), 1),
+        Case(node("MatMul", "a b", "y"), (ints(99, 7, 9, dtype="int32"), ints(99, 9, 21, dtype="int32"))),
+        Case(node("MatMul", "a b", "y"), (floats(33), floats(4, 33, 5))),
+        Case(node("MatMulInteger", "a b z", "y"), (ints(255, 5, 33, dtype="uint8"),
+                                                 ints(99, 33, 18, dtype="int8", low=-99), np.uint8(9))),
+        Case(node("Einsum", "a b", "y", equation="bhid,bhjd->bijh"), (floats(2, 3, 5, 8), floats(2, 3, 6, 8))),
+        Case(node("Einsum", "a", "y", equation="...ii->...i"), (floats(2, 5, 5),)),
+    ],
+}
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_nodes_of_a_family_are_kernels_and_right(family: str) -> None:
+    for case in CASES[family]:
+        try:
+            assert_compiled_and_right(case)
+        except Exception as error:
+            error.add_note(f"{case.node.op_type} {[f'{x.dtype}{list(x.shape)}' for x in case.inputs]}")
+            raise
