@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from engines.errors import ModelError
-from engines.ir.graph import BATCH, Graph, Node, TensorType
+from engines.ir.graph import BATCH, Dim, Graph, Node, TensorType
 from engines.lowering.calls.halos import halo_of_pad, halo_wanted
 from engines.lowering.calls.placement import (
     ITEMS,
@@ -61,6 +61,11 @@ class Aliasing:
             tensor = self.graph.types[name]
             return Placement(NO_BUFFER, 0, dense_view(stored_dtype(tensor), item_shape(tensor)), items_of(tensor), name)
         return self._placements[name]
+
+    def scratch(self, name: str, view: View, items: Dim) -> Placement:
+        """A new buffer, for what a node's kernels hand to each other."""
+        self.buffers.append(Storage(name, view, items))
+        return Placement(len(self.buffers) - 1, 0, view, items)
 
     def is_view(self, child: str, parent: str) -> bool:
         """Child lies inside parent's buffer: nothing has to be copied between them."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from engines.ir.graph import BATCH, Node
 from engines.lowering.calls.calls import Call, Context, Refused
-from engines.lowering.calls.placement import Placement, as_one_item, batch_axis
+from engines.lowering.calls.placement import Placement, as_one_item
 from engines.lowering.nest.pointwise import write_node
 from engines.lowering.nest.program import ITEM, KINDS, Linear, NestProgram, Number, Term, Writer
 from engines.lowering.problems.nest import Nest, Scatter
@@ -46,13 +46,11 @@ class NestWriter(Writer):
         tensor, indices = self.ctx.type(name), list(indices)
         if tensor.quant is not None:
             raise Refused(f"'{name}' is quantised")
-        if (dtype := self.ctx.placements[name].view.dtype) not in KINDS:
-            raise Refused(f"'{name}' is stored as {dtype}")
         tests: list[Term] = []
         for axis, extent in enumerate(tensor.shape):
             if extent != BATCH and outside is not None:
                 tests += self._tests(indices, axis, int(extent))
-        value = self._element(name, indices)
+        value = self.at_placed(self.ctx.placements[name], tensor.shape, indices)
         return self.where(self.both(tests), value, value.like(outside or 0)) if tests else value
 
     def _tests(self, indices: list[Term], axis: int, extent: int) -> list[Term]:
@@ -79,15 +77,17 @@ class NestWriter(Writer):
         return self.at(name, [zero if extent == 1 else index for extent, index in
                               zip(shape, self.axes[lead:], strict=True)])
 
-    def _element(self, name: str, indices: list[Term]) -> Term:
-        tensor, placement = self.ctx.type(name), self.ctx.placements[name]
-        kind = KINDS[placement.view.dtype]
-        if BATCH in tensor.shape:
-            item, view = indices.pop(batch_axis(tensor)), placement.view
+    def at_placed(self, placement: Placement, shape: Sequence[int | str], indices: Sequence[Term]) -> Term:
+        """The element of what lies there, of this shape."""
+        if (dtype := placement.view.dtype) not in KINDS:
+            raise Refused(f"a tensor is stored as {dtype}")
+        kind, indices = KINDS[dtype], list(indices)
+        if BATCH in shape:
+            item, view = indices.pop(list(shape).index(BATCH)), placement.view
             if not self.batched or item.linear != THE_ITEM:
-                raise Refused(f"it reads '{name}' across the items of a batch")
+                raise Refused("it reads across the items of a batch")
         else:
-            placement = as_one_item(placement) if tensor.shape else placement
+            placement = as_one_item(placement) if shape else placement
             view = replace(placement.view, item=0 if self.batched else placement.view.item)
         linears = [index.linear for index in indices]
         if any(linear is None or any(loop == ITEM for loop, _ in linear.steps) for linear in linears):
@@ -128,27 +128,27 @@ class NestWriter(Writer):
             raise Refused(str(reason)) from reason
         return values[self.node.outputs[0]]
 
-    def call(self, *results: Term | None, inside: bool = False, views: Sequence[View] = ()) -> Call:
+    def call(self, *results: Term | None, inside: bool = False, targets: Sequence[Placement] = ()) -> Call:
         """A nest that stores these as the node's outputs; None: an output that is not wanted.
 
-        views: of the outputs over the loops, where those are not the outputs' axes.
+        targets: where the results lie over the loops, if those are not the axes of the outputs.
         """
-        wanted = [(self.target(name), result) for name, result in zip(self.node.outputs, results, strict=False)
-                  if result is not None and name]
-        if views:
-            wanted = [(replace(target, view=view), result)
-                      for (target, result), view in zip(wanted, views, strict=True)]
+        places = targets or [self.target(name) for name in self.node.outputs]
+        wanted = [(target, result) for target, result in zip(places, results, strict=False) if result is not None]
+        if any((target.items == BATCH) != self.batched for target, _ in wanted):
+            raise Refused("its result has the axis of the items, or not, unlike what it is made of")
         program = self.program(*(result.to(KINDS[target.view.dtype]) for target, result in wanted))
         program, sources = self._pruned(program)
-        targets = tuple(target for target, _ in wanted)
-        spec = Nest(tuple(source.view for source in sources), tuple(target.view for target in targets), self.loops,
+        places = tuple(target for target, _ in wanted)
+        spec = Nest(tuple(source.view for source in sources), tuple(target.view for target in places), self.loops,
                     self.reduced, program, inside)
-        return Call(self.node, spec, tuple(source.placement for source in sources), targets)
+        return Call(self.node, spec, tuple(source.placement for source in sources), places)
 
     def scatter(self, name: str, value: Term, places: Sequence[Term], combined: str = "") -> Call:
         """A nest that begins with a copy of a tensor and stores values at places of the node's output."""
-        y = self.target(self.node.outputs[0])
-        x = replace(self.ctx.placements[name])
+        y, x = self.target(self.node.outputs[0]), self.ctx.placements[name]
+        if (y.items == BATCH) != self.batched or self.batched and places[0].linear != THE_ITEM:
+            raise Refused("it scatters across the items of a batch")
         x = x if BATCH in self.ctx.type(name).shape else as_one_item(x)
         view = x.view if not self.batched or BATCH in self.ctx.type(name).shape else replace(x.view, item=0)
         program = self.program(value.to(KINDS[y.view.dtype]), *places[self.batched:])

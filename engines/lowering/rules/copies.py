@@ -90,6 +90,15 @@ def lower_pad(ctx: Context, node: Node) -> Sequence[Call]:
     return [moved(ctx, node, source, inside, output, target), *(filled(node, strip, value) for strip in strips)]
 
 
+@lowers("BitCast")
+def lower_bits(ctx: Context, node: Node) -> Sequence[Call]:
+    """The same bytes, copied as what they were."""
+    x, y = (ctx.placements[name] for name in (node.inputs[0], node.outputs[0]))
+    if x.view.size != y.view.size:
+        raise Refused("its elements are of other sizes")
+    return [copy_call(node, x, replace(y, view=replace(y.view, dtype=x.view.dtype)))]
+
+
 def refined(x: View, y: View) -> tuple[View, View]:
     """The same elements in the same order, both in one shape: [6, 4] and [2, 12] become [2, 3, 4].
 

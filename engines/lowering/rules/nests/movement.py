@@ -1,4 +1,4 @@
-"""What moves elements: cuts, pads of every mode, copies side by side, triangles, sequences turned around."""
+"""What moves elements: cuts, copies side by side, triangles, sequences turned around."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -10,9 +10,8 @@ import numpy as np
 from engines.ir.graph import BATCH, Node
 from engines.lowering.calls.calls import Call, Context, Refused, lowers_in_general
 from engines.lowering.calls.nesting import NestWriter
-from engines.lowering.nest.program import FLOATING, KINDS, Number, Term
-from engines.lowering.rules.copies import copy_call
-from engines.ops.movement import Pad, Slice
+from engines.lowering.nest.program import FLOATING, KINDS, Term
+from engines.ops.movement import Slice
 
 
 @lowers_in_general("Slice")
@@ -59,43 +58,6 @@ def lower_tile(ctx: Context, node: Node) -> Sequence[Call]:
     return [w.call(w.at(name, place))]
 
 
-@lowers_in_general("Pad")
-def lower_pad(ctx: Context, node: Node) -> Sequence[Call]:
-    """Of a cut tensor, where pads are negative."""
-    name, w = node.inputs[0], NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
-    mode, place = node.attrs.get("mode", "constant"), list(w.axes)
-    for axis, (before, after) in enumerate(Pad.widths(node, len(place))):
-        if before or after:
-            cut = max(-before, 0)
-            extent = w.extent(name, axis) - cut - max(-after, 0)
-            place[axis] = _padded(place[axis] - max(before, 0), extent, mode, max(before, after)) + cut
-    return [w.call(w.at(name, place, outside=_number(w, name, node.attrs.get("value", 0))))]
-
-
-def _padded(index: Term, extent: int, mode: str, most: int) -> Term:
-    """What stands for an index beside an axis."""
-    if mode == "edge":
-        return index.within(extent)
-    if mode == "wrap":
-        return index % extent
-    if mode == "reflect":
-        last = max(extent - 1, 1)
-        if extent == 1:
-            return index * 0
-        if most >= extent:
-            index = index % (2 * last)
-            return index.at_most(-index + 2 * last)
-        index = index.unary("abs")
-        return index.at_most(-index + 2 * last)
-    return index
-
-
-def _number(w: NestWriter, name: str, value: float) -> Number:
-    """A number of the dtype of a tensor."""
-    kind = KINDS.get(w.ctx.placements[name].view.dtype, "f32")
-    return float(value) if kind in FLOATING else int(value)
-
-
 @lowers_in_general("ConstantOfShape")
 def lower_fill(ctx: Context, node: Node) -> Sequence[Call]:
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
@@ -138,12 +100,3 @@ def lower_reversed(ctx: Context, node: Node) -> Sequence[Call]:
     place = list(w.axes)
     place[time] = w.where(step < length, length - 1 - step, step).within(w.extent(name, time))
     return [w.call(w.at(name, place))]
-
-
-@lowers_in_general("BitCast")
-def lower_bits(ctx: Context, node: Node) -> Sequence[Call]:
-    """The same bytes, copied as what they were."""
-    x, y = ctx.placements[node.inputs[0]], ctx.placements[node.outputs[0]]
-    if x.view.size != y.view.size:
-        raise Refused("its elements are of other sizes")
-    return [copy_call(node, x, replace(y, view=replace(y.view, dtype=x.view.dtype)))]

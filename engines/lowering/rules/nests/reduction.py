@@ -8,9 +8,9 @@ from dataclasses import replace
 from engines.ir.graph import BATCH, Node
 from engines.lowering.calls.calls import Call, Context, Refused, lowers_in_general
 from engines.lowering.calls.nesting import NestWriter
+from engines.lowering.calls.placement import Placement
 from engines.lowering.nest.pointwise import EXP, LOG
 from engines.lowering.nest.program import FLOATING, Term
-from engines.lowering.problems.view import View
 from engines.ops import op_of
 
 
@@ -37,21 +37,29 @@ class Along:
         last = self.place[len(self.place) - len(shape):]
         return self.writer.at(name, [zero if extent == 1 else index for extent, index in zip(shape, last, strict=True)])
 
-    def outer_view(self, output: str) -> View:
-        """The output over the outer loops, whether the reduced axes stay or not."""
-        view = self.writer.target(output).view
+    def outer(self, output: str) -> Placement:
+        """Where an output lies over the outer loops, whether the reduced axes stay or not."""
+        target = self.writer.target(output)
         lost = len(self.place) - len(self.axes) - self.writer.batched
-        if len(view.shape) == lost:
-            return view
-        kept = [i for i, axis in enumerate(range(self.writer.batched, len(self.place))) if axis not in self.axes]
-        return replace(view, shape=tuple(view.shape[i] for i in kept), strides=tuple(view.strides[i] for i in kept))
+        if len(target.view.shape) == lost:
+            return target
+        return _ordered(target, [axis for axis in self._order if axis + self.writer.batched not in self.axes])
 
-    def whole_view(self, output: str) -> View:
-        """An output of the input's shape, over all loops."""
-        view, first = self.writer.target(output).view, self.writer.batched
-        order = [axis - first for axis in range(first, len(self.place)) if axis not in self.axes]
-        order += [axis - first for axis in self.axes]
-        return replace(view, shape=tuple(view.shape[i] for i in order), strides=tuple(view.strides[i] for i in order))
+    def whole(self, output: str) -> Placement:
+        """Where an output of the input's shape lies over all loops."""
+        return _ordered(self.writer.target(output), self._order)
+
+    @property
+    def _order(self) -> list[int]:
+        """The axes of an item of the input: those of the outer loops, then those of the inner ones."""
+        others = [axis for axis in range(self.writer.batched, len(self.place)) if axis not in self.axes]
+        return [axis - self.writer.batched for axis in (*others, *self.axes)]
+
+
+def _ordered(target: Placement, axes: Sequence[int]) -> Placement:
+    view = target.view
+    return replace(target, view=replace(view, shape=tuple(view.shape[i] for i in axes),
+                                        strides=tuple(view.strides[i] for i in axes)))
 
 
 def _sum(w: NestWriter, term: Term) -> Term:
@@ -103,7 +111,7 @@ def lower_reduction(ctx: Context, node: Node) -> Sequence[Call]:
         raise Refused(str(reason)) from reason
     if node.body:
         raise Refused("its body is not written by a nest")
-    return [along.writer.call(value, views=[along.outer_view(node.outputs[0])])]
+    return [along.writer.call(value, targets=[along.outer(node.outputs[0])])]
 
 
 @lowers_in_general("ArgMax", "ArgMin")
@@ -111,7 +119,7 @@ def lower_arg(ctx: Context, node: Node) -> Sequence[Call]:
     along = Along(ctx, node, op_of(node.op).axes(node, len(ctx.type(node.inputs[0]).shape)))
     order = "last" if node.attrs.get("select_last_index") else "first"
     value = along.writer.reduce(f"{order}_{node.op[3:].lower()}", along.x)
-    return [along.writer.call(value, views=[along.outer_view(node.outputs[0])])]
+    return [along.writer.call(value, targets=[along.outer(node.outputs[0])])]
 
 
 # ---- results of the input's shape
@@ -163,7 +171,7 @@ def lower_softmax(ctx: Context, node: Node) -> Sequence[Call]:
     if node.body:
         raise Refused("its body is not written by a nest")
     try:
-        return [along.writer.call(formula(along), inside=True, views=[along.whole_view(node.outputs[0])])]
+        return [along.writer.call(formula(along), inside=True, targets=[along.whole(node.outputs[0])])]
     except NotImplementedError as reason:
         raise Refused(str(reason)) from reason
 
@@ -180,11 +188,11 @@ def lower_norm(ctx: Context, node: Node) -> Sequence[Call]:
     value, *_ = _normalised(along)
     for name, op in zip(anchor.inputs[1:], ("mul", "add"), strict=False):
         value = value.binary(op, along.beside(name)) if name else value
-    calls = [along.writer.call(value, inside=True, views=[along.whole_view(node.outputs[0])])]
+    calls = [along.writer.call(value, inside=True, targets=[along.whole(node.outputs[0])])]
     for output, which in ((output, which) for which, output in enumerate(node.outputs) if which and output):
         of_one = replace(node, outputs=(output,))
         statistics = Along(ctx, of_one, axes)
-        calls.append(statistics.writer.call(_normalised(statistics)[which], views=[statistics.outer_view(output)]))
+        calls.append(statistics.writer.call(_normalised(statistics)[which], targets=[statistics.outer(output)]))
     return calls
 
 
@@ -197,4 +205,4 @@ def lower_instance_norm(ctx: Context, node: Node) -> Sequence[Call]:
     value, *_ = _normalised(along)
     scale, bias = (along.writer.at(name, [along.place[1]]) for name in node.inputs[1:3])
     value = value * scale + bias
-    return [along.writer.call(value, inside=True, views=[along.whole_view(node.outputs[0])])]
+    return [along.writer.call(value, inside=True, targets=[along.whole(node.outputs[0])])]

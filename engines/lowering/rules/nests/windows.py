@@ -4,14 +4,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from engines.ir.graph import Node
+import numpy as np
+
+from engines.ir.graph import Dim, Node
 from engines.lowering.calls.calls import Call, Context, Refused, lowers_in_general
 from engines.lowering.calls.nesting import NestWriter
+from engines.lowering.calls.placement import Placement
 from engines.lowering.nest import functions
-from engines.lowering.nest.program import FLOATING, Number, Term
+from engines.lowering.nest.program import FLOATING, KINDS, Number, Term
+from engines.lowering.rules.nests.padding import padded
 from engines.ops.window import Window
 
-LOWEST = {"f32": -math.inf, "f64": -math.inf, "i32": -2 ** 31, "i64": -2 ** 63, "u64": 0, "i1": 0}
+
+def lowest(dtype: str) -> Number:
+    """Of what is stored so."""
+    return -math.inf if KINDS[dtype] in FLOATING else 0 if dtype == "bool" else int(np.iinfo(dtype).min)
 
 
 class Sliding:
@@ -24,6 +31,8 @@ class Sliding:
         self.window = Window.of(anchor, self.rank)
         self.w = NestWriter(ctx, node, shape, (*channels, *self.window.kernel))
         self.x = anchor.inputs[0]
+        self.before: list[Call] = []        # what makes the padded image, where there is one
+        self._image: tuple[Placement, tuple[Dim, ...]] | None = None
         self.item, *axes = self.w.axes
         self.channel, self.places = (axes[-1], axes[:-1]) if self.last else (axes[0], axes[1:])
         self.taps = self.w.inner[len(channels):]
@@ -32,8 +41,25 @@ class Sliding:
         """Of the image, along one of its axes."""
         return self.w.extent(self.x, axis + (1 if self.last else 2))
 
+    def padded(self, fill: Number) -> None:
+        """From now on pixels are read from an image in its padding, if a window reaches beside it."""
+        window, ends = self.window, []
+        shape = self.w.ctx.type(self.w.node.outputs[0]).shape
+        outputs = shape[1:-1] if self.last else shape[2:]
+        for axis, (before, _) in enumerate(window.pads):
+            end = (int(outputs[axis]) - 1) * window.strides[axis] + window.spans[axis]
+            ends.append((before, max(end - before - self.size(axis), 0)))
+        if any(map(any, ends)):
+            widths = [(0, 0), *ends, (0, 0)] if self.last else [(0, 0), (0, 0), *ends]
+            placement, shape, self.before = padded(self.w.ctx, self.w.node, self.x, widths, fill)
+            self._image = placement, shape
+
     def pixel(self, channel: Term, places: Sequence[Term], outside: Number) -> Term:
+        if self._image is not None:
+            places = [place + before for place, (before, _) in zip(places, self.window.pads, strict=True)]
         order = [self.item, *places, channel] if self.last else [self.item, channel, *places]
+        if self._image is not None:
+            return self.w.at_placed(*self._image, order)
         return self.w.at(self.x, order, outside)
 
     def seen(self) -> list[Term]:
@@ -42,17 +68,34 @@ class Sliding:
         return [place * stride + tap * dilation - before for place, stride, tap, dilation, (before, _) in zip(
             self.places, window.strides, self.taps, window.dilations, window.pads, strict=True)]
 
-    def inside(self, places: Sequence[Term], padded: bool) -> list[Term]:
-        """The tests of whether a place is in the image, or in its padding; none where that is known."""
+    def inside(self, places: Sequence[Term]) -> list[Term]:
+        """The tests of whether a place is in the image; none where that is known."""
         tests = []
         for axis, place in enumerate(places):
-            before, after = self.window.pads[axis] if padded else (0, 0)
             bounds = self.w.bounds(place)
-            if not bounds or bounds[0] < -before:
-                tests.append(place >= -before)
-            if not bounds or bounds[1] >= self.size(axis) + after:
-                tests.append(place < self.size(axis) + after)
+            if not bounds or bounds[0] < 0:
+                tests.append(place >= 0)
+            if not bounds or bounds[1] >= self.size(axis):
+                tests.append(place < self.size(axis))
         return tests
+
+    def counted(self, padding: bool) -> Term | None:
+        """How many taps of a window see the image, or its padding too; None where all do."""
+        count: Term | None = None
+        window = self.window
+        for axis, place in enumerate(self.places):
+            kernel, dilation, (before, after) = window.kernel[axis], window.dilations[axis], window.pads[axis]
+            start = place * window.strides[axis] - before
+            first, end = (-before, self.size(axis) + after) if padding else (0, self.size(axis))
+            bounds = self.w.bounds(start)
+            if bounds and bounds[0] >= first and bounds[1] + (kernel - 1) * dilation < end:
+                least, most = start * 0, start * 0 + (kernel - 1)
+            else:
+                least = (start * -1 + (first + dilation - 1)) // dilation
+                least, most = least.at_least(0), ((start * -1 + (end - 1)) // dilation).at_most(kernel - 1)
+            seen = most - least + 1
+            count = seen if count is None else count * seen
+        return None if count is None or count.linear is not None else count
 
 
 def _in_group(channel: Term, count: int, groups: int, each: int) -> Term:
@@ -71,12 +114,14 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
     groups = anchor.attrs.get("group", 1)
     channel = _in_group(s.channel, int(count), groups, int(each)) + s.w.inner[0]
     places = s.seen()
+    if anchor.op == "Conv":
+        s.padded(0)
     pixel, weight = s.pixel(channel, places, 0), s.w.at(weights, [s.channel, s.w.inner[0], *s.taps])
     if anchor.op == "ConvInteger":
         zero = s.w.constant(0, "i64")
         if others[:1] and others[0]:
             away = pixel - s.w.at(others[0], [zero] * len(ctx.type(others[0]).shape))
-            tests = s.inside(places, padded=False)
+            tests = s.inside(places)
             pixel = s.w.where(s.w.both(tests), away, 0) if tests else away
         if others[1:] and others[1]:
             shape = ctx.type(others[1]).shape
@@ -84,7 +129,7 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
     value = s.w.reduce("sum", pixel * weight)
     if anchor.op == "Conv" and others and others[0]:
         value = value + s.w.at(others[0], [s.channel])
-    return [s.w.call(s.w.finished(value))]
+    return [*s.before, s.w.call(s.w.finished(value))]
 
 
 @lowers_in_general("ConvTranspose")
@@ -118,16 +163,16 @@ def lower_transposed(ctx: Context, node: Node) -> Sequence[Call]:
 def lower_max_pool(ctx: Context, node: Node) -> Sequence[Call]:
     s = Sliding(ctx, node)
     places = s.seen()
-    pixel = s.pixel(s.channel, places, 0)
-    tests = s.inside(places, padded=False)
-    pixel = s.w.where(s.w.both(tests), pixel, LOWEST[pixel.kind]) if tests else pixel
     if node.body:
         raise Refused("its body is not written by a nest")
+    fill = lowest(ctx.placements[s.x].view.dtype)
+    s.padded(fill)
+    pixel = s.pixel(s.channel, places, fill)
     if not any(node.outputs[1:]):
-        return [s.w.call(s.w.reduce("max", pixel), *(None for _ in node.outputs[1:]))]
+        return [*s.before, s.w.call(s.w.reduce("max", pixel), *(None for _ in node.outputs[1:]))]
     if s.last:
         raise Refused("the numbers of pixels are those of channels first")
-    return [s.w.call(s.w.reduce("max", pixel), _numbers(s, node, s.w.reduce("first_max", pixel)))]
+    return [*s.before, s.w.call(s.w.reduce("max", pixel), _numbers(s, node, s.w.reduce("first_max", pixel)))]
 
 
 def _numbers(s: Sliding, node: Node, tap: Term) -> Term:
@@ -150,17 +195,16 @@ def _numbers(s: Sliding, node: Node, tap: Term) -> Term:
 def lower_average_pool(ctx: Context, node: Node) -> Sequence[Call]:
     s, anchor = Sliding(ctx, node), node.anchor
     places = s.seen()
+    s.padded(0)
     pixel = s.pixel(s.channel, places, 0)
     if anchor.op == "LpPool":
-        return [s.w.call(s.w.finished(_norm(s, pixel, anchor.attrs.get("p", 2))))]
+        return [*s.before, s.w.call(s.w.finished(_norm(s, pixel, anchor.attrs.get("p", 2))))]
     if pixel.kind not in FLOATING:
         raise Refused("a mean of integers")
-    tests = s.inside(places, padded=bool(anchor.attrs.get("count_include_pad")))
-    total = s.w.reduce("sum", pixel)
-    if not tests:
-        return [s.w.call(s.w.finished(total * (1 / math.prod(s.window.kernel))))]
-    seen = s.w.where(s.w.both(tests), pixel.like(1.0), 0.0)
-    return [s.w.call(s.w.finished(total / s.w.reduce("sum", seen)))]
+    total, count = s.w.reduce("sum", pixel), s.counted(bool(anchor.attrs.get("count_include_pad")))
+    if count is None:
+        return [*s.before, s.w.call(s.w.finished(total * (1 / math.prod(s.window.kernel))))]
+    return [*s.before, s.w.call(s.w.finished(total / count.to(total.kind)))]
 
 
 def _norm(s: Sliding, pixel: Term, p: int) -> Term:

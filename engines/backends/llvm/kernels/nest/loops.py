@@ -1,4 +1,4 @@
-"""The loops of a nest as a kernel runs them, and the operations of its program at the loops that they depend on.
+"""Writes the loops of a nest, and the operations of its program at the loops that they depend on.
 
     outer loops, the one with lanes last        (of those with rows: some neighbours at once)
         for each pass: inner loops; operations; accumulators
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.kernels.nest.order import NONE, Loops
 from engines.backends.llvm.kernels.nest.vectors import (
     COMBINED,
     Found,
@@ -27,76 +28,17 @@ from engines.backends.llvm.kernels.nest.vectors import (
     identity,
     is_vector,
     load,
+    multiplied,
     number,
     scattered,
     spread,
     store,
 )
 from engines.codegen.ir_builder import I1, I64, Function, Value, vector
-from engines.lowering.nest.program import FLOATING, NestProgram
-from engines.lowering.problems.view import View
-
-NONE = -2       # no loop: neither one of the nest's nor the items
+from engines.lowering.nest.program import FLOATING
 
 Copy = tuple[int, int]          # which of the neighbours, which of the vectors
 Parts = Iterator[tuple[Value, int]]
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How loops are cut. lanes: the loop along which vectors lie, `vectors` of them at once; rows: the outer loop of
-    which `count` neighbours are computed at once. NONE: there is no such loop."""
-    lanes: int = NONE
-    vectors: int = 1
-    rows: int = NONE
-    count: int = 1
-
-
-@dataclass(frozen=True)
-class Loops:
-    """A program, what it reads, and its loops under a cut."""
-    program: NestProgram
-    sources: tuple[View, ...]
-    extents: tuple[int, ...]        # of the outer loops, then of the inner ones
-    outer: int                      # how many are outer
-    cut: Cut
-
-    @cached_property
-    def order(self) -> tuple[int, ...]:
-        """The outer loops, from without to within."""
-        last = [loop for loop in (self.cut.rows, self.cut.lanes) if 0 <= loop < self.outer]
-        return (*(loop for loop in range(self.outer) if loop not in last), *last)
-
-    @cached_property
-    def inner(self) -> tuple[int, ...]:
-        return tuple(sorted(range(self.outer, len(self.extents)), key=lambda loop: loop == self.cut.lanes))
-
-    @cached_property
-    def depends(self) -> tuple[frozenset[int], ...]:
-        """The loops on which each operation depends."""
-        found: list[frozenset[int]] = []
-        for one in self.program.operations:
-            loops = frozenset[int]().union(*(found[arg] for arg in one.args))
-            if one.op == "index":
-                loops |= {int(one.what or 0)}
-            elif one.op == "read":
-                loops |= {loop for loop, step in enumerate(self.sources[int(one.what or 0)].strides) if step}
-            elif one.op == "reduce":
-                loops -= set(self.inner)
-            found.append(loops)
-        return tuple(found)
-
-    @cached_property
-    def phases(self) -> tuple[int, ...]:
-        """How many passes over the inner loops must have ended before each operation."""
-        found: list[int] = []
-        for one in self.program.operations:
-            found.append(max((found[arg] for arg in one.args), default=0) + (one.op == "reduce"))
-        return tuple(found)
-
-    def width(self, lanes: int, loop: int) -> int:
-        """How many turns of a loop are taken at once."""
-        return lanes * self.cut.vectors if loop == self.cut.lanes else self.cut.count if loop == self.cut.rows else 1
 
 
 @dataclass(frozen=True)
@@ -162,7 +104,7 @@ class Code:
         """Write the wanted operations that can be written here and are not yet."""
         for one in sorted(wanted):
             ready = self.loops.depends[one] <= frame.indices.keys() and self.loops.phases[one] <= frame.phase
-            if ready and self.loops.program.operations[one].op != "reduce":
+            if ready and self.loops.program.operations[one].op != "reduce" and one not in self._fused:
                 for copy in frame.copies():
                     key = self.key(one, copy)
                     if key not in frame.values:
@@ -198,6 +140,17 @@ class Code:
 
     def found(self, frame: Frame, one: int, copy: Copy) -> Found:
         return frame.values[self.key(one, copy)]
+
+    @cached_property
+    def _fused(self) -> set[int]:
+        """Products of floats that are only summed: each is one instruction with its sum, and no value of its own."""
+        program, readers = self.loops.program, dict[int, list[str]]()
+        for one in program.operations:
+            for arg in one.args:
+                readers.setdefault(arg, []).append(f"{one.op} {one.what}")
+        return {i for i, one in enumerate(program.operations)
+                if one.op == "mul" and one.kind in FLOATING and readers.get(i) == ["reduce sum"]
+                and i not in program.results}
 
     @cached_property
     def _is_read(self) -> list[bool]:
@@ -312,9 +265,15 @@ class Code:
             term, how = operation.args[0], str(operation.what)
             kind = self.loops.program.operations[term].kind
             for copy in dict.fromkeys(self._place_of(one, copy) for copy in frame.copies()):
-                value, before = spread(self.isa, self.found(frame, term, copy)), acc[one, copy]
+                before = acc[one, copy]
                 count = frame.counts[copy[1]] if self._across else self.isa.lanes
                 here = None if count == self.isa.lanes else self._first(count)
+                if term in self._fused:
+                    factors = (self.found(frame, arg, copy) for arg in self.loops.program.operations[term].args)
+                    after = multiplied(*(spread(self.isa, factor) for factor in factors), before)
+                    acc[one, copy] = after if here is None else self.f.select(here, after, before)
+                    continue
+                value = spread(self.isa, self.found(frame, term, copy))
                 if "_" in how:
                     test = self._beats(how, kind, value, before)
                     test = test if here is None else test.binary("and", here)

@@ -15,8 +15,9 @@ from functools import cached_property
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.common.access import item_addresses, unravel
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
-from engines.backends.llvm.kernels.nest.loops import NONE, Code, Cut, Frame, Loops
-from engines.backends.llvm.kernels.nest.vectors import store
+from engines.backends.llvm.kernels.nest.loops import Code, Frame
+from engines.backends.llvm.kernels.nest.order import NONE, Cut, Loops
+from engines.backends.llvm.kernels.nest.vectors import NEAR, store
 from engines.codegen.ir_builder import Module, Value
 from engines.lowering.epilogue.functions import FUNCTIONS
 from engines.lowering.problems.nest import Nest
@@ -38,7 +39,10 @@ class NestTactic(Tactic):
 
 @dataclass(frozen=True)
 class Blocks:
-    """The rows of the grid: all turns of the outer loops before `order[split]`, and blocks of that one."""
+    """The rows of the grid: all turns of the outer loops before `order[split]`, and blocks of that one.
+
+    No loop of which neighbours are computed at once is before it.
+    """
     split: int
     block: int
     count: int
@@ -46,9 +50,10 @@ class Blocks:
     @staticmethod
     def of(loops: Loops, lanes: int) -> Blocks:
         work = max(math.prod(loops.extents[loop] for loop in loops.inner), 1)
+        last = loops.order.index(loops.cut.rows) if loops.cut.rows != NONE else len(loops.order)
         for split in reversed(range(len(loops.order))):
             extent, step = loops.extents[loops.order[split]], loops.width(lanes, loops.order[split])
-            if work * extent >= BLOCK or not split:
+            if work * extent >= BLOCK and split <= last or not split:
                 block = min(-(-max(BLOCK // work, 1) // step) * step, extent)
                 return Blocks(split, block, -(-extent // block))
             work *= extent
@@ -73,7 +78,8 @@ class NestKernel(Kernel[Nest]):
         cuts = []
         for lanes in along:
             for vectors in (1, 2, 4) if lanes != NONE and self.extents[lanes] > isa.lanes else (1,):
-                cuts += [Cut(lanes, vectors), *(Cut(lanes, vectors, rows, 4) for rows in self._shared(lanes))]
+                shared = [Cut(lanes, vectors, rows, count) for rows in self._shared(lanes) for count in (4, 6)]
+                cuts += [Cut(lanes, vectors), *shared]
         return sorted(map(NestTactic, cuts), key=lambda tactic: self.cost(isa, tactic))[:6]
 
     def _shared(self, lanes: int) -> list[int]:
@@ -102,7 +108,9 @@ class NestKernel(Kernel[Nest]):
             stores = loops.extents if self.problem.inside else loops.extents[:loops.outer]
             near &= self.problem.inside or cut.lanes < loops.outer
             total += math.prod(stores) * (1 / isa.lanes if near else 2)
-        if cut.count * cut.vectors > 8:     # more accumulators than there are registers for, with what they take
+        wide = max((2 for one in loops.program.operations if one.op == "reduce" and one.kind not in ("f32", "i32")),
+                   default=1)
+        if cut.count * cut.vectors * wide + cut.vectors + 4 > isa.registers:     # accumulators, and what they take
             total *= 2
         return total
 
@@ -112,7 +120,8 @@ class NestKernel(Kernel[Nest]):
         wide = 2 if one.kind in ("f64", "i64", "u64") else 1
         if one.op == "read":
             stride = loops.sources[int(one.what or 0)].strides[cut.lanes] if cut.lanes != NONE else 0
-            return wide if stride in (0, loops.sources[int(one.what or 0)].size) else 2 * isa.lanes
+            gap = abs(stride) / loops.sources[int(one.what or 0)].size
+            return wide if gap <= 1 else gap + 1 if gap <= NEAR else 2 * isa.lanes
         if one.op == "pick":
             return 3 * isa.lanes if cut.lanes in loops.depends[number] else 2
         return 0.1 if one.op in ("number", "index", "item") else 12 if one.op in FUNCTIONS else wide

@@ -14,8 +14,9 @@ from functools import cached_property
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.common.access import item_addresses, offset, unravel
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
-from engines.backends.llvm.kernels.nest.loops import NONE, Code, Cut, Frame, Loops
+from engines.backends.llvm.kernels.nest.loops import Code, Frame
 from engines.backends.llvm.kernels.nest.nest import reach
+from engines.backends.llvm.kernels.nest.order import NONE, Cut, Loops
 from engines.backends.llvm.kernels.nest.vectors import COMBINED, load, spread, store
 from engines.codegen.ir_builder import Module, Value
 from engines.lowering.problems.nest import Scatter

@@ -16,6 +16,7 @@ from engines.lowering.nest.program import COMPARISONS, FLOATING, KINDS, Operatio
 from engines.lowering.problems.view import SIZES
 
 TYPES: Mapping[str, str] = {"f32": FLOAT, "f64": DOUBLE, "i32": I32, "i64": I64, "u64": I64, "i1": I1}
+NEAR = 4        # elements apart that lanes may be for one load to bring them all
 SIGNED = ("int8", "int16", "int32")
 _ORDERS = {"eq": ("oeq", "eq", "eq"), "ne": ("une", "ne", "ne"), "lt": ("olt", "slt", "ult"),
            "le": ("ole", "sle", "ule")}
@@ -74,6 +75,12 @@ def load(isa: Isa, dtype: str, address: Value, stride: int, count: int) -> Value
         if count < isa.lanes:
             stored = f.shuffle(stored, None, [min(i, count - 1) for i in range(isa.lanes)], "filled")
         return widened(isa, dtype, stored)
+    gap = stride // SIZES[dtype]
+    if 1 < abs(gap) <= NEAR and count > 1 or gap == -1:       # some of a run, or a run backwards
+        stored = f.load(vector((count - 1) * abs(gap) + 1, element), address + min((count - 1) * stride, 0), hint="run")
+        first = 0 if gap > 0 else (count - 1) * -gap
+        picks = [first + min(i, count - 1) * gap for i in range(isa.lanes)]
+        return widened(isa, dtype, f.shuffle(stored, None, picks, "picked"))
     return gathered(isa, dtype, [address + lane * stride for lane in range(count)])
 
 
@@ -182,6 +189,12 @@ def _along(one: Operation, args: Sequence[Found]) -> Ramp | None:
     if one.op == "mul" and not all(steps) and factor.name.lstrip("-").isdigit():
         return Ramp(x * y, sum(steps) * int(factor.name))
     return None
+
+
+def multiplied(a: Value, b: Value, c: Value) -> Value:
+    """a * b + c, rounded once where the machine does that."""
+    word = f"llvm.fmuladd.v{lanes_of(a.type)}{'f32' if element_of(a.type) == FLOAT else 'f64'}"
+    return a.f.call(a.type, word, a, b, c, hint="sum")
 
 
 def compared(kind: str, op: str, a: Value, b: Value) -> Value:
