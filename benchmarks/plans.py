@@ -25,6 +25,7 @@ from engines import load_engine
 from engines.ir.graph import Array
 from engines.plan.plan import Step, graph_of
 from engines.runtime.engine import Engine, ExecutionContext
+from engines.runtime.program_engine import ProgramEngine
 
 PROFILES = 30           # runs in which every step is timed apart
 
@@ -52,6 +53,8 @@ def main(arguments: Sequence[str]) -> None:
 def _engine(path: Path) -> Engine:
     """Of a plan with open extents, its first specialisation."""
     engine = load_engine(path)
+    if isinstance(engine, ProgramEngine):
+        raise SystemExit(f"{path} is a program, which has no one list of steps")
     return engine if isinstance(engine, Engine) else engine.at(engine.usual_shapes())
 
 

@@ -29,11 +29,12 @@ class ModelError(EngineError):
 
 
 class UnknownValueError(ModelError):
-    """A shape follows from the value of `inputs`, inputs of the graph: a build must be told them."""
+    """A shape follows from the value of `inputs`, inputs of the graph: a build must be told them. `node`: its first
+    output."""
 
-    def __init__(self, message: str, inputs: Iterable[str]) -> None:
+    def __init__(self, message: str, inputs: Iterable[str], node: str = "") -> None:
         super().__init__(message)
-        self.inputs = tuple(inputs)
+        self.inputs, self.node = tuple(inputs), node
 
 
 class GraphError(EngineError):

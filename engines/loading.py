@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from engines.backends import device_of
@@ -12,7 +12,8 @@ from engines.plan.plan import Plan
 from engines.runtime.engine import Engine
 
 if TYPE_CHECKING:
-    from engines.runtime.open_engine import AnyEngine, SpecialisationMaker
+    from engines.runtime.open_engine import SpecialisationMaker
+    from engines.runtime.program_engine import AnyEngine, ProgramEngine, SegmentEngine, SegmentMaker
 
 
 def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismatch: str = "relower",
@@ -41,6 +42,17 @@ def engine_of(plan: Plan, threads: int = 1, on_target_mismatch: str = "relower",
               cache: str | os.PathLike[str] | bool = False) -> AnyEngine:
     """The engine of a plan at hand, as load_engine makes it; `name` is what errors call it."""
     name = name or plan.name
+    if plan.program is not None:
+        return program_engine(plan, threads, lambda part: _graph_engine(
+            part, threads, on_target_mismatch, cpus, part.name, specialise, specialisations, cache, empty=True))
+    return _graph_engine(plan, threads, on_target_mismatch, cpus, name, specialise, specialisations, cache)
+
+
+def _graph_engine(plan: Plan, threads: int = 1, on_target_mismatch: str = "relower",
+                  cpus: Sequence[int] | None = None, name: str = "", specialise: str = "wait",
+                  specialisations: int = 16, cache: str | os.PathLike[str] | bool = False,
+                  empty: bool = False) -> SegmentEngine:
+    """Of a plan that is no program. empty: inputs may have no elements, as between the segments of a program."""
     if mismatch := device_of(plan.machine.backend).mismatch(plan):
         if plan.stripped and not (plan.open and plan.open.model):
             raise PlanTargetError(f"{name}: {mismatch}; it is stripped (--strip), so it cannot be compiled again here: "
@@ -51,7 +63,28 @@ def engine_of(plan: Plan, threads: int = 1, on_target_mismatch: str = "relower",
     if plan.open is None:
         return Engine(plan, threads, cpus)
     from engines.runtime.open_engine import OpenEngine, Policy  # here: it is no part of what most plans need
-    return OpenEngine(plan, lambda: _specialiser(plan, cache), threads, cpus, Policy(specialise, specialisations))
+    policy = Policy(specialise, specialisations, empty=empty)
+    return OpenEngine(plan, lambda: _specialiser(plan, cache), threads, cpus, policy)
+
+
+def program_engine(plan: Plan, threads: int = 1, engine: Callable[[Plan], SegmentEngine] | None = None,
+                   maker: Callable[[], SegmentMaker] | None = None) -> ProgramEngine:
+    """The engine of a program. engine: makes those of its segments; maker: gives what compiles more of them."""
+    from engines.runtime.program_engine import ProgramEngine
+    return ProgramEngine(plan, engine or (lambda part: _graph_engine(part, threads, empty=True)),
+                         maker or (lambda: _segment_maker(plan)), threads)
+
+
+def _segment_maker(plan: Plan) -> SegmentMaker:
+    """Raises PlanTargetError: the compiler is not installed."""
+    assert plan.program is not None
+    try:
+        from engines.compiler.programs import SegmentMaker
+    except ImportError as error:
+        raise PlanTargetError(f"{plan.name}: to run it on what it was not tried on, install what is missing ({error})"
+                              ) from error
+    maker: SegmentMaker = SegmentMaker(plan.program)
+    return maker
 
 
 def _specialiser(plan: Plan, cache: str | os.PathLike[str] | bool) -> SpecialisationMaker:

@@ -3,13 +3,12 @@
     representation = EngineBackend.prepare(onnx.load("m.onnx"))
     (y,) = representation.run([x])
 
-Extents that the model leaves open, and inputs whose values decide about shapes, are taken from each call: there is an
-engine for every set of these, compiled when it is first met.
+Extents that the model leaves open are taken from the first call; for others, and for other values of inputs that decide
+about shapes, the engine is specialised when they are met.
 """
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,16 @@ from onnx import helper
 from onnx.backend.base import Backend, BackendRep, Device, DeviceType, namedtupledict
 
 from engines.compiler.builder import BuildConfig, Builder
-from engines.errors import ConfigError, EngineError, InputError, UnknownValueError
+from engines.compiler.programs import plan_of
+from engines.errors import ConfigError, EngineError, InputError
+from engines.frontend.onnx_file import read_model
 from engines.ir.dtypes import as_in_memory, as_named
 from engines.ir.graph import Array
-from engines.runtime.engine import Engine
+from engines.loading import engine_of
+from engines.runtime.open_engine import OpenEngine
+from engines.runtime.program_engine import AnyEngine
 
-Feeds = Mapping[str, Array]
+Feeds = Mapping[str, Any]           # arrays; sequences as lists
 _OF_THE_RUNNER = ("rtol", "atol")       # onnx.backend.test hands a test's tolerances to the backend, too
 
 
@@ -70,17 +73,16 @@ class EngineBackend(Backend):
 
 
 class EngineRep(BackendRep):
-    """A model and its engines, by the shapes and values that each was compiled for."""
+    """A model and its engine. Extents that the model leaves open and values that decide are taken from each call: the
+    first is what the engine is built for."""
 
     def __init__(self, model: onnx.ModelProto, config: BuildConfig) -> None:
         initialised = {tensor.name for tensor in model.graph.initializer}
         values = [value for value in model.graph.input if value.name not in initialised]
         self._model, self._config = model, config
         self._inputs = [value.name for value in values]
-        self._open = all(value.type.HasField("tensor_type") for value in values) and any(map(_is_open, values))
-        self._known: frozenset[str] = frozenset()       # inputs whose values an engine is compiled for
-        self._engines: dict[tuple[Any, ...], Engine] = {}
-        if not self._open:
+        self._engine: AnyEngine | None = None
+        if not any(map(_is_open, values)):
             self._prepare()
 
     def run(self, inputs: Any, **options: Any) -> tuple[Any, ...]:
@@ -89,48 +91,38 @@ class EngineRep(BackendRep):
         inputs: arrays in the order of the model's inputs, or {name: array}. Raises EngineError.
         """
         feeds = self._feeds(inputs)
-        engine = self._engine(feeds)
-        results = engine.run({io.name: as_in_memory(feeds[io.name]) for io in engine.inputs})
+        engine = self._built(feeds)
+        results = engine.run(feeds)
         arrays = [as_named(results[io.name], io.dtype) for io in engine.outputs]
         return namedtupledict("Outputs", [io.name for io in engine.outputs])(*arrays)
 
-    def engine(self, inputs: Any) -> Engine:
+    def engine(self, inputs: Any) -> AnyEngine:
         """The engine that `run` takes for these inputs."""
-        return self._engine(self._feeds(inputs))
+        feeds = self._feeds(inputs)
+        engine = self._built(feeds)
+        if not isinstance(engine, OpenEngine):
+            return engine
+        return engine.at({name: array.shape for name, array in feeds.items()}, feeds)
 
     def _feeds(self, inputs: Any) -> Feeds:
         given = inputs if isinstance(inputs, Mapping) else dict(zip(self._inputs, inputs, strict=False))
         if len(inputs) != len(self._inputs) or set(given) != set(self._inputs):
             raise InputError(f"the model takes {len(self._inputs)} inputs, {', '.join(self._inputs)}; "
                              f"{len(inputs)} are given")
-        return {name: np.asarray(array) for name, array in given.items()}
+        return {name: value if isinstance(value, list) or value is None else as_in_memory(np.asarray(value))
+                for name, value in given.items()}
 
     def _prepare(self) -> None:
         """What does not depend on a call, so that a model that cannot be compiled is refused before one."""
-        try:
-            self._engines[()] = self._compiled({}, {})
-        except UnknownValueError as error:
-            self._known = frozenset(error.inputs)
+        self._engine = self._compiled(None)
 
-    def _engine(self, feeds: Feeds) -> Engine:
-        """Compiles for what the model leaves open, and for one value more whenever the compiler asks for it."""
-        while True:
-            values = {name: feeds[name] for name in sorted(self._known)}
-            shapes = {name: array.shape for name, array in feeds.items()} if self._open else {}
-            key = (*shapes.values(), *((name, array.tobytes()) for name, array in values.items()))
-            try:
-                if key not in self._engines:
-                    self._engines[key] = self._compiled(shapes, values)
-                return self._engines[key]
-            except UnknownValueError as error:
-                if self._known.issuperset(error.inputs):
-                    raise
-                self._known |= set(error.inputs)
+    def _built(self, feeds: Feeds) -> AnyEngine:
+        if self._engine is None:
+            self._engine = self._compiled(feeds)
+        return self._engine
 
-    def _compiled(self, shapes: Mapping[str, tuple[int, ...]], values: Feeds) -> Engine:
-        shapes = {name: shape for name, shape in shapes.items() if name not in values}
-        builder = Builder(replace(self._config, shapes=shapes, constants=values))
-        return Engine(builder.plan(builder.graph(self._model)))
+    def _compiled(self, feeds: Feeds | None) -> AnyEngine:
+        return engine_of(plan_of(Builder(self._config), read_model(self._model), lambda inputs: feeds))
 
 
 def _is_open(value: onnx.ValueInfoProto) -> bool:

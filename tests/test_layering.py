@@ -37,7 +37,8 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines.backends.base": ("engines.plan",), "engines.backends.device": ("engines.plan",),
     "engines.backends": ("engines.backends.base", "engines.backends.device"),       # it imports the others by name
     "engines.backends.llvm.runtime": ("engines.backends.device", "engines.runtime.fallback"),
-    "engines.runtime": ("engines.backends", "engines.capacity"),
+    "engines.runtime.host": ("engines.plan",),
+    "engines.runtime": ("engines.backends", "engines.capacity", "engines.runtime.host"),
     "engines.loading": ("engines.runtime",),
     # from a model to an optimised graph
     "engines.ops": ("engines.ir",),
@@ -46,7 +47,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines.frontend.operators.ml": ("engines.frontend.operators",),
     "engines.frontend": ("engines.frontend.operators.contrib", "engines.frontend.operators.ml", "engines.version",
                          "engines.faults", "engines.capacity"),
-    "engines.cutting": ("engines.frontend", "engines.plan"),
+    "engines.frontend.cutting": ("engines.frontend", "engines.plan"),
     "engines.passes.rewriting": ("engines.ops",),
     "engines.passes.rules": ("engines.passes.rewriting",),
     "engines.passes.layout": ("engines.passes.rules",),
@@ -89,7 +90,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines.backends.llvm": ("engines.backends.llvm.tuning", "engines.lowering"),
     "engines.backends.numpy": ("engines.backends", "engines.lowering", "engines.runtime.fallback"),
     # all together
-    "engines.compiler": ("engines.backends", "engines.loading", "engines.passes", "engines.cutting"),
+    "engines.compiler": ("engines.backends", "engines.loading", "engines.passes", "engines.frontend.cutting"),
     "engines.onnx_backend": ("engines.compiler",),
     # calibration
     "calibration.histogram": (),
@@ -116,7 +117,8 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
 }
 # What serving a ready plan may load; a plan's fallback steps, or a plan for another machine, need more when they run.
 SERVING = ("engines", "engines.loading", "engines.runtime", "engines.version", "engines.backends.llvm.runtime")
-DEFERRED = {"engines.runtime.fallback": {"engines.ops"}, "engines.loading": {"engines.compiler"}}
+DEFERRED = {"engines.runtime.fallback": {"engines.ops"}, "engines.runtime.host": {"engines.ops"},
+            "engines.loading": {"engines.compiler"}}
 
 # Third-party modules that few may import; everybody else goes through those.
 HOMES = {

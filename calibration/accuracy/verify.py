@@ -26,7 +26,8 @@ from engines.loading import load_engine
 from engines.passes.pixels import Pixels
 from engines.plan.plan import IoTensor, Plan
 from engines.runtime.engine import Engine
-from engines.runtime.open_engine import AnyEngine
+from engines.runtime.open_engine import OpenEngine
+from engines.runtime.program_engine import AnyEngine, ProgramEngine
 
 TOGETHER = 3            # items of the batches, beside single ones
 BATCHES = 4             # of so many items, where there are as many
@@ -140,6 +141,11 @@ def verify(plan: str | os.PathLike[str], model: str | os.PathLike[str], data: Ca
     Raises EngineErrors about the plan, the model or the data.
     """
     engine = load_engine(plan)
+    if isinstance(engine, ProgramEngine):
+        context = engine.create_context()
+        feed = {tensor.name: context.input(tensor.name) for tensor in engine.inputs}
+        oracle = oracle_of(Path(model), shapes, constants)
+        return verify_engine(engine, oracle, [item for item in data.limit(1)] if data else [feed], "fp32")
     graph = graph_at(engine.plan)
     precision = precision_of(engine.plan, graph)
     if data is None and engine.plan.precision == "int8":
@@ -153,7 +159,7 @@ def verify(plan: str | os.PathLike[str], model: str | os.PathLike[str], data: Ca
     return verify_engine(engine, oracle, progress(feeds, oracle.slow) if progress else feeds, precision)
 
 
-def tested_inputs(engine: AnyEngine) -> list[tuple[IoTensor, ...]]:
+def tested_inputs(engine: Engine | OpenEngine) -> list[tuple[IoTensor, ...]]:
     """The inputs as they are tested: of open extents with the usual numbers, and with others that the plan takes."""
     if isinstance(engine, Engine):
         return [engine.inputs]
@@ -172,7 +178,7 @@ def tested_inputs(engine: AnyEngine) -> list[tuple[IoTensor, ...]]:
 
 def usual_values(engine: AnyEngine) -> dict[str, Array]:
     """Of inputs whose values decide what is computed, those that the plan was built for."""
-    return {} if isinstance(engine, Engine) else engine.usual_values()
+    return engine.usual_values() if isinstance(engine, OpenEngine) else {}
 
 
 def verify_engine(engine: AnyEngine, oracle: Oracle, feeds: Iterable[Feed], precision: str) -> Verification:

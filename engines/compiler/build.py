@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from engines.compiler.builder import BuildConfig, Builder
 from engines.compiler.engine_cache import EngineCache, model_digest
+from engines.compiler.programs import plan_of
 from engines.compiler.specialise import compiled
-from engines.compiler.subject import Subject, read_subject
+from engines.compiler.subject import Subject
 from engines.errors import ConfigError, ModelError
-from engines.frontend.onnx_file import Model
+from engines.frontend.onnx_file import Model, read_model
 from engines.ir.graph import Array
 from engines.ir.recipe import Recipe
 from engines.loading import engine_of
@@ -29,7 +30,7 @@ from engines.passes.quantization.given import is_quantised
 from engines.plan.coverage import Coverage, coverage_of
 from engines.plan.file import write_plan
 from engines.plan.plan import IoTensor, Plan
-from engines.runtime.open_engine import AnyEngine
+from engines.runtime.program_engine import AnyEngine
 
 Notify = Callable[[str], None]
 Progress = Callable[[str, int, int, str], None]     # (stage, done, of, what): see build_engine
@@ -152,20 +153,27 @@ class _Build:
     def built(self) -> EngineBuild:
         builder, calibration = self.builder, self.calibration
         pixels = builder.config.pixels is not None
-        subject = read_subject(builder, self.model,
-                               lambda inputs: calibration.first(inputs, pixels) if calibration else None)
+        source = read_model(self.model).with_constants(builder.config.constants)
+        plan = plan_of(builder, source, lambda inputs: calibration.first(inputs, pixels) if calibration else None,
+                       self.say, self._of_graph)
+        name = Path(self.model).name if isinstance(self.model, str | os.PathLike) else source.name
+        said = {} if "notices" in plan.metadata else {"notices": list(self.notices)}
+        return EngineBuild(replace(plan, metadata={"model": name, **plan.metadata, **said}), tuple(self.notices),
+                           tuple(builder.log))
+
+    def _of_graph(self, subject: Subject) -> Plan:
+        """The plan of a model that is one graph."""
+        builder, calibration = self.builder, self.calibration
         for notice in (*dict.fromkeys(builder.notices), *filter(None, [builder.arithmetic_note])):
             self.say(notice)
-        name = Path(self.model).name if isinstance(self.model, str | os.PathLike) else subject.source.name
-        metadata: dict[str, Any] = {"model": name, "notices": list(self.notices)}
+        metadata: dict[str, Any] = {"notices": list(self.notices)}
         recipe = None
         if calibration and is_quantised(subject.graph):
             self.say("the model is quantised already: it is compiled as it is, and not calibrated")
         elif calibration:
             found = calibration.calibrate(subject, self.say, self.progress)
             recipe, metadata = found.recipe, {**metadata, **found.report}
-        plan = compiled(subject, recipe, metadata)
-        return EngineBuild(plan, tuple(self.notices), tuple(builder.log))
+        return compiled(subject, recipe, metadata)
 
     def looked_up(self, cache: EngineCache) -> EngineBuild:
         """From the cache; else built, and kept there, while whoever wants the same waits."""

@@ -91,6 +91,10 @@ class Builder:
     def target(self) -> str:
         return self._session.target
 
+    @property
+    def backend(self) -> str:
+        return backend_of(self.config.target).name
+
     # ---- graphs
     @faults_named()
     def graph(self, model: Model, shapes: Shapes | None = None) -> Graph:

@@ -134,6 +134,11 @@ def relower(plan: Plan, target: str = "") -> Plan:
 
     Neither the ONNX file nor calibration data are needed; integers come out the same bit for bit.
     """
+    if plan.program is not None:
+        segments = tuple(replace(segment, plans=tuple(relower(one, target) for one in segment.plans))
+                         for segment in plan.program.segments)
+        options = replace(plan.program.options, target=target)
+        return replace(plan, program=replace(plan.program, segments=segments, options=options), fingerprint="")
     if plan.open is None:
         graph = graph_of(plan)
         session = backend_of(target).session(target, TimingCache(), timing=False)

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from engines.compiler.builder import Builder
-from engines.cutting.deciding import filled, likely_values, may_decide
 from engines.errors import CompilerFault, ConfigError, EngineError, ModelError, UnknownValueError
+from engines.frontend.cutting.deciding import filled, likely_values, may_decide
 from engines.frontend.extents import likely_extents, open_types, shapes_for, without_batch
 from engines.frontend.onnx_file import Model, OnnxModel, read_model
 from engines.ir.graph import BATCH, Array, Graph, TensorType
@@ -151,7 +151,7 @@ def _compilable(builder: Builder, source: OnnxModel, types: Mapping[str, TensorT
     if not names:
         if builder.config.profiles:
             raise ConfigError(f"{source.name} has no open extents, so there are no profiles of shapes for it")
-        return _with_values(Subject(builder, source, types), seen(inputs))
+        return settled(Subject(builder, source, types), seen(inputs))
     profiles = tuple(bounds_of(source.name, inputs, profile) for profile in builder.config.profiles)
     builder.settle_batch(profiles)
     item = seen(inputs)
@@ -167,7 +167,7 @@ def _compilable(builder: Builder, source: OnnxModel, types: Mapping[str, TensorT
     reason: EngineError | None = None
     for guess in guesses:
         try:
-            return _with_values(Subject(builder, source, types, guess, profiles), item)
+            return settled(Subject(builder, source, types, guess, profiles), item)
         except CompilerFault:
             raise
         except EngineError as error:
@@ -178,15 +178,16 @@ def _compilable(builder: Builder, source: OnnxModel, types: Mapping[str, TensorT
                      f"{example(inputs, guesses[0])})") from reason
 
 
-def _with_values(subject: Subject, item: Mapping[str, Array] | None) -> Subject:
+def settled(subject: Subject, item: Mapping[str, Array] | None, node: str = "") -> Subject:
     """The subject, with the inputs that turn out to be deciding, and values of these for which there is a graph: those
-    of the item, else likely ones. Raises UnknownValueError: shapes follow from the values of a large input."""
+    of the item, else likely ones. node: the one for whose sake they are. Raises UnknownValueError: shapes follow from
+    the values of a large input, or there is no graph for likely ones."""
     reason: EngineError | None = None
     for values in likely_values(subject.source, subject.types, subject.deciding) if subject.deciding else [{}]:
         shapes = shapes_for(subject.types, subject.usual)
         found = {value_name(name): value_of(
-            item[name] if item else filled(subject.types[name], _numbers(shapes[name]), number))
-            for name, number in values.items()}
+            item[name] if item else filled(subject.types[name], _numbers(shapes[name]), number),
+            subject.types[name].dtype.name) for name, number in values.items()}
         tried = replace(subject, usual={**subject.usual, **found}, graphs={})
         try:
             tried.graph         # noqa: B018
@@ -198,9 +199,11 @@ def _with_values(subject: Subject, item: Mapping[str, Array] | None) -> Subject:
             if not more or not all(may_decide(subject.types[name]) for name in more):
                 raise
             subject.builder.forget()
-            return _with_values(replace(subject, deciding=(*subject.deciding, *more)), item)
+            return settled(replace(subject, deciding=(*subject.deciding, *more)), item, error.node)
         except EngineError as error:
             reason = reason or error
             subject.builder.forget()
     assert reason is not None
+    if subject.deciding:
+        raise UnknownValueError(str(reason), subject.deciding, node) from reason
     raise reason

@@ -42,18 +42,19 @@ def with_names(graph: onnx.GraphProto, names: Mapping[str, str]) -> onnx.GraphPr
     """A copy in which tensors have other names, in the graphs inside of it too."""
     copy = onnx.GraphProto()
     copy.CopyFrom(graph)
-    _rename(copy, names)
+    rename(copy, names)
     return copy
 
 
-def _rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
+def rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
+    """Give tensors other names, in the graphs inside of it too."""
     for tensor in graph.initializer:
         tensor.name = names.get(tensor.name, tensor.name)
-    for value in graph.output:
+    for value in (*graph.input, *graph.output):
         value.name = names.get(value.name, value.name)
     for node in graph.node:
         for field in (node.input, node.output):
             field[:] = [names.get(name, name) for name in field]
         for attribute in node.attribute:
             for inner in (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs):
-                _rename(inner, names)
+                rename(inner, names)

@@ -19,7 +19,7 @@ from engines.errors import ModelError, PlanCorruptError
 from engines.frontend.inputs import Declared, Value, constant_inputs, extents_of
 from engines.frontend.names import check_names
 from engines.frontend.opsets import check_opset
-from engines.ir.graph import Array, Dim
+from engines.ir.graph import Array, Dim, TensorType
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +50,16 @@ class OnnxModel:
     def with_constants(self, constants: Mapping[str, Value]) -> OnnxModel:
         """The model with these values in place of inputs. Raises ModelError: no such input, or another type."""
         return replace(self, weights={**self.weights, **constant_inputs(self.name, self.proto.graph.input, constants)})
+
+    def with_inputs(self, types: Mapping[str, TensorType]) -> OnnxModel:
+        """The model with inputs of these element types, of any extents."""
+        proto = onnx.ModelProto()
+        proto.CopyFrom(self.proto)
+        for value in proto.graph.input:
+            kind = types[value.name]
+            value.CopyFrom(helper.make_tensor_value_info(
+                value.name, helper.np_dtype_to_tensor_dtype(kind.dtype), [None] * len(kind.shape)))
+        return replace(self, proto=proto)
 
     def document(self) -> bytes:
         """All but the weights, for `from_document`."""

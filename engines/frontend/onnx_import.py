@@ -112,7 +112,7 @@ def _add_constants(model: str, trace: Trace, graph: onnx.GraphProto) -> None:
 
 
 def _add(file: _File, trace: Trace, proto: onnx.NodeProto) -> None:
-    model, node = file.model, _node(file.model, proto)
+    model, node = file.model, node_of(file.model, proto)
     try:
         if is_if(proto):
             branch = _branch(file, proto, node, trace)
@@ -124,7 +124,8 @@ def _add(file: _File, trace: Trace, proto: onnx.NodeProto) -> None:
         sources = trace.sources(error.tensors)
         raise UnknownValueError(
             f"{model}: {describe(node)}: {error}; {' and '.join(map(repr, sources))} must be known when the engine is "
-            f"built, as by {' '.join(f'--constant {name}=VALUE' for name in sources)}", sources) from error
+            f"built, as by {' '.join(f'--constant {name}=VALUE' for name in sources)}", sources,
+            next(iter(proto.output), "")) from error
     except (EngineError, Undecided, ArithmeticError) as error:      # the last: 0 groups, infinite scales, blocks of 0
         where = "" if describe(node) in str(error) else f"{describe(node)}: "
         raise ModelError(f"{model}: {where}{error}") from error
@@ -214,7 +215,7 @@ def _lost(call: Call, schema: Schema) -> list[str]:
     return [name for name in call.unread if not same_as_default(schema, name, call.node.attrs[name])]
 
 
-def _node(model: str, proto: onnx.NodeProto) -> Node:
+def node_of(model: str, proto: onnx.NodeProto) -> Node:
     """The node as the file has it: attributes as ints, floats, strings, tuples or arrays."""
     attrs = {} if is_if(proto) else {a.name: _attribute(model, proto, a) for a in proto.attribute}
     outputs = trimmed(proto.output)

@@ -61,6 +61,8 @@ def graph_from_json(document: Mapping[str, Any], arrays: Mapping[str, Array]) ->
 
 
 def _write(value: Any) -> Any:
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        return {"words": [str(word) for word in value.reshape(-1).tolist()], "shape": list(value.shape)}
     if isinstance(value, np.ndarray):
         data = base64.b64encode(value.tobytes()).decode()
         return {"dtype": name_in_file(value.dtype), "shape": list(value.shape), "data": data}
@@ -76,6 +78,8 @@ def _write(value: Any) -> Any:
 def _read(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_read(v) for v in value)
+    if isinstance(value, dict) and "words" in value:
+        return np.array(value["words"], object).reshape(value["shape"])
     if isinstance(value, dict):
         flat = np.frombuffer(base64.b64decode(value["data"], validate=True), dtype_in_file(value["dtype"]))
         return flat.reshape(value["shape"]).copy()

@@ -33,7 +33,7 @@ def name_in_onnx(op: str) -> str:
     return op.removeprefix(_PREFIX)
 
 
-_RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform",
+RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform",
                      "RandomUniformLike"})
 
 
@@ -42,7 +42,7 @@ class Fallback(Op, abstract=True):
 
     @classmethod
     def random(cls, node: Node) -> bool:
-        return node.op in _RANDOM
+        return node.op in RANDOM
 
     @classmethod
     def types_with(cls, node: Node, inputs: Inputs, values: Values) -> Types:
@@ -55,10 +55,15 @@ class Fallback(Op, abstract=True):
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> tuple[Array, ...]:
-        session = _evaluator(_Key(node))
+        session = evaluator_of(node)
         names = [name for name in node.inputs if name]
         given = [a for a in arrays if a is not None]
         return tuple(np.asarray(y) for y in session.run(None, dict(zip(names, given, strict=False))))
+
+
+def evaluator_of(node: Node) -> Any:
+    """The onnx package's evaluator of one node."""
+    return _evaluator(_Key(node))
 
 
 class _Key:
@@ -85,7 +90,8 @@ def _model(node: Node, inputs: Inputs, values: Values) -> onnx.ModelProto:
     """A model of this one node; inputs with a known, constant value are initialisers."""
     from onnx import helper, numpy_helper
 
-    attrs = {k: v for k, v in node.attrs.items() if not k.startswith("onnx_")}
+    attrs: dict[str, Any] = {k: numpy_helper.from_array(v) if isinstance(v, np.ndarray) else v
+                             for k, v in node.attrs.items() if not k.startswith("onnx_")}
     domain = node.attrs.get("onnx_domain", "")
     proto = helper.make_node(name_in_onnx(node.op), list(node.inputs), list(node.outputs), domain=domain, **attrs)
     infos, initialisers = [], []

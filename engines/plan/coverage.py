@@ -89,13 +89,13 @@ def _names(steps: list[ByReference]) -> str:
 
 def coverage_of(plan: Plan) -> Coverage:
     """Of a plan, as it was built or read."""
-    if plan.open:
-        plans = (plan, *plan.open.others)
+    if plan.open or plan.program:
+        plans = [one for one in plan.within() if not one.program]
         parts = [_of_one(one) for one in plans]
         return Coverage(0, sum(part.compiled for part in parts),
                          tuple(step for part in parts for step in part.by_reference),
-                         sum(part.kernels_us for part in parts), parts[0].basis,
-                         tuple(text(one.extents) for one in plans))
+                         sum(part.kernels_us for part in parts), parts[0].basis if parts else ESTIMATED,
+                         tuple(text(one.extents) for one in plans) if plan.open else ("what it was tried on",))
     return _of_one(plan)
 
 

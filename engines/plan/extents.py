@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from engines.errors import ConfigError, InputError
+from engines.ir.dtypes import BITS, as_in_memory, as_named
 from engines.ir.graph import BATCH, Array
 from engines.plan.plan import IoTensor
 
@@ -60,9 +61,11 @@ def value_name(name: str) -> str:
     return f"value of {name}"
 
 
-def value_of(array: Array) -> tuple[float, ...]:
-    """The values of a deciding input, in the order of memory."""
+def value_of(array: Array, dtype: str) -> tuple[float, ...]:
+    """The values of a deciding input of that type, in the order of memory."""
     flat = array.reshape(-1)
+    if dtype in BITS:
+        flat = as_named(as_in_memory(flat), dtype).astype(np.float32)
     return tuple((flat.astype(np.int64) if flat.dtype == np.bool_ else flat).tolist())
 
 
@@ -70,7 +73,7 @@ def extents_of_feed(model: str, inputs: Sequence[IoTensor], deciding: Sequence[s
                     feed: Mapping[str, Array]) -> dict[str, Any]:
     """Those of its shapes, and the values of deciding inputs. Raises InputError as extents_of does."""
     found: dict[str, Any] = extents_of(model, inputs, {name: array.shape for name, array in feed.items()})
-    return {**found, **{value_name(name): value_of(feed[name]) for name in deciding}}
+    return {**found, **{value_name(io.name): value_of(feed[io.name], io.dtype) for io in inputs if io.name in deciding}}
 
 
 def bounds_of(model: str, inputs: Sequence[IoTensor], profile: Mapping[str, Sequence[Sequence[int]]]) -> Bounds:

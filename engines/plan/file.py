@@ -13,6 +13,9 @@ A plan with open extents holds the model that specialisations are made of, too: 
 these ("weights.open"); and the specialisations that were made at the build, each as a plan of its own: the sections
 without a number are those of the first, "constants.1" is of the second.
 
+A plan of a program has no steps but instructions, in the manifest; the weights of all its segments ("weights.program");
+and of each segment the ONNX model ("model.s2" of the third) and the plans that were made of it: "constants.s2.0".
+
 A plan runs from a copy of the file in memory of the process's own (sections.py), checked while it is copied
 and never read again: what becomes of the file afterwards changes nothing. A file that is changed while it is read fails
 its checksums, or is the old plan or the new one, whole: the header vouches for the manifest, that for every section.
@@ -28,7 +31,7 @@ import json
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -40,7 +43,7 @@ from engines.files import atomic_write
 from engines.ir.dtypes import dtype_in_file, name_in_file
 from engines.ir.graph import Array
 from engines.plan.checksums import PAGE, Bytes, page_sums, strong
-from engines.plan.plan import MachinePart, OpenPart, Plan
+from engines.plan.plan import MachinePart, OpenPart, Plan, ProgramPart, SegmentPart
 from engines.plan.records import FieldError, from_plain, read_record, to_plain
 from engines.plan.sections import REBUILD, WEIGHTS, Section, Sections, deflate, read_document, summed
 from engines.plan.verification import verify
@@ -50,8 +53,8 @@ VERSION = 10
 ALIGNMENT = 64          # of sections, and of the arrays in the weights
 _HEADER = struct.Struct("<8sIIQQ16sQQ")      # magic, version, 0, manifest offset, size, checksum, file size, 0
 _ELSEWHERE = ("code", "constants", "graph", "weights", "model")     # fields that are sections
-_APART = ("open", "others")         # fields that are written beside the plan's
-_MODEL, _OPEN = "model", "open"
+_APART = ("open", "others", "program", "segments", "plans")     # fields that are written beside the plan's
+_MODEL, _OPEN, _PROGRAM = "model", "open", "program"
 
 
 def _json(value: Any) -> bytes:
@@ -66,7 +69,8 @@ def fingerprint_of(manifest: Mapping[str, Any]) -> str:
     """
     fields = {name: value for name, value in manifest["plan"].items() if name != "fingerprint"}
     sums = {name: record["checksum"] for name, record in manifest["sections"].items()}
-    return strong(_json([fields, manifest["code"], manifest["arrays"], sums, manifest.get("open")]))
+    return strong(_json([fields, manifest["code"], manifest["arrays"], sums, manifest.get(_OPEN),
+                         manifest.get(_PROGRAM)]))
 
 
 # ---- writing
@@ -96,8 +100,8 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
             file.write(data)
 
 
-def _content(plan: Plan, number: int = 0) -> tuple[dict[str, Any], dict[str, Bytes]]:
-    """A plan's part of the manifest, and its sections; number: of a specialisation beside the first."""
+def _content(plan: Plan, number: str = "") -> tuple[dict[str, Any], dict[str, Bytes]]:
+    """A plan's part of the manifest, and its sections; number: of one beside the first."""
     arrays, weights = _stored(plan.weights, plan.machine.weight_offsets)
     sections: dict[str, Bytes] = {
         _numbered("constants", number): plan.machine.constants,
@@ -106,23 +110,49 @@ def _content(plan: Plan, number: int = 0) -> tuple[dict[str, Any], dict[str, Byt
     if not plan.stripped:
         sections[_numbered(WEIGHTS, number)] = weights
     fields = {**_fields(plan), "machine": _fields(plan.machine)}
-    content = {"plan": fields, "code": [len(code) for code in plan.machine.code], "arrays": arrays}
-    if plan.open is None:
-        return content, sections
-    others = [_content(other, index) for index, other in enumerate(plan.open.others, 1)]
-    shared = _shared(plan.open.weights, plan)
-    arrays, weights = _stored(plan.open.weights, shared)
-    content[_OPEN] = {"part": _fields(plan.open), "arrays": arrays, "shared": shared,
-                      "others": [document for document, _ in others]}
-    sections |= {_MODEL: deflate(plan.open.model, "the model"), f"{WEIGHTS}.{_OPEN}": weights}
+    content: dict[str, Any] = {"plan": fields, "code": [len(code) for code in plan.machine.code], "arrays": arrays}
+    if plan.open is not None:
+        content[_OPEN], more = _open_content(plan, plan.open, number)
+        sections |= more
+    if plan.program is not None:
+        content[_PROGRAM], more = _program_content(plan.program)
+        sections |= more
+    return content, sections
+
+
+def _open_content(plan: Plan, part: OpenPart, number: str) -> tuple[dict[str, Any], dict[str, Bytes]]:
+    prefix = f"{number}." if number else ""
+    others = [_content(other, f"{prefix}{index}") for index, other in enumerate(part.others, 1)]
+    shared = _shared(part.weights, plan)
+    arrays, weights = _stored(part.weights, shared)
+    content = {"part": _fields(part), "arrays": arrays, "shared": shared, "others": [one for one, _ in others]}
+    sections: dict[str, Bytes] = {_numbered(_MODEL, number): deflate(part.model, "the model"),
+                                  _numbered(f"{WEIGHTS}.{_OPEN}", number): weights}
     return content, {**sections, **{name: data for _, part in others for name, data in part.items()}}
 
 
-def _numbered(section: str, number: int) -> str:
+def _program_content(part: ProgramPart) -> tuple[dict[str, Any], dict[str, Bytes]]:
+    arrays, weights = _stored(part.weights, {})
+    sections: dict[str, Bytes] = {f"{WEIGHTS}.{_PROGRAM}": weights}
+    segments = []
+    for number, segment in enumerate(part.segments):
+        plans = [_content(_without_weights(plan), f"s{number}.{index}") for index, plan in enumerate(segment.plans)]
+        segments.append({"part": _fields(segment), "plans": [document for document, _ in plans]})
+        sections[f"{_MODEL}.s{number}"] = deflate(segment.model, "the model")
+        sections |= {name: data for _, part in plans for name, data in part.items()}
+    return {"part": _fields(part), "arrays": arrays, "segments": segments}, sections
+
+
+def _without_weights(plan: Plan) -> Plan:
+    """The plan of a segment: what its model has of weights is the program's."""
+    return replace(plan, open=replace(plan.open, weights={})) if plan.open else plan
+
+
+def _numbered(section: str, number: str) -> str:
     return f"{section}.{number}" if number else section
 
 
-def _fields(value: Plan | MachinePart | OpenPart) -> dict[str, Any]:
+def _fields(value: Plan | MachinePart | OpenPart | ProgramPart | SegmentPart) -> dict[str, Any]:
     return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.name not in (*_ELSEWHERE, *_APART)}
 
 
@@ -166,6 +196,20 @@ class _OnePlan:
     plan: Mapping[str, Any]                         # the fields of Plan that are no sections
     code: tuple[int, ...]                           # bytes of each object
     arrays: Mapping[str, _StoredArray]              # the graph's constants
+    open: _Open | None = None
+
+
+@dataclass(frozen=True)
+class _Segment:
+    part: Mapping[str, Any]                         # the fields of SegmentPart that are no sections
+    plans: tuple[_OnePlan, ...]
+
+
+@dataclass(frozen=True)
+class _Program:
+    part: Mapping[str, Any]                         # the fields of ProgramPart that are no sections
+    arrays: Mapping[str, _StoredArray]              # the weights of its segments
+    segments: tuple[_Segment, ...]
 
 
 @dataclass(frozen=True)
@@ -179,7 +223,7 @@ class _Open:
 @dataclass(frozen=True)
 class _Manifest(_OnePlan):
     sections: Mapping[str, Section] = dataclasses.field(default_factory=dict)
-    open: _Open | None = None
+    program: _Program | None = None
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
@@ -197,9 +241,9 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise PlanCorruptError(f"{name}: the manifest is not a plan's ({error}); {REBUILD}") from error
     try:
-        for other in plan.open.others if plan.open else ():
-            verify(other)
-        return verify(plan)
+        for one in plan.within():
+            verify(one)
+        return plan
     except PlanCorruptError as error:
         raise PlanCorruptError(f"{name}: {error}") from error
 
@@ -234,7 +278,7 @@ def _read_manifest(path: str, file: int) -> tuple[int, _Manifest]:
     return offset, manifest
 
 
-def _plan(manifest: _OnePlan, sections: Sections, number: int = 0) -> Plan:
+def _plan(manifest: _OnePlan, sections: Sections, number: str = "") -> Plan:
     fields = from_plain(Plan, {name: value for name, value in manifest.plan.items() if name != "machine"})
     part = from_plain(MachinePart, manifest.plan["machine"])
     if elsewhere := sorted((fields.keys() | part.keys()) & {*_ELSEWHERE, *_APART}):
@@ -243,18 +287,34 @@ def _plan(manifest: _OnePlan, sections: Sections, number: int = 0) -> Plan:
     machine = MachinePart(**part, code=_code(manifest.code, sections, _numbered("code", number)),
                           constants=sections[constants])
     weights = _Weights(sections, manifest.arrays, machine.weight_offsets, _numbered(WEIGHTS, number), constants)
-    opened = _open_part(manifest.open, sections) if isinstance(manifest, _Manifest) and manifest.open else None
+    opened = _open_part(manifest.open, sections, number) if manifest.open else None
+    program = manifest.program if isinstance(manifest, _Manifest) else None
     return Plan(**fields, machine=machine, graph=_Document(lambda: sections.document(_numbered("graph", number))),
-                weights=weights, open=opened)
+                weights=weights, open=opened, program=_program_part(program, sections) if program else None)
 
 
-def _open_part(manifest: _Open, sections: Sections) -> OpenPart:
+def _program_part(manifest: _Program, sections: Sections) -> ProgramPart:
+    fields = from_plain(ProgramPart, manifest.part)
+    weights = _Weights(sections, manifest.arrays, {}, f"{WEIGHTS}.{_PROGRAM}")
+    segments = []
+    for number, one in enumerate(manifest.segments):
+        part = from_plain(SegmentPart, one.part)
+        own = _Some(weights, frozenset(part["reads"]))
+        plans = [_plan(plan, sections, f"s{number}.{index}") for index, plan in enumerate(one.plans)]
+        segments.append(SegmentPart(**part, model=sections.inflated(f"{_MODEL}.s{number}"), plans=tuple(
+            replace(plan, open=replace(plan.open, weights=own)) if plan.open else plan for plan in plans)))
+    return ProgramPart(**fields, segments=tuple(segments), weights=weights)
+
+
+def _open_part(manifest: _Open, sections: Sections, number: str) -> OpenPart:
     fields = from_plain(OpenPart, manifest.part)
     if elsewhere := sorted(fields.keys() & {*_ELSEWHERE, *_APART}):
         raise ValueError(f"'{elsewhere[0]}' is a section")
-    weights = _Weights(sections, manifest.arrays, manifest.shared, f"{WEIGHTS}.{_OPEN}")
-    others = tuple(_plan(other, sections, index) for index, other in enumerate(manifest.others, 1))
-    return OpenPart(**fields, model=sections.inflated(_MODEL), weights=weights, others=others)
+    weights = _Weights(sections, manifest.arrays, manifest.shared, _numbered(f"{WEIGHTS}.{_OPEN}", number),
+                       _numbered("constants", number))
+    prefix = f"{number}." if number else ""
+    others = tuple(_plan(other, sections, f"{prefix}{index}") for index, other in enumerate(manifest.others, 1))
+    return OpenPart(**fields, model=sections.inflated(_numbered(_MODEL, number)), weights=weights, others=others)
 
 
 def _code(sizes: Sequence[int], sections: Sections, section: str) -> tuple[bytes, ...]:
@@ -282,6 +342,24 @@ class _Document(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.content)
+
+
+class _Some(Mapping[str, Array]):
+    """Those of these names."""
+
+    def __init__(self, weights: Mapping[str, Array], names: frozenset[str]) -> None:
+        self._weights, self._names = weights, names
+
+    def __getitem__(self, name: str) -> Array:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._weights[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class _Weights(Mapping[str, Array]):

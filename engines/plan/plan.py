@@ -14,7 +14,7 @@ several threads must not, because there a late thread may still run a piece of a
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from engines.errors import ConfigError, PlanTargetError
 from engines.ir.dtypes import memory_dtype
 from engines.ir.graph import BATCH, Array, Graph, QParams
 from engines.ir.recipe import Recipe
+from engines.plan.program import Region, Text
 
 # As Operand.buffer: constants that are computed of others; and the constants of both kinds that another plan has.
 EXPANDED, SHARED, SHARED_EXPANDED = -1, -2, -3
@@ -258,6 +259,27 @@ class OpenPart:
 
 
 @dataclass(frozen=True)
+class SegmentPart:
+    """A part of the model between the points where an extent or a value becomes known: ONNX, any shapes."""
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    reads: tuple[str, ...]                  # of ProgramPart.weights
+    model: bytes = b""
+    plans: tuple[Plan, ...] = ()            # with open extents, one for each set of types that its inputs had
+
+
+@dataclass(frozen=True)
+class ProgramPart:
+    """Of a model that is no single graph, for data decide about its extents, or about what is computed."""
+    main: Region
+    options: OpenOptions
+    segments: tuple[SegmentPart, ...] = ()
+    texts: Mapping[str, Text] = field(default_factory=dict)
+    weights: Mapping[str, Array] = field(default_factory=dict, compare=False)   # of all segments
+
+
+@dataclass(frozen=True)
 class Plan:
     """Decided, frozen, and equal to its file.
 
@@ -276,16 +298,32 @@ class Plan:
     # of a specialisation: the extents that the model leaves open, and the values of deciding inputs (value_name)
     extents: Mapping[str, int | tuple[float, ...]] = field(default_factory=dict)
     open: OpenPart | None = None
+    program: ProgramPart | None = None                              # then the machine part has no steps
     dependence: str = ""                    # why a batch is neither cut nor merged with others; "": it may be
     fingerprint: str = field(default="", compare=False)     # of all the rest, made when it is first written
 
     def strip(self) -> Plan:
         """The plan without the graph's weights: it runs as before, and on no other target."""
+        if self.program is not None:
+            segments = tuple(replace(segment, model=b"", plans=tuple(plan.strip() for plan in segment.plans))
+                             for segment in self.program.segments)
+            read = set(self.program.main.read_by_host())
+            weights = {name: array for name, array in self.program.weights.items() if name in read}
+            return replace(self, program=replace(self.program, segments=segments, weights=weights), stripped=True,
+                           fingerprint="")
         if not self.machine.code:
             raise ConfigError(f"{self.name}: a plan for '{self.machine.target}' has no code, and needs its weights "
                               "when it is loaded; build it without --strip")
         part = replace(self.open, model=b"", weights={}) if self.open else None
         return replace(self, weights=self._kept_weights(), stripped=True, open=part, fingerprint="")
+
+    def within(self) -> Iterator[Plan]:
+        """The plan itself, its other specialisations, and those of the segments of a program."""
+        yield self
+        yield from self.open.others if self.open else ()
+        for segment in self.program.segments if self.program else ():
+            for plan in segment.plans:
+                yield from plan.within()
 
     def bare(self) -> Plan:
         """A specialisation without its graph: where that is wanted, it is made again of the model in the plan."""

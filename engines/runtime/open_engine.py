@@ -17,7 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from engines.capacity import memory_limit
 from engines.errors import ConfigError, EngineError, InputError, PlanTargetError, did_you_mean
-from engines.ir.dtypes import as_in_memory, memory_dtype
+from engines.ir.dtypes import as_in_memory, dtype_named, memory_dtype
 from engines.ir.graph import Array
 from engines.plan.extents import (
     Extents,
@@ -67,6 +67,7 @@ class Policy:
     most: int = MOST
     memory: int | None = None       # bytes; None: MEMORY_SHARE of the machine's
     patience: float = PATIENCE      # seconds that a specialisation is waited for before there is a general version
+    empty: bool = False             # whether inputs may have no elements
 
     def __post_init__(self) -> None:
         if self.specialise not in WAYS:
@@ -166,7 +167,7 @@ class OpenEngine:
         ones where they are not given. Raises InputError as `check` does."""
         extents: dict[str, Any] = extents_of(self.name, self.part.inputs, shapes)
         check_bounds(self.name, self.part.profiles, extents)
-        if 0 in extents.values():
+        if 0 in extents.values() and not self.policy.empty:
             raise InputError(f"{self.name}: nothing is computed of no elements ({text(extents)})")
         return {**extents, **{value_name(name): self._value(name, values) for name in self.part.deciding}}
 
@@ -182,7 +183,7 @@ class OpenEngine:
         wanted = next(io.dtype for io in self.part.inputs if io.name == name)
         if values[name].dtype != memory_dtype(wanted):
             raise InputError(f"{self.name}: input '{name}' is {values[name].dtype}, the model takes {wanted}")
-        return value_of(values[name])
+        return value_of(values[name], wanted)
 
     def usual_values(self) -> dict[str, Array]:
         """Those of deciding inputs that the plan itself is for."""
@@ -192,8 +193,8 @@ class OpenEngine:
 
     def _usual(self, io: IoTensor, shape: tuple[int, ...]) -> Array | None:
         """What an input of a context holds before it is written."""
-        value = np.array(self.plan.extents.get(value_name(io.name), ())).astype(memory_dtype(io.dtype))
-        return value.reshape(shape) if value.size and value.size == math.prod(shape) else None
+        value = np.array(self.plan.extents.get(value_name(io.name), ())).astype(dtype_named(io.dtype))
+        return as_in_memory(value).reshape(shape) if value.size and value.size == math.prod(shape) else None
 
     def timed(self, feeds: Mapping[str, Array], batch: int, repeats: int) -> list[tuple[Step, float]]:
         """As ExecutionContext.profile, for a feed."""
@@ -209,6 +210,12 @@ class OpenEngine:
 
     def _of(self, feeds: Mapping[str, Array]) -> Engine:
         return self.at({name: array.shape for name, array in feeds.items()}, feeds)
+
+    def whole_plan(self) -> Plan:
+        """The plan with all specialisations that there are now."""
+        with self._lock:
+            others = tuple(engine.plan for engine in self._ready.values() if engine.plan.extents != self.plan.extents)
+        return replace(self.plan, open=replace(self.part, others=others), fingerprint="")
 
     def takes(self, extents: Extents) -> bool:
         """Whether there is a graph of the model for these numbers and the usual values; it is specialised for them."""
@@ -383,5 +390,4 @@ class OpenContext:
             context.close()
 
 
-AnyEngine = Engine | OpenEngine
 AnyContext = ExecutionContext | OpenContext | StagedContext

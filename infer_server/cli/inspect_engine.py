@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from engines import load_engine
@@ -16,6 +16,7 @@ from engines.plan.coverage import Coverage, coverage_of
 from engines.plan.extents import text
 from engines.plan.file import read_plan
 from engines.plan.plan import IoTensor, OpenPart, Plan, writes_border
+from engines.plan.program import Region
 from infer_server.cli.common import guarded, positive, table
 from infer_server.cli.profile import as_json, header, profile, roofline
 from infer_server.cli.run_engine import ready_context
@@ -29,6 +30,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         "max_batch": plan.max_batch, "dependence": plan.dependence,
         "inputs": [_tensor(t) for t in plan.inputs], "outputs": [_tensor(t) for t in plan.outputs],
         **({"open": _open(plan, plan.open)} if plan.open else {}),
+        **({"program": program(plan).splitlines()} if plan.program else {}),
         "kernels": [{"name": s.name, "fuses": list(s.fuses), "precision": s.precision, "tactic": s.tactic,
                      "time_us": s.time_us, "macs": s.macs, "bytes": s.bytes,
                      **({"fallback": s.reason} if s.fallback else {})} for s in machine.steps if not writes_border(s)],
@@ -64,8 +66,29 @@ def kernels(plan: Plan) -> str:
     return f"{len(plan.machine.steps) - borders} kernels" + (f", {borders} border writers" if borders else "")
 
 
+def program(plan: Plan) -> str:
+    """The instructions of a program, a line each; those of regions stand further in."""
+    part = plan.program
+    assert part is not None
+
+    def lines(region: Region, indent: str) -> Iterator[str]:
+        for instruction in region.instructions:
+            if instruction.op:
+                yield f"{indent}{instruction.op} '{instruction.name}'"
+            else:
+                plans = [one for plan in part.segments[instruction.segment].plans for one in plan.within()]
+                met = "; ".join(f"{kernels(one)} for {text(one.extents) or 'its only shapes'}" for one in plans)
+                yield f"{indent}segment {instruction.name}: {met or 'compiled when it is met'}"
+            for inner in instruction.regions:
+                yield from lines(inner, indent + "    ")
+
+    return "\n".join(lines(part.main, ""))
+
+
 def layers(plan: Plan) -> str:
-    """A line a kernel, as people read it."""
+    """A line a kernel, as people read it; of a program a line an instruction."""
+    if plan.program:
+        return program(plan)
     rows = [(step.name, step.precision, step.tactic, step.time_us, step.macs / 1e6, " + ".join(step.fuses) or "-")
             for step in plan.machine.steps]
     return table(rows, ("kernel", "precision", "tactic", "us", "M MAC", "fuses"))

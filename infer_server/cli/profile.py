@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from engines.backends import backend_named
+from engines.errors import InputError
 from engines.machine.clock import thread_seconds
 from engines.plan.plan import Step
 from engines.plan.roofline import Bound, Peaks, bound
-from engines.runtime.open_engine import AnyContext, AnyEngine
+from engines.runtime.open_engine import AnyContext
+from engines.runtime.program_engine import AnyEngine, ProgramEngine
 from infer_server.cli.common import Cell, table
 
 SECONDS = 1.0                       # of runs, and again of passes step by step, as far as they are within:
@@ -68,7 +70,9 @@ class Profile:
 
 def profile(engine: AnyEngine, context: AnyContext, batch: int) -> Profile:
     """Runs the network on what its inputs hold, step by step, between two measurements of the machine's peaks (for a
-    plan of compiled code they need the compiler: llvmlite)."""
+    plan of compiled code they need the compiler: llvmlite). Raises InputError: a program has no steps of its own."""
+    if isinstance(engine, ProgramEngine):
+        raise InputError(f"{engine.name}: --profile is of plans that are one graph, and this is a program")
     backend = backend_named(engine.plan.machine.backend)
     peaks = backend.peaks()
     clock = thread_seconds if engine.threads == 1 else time.perf_counter

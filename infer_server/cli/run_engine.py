@@ -20,7 +20,8 @@ from engines.machine.cpu import allowed_cpus
 from engines.plan.file import read_plan
 from engines.plan.plan import IoTensor
 from engines.runtime.engine import Engine, Feeds
-from engines.runtime.open_engine import AnyContext, AnyEngine
+from engines.runtime.open_engine import AnyContext, OpenEngine
+from engines.runtime.program_engine import AnyEngine, ProgramEngine
 from infer_server.cli.common import guarded, parse_shapes, positive, seconds
 from infer_server.cli.profile import as_json, header, profile, slowest
 
@@ -43,8 +44,19 @@ def random_feed(inputs: Sequence[IoTensor], batch: int, seed: int = 0) -> dict[s
     return feed
 
 
-def read_feed(path: str, engine: AnyEngine, batch: int) -> dict[str, Array]:
+def read_feed(path: str, engine: Engine | OpenEngine, batch: int) -> dict[str, Array]:
     """The first `batch` items of an .npz with an array per input. InputError: it cannot be read, or does not fit."""
+    arrays = _arrays(path, engine)
+    shapes = {name: array.shape for name, array in arrays.items()}
+    plan = engine.plan if isinstance(engine, Engine) else engine.at(shapes, arrays).plan
+    items = Feeds(plan).check({name: array for name, array in arrays.items() if name not in engine.deciding})
+    if plan.max_batch and items < batch:
+        raise InputError(f"'{path}' has {items} items; --batch {batch} needs as many")
+    return {t.name: arrays[t.name][:batch] if t.batched else arrays[t.name] for t in engine.inputs}
+
+
+def _arrays(path: str, engine: AnyEngine) -> dict[str, Array]:
+    """Those of an .npz. InputError: it cannot be read, or lacks one."""
     try:
         with open(path, "rb") as file:
             if not is_zipfile(file):
@@ -53,15 +65,9 @@ def read_feed(path: str, engine: AnyEngine, batch: int) -> dict[str, Array]:
             archive = np.load(file)
             if missing := [t.name for t in engine.inputs if t.name not in archive]:
                 raise InputError(f"'{path}' has no array for {missing}; it has {sorted(archive)}")
-            arrays = {t.name: archive[t.name] for t in engine.inputs}
+            return {t.name: archive[t.name] for t in engine.inputs}
     except (ValueError, EOFError, BadZipFile) as error:
         raise InputError(f"'{path}' cannot be read as an .npz file: {error}") from error
-    shapes = {name: array.shape for name, array in arrays.items()}
-    plan = engine.plan if isinstance(engine, Engine) else engine.at(shapes, arrays).plan
-    items = Feeds(plan).check({name: array for name, array in arrays.items() if name not in engine.deciding})
-    if plan.max_batch and items < batch:
-        raise InputError(f"'{path}' has {items} items; --batch {batch} needs as many")
-    return {t.name: arrays[t.name][:batch] if t.batched else arrays[t.name] for t in engine.inputs}
 
 
 def ready_context(engine: AnyEngine, batch: int, data: str | None = None,
@@ -76,6 +82,8 @@ def ready_context(engine: AnyEngine, batch: int, data: str | None = None,
     if shapes and isinstance(engine, Engine):
         raise InputError("--shapes: the plan has no open extents; it takes the shapes that inspect-engine shows")
     here: dict[str, tuple[int, ...]] = {}
+    if isinstance(engine, ProgramEngine):
+        return _of_program(engine, _arrays(data, engine) if data else {}, shapes or {})
     if data:
         feed = read_feed(data, engine, batch)
     elif isinstance(engine, Engine):
@@ -87,6 +95,17 @@ def ready_context(engine: AnyEngine, batch: int, data: str | None = None,
     context = engine.create_context().at({**here, **{name: array.shape for name, array in feed.items()}})
     for name, array in feed.items():
         context.input(name, batch)[...] = array
+    return context
+
+
+def _of_program(engine: ProgramEngine, feed: Mapping[str, Array],
+                shapes: Mapping[str, tuple[int | None, ...]]) -> AnyContext:
+    """A program's context: what is not fed is ones, of what may decide about shapes."""
+    wanted = {name: tuple(extent or 1 for extent in shape) for name, shape in shapes.items()}
+    given = {name: array.shape for name, array in feed.items()}
+    context = engine.create_context().at({**engine.usual_shapes(), **wanted, **given})
+    for name, array in feed.items():
+        context.input(name)[...] = array
     return context
 
 

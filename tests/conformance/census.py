@@ -37,8 +37,11 @@ def judged(name: str) -> Verdict:
         return Verdict(WRONG, reason=f"{type(error).__name__}: {error}".strip().splitlines()[0])
     except EngineError as error:
         return Verdict(REFUSED, reason=entry.reason if entry else str(error))
-    steps = frozenset((str(step.fallback.node["op"]), step.reason) for engine in engines
-                      for step in engine.plan.machine.steps if step.fallback)
+    plans = [one for engine in engines for one in engine.plan.within()]
+    steps = frozenset((str(step.fallback.node["op"]), step.reason) for plan in plans
+                      for step in plan.machine.steps if step.fallback)
+    steps |= {(op, "the host evaluates it") for plan in plans if plan.program
+              for op in plan.program.main.host_operators()}
     return Verdict(RANDOM if random else REFERENCE if steps else COMPILED, steps)
 
 

@@ -22,10 +22,7 @@ def refused(name, reason):
 @pytest.mark.parametrize("name", cases())
 def test_onnx_backend_test(name):
     entry = listed(name)
-    if not is_about_tensors(model_of(cases()[name])):
-        assert entry is None, f"{name} is about no tensors: remove it from the table"
-        refused(name, "its inputs or outputs are no tensors of numbers")
-    elif entry is None:
+    if entry is None:
         run(name, close)
     elif entry.outcome == "random":
         run(name, lambda *_: None)

@@ -11,7 +11,7 @@ Pointwise nodes that meet no heavy one are grouped among themselves: one pass ov
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from engines.ir.dtypes import FLOAT, is_float
@@ -59,16 +59,17 @@ def _grouped(graph: Graph, places: Mapping[int, int]) -> list[_Group]:
         if _is_heavy(graph, node):
             groups[node.outputs[0]] = _Group([node], place, heavy=True)
         elif _is_epilogue(graph, node):
-            group = _joined(graph, groups, node, places)
+            group = _joined(graph, groups, node, places, seen)
             seen.update(id(part) for part in group.nodes)
             groups[group.result] = group
     return list(groups.values())
 
 
-def _joined(graph: Graph, groups: dict[str, _Group], node: Node, places: Mapping[int, int]) -> _Group:
+def _joined(graph: Graph, groups: dict[str, _Group], node: Node, places: Mapping[int, int],
+            seen: Collection[int]) -> _Group:
     """The group that `node` becomes part of; the groups it was joined with are taken out of `groups`."""
     hosts = {name: region for name in dict.fromkeys(node.inputs)
-             if name in groups and (region := _region(graph, name, places)) is not None}
+             if name in groups and (region := _region(graph, name, places, seen)) is not None}
     if not hosts:
         return _Group([node], places[id(node)], heavy=False)
     name = max(hosts, key=lambda name: (groups[name].heavy, groups[name].last))
@@ -79,8 +80,9 @@ def _joined(graph: Graph, groups: dict[str, _Group], node: Node, places: Mapping
     return _Group(nodes, places[id(region[-1])], host.heavy)
 
 
-def _region(graph: Graph, value: str, places: Mapping[int, int]) -> list[Node] | None:
-    """The pointwise nodes, in order, from the readers of `value` to where all their results have met in one."""
+def _region(graph: Graph, value: str, places: Mapping[int, int], seen: Collection[int]) -> list[Node] | None:
+    """The pointwise nodes, in order, from the readers of `value` to where all their results have met in one; None where
+    one of them is in a group already."""
     region: dict[int, Node] = {}
     open_values = [value]
     while len(open_values) > 1 or not region:
@@ -88,7 +90,8 @@ def _region(graph: Graph, value: str, places: Mapping[int, int]) -> list[Node] |
         if earliest in graph.outputs:
             return None
         for node in graph.consumers[earliest]:
-            if not _is_epilogue(graph, node) or graph.shape(node.outputs[0]) != graph.shape(value):
+            if id(node) in seen or not _is_epilogue(graph, node) or \
+                    graph.shape(node.outputs[0]) != graph.shape(value):
                 return None
             region[places[id(node)]] = node
         if not graph.consumers[earliest] or len(region) > REGION:

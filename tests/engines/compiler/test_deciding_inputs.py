@@ -10,7 +10,7 @@ from onnx import TensorProto, helper
 
 from calibration import Calibration
 from engines import build_engine, load_engine
-from engines.errors import InputError, ModelError
+from engines.errors import InputError
 from engines.ir.graph import Array
 from engines.plan.extents import value_name
 from engines.runtime.open_engine import OpenEngine
@@ -100,10 +100,3 @@ def test_the_first_value_is_that_of_the_data() -> None:
     feed = rated(1, 8000)
     exact = by_onnx_runtime(branching(), feed)["y"]
     assert abs(build.engine().run(feed)["y"] - exact).max() < 0.05 * abs(exact).max()
-
-
-def test_a_large_input_does_not_decide() -> None:
-    model = small_model([node("Cast", "x", "i", to=TensorProto.INT64), node("Reshape", "v i", "y")],
-                        {"x": ["n"], "v": [6, 4]}, ["y"])
-    with pytest.raises(ModelError, match="'x' must be known when the engine is built"):
-        build_engine(model, cache=False, timing=False)

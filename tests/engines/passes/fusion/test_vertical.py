@@ -38,3 +38,14 @@ def test_pointwise_nodes_without_a_layer_are_one_node_among_themselves() -> None
     net = Build()
     chain = net("Relu", net("Tanh", net.input("x", 4)), name="y")
     assert ops(keeps(fuse_pointwise, net.graph(chain))) == ["Tanh+Relu"]
+
+
+def test_a_node_is_in_one_group_only() -> None:
+    """The readers of two values meet in the same nodes: they go with the value that comes first."""
+    net = Build()
+    first = net("Neg", net.input("a", 4))
+    gate = net("Sigmoid", first)
+    second = net("Abs", net.input("b", 4))
+    met = net("Sub", net("Mul", net("Exp", second), first), gate)
+    after = keeps(fuse_pointwise, net.graph(net("Add", met, second, name="y")))
+    assert sum(len(kind.split("+")) for kind in ops(after)) == 7

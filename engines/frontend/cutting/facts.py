@@ -1,0 +1,98 @@
+"""What the cut asks about ONNX nodes: which inputs they need by value, which only the host runs, what they read."""
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+
+import onnx
+
+from engines.frontend.branches import made_in
+
+# Inputs whose values the importer must know, by operator of the default domain: shapes follow from them.
+BY_VALUE: Mapping[str, tuple[int, ...]] = {
+    "AffineGrid": (1,), "BlackmanWindow": (0,), "CenterCropPad": (1,), "Col2Im": (1, 2), "ConstantOfShape": (0,),
+    "CumProd": (1,), "CumSum": (1,), "DFT": (1, 2), "Dropout": (2,), "Expand": (1,), "HammingWindow": (0,),
+    "HannWindow": (0,), "If": (0,), "MaxUnpool": (2,), "MelWeightMatrix": (0, 1, 2, 3, 4), "OneHot": (1,),
+    "Pad": (1, 3), "Range": (0, 1, 2), "ReduceL1": (1,), "ReduceL2": (1,), "ReduceLogSum": (1,),
+    "ReduceLogSumExp": (1,), "ReduceMax": (1,), "ReduceMean": (1,), "ReduceMin": (1,), "ReduceProd": (1,),
+    "ReduceSum": (1,), "ReduceSumSquare": (1,), "Reshape": (1,), "Resize": (1, 2, 3), "STFT": (1, 3),
+    "Slice": (1, 2, 3, 4), "Split": (1,), "Squeeze": (1,), "Tile": (1,), "TopK": (1,), "Trilu": (1,),
+    "Unsqueeze": (1,), "Upsample": (1,)}
+SELECTS = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})   # only data tell the results' extents
+NO_TENSORS = frozenset({        # sequences, optionals, strings
+    "ConcatFromSequence", "Optional", "OptionalGetElement", "OptionalHasElement", "RegexFullMatch", "SequenceAt",
+    "SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert", "SequenceLength", "SplitToSequence",
+    "StringConcat", "StringNormalizer", "StringSplit"})
+CONTROL = frozenset({"If", "Loop", "Scan", "SequenceMap"})
+Kinds = Mapping[str, onnx.TypeProto]        # of tensors, as far as ONNX infers them
+
+
+def is_standard(node: onnx.NodeProto) -> bool:
+    return node.domain in ("", "ai.onnx")
+
+
+def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def reads(node: onnx.NodeProto) -> list[str]:
+    """The tensors that a node reads, those that graphs in it take from around it among them, each once."""
+    return list(dict.fromkeys([*filter(None, node.input), *(name for g in subgraphs(node) for name in captured(g))]))
+
+
+def captured(graph: onnx.GraphProto) -> list[str]:
+    """The tensors that a graph takes from around it."""
+    made = made_in(graph)
+    found = [name for node in graph.node for name in reads(node)] + [value.name for value in graph.output]
+    return [name for name in dict.fromkeys(found) if name not in made]
+
+
+def may_need_cuts(graph: onnx.GraphProto) -> bool:
+    """Whether there is any node for whose sake a model might be more than one graph."""
+    return any(is_standard(node) and node.op_type in SELECTS | NO_TENSORS | CONTROL for node in graph.node) or any(
+        not value.type.HasField("tensor_type") or value.type.tensor_type.elem_type == onnx.TensorProto.STRING
+        for value in (*graph.input, *graph.output))
+
+
+def kinds_of(model: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
+    """What ONNX infers of the tensors of a model and of the graphs in it, whose names are all different."""
+    with suppress(Exception):   # it raises many kinds; what it does not infer is taken for any tensor
+        model = onnx.shape_inference.infer_shapes(model)
+    found: dict[str, onnx.TypeProto] = {}
+
+    def look(graph: onnx.GraphProto) -> None:
+        found.update({value.name: value.type for value in (*graph.input, *graph.output, *graph.value_info)
+                      if value.type.WhichOneof("value")})
+        for node in graph.node:
+            for inner in subgraphs(node):
+                look(inner)
+
+    look(model.graph)
+    return found
+
+
+def holds_numbers(kind: onnx.TypeProto | None) -> bool:
+    """Whether it is a tensor of numbers, or not known to be something else."""
+    return kind is None or kind.HasField("tensor_type") and kind.tensor_type.elem_type != onnx.TensorProto.STRING
+
+
+def is_small(kind: onnx.TypeProto | None) -> bool:
+    """Whether its values may be a key: integers of one axis at most, or a few floats."""
+    if kind is None or not kind.HasField("tensor_type"):
+        return kind is None
+    tensor = kind.tensor_type
+    integers = tensor.elem_type not in _FLOATS
+    if not tensor.HasField("shape"):
+        return integers
+    known = [d.dim_value if d.HasField("dim_value") else 1 << 30 for d in tensor.shape.dim]
+    size = 1
+    for extent in known:
+        size *= extent
+    return integers and len(known) <= 1 or size <= (64 if integers else 16)
+
+
+_FLOATS = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16,
+                     onnx.TensorProto.DOUBLE})

@@ -1,0 +1,39 @@
+"""Values that a Loop hands from step to step unchanged are values from around it: exporters carry weights so."""
+from __future__ import annotations
+
+import onnx
+from onnx import helper
+
+from engines.frontend.branches import rename
+from engines.frontend.cutting.facts import is_standard, subgraphs
+
+
+def read_from_around(graph: onnx.GraphProto) -> None:
+    """Have the bodies of Loops read what never changes by its name outside; names are all different in the model."""
+    nodes: list[onnx.NodeProto] = []
+    for node in graph.node:
+        if node.op_type == "Loop" and is_standard(node):
+            nodes += _without_invariants(node)
+        nodes.append(node)
+        for inner in subgraphs(node):
+            read_from_around(inner)
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _without_invariants(node: onnx.NodeProto) -> list[onnx.NodeProto]:
+    """Takes the values that do not change out of a Loop; gives what makes its outputs for them."""
+    (body,) = subgraphs(node)
+    source = {inner.output[0]: inner.input[0] for inner in body.node if inner.op_type == "Identity"}
+    made = []
+    for index in reversed(range(2, len(node.input))):
+        outer, formal, result = node.input[index], body.input[index].name, body.output[index - 1].name
+        if not outer or source.get(result, result) != formal:
+            continue
+        if index - 2 < len(node.output):
+            if node.output[index - 2]:
+                made.append(helper.make_node("Identity", [outer], [node.output[index - 2]]))
+            del node.output[index - 2]
+        del node.input[index], body.input[index], body.output[index - 1]
+        rename(body, {formal: outer})
+    return made

@@ -1,0 +1,144 @@
+"""Runs a program: segments and host operators over named values, regions by If, Loop and Scan.
+
+A region made ready is a function of the values of its inputs, and of those around it that it reads. Nothing here knows
+shapes; an instruction costs a few microseconds beside what it runs.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from engines.errors import PlanError
+from engines.ir.dtypes import memory_dtype
+from engines.ir.graph import Array, Node
+from engines.ir.serialize import node_from_json
+from engines.plan.program import Instruction, Kind, Region
+from engines.runtime.host import evaluator
+
+Value = Any                                     # an array, a list of them (a sequence), or None (an empty optional)
+Values = dict[str, Value]
+Segment = Callable[[Sequence[Array]], Sequence[Array]]
+Step = Callable[[Values], None]
+
+
+class Runner:
+    """A region made ready to run."""
+
+    def __init__(self, region: Region, segments: Sequence[Segment], constants: Mapping[str, Array]) -> None:
+        self.region = region
+        self._constants = constants
+        self._steps = [self._step(instruction, segments) for instruction in region.instructions]
+        self._outputs = region.outputs
+
+    def run(self, inputs: Sequence[Value], around: Mapping[str, Value]) -> list[Value]:
+        """The outputs; around: values that the region reads without being given them, and others."""
+        values = {name: around[name] for name in self.region.captures if name in around}
+        values.update(zip(self.region.inputs, inputs, strict=True))
+        for step in self._steps:
+            step(values)
+        return [values[name] if name in values else self._constants[name] for name in self._outputs]
+
+    def _step(self, instruction: Instruction, segments: Sequence[Segment]) -> Step:
+        compute = self._compute(instruction, segments)
+        reads, makes, drops = instruction.inputs, instruction.outputs, instruction.drops
+        constants = {name: self._constants[name] for name in reads if name in self._constants}
+
+        def step(values: Values) -> None:
+            given = [values[name] if name in values else constants[name] if name else None for name in reads]
+            made = compute(given, values)
+            for name, value in zip(makes, made, strict=False):
+                values[name] = value
+            for name in drops:
+                values.pop(name, None)
+
+        return step
+
+    def _compute(self, instruction: Instruction,
+                 segments: Sequence[Segment]) -> Callable[[list[Value], Values], Sequence[Value]]:
+        if not instruction.op:
+            segment = segments[instruction.segment]
+            return lambda given, values: segment(given)
+        node = node_from_json(instruction.node)
+        regions = [Runner(region, segments, self._constants) for region in instruction.regions]
+        control = _CONTROL.get(instruction.op) if regions else None
+        if control is None:
+            run = evaluator(node)
+            return lambda given, values: run(*given)
+        return lambda given, values: control(node, regions, given, values)
+
+
+def _truth(value: Array, node: Node) -> bool:
+    if value.size != 1:
+        raise PlanError(f"{node.op} '{node.name}': its condition is {value.dtype}{list(value.shape)}, not one truth")
+    return bool(value.reshape(-1)[0])
+
+
+def _if(node: Node, regions: Sequence[Runner], given: Sequence[Value], around: Values) -> list[Value]:
+    return regions[0 if _truth(given[0], node) else 1].run((), around)
+
+
+def _loop(node: Node, regions: Sequence[Runner], given: Sequence[Value], around: Values) -> list[Value]:
+    """Runs the body until its condition fails, `given[0]` times at most; what it makes beside condition and carried
+    values is stacked."""
+    most, condition, carried = given[0], given[1] if len(given) > 1 else None, list(given[2:])
+    (body,) = regions
+    kept = len(carried)
+    stacks: list[list[Value]] = [[] for _ in body.region.outputs[1 + kept:]]
+    limit = None if most is None else int(most.reshape(-1)[0])
+    going = condition is None or _truth(condition, node)
+    for index in count():
+        if not going or limit is not None and index >= limit:
+            break
+        ended, *made = body.run((np.array(index, np.int64), np.array(True), *carried), around)
+        carried, going = made[:kept], _truth(ended, node)
+        for stack, value in zip(stacks, made[kept:], strict=True):
+            stack.append(value)
+    kinds = body.region.kinds[1 + kept:]
+    return carried + [_stacked(stack, kind, 0) for stack, kind in zip(stacks, kinds, strict=True)]
+
+
+def _scan(node: Node, regions: Sequence[Runner], given: Sequence[Value], around: Values) -> list[Value]:
+    """Runs the body for each slice of the inputs that are scanned, the last ones."""
+    (body,) = regions
+    scanned = node.attrs["num_scan_inputs"]
+    kept = len(given) - scanned
+    carried, sources = list(given[:kept]), given[kept:]
+    makes = len(body.region.outputs) - kept
+
+    def attribute(name: str, length: int) -> Sequence[int]:
+        found: Sequence[int] = node.attrs.get(name, (0,) * length)
+        return found
+
+    slices = [np.moveaxis(source, axis, 0)[::-1 if backward else 1] for source, axis, backward in zip(
+        sources, attribute("scan_input_axes", scanned), attribute("scan_input_directions", scanned), strict=True)]
+    stacks: list[list[Value]] = [[] for _ in range(makes)]
+    for items in zip(*slices, strict=True):
+        made = body.run((*carried, *(np.require(item, None, "C") for item in items)), around)
+        carried = made[:kept]
+        for stack, value in zip(stacks, made[kept:], strict=True):
+            stack.append(value)
+    return carried + [_stacked(stack[::-1] if backward else stack, kind, axis) for stack, kind, axis, backward in zip(
+        stacks, body.region.kinds[kept:], attribute("scan_output_axes", makes),
+        attribute("scan_output_directions", makes), strict=True)]
+
+
+def _stacked(values: Sequence[Value], kind: Kind, axis: int) -> Array:
+    if values:
+        return np.stack(values, axis)
+    shape = [extent if isinstance(extent, int) else 0 for extent in kind.shape]
+    shape.insert(axis if axis >= 0 else len(shape) + 1 + axis, 0)
+    return np.zeros(shape, memory_dtype(kind.dtype or "float32"))
+
+
+def _map(node: Node, regions: Sequence[Runner], given: Sequence[Value], around: Values) -> list[Value]:
+    """SequenceMap: the body on each tensor of the first sequence, beside those of others, and tensors that stay."""
+    (body,) = regions
+    made = [body.run([value[index] if isinstance(value, list) else value for value in given], around)
+            for index in range(len(given[0]))]
+    return [list(values) for values in zip(*made, strict=True)] or [[] for _ in body.region.outputs]
+
+
+_CONTROL = {"If": _if, "Loop": _loop, "Scan": _scan, "SequenceMap": _map}

@@ -1,0 +1,166 @@
+"""ProgramEngine: a loaded plan whose model is a program. Each of its segments is an engine with open extents.
+
+    engine.run({"x": array})        # as Engine.run; sequences are lists, strings arrays of objects
+"""
+from __future__ import annotations
+
+import threading
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from engines.errors import InputError
+from engines.ir.dtypes import as_in_memory, as_named, dtype_named, memory_dtype
+from engines.ir.graph import Array
+from engines.plan.extents import Shapes, extents_of
+from engines.plan.plan import IoTensor, Plan, SegmentPart, Step
+from engines.runtime.engine import Engine
+from engines.runtime.interpreter import Runner
+from engines.runtime.open_engine import OpenEngine
+from engines.runtime.staged import StagedContext
+
+SegmentEngine = Engine | OpenEngine
+NO_TENSORS = ("sequence", "optional", "map", "sparse_tensor", "")      # as IoTensor.dtype
+
+
+class SegmentMaker(Protocol):
+    """What compiles segments: engines.compiler.programs.SegmentMaker."""
+
+    def plan(self, part: SegmentPart, feed: Mapping[str, Array]) -> Plan: ...
+
+
+class Segment:
+    """A segment ready to run: an engine for each set of types that its inputs have had, made when it is met."""
+
+    def __init__(self, part: SegmentPart, engine: Callable[[Plan], SegmentEngine], maker: Callable[[], SegmentMaker],
+                 lock: threading.Lock) -> None:
+        self.part, self._engine, self._maker, self._lock = part, engine, maker, lock
+        self._engines = {_signature_of(plan): engine(plan) for plan in part.plans}
+
+    def __call__(self, given: Sequence[Array]) -> list[Array]:
+        signature = tuple((array.dtype, array.ndim) for array in given)
+        feed = dict(zip(self.part.inputs, given, strict=True))
+        engine = self._engines.get(signature)
+        if engine is None:
+            with self._lock:
+                if signature not in self._engines:
+                    self._engines[signature] = self._engine(self._maker().plan(self.part, feed))
+                engine = self._engines[signature]
+        made = engine.run(feed)
+        return [as_named(made[io.name], io.dtype) for io in engine.outputs]     # bits would be integers to the next
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """Those of its engines, with all that they have been specialised for."""
+        return tuple(engine.whole_plan() if isinstance(engine, OpenEngine) else engine.plan
+                     for engine in self._engines.values())
+
+    @property
+    def engines(self) -> tuple[SegmentEngine, ...]:
+        return tuple(self._engines.values())
+
+
+def _signature_of(plan: Plan) -> tuple[tuple[np.dtype[Any], int], ...]:
+    inputs = plan.open.inputs if plan.open else plan.inputs
+    return tuple((dtype_named(io.dtype), len(io.shape)) for io in inputs)
+
+
+class ProgramEngine:
+    """Thread-safe, as Engine is."""
+
+    max_batch = 0
+    dependence = "the model runs as a program of several parts"
+
+    def __init__(self, plan: Plan, engine: Callable[[Plan], SegmentEngine], maker: Callable[[], SegmentMaker],
+                 threads: int = 1) -> None:
+        """engine: makes the engine of a segment's plan. maker: called when a segment is to be compiled;
+        PlanTargetError: it cannot be, for the plan is stripped or the compiler is not installed."""
+        assert plan.program is not None
+        self.plan, self.part, self.threads = plan, plan.program, threads
+        lock = threading.Lock()
+        self.segments = [Segment(part, engine, maker, lock) for part in self.part.segments]
+        texts = {name: np.array(text.words, object).reshape(text.shape) for name, text in self.part.texts.items()}
+        self._main = Runner(self.part.main, self.segments, ChainMap(texts, self.part.weights))  # type: ignore[arg-type]
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    @property
+    def inputs(self) -> tuple[IoTensor, ...]:
+        return self.plan.inputs
+
+    @property
+    def outputs(self) -> tuple[IoTensor, ...]:
+        return self.plan.outputs
+
+    @property
+    def deciding(self) -> tuple[str, ...]:
+        """Inputs that a trial leaves as they are: any may decide."""
+        return tuple(io.name for io in self.inputs)
+
+    @property
+    def arena_bytes(self) -> int:
+        """Of all segments that have been compiled."""
+        return sum(engine.arena_bytes for segment in self.segments for engine in segment.engines)
+
+    def usual_shapes(self, batch: int = 1) -> dict[str, tuple[int, ...]]:
+        """Shapes of the inputs for which it has been tried."""
+        return {io.name: tuple(extent if isinstance(extent, int) else self.plan.extents.get(extent, 1)  # type: ignore
+                               for extent in io.shape) for io in self.inputs}
+
+    def check(self, shapes: Shapes) -> None:
+        """Raises InputError: inputs of these shapes do not fit together."""
+        tensors = [io for io in self.inputs if io.dtype not in NO_TENSORS]
+        extents_of(self.name, tensors, {name: shape for name, shape in shapes.items()
+                                        if name not in {io.name for io in self.inputs} - {io.name for io in tensors}})
+
+    def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """As Engine.run, for whatever shapes the model takes."""
+        given = {io.name: self._checked(io, feeds) for io in self.inputs}
+        self.check({name: value.shape for name, value in given.items() if isinstance(value, np.ndarray)} |
+                   {name: () for name in feeds if name not in given})
+        values = self._main.run([given[name] for name in self.part.main.inputs], {})
+        return {io.name: value if isinstance(value, list) or value is None else as_in_memory(np.asarray(value))
+                for io, value in zip(self.outputs, values, strict=True)}
+
+    def _checked(self, io: IoTensor, feeds: Mapping[str, Any]) -> Any:
+        if io.name not in feeds:
+            if io.dtype == "optional":
+                return None
+            raise InputError(f"{self.name}: input '{io.name}' is missing; the model takes "
+                             f"{', '.join(repr(other.name) for other in self.inputs)}")
+        value = feeds[io.name]
+        if io.dtype in NO_TENSORS:
+            return [as_in_memory(np.asarray(item)) for item in value] if isinstance(value, list | tuple) else value
+        array = as_in_memory(np.asarray(value))
+        if io.dtype == "object" and array.dtype.kind in "OUS":
+            return array.astype(object)
+        if array.dtype != memory_dtype(io.dtype):
+            raise InputError(f"{self.name}: input '{io.name}' is {array.dtype}, the model takes {io.dtype}")
+        return as_named(array, io.dtype)
+
+    def create_context(self, cpus: Sequence[int] | None = None) -> StagedContext:
+        """A context for one owner thread at a time. cpus: not used, segments run where their caller does."""
+        return StagedContext(self, self._usual)
+
+    def _usual(self, io: IoTensor, shape: tuple[int, ...]) -> Array:
+        return np.ones(shape, memory_dtype(io.dtype))
+
+    def plan_of(self, feeds: Mapping[str, Array]) -> Plan:
+        return self.plan
+
+    def timed(self, feeds: Mapping[str, Array], batch: int, repeats: int) -> list[tuple[Step, float]]:
+        """Nothing: steps are those of its segments, each for the shapes that it met."""
+        return []
+
+    def close(self) -> None:
+        """Stop the threads of all segments."""
+        for segment in self.segments:
+            for engine in segment.engines:
+                engine.close()
+
+
+AnyEngine = Engine | OpenEngine | ProgramEngine

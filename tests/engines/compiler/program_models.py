@@ -1,0 +1,111 @@
+"""Small models that are no single graph: loops, branches by data, sequences, extents that only data tell."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from engines.ir.graph import Array
+from tests.engines.compiler.open_models import node, random
+from tests.engines.compiler.small_models import small_model
+
+FLOAT, INT64, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
+
+
+def region(name: str, nodes: Sequence[onnx.NodeProto], inputs: Sequence[tuple[str, int, Any]], outputs: str,
+           kinds: dict[str, int] | None = None, constants: dict[str, Array] | None = None) -> onnx.GraphProto:
+    """A graph inside of a node; its outputs are floats of any shape where `kinds` says nothing else."""
+    return helper.make_graph(
+        list(nodes), name, [helper.make_tensor_value_info(*value) for value in inputs],
+        [helper.make_tensor_value_info(out, (kinds or {}).get(out, FLOAT), None) for out in outputs.split()],
+        [numpy_helper.from_array(array, key) for key, array in (constants or {}).items()])
+
+
+def running_sum() -> onnx.ModelProto:
+    """h' = tanh(h w + x[i]) over the rows of x; the last h, and all of them. The weights are carried, too."""
+    body = region("body", [
+        node("Identity", "going", "goes_on"), node("Identity", "w_in", "w_out"), node("Gather", "x i", "row", axis=0),
+        node("MatMul", "h_in w_in", "p"), node("Add", "p row", "s"), node("Tanh", "s", "h_out"),
+        node("Identity", "h_out", "h_all")],
+        [("i", INT64, []), ("going", BOOL, []), ("h_in", FLOAT, [1, 5]), ("w_in", FLOAT, [5, 5])],
+        "goes_on h_out w_out h_all", {"goes_on": BOOL})
+    return small_model(
+        [node("Shape", "x", "shape"), node("Gather", "shape zero", "rows", axis=0),
+         node("Loop", "rows yes h w", "last weights all", body=body), node("Add", "last weights", "y")],
+        {"x": ["T", 5]}, ["y", "all"],
+        {"w": random(5, 5), "h": np.zeros((1, 5), np.float32), "yes": np.array(True), "zero": np.array(0)})
+
+
+def until_large() -> onnx.ModelProto:
+    """x doubled, or after the third time tripled (an If in the Loop), until its sum is over a bound."""
+    double = region("double", [node("Add", "v v", "twice")], [], "twice")
+    triple = region("triple", [node("Mul", "v three", "thrice")], [], "thrice")
+    body = region("body", [
+        node("Less", "i two", "early"), node("If", "early", "more", then_branch=double, else_branch=triple),
+        node("ReduceSum", "more", "sum", keepdims=0), node("Less", "sum bound", "goes_on")],
+        [("i", INT64, []), ("going", BOOL, []), ("v", FLOAT, ["n"])], "goes_on more", {"goes_on": BOOL})
+    return small_model([node("Loop", "- yes x", "y", body=body)], {"x": ["n"]}, ["y"],
+                       {"yes": np.array(True), "two": np.array(2), "three": np.array(3, np.float32),
+                        "bound": np.array(100, np.float32)})
+
+
+def scanned() -> onnx.ModelProto:
+    """Running sums of the columns of x, from the last one on, and their squares."""
+    body = region("body", [node("Add", "sum column", "next"), node("Mul", "next next", "square")],
+                  [("sum", FLOAT, [3]), ("column", FLOAT, [3])], "next square")
+    return small_model(
+        [node("Scan", "start x", "y squares", body=body, num_scan_inputs=1, scan_input_axes=[1],
+              scan_input_directions=[1], scan_output_axes=[1])],
+        {"x": [3, "T"]}, ["y", "squares"], {"start": np.zeros(3, np.float32)})
+
+
+def chosen_rows() -> onnx.ModelProto:
+    """The rows of x whose sum is positive, through a layer: as many as there are."""
+    return small_model(
+        [node("ReduceSum", "x one", "sums", keepdims=0), node("Greater", "sums zero", "positive"),
+         node("NonZero", "positive", "where"), node("Squeeze", "where start", "index"),
+         node("Gather", "x index", "rows", axis=0), node("MatMul", "rows w", "p"), node("Relu", "p", "y")],
+        {"x": ["T", 6]}, ["y"],
+        {"w": random(6, 4), "one": np.array([1]), "start": np.array([0]), "zero": np.array(0, np.float32)})
+
+
+def detector() -> onnx.ModelProto:
+    """Boxes and scores of two classes from features; the best ones, and their boxes."""
+    return small_model(
+        [node("MatMul", "x w", "raw"), node("Sigmoid", "raw", "boxes"), node("MatMul", "x v", "logits"),
+         node("Sigmoid", "logits", "likely"), node("Transpose", "likely", "scores", perm=[0, 2, 1]),
+         node("NonMaxSuppression", "boxes scores most overlap least", "chosen"),
+         node("Gather", "chosen two", "which", axis=1), node("Squeeze", "which one", "index"),
+         node("Squeeze", "boxes start", "all"), node("Gather", "all index", "y", axis=0)],
+        {"x": [1, "N", 8]}, ["chosen", "y"],
+        {"w": random(8, 4), "v": random(8, 2, seed=5), "most": np.array([3]), "overlap": np.array([0.3], np.float32),
+         "least": np.array([0.4], np.float32), "two": np.array([2]), "one": np.array([1]), "start": np.array([0])})
+
+
+def collected() -> onnx.ModelProto:
+    """A sequence that a Loop grows by a product for each row of x, joined at its end."""
+    sequence = helper.make_sequence_type_proto(helper.make_tensor_type_proto(FLOAT, None))
+    body = region("body", [
+        node("Identity", "going", "goes_on"), node("Gather", "x i", "row", axis=0), node("MatMul", "row w", "p"),
+        node("SequenceInsert", "s p", "longer")],
+        [("i", INT64, []), ("going", BOOL, [])], "goes_on longer", {"goes_on": BOOL})
+    body.input.append(helper.make_value_info("s", sequence))
+    body.output[1].CopyFrom(helper.make_value_info("longer", sequence))
+    return small_model(
+        [node("SequenceEmpty", "", "empty"), node("Shape", "x", "shape"), node("Gather", "shape zero", "rows", axis=0),
+         node("Loop", "rows yes empty", "made", body=body), node("ConcatFromSequence", "made", "y", axis=0)],
+        {"x": ["T", 2, 6]}, ["y"], {"w": random(6, 4), "yes": np.array(True), "zero": np.array(0)})
+
+
+def measured() -> onnx.ModelProto:
+    """The durations of a synthesiser: how long the result is follows from what a layer makes of x."""
+    return small_model(
+        [node("MatMul", "x w", "p"), node("Abs", "p", "a"), node("Ceil", "a", "steps"),
+         node("ReduceSum", "steps", "sum", keepdims=0), node("Cast", "sum", "length", to=INT64),
+         node("Range", "zero length one", "places"), node("Cast", "places", "places_f", to=FLOAT),
+         node("Sin", "places_f", "wave"), node("Unsqueeze", "wave axis", "column"), node("MatMul", "column v", "y")],
+        {"x": ["T", 4]}, ["y"],
+        {"w": random(4, 1), "v": random(1, 3), "zero": np.array(0), "one": np.array(1), "axis": np.array([1])})

@@ -1,0 +1,122 @@
+"""Models that are no single graph run as programs, and give what ONNX Runtime gives."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from engines import build_engine, load_engine
+from engines.errors import InputError, PlanTargetError
+from engines.ir.graph import Array
+from engines.loading import engine_of
+from engines.plan.file import read_plan
+from engines.runtime.program_engine import ProgramEngine
+from tests.engines.compiler import program_models as models
+from tests.engines.compiler.open_models import by_onnx_runtime, node, random
+from tests.engines.compiler.small_models import small_model
+
+
+def fed(*shape: int, seed: int = 3) -> dict[str, Array]:
+    return {"x": random(*shape, seed=seed)}
+
+
+CASES = {
+    "a Loop over steps": (models.running_sum(), [fed(4, 5), fed(1, 5), fed(7, 5)]),
+    "an If in a Loop": (models.until_large(), [{"x": np.full(n, 0.5, np.float32)} for n in (1, 6)]),
+    "a Scan from behind": (models.scanned(), [fed(3, 4), fed(3, 1)]),
+    "rows that data choose": (models.chosen_rows(), [fed(9, 6), fed(5, 6, seed=8)]),
+    "no row at all": (models.chosen_rows(), [{"x": -np.ones((3, 6), np.float32)}]),
+    "a detector": (models.detector(), [fed(1, 12, 8), fed(1, 30, 8)]),
+    "a sequence": (models.collected(), [fed(3, 2, 6), fed(1, 2, 6)]),
+    "a length that is computed": (models.measured(), [fed(3, 4), fed(6, 4, seed=9)])}
+
+
+def built(model: onnx.ModelProto, **options: Any) -> Any:
+    return build_engine(model, cache=False, timing=False, **options)
+
+
+def assert_right(engine: Any, model: onnx.ModelProto, feed: dict[str, Array]) -> None:
+    made = engine.run(feed)
+    for name, expected in by_onnx_runtime(model, feed).items():
+        np.testing.assert_allclose(made[name], expected, rtol=1e-4, atol=1e-5, strict=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_program_is_right_at_every_shape(case: str, tmp_path: Path) -> None:
+    model, feeds = CASES[case]
+    build = built(model)
+    assert not build.notices
+    build.save(tmp_path / "m.plan")
+    engine = load_engine(tmp_path / "m.plan", cache=False)
+    assert isinstance(engine, ProgramEngine)
+    for feed in feeds:
+        assert_right(engine, model, feed)
+
+
+def test_weights_that_a_loop_carries_are_constants_of_its_body() -> None:
+    plan = built(models.running_sum()).plan
+    (loop,) = (one for one in plan.program.main.instructions if one.op == "Loop")
+    (step,) = (one for one in loop.regions[0].instructions if not one.op)
+    assert "w" in plan.program.segments[step.segment].reads and len(loop.inputs) == 3
+
+
+def test_values_are_dropped_when_nobody_needs_them() -> None:
+    main = built(models.chosen_rows()).plan.program.main
+    drops = [set(instruction.drops) for instruction in main.instructions]
+    assert [one.op for one in main.instructions] == ["", "NonZero", ""]
+    assert drops == [set(), {"positive"}, {"where", "x"}]
+
+
+def test_what_follows_from_shapes_alone_is_no_program() -> None:
+    """Exporters write indices of all elements so."""
+    model = small_model([node("Shape", "x", "shape"), node("ConstantOfShape", "shape", "ones"),
+                         node("NonZero", "ones", "all"), node("Transpose", "all", "places", perm=[1, 0]),
+                         node("GatherND", "x places", "y")],
+                        {"x": ["T", 4]}, ["y"])
+    model.graph.node[1].attribute.append(onnx.helper.make_attribute("value", onnx.numpy_helper.from_array(
+        np.array([1], np.int64))))
+    plan = built(model).plan
+    assert plan.program is None and plan.open is not None
+
+
+def test_a_node_that_no_segment_can_have_is_left_to_the_host() -> None:
+    """A mask of run-time size decides about a shape: only the compiler finds that out."""
+    model = small_model([node("Cast", "x", "i", to=models.INT64), node("Reshape", "v i", "r"), node("Exp", "r", "y")],
+                        {"x": ["n"], "v": [6, 4]}, ["y"])
+    build = built(model)
+    assert [one.op for one in build.plan.program.main.instructions] == ["", "Reshape", ""]
+    assert_right(build.engine(), model, {"x": np.array([3, 8], np.float32), "v": random(6, 4)})
+
+
+def test_a_stripped_program_runs_what_it_was_tried_on(tmp_path: Path) -> None:
+    model = models.scanned()
+    build = built(model)
+    build.save(tmp_path / "m.plan", strip=True)
+    assert not any(segment.model for segment in read_plan(tmp_path / "m.plan").program.segments)
+    engine = load_engine(tmp_path / "m.plan", cache=False)
+    assert_right(engine, model, fed(3, 128))
+    shaped = engine_of(built(models.measured()).plan.strip())
+    with pytest.raises(PlanTargetError, match="stripped"):
+        shaped.run(fed(3, 4))
+
+
+def test_a_context_holds_the_inputs_until_the_program_runs() -> None:
+    model = models.chosen_rows()
+    context = built(model).engine().create_context()
+    feed = fed(9, 6)
+    here = context.at({"x": (9, 6)})
+    here.input("x")[...] = feed["x"]
+    here.execute()
+    np.testing.assert_allclose(here.output("y"), by_onnx_runtime(model, feed)["y"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("feed", "message"), [
+    ({}, "input 'x' is missing"), ({"x": np.zeros((3, 6))}, "is float64, the model takes float32"),
+    ({"x": np.zeros((3, 5), np.float32)}, r"has shape \[3, 5\]"),
+    ({"x": np.zeros((3, 6), np.float32), "z": np.zeros(3)}, "no input 'z'")])
+def test_feeds_that_do_not_fit_are_refused(feed: dict[str, Array], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        built(models.chosen_rows()).engine().run(feed)
