@@ -44,7 +44,7 @@ class ScatterElements(Op):
 
     @classmethod
     def compute(cls, node: Node, data: Array, index: Array, updates: Array) -> Array:
-        places = list(np.indices(index.shape))
+        places = [np.asarray(axis) for axis in np.indices(index.shape)]
         places[node.attrs["axis"]] = index
         return _put(node, data, tuple(places), updates)
 

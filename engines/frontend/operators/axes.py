@@ -94,7 +94,8 @@ def _eye_like(call: Call) -> list[Node]:
     shape, number = call.type().shape, call.attr("dtype")
     if any(isinstance(extent, str) for extent in shape) or len(shape) != 2:
         raise Beyond("a matrix with the axis of the items")
-    eye = np.eye(*fixed(shape), call.attr("k", 0), dtype_of(number) if number else call.type().dtype)
+    rows, columns = fixed(shape)
+    eye = np.eye(rows, columns, call.attr("k", 0), dtype_of(number) if number else call.type().dtype)
     return [replace(call.node, op="Constant", inputs=(), attrs={"value": eye})]
 
 

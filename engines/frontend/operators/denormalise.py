@@ -37,8 +37,8 @@ def denormalise(node: Node, types: Sequence[TensorType | None], constant: Consta
     if node.op in _RULES:
         return _RULES[node.op](node, types, constant)
     if "onnx_domain" not in node.attrs and not defs.has(name_in_onnx(node.op), OPSET):
-        raise ModelError(f"{describe(node)}: opset {OPSET} of ONNX has no such operator, so it cannot be written as a "
-                         "model")
+        raise ModelError(f"{describe(node)}: ONNX has no such operator in opset {OPSET}, so it cannot be written as "
+                         "a model")
     attrs = {key: _attribute(value) for key, value in node.attrs.items()
              if not key.startswith("onnx_") and key != "channels_last"}
     reduces = issubclass(op_of(node.op), Reduction)

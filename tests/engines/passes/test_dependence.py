@@ -81,3 +81,32 @@ def test_a_tensor_that_is_no_batch_of_items_is_refused():
     x = net.input("x", 4)
     with pytest.raises(ModelError, match="fix the batch"):
         check_batch(net.graph(net("Concat", x, net.draw(2, 4), axis=0)))
+
+
+def scattered(net, axis):
+    x = net.input("x", 5)
+    index = net("Cast", net.input("i", 2), to="int64")
+    return net("ScatterElements", x, index, net.input("u", 2), axis=axis)
+
+
+def assigned(net, *columns):
+    turned = [net("Transpose", net.input(name, size), perm=(1, 0)) for name, size in (("x", 5), ("u", len(columns)))]
+    return net("ScatterND", turned[0], net.constant(np.array(columns)[:, None]), turned[1])
+
+
+def picked(net, shared):
+    data = net.input("x", 5, 3) if shared else net.draw(7, 3)
+    return net("GatherND", data, net("Cast", net.input("i", 2, 1), to="int64"), batch_dims=shared)
+
+
+@pytest.mark.parametrize("made, reason", [
+    (lambda net: scattered(net, 1), ""), (lambda net: scattered(net, 0), "places of other items"),
+    (lambda net: assigned(net, 1, 3), ""), (lambda net: picked(net, 0), ""), (lambda net: picked(net, 1), ""),
+    (lambda net: net("ScatterND", net.input("x", 5), net.constant(np.array([[0]])), net.draw(1, 5)), "other items"),
+    (lambda net: net("GatherND", net.input("x", 5), net.constant(np.array([[0, 1]]))), "other items"),
+    (lambda net: net("GatherND", net("Transpose", net.input("x", 5), perm=(1, 0)), net.constant(np.array([[2]]))), ""),
+    (lambda net: net("Trilu", net.input("x", 4, 4)), ""), (lambda net: net("Trilu", net.input("x", 4)), "cuts along")])
+def test_indices_keep_items_apart_where_they_are_of_other_axes(made, reason):
+    net = Build()
+    found = dependence_of(net, made(net))
+    assert reason in found and bool(reason) == bool(found)
