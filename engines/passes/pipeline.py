@@ -36,6 +36,7 @@ from engines.passes.rules.lookups import LOOKUPS
 from engines.passes.rules.masks import MASKS
 from engines.passes.rules.noop import RemoveNoOp
 from engines.passes.rules.norm import NORMS
+from engines.passes.rules.one_hot import ONE_HOT
 from engines.passes.rules.pad import PadAveragePool, PadConv, PadMaxPool
 from engines.passes.rules.pooling import GlobalPoolOfRows, SpatialReduce, WholeImagePool
 from engines.passes.rules.quantised import ALONE, PAIRS
@@ -69,7 +70,7 @@ def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
         ("canonical", _rules(log, *VIEWS, *activations.CANONICAL, CanonicalGemm(), MatMulToGemm(), InstanceNorm(),
                              ScatterOfRows(), GlobalPoolOfRows(), WholeImagePool(), SpatialReduce())),
         # in few nodes: what attention is recognised by, later
-        ("masks", _rules(log, *LOOKUPS, *MASKS, *EXPANDS)),
+        ("masks", _rules(log, *LOOKUPS, *ONE_HOT, *MASKS, *EXPANDS)),
         # what an Expand was moved behind is computed from constants alone
         ("fold_constants", fold_constants),
         # before views are merged further: its Reshapes must still be apart

@@ -9,7 +9,7 @@ from engines.errors import GraphError
 from engines.frontend.operators.normalise import Beyond, Call, plain_sums, rule
 from engines.frontend.operators.parts import Parts
 from engines.ir.graph import Dim, Node
-from engines.ir.shapes import fixed
+from engines.ir.shapes import fixed, normal_axis
 
 
 @rule("Swish")
@@ -107,6 +107,20 @@ def _axes_of(call: Call) -> tuple[list[str], str]:
             if sizes.setdefault(axis, extent) != extent:
                 raise Beyond(f"'{equation}' of extents that are broadcast")
     return terms, result
+
+
+@rule("OneHot")
+def _one_hot(call: Call) -> list[Node]:
+    """values[1] where a number along a new axis is the index, values[0] elsewhere; -1 is the last number."""
+    rank = call.rank
+    (depth,), axis = call.ints(1) or (0,), normal_axis(call.attr("axis", -1), rank + 1)
+    w, values = Parts(call), call.node.inputs[2]
+    off, on = (w("Slice", values, axes=(0,), starts=(place,), ends=(place + 1,), steps=(1,)) for place in (0, 1))
+    index = w("Cast", call.node.inputs[0], to="int64")
+    below = w("Less", index, w.constant(np.array(0)))
+    index = w("Where", below, w("Add", index, w.constant(np.array(depth))), index)
+    numbers = w.constant(np.arange(depth).reshape(-1, *(1,) * (rank - axis)))
+    return w.finish("Where", w("Equal", w("Unsqueeze", index, axes=(axis,)), numbers), on, off)
 
 
 @rule("RotaryEmbedding")

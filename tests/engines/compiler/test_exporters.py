@@ -101,6 +101,15 @@ CASES: dict[str, tuple[str, str, int, str, dict[str, tuple[int, ...]]]] = {
         "float[N,6,4,9] x", "float[N,9,6] y", 18, """
         image = Conv<kernel_shape = [1,1]>(x, weight)  last = Transpose<perm = [0,2,3,1]>(image)
         axis = Constant<value = int64[1] {1}>()  y = ReduceMean<keepdims = 0>(last, axis)""", {"weight": (6, 6, 1, 1)}),
+    "token types as one-hot rows, as TensorFlow's BERT writes them": (
+        "int64[N,8] ids", "float[N,8,6] y", 13, """
+        depth = Constant<value = int64 {9}>()  values = Constant<value = float[2] {0.0,1.0}>()
+        two = Constant<value = int64 {2}>()  low = Sub(ids, two)  hot = OneHot<axis = -1>(low, depth, values)
+        flat = Constant<value = int64[2] {-1,9}>()  rows = Reshape(hot, flat)  product = MatMul(rows, table)
+        shape = Constant<value = int64[3] {-1,8,6}>()  y = Reshape(product, shape)""", {"table": (9, 6)}),
+    "one-hot columns with values of their own": (
+        "int64[N,8] ids, float[2] values", "float[N,4,8] y", 13, """
+        depth = Constant<value = int32 {4}>()  hot = OneHot<axis = 1>(ids, depth, values)  y = Neg(hot)""", {}),
     "generalised means of pictures, as in GeM, and other powers": (
         "float[N,6,4,5] x", "float[N,6,1,1] y", 17, """
         least = Constant<value = float {1e-6}>()  three = Constant<value = float {3.0}>()

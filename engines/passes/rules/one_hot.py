@@ -1,0 +1,53 @@
+"""A product of one-hot rows is a lookup: token types and bytes, as TensorFlow's exporters write them.
+
+    ((i = 0, 1, ...) ? 1 : 0) @ W + c = (W + c)[i]          where i is none of the places, c alone
+
+The places are compared with all numbers of a range, the product reads a row of zeros for each but one.
+"""
+from __future__ import annotations
+
+import numpy as np
+
+from engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
+
+_HOT = P("Where", P("Equal", Value("places"), Constant("range")), Constant("on"), Constant("off"), bind="hot")
+
+
+class OneHotProduct(Rule):
+    pattern = P("MatMul Gemm", _HOT, Constant("weights"))
+
+    def check(self, match: Match) -> bool:
+        weights, numbers, root = match.constant("weights"), match.constant("range"), match.root
+        rows, hot = match.root.inputs[0], match["hot"].outputs[0]
+        *leading, last = match.shape(match.value("places")) or (0,)
+        depth = numbers.size
+        along_last = numbers.shape[-1:] == (depth,) and (*leading, depth) == match.shape(hot)
+        plain = root.op == "MatMul" or not root.attrs.get("transA") and {1} >= {
+            root.attrs.get(name, 1) for name in ("alpha", "beta")}
+        return (weights.ndim == 2 and plain and last == 1 and along_last and match.shape(rows)[-1] == depth
+                and all(match.graph.is_constant(name) for name in root.inputs[2:])
+                and bool((numbers.ravel() == np.arange(depth)).all())
+                and bool((match.constant("on") == 1).all() and (match.constant("off") == 0).all()))
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        weights, root = match.constant("weights"), match.root
+        if root.attrs.get("transB"):
+            weights = weights.T
+        depth, columns = weights.shape
+        table = np.concatenate([weights, np.zeros((1, columns), weights.dtype)])        # its last row is nobody's
+        for name in root.inputs[2:]:
+            table = table + match.graph.constants[name]
+        places = draft.node("Reshape", [match.value("places")], {"shape": match.made.shape[:-1]})
+        dtype = match.graph.types[match.value("places")].dtype
+        none, first = (draft.constant(suffix, np.array(n, dtype)) for suffix, n in (("none", depth), ("first", 0)))
+        places = draft.node("Where", [draft.node("Less", [places, first]), none, places])
+        places = draft.node("Min", [places, none])
+        draft.finish("Gather", [draft.constant("table", table), places], {"axis": 0})
+
+
+class ReshapedOneHotProduct(OneHotProduct):
+    """The same of rows in another shape."""
+    pattern = P("MatMul Gemm", P("Reshape", _HOT), Constant("weights"))
+
+
+ONE_HOT = (OneHotProduct(), ReshapedOneHotProduct())
