@@ -128,13 +128,14 @@ def read_subject(builder: Builder, model: Model, seen: Seen = lambda inputs: Non
     config = builder.config
     source = read_model(model).with_constants(config.constants)
     types = open_types(source.name, source.declared(), config.shapes, config.max_batch is not None)
+    batched, asked_for = any(kind.shape[:1] == (BATCH,) for kind in types.values()), builder.batch_is_asked_for
     try:
         return _compilable(builder, source, types, seen)
     except EngineError as reason:
-        batched = any(kind.shape[:1] == (BATCH,) for kind in types.values())
-        if isinstance(reason, CompilerFault) or not batched or builder.batch_is_asked_for:
+        if isinstance(reason, CompilerFault) or not batched or asked_for:
             raise
         builder.forget()
+        builder.config = config         # without the batch of profiles
         try:
             subject = _compilable(builder, source, without_batch(types), seen)
         except EngineError:

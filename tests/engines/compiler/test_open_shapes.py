@@ -195,6 +195,17 @@ def test_profiles_are_compiled_at_once_and_bound_what_is_accepted() -> None:
         built(pairs_net(), profiles=({"a": ((1, 6), (2, 6), (3, 6))},))
 
 
+def test_profiles_of_a_model_whose_batch_cannot_be_open_bound_the_number_of_items_too() -> None:
+    """Each item meets all others."""
+    crossed = small_model([node("Transpose", "x", "t", perm=[1, 0]), node("MatMul", "x t", "y")],
+                          {"x": ["n", "T"]}, ["y"], {})
+    engine = opened(crossed, profiles=({"x": ((1, 2), (2, 5), (4, 9))},))
+    x = random(4, 7)
+    np.testing.assert_allclose(engine.run({"x": x})["y"], x @ x.T, rtol=1e-5)
+    with pytest.raises(InputError, match="'items' is 5, and the plan was built for 1 to 4"):
+        engine.run({"x": random(5, 7)})
+
+
 def test_one_given_shape_leaves_other_extents_open() -> None:
     engine = opened(picture_net(), shapes={"x": (None, 3, 16, -1)})
     assert engine.inputs[0].shape == ("batch", 3, 16, "W")
