@@ -30,15 +30,26 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
     if not depthwise:
         weights, groups = _merge_small_groups(weights, groups, ctx.lanes)
     body = write_body(ctx, node, accumulator_of(ctx, conv, weights.sum(axis=(1, 2, 3), dtype=np.float64)))
-    y = ctx.placements[node.outputs[0]]
-    views = (x.view, y.view, operand_views(ctx, node, body))
+    y, border = ctx.placements[node.outputs[0]], _border(ctx, conv, x.view)
+    views = [x.view, y.view, *operand_views(ctx, node, body)]
+    if views[0].shape[1] == views[1].shape[1] == 1 and taps[0] > 1:     # a signal: the one column is a row as well
+        views = [turned(view) for view in views]
+        taps, stride, dilation = taps[::-1], stride[::-1], dilation[::-1]
+        border, weights = Halo(border.left, border.top, border.right, border.bottom), weights.swapaxes(2, 3)
+    of_x, of_y, *operands = views
     if depthwise:
-        problem: Problem = Depthwise(*views, body.program, node.precision, taps, stride, dilation)
+        problem: Problem = Depthwise(of_x, of_y, tuple(operands), body.program, node.precision, taps, stride, dilation)
     else:
-        problem = Contraction(*views, body.program, node.precision, taps, stride, dilation, groups,
-                              _border(ctx, conv, x.view), node.precision == "int8" and bounded(weights))
+        problem = Contraction(of_x, of_y, tuple(operands), body.program, node.precision, taps, stride, dilation, groups,
+                              border, node.precision == "int8" and bounded(weights))
     call = call_of(ctx, node, problem, body, weights=weights)
     return [replace(call, inputs=(x, *call.inputs[1:]))]
+
+
+def turned(view: View) -> View:
+    """An image with its rows as columns."""
+    (height, width, *shape), (row, column, *strides) = view.shape, view.strides
+    return replace(view, shape=(width, height, *shape), strides=(column, row, *strides))
 
 
 @lowers("Gemm", "MatMul")

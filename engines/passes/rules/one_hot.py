@@ -10,11 +10,13 @@ import numpy as np
 
 from engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
 
-_HOT = P("Where", P("Equal", Value("places"), Constant("range")), Constant("on"), Constant("off"), bind="hot")
+_EQUAL = P("Equal", Value("places"), Constant("range"))
+_HOT = (P("Where", _EQUAL, Constant("on"), Constant("off"), bind="hot"), P("Cast", _EQUAL, bind="hot"))
 
 
 class OneHotProduct(Rule):
-    pattern = P("MatMul Gemm", _HOT, Constant("weights"))
+    def __init__(self, rows: P) -> None:
+        self.pattern = P("MatMul Gemm", rows, Constant("weights"))
 
     def check(self, match: Match) -> bool:
         weights, numbers, root = match.constant("weights"), match.constant("range"), match.root
@@ -27,7 +29,8 @@ class OneHotProduct(Rule):
         return (weights.ndim == 2 and plain and last == 1 and along_last and match.shape(rows)[-1] == depth
                 and all(match.graph.is_constant(name) for name in root.inputs[2:])
                 and bool((numbers.ravel() == np.arange(depth)).all())
-                and bool((match.constant("on") == 1).all() and (match.constant("off") == 0).all()))
+                and (match["hot"].op == "Cast" or bool(
+                    (match.constant("on") == 1).all() and (match.constant("off") == 0).all())))
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         weights, root = match.constant("weights"), match.root
@@ -45,9 +48,4 @@ class OneHotProduct(Rule):
         draft.finish("Gather", [draft.constant("table", table), places], {"axis": 0})
 
 
-class ReshapedOneHotProduct(OneHotProduct):
-    """The same of rows in another shape."""
-    pattern = P("MatMul Gemm", P("Reshape", _HOT), Constant("weights"))
-
-
-ONE_HOT = (OneHotProduct(), ReshapedOneHotProduct())
+ONE_HOT = tuple(OneHotProduct(rows) for hot in _HOT for rows in (hot, P("Reshape", hot)))

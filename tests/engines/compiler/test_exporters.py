@@ -107,6 +107,15 @@ CASES: dict[str, tuple[str, str, int, str, dict[str, tuple[int, ...]]]] = {
         two = Constant<value = int64 {2}>()  low = Sub(ids, two)  hot = OneHot<axis = -1>(low, depth, values)
         flat = Constant<value = int64[2] {-1,9}>()  rows = Reshape(hot, flat)  product = MatMul(rows, table)
         shape = Constant<value = int64[3] {-1,8,6}>()  y = Reshape(product, shape)""", {"table": (9, 6)}),
+    "bytes as one-hot rows, and a signal along the height of its picture, as jax2tf writes them": (
+        "int64[N,8] ids", "float[N,6,3,1] y", 15, """
+        last = Constant<value = int64[1] {2}>()  apart = Unsqueeze(ids, last)
+        numbers = Constant<value = int64[1,1,5] {0,1,2,3,4}>()  equal = Equal(apart, numbers)
+        hot = Cast<to = 1>(equal)  rows = MatMul(hot, table)  pictures = Unsqueeze(rows, last)
+        signal = Transpose<perm = [0,3,1,2]>(pictures)
+        c = Conv<kernel_shape = [3,1], pads = [1,0,1,0], strides = [2,1]>(signal, w, bias)  r = Relu(c)
+        d = Conv<kernel_shape = [2,1], group = 6, dilations = [2,1], pads = [1,0,0,0]>(r, v)
+        y = Add(d, more)""", {"table": (5, 6), "w": (6, 6, 3, 1), "v": (6, 1, 2, 1), "bias": (6,), "more": (6, 3, 1)}),
     "one-hot columns with values of their own": (
         "int64[N,8] ids, float[2] values", "float[N,4,8] y", 13, """
         depth = Constant<value = int32 {4}>()  hot = OneHot<axis = 1>(ids, depth, values)  y = Neg(hot)""", {}),
