@@ -88,6 +88,20 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
         "engines.backends.llvm.kernels.recurrent"),
     "engines.backends.llvm.tuning": ("engines.backends.llvm.kernels", "engines.backends.base"),
     "engines.backends.llvm": ("engines.backends.llvm.tuning", "engines.lowering"),
+    "engines.backends.cuda.runtime": ("engines.backends.device",),
+    "engines.backends.cuda.cost": (),
+    "engines.backends.cuda.codegen": ("engines.codegen", "engines.errors"),
+    "engines.backends.cuda.kernels.kernel": (
+        "engines.backends.cuda.codegen", "engines.backends.cuda.cost", "engines.lowering.problems"),
+    "engines.backends.cuda.kernels.access": ("engines.backends.cuda.codegen", "engines.lowering.problems"),
+    "engines.backends.cuda.kernels.contraction": (
+        "engines.backends.cuda.kernels.kernel", "engines.backends.cuda.kernels.access"),
+    "engines.backends.cuda.kernels.elementwise": (
+        "engines.backends.cuda.kernels.kernel", "engines.backends.cuda.kernels.access"),
+    "engines.backends.cuda.kernels": (
+        "engines.backends.cuda.kernels.contraction", "engines.backends.cuda.kernels.elementwise"),
+    "engines.backends.cuda": (
+        "engines.backends", "engines.backends.cuda.kernels", "engines.backends.cuda.runtime", "engines.lowering"),
     "engines.backends.numpy": ("engines.backends", "engines.lowering", "engines.runtime.fallback"),
     # all together
     "engines.compiler": ("engines.backends", "engines.loading", "engines.passes", "engines.frontend.cutting"),
@@ -116,13 +130,14 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "clients.load": ("clients",),
 }
 # What serving a ready plan may load; a plan's fallback steps, or a plan for another machine, need more when they run.
-SERVING = ("engines", "engines.loading", "engines.runtime", "engines.version", "engines.backends.llvm.runtime")
+SERVING = ("engines", "engines.loading", "engines.runtime", "engines.version", "engines.backends.llvm.runtime",
+           "engines.backends.cuda.runtime")
 DEFERRED = {"engines.runtime.fallback": {"engines.ops"}, "engines.runtime.host": {"engines.ops"},
             "engines.loading": {"engines.compiler"}}
 
 # Third-party modules that few may import; everybody else goes through those.
 HOMES = {
-    "llvmlite": ("engines.backends.llvm",),
+    "llvmlite": ("engines.backends.llvm", "engines.backends.cuda.codegen"),
     "onnx": ("engines.frontend", "engines.ops.fallback", "engines.onnx_backend", "infer_server.cli.build_engine"),
 }
 
@@ -221,7 +236,8 @@ def test_every_folder_is_a_room_and_every_room_is_there() -> None:
 def test_serving_stands_on_nothing_that_compiles() -> None:
     serving = frozenset().union(*map(below, SERVING))
     compiling = ("engines.ops", "engines.frontend", "engines.passes", "engines.lowering", "engines.compiler",
-                 "engines.codegen", "engines.backends.llvm.codegen", "engines.backends.llvm.kernels")
+                 "engines.codegen", "engines.backends.llvm.codegen", "engines.backends.llvm.kernels",
+                 "engines.backends.cuda.codegen", "engines.backends.cuda.kernels")
     assert not [room for room in serving if room.startswith(compiling)]
 
 
@@ -241,6 +257,8 @@ def test_a_forbidden_import_is_caught() -> None:
         "engines.lowering.rules.bad": "from engines.backends.llvm.kernels.movement import gather",
         "engines.lowering.problems.bad": "from engines.lowering.calls import calls",
         "engines.backends.llvm.codegen.bad": "from engines.backends.llvm.tuning import tuner",
+        "engines.backends.cuda.runtime.bad": "from engines.backends.cuda.codegen import gpu",
+        "engines.backends.cuda.kernels.bad": "from engines.backends.llvm.kernels import kernel",
         "clients.load.bad": "from engines import load_engine",
         "clients.bad": "from clients.load import cli",
         "protos.bad": "import infer_server",

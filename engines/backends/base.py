@@ -72,8 +72,12 @@ class Backend(Protocol):
     @property
     def targets(self) -> Sequence[str]: ...
 
-    def session(self, target: str, cache: TimingCache, timing: bool, short_lived: bool = False) -> Session:
-        """target: "" is this machine's best. short_lived: for plans that run a few times, as calibration's trials."""
+    def session(self, target: str, cache: TimingCache, timing: bool) -> Session:
+        """target: "" is this machine's best."""
+
+    def session_here(self, cache: TimingCache) -> Session:
+        """For plans that a build runs itself a few times, as calibration's trials: this machine must do. Nothing is
+        timed."""
 
     def peaks(self) -> Peaks:
         """What this machine does at best, measured now."""

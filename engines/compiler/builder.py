@@ -83,7 +83,7 @@ class Builder:
         backend = backend_of(config.target)
         self._session = backend.session(config.target, self.cache, config.timing)
         # for what the build itself runs: calibration, trials
-        self._here = backend.session("", self.cache, timing=False, short_lived=True)
+        self._here = backend.session_here(self.cache)
         self.log: list[Any] = []            # what the passes did and refused, for build-engine -v
         self.notices: list[str] = []        # what every user of the build should know, a line each
 

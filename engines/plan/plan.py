@@ -132,6 +132,13 @@ class Footprint:
 
 
 @dataclass(frozen=True)
+class Launch:
+    """How a GPU runs a step: a block of so many threads for each row_step rows by column_step columns of its grid."""
+    threads: int
+    shared_bytes: int = 0       # dynamic, of a block
+
+
+@dataclass(frozen=True)
 class Step:
     """One kernel call. The first group is what runs; the second is what inspect-engine shows."""
     symbol: str                             # of the kernel in the code section; "" runs `fallback` in Python
@@ -147,6 +154,7 @@ class Step:
     constant_bytes: int = 0                 # of weights read by every row: they decide which axis is cut for threads
     further_item: float = 1.0               # of the first one's time, as timed: less than 1 where items share weights
     fallback: Fallback | None = None
+    launch: Launch | None = None            # of plans for GPUs
 
     name: str = ""
     fuses: tuple[str, ...] = ()             # ONNX node names
@@ -216,7 +224,8 @@ class MachinePart:
     steps: tuple[Step, ...]
     fills: tuple[Fill, ...] = ()
     cpu: Mapping[str, Any] = field(default_factory=dict)    # "features" that the code needs, "model" it was timed on
-    code: tuple[bytes, ...] = ()            # ELF objects, position-independent, self-contained: kernels and executor
+    code: tuple[bytes, ...] = ()            # ELF objects, position-independent, self-contained: kernels and executor;
+                                            # for a GPU its machine code, if it was assembled, and PTX
     constants: bytes | memoryview = b""     # weights and epilogue constants, aligned, in order of execution
     expanded: tuple[ExpandedConstant, ...] = ()             # ... and those that are computed from them
     weight_offsets: Mapping[str, int] = field(default_factory=dict)     # Plan.weights that `constants` hold as they are

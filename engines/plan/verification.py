@@ -171,6 +171,9 @@ def _check_step(plan: Plan, index: int, step: Step, where: str) -> None:
            and step.row_step >= 1 and step.column_step >= 1,
            f"{where} has a grid of {step.rows_per_item} or {step.rows} rows by {step.row_step}, and {step.columns} "
            f"columns by {step.column_step}")
+    if step.launch is not None:
+        _check(1 <= step.launch.threads <= 1024 and 0 <= step.launch.shared_bytes <= ADDRESSABLE,
+               f"{where} has blocks of {step.launch.threads} threads and {step.launch.shared_bytes} bytes")
     _check(0 <= step.further_item <= 1, f"{where} takes {step.further_item} of its first item's time for another one")
     for operand in step.operands:
         _check_operand(plan, index, operand, where)

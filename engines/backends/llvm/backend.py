@@ -14,7 +14,13 @@ class LlvmBackend:
     name = "llvm"
     targets = tuple(isa.name for isa in ALL)
 
-    def session(self, target: str, cache: TimingCache, timing: bool, short_lived: bool = False) -> Session:
+    def session(self, target: str, cache: TimingCache, timing: bool) -> Session:
+        return self._session(target, cache, timing)
+
+    def session_here(self, cache: TimingCache) -> Session:
+        return self._session("", cache, timing=False, short_lived=True)
+
+    def _session(self, target: str, cache: TimingCache, timing: bool, short_lived: bool = False) -> Session:
         target = target or best_isa(detect().features).name
         try:
             from engines.backends.llvm.session import LlvmSession

@@ -80,7 +80,10 @@ class NumpyBackend:
     name = "numpy"
     targets = ("numpy",)
 
-    def session(self, target: str, cache: TimingCache, timing: bool, short_lived: bool = False) -> NumpySession:
+    def session(self, target: str, cache: TimingCache, timing: bool) -> NumpySession:
+        return NumpySession()
+
+    def session_here(self, cache: TimingCache) -> NumpySession:
         return NumpySession()
 
     def peaks(self) -> Peaks:

@@ -49,6 +49,33 @@ def dense_view(dtype: str, shape: Sequence[int]) -> View:
     return View(dtype, tuple(shape), tuple(reversed(strides)), step)
 
 
+def joined(views: Sequence[View], keep_last: bool) -> tuple[View, ...]:
+    """The same elements in the same order with as few axes as all views allow.
+
+    Views are of one shape. Neighbouring axes become one where every view steps evenly across both; axes of extent 1
+    go. keep_last: the innermost axis stays one of its own (its index is a channel). At least one axis remains.
+    """
+    shape = views[0].shape
+    kept: list[tuple[int, tuple[int, ...]]] = []        # (extent, stride in each view), innermost first
+    for axis in reversed(range(len(shape))):
+        extent, strides = shape[axis], tuple(view.strides[axis] for view in views)
+        last = axis == len(shape) - 1
+        if extent == 1 and not (last and keep_last):
+            continue
+        if kept and not (keep_last and len(kept) == 1) and _continues(strides, *kept[-1]):
+            kept[-1] = (extent * kept[-1][0], kept[-1][1])
+        else:
+            kept.append((extent, strides))
+    kept = kept[::-1] or [(1, tuple(view.size for view in views))]
+    extents = tuple(extent for extent, _ in kept)
+    return tuple(View(view.dtype, extents, tuple(strides[i] for _, strides in kept), view.item)
+                 for i, view in enumerate(views))
+
+
+def _continues(outer: tuple[int, ...], extent: int, inner: tuple[int, ...]) -> bool:
+    return all(a == b * extent for a, b in zip(outer, inner, strict=True))
+
+
 @dataclass(frozen=True)
 class Halo:
     """Rows and columns of padding around an image in memory."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import Runs, joined, offset
+from engines.backends.llvm.kernels.common.access import Runs, offset
 from engines.backends.llvm.kernels.common.pixels import (
     PANEL,
     load_channels,
@@ -27,6 +27,7 @@ from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, b
 from engines.codegen.ir_builder import Module, Value
 from engines.lowering.problems.elementwise import Pointwise
 from engines.lowering.problems.problem import Array
+from engines.lowering.problems.view import joined
 
 
 @solves(Pointwise)

@@ -11,13 +11,13 @@ import numpy as np
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import ELEMENTS
-from engines.backends.llvm.kernels.common.access import copy_bytes, each_row, joined, offset, unravel
+from engines.backends.llvm.kernels.common.access import copy_bytes, each_row, offset, unravel
 from engines.backends.llvm.kernels.elementwise.integers import load_integers
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
 from engines.codegen.ir_builder import I64, Function, Module, Value
 from engines.lowering.problems.movement import GatherElements, Lookup, Take
 from engines.lowering.problems.problem import Array
-from engines.lowering.problems.view import View
+from engines.lowering.problems.view import View, joined
 
 CHUNK = 16          # vectors of an unrolled copy
 TOGETHER = 8        # elements of an unrolled turn, where they are picked one by one

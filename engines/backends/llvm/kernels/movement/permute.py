@@ -23,7 +23,6 @@ from engines.backends.llvm.kernels.common.access import (
     Runs,
     copy_bytes,
     item_addresses,
-    joined,
     offset,
     transposed,
     unravel,
@@ -34,7 +33,7 @@ from engines.codegen.ir_builder import FLOAT, I8, I16, I32, I64, Function, Modul
 from engines.lowering.problems.elementwise import Pointwise
 from engines.lowering.problems.movement import Permute
 from engines.lowering.problems.problem import Array
-from engines.lowering.problems.view import View
+from engines.lowering.problems.view import View, joined
 
 _INTEGERS = {1: I8, 2: I16, 4: I32, 8: I64}
 _MOST_PLANES = 4

@@ -5,12 +5,12 @@
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import item_addresses, joined
+from engines.backends.llvm.kernels.common.access import item_addresses
 from engines.backends.llvm.kernels.common.pixels import (
     PANEL,
     finish_pixel,
@@ -22,8 +22,10 @@ from engines.backends.llvm.kernels.common.pixels import (
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, begin_kernel, solves
 from engines.backends.llvm.kernels.pooling.reduction import PixelReduction
 from engines.codegen.ir_builder import Function, Module, Value
+from engines.codegen.loops import every_address
 from engines.lowering.problems.images import GlobalPool
 from engines.lowering.problems.problem import Array
+from engines.lowering.problems.view import joined
 
 
 @solves(GlobalPool)
@@ -52,7 +54,7 @@ class GlobalPoolKernel(Kernel[GlobalPool]):
         *operands, y = others
         acc = dict(enumerate(reduction.neutral(x)))
         places, = joined((problem.x,), keep_last=True)
-        for pixel in _every(f, x, places.shape[:-1], places.strides[:-1], acc):
+        for pixel in every_address(f, x, places.shape[:-1], places.strides[:-1], acc=acc):
             acc.update(enumerate(reduction.combine(list(acc.values()), reduction.load(pixel))))
         numbers = load_constants(lanes, constants + start * (4 * problem.program.constants), problem.program.constants)
         values = reduction.finish(list(acc.values()))
@@ -62,13 +64,3 @@ class GlobalPoolKernel(Kernel[GlobalPool]):
     # ---- constants and meaning
     def pack(self, isa: Isa, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         return (pack_panels(isa, constants, self.problem.channels, self.packed),)
-
-
-def _every(f: Function, address: Value, shape: Sequence[int], strides: Sequence[int],
-           acc: dict[int, Value]) -> Iterator[Value]:
-    """The address of every pixel, in nested loops that carry acc."""
-    if not shape:
-        yield address
-        return
-    for i in f.loop("pixel", shape[0], acc=acc):
-        yield from _every(f, address + i * strides[0], shape[1:], strides[1:], acc)

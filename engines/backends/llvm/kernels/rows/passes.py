@@ -20,14 +20,14 @@ import numpy as np
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import each_row, joined, offset
+from engines.backends.llvm.kernels.common.access import each_row, offset
 from engines.backends.llvm.kernels.common.pixels import PANEL, load_channels, store_channels
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, Window, begin_kernel
 from engines.codegen.ir_builder import I1, PTR, Function, Module, Value, vector
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.rows import NEUTRAL, PARTIALS, RowProblem
-from engines.lowering.problems.view import View
+from engines.lowering.problems.view import View, joined
 
 R = TypeVar("R", bound=RowProblem)
 STRANDS = 4             # vectors of a row whose instructions take turns, on their way to a reduction

@@ -1,0 +1,55 @@
+"""The CUDA backend: its targets are compute capabilities. It builds for them without a GPU; LLVM is loaded on use."""
+from __future__ import annotations
+
+from engines.backends import backend_of
+from engines.backends.base import Backend, Session
+from engines.backends.cuda.codegen.gpu import GPUS
+from engines.backends.cuda.cost import CARDS
+from engines.errors import ConfigError
+from engines.machine.timing_cache import TimingCache
+from engines.plan.roofline import Level, Peaks
+
+
+class CudaBackend:
+    """Its own name as a target is the GPU at hand."""
+    name = "cuda"
+    targets = tuple(GPUS)
+
+    def session(self, target: str, cache: TimingCache, timing: bool) -> Session:
+        """Nothing is timed yet: tactics are chosen by cost.py."""
+        target = _at_hand() if target == self.name else target
+        try:
+            from engines.backends.cuda.session import CudaSession
+        except ImportError as error:
+            raise ConfigError(f"what builds for '{target}' is not installed ({error}): install llvmlite") from error
+        return CudaSession(target)
+
+    def session_here(self, cache: TimingCache) -> Session:
+        """The first backend's: here may be no GPU."""
+        return backend_of("").session_here(cache)
+
+    def peaks(self) -> Peaks:
+        """Of the GPU at hand as its data sheet has them, not measured."""
+        card = CARDS[_at_hand()]
+        macs = {precision: rate * card.multiprocessors * card.hertz for precision, rate in card.products.items()}
+        return Peaks(card.name, "cuda", macs, (Level("memory", float("inf"), card.memory),))
+
+
+def _at_hand() -> str:
+    """Raises ConfigError: no GPU, or one that is not known."""
+    from engines.backends.cuda.runtime.driver import CudaError, open_gpu
+    try:
+        name = open_gpu().architecture
+    except CudaError as error:
+        raise ConfigError(f"target 'cuda' is the GPU of this machine, but {error}; name an architecture to build for "
+                          f"another machine: {', '.join(GPUS)}") from error
+    if name == "sm_90":
+        return "sm_90a"         # which runs on no other
+    return max((known for known in GPUS if _number(known) <= _number(name)), key=_number, default=next(iter(GPUS)))
+
+
+def _number(name: str) -> int:
+    return int(name.removeprefix("sm_").rstrip("a"))
+
+
+BACKEND: Backend = CudaBackend()

@@ -1,0 +1,98 @@
+"""The builder's words for GPUs: kernels, who a thread is, shared memory, barriers, exchanges within a warp."""
+from __future__ import annotations
+
+from engines.codegen.ir_builder import I1, I32, I64, Function, Module, Value, pointer
+
+GLOBAL, SHARED = pointer(1), pointer(3)
+ALL_LANES = -1      # of a warp, as a mask
+
+
+class GpuModule(Module):
+    """Kernels, and the dynamic shared memory that they see as `shared`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: dict[str, int] = {}       # kernel -> threads of a block
+
+    def text(self) -> str:
+        notes = [f'!{i} = !{{ptr @{name}, !"maxntidx", i32 {threads}}}'
+                 for i, (name, threads) in enumerate(self.threads.items())]
+        notes.append(f"!nvvm.annotations = !{{{', '.join(f'!{i}' for i in range(len(notes)))}}}")
+        return "\n".join(['target triple = "nvptx64-nvidia-cuda"',
+                          "@shared = external addrspace(3) global [0 x i8], align 1024", super().text(), *notes])
+
+
+def begin_kernel(module: GpuModule, name: str, threads: int, operands: int) -> tuple[Function, list[Value], Value]:
+    """A kernel for blocks of so many threads: (f, addresses of its operands, rows of its grid, which it may not
+    exceed)."""
+    keys = [f"operand{i}" for i in range(operands)]
+    f = module.function(name, internal=False, **dict.fromkeys(keys, GLOBAL), rows=I32)
+    parameters = ", ".join([*(f"{GLOBAL} noalias align 1 %{key}" for key in keys), f"{I32} %rows"])
+    f.head = f"define ptx_kernel void @{name}({parameters}) nounwind {{\nentry:"
+    module.threads[name] = threads
+    return f, [f.parameters[key] for key in keys], f.parameters["rows"]
+
+
+def special(f: Function, register: str) -> Value:
+    """register: tid.x, ctaid.x, ctaid.y."""
+    return f.call(I32, f"llvm.nvvm.read.ptx.sreg.{register}", hint=register)
+
+
+def shared(f: Function) -> Value:
+    return Value(f, SHARED, "@shared")
+
+
+def barrier(f: Function) -> None:
+    """All threads of the block are here, and see what the others stored."""
+    f.run("llvm.nvvm.barrier0")
+
+
+def across(value: Value, distance: int) -> Value:
+    """The 32 bits of the lane whose number differs from this one's by that bit; all of the warp ask together."""
+    f = value.f
+    bits = value if value.type == I32 else f.cast("bitcast", value, I32, "bits")
+    mask, offset, whole = (f.constant(number, I32) for number in (ALL_LANES, distance, 31))
+    other = f.call(I32, "llvm.nvvm.shfl.sync.bfly.i32", mask, bits, offset, whole, hint="other")
+    return other if value.type == I32 else f.cast("bitcast", other, value.type, "other")
+
+
+def pick_bytes(a: Value, b: Value, order: int) -> Value:
+    """A word of four bytes of a (0..3) and b (4..7): the lowest hexadecimal digit of `order` is the lowest byte."""
+    return a.f.call(I32, "llvm.nvvm.prmt", a, b, a.f.constant(order, I32), hint="bytes")
+
+
+def wide(value: Value) -> Value:
+    """i32 -> i64, unsigned: an offset."""
+    return value.f.cast("zext", value, I64, "wide")
+
+
+def where(test: Value, number: int) -> Value:
+    """The number where the test (an i1) holds, else 0; an i32."""
+    assert test.type == I1
+    return test.f.select(test, test.f.constant(number, I32), test.f.constant(0, I32), "number")
+
+
+# ---- several registers in one value
+def struct(type_: str, count: int) -> str:
+    return f"{{{', '.join([type_] * count)}}}"
+
+
+def fields(value: Value) -> list[Value]:
+    """A struct's members."""
+    types = value.type.strip("{}").split(", ")
+    return [value.f.op(type_, f"extractvalue {value}, {i}", "part") for i, type_ in enumerate(types)]
+
+
+def elements(value: Value) -> list[Value]:
+    """A vector's elements."""
+    count, type_ = value.type.strip("<>").split(" x ")
+    return [value.f.op(type_, f"extractelement {value}, i32 {i}", "element") for i in range(int(count))]
+
+
+def vector_of(values: list[Value]) -> Value:
+    """Values of one type side by side."""
+    f, type_ = values[0].f, f"<{len(values)} x {values[0].type}>"
+    result = Value(f, type_, "poison")
+    for i, value in enumerate(values):
+        result = f.op(type_, f"insertelement {result}, {value}, i32 {i}", "packed")
+    return result

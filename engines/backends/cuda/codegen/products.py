@@ -1,0 +1,110 @@
+"""Products of a thread, of a warp (mma) and of four warps (wgmma), in one form for every type and architecture.
+
+In bytes the fragments of all of them are the same. A step multiplies 32 bytes of K: a tile of 16 pixels by 8 couts is
+
+    a       four words of a lane: rows g and g + 8, bytes 4 t.. and 16 + 4 t..      lane = 4 g + t
+    b       two words: cout g, bytes 4 t.. and 16 + 4 t..
+    sums    four of a lane: row g, couts 2 t and 2 t + 1; then row g + 8
+
+Meanings: the PTX ISA, "Matrix multiply-accumulate" and "Asynchronous warpgroup-level matrix instructions".
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engines.backends.cuda.codegen.gpu import Gpu
+from engines.backends.cuda.codegen.module import fields, struct, wide
+from engines.codegen.ir_builder import FLOAT, I32, Function, Value, vector
+
+STEP = 32       # bytes of K
+
+
+def dot(gpu: Gpu, precision: str, acc: Value, a: Value, b: Value) -> Value:
+    """acc + the sum of products of the elements in two words: four bytes (u8 x s8), two halves, or one float."""
+    if precision == "int8":
+        return acc.f.call(I32, "llvm.nvvm.idp4a.u.s", a, b, acc, hint="dot")
+    for x, w in zip(_floats(gpu, precision, a), _floats(gpu, precision, b), strict=True):
+        acc = gpu.fma(x, w, acc)
+    return acc
+
+
+def _floats(gpu: Gpu, precision: str, word: Value) -> list[Value]:
+    f = word.f
+    if precision == "fp32":
+        return [gpu.from_bits(word)]
+    if precision == "bf16":
+        return [gpu.from_bits(word << 16), gpu.from_bits(word & -65536)]
+    pair = f.cast("bitcast", word, vector(2, "half"), "halves")
+    return [gpu.half_to_float(f.op("half", f"extractelement {pair}, i32 {i}", "half")) for i in (0, 1)]
+
+
+def load_tiles(address: Value) -> list[Value]:
+    """Four tiles of 8 rows of 16 bytes (ldmatrix); lane 8 i + r says where row r of tile i is, lane 4 g + t gets bytes
+    4 t.. of row g of each."""
+    name = "llvm.nvvm.ldmatrix.sync.aligned.m8n8.x4.b16.p3"
+    return fields(address.f.call(struct(I32, 4), name, address, hint="tiles"))
+
+
+def multiply(gpu: Gpu, precision: str, acc: Sequence[Value], a: Sequence[Value], b: Sequence[Value]) -> list[Value]:
+    """acc + a * b of a warp, STEP bytes of K."""
+    if precision == "int8" and gpu.int8_k == STEP:
+        return _mma("m16n8k32.row.col.u8.s8", I32, acc, a, b)
+    if precision == "int8":
+        low, high = list(acc[:2]), list(acc[2:])
+        for k in (0, 1):
+            low = _mma("m8n8k16.row.col.u8.s8", I32, low, [a[2 * k]], [b[k]])
+            high = _mma("m8n8k16.row.col.u8.s8", I32, high, [a[2 * k + 1]], [b[k]])
+        return [*low, *high]
+    if precision == "bf16":
+        return _mma("m16n8k16.row.col.bf16", FLOAT, acc, a, b)
+    a, b = ([v.f.cast("bitcast", v, vector(2, "half"), "halves") for v in part] for part in (a, b))
+    if gpu.half_k == STEP:
+        return _mma("m16n8k16.row.col.f32.f32", FLOAT, acc, a, b)
+    result = list(acc)
+    for k in (0, 1):
+        result = _mma("m16n8k8.row.col.f32.f32", FLOAT, result, a[2 * k:2 * k + 2], [b[k]])
+    return result
+
+
+def _mma(shape: str, type_: str, acc: Sequence[Value], a: Sequence[Value], b: Sequence[Value]) -> list[Value]:
+    f = acc[0].f
+    return fields(f.call(struct(type_, len(acc)), f"llvm.nvvm.mma.{shape}", *a, *b, *acc, hint="mma"))
+
+
+# ---- four warps
+def descriptor(address: Value) -> Value:
+    """Rows of 128 bytes in shared memory as wgmma finds them: the chunk of 16 bytes c of row r lies at c ^ r % 8."""
+    f = address.f
+    place = (f.op(I32, f"ptrtoint {address} to i32", "place") & 0x3FFFF).binary("lshr", 4)
+    rows_of_8, turned_by_128 = 1024 >> 4, 1
+    return wide(place) + (1 << 16 | rows_of_8 << 32 | turned_by_128 << 62)
+
+
+_GROUPED = {"int8": ("k32.s32.u8.s8", "1", "r"), "fp16": ("k16.f32.f16.f16", "1, 1, 1, 0, 0", "f"),
+            "bf16": ("k16.f32.bf16.bf16", "1, 1, 1, 0, 0", "f")}
+
+
+def multiply_grouped(precision: str, couts: int, acc: Sequence[Value],
+                     pairs: Sequence[tuple[Value, Value]]) -> list[Value]:
+    """acc[64 pixels][couts] += a * b for each pair of descriptors, STEP bytes of K each, in one go of four warps.
+
+    What these wrote to shared memory must have been made visible by `fence_grouped`. A lane's sums are those of
+    `multiply`, for 16 pixels of its warp and 8 couts after 8 couts.
+    """
+    f, count = acc[0].f, len(acc)
+    shape, ending, letter = _GROUPED[precision]
+    sums = ", ".join(f"${i}" for i in range(count))
+    lines = ["wgmma.fence.sync.aligned;"]
+    lines += [f"wgmma.mma_async.sync.aligned.m64n{couts}{shape} {{{sums}}}, ${2 * count + 2 * i}, "
+              f"${2 * count + 2 * i + 1}, {ending};" for i in range(len(pairs))]
+    lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;"]
+    constraints = [*[f"={letter}"] * count, *map(str, range(count)), *["l"] * (2 * len(pairs)), "~{memory}"]
+    text, result = "\\0A".join(lines), struct(acc[0].type, count)
+    arguments = ", ".join(map(str, [*acc, *(d for pair in pairs for d in pair)]))
+    call = f'call {result} asm sideeffect "{text}", "{",".join(constraints)}"({arguments})'
+    return fields(f.op(result, call, "group"))
+
+
+def fence_grouped(f: Function) -> None:
+    """What this thread stored or copied to shared memory will be seen by wgmma after the next barrier."""
+    f.write('call void asm sideeffect "fence.proxy.async.shared::cta;", "~{memory}"()')

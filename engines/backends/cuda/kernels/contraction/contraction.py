@@ -1,0 +1,161 @@
+"""Convolution and matrix product: one register-tiled kernel for every arithmetic and every GPU.
+
+    for block of pixels x couts:                        a block of threads; pixels of all items are one long row
+      for k in stages of `depth` bytes of K:            taps and their channels, one after the other
+        copy x[pixels][k], w[couts][k] to shared memory     `stages - 1` of them ahead of what is multiplied
+        for warp's tile: for 32 bytes of k:
+          acc[pixel, cout] += x * w                         all in registers
+      program, store
+
+INT8 is u8 x s8 in int32; halves are summed in float32; float32 by fma, in the order of K. Where a GPU has no product of
+a warp for a type (dp4a, fma), a thread makes the same sums that it would have had of one.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from engines.backends.cuda.codegen.copies import wait
+from engines.backends.cuda.codegen.gpu import WARP
+from engines.backends.cuda.codegen.module import GpuModule, barrier, begin_kernel, special, wide
+from engines.backends.cuda.codegen.products import fence_grouped
+from engines.backends.cuda.cost import Blocks, Card, contraction_seconds
+from engines.backends.cuda.kernels.access import (
+    load_channels,
+    load_constants,
+    offset_in,
+    run_program,
+    store_channels,
+    together,
+)
+from engines.backends.cuda.kernels.contraction.copies import Copies
+from engines.backends.cuda.kernels.contraction.multiply import Sums, multiplier
+from engines.backends.cuda.kernels.contraction.packing import Depth, columns, pack
+from engines.backends.cuda.kernels.contraction.tile import Tile, tiles
+from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, solves
+from engines.codegen.ir_builder import FLOAT, I32, Value
+from engines.lowering.problems.convolution import Contraction
+from engines.lowering.problems.problem import Array
+
+MOST = 16               # channels of a thread that go through the program together
+
+
+@solves(Contraction)
+class GpuContraction(GpuKernel[Contraction]):
+    @cached_property
+    def depth(self) -> Depth:
+        return Depth(self.problem, self.aligned[0])
+
+    def tactics(self) -> Sequence[Tile]:
+        return list(tiles(self.gpu, self.problem.precision, self.problem.cout))
+
+    def grid(self, tactic: Tile) -> Grid:
+        problem = self.problem
+        return Grid(problem.rows * problem.cols, tactic.pixels, tactic.threads, columns(problem, tactic), tactic.couts,
+                    tactic.shared_bytes)
+
+    def cost(self, tactic: Tile, card: Card, items: int) -> float:
+        problem, depth = self.problem, self.depth.turns(tactic) * tactic.depth
+        work = Blocks(items * problem.rows * problem.cols, columns(problem, tactic), depth,
+                      (tactic.pixels, tactic.couts), tactic.part, tactic.threads, tactic.shared_bytes,
+                      len(problem.operands), problem.bytes * items + columns(problem, tactic) * depth, tactic.grouped)
+        return contraction_seconds(work, card, problem.precision, self.depth.size)
+
+    def pack(self, tactic: Tile, constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        return pack(self.problem, self.depth, tactic, constants)
+
+    def emit(self, module: GpuModule, name: str, tactic: Tile) -> None:
+        _Writer(self, module, name, tactic).write()
+
+    def channels_together(self, tile: Tile) -> int:
+        """Channels of a thread that are all there or all absent, and are stored at once."""
+        problem, (_, *others) = self.problem, self.aligned_views()
+        of_group = [(view, base if problem.groups == 1 else problem.cout * view.size) for view, base in others]
+        return together([*others, *of_group], problem.cout, min(tile.lanes, MOST))
+
+
+class _Writer:
+    """Writes the kernel: its parts in the order of the text above."""
+
+    def __init__(self, kernel: GpuContraction, module: GpuModule, name: str, tile: Tile) -> None:
+        self.kernel, self.tile, self.problem, self.gpu = kernel, tile, kernel.problem, kernel.gpu
+        problem, depth = kernel.problem, kernel.depth
+        count = len(problem.inputs) + 3 + (not depth.straight)
+        self.f, (x, *others), self.rows = begin_kernel(module, name, tile.threads, count)
+        self.operands, (weights, self.constants, *walk, self.y) = (others[:len(problem.operands)],
+                                                                  others[len(problem.operands):])
+        thread = special(self.f, "tid.x")
+        self.lane, self.warp = thread & WARP - 1, thread.binary("lshr", WARP.bit_length() - 1)
+        self.pixel0 = special(self.f, "ctaid.x") * tile.pixels
+        block = special(self.f, "ctaid.y")
+        blocks = columns(problem, tile) // problem.groups // tile.couts         # of a group
+        self.column0 = block * tile.couts
+        self.group = block.divided(blocks) if problem.groups > 1 else block.like(0)
+        self.cout0 = block.remainder(blocks) * tile.couts if problem.groups > 1 else self.column0
+        channel = wide(self.group) * (problem.cin * depth.size) if problem.groups > 1 else wide(self.group)
+        self.copies = Copies(depth, tile, self.gpu, x, weights, walk[0] if walk else None, thread, self.pixel0,
+                             self.column0, channel, self.rows)
+
+    def write(self) -> None:
+        f, tile, copies = self.f, self.tile, self.copies
+        rows, couts = tile.part
+        zero = f.constant(0, I32 if self.problem.precision == "int8" else FLOAT)
+        acc: Sums = {(m, n, e): zero for m in range(rows // 16) for n in range(couts // 8) for e in range(4)}
+        ahead = tile.stages - 1
+        for stage in range(ahead):
+            copies.copy(f.constant(stage, I32), f.constant(stage * tile.stage_bytes, I32))
+        multiply = multiplier(self.gpu, self.problem.precision, tile, self.lane, self.warp)
+        stages = {"read": f.constant(0, I32), "write": f.constant(ahead * tile.stage_bytes, I32)}
+        for turn in f.loop("k", self.kernel.depth.turns(tile), acc=acc, stage=stages):
+            f.write(f"; wait for stage k; all are done with stage k - 1, whose place stage k + {ahead} takes")
+            if self.gpu.async_copy:
+                wait(f, ahead - 1)
+            if tile.grouped:
+                fence_grouped(f)
+            barrier(f)
+            copies.copy(f.cast("trunc", turn, I32, "k") + ahead, stages["write"])
+            multiply(acc, stages["read"])
+            stages.update({key: self._next(at) for key, at in stages.items()})
+        if self.gpu.async_copy:
+            wait(f, 0)
+        self._finish(acc)
+
+    def _next(self, stage: Value) -> Value:
+        after = stage + self.tile.stage_bytes
+        return self.f.select(after.compare("eq", self.tile.shared_bytes), after.like(0), after, "stage")
+
+    # ---- sums -> y
+    def _finish(self, acc: Sums) -> None:
+        """A thread has `lanes` neighbouring couts of two rows of each 16."""
+        f, tile, problem = self.f, self.tile, self.problem
+        rows, couts = tile.part
+        warp_row, warp_column = self.warp.remainder(tile.warps[0]), self.warp.divided(tile.warps[0])
+        group, t = self.lane.binary("lshr", 2), self.lane & 3
+        first_cout = warp_column * couts + t * tile.lanes
+        row = self.pixel0 + warp_row * rows + group
+        step = self.kernel.channels_together(tile)
+        for first in range(0, tile.lanes, step):
+            place = first_cout + first
+            numbers = load_constants(f, self.constants, self.column0 + place, step, problem.program.constants,
+                                     columns(problem, tile))
+            cout = self.cout0 + place
+            with f.when(cout.below(problem.cout)):
+                channel = wide(self.group * problem.cout + cout) if problem.groups > 1 else wide(cout)
+                for m in range(rows // 16):
+                    for half in (0, 1):
+                        pixel = row + (16 * m + 8 * half)
+                        with f.when(pixel.below(self.rows)):
+                            sums = [acc[m, c // 2, 2 * half + c % 2] for c in range(first, first + step)]
+                            self._store(pixel, channel, sums, numbers)
+
+    def _store(self, pixel: Value, channel: Value, sums: Sequence[Value], numbers: list[list[Value]]) -> None:
+        gpu, problem = self.gpu, self.problem
+        if problem.precision == "int8":
+            sums = [gpu.to_float(s) for s in sums]
+        others = [load_channels(gpu, view, address + offset_in(view, pixel) + channel * view.strides[-1], len(sums))
+                  for view, address in zip(problem.operands, self.operands, strict=True)]
+        results = run_program(gpu, problem.program, sums, others, numbers)
+        store_channels(gpu, problem.y, results, self.y + offset_in(problem.y, pixel) + channel * problem.y.size)
+
+

@@ -1,0 +1,114 @@
+"""The copies of a contraction: chunks of x and of the weights from global to shared memory, a stage of K at a time.
+
+A thread copies one column of chunks, every `step`-th row of the stage: first those of the pixels, then of the couts.
+Chunks of a row are turned against each other (swizzled), so that eight rows of one chunk lie in eight groups of banks.
+"""
+from __future__ import annotations
+
+from engines.backends.cuda.codegen.copies import commit, copy_async
+from engines.backends.cuda.codegen.gpu import Gpu
+from engines.backends.cuda.codegen.module import elements, shared, vector_of, where, wide
+from engines.backends.cuda.kernels.access import pixel_offset
+from engines.backends.cuda.kernels.contraction.packing import Depth
+from engines.backends.cuda.kernels.contraction.tile import CHUNK, Tile
+from engines.codegen.ir_builder import I32, I64, Value, vector
+
+
+def swizzled(chunk: Value, row: Value, depth: int) -> Value:
+    """Where a row of a stage has its chunk."""
+    turned = row & 7 if depth == 128 else row.binary("lshr", 1) & 3
+    return chunk ^ turned
+
+
+class Copies:
+    """Writes them into a kernel. pixel0, cout0: the block's first; channel: bytes to its group's first in x."""
+
+    def __init__(self, depth: Depth, tile: Tile, gpu: Gpu, x: Value, weights: Value, walk: Value | None,
+                 thread: Value, pixel0: Value, cout0: Value, channel: Value, rows: Value) -> None:
+        self.depth, self.tile, self.gpu, self.f, self.walk = depth, tile, gpu, thread.f, walk
+        columns = tile.depth // CHUNK
+        self.column, row = thread.remainder(columns), thread.divided(columns)
+        self.to = row * tile.depth + swizzled(self.column, row, tile.depth) * CHUNK
+        self.pixels: list[tuple[Value, Value]] = []         # address, whether it is there (all bits) or not (0)
+        problem = depth.problem
+        strides = [s * n for s, n in zip(problem.stride, problem.x.strides, strict=False)]
+        for i in range(tile.pixels // tile.step):
+            pixel = pixel0 + (row + i * tile.step)
+            inside = pixel.below(rows)
+            pixel = self.f.select(inside, pixel, pixel.like(0), "pixel")
+            at = pixel_offset(pixel, problem.y.shape[:2], strides, problem.x.item)
+            self.pixels.append((x + at + channel, where(inside, -1)))
+        self.row_bytes = depth.turns(tile) * tile.depth
+        self.weights = weights + (wide(cout0 + row) * self.row_bytes + wide(self.column * CHUNK))
+
+    def copy(self, turn: Value, stage: Value) -> None:
+        """Stage `turn` of K to the place in shared memory; past the end of K, zeros."""
+        tile, first = self.tile, shared(self.f) + (stage + self.to)
+        at, taken = self._chunk(turn)
+        for i, (pixel, there) in enumerate(self.pixels):
+            self._copy_pixel(first + i * tile.step * tile.depth, pixel + at, taken & there)
+        first = first + tile.pixels * tile.depth
+        whole = where(turn.below(self.depth.turns(tile)), CHUNK)
+        source = self.weights + wide(turn * tile.depth)
+        for i in range(tile.couts // tile.step):
+            self._copy_whole(first + i * tile.step * tile.depth, source + i * tile.step * self.row_bytes, whole)
+        if self.gpu.async_copy:
+            commit(self.f)
+
+    def _chunk(self, turn: Value) -> tuple[Value, Value]:
+        """Of this thread's column: bytes from a pixel, and how many are there."""
+        f, depth = self.f, self.depth
+        chunk = turn * (self.tile.depth // CHUNK) + self.column
+        if self.walk is not None:
+            pair = elements(f.load(vector(2, I32), self.walk + wide(chunk * 8), 8, "walk"))
+            return f.cast("sext", pair[0], I64, "walk"), pair[1]
+        last = len(depth.walk) - 1
+        taken = where(chunk.below(len(depth.walk)), CHUNK)
+        if depth.ragged:
+            taken = f.select(chunk.compare("eq", last), taken.like(depth.bytes - last * CHUNK), taken, "taken")
+        return wide(chunk * CHUNK), taken
+
+    def _copy_pixel(self, to: Value, source: Value, taken: Value) -> None:
+        """`taken` bytes of a chunk of x, and zeros for the rest."""
+        grain = self.depth.grain
+        if self.gpu.async_copy and grain >= 4:
+            for at in range(0, CHUNK, grain):
+                there = taken if grain == CHUNK else _between(taken, at, grain)
+                copy_async(to + at, source + at, grain, there)
+        elif grain == CHUNK and not self.depth.ragged:
+            self._copy_whole(to, source, taken, at_once=True)
+        else:
+            self._copy_pieces(to, source, taken, grain)
+
+    def _copy_whole(self, to: Value, source: Value, taken: Value, at_once: bool = False) -> None:
+        """CHUNK bytes, or zeros if `taken` is 0. at_once: by way of registers."""
+        f = self.f
+        if self.gpu.async_copy and not at_once:
+            copy_async(to, source, CHUNK, taken)
+            return
+        chunk = {"": f.constant(0, vector(4, I32))}
+        with f.chosen(taken.compare("ne", 0), chunk):
+            chunk[""] = f.load(vector(4, I32), source, CHUNK, "chunk")
+        f.store(chunk[""], to, CHUNK)
+
+    def _copy_pieces(self, to: Value, source: Value, taken: Value, grain: int) -> None:
+        """x is not aligned to chunks, or they are not whole: by pieces, of which those that are not there are zeros."""
+        f = self.f
+        size = min(grain, self.depth.size) if self.depth.ragged else grain
+        type_ = f"i{8 * size}"
+        pieces = {i: f.constant(0, type_) for i in range(CHUNK // size)}
+        with f.chosen(taken.compare("ne", 0), pieces):
+            for i in pieces:
+                there = taken.compare("ugt", i * size)
+                # Where it is not there, the first piece is read in its place.
+                at = f.select(there, f.constant(i * size, I64), f.constant(0, I64), "place")
+                piece = f.load(type_, source + at, size, "piece")
+                pieces[i] = f.select(there, piece, piece.like(0), "piece")
+        f.store(f.cast("bitcast", vector_of([*pieces.values()]), vector(4, I32), "chunk"), to, CHUNK)
+
+
+def _between(taken: Value, at: int, size: int) -> Value:
+    """How many of the bytes at..at + size - 1 are among the first `taken`."""
+    f = taken.f
+    behind = f.call(I32, "llvm.umax.i32", taken, taken.like(at), hint="most") - at
+    return behind.at_most(size)

@@ -1,0 +1,111 @@
+"""The inner step of a contraction: a stage in shared memory -> products of a lane, of a warp or of four warps."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engines.backends.cuda.codegen.gpu import Gpu
+from engines.backends.cuda.codegen.module import elements, shared
+from engines.backends.cuda.codegen.products import STEP, descriptor, dot, load_tiles, multiply, multiply_grouped
+from engines.backends.cuda.kernels.contraction.copies import swizzled
+from engines.backends.cuda.kernels.contraction.tile import CHUNK, Tile
+from engines.codegen.ir_builder import I32, Value, vector
+
+# Of a warp's tile: (16 pixels, 8 couts, element of products.multiply's sums). Every way below has them in the same
+# lanes.
+Sums = dict[tuple[int, int, int], Value]
+Multiply = Callable[[Sums, Value], None]        # of the stage at that offset in shared memory
+
+
+def multiplier(gpu: Gpu, precision: str, tile: Tile, lane: Value, warp: Value) -> Multiply:
+    """What adds the products of a stage to a warp's sums."""
+    way = _Grouped if tile.grouped else _ByWarp if gpu.by_warp(precision) else _ByLane
+    return way(gpu, precision, tile, lane, warp)
+
+
+@dataclass(frozen=True)
+class _Way:
+    gpu: Gpu
+    precision: str
+    tile: Tile
+    lane: Value
+    warp: Value
+
+    @property
+    def weights(self) -> int:
+        """Bytes from a stage's pixels to its weights."""
+        return self.tile.pixels * self.tile.depth
+
+    @property
+    def corner(self) -> tuple[Value, Value]:
+        """First pixel and cout of the warp in its block."""
+        rows, couts = self.tile.part
+        return self.warp.remainder(self.tile.warps[0]) * rows, self.warp.divided(self.tile.warps[0]) * couts
+
+    def offset(self, row: Value, chunk: Value) -> Value:
+        return row * self.tile.depth + swizzled(chunk, row, self.tile.depth) * CHUNK
+
+
+class _ByWarp(_Way):
+    """mma: each lane's words of x and of the weights come by ldmatrix."""
+
+    def __call__(self, acc: Sums, stage: Value) -> None:
+        tile, f = self.tile, stage.f
+        rows, couts = tile.part
+        for x_at, w_at in zip(*self._offsets(), strict=True):
+            x, w = shared(f) + (stage + x_at), shared(f) + (stage + w_at)
+            a = [load_tiles(x + m * 16 * tile.depth) for m in range(rows // 16)]
+            for pair in range(couts // 16):
+                b = load_tiles(w + pair * 16 * tile.depth)
+                for half in (0, 1):
+                    n = 2 * pair + half
+                    for m, part in enumerate(a):
+                        sums = [acc[m, n, e] for e in range(4)]
+                        sums = multiply(self.gpu, self.precision, sums, part, b[2 * half:2 * half + 2])
+                        acc.update({(m, n, e): value for e, value in enumerate(sums)})
+
+    def _offsets(self) -> tuple[list[Value], list[Value]]:
+        """Where this lane finds its rows of the warp's first tiles of x and weights, for each STEP of a stage."""
+        pixel, cout = self.corner
+        x = self.offset(pixel + (self.lane & 15), self.lane.binary("lshr", 4))
+        row = (self.lane & 7) + (self.lane.binary("lshr", 4) << 3)
+        w = self.offset(cout + row, self.lane.binary("lshr", 3) & 1) + self.weights
+        steps = range(0, self.tile.depth, STEP)     # an offset's bits of the chunk are turned alike in all of them
+        return [x ^ at for at in steps], [w ^ at for at in steps]
+
+
+class _ByLane(_Way):
+    """dp4a and fma: a lane makes the sums that it would have of mma, from 16 bytes of its rows and couts at a time.
+
+    Eight lanes read one row, four one cout: a read is one turn of the banks.
+    """
+
+    def __call__(self, acc: Sums, stage: Value) -> None:
+        rows, couts = self.tile.part
+        pixel, cout = self.corner
+        group, t = self.lane.binary("lshr", 2), self.lane & 3
+        for chunk in range(self.tile.depth // CHUNK):
+            x = {(m, half): self._words(stage, pixel + group + (16 * m + 8 * half), chunk, 0)
+                 for m in range(rows // 16) for half in (0, 1)}
+            for n in range(couts // 8):
+                for c in (0, 1):
+                    w = self._words(stage, cout + t * 2 + (8 * n + c), chunk, self.weights)
+                    for (m, half), part in x.items():
+                        key = m, n, 2 * half + c
+                        for a, b in zip(part, w, strict=True):
+                            acc[key] = dot(self.gpu, self.precision, acc[key], a, b)
+
+    def _words(self, stage: Value, row: Value, chunk: int, base: int) -> list[Value]:
+        at = shared(stage.f) + (stage + self.offset(row, row.like(chunk)) + base)
+        return elements(stage.f.load(vector(4, I32), at, CHUNK, "words"))
+
+
+class _Grouped(_Way):
+    """wgmma: four warps, 64 pixels by all couts, read from shared memory by the tensor cores themselves."""
+
+    def __call__(self, acc: Sums, stage: Value) -> None:
+        tile, f = self.tile, stage.f
+        first = self.warp.binary("lshr", 2) * (64 * tile.depth)
+        x, w = (descriptor(shared(f) + (stage + at)) for at in (first, first.like(self.weights)))
+        pairs = [(x + (at >> 4), w + (at >> 4)) for at in range(0, tile.depth, STEP)]
+        acc.update(zip(acc, multiply_grouped(self.precision, tile.couts, [*acc.values()], pairs), strict=True))

@@ -1,0 +1,132 @@
+"""The bytes of K of a contraction: in which order, where in x, and so how its weights lie in memory.
+
+K is cut into chunks of 16 bytes: a tap's channels, or where pixels touch each other all taps of a kernel row, one run
+after the other, each filled up with zeros. Where the chunks of x do not follow each other, a table says how far each is
+from its pixel, and how many of its bytes there are; thus no byte is read but those of the convolution.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from engines.backends.cuda.kernels.contraction.tile import CHUNK, Tile
+from engines.lowering.epilogue.program import store_meaning
+from engines.lowering.problems.convolution import Contraction
+from engines.lowering.problems.problem import STORED, Array
+
+
+@dataclass(frozen=True)
+class Depth:
+    """K of a contraction's groups; aligned: what x's address is a multiple of."""
+    problem: Contraction
+    aligned: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of an element of x and of the weights."""
+        return self.problem.x.size
+
+    @property
+    def grain(self) -> int:
+        """What every chunk's address is a multiple of, up to CHUNK."""
+        x, groups = self.problem.x, self.problem.groups
+        return math.gcd(CHUNK, self.aligned, *x.strides[:2], x.item, self.problem.cin * self.size if groups > 1 else 0)
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int]]:
+        """(offset, elements) of x's runs of neighbours, in the order of K."""
+        problem, (down, right) = self.problem, self.problem.dilation
+        rows, columns = problem.taps
+        row, column, _ = problem.x.strides
+        if columns > 1 and right == 1 and problem.groups == 1 and column == problem.cin * self.size:
+            return [(p * down * row, problem.cin * columns) for p in range(rows)]
+        return [(p * down * row + q * right * column, problem.cin) for p in range(rows) for q in range(columns)]
+
+    @cached_property
+    def walk(self) -> Array:
+        """For each chunk its offset from the pixel, and its bytes."""
+        chunks = [(offset + at, min(count * self.size - at, CHUNK)) for offset, count in self.runs
+                  for at in range(0, count * self.size, CHUNK)]
+        return np.array(chunks, np.int32)
+
+    @property
+    def straight(self) -> bool:
+        """Whether the chunks follow each other in memory, all but the last whole."""
+        return bool(np.all(self.walk[:, 0] == np.arange(len(self.walk)) * CHUNK)
+                    and np.all(self.walk[:-1, 1] == CHUNK))
+
+    @property
+    def bytes(self) -> int:
+        """Of a straight run."""
+        return int(self.walk[:, 1].sum())
+
+    @property
+    def ragged(self) -> bool:
+        """Whether some chunk is not whole."""
+        return bool((self.walk[:, 1] < CHUNK).any())
+
+    def turns(self, tile: Tile) -> int:
+        """Stages that it takes."""
+        return -(-len(self.walk) * CHUNK // tile.depth)
+
+
+def columns(problem: Contraction, tile: Tile) -> int:
+    """Couts of all groups, each group's filled up to whole tiles."""
+    return problem.groups * -(-problem.cout // tile.couts) * tile.couts
+
+
+def order(problem: Contraction, tile: Tile) -> Array:
+    """The cout in its group that each row of the packed weights is.
+
+    The sums of a thread would be couts 2 t, 2 t + 1 of every 8; in this order they are neighbours, and a row of them is
+    one wide store.
+    """
+    width, row = tile.part[1], np.arange(tile.part[1])
+    cout = row % 8 // 2 * tile.lanes + row // 8 * 2 + row % 2
+    blocks = columns(problem, tile) // problem.groups // width
+    return np.tile((np.arange(blocks)[:, None] * width + cout).ravel(), problem.groups)
+
+
+def pack(problem: Contraction, depth: Depth, tile: Tile, constants: Mapping[str, Any]) -> tuple[Array, ...]:
+    """weights [columns in order][K], program constants float32 [constant][columns], and the walk if it is not straight.
+    """
+    rows = _source_rows(problem, tile)
+    weights, real = _flat_weights(depth, constants["weights"]), rows < problem.groups * problem.cout
+    table = np.zeros((len(rows), depth.turns(tile) * tile.depth // depth.size), weights.dtype)
+    table[real, :weights.shape[1]] = weights[rows[real]]
+    in_order = _source_rows(problem, tile, np.arange(columns(problem, tile)) % (len(rows) // problem.groups))
+    there = in_order < problem.groups * problem.cout
+    numbers = np.zeros((max(problem.program.constants, 1), len(rows)), np.float32)
+    for row, constant in zip(numbers, constants["program"], strict=False):
+        row[there] = np.broadcast_to(constant, problem.groups * problem.cout)[in_order[there]]
+    if depth.straight:
+        return table, numbers
+    chunks = tile.depth // CHUNK
+    ahead = (depth.turns(tile) + tile.stages) * chunks
+    return table, numbers, np.pad(depth.walk, ((0, ahead - len(depth.walk)), (0, 0)))
+
+
+def _source_rows(problem: Contraction, tile: Tile, couts: Array | None = None) -> Array:
+    """The cout of all groups that each column is; one that there is not for what only fills up."""
+    couts = order(problem, tile) if couts is None else couts
+    group = np.arange(len(couts)) // (len(couts) // problem.groups)
+    missing = problem.groups * problem.cout
+    return np.where(couts < problem.cout, group * problem.cout + couts, missing)
+
+
+def _flat_weights(depth: Depth, weights: Any) -> Array:
+    """[cout][K], each run filled up to whole chunks."""
+    problem = depth.problem
+    stored = np.asarray(weights, np.int8) if problem.precision == "int8" else store_meaning(
+        STORED[problem.precision], np.asarray(weights, np.float32))
+    flat = stored.reshape(len(stored), problem.cin, -1).swapaxes(1, 2).reshape(len(stored), -1)
+    parts, at = [], 0
+    for _, count in depth.runs:
+        parts.append(np.pad(flat[:, at:at + count], ((0, 0), (0, -count % (CHUNK // depth.size)))))
+        at += count
+    return np.concatenate(parts, 1)

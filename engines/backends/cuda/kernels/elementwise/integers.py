@@ -1,0 +1,44 @@
+"""One operation on integers, in 64 bits, an element a thread."""
+from __future__ import annotations
+
+from functools import cached_property
+
+from engines.backends.cuda.kernels.access import ELEMENTS
+from engines.backends.cuda.kernels.elementwise.threads import ThreadKernel, row_of
+from engines.backends.cuda.kernels.kernel import solves
+from engines.codegen.integers import OPERATIONS, truth
+from engines.codegen.ir_builder import I64, Function, Value
+from engines.lowering.problems.elementwise import UNSIGNED, Integers
+from engines.lowering.problems.view import View, joined
+
+
+@solves(Integers)
+class IntegersOfThreads(ThreadKernel[Integers]):
+    each = 1  
+
+    @cached_property
+    def views(self) -> tuple[View, ...]:
+        return joined(list(map(row_of, (*self.problem.inputs, *self.problem.outputs))), keep_last=False)
+
+    def write(self, f: Function, operands: list[Value], pixel: Value, channel: Value) -> None:
+        values = [_load(view, self.at(n, operands, pixel, channel)) for n, view in enumerate(self.views[:-1])]
+        _store(self.y, OPERATIONS[self.problem.operation](*values), self.at(-1, operands, pixel, channel))
+
+
+def _load(view: View, address: Value) -> Value:
+    """As an i64; a float is truncated."""
+    f = address.f
+    stored = f.load(ELEMENTS[view.dtype], address, view.size, "stored")
+    if view.dtype == "float32":
+        return f.cast("fptosi", stored, I64, "truncated")
+    if stored.type == I64:
+        return stored
+    return f.cast("zext" if view.dtype in UNSIGNED else "sext", stored, I64, "wide")
+
+
+def _store(view: View, value: Value, address: Value) -> None:
+    """Cut to the bits that it is stored in."""
+    if view.dtype == "bool":
+        value = truth(value.compare("ne", 0))
+    element = ELEMENTS[view.dtype]
+    value.f.store(value if element == I64 else value.f.cast("trunc", value, element, "narrow"), address, view.size)

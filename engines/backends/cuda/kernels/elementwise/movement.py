@@ -1,0 +1,129 @@
+"""What only moves elements by an index: Take, Lookup, GatherElements; and the fill of halos.
+
+    Take            y[n, o, i, :] = x[n, o, index[i], :]            the index is a packed constant
+    Lookup          y[n, i, :] = table[index[n, i], :]              the table is a packed constant
+    GatherElements  y[n, i, j] = x[n, i, index[n, i, j]]
+
+A negative index counts from the end; one beyond picks the last row or element.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special, wide
+from engines.backends.cuda.kernels.access import ELEMENTS, load_stored, offset_in, pixel_offset, store_stored
+from engines.backends.cuda.kernels.elementwise.threads import THREADS, ThreadKernel
+from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
+from engines.codegen.ir_builder import I8, I32, I64, Function, Value
+from engines.lowering.problems.movement import GatherElements, HaloFill, Lookup, Take
+from engines.lowering.problems.problem import Array
+from engines.lowering.problems.view import View
+
+
+@solves(Take)
+class TakeByThreads(ThreadKernel[Take]):
+    tables = 1
+
+    @property
+    def inner(self) -> bool:
+        """Whether the index is of the innermost axis: then an element is a thread's."""
+        return self.problem.axis == len(self.y.shape) - 1
+
+    @cached_property
+    def each(self) -> int:
+        return 1 if self.inner else super().each
+
+    def pack(self, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        """The index, all of it positive."""
+        return (np.asarray(constants["index"], np.int64).astype(np.int32) % self.problem.x.shape[self.problem.axis],)
+
+    def write(self, f: Function, operands: list[Value], pixel: Value, channel: Value) -> None:
+        x, index, _ = operands
+        problem, axis = self.problem, self.problem.axis
+        if self.inner:
+            place = f.load(I32, index + wide(channel) * 4, 4, "index")
+            source = x + offset_in(problem.x, pixel) + wide(place) * problem.x.strides[-1]
+        else:
+            shape = (*problem.y.shape[:-1],)
+            strides = [0 if i == axis else s for i, s in enumerate(problem.x.strides[:-1])]
+            inner = math.prod(shape[axis + 1:])
+            row = pixel.divided(inner).remainder(shape[axis])
+            place = f.load(I32, index + wide(row) * 4, 4, "index")
+            source = x + pixel_offset(pixel, shape, strides, problem.x.item) + wide(place) * problem.x.strides[axis]
+            source = source + wide(channel) * problem.x.strides[-1]
+        store_stored(self.y, load_stored(problem.x, source, self.each), self.at(-1, operands, pixel, channel))
+
+
+@solves(Lookup)
+class LookupByThreads(ThreadKernel[Lookup]):
+    tables = 1
+
+    @property
+    def vectors(self) -> Sequence[tuple[View, int]]:
+        row = View(self.y.dtype, self.y.shape[-1:], (self.y.size,), self.y.shape[-1] * self.y.size)
+        return [(self.y, self.aligned[-1]), (row, 256)]
+
+    def pack(self, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        return (np.ascontiguousarray(constants["table"]),)
+
+    def write(self, f: Function, operands: list[Value], pixel: Value, channel: Value) -> None:
+        index, table, _ = operands
+        view = self.problem.index
+        at = pixel_offset(pixel, view.shape, view.strides, view.item)
+        row = _clamped(f.load(ELEMENTS[view.dtype], index + at, view.size, "index"), self.problem.rows)
+        width = self.y.shape[-1] * self.y.size
+        source = table + row * width + wide(channel) * self.y.size
+        store_stored(self.y, load_stored(self.y, source, self.each), self.at(-1, operands, pixel, channel))
+
+
+@solves(GatherElements)
+class GatherByThreads(ThreadKernel[GatherElements]):
+    each = 1  
+
+    def write(self, f: Function, operands: list[Value], pixel: Value, channel: Value) -> None:
+        problem, axis = self.problem, self.problem.axis
+        x, index, _ = operands
+        place = f.load(ELEMENTS[problem.index.dtype], self.at(1, operands, pixel, channel), problem.index.size, "index")
+        place = _clamped(place, problem.x.shape[axis])
+        strides = [0 if i == axis else s for i, s in enumerate(problem.x.strides)]
+        source = x + pixel_offset(pixel, problem.y.shape[:-1], strides[:-1], problem.x.item)
+        source = source + wide(channel) * strides[-1] + place * problem.x.strides[axis]
+        store_stored(self.y, load_stored(problem.x, source, 1), self.at(-1, operands, pixel, channel))
+
+
+def _clamped(index: Value, extent: int) -> Value:
+    """As an i64 of what is there."""
+    f = index.f
+    index = index if index.type == I64 else f.cast("sext", index, I64, "index")
+    index = f.select(index.compare("slt", 0), index + extent, index, "index")
+    return index.at_most(extent - 1)
+
+
+@solves(HaloFill)
+class HaloByThreads(GpuKernel[HaloFill]):
+    """A byte a thread: halos are small."""
+
+    @property
+    def sizes(self) -> list[int]:
+        return [math.prod(view.shape) for view in self.problem.runs]
+
+    def grid(self, tactic: Tactic) -> Grid:
+        return Grid(sum(self.sizes), THREADS, THREADS)
+
+    def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
+        f, operands, rows = begin_kernel(module, name, THREADS, len(self.problem.runs))
+        thread = special(f, "ctaid.x") * THREADS + special(f, "tid.x")
+        with f.when(thread.below(rows)):
+            item, byte = thread.divided(sum(self.sizes)), thread.remainder(sum(self.sizes))
+            first = 0
+            for view, size, address in zip(self.problem.runs, self.sizes, operands, strict=True):
+                place = byte - first        # of earlier runs it is beyond all sizes, for it is unsigned
+                with f.when(place.below(size)):
+                    at = pixel_offset(place, view.shape, view.strides, 0) + wide(item) * view.item
+                    f.store(f.constant(self.problem.value, I8), address + at)
+                first += size

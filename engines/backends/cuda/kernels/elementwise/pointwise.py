@@ -1,0 +1,43 @@
+"""A program on every element: pointwise chains, casts, copies with or without a program, transposes.
+
+    y[n, i, ..., c] = program(x0[n, i, ..., c], x1[n, i, ..., c], ...; constants[c])
+
+Neighbouring axes that all views step evenly across are one.
+"""
+from __future__ import annotations
+
+from functools import cached_property
+
+from engines.backends.cuda.kernels.access import load_stored, store_stored
+from engines.backends.cuda.kernels.elementwise.threads import ProgramKernel, row_of
+from engines.backends.cuda.kernels.kernel import solves
+from engines.codegen.ir_builder import Function, Value
+from engines.lowering.epilogue.program import EpilogueProgram
+from engines.lowering.problems.elementwise import Pointwise
+from engines.lowering.problems.movement import Permute
+from engines.lowering.problems.view import View, joined
+
+
+@solves(Pointwise, Permute)
+class Elements(ProgramKernel[Pointwise | Permute]):
+    @property
+    def program(self) -> EpilogueProgram:
+        return self.problem.program
+
+    @cached_property
+    def views(self) -> tuple[View, ...]:
+        by_channel = not self.problem.uniform and self.program.constants > 0
+        return joined(list(map(row_of, (*self.problem.inputs, *self.problem.outputs))), keep_last=by_channel)
+
+    @property
+    def raw(self) -> bool:
+        """The bytes are only moved."""
+        return isinstance(self.problem, Permute) and self.problem.raw
+
+    def write(self, f: Function, operands: list[Value], pixel: Value, channel: Value) -> None:
+        if self.raw:
+            stored = load_stored(self.views[0], self.at(0, operands, pixel, channel), self.each)
+            store_stored(self.y, stored, self.at(-1, operands, pixel, channel))
+            return
+        sources = len(self.problem.inputs)
+        self.finish(operands, pixel, channel, [], range(sources), sources)

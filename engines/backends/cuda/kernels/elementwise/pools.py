@@ -1,0 +1,111 @@
+"""Pools of windows and of whole images: a thread for a few channels of an output pixel.
+
+    Pool          y[n, i, j, c] = program(max or mean of x's window)        column by column, as the reference sums
+    GlobalPool    y[n, c]       = program(max or sum over all pixels)       one after the other
+
+Sums of bytes are exact in float32 as well: up to 2**24.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from engines.backends.cuda.codegen.module import wide
+from engines.backends.cuda.kernels.access import load_channels
+from engines.backends.cuda.kernels.elementwise.threads import ProgramKernel
+from engines.backends.cuda.kernels.kernel import Tactic, solves
+from engines.codegen.ir_builder import FLOAT, I32, Function, Value
+from engines.codegen.loops import every_address
+from engines.lowering.epilogue.program import EpilogueProgram
+from engines.lowering.problems.images import GlobalPool, Pool
+from engines.lowering.problems.problem import Array
+from engines.lowering.problems.view import View, joined
+
+Sums = dict[Any, Value]
+
+
+def _image_index(pixel: Value, shape: Sequence[int]) -> tuple[Value, Value, Value]:
+    """Item, row and column of a pixel."""
+    rows, columns = shape
+    rest = pixel.remainder(rows * columns)
+    return pixel.divided(rows * columns), rest.divided(columns), rest.remainder(columns)
+
+
+@solves(Pool)
+class PoolByThreads(ProgramKernel[Pool]):
+    """How the image's border cuts a window is a table, for each axis: [first, last) of the taps, how many count."""
+    tables = 2
+
+    @property
+    def program(self) -> EpilogueProgram:
+        return self.problem.program
+
+    def pack(self, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        cuts = [(*axis.taps(i), 0) for axis in self.problem.axes for i in range(axis.outputs)]
+        return (np.array(cuts, np.int32), *super().pack(tactic, constants))
+
+    def write(self, f: Function, operands: list[Value], pixel: Value, channel: Value) -> None:
+        problem, x = self.problem, self.problem.x
+        item, *index = _image_index(pixel, self.y.shape[:2])
+        cuts = operands[len(problem.inputs)]
+        taps = [[f.load(I32, cuts + wide(i) * 16 + (first * 16 + 4 * n), 4, "cut") for n in range(3)]
+                for i, first in zip(index, (0, self.y.shape[0]), strict=True)]
+        origin = [i * s - pad for i, s, pad in zip(index, problem.stride, problem.pads, strict=False)]
+        base = operands[0] + wide(item) * x.item + wide(channel) * x.strides[2]
+        largest, lowest = problem.kind == "max", -math.inf if x.dtype != "uint8" else 0.0
+        zero = f.constant(lowest if largest else 0.0, FLOAT)
+        total: Sums = dict.fromkeys(range(self.each), zero)
+        for q in f.range("column", wide(taps[1][0]), wide(taps[1][1]), total=total):
+            line: Sums = dict.fromkeys(range(self.each), zero)
+            column = origin[1] + f.cast("trunc", q, I32, "q") * problem.dilation[1]
+            for p in f.range("row", wide(taps[0][0]), wide(taps[0][1]), line=line):
+                row = origin[0] + f.cast("trunc", p, I32, "p") * problem.dilation[0]
+                at = base + wide(row) * x.strides[0] + wide(column) * x.strides[1]
+                self._take(line, load_channels(self.gpu, x, at, self.each))
+            self._take(total, list(line.values()))
+        sums = list(total.values()) if largest else self._means(f, list(total.values()), taps)
+        self.finish(operands, pixel, channel, sums, range(1, len(problem.inputs)), len(problem.inputs) + 1)
+
+    def _take(self, into: Sums, values: Sequence[Value]) -> None:
+        largest = self.problem.kind == "max"
+        into.update({c: self.gpu.max(v, into[c]) if largest else into[c] + v for c, v in enumerate(values)})
+
+    def _means(self, f: Function, sums: list[Value], taps: list[list[Value]]) -> list[Value]:
+        """Times 1 / count; what a padded tap adds, if it counts."""
+        inside = (taps[0][1] - taps[0][0]) * (taps[1][1] - taps[1][0])
+        count = taps[0][2] * taps[1][2] if self.problem.count_include_pad else inside
+        if self.problem.pad_value and self.problem.count_include_pad:
+            padded = self.gpu.to_float((count - inside) * self.problem.pad_value)
+            sums = [s + padded for s in sums]
+        share = 1 / self.gpu.to_float(count)
+        return [s * share for s in sums]
+
+
+@solves(GlobalPool)
+class GlobalPoolByThreads(ProgramKernel[GlobalPool]):
+    @property
+    def program(self) -> EpilogueProgram:
+        return self.problem.program
+
+    @cached_property
+    def views(self) -> tuple[View, ...]:
+        """y and the operands as one row of channels, which they are in memory."""
+        x, *others = (*self.problem.inputs, *self.problem.outputs)
+        return (x, *(View(view.dtype, (self.problem.channels,), (view.strides[-1] if view.shape else 0,), view.item)
+                     for view in others))
+
+    def write(self, f: Function, operands: list[Value], pixel: Value, channel: Value) -> None:
+        x, largest = self.problem.x, self.problem.kind == "max"
+        start = f.constant((-math.inf if x.dtype != "uint8" else 0.0) if largest else 0.0, FLOAT)
+        sums: Sums = dict.fromkeys(range(self.each), start)
+        base = operands[0] + wide(pixel) * x.item + wide(channel) * x.strides[-1]
+        pixels, = joined((x,), keep_last=True)
+        for at in every_address(f, base, pixels.shape[:-1], pixels.strides[:-1], sums=sums):
+            values = load_channels(self.gpu, x, at, self.each)
+            sums.update({c: self.gpu.max(v, sums[c]) if largest else sums[c] + v for c, v in enumerate(values)})
+        self.finish(operands, pixel, channel, list(sums.values()), range(1, len(self.problem.inputs)),
+                    len(self.problem.inputs))

@@ -1,0 +1,65 @@
+"""Resizing by separable weights: a thread for a few channels of an output pixel.
+
+    y[n, i, j, c] = program(sum over p of u[i, p] * (sum over q of v[j, q] * x[n, rows[i, p], columns[j, q], c]))
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from engines.backends.cuda.codegen.module import wide
+from engines.backends.cuda.kernels.access import load_channels
+from engines.backends.cuda.kernels.elementwise.threads import ProgramKernel
+from engines.backends.cuda.kernels.kernel import Tactic, solves
+from engines.codegen.ir_builder import FLOAT, I32, Function, Value
+from engines.lowering.epilogue.program import EpilogueProgram
+from engines.lowering.problems.images import Resize
+from engines.lowering.problems.problem import Array
+
+Taps = list[tuple[Value, Value]]        # index, weight
+
+
+@solves(Resize)
+class ResizeByThreads(ProgramKernel[Resize]):
+    tables = 3
+
+    @property
+    def program(self) -> EpilogueProgram:
+        return self.problem.program
+
+    def pack(self, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        """Of rows, then of columns: [outputs][taps] of pairs (index, the bits of the weight)."""
+        tables = (np.stack([np.asarray(index, np.int32), np.asarray(weight, np.float32).view(np.int32)], -1)
+                  for index, weight in (constants["rows"], constants["columns"]))
+        return (*tables, *super().pack(tactic, constants))
+
+    def write(self, f: Function, operands: list[Value], pixel: Value, channel: Value) -> None:
+        problem, x, inputs = self.problem, self.problem.x, len(self.problem.inputs)
+        rows, columns = self.y.shape[:2]
+        item, rest = pixel.divided(rows * columns), pixel.remainder(rows * columns)
+        base = operands[0] + wide(item) * x.item + wide(channel) * x.strides[2]
+        down = self._taps(operands[inputs], rest.divided(columns), problem.taps[0])
+        right = self._taps(operands[inputs + 1], rest.remainder(columns), problem.taps[1])
+        lines = []
+        for row, weight in down:
+            line = base + wide(row) * x.strides[0]
+            places = [(load_channels(self.gpu, x, line + wide(column) * x.strides[1], self.each), v)
+                      for column, v in right]
+            lines.append((self._weighted(places), weight))
+        self.finish(operands, pixel, channel, self._weighted(lines), range(1, inputs), inputs + 2)
+
+    def _taps(self, table: Value, index: Value, count: int) -> Taps:
+        f, at = table.f, table + wide(index) * (8 * count)
+        return [(f.load(I32, at + 8 * n, 4, "index"), f.load(FLOAT, at + (8 * n + 4), 4, "weight"))
+                for n in range(count)]
+
+    def _weighted(self, terms: Sequence[tuple[list[Value], Value]]) -> list[Value]:
+        """The sums of value * weight; a lone term has weight 1."""
+        (total, weight), *others = terms
+        if others:
+            total = [value * weight for value in total]
+        for values, weight in others:
+            total = [self.gpu.fma(value, weight, t) for value, t in zip(values, total, strict=True)]
+        return total

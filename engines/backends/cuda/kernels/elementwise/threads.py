@@ -1,0 +1,118 @@
+"""What kernels without shared memory have in common: a thread for a few neighbouring elements along the innermost axis.
+
+    for thread of all items:                    128 threads a block
+      `each` channels of a pixel of y:          as many as every view has in one piece of up to 16 bytes
+"""
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+
+from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special, wide
+from engines.backends.cuda.kernels.access import (
+    WIDEST,
+    load_channels,
+    load_constants,
+    offset_in,
+    run_program,
+    store_channels,
+    together,
+)
+from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic
+from engines.codegen.ir_builder import Function, Value
+from engines.lowering.epilogue.program import EpilogueProgram
+from engines.lowering.problems.problem import Array, Problem
+from engines.lowering.problems.view import View
+
+THREADS = 128
+
+P = TypeVar("P", bound=Problem)
+
+
+class ThreadKernel(GpuKernel[P]):
+    """y is what it writes; `views` are all that it walks with the same index, y the last of them."""
+
+    @cached_property
+    def views(self) -> tuple[View, ...]:
+        return tuple(map(row_of, (*self.problem.inputs, *self.problem.outputs)))
+
+    @property
+    def y(self) -> View:
+        return self.views[-1]
+
+    @property
+    def vectors(self) -> Sequence[tuple[View, int]]:
+        """The views, with their alignments, of which a thread takes neighbouring elements at once."""
+        return list(zip(self.views, self.aligned, strict=True))
+
+    @cached_property
+    def each(self) -> int:
+        """Neighbouring elements of a thread."""
+        vectors = self.vectors
+        return together(vectors, self.y.shape[-1], WIDEST // max(view.size for view, _ in vectors))
+
+    def grid(self, tactic: Tactic) -> Grid:
+        return Grid(math.prod(self.y.shape) // self.each, THREADS, THREADS)
+
+    @property
+    def tables(self) -> int:
+        """Packed constants."""
+        return 0
+
+    def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
+        problem = self.problem
+        count = len(problem.inputs) + self.tables + len(problem.outputs)
+        f, operands, rows = begin_kernel(module, name, THREADS, count)
+        thread = special(f, "ctaid.x") * THREADS + special(f, "tid.x")
+        with f.when(thread.below(rows)):
+            groups = self.y.shape[-1] // self.each
+            self.write(f, operands, thread.divided(groups), thread.remainder(groups) * self.each)
+
+    @abstractmethod
+    def write(self, f: Function, operands: list[Value], pixel: Value, channel: Value) -> None:
+        """The code of one thread: `each` channels from `channel` on, of the pixel-th row of channels of all items."""
+
+    def at(self, number: int, operands: Sequence[Value], pixel: Value, channel: Value) -> Value:
+        """The address in the number-th view, which is that operand's; -1 is y."""
+        view = self.views[number]
+        return operands[number] + offset_in(view, pixel) + wide(channel) * view.strides[-1]
+
+
+class ProgramKernel(ThreadKernel[P]):
+    """A family whose elements go through an epilogue program: its subclasses say of which sums."""
+
+    @property
+    @abstractmethod
+    def program(self) -> EpilogueProgram:
+        ...
+
+    @property
+    def tables(self) -> int:
+        return 1
+
+    def pack(self, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        """float32 [constant][channels]"""
+        table = np.zeros((max(self.program.constants, 1), self.y.shape[-1]), np.float32)
+        for row, constant in zip(table, constants.get("program", ()), strict=False):
+            row[:] = constant
+        return (table,)
+
+    def finish(self, operands: list[Value], pixel: Value, channel: Value, sums: Sequence[Value],
+               sources: Sequence[int], table: int) -> None:
+        """The program on sums and what lies in the views of these numbers; table: the operand that is its
+        constants."""
+        gpu, each = self.gpu, self.each
+        others = [load_channels(gpu, self.views[n], self.at(n, operands, pixel, channel), each) for n in sources]
+        numbers = load_constants(pixel.f, operands[table], channel, each, self.program.constants, self.y.shape[-1])
+        results = run_program(gpu, self.program, sums, others, numbers)
+        store_channels(gpu, self.y, results, self.at(-1, operands, pixel, channel))
+
+
+def row_of(view: View) -> View:
+    """The view, a scalar as a row of one element."""
+    return view if view.shape else View(view.dtype, (1,), (view.size,), view.item)

@@ -1,0 +1,176 @@
+"""Builds for one GPU architecture: a graph with stored types decided -> all of a plan that depends on the machine."""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engines.backends.base import Progress, TimedNode
+from engines.backends.cuda import kernels  # noqa: F401  (fills KERNELS)
+from engines.backends.cuda.codegen.assemble import cubin_of, ptx_of
+from engines.backends.cuda.codegen.gpu import gpu_named
+from engines.backends.cuda.codegen.module import GpuModule
+from engines.backends.cuda.constants import Constants
+from engines.backends.cuda.cost import CARDS
+from engines.backends.cuda.kernels.kernel import GpuKernel, cheapest, kernel_for
+from engines.errors import ConfigError
+from engines.ir.graph import BATCH, Graph
+from engines.lowering.buffers import buffers_of, check_memory, fills_of, write_borders
+from engines.lowering.calls.calls import AnyCall, Call, name_of
+from engines.lowering.calls.placement import NO_BUFFER, Placement
+from engines.lowering.lower import Lowered, lower
+from engines.lowering.problems.problem import Problem
+from engines.lowering.steps import io_views, step_of
+from engines.plan.arena import CACHE_LINE
+from engines.plan.plan import Launch, MachinePart, Operand, Plan, Step
+
+GROUP_COUTS = 32        # narrower groups of a convolution are merged: a tile has no fewer couts
+
+
+@dataclass(frozen=True)
+class GpuChoice:
+    """A kernel with its tactic chosen, and what the model says that it takes."""
+    kernel: GpuKernel[Any]
+    tactic: Any
+    seconds: float
+
+
+Key = tuple[Problem, tuple[int, ...]]       # a problem, and the alignment of its tensors
+
+
+@dataclass(frozen=True)
+class CudaChosen:
+    """A lowered graph, and the kernels of its calls."""
+    lowered: Lowered
+    choices: Mapping[Key, GpuChoice]
+    max_batch: int
+    items: int                              # that times are of
+
+    @property
+    def graph(self) -> Graph:
+        return self.lowered.graph
+
+    def choice(self, call: Call) -> GpuChoice:
+        return self.choices[_key(call)]
+
+    def times(self) -> list[TimedNode]:
+        """As cost.py has them: nothing was timed."""
+        return [TimedNode(name_of(call), call.node.origin, self.choice(call).seconds * 1e6 / self.items)
+                for call in self.lowered.compiled]
+
+
+class CudaSession:
+    """Builds for one architecture; tactics are chosen by what the model of cost.py says of its card."""
+    arithmetic = ("fp32", "int8", "fp16", "bf16")
+
+    def __init__(self, target: str) -> None:
+        self.gpu = gpu_named(target)
+
+    @property
+    def target(self) -> str:
+        return self.gpu.name
+
+    def choose(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
+               progress: Progress | None = None) -> CudaChosen:
+        """Lower a graph and choose a tactic for each kernel, for opt_batch items; None: for the largest batch."""
+        lowered = lower(graph, GROUP_COUTS)
+        check_memory(lowered, max_batch)
+        lowered = write_borders(lowered, max_batch)
+        items, choices = opt_batch or max(max_batch, 1), {}
+        for call in lowered.calls:
+            compiled = self._compiled(call)
+            if (key := _key(compiled)) not in choices:
+                choices[key] = self._choose(compiled, items)
+        return CudaChosen(lowered, choices, max_batch, items)
+
+    def _compiled(self, call: AnyCall) -> Call:
+        """Raises ConfigError: a node that no kernel of a GPU runs."""
+        if not isinstance(call, Call):
+            raise ConfigError(f"'{name_of(call)}' ({call.node.op}) cannot run on {self.target}: {call.reason}; nothing "
+                              "of a plan for a GPU runs on the host")
+        return call
+
+    def _choose(self, call: Call, items: int) -> GpuChoice:
+        problem, aligned = _key(call)
+        kernel = kernel_for(problem, self.gpu, aligned)
+        refusal = kernel.refusal if kernel else f"there is no kernel of {problem.family} for GPUs yet"
+        if kernel is None or refusal:
+            raise ConfigError(f"'{name_of(call)}' ({call.node.op}) cannot run on {self.target}: {refusal}")
+        card, count = CARDS[self.target], items if call.outputs[0].items == BATCH else int(call.outputs[0].items)
+        tactic = cheapest(kernel, card, count)
+        return GpuChoice(kernel, tactic, kernel.cost(tactic, card, count))
+
+    def settle(self, chosen: CudaChosen, progress: Progress | None = None) -> CudaChosen:
+        return chosen
+
+    def assemble(self, chosen: CudaChosen) -> MachinePart:
+        """Emit and compile, pack constants, lay out buffers."""
+        return _Assembler(chosen, self).machine()
+
+    def tuned(self, plan: Plan) -> Plan:
+        return plan
+
+
+def _key(call: Call) -> Key:
+    return call.problem, tuple(map(_aligned, (*call.inputs, *call.outputs)))
+
+
+def _aligned(placement: Placement) -> int:
+    """What a tensor's address is a multiple of: buffers begin on cache lines."""
+    return math.gcd(CACHE_LINE, placement.offset)
+
+
+class _Assembler:
+    """The calls of a lowered graph as steps. Equal problems by one tactic share a kernel."""
+
+    def __init__(self, chosen: CudaChosen, session: CudaSession) -> None:
+        self.chosen, self.lowered, self.gpu = chosen, chosen.lowered, session.gpu
+        self.module, self.symbols = GpuModule(), dict[Any, str]()
+        self.constants = Constants(chosen.graph)
+        self.writers: dict[int, list[int]] = {}     # buffer -> steps
+        self.steps = tuple(self._step(index, call) for index, call in enumerate(self.lowered.compiled))
+
+    def _step(self, index: int, call: Call) -> Step:
+        choice = self.chosen.choice(call)
+        grid = choice.kernel.grid(choice.tactic)
+        packed = [self.constants.add(array) for array in choice.kernel.pack(choice.tactic, call.constants)]
+        size = sum(count for _, count in packed)
+        items = call.outputs[0].items
+        depends = {step for placement in call.inputs for step in self.writers.get(placement.buffer, ())}
+        for placement in call.outputs:
+            self.writers.setdefault(placement.buffer, []).append(index)
+        step = step_of(self.lowered, call)
+        return replace(
+            step, symbol=self._symbol(choice),
+            operands=(*map(self._operand, call.inputs), *(operand for operand, _ in packed),
+                      *map(self._operand, call.outputs)),
+            rows_per_item=grid.rows_per_item if items == BATCH else 0,
+            rows=0 if items == BATCH else grid.rows_per_item * int(items),
+            row_step=grid.row_step, columns=grid.columns, column_step=grid.column_step,
+            launch=Launch(grid.threads, grid.shared_bytes), depends=tuple(sorted(depends)), constant_bytes=size,
+            tactic=f"{call.problem.family}: {choice.tactic}", bytes=step.bytes + size)
+
+    def _symbol(self, choice: GpuChoice) -> str:
+        """The kernel's name; it is emitted when it is first asked for."""
+        key = choice.kernel, choice.tactic
+        if key not in self.symbols:
+            self.symbols[key] = f"{choice.kernel.problem.family}_{len(self.symbols)}"
+            choice.kernel.emit(self.module, self.symbols[key], choice.tactic)
+        return self.symbols[key]
+
+    def _operand(self, placement: Placement) -> Operand:
+        if placement.buffer != NO_BUFFER:
+            return Operand(placement.buffer, placement.offset)
+        return Operand(None, self.constants.tensor(placement.constant).offset + placement.offset)
+
+    def machine(self) -> MachinePart:
+        ptx = ptx_of(self.module.text(), self.gpu)
+        cubin = cubin_of(ptx, self.gpu)
+        graph, lowered = self.lowered.graph, self.lowered
+        return MachinePart(
+            backend="cuda", target=self.gpu.name, cpu={"architecture": self.gpu.name},
+            inputs=io_views(lowered, graph.inputs), outputs=io_views(lowered, graph.outputs),
+            buffers=buffers_of(lowered, self.chosen.max_batch), fills=fills_of(lowered), steps=self.steps,
+            code=(*filter(None, [cubin]), ptx.encode()), constants=self.constants.data(),
+            weight_offsets=self.constants.weight_offsets)

@@ -1,0 +1,214 @@
+"""The machine: threads that run together, diverge and meet again; registers and operands."""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from tests.gpu.ptx.memory import Array, Memory, Shared
+from tests.gpu.ptx.text import Fault, Instruction, Kernel
+
+WARP = 32
+LANES = 1 << 16         # threads that run together, at most
+TOGETHER = {"bar": 0, "barrier": 0, "ldmatrix": WARP, "mma": WARP, "shfl": WARP, "wgmma": 4 * WARP}
+# ^ who must be there; 0: all of the block
+
+TYPES = {f"{kind}{bits}": np.dtype(f"{name}{bits}") for kind, name in (("b", "uint"), ("u", "uint"), ("s", "int"))
+         for bits in (8, 16, 32, 64)} | {"f16": np.dtype(np.float16), "f32": np.dtype(np.float32),
+                                         "f64": np.dtype(np.float64), "pred": np.dtype(bool)}
+
+Action = Callable[["Run", Instruction], None]
+ACTIONS: dict[str, tuple[Action, frozenset[str]]] = {}      # by the first word: what it does, modifiers that it takes
+
+
+def action(*names: str, modifiers: str = "") -> Callable[[Action], Action]:
+    """Registers what these instructions do. A modifier that is neither a type nor among these is refused."""
+    def register(function: Action) -> Action:
+        ACTIONS.update(dict.fromkeys(names, (function, frozenset(modifiers.split()))))
+        return function
+    return register
+
+
+@dataclass
+class Machine:
+    """Runs kernels over a memory. `count` says how many threads executed each kind of instruction."""
+    memory: Memory
+    count: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        for name in ("scalar", "movement", "tensor"):      # which fill ACTIONS
+            import_module(f"tests.gpu.ptx.{name}")
+
+    def launch(self, kernel: Kernel, grid: tuple[int, ...], threads: int, arguments: Sequence[int],
+               shared_bytes: int = 0) -> None:
+        if kernel.threads and threads > kernel.threads:
+            raise Fault(f"{kernel.name}: {threads} threads a block, compiled for {kernel.threads}")
+        grid = (*grid, 1, 1)[:3]
+        blocks, together = int(np.prod(grid)), max(LANES // threads, 1)
+        self.memory.begin_launch()
+        for first in range(0, blocks, together):
+            ids = np.arange(first, min(first + together, blocks))
+            Run(self, kernel, grid, ids, threads, arguments, shared_bytes).run()
+
+
+class Run:
+    """Some blocks of a launch."""
+
+    def __init__(self, machine: Machine, kernel: Kernel, grid: tuple[int, ...], ids: Array, threads: int,
+                 arguments: Sequence[int], shared_bytes: int) -> None:
+        self.machine, self.kernel, self.memory, self.threads = machine, kernel, machine.memory, threads
+        self.lanes = len(ids) * threads
+        self.block = np.repeat(np.arange(len(ids)), threads)
+        self.thread = np.tile(np.arange(threads), len(ids))
+        self.number = np.repeat(ids, threads) * threads + self.thread       # of each thread in the grid
+        self.shared = Shared(len(ids), shared_bytes)
+        places = zip(("x", "y", "z"), (ids % grid[0], ids // grid[0] % grid[1], ids // grid[0] // grid[1]), strict=True)
+        self.special = {"%tid.x": self.thread.astype(np.uint32)} | {
+            f"%ctaid.{axis}": np.repeat(values, threads).astype(np.uint32) for axis, values in places}
+        self.arguments = dict(zip(kernel.parameters, arguments, strict=True))
+        self.registers: dict[str, Array] = {}
+        self.copies: list[tuple[Array, Array, Array, Array]] = []       # threads, their group, places, bytes
+        self.groups = np.zeros(self.lanes, np.int64)        # of copies that a thread has committed
+        self.sel: Array | None = None           # threads that run now; None: all of them
+
+    def run(self) -> None:
+        """Threads go on from their places in the code; those furthest behind first, so that they meet again. What takes
+        a whole warp or block waits until all of it are there."""
+        places: dict[int, Array] = {0: np.arange(self.lanes)}
+        waiting: dict[int, Array] = {}
+        while places:
+            at = min(places)
+            who = places.pop(at)
+            together = TOGETHER.get(self.kernel.code[at].op[0])
+            if together is not None:
+                who = _joined(who, waiting.pop(at, None))
+                if not self._complete(who, together or self.threads):
+                    waiting[at] = who
+                    continue
+            for place, threads in self._after(at, who):
+                if len(threads) and place < len(self.kernel.code):
+                    places[place] = _joined(threads, places.get(place))
+        if waiting:
+            texts = ", ".join(f"'{self.kernel.code[at].text}'" for at in waiting)
+            raise Fault(f"{self.kernel.name}: not all threads reach {texts}")
+
+    def _after(self, at: int, who: Array) -> list[tuple[int, Array]]:
+        """Run an instruction; where its threads are then."""
+        self.sel = None if len(who) == self.lanes else who
+        instruction = self.kernel.code[at]
+        word = instruction.op[0]
+        if word not in ("bra", "ret", "exit"):
+            self._step(instruction, who)
+            return [(at + 1, who)]
+        chosen = self._guard(instruction) if instruction.guard else np.ones(len(who), bool)
+        others = (at + 1, who[~chosen])
+        return [others, (self.kernel.labels[instruction.one(0)], who[chosen])] if word == "bra" else [others]
+
+    def _complete(self, who: Array, together: int) -> bool:
+        """Whether these are whole warps, or whole blocks."""
+        if len(who) == self.lanes:
+            return True
+        whole = np.bincount(who // together, minlength=self.lanes // together)
+        return bool(np.all((whole == 0) | (whole == together)))
+
+    def _step(self, instruction: Instruction, who: Array) -> None:
+        word = instruction.op[0]
+        if word not in ACTIONS:
+            raise Fault(f"'{instruction.text}' is not known here")
+        function, modifiers = ACTIONS[word]
+        if unknown := set(instruction.op[1:]) - TYPES.keys() - modifiers:
+            raise Fault(f"'{instruction.text}': '.{min(unknown)}' is not known here")
+        if instruction.guard:
+            if word in TOGETHER:
+                raise Fault(f"'{instruction.text}': what takes whole warps has no guard here")
+            self.sel = who[self._guard(instruction)]
+            if not len(self.sel):
+                return
+        self.machine.count[".".join(instruction.op[:2]) if word in ("ld", "st", "cp") else word] += self.size
+        try:
+            function(self, instruction)
+        except Fault as fault:
+            raise Fault(f"{self.kernel.name}: '{instruction.text}': {fault}") from None
+
+    def _guard(self, instruction: Instruction) -> Array:
+        values = self.pick(self.registers[instruction.guard.lstrip("!")])
+        return ~values if instruction.guard[0] == "!" else values
+
+    # ---- who runs
+    def pick(self, values: Array) -> Array:
+        return values if self.sel is None else values[self.sel]
+
+    @property
+    def size(self) -> int:
+        return self.lanes if self.sel is None else len(self.sel)
+
+    @property
+    def who(self) -> tuple[Array, Array]:
+        """Block and thread of those that run."""
+        return self.pick(self.block), self.pick(self.thread)
+
+    # ---- operands
+    def width(self, register: str) -> np.dtype[Any]:
+        """The type that a register was declared with."""
+        return TYPES[self.kernel.registers[register.rstrip("0123456789")]]
+
+    def get(self, operand: str, type_: str) -> Array:
+        """An operand of the threads that run, as that type."""
+        dtype = TYPES[type_]
+        if operand.startswith("%"):
+            values = self.pick(self.special[operand] if operand in self.special else self._register(operand))
+            if values.dtype.itemsize == dtype.itemsize:
+                return np.ascontiguousarray(values).view(dtype)
+            if values.dtype.itemsize < dtype.itemsize or dtype.kind == "f":
+                raise Fault(f"{operand} has {8 * values.dtype.itemsize} bits, not {8 * dtype.itemsize}")
+            return values.astype(f"u{dtype.itemsize}").view(dtype)
+        if operand == "shared":
+            return np.zeros(self.size, dtype)
+        if operand.startswith(("0f", "0d")):
+            return np.full(self.size, int(operand[2:], 16), "u4" if operand[1] == "f" else "u8").view(dtype)
+        if dtype.kind == "b":
+            return np.full(self.size, int(operand) != 0)
+        number = int(operand.rstrip("U"), 0)
+        return np.full(self.size, number & ((1 << 8 * dtype.itemsize) - 1), f"u{dtype.itemsize}").view(dtype)
+
+    def _register(self, name: str) -> Array:
+        if name not in self.registers:
+            raise Fault(f"{name} is read before it is written")
+        return self.registers[name]
+
+    def put(self, name: str, values: Array) -> None:
+        if name == "_":
+            return
+        dtype = self.width(name)
+        if values.dtype != dtype:
+            if values.dtype.itemsize == dtype.itemsize:
+                values = np.ascontiguousarray(values).view(dtype)
+            else:       # a narrow value in a wide register: extended by its own sign
+                assert values.dtype.itemsize < dtype.itemsize, name
+                values = values.view(f"u{values.dtype.itemsize}") if values.dtype.kind == "f" else values
+                values = values.astype(f"{'i' if values.dtype.kind == 'i' else 'u'}{dtype.itemsize}").view(dtype)
+        if self.sel is None:
+            self.registers[name] = values
+        else:
+            if name not in self.registers:
+                self.registers[name] = np.zeros(self.lanes, dtype)
+            self.registers[name][self.sel] = values
+
+    def address(self, operand: str) -> Array:
+        """[register + number]."""
+        base, _, more = operand.strip("[]").partition("+")
+        size = 8 if base == "shared" else self.width(base).itemsize
+        return self.get(base, f"b{8 * size}").astype(np.int64) + (int(more) if more else 0)
+
+    @staticmethod
+    def warps(values: Array) -> Array:
+        """[warps, 32]"""
+        return values.reshape(-1, WARP)
+
+
+def _joined(threads: Array, more: Array | None) -> Array:
+    return threads if more is None else np.sort(np.concatenate([threads, more]))

@@ -1,0 +1,152 @@
+"""The memories of the machine, and what it holds against their users.
+
+Global memory: allocations with gaps between them that no kernel may touch; a byte that a thread has written is that
+thread's until the launch ends. Shared memory: who touched each word since which barrier.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.gpu.ptx.text import Fault
+
+Array = NDArray[Any]
+BASE = 1 << 20          # address of byte 0 of the memory: low addresses are faults
+GAP = 64                # bytes between allocations
+WORD = 4
+_LAUNCHES = 255         # that the stamps of writers tell apart
+_SEVERAL = -2           # as a reader: more than one thread
+
+
+class Memory:
+    """Global memory."""
+
+    def __init__(self, size: int) -> None:
+        self.bytes = np.zeros(size, np.uint8)
+        self.owned = np.zeros(size, bool)
+        self._writers = np.zeros(size, np.uint32)       # number of the launch, and of the thread in its grid
+        self._launch, self._end = 0, 0
+
+    def place(self, data: Array | int, align: int = 256) -> int:
+        """Room for so many bytes, or for an array's bytes; the address."""
+        size = data if isinstance(data, int) else data.nbytes
+        start = -(-(self._end + GAP) // align) * align
+        if start + size > len(self.bytes):
+            raise MemoryError(f"{size} bytes more than the {len(self.bytes)} that there are")
+        self._end = start + size
+        self.owned[start:self._end] = True
+        if not isinstance(data, int):
+            self.bytes[start:self._end] = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        return start + BASE
+
+    def array(self, address: int, dtype: Any, shape: Sequence[int]) -> Array:
+        return np.ndarray(tuple(shape), dtype, self.bytes, address - BASE)
+
+    def at(self, addresses: Array, size: int) -> Array:
+        """Where in `bytes`; a Fault if that is not allocated or not aligned."""
+        places = addresses.astype(np.int64) - BASE
+        if np.any(places % size):
+            raise Fault(f"an address is not a multiple of {size}")
+        if places.size and (places.min() < 0 or places.max() + size > len(self.owned)
+                            or not (self.owned[places].all() and self.owned[places + size - 1].all())):
+            raise Fault("outside of what is allocated")
+        return places
+
+    # ---- who wrote what
+    def begin_launch(self) -> None:
+        self._launch += 1
+        if self._launch > _LAUNCHES:
+            self._launch = 1
+            self._writers[:] = 0
+
+    def reads(self, places: Array, who: Array) -> None:
+        """Threads of the launch, by their numbers in the grid, read the bytes at these places."""
+        writers = self._writers[places]
+        if np.any((writers >> 24 == self._launch) & (writers != self._stamp(who))):
+            raise Fault("reads what another thread of the launch wrote")
+
+    def writes(self, places: Array, who: Array) -> None:
+        stamp, writers = self._stamp(who), self._writers[places]
+        if np.any((writers >> 24 == self._launch) & (writers != stamp)):
+            raise Fault("overwrites what another thread of the launch wrote")
+        self._writers[places] = stamp
+        if np.any(self._writers[places] != stamp):
+            raise Fault("two threads write to one place")
+
+    def _stamp(self, who: Array) -> Array:
+        assert not who.size or who.max() < 1 << 24
+        return np.asarray(np.uint32(self._launch) << np.uint32(24) | who.astype(np.uint32))
+
+
+class Shared:
+    """The shared memory of the blocks that run together."""
+
+    def __init__(self, blocks: int, size: int) -> None:
+        self.size = -(-size // 128) * 128 or 128
+        words = blocks * self.size // WORD
+        self.bytes = np.zeros(blocks * self.size, np.uint8)
+        self.epoch = np.zeros(blocks, np.int64)                 # barriers so far
+        self.written, self.writer = np.full(words, -1), np.full(words, -1)      # epoch, thread
+        self.read, self.reader = np.full(words, -1), np.full(words, -1)
+        self.on_its_way = np.zeros(words, bool)
+        self.unfenced = np.zeros(words, bool)                   # written, and not yet seen by wgmma
+
+    def at(self, block: Array, addresses: Array, size: int) -> Array:
+        places = addresses.astype(np.int64)
+        if np.any(places % size) or places.size and (places.min() < 0 or places.max() + size > self.size):
+            raise Fault(f"an address in shared memory is not aligned to {size}, or beyond {self.size}")
+        return places + block * self.size
+
+    def reads(self, block: Array, thread: Array, places: Array, size: int) -> None:
+        """The threads of blocks are about to read."""
+        for words in _words(places, size):
+            now = self.epoch[block]
+            if np.any(self.on_its_way[words]):
+                raise Fault("reads what a copy has yet to bring")
+            if np.any(self.written[words] < 0):
+                raise Fault("reads shared memory that nothing wrote")
+            if np.any((self.written[words] == now) & (self.writer[words] != thread)):
+                raise Fault("reads what another thread wrote, without a barrier between")
+            again = self.read[words] == now
+            self.reader[words] = np.where(again & (self.reader[words] != thread), _SEVERAL, thread)
+            self.read[words] = now
+
+    def reads_grouped(self, block: Array, places: Array, size: int) -> None:
+        """The tensor cores themselves are about to read."""
+        self.reads(block, np.full(places.shape, _SEVERAL), places, size)
+        if any(np.any(self.unfenced[words]) for words in _words(places, size)):
+            raise Fault("reads what was written without a fence.proxy.async before the barrier")
+
+    def will_write(self, block: Array, thread: Array, places: Array, size: int) -> None:
+        for words in _words(places, size):
+            now = self.epoch[block]
+            if np.any((self.read[words] == now) & (self.reader[words] != thread)):
+                raise Fault("overwrites what another thread reads, without a barrier between")
+            if np.any((self.written[words] == now) & (self.writer[words] != thread)) or np.any(self.on_its_way[words]):
+                raise Fault("overwrites what another thread writes, without a barrier between")
+
+    def wrote(self, block: Array, thread: Array, places: Array, size: int) -> None:
+        for words in _words(places, size):
+            self.written[words], self.writer[words] = self.epoch[block], thread
+            self.on_its_way[words], self.unfenced[words] = False, True
+            if np.any(self.writer[words] != thread):
+                raise Fault("two threads write to one word")
+
+    def set_out(self, places: Array, size: int) -> None:
+        """A copy to these places has begun."""
+        for words in _words(places, size):
+            self.on_its_way[words] = True
+
+    def fence(self, block: Array, thread: Array) -> None:
+        """What these threads wrote is seen by wgmma."""
+        mine = np.zeros((len(self.epoch), thread.max() + 1), bool)
+        mine[block, thread] = True
+        words = np.flatnonzero(self.unfenced & (self.writer >= 0) & (self.writer < mine.shape[1]))
+        self.unfenced[words[mine[words * WORD // self.size, self.writer[words]]]] = False
+
+
+def _words(places: Array, size: int) -> list[Array]:
+    return [(places + at) // WORD for at in range(0, size, WORD)]

@@ -1,0 +1,124 @@
+"""Instructions on memory: loads, stores, copies on their way, barriers and fences."""
+from __future__ import annotations
+
+import numpy as np
+
+from tests.gpu.ptx.machine import TYPES, Run, action
+from tests.gpu.ptx.memory import Array
+from tests.gpu.ptx.text import Fault, Instruction
+
+_SPACES = "global shared v2 v4"
+
+
+def _count(i: Instruction, names: tuple[str, ...]) -> int:
+    """Of elements that it moves."""
+    if len(names) != max((int(word[1:]) for word in i.op if word in ("v2", "v4")), default=1):
+        raise Fault(f"{len(names)} registers")
+    return len(names)
+
+
+def _places(run: Run, i: Instruction, operand: str, size: int) -> Array:
+    if i.op[1] == "shared":
+        return run.shared.at(run.who[0], run.address(operand), size)
+    return run.memory.at(run.address(operand), size)
+
+
+@action("ld", modifiers=f"{_SPACES} param nc")
+def _ld(run: Run, i: Instruction) -> None:
+    dtype = TYPES[i.op[-1]]
+    if i.op[1] == "param":
+        value = run.arguments[i.one(1).strip("[]")]
+        run.put(i.one(0), np.full(run.size, value, f"u{dtype.itemsize}"))
+        return
+    names = i.several(0)
+    size = dtype.itemsize * _count(i, names)
+    places = _places(run, i, i.one(1), size)
+    shared = i.op[1] == "shared"
+    if shared:
+        run.shared.reads(*run.who, places, size)
+    else:
+        for n in range(len(names)):
+            run.memory.reads(places + n * dtype.itemsize, run.pick(run.number))
+    source = run.shared.bytes if shared else run.memory.bytes
+    for n, name in enumerate(names):
+        run.put(name, source.view(dtype)[places // dtype.itemsize + n])
+
+
+@action("st", modifiers=_SPACES)
+def _st(run: Run, i: Instruction) -> None:
+    dtype, names = TYPES[i.op[-1]], i.several(1)
+    size = dtype.itemsize * _count(i, names)
+    places = _places(run, i, i.one(0), size)
+    shared = i.op[1] == "shared"
+    if shared:
+        run.shared.will_write(*run.who, places, size)
+        run.shared.wrote(*run.who, places, size)
+    else:
+        for at in range(size):
+            run.memory.writes(places + at, run.pick(run.number))
+    target = run.shared.bytes if shared else run.memory.bytes
+    for n, name in enumerate(names):
+        target.view(dtype)[places // dtype.itemsize + n] = run.get(name, i.op[-1])
+
+
+@action("cp", modifiers="async ca cg shared global commit_group wait_group")
+def _cp(run: Run, i: Instruction) -> None:
+    lanes = np.arange(run.lanes) if run.sel is None else run.sel
+    if i.op[2] == "commit_group":
+        run.groups[lanes] += 1
+    elif i.op[2] == "wait_group":
+        _land(run, lanes, int(i.one(0)))
+    else:
+        _set_out(run, i, lanes)
+
+
+def _set_out(run: Run, i: Instruction, lanes: Array) -> None:
+    """A copy begins; it reads now, and lands when it is waited for."""
+    size = int(i.one(2))
+    if size not in ((16,) if "cg" in i.op else (4, 8, 16)):
+        raise Fault(f"copies {size} bytes")
+    taken = run.get(i.one(3), "u32").astype(np.int64) if len(i.operands) > 3 else np.full(run.size, size)
+    if np.any(taken > size):
+        raise Fault(f"takes {taken.max()} of {size} bytes")
+    places = run.shared.at(run.who[0], run.address(i.one(0)), size)
+    some = taken > 0
+    addresses = run.address(i.one(1))
+    if np.any(addresses % size):
+        raise Fault(f"an address is not a multiple of {size}")
+    data = np.zeros((run.size, size), np.uint8)
+    for at in range(size):
+        here = taken > at
+        sources = run.memory.at(addresses[here] + at, 1)
+        run.memory.reads(sources, run.pick(run.number)[here])
+        data[here, at] = run.memory.bytes[sources]
+    assert not data[~some].any()
+    run.shared.will_write(*run.who, places, size)
+    run.shared.set_out(places, size)
+    run.copies.append((lanes, run.groups[lanes], places, data))
+
+
+def _land(run: Run, lanes: Array, pending: int) -> None:
+    """All groups of these threads but the last `pending` ones have come."""
+    here = np.zeros(run.lanes, bool)
+    here[lanes] = True
+    left = []
+    for threads, group, places, data in run.copies:
+        landed = here[threads] & (group < run.groups[threads] - pending)
+        now, size = threads[landed], data.shape[1]
+        run.shared.bytes[places[landed][:, None] + np.arange(size)] = data[landed]
+        run.shared.wrote(run.block[now], run.thread[now], places[landed], size)
+        if not landed.all():
+            left.append((threads[~landed], group[~landed], places[~landed], data[~landed]))
+    run.copies = left
+
+
+@action("bar", "barrier", modifiers="sync")
+def _bar(run: Run, i: Instruction) -> None:
+    if i.operands != ("0",):
+        raise Fault("only barrier 0 of the whole block is known here")
+    run.shared.epoch[np.unique(run.who[0])] += 1
+
+
+@action("fence", modifiers="proxy async shared::cta")
+def _fence(run: Run, i: Instruction) -> None:
+    run.shared.fence(*run.who)

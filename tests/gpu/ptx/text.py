@@ -1,0 +1,82 @@
+"""PTX text -> kernels of instructions."""
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+Operand = str | tuple[str, ...]
+
+
+class Fault(Exception):
+    """What the kernel does wrong, and where."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    text: str
+    op: tuple[str, ...]                 # the words between the dots
+    operands: tuple[Operand, ...]       # a tuple for {a, b}
+    guard: str = ""                     # %p1 or !%p1
+
+    def one(self, index: int) -> str:
+        """An operand that is no list."""
+        operand = self.operands[index]
+        assert isinstance(operand, str), self.text
+        return operand
+
+    def several(self, index: int) -> tuple[str, ...]:
+        """An operand as a list, perhaps of one."""
+        operand = self.operands[index]
+        return operand if isinstance(operand, tuple) else (operand,)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A parsed entry."""
+    name: str
+    parameters: dict[str, str]          # name -> type
+    registers: dict[str, str]           # beginning of a register's name -> type
+    code: tuple[Instruction, ...]
+    labels: dict[str, int]
+    threads: int                        # of a block, at most; 0: any
+
+
+def parse(text: str) -> dict[str, Kernel]:
+    """The entries of a module."""
+    return {match[1]: _kernel(*match.groups())
+            for match in re.finditer(r"\.entry (\w+)\(([^)]*)\)([^{]*)\{(.*?)\n\}", text, re.S)}
+
+
+def _kernel(name: str, head: str, directives: str, body: str) -> Kernel:
+    parameters = {part.split()[-1]: part.split(".param .")[1].split()[0] for part in head.split(",") if part.strip()}
+    code: list[Instruction] = []
+    labels: dict[str, int] = {}
+    registers: dict[str, str] = {}
+    for line in re.split(r";|(?<=:)\s*\n", re.sub(r"//[^\n]*", "", body)):
+        _parse_line(" ".join(line.split()), code, labels, registers)
+    limit = re.search(r"\.maxntid (\d+)", directives)
+    return Kernel(name, parameters, registers, tuple(code), labels, int(limit[1]) if limit else 0)
+
+
+def _parse_line(line: str, code: list[Instruction], labels: dict[str, int], registers: dict[str, str]) -> None:
+    if line.endswith(":"):
+        labels[line[:-1]] = len(code)
+    elif line.startswith(".reg"):
+        _, type_, names = line.split()
+        registers[names.partition("<")[0]] = type_[1:]
+    elif line.startswith((".pragma", ".loc", ".file")):
+        return
+    elif line.startswith("."):
+        raise Fault(f"'{line}' is not known here")
+    elif line:
+        code.append(_instruction(line))
+
+
+def _instruction(line: str) -> Instruction:
+    text, guard = line, ""
+    if line.startswith("@"):
+        guard, line = line[1:].split(" ", 1)
+    word, _, rest = line.partition(" ")
+    parts = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", rest)
+    operands = tuple(tuple(p.strip() for p in part[1:-1].split(",")) if part[0] == "{" else part for part in parts)
+    return Instruction(text, tuple(word.split(".")), operands, guard)
