@@ -47,8 +47,7 @@ def convolution(precision: str = "int8", cin: int = 48, cout: int = 72, groups: 
     return problem, inputs_of(problem), {"weights": weights if precision != "bf16" else weights / 4, **constants}
 
 
-SMALL = {"sm_61": Tile(32, 64, (1, 2), 64, 2), "sm_70": Tile(32, 64, (1, 2), 64, 2),
-         "sm_75": Tile(32, 64, (1, 2), 64, 2), "sm_80": Tile(32, 64, (1, 2), 64, 3),
+SMALL = {**dict.fromkeys(("sm_61", "sm_70", "sm_75"), Tile(32, 32, (2, 2), 64, 2)), "sm_80": Tile(32, 64, (1, 2), 64, 3),
          "sm_90a": Tile(64, 64, (4, 1), 128, 3, grouped=True)}
 
 
@@ -73,7 +72,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("gpu", ["sm_75", "sm_80"])
+@pytest.mark.parametrize("gpu", ["sm_61", "sm_80"])
 @pytest.mark.parametrize("shape", OTHERS.values(), ids=OTHERS)
 def test_convolutions_of_other_shapes_and_types_equal_theirs(shape: dict[str, Any], gpu: str) -> None:
     problem, inputs, constants = convolution(**shape)

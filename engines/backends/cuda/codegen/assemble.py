@@ -9,7 +9,6 @@ import collections
 import ctypes
 import importlib.util
 import re
-import shutil
 import subprocess
 import tempfile
 from functools import cache
@@ -53,8 +52,8 @@ def cubin_of(ptx: str, gpu: Gpu) -> bytes:
 
 
 def report_of(ptx: str, gpu: Gpu) -> tuple[bytes, str]:
-    """The same by ptxas, and what it says of registers and spills."""
-    program = shutil.which("ptxas") or _find("nvidia.cuda_nvcc", "bin/ptxas")
+    """The same by ptxas, and what it says of registers and spills. Raises FileNotFoundError: it is not installed."""
+    program = _find("nvidia.cuda_nvcc", "bin/ptxas") or "ptxas"
     with tempfile.TemporaryDirectory() as folder:
         source, result = Path(folder, "k.ptx"), Path(folder, "k.cubin")
         source.write_text(ptx)
@@ -105,7 +104,7 @@ def _linked(ptx: str, gpu: Gpu, library: str) -> bytes:
 # ---- what is in it
 def sass_of(cubin: bytes) -> str:
     """The machine code as text. Raises FileNotFoundError: nvdisasm is not installed."""
-    program = shutil.which("nvdisasm") or _find("nvidia.cu13", "bin/nvdisasm") or "nvdisasm"
+    program = _find("nvidia.cuda_nvdisasm", "bin/nvdisasm") or _find("nvidia.cu13", "bin/nvdisasm") or "nvdisasm"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

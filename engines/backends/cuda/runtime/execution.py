@@ -105,12 +105,17 @@ class CudaExecution:
         return array_at(_of(self._results, view).memory, 0, view, batch)
 
     def run(self, batch: int) -> None:
-        self._gpu.use()
+        """Raises PlanError: the GPU failed, by a fault of a kernel or of its own."""
         bucket = min(1 << (batch - 1).bit_length(), self._loaded.plan.batch_slots)
-        if bucket not in self._graphs:
-            self._graphs[bucket] = self._stream.record(lambda: self._put(bucket))
-        self._graphs[bucket]()
-        self._stream.wait()
+        try:
+            self._gpu.use()
+            if bucket not in self._graphs:
+                self._graphs[bucket] = self._stream.record(lambda: self._put(bucket))
+            self._graphs[bucket]()
+            self._stream.wait()
+        except CudaError as error:
+            raise PlanError(f"{self._loaded.plan.name}: a run on the GPU failed: {error}; after an error of a GPU its "
+                            "process has to start anew") from error
 
     def profile(self, batch: int, repeats: int) -> list[float]:
         """With the time that a launch and the wait for it take; the device's own clock is for later."""

@@ -83,9 +83,11 @@ class GpuRunner:
         tensors = [*inputs, *outputs]
         addresses = [memory.place(np.concatenate([np.zeros(aligned, np.uint8), tensor])) + aligned
                      for tensor in tensors]
+        before = [tensor.copy() for tensor in tensors]
         launch(way, memory, addresses, constants, batch, len(outputs), text)
-        for tensor, address in zip(tensors, addresses, strict=True):
-            tensor[...] = memory.array(address, np.uint8, tensor.shape)
+        for tensor, address, old in zip(tensors, addresses, before, strict=True):
+            new = memory.array(address, np.uint8, tensor.shape)
+            tensor[new != old] = new[new != old]        # tensors may be parts of one
 
 
 def every_way(problem: Problem, gpu: Gpu) -> list[Way]:

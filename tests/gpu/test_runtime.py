@@ -1,0 +1,192 @@
+"""Plans for GPUs: built without one, and run by the code that runs them on a real one, on the GPU that the PTX machine
+plays."""
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines.backends.cuda.codegen import assemble
+from engines.backends.cuda.codegen.gpu import GPUS
+from engines.backends.cuda.runtime.device import DEVICE, CudaDevice
+from engines.compiler.builder import BuildConfig, Builder
+from engines.compiler.specialise import relower
+from engines.errors import ConfigError, PlanError, PlanTargetError
+from engines.loading import engine_of
+from engines.plan.file import read_plan, write_plan
+from engines.plan.plan import Plan
+from engines.runtime.engine import Engine
+from tests.engines.compiler.zoo_engines import compiled
+from tests.gpu.emulated import EmulatedGpu
+from tests.zoo import TINY, images_for
+from tests.zoo.builder import Net, Tensor, architecture
+from tests.zoo.mobile import inverted_residual
+from tests.zoo.resnet import basic_block
+
+Here = Callable[..., EmulatedGpu]
+
+
+@architecture(size=16)
+def small(net: Net, x: Tensor) -> Tensor:
+    """A stem of three channels, a pool, a residual block, a depthwise convolution, a mean, a product."""
+    x = net.max_pool(net.conv_bn_act(x, 16, 3, stride=2, name="stem"), 3, stride=2)
+    x = inverted_residual(net, basic_block(net, x, 16, 1), 16, expanded=32, act="relu6")
+    return net.classify(x)
+
+
+MODEL = small(classes=10)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Here:
+    """gpu(architecture, ...): this machine has it from now on."""
+    def put(architecture: str, **options: int) -> EmulatedGpu:
+        found = EmulatedGpu(architecture, **options)
+        monkeypatch.setattr(DEVICE, "open_gpu", lambda: found)
+        return found
+    return put
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Plan]:
+    """plans(target): INT8 plans of one calibration."""
+    made = {"portable": compiled(MODEL, tmp_path_factory.mktemp("small"), precision="int8", target="portable").plan}
+
+    def plan(target: str) -> Plan:
+        if target not in made:
+            found = relower(made["portable"], target)
+            made[target] = found.with_machine(code=found.machine.code[-1:])     # the PTX
+        return made[target]
+    return plan
+
+
+@pytest.mark.parametrize("target", ["sm_61", "sm_75", "sm_80", "sm_90a"])
+def test_a_quantised_network_gives_the_bytes_of_the_plan_for_a_cpu(target: str, gpu: Here,
+                                                                 plans: Callable[[str], Plan]) -> None:
+    gpu(target)
+    x = {"input": images_for(MODEL, 3, seed=1)}
+    theirs, ours = Engine(plans("portable")).run(x), Engine(plans(target)).run(x)
+    for output, value in theirs.items():
+        assert value.std() > 0
+        np.testing.assert_array_equal(ours[output], value)
+
+
+def test_contexts_of_one_device_do_not_meet_and_batches_run_by_the_graph_of_their_bucket(
+        gpu: Here, plans: Callable[[str], Plan]) -> None:
+    here, engine = gpu("sm_80"), Engine(plans("sm_80"))
+    x = images_for(MODEL, 4, seed=1)
+    wanted = Engine(plans("portable")).run({"input": x})
+    (name, values), = wanted.items()
+    contexts = [engine.create_context(), engine.create_context()]
+    for context, first in zip(contexts, (0, 1), strict=True):
+        context.input("input", 3)[...] = x[first:first + 3]
+    for context, first in zip(contexts, (0, 1), strict=True):
+        context.execute(3)
+        np.testing.assert_array_equal(context.output(name, 3), values[first:first + 3])
+    launched = here.machine.count["ret"], here.machine.count["st.global"]
+    contexts[0].execute(3)
+    contexts[0].input("input", 1)[...] = x[3:]
+    contexts[0].execute(1)
+    np.testing.assert_array_equal(contexts[0].output(name, 1), values[3:])
+    assert here.machine.count["st.global"] > launched[1]
+    for context in contexts:
+        context.close()
+    assert here.pinned_bytes == 0
+
+
+def test_too_little_memory_is_said(gpu: Here, plans: Callable[[str], Plan]) -> None:
+    plan = plans("sm_80")
+    gpu("sm_80", size=len(plan.machine.constants) // 2)
+    with pytest.raises(PlanError, match="the GPU has not the .* bytes that its constants take"):
+        Engine(plan)
+    gpu("sm_80", size=len(plan.machine.constants) + (16 << 10))
+    with pytest.raises(PlanError, match="bytes that the buffers of a context take.*--max-batch or fewer instances"):
+        Engine(plan).create_context()
+
+
+def test_a_lost_device_is_an_error_of_the_engine(gpu: Here, plans: Callable[[str], Plan]) -> None:
+    here = gpu("sm_80")
+    context = Engine(plans("sm_80")).create_context()
+    here.lost = True
+    with pytest.raises(PlanError, match="the device is lost"):
+        context.execute(1)
+
+
+@pytest.mark.parametrize(("target", "here", "why"), [
+    ("sm_80", "sm_75", "this GPU is sm_75, an older one"),
+    ("sm_90a", "sm_100", "runs on no other, but this GPU is sm_100"),
+    ("sm_80", "sm_89", ""), ("sm_90a", "sm_90", "")])
+def test_a_plan_fits_gpus_of_its_kind_and_later_ones(target: str, here: str, why: str, gpu: Here,
+                                                   plans: Callable[[str], Plan]) -> None:
+    gpu(here)
+    found = DEVICE.mismatch(plans(target))
+    assert why in found if why else found == ""
+
+
+def test_without_a_driver_the_error_says_so_and_the_plan_is_compiled_for_the_cpu(
+        plans: Callable[[str], Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engines.backends.cuda.runtime.driver.LIBRARY", "libcuda-that-is-not-here.so")
+    plan, x = plans("sm_80"), {"input": images_for(MODEL, 2, seed=1)}
+    assert "there is no NVIDIA driver here (libcuda-that-is-not-here.so" in CudaDevice().mismatch(plan)
+    monkeypatch.setattr(DEVICE, "open_gpu", CudaDevice().open_gpu)
+    with pytest.raises(PlanTargetError, match="no NVIDIA driver"):
+        engine_of(plan, on_target_mismatch="refuse")
+    with pytest.raises(ConfigError, match="target 'cuda' is the GPU of this machine, but there is no NVIDIA driver"):
+        Builder(BuildConfig(target="cuda"))
+    for name, value in engine_of(plan).run(x).items():
+        np.testing.assert_array_equal(value, Engine(plans("portable")).run(x)[name])
+
+
+def test_serving_a_plan_for_a_gpu_loads_no_compiler(plans: Callable[[str], Plan], tmp_path: Path) -> None:
+    write_plan(plans("sm_80"), tmp_path / "m.plan")
+    assert read_plan(tmp_path / "m.plan").machine == plans("sm_80").machine
+    script = """if True:
+        import sys
+        from engines import load_engine
+        from engines.errors import PlanTargetError
+        try:
+            load_engine("m.plan", on_target_mismatch="refuse")
+        except PlanTargetError as error:
+            print(error)
+        import engines.backends.cuda.runtime.execution
+        print(sorted({"llvmlite", "onnx", "engines.lowering"} & sys.modules.keys()))"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True,
+                          env={"PYTHONPATH": ":".join(sys.path)})
+    message, loaded = done.stdout.splitlines()
+    assert "made for 'sm_80'" in message and loaded == "[]"
+
+
+def test_a_node_without_a_kernel_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot run on sm_80: "):
+        compiled(TINY["googlenet_lrn"](), tmp_path, target="sm_80")
+
+
+# ---- cubin and sass
+@pytest.mark.parametrize("target", ["sm_61", "sm_80", "sm_90a"])
+def test_the_cubin_of_a_network_spills_nothing(target: str, plans: Callable[[str], Plan]) -> None:
+    code, = plans(target).machine.code
+    try:
+        _, report = assemble.report_of(code.decode(), GPUS[target])
+    except FileNotFoundError:
+        pytest.skip("no assembler: install the extra 'cuda'")
+    spills = [line for line in report.splitlines() if "spill" in line]
+    assert spills and all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills)
+
+
+@pytest.mark.parametrize(("target", "product", "copy"), [
+    ("sm_75", "IMMA", "LDG"), ("sm_80", "IMMA", "LDGSTS")])
+def test_the_sass_of_a_network_has_the_products_of_its_architecture(target: str, product: str, copy: str,
+                                                                  plans: Callable[[str], Plan]) -> None:
+    code, = plans(target).machine.code
+    cubin = assemble.cubin_of(code.decode(), GPUS[target])
+    try:
+        found = assemble.classes(assemble.sass_of(cubin)) if cubin else {}
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        found = {}
+    if not found:
+        pytest.skip("no assembler or disassembler: install the extra 'cuda'")
+    assert found[product] and found[copy]
