@@ -171,8 +171,8 @@ def _slice(call: Call) -> list[Node]:
     cuts = [(axis, int(start), int(end), step) for axis, start, end, step in zip(axes, starts, ends, cut_steps,
                                                                                  strict=True)
             if (start, step) != (0, 1) or end < FAR]        # exporters list the axes that they take whole, too
-    axes, starts, ends, cut_steps = zip(*cuts, strict=True) if cuts else ((), (), (), ())
-    return call.node_with(1, axes=axes, starts=starts, ends=ends, steps=cut_steps)
+    return call.node_with(1, **{name: tuple(cut[i] for cut in cuts)
+                                for i, name in enumerate(("axes", "starts", "ends", "steps"))})
 
 
 @rule("Pad")
