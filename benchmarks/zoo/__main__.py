@@ -4,7 +4,8 @@
     python -m benchmarks.zoo --int8 --cache built --prepare             # all of them: build and compare, time nothing
     python -m benchmarks.zoo --int8 --cache built --write               # ... and then time what was built
 
-One thread, each runtime in turn; INT8 of the peers is our exported Q/DQ model. Weights and inputs are seeded random
+One thread, each runtime in turn. In INT8 a peer runs our exported Q/DQ model, or the float32 one (and the row says so)
+where that is faster: recurrent layers are unfolded in the former. Weights and inputs are seeded random
 numbers, ranges those of four such inputs (minmax). Whatever is finished is kept in --cache, and in the table at once.
 Needs the extra "bench".
 """
@@ -72,15 +73,16 @@ def ratio(facts: Facts, peer: str) -> str:
     """The peer's time over ours, turn by turn: the median and the quartiles."""
     if OURS not in facts.turns or peer not in facts.turns:
         return "failed" if peer in facts.notes else "-"
+    kind = ", fp32" if (facts.precision, facts.notes.get(peer)) == ("int8", "fp32") else ""
     ratios = [a / b for a, b in zip(facts.turns[peer], facts.turns[OURS], strict=True)]
     low, middle, high = quantiles(ratios, n=4, method="inclusive")
-    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+    return f"{middle:.2f} ({low:.2f} to {high:.2f}{kind})"
 
 
 def report(every: Sequence[Facts]) -> str:
     unit = next((facts.unit for facts in every if facts.unit), "")
     return (f"{machine()}; one thread, batch 1. ms: the median of all turns (the least), {unit or 'not timed'}; of the "
-            "peers, their time over ours, median and quartiles turn by turn\n\n"
+            "peers, their time over ours, median and quartiles turn by turn; fp32: faster so than by our Q/DQ model\n\n"
             + markdown_table(HEADER, [row(facts) for facts in every]))
 
 

@@ -18,7 +18,7 @@ import onnx
 
 from benchmarks.measure.cycles import Counter
 from benchmarks.measure.measuring import WorkClock, interleaved
-from benchmarks.runtimes.runtimes import LOADERS, OPENVINO, ORT, OURS, Feed, OnnxRuntime
+from benchmarks.runtimes.runtimes import LOADERS, OPENVINO, ORT, OURS, Feed, OnnxRuntime, Session
 from benchmarks.zoo.pictures import feeds_for
 from benchmarks.zoo.workloads import WORKLOADS
 from calibration import Calibration
@@ -49,7 +49,7 @@ class Facts:
     sqnr_db: float = 0.0                    # the least of all outputs
     unit: str = ""
     turns: dict[str, list[float]] = field(default_factory=dict)
-    notes: dict[str, str] = field(default_factory=dict)     # why a peer has no times
+    notes: dict[str, str] = field(default_factory=dict)     # the model that a peer ran, or why none
 
 
 class Folder:
@@ -83,18 +83,17 @@ def build(name: str, precision: str, folder: Folder) -> Facts:
         return Facts(name, precision, failure=str(refusal).splitlines()[0])
     seconds, coverage = time.perf_counter() - begin, made.coverage
     made.save(folder.plan)
-    notes = {}
     if precision == "int8":
         try:
             onnx.save(onnx_from_graph(graph_at(made.plan)), folder.exported)
         except (EngineError, ValueError) as reason:     # the latter: more than a file of ONNX may hold
-            notes = dict.fromkeys((ORT, OPENVINO), f"no Q/DQ model: {reason}".splitlines()[0])
+            print(f"{name}: no Q/DQ model: {reason}", file=sys.stderr)
     feed = folder.feed()
     reference = OnnxRuntime(folder.model, feed, "fp32", 1)
     reference.infer()
     error, decibels = compared(reference.outputs(), list(made.engine().run(feed).values()))
     return Facts(name, precision, "", seconds, coverage.steps, len(coverage.by_reference), coverage.reference_share,
-                 tuple(sorted({step.operator for step in coverage.by_reference})), error, decibels, notes=notes)
+                 tuple(sorted({step.operator for step in coverage.by_reference})), error, decibels)
 
 
 def _built(precision: str, folder: Folder) -> EngineBuild:
@@ -121,22 +120,23 @@ def compared(expected: Sequence[Array], found: Sequence[Array]) -> tuple[float, 
 
 
 def timed(facts: Facts, folder: Folder, seconds: float) -> Facts:
-    """With the times of all runtimes, which take turns."""
+    """With the times of all runtimes, which take turns; of the peers in INT8, by the faster of both their models."""
     feed: Feed = folder.feed()
-    notes, sessions = dict(facts.notes), {}
-    peers = folder.exported if facts.precision == "int8" else folder.model
-    for runtime, path in ((OURS, folder.plan), (ORT, peers), (OPENVINO, peers)):
-        if runtime in notes or not path.exists():
-            continue
-        try:
-            sessions[runtime] = LOADERS[runtime](path, feed, facts.precision, 1)
-            sessions[runtime].infer()
-        except Exception as error:      # whatever a runtime raises at a model that it does not like
-            if runtime == OURS:
-                raise
-            sessions.pop(runtime, None)
-            notes[runtime] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    clock = WorkClock(Counter())
+    clock, notes = WorkClock(Counter()), dict(facts.notes)
+    sessions = {OURS: LOADERS[OURS](folder.plan, feed, facts.precision, 1)}
+    models = [path for path in (folder.exported, folder.model) if path.exists()]
+    for peer in (ORT, OPENVINO):
+        loaded: list[tuple[int, str, Session]] = []
+        for path in models:
+            kind = "our Q/DQ" if path == folder.exported else "fp32"
+            try:
+                session = LOADERS[peer](path, feed, "fp32" if kind == "fp32" else facts.precision, 1)
+                session.infer()
+                loaded.append((clock.of(session.infer), kind, session))
+            except Exception as error:      # whatever a runtime raises at a model that it does not like
+                notes[peer] = f"{kind}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if loaded:
+            _, notes[peer], sessions[peer] = min(loaded, key=lambda found: found[0])
     turns = interleaved(clock, {runtime: session.infer for runtime, session in sessions.items()}, seconds,
                         FEWEST_TURNS)
     return replace(facts, unit=clock.unit, turns=turns, notes=notes)

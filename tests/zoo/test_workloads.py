@@ -1,6 +1,8 @@
 """The field's workloads, each shrunk: built without an option, in float32 and INT8, they say what ONNX Runtime says."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import onnx
 import pytest
@@ -46,9 +48,10 @@ def test_detectors_with_suppression_are_valid_models(name: str) -> None:
 def test_a_row_compares_turn_by_turn_and_a_failure_is_told(tmp_path) -> None:
     facts = Facts("dcgan", "fp32", steps=9, by_reference=1, reference_share=0.25, operators=("Unique",), error=1e-6,
                   sqnr_db=100.0, unit="ms", turns={"infer-server": [2.0, 4.0, 4.0], "ONNX Runtime": [4.0, 4.0, 8.0]},
-                  notes={"OpenVINO": "it failed"})
+                  notes={"OpenVINO": "it failed", "ONNX Runtime": "fp32"})
     folder = Folder(tmp_path, "dcgan", "fp32")
     folder.write(facts)
     assert folder.read() == facts
     assert row(facts)[3:9] == ["25.0 %: Unique", "1.0e-06", "100", "4 (2)", "2.00 (1.50 to 2.00)", "failed"]
+    assert row(replace(facts, precision="int8"))[7] == "2.00 (1.50 to 2.00, fp32)"
     assert "not built" in report([Facts("dlrm", "int8", failure="not built")])

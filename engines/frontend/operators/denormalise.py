@@ -128,8 +128,9 @@ def shuffled_groups(indices: Array) -> int:
     """The number of groups if a Gather of these indices is a shuffle of channels between them, else 0."""
     count = indices.size
     groups = count // max(int(indices[1]), 1) if indices.ndim == 1 and count > 1 else 0
-    is_shuffle = 1 < groups < count and np.array_equal(indices, np.arange(count).reshape(groups, -1).T.ravel())
-    return groups if is_shuffle else 0
+    if not 1 < groups < count or count % groups:
+        return 0
+    return groups if np.array_equal(indices, np.arange(count).reshape(groups, -1).T.ravel()) else 0
 
 
 def channel_shuffle(node: Node, shape: Sequence[Dim], groups: int, constant: Constant) -> list[Part]:
