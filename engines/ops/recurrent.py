@@ -69,15 +69,17 @@ class _Layer(Op, abstract=True):
     """Inputs X, W, R, B, sequence_lens, initial_h (LSTM: initial_c, P); outputs Y, Y_h (LSTM: Y_c).
 
     layout 0: X [T, N, F], Y [T, D, N, H], states [D, N, H]; layout 1: X [N, T, F], Y [N, T, D, H], states [N, D, H].
+    Without W, which ONNX requires, X is the projection: F = D G H.
     """
 
     @classmethod
     def types_with(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        x, w, r = present(inputs[:3])
-        if len(x.shape) != 3 or len(w.shape) != 3 or len(r.shape) != 3:
+        x, *weights = present(inputs[:3])
+        if any(len(given.shape) != 3 for given in (x, *weights)):
             raise GraphError("X, W and R must have three axes")
-        first = node.attrs["layout"]
-        (batch, steps), (count, rows, width), hidden = x.shape[:2][::2 * first - 1], w.shape, r.shape[2]
+        first, r = node.attrs["layout"], weights[-1]
+        (batch, steps), (count, rows), hidden = x.shape[:2][::2 * first - 1], weights[0].shape[:2], r.shape[2]
+        width = weights[0].shape[2] if len(weights) > 1 else int(count) * int(rows)
         if isinstance(steps, str):
             raise GraphError(f"its steps follow axis {1 if first else 0}, which depends on the batch; "
                              "give that input its length with --shape")
@@ -105,18 +107,20 @@ class _Layer(Op, abstract=True):
         return (0 if first else 2, *(0 if first else 1,) * (len(outputs) - 1))
 
     @classmethod
-    def compute(cls, node: Node, x: Any, w: Array, r: Array, b: Array | None = None, lengths: Array | None = None,
-                h: Any = None, c: Any = None, p: Array | None = None) -> tuple[Array, ...]:
-        bias = np.zeros((len(w), 2 * w.shape[1]), x.dtype) if b is None else b
+    def compute(cls, node: Node, x: Any, w: Array | None, r: Array, b: Array | None = None,
+                lengths: Array | None = None, h: Any = None, c: Any = None, p: Array | None = None
+                ) -> tuple[Array, ...]:
+        bias = np.zeros((len(r), 2 * r.shape[1]), x.dtype) if b is None else b
         gates, recurrent = added_biases(node, bias, r.shape[2])
         if not node.attrs["layout"]:
             x, h, c = (a if a is None else a.swapaxes(0, 1) for a in (x, h, c))
-        projected = np.einsum("ntf,dgf->ntdg", x, w, optimize=True) + gates
+        projected = x.reshape(*x.shape[:2], *r.shape[:2]) if w is None else np.einsum(
+            "ntf,dgf->ntdg", x, w, optimize=True)
         h, c = (a if a is None else a.reshape(len(a), -1) for a in (h, c))
         made = Recurrence.compute(
             Node("Recurrence", (), (), {**node.attrs, "cell": node.op}),
-            projected.reshape(*projected.shape[:2], -1), r, recurrent, p, lengths, h, c)
-        y, *states = (a.reshape(*a.shape[:-1], len(w), -1) for a in made)
+            (projected + gates).reshape(*projected.shape[:2], -1), r, recurrent, p, lengths, h, c)
+        y, *states = (a.reshape(*a.shape[:-1], len(r), -1) for a in made)
         if not node.attrs["layout"]:
             y, states = y.transpose(1, 2, 0, 3), [a.swapaxes(0, 1) for a in states]
         return tuple(np.ascontiguousarray(a) for a in (y, *states))
@@ -135,8 +139,8 @@ class LSTM(_Layer):
 
 
 class DynamicQuantizeLSTM(Op):
-    """ONNX Runtime's LSTM: the state of all items is rounded to eight bits, by its own range, before it meets R. W and
-    R are what its quantised weights mean, as an LSTM has them."""
+    """ONNX Runtime's LSTM behind its projection, so without W: the state of an item is rounded to eight bits, by its
+    own range, before it meets R. R is what the quantised weights mean, as an LSTM has them."""
 
     @classmethod
     def types_with(cls, node: Node, inputs: Inputs, values: Values) -> Types:
@@ -144,19 +148,21 @@ class DynamicQuantizeLSTM(Op):
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
-        raise Mixed("it rounds the states of all items by one range")
+        return LSTM.item_axes(node, inputs, outputs, axes)
 
     @classmethod
     def compute(cls, node: Node, *arrays: Any) -> tuple[Array, ...]:
         return LSTM.compute(replace(node, op="LSTM", attrs={**node.attrs, "rounds_state": 1}), *arrays)
 
 
-def rounded(x: Array) -> Array:
-    """To 256 steps from the least to the greatest element, of which 0 is one, as DynamicQuantizeLinear has them."""
-    low, high = min(x.min(initial=0), 0), max(x.max(initial=0), 0)
-    scale = np.float32((high - low) / 255) or np.float32(1)
-    zero = np.clip(np.rint(-low / scale), 0, 255)
-    return np.asarray((np.clip(np.rint(x / scale) + zero, 0, 255) - zero) * scale, x.dtype)
+def whole_state(h: Array) -> tuple[Array, Array]:
+    """(integers, what one of them means): each item [..., H] in 256 steps from its least to its greatest element, of
+    which 0 is one, as DynamicQuantizeLinear has them; less the zero point, so from -255 to 255."""
+    low, high = h.min(axis=-1, initial=0, keepdims=True), h.max(axis=-1, initial=0, keepdims=True)
+    step = (high - low) / h.dtype.type(255)
+    step = np.where(step == 0, h.dtype.type(1), step)
+    zero = np.clip(np.rint(-low / step), 0, 255)
+    return np.clip(np.rint(h / step) + zero, 0, 255) - zero, step
 
 
 class GRU(_Layer):
@@ -193,7 +199,7 @@ class Recurrence(Op):
     [1, D H]. All but the first two may be absent.
     Outputs: y [N, T, D H], h [N, D H], and an LSTM's c [N, D H].
     Attributes: cell, direction, activations with activation_alpha and activation_beta (one each for each function of
-    each direction), clip (0: none), linear_before_reset, input_forget.
+    each direction), clip (0: none), linear_before_reset, input_forget; rounds_state of DynamicQuantizeLSTM.
     """
     stored = Stored.CONVERTED       # of the results, the first alone
 
@@ -249,7 +255,7 @@ class _Cell:
 
     def _lstm(self, x: list[Array], h: Array, c: Array) -> tuple[Array, ...]:
         f, g, squash = self._functions
-        h = rounded(h) if self._attrs.get("rounds_state") else h
+        h = np.multiply(*whole_state(h)) if self._attrs.get("rounds_state") else h
         i, o, forget, new = (a + h @ r.T for a, r in zip(x, self._r, strict=True))
         p_i, p_o, p_f = self._peepholes
         i = f(self._clipped(i + p_i * c))

@@ -6,7 +6,8 @@
 
 The product of q is one of a stored uint8 by weights that are whole numbers, which kernels compute in int8; what the
 zero point takes off, and the scale, is an operand of its epilogue. Weights of uint8 that do not fit int8 less their
-zero point z are less 128 instead, and the rest is (128 - z) times the sum of a row of q.
+zero point z are less 128 instead, and the rest is (128 - z) times the sum of a row of q, or of what a window sees of
+it: a convolution by ones. A bias that is added to the integers is added to the numbers.
 """
 from __future__ import annotations
 
@@ -46,6 +47,9 @@ class _Writer(GraphEditor):
                 self._quantise(node)
             elif node.op in _PRODUCTS and not (reason := self._why_not(node)):
                 self._multiply(node)
+            elif node.op == "Add" and self.real.keys() & {*node.inputs}:
+                self.real[node.outputs[0]] = self._of(node, "Add", *(
+                    self.real.get(name) or self._of(node, "Cast", name, to=FLOAT.name) for name in node.inputs))
             elif node.op == "Cast" and node.attrs["to"] == FLOAT.name and node.inputs[0] in self.real:
                 self.replace(node.outputs[0], self.real[node.inputs[0]])
             else:
@@ -98,8 +102,7 @@ class _Writer(GraphEditor):
     def _why_not(self, node: Node) -> str:
         """Why a product cannot be written out; "" if it can."""
         graph, (x, w, *zeros) = self.graph, (*node.inputs, "", "")[:4]
-        if not all(reader.op == "Cast" and reader.attrs["to"] == FLOAT.name
-                   for reader in graph.consumers[node.outputs[0]]) or node.outputs[0] in graph.outputs:
+        if not self._read_as_float(node.outputs[0]):
             return "its sums are read as integers"
         if w not in graph.constants or zeros[1] and zeros[1] not in graph.constants:
             return "its weights are no constants"
@@ -111,6 +114,12 @@ class _Writer(GraphEditor):
             return "the size of its image is not known"
         return ""
 
+    def _read_as_float(self, name: str) -> bool:
+        """Whether integers are but cast to float32, perhaps with something added."""
+        return name not in self.graph.outputs and all(
+            self._read_as_float(reader.outputs[0]) if reader.op == "Add" else
+            reader.op == "Cast" and reader.attrs["to"] == FLOAT.name for reader in self.graph.consumers[name])
+
     def _multiply(self, node: Node) -> None:
         """The product of the integers that are stored, less what the zero points add."""
         x, w, x_zero, w_zero = (*node.inputs, "", "")[:4]
@@ -119,15 +128,16 @@ class _Writer(GraphEditor):
         middle = self.graph.constants[w_zero].astype(np.int32) if w_zero else np.zeros((), np.int32)
         middle = middle.reshape(-1, *by_channel) if middle.size > 1 else middle.reshape(())
         rest = np.zeros_like(middle)
-        if not _fits(weights - middle) and node.op == "MatMulInteger":
+        if not _fits(weights - middle) and (node.op == "MatMulInteger" or node.attrs["group"] in (1, len(weights))):
             rest, middle = middle - 128, np.full_like(middle, 128)
         signed = np.asarray(weights - middle, np.float32)
         whole = self._whole(node, x)
         result = self._product(node, whole, signed)
         full = signed - rest.astype(np.float32)
         if np.any(rest):
-            total = self._of(node, "ReduceSum", whole, axes=(-1 % len(self.shape(whole)),), keepdims=1)
-            result = self._of(node, "Sub", result, self._of(node, "Mul", total, self._number(node, "rest", rest)))
+            factor = rest.reshape(rest.shape[:1] + rest.shape[2:])
+            result = self._of(node, "Sub", result, self._of(
+                node, "Mul", self._total(node, whole, signed), self._number(node, "rest", factor)))
         known = self.constant(self.real.get(x_zero, x_zero))
         if x_zero and (known is None or np.any(known)):
             taken = self._of(node, "Mul", self._zero_point(node, x_zero), self._sums(node, full))
@@ -151,6 +161,13 @@ class _Writer(GraphEditor):
     def _product(self, node: Node, x: str, weights: Array) -> str:
         op, attrs = ("MatMul", {}) if node.op == "MatMulInteger" else ("Conv", node.attrs)
         return self._of(node, op, x, self.add_constant(f"{node.outputs[0]}.weights", weights), **attrs)
+
+    def _total(self, node: Node, x: str, weights: Array) -> str:
+        """The sum of all numbers that an output is made of."""
+        if node.op == "MatMulInteger":
+            return self._of(node, "ReduceSum", x, axes=(-1 % len(self.shape(x)),), keepdims=1)
+        ones = np.ones((node.attrs["group"], *weights.shape[1:]), np.float32)
+        return self._of(node, "Conv", x, self.add_constant(f"{node.outputs[0]}.ones", ones), **node.attrs)
 
     def _sums(self, node: Node, weights: Array) -> str:
         """What an input of ones gives: [N]; or an image, where padding leaves out taps, else [M, 1, 1]."""

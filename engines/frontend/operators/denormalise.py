@@ -245,6 +245,8 @@ def _recurrent(node: Node, types: Sequence[TensorType | None], constant: Constan
 @_rule("Recurrence")
 def _recurrence(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
     """The layer whose input is the gates and whose W is their identity."""
+    if node.attrs.get("rounds_state"):
+        raise ModelError(f"{describe(node)}: ONNX has no layer that rounds its state, so it cannot be written")
     (gates, r, bias, peepholes, lengths, *states), y = (*node.inputs, *("",) * (7 - len(node.inputs))), node.outputs[0]
     _, recurrent, *_ = present(types)
     (count, rows, hidden), op = (int(extent) for extent in recurrent.shape), node.attrs["cell"]

@@ -16,6 +16,9 @@ and the weights take half the bytes. "int8" does the same in 8 bits: the state i
 128, for layers of so many weights that reading them in every step is what takes the time. Everything but these products
 is float32.
 
+`rounds`: the model itself rounds the state before each step, to 8 bits of its own range, and its weights are bytes. The
+product is one of those integers, exact; its scale is the weights' times the state's.
+
 An item with a length of its own walks that many steps; y is zero behind them.
 """
 from __future__ import annotations
@@ -96,6 +99,7 @@ class Recurrence(Problem):
     program: EpilogueProgram = EpilogueProgram()        # h on its way to y ...
     numbers: tuple[float, ...] = ()     # ... and its constants, the same for every unit
     precision: str = "fp32"
+    rounds: bool = False                # then precision is "int8"
     family = "recurrence"
     computes_on = (*FLOATS, "int32")    # lengths are int32
     reads = ("gates", "first", "lengths")
@@ -173,9 +177,22 @@ class Recurrence(Problem):
         weights = np.asarray(constants["weights"])[d].reshape(-1, self.hidden, self.hidden)[gate]
         if self.precision not in QUANTIZED_STATES:
             return np.asarray(weights @ state, np.float32), np.float32(1)
+        if self.rounds:
+            integers, step = by_own_range(state)
+            sums = (weights.astype(np.int64) @ integers.astype(np.int64)).astype(np.float32)
+            return sums, self.scales_by_gate(constants)[gate][d] * step
         whole = np.rint(state * np.float32(QUANTIZED_STATES[self.precision].one)).astype(np.int64)
         sums = (weights.astype(np.int64) @ whole).astype(np.float32)
         return sums, self.scales_by_gate(constants)[gate][d]
+
+
+def by_own_range(state: Floats) -> tuple[Floats, Floats]:
+    """(integers from -255 to 255, what 1 of them means): 256 steps from the least to the greatest element, of which 0
+    is one."""
+    low, high = state.min(initial=0), state.max(initial=0)
+    step = (high - low) / np.float32(255) or np.float32(1)
+    zero = np.clip(np.rint(-low / step), 0, 255)
+    return np.clip(np.rint(state / step) + zero, 0, 255) - zero, step
 
 
 def integer_precision(weights: Array) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from engines.ir.graph import Array, Node
+from engines.ir.grid import grid_params
 from engines.lowering.calls.calls import Call, Context, Refused, lowers
 from engines.lowering.calls.placement import Placement
 from engines.lowering.epilogue.affine import Affine, AffineWriter
@@ -34,7 +35,8 @@ def lower_recurrence(ctx: Context, node: Node) -> Sequence[Call]:
     problem = Recurrence(
         ctx.placements[gates].view, ctx.constant(r).shape[2], cells, directions(node), _view(y),
         tuple(map(_view, firsts)), tuple(map(_view, lasts)),
-        _view(ends), tuple(given), builder.program(), numbers, precision)
+        _view(ends), tuple(given), builder.program(), numbers, precision,
+        _rounds(node))
     if any(view.dtype not in FLOATS for view in (problem.gates, *problem.outputs)):
         raise Refused("only floats, or y as uint8, are compiled")
     inputs = tuple(placement for placement in (ctx.placements[gates], *firsts, ends) if placement)
@@ -69,11 +71,28 @@ def _lengths(ctx: Context, name: str) -> Placement:
 def _weights(ctx: Context, node: Node, name: str, integers: bool) -> tuple[str, dict[str, Any]]:
     """The precision of the products, and the recurrent weights in it. integers: the states allow them."""
     weights = ctx.constant(name)
+    if _rounds(node):
+        return "int8", _bytes(weights)
     if node.precision == "fp32" or not integers:
         return "fp32", {"weights": weights}
     precision = integer_precision(weights) if node.precision == "int8" else "int16"
     rounded, scales = integer_weights(weights, precision)
     return precision, {"weights": rounded, "scales": scales}
+
+
+def _rounds(node: Node) -> bool:
+    """Whether the model rounds the state before each step."""
+    return bool(node.attrs.get("rounds_state"))
+
+
+def _bytes(weights: Array) -> dict[str, Any]:
+    """Weights [D, G H, H] that were bytes."""
+    rows = weights.reshape(-1, weights.shape[2])
+    if (quant := grid_params(rows, 0)) is None:
+        raise Refused("its recurrent weights are no int8 around 0")
+    scales = np.array(quant.scale, np.float32)
+    whole = np.rint(rows / scales[:, None]).astype(np.int8)
+    return {"weights": whole.reshape(weights.shape), "scales": scales.reshape(weights.shape[:2])}
 
 
 def _view(placement: Placement | None) -> View | None:

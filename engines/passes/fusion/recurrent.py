@@ -53,7 +53,7 @@ class _Splitter(GraphEditor):
         self.log = log
 
     def visit(self, node: Node) -> None:
-        if node.op not in GATES:
+        if node.op not in GATES and node.op != "DynamicQuantizeLSTM":
             self.nodes.append(node)
         elif variable := [name for name in (*node.inputs[1:4], *node.inputs[7:8])
                           if name and name not in self.graph.constants]:
@@ -64,17 +64,18 @@ class _Splitter(GraphEditor):
 
     def _split(self, node: Node) -> None:
         x, w, r, b, lengths, *states, p = (*node.inputs, *("",) * (8 - len(node.inputs)))
-        weights, recurrent = self.graph.constants[w], self.graph.constants[r]
-        count, rows, hidden = len(weights), weights.shape[1], recurrent.shape[2]
-        bias = self.graph.constants[b] if b else np.zeros((count, 2 * rows), weights.dtype)
+        recurrent = self.graph.constants[r]
+        count, rows, hidden = recurrent.shape
+        bias = self.graph.constants[b] if b else np.zeros((count, 2 * rows), recurrent.dtype)
         outside, inside = added_biases(node, bias, hidden)
 
         if not node.attrs["layout"]:
             x = self._items_first(node, x)
         items, steps, _ = self.shape(x)
-        matrix = np.ascontiguousarray(weights.reshape(count * rows, -1).T)
-        product = self._node(node, "MatMul", (x, self._constant(node, "projection", matrix)))
-        projected = self._node(node, "Add", (product, self._constant(node, "bias", outside.reshape(-1))))
+        if w:
+            matrix = np.ascontiguousarray(self.graph.constants[w].reshape(count * rows, -1).T)
+            x = self._node(node, "MatMul", (x, self._constant(node, "projection", matrix)))
+        projected = self._node(node, "Add", (x, self._constant(node, "bias", outside.reshape(-1))))
 
         lengths = "" if lengths and filled_with(self.graph, lengths) == steps else lengths
         optional = ["" if inside is None else self._constant(node, "inside", inside), p, lengths,
@@ -86,8 +87,9 @@ class _Splitter(GraphEditor):
         made = [self.add_tensor(f"{node.outputs[0]}.state{i}" if i else f"{node.outputs[0]}.steps",
                                 self._type(node, last if i else y)) for i in range(len(outputs))]
         attrs = {key: value for key, value in node.attrs.items() if key != "layout"}
+        attrs |= {"cell": node.op} if node.op in GATES else {"cell": "LSTM", "rounds_state": 1}
         self.nodes.append(replace(node, op="Recurrence", inputs=trimmed([projected, r, *optional]),
-                                  outputs=tuple(made), attrs={**attrs, "cell": node.op}))
+                                  outputs=tuple(made), attrs=attrs))
         for i, (source, target) in enumerate(zip(made, outputs, strict=True)):
             self._unfold(node, source, target, (*(last if i else y)[:-1], count, hidden))
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from engines.ir.dtypes import FLOAT
 from engines.ir.graph import Graph, Node, QParams, TensorType
+from engines.ir.grid import grid_params
 from engines.ops import Stored, op_of
-from engines.passes.quantization.grid import grid_params
 from engines.passes.quantization.quantize import check_names, contractions, in_int8, sums_fit
 from engines.passes.quantization.storage import classes, stored_by
 from engines.passes.rewriting.editor import merged_origin

@@ -38,7 +38,7 @@ class Case:
 
     def __init__(self, node: Node, hidden: int, precision: str = "fp32", batch: int = 3, *, peepholes: bool = False,
                  states: bool = False, given: bool = False, lengths: bool = False, y: str = "float32",
-                 gates: str = "float32", steps: int = STEPS) -> None:
+                 gates: str = "float32", steps: int = STEPS, rounds: bool = False) -> None:
         random = np.random.default_rng(0)
         backwards = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}[node.attrs["direction"]]
         count, kind = len(backwards), node.attrs["cell"]
@@ -54,7 +54,7 @@ class Case:
             gapped(gates, (steps, count * rows)), hidden, cells, backwards, gapped(y, (steps, count * hidden)),
             (state if states else None,) * kept, (state if states else None,) * kept,
             View("int32", (), (), 4) if lengths else None, tuple(range(kept)) if given else (), builder.program(),
-            numbers, precision)
+            numbers, precision, rounds)
         weights = (random.standard_normal((count, rows, hidden)) / np.sqrt(hidden)).astype(np.float32)
         units = [random.standard_normal((count, hidden)).astype(np.float32) for _ in range(cells[0].units)]
         self.constants: dict[str, Any] = {
@@ -67,7 +67,7 @@ class Case:
             self.inputs[0] = (self.inputs[0].view(np.uint32) >> 16).astype(np.uint16)
         if lengths:
             self.inputs[-1] = np.resize(np.array([3, 0, STEPS, 1], np.int32), batch)
-        self.real = [weights, *units]       # as the operator takes them
+        self.node, self.real = node, [weights, *units]      # as the operator takes them
 
 
 CELLS: dict[str, dict[str, Any]] = {
@@ -103,6 +103,16 @@ def test_a_cell_equals_its_reference(attrs, hidden, runner):
 def test_whole_products_are_exact(attrs, precision, runner):
     case = Case(node_of(direction="bidirectional", **attrs), 37, precision, batch=11)
     check(case.spec, runner, case.inputs, case.constants, pieces=2)
+
+
+@EVERY_BACKEND
+@pytest.mark.parametrize("attrs", [{}, {"activations": ("Relu", "Softsign", "Relu")}], ids=["lstm", "of relu"])
+def test_a_state_that_is_rounded_by_its_own_range_is_multiplied_exactly(attrs, runner):
+    """Relu's states are beyond 1, and never negative; first states are rounded like others."""
+    case = Case(node_of(direction="bidirectional", **attrs), 37, "int8", batch=11, states=True, rounds=True)
+    check(case.spec, runner, case.inputs, case.constants, pieces=2)
+    zeros = Case(node_of(), 5, "int8", rounds=True, lengths=True)
+    check(zeros.spec, runner, zeros.inputs, zeros.constants)
 
 
 @EVERY_BACKEND
@@ -193,6 +203,15 @@ def test_an_item_of_its_own_length_leaves_zeros_behind_its_end(runner):
 def test_gates_and_y_are_stored_in_other_types(y, runner):
     case = Case(node_of("GRU"), 21, "int16", y=y, gates="bfloat16" if y == "bfloat16" else "float32")
     check(case.spec, runner, case.inputs, case.constants)
+
+
+def test_the_reference_rounds_states_as_the_operator_does():
+    case = Case(node_of(direction="bidirectional", rounds_state=1), 7, "int8", states=True, rounds=True)
+    weights = case.constants["weights"] * case.constants["scales"][..., None]
+    gates, *states = case.inputs
+    expected = Operator.compute(case.node, gates, weights, None, None, None, *states)
+    for got, wanted in zip(case.spec.reference(case.inputs, case.constants), expected, strict=True):
+        np.testing.assert_allclose(got, wanted, 2e-5, 2e-5)
 
 
 @pytest.mark.parametrize("peepholes", [False, True])

@@ -15,11 +15,14 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 
 from calibration.workflow import Calibration
 from engines.compiler.build import EngineBuild, build_engine
-from engines.errors import ConfigError
+from engines.errors import ConfigError, ModelError
 from engines.frontend.onnx_export import onnx_from_graph
+from engines.frontend.onnx_import import graph_from_onnx
+from engines.ops.reference import run
 from engines.plan.plan import graph_of
 from tests.engines.compiler.small_models import small_model
 from tests.engines.compiler.zoo_engines import compiled, fallbacks
+from tests.engines.frontend.one_node import model_of
 from tests.zoo import TINY, images_for
 
 Arrays = dict[str, NDArray[Any]]
@@ -334,12 +337,15 @@ def test_what_is_never_negative_has_no_zero_point_to_take_off() -> None:
     assert not any("reducemin" in step.name for step in build.plan.machine.steps)
 
 
-@pytest.mark.parametrize("pads", [0, 1])
-def test_a_convolution_by_a_range_of_the_moment_is_compiled(pads: int) -> None:
+@pytest.mark.parametrize("pads, zero, group", [
+    (0, np.int8(0), 1), (1, np.int8(0), 1), (1, np.uint8(178), 1), (1, np.uint8(178), 4)], ids=str)
+def test_a_convolution_by_a_range_of_the_moment_is_compiled(pads: int, zero: Any, group: int) -> None:
     nodes = [onnx.helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"], "q"),
-             node("ConvInteger", "q w z wz", "i", pads=[pads] * 4), node("Cast", "i", "f", to=TensorProto.FLOAT),
-             node("Mul", "s ws", "u"), node("Mul", "f u", "y")]
-    model = small_model(nodes, {"x": [2, 4, 7, 7]}, ["y"], {"w": weights(8, 4, 3, 3), "wz": np.int8(0),
+             node("ConvInteger", "q w z wz", "i", pads=[pads] * 4, group=group), node("Add", "i b", "j"),
+             node("Cast", "j", "f", to=TensorProto.FLOAT), node("Mul", "s ws", "u"), node("Mul", "f u", "y")]
+    integers = weights(4, 4 // group, 3, 3).view(zero.dtype)
+    bias = np.arange(-2000, 2000, 1000, np.int32).reshape(1, 4, 1, 1)
+    model = small_model(nodes, {"x": [2, 4, 7, 7]}, ["y"], {"w": integers, "wz": zero, "b": bias,
                                                             "ws": np.float32(0.01)})
     build = build_engine(model, cache=False, timing=False)
     assert precisions(build)[-1] == "int8" and not fallbacks(build.engine())
@@ -354,3 +360,23 @@ def test_sums_that_are_read_as_integers_stay_integers() -> None:
     feeds = {"x": np.random.default_rng(1).standard_normal((6, 16), np.float32)}
     np.testing.assert_array_equal(build.engine().run(feeds)["y"], in_numpy(model, feeds)["y"])
     assert any("its sums are read as integers" in str(note) for note in build.notes)
+
+
+@pytest.mark.parametrize("direction", ["forward", "bidirectional"])
+def test_an_lstm_that_rounds_its_states_multiplies_integers(direction: str) -> None:
+    """Numbers that kernels and reference round apart are a step of a state apart."""
+    count, size, hidden = 1 + (direction == "bidirectional"), 6, 9
+    scales = [np.full(count, 0.01, np.float32), np.zeros(count, np.int8)] * 2
+    random = np.random.default_rng(1)
+    inputs = [random.standard_normal((4, 2, size), np.float32), weights(count, size, 4 * hidden),
+              weights(count, hidden, 4 * hidden), random.standard_normal((count, 8 * hidden), np.float32)]
+    model = model_of("DynamicQuantizeLSTM", [*inputs, None, None, None, None, *scales], (1, 2, 3, 8, 9, 10, 11), 3,
+                     hidden_size=hidden, direction=direction)
+    build = build_engine(model, cache=False, timing=False)
+    kernels = {step.tactic.partition(":")[0]: step.precision for step in build.plan.machine.steps}
+    assert kernels["contraction"] == kernels["recurrence"] == "int8" and not fallbacks(build.engine())
+    feeds = {"i0": inputs[0]}
+    for name, wanted in run(graph_from_onnx(model), feeds).items():
+        np.testing.assert_allclose(build.engine().run(feeds)[name], wanted, 0, 0.02)
+    with pytest.raises(ModelError, match="no layer that rounds its state"):
+        onnx_from_graph(graph_of(build.plan))

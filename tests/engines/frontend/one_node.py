@@ -50,23 +50,24 @@ def imported(op: str, arrays: Arrays, *places: Any, **options: Any) -> dict[str,
     return run(graph_from_onnx(model), feeds_of(model, arrays))
 
 
-def onnx_runtime(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def onnx_runtime(model: onnx.ModelProto, feeds: dict[str, np.ndarray], threads: int = 1) -> dict[str, np.ndarray]:
     """Its answer, node by node as the model has them."""
     onnxruntime = pytest.importorskip("onnxruntime")
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4
-    options.intra_op_num_threads = 1
+    options.intra_op_num_threads = threads
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     names = [value.name for value in session.get_outputs()]
     return dict(zip(names, session.run(names, feeds), strict=True))
 
 
-def check(op: str, arrays: Arrays, *places: Any, rtol: float = 1e-4, atol: float = 1e-5, **options: Any) -> None:
+def check(op: str, arrays: Arrays, *places: Any, rtol: float = 1e-4, atol: float = 1e-5, threads: int = 1,
+          **options: Any) -> None:
     """The import means what ONNX Runtime computes; integers are exact."""
     model = model_of(op, arrays, *places, **options)
     feeds = feeds_of(model, arrays)
-    compare(run(graph_from_onnx(model), feeds), onnx_runtime(model, feeds), rtol, atol)
+    compare(run(graph_from_onnx(model), feeds), onnx_runtime(model, feeds, threads), rtol, atol)
 
 
 def compare(results: dict[str, np.ndarray], wanted: dict[str, np.ndarray], rtol: float = 1e-4,

@@ -165,27 +165,31 @@ def _conv(call: Call) -> list[Node]:
          "W_zero_point:Q R_scale:F R_zero_point:Q", "activation_alpha:floats activation_beta:floats "
          "activations:strings clip:float direction=forward hidden_size:int input_forget=0", 3)
 def _lstm(call: Call) -> list[Node]:
-    """An LSTM whose weights are what the quantised ones mean; they are [directions, inputs, 4 * hidden], and scaled by
-    direction, or by direction and column. Its inputs are rounded to eight bits, by the range of all of them; its states
-    are in every step, each time by their own."""
-    w, node = StandardParts(call), call.node
-    weights = [w("Transpose", _columns(w, call, index, scale), perm=(0, 2, 1)) for index, scale in ((1, 8), (2, 10))]
-    directions, hidden, columns = fixed(call.type(2).shape)
+    """An LSTM whose weights are [directions, inputs, 4 * hidden], and scaled by direction, or by direction and column.
+    Its inputs are rounded to eight bits by the range of all of them; the states of each item in every step by their
+    own, as ONNX Runtime does with a thread for each item."""
+    w, node, given = StandardParts(call), call.node, call.node.inputs
+    (directions, size, columns), hidden = fixed(call.type(1).shape), fixed(call.type(2).shape)[1]
+    scale, zero, *of_states = (_by_column(w, call, index, directions, columns) for index in (8, 9, 10, 11))
+    matrix = w.reshape(w("Transpose", given[1], perm=(1, 0, 2)), size, directions * columns)
+    stored, step, middle = w.several("DynamicQuantizeLinear", w("Transpose", given[0], perm=(1, 0, 2)), outputs=3)
+    gates = product(w, (stored, matrix, middle, zero), w("Mul", step, scale))
+    dequantized = w("DequantizeLinear", given[2], *(w.reshape(name, directions, 1, columns) for name in of_states),
+                    axis=1, block_size=hidden)
+    weights = w("Transpose", dequantized, perm=(0, 2, 1))
     recurrent = TensorType(np.dtype(np.float32), (directions, columns, hidden))
     (plain,) = RULES["LSTM"](replace(call, node=replace(node, op="LSTM"), types=(None, None, recurrent)))
-    x = w("DequantizeLinear", *w.several("DynamicQuantizeLinear", node.inputs[0], outputs=3))
-    made = w.several("DynamicQuantizeLSTM", x, *weights, *node.inputs[3:8], outputs=len(node.outputs), **plain.attrs)
+    made = w.several("DynamicQuantizeLSTM", w("Transpose", gates, perm=(1, 0, 2)), "", weights, *given[3:8],
+                     outputs=len(node.outputs), **plain.attrs)
     for index, name in enumerate(made):
         w.output(index, "Identity", name)
     return w.nodes
 
 
-def _columns(w: StandardParts, call: Call, index: int, scale: int) -> str:
-    directions, rows, columns = fixed(call.type(index).shape)
-    given, shape = call.node.inputs, fixed(call.type(scale).shape)
-    if shape == (directions,):
-        return w("DequantizeLinear", given[index], *given[scale:scale + 2], axis=0)
-    if shape != (directions, columns):
+def _by_column(w: StandardParts, call: Call, index: int, directions: int, columns: int) -> str:
+    """Scales or zero points of all directions' columns."""
+    shape = fixed(call.type(index).shape)
+    if shape not in ((directions,), (directions, columns)):
         raise GraphError(f"its scales of {list(shape)} are neither one for each direction nor for each column")
-    constants = (w.reshape(name, directions, 1, columns) for name in given[scale:scale + 2])
-    return w("DequantizeLinear", given[index], *constants, axis=1, block_size=rows)
+    rows = w.reshape(call.node.inputs[index], directions, -1)
+    return w.reshape(w("Expand", rows, w.ints(directions, columns)), -1)

@@ -151,6 +151,14 @@ class Int16(Pairs):
         return isa.dot2(acc, pixel[0], weights[0])
 
 
+class BytePairs(Int16):
+    """By weights that are bytes in memory: the loads widen them."""
+
+    def weights(self, isa: Isa, address: Value) -> Operand:
+        stored = address.f.load(vector(2 * isa.lanes, I8), address, 2 * isa.lanes, "weights")
+        return (address.f.cast("sext", stored, vector(2 * isa.lanes, I16), "pairs"),)
+
+
 class PairsOfBfloat(Pairs):
     """vdpbf16ps: two products a lane."""
     exact_end, element = True, "bfloat"
@@ -185,6 +193,7 @@ INT8 = Int8("uint8", "int8", 4)
 QUADS = Quads("uint8", "int8", 4)
 SIGNED_QUADS = SignedQuads("int8", "int8", 4)
 INT16 = Int16("int16", "int16", 2)
+BYTE_PAIRS = BytePairs("int16", "int8", 2)
 FP32 = Widened("float32", "float32")
 _PAIRS = PairsOfBfloat("bfloat16", "bfloat16", 2)
 _BY_PRECISION = {"int8": INT8, "int16": INT16, "fp32": FP32, "fp16": Widened("float16", "float16"),

@@ -26,6 +26,7 @@ from engines.backends.llvm.kernels.common.access import TAILS, hidden, tails
 from engines.backends.llvm.kernels.common.arithmetic import Operand
 from engines.backends.llvm.kernels.common.pixels import load_channels, store_channels
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, begin_kernel
+from engines.backends.llvm.kernels.recurrent.rounding import load_unit, round_state
 from engines.backends.llvm.kernels.recurrent.tiling import BLOCK, STEPS, Panels, RecurrenceTiling
 from engines.codegen.ir_builder import I8, I16, I32, I64, PTR, Function, Module, Value, vector
 from engines.lowering.problems.recurrence import Source, Stage
@@ -58,7 +59,8 @@ class RecurrenceEmitter:
         self.block = 1 if problem.lengths is not None else BLOCK
         self.stored = kernel.stored(isa)
         self.integers = kernel.room(isa) * 4            # where the state in integers follows
-        size = self.integers + (kernel.room(isa) * SIZES[self.arithmetic.dtype] if self.stored else 0)
+        self.unit = self.integers + kernel.room(isa) * SIZES[self.arithmetic.dtype]     # where what 1 of them means is
+        size = self.unit + 4 if problem.rounds else self.unit if self.stored else self.integers
         self.pitch = -(-size // ALIGNMENT) * ALIGNMENT                      # bytes from item to item
         self.area = self.pitch * self.block                                 # of a state of all items
 
@@ -130,6 +132,10 @@ class RecurrenceEmitter:
         for turn in turns:
             here = _Pointers(at["x"], at.get("y"), at["old"], at["new"], self.memory + 2 * self.area,
                              turn.binary("and", 1).compare("ne", 0))
+            if problem.rounds:
+                for item in f.range("item", count.like(0), count):
+                    state = here.old + item * self.pitch
+                    round_state(f, self.isa, problem.hidden, state, state + self.integers, state + self.unit)
             for number in range(len(problem.cells[d].stages)):
                 self._stage(f, d, number, here, count)
             at |= {key: at[key] + move for key, move in moves.items()}
@@ -235,7 +241,7 @@ class RecurrenceEmitter:
         if kernel.by_batch and not arithmetic.exact:
             split = 1       # floats are summed in one order in all tiles: an item's do not depend on its neighbours
         acc = {(part, key): arithmetic.zero(isa, source) for part in range(split) for key in keys}
-        state = source + (self.integers if self.stored else 0)
+        state = source + (self.integers if arithmetic.exact else 0)
         at = {"s": state, "w": f.parameters["w"], "ahead": f.parameters["ahead"]}
         if kernel.head(isa):
             for item, g, v in keys:
@@ -345,12 +351,12 @@ class _Unit:
         e, problem, isa, parameters = self.e, self.e.problem, self.e.isa, self.f.parameters
         scales = e.kernel.scales
         if kind == "gate" and scales:
-            return isa.fma(self.sums[index], self._constant(self.cell.units + index), self.find(("x", index)))
+            return isa.fma(self.sums[index], self._scale(index), self.find(("x", index)))
         if kind == "gate":
             return self.sums[index] + self.find(("x", index))
         if kind == "sum":
             total = self.sums[index]
-            return total * self._constant(self.cell.units + index) if scales else total
+            return total * self._scale(index) if scales else total
         if kind == "unit":
             return self._constant(index)
         if kind == "state":
@@ -358,6 +364,13 @@ class _Unit:
         unit = index * problem.hidden + self.v * isa.lanes
         address = parameters["x"] + (self.item * problem.gates.item + unit * problem.gates.strides[1])
         return load_channels(e._lanes(self.count), problem.gates, address)[0]
+
+    def _scale(self, gate: int) -> Value:
+        """What makes real numbers of a gate's integer sums."""
+        scale = self._constant(self.cell.units + gate)
+        if not self.e.problem.rounds:
+            return scale
+        return scale * load_unit(self.e.isa, self.f.parameters["old"] + (self.item * self.e.pitch + self.e.unit))
 
     def _constant(self, index: int) -> Value:
         isa, each = self.e.isa, self.cell.units + self.e.kernel.scales

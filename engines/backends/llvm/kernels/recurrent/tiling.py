@@ -1,6 +1,7 @@
 """How a recurrence is cut into tiles on a CPU, and how its weights and states lie in memory.
 
-Pairs of 16 bits are multiplied at a time (vpmaddwd, vpdpwssd), four of 8 (vpdpbusd).
+Pairs of 16 bits are multiplied at a time (vpmaddwd, vpdpwssd), four of 8 (vpdpbusd). A state that the model rounds by
+its own range takes 9 bits with its sign, so 16; its weights stay bytes in memory.
 """
 from __future__ import annotations
 
@@ -8,9 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.common.arithmetic import FP32, INT16, QUADS, SIGNED_QUADS, Arithmetic
+from engines.backends.llvm.kernels.common.arithmetic import (
+    BYTE_PAIRS,
+    FP32,
+    INT16,
+    QUADS,
+    SIGNED_QUADS,
+    Arithmetic,
+)
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic
 from engines.lowering.problems.recurrence import QUANTIZED_STATES, SECOND_LEVEL, QuantizedState, Recurrence, Stage
+from engines.lowering.problems.view import SIZES
 
 ARITHMETIC: dict[str, Arithmetic] = {"fp32": FP32, "int16": INT16, "int8": QUADS}
 SIGNED_STATE = QuantizedState(127, 0)       # what "int8" multiplies where signed bytes take fewer instructions
@@ -41,23 +50,30 @@ class RecurrenceTiling(Kernel[Recurrence]):
     @property
     def step_bytes(self) -> int:
         """Of the weights that one step of one direction reads."""
-        rows = self.problem.cells[0].gates * self.problem.hidden
-        return rows * self.turns() * ARITHMETIC[self.problem.precision].step_bytes
+        rows, plain = self.problem.cells[0].gates * self.problem.hidden, self._plain
+        return rows * self.turns() * plain.elements * SIZES[plain.weights_dtype]
 
     @property
     def elements(self) -> int:
         """Of a state, that are multiplied in a turn of the K loop."""
-        return ARITHMETIC[self.problem.precision].elements
+        return self._plain.elements
+
+    @property
+    def _plain(self) -> Arithmetic:
+        """The arithmetic of most machines."""
+        return BYTE_PAIRS if self.problem.rounds else ARITHMETIC[self.problem.precision]
 
     def arithmetic(self, isa: Isa) -> Arithmetic:
-        return SIGNED_QUADS if self._signed(isa) else ARITHMETIC[self.problem.precision]
+        return SIGNED_QUADS if self._signed(isa) else self._plain
 
     def stored(self, isa: Isa) -> QuantizedState | None:
-        """The state in integers, as this machine multiplies it."""
+        """The state in integers of one step for all times, as this machine multiplies it."""
+        if self.problem.rounds:
+            return None
         return SIGNED_STATE if self._signed(isa) else QUANTIZED_STATES.get(self.problem.precision)
 
     def _signed(self, isa: Isa) -> bool:
-        return self.problem.precision == "int8" and bool(isa.paired_tiles)
+        return self._plain is QUADS and bool(isa.paired_tiles)
 
     @property
     def scales(self) -> int:
@@ -88,7 +104,7 @@ class RecurrenceTiling(Kernel[Recurrence]):
 
     def _fits(self, isa: Isa, items: int, weights: int) -> bool:
         """Where dot2 is two instructions, their products need a register; a factor of dot4 may take several."""
-        each = isa.ready_bytes // isa.bytes if self.problem.precision == "int8" else 1
+        each = isa.ready_bytes // isa.bytes if self._plain is QUADS else 1
         return fits(isa, items, weights, int(bool(self.scales) and items > 1 and not isa.one_dot2), each)
 
     def tactics(self, isa: Isa) -> Sequence[Panels]:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engines.passes.quantization.grid import grid_params
+from engines.ir.grid import grid_params
 
 Floats = NDArray[np.float32]
 

@@ -1,0 +1,48 @@
+"""A state rounded by its own range, before a step: as by_own_range (engines/lowering/problems/recurrence.py) has it.
+
+    step = (max(h, 0) - min(h, 0)) / 255, or 1        zero = round(-min(h, 0) / step)
+    integers[k] = clip(round(h[k] / step) + zero, 0, 255) - zero
+"""
+from __future__ import annotations
+
+from engines.backends.llvm.codegen.ir_builder import FLOAT, I16, Function, Value, vector
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.codegen.lanes import Lanes
+
+
+def round_state(f: Function, isa: Isa, hidden: int, state: Value, integers: Value, unit: Value) -> None:
+    """The floats at `state` as integers of 16 bits, and what 1 of them means as a float."""
+    nothing = f.constant(0, isa.floats)
+    ends = {"low": nothing, "high": nothing}
+    for at, count in f.tiles("unit", hidden, isa.lanes, ends=ends):
+        h = _load(isa, state + at * 4, count)
+        ends |= {"low": isa.min(ends["low"], h), "high": isa.max(ends["high"], h)}
+    low, high = (_across(isa, ends[key], key) for key in ("low", "high"))
+    step = (high - low) / 255.0
+    step = f.select(isa.compare(step, "oeq", 0.0), step.like(1.0), step)
+    zero = isa.max(isa.min(isa.unary("rint", (nothing - low) / step), 255.0), 0.0)
+    f.store(f.op(FLOAT, f"extractelement {step}, i32 0", "unit"), unit, 4)
+    for at, count in f.tiles("unit", hidden, isa.lanes):
+        shifted = isa.unary("rint", _load(isa, state + at * 4, count) / step) + zero
+        whole = isa.max(isa.min(shifted, 255.0), 0.0) - zero
+        narrow = f.cast("trunc", isa.round(whole), vector(isa.lanes, I16), "integers")
+        f.store(narrow, integers + at * 2, 2 * isa.lanes)
+
+
+def load_unit(isa: Isa, address: Value) -> Value:
+    """What 1 of a state's integers means, in all lanes."""
+    return address.f.splat(address.f.load(FLOAT, address, 4, "unit"), isa.lanes)
+
+
+def _load(isa: Isa, address: Value, count: int) -> Value:
+    """Floats that are 0 in lanes past the last unit."""
+    return Lanes(isa, count, packed=False).load_natural("float32", address, 0)
+
+
+def _across(isa: Isa, value: Value, which: str) -> Value:
+    """The least or greatest lane, in all lanes."""
+    pick, size = isa.min if which == "low" else isa.max, isa.lanes
+    while size > 1:
+        size //= 2
+        value = pick(value, value.f.shuffle(value, None, [lane ^ size for lane in range(isa.lanes)], which))
+    return value
