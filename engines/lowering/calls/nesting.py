@@ -113,6 +113,8 @@ class NestWriter(Writer):
         tensor, placement = self.ctx.type(name), self.ctx.placements[name]
         if tensor.quant is not None:
             raise Refused(f"'{name}' is quantised")
+        if placement.view.dtype not in KINDS:
+            raise Refused(f"'{name}' is stored as {placement.view.dtype}")
         if BATCH in tensor.shape or not tensor.shape:
             return placement
         return as_one_item(placement)

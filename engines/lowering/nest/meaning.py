@@ -91,7 +91,7 @@ def _shifted(left: bool) -> Callable[[Array, Array], Array]:
         bits = 8 * a.itemsize
         inside = (b >= 0) & (b < bits)
         if not left and a.dtype.kind == "i":
-            return np.right_shift(a, np.where(inside, b, bits - 1).astype(a.dtype))
+            return np.asarray(np.right_shift(a, np.where(inside, b, bits - 1).astype(a.dtype)))
         by = np.where(inside, b, 0).astype(a.dtype)
         return np.where(inside, np.left_shift(a, by) if left else np.right_shift(a, by), 0)
     return shift

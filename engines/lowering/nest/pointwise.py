@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -22,10 +21,10 @@ def write_node(node: Node, arguments: list[Term]) -> Term:
     return formula(node, *arguments)
 
 
-def kind_of(dtype: Any) -> str:
-    kind = KINDS.get(np.dtype(dtype).name)
+def kind_of(dtype: str) -> str:
+    kind = KINDS.get(dtype)
     if kind is None:
-        raise NotImplementedError(f"{np.dtype(dtype).name} is not computed with")
+        raise NotImplementedError(f"{dtype} is not computed with")
     return kind
 
 
@@ -93,9 +92,9 @@ def _shift(node: Node, a: Term, b: Term) -> Term:
 
 
 def _cast(node: Node, x: Term) -> Term:
-    to = np.dtype(node.attrs["to"])
+    to = node.attrs["to"]
     kind = kind_of(to)
-    if x.kind in FLOATING and to.kind in "iu" and to.itemsize < 4:
+    if x.kind in FLOATING and to in ("int8", "uint8", "int16", "uint16"):
         return x.to("i64").to("i32")        # numpy cuts what does not fit
     if x.kind == "u64" and kind in ("i32", "i64") or x.kind in ("i32", "i64") and kind == "u64":
         return x.to("i64").to(kind) if x.kind != "u64" else x.bits("i64").to(kind)

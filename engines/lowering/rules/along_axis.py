@@ -63,7 +63,7 @@ def _rows(ctx: Context, node: Node, default: int) -> Placement:
 
 @lowers("CumSum", "CumProd")
 def lower_cumulative_sum(ctx: Context, node: Node) -> Sequence[Call]:
-    x, y, axis = *(ctx.placements[name] for name in (node.inputs[0], node.outputs[0])), _axis(ctx, node)
+    x, y, axis = *(ctx.placements[name] for name in (node.inputs[0], node.outputs[0])), node.attrs["axis"] - 1
     if axis < 0:
         if x.items == BATCH:
             raise Refused("it sums over the items of a batch")
@@ -71,9 +71,3 @@ def lower_cumulative_sum(ctx: Context, node: Node) -> Sequence[Call]:
     spec = CumulativeSum(x.view, y.view, axis, bool(node.attrs.get("exclusive", 0)), bool(node.attrs.get("reverse", 0)),
                          product=node.op == "CumProd")
     return [Call(node, spec, (x,), (y,))]
-
-
-def _axis(ctx: Context, node: Node) -> int:
-    """Of the item: an attribute, or ONNX's constant operand."""
-    axis = node.attrs["axis"] if "axis" in node.attrs else int(ctx.constant(node.inputs[1]).reshape(()))
-    return int(axis) % len(ctx.type(node.inputs[0]).shape) - 1

@@ -14,6 +14,7 @@ from engines.compiler.builder import BuildConfig, Builder
 from engines.ops import reference
 from engines.runtime.engine import Engine
 from tests.engines.compiler.small_models import node
+from tests.engines.frontend.ml.test_trees import COLUMNS, forest
 
 Array = NDArray[Any]
 
@@ -49,7 +50,8 @@ def model_of(case: Case) -> onnx.ModelProto:
         infos.append(helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), shape))
     outputs = [helper.make_empty_tensor_value_info(name) for name in case.node.output if name]
     graph = helper.make_graph([case.node], "one", infos, outputs, constants)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18), helper.make_opsetid("ai.onnx.ml", 3)],
+                             ir_version=9)
 
 
 def assert_compiled_and_right(case: Case) -> None:
@@ -175,3 +177,12 @@ def test_nodes_of_a_family_are_kernels_and_right(family: str) -> None:
         except Exception as error:
             error.add_note(f"{case.node.op_type} {[f'{x.dtype}{list(x.shape)}' for x in case.inputs]}")
             raise
+
+
+def test_a_forest_is_one_kernel_and_right() -> None:
+    """Of trees that are not full, with missing numbers, for one target and for several."""
+    x = np.where(ints(9, 5, COLUMNS) == 0, np.nan, floats(5, COLUMNS)).astype(np.float32)
+    for targets in (1, 3):
+        attrs = forest(modes=("BRANCH_LEQ", "BRANCH_LT", "BRANCH_EQ"), targets=targets, missing=True, trees=21)
+        trees = helper.make_node("TreeEnsembleRegressor", ["x"], ["y"], domain="ai.onnx.ml", n_targets=targets, **attrs)
+        assert_compiled_and_right(Case(trees, (x,), 1))

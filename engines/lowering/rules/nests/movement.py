@@ -10,7 +10,7 @@ import numpy as np
 from engines.ir.graph import BATCH, Node
 from engines.lowering.calls.calls import Call, Context, Refused, lowers_in_general
 from engines.lowering.calls.nesting import NestWriter
-from engines.lowering.nest.program import FLOATING, KINDS, Term
+from engines.lowering.nest.program import FLOATING, KINDS
 from engines.ops.movement import Slice
 
 
@@ -71,23 +71,13 @@ def lower_fill(ctx: Context, node: Node) -> Sequence[Call]:
 def lower_triangle(ctx: Context, node: Node) -> Sequence[Call]:
     """What is on the other side of the k-th diagonal becomes 0."""
     name, w = node.inputs[0], NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
-    k: Term | int = int(node.attrs.get("k", 0))
-    if node.inputs[1:] and node.inputs[1]:
-        k = w.at(node.inputs[1], [w.constant(0, "i64")] * len(ctx.type(node.inputs[1]).shape)).to("i64")
+    k = int(node.attrs["k"])
     if w.batched and BATCH in ctx.type(name).shape[-2:]:
         raise Refused("its matrices have the axis of the items")
     across = w.axes[-1] - w.axes[-2]
     kept = across >= k if node.attrs.get("upper", 1) else across <= k
     x = w.at(name, w.axes)
     return [w.call(w.where(kept, x, 0.0 if x.kind in FLOATING else 0))]
-
-
-@lowers_in_general("EyeLike")
-def lower_eye(ctx: Context, node: Node) -> Sequence[Call]:
-    output = ctx.type(node.outputs[0])
-    w = NestWriter(ctx, node, output.shape)
-    on = (w.axes[-1] - w.axes[-2]).equals(int(node.attrs.get("k", 0)))
-    return [w.call(on.to(KINDS[np.dtype(output.dtype).name]))]
 
 
 @lowers_in_general("ReverseSequence")

@@ -50,9 +50,10 @@ def boxes(ctx: Context, node: Node, shape: Sequence[Dim], widths: Sequence[tuple
         for axis, (start, stop) in enumerate(ranges):
             part = part.part(axis, start, stop)
         rest = iter(ranges)
-        places = [(0, extent) if extent == BATCH else next(rest) for extent in shape]
-        w = NestWriter(ctx, node, [BATCH if extent == BATCH else stop - start for extent, (start, stop) in
-                                   zip(shape, places, strict=True)])
+        places = [(0, 0) if extent == BATCH else next(rest) for extent in shape]
+        lengths: list[Dim] = [BATCH if extent == BATCH else stop - start
+                              for extent, (start, stop) in zip(shape, places, strict=True)]
+        w = NestWriter(ctx, node, lengths)
         place = [index + start if start else index for index, (start, _) in zip(w.axes, places, strict=True)]
         calls.append(w.call(read(w, place), targets=[part]))
     return calls

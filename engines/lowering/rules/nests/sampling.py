@@ -46,8 +46,8 @@ def _taps(node: Node, place: Term, size: int) -> Taps:
         place = _inside(place, size, corners, padding)
     below = place.unary("rint" if mode == "nearest" else "floor")
     part, taps = place - below, []
-    weights = {"nearest": [(0, part.like(1.0))], "linear": [(0, part.like(1.0) - part), (1, part)],
-               "cubic": _cubic(part)}[mode]
+    weights = {"nearest": lambda: [(0, part.like(1.0))], "linear": lambda: [(0, part.like(1.0) - part), (1, part)],
+               "cubic": lambda: _cubic(part)}[mode]()
     for offset, weight in weights:
         index = below + float(offset)
         if mode == "cubic":
@@ -71,9 +71,9 @@ def _inside(place: Term, size: int, corners: bool, padding: str) -> Term:
     return place.at_least(0.0).at_most(float(size - 1))
 
 
-def _cubic(part: Term) -> Taps:
+def _cubic(part: Term) -> list[tuple[int, Term]]:
     """Keys' kernel, of four pixels."""
-    return [(offset, _keys((part - float(offset)).unary("abs"), _CUBIC)) for offset in range(-1, 3)]    # type: ignore[misc]
+    return [(offset, _keys((part - float(offset)).unary("abs"), _CUBIC)) for offset in range(-1, 3)]
 
 
 def _keys(d: Term, a: float) -> Term:

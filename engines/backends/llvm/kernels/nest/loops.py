@@ -269,8 +269,9 @@ class Code:
                 count = frame.counts[copy[1]] if self._across else self.isa.lanes
                 here = None if count == self.isa.lanes else self._first(count)
                 if term in self._fused:
-                    factors = (self.found(frame, arg, copy) for arg in self.loops.program.operations[term].args)
-                    after = multiplied(*(spread(self.isa, factor) for factor in factors), before)
+                    a, b = (spread(self.isa, self.found(frame, arg, copy))
+                            for arg in self.loops.program.operations[term].args)
+                    after = multiplied(a, b, before)
                     acc[one, copy] = after if here is None else self.f.select(here, after, before)
                     continue
                 value = spread(self.isa, self.found(frame, term, copy))

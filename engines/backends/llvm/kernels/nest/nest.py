@@ -78,7 +78,8 @@ class NestKernel(Kernel[Nest]):
         cuts = []
         for lanes in along:
             for vectors in (1, 2, 4) if lanes != NONE and self.extents[lanes] > isa.lanes else (1,):
-                shared = [Cut(lanes, vectors, rows, count) for rows in self._shared(lanes) for count in (4, 6)]
+                shared = [Cut(lanes, vectors, rows, count) for rows in self._shared(lanes)
+                          for count in ((4, 6) if self.extents[rows] >= 4 else (self.extents[rows],))]
                 cuts += [Cut(lanes, vectors), *shared]
         return sorted(map(NestTactic, cuts), key=lambda tactic: self.cost(isa, tactic))[:6]
 
@@ -86,7 +87,7 @@ class NestKernel(Kernel[Nest]):
         """Loops of which neighbours share what they read."""
         if not self.problem.reduced or self.problem.inside:
             return []
-        outer = [loop for loop in range(len(self.problem.loops)) if loop != lanes and self.extents[loop] >= 4]
+        outer = [loop for loop in range(len(self.problem.loops)) if loop != lanes and self.extents[loop] > 1]
         depends = self.loops(Cut(lanes)).depends
         reads = [depends[i] for i, one in enumerate(self.problem.program.operations) if one.op in ("read", "pick")]
         return [loop for loop in outer if 0 < sum(loop in some for some in reads) < len(reads)]

@@ -1,0 +1,47 @@
+"""Forests of decision trees: lanes are trees, which go a step at a time from their roots to their leaves."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engines.ir.graph import Node
+from engines.lowering.calls.calls import Call, Context, Refused, lowers_in_general
+from engines.lowering.calls.nesting import NestWriter
+from engines.lowering.nest.program import Term
+from engines.ops.trees import LEFT_IF_EQUAL, LEFT_IF_MISSING
+
+DEEPEST = 64        # steps, each written out
+_REDUCTIONS = {"SUM": "sum", "AVERAGE": "sum", "MIN": "min", "MAX": "max"}
+
+
+@lowers_in_general("Forest")
+def lower_forest(ctx: Context, node: Node) -> Sequence[Call]:
+    """A leaf's children are the leaf itself, so that all trees take as many steps."""
+    *_, roots, weights = node.inputs
+    count, depth, aggregate = len(ctx.constant(roots)), int(node.attrs["depth"]), node.attrs["aggregate"]
+    if depth > DEEPEST:
+        raise Refused(f"a tree of {depth} steps; {DEEPEST} are the most")
+    w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape, (count,))
+    row, target = w.axes
+    place = w.at(roots, w.inner).to("i64")
+    for _ in range(depth):
+        place = _step(w, node, row, place)
+    value = w.reduce(_REDUCTIONS[aggregate], w.at(weights, [place, target]))
+    return [w.call(value * (1 / count) if aggregate == "AVERAGE" else value)]
+
+
+def _step(w: NestWriter, node: Node, row: Term, place: Term) -> Term:
+    """From each node to one of its children. What no node's flags say is not asked."""
+    x, columns, thresholds, flags, left, right, *_ = node.inputs
+    said = int(np.bitwise_or.reduce(w.ctx.constant(flags).ravel(), initial=0))
+    value, threshold = w.at(x, [row, w.at(columns, [place]).to("i64")]), w.at(thresholds, [place])
+    if value.kind != threshold.kind:
+        value, threshold = value.to("f64"), threshold.to("f64")
+    goes_left = value <= threshold
+    flag = w.at(flags, [place]).to("i32") if said else None
+    if flag is not None and said & LEFT_IF_EQUAL:
+        goes_left = w.where(flag.binary("and", LEFT_IF_EQUAL).differs(0), value.equals(threshold), goes_left)
+    if flag is not None and said & LEFT_IF_MISSING:
+        goes_left = goes_left | (value.differs(value) & flag.binary("and", LEFT_IF_MISSING).differs(0))
+    return w.where(goes_left, w.at(left, [place]), w.at(right, [place])).to("i64")
