@@ -53,8 +53,8 @@ class Session(Protocol):
         """Constants packed, buffers laid out."""
 
     @property
-    def fastest(self) -> Mapping[str, str]:
-        """The tactics that timing found, for what takes over from a plan made here; text of the backend's own."""
+    def timed(self) -> Mapping[str, Mapping[str, float]]:
+        """What timing found, for what takes over from a plan made here: numbers by texts of the backend's own."""
 
     def take_over(self, plan: Plan) -> None:
         """What is made from now on is of the same model for other shapes: it has what it can of this plan, beside which

@@ -157,9 +157,9 @@ class Builder:
         self._session.take_over(plan)
 
     @property
-    def fastest(self) -> Mapping[str, str]:
-        """What a plan's later specialisations take over: see Session.fastest."""
-        return self._session.fastest
+    def timed(self) -> Mapping[str, Mapping[str, float]]:
+        """What a plan's later specialisations take over: see Session.timed."""
+        return self._session.timed
 
     @faults_named()
     def plan(self, graph: Graph, ranges: Ranges | None = None, metadata: Mapping[str, Any] | None = None) -> Plan:

@@ -47,7 +47,7 @@ def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[s
                           vars(config.pixels) if config.pixels else None, config.threads)
     declared = tuple(IoTensor(name, kind.dtype.name, kind.shape) for name, kind in subject.types.items())
     part = OpenPart(subject.inputs, _outputs(source, subject.graph), declared, options, recipe, subject.profiles,
-                    subject.deciding, subject.builder.fastest, source.document(), source.weights, others)
+                    subject.deciding, subject.builder.timed, source.document(), source.weights, others)
     return replace(plan, open=part)
 
 

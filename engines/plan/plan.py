@@ -261,7 +261,7 @@ class OpenPart:
     recipe: Recipe | None = None            # of an int8 build
     profiles: tuple[Mapping[str, tuple[int, int, int]], ...] = ()   # by extent: least, usual, most; (): whatever comes
     deciding: tuple[str, ...] = ()          # inputs whose values shapes and branches follow from
-    tactics: Mapping[str, str] = field(default_factory=dict)    # that were fastest, by kernel, as their repr() has them
+    timed: Mapping[str, Mapping[str, float]] = field(default_factory=dict)      # time / cost by kernel and tactic
     model: bytes = b""                      # ONNX, without its weights ...
     weights: Mapping[str, Array] = field(default_factory=dict, compare=False)   # ... and these
     others: tuple[Plan, ...] = ()           # specialisations beside the plan itself

@@ -57,7 +57,7 @@ class LlvmSession:
         self.isa, self.cache = isa, cache
         self.tuner = Tuner(isa, cache, cpu.model, timing and runnable, short_lived)
         self.arithmetic = ("fp32", "int8", *["bf16"] * isa.bf16)
-        self._fastest: dict[str, str] = {}
+        self._timed: dict[str, dict[str, float]] = {}
         self._beside: Plan | None = None
         self._shared: SharedConstants | None = None
 
@@ -89,20 +89,20 @@ class LlvmSession:
     def assemble(self, chosen: CpuChosen) -> MachinePart:
         """Pack constants, lay out buffers."""
         if self.tuner.timing:
-            self._fastest |= {repr(one.kernel): repr(one.tactic) for one in chosen.choices.values()}
+            self._timed |= self.tuner.corrections(chosen.choices)
         choices = {problem: [one] for problem, one in chosen.choices.items()}
         return _Assembler(chosen, self.isa, choices, self._shared).machine()
 
     @property
-    def fastest(self) -> Mapping[str, str]:
-        """The tactics of all plans that were timed, by kernel."""
-        return self._fastest
+    def timed(self) -> Mapping[str, Mapping[str, float]]:
+        """Of all kernels that were timed: see Tuner.corrections."""
+        return self._timed
 
     def take_over(self, plan: Plan) -> None:
-        """Constants, code, and what was fastest. Plans that are made from now on are loaded beside this one."""
+        """Constants, code, and what was timed. Plans that are made from now on are loaded beside this one."""
         self._beside, self._shared = plan, SharedConstants(plan.machine)
         if part := plan.open:
-            self.tuner.take_over(part.tactics, [code for one in (plan, *part.others) for code in one.machine.code])
+            self.tuner.take_over(part.timed, [code for one in (plan, *part.others) for code in one.machine.code])
 
     def _trial(self, chosen: CpuChosen, rivals: Mapping[Problem, Sequence[Choice]]) -> Trial:
         """The steps of every rival, in memory for as many items as are timed."""

@@ -130,18 +130,16 @@ def test_packed_weights_are_there_once_for_all_specialisations(precision: str, t
         Engine(later.with_machine(shared=(1 << 20, 1 << 20)), beside=first)
 
 
-def test_what_was_fastest_at_the_build_is_taken_at_other_shapes() -> None:
-    """Whatever tactic the timed plan is said to have; but none that costs far more than others would."""
+def test_what_the_build_timed_decides_at_other_shapes_where_the_cost_does_not_tell() -> None:
     plan = built(attention_net(), target="avx2").plan
-    assert plan.open is not None and not plan.open.tactics
+    assert plan.open is not None and not plan.open.timed
     calls = lower(graph_at(plan), isa_named("avx2").lanes).compiled
     kernels = [DirectContraction(call.problem) for call in calls if isinstance(call.problem, Contraction)]
-    for tile, taken in (("4x2", True), ("1x1", False)):
-        cols, vectors = map(int, tile.split("x"))
-        said = {repr(kernel): repr(Tile(1, cols, vectors)) for kernel in kernels}
-        other = replace(plan, open=replace(plan.open, tactics=said))
-        tactics = {step.tactic for step in Specialiser(other).plan({"T": 30}).machine.steps}
-        assert (f"contraction: tile 1x{tile}" in tactics) == taken
+    for length, factor, taken in ((31, 0.9, "4x2"), (30, 1, "6x2"), (30, 0.5, "4x2")):
+        timed = {repr(kernel): {repr(Tile(1, 6, 2)): 1.0, repr(Tile(1, 4, 2)): factor} for kernel in kernels}
+        other = replace(plan, open=replace(plan.open, timed=timed))
+        steps = Specialiser(other).plan({"T": length}).machine.steps
+        assert {step.tactic for step in steps if "tile " in step.tactic} == {f"contraction: tile 1x{taken}"}
 
 
 def test_int8_has_the_bytes_of_a_build_for_the_same_shapes_and_ranges(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.kernel import Kernel, kernels_for
 from engines.backends.llvm.runtime.abi import KERNEL
 from engines.backends.llvm.runtime.elf import LoadedCode, functions_of
-from engines.backends.llvm.tuning.nearest import Timed, most_alike
+from engines.backends.llvm.tuning.nearest import Timed, correction
 from engines.backends.llvm.tuning.timing import aligned, call_of, measure, memory_of
 from engines.codegen.ir_builder import Module
 from engines.lowering.problems.problem import Array, Problem
@@ -32,7 +32,6 @@ NEAR = 1.1                  # times the least time: noise, inputs from afar
 FAR_BYTES = 8e3             # of constants that a microsecond brings from afar, at worst
 GAIN = 0.99                 # of the time inside the network; less is noise
 DOUBT = 0.03                # of a time alone: how far it usually is from that in a network
-CREDIBLE = 1.5              # times the least cost: no tactic beyond it is taken over from another problem
 
 Constants = Mapping[str, Any]
 C = TypeVar("C")
@@ -92,10 +91,9 @@ class Tuner:
         self._batches_of: dict[Problem, tuple[int, ...]] = {}
         self.timed = 0              # tactics measured, not found in the cache
 
-    def take_over(self, fastest: Mapping[str, str], objects: Iterable[bytes]) -> None:
-        """From sessions that compiled the same model for other shapes: the tactics that were fastest, by kernel, as
-        repr() writes both; and their code."""
-        self._timed = Timed(fastest)
+    def take_over(self, corrections: Mapping[str, Mapping[str, float]], objects: Iterable[bytes]) -> None:
+        """From sessions that compiled the same model for other shapes: their `corrections`, and their code."""
+        self._timed = Timed(corrections)
         self._made |= {name: code for code in objects for name in functions_of(code)}
 
     def choose(self, wanted: Mapping[Problem, Constants], progress: Progress | None = None,
@@ -218,25 +216,37 @@ class Tuner:
         return [Candidate(best.kernel, tactic) for tactic in best.kernel.refinements(self.isa, best.tactic)]
 
     def _usual(self, problem: Problem) -> Candidate:
-        """The candidate nearest to what was fastest for the nearest problem; else the cheapest, refined."""
+        """The fastest by its cost and what was timed for the nearest problem; else the cheapest, refined."""
         candidates = self._candidates(problem)
-        if self._timed and (known := self._taken_over(candidates)):
-            return known
+        if self._timed and (likely := self._likely(candidates)):
+            return likely
         quick = [c for c in candidates if c.kernel.packing_is_permutation] if self.short_lived else []
         best = self._cheapest(quick or candidates)[0]
         return self._cheapest([best, *self._refinements(best)])[0]
 
-    def _taken_over(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        """None: nothing near was timed, or what was fastest there cannot be here, by its cost."""
-        found = {kernel: self._timed.nearest(kernel) for kernel in dict.fromkeys(one.kernel for one in candidates)}
-        kernel = min(found, key=lambda one: found[one][0])
-        own = [one for one in candidates if one.kernel == kernel]
-        every = dict.fromkeys((*own, *(more for one in own for more in self._refinements(one))))
-        taken = most_alike(found[kernel][1], every, lambda one: one.tactic)
-        if taken is None:
+    def _likely(self, candidates: Sequence[Candidate]) -> Candidate | None:
+        """The fastest, refined; None: nothing near was timed."""
+        known = {kernel: self._timed.of(kernel) for kernel in {one.kernel for one in candidates}}
+
+        def estimate(one: Candidate) -> float:
+            return (one.kernel.cost(self.isa, one.tactic) or 1.0) * correction(one.tactic, known[one.kernel])
+
+        best = min(candidates, key=estimate)
+        if estimate(best) == math.inf:
             return None
-        cost, *others = (kernel.cost(self.isa, one.tactic) for one in (taken, *own))
-        return taken if cost <= CREDIBLE * min(others) else None
+        return min((best, *self._refinements(best)), key=estimate)
+
+    def corrections(self, choices: Mapping[Problem, Choice]) -> dict[str, dict[str, float]]:
+        """By kernel and tactic, as repr() writes them: the time, in the fastest one's of the problem, by the cost. What
+        was taken is the fastest, whatever else was so alone."""
+        found: dict[str, dict[str, float]] = {}
+        for problem, choice in choices.items():
+            scores = self._scores(self._alone[problem])
+            least, taken = min(scores.values()), Candidate(choice.kernel, choice.tactic)
+            for one, score in {**scores, taken: GAIN * least}.items():
+                cost = one.kernel.cost(self.isa, one.tactic) or 1.0
+                found.setdefault(repr(one.kernel), {})[repr(one.tactic)] = float(f"{score / least / cost:.4g}")
+        return found
 
     def _cheapest(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Those that by their cost may be the fastest, the cheapest first.
