@@ -32,6 +32,7 @@ NEAR = 1.1                  # times the least time: noise, inputs from afar
 FAR_BYTES = 8e3             # of constants that a microsecond brings from afar, at worst
 GAIN = 0.99                 # of the time inside the network; less is noise
 DOUBT = 0.03                # of a time alone: how far it usually is from that in a network
+COPY = 1.03                 # times the time: what packs weights otherwise than a plan that has them is to gain that
 
 Constants = Mapping[str, Any]
 C = TypeVar("C")
@@ -238,13 +239,16 @@ class Tuner:
 
     def corrections(self, choices: Mapping[Problem, Choice]) -> dict[str, dict[str, float]]:
         """By kernel and tactic, as repr() writes them: the time, in the fastest one's of the problem, by the cost. What
-        was taken is the fastest, whatever else was so alone."""
+        was taken is the fastest, whatever else was so alone; what packs weights otherwise has to gain by it, for it
+        needs another copy of them."""
         found: dict[str, dict[str, float]] = {}
         for problem, choice in choices.items():
             scores = self._scores(self._alone[problem])
             least, taken = min(scores.values()), Candidate(choice.kernel, choice.tactic)
             for one, score in {**scores, taken: GAIN * least}.items():
                 cost = one.kernel.cost(self.isa, one.tactic) or 1.0
+                if self.constant_bytes(one) and self.packing(one) != self.packing(taken):
+                    score *= COPY
                 found.setdefault(repr(one.kernel), {})[repr(one.tactic)] = float(f"{score / least / cost:.4g}")
         return found
 
