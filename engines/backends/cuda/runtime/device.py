@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from engines.backends.cuda.runtime.driver import CudaError, GpuDriver, open_gpu
 from engines.backends.cuda.runtime.execution import LoadedPlan
-from engines.backends.device import Device
+from engines.backends.device import Device, Loaded
 from engines.errors import ConfigError, PlanTargetError
 from engines.plan.plan import Plan
 
@@ -28,7 +28,7 @@ class CudaDevice:
             return f"made for '{target}', but this GPU is {here}, an older one"
         return ""
 
-    def load(self, plan: Plan, threads: int) -> LoadedPlan:
+    def load(self, plan: Plan, threads: int, beside: Loaded | None = None) -> LoadedPlan:
         """threads: of the host, which have nothing to do here but wait; one does."""
         if threads > 1:
             raise ConfigError(f"{plan.name}: threads={threads}, but a plan for a GPU is run by one; for more requests "
