@@ -102,7 +102,10 @@ class Engine:
         Any number of items on the batch axis: more than max_batch run in slices, if the items are independent.
         InputError says what does not fit.
         """
-        arrays = {name: as_in_memory(np.asarray(value)) for name, value in feeds.items()}
+        return self.run_arrays({name: as_in_memory(np.asarray(value)) for name, value in feeds.items()})
+
+    def run_arrays(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """The same for arrays as they lie in memory."""
         items = self._feeds.check(arrays)
         try:
             context = self._idle.pop()

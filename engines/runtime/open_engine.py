@@ -131,7 +131,10 @@ class OpenEngine:
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """As Engine.run, for any shapes that the model and the profiles allow."""
         arrays = {name: as_in_memory(np.asarray(value)) for name, value in feeds.items()}
-        return self._of(arrays).run({name: arrays[name] for name in arrays if name not in self.part.deciding})
+        engine = self._of(arrays)
+        if self.part.deciding:
+            arrays = {name: array for name, array in arrays.items() if name not in self.part.deciding}
+        return engine.run_arrays(arrays)
 
     def create_context(self, cpus: Sequence[int] | None = None) -> OpenContext | StagedContext:
         """A context for one owner thread at a time; it has memory for each of the shapes that it met."""

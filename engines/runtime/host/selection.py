@@ -47,6 +47,13 @@ def _slice(attrs: Attrs, x: Array, starts: Array, ends: Array, axes: Array | Non
     return (np.ascontiguousarray(x[tuple(index)]),)
 
 
+def _gather(attrs: Attrs, x: Array, indices: Array) -> tuple[Array, ...]:
+    axis = attrs.get("axis", 0)
+    if indices.ndim or axis:
+        return (np.take(x, indices, axis),)
+    return (x[int(indices), ...],)      # a view
+
+
 def _non_max_suppression(attrs: Attrs, boxes: Array, scores: Array, most: Array | None = None,
                          overlap: Array | None = None, least: Array | None = None) -> tuple[Array, ...]:
     """(batch, class, box) of the best boxes, none of which covers a better one by more than `overlap`."""
@@ -89,5 +96,5 @@ def _around(boxes: Array) -> Array:
 
 
 OPERATORS: dict[str, Callable[..., tuple[Any, ...]]] = {
-    "Compress": _compress, "NonMaxSuppression": _non_max_suppression, "NonZero": _non_zero,
+    "Compress": _compress, "Gather": _gather, "NonMaxSuppression": _non_max_suppression, "NonZero": _non_zero,
     "Range": _range, "Slice": _slice, "Unique": _unique}
