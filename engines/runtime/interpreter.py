@@ -6,6 +6,7 @@ shapes; an instruction costs a few microseconds beside what it runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -102,6 +103,8 @@ def _loop(node: Node, regions: Sequence[Runner], given: Sequence[Value], around:
 
 def _scan(node: Node, regions: Sequence[Runner], given: Sequence[Value], around: Values) -> list[Value]:
     """Runs the body for each slice of the inputs that are scanned, the last ones."""
+    if node.attrs["onnx_opset"] < 9:
+        return _scan_batch(node, regions, given, around)
     (body,) = regions
     scanned = node.attrs["num_scan_inputs"]
     kept = len(given) - scanned
@@ -123,6 +126,18 @@ def _scan(node: Node, regions: Sequence[Runner], given: Sequence[Value], around:
     return carried + [_stacked(stack[::-1] if backward else stack, kind, axis) for stack, kind, axis, backward in zip(
         stacks, body.region.kinds[kept:], attribute("scan_output_axes", makes),
         attribute("scan_output_directions", makes), strict=True)]
+
+
+def _scan_batch(node: Node, regions: Sequence[Runner], given: Sequence[Value], around: Values) -> list[Value]:
+    """As opset 8 has it: each item of the batch by itself, behind an input for the items' lengths."""
+    lengths, *values = given
+    if lengths is not None:
+        raise PlanError(f"{node.op} '{node.name}': lengths of single items, which only opset 8 has, are not supported")
+    attrs = {"num_scan_inputs": node.attrs["num_scan_inputs"], "onnx_opset": 9,
+             "scan_input_directions": node.attrs.get("directions", (0,) * node.attrs["num_scan_inputs"])}
+    items = [_scan(replace(node, attrs=attrs), regions, [value[item] for value in values], around)
+             for item in range(len(values[0]))]
+    return [np.stack(made) for made in zip(*items, strict=True)]
 
 
 def _stacked(values: Sequence[Value], kind: Kind, axis: int) -> Array:

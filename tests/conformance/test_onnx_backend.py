@@ -44,7 +44,8 @@ def test_of_the_tests_on_tensors_97_of_100_pass():
 
 
 def test_the_census_tells_what_is_compiled_from_what_runs_by_reference():
-    verdicts = {name: census.judged(name) for name in ("test_relu", "test_adam", "test_scan_sum", "test_bernoulli")}
+    names = ("test_relu", "test_adam", "test_flexattention_soft_cap", "test_bernoulli")
+    verdicts = {name: census.judged(name) for name in names}
     assert [verdict.outcome for verdict in verdicts.values()] == [
         census.COMPILED, census.REFERENCE, census.REFUSED, census.RANDOM]
     assert "| pass | 3 | 75.0 % |" in census.counts(verdicts)
