@@ -46,9 +46,7 @@ def _taps(node: Node, place: Term, size: int) -> Taps:
         place = _inside(place, size, corners, padding)
     below = place.unary("rint" if mode == "nearest" else "floor")
     part, taps = place - below, []
-    weights = {"nearest": lambda: [(0, part.like(1.0))], "linear": lambda: [(0, part.like(1.0) - part), (1, part)],
-               "cubic": lambda: _cubic(part)}[mode]()
-    for offset, weight in weights:
+    for offset, weight in _weights(mode, part):
         index = below + float(offset)
         if mode == "cubic":
             index = _inside(index, size, corners, padding)
@@ -71,8 +69,12 @@ def _inside(place: Term, size: int, corners: bool, padding: str) -> Term:
     return place.at_least(0.0).at_most(float(size - 1))
 
 
-def _cubic(part: Term) -> list[tuple[int, Term]]:
-    """Keys' kernel, of four pixels."""
+def _weights(mode: str, part: Term) -> list[tuple[int, Term]]:
+    """Of the pixels around a place that is `part` beyond one of them; by Keys' kernel four count."""
+    if mode == "nearest":
+        return [(0, part.like(1.0))]
+    if mode == "linear":
+        return [(0, part.like(1.0) - part), (1, part)]
     return [(offset, _keys((part - float(offset)).unary("abs"), _CUBIC)) for offset in range(-1, 3)]
 
 
