@@ -74,9 +74,9 @@ class Server:
         self.lifecycle = Lifecycle(lambda: not (options.strict_readiness and self.failures()))
         self.repository = Repository(options.model_repositories, loader.load, self.lifecycle.changed)
         self._unreadable: dict[str, str] = {}   # why there is no repository
-        self._inflight = Inflight(options.max_inflight_bytes, options.send_timeout_secs,
-                                  lambda peer: disconnect(self._grpc_port, peer))
-        service = InferenceService(self.repository, self.lifecycle, self._inflight, options.explicit_control)
+        self._inflight = Inflight(options.max_inflight_bytes, options.send_timeout_secs)
+        service = InferenceService(self.repository, self.lifecycle, self._inflight, options.explicit_control,
+                                   lambda peer: disconnect(self._grpc_port, peer))
         self._grpc = create_server(service, self.lifecycle, options.max_message_bytes)
         self._grpc_port = 0
         self._pages: list[asyncio.Server] = []

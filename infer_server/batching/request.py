@@ -4,11 +4,41 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
 Arrays = Mapping[str, NDArray[Any]]
+
+
+class Reply(Protocol):
+    """Where a request's response goes: every protocol has its own. Belongs to the event loop."""
+
+    @property
+    def gone(self) -> bool:
+        """Whether nobody waits for it any more: what comes then is dropped."""
+
+    def send(self, response: Any) -> None:
+        """response: what the request's `encode` made."""
+
+    def fail(self, error: Exception) -> None: ...
+
+
+class AwaitedReply:
+    """A reply that a coroutine awaits: (await reply.response) returns what is sent, or raises the error."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.response: asyncio.Future[Any] = loop.create_future()
+
+    @property
+    def gone(self) -> bool:
+        return self.response.done()
+
+    def send(self, response: Any) -> None:
+        self.response.set_result(response)
+
+    def fail(self, error: Exception) -> None:
+        self.response.set_exception(error)
 
 
 @dataclass(slots=True, eq=False)
@@ -17,8 +47,8 @@ class Request:
     inputs: Arrays                              # views of the received message: copied once, into the batch slots
     items: int                                  # items on the batch axis; 1 for a model without one
     shape_key: Hashable                         # the shapes of one item
-    encode: Callable[[Arrays], bytes]           # its items of the outputs -> its response; on an instance's thread
-    answer: asyncio.Future[bytes]               # completed on the event loop only
+    encode: Callable[[Arrays], Any]             # its items of the outputs -> its response; on an instance's thread
+    reply: Reply
     timeout_us: int = 0                         # in the queue, as asked for by the client; 0: the model's default
 
     received_ns: int = 0                        # set by the endpoint
@@ -26,14 +56,14 @@ class Request:
     enqueued_ns: int = 0                        # the rest by the batcher
     expires_ns: int = 0                         # when its timeout in the queue ends; 0: never
 
-    def finish(self, result: bytes | Exception) -> None:
-        """Completes the request's answer, on the event loop; nothing happens if the request was cancelled."""
-        if self.answer.done():
+    def finish(self, result: Any) -> None:
+        """Hands a response, or an exception, to the reply, on the event loop; nothing happens if nobody waits."""
+        if self.reply.gone:
             return
         if isinstance(result, Exception):
-            self.answer.set_exception(result)
+            self.reply.fail(result)
         else:
-            self.answer.set_result(result)
+            self.reply.send(result)
 
 
-Outcome = tuple[Request, bytes | Exception]
+Outcome = tuple[Request, Any]                   # its response, or the exception that it ends with

@@ -4,85 +4,111 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import grpc
+from numpy.typing import NDArray
 
-from infer_server.batching.request import Arrays, Request
-from infer_server.batching.statistics import Failure
-from infer_server.config.config import TensorSpec
-from infer_server.endpoints.inflight import Inflight, OpenCall
-from infer_server.errors import InvalidRequestError, MemoryLimitError, NotServedError
-from infer_server.protocol.codec import declared_inputs, decode_inputs, encode_raw
+from infer_server.batching.request import Arrays, AwaitedReply
+from infer_server.endpoints.inflight import Inflight
+from infer_server.errors import InvalidRequestError, NotServedError
+from infer_server.protocol.codec import InputTensor, declared_inputs, decode_inputs, encode_raw
 from infer_server.protocol.wire import InferRequest, join_response, split_request
-from infer_server.repository.model import Model
-from infer_server.repository.repository import Repository
+from infer_server.serving import Call, Inferences, Served
 from protos import inference
 
 
-async def infer(data: bytes, context: grpc.aio.ServicerContext, repository: Repository, inflight: Inflight) -> bytes:
-    """Serves one serialised ModelInferRequest; returns the serialised response. Raises ServeErrors."""
+class GrpcClient:
+    """The client of a call, for Inflight."""
+
+    def __init__(self, context: grpc.aio.ServicerContext, disconnect: Callable[[str], None]) -> None:
+        """disconnect: ends the connection of a peer as gRPC names it."""
+        self.peer = context.peer
+        self._disconnect = disconnect
+
+    def disconnect(self) -> None:
+        self._disconnect(self.peer())
+
+
+async def infer(data: bytes, context: grpc.aio.ServicerContext, inferences: Inferences, inflight: Inflight,
+                disconnect: Callable[[str], None]) -> bytes:
+    """Serves one serialised ModelInferRequest; returns the serialised response. Raises ServeErrors.
+
+    disconnect: as GrpcClient's.
+    """
     received_ns = time.monotonic_ns()
-    call = inflight.begin(context, len(data))
-    message = split_request(data)
-    model = repository.find(message.header.model_name, message.header.model_version)
+    held = inflight.begin(GrpcClient(context, disconnect), len(data))
+    context.add_done_callback(lambda _: inflight.end(held))
+    call = GrpcCall(split_request(data), received_ns, context.time_remaining(),
+                    functools.partial(inflight.expect, held))
+    response = await _answer(call, inferences)
+    inflight.answered(held, len(response))
+    return response
+
+
+async def _answer(call: Call, inferences: Inferences) -> bytes:
+    reply = AwaitedReply(asyncio.get_running_loop())
+    submitted = inferences.submit(call, reply)
     try:
-        request = _request(message, model, inflight, call)
-    except (InvalidRequestError, NotServedError, MemoryLimitError):
-        model.statistics.failed(Failure.OTHER, time.monotonic_ns() - received_ns)
-        raise
-    request.received_ns = received_ns
-    remaining_secs = context.time_remaining()
-    if remaining_secs is not None:              # its client does not wait for ever
-        request.deadline_ns = received_ns + int(remaining_secs * 1e9)
-    model.submit(request)
-    try:
-        answer = await request.answer
+        response: bytes = await reply.response
     except asyncio.CancelledError:
-        model.cancel(request)
+        submitted.cancel()
         raise
-    inflight.answered(call, len(answer))
-    return answer
+    return response
 
 
-def _request(message: InferRequest, model: Model, inflight: Inflight, call: OpenCall) -> Request:
-    header = message.header
-    _refuse_extensions(header)
-    tensors = declared_inputs(header)
-    fit = model.signature.fit(tensors)
-    outputs = model.signature.choose_outputs(tensor.name for tensor in header.outputs)
-    inflight.expect(call, fit.items * sum(spec.item_bytes for spec in outputs))
+class GrpcCall(Call):
+    """A ModelInferRequest; its response is the serialised ModelInferResponse."""
 
-    def encode(computed: Arrays) -> bytes:
-        arrays = [computed[spec.name] for spec in outputs]
-        prefix = _response_header(model.name, model.version, outputs, tuple(array.shape for array in arrays))
-        raw = [encode_raw(array, spec.datatype) for array, spec in zip(arrays, outputs, strict=True)]
-        return join_response(prefix, header.id, raw)
+    def __init__(self, message: InferRequest, received_ns: int, remaining_secs: float | None,
+                 expect: Callable[[int], None]) -> None:
+        """remaining_secs: until its client gives up. expect: as Call.expect."""
+        self._message, self._header, self._expect = message, message.header, expect
+        self.model, self.version = self._header.model_name, self._header.model_version
+        self.received_ns = received_ns
+        if remaining_secs is not None:
+            self.deadline_ns = received_ns + int(remaining_secs * 1e9)
 
-    return Request(
-        inputs=decode_inputs(message, tensors),
-        items=fit.items, shape_key=fit.shape_key, encode=encode,
-        answer=asyncio.get_running_loop().create_future(),
-        timeout_us=_timeout_us(header))
+    def inputs(self) -> Sequence[InputTensor]:
+        _refuse_extensions(self._header)
+        return declared_inputs(self._header)
+
+    def outputs(self) -> Iterable[str]:
+        return (tensor.name for tensor in self._header.outputs)
+
+    def expect(self, response_bytes: int) -> None:
+        self._expect(response_bytes)
+
+    def contents(self, tensors: Sequence[InputTensor]) -> dict[str, NDArray[Any]]:
+        return decode_inputs(self._message, tensors)
+
+    def encoder(self, served: Served) -> Callable[[Arrays], bytes]:
+        request_id = self._header.id
+
+        def encode(computed: Arrays) -> bytes:
+            arrays = [computed[spec.name] for spec in served.outputs]
+            prefix = _response_header(served, tuple(array.shape for array in arrays))
+            raw = [encode_raw(array, spec.datatype) for array, spec in zip(arrays, served.outputs, strict=True)]
+            return join_response(prefix, request_id, raw)
+        return encode
+
+    def timeout_us(self) -> int:
+        if "timeout" not in self._header.parameters:
+            return 0
+        parameter = self._header.parameters["timeout"]
+        timeout_us = parameter.uint64_param if parameter.HasField("uint64_param") else parameter.int64_param
+        if timeout_us < 0 or parameter.WhichOneof("parameter_choice") not in ("int64_param", "uint64_param"):
+            raise InvalidRequestError("parameter 'timeout': expected a positive integer, in microseconds")
+        return timeout_us
 
 
 @functools.lru_cache(maxsize=4096)
-def _response_header(model: str, version: int, outputs: tuple[TensorSpec, ...],
-                     shapes: tuple[tuple[int, ...], ...]) -> bytes:
-    response = inference.ModelInferResponse(model_name=model, model_version=str(version))
-    for spec, shape in zip(outputs, shapes, strict=True):
+def _response_header(served: Served, shapes: tuple[tuple[int, ...], ...]) -> bytes:
+    response = inference.ModelInferResponse(model_name=served.model, model_version=str(served.version))
+    for spec, shape in zip(served.outputs, shapes, strict=True):
         response.outputs.add(name=spec.name, datatype=spec.datatype.name, shape=shape)
     return response.SerializeToString()
-
-
-def _timeout_us(header: inference.ModelInferRequest) -> int:
-    """The request parameter `timeout`, microseconds; 0 if there is none."""
-    if "timeout" not in header.parameters:
-        return 0
-    parameter = header.parameters["timeout"]
-    timeout_us = parameter.uint64_param if parameter.HasField("uint64_param") else parameter.int64_param
-    if timeout_us < 0 or parameter.WhichOneof("parameter_choice") not in ("int64_param", "uint64_param"):
-        raise InvalidRequestError("parameter 'timeout': expected a positive integer, in microseconds")
-    return timeout_us
 
 
 def _refuse_extensions(header: inference.ModelInferRequest) -> None:

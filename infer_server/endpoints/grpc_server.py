@@ -19,6 +19,7 @@ from infer_server.errors import InvalidRequestError, NotServedError, ServeError,
 from infer_server.lifecycle import Lifecycle
 from infer_server.repository.model import Model
 from infer_server.repository.repository import Repository
+from infer_server.serving import Inferences
 from infer_server.version import NAME, VERSION
 from protos import inference, model_config
 
@@ -28,10 +29,12 @@ EXTENSIONS = ("model_configuration", "model_repository", "statistics")
 class InferenceService:
     """One coroutine for each call that is served, named as the call."""
 
-    def __init__(self, repository: Repository, lifecycle: Lifecycle, inflight: Inflight,
-                 explicit_control: bool) -> None:
+    def __init__(self, repository: Repository, lifecycle: Lifecycle, inflight: Inflight, explicit_control: bool,
+                 disconnect: Callable[[str], None]) -> None:
+        """disconnect: ends the connection of a peer as gRPC names it."""
         self._repository = repository
-        self._inflight = inflight
+        self._inferences = Inferences(repository)
+        self._inflight, self._disconnect = inflight, disconnect
         self._lifecycle = lifecycle
         self._explicit_control = explicit_control       # clients may load and unload models
 
@@ -65,7 +68,7 @@ class InferenceService:
 
     async def infer(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         """ModelInfer takes and returns bytes: infer_server/protocol/wire.py."""
-        return await infer(data, context, self._repository, self._inflight)
+        return await infer(data, context, self._inferences, self._inflight, self._disconnect)
 
     async def ModelConfig(self, request: inference.ModelConfigRequest) -> inference.ModelConfigResponse:
         model = self._repository.find(request.name, request.version)

@@ -1,16 +1,14 @@
 """Limits what calls in flight may hold: the bytes of requests and answers, and the time that a client may take to read.
 
-gRPC keeps an answer in memory until its client has taken it, and takes requests meanwhile: clients that ask and do not
+An answer is kept in memory until its client has taken it, and requests are taken meanwhile: clients that ask and do not
 read would fill the memory of the machine.
 """
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Protocol
 
 from infer_server.errors import MemoryLimitError
 from infer_server.process import trim
@@ -25,10 +23,20 @@ _QUIET_SECS = 1.0               # ... for so long
 _LOOKING_SECS = 0.02
 
 
+class Client(Protocol):
+    """The other end of a call."""
+
+    def peer(self) -> str:
+        """Its address, for the log."""
+
+    def disconnect(self) -> None:
+        """Ends its connection, and with that its calls."""
+
+
 @dataclass(slots=True, eq=False)
 class OpenCall:
     """A call in flight: the bytes that it holds until its client has read the answer, or has gone."""
-    context: Any
+    client: Client | None           # None: it has ended
     held_bytes: int = 0
     expected_bytes: int = 0         # of them: of its answer
     timer: asyncio.TimerHandle | None = None
@@ -37,11 +45,9 @@ class OpenCall:
 class Inflight:
     """Belongs to the event loop."""
 
-    def __init__(self, max_bytes: int, send_timeout_secs: float, disconnect: Callable[[str], None]) -> None:
-        """disconnect: closes the connection of a gRPC peer, which ends its calls."""
+    def __init__(self, max_bytes: int, send_timeout_secs: float) -> None:
         self._max_bytes = max_bytes
         self._send_timeout_secs = send_timeout_secs
-        self._disconnect = disconnect
         self._loop = asyncio.get_running_loop()
         self._calls: dict[OpenCall, None] = {}
         self._peak_bytes = 0                    # since memory was last given back
@@ -55,12 +61,11 @@ class Inflight:
         while any(call in self._calls for call in calls) and self._loop.time() < end:
             await asyncio.sleep(_LOOKING_SECS)
 
-    def begin(self, context: Any, request_bytes: int) -> OpenCall:
-        """Opens a call whose request has been received. Raises MemoryLimitError."""
-        call = OpenCall(context)
+    def begin(self, client: Client, request_bytes: int) -> OpenCall:
+        """Opens a call whose request has been received, or is; end() closes it. Raises MemoryLimitError."""
+        call = OpenCall(client)
         self._hold(call, request_bytes)
         self._calls[call] = None
-        context.add_done_callback(partial(self._end, call))
         return call
 
     def expect(self, call: OpenCall, answer_bytes: int) -> None:
@@ -69,7 +74,8 @@ class Inflight:
         call.expected_bytes = _ANSWER_COPIES * answer_bytes
 
     def answered(self, call: OpenCall, answer_bytes: int) -> None:
-        """To be called when an answer of so many bytes is handed to gRPC: its client must read it in time."""
+        """To be called when an answer of so many bytes is handed to the transport: its client must read it in
+        time."""
         self._count(call, max(0, _ANSWER_COPIES * answer_bytes - call.expected_bytes))
         if call.held_bytes > _LITTLE_BYTES:     # what is smaller is sent whether it is read or not
             call.timer = self._loop.call_later(self._send_timeout_secs, self._give_up, call)
@@ -88,21 +94,22 @@ class Inflight:
         self.held_bytes += count
         self._peak_bytes = max(self._peak_bytes, self.held_bytes)
 
-    def _end(self, call: OpenCall, _: object) -> None:
-        """Called when a call has ended, answered or not."""
+    def end(self, call: OpenCall) -> None:
+        """To be called when a call has ended, answered or not, and when its answer has left this process."""
         self._calls.pop(call, None)
         self.held_bytes -= call.held_bytes
         call.held_bytes = 0
-        call.context = None                     # which refers to the call: memory would wait for the cycle collector
+        call.client = None                      # which refers to the call: memory would wait for the cycle collector
         if call.timer:
             call.timer.cancel()
         if self._peak_bytes >= _MUCH_BYTES and self.held_bytes <= _LITTLE_BYTES and not self._trimming:
             self._trimming = self._loop.call_later(_QUIET_SECS, self._trim)
 
     def _give_up(self, call: OpenCall) -> None:
-        peer = call.context.peer()
-        log.warning("%s has not read its answer in %g s: its connection is closed", peer, self._send_timeout_secs)
-        self._disconnect(peer)
+        if call.client:
+            log.warning("%s has not read its answer in %g s: its connection is closed", call.client.peer(),
+                        self._send_timeout_secs)
+            call.client.disconnect()
 
     def _trim(self) -> None:
         self._trimming = None

@@ -97,7 +97,7 @@ class Model:
         now_ns = time.monotonic_ns()
         enqueued_ns = []
         for request, result in outcomes:
-            if request.answer.cancelled():
+            if request.reply.gone:
                 self._failed(request, Failure.CANCELED)
             elif isinstance(result, Exception):
                 self._failed(request, Failure.BACKEND)

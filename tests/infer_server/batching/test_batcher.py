@@ -11,7 +11,7 @@ import pytest
 
 from infer_server.batching.batcher import Batcher
 from infer_server.batching.policy import BatchPolicy, QueuePolicy
-from infer_server.batching.request import Request
+from infer_server.batching.request import AwaitedReply, Request
 from infer_server.errors import DeadlineExceededError, QueueFullError, UnavailableError
 
 
@@ -30,7 +30,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def request(loop: asyncio.AbstractEventLoop, items: int = 1, timeout_us: int = 0, deadline_ns: int = 0) -> Request:
-    return Request({"x": np.zeros((items, 1))}, items, (), lambda outputs: b"", loop.create_future(), timeout_us,
+    return Request({"x": np.zeros((items, 1))}, items, (), lambda outputs: b"", AwaitedReply(loop), timeout_us,
                    deadline_ns=deadline_ns)
 
 

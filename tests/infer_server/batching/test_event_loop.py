@@ -8,7 +8,7 @@ import numpy as np
 from infer_server.batching.batcher import Batcher
 from infer_server.batching.event_loop import Waker
 from infer_server.batching.policy import BatchPolicy, QueuePolicy
-from infer_server.batching.request import Request
+from infer_server.batching.request import AwaitedReply, Request
 
 
 class CountingBatcher(Batcher):
@@ -33,7 +33,7 @@ def submissions(turns_between: list[int]) -> list[int]:
         for turns in turns_between:
             for _ in range(turns):
                 await asyncio.sleep(0)
-            batcher.submit(Request({"x": np.zeros(1)}, 1, (), lambda outputs: b"", loop.create_future()))
+            batcher.submit(Request({"x": np.zeros(1)}, 1, (), lambda outputs: b"", AwaitedReply(loop)))
             waker.submitted()
         for _ in range(50):
             await asyncio.sleep(0)

@@ -1,0 +1,103 @@
+"""What happens to an inference, whatever protocol it came by: its model is found, it is compared with that, queued,
+counted and, if its client goes away, cancelled.
+
+An endpoint writes a Call, which decodes its protocol's messages, and a Reply, which takes the response:
+
+    submitted = inferences.submit(call, reply)      # raises a ServeError
+    submitted.cancel()                              # its client went away
+"""
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+from infer_server.batching.request import Arrays, Reply, Request
+from infer_server.batching.statistics import Failure
+from infer_server.config.config import TensorSpec
+from infer_server.errors import InvalidRequestError, MemoryLimitError, NotServedError
+from infer_server.protocol.codec import InputTensor
+from infer_server.repository.model import Model
+from infer_server.repository.repository import Repository
+
+
+class Served(NamedTuple):
+    """What a response says of where it comes from, and the outputs that it has."""
+    model: str
+    version: int
+    outputs: tuple[TensorSpec, ...]
+
+
+class Call(ABC):
+    """An inference as an endpoint received it. Its methods are called in the order in which they stand here, so that no
+    more is decoded of a message than fits the model; each may raise a ServeError."""
+    model: str
+    version: str                    # "": the highest that is ready
+    received_ns: int
+    deadline_ns: int = 0            # when its client gives up; 0: never
+
+    @abstractmethod
+    def inputs(self) -> Sequence[InputTensor]:
+        """As the message declares them."""
+
+    @abstractmethod
+    def outputs(self) -> Iterable[str]:
+        """The names of those asked for; none: all of the model's."""
+
+    @abstractmethod
+    def expect(self, response_bytes: int) -> None:
+        """Takes the bytes that the tensors of the response will have. Raises MemoryLimitError."""
+
+    @abstractmethod
+    def contents(self, tensors: Sequence[InputTensor]) -> Mapping[str, NDArray[Any]]:
+        """The arrays of the inputs, which fit the model."""
+
+    @abstractmethod
+    def encoder(self, served: Served) -> Callable[[Arrays], Any]:
+        """What makes the response of the outputs' arrays, on an instance's thread."""
+
+    @abstractmethod
+    def timeout_us(self) -> int:
+        """How long it may wait in the queue; 0: the model's default."""
+
+
+class Submitted(NamedTuple):
+    """A request in the queue of its model."""
+    model: Model
+    request: Request
+
+    def cancel(self) -> None:
+        """Drops it, for nobody waits any more; if it is executing already, its result is dropped instead."""
+        self.model.cancel(self.request)
+
+
+class Inferences:
+    """The way from every endpoint to the models. Belongs to the event loop."""
+
+    def __init__(self, repository: Repository) -> None:
+        self._repository = repository
+
+    def submit(self, call: Call, reply: Reply) -> Submitted:
+        """Queues an inference. Raises ServeErrors: no such model, what does not fit it, no room, too late."""
+        model = self._repository.find(call.model, call.version)
+        try:
+            request = _request(call, model, reply)
+        except (InvalidRequestError, NotServedError, MemoryLimitError):
+            model.statistics.failed(Failure.OTHER, time.monotonic_ns() - call.received_ns)
+            raise
+        model.submit(request)
+        return Submitted(model, request)
+
+
+def _request(call: Call, model: Model, reply: Reply) -> Request:
+    tensors = call.inputs()
+    fit = model.signature.fit(tensors)
+    outputs = model.signature.choose_outputs(call.outputs())
+    call.expect(fit.items * sum(spec.item_bytes for spec in outputs))
+    return Request(
+        inputs=call.contents(tensors), items=fit.items, shape_key=fit.shape_key,
+        encode=call.encoder(Served(model.name, model.version, outputs)), reply=reply, timeout_us=call.timeout_us(),
+        received_ns=call.received_ns, deadline_ns=call.deadline_ns)
