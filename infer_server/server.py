@@ -4,23 +4,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from infer_server.backend import EngineLoader, load_plan
-from infer_server.endpoints import metrics
-from infer_server.endpoints.connections import disconnect, stop_listening
-from infer_server.endpoints.grpc_server import InferenceService, create_server
-from infer_server.endpoints.health import NOT_SERVED, health_page
-from infer_server.endpoints.http_server import Page, serve_pages
+from infer_server.endpoints.grpc.connections import disconnect, stop_listening
+from infer_server.endpoints.grpc.server import create_server
+from infer_server.endpoints.http.connection import Handler, Limits
+from infer_server.endpoints.http.routes import metrics_routes, server_routes
+from infer_server.endpoints.http.server import HttpServer, listen
 from infer_server.endpoints.inflight import Inflight
+from infer_server.endpoints.service import Service
 from infer_server.errors import RepositoryError
 from infer_server.lifecycle import Lifecycle, ServerPhase
 from infer_server.repository.building import Compiler
 from infer_server.repository.loader import Loader
 from infer_server.repository.repository import Repository
+from infer_server.serving import Inferences
 
 log = logging.getLogger(__name__)
 
@@ -75,11 +76,12 @@ class Server:
         self.repository = Repository(options.model_repositories, loader.load, self.lifecycle.changed)
         self._unreadable: dict[str, str] = {}   # why there is no repository
         self._inflight = Inflight(options.max_inflight_bytes, options.send_timeout_secs)
-        service = InferenceService(self.repository, self.lifecycle, self._inflight, options.explicit_control,
-                                   lambda peer: disconnect(self._grpc_port, peer))
-        self._grpc = create_server(service, self.lifecycle, options.max_message_bytes)
+        self._service = Service(self.repository, self.lifecycle, options.explicit_control)
+        self._inferences = Inferences(self.repository)
+        self._grpc = create_server(self._service, self._inferences, self.lifecycle, self._inflight,
+                                   lambda peer: disconnect(self._grpc_port, peer), options.max_message_bytes)
         self._grpc_port = 0
-        self._pages: list[asyncio.Server] = []
+        self._http: list[HttpServer] = []
         self._loading: asyncio.Task[None] | None = None
 
     async def start(self) -> Ports:
@@ -88,10 +90,9 @@ class Server:
         Raises OSError for a port that cannot be had.
         """
         options = self._options
-        http = await self._serve_pages(
-            options.http_port, lambda path: health_page(path, self.lifecycle, self.repository), NOT_SERVED)
-        metrics_port = await self._serve_pages(
-            options.metrics_port, lambda path: metrics.page(path, self.repository.models()), metrics.NOT_FOUND)
+        http = await self._listen_http(options.http_port, server_routes(
+            self._service, self._inferences, self.repository, self._inflight))
+        metrics_port = await self._listen_http(options.metrics_port, metrics_routes(self.repository))
         self._grpc_port = self._listen_grpc()
         await self._grpc.start()
         self._loading = asyncio.create_task(self._load())
@@ -129,8 +130,8 @@ class Server:
             await self._inflight.wait_sent(_SENDING_SECS)
         disconnect(self._grpc_port)
         await self._grpc.stop(0)
-        for pages in self._pages:
-            pages.close()
+        for http in self._http:
+            http.close()
         return answered
 
     async def _load(self) -> None:
@@ -143,15 +144,15 @@ class Server:
         if self.lifecycle.phase is ServerPhase.STARTING:
             self.lifecycle.enter(ServerPhase.READY)
 
-    async def _serve_pages(self, port: int, pages: Callable[[str], Page | None], otherwise: Page) -> int:
+    async def _listen_http(self, port: int, handle: Handler) -> int:
         try:
-            server = await serve_pages(self._options.host, port, pages, otherwise)
+            server = await listen(self._options.host, port, handle,
+                                  Limits(self._options.max_message_bytes, self._inflight))
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
             raise OSError(f"cannot listen on {address(self._options.host, port)}: {reason}") from error
-        self._pages.append(server)
-        bound: int = server.sockets[0].getsockname()[1]
-        return bound
+        self._http.append(server)
+        return server.port
 
     def _listen_grpc(self) -> int:
         wanted = address(self._options.host, self._options.grpc_port)

@@ -21,7 +21,7 @@ COMMAND = re.compile(r"python3? -m ([\w.]+)")
 DOTTED = re.compile(r"(?<![\w./$-])([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)(?![\w/-])")
 CAMEL = re.compile(r"(?<![\w./])((?:[A-Z][a-z0-9]+){2,})(?![\w/])")
 # Of others, or of ONNX: the documents name them too.
-FOREIGN = {"BatchNormalization", "inference.GRPCInferenceService", "client.load_model"}
+FOREIGN = {"grpc.health.v1", "BatchNormalization", "inference.GRPCInferenceService", "client.load_model"}
 
 
 @cache

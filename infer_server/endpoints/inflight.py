@@ -64,13 +64,13 @@ class Inflight:
     def begin(self, client: Client, request_bytes: int) -> OpenCall:
         """Opens a call whose request has been received, or is; end() closes it. Raises MemoryLimitError."""
         call = OpenCall(client)
-        self._hold(call, request_bytes)
+        self.hold(call, request_bytes)
         self._calls[call] = None
         return call
 
     def expect(self, call: OpenCall, answer_bytes: int) -> None:
         """Reserves the bytes of a call's answer, before the call is executed. Raises MemoryLimitError."""
-        self._hold(call, _ANSWER_COPIES * answer_bytes)
+        self.hold(call, _ANSWER_COPIES * answer_bytes)
         call.expected_bytes = _ANSWER_COPIES * answer_bytes
 
     def answered(self, call: OpenCall, answer_bytes: int) -> None:
@@ -80,7 +80,7 @@ class Inflight:
         if call.held_bytes > _LITTLE_BYTES:     # what is smaller is sent whether it is read or not
             call.timer = self._loop.call_later(self._send_timeout_secs, self._give_up, call)
 
-    def _hold(self, call: OpenCall, count: int) -> None:
+    def hold(self, call: OpenCall, count: int) -> None:
         """Counts bytes that will be held until the end of a call. Raises MemoryLimitError."""
         if self.held_bytes + count > self._max_bytes:
             raise MemoryLimitError(

@@ -7,10 +7,8 @@ https://prometheus.io/docs/instrumenting/exposition_formats
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from http import HTTPStatus
 
 from infer_server.batching.statistics import Counters, Duration
-from infer_server.endpoints.http_server import Page, error_page
 from infer_server.repository.model import Model
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -27,14 +25,6 @@ _DURATIONS: dict[str, tuple[str, Callable[[Counters], Duration]]] = {
     "nv_inference_compute_infer_duration_us": ("compute inference", lambda c: c.compute_infer),
     "nv_inference_compute_output_duration_us": ("compute output", lambda c: c.compute_output),
 }
-
-
-NOT_FOUND = error_page(HTTPStatus.NOT_FOUND, "this port serves /metrics")
-
-
-def page(path: str, models: Iterable[Model]) -> Page | None:
-    """The body and content type of a path; None: there is no such page."""
-    return Page(render(models), CONTENT_TYPE) if path == "/metrics" else None
 
 
 def render(models: Iterable[Model]) -> str:

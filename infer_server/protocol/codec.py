@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,13 +68,23 @@ class InputTensor:
         return f"input '{self.name}' ({self.datatype.name} {list(self.shape)})"
 
 
-def declared_inputs(header: inference.ModelInferRequest) -> tuple[InputTensor, ...]:
+class Declared(Protocol):
+    """An input as a message of some protocol declares it."""
+    @property
+    def name(self) -> str: ...
+    @property
+    def datatype(self) -> str: ...
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+def declared_inputs(inputs: Iterable[Declared]) -> tuple[InputTensor, ...]:
     """The inputs of a request, in its order. Raises InvalidRequestError for a declaration that is none.
 
     They are compared with the model before their contents are read: what no model asks for is not worth the time.
     """
     tensors: dict[str, InputTensor] = {}
-    for tensor in header.inputs:
+    for tensor in inputs:
         if tensor.name in tensors:
             raise InvalidRequestError(f"input '{tensor.name}' is given twice")
         datatype = DATATYPES.get(tensor.datatype)
@@ -108,7 +118,7 @@ def decode_inputs(request: InferRequest, tensors: Sequence[InputTensor]) -> dict
         elif message.HasField("contents") or i in request.packed:
             raise InvalidRequestError(f"{tensor}: raw_input_contents and contents must not be mixed in a request")
         else:
-            arrays[tensor.name] = _from_raw(tensor, raw_inputs[i])
+            arrays[tensor.name] = from_raw(tensor, raw_inputs[i])
     return arrays
 
 
@@ -121,7 +131,8 @@ def encode_raw(array: NDArray[Any], datatype: Datatype) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def _from_raw(tensor: InputTensor, raw: memoryview) -> NDArray[Any]:
+def from_raw(tensor: InputTensor, raw: memoryview) -> NDArray[Any]:
+    """Raw contents as a view, where they are numbers. Raises InvalidRequestError: not as long as declared."""
     datatype = tensor.datatype
     if datatype.name == "BYTES":
         return _from_raw_bytes(tensor, raw)
@@ -129,8 +140,8 @@ def _from_raw(tensor: InputTensor, raw: memoryview) -> NDArray[Any]:
     if raw.nbytes != expected:
         raise InvalidRequestError(f"{tensor}: expected {expected} bytes of raw contents, got {raw.nbytes}")
     if datatype.name == "BOOL":     # any byte but 0 is true; numpy's own bool must hold nothing but 0 and 1
-        return _shaped(tensor, np.frombuffer(raw, np.uint8) != 0)
-    return _shaped(tensor, np.frombuffer(raw, datatype.array))
+        return shaped(tensor, np.frombuffer(raw, np.uint8) != 0)
+    return shaped(tensor, np.frombuffer(raw, datatype.array))
 
 
 def _from_raw_bytes(tensor: InputTensor, raw: memoryview) -> NDArray[Any]:
@@ -149,7 +160,7 @@ def _from_raw_bytes(tensor: InputTensor, raw: memoryview) -> NDArray[Any]:
     if len(values) != count or position != raw.nbytes:
         raise InvalidRequestError(f"{tensor}: expected {count} elements, each with its length, got {len(values)} and "
                                   f"{raw.nbytes - position} more bytes")
-    return _shaped(tensor, _object_array(values))
+    return shaped(tensor, object_array(values))
 
 
 def _from_contents(tensor: InputTensor, contents: inference.InferTensorContents) -> NDArray[Any]:
@@ -158,10 +169,10 @@ def _from_contents(tensor: InputTensor, contents: inference.InferTensorContents)
     values: Sequence[Any] = getattr(contents, datatype.contents)
     _check_count(tensor, len(values))
     if datatype.name == "BYTES":
-        return _shaped(tensor, _object_array(values))
+        return shaped(tensor, object_array(values))
     if datatype.array.kind not in "iu":
-        return _shaped(tensor, np.array(values, datatype.array))
-    return _narrowed(tensor, np.array(values, np.int64 if datatype.name != "UINT64" else np.uint64))
+        return shaped(tensor, np.array(values, datatype.array))
+    return narrowed(tensor, np.array(values, np.int64 if datatype.name != "UINT64" else np.uint64))
 
 
 def _from_packed(tensor: InputTensor, packed: Packed) -> NDArray[Any]:
@@ -172,11 +183,11 @@ def _from_packed(tensor: InputTensor, packed: Packed) -> NDArray[Any]:
         if rest:
             raise MalformedMessageError(f"{tensor}: {packed.field} ends within a value")
         _check_count(tensor, found)
-        return _shaped(tensor, np.frombuffer(packed.values, datatype.array))
+        return shaped(tensor, np.frombuffer(packed.values, datatype.array))
     values = _varints(tensor, np.frombuffer(packed.values, np.uint8))
     if datatype.name == "BOOL":
-        return _shaped(tensor, values != 0)
-    return _narrowed(tensor, values.view(_VARINT_KIND[packed.field]) if packed.field.endswith("64_contents")
+        return shaped(tensor, values != 0)
+    return narrowed(tensor, values.view(_VARINT_KIND[packed.field]) if packed.field.endswith("64_contents")
                      else values.astype(np.uint32).view(_VARINT_KIND[packed.field]))
 
 
@@ -217,21 +228,23 @@ def _check_count(tensor: InputTensor, found: int) -> None:
         raise InvalidRequestError(f"{tensor}: expected {count} values in {tensor.datatype.contents}, got {found}")
 
 
-def _narrowed(tensor: InputTensor, array: NDArray[Any]) -> NDArray[Any]:
+def narrowed(tensor: InputTensor, array: NDArray[Any]) -> NDArray[Any]:
     """Integers in the datatype of a tensor. Raises InvalidRequestError if one does not fit."""
     datatype, limits = tensor.datatype, np.iinfo(tensor.datatype.array)
     if array.size and (array.min() < limits.min or array.max() > limits.max):
         raise InvalidRequestError(f"{tensor}: a value is outside of {datatype.name}'s {limits.min}..{limits.max}")
-    return _shaped(tensor, array.astype(datatype.array))
+    return shaped(tensor, array.astype(datatype.array))
 
 
-def _object_array(values: Sequence[bytes]) -> NDArray[Any]:
+def object_array(values: Sequence[bytes]) -> NDArray[Any]:
+    """The elements of a BYTES tensor."""
     array = np.empty(len(values), np.object_)
     array[:] = values
     return array
 
 
-def _shaped(tensor: InputTensor, array: NDArray[Any]) -> NDArray[Any]:
+def shaped(tensor: InputTensor, array: NDArray[Any]) -> NDArray[Any]:
+    """An array of as many elements, in the declared shape."""
     try:
         return array.reshape(tensor.shape)
     except ValueError as error:     # an empty tensor of absurd extents

@@ -15,7 +15,7 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 import protos
-from infer_server.endpoints.grpc_errors import answering
+from infer_server.endpoints.grpc.errors import answering
 from infer_server.errors import InvalidRequestError
 from scripts.stress import INFER, ask_on, request
 from tests.infer_server.endpoints.test_serving import eventually, infer

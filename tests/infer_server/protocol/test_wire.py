@@ -20,7 +20,7 @@ def message(raw: tuple[bytes, ...] = (b"\1\2\3\4",), id: str = "") -> inference.
 
 
 def decoded(request: InferRequest) -> dict[str, np.ndarray]:
-    return decode_inputs(request, declared_inputs(request.header))
+    return decode_inputs(request, declared_inputs(request.header.inputs))
 
 
 def test_tensors_stay_in_the_received_bytes_and_the_rest_is_parsed() -> None:

@@ -72,7 +72,7 @@ class GrpcCall(Call):
 
     def inputs(self) -> Sequence[InputTensor]:
         _refuse_extensions(self._header)
-        return declared_inputs(self._header)
+        return declared_inputs(self._header.inputs)
 
     def outputs(self) -> Iterable[str]:
         return (tensor.name for tensor in self._header.outputs)

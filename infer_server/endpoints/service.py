@@ -1,40 +1,26 @@
-"""The service inference.GRPCInferenceService on grpc.aio."""
+"""All of the protocol but inference, on its own messages: what gRPC and HTTP answer alike."""
 from __future__ import annotations
 
-import logging
-from collections.abc import Awaitable, Callable
 from typing import Any
 
-import grpc
 from google.protobuf import json_format
-from google.protobuf.message import Message
 
-import protos
 from infer_server.batching.statistics import BatchStatistics, Duration
-from infer_server.endpoints.grpc_errors import answering, parsed
-from infer_server.endpoints.grpc_infer import infer
-from infer_server.endpoints.health import health_handlers
-from infer_server.endpoints.inflight import Inflight
-from infer_server.errors import InvalidRequestError, NotServedError, ServeError, UnavailableError
+from infer_server.errors import InvalidRequestError, ServeError, UnavailableError
 from infer_server.lifecycle import Lifecycle
 from infer_server.repository.model import Model
 from infer_server.repository.repository import Repository
-from infer_server.serving import Inferences
 from infer_server.version import NAME, VERSION
 from protos import inference, model_config
 
 EXTENSIONS = ("model_configuration", "model_repository", "statistics")
 
 
-class InferenceService:
-    """One coroutine for each call that is served, named as the call."""
+class Service:
+    """One coroutine for each call that is served, named as the call. They raise ServeErrors."""
 
-    def __init__(self, repository: Repository, lifecycle: Lifecycle, inflight: Inflight, explicit_control: bool,
-                 disconnect: Callable[[str], None]) -> None:
-        """disconnect: ends the connection of a peer as gRPC names it."""
+    def __init__(self, repository: Repository, lifecycle: Lifecycle, explicit_control: bool) -> None:
         self._repository = repository
-        self._inferences = Inferences(repository)
-        self._inflight, self._disconnect = inflight, disconnect
         self._lifecycle = lifecycle
         self._explicit_control = explicit_control       # clients may load and unload models
 
@@ -65,10 +51,6 @@ class InferenceService:
             for spec in specs:
                 tensors.add(name=spec.name, datatype=spec.datatype.name, shape=spec.full_shape(model.config.batched))
         return response
-
-    async def infer(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        """ModelInfer takes and returns bytes: infer_server/protocol/wire.py."""
-        return await infer(data, context, self._inferences, self._inflight, self._disconnect)
 
     async def ModelConfig(self, request: inference.ModelConfigRequest) -> inference.ModelConfigResponse:
         model = self._repository.find(request.name, request.version)
@@ -106,60 +88,6 @@ class InferenceService:
         if not self._explicit_control:
             raise UnavailableError("explicit model load / unload is not allowed: start the server with "
                                    "--model-control-mode explicit")
-
-
-def inference_handlers(service: InferenceService) -> grpc.GenericRpcHandler:
-    """The handlers of every call of the service; those without a coroutine say that they are not served."""
-    handlers = {}
-    for method in protos.methods(protos.INFERENCE_SERVICE):
-        call: Callable[[Any], Awaitable[Message]] | None = getattr(service, method.name, None)
-        if method.name == "ModelInfer":
-            handlers[method.name] = grpc.unary_unary_rpc_method_handler(answering(service.infer))
-        elif call is None:
-            handlers[method.name] = _not_served(method)
-        else:
-            handlers[method.name] = _served(method, call)
-    return grpc.method_handlers_generic_handler(protos.INFERENCE_SERVICE, handlers)
-
-
-def _concerns_us(record: logging.LogRecord) -> bool:
-    """Whether gRPC complains of something else than a client that went away while its answer was being sent."""
-    return not record.getMessage().startswith("ExecuteBatchError raised in core")
-
-
-logging.getLogger("grpc._cython.cygrpc").addFilter(_concerns_us)
-
-
-def create_server(service: InferenceService, lifecycle: Lifecycle, max_message_bytes: int) -> grpc.aio.Server:
-    """A gRPC server, not started, without ports. Larger messages than `max_message_bytes` get RESOURCE_EXHAUSTED."""
-    server = grpc.aio.server(options=[
-        ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_send_message_length", -1),
-        ("grpc.so_reuseport", 0),               # a second server on the same port is a mistake, not a share of the load
-    ])
-    server.add_generic_rpc_handlers((inference_handlers(service), health_handlers(lifecycle)))
-    return server
-
-
-def _served(method: protos.Method, call: Callable[[Any], Awaitable[Message]]) -> grpc.RpcMethodHandler:
-    async def serve(data: bytes, _: grpc.aio.ServicerContext) -> bytes:
-        return (await call(parsed(method.request, data))).SerializeToString()
-
-    return grpc.unary_unary_rpc_method_handler(answering(serve))
-
-
-def _not_served(method: protos.Method) -> grpc.RpcMethodHandler:
-    async def refuse(*_: Any) -> Any:
-        raise NotServedError(f"{method.name} is not served by this server")
-
-    # Every combination of streaming takes a coroutine: it aborts before it reads or writes a message.
-    handler = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[method.client_streaming, method.server_streaming]
-    return handler(answering(refuse))
 
 
 def _config_override(request: inference.RepositoryModelLoadRequest) -> model_config.ModelConfig | None:

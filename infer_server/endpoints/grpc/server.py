@@ -1,0 +1,82 @@
+"""The service inference.GRPCInferenceService on grpc.aio."""
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+
+import protos
+from infer_server.endpoints.grpc.errors import answering, parsed
+from infer_server.endpoints.grpc.health import health_handlers
+from infer_server.endpoints.grpc.infer import infer
+from infer_server.endpoints.inflight import Inflight
+from infer_server.endpoints.service import Service
+from infer_server.errors import NotServedError
+from infer_server.lifecycle import Lifecycle
+from infer_server.serving import Inferences
+
+
+def inference_handlers(service: Service, inferences: Inferences, inflight: Inflight,
+                       disconnect: Callable[[str], None]) -> grpc.GenericRpcHandler:
+    """The handlers of every call of the service; those without a coroutine say that they are not served."""
+    async def model_infer(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        return await infer(data, context, inferences, inflight, disconnect)
+
+    handlers = {}
+    for method in protos.methods(protos.INFERENCE_SERVICE):
+        call: Callable[[Any], Awaitable[Message]] | None = getattr(service, method.name, None)
+        if method.name == "ModelInfer":
+            handlers[method.name] = grpc.unary_unary_rpc_method_handler(answering(model_infer))
+        elif call is None:
+            handlers[method.name] = _not_served(method)
+        else:
+            handlers[method.name] = _served(method, call)
+    return grpc.method_handlers_generic_handler(protos.INFERENCE_SERVICE, handlers)
+
+
+def _concerns_us(record: logging.LogRecord) -> bool:
+    """Whether gRPC complains of something else than a client that went away while its answer was being sent."""
+    return not record.getMessage().startswith("ExecuteBatchError raised in core")
+
+
+logging.getLogger("grpc._cython.cygrpc").addFilter(_concerns_us)
+
+
+def create_server(service: Service, inferences: Inferences, lifecycle: Lifecycle, inflight: Inflight,
+                  disconnect: Callable[[str], None], max_message_bytes: int) -> grpc.aio.Server:
+    """A gRPC server, not started, without ports. Larger messages than `max_message_bytes` get RESOURCE_EXHAUSTED.
+
+    disconnect: ends the connection of a peer as gRPC names it.
+    """
+    server = grpc.aio.server(options=[
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.so_reuseport", 0),               # a second server on the same port is a mistake, not a share of the load
+    ])
+    server.add_generic_rpc_handlers((inference_handlers(service, inferences, inflight, disconnect),
+                                     health_handlers(lifecycle)))
+    return server
+
+
+def _served(method: protos.Method, call: Callable[[Any], Awaitable[Message]]) -> grpc.RpcMethodHandler:
+    async def serve(data: bytes, _: grpc.aio.ServicerContext) -> bytes:
+        return (await call(parsed(method.request, data))).SerializeToString()
+
+    return grpc.unary_unary_rpc_method_handler(answering(serve))
+
+
+def _not_served(method: protos.Method) -> grpc.RpcMethodHandler:
+    async def refuse(*_: Any) -> Any:
+        raise NotServedError(f"{method.name} is not served by this server")
+
+    # Every combination of streaming takes a coroutine: it aborts before it reads or writes a message.
+    handler = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[method.client_streaming, method.server_streaming]
+    return handler(answering(refuse))

@@ -1,0 +1,237 @@
+"""POST of an inference: tensors as JSON, or as bytes behind the JSON (the binary tensor data extension).
+
+https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/inference_rest.md
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
+"""
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer_server.batching.request import Arrays
+from infer_server.endpoints.http.compression import accepted, compressed
+from infer_server.endpoints.http.connection import Exchange
+from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, parsed
+from infer_server.endpoints.inflight import Inflight
+from infer_server.errors import InvalidRequestError, NotServedError
+from infer_server.protocol.codec import (
+    InputTensor,
+    declared_inputs,
+    encode_raw,
+    from_raw,
+    narrowed,
+    object_array,
+    shaped,
+)
+from infer_server.serving import Call, Inferences, Served
+
+_NO_JSON = ("FP16", "BF16")                         # datatypes
+_JSON_BYTES = "inference-header-content-length"     # of the body; binary tensors follow
+
+
+def infer(exchange: Exchange, model: str, version: str, inferences: Inferences, inflight: Inflight) -> None:
+    """Submits the inference of an exchange, which is answered when it is computed. Raises ServeErrors."""
+    call = HttpCall(exchange.request, model, version, lambda count: inflight.expect(exchange.held, count))
+    exchange.left = inferences.submit(call, HttpReply(exchange)).cancel
+
+
+@dataclass(frozen=True, slots=True)
+class HttpReply:
+    """Answers an exchange."""
+    exchange: Exchange
+
+    @property
+    def gone(self) -> bool:
+        return self.exchange.gone
+
+    def send(self, response: HttpResponse) -> None:
+        self.exchange.respond(response)
+
+    def fail(self, error: Exception) -> None:
+        self.exchange.fail(error)
+
+
+@dataclass(frozen=True)
+class JsonTensor:
+    """An input or a requested output, as the JSON has it."""
+    name: str
+    datatype: str = ""
+    shape: Sequence[int] = ()
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    data: Any = None
+
+
+class HttpCall(Call):
+    """An inference request; its response is an HttpResponse."""
+
+    def __init__(self, request: HttpRequest, model: str, version: str, expect: Callable[[int], None]) -> None:
+        """expect: as Call.expect. Raises InvalidRequestError: the body is no inference request."""
+        self.model, self.version, self.received_ns = model, version, request.received_ns
+        self._expect = expect
+        head, self._binary = _split(request)
+        self._head = _object(parsed(head), "the request")
+        self._id = _typed(self._head, "id", str, "")
+        self._parameters = _typed(self._head, "parameters", dict, {})
+        self._inputs = _tensors(self._head, "inputs")
+        self._outputs = _tensors(self._head, "outputs")
+        self._coding = accepted(request.headers)
+
+    def inputs(self) -> Sequence[InputTensor]:
+        for tensor in (*self._inputs, *self._outputs):
+            if "shared_memory_region" in tensor.parameters:
+                raise NotServedError(f"'{tensor.name}': shared memory is not served; send tensors in the messages")
+            if "classification" in tensor.parameters:
+                raise NotServedError(f"'{tensor.name}': classification is not served; ask for the output itself")
+        return declared_inputs(self._inputs)
+
+    def outputs(self) -> Iterable[str]:
+        return (tensor.name for tensor in self._outputs)
+
+    def expect(self, response_bytes: int) -> None:
+        self._expect(response_bytes)
+
+    def contents(self, tensors: Sequence[InputTensor]) -> dict[str, NDArray[Any]]:
+        arrays, at = {}, 0
+        for tensor, given in zip(tensors, self._inputs, strict=True):
+            size = _typed(given.parameters, "binary_data_size", int, None)
+            if size is None:
+                arrays[tensor.name] = from_json(tensor, given.data)
+                continue
+            if given.data is not None:
+                raise InvalidRequestError(f"{tensor}: 'data' and 'binary_data_size' must not both be given")
+            if not 0 <= size <= len(self._binary) - at:
+                raise InvalidRequestError(f"{tensor}: binary_data_size {size} exceeds the {len(self._binary) - at} "
+                                          "bytes that are left of the body")
+            arrays[tensor.name] = from_raw(tensor, self._binary[at:at + size])
+            at += size
+        if at != len(self._binary):
+            raise InvalidRequestError(f"{len(self._binary) - at} bytes of the body belong to no input")
+        return arrays
+
+    def encoder(self, served: Served) -> Callable[[Arrays], HttpResponse]:
+        every = _typed(self._parameters, "binary_data_output", bool, False)
+        wanted = {tensor.name: _typed(tensor.parameters, "binary_data", bool, every) for tensor in self._outputs}
+        binary = tuple(wanted.get(spec.name, every) for spec in served.outputs)
+        for spec, raw in zip(served.outputs, binary, strict=True):
+            if not raw and spec.datatype.name in _NO_JSON:
+                raise InvalidRequestError(f"output '{spec.name}': {spec.datatype.name} has no JSON form; ask for it "
+                                          "with \"binary_data\": true")
+        request_id, coding = self._id, self._coding
+
+        def encode(computed: Arrays) -> HttpResponse:
+            return compressed(_response(served, binary, request_id, computed), coding)
+        return encode
+
+    def timeout_us(self) -> int:
+        timeout_us: int = _typed(self._parameters, "timeout", int, 0)
+        if timeout_us < 0:
+            raise InvalidRequestError("parameter 'timeout': expected a positive integer, in microseconds")
+        return timeout_us
+
+
+def _response(served: Served, binary: Sequence[bool], request_id: str, computed: Arrays) -> HttpResponse:
+    outputs: list[dict[str, Any]] = []
+    pieces: list[bytes | memoryview] = []
+    for spec, raw in zip(served.outputs, binary, strict=True):
+        array = computed[spec.name]
+        output: dict[str, Any] = {"name": spec.name, "datatype": spec.datatype.name, "shape": array.shape}
+        if raw:
+            pieces.append(bytes(encode_raw(array, spec.datatype)))      # the array is the engine's, for this batch only
+            output["parameters"] = {"binary_data_size": len(pieces[-1])}
+        else:
+            output["data"] = to_json(array, spec.datatype.name)
+        outputs.append(output)
+    body = {"model_name": served.model, "model_version": str(served.version), "outputs": outputs}
+    text = json.dumps({"id": request_id, **body} if request_id else body).encode()
+    if not pieces:
+        return HttpResponse((text,))
+    return HttpResponse((text, *pieces), content_type="application/octet-stream",
+                        headers={"Inference-Header-Content-Length": str(len(text))})
+
+
+# ---- tensors as JSON
+def from_json(tensor: InputTensor, data: Any) -> NDArray[Any]:
+    """Numbers, truths or strings, nested or in one list, row-major. Raises InvalidRequestError."""
+    datatype = tensor.datatype
+    if datatype.name in _NO_JSON:
+        raise InvalidRequestError(f"{tensor}: {datatype.name} has no JSON form; send it as binary data")
+    if not isinstance(data, list):
+        raise InvalidRequestError(f"{tensor}: 'data' is missing, or no list")
+    values = _flat(data)
+    count = int(np.prod(tensor.shape, dtype=np.int64)) if tensor.shape else 1
+    if len(values) != count:
+        raise InvalidRequestError(f"{tensor}: expected {count} values in 'data', got {len(values)}")
+    kinds: dict[str, set[type]] = {"b": {bool}, "f": {float, int}, "O": {str}}
+    if others := set(map(type, values)) - kinds.get(datatype.array.kind, {int}):
+        raise InvalidRequestError(f"{tensor}: a {others.pop().__name__} in 'data' is no {datatype.name}")
+    if datatype.name == "BYTES":
+        return shaped(tensor, object_array([value.encode() for value in values]))
+    try:
+        if datatype.array.kind in "iu":
+            return narrowed(tensor, np.array(values, np.uint64 if datatype.name == "UINT64" else np.int64))
+        return shaped(tensor, np.array(values, datatype.array))
+    except OverflowError as error:
+        raise InvalidRequestError(f"{tensor}: a value is outside of what {datatype.name} holds") from error
+
+
+def to_json(array: NDArray[Any], datatype: str) -> list[Any]:
+    """The elements in one list."""
+    if datatype == "BYTES":
+        return [value.decode(errors="replace") if isinstance(value, bytes) else str(value) for value in array.flat]
+    values: list[Any] = array.reshape(-1).tolist()
+    return values
+
+
+def _flat(data: list[Any]) -> list[Any]:
+    """A nested list as one; no recursion, however deep."""
+    while any(isinstance(value, list) for value in data):
+        data = [inner for value in data for inner in (value if isinstance(value, list) else (value,))]
+    return data
+
+
+# ---- the message
+def _split(request: HttpRequest) -> tuple[bytes, memoryview]:
+    """The JSON of a body, and what follows it."""
+    length = request.headers.get(_JSON_BYTES)
+    if length is None:
+        return request.body, memoryview(b"")
+    if not length.isdecimal() or int(length) > len(request.body):
+        raise InvalidRequestError(f"Inference-Header-Content-Length '{length}' is not within the body of "
+                                  f"{len(request.body)} bytes")
+    return request.body[:int(length)], memoryview(request.body)[int(length):]
+
+
+def _tensors(head: Mapping[str, Any], key: str) -> list[JsonTensor]:
+    tensors = []
+    for each in _typed(head, key, list, []):
+        tensor = _object(each, f"an element of '{key}'")
+        name = _typed(tensor, "name", str, "")
+        shape = _typed(tensor, "shape", list, [])
+        if not name:
+            raise InvalidRequestError(f"an element of '{key}' has no name")
+        if any(type(extent) is not int for extent in shape):
+            raise InvalidRequestError(f"'{name}': shape {shape} is no list of integers")
+        tensors.append(JsonTensor(name, _typed(tensor, "datatype", str, ""), shape,
+                                  _typed(tensor, "parameters", dict, {}), tensor.get("data")))
+    return tensors
+
+
+def _object(value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"{what} is no JSON object")
+    return value
+
+
+def _typed(head: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
+    """A member of a JSON object. Raises InvalidRequestError for one of another kind."""
+    value = head.get(key)
+    if value is None:
+        return default
+    if type(value) is not kind:
+        raise InvalidRequestError(f"'{key}': expected {kind.__name__}, got {type(value).__name__}")
+    return value

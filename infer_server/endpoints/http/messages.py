@@ -1,0 +1,86 @@
+"""HTTP messages: a request as it was received, a response, and the errors of serving as statuses."""
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from infer_server import errors
+from infer_server.errors import ServeError
+
+JSON = "application/json"
+
+# What Triton answers (src/http_server.cc, HttpCodeFromError); 504 for a deadline, which it leaves open.
+_STATUS: dict[type[ServeError], HTTPStatus] = {
+    errors.InvalidRequestError: HTTPStatus.BAD_REQUEST,
+    errors.UnknownModelError: HTTPStatus.NOT_FOUND,
+    errors.UnknownServiceError: HTTPStatus.NOT_FOUND,
+    errors.UnavailableError: HTTPStatus.SERVICE_UNAVAILABLE,
+    errors.DeadlineExceededError: HTTPStatus.GATEWAY_TIMEOUT,
+    errors.MemoryLimitError: HTTPStatus.SERVICE_UNAVAILABLE,
+    errors.NotServedError: HTTPStatus.NOT_IMPLEMENTED,
+    errors.ExecutionError: HTTPStatus.INTERNAL_SERVER_ERROR,
+    errors.RepositoryError: HTTPStatus.BAD_REQUEST,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HttpRequest:
+    """A whole request. Names of headers are in lower case."""
+    method: str
+    path: str                               # decoded, without the query
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    received_ns: int = 0                    # when its first byte came
+
+    def json(self) -> Any:
+        """The body as JSON; {} if there is none. Raises InvalidRequestError."""
+        return parsed(self.body) if self.body.strip() else {}
+
+
+@dataclass(frozen=True, slots=True)
+class HttpResponse:
+    """The pieces of a body follow each other."""
+    body: Sequence[bytes | memoryview] = ()
+    status: HTTPStatus = HTTPStatus.OK
+    content_type: str = JSON
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def body_bytes(self) -> int:
+        return sum(memoryview(piece).nbytes for piece in self.body)
+
+    def head(self, keep_alive: bool) -> bytes:
+        """What comes before the body."""
+        lines = [f"HTTP/1.1 {self.status.value} {self.status.phrase}", f"Content-Length: {self.body_bytes}"]
+        if self.body:
+            lines.append(f"Content-Type: {self.content_type}")
+        if not keep_alive:
+            lines.append("Connection: close")
+        lines += [f"{name}: {value}" for name, value in self.headers.items()]
+        return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+
+
+def parsed(text: bytes) -> Any:
+    """JSON. Raises InvalidRequestError."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise errors.InvalidRequestError(f"failed to parse the request JSON: {error}") from error
+
+
+def json_response(value: Any) -> HttpResponse:
+    return HttpResponse((json.dumps(value).encode(),))
+
+
+def error_response(status: HTTPStatus, message: str) -> HttpResponse:
+    """As Triton words an error."""
+    return HttpResponse((json.dumps({"error": message}).encode(),), status)
+
+
+def response_of(error: ServeError) -> HttpResponse:
+    """The status of the nearest class in the tree of errors that has one, and the message."""
+    status = next(_STATUS[cls] for cls in type(error).__mro__ if cls in _STATUS)
+    return error_response(status, str(error))

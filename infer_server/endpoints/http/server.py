@@ -1,0 +1,41 @@
+"""Opens an HTTP port."""
+from __future__ import annotations
+
+import asyncio
+import socket
+
+from infer_server.endpoints.http.connection import Handler, HttpConnection, Limits
+
+_BACKLOG = 1024                 # connections that were not accepted yet
+
+
+async def listen(host: str, port: int, handle: Handler, limits: Limits) -> HttpServer:
+    """Serves HTTP/1.1 on a port. Raises OSError if it is taken."""
+    connections = set[HttpConnection]()
+
+    def connect() -> HttpConnection:
+        return HttpConnection(handle, limits, connections)
+
+    loop = asyncio.get_running_loop()
+    if ":" in host:                     # asyncio itself would take :: for IPv6 alone; gRPC takes it for both
+        ipv6 = socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=host == "::")
+        return HttpServer(await loop.create_server(connect, sock=ipv6, backlog=_BACKLOG), connections)
+    return HttpServer(await loop.create_server(connect, host, port, backlog=_BACKLOG), connections)
+
+
+class HttpServer:
+    """A listening port and its connections."""
+
+    def __init__(self, server: asyncio.Server, connections: set[HttpConnection]) -> None:
+        self._server, self._connections = server, connections
+
+    @property
+    def port(self) -> int:
+        bound: int = self._server.sockets[0].getsockname()[1]
+        return bound
+
+    def close(self) -> None:
+        """Listens no more, and ends the connections once what was answered on them is sent."""
+        self._server.close()
+        for connection in list(self._connections):
+            connection.close()

@@ -1,0 +1,212 @@
+"""The HTTP/REST protocol, through Triton's own client and over plain sockets."""
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.http as triton
+from tritonclient.utils import InferenceServerException
+
+from tests.infer_server.endpoints.test_serving import eventually
+from tests.infer_server.numpy_engine import GATES, write_model
+from tests.infer_server.serving import RunningServer, serving
+
+X = np.array([[1, 2, 3, 4]], np.float32)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    repository = tmp_path_factory.mktemp("repository")
+    write_model(repository, "affine")
+    write_model(repository, "two", kind="two", shape=[2, 3])
+    write_model(repository, "half", dtype="float16")
+    write_model(repository, "large", shape=[1 << 18])
+    write_model(repository, "small", dtype="int8")
+    write_model(repository, "truth", dtype="int64", shape=[2])
+    write_model(repository, "fragile", kind="fails_on_negative")
+    write_model(repository, "gated", gate="http")
+    write_model(repository, "a model")
+    (write_model(repository, "corrupt") / "1" / "model.plan").write_bytes(b"\0not a plan")
+    with serving(repository, max_message_bytes=1 << 21, explicit_control=True, load_models=None) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[triton.InferenceServerClient]:
+    with triton.InferenceServerClient(f"127.0.0.1:{server.ports.http}", concurrency=4) as connected:
+        yield connected
+
+
+def tensor(array: np.ndarray[Any, Any], datatype: str = "FP32", name: str = "x",
+           binary: bool = True) -> triton.InferInput:
+    made = triton.InferInput(name, list(array.shape), datatype)
+    made.set_data_from_numpy(array, binary_data=binary)
+    return made
+
+
+@pytest.mark.parametrize("sent", [True, False], ids=["sent in binary", "sent as JSON"])
+@pytest.mark.parametrize("asked", [True, False], ids=["answered in binary", "answered as JSON"])
+@pytest.mark.parametrize("coding", [None, "gzip", "deflate"])
+def test_an_inference_is_answered_in_the_form_that_is_asked_for(
+        client: triton.InferenceServerClient, sent: bool, asked: bool, coding: str | None) -> None:
+    result = client.infer("affine", [tensor(np.repeat(X, 3, 0), binary=sent)], request_id="7",
+                          outputs=[triton.InferRequestedOutput("y", binary_data=asked)],
+                          request_compression_algorithm=coding, response_compression_algorithm=coding)
+    np.testing.assert_array_equal(result.as_numpy("y"), np.repeat(X, 3, 0) * 2 + 1)
+    response = result.get_response()
+    assert (response["id"], response["model_name"], response["model_version"]) == ("7", "affine", "1")
+    assert ("data" in response["outputs"][0]) != asked
+
+
+def test_several_tensors_and_other_dtypes_arrive_as_they_are(client: triton.InferenceServerClient) -> None:
+    a, b = np.float32(np.random.default_rng(0).standard_normal((2, 2, 2, 3)))
+    result = client.infer("two", [tensor(a, name="x"), tensor(b, name="x2", binary=False)])
+    np.testing.assert_array_equal(result.as_numpy("sum"), a + b)
+    half = client.infer("half", [tensor(np.float16(X), "FP16")]).as_numpy("y")
+    assert half.dtype == np.float16 and (half == X * 2 + 1).all()
+    whole = client.infer("truth", [tensor(np.array([[2 ** 40, -1]]), "INT64", binary=False)])
+    assert whole.as_numpy("y").tolist() == [[2 ** 41 + 1, -1]]
+
+
+def test_what_the_server_and_its_models_are_is_told(client: triton.InferenceServerClient) -> None:
+    assert client.is_server_live() and not client.is_server_ready(), "a model has failed"
+    assert client.is_model_ready("affine") and client.is_model_ready("a model", "1")
+    assert not client.is_model_ready("nobody") and not client.is_model_ready("corrupt")
+    assert "statistics" in client.get_server_metadata()["extensions"]
+    metadata = client.get_model_metadata("affine")
+    assert metadata["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}]
+    config = client.get_model_config("affine", "1")
+    assert config["max_batch_size"] == 8 and config["input"][0]["dims"] == [4]
+    client.infer("affine", [tensor(X)])
+    (statistics,) = client.get_inference_statistics("affine")["model_stats"]
+    assert statistics["inference_stats"]["success"]["count"] > 0
+    assert {each["name"] for each in client.get_inference_statistics()["model_stats"]} >= {"affine", "two"}
+
+
+def test_models_are_listed_unloaded_and_loaded(client: triton.InferenceServerClient) -> None:
+    states = {entry["name"]: entry.get("state") for entry in client.get_model_repository_index()}
+    assert states["affine"] == "READY" and states["corrupt"] == "UNAVAILABLE"
+    client.unload_model("a model")
+    assert not client.is_model_ready("a model")
+    client.load_model("a model", config=json.dumps({"max_batch_size": 2}))
+    assert client.get_model_config("a model")["max_batch_size"] == 2
+    with pytest.raises(InferenceServerException, match="not in the repository"):
+        client.load_model("nobody")
+
+
+def test_an_inference_that_cannot_be_served_says_why(client: triton.InferenceServerClient) -> None:
+    for model, inputs, status, said in (
+            ("nobody", [tensor(X)], "404", "unknown model"), ("corrupt", [tensor(X)], "503", "not ready"),
+            ("affine", [tensor(X, name="z")], "400", "unexpected input 'z'"),
+            ("affine", [tensor(X[:, :2])], "400", "unexpected shape"),
+            ("affine", [tensor(X.astype(np.float64), "FP64")], "400", "unexpected datatype FP64"),
+            ("fragile", [tensor(-X)], "500", "a negative value"),
+            ("large", [tensor(np.zeros((3, 1 << 18), np.float32))], "413", "at most 2097152")):
+        with pytest.raises(InferenceServerException, match=said) as caught:
+            client.infer(model, inputs)
+        assert caught.value.status() == status
+    with pytest.raises(InferenceServerException, match="has no JSON form"):
+        client.infer("half", [tensor(np.float16(X), "FP16")],
+                     outputs=[triton.InferRequestedOutput("y", binary_data=False)])
+
+
+# ---- over a plain socket
+def ask(server: RunningServer, *requests: bytes) -> bytes:
+    """All that comes back until the server closes."""
+    with socket.create_connection(("127.0.0.1", server.ports.http), timeout=10) as connection:
+        for request in requests:
+            connection.sendall(request)
+        received = b""
+        while data := connection.recv(1 << 16):
+            received += data
+    return received
+
+
+def post(path: str, body: bytes, *headers: str) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", *headers]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode() + body
+
+
+def body_of(shape: object = (1, 4), data: object = (1, 2, 3, 4), **more: object) -> bytes:
+    return json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": shape, "data": data, **more}]}).encode()
+
+
+CLOSE = "Connection: close"
+
+
+@pytest.mark.parametrize(("body", "headers", "status", "said"), [
+    (b"{", (), 400, "failed to parse"), (b"[]", (), 400, "no JSON object"),
+    (b'{"inputs": 3}', (), 400, "expected list"),
+    (b"", (), 400, "failed to parse"), (body_of(data=[1, 2, 3]), (), 400, "expected 4 values"),
+    (body_of(data=["a", 2, 3, 4]), (), 400, "a str in 'data'"), (body_of(data=[[1, 2], [3, 4]]), (), 200, "3.0"),
+    (body_of(shape=[1, 4.0]), (), 400, "no list of integers"), (body_of(shape=[1, -4]), (), 400, "negative extent"),
+    (body_of(parameters={"binary_data_size": 16}, data=None), (), 400, "exceeds the 0 bytes"),
+    (body_of(), ("Inference-Header-Content-Length: 9999",), 400, "not within the body"),
+    (body_of() + b"1234", (f"Inference-Header-Content-Length: {len(body_of())}",), 400, "belong to no input"),
+    (body_of(parameters={"shared_memory_region": "r"}), (), 501, "shared memory"),
+    (gzip.compress(body_of()), ("Content-Encoding: gzip",), 200, "9.0"),
+    (gzip.compress(bytes(3 << 20)), ("Content-Encoding: gzip",), 503, "when it is decompressed"),
+    (body_of(), ("Content-Encoding: gzip",), 400, "is no gzip"), (body_of(), ("Content-Encoding: br",), 501, "'br'"),
+    (b"[" * 100_000, (), 400, "failed to parse"),
+])
+def test_every_body_is_answered_with_a_status(server: RunningServer, body: bytes, headers: tuple[str, ...], status: int,
+                                              said: str) -> None:
+    answer = ask(server, post("/v2/models/affine/infer", body, CLOSE, *headers))
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode()) and said.encode() in answer
+
+
+def test_methods_and_paths_that_are_none_are_told_apart(server: RunningServer) -> None:
+    def status(line: str) -> bytes:
+        return ask(server, f"{line} HTTP/1.1\r\nHost: x\r\n{CLOSE}\r\n\r\n".encode())
+    assert status("GET /nothing").startswith(b"HTTP/1.1 404")
+    wrong = status("DELETE /v2/models/affine")
+    assert wrong.startswith(b"HTTP/1.1 405") and b"Allow: GET" in wrong
+    assert status("GET /v2/models/affine/infer").startswith(b"HTTP/1.1 405")
+    assert status("GET /v2/systemsharedmemory/status").startswith(b"HTTP/1.1 501")
+    head = status("HEAD /v2")
+    assert head.startswith(b"HTTP/1.1 200") and head.endswith(b"\r\n\r\n")
+    assert status("GET /v2/models/%61ffine/ready").startswith(b"HTTP/1.1 200")
+
+
+def test_requests_sent_together_are_answered_in_their_order(server: RunningServer) -> None:
+    bodies = [body_of(data=[i, 0, 0, 0]) for i in range(20)]
+    together = b"".join(post("/v2/models/affine/infer", body) for body in bodies)
+    answers = ask(server, together + post("/v2/models/affine/infer", body_of(data=[20, 0, 0, 0]), CLOSE))
+    found = [json.loads(part.partition(b"\r\n\r\n")[2])["outputs"][0]["data"][0]
+             for part in answers.split(b"HTTP/1.1 ")[1:]]
+    assert found == [2.0 * i + 1 for i in range(21)]
+
+
+def test_a_body_in_pieces_and_one_that_waits_to_be_asked_for_are_taken(server: RunningServer) -> None:
+    head = f"POST /v2/models/affine/infer HTTP/1.1\r\nHost: x\r\n{CLOSE}\r\n".encode()
+    body = body_of()
+    pieces = b"".join(f"{len(piece):x}\r\n".encode() + piece + b"\r\n" for piece in (body[:10], body[10:], b""))
+    assert b"HTTP/1.1 200" in ask(server, head + b"Transfer-Encoding: chunked\r\n\r\n", pieces)
+    asked = ask(server, head + f"Expect: 100-continue\r\nContent-Length: {len(body)}\r\n\r\n".encode(), body)
+    assert asked.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200")
+
+
+def test_what_is_no_http_and_headers_without_end_are_refused(server: RunningServer) -> None:
+    assert ask(server, b"\x16\x03\x01\x02\x00 hello\r\n\r\n").startswith(b"HTTP/1.1 400")
+    assert ask(server, b"GET /v2 HTTP/1.1\r\n", b"X: " + b"y" * (1 << 20)).startswith(b"HTTP/1.1 431")
+    many = b"".join(f"X{i}: yyyyyyyy\r\n".encode() for i in range(10_000))
+    assert ask(server, b"GET /v2 HTTP/1.1\r\n" + many + b"\r\n").startswith(b"HTTP/1.1 431")
+
+
+def test_an_inference_whose_client_left_is_not_executed(server: RunningServer) -> None:
+    def waiting() -> int:
+        return server.server.repository.find("gated").pending
+    with GATES["http"].closed():
+        with socket.create_connection(("127.0.0.1", server.ports.http)) as first, \
+                socket.create_connection(("127.0.0.1", server.ports.http)) as second:
+            first.sendall(post("/v2/models/gated/infer", body_of()))
+            assert GATES["http"].holds(1)
+            second.sendall(post("/v2/models/gated/infer", body_of()))
+            assert eventually(lambda: waiting() == 1)
+        assert eventually(lambda: waiting() == 0)
+    assert eventually(lambda: server.server._inflight.held_bytes == 0)
