@@ -17,8 +17,10 @@ from engines.lowering.epilogue.program import ProgramBuilder
 from engines.lowering.problems.convolution import Contraction, Depthwise
 from engines.lowering.problems.elementwise import Integers, Pointwise
 from engines.lowering.problems.images import GlobalPool, Pool, Resize
+from engines.lowering.problems.matmul import Attention, Product
 from engines.lowering.problems.movement import GatherElements, HaloFill, Lookup, Permute, Take
 from engines.lowering.problems.problem import STORED, Array, Problem
+from engines.lowering.problems.rows import Lrn, Norm, Reduce, RowProblem, Softmax
 from engines.lowering.problems.view import View, dense_view
 from tests.engines.backends.cuda.runner import GpuRunner, Way, text_of, way_of
 from tests.engines.backends.suite import check, gapped, random_array, requantise
@@ -47,7 +49,8 @@ def convolution(precision: str = "int8", cin: int = 48, cout: int = 72, groups: 
     return problem, inputs_of(problem), {"weights": weights if precision != "bf16" else weights / 4, **constants}
 
 
-SMALL = {**dict.fromkeys(("sm_61", "sm_70", "sm_75"), Tile(32, 32, (2, 2), 64, 2)), "sm_80": Tile(32, 64, (1, 2), 64, 3),
+SMALL = {**dict.fromkeys(("sm_61", "sm_70", "sm_75"), Tile(32, 32, (2, 2), 64, 2)),
+         "sm_80": Tile(32, 64, (1, 2), 64, 3),
          "sm_90a": Tile(64, 64, (4, 1), 128, 3, grouped=True)}
 
 
@@ -172,16 +175,60 @@ def _gather() -> Case:
     return problem, [x, (index % 12 - 6).astype(np.int32)], {}
 
 
+def _rows(kind: type[RowProblem], width: int = 100, **options: Any) -> Callable[[], Case]:
+    def case() -> Case:
+        random = np.random.default_rng(0)
+        prologue, before = requantise(width, random, 0.02, accumulator=False)
+        program, after = requantise(width, random, 20.0, residual=True)
+        x, y = gapped("uint8", (5, width)), gapped("uint8", (5, width))
+        problem = kind((x,), y, (y,), prologue, program, **options)
+        return problem, inputs_of(problem), {"prologue": before["program"], "program": after["program"]}
+    return case
+
+
+def _wide_sum() -> Case:
+    """Too wide to stay in registers."""
+    problem = Reduce((gapped("float32", (3, 1500)),), gapped("float32", (3, 1)))
+    return problem, inputs_of(problem), {}
+
+
+def _product() -> Case:
+    b = View("uint8", (2, 9, 6), (54, 1, 9), 108)       # its last two axes the other way round
+    program, constants = requantise(6, np.random.default_rng(0), 0.001)
+    problem = Product(gapped("uint8", (2, 7, 9)), b, gapped("uint8", (2, 7, 6)), (), program, "int8")
+    return problem, inputs_of(problem), {"numbers": (3.0, 120.0), **constants}
+
+
+def _attention(precision: str) -> Callable[[], Case]:
+    def case() -> Case:
+        random, dtype = np.random.default_rng(0), STORED[precision]
+        program, constants = requantise(20, random, 0.1 if precision == "int8" else 1.0)
+        query, key, value = (gapped(dtype, shape) for shape in ((2, 5, 12), (2, 37, 12), (2, 37, 20)))
+        mask = View("float32", (2, 5, 37), (0, 0, 4), 37 * 4)
+        problem = Attention(query, key, value, gapped(dtype, (2, 5, 20)), mask, program, precision)
+        scale, zeros = (0.0002, (100.0, 0.0, 117.0)) if precision == "int8" else (0.3, (0.0, 0.0, 0.0))
+        *factors, hidden = inputs_of(problem)
+        hidden[...] = np.where(random.random((2, 1, 1, 37)) < 0.3, -np.inf, 0)
+        hidden[1] = -np.inf         # an item that sees nothing
+        return problem, [*factors, hidden], {"numbers": (scale, *zeros), **constants}
+    return case
+
+
 FAMILIES: dict[str, Callable[[], Case]] = {
     "pointwise": _pointwise, "functions": _functions, "permute": _permute, "integers": _integers, "average": _pool,
     "maximum": _max_pool, "global": _global_pool, "depthwise": _depthwise("int8"), "resize": _resize,
     "depthwise of halves": _depthwise("fp16"), "take": _take(1), "take of channels": _take(2), "lookup": _lookup,
-    "gather": _gather}
+    "gather": _gather, "softmax": _rows(Softmax), "layer norm": _rows(Norm),
+    "response norm": _rows(Lrn, 20), "wide sum": _wide_sum, "product": _product, "attention": _attention("int8")}
 
 
 @pytest.mark.parametrize("case", FAMILIES.values(), ids=FAMILIES)
 def test_every_family_equals_its_reference_bit_for_bit(case: Callable[[], Case]) -> None:
     check(*_runner(case()))
+
+
+def test_an_attention_of_floats_agrees_with_its_reference() -> None:
+    check(*_runner(_attention("fp32")()), tolerance=1e-5)
 
 
 def _runner(case: Case) -> tuple[Any, ...]:

@@ -20,9 +20,10 @@ from engines.loading import engine_of
 from engines.plan.file import read_plan, write_plan
 from engines.plan.plan import Plan
 from engines.runtime.engine import Engine
+from tests.engines.compiler.small_models import node, small_model
 from tests.engines.compiler.zoo_engines import compiled
 from tests.gpu.emulated import EmulatedGpu
-from tests.zoo import TINY, images_for
+from tests.zoo import images_for
 from tests.zoo.builder import Net, Tensor, architecture
 from tests.zoo.mobile import inverted_residual
 from tests.zoo.resnet import basic_block
@@ -160,9 +161,14 @@ def test_serving_a_plan_for_a_gpu_loads_no_compiler(plans: Callable[[str], Plan]
     assert "made for 'sm_80'" in message and loaded == "[]"
 
 
-def test_a_node_without_a_kernel_is_refused_by_its_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot run on sm_80: "):
-        compiled(TINY["googlenet_lrn"](), tmp_path, target="sm_80")
+def test_what_no_kernel_runs_is_refused_by_its_name_with_the_reason() -> None:
+    largest = small_model([node("TopK", "x k", "values indices")], {"x": ["N", 9]}, ["values"], {"k": np.array([3])})
+    inverse = small_model([node("Det", "x", "y")], {"x": ["N", 3, 3]}, ["y"])
+    builder = Builder(BuildConfig(target="sm_80"))
+    with pytest.raises(ConfigError, match=r"'topk' \(TopK\) cannot run on sm_80: there is no kernel of top_k for GPUs"):
+        builder.plan(builder.graph(largest))
+    with pytest.raises(ConfigError, match=r"'det' \(Det\) cannot run on sm_80: .*nothing of a plan for a GPU"):
+        builder.plan(builder.graph(inverse))
 
 
 # ---- cubin and sass

@@ -1,0 +1,162 @@
+"""What kernels along the innermost axis have in common: a warp for each row.
+
+    lane l has the elements i with i % 32 == l; those with i % 64 < 32 make one partial result, the others a second
+    both are combined, then those of lanes 16, 8, 4, 2 and 1 apart
+
+That is the order in which every machine reduces a row (engines/lowering/problems/rows.py), so results are equal bit for
+bit. The elements of a row of up to KEPT stay in registers from one pass to the next.
+"""
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from engines.backends.cuda.codegen.gpu import WARP
+from engines.backends.cuda.codegen.module import GpuModule, across, begin_kernel, special, wide
+from engines.backends.cuda.kernels.access import (
+    load_channels,
+    load_constants,
+    offset_in,
+    run_program,
+    store_channels,
+)
+from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic
+from engines.codegen.ir_builder import FLOAT, I1, I32, Value
+from engines.lowering.epilogue.program import EpilogueProgram
+from engines.lowering.problems.problem import Array
+from engines.lowering.problems.rows import NEUTRAL, PARTIALS, RowProblem
+from engines.lowering.problems.view import View
+
+WARPS = 4               # of a block
+KEPT = 1 << 10          # elements of a row: 32 registers of a lane
+
+P = TypeVar("P", bound=RowProblem)
+
+
+@dataclass(frozen=True)
+class At:
+    """A lane's element of a row."""
+    index: Value
+    inside: Value | None        # an i1; None: it surely is
+    key: int = -1               # of a row that is kept, which of the lane's elements
+
+
+class Row:
+    """A row in a warp's hands."""
+
+    def __init__(self, kernel: RowByWarp[Any], operands: Sequence[Value], pixel: Value, lane: Value) -> None:
+        self.kernel, self.gpu, self.f, self.lane = kernel, kernel.gpu, pixel.f, lane
+        self.problem: RowProblem = kernel.problem
+        inputs = len(self.problem.inputs)
+        views = (*self.problem.inputs, self.problem.y)
+        self._at = [operand + offset_in(view, pixel) for view, operand in zip(
+            views, (*operands[:inputs], operands[-1]), strict=True)]
+        self._tables = operands[inputs:inputs + 2]
+        self._kept: dict[int, Value] = {}
+
+    def elements(self, **carried: dict[Any, Value]) -> Iterator[At]:
+        """Each of the lane's, in order: kept rows unrolled, wide ones in a loop that carries registers."""
+        width = self.problem.width
+        if width <= KEPT:
+            for key, first in enumerate(range(0, width, WARP)):
+                index = self.lane + first
+                yield At(index, index.below(width) if first + WARP > width else None, key)
+            return
+        for turn in self.f.loop("elements", -(-width // PARTIALS), **carried):
+            start = self.f.cast("trunc", turn, I32, "turn") * PARTIALS + self.lane
+            for half in (0, WARP):
+                yield At(start + half, (start + half).below(width))
+
+    def x(self, at: At) -> Value:
+        """The element, by way of the prologue; of none that is there, the row's first."""
+        if at.key in self._kept:
+            return self._kept[at.key]
+        value = self.x_at(at.index if at.inside is None else self.f.select(at.inside, at.index, at.index.like(0)))
+        if at.key >= 0:
+            self._kept[at.key] = value
+        return value
+
+    def x_at(self, index: Value) -> Value:
+        """Any element of the row."""
+        problem = self.problem
+        return self._program(problem.prologue, [], range(len(problem.sources)), index, self._tables[0], problem.width)
+
+    def reduce(self, kind: str, value: Callable[[At], Value]) -> Value:
+        """The sum, max or min of a value of every element; all lanes have it."""
+        halves = dict.fromkeys((0, 1), self.f.constant(NEUTRAL[kind], FLOAT))
+        for number, at in enumerate(self.elements(halves=halves)):
+            here = value(at)
+            if at.inside is not None:
+                here = self.f.select(at.inside, here, here.like(NEUTRAL[kind]), "here")
+            halves[number % 2] = self._combined(kind, halves[number % 2], here)
+        result = self._combined(kind, halves[0], halves[1])
+        for distance in (16, 8, 4, 2, 1):
+            result = self._combined(kind, result, across(result, distance))
+        return result
+
+    def _combined(self, kind: str, a: Value, b: Value) -> Value:
+        return a + b if kind == "sum" else self.gpu.max(a, b) if kind == "max" else self.gpu.min(a, b)
+
+    def store(self, value: Callable[[At], Value]) -> None:
+        """What the program makes of a value of every element."""
+        for at in self.elements():
+            with self.f.when(at.inside or self.f.constant(1, I1)):
+                self._store(value(at), at.index)
+
+    def store_one(self, value: Value) -> None:
+        """The row's only result."""
+        with self.f.when(self.lane.compare("eq", 0)):
+            self._store(value, self.lane)
+
+    def _store(self, value: Value, index: Value) -> None:
+        problem, split = self.problem, len(self.problem.sources)
+        result = self._program(problem.program, [value], range(split, len(problem.inputs)), index, self._tables[1],
+                               problem.constants_width)
+        store_channels(self.gpu, problem.y, [result], self._at[-1] + wide(index) * problem.y.strides[-1])
+
+    def _program(self, program: EpilogueProgram, sums: list[Value], numbers: range, index: Value, table: Value,
+                 width: int) -> Value:
+        views: tuple[View, ...] = self.problem.inputs
+        values = [load_channels(self.gpu, views[n], self._at[n] + wide(index) * views[n].strides[-1], 1)
+                  for n in numbers]
+        constants = load_constants(self.f, table, index if width > 1 else index.like(0), 1, program.constants, width)
+        return run_program(self.gpu, program, sums, values, constants)[0]
+
+
+class RowByWarp(GpuKernel[P]):
+    """A family is what it does with a row."""
+
+    def grid(self, tactic: Tactic) -> Grid:
+        return Grid(math.prod(self.problem.y.shape[:-1]), WARPS, WARPS * WARP)
+
+    def pack(self, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        """Of the prologue, then of the program: float32 [constant][width]"""
+        problem = self.problem
+        return tuple(_table(constants.get(name, ()), width) for name, width in (
+            ("prologue", problem.width), ("program", problem.constants_width)))
+
+    def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
+        count = len(self.problem.inputs) + 3
+        f, operands, rows = begin_kernel(module, name, WARPS * WARP, count)
+        thread = special(f, "tid.x")
+        row = special(f, "ctaid.x") * WARPS + thread.binary("lshr", WARP.bit_length() - 1)
+        with f.when(row.below(rows)):       # the lanes of a warp are in it together
+            self.write_row(Row(self, operands, row, thread & WARP - 1))
+
+    @abstractmethod
+    def write_row(self, row: Row) -> None:
+        ...
+
+
+def _table(constants: Sequence[Any], width: int) -> Array:
+    table = np.zeros((max(len(constants), 1), width), np.float32)
+    for row, constant in zip(table, constants, strict=False):
+        row[:] = constant
+    return table
+
+
