@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -18,11 +19,12 @@ from itertools import groupby
 from engines.ir.dtypes import memory_dtype
 from engines.plan.extents import text
 from engines.plan.plan import Fallback, Plan, Step, TensorView, writes_border
+from engines.plan.program import Instruction, Region
 
 KERNEL_MACS_PER_US, KERNEL_BYTES_PER_US = 20_000, 8_000
 REFERENCE_BYTES_PER_US, REFERENCE_CALL_US = 500, 50
 TIMED, ESTIMATED = "timed at the build", "estimated by what steps move and multiply"
-PARTLY = "timed at the build, but estimated for what the reference could not run there"
+PARTLY = "timed at the build, but estimated for what the reference could not run there, or the host runs"
 NAME = re.compile("'[^']*'")
 MOST_NAMES = 8              # of the nodes that have a reason in common
 
@@ -92,11 +94,27 @@ def coverage_of(plan: Plan) -> Coverage:
     if plan.open or plan.program:
         plans = [one for one in plan.within() if not one.program]
         parts = [_of_one(one) for one in plans]
+        host = tuple(map(_by_host, _host_operators(plan.program.main))) if plan.program else ()
         return Coverage(0, sum(part.compiled for part in parts),
-                         tuple(step for part in parts for step in part.by_reference),
-                         sum(part.kernels_us for part in parts), parts[0].basis if parts else ESTIMATED,
+                         (*(step for part in parts for step in part.by_reference), *host),
+                         sum(part.kernels_us for part in parts),
+                         ESTIMATED if not parts else PARTLY if host and parts[0].basis == TIMED else parts[0].basis,
                          tuple(text(one.extents) for one in plans) if plan.open else ("what it was tried on",))
     return _of_one(plan)
+
+
+def _host_operators(region: Region) -> Iterator[Instruction]:
+    """What a program runs between its segments, inside of branches and loops too."""
+    for instruction in region.instructions:
+        if instruction.op and not instruction.regions:
+            yield instruction
+        for inner in instruction.regions:
+            yield from _host_operators(inner)
+
+
+def _by_host(instruction: Instruction) -> ByReference:
+    return ByReference(instruction.op, instruction.name, "the host evaluates it, between the segments of a program",
+                       REFERENCE_CALL_US)
 
 
 def _of_one(plan: Plan) -> Coverage:

@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 
 from engines.plan.coverage import ESTIMATED, PARTLY, TIMED, coverage_of
-from engines.plan.plan import Fallback, MachinePart, OpenOptions, OpenPart, Plan, Step, TensorView
+from engines.plan.plan import Fallback, MachinePart, OpenOptions, OpenPart, Plan, ProgramPart, Step, TensorView
+from engines.plan.program import Instruction, Region
 
 
 def kernel(name: str, **facts: object) -> Step:
@@ -62,3 +63,12 @@ def test_all_specialisations_of_a_plan_with_open_extents_count() -> None:
 def test_a_plan_without_code_runs_by_reference_throughout() -> None:
     numpy = plan(kernel("a")).with_machine(code=(), target="numpy")
     assert coverage_of(numpy).by_reference[0].reason == "nothing is compiled for the target 'numpy'"
+
+
+def test_what_the_host_runs_between_the_segments_of_a_program_is_by_reference() -> None:
+    kept = Instruction("NonMaxSuppression", "nms", ("x",), ("y",))
+    branch = Instruction("If", "if", ("y",), ("z",), regions=(Region((), ("z",), (kept,)),))
+    main = Region(("x",), ("z",), (Instruction("", "segment", ("x",), ("x1",), segment=0), kept, branch))
+    found = coverage_of(plan(program=ProgramPart(main, OpenOptions("fp32"))))
+    assert [step.node for step in found.by_reference] == ["nms", "nms"] and found.basis == ESTIMATED
+    assert "NonMaxSuppression, 100.0 %: the host evaluates it" in found.reasons
