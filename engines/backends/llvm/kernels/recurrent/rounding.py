@@ -5,9 +5,9 @@
 """
 from __future__ import annotations
 
-from engines.backends.llvm.codegen.ir_builder import FLOAT, I16, Function, Value, vector
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
+from engines.codegen.ir_builder import FLOAT, I16, Function, Value, vector
 
 
 def round_state(f: Function, isa: Isa, hidden: int, state: Value, integers: Value, unit: Value) -> None:
