@@ -186,11 +186,11 @@ class Recurrence(Problem):
         return sums, self.scales_by_gate(constants)[gate][d]
 
 
-def by_own_range(state: Floats) -> tuple[Floats, Floats]:
+def by_own_range(state: Floats) -> tuple[Floats, np.float32]:
     """(integers from -255 to 255, what 1 of them means): 256 steps from the least to the greatest element, of which 0
     is one."""
     low, high = state.min(initial=0), state.max(initial=0)
-    step = (high - low) / np.float32(255) or np.float32(1)
+    step = np.float32((high - low) / np.float32(255)) or np.float32(1)
     zero = np.clip(np.rint(-low / step), 0, 255)
     return np.clip(np.rint(state / step) + zero, 0, 255) - zero, step
 
