@@ -135,7 +135,7 @@ def test_what_the_build_timed_decides_at_other_shapes_where_the_cost_does_not_te
     assert plan.open is not None and not plan.open.timed
     calls = lower(graph_at(plan), isa_named("avx2").lanes).compiled
     kernels = [DirectContraction(call.problem) for call in calls if isinstance(call.problem, Contraction)]
-    for length, factor, taken in ((31, 0.9, "4x2"), (30, 1, "6x2"), (30, 0.5, "4x2")):
+    for length, factor, taken in ((31, 0.7, "4x2"), (30, 1, "6x2"), (30, 0.2, "4x2")):
         timed = {repr(kernel): {repr(Tile(1, 6, 2)): 1.0, repr(Tile(1, 4, 2)): factor} for kernel in kernels}
         other = replace(plan, open=replace(plan.open, timed=timed))
         steps = Specialiser(other).plan({"T": length}).machine.steps

@@ -8,7 +8,7 @@ text, they have the same words, and other numbers:
 So the layer itself at another length is nearer than any other layer: its channels and taps are the same numbers. As far
 as a tactic's time was from its cost there, it is here:
 
-    estimate = cost here * (time there / cost there)
+    estimate = cost here * (time there / cost there) ** trust
 
 The cost knows that 77 rows are twelve tiles of six and one of five, where 128 are 32 of four; the time there, what a
 tile of six is worth on this machine. A tactic that was not timed there is corrected as the nearest one is.

@@ -32,6 +32,7 @@ NEAR = 1.1                  # times the least time: noise, inputs from afar
 FAR_BYTES = 8e3             # of constants that a microsecond brings from afar, at worst
 GAIN = 0.99                 # of the time inside the network; less is noise
 DOUBT = 0.03                # of a time alone: how far it usually is from that in a network
+TRUST = 0.5                 # in times of another problem, to that in costs: both are wrong by a tenth
 COPY = 1.03                 # times the time: what packs weights otherwise than a plan that has them is to gain that
 
 Constants = Mapping[str, Any]
@@ -230,7 +231,7 @@ class Tuner:
         known = {kernel: self._timed.of(kernel) for kernel in {one.kernel for one in candidates}}
 
         def estimate(one: Candidate) -> float:
-            return (one.kernel.cost(self.isa, one.tactic) or 1.0) * correction(one.tactic, known[one.kernel])
+            return (one.kernel.cost(self.isa, one.tactic) or 1.0) * correction(one.tactic, known[one.kernel]) ** TRUST
 
         best = min(candidates, key=estimate)
         if estimate(best) == math.inf:
