@@ -231,7 +231,8 @@ class Tuner:
         known = {kernel: self._timed.of(kernel) for kernel in {one.kernel for one in candidates}}
 
         def estimate(one: Candidate) -> float:
-            return (one.kernel.cost(self.isa, one.tactic) or 1.0) * correction(one.tactic, known[one.kernel]) ** TRUST
+            corrected = math.pow(correction(one.tactic, known[one.kernel]), TRUST)
+            return (one.kernel.cost(self.isa, one.tactic) or 1.0) * corrected
 
         best = min(candidates, key=estimate)
         if estimate(best) == math.inf:
