@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -95,7 +96,8 @@ def _tried(builder: Builder, source: OnnxModel, seen: Seen, say: Say, found: Cut
     item = seen(inputs)
     for feed in [item] if item else _likely_feeds(plan):
         try:
-            engine.run(feed)
+            made = engine.run(feed)
+            plan = replace(plan, outputs=tuple(_met(io, made[io.name]) for io in outputs))
             break
         except (CompilerFault, UnknownValueError):
             raise
@@ -109,6 +111,13 @@ def _tried(builder: Builder, source: OnnxModel, seen: Seen, say: Say, found: Cut
     tensors = [io for io in inputs if io.name in feed and io.dtype not in NO_TENSORS]
     usual = extents_of(plan.name, tensors, {io.name: feed[io.name].shape for io in tensors})
     return replace(plan, program=replace(part, segments=segments), extents=usual)
+
+
+def _met(io: IoTensor, value: Any) -> IoTensor:
+    """An output as ONNX declares it, or, where it does not tell its axes, as it came."""
+    if not isinstance(value, np.ndarray) or len(io.shape) == value.ndim and io.dtype:
+        return io
+    return IoTensor(io.name, io.dtype or value.dtype.name, tuple(f"{io.name}.{axis}" for axis in range(value.ndim)))
 
 
 def _likely_feeds(plan: Plan) -> Iterator[dict[str, Array]]:

@@ -130,7 +130,12 @@ def read_subject(builder: Builder, model: Model, seen: Seen = lambda inputs: Non
     types = open_types(source.name, source.declared(), config.shapes, config.max_batch is not None)
     batched, asked_for = any(kind.shape[:1] == (BATCH,) for kind in types.values()), builder.batch_is_asked_for
     try:
-        return _compilable(builder, source, types, seen)
+        subject = _compilable(builder, source, types, seen)
+        if batched and not asked_for and any(subject.types[name].shape[:1] != (BATCH,) for name in subject.deciding):
+            builder.forget()        # a value for all items: such a batch is neither cut nor merged, nor served as one
+            builder.config = config
+            subject = _compilable(builder, source, without_batch(types), seen)
+        return subject
     except EngineError as reason:
         if isinstance(reason, CompilerFault) or not batched or asked_for:
             raise
