@@ -97,6 +97,8 @@ def coordinates(node: Node, axis: int, size: int, out: int, scale: float) -> Arr
         return size / 2 * (1 - out / exact) + (i + 0.5) / scale - 0.5
     if mode in ("half_pixel", "pytorch_half_pixel"):
         return (i + 0.5) / scale - 0.5
+    if mode == "tf_half_pixel_for_nn":      # of opsets 11 and 12: TensorFlow's for nearest neighbours
+        return (i + 0.5) / scale
     raise GraphError(f"unknown coordinate_transformation_mode '{mode}'")
 
 

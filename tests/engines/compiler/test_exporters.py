@@ -182,3 +182,16 @@ def test_a_turn_of_phrase_is_compiled(name: str, tmp_path: Path) -> None:
     assert not fallbacks(engine), [f"{step.name}: {step.reason}" for step in fallbacks(engine)]
     expected, = ReferenceEvaluator(model).run(["y"], feeds)
     assert relative_error(engine.run(feeds)["y"], np.asarray(expected, np.float32)) < TOLERANCE
+
+
+def test_tensorflow_takes_the_pixel_in_whose_middle_a_nearest_neighbour_lies(tmp_path: Path) -> None:
+    """Of opset 11, and no longer in ONNX's reference: pixel i of half the size is pixel floor((i + 1/2) * 2)."""
+    case = ("float[N,3,4,6] x", "float[N,3,2,3] y", 11, """
+        roi = Constant<value = float[0] {}>()  scales = Constant<value = float[4] {1.0,1.0,0.5,0.5}>()  r = Relu(x)
+        y = Resize<mode = "nearest", nearest_mode = "floor",
+                   coordinate_transformation_mode = "tf_half_pixel_for_nn">(r, roi, scales)""", {})
+    model = model_of(case)
+    feeds = feeds_of(model)
+    engine = engine_of(model, tmp_path)
+    assert not fallbacks(engine)
+    np.testing.assert_array_equal(engine.run(feeds)["y"], np.maximum(feeds["x"], 0)[:, :, 1::2, 1::2])

@@ -210,4 +210,6 @@ def _coordinate(node: Node, axis: int, i: Term, size: int, out: int, scale: floa
         return (i + 0.5) / scale - 0.5 + size / 2 * (1 - out / (scale * size))
     if mode in ("half_pixel", "pytorch_half_pixel"):
         return (i + 0.5) / scale - 0.5
+    if mode == "tf_half_pixel_for_nn":
+        return (i + 0.5) / scale
     raise Refused(f"coordinate_transformation_mode {mode}")
