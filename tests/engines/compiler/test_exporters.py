@@ -195,3 +195,16 @@ def test_tensorflow_takes_the_pixel_in_whose_middle_a_nearest_neighbour_lies(tmp
     engine = engine_of(model, tmp_path)
     assert not fallbacks(engine)
     np.testing.assert_array_equal(engine.run(feeds)["y"], np.maximum(feeds["x"], 0)[:, :, 1::2, 1::2])
+
+
+def test_a_layer_norm_as_keras_computes_it_reduces_beside_the_batch(tmp_path: Path) -> None:
+    """The items are the channels of one picture: their axis is not the leading one."""
+    case = ("float[N,6] x", "float[N,6] y", 13, """
+        shape = Constant<value = int64[4] {1,-1,6,1}>()  lines = Reshape(x, shape)
+        mean = ReduceMean<axes = [0,2,3]>(lines)  centred = Sub(lines, mean)
+        flat = Constant<value = int64[2] {-1,6}>()  y = Reshape(centred, flat)""", {})
+    model = model_of(case)
+    feeds, engine = feeds_of(model), engine_of(model, tmp_path)
+    assert "ReduceMean" not in {str(step.fallback and step.fallback.node["op"]) for step in fallbacks(engine)}
+    expected = feeds["x"] - feeds["x"].mean(axis=1, keepdims=True)
+    np.testing.assert_allclose(engine.run(feeds)["y"], expected, atol=1e-6)

@@ -27,6 +27,7 @@ class Along:
         self.writer = NestWriter(ctx, node, [shape[axis] for axis in others], [int(shape[axis]) for axis in axes])
         places = {**dict(zip(others, self.writer.axes, strict=True)), **dict(zip(axes, self.writer.inner, strict=True))}
         self.place = [places[axis] for axis in range(len(shape))]       # of the element of the input
+        self._item = [axis for axis in range(len(shape)) if shape[axis] != BATCH]       # in memory the items lead
         self.x = self.writer.at(name, self.place)
         self.count = math.prod(self.writer.reduced)
 
@@ -43,7 +44,7 @@ class Along:
         lost = len(self.place) - len(self.axes) - self.writer.batched
         if len(target.view.shape) == lost:
             return target
-        return _ordered(target, [axis for axis in self._order if axis + self.writer.batched not in self.axes])
+        return _ordered(target, self._order[:lost])
 
     def whole(self, output: str) -> Placement:
         """Where an output of the input's shape lies over all loops."""
@@ -52,8 +53,8 @@ class Along:
     @property
     def _order(self) -> list[int]:
         """The axes of an item of the input: those of the outer loops, then those of the inner ones."""
-        others = [axis for axis in range(self.writer.batched, len(self.place)) if axis not in self.axes]
-        return [axis - self.writer.batched for axis in (*others, *self.axes)]
+        others = [axis for axis in self._item if axis not in self.axes]
+        return [self._item.index(axis) for axis in (*others, *self.axes)]
 
 
 def _ordered(target: Placement, axes: Sequence[int]) -> Placement:
