@@ -100,10 +100,12 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
         "engines.backends.cuda.kernels.kernel", "engines.backends.cuda.kernels.access"),
     "engines.backends.cuda.kernels.rows": (
         "engines.backends.cuda.kernels.kernel", "engines.backends.cuda.kernels.access"),
+    "engines.backends.cuda.kernels.recurrent": (
+        "engines.backends.cuda.kernels.kernel", "engines.backends.cuda.kernels.access"),
     "engines.backends.cuda.kernels.matmul": ("engines.backends.cuda.kernels.elementwise",),
     "engines.backends.cuda.kernels": (
         "engines.backends.cuda.kernels.contraction", "engines.backends.cuda.kernels.matmul",
-        "engines.backends.cuda.kernels.rows"),
+        "engines.backends.cuda.kernels.recurrent", "engines.backends.cuda.kernels.rows"),
     "engines.backends.cuda": (
         "engines.backends", "engines.backends.cuda.kernels", "engines.backends.cuda.runtime", "engines.lowering"),
     "engines.backends.numpy": ("engines.backends", "engines.lowering", "engines.runtime.fallback"),

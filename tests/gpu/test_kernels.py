@@ -24,6 +24,8 @@ from engines.lowering.problems.rows import Lrn, Norm, Reduce, RowProblem, Softma
 from engines.lowering.problems.view import View, dense_view
 from tests.engines.backends.cuda.runner import GpuRunner, Way, text_of, way_of
 from tests.engines.backends.suite import check, gapped, random_array, requantise
+from tests.engines.backends.test_recurrence import Case as Layer
+from tests.engines.backends.test_recurrence import node_of
 from tests.gpu.ptx.text import Fault
 
 Case = tuple[Any, list[Array], dict[str, Any]]      # a problem, its inputs for two items, its constants
@@ -225,6 +227,13 @@ FAMILIES: dict[str, Callable[[], Case]] = {
 @pytest.mark.parametrize("case", FAMILIES.values(), ids=FAMILIES)
 def test_every_family_equals_its_reference_bit_for_bit(case: Callable[[], Case]) -> None:
     check(*_runner(case()))
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("int16", 0), ("fp32", 1e-5)])
+def test_a_recurrent_layer_equals_its_reference(precision: str, tolerance: float) -> None:
+    """A GRU of two stages, both ways, items of lengths of their own."""
+    layer = Layer(node_of("GRU", "bidirectional"), 37, precision, lengths=True, states=True)
+    check(layer.spec, GpuRunner(GPUS["sm_80"]), layer.inputs, layer.constants, tolerance)
 
 
 def test_an_attention_of_floats_agrees_with_its_reference() -> None:

@@ -2,6 +2,7 @@
 plays."""
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,14 +13,20 @@ import pytest
 
 from engines.backends.cuda.codegen import assemble
 from engines.backends.cuda.codegen.gpu import GPUS
+from engines.backends.cuda.kernels.contraction.contraction import GpuContraction
+from engines.backends.cuda.kernels.contraction.tile import Tile
 from engines.backends.cuda.runtime.device import DEVICE, CudaDevice
 from engines.compiler.builder import BuildConfig, Builder
 from engines.compiler.specialise import relower
 from engines.errors import ConfigError, PlanError, PlanTargetError
 from engines.loading import engine_of
+from engines.lowering.epilogue.program import EpilogueProgram
+from engines.lowering.problems.convolution import Contraction
+from engines.lowering.problems.view import dense_view
 from engines.plan.file import read_plan, write_plan
 from engines.plan.plan import Plan
 from engines.runtime.engine import Engine
+from tests.engines.backends.cuda.runner import Way, text_of
 from tests.engines.compiler.small_models import node, small_model
 from tests.engines.compiler.zoo_engines import compiled
 from tests.gpu.emulated import EmulatedGpu
@@ -181,6 +188,30 @@ def test_the_cubin_of_a_network_spills_nothing(target: str, plans: Callable[[str
         pytest.skip("no assembler: install the extra 'cuda'")
     spills = [line for line in report.splitlines() if "spill" in line]
     assert spills and all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_the_sass_of_the_loop_over_k_is_little_more_than_its_products(target: str) -> None:
+    """Of a block of 128 pixels by 128 couts and 64 bytes of K: 64 products."""
+    view, program = dense_view("uint8", (16, 16, 256)), EpilogueProgram()
+    problem = Contraction(view, dense_view("uint8", (14, 14, 256)), (), program, "int8", (3, 3))
+    way = Way(GpuContraction(problem, GPUS[target], (256, 256)), Tile(128, 128, (2, 2), 64, 4))
+    try:
+        cubin, report = assemble.report_of(text_of(way), GPUS[target])
+        loop = longest_loop(assemble.sass_of(cubin))
+    except FileNotFoundError:
+        pytest.skip("no assembler or disassembler: install the extra 'cuda'")
+    assert "0 bytes spill stores, 0 bytes spill loads" in report
+    assert sum("IMMA" in line for line in loop) == 64 and len(loop) <= 150
+
+
+def longest_loop(sass: str) -> list[str]:
+    """The instructions from a label to the branch back to it, of the loop that has the most of them."""
+    lines = [line for line in sass.splitlines() if re.match(r"\s*/\*[0-9a-f]{4,}\*/|\.L_", line)]
+    labels = {line.strip().rstrip(":"): at for at, line in enumerate(lines) if line.startswith(".L_")}
+    loops = [lines[labels[target]:at + 1] for at, line in enumerate(lines)
+             for target in re.findall(r"BRA.*`\((\.L_\w+)\)", line) if labels.get(target, at) < at]
+    return [line for line in max(loops, key=len) if not line.startswith(".L_")]
 
 
 @pytest.mark.parametrize(("target", "product", "copy"), [

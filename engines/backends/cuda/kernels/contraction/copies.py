@@ -29,15 +29,14 @@ class Copies:
         columns = tile.depth // CHUNK
         self.column, row = thread.remainder(columns), thread.divided(columns)
         self.to = row * tile.depth + swizzled(self.column, row, tile.depth) * CHUNK
-        self.pixels: list[tuple[Value, Value]] = []         # address, whether it is there (all bits) or not (0)
+        self.pixels: list[Value] = []       # addresses
         problem = depth.problem
         strides = [s * n for s, n in zip(problem.stride, problem.x.strides, strict=False)]
         for i in range(tile.pixels // tile.step):
-            pixel = pixel0 + (row + i * tile.step)
-            inside = pixel.below(rows)
-            pixel = self.f.select(inside, pixel, pixel.like(0), "pixel")
+            # Behind the last pixel it is copied once more: sums of it are never stored.
+            pixel = (pixel0 + (row + i * tile.step)).at_most(rows - 1)
             at = pixel_offset(pixel, problem.y.shape[:2], strides, problem.x.item)
-            self.pixels.append((x + at + channel, where(inside, -1)))
+            self.pixels.append(x + at + channel)
         self.row_bytes = depth.turns(tile) * tile.depth
         self.weights = weights + (wide(cout0 + row) * self.row_bytes + wide(self.column * CHUNK))
 
@@ -45,8 +44,8 @@ class Copies:
         """Stage `turn` of K to the place in shared memory; past the end of K, zeros."""
         tile, first = self.tile, shared(self.f) + (stage + self.to)
         at, taken = self._chunk(turn)
-        for i, (pixel, there) in enumerate(self.pixels):
-            self._copy_pixel(first + i * tile.step * tile.depth, pixel + at, taken & there)
+        for i, pixel in enumerate(self.pixels):
+            self._copy_pixel(first + i * tile.step * tile.depth, pixel + at, taken)
         first = first + tile.pixels * tile.depth
         whole = where(turn.below(self.depth.turns(tile)), CHUNK)
         source = self.weights + wide(turn * tile.depth)
