@@ -198,8 +198,6 @@ def settled(subject: Subject, item: Mapping[str, Array] | None, node: str = "") 
         try:
             tried.graph         # noqa: B018
             return tried
-        except CompilerFault:
-            raise
         except UnknownValueError as error:
             more = tuple(name for name in error.inputs if name not in subject.deciding)
             if not more or not all(may_decide(subject.types[name]) for name in more):
@@ -207,6 +205,8 @@ def settled(subject: Subject, item: Mapping[str, Array] | None, node: str = "") 
             subject.builder.forget()
             return settled(replace(subject, deciding=(*subject.deciding, *more)), item, error.node)
         except EngineError as error:
+            if isinstance(error, CompilerFault) and (item or not values):
+                raise           # else the values that were guessed are at fault: no axis, no size
             reason = reason or error
             subject.builder.forget()
     assert reason is not None
