@@ -32,7 +32,9 @@ def likely_values(source: OnnxModel, types: Mapping[str, TensorType], names: Seq
 
 
 def filled(kind: TensorType, shape: Sequence[int], number: int) -> Array:
-    """An input of this number."""
+    """An input of this number; several integers count on from it, for axes are all different."""
+    if kind.dtype.kind in "iu":
+        return (number + np.arange(math.prod(shape))).reshape(shape).astype(kind.dtype)
     return np.full(shape, bool(number) if kind.dtype.kind == "b" else number, np.float32 if is_float(kind)
                    else kind.dtype).astype(kind.dtype)
 
