@@ -19,6 +19,7 @@ from engines.ir.dtypes import is_rare
 from engines.ir.graph import Array, Dim, Node, TensorType
 from engines.ir.shapes import Extent, dim, fixed, normal_axis
 from engines.ops import op_of
+from engines.ops.fallback import as_onnx
 from engines.ops.recurrent import ACTIVATIONS, DEFAULTS, PARAMETERS
 
 
@@ -282,6 +283,12 @@ def _softmax(call: Call) -> list[Node]:
     return [replace(node, op="Flatten", outputs=(flat,), attrs={"axis": axis}),
             replace(node, inputs=(flat,), outputs=(result,), attrs={"axis": 1}),
             replace(node, op="Reshape", inputs=(result,), attrs={"shape": shape})]
+
+
+@rule("Hardmax")
+def _hardmax(call: Call) -> list[Node]:
+    """As Softmax; evaluated by the onnx package, as that of opset 13."""
+    return [as_onnx(part, 13) if part.op == "Hardmax" else part for part in _softmax(call)]
 
 
 @rule("QuantizeLinear", "DequantizeLinear")

@@ -218,3 +218,10 @@ def test_sparse_constants_are_written_out_with_their_zeros(indices):
     sparse.indices.CopyFrom(numpy_helper.from_array(np.array([1, 6])))
     with pytest.raises(ModelError, match="sparse tensor 'w' cannot be read: index 6 is out of bounds"):
         graph_from_onnx(model([node("Constant", "", "w", sparse_value=sparse), node("Add", "x w", "y")], [2, 3]))
+
+
+def test_a_hardmax_before_opset_13_is_over_all_axes_from_its_axis_on():
+    x = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)
+    result = run(graph_from_onnx(model([node("Hardmax", "x", "y")], [2, 3, 4], opset=11)), {"x": x})["y"]
+    np.testing.assert_array_equal(result.reshape(2, 12).argmax(1), x.reshape(2, 12).argmax(1))
+    assert result.sum() == 2
