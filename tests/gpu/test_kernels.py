@@ -15,7 +15,7 @@ from engines.backends.cuda.codegen.gpu import GPUS
 from engines.backends.cuda.kernels.contraction.tile import Tile
 from engines.lowering.epilogue.program import ProgramBuilder
 from engines.lowering.problems.convolution import Contraction, Depthwise
-from engines.lowering.problems.elementwise import Integers, Pointwise
+from engines.lowering.problems.elementwise import CumulativeSum, Integers, Pointwise
 from engines.lowering.problems.images import GlobalPool, Pool, Resize
 from engines.lowering.problems.matmul import Attention, Product
 from engines.lowering.problems.movement import GatherElements, HaloFill, Lookup, Permute, Take
@@ -170,6 +170,11 @@ def _lookup() -> Case:
     return problem, [random.integers(-15, 15, (2, 6))], {"table": random.standard_normal((11, 20)).astype(np.float32)}
 
 
+def _cumulative() -> Case:
+    problem = CumulativeSum(gapped("float32", (3, 7, 5)), gapped("float32", (3, 7, 5)), 1, exclusive=True, reverse=True)
+    return problem, inputs_of(problem), {}
+
+
 def _gather() -> Case:
     y, of_index = dense_view("float32", (3, 9)), dense_view("int32", (3, 9))
     problem = GatherElements(dense_view("float32", (4, 9)), y, of_index, 0)
@@ -220,7 +225,7 @@ FAMILIES: dict[str, Callable[[], Case]] = {
     "pointwise": _pointwise, "functions": _functions, "permute": _permute, "integers": _integers, "average": _pool,
     "maximum": _max_pool, "global": _global_pool, "depthwise": _depthwise("int8"), "resize": _resize,
     "depthwise of halves": _depthwise("fp16"), "take": _take(1), "take of channels": _take(2), "lookup": _lookup,
-    "gather": _gather, "softmax": _rows(Softmax), "layer norm": _rows(Norm),
+    "gather": _gather, "cumulative": _cumulative, "softmax": _rows(Softmax), "layer norm": _rows(Norm),
     "response norm": _rows(Lrn, 20), "wide sum": _wide_sum, "product": _product, "attention": _attention("int8")}
 
 
