@@ -15,7 +15,7 @@ from engines.backends.cuda.codegen.gpu import GPUS
 from engines.backends.cuda.kernels.contraction.tile import Tile
 from engines.lowering.epilogue.program import ProgramBuilder
 from engines.lowering.problems.convolution import Contraction, Depthwise
-from engines.lowering.problems.elementwise import CumulativeSum, Integers, Pointwise
+from engines.lowering.problems.elementwise import CumulativeSum, Integers, Pointwise, TopK
 from engines.lowering.problems.images import GlobalPool, Pool, Resize
 from engines.lowering.problems.matmul import Attention, Product
 from engines.lowering.problems.movement import GatherElements, HaloFill, Lookup, Permute, Take
@@ -175,6 +175,13 @@ def _cumulative() -> Case:
     return problem, inputs_of(problem), {}
 
 
+def _top_k() -> Case:
+    """Of many equals, and of both zeros, the first come first."""
+    problem = TopK(gapped("float32", (3, 70)), gapped("float32", (3, 5)), gapped("int64", (3, 5)), largest=False)
+    x, = inputs_of(problem)
+    return problem, [np.rint(x * 2)], {}
+
+
 def _gather() -> Case:
     y, of_index = dense_view("float32", (3, 9)), dense_view("int32", (3, 9))
     problem = GatherElements(dense_view("float32", (4, 9)), y, of_index, 0)
@@ -225,7 +232,7 @@ FAMILIES: dict[str, Callable[[], Case]] = {
     "pointwise": _pointwise, "functions": _functions, "permute": _permute, "integers": _integers, "average": _pool,
     "maximum": _max_pool, "global": _global_pool, "depthwise": _depthwise("int8"), "resize": _resize,
     "depthwise of halves": _depthwise("fp16"), "take": _take(1), "take of channels": _take(2), "lookup": _lookup,
-    "gather": _gather, "cumulative": _cumulative, "softmax": _rows(Softmax), "layer norm": _rows(Norm),
+    "gather": _gather, "cumulative": _cumulative, "top k": _top_k, "softmax": _rows(Softmax), "layer norm": _rows(Norm),
     "response norm": _rows(Lrn, 20), "wide sum": _wide_sum, "product": _product, "attention": _attention("int8")}
 
 

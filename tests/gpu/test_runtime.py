@@ -166,13 +166,14 @@ def test_serving_a_plan_for_a_gpu_loads_no_compiler(plans: Callable[[str], Plan]
 
 
 def test_what_no_kernel_runs_is_refused_by_its_name_with_the_reason() -> None:
-    largest = small_model([node("TopK", "x k", "values indices")], {"x": ["N", 9]}, ["values"], {"k": np.array([3])})
     inverse = small_model([node("Det", "x", "y")], {"x": ["N", 3, 3]}, ["y"])
+    tall = small_model([node("GRU", "x w r", "y", hidden_size=1056)], {"x": [2, 1, 3]}, ["y"],
+                       {"w": np.ones((1, 3168, 3), np.float32), "r": np.ones((1, 3168, 1056), np.float32)})
     builder = Builder(BuildConfig(target="sm_80"))
-    with pytest.raises(ConfigError, match=r"'topk' \(TopK\) cannot run on sm_80: there is no kernel of top_k for GPUs"):
-        builder.plan(builder.graph(largest))
     with pytest.raises(ConfigError, match=r"'det' \(Det\) cannot run on sm_80: .*nothing of a plan for a GPU"):
         builder.plan(builder.graph(inverse))
+    with pytest.raises(ConfigError, match=r"cannot run on sm_80: a recurrent layer of more than 1024 units"):
+        builder.plan(builder.graph(tall))
 
 
 # ---- cubin and sass
