@@ -5,6 +5,7 @@ import gzip
 import json
 import socket
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -153,7 +154,7 @@ CLOSE = "Connection: close"
     (gzip.compress(bytes(3 << 20)), ("Content-Encoding: gzip",), 503, "when it is decompressed"),
     (body_of(), ("Content-Encoding: gzip",), 400, "is no gzip"), (body_of(), ("Content-Encoding: br",), 501, "'br'"),
     (b"[" * 100_000, (), 400, "failed to parse"),
-])
+], ids=count())
 def test_every_body_is_answered_with_a_status(server: RunningServer, body: bytes, headers: tuple[str, ...], status: int,
                                               said: str) -> None:
     answer = ask(server, post("/v2/models/affine/infer", body, CLOSE, *headers))
