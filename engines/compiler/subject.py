@@ -128,30 +128,38 @@ def read_subject(builder: Builder, model: Model, seen: Seen = lambda inputs: Non
     config = builder.config
     source = read_model(model).with_constants(config.constants)
     types = open_types(source.name, source.declared(), config.shapes, config.max_batch is not None)
-    batched, asked_for = any(kind.shape[:1] == (BATCH,) for kind in types.values()), builder.batch_is_asked_for
-    try:
-        subject = _compilable(builder, source, types, seen)
-        if batched and not asked_for and any(subject.types[name].shape[:1] != (BATCH,) for name in subject.deciding):
-            builder.forget()        # a value for all items: such a batch is neither cut nor merged, nor served as one
-            builder.config = config
-            subject = _compilable(builder, source, without_batch(types), seen)
-        return subject
-    except EngineError as reason:
-        if isinstance(reason, CompilerFault) or not batched or asked_for:
-            raise
-        builder.forget()
-        builder.config = config         # without the batch of profiles
+    alone = without_batch(types)
+    tries: list[tuple[Mapping[str, TensorType], int | None]] = [(types, None)]
+    if any(kind.shape[:1] == (BATCH,) for kind in types.values()) and not builder.batch_is_asked_for:
+        # Without a batch before less likely extents: for 1, say, it seems to be open where it is flattened with them.
+        tries = [(types, 1), (alone, 1), (types, None), (alone, None)]
+    reason: EngineError | None = None
+    for each, guesses in tries:
         try:
-            subject = _compilable(builder, source, without_batch(types), seen)
-        except EngineError:
-            raise reason from None
-        builder.notices.append("each number of items has a specialisation of its own, for the batch cannot be left "
-                               f"open: {reason}")
+            subject = _compilable(builder, source, each, seen, guesses)
+            if len(tries) > 1 and any(subject.types[name].shape[:1] != (BATCH,) for name in subject.deciding):
+                builder.forget()    # a value for all items: such a batch is neither cut nor merged, nor served as one
+                builder.config = config
+                return _compilable(builder, source, alone, seen)
+        except EngineError as error:
+            if isinstance(error, CompilerFault):
+                raise
+            reason = reason or error
+            builder.forget()
+            builder.config = config         # without the batch of profiles
+            continue
+        if each is alone:
+            builder.notices.append("each number of items has a specialisation of its own, for the batch cannot be left "
+                                   f"open: {reason}")
         return subject
+    assert reason is not None
+    raise reason
 
 
-def _compilable(builder: Builder, source: OnnxModel, types: Mapping[str, TensorType], seen: Seen) -> Subject:
-    """The subject with usual extents for which there is a graph: those of profiles or data, else likely ones."""
+def _compilable(builder: Builder, source: OnnxModel, types: Mapping[str, TensorType], seen: Seen,
+                guesses: int | None = None) -> Subject:
+    """The subject with usual extents for which there is a graph: those of profiles or data, else likely ones, of which
+    so many `guesses` are tried."""
     inputs = fed(types, builder.config.pixels)
     names = open_extents(inputs)
     if not names:
@@ -162,16 +170,16 @@ def _compilable(builder: Builder, source: OnnxModel, types: Mapping[str, TensorT
     builder.settle_batch(profiles)
     item = seen(inputs)
     if profiles:
-        guesses = [{name: profiles[0][name][1] for name in names}]
+        extents = [{name: profiles[0][name][1] for name in names}]
     elif item is not None:
         found = extents_of(source.name, inputs, {name: array.shape for name, array in item.items()})
-        guesses = [{name: found[name] for name in names}]
+        extents = [{name: found[name] for name in names}]
     else:
         last = {kind.shape[-1] for kind in types.values() if kind.shape}
-        guesses = [likely_extents(types), *(dict.fromkeys(names, guess) for guess in GUESSES),
+        extents = [likely_extents(types), *(dict.fromkeys(names, guess) for guess in GUESSES),
                    *({name: length if name in last else 1 for name in names} for length in LENGTHS)]
     reason: EngineError | None = None
-    for guess in guesses:
+    for guess in extents[:guesses]:
         try:
             return settled(Subject(builder, source, types, guess, profiles), item)
         except CompilerFault:
@@ -180,8 +188,8 @@ def _compilable(builder: Builder, source: OnnxModel, types: Mapping[str, TensorT
             reason = reason or error
             builder.forget()
     assert reason is not None
-    raise ModelError(f"{reason} (for {text(guesses[0])}; give shapes for which it works, as in "
-                     f"{example(inputs, guesses[0])})") from reason
+    raise ModelError(f"{reason} (for {text(extents[0])}; give shapes for which it works, as in "
+                     f"{example(inputs, extents[0])})") from reason
 
 
 def settled(subject: Subject, item: Mapping[str, Array] | None, node: str = "") -> Subject:

@@ -299,8 +299,8 @@ def _kind(name: str, kind: onnx.TypeProto | None) -> Kind:
     tensor = kind.tensor_type
     dtype = "object" if tensor.elem_type == onnx.TensorProto.STRING else helper.tensor_dtype_to_np_dtype(
         tensor.elem_type).name if tensor.elem_type else ""
-    return Kind(dtype, tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or f"{name}.{axis}"
-                             for axis, d in enumerate(tensor.shape.dim)))
+    return Kind(dtype, tuple(d.dim_value if d.HasField("dim_value") and d.dim_value >= 0 else
+                             d.dim_param or f"{name}.{axis}" for axis, d in enumerate(tensor.shape.dim)))
 
 
 def inputs_of(source: OnnxModel, shapes: Mapping[str, Sequence[int | str | None]]) -> tuple[IoTensor, ...]:

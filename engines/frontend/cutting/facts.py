@@ -87,7 +87,7 @@ def is_small(kind: onnx.TypeProto | None) -> bool:
     integers = tensor.elem_type not in _FLOATS
     if not tensor.HasField("shape"):
         return integers
-    known = [d.dim_value if d.HasField("dim_value") else 1 << 30 for d in tensor.shape.dim]
+    known = [d.dim_value if d.HasField("dim_value") and d.dim_value >= 0 else 1 << 30 for d in tensor.shape.dim]
     size = 1
     for extent in known:
         size *= extent

@@ -218,6 +218,12 @@ def test_a_model_that_fails_at_likely_shapes_is_compiled_for_others_or_says_for_
     assert engine.run({"x": random(2, 15)})["y"].shape == (2, 5, 3)
 
 
+def test_a_batch_that_only_seems_open_where_other_extents_are_one_is_not_left_open() -> None:
+    flat = small_model([node("Reshape", "x shape", "y")], {"x": ["n", "T"]}, ["y"], {"shape": np.array([-1])})
+    engine = opened(flat)
+    assert [engine.run({"x": random(*shape)})["y"].shape for shape in ((2, 3), (4, 1), (1, 7))] == [(6,), (4,), (7,)]
+
+
 def test_those_used_last_are_kept() -> None:
     plan = built(pairs_net()).plan
     engine = OpenEngine(plan, lambda: Specialiser(plan), policy=Policy("wait", most=2))

@@ -56,6 +56,12 @@ def test_a_program_is_right_at_every_shape(case: str, tmp_path: Path) -> None:
         assert_right(engine, model, feed)
 
 
+def test_an_extent_declared_below_0_is_open() -> None:
+    model, feed = models.running_sum(), fed(4, 5)
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = -1
+    assert_right(built(model).engine(), model, feed)
+
+
 def test_weights_that_a_loop_carries_are_constants_of_its_body() -> None:
     plan = built(models.running_sum()).plan
     (loop,) = (one for one in plan.program.main.instructions if one.op == "Loop")
