@@ -38,7 +38,11 @@ class NestWriter(Writer):
 
     # ---- tensors
     def extent(self, name: str, axis: int) -> int:
-        return int(self.ctx.type(name).shape[axis])
+        """Of an axis of a tensor, which is not that of the batch."""
+        extent = self.ctx.type(name).shape[axis]
+        if not isinstance(extent, int):
+            raise Refused(f"the items of '{name}' are counted, whose number only a run has")
+        return extent
 
     def at(self, name: str, indices: Sequence[Term], outside: Number | None = None) -> Term:
         """The element of a tensor at an index for each of its axes. outside: what stands for those beyond its ends;

@@ -45,7 +45,8 @@ class Nest(Problem):
         results = []
         for view, number in zip(self.targets, self.program.results, strict=True):
             value = values[number]
-            value = value if self.inside else value.reshape(value.shape[:1 + len(self.loops)])
+            if not self.inside:         # a tensor that is read may repeat itself along the reduced loops
+                value = value[(..., *(0,) * len(self.reduced))]
             results.append(store(view.dtype, np.broadcast_to(value, (items, *view.shape)).copy()))
         return tuple(results)
 

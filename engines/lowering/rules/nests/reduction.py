@@ -22,6 +22,8 @@ class Along:
         shape = ctx.type(name).shape
         if any(shape[axis] == BATCH for axis in axes):
             raise Refused("it reduces the axis of the items")
+        if len(set(axes)) < len(axes):
+            raise Refused("it names an axis twice")
         self.name, self.axes = name, tuple(axes)
         others = [axis for axis in range(len(shape)) if axis not in axes]
         self.writer = NestWriter(ctx, node, [shape[axis] for axis in others], [int(shape[axis]) for axis in axes])

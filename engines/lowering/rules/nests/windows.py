@@ -208,6 +208,8 @@ def lower_average_pool(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 def _norm(s: Sliding, pixel: Term, p: int) -> Term:
+    if p < 1:
+        raise Refused(f"there is no norm of p = {p}")
     size = pixel.unary("abs")
     if p == 1:
         return s.w.reduce("sum", size)
