@@ -46,7 +46,7 @@ class Nest(Problem):
         for view, number in zip(self.targets, self.program.results, strict=True):
             value = values[number]
             if not self.inside:         # a tensor that is read may repeat itself along the reduced loops
-                value = value[(..., *(0,) * len(self.reduced))]
+                value = value.reshape(*value.shape[:1 + len(self.loops)], -1)[..., 0]
             results.append(store(view.dtype, np.broadcast_to(value, (items, *view.shape)).copy()))
         return tuple(results)
 
