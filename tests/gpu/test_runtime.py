@@ -182,8 +182,8 @@ def test_the_cubin_of_a_network_spills_nothing(target: str, plans: Callable[[str
     code, = plans(target).machine.code
     try:
         _, report = assemble.report_of(code.decode(), GPUS[target])
-    except FileNotFoundError:
-        pytest.skip("no assembler: install the extra 'cuda'")
+    except FileNotFoundError as missing:
+        pytest.skip(f"no assembler for {target}: install the extra 'cuda' ({missing})")
     spills = [line for line in report.splitlines() if "spill" in line]
     assert spills and all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills)
 

@@ -52,13 +52,16 @@ def cubin_of(ptx: str, gpu: Gpu) -> bytes:
 
 
 def report_of(ptx: str, gpu: Gpu) -> tuple[bytes, str]:
-    """The same by ptxas, and what it says of registers and spills. Raises FileNotFoundError: it is not installed."""
+    """The same by ptxas, and what it says of registers and spills. Raises FileNotFoundError: it is not installed, or
+    knows other architectures only."""
     program = _find("nvidia.cuda_nvcc", "bin/ptxas") or "ptxas"
     with tempfile.TemporaryDirectory() as folder:
         source, result = Path(folder, "k.ptx"), Path(folder, "k.cubin")
         source.write_text(ptx)
         run = subprocess.run([program, "-v", f"-arch={gpu.name}", str(source), "-o", str(result)],
                              capture_output=True, text=True)
+        if "is not defined for option 'gpu-name'" in run.stderr:
+            raise FileNotFoundError(f"{program} does not know {gpu.name}")
         if run.returncode:
             raise CompilerFault(f"ptxas refuses a kernel for {gpu.name}: {run.stderr}")
         return result.read_bytes(), run.stderr
