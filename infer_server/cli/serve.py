@@ -1,4 +1,4 @@
-"""infer-server: serves a repository of models over Triton's gRPC protocol."""
+"""infer-server: serves a repository of models over Triton's protocols, gRPC and HTTP/REST."""
 from __future__ import annotations
 
 import argparse
@@ -75,7 +75,7 @@ async def _serve(options: ServerOptions, exit_on_error: bool, load_engine: Engin
             loop.add_signal_handler(number, _on_signal, number, stop)
     server = Server(options, load_engine)
     ports = await server.start()
-    log.info("gRPC on %s, health on %s, metrics on %s",
+    log.info("gRPC on %s, HTTP on %s, metrics on %s",
              *(address(options.host, port) for port in (ports.grpc, ports.http, ports.metrics)))
     loading = asyncio.create_task(_report_loaded(server, stop if exit_on_error else None))
     await stop.wait()
@@ -121,7 +121,8 @@ def _options(parsed: argparse.Namespace) -> ServerOptions:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="infer-server",
-        description="Serves a repository of models over Triton's gRPC protocol, with dynamic batching.")
+        description="Serves a repository of models over Triton's protocols, gRPC and HTTP/REST, with dynamic "
+                    "batching.")
     parser.add_argument("--model-repository", type=Path, required=True, action="append", metavar="DIR",
                         help="folders <model>/<version>/model.plan (or model.onnx, built when it is loaded); can be "
                              "repeated")
@@ -139,7 +140,7 @@ def _add_ports(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grpc-port", type=_port, default=8001, metavar="N", help="0 is any free port "
                                                                                    "(default %(default)s)")
     parser.add_argument("--http-port", type=_port, default=8000, metavar="N",
-                        help="/v2/health/live and /v2/health/ready (default %(default)s)")
+                        help="HTTP/REST: inference, metadata, health, control (default %(default)s)")
     parser.add_argument("--metrics-port", type=_port, default=8002, metavar="N",
                         help="/metrics for Prometheus (default %(default)s)")
 
