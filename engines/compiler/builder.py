@@ -97,15 +97,15 @@ class Builder:
 
     # ---- graphs
     @faults_named()
-    def graph(self, model: Model, shapes: Shapes | None = None) -> Graph:
+    def graph(self, model: Model, shapes: Shapes | None = None, dependence: str | None = None) -> Graph:
         """The model as one optimised float graph, for the configuration's shapes or for these. ModelError says what
-        cannot be read, and where."""
+        cannot be read, and where. dependence: of its items, where it is known from other shapes."""
         imported = graph_from_onnx(model, shapes=self.config.shapes if shapes is None else shapes,
                                    constants=self.config.constants, notices=self.notices,
                                    keep_batch=self.config.max_batch is not None and shapes is None)
         if self.config.pixels:
             imported = take_pixels(imported, self.config.pixels)
-        graph = optimise(simplify(imported, self.log), self.log)
+        graph = optimise(simplify(imported, self.log, dependence), self.log)
         if graph.dependence:
             self.notices.append("the items of a batch depend on each other, so it is neither cut nor merged with "
                                 f"others: {graph.dependence}")

@@ -116,7 +116,7 @@ class Specialiser:
             if builder.target == self._plan.machine.target:
                 builder.take_over(self._plan)
             self._subjects[target] = Subject(builder, self._source, types, usual, (), self._part.deciding,
-                                             self._graphs, kept=1)
+                                             self._graphs, kept=1, dependence=self._plan.dependence)
         return self._subjects[target]
 
 

@@ -49,6 +49,7 @@ class Subject:
     usual       the numbers for which it is compiled first
     profiles    what each extent may be, and is compiled for at once; (): whatever comes
     deciding    inputs of the model whose values it is compiled for; graphs do not have them
+    dependence  of the items of a batch, where a plan of the model has it already
     """
     builder: Builder
     source: OnnxModel
@@ -58,6 +59,7 @@ class Subject:
     deciding: tuple[str, ...] = ()
     graphs: dict[tuple[Any, ...], Graph] = field(default_factory=dict)      # made so far; several may have it in common
     kept: int = KEPT
+    dependence: str | None = None
 
     @property
     def is_open(self) -> bool:
@@ -91,9 +93,10 @@ class Subject:
         shapes = shapes_for(self.types, extents)
         values = {name: np.array(extents[value_name(name)]).astype(self.types[name].dtype).reshape(
             _numbers(shapes.pop(name))) for name in self.deciding}
-        graph = self.builder.graph(self.source.with_constants(values), shapes)
+        decided = f"the values of {', '.join(values)} decide what is computed" if values else self.dependence
+        graph = self.builder.graph(self.source.with_constants(values), shapes, decided)
         if values and not graph.dependence and any(graph.shape(name)[:1] == (BATCH,) for name in graph.inputs):
-            graph = replace(graph, dependence=f"the values of {', '.join(values)} decide what is computed")
+            graph = replace(graph, dependence=decided or "")
         return graph
 
     def extents_of(self, feed: Mapping[str, Array]) -> dict[str, Any]:

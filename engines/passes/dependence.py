@@ -22,11 +22,16 @@ SEEDS, SEEDS_OF_INTEGERS = 2, 4     # trials: integers of three values and truth
 TOLERANCE = 1e-4        # of the largest number of an output: sums of more rows may be taken in another order
 
 
-def with_dependence(graph: Graph, log: list[Note] | None = None) -> Graph:
-    """The graph with `dependence` said: why its items must stay together, or "" if they need not."""
+def with_dependence(graph: Graph, log: list[Note] | None = None, known: str | None = None) -> Graph:
+    """The graph with `dependence` said: why its items must stay together, or "" if they need not.
+
+    known: what was found for the same model at other shapes; nothing is tried a second time.
+    """
     try:
         _follow(graph)
     except Mixed as reason:
+        if known is not None:
+            return replace(graph, dependence=known)
         differing = _tried(graph)
         if log is not None:
             found = differing or f"{ITEMS} items gave the same one by one, so they are taken to be independent"

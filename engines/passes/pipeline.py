@@ -52,8 +52,8 @@ SCALES = (LinearScale(), ScaleLinear(), ScaleDepthwise())
 VIEWS = (ToReshape(), TransposeOfOnes(), MergeReshapes(), MergeTransposes())
 
 
-def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
-    """The same function, equal in float, in fewer and canonical nodes. Still in ONNX's layout and ONNX's operators."""
+def simplify(graph: Graph, log: list[Note] | None = None, dependence: str | None = None) -> Graph:
+    """The same, equal in float, in fewer and canonical nodes. dependence: of the items, where other shapes told it."""
     return _run(graph, (
         # what computes then computes on float32, which all below takes floats to be
         ("widen_floats", lambda g: widen_floats(g, log)),
@@ -100,7 +100,7 @@ def simplify(graph: Graph, log: list[Note] | None = None) -> Graph:
         ("remove_no_ops", _rules(log, RemoveNoOp(), *VIEWS)),
         ("merge_common", merge_common),
         # while nodes are ONNX's, one by one: what follows only groups and moves them
-        ("dependence", lambda g: with_dependence(g, log)),
+        ("dependence", lambda g: with_dependence(g, log, dependence)),
     ))
 
 

@@ -54,9 +54,8 @@ class DirectContraction(TiledContraction):
     def _live(self, isa: Isa, rows: int) -> float:
         """The share of the taps that is not left out."""
         counted = (rows == 1, self.whole_taps(isa))
-        return math.prod(float(np.mean([len(axis.live(o)) / axis.taps for o in range(outputs)]))
-                         for axis, outputs, counts in zip(self.axes, self.problem.y.shape, counted, strict=False)
-                         if counts)
+        axes = zip(self.axes, self.problem.y.shape, counted, strict=False)
+        return math.prod(axis.live_share(outputs) for axis, outputs, counts in axes if counts)
 
     def whole_taps(self, isa: Isa) -> bool:
         """Whether no step holds channels of two taps: a tap can be left out."""

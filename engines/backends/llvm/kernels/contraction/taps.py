@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 
+import numpy as np
+
 from engines.codegen.ir_builder import Value
 
 
@@ -26,6 +28,13 @@ class TapAxis:
         first = -(-max(self.before - output * self.stride, 0) // self.dilation)
         stop = -(-max(self.extent - self.after - output * self.stride, 0) // self.dilation)
         return range(min(first, self.taps), min(stop, self.taps))
+
+    def live_share(self, outputs: int) -> float:
+        """The share of the taps of outputs 0..outputs - 1 that read more than the border."""
+        at = np.arange(outputs) * self.stride
+        first, stop = (np.minimum(-(-np.maximum(index - at, 0) // self.dilation), self.taps)
+                       for index in (self.before, self.extent - self.after))
+        return float(np.maximum(stop - first, 0).mean()) / self.taps
 
     def live_of_several(self, first: Value, count: int) -> tuple[Value, Value]:
         """(first tap, how many) that cover the live ones of outputs first..first + count - 1, known at run time; none
