@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 from engines.ir.graph import Graph
 from engines.machine.timing_cache import TimingCache
-from engines.plan.plan import MachinePart, Plan
+from engines.plan.plan import GeneralKernel, MachinePart, Plan
 from engines.plan.roofline import Peaks
 
 Progress = Callable[[int, int, str], None]      # (done, of, what), called as kernels are compiled and timed
@@ -45,6 +45,14 @@ class Session(Protocol):
 
         opt_batch: the batch that kernels are timed with; None: the backend decides.
         """
+
+    def general(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> Any | None:
+        """The same, of kernels that take numbers at run time or that the plan taken over has: only what is missing is
+        compiled. None: there are none of that kind."""
+
+    @property
+    def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
+        """Such kernels as were made so far, and their code."""
 
     def settle(self, chosen: Any, progress: Progress | None = None) -> Any:
         """The Chosen with what is decided by timing kernels inside the network; itself if there is nothing."""

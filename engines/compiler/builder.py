@@ -29,7 +29,7 @@ from engines.passes.pixels import Pixels, take_pixels
 from engines.passes.quantization.given import is_quantised, quantize_as_given
 from engines.passes.quantization.quantize import edges_to_calibrate, quantize, set_float_precision
 from engines.plan.extents import Bounds
-from engines.plan.plan import IoTensor, Plan
+from engines.plan.plan import GeneralKernel, IoTensor, Plan
 from engines.version import COMPILER_VERSION
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "best")
@@ -173,6 +173,18 @@ class Builder:
             return self._session.tuned(self._plan(self._session, settled, metadata=metadata))
         finally:
             self.cache.save()       # of a build that is interrupted, too: minutes of timing are not done again
+
+    @faults_named()
+    def general(self, graph: Graph, ranges: Ranges | None = None) -> Plan | None:
+        """The plan of a graph for other shapes than those of the plan taken over, without compiling what is general;
+        None: the backend has nothing general."""
+        chosen = self._session.general(self.stored(graph, ranges), self._max_batch(graph), self.config.opt_batch)
+        return self._plan(self._session, chosen) if chosen else None
+
+    @property
+    def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
+        """See Session.generals."""
+        return self._session.generals
 
     def _candidates(self, graph: Graph, ranges: Ranges | None) -> list[Chosen]:
         """What --best chooses from: int8 where it is the faster of the two and float32 elsewhere, int8, and the floats.

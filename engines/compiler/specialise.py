@@ -4,7 +4,7 @@ is in it.
     plan = compiled(subject, recipe, metadata)      # with plan.open, where the model has open extents
     specialiser = Specialiser(plan)
     specialiser.plan({"T": 77})                     # as a build with --shape would make it, without timing
-    specialiser.general({"T": 77})                  # the same graph for the NumPy backend: nothing is compiled
+    specialiser.general({"T": 77})                  # the same graph by kernels that take extents at run time
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engines.backends import backend_of
 from engines.compiler.builder import BuildConfig, Builder, io_tensors
 from engines.compiler.engine_cache import EngineCache
 from engines.compiler.subject import Subject
-from engines.errors import PlanTargetError
+from engines.errors import EngineError, PlanTargetError
 from engines.faults import faults_named
 from engines.frontend.onnx_file import OnnxModel
 from engines.ir.dtypes import dtype_named
@@ -28,7 +28,11 @@ from engines.machine.timing_cache import TimingCache
 from engines.passes.pixels import Pixels
 from engines.passes.quantization.recipe import prepared
 from engines.plan.extents import Extents, open_extents, value_name
-from engines.plan.plan import IoTensor, OpenOptions, OpenPart, Plan, graph_of
+from engines.plan.plan import GeneralKernel, IoTensor, OpenOptions, OpenPart, Plan, graph_of
+
+# Extents at which general kernels are made: so much from the usual ones, an odd number first, whose tails differ, then
+# multiples of 8 and of 32; and few, twice, for kernels that only few rows have. The first of each that make a graph.
+STEPS, FEW, FEWER = (-27, 8, 32, -32, 1, -1), (7, 8, 16, 32, 64), (5, 4, 8, 16, 32)
 
 
 def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[str, Any] | None = None) -> Plan:
@@ -40,6 +44,7 @@ def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[s
     subject.builder.take_over(plan)
     usual = [{name: bounds[name][1] if name in bounds else value for name, value in subject.usual.items()}
              for bounds in subject.profiles]
+    kernels, code = _generals(subject, recipe)
     others = tuple(_plan(subject, recipe, extents)
                    for index, extents in enumerate(usual) if extents != subject.usual and extents not in usual[:index])
     config, source = subject.builder.config, subject.source
@@ -47,8 +52,29 @@ def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[s
                           vars(config.pixels) if config.pixels else None, config.threads)
     declared = tuple(IoTensor(name, kind.dtype.name, kind.shape) for name, kind in subject.types.items())
     part = OpenPart(subject.inputs, _outputs(source, subject.graph), declared, options, recipe, subject.profiles,
-                    subject.deciding, subject.builder.timed, source.document(), source.weights, others)
-    return replace(plan, open=part)
+                    subject.deciding, subject.builder.timed, source.document(), source.weights, others, general=kernels)
+    return replace(plan, machine=replace(plan.machine, code=(*plan.machine.code, *code)), open=part)
+
+
+def _generals(subject: Subject, recipe: Recipe | None) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
+    """The model's kernels that take extents at run time, and their code: of what it is at other extents than the usual
+    ones, and at few."""
+    usual = {name: extent for name, extent in subject.usual.items() if isinstance(extent, int)}
+    places = {extent: place for place, extent in enumerate(dict.fromkeys(usual.values()), 1)}      # equal ones stay so
+    others = [{name: extent + step * places[extent] for name, extent in usual.items()} for step in STEPS]
+    few, fewer = ([{name: min(extent, least * places[extent]) for name, extent in usual.items()} for least in counts]
+                  for counts in (FEW, FEWER))
+    for tries in (others, few, fewer):
+        for extents in tries:
+            if extents == usual or min(extents.values(), default=0) < 1:
+                continue
+            try:
+                graph = _graph(subject, recipe, {**subject.usual, **extents})
+                subject.builder.general(graph, recipe.ranges if recipe else None)
+                break
+            except EngineError:
+                continue
+    return subject.builder.generals
 
 
 class Specialiser:
@@ -86,8 +112,16 @@ class Specialiser:
             return plan
 
     def general(self, extents: Extents) -> Plan:
-        """The same for the NumPy backend: there at once, right, and slow."""
-        return self._made("numpy", extents)
+        """The same by kernels that take extents at run time, where those that the plan has will do or the compiler is
+        there; else for the NumPy backend: right, and slow."""
+        with self._importing:
+            subject, recipe = self._subject(self._target), self._part.recipe
+            subject.at(extents)
+            try:
+                plan = subject.builder.general(_graph(subject, recipe, extents), recipe.ranges if recipe else None)
+            except ImportError:
+                plan = None
+        return replace(plan, extents=dict(extents)).bare() if plan else self._made("numpy", extents)
 
     def graph(self, extents: Extents) -> Graph:
         """What it is lowered from: stored types decided."""

@@ -252,6 +252,21 @@ class OpenOptions:
 
 
 @dataclass(frozen=True)
+class GeneralKernel:
+    """A kernel that takes numbers of its problem at run time, among the code of the plan.
+
+    It solves every problem that is spelled with the same words and, but for None, the same numbers, if each guard, a
+    term over all of the numbers, has its value. It reads the terms of its table (engines/codegen/extents.py).
+    """
+    symbol: str
+    words: str
+    tactic: str
+    numbers: tuple[int | None, ...]
+    guards: tuple[tuple[Any, int], ...]
+    table: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
 class OpenPart:
     """Of a model with open extents: all that a plan for other numbers, a specialisation, is made of."""
     inputs: tuple[IoTensor, ...]            # as they are fed; open extents and the batch have names
@@ -265,6 +280,7 @@ class OpenPart:
     model: bytes = b""                      # ONNX, without its weights ...
     weights: Mapping[str, Array] = field(default_factory=dict, compare=False)   # ... and these
     others: tuple[Plan, ...] = ()           # specialisations beside the plan itself
+    general: tuple[GeneralKernel, ...] = ()         # what plans for other numbers are made of without compiling
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ legal shapes and values, each by a specialisation: a plan for these numbers, kep
     context.at({"x": (1, 77)})      # an ExecutionContext for these shapes
 
 Where there is no specialisation yet, `specialise` says what happens: "wait" makes it first; "background" makes it on
-a thread of its own, and where that takes more than a moment the general version serves meanwhile: the same graph by the
-NumPy backend, right and slow; "off" makes none, the general version serves.
+a thread of its own, and where that takes more than a moment the general version serves meanwhile: the same graph by
+kernels that take extents at run time; "off" makes none, the general version serves.
 """
 from __future__ import annotations
 
@@ -44,9 +44,8 @@ from engines.runtime.staged import StagedContext
 WAYS = ("wait", "background", "off")
 MOST = 16                   # specialisations in memory, by default
 MEMORY_SHARE = 0.25         # of this machine's, that they may take together
-MOST_GENERAL = 4            # general versions in memory
 MOST_WAITING = 16           # specialisations to be made in the background
-PATIENCE = 1.0              # seconds: the first answer of a general version takes as long, for it imports the model too
+PATIENCE = 0.2              # seconds: the first answer of a general version takes as long, for it imports the model too
 Key = tuple[Any, ...]       # the numbers of the open extents, and the values of deciding inputs
 Ordered = tuple[Future[None], float]        # what is made in the background, and since when
 
@@ -285,12 +284,13 @@ class OpenEngine:
                 if found := self._ready.get(key) or self._general.get(key):
                     return found
             try:
-                engine = Engine(self._specialisers().general(self._extents(key)), self.threads)
+                plan = self._specialisers().general(self._extents(key))
             except ImportError as error:
                 raise self._cannot(key, error) from error
+            engine = self._engine(plan) if plan.machine.shared else Engine(plan, self.threads)
             with self._lock:
                 self._general[key] = engine
-                while len(self._general) > MOST_GENERAL:
+                while len(self._general) > self.policy.most:
                     self._general.popitem(last=False)
             return engine
 

@@ -23,7 +23,7 @@ from engines.lowering.lower import Lowered, lower
 from engines.lowering.problems.problem import Problem
 from engines.lowering.steps import io_views, step_of
 from engines.plan.arena import CACHE_LINE
-from engines.plan.plan import Launch, MachinePart, Operand, Plan, Step
+from engines.plan.plan import GeneralKernel, Launch, MachinePart, Operand, Plan, Step
 
 GROUP_COUTS = 32        # narrower groups of a convolution are merged: a tile has no fewer couts
 
@@ -64,6 +64,7 @@ class CudaSession:
     """Builds for one architecture; tactics are chosen by what the model of cost.py says of its card."""
     arithmetic = ("fp32", "int8", "fp16", "bf16")
     timed: Mapping[str, Mapping[str, float]] = {}
+    generals: tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]] = (), ()
 
     def __init__(self, target: str) -> None:
         self.gpu = gpu_named(target)
@@ -74,6 +75,9 @@ class CudaSession:
     @property
     def target(self) -> str:
         return self.gpu.name
+
+    def general(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> None:
+        """None: every kernel is written for its numbers."""
 
     def choose(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
                progress: Progress | None = None) -> CudaChosen:

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+
 from engines.backends.base import Progress, TimedNode
 from engines.backends.llvm.codegen.executor import scheduler_object
 from engines.backends.llvm.codegen.isa import Isa, isa_named
@@ -25,7 +27,7 @@ from engines.lowering.problems.problem import Problem
 from engines.lowering.steps import io_views, step_of
 from engines.machine.cpu import detect
 from engines.machine.timing_cache import TimingCache
-from engines.plan.plan import Footprint, MachinePart, Operand, Plan, Step
+from engines.plan.plan import Footprint, GeneralKernel, MachinePart, Operand, Plan, Step
 
 USUAL_BATCH = 32            # of full tiles, whatever their shape
 
@@ -71,12 +73,28 @@ class LlvmSession:
 
         opt_batch: the batch that they are timed with; None: one item, and USUAL_BATCH where kernels are cut by batch.
         """
+        lowered, batches = self._lowered(graph, max_batch, opt_batch)
+        choices = self.tuner.choose({call.problem: call.constants for call in lowered.compiled}, progress, batches)
+        return CpuChosen(lowered, choices, self._expanders(choices.values()), max_batch, batches[0])
+
+    def _lowered(self, graph: Graph, max_batch: int, opt_batch: int | None) -> tuple[Lowered, tuple[int, ...]]:
+        """And the batches that kernels are for."""
         batches = (1, min(max_batch, USUAL_BATCH)) if opt_batch is None and max_batch > 1 else (opt_batch or 1,)
         lowered = lower(graph, self.isa.lanes)
         check_memory(lowered, max_batch)
-        lowered = write_borders(lowered, max_batch)
-        choices = self.tuner.choose({call.problem: call.constants for call in lowered.compiled}, progress, batches)
+        return write_borders(lowered, max_batch), batches
+
+    def general(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> CpuChosen:
+        """The same of kernels that are there, for these shapes or for any: see Tuner.general."""
+        lowered, batches = self._lowered(graph, max_batch, opt_batch)
+        choices = self.tuner.general((call.problem for call in lowered.compiled), batches)
         return CpuChosen(lowered, choices, self._expanders(choices.values()), max_batch, batches[0])
+
+    @property
+    def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
+        """The kernels made so far that take numbers at run time, and their code."""
+        kernels = self.tuner.generals
+        return kernels.known, tuple(kernels.code.values())
 
     def settle(self, chosen: CpuChosen, progress: Progress | None = None) -> CpuChosen:
         """Of tactics that are near each other, the fastest inside this network."""
@@ -102,7 +120,8 @@ class LlvmSession:
         """Constants, code, and what was timed. Plans that are made from now on are loaded beside this one."""
         self._beside, self._shared = plan, SharedConstants(plan.machine)
         if part := plan.open:
-            self.tuner.take_over(part.timed, [code for one in (plan, *part.others) for code in one.machine.code])
+            code = [code for one in (plan, *part.others) for code in one.machine.code]
+            self.tuner.take_over(part.timed, code, part.general)
 
     def _trial(self, chosen: CpuChosen, rivals: Mapping[Problem, Sequence[Choice]]) -> Trial:
         """The steps of every rival, in memory for as many items as are timed."""
@@ -164,6 +183,7 @@ class _Assembler:
         grid = choice.kernel.grid(self.isa, choice.tactic)
         self.code[choice.symbol] = choice.code
         packed = self.constants.add_packed(call, choice)
+        told = () if choice.told is None else (self.constants.add(np.array(choice.told or (0,), np.int64))[0],)
         batched = call.outputs[0].items == BATCH
         constant_bytes = sum(size for _, size in packed)
         windows = choice.kernel.windows(self.isa, choice.tactic)
@@ -174,7 +194,7 @@ class _Assembler:
         return replace(
             step, symbol=choice.symbol,
             operands=(*map(self._operand, call.inputs), *(operand for operand, _ in packed),
-                      *map(self._operand, call.outputs)),
+                      *map(self._operand, call.outputs), *told),
             rows_per_item=grid.rows_per_item if batched else 0,
             rows=0 if batched else grid.rows_per_item * int(call.outputs[0].items),
             row_step=grid.row_step, columns=grid.columns, column_step=grid.column_step,

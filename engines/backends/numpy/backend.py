@@ -16,7 +16,7 @@ from engines.lowering.lower import Lowered, lower
 from engines.lowering.steps import io_views, step_of
 from engines.machine.cpu import detect
 from engines.machine.timing_cache import TimingCache
-from engines.plan.plan import MachinePart, Plan
+from engines.plan.plan import GeneralKernel, MachinePart, Plan
 from engines.plan.roofline import Level, Peaks
 
 SIDE, BYTES = 512, 1 << 26      # of the matrices and of the array that the peaks are measured with
@@ -55,6 +55,7 @@ class NumpySession:
     arithmetic = ("fp32", "int8")
 
     timed: Mapping[str, Mapping[str, float]] = {}
+    generals: tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]] = (), ()
 
     def take_over(self, plan: Plan) -> None:
         """Nothing: constants are those of the graph."""
@@ -64,6 +65,9 @@ class NumpySession:
         lowered = lowered_for_numpy(graph, max_batch)
         check_memory(lowered, max_batch)
         return NumpyChosen(lowered, max_batch)
+
+    def general(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> None:
+        """None: every plan of this backend is the same steps."""
 
     def settle(self, chosen: NumpyChosen, progress: Progress | None = None) -> NumpyChosen:
         return chosen

@@ -47,12 +47,17 @@ class Axis:
 
     @property
     def groups(self) -> list[tuple[int, int, tuple[int, int, int]]]:
-        """Runs of outputs cut alike: (first output, how many, taps)."""
-        found = []
-        for taps, members in groupby(range(self.outputs), self.taps):
-            outputs = list(members)
-            found.append((outputs[0], len(outputs), taps))
-        return found
+        """Runs of outputs cut alike: (first output, how many, taps). Those that are whole lie side by side."""
+        first, behind, whole = 0, self.outputs, (0, self.kernel, self.kernel)
+        while first < behind and self.taps(first) != whole:
+            first += 1
+        while first < behind and self.taps(behind - 1) != whole:
+            behind -= 1
+        edges = ([(i, self.taps(i)) for i in range(first)],
+                 [(behind + i, self.taps(behind + i)) for i in range(self.outputs - behind)])
+        before, after = ([(outputs[0][0], len(outputs), taps) for taps, members in groupby(edge, lambda one: one[1])
+                          for outputs in [list(members)]] for edge in edges)
+        return [*before, *([(first, behind - first, whole)] if first < behind else []), *after]
 
     @property
     def whole(self) -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """Who runs the suite of this folder: a backend registers itself here, and every family's tests run on it.
 
 GPUs are many, and the machine that plays them is slow: INFER_TEST_GPUS=sm_61,sm_80 names those that take part, none by
-default. tests/gpu has a few problems of every family for every run.
+default. tests/gpu has a few problems of every family for every run. Kernels that are told their numbers run a part of
+the suite, and all of it with INFER_TEST_TOLD=1.
 """
 from __future__ import annotations
 
@@ -13,12 +14,13 @@ import pytest
 from engines.backends.cuda.codegen.gpu import GPUS
 from engines.backends.llvm.codegen.isa import ALL, AVX2, AVX512_VNNI, PORTABLE
 from tests.engines.backends.cuda.runner import GpuRunner
-from tests.engines.backends.llvm.runner import CpuRunner
+from tests.engines.backends.llvm.runner import CpuRunner, ToldRunner
 from tests.engines.backends.numpy.runner import NumpyRunner
 from tests.engines.backends.suite import Runner
 
 _GPUS = filter(None, os.environ.get("INFER_TEST_GPUS", "").split(","))
 OTHERS: list[Runner] = [NumpyRunner(), *(GpuRunner(GPUS[name]) for name in _GPUS)]
+TOLD: list[Runner] = [ToldRunner(PORTABLE)]
 RUNNERS: list[Runner] = [*map(CpuRunner, ALL), *OTHERS]
 CPU = CpuRunner(PORTABLE)       # for tests that are of one runner
 
@@ -27,9 +29,9 @@ def _each(name: str, runners: Sequence[Runner]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(name, runners, ids=lambda runner: runner.name)
 
 
-EVERY_BACKEND = _each("runner", RUNNERS)
+EVERY_BACKEND = _each("runner", [*RUNNERS, *(TOLD if "INFER_TEST_TOLD" in os.environ else [])])
 # For kernels without dot products: there the CPUs differ in their lanes and packs only.
-EVERY_WIDTH = _each("runner", [*map(CpuRunner, (AVX512_VNNI, AVX2, PORTABLE)), *OTHERS])
+EVERY_WIDTH = _each("runner", [*map(CpuRunner, (AVX512_VNNI, AVX2, PORTABLE)), *TOLD, *OTHERS])
 # For what only kernels of CPUs have, tactics for example.
 EVERY_ISA = _each("cpu", list(map(CpuRunner, ALL)))
 EVERY_ISA_WIDTH = _each("cpu", list(map(CpuRunner, (AVX512_VNNI, AVX2, PORTABLE))))

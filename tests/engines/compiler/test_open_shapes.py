@@ -13,6 +13,7 @@ import pytest
 
 from calibration import Calibration
 from engines import build_engine, load_engine
+from engines.backends.llvm.codegen import compile_pool
 from engines.backends.llvm.codegen.isa import isa_named
 from engines.backends.llvm.kernels.contraction.direct import DirectContraction
 from engines.backends.llvm.kernels.contraction.tiled import Tile
@@ -98,6 +99,33 @@ def test_the_general_version_computes_the_same_without_a_specialisation(case: st
     assert len(engine.specialised) == 1
 
 
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_shapes_never_met_are_computed_by_kernels_that_are_told_their_extents(
+        precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = Calibration([tokens(1, 9), tokens(1, 12)]) if precision == "int8" else None
+    built(attention_net(), precision=precision, calibration=data).save(tmp_path / "m.plan")
+    lengths = (2, 13, 31, 64, 77, 200)
+    exact = load_engine(tmp_path / "m.plan")
+    expected = [bytes(exact.run(tokens(2, length))["y"]) for length in lengths]
+
+    def compile_object(*_: object) -> bytes:
+        raise AssertionError("something was compiled")
+
+    monkeypatch.setattr(compile_pool, "compile_object", compile_object)
+    general = load_engine(tmp_path / "m.plan", specialise="off")
+    assert [bytes(general.run(tokens(2, length))["y"]) for length in lengths] == expected
+
+
+def test_pictures_of_sizes_never_met_are_computed_by_kernels_that_are_told_their_extents() -> None:
+    build = built(picture_net())
+    exact, general = (OpenEngine(build.plan, lambda: Specialiser(build.plan), policy=Policy(way))
+                      for way in ("wait", "off"))
+    for size in ((9, 7), (30, 41), (33, 64), (5, 90)):
+        ours, expected = (engine.run(pictures(2, *size))["y"] for engine in (general, exact))
+        np.testing.assert_allclose(ours, expected, rtol=TOLERANCE, atol=TOLERANCE)
+        assert general.plan_of(pictures(2, *size)).machine.backend == "llvm"
+
+
 def test_a_specialisation_is_what_a_build_for_its_shapes_is() -> None:
     model, plan = attention_net(), built(attention_net()).plan
     fixed = built(model, shapes={"x": (None, 21, 16), "mask": (None, 21)}).plan
@@ -121,7 +149,7 @@ def test_packed_weights_are_there_once_for_all_specialisations(precision: str, t
     for one in (other, later):
         assert len(one.machine.constants) <= len(plan.machine.constants) / 2 and not one.machine.expanded
     feed, first = tokens(2, 31), Engine(plan)
-    expected = Engine(Specialiser(plan).general({"T": 31})).run(feed)["y"]
+    expected = Engine(Specialiser(plan, "numpy").plan({"T": 31})).run(feed)["y"]
     for one in (other, later):
         np.testing.assert_allclose(Engine(one, beside=first).run(feed)["y"], expected, rtol=TOLERANCE, atol=TOLERANCE)
     with pytest.raises(PlanTargetError, match="runs beside the plan of its model"):

@@ -177,6 +177,8 @@ def begin_kernel(module: Module, name: str, count: int) -> tuple[Function, list[
     """A kernel with `count` operands: (f, their addresses, [row_begin, row_end, column_begin, column_end])."""
     f = module.function(name, operands=PTR, row_begin=I64, row_end=I64, column_begin=I64, column_end=I64)
     table, *bounds = f.parameters.values()
+    if module.trace:
+        f.read_numbers(table, count)
     addresses = [f.load(PTR, table + 8 * i, align=8, hint=f"operand {i}") for i in range(count)]
     return f, addresses, bounds
 

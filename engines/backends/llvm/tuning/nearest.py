@@ -31,6 +31,7 @@ class Timed:
 
     def __init__(self, corrections: Mapping[str, Corrections]) -> None:
         self._by_words: dict[str, list[tuple[tuple[float, ...], Corrections]]] = {}
+        self._nearest: dict[str, Corrections] = {}
         for kernel, found in corrections.items():
             words, numbers = _said(kernel)
             self._by_words.setdefault(words, []).append((numbers, found))
@@ -40,7 +41,12 @@ class Timed:
 
     def of(self, kernel: object) -> Corrections:
         """Those of the nearest kernel with the same words; {} if there is none."""
-        words, numbers = _said(repr(kernel))
+        text = repr(kernel)
+        if text not in self._nearest:
+            self._nearest[text] = self._found(*_said(text))
+        return self._nearest[text]
+
+    def _found(self, words: str, numbers: tuple[float, ...]) -> Corrections:
         return min(((_distance(numbers, known), found) for known, found in self._by_words.get(words, ())),
                    key=lambda pair: pair[0], default=(0.0, {}))[1]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,10 @@ from engines.machine.clock import thread_seconds
 TIMING_SECONDS = 0.004      # spent on timing one tactic, in rounds among its rivals
 ROUNDS = 3
 ABANDON_RATIO = 1.5         # times the fastest tactic's first runs: a slower one is timed no further
+CLOCK_US = 1e-3             # the least that is a time: some clocks stand still for a moment
+
+C = TypeVar("C")
+Times = tuple[float, ...]       # microseconds of a tactic, for a batch of each size that it is timed with
 
 
 def call_of(function: Any, arrays: list[Array], grid: Grid, items: int) -> Callable[[], None]:
@@ -73,3 +77,11 @@ def seconds_of(call: Callable[[], None]) -> float:
     begin = thread_seconds()
     call()
     return thread_seconds() - begin or math.inf
+
+
+def mean_ratios(times: Mapping[C, Times], least_of: Mapping[C, Times] | None = None) -> dict[C, float]:
+    """Each one's time to the least, of `least_of` if given; of several batches the mean, so that each counts alike
+    however long it takes."""
+    fastest = [max(min(of_batch), CLOCK_US) for of_batch in zip(*(least_of or times).values(), strict=True)]
+    return {one: sum(max(us, CLOCK_US) / unit for us, unit in zip(found, fastest, strict=True)) / len(fastest)
+            for one, found in times.items()}

@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from engines.backends.base import Progress
 from engines.backends.llvm.codegen.compile_pool import CompilerPool
@@ -19,15 +19,16 @@ from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.kernel import Kernel, kernels_for
 from engines.backends.llvm.runtime.abi import KERNEL
 from engines.backends.llvm.runtime.elf import LoadedCode, functions_of
+from engines.backends.llvm.tuning.general import Found, GeneralKernels
 from engines.backends.llvm.tuning.nearest import Timed, correction
-from engines.backends.llvm.tuning.timing import aligned, call_of, measure, memory_of
+from engines.backends.llvm.tuning.timing import CLOCK_US, Times, aligned, call_of, mean_ratios, measure, memory_of
 from engines.codegen.ir_builder import Module
 from engines.lowering.problems.problem import Array, Problem
 from engines.machine.timing_cache import TimingCache
+from engines.plan.plan import GeneralKernel
 from engines.version import COMPILER_VERSION
 
 MAX_COST_RATIO = 1.3        # times the least cost: tactics beyond it are not timed
-CLOCK_US = 1e-3             # the least that is a time: some clocks stand still for a moment
 NEAR = 1.1                  # times the least time: noise, inputs from afar
 FAR_BYTES = 8e3             # of constants that a microsecond brings from afar, at worst
 GAIN = 0.99                 # of the time inside the network; less is noise
@@ -36,8 +37,6 @@ TRUST = 0.5                 # in times of another problem, to that in costs: bot
 COPY = 1.03                 # times the time: what packs weights otherwise than a plan that has them is to gain that
 
 Constants = Mapping[str, Any]
-C = TypeVar("C")
-Times = tuple[float, ...]       # microseconds of a tactic, for a batch of each size that it is timed with
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,7 @@ class Choice:
 
     symbol: unique to the kernel, the tactic and the instruction set. time_us: for one item, 0 if nothing was timed.
     further_item: the share of that time which each further item of a batch takes, as far as a larger one was timed.
+    told: the table of a general kernel, which it reads behind its other operands.
     """
     kernel: Kernel[Any]
     tactic: Any
@@ -71,6 +71,7 @@ class Choice:
     code: bytes
     time_us: float
     further_item: float
+    told: tuple[int, ...] | None = None
 
 
 class Tuner:
@@ -89,14 +90,18 @@ class Tuner:
         self._objects: dict[Candidate, bytes] = {}      # and by itself, as a plan has it
         self._made: dict[str, bytes] = {}               # and of others, by symbol
         self._timed = Timed({})
+        self.generals = GeneralKernels(isa)
         self._batches: tuple[int, ...] = (1,)
         self._batches_of: dict[Problem, tuple[int, ...]] = {}
         self.timed = 0              # tactics measured, not found in the cache
 
-    def take_over(self, corrections: Mapping[str, Mapping[str, float]], objects: Iterable[bytes]) -> None:
-        """From sessions that compiled the same model for other shapes: their `corrections`, and their code."""
+    def take_over(self, corrections: Mapping[str, Mapping[str, float]], objects: Iterable[bytes],
+                  generals: Iterable[GeneralKernel] = ()) -> None:
+        """From sessions that compiled the same model for other shapes: their `corrections`, their code, and what of it
+        is general."""
         self._timed = Timed(corrections)
         self._made |= {name: code for code in objects for name in functions_of(code)}
+        self.generals.add(generals, self._made)
 
     def choose(self, wanted: Mapping[Problem, Constants], progress: Progress | None = None,
                batches: Sequence[int] = (1,)) -> dict[Problem, Choice]:
@@ -120,6 +125,39 @@ class Tuner:
             found = self._alone[problem][candidate] if self.timing else (0.0,)
             self._choices[problem] = self._choice(candidate, found, code[candidate])
         return {problem: self._choices[problem] for problem in wanted}
+
+    def general(self, wanted: Iterable[Problem], batches: Sequence[int] = (1,)) -> dict[Problem, Choice]:
+        """A kernel for each problem of which the code is there: its own, or one that is told its numbers. Where there
+        is none, one is compiled that is told what differs from other problems, for all that come later."""
+        self._batches = tuple(batches)
+        found = {problem: self._without_compiling(problem) for problem in dict.fromkeys((*self._choices, *wanted))}
+        missing = [self._usual(problem) for problem, choice in found.items() if choice is None]
+        for problem in found:
+            self.generals.meet(kernels_for(problem, batches[-1]))
+        with CompilerPool(self.isa) as pool:
+            made = self.generals.make([(one.kernel, one.tactic) for one in missing], pool)
+        return {problem: choice for problem, choice in found.items() if choice} | {
+            one.kernel.problem: self._told(one.kernel, general) for one, general in zip(missing, made, strict=True)}
+
+    def _without_compiling(self, problem: Problem) -> Choice | None:
+        if problem in self._choices:
+            return self._choices[problem]
+        own: list[Candidate] = []
+        told: dict[Candidate, Found] = {}
+        for kernel in kernels_for(problem, self._batches[-1]):
+            tactics = kernel.tactics(self.isa)
+            own += [one for tactic in tactics if self._symbol(one := Candidate(kernel, tactic)) in self._made]
+            told |= {Candidate(kernel, one.tactic): one for one in self.generals.find(kernel, tactics)}
+        if not own and not told:
+            return None
+        best = min(own or told, key=self._estimate)
+        if best in told:
+            return self._told(best.kernel, told[best])
+        return Choice(best.kernel, best.tactic, symbol := self._symbol(best), self._made[symbol], 0.0, 1.0)
+
+    def _told(self, kernel: Kernel[Any], one: Found) -> Choice:
+        symbol = one.general.symbol
+        return Choice(kernel, one.tactic, symbol, self.generals.code[symbol], 0.0, 1.0, one.table)
 
     def survey(self, wanted: Mapping[Problem, Constants]) -> dict[Problem, dict[Candidate, float]]:
         """Microseconds of every candidate for each problem, of the hopeless too: what costs are compared with."""
@@ -228,16 +266,15 @@ class Tuner:
 
     def _likely(self, candidates: Sequence[Candidate]) -> Candidate | None:
         """The fastest, refined; None: nothing near was timed."""
-        known = {kernel: self._timed.of(kernel) for kernel in {one.kernel for one in candidates}}
-
-        def estimate(one: Candidate) -> float:
-            corrected = math.pow(correction(one.tactic, known[one.kernel]), TRUST)
-            return (one.kernel.cost(self.isa, one.tactic) or 1.0) * corrected
-
-        best = min(candidates, key=estimate)
-        if estimate(best) == math.inf:
+        best = min(candidates, key=self._estimate)
+        if self._estimate(best) == math.inf:
             return None
-        return min((best, *self._refinements(best)), key=estimate)
+        return min((best, *self._refinements(best)), key=self._estimate)
+
+    def _estimate(self, one: Candidate) -> float:
+        """Its cost, as what was timed of the nearest problem corrects it; infinity: nothing near was timed."""
+        corrected = math.pow(correction(one.tactic, self._timed.of(one.kernel)), TRUST) if self._timed else 1.0
+        return (one.kernel.cost(self.isa, one.tactic) or 1.0) * corrected
 
     def corrections(self, choices: Mapping[Problem, Choice]) -> dict[str, dict[str, float]]:
         """By kernel and tactic, as repr() writes them: the time, in the fastest one's of the problem, by the cost. What
@@ -357,11 +394,3 @@ class _Report:
         self._done += count
         if self._progress and count:
             self._progress(self._done, self._of, what)
-
-
-def mean_ratios(times: Mapping[C, Times], least_of: Mapping[C, Times] | None = None) -> dict[C, float]:
-    """Each one's time to the least, of `least_of` if given; of several batches the mean, so that each counts alike
-    however long it takes."""
-    fastest = [max(min(of_batch), CLOCK_US) for of_batch in zip(*(least_of or times).values(), strict=True)]
-    return {one: sum(max(us, CLOCK_US) / unit for us, unit in zip(found, fastest, strict=True)) / len(fastest)
-            for one, found in times.items()}

@@ -1,6 +1,7 @@
 """Runs kernels as a CPU does, cut into pieces; instruction sets that this machine lacks are emulated."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -10,12 +11,17 @@ import numpy as np
 from engines.backends.llvm import kernels  # noqa: F401  (fills KERNELS)
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, Kernel, Window, kernels_for
+from engines.backends.llvm.tuning.general import spelling, told_kernel
+from engines.codegen.extents import Trace, value_of
 from engines.codegen.ir_builder import Module
+from engines.lowering.calls.placement import SLACK
 from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import View
 from tests.engines.backends.llvm.emulation import EMULATION
 from tests.engines.backends.llvm.jit import LoadedKernel, runs_here
 from tests.engines.backends.suite import UNTOUCHED, guarded, random_array
+
+Called = Callable[[list[Array], tuple[int, int], tuple[int, int]], None]      # operands, rows, columns of the grid
 
 
 def constants_of(array: Array) -> Array:
@@ -55,6 +61,9 @@ class CpuRunner:
     def ways(self, problem: Problem) -> list[Kernel[Any]]:
         return [kernel for kernel in kernels_for(problem) if kernel.tactics(self.isa)]
 
+    def loaded(self, kernel: Kernel[Any], tactic: Any, native: bool) -> Called:
+        return loaded(kernel, self.isa, tactic, native)
+
     def execute(self, problem: Problem | Kernel[Any], inputs: list[Array], outputs: list[Array],
                 constants: dict[str, Any], batch: int, tactic: Any = None, pieces: int = 1,
                 native: bool | None = None) -> None:
@@ -63,7 +72,7 @@ class CpuRunner:
         solved, isa = kernel_of(problem), self.isa
         tactic = solved.tactics(isa)[0] if tactic is None else tactic
         native = runs_here(isa) and bool(isa.requires) if native is None else native
-        kernel = loaded(solved, isa, tactic, native)
+        kernel = self.loaded(solved, tactic, native)
         packed = [constants_of(c) for c in solved.expanded_constants(isa, tactic, constants)]
         grid = solved.grid(isa, tactic)
         for rows in reversed(_cuts(grid.rows_per_item * batch, grid.row_step, pieces)):
@@ -72,7 +81,42 @@ class CpuRunner:
         check_windows(solved, isa, tactic, kernel, [*inputs, *packed, *(memory.copy() for memory in outputs)], batch)
 
 
-def check_windows(solved: Kernel[Any], isa: Isa, tactic: Any, kernel: LoadedKernel, operands: list[Array],
+@dataclass(frozen=True)
+class ToldRunner(CpuRunner):
+    """The same kernels, but every number of their problems is told when they are called, as far as a kernel's code does
+    not ask for it."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.isa.name}, told"
+
+    def loaded(self, kernel: Kernel[Any], tactic: Any, native: bool) -> Called:
+        run, table = loaded_told(kernel, self.isa, tactic, native)
+
+        def called(operands: list[Array], rows: tuple[int, int], columns: tuple[int, int]) -> None:
+            """On inputs with the slack that buffers have: the last vector of a row is read whole."""
+            inputs = len(kernel.problem.inputs)
+            spacious = [guarded(len(memory), SLACK) for memory in operands[:inputs]]
+            for memory, given in zip(spacious, operands, strict=False):
+                memory[:len(given)] = given
+            run([*spacious, *operands[inputs:], table], rows, columns)
+
+        return called
+
+
+@cache
+def loaded_told(kernel: Kernel[Any], isa: Isa, tactic: Any, native: bool) -> tuple[LoadedKernel, Array]:
+    """And the table that it reads."""
+    trace, numbers = Trace(), spelling(kernel).numbers
+    module = Module(None if native else EMULATION, trace)
+    told_kernel(kernel, trace, frozenset(range(len(numbers)))).emit(module, "kernel", isa, tactic)
+    for term, value in trace.guards.values():
+        assert value_of(term, numbers) == value
+    table = np.array([value_of(term, numbers) for term in trace.table] or [0], np.int64)
+    return LoadedKernel(module.text(), "kernel", isa, emulate=not native), constants_of(table)
+
+
+def check_windows(solved: Kernel[Any], isa: Isa, tactic: Any, kernel: Called, operands: list[Array],
                   batch: int) -> None:
     """A row of the grid writes within its windows, and what is outside of them is nothing to it.
 

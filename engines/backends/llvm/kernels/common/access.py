@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.kernel import Window
+from engines.codegen.extents import Extent
 from engines.codegen.ir_builder import I8, PTR, Function, Value, vector
 from engines.lowering.problems.view import View
 
@@ -81,13 +82,16 @@ class Runs:
 
     @property
     def block(self) -> int:
-        if len(self.shape) == 1:
-            return min(BLOCK, self.shape[0])
-        return min(max(BLOCK // self.shape[-1], 1), self.shape[-2])
+        return BLOCK if len(self.shape) == 1 else max(BLOCK // self.shape[-1], 1)
+
+    @property
+    def cut(self) -> int:
+        """The extent that is cut into blocks."""
+        return self.shape[max(len(self.shape) - 2, 0)]
 
     @property
     def blocks(self) -> int:
-        return -(-self.shape[max(len(self.shape) - 2, 0)] // self.block)
+        return -(-self.cut // self.block)
 
     @property
     def rows(self) -> int:
@@ -99,13 +103,14 @@ class Runs:
         outer = self.shape[:-2]
         if outer:
             return [Window.along(view, 0, math.prod(outer[1:]) * self.blocks) for view in self.views]
-        return [Window.along(view, 0, 1, self.block, count=self.block) for view in self.views]
+        block = min(self.block, self.cut)
+        return [Window.along(view, 0, 1, block, count=block) for view in self.views]
 
     def emit(self, f: Function, addresses: Sequence[Value], begin: Value, end: Value, width: int,
-             body: Callable[[list[Value], Value, int], None]) -> None:
+             body: Callable[[list[Value], Value, int], None], anyhow: bool = True) -> None:
         """body(addresses of the run, start, count) for each `width` elements, and for a run's tail.
 
-        width divides BLOCK. The addresses are those of element 0 of the run.
+        width divides BLOCK. The addresses are those of element 0 of the run. anyhow: see Function.tiles.
         """
         outer = self.shape[:-2]
         for row in f.range("row", begin, end):
@@ -118,18 +123,19 @@ class Runs:
             last = (block * self.block + self.block).at_most(self.shape[-2])
             for pixel in f.range("pixel", block * self.block, last):
                 here = [offset(a, [pixel], [view.strides[-2]]) for a, view in zip(at, self.views, strict=True)]
-                for start, count in f.tiles("element", self.shape[-1], width):
+                for start, count in f.tiles("element", self.shape[-1], width, anyhow):
                     body(here, start, count)
 
     def _part_of_run(self, f: Function, at: list[Value], first: Value, width: int,
                      body: Callable[[list[Value], Value, int], None]) -> None:
-        extent, tail = self.shape[0], self.shape[0] % width
-        last = (first + self.block).at_most(extent - tail)
+        extent = self.shape[0]
+        last = (first + self.block).at_most(extent - extent % width)
         for start in f.range("element", first, last, width):
             body(at, start, width)
-        if tail:
+        if isinstance(extent, Extent) or extent % width:
             with f.when((first + self.block).compare("uge", extent)):
-                body(at, first.like(extent - tail), tail)
+                for start, count in f.tail(extent, width):
+                    body(at, start, count)
 
 
 def tails(whole: Value, rest: Value, step: int) -> Iterator[tuple[Value, int]]:

@@ -16,6 +16,7 @@ from engines.backends.llvm.kernels.common.pixels import panels_between
 from engines.backends.llvm.kernels.contraction.store import emit_epilogue
 from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
 from engines.backends.llvm.kernels.kernel import begin_kernel
+from engines.codegen.extents import Extent
 from engines.codegen.ir_builder import I64, PTR, Function, Module, Value
 
 CACHE_LINE = 64         # bytes that the caches move at once, and that a prefetch asks for
@@ -103,13 +104,13 @@ class TiledLoops(ABC):
 
         def visit(call: Callable[..., None]) -> None:
             if problem.rows == 1:
-                for t, cols in self._tile_rows(f, start, stop, problem.cols, tile.cols):
-                    call(t.like(0), t * tile.cols, Part(1, cols), t)
+                for t, first, cols in self._tile_rows(f, start, stop, problem.cols, tile.cols):
+                    call(t.like(0), first, Part(1, cols), t)
                 return
-            for t, rows in self._tile_rows(f, start, stop, problem.rows, tile.rows):
-                taps = self.kernel.axes[0].live_of_several((start + t) * tile.rows, rows) if tile.skip else None
+            for t, first, rows in self._tile_rows(f, start, stop, problem.rows, tile.rows):
+                taps = self.kernel.axes[0].live_of_several(start * tile.rows + first, rows) if tile.skip else None
                 for j, cols, column in self._columns(f):
-                    call(t * tile.rows, j, Part(rows, cols, taps, column), t * across + j.divided(tile.cols))
+                    call(first, j, Part(rows, cols, taps, column), t * across + j.divided(tile.cols))
         return visit
 
     def _columns(self, f: Function) -> Iterator[tuple[Value, int, int | None]]:
@@ -117,10 +118,14 @@ class TiledLoops(ABC):
         extent, step = self.problem.cols, self.tile.cols
         between = -(-extent // step) - 2
         if not self.tile.skip:
-            for j, cols in f.tiles("column", extent, step):
+            for j, cols in f.tiles("column", extent, step, anyhow=True):
                 yield j, cols, None
             return
         yield f.constant(0, I64), min(step, extent), 0
+        if isinstance(extent, Extent):      # where the last ones lie is not known, so they leave out nothing
+            for j, cols in f.tiles("column", extent - step, step, anyhow=True):
+                yield j + step, cols, None
+            return
         if between > 0:
             for j in f.loop("column", between):
                 yield (j + 1) * step, step, None
@@ -129,15 +134,18 @@ class TiledLoops(ABC):
             yield f.constant(last, I64), extent - last, last
 
     @staticmethod
-    def _tile_rows(f: Function, start: Value, stop: Value, extent: int, step: int) -> Iterator[tuple[Value, int]]:
-        """(number from `start` on, size) of each row of tiles; only the last of an item may be smaller than step."""
+    def _tile_rows(f: Function, start: Value, stop: Value, extent: int,
+                   step: int) -> Iterator[tuple[Value, Value, int]]:
+        """(number, first pixel, size) of each row of tiles, counted from the `start`-th; only what is behind the last
+        whole one of an item may be smaller than step."""
         whole, rest = divmod(extent, step)
-        if whole:
+        if isinstance(extent, Extent) or whole:
             for t in f.range("tile row", start.like(0), stop.at_most(whole) - start):
-                yield t, step
-        if rest:
+                yield t, t * step, step
+        if isinstance(rest, Extent) or rest:
             with f.when(stop.compare("ugt", whole)):
-                yield stop.like(whole) - start, rest
+                for first, size in f.tail(extent, step):
+                    yield stop.like(whole) - start, first - start * step, size
 
     def _pixels_of_the_batch(self, f: Function, base: list[Value]) -> None:
         """Rows of the grid are pixels; full tiles, then the tails of what remains."""

@@ -34,6 +34,7 @@ from engines.backends.llvm.kernels.matmul.operands import (
 )
 from engines.backends.llvm.kernels.matmul.softmax import Softmax
 from engines.backends.llvm.kernels.rows.kernels import seen
+from engines.codegen.extents import Extent
 from engines.codegen.ir_builder import FLOAT, PTR, Function, Module, Value
 from engines.lowering.problems.matmul import MIDDLE, Attention
 from engines.lowering.problems.problem import Array
@@ -147,7 +148,7 @@ class _Emitter:
         *tensors, numbers, constants, y = addresses
         self.numbers, self.constants = numbers, constants
         total = sum(-(-size // ALIGNMENT) * ALIGNMENT for _, size in self.scratch.values())
-        memory = f.op(PTR, f"alloca [{total} x i8], align {ALIGNMENT}", "scratch")
+        memory = f.room(total, ALIGNMENT, "scratch")
         self.at = {what: memory + start for what, (start, _) in self.scratch.items()}
         if not self.scratch["p"][1]:
             self.at["p"] = self.at["x"]         # in place
@@ -172,7 +173,7 @@ class _Emitter:
         isa, right = self.isa, self.k
         zero = integer(f, self.numbers, 1)
         minus = f.splat(zero.like(0) - zero, isa.lanes)
-        for start, columns in f.tiles("started panel", right.matrix.columns, right.width):
+        for start, columns in f.tiles("started panel", right.padded_columns, right.width):
             panel = self.at["k"] + start.divided(right.width) * right.panel_bytes
             for v, total in enumerate(right.column_sums(panel, columns)):
                 f.store(total * minus, self.at["start"] + start * 4 + v * isa.bytes, isa.bytes)
@@ -180,10 +181,11 @@ class _Emitter:
     def _block(self, f: Function, head: _Head, first: Value) -> None:
         queries, block = self.problem.queries, self.tiles.block
         whole, tail = divmod(queries, block)
-        if not tail:
+        told = isinstance(queries, Extent)
+        if not told and not tail:
             self._queries(f, head, first, block)
             return
-        if whole:
+        if told or whole:
             with f.when(first.below(whole * block)):
                 self._queries(f, head, first, block)
         with f.when(first.compare("uge", whole * block)):
@@ -197,10 +199,10 @@ class _Emitter:
             self.q.copy(q, count, self.at["q"], self.zeros[0])
             q = self.at["q"]
         mask = offset(head.mask, [first], problem.mask.strides[-2:-1]) if problem.mask and head.mask else None
-        for t, columns in f.tiles("panel of keys", problem.keys, self.k.width):
+        for t, columns in f.tiles("panel of keys", self.k.padded_columns, self.k.width):
             panel = self.at["k"] + t.divided(self.k.width) * self.k.panel_bytes
             here = offset(mask, [t], problem.mask.strides[-1:]) if problem.mask and mask else self.at["x"]
-            for row, rows in f.tiles("row of scores", count, scores):
+            for row, rows in f.tiles("row of scores", count, scores, anyhow=True):
                 moved = here + row * problem.mask.strides[-2] if problem.mask else here
                 f.run(self._scores(rows, columns), q + row * self.q.pitch, panel, self.numbers,
                       self.at["start"] + t * 4, moved, self.at["x"] + row * (4 * self.pitch) + t * 4)
@@ -210,7 +212,7 @@ class _Emitter:
         for e, columns in f.tiles("panel of values", problem.v.shape[-1], self.v.width):
             panel = self.at["v"] + e.divided(self.v.width) * self.v.panel_bytes
             constants = self.constants + e * (4 * problem.program.constants)
-            for row, rows in f.tiles("row of values", count, mix):
+            for row, rows in f.tiles("row of values", count, mix, anyhow=True):
                 f.run(self._mix(rows, columns), self.at["p"] + row * self.weight_pitch, panel,
                       self.at["inverse"] + row * 4, self.at["added"] + row * 4, constants,
                       y + row * problem.y.strides[-2] + e * problem.y.strides[-1])

@@ -23,7 +23,8 @@ from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import ELEMENTS, Lanes, from_float, to_float
 from engines.backends.llvm.kernels.common.access import transposed
 from engines.backends.llvm.kernels.common.arithmetic import Arithmetic, Operand, add_step, arithmetic_for
-from engines.codegen.ir_builder import FLOAT, I8, I32, Function, Value, lanes_of, vector
+from engines.codegen.extents import Extent
+from engines.codegen.ir_builder import FLOAT, I8, I32, I64, Function, Value, lanes_of, vector
 from engines.lowering.problems.matmul import MIDDLE
 from engines.lowering.problems.view import SIZES, View
 
@@ -115,14 +116,27 @@ class Right(Factor):
         """Of all panels."""
         return -(-self.matrix.columns // self.width) * self.panel_bytes
 
+    @property
+    def padded_columns(self) -> int:
+        """With those that fill the last panel, where how many there are is known at run time only: repetitions of the
+        last column, whose sums nobody reads. A last panel of columns that follow each other is not filled."""
+        columns = self.matrix.columns
+        if isinstance(columns, Extent) and self.matrix.strides[1] != self.matrix.size:
+            return -(-columns // self.width) * self.width
+        return columns
+
     def pack(self, source: Value, target: Value, zero: Value | None) -> None:
         """All panels."""
-        for start, columns in source.f.tiles("packed panel", self.matrix.columns, self.width):
+        for start, columns in source.f.tiles("packed panel", self.padded_columns, self.width):
             here = self.matrix.at(source, 0, start)
-            self.pack_panel(here, columns, target + start.divided(self.width) * self.panel_bytes, zero)
+            last = None
+            if self.padded_columns is not self.matrix.columns:
+                last = source.f.constant(self.matrix.columns - 1, I64) - start
+            self.pack_panel(here, columns, target + start.divided(self.width) * self.panel_bytes, zero, last)
 
-    def pack_panel(self, source: Value, columns: int, target: Value, zero: Value | None) -> None:
-        """One panel of `columns` columns, of which the first is at `source`."""
+    def pack_panel(self, source: Value, columns: int, target: Value, zero: Value | None,
+                   last: Value | None = None) -> None:
+        """One panel of `columns` columns, of which the first is at `source`; those behind `last` repeat it."""
         vectors = self.isa.vectors_for(columns)
         pitch = vectors * self.arithmetic.weight_bytes(self.isa)
         for v in range(vectors):
@@ -131,23 +145,40 @@ class Right(Factor):
             there = target + v * self.arithmetic.weight_bytes(self.isa)
             if self.matrix.strides[1] == self.matrix.size:
                 self._from_rows(here, count, there, pitch, zero)
-            else:
+            elif last is None:
                 self._from_columns(here, count, there, pitch, zero)
+            else:
+                self._from_columns(source, count, there, pitch, zero, last, v * self.isa.lanes)
 
     def _from_rows(self, source: Value, count: int, target: Value, pitch: int, zero: Value | None) -> None:
         """A vector of columns of a matrix whose rows are contiguous: `elements` rows make a step."""
-        elements, row_bytes = self.arithmetic.elements, self.matrix.strides[0]
-        for row, size in source.f.tiles("packed row", self.matrix.rows, elements):
-            there = target + row.divided(elements) * pitch
-            parts = [self._elements(source + (row + e) * row_bytes, count, self.isa.lanes, zero) if e < size and count
-                     else self._absent(source.f, self.isa.lanes) for e in range(elements)]
-            self._store(self._joined(parts), there)
+        f, elements, row_bytes, lanes = source.f, self.arithmetic.elements, self.matrix.strides[0], self.isa.lanes
+        rows, last = self.matrix.rows, None
+        if isinstance(rows, Extent) and elements > 1:
+            last, rows = f.constant(rows - 1, I64), -(-rows // elements) * elements
+        for row, size in f.tiles("packed row", rows, elements):
+            parts = []
+            for place in (row + e for e in range(elements)):
+                part = self._absent(f, lanes)
+                if count and len(parts) < size:
+                    here = place if last is None else place.at_most(last)
+                    there = self._elements(source + here * row_bytes, count, lanes, zero)
+                    part = there if last is None else f.select(place.compare("ule", last), there, part)
+                parts.append(part)
+            self._store(self._joined(parts), target + row.divided(elements) * pitch)
 
-    def _from_columns(self, source: Value, count: int, target: Value, pitch: int, zero: Value | None) -> None:
-        """The same where columns are contiguous: `lanes` steps of each, transposed in registers."""
+    def _from_columns(self, source: Value, count: int, target: Value, pitch: int, zero: Value | None,
+                      last: Value | None = None, first: int = 0) -> None:
+        """The same where columns are contiguous: `lanes` steps of each, transposed in registers.
+
+        last, first: columns first, first + 1, ... from `source` on, but no further than this one.
+        """
+        def column(j: int) -> Value | int:
+            return j if last is None else last.like(first + j).at_most(last)
+
         lanes, elements = self.isa.lanes, self.arithmetic.elements
         for row, size in source.f.tiles("packed run", self.matrix.rows, lanes * elements):
-            columns = [self._elements(self.matrix.at(source, row, j), size, lanes * elements, zero) if j < count
+            columns = [self._elements(self.matrix.at(source, row, column(j)), size, lanes * elements, zero) if j < count
                        else self._absent(source.f, lanes * elements) for j in range(lanes)]
             there = target + row.divided(elements) * pitch
             for i, words in enumerate(transposed([self._words(column) for column in columns])):
@@ -296,7 +327,7 @@ class Left(Factor):
     def copy(self, source: Value, rows: int, target: Value, zero: Value | None) -> None:
         """`rows` rows from `source` on, in the dtype of the arithmetic; zeros past K."""
         f, isa, dtype, elements = source.f, self.isa, self.arithmetic.dtype, self.arithmetic.elements
-        for row in f.loop("copied row", rows):
+        for row in f.range("copied row", f.constant(0, I64), f.constant(rows, I64)):
             for column, count in f.tiles("copied part", self.matrix.columns, isa.lanes):
                 here = self.matrix.at(source, row, column)
                 stored = converted(isa, self.matrix.dtype, dtype, here, count, zero)

@@ -114,7 +114,7 @@ class _Emitter:
         addresses = []
         panel = self.right.panel_bytes * self.tile.packed
         for what, size in (("panel", panel), ("copied", copied), ("sums", 4 * self.rows * self.exact)):
-            addresses.append(f.op(PTR, f"alloca [{size} x i8], align {ALIGNMENT}", what))
+            addresses.append(f.room(size, ALIGNMENT, what))
         self.packed, self.copied, self.sums = addresses
 
     def _panel(self, f: Function, here: list[Value], zeros: list[Value | None], start: Value, columns: int) -> None:
@@ -135,7 +135,7 @@ class _Emitter:
             if not self.left.direct:
                 self.left.copy(x, height, self.copied, zeros[0])
                 x = self.copied
-            for row, rows in f.tiles("row", height, self.tile.rows):
+            for row, rows in f.tiles("row", height, self.tile.rows, anyhow=True):
                 moved = [offset(address, [top + row], view.strides[-2:-1])
                          for address, view in zip(outs, (*problem.operands, problem.y), strict=True)]
                 f.run(self._microkernel(rows, columns), x + row * self.left.pitch, w, self.numbers,

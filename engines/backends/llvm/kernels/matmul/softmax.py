@@ -18,10 +18,9 @@ from functools import partial
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import from_float, in_order, to_float
 from engines.backends.llvm.kernels.rows.kernels import share
-from engines.backends.llvm.kernels.rows.passes import At, across_lanes, live, reduce_row, vectors
+from engines.backends.llvm.kernels.rows.passes import At, across_lanes, live, reduce_row, strips
 from engines.codegen.ir_builder import FLOAT, Value
 from engines.lowering.problems.exp2 import LOG2_E, exp2
-from engines.lowering.problems.rows import PARTIALS
 from engines.lowering.problems.view import SIZES
 
 
@@ -79,20 +78,20 @@ class Softmax:
     def _integers(self, here: Value, there: Value, peak: Value) -> Value:
         f, isa = here.f, self.isa
         total = {"sum": f.constant(0, isa.ints)}
-        for column, count in f.tiles("column", self.keys, PARTIALS, total=total):
-            for first in range(0, count, 4 * isa.lanes):
+        for _, places in strips(f, isa, self.keys, 4, total):
+            for first in range(0, len(places), 4):
                 ints = []
-                for at in vectors(isa, column + first, min(count - first, 4 * isa.lanes)):
+                for at in places[first:first + 4]:
                     ints.append(isa.round(self._power(here, peak, at)))
                     total["sum"] += live(isa, ints[-1], at.count, 0)
-                f.store(in_order(isa, (ints * 4)[:4]), there + (column + first))
+                f.store(in_order(isa, (ints * 4)[:4]), there + places[first].column)
         return total["sum"]
 
     def _floats(self, here: Value, there: Value, peak: Value) -> Value:
         f, isa = here.f, self.isa
         total = dict.fromkeys(range(2), f.constant(0, isa.floats))
-        for column, count in f.tiles("column", self.keys, PARTIALS, total=total):
-            for i, at in enumerate(vectors(isa, column, count)):
+        for start, places in strips(f, isa, self.keys, 1, total):
+            for i, at in enumerate(places, start):
                 stored = from_float(isa, self.dtype, live(isa, self._power(here, peak, at), at.count, 0))
                 f.store(stored, there + at.column * SIZES[self.dtype])
                 total[i % 2] += to_float(isa, self.dtype, stored)

@@ -21,7 +21,7 @@ class HaloFillKernel(Kernel[HaloFill]):
                 count, size = view.shape
                 for run in f.loop("run", count):
                     start = address + (item * view.item + run * view.strides[0])
-                    for at, part in f.tiles("byte", size, UNROLLED * isa.bytes):
+                    for at, part in f.tiles("byte", size, UNROLLED * isa.bytes, anyhow=True):
                         for first in range(0, part, isa.bytes):
                             bytes_ = vector(min(part - first, isa.bytes), I8)
                             f.store(f.constant(self.problem.value, bytes_), start + at + first)

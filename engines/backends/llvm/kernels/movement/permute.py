@@ -29,6 +29,7 @@ from engines.backends.llvm.kernels.common.access import (
 )
 from engines.backends.llvm.kernels.elementwise.pointwise import PointwiseKernel
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
+from engines.codegen.extents import Extent
 from engines.codegen.ir_builder import FLOAT, I8, I16, I32, I64, Function, Module, Value, lanes_of, vector
 from engines.lowering.problems.elementwise import Pointwise
 from engines.lowering.problems.movement import Permute
@@ -135,19 +136,20 @@ class PermuteKernel(Kernel[Permute]):
         across, block, step = self.across, self._block(isa), self._tile(isa)
         assert across is not None
         extent, rows = self.views[0].shape[across], math.prod(self._outer) * self._blocks(isa)
-        tail = extent % step
         for row in f.range("row", begin, end):
             at = item_addresses([x, y], self.views, row.divided(rows))
             *places, index = unravel(row.remainder(rows), (*self._outer, self._blocks(isa)))
             places.insert(across, index * block)
             x0, y0 = (offset(a, places, view.strides[:-1]) for a, view in zip(at, self.views, strict=True))
             x_step, y_step = (view.strides[across] for view in self.views)
-            count = (index.like(extent - tail) - index * block).at_most(block)
+            count = (index.like(extent - extent % step) - index * block).at_most(block)
             for i in f.range("tile", count.like(0), count, step):
                 body(x0 + i * x_step, y0 + i * y_step, step)
-            if tail:
+            if isinstance(extent, Extent) or extent % step:
                 with f.when((index + 1).compare("eq", self._blocks(isa))):
-                    body(x0 + count * x_step, y0 + count * y_step, tail)
+                    for start, rest in f.tail(extent, step):
+                        i = start - index * block
+                        body(x0 + i * x_step, y0 + i * y_step, rest)
 
     def _load(self, isa: Isa, address: Value, count: int) -> Value:
         """`count` neighbours in a whole vector: as stored where they are only moved, else float32."""

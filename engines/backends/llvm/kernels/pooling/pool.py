@@ -133,7 +133,7 @@ class _Emitter:
             here = [offset(a, [start], [v.strides[2]]) for a, v in zip(others, views, strict=True)]
             for first, count, taps in self.cols.groups:
                 scale, addend = self._average(f, rows, taps)
-                for j, cols in f.tiles("column", count, self.tile.cols):
+                for j, cols in f.tiles("column", count, self.tile.cols, anyhow=True):
                     corner = x + start * problem.x.size + (j + first) * (self.cols.stride * problem.x.strides[1])
                     self._tile(f, lanes, rows, taps, cols, corner, scale, addend, constants,
                                [offset(a, [j + first], [v.strides[1]]) for a, v in zip(here, views, strict=True)])

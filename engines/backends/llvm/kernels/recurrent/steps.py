@@ -128,7 +128,8 @@ class RecurrenceEmitter:
             final = count.like(steps) - 1
             at |= {key: at[key] + final * move for key, move in moves.items()}
             moves = {key: -move for key, move in moves.items()}
-        turns = f.loop("time", steps, at=at) if isinstance(steps, int) else f.range("time", count.like(0), steps, at=at)
+        known = not isinstance(steps, Value)
+        turns = f.loop("time", steps, at=at) if known else f.range("time", count.like(0), steps, at=at)
         for turn in turns:
             here = _Pointers(at["x"], at.get("y"), at["old"], at["new"], self.memory + 2 * self.area,
                              turn.binary("and", 1).compare("ne", 0))

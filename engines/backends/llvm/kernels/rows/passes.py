@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,7 +23,8 @@ from engines.backends.llvm.codegen.lanes import Lanes
 from engines.backends.llvm.kernels.common.access import each_row, offset
 from engines.backends.llvm.kernels.common.pixels import PANEL, load_channels, store_channels
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, Window, begin_kernel
-from engines.codegen.ir_builder import I1, PTR, Function, Module, Value, vector
+from engines.codegen.extents import Extent
+from engines.codegen.ir_builder import I1, I64, Function, Module, Value, vector
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.rows import NEUTRAL, PARTIALS, RowProblem
@@ -35,9 +36,14 @@ STRANDS = 4             # vectors of a row whose instructions take turns, on the
 
 @dataclass(frozen=True)
 class At:
-    """A vector of a row: its first column, and how many of its lanes are elements."""
+    """A vector of a row: its first column, and how many of its lanes are elements; where that is known at run time
+    only, as many as this signed number has, and memory is read as if all of them were."""
     column: Value
-    count: int
+    count: int | Value
+
+    def lanes(self, isa: Isa) -> int:
+        """How many are read."""
+        return isa.lanes if isinstance(self.count, Value) else self.count
 
 
 class Row:
@@ -63,7 +69,8 @@ class Row:
         return value
 
     def kept(self, at: At, shift: int = 0) -> Value:
-        align = self.isa.bytes if shift % self.isa.lanes == 0 else 4
+        whole = shift % self.isa.lanes == 0 and not isinstance(self.width, Extent)
+        align = self.isa.bytes if whole else 4
         return self.f.load(self.isa.floats, self._kept_at(at, shift), align, "kept")
 
     def _kept_at(self, at: At, shift: int) -> Value:
@@ -72,13 +79,13 @@ class Row:
 
     def visit(self, body: Callable[[At], Value]) -> None:
         """A pass for what the body does by itself."""
-        for column, count in self.f.tiles("column", self.width, PARTIALS):
-            for at in vectors(self.isa, column, count):
+        for _, places in strips(self.f, self.isa, self.width, 1, {}):
+            for at in places:
                 body(at)
 
     def store(self, body: Callable[[At], Value]) -> None:
         """y = program(body(at)), over the row."""
-        for column, count in self.f.tiles("column", self.width, PANEL * self.isa.lanes):
+        for column, count in self.f.tiles("column", self.width, PANEL * self.isa.lanes, anyhow=True):
             lanes = Lanes(self.isa, count, packed=False)
             values = [self._finished(body(at), at) for at in vectors(self.isa, column, count)]
             values += values[:1] * (lanes.vectors - len(values))        # of three vectors, the fourth is not stored
@@ -99,7 +106,7 @@ class Row:
         return program.run(self.isa, value, operands, self._constants(program, self._program, at))
 
     def _load(self, view: View, address: Value, at: At) -> Value:
-        lanes = Lanes(self.isa, at.count, packed=False)
+        lanes = Lanes(self.isa, at.lanes(self.isa), packed=False)
         return load_channels(lanes, view, offset(address, [at.column], [view.strides[-1]]))[0]
 
     def _constants(self, program: EpilogueProgram, address: Value, at: At) -> list[Value]:
@@ -113,21 +120,39 @@ def reduce_row(f: Function, isa: Isa, width: int, kind: str, body: Callable[[At]
     """The sum, max or min of body over `width` elements, in all lanes."""
     neutral = f.constant(NEUTRAL[kind], isa.floats)
     partial = dict.fromkeys(range(PARTIALS // isa.lanes), neutral)
-    for column, count in f.tiles("column", width, PARTIALS, partial=partial):
-        places = vectors(isa, column, count)
+    for start, places in strips(f, isa, width, STRANDS, partial):
         for first in range(0, len(places), STRANDS):
             values = []
             with f.interleaved(STRANDS) as begin:
                 for at in places[first:first + STRANDS]:
                     begin()
                     values.append(live(isa, body(at), at.count, NEUTRAL[kind]))
-            for i, value in enumerate(values, first):
+            for i, value in enumerate(values, start + first):
                 partial[i] = _combine(isa, kind, partial[i], value)
     values = list(partial.values())
     while len(values) > 1:
         half = len(values) // 2
         values = [_combine(isa, kind, a, b) for a, b in zip(values[:half], values[half:], strict=True)]
     return across_lanes(isa, kind, values[0])
+
+
+def strips(f: Function, isa: Isa, width: int, together: int,
+           carried: dict[Any, Value]) -> Iterator[tuple[int, list[At]]]:
+    """A row's vectors, as many as PARTIALS elements fill, in a loop; then those that are left: (the number among them
+    of the first, vectors). Where how many are left is known at run time only, so many `together` as there are."""
+    step = PARTIALS // isa.lanes
+    if not isinstance(width, Extent):
+        for column, count in f.tiles("column", width, PARTIALS, carried=carried):
+            yield 0, vectors(isa, column, count)
+        return
+    rest = f.constant(width % PARTIALS, I64)
+    end = f.constant(width, I64) - rest
+    for column in f.range("column", end.like(0), end, PARTIALS, carried=carried):
+        yield 0, vectors(isa, column, PARTIALS)
+    for first in range(0, step, together):
+        with f.chosen(rest.compare("ugt", first * isa.lanes), carried):
+            some = range(first, min(first + together, step))
+            yield first, [At(end + i * isa.lanes, rest - i * isa.lanes) for i in some]
 
 
 def across_lanes(isa: Isa, kind: str, result: Value) -> Value:
@@ -145,8 +170,12 @@ def vectors(isa: Isa, column: Value, count: int) -> list[At]:
     return [At(column + first, min(isa.lanes, count - first)) for first in range(0, count, isa.lanes)]
 
 
-def live(isa: Isa, value: Value, count: int, neutral: float) -> Value:
+def live(isa: Isa, value: Value, count: int | Value, neutral: float) -> Value:
     """The value, neutral in the lanes from `count` on."""
+    if isinstance(count, Value):
+        f, lanes = value.f, vector(isa.lanes, I64)
+        places = Value(f, lanes, f"<{', '.join(f'{I64} {lane}' for lane in range(isa.lanes))}>")
+        return f.select(places.compare("slt", f.splat(count, isa.lanes)), value, value.like(neutral))
     if count == isa.lanes:
         return value
     mask = ", ".join(f"{I1} {int(lane < count)}" for lane in range(isa.lanes))
@@ -186,7 +215,7 @@ class RowKernel(Kernel[R]):
         views = joined(rows, keep_last=True)
         scratch = None
         if self.scratch:    # in the entry block: elsewhere the stack would grow with each row
-            scratch = f.op(PTR, f"alloca [{_pitch(self.scratch)} x float], align {ALIGNMENT}", "scratch")
+            scratch = f.room(4 * _pitch(self.scratch) + ALIGNMENT, ALIGNMENT, "scratch")
         split = len(problem.sources)
         for *starts, target in each_row(f, begin, end, [*inputs, y], views, views[0].shape[:-1]):
             self.emit_row(Row(f, isa, problem, starts[:split], prologue, starts[split:], program, target, scratch))

@@ -1,0 +1,177 @@
+"""Kernels that take numbers at run time: compiled once for problems that differ in some numbers only.
+
+A model's layers at 77 tokens and at 78 are the same problems but for a few extents and strides. A general kernel is
+written with Extents in the place of these (engines/codegen/extents.py): it reads them from a table, the last of its
+operands, and its guards say for which numbers it holds. So plans for other shapes are made without compiling.
+
+Which numbers differ is found out, not declared: they are those in which two problems differ that are spelled with the
+same words. A build spells the model's problems at two shapes.
+"""
+from __future__ import annotations
+
+import ast
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from engines.backends.llvm.codegen.compile_pool import CompilerPool
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.kernels.kernel import Kernel
+from engines.codegen.extents import Extent, Trace, leaf, value_of
+from engines.codegen.ir_builder import Module
+from engines.plan.plan import GeneralKernel
+from engines.version import COMPILER_VERSION
+
+Numbers = tuple[int, ...]
+
+
+class Spelling(NamedTuple):
+    """A kernel as words and the numbers of its problem between them, in order."""
+    words: str
+    numbers: Numbers
+
+
+class Found(NamedTuple):
+    """A general kernel for a problem: the tactic by which it was written, and the numbers that its table has here."""
+    general: GeneralKernel
+    tactic: Any
+    table: Numbers
+
+
+class GeneralKernels:
+    """Those of one model, by their words."""
+
+    def __init__(self, isa: Isa) -> None:
+        self._isa = isa
+        self._kernels: dict[str, list[GeneralKernel]] = {}
+        self._met: dict[str, dict[Numbers, None]] = {}            # by words: what problems there were
+        self.code: dict[str, bytes] = {}                    # by symbol
+
+    @property
+    def known(self) -> tuple[GeneralKernel, ...]:
+        return tuple(one for some in self._kernels.values() for one in some)
+
+    def add(self, kernels: Iterable[GeneralKernel], code: Mapping[str, bytes]) -> None:
+        """Those of a plan, with its code by symbol."""
+        for one in kernels:
+            if one.symbol in code:
+                self._kernels.setdefault(one.words, []).append(one)
+                self.code[one.symbol] = code[one.symbol]
+
+    def meet(self, kernels: Iterable[Kernel[Any]]) -> None:
+        """There is a problem that these kernels may solve."""
+        for words, numbers in map(spelling, kernels):
+            self._met.setdefault(words, {})[numbers] = None
+
+    def find(self, kernel: Kernel[Any], tactics: Iterable[Any]) -> list[Found]:
+        """Those that hold for the kernel's problem, by tactics of the classes of these."""
+        words, numbers = spelling(kernel)
+        fitting = [one for one in self._kernels.get(words, ()) if _fits(one, numbers)]
+        if not fitting:
+            return []
+        classes = {type(tactic).__name__: type(tactic) for tactic in tactics}
+        return [Found(one, tactic, _told(one, numbers)) for one in fitting
+                if (tactic := _tactic(one.tactic, classes)) is not None]
+
+    def make(self, wanted: Sequence[tuple[Kernel[Any], Any]], pool: CompilerPool,
+             done: Callable[[], None] = lambda: None) -> list[Found]:
+        """One for each kernel and tactic, compiled; what is known of other numbers tells which of them it is told."""
+        traces: list[Trace] = []
+        symbols: list[str] = []
+        leaves = [self._leaves(spelling(kernel)) for kernel, _ in wanted]
+        made = []
+        for (kernel, tactic), told, code in zip(wanted, leaves, pool.compile(
+                self._texts(wanted, leaves, traces, symbols), done), strict=True):
+            words, numbers = spelling(kernel)
+            trace, symbol = traces[len(made)], symbols[len(made)]
+            general = GeneralKernel(
+                symbol, words, repr(tactic), tuple(None if i in told else n for i, n in enumerate(numbers)),
+                tuple(trace.guards.values()), tuple(trace.table))
+            self._kernels.setdefault(words, []).append(general)
+            self.code[symbol] = code
+            made.append(Found(general, tactic, _told(general, numbers)))
+        return made
+
+    def _texts(self, wanted: Iterable[tuple[Kernel[Any], Any]], leaves: Sequence[frozenset[int]], traces: list[Trace],
+               symbols: list[str]) -> Iterator[str]:
+        """The modules, one after the other; what is said of each is appended."""
+        for (kernel, tactic), told in zip(wanted, leaves, strict=True):
+            said = repr((COMPILER_VERSION, self._isa.name, kernel, tactic, sorted(told)))
+            symbols.append(f"{kernel.problem.family}_general_{hashlib.sha256(said.encode()).hexdigest()[:16]}")
+            traces.append(Trace())
+            module = Module(trace=traces[-1])
+            told_kernel(kernel, traces[-1], told).emit(module, symbols[-1], self._isa, tactic)
+            yield module.text()
+
+    def _leaves(self, one: Spelling) -> frozenset[int]:
+        """The numbers that may be others: those that are in the problem that differs in the fewest, and that some
+        general kernel for problems of these words is told."""
+        others = [_differences(one.numbers, met) for met in self._met.get(one.words, ())]
+        nearest = min(filter(None, others), key=len, default=frozenset[int]())
+        known = min((frozenset(i for i, n in enumerate(other.numbers) if n is None)
+                     for other in self._kernels.get(one.words, ())
+                     if all(n in (None, m) for n, m in zip(other.numbers, one.numbers, strict=True))), key=len,
+                    default=frozenset[int]())
+        return nearest | known
+
+
+def _fits(one: GeneralKernel, numbers: Numbers) -> bool:
+    return all(known is None or known == number for known, number in zip(one.numbers, numbers, strict=True)) and all(
+        value_of(term, numbers) == value for term, value in one.guards)
+
+
+def _told(one: GeneralKernel, numbers: Numbers) -> Numbers:
+    return tuple(value_of(term, numbers) for term in one.table)
+
+
+def _tactic(text: str, classes: Mapping[str, type]) -> Any:
+    """What repr() wrote: Tile(rows=1, cols=6); None: a tactic of another class."""
+    call = ast.parse(text, mode="eval").body
+    assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+    kind = classes.get(call.func.id)
+    return kind and kind(**{word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg})
+
+
+def _differences(numbers: Numbers, others: Numbers) -> frozenset[int]:
+    return frozenset(i for i, (a, b) in enumerate(zip(numbers, others, strict=True)) if a != b)
+
+
+def told_kernel(kernel: Kernel[Any], trace: Trace, leaves: frozenset[int]) -> Kernel[Any]:
+    """The same kernel with extents in the place of some of its problem's numbers: to be emitted, nothing else."""
+    numbers = iter([Extent(trace, number, leaf(i)) if i in leaves else number
+                    for i, number in enumerate(spelling(kernel).numbers)])
+    return type(kernel)(_mapped(kernel.problem, lambda number: next(numbers)), kernel.items)
+
+
+# ---- words and numbers
+@lru_cache(1 << 12)
+def spelling(kernel: Kernel[Any]) -> Spelling:
+    numbers: list[int] = []
+
+    def blank(number: int) -> _Blank:
+        numbers.append(number)
+        return _Blank()
+
+    problem = _mapped(kernel.problem, blank)
+    return Spelling(f"{type(kernel).__name__} {kernel.items} {problem!r}", tuple(numbers))
+
+
+class _Blank:
+    def __repr__(self) -> str:
+        return "#"
+
+
+def _mapped(value: Any, number: Callable[[int], Any]) -> Any:
+    """A problem with each of its numbers replaced."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return number(value)
+    if isinstance(value, tuple):
+        return tuple(_mapped(one, number) for one in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        copy = object.__new__(type(value))      # what its fields must be is checked of the numbers that it stands for
+        for field in dataclasses.fields(value):
+            object.__setattr__(copy, field.name, _mapped(getattr(value, field.name), number))
+        return copy
+    return value

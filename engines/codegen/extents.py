@@ -1,0 +1,209 @@
+"""Numbers that a kernel is told when it is called, not when it is written.
+
+A kernel is written in Python by its problem's numbers: extents, strides. An Extent takes the place of such a number. It
+counts as a number does, and keeps the term that it was counted by:
+
+    rows = Extent(trace, 77, leaf(0))
+    -(-rows // 6)                           # Extent: 13 = -(-n0 // 6)
+
+Emitted as an operand, it is a load from a table of numbers that the kernel reads (Function.constant). Wherever Python
+needs the number itself, to compare, to count a loop that is unrolled, to write it into a text, the answer becomes a
+guard: what was written is right for all numbers for which each guard has the same answer. So no kernel need know of
+extents: one that asks for the number itself is written for this number alone, and its guards say so.
+
+Source: the way that torch.fx.experimental.symbolic_shapes (PyTorch 2) makes dynamic shapes of traces.
+"""
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Term = int | list[Any]          # a number; ["n", i] is leaf i; [operator, term, term]
+
+_OPERATORS: dict[str, Callable[[int, int], Any]] = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "//": operator.floordiv, "%": operator.mod,
+    "==": operator.eq, "<": operator.lt, "<=": operator.le}
+_DIVIDE = ("//", "%")
+NEVER = -(1 << 62)          # what is divided by nothing: no guard has this value
+
+
+def leaf(index: int) -> Term:
+    return ["n", index]
+
+
+def value_of(term: Term, numbers: Sequence[int]) -> int:
+    """What the term is where its leaves are these numbers."""
+    if isinstance(term, int):
+        return term
+    if term[0] == "n":
+        return numbers[term[1]]
+    left, right = (value_of(one, numbers) for one in term[1:])
+    return int(_OPERATORS[term[0]](left, right)) if right or term[0] not in _DIVIDE else NEVER
+
+
+@dataclass
+class Trace:
+    """What was asked of extents while a kernel was written."""
+    guards: dict[str, tuple[Term, int]] = field(default_factory=dict)       # by their text: a term, and what it was
+    table: list[Term] = field(default_factory=list)     # what the kernel reads
+    _slots: dict[str, int] = field(default_factory=dict)
+
+    def slot(self, term: Term) -> int:
+        """The place of a term in the table."""
+        key = str(term)
+        if key not in self._slots:
+            self._slots[key] = len(self.table)
+            self.table.append(term)
+        return self._slots[key]
+
+    def guard(self, term: Term, value: int) -> None:
+        """What is written now holds while the term has this value."""
+        self.guards[str(term)] = term, value
+
+    def extents(self, numbers: Sequence[int]) -> list[Extent]:
+        return [Extent(self, number, leaf(index)) for index, number in enumerate(numbers)]
+
+
+class Extent:
+    """An integer and the term that it is. It is no int, so that nothing takes it for one without asking."""
+    __slots__ = ("trace", "value", "term")
+
+    def __init__(self, trace: Trace, value: int, term: Term) -> None:
+        self.trace, self.value, self.term = trace, value, term
+
+    # ---- counting
+    def _counted(self, word: str, a: Any, b: Any) -> Any:
+        left, right = (one.term if isinstance(one, Extent) else one for one in (a, b))
+        if isinstance(left, float) or isinstance(right, float):
+            return _OPERATORS[word](*(one.__index__() if isinstance(one, Extent) else one for one in (a, b)))
+        if not isinstance(left, int | list) or not isinstance(right, int | list):
+            return NotImplemented
+        term = _simplified(word, left, right)
+        if isinstance(term, int):
+            return term
+        return Extent(self.trace, int(_OPERATORS[word](*map(_number, (a, b)))), term)
+
+    def __add__(self, other: Any) -> Any:
+        return self._counted("+", self, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return self._counted("+", other, self)
+
+    def __sub__(self, other: Any) -> Any:
+        return self._counted("-", self, other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return self._counted("-", other, self)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._counted("*", self, other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return self._counted("*", other, self)
+
+    def __floordiv__(self, other: Any) -> Any:
+        return self._counted("//", self, other)
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return self._counted("//", other, self)
+
+    def __mod__(self, other: Any) -> Any:
+        return self._counted("%", self, other)
+
+    def __rmod__(self, other: Any) -> Any:
+        return self._counted("%", other, self)
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __neg__(self) -> Any:
+        return self._counted("-", 0, self)
+
+    def __abs__(self) -> Any:
+        return -self if self < 0 else self
+
+    # ---- asking: each answer is a guard
+    def _asked(self, word: str, a: Any, b: Any) -> Any:
+        """Whether the comparison holds."""
+        found = self._counted(word, a, b)
+        if found is NotImplemented:
+            return NotImplemented
+        return bool(found.__index__() if isinstance(found, Extent) else found)
+
+    def __eq__(self, other: object) -> Any:
+        return self._asked("==", self, other)
+
+    def __ne__(self, other: object) -> Any:
+        equal = self._asked("==", self, other)
+        return equal if equal is NotImplemented else not equal
+
+    def __lt__(self, other: Any) -> Any:
+        return self._asked("<", self, other)
+
+    def __le__(self, other: Any) -> Any:
+        return self._asked("<=", self, other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self._asked("<", other, self)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._asked("<=", other, self)
+
+    def __bool__(self) -> bool:
+        return bool(self != 0)
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+    def __index__(self) -> int:
+        self.trace.guard(self.term, self.value)
+        return self.value
+
+    __int__ = __index__
+
+    def __float__(self) -> float:
+        return float(self.__index__())
+
+    def __truediv__(self, other: Any) -> float:
+        return self.__index__() / float(other)
+
+    def __rtruediv__(self, other: Any) -> float:
+        return float(other) / self.__index__()
+
+    def __str__(self) -> str:
+        return str(self.__index__())
+
+    __repr__ = __str__
+
+    def __format__(self, spec: str) -> str:
+        return format(self.__index__(), spec)
+
+
+def _number(one: Extent | int) -> int:
+    return one.value if isinstance(one, Extent) else one
+
+
+def _simplified(word: str, left: Term, right: Term) -> Term:
+    if word in ("==", "<=") and left == right:
+        return 1
+    if word == "<" and left == right:
+        return 0
+    if word == "*" and 1 in (left, right):
+        return right if left == 1 else left
+    if word == "*" and 0 in (left, right):
+        return 0
+    if (word in "+-" and right == 0) or (word == "//" and right == 1):
+        return left
+    if word == "+" and left == 0:
+        return right
+    if word in _DIVIDE and isinstance(right, int) and right and isinstance(left, list) and left[0] == "*":
+        for factor, other in (left[1:], left[:0:-1]):
+            if isinstance(factor, int) and factor % right == 0:
+                return 0 if word == "%" else _simplified("*", factor // right, other)
+    if word == "%" and right == 1 or word == "-" and left == right:
+        return 0
+    if isinstance(left, int) and isinstance(right, int):
+        return int(_OPERATORS[word](left, right))
+    return [word, left, right]

@@ -1,0 +1,62 @@
+"""The types of LLVM IR and its constants, as text."""
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import zip_longest
+
+I1, I8, I16, I32, I64, PTR, FLOAT, DOUBLE = "i1", "i8", "i16", "i32", "i64", "ptr", "float", "double"
+FLOATING = (FLOAT, DOUBLE)
+
+
+def vector(lanes: int, element: str) -> str:
+    return f"<{lanes} x {element}>"
+
+
+def pointer(space: int) -> str:
+    """A pointer into an address space other than PTR's, which is the usual one."""
+    return f"{PTR} addrspace({space})"
+
+
+def is_pointer(type_: str) -> bool:
+    return type_.startswith(PTR)
+
+
+def lanes_of(type_: str) -> int:
+    return int(type_[1:].split(" x ")[0])
+
+
+def element_of(type_: str) -> str:
+    return type_[:-1].split(" x ")[1] if type_.startswith("<") else type_
+
+
+def literal(number: int | float, type_: str) -> str:
+    """The text of a constant; a number becomes all lanes of a vector."""
+    element, text = element_of(type_), str(number)
+    if element != type_ and number == 0:    # of any element type, half too
+        return "zeroinitializer"
+    if element in FLOATING:    # LLVM writes a float as the bits of the double of equal value
+        exact, = struct.unpack("f", struct.pack("f", number)) if element == FLOAT else (number,)
+        text = f"0x{struct.pack('>d', exact).hex().upper()}"
+    return text if element == type_ else f"splat ({element} {text})"
+
+
+def picks(mask: Sequence[int]) -> str:
+    """The mask of a shuffle; -1: any value will do."""
+    words = ", ".join(f"i32 {i}" if i >= 0 else "i32 poison" for i in mask)
+    return f"{vector(len(mask), I32)} {f'<{words}>' if any(mask) else 'zeroinitializer'}"
+
+
+@cache
+def name_of(hint: str) -> str:
+    """A hint as LLVM takes it in a name."""
+    return re.sub(r"\W+", "_", hint).strip("_")
+
+
+def in_turns(parts: Sequence[Sequence[str]], strands: int) -> Iterator[str]:
+    """The lines of so many parts at a time, one of each in turn."""
+    for first in range(0, len(parts), strands):
+        for turn in zip_longest(*parts[first:first + strands]):
+            yield from (line for line in turn if line is not None)

@@ -1,0 +1,79 @@
+"""Kernels that are told their numbers: what is asked of these while a kernel is written becomes a guard."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from engines.backends.llvm.codegen.compile_pool import CompilerPool
+from engines.backends.llvm.codegen.isa import PORTABLE
+from engines.backends.llvm.kernels.kernel import kernels_for
+from engines.backends.llvm.tuning.general import GeneralKernels
+from engines.codegen.extents import Extent, Trace, leaf, value_of
+from engines.codegen.ir_builder import I64, PTR, Module
+from engines.lowering.epilogue.program import EpilogueProgram
+from engines.lowering.problems.images import Pool
+from engines.lowering.problems.view import dense_view
+
+
+def extent(number: int) -> tuple[Trace, Extent]:
+    trace = Trace()
+    return trace, Extent(trace, number, leaf(0))
+
+
+def test_an_extent_is_counted_by_its_term_and_asks_for_nothing() -> None:
+    trace, rows = extent(77)
+    tiles = -(-rows * 4 // 6) + 1 - rows % 8
+    assert not trace.guards
+    for number in (77, 1, 64, 1000):
+        assert value_of(tiles.term, [number]) == -(-number * 4 // 6) + 1 - number % 8
+    assert rows * 384 % 32 == 0 and rows * 0 == 0 and rows - rows == 0 and not trace.guards
+
+
+@pytest.mark.parametrize("asks", [
+    lambda n: n == 77, lambda n: n < 100, lambda n: max(n, 9), lambda n: range(n), lambda n: f"[{n} x i8]",
+    lambda n: n / 2, lambda n: bool(n % 8), lambda n: 0.5 * n])
+def test_whoever_asks_for_the_number_itself_is_guarded(asks) -> None:
+    trace, rows = extent(77)
+    asks(rows)
+    (term, value), = trace.guards.values()
+    assert value_of(term, [77]) == value
+    assert any(value_of(term, [number]) != value for number in (1, 8, 76, 78, 128, 1000))
+
+
+def test_a_number_that_is_told_is_read_from_the_table_in_every_function() -> None:
+    trace, rows = extent(77)
+    module = Module(trace=trace)
+    inner = module.function("inner", internal=True, x=PTR)
+    inner.store(inner.constant(rows * 8, I64), inner.parameters["x"], 8)
+    outer = module.function("outer", operands=PTR)
+    outer.read_numbers(outer.parameters["operands"], 1)
+    outer.run("inner", outer.parameters["operands"] + (rows + 1))
+    assert trace.table == [["*", ["n", 0], 8], ["+", ["n", 0], 1]] and not trace.guards
+    text = module.text()
+    assert "i64 8\n" in text and "ptr %told)" in text and "77" not in text
+
+
+def pool(height: int, width: int) -> Pool:
+    x, y = (dense_view("float32", (h, w, 8)) for h, w in ((height, width), (height // 2, width // 2)))
+    return Pool(x, y, (), EpilogueProgram(()), "max", (2, 2), (2, 2))
+
+
+def test_a_general_kernel_is_found_for_the_numbers_that_its_guards_allow() -> None:
+    kernels = GeneralKernels(PORTABLE)
+    (small,), (large,) = kernels_for(pool(8, 10)), kernels_for(pool(16, 30))
+    kernels.meet([large])
+    tactics = small.tactics(PORTABLE)
+    with CompilerPool(PORTABLE) as workers:
+        (made,) = kernels.make([(small, tactics[0])], workers)
+    assert made.general.symbol in kernels.code
+    for height, width in ((16, 30), (8, 10), (32, 12)):
+        (kernel,) = kernels_for(pool(height, width))
+        (found,) = kernels.find(kernel, tactics)
+        assert found.tactic == tactics[0] and found.general == made.general and height // 2 in found.table
+    (other,) = kernels_for(Pool(dense_view("float32", (8, 10, 9)), dense_view("float32", (4, 5, 9)), (),
+                                EpilogueProgram(()), "max", (2, 2), (2, 2)))
+    assert not kernels.find(other, tactics)         # of other channels
+    guarded = GeneralKernels(PORTABLE)
+    guarded.add([replace(made.general, guards=((leaf(0), 8),))], kernels.code)
+    assert guarded.find(small, tactics) and not guarded.find(large, tactics)
