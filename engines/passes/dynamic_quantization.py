@@ -16,7 +16,7 @@ import math
 import numpy as np
 
 from engines.ir.dtypes import FLOAT
-from engines.ir.graph import BATCH, Array, Graph, Node
+from engines.ir.graph import Array, Graph, Node
 from engines.ops.convolution import Conv
 from engines.passes.rewriting.editor import GraphEditor
 from engines.passes.rewriting.notes import Note, note
@@ -89,14 +89,10 @@ class _Writer(GraphEditor):
             self.make(name, "Cast", [number], {"to": dtype}, node.origin)
 
     def _extreme(self, node: Node, op: str) -> str:
-        """The greatest or least element of all items, [1]: of each item, then of those."""
+        """The greatest or least element of all items, [1]."""
         x = node.inputs[0]
-        shape = self.shape(x)
-        if shape[:1] != (BATCH,) or len(shape) == 1:
-            every = self._of(node, op, x, axes=tuple(range(len(shape))), keepdims=1)
-            return self._of(node, "Reshape", every, shape=(1,))
-        each = self._of(node, op, x, axes=tuple(range(1, len(shape))), keepdims=0)
-        return self._of(node, op, each, axes=(0,), keepdims=1)
+        every = self._of(node, op, x, axes=tuple(range(len(self.shape(x)))), keepdims=1)
+        return self._of(node, "Reshape", every, shape=(1,))
 
     # ---- products
     def _why_not(self, node: Node) -> str:

@@ -32,10 +32,11 @@ def stored(tensor: TensorType, ref: Any) -> Affine:
     return Affine.of(ref, scale, -scale * zero)
 
 
-def write_body(ctx: Context, node: Node, accumulator: tuple[Any, Any] | None) -> BoundProgram:
+def write_body(ctx: Context, node: Node, accumulator: tuple[Any, ...] | None) -> BoundProgram:
     """The program of a node: its pointwise nodes, dequantisation of what they read, requantisation of the result.
 
-    accumulator: (scale, offset) of the anchor's sum, per channel or one number; None for a node without an anchor.
+    accumulator: (scale, offset) of the anchor's sum, per channel or one number, and what is taken off the sum before
+    where the offset would round it away; None for a node without an anchor.
     """
     builder = ProgramBuilder(accumulator is not None)
     output = node.outputs[0]
@@ -45,7 +46,9 @@ def write_body(ctx: Context, node: Node, accumulator: tuple[Any, Any] | None) ->
     operands: dict[str, Affine] = {}
     parts = node.body or (node,)
     if accumulator is not None:
-        values[parts[0].outputs[0]] = Affine.of(builder.accumulator, *accumulator)
+        scale, offset, *shift = accumulator
+        total = builder.add("sub", builder.accumulator, builder.constant(shift[0])) if shift else builder.accumulator
+        values[parts[0].outputs[0]] = Affine.of(total, scale, offset)
         parts = parts[1:]
 
     def argument(name: str) -> Affine:

@@ -9,6 +9,7 @@
     LRN       y[c] = program(x[c] * (bias + alpha / size * sum over k of x[c - before + k]**2) ** -beta)
               k in 0..size-1, before = (size - 1) // 2; channels that are not there count as 0
     reduce    y = program(sum, max or min of x)                         one element a row
+    extreme   y = program(max or min of all x)                          one element for all rows of all items
 
 A norm's scale and shift (gamma, beta) and a mean's 1 / width are constants of the program; squares and absolute values
 are instructions of the prologue. The order of a reduction is the same on every machine: element i goes to partial
@@ -147,6 +148,16 @@ class Reduce(RowProblem):
 
     def meaning(self, x: Floats) -> Floats:
         return reduced_rows(self.kind, x)
+
+
+@dataclass(frozen=True)
+class Extreme(Reduce):
+    """What all items have in common: y is [1], and each item's is the same one in memory (its `item` is 0)."""
+    family = "extreme"
+
+    def meaning(self, x: Floats) -> Floats:
+        extreme = x.max() if self.kind == "max" else x.min()
+        return np.full((len(x), 1), extreme, np.float32)
 
 
 def reduced_rows(kind: str, x: Floats) -> Floats:

@@ -1,6 +1,7 @@
 """Conv, Gemm and MatMul by constant weights -> Contraction; a channel to itself -> Depthwise; by others -> Product."""
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,7 +30,7 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
     depthwise = groups > 1 and weights.shape[:2] == (groups, 1)
     if not depthwise:
         weights, groups = _merge_small_groups(weights, groups, ctx.lanes)
-    body = write_body(ctx, node, accumulator_of(ctx, conv, weights.sum(axis=(1, 2, 3), dtype=np.float64)))
+    body = write_body(ctx, node, accumulator_of(ctx, node, weights.sum(axis=(1, 2, 3), dtype=np.float64)))
     y, border = ctx.placements[node.outputs[0]], _border(ctx, conv, x.view)
     views = [x.view, y.view, *operand_views(ctx, node, body)]
     if views[0].shape[1] == views[1].shape[1] == 1 and taps[0] > 1:     # a signal: the one column is a row as well
@@ -62,7 +63,7 @@ def lower_matmul(ctx: Context, node: Node) -> Sequence[Call]:
         raise Refused("only a product with constant weights [N, K] is compiled")
     if product.op == "MatMul" or not product.attrs.get("transB"):
         weights = weights.T
-    body = write_body(ctx, node, accumulator_of(ctx, product, weights.sum(axis=1, dtype=np.float64)))
+    body = write_body(ctx, node, accumulator_of(ctx, node, weights.sum(axis=1, dtype=np.float64)))
     x, y, operands = _matrices(ctx, node, body)
     problem = Contraction(x.view, y.view, operands, body.program, node.precision)
     call = call_of(ctx, node, problem, body, weights=weights[:, :, None, None])
@@ -110,11 +111,15 @@ def _border(ctx: Context, conv: Node, view: View) -> Halo:
     return Halo(top, left, max(view.shape[0] - top - height, 0), max(view.shape[1] - left - width, 0))
 
 
-def accumulator_of(ctx: Context, anchor: Node, weight_sums: Array) -> tuple[Any, Any]:
+def accumulator_of(ctx: Context, node: Node, weight_sums: Array) -> tuple[Any, ...]:
     """(scale, offset) that make real numbers of the sum: scales of x and w, x's zero point, the bias.
 
     real = sx * sw[o] * (sum of xq * wq - zx * sum of wq) + bias[o]
+
+    What the zero point adds is a part of the offset, unless that would round to more than the result's steps tell
+    apart: it then is taken off the sum before. So it is of models with a range from which infinities were not left out.
     """
+    anchor = node.anchor
     bias = ctx.constant(anchor.inputs[2]).reshape(-1) if len(anchor.inputs) > 2 and anchor.inputs[2] else np.float64(0)
     x, w = ctx.type(anchor.inputs[0]).quant, ctx.type(anchor.inputs[1]).quant
     if x is None or w is None:
@@ -122,7 +127,17 @@ def accumulator_of(ctx: Context, anchor: Node, weight_sums: Array) -> tuple[Any,
             raise Refused("only one of its operands is quantised")
         return 1.0, bias.astype(np.float64)
     scale = x.scale[0] * np.asarray(w.scale, np.float64)
-    return scale, bias.astype(np.float64) - scale * x.zero_point[0] * weight_sums
+    shift, bias = x.zero_point[0] * weight_sums, bias.astype(np.float64)
+    if np.max(np.abs(scale * shift)) * np.finfo(np.float32).eps > _finest_step(ctx, node):
+        return scale, bias, shift
+    return scale, bias - scale * shift
+
+
+def _finest_step(ctx: Context, node: Node) -> float:
+    """Between two numbers that the node's result, or what it rounds on the way there, tells apart."""
+    quant = ctx.type(node.outputs[0]).quant
+    rounded = [part.attrs["scale"] for part in node.body if part.op == "FakeQuantize"]
+    return min([*rounded, *(quant.scale if quant else ())], default=math.inf)
 
 
 def _merge_small_groups(weights: Array, groups: int, lanes: int) -> tuple[Array, int]:

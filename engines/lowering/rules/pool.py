@@ -13,7 +13,7 @@ from engines.lowering.calls.placement import Placement, as_one_item, reshaped_st
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.images import GlobalPool, Pool
 from engines.lowering.problems.problem import Problem
-from engines.lowering.problems.rows import Reduce
+from engines.lowering.problems.rows import Extreme, Reduce
 from engines.lowering.problems.view import View
 
 
@@ -45,7 +45,10 @@ def lower_global_pool(ctx: Context, node: Node) -> Sequence[Call]:
 @lowers("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin")
 def lower_reduction(ctx: Context, node: Node) -> Sequence[Call]:
     """Over the innermost axis, over all axes between the items and the innermost, over neighbours among those, or over
-    all of an item, which is one row then."""
+    all of an item, which is one row then; the extremes of all items, too."""
+    if ctx.placements[node.anchor.inputs[0]].items == BATCH and node.anchor.op in ("ReduceMax", "ReduceMin") \
+            and len(set(_axes(ctx, node))) == len(ctx.type(node.anchor.inputs[0]).shape):
+        return [_of_all_items(ctx, node)]
     x, y, axes = _reduced(ctx, node)
     reduction, rank = node.anchor, len(x.view.shape) + 1
     kind = {"ReduceMax": "max", "ReduceMin": "min"}.get(reduction.op, "sum")
@@ -75,13 +78,30 @@ def lower_reduction(ctx: Context, node: Node) -> Sequence[Call]:
 def _reduced(ctx: Context, node: Node) -> tuple[Placement, Placement, tuple[int, ...]]:
     """(x, y, axes), the items leading. Without a batch that axis may be reduced too: all of x is then one item."""
     name, output = node.anchor.inputs[0], node.outputs[0]
-    x, y, rank = ctx.placements[name], ctx.placements[output], len(ctx.type(name).shape)
-    axes = tuple(sorted(int(a) % rank for a in node.anchor.attrs.get("axes", range(rank))))
+    x, y, axes = ctx.placements[name], ctx.placements[output], _axes(ctx, node)
     if not axes or axes[0] > 0:
         return x, y, axes
     if x.items == BATCH:
         raise Refused("it reduces the axis of the items")
     return as_one_item(x), as_one_item(y) if ctx.type(output).shape else y, tuple(axis + 1 for axis in axes)
+
+
+def _axes(ctx: Context, node: Node) -> tuple[int, ...]:
+    rank = len(ctx.type(node.anchor.inputs[0]).shape)
+    return tuple(sorted(int(a) % rank for a in node.anchor.attrs.get("axes", range(rank))))
+
+
+def _of_all_items(ctx: Context, node: Node) -> Call:
+    """Each item's result lies where the others' do."""
+    x, y = ctx.placements[node.anchor.inputs[0]], ctx.placements[node.outputs[0]]
+    written = write_pooled(ctx, node, 1.0)
+    if written.operands:
+        raise Refused("its body reads another tensor")
+    strides = reshaped_strides(x.view, (math.prod(x.view.shape),))
+    row = replace(x.view, shape=(math.prod(x.view.shape),), strides=strides) if strides else x.view
+    one = View(y.view.dtype, (1,), (y.view.size,), 0)
+    spec = Extreme((row,), one, program=written.program, kind=node.anchor.op[6:].lower())
+    return Call(node, spec, (x,), (replace(y, view=one, items=BATCH),), {"program": written.constants})
 
 
 def _reduced_between(ctx: Context, node: Node, x: View, y: View, axes: tuple[int, ...],

@@ -43,7 +43,7 @@ def lower_conv_transpose(ctx: Context, node: Node) -> Sequence[Call]:
 
 def _phase(ctx: Context, node: Node, weights: Array, row: Phase, column: Phase) -> Call:
     conv, output = node.anchor, node.outputs[0]
-    body = write_body(ctx, node, accumulator_of(ctx, conv, weights.sum(axis=(1, 2, 3), dtype=np.float64)))
+    body = write_body(ctx, node, accumulator_of(ctx, node, weights.sum(axis=(1, 2, 3), dtype=np.float64)))
     x = ctx.placements[conv.inputs[0]].moved(row.first, column.first, 0)
     reach = (row.end - row.first, column.end - column.first, x.view.shape[2])
     x = replace(x, view=replace(x.view, shape=reach))

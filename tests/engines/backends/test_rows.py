@@ -5,7 +5,7 @@ import pytest
 from engines.backends.llvm.codegen.isa import PORTABLE
 from engines.backends.llvm.kernels.rows import kernels
 from engines.lowering.epilogue.program import ProgramBuilder
-from engines.lowering.problems.rows import Lrn, Norm, Reduce, Softmax
+from engines.lowering.problems.rows import Extreme, Lrn, Norm, Reduce, Softmax
 from engines.lowering.problems.view import View, dense_view
 from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
 from tests.engines.backends.runners import EVERY_WIDTH
@@ -64,6 +64,17 @@ def test_a_reduction_makes_one_element_a_row(source, target, kind, runner):
     b.add("fma", b.accumulator, 0.01, 10)
     spec = Reduce((gapped(source, (3, 4, 70)),), dense_view(target, (3, 4, 1)), (), program=b.program(), kind=kind)
     check(spec, runner, data(spec), {"program": b.constants}, pieces=2)
+
+
+@EVERY_WIDTH
+@pytest.mark.parametrize("kind", ["max", "min"])
+@pytest.mark.parametrize("shape", [(5,), (3, 70)], ids=str)
+def test_the_extreme_of_a_batch_is_one_element(shape, kind, runner):
+    b = ProgramBuilder(True)
+    b.add("fma", b.accumulator, 0.01, 10)
+    spec = Extreme((gapped("float32", shape),), View("float32", (1,), (4,), 0), (), program=b.program(), kind=kind)
+    (x,) = data(spec)
+    check(spec, runner, [np.concatenate([x, 2 * x, x])], {"program": b.constants})
 
 
 @EVERY_WIDTH

@@ -128,11 +128,11 @@ def reduce_row(f: Function, isa: Isa, width: int, kind: str, body: Callable[[At]
                     begin()
                     values.append(live(isa, body(at), at.count, NEUTRAL[kind]))
             for i, value in enumerate(values, start + first):
-                partial[i] = _combine(isa, kind, partial[i], value)
+                partial[i] = combine(isa, kind, partial[i], value)
     values = list(partial.values())
     while len(values) > 1:
         half = len(values) // 2
-        values = [_combine(isa, kind, a, b) for a, b in zip(values[:half], values[half:], strict=True)]
+        values = [combine(isa, kind, a, b) for a, b in zip(values[:half], values[half:], strict=True)]
     return across_lanes(isa, kind, values[0])
 
 
@@ -160,7 +160,7 @@ def across_lanes(isa: Isa, kind: str, result: Value) -> Value:
     distance = isa.lanes // 2
     while distance:
         others = result.f.shuffle(result, None, [i ^ distance for i in range(isa.lanes)], "others")
-        result = _combine(isa, kind, result, others)
+        result = combine(isa, kind, result, others)
         distance //= 2
     return result
 
@@ -182,17 +182,12 @@ def live(isa: Isa, value: Value, count: int | Value, neutral: float) -> Value:
     return value.f.select(Value(value.f, vector(isa.lanes, I1), f"<{mask}>"), value, value.like(neutral))
 
 
-def _combine(isa: Isa, kind: str, a: Value, b: Value) -> Value:
+def combine(isa: Isa, kind: str, a: Value, b: Value) -> Value:
     return a + b if kind == "sum" else isa.max(a, b) if kind == "max" else isa.min(a, b)
 
 
-class RowKernel(Kernel[R]):
-    """Computes a row of the grid by the passes of `emit_row`."""
-
-    @property
-    def scratch(self) -> int:
-        """Elements of a row that it keeps from one pass to another."""
-        return 0
+class OverRows(Kernel[R]):
+    """A row of the grid is one of the problem's."""
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(math.prod(self.problem.sources[0].shape[:-1]))
@@ -202,6 +197,26 @@ class RowKernel(Kernel[R]):
         if len(shape) == 1:
             return super().windows(isa, tactic)
         return [Window.along(view, rows=math.prod(shape[1:-1])) for view in (*problem.inputs, problem.y)]
+
+    def pack(self, isa: Isa, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        """-> the prologue's and the program's, each [constant][index], rounded up to whole vectors."""
+        return tuple(self._table(constants.get(key, ())) for key in ("prologue", "program"))
+
+    def _table(self, constants: Sequence[Array]) -> Array:
+        width = self.problem.constants_width
+        table = np.zeros((len(constants), _pitch(width)), np.float32)
+        for row, constant in zip(table, constants, strict=True):
+            row[:None if width == 1 else width] = constant
+        return table.ravel()
+
+
+class RowKernel(OverRows[R]):
+    """Computes a row by the passes of `emit_row`."""
+
+    @property
+    def scratch(self) -> int:
+        """Elements of a row that it keeps from one pass to another."""
+        return 0
 
     @abstractmethod
     def emit_row(self, row: Row) -> None:
@@ -219,17 +234,6 @@ class RowKernel(Kernel[R]):
         split = len(problem.sources)
         for *starts, target in each_row(f, begin, end, [*inputs, y], views, views[0].shape[:-1]):
             self.emit_row(Row(f, isa, problem, starts[:split], prologue, starts[split:], program, target, scratch))
-
-    def pack(self, isa: Isa, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """-> the prologue's and the program's, each [constant][index], rounded up to whole vectors."""
-        return tuple(self._table(constants.get(key, ())) for key in ("prologue", "program"))
-
-    def _table(self, constants: Sequence[Array]) -> Array:
-        width = self.problem.constants_width
-        table = np.zeros((len(constants), _pitch(width)), np.float32)
-        for row, constant in zip(table, constants, strict=True):
-            row[:None if width == 1 else width] = constant
-        return table.ravel()
 
 
 def _row_view(view: View, width: int) -> View:
