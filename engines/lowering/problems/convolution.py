@@ -52,6 +52,7 @@ class Contraction(Convolution):
     groups: int = 1
     border: Halo = Halo()           # rows and columns of x, in from its edges, that hold nothing but zeros
     bounded: bool = False           # INT8: no x makes a sum of x * w leave +-2**25
+    weights: str = ""               # float: how they are kept where not as x is: int8, whole numbers of a scale a cout
     family = "contraction"
 
     @property

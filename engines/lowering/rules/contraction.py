@@ -65,7 +65,9 @@ def lower_matmul(ctx: Context, node: Node) -> Sequence[Call]:
         weights = weights.T
     body = write_body(ctx, node, accumulator_of(ctx, node, weights.sum(axis=1, dtype=np.float64)))
     x, y, operands = _matrices(ctx, node, body)
-    problem = Contraction(x.view, y.view, operands, body.program, node.precision)
+    kept = ctx.type(product.inputs[1]).quant
+    problem = Contraction(x.view, y.view, operands, body.program, node.precision,
+                          weights=kept.dtype if kept and node.precision != "int8" else "")
     call = call_of(ctx, node, problem, body, weights=weights[:, :, None, None])
     return [replace(call, inputs=(x, *call.inputs[1:]), outputs=(y,))]
 
@@ -122,10 +124,10 @@ def accumulator_of(ctx: Context, node: Node, weight_sums: Array) -> tuple[Any, .
     anchor = node.anchor
     bias = ctx.constant(anchor.inputs[2]).reshape(-1) if len(anchor.inputs) > 2 and anchor.inputs[2] else np.float64(0)
     x, w = ctx.type(anchor.inputs[0]).quant, ctx.type(anchor.inputs[1]).quant
-    if x is None or w is None:
-        if x is not None or w is not None:
-            raise Refused("only one of its operands is quantised")
-        return 1.0, bias.astype(np.float64)
+    if x is None:
+        return np.asarray(w.scale, np.float64) if w else 1.0, bias.astype(np.float64)
+    if w is None:
+        raise Refused("only its input is quantised")
     scale = x.scale[0] * np.asarray(w.scale, np.float64)
     shift, bias = x.zero_point[0] * weight_sums, bias.astype(np.float64)
     if np.max(np.abs(scale * shift)) * np.finfo(np.float32).eps > _finest_step(ctx, node):

@@ -16,10 +16,10 @@ from dataclasses import replace
 import numpy as np
 
 from engines.errors import ConfigError
-from engines.ir.dtypes import FLOAT, dtype_named, is_float
+from engines.ir.dtypes import dtype_named, is_float
 from engines.ir.graph import Array, Graph, Node, QParams, TensorType
-from engines.passes.quantization.storage import classes, computes_by, is_image, reading, with_conversions
-from engines.passes.rewriting.editor import GraphEditor
+from engines.passes.quantization.storage import classes, computes_by, is_image, with_conversions
+from engines.passes.quantization.weights import with_int8_weights, with_weights_as_bytes
 from engines.passes.rewriting.facts import ATTENTION, is_product, is_weighted, output_axis
 from engines.passes.rewriting.notes import Note, note
 from engines.passes.rules.pad import never_negative
@@ -70,7 +70,7 @@ def in_int8(graph: Graph, inputs: Mapping[int, TensorType], weights: Mapping[tup
     by weights quantised so and inputs of these types, by id of the node; all others in float."""
     wanted = {id(node): as_float(graph, node) for node in graph.nodes
               if is_weighted(node) and not is_product(graph, node)} | dict(inputs)
-    graph = _with_int8_weights(with_conversions(graph, wanted), weights)
+    graph = with_int8_weights(with_conversions(graph, wanted), weights, "int8")
     return graph.rebuild(
         replace(node, precision="int8") if (recurrences and node.op == "Recurrence" or _is_exact(graph, node))
         and not set(node.origin) & set(keep_float) else node for node in graph.nodes)
@@ -85,7 +85,7 @@ def set_float_precision(graph: Graph, precision: str) -> Graph:
     if precision not in FLOAT_PRECISIONS:
         raise ConfigError(f"'{precision}' is no float precision; those are {', '.join(FLOAT_PRECISIONS)}")
     if precision == "fp32":
-        return graph
+        return with_weights_as_bytes(graph)
     dtype = dtype_named("float16" if precision == "fp16" else "bfloat16")
     types = {name: replace(graph.types[name], dtype=dtype) for group in classes(graph) for name in group
              if graph.types[name].quant is None}
@@ -185,21 +185,3 @@ def weight_params(weight: Array, axis: int) -> QParams:
     largest = np.abs(weight).max(axis=tuple(i for i in range(weight.ndim) if i != axis))
     scales = np.where(largest > 0, largest / 127, 1).astype(np.float32)
     return QParams(tuple(map(float, scales)), (0,) * len(scales), "int8", axis)
-
-
-def _with_int8_weights(graph: Graph, chosen: Mapping[tuple[str, ...], QParams]) -> Graph:
-    """The nodes that make `chosen` outputs read int8 weights, quantised so, and compute in int8."""
-    editor = GraphEditor(graph)
-    for node in graph.nodes:
-        if (quant := chosen.get(node.outputs)) is not None:
-            source = node.anchor.inputs[1]
-            weight = graph.constants[source]
-            assert quant.axis is not None
-            along = [-1 if axis == quant.axis else 1 for axis in range(weight.ndim)]
-            steps = weight / np.array(quant.scale, np.float32).reshape(along)
-            name = editor.add_constant(
-                f"{source}.int8", np.clip(np.rint(steps, out=steps), -128, 127, out=steps).astype(np.int8))
-            editor.types[name] = TensorType(FLOAT, weight.shape, quant)
-            node = replace(reading(node, {source: name}), precision="int8")
-        editor.nodes.append(node)
-    return editor.finish()

@@ -90,6 +90,14 @@ def test_a_float_contraction_agrees_with_its_reference(shape, precision, runner)
     check(spec, runner, inputs, constants, TOLERANCE[precision], pieces=2, slack=15)
 
 
+@EVERY_BACKEND
+@pytest.mark.parametrize("name", ["gemm of one row an item", "1x1 of one long row"])
+def test_floats_are_multiplied_by_weights_that_stay_bytes(name, runner):
+    spec, inputs, constants = problem(SHAPES[name], "fp32")
+    integers = random_array(np.random.default_rng(1), "int8", constants["weights"].shape)
+    check(replace(spec, weights="int8"), runner, inputs, {**constants, "weights": integers}, 1e-4, slack=15, pieces=2)
+
+
 def test_a_nan_behind_an_odd_run_stays_out():
     """A pair of bfloat16 would reach the next group: its weight there is zero, but NaN times zero is NaN."""
     spec, (x, *others), constants = problem(Shape(1, 3, 10, 32, groups=2), "bf16", stored="float32")

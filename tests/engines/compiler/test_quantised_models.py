@@ -159,6 +159,23 @@ def test_a_layer_whose_weights_are_no_integers_stays_float() -> None:
     np.testing.assert_allclose(made, wanted, 1e-5, 1e-5)
 
 
+@pytest.mark.parametrize("form", ["MatMul", "Gemm", "Cast"])
+def test_weights_that_are_quantised_alone_stay_bytes(form: str) -> None:
+    scales = np.linspace(0.001, 0.01, 96).astype(np.float32)
+    bytes_ = weights(64, 96).T if form == "Gemm" else weights(64, 96)
+    nodes = [node("Cast", "w", "c", to=TensorProto.FLOAT), node("Mul", "c s", "b")] if form == "Cast" else [
+        node("DequantizeLinear", "w s", "b", axis=1 - (form == "Gemm"))]
+    product = node("Gemm", "x b bias", "y", transB=1) if form == "Gemm" else node("MatMul", "x b", "y")
+    model = small_model([*nodes, product], {"x": ["N", 64]}, ["y"],
+                        {"w": bytes_, "s": scales, "bias": np.arange(96, dtype=np.float32)})
+    build = built(model)
+    feeds = {"x": np.random.default_rng(1).standard_normal((4, 64), np.float32)}
+    (step,) = build.plan.machine.steps
+    assert step.precision == "fp32" and step.constant_bytes < 2 * 96 * 64
+    assert {array.nbytes for array in graph_of(build.plan).constants.values()} <= {96 * 64, 96 * 4}
+    np.testing.assert_allclose(build.engine().run(feeds)["y"], literally(model, feeds)["y"], 1e-4, 1e-5)
+
+
 def test_a_layer_whose_input_is_not_quantised_stays_float() -> None:
     model = small_model([node("DequantizeLinear", "w wscale wzero", "b", axis=1), node("MatMul", "x b", "m"),
                          *pair("m", "y")], {"x": ["N", 5, 16]}, ["y"], {**NUMBERS, "w": weights(16, 8)})

@@ -3,7 +3,7 @@
     int8   4 bytes of u8 x 4 of s8 -> int32      exact
     fp32   1 float32 -> float32
     bf16   2 bfloat16 -> float32 where the machine has vdpbf16ps; else 1 bfloat16 widened to float32
-    fp16   1 float16 widened to float32
+    fp16   1 float16 widened to float32; fp32 may have int8 weights, widened likewise
     int16  2 int16 -> int32                      exact while the caller keeps sums below 2**31
 
 A step reads `step_bytes` of a pixel, the same for all lanes, and `step_bytes` of weights for each lane.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -200,8 +200,10 @@ _BY_PRECISION = {"int8": INT8, "int16": INT16, "fp32": FP32, "fp16": Widened("fl
                  "bf16": Widened("bfloat16", "bfloat16")}
 
 
-def arithmetic_for(precision: str, isa: Isa) -> Arithmetic:
-    """The step for a precision."""
+def arithmetic_for(precision: str, isa: Isa, weights: str = "") -> Arithmetic:
+    """The step for a precision; weights: how they are kept in memory, where that is narrower."""
+    if weights:
+        return replace(_BY_PRECISION[precision], weights_dtype=weights)
     return _PAIRS if precision == "bf16" and isa.bf16 else _BY_PRECISION[precision]
 
 

@@ -111,7 +111,7 @@ class TiledContraction(Kernel[Contraction]):
         return rows_with_zeros(taps_last.reshape(len(taps_last), -1, self.run))
 
     def arithmetic(self, isa: Isa) -> Arithmetic:
-        return arithmetic_for(self.problem.precision, isa)
+        return arithmetic_for(self.problem.precision, isa, self.problem.weights)
 
     def steps(self, isa: Isa) -> int:
         """Turns of one K loop, a step of the arithmetic in each."""

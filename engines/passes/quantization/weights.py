@@ -1,0 +1,56 @@
+"""Weights as whole numbers: for contractions in int8, and kept as bytes for those in float whose model has them so.
+
+    w = s[o] * k        s[o] is a part of the epilogue, so that a kernel multiplies by k as it multiplies by w
+
+A model with weights quantised alone is a float model whose constants lie on a grid: its numbers lose nothing as bytes,
+and a product of few rows, which takes as long as its weights take to read, takes a quarter of it.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from engines.ir.dtypes import FLOAT
+from engines.ir.graph import Graph, Node, QParams, TensorType
+from engines.ir.grid import grid_params
+from engines.passes.quantization.storage import computes_by, reading
+from engines.passes.rewriting.editor import GraphEditor
+from engines.passes.rewriting.facts import output_axis
+
+LEAST = 1 << 12         # weights of a product whose bytes matter
+
+
+def with_weights_as_bytes(graph: Graph) -> Graph:
+    """The graph whose products in float32 have their weights in int8 where that loses nothing of them."""
+    chosen = {node.outputs: quant for node in graph.nodes if (quant := _grid(graph, node)) is not None}
+    return with_int8_weights(graph, chosen, "fp32")
+
+
+def _grid(graph: Graph, node: Node) -> QParams | None:
+    if node.anchor.op not in ("MatMul", "Gemm") or node.precision != "fp32" or not computes_by(graph, node):
+        return None
+    x, weight, axis = graph.types[node.anchor.inputs[0]], graph.constants[node.anchor.inputs[1]], output_axis(node)
+    if x.quant or x.dtype != FLOAT or weight.dtype != FLOAT or weight.size < LEAST:
+        return None
+    first = np.moveaxis(weight, axis, 0)[:1]        # of a float model not even one channel is on a grid
+    return grid_params(weight, axis) if grid_params(first, 0) else None
+
+
+def with_int8_weights(graph: Graph, chosen: Mapping[tuple[str, ...], QParams], precision: str) -> Graph:
+    """The nodes that make `chosen` outputs read int8 weights, quantised so, and compute in this precision."""
+    editor = GraphEditor(graph)
+    for node in graph.nodes:
+        if (quant := chosen.get(node.outputs)) is not None:
+            source = node.anchor.inputs[1]
+            weight = graph.constants[source]
+            assert quant.axis is not None
+            along = [-1 if axis == quant.axis else 1 for axis in range(weight.ndim)]
+            steps = weight / np.array(quant.scale, np.float32).reshape(along)
+            name = editor.add_constant(
+                f"{source}.int8", np.clip(np.rint(steps, out=steps), -128, 127, out=steps).astype(np.int8))
+            editor.types[name] = TensorType(FLOAT, weight.shape, quant)
+            node = replace(reading(node, {source: name}), precision=precision)
+        editor.nodes.append(node)
+    return editor.finish()
