@@ -23,6 +23,7 @@ from engines.frontend.operators.denormalise import (
 )
 from engines.ir.graph import Array, Graph, Node, QParams, TensorType
 from engines.ops import LayoutOp, op_of
+from engines.ops.blocks import in_blocks, unpacked
 from engines.version import COMPILER_VERSION
 
 _TO_FIRST, _TO_LAST = (0, 3, 1, 2), (0, 2, 3, 1)        # perms: NHWC -> NCHW and back
@@ -35,6 +36,7 @@ def onnx_from_graph(graph: Graph) -> onnx.ModelProto:
     A quantised activation is QuantizeLinear -> DequantizeLinear behind its producer; a quantised constant is an integer
     initialiser and a DequantizeLinear. Raises ModelError for what ONNX cannot say (two symbolic extents in a Reshape).
     """
+    graph = _by_floats(graph)
     writer = Writer(graph)
     for name in graph.inputs:
         writer.names[name] = Position(name)
@@ -57,6 +59,22 @@ def onnx_from_graph(graph: Graph) -> onnx.ModelProto:
     return model
 
 
+def _by_floats(graph: Graph) -> Graph:
+    """Products by weights of four bits as products by what those mean: this opset has no scales for blocks."""
+    nodes, constants = [], {}
+    for node in graph.nodes:
+        if (product := node.anchor).op == "MatMulBlocks":
+            x, q, scales, offsets, *bias = product.inputs
+            name, numbers = f"{q}.real", unpacked(graph.constants[q], product.attrs["depth"])
+            weights = in_blocks(numbers, graph.constants[scales], graph.constants.get(offsets), product.attrs["block"])
+            constants[name] = np.ascontiguousarray(weights if bias else weights.T)
+            op, attrs = ("Gemm", {"transB": 1}) if bias else ("MatMul", {})
+            anchor = replace(product, op=op, inputs=(x, name, *bias), attrs=attrs)
+            node = node.with_body((anchor, *node.body[1:]))
+        nodes.append(node)
+    return graph.rebuild(nodes, constants)
+
+
 def _value_info(name: str, kind: TensorType) -> onnx.ValueInfoProto:
     return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(kind.dtype), kind.shape)
 
@@ -75,12 +93,15 @@ class Writer:
     names: dict[str, Position] = field(default_factory=dict)
     integers: dict[str, Position] = field(default_factory=dict)        # where a quantised tensor is as it is stored
     nodes: list[onnx.NodeProto] = field(default_factory=list)
+    named: set[str] = field(default_factory=set)        # the nodes
     initialisers: dict[str, onnx.TensorProto] = field(default_factory=dict)
     opsets: dict[str, int] = field(default_factory=lambda: {"": OPSET})
 
     def emit(self, op: str, inputs: Sequence[str], outputs: Sequence[str], name: str = "", **attrs: Any) -> str:
         attrs = without_defaults(op, attrs)
-        self.nodes.append(helper.make_node(op, list(inputs), list(outputs), name=name or outputs[0], **attrs))
+        name = outputs[0] if not name or name in self.named else name       # of a node that became several
+        self.named.add(name)
+        self.nodes.append(helper.make_node(op, list(inputs), list(outputs), name=name, **attrs))
         return outputs[0]
 
     def initialiser(self, name: str, array: Array) -> str:

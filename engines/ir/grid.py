@@ -2,16 +2,23 @@
 
     w = s[o] * k,   k whole numbers from -128 to 127        for each output channel o, or one s for all
 
+Those of four bits have their scales by blocks of a channel: w = s[o, b] * k[o, i], b = i // block.
+
 Dequantised weights are constants like others to every pass: they are turned, joined, and scaled channel by channel,
 and all of that leaves them on such a grid. So nothing has to remember where they came from.
 """
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from engines.ir.graph import Array, QParams
 
 STEPS = (127, 128, *range(126, 0, -1))      # what the greatest weight of a channel may be, the usual ones first
+STEPS_OF_BLOCKS = (8, 7, *range(15, 8, -1), *range(6, 0, -1))       # the same of four bits, less a zero point
+BLOCKS = (256, 128, 64, 32, 16)
 SAMPLE = 32             # weights of a channel on which a number of steps is tried first
 OFF = 2.0 ** -12        # of a step: what scaling once more may have rounded away
 
@@ -27,29 +34,70 @@ def grid_params(weight: Array, axis: int) -> QParams | None:
     return QParams(tuple(map(float, scales)), (0,) * len(rows), "int8", axis)
 
 
-def _scales(rows: Array) -> Array:
-    """float32 [rows]: the scale of each; 0 where it has none, 1 where it is all zeros."""
+@dataclass(frozen=True)
+class Blocks:
+    """Weights [rows, columns] as scale * (numbers - zeros), a scale and a zero for each block of a row."""
+    block: int
+    numbers: Array              # uint8, 0 to 15
+    scales: Array               # float32 [rows, blocks]
+    zeros: Array                # uint8, likewise
+
+
+def block_params(rows: Array) -> Blocks | None:
+    """Four bits that lose nothing of the weights [rows, columns]; None if no blocks of usual sizes have them."""
+    for block in (rows.shape[1], *BLOCKS):
+        if block <= rows.shape[1] and _in_blocks(rows[:1], block) and (found := _in_blocks(rows, block)):
+            return found
+    return None
+
+
+def _in_blocks(rows: Array, block: int) -> Blocks | None:
+    padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % block))).reshape(-1, block)
+    scales = _scales(padded, STEPS_OF_BLOCKS, _inside_four_bits)
+    if not scales.all():
+        return None
+    whole = np.rint(padded / scales[:, None]).astype(np.int8)
+    low, high = whole.min(axis=1), whole.max(axis=1)
+    zeros = np.where((low >= -8) & (high <= 7), 8, np.maximum(-low, 0)).astype(np.uint8)
+    numbers = whole + zeros[:, None]
+    return Blocks(block, numbers.astype(np.uint8).reshape(len(rows), -1)[:, :rows.shape[1]],
+                  scales.reshape(len(rows), -1), zeros.reshape(len(rows), -1))
+
+
+def _scales(rows: Array, usual: Sequence[int] = STEPS, inside: Callable[[Array], Array] | None = None) -> Array:
+    """float32 [rows]: the scale of each; 0 where it has none, 1 where it is all zeros. usual: what the greatest weight
+    may be; inside: which rows of whole numbers can be stored, as int8 if that is not said."""
     largest = np.abs(rows).max(axis=1)
     scales = np.where(largest > 0, 0, 1).astype(np.float32)
     sample = rows[:, np.linspace(0, rows.shape[1] - 1, min(SAMPLE, rows.shape[1])).astype(int)]
-    for steps in STEPS:
+    for steps in usual:
         open_ = np.flatnonzero(scales == 0)
         if not open_.size:
             break
         step = largest[open_] / np.float32(steps)
-        fits = _fits(sample[open_], step)
+        fits = _fits(sample[open_], step, inside or _inside_int8)
         open_, step = open_[fits], step[fits]
         if open_.size:
-            fits = _fits(rows[open_], step)
+            fits = _fits(rows[open_], step, inside or _inside_int8)
             scales[open_[fits]] = _refined(rows[open_[fits]], step[fits])
     return scales
 
 
-def _fits(rows: Array, step: Array) -> Array:
-    """Whether each row is whole numbers of its step that int8 holds."""
+def _fits(rows: Array, step: Array, inside: Callable[[Array], Array]) -> Array:
+    """Whether each row is whole numbers of its step that are inside what they are stored as."""
     numbers = rows / step[:, None]
     whole = np.rint(numbers)
-    return np.asarray(((np.abs(numbers - whole) < OFF) & (whole >= -128) & (whole <= 127)).all(axis=1))
+    return np.asarray(inside(whole) & (np.abs(numbers - whole) < OFF).all(axis=1))
+
+
+def _inside_int8(whole: Array) -> Array:
+    return np.asarray(((whole >= -128) & (whole <= 127)).all(axis=1))
+
+
+def _inside_four_bits(whole: Array) -> Array:
+    """With the zero point that each row likes best."""
+    return np.asarray(np.maximum(whole.max(axis=1), 0) - np.minimum(whole.min(axis=1), 0) <= 15)
+
 
 
 def _refined(rows: Array, step: Array) -> Array:

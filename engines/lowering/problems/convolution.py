@@ -77,11 +77,15 @@ class Contraction(Convolution):
     def macs(self) -> int:
         return math.prod(self.y.shape) * self.cin * math.prod(self.taps)
 
+    def real_weights(self, constants: Mapping[str, Any]) -> Array:
+        """As they are multiplied."""
+        return np.asarray(constants["weights"])
+
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         x, *operands = inputs
         # Sums of bytes are exact in float64, and NumPy multiplies matrices of floats many times as fast as integers.
         wide: np.dtype[Any] = np.dtype(np.float64 if self.precision == "int8" else np.float32)
-        weights = np.asarray(constants["weights"])
+        weights = self.real_weights(constants)
         if self.precision != "int8":
             weights = load_meaning(self.x.dtype, store_meaning(self.x.dtype, weights.astype(np.float32)))
         weights = weights.astype(wide).reshape(self.groups, self.cout, self.cin, *self.taps)
@@ -94,6 +98,22 @@ class Contraction(Convolution):
                     sums[g] += np.tensordot(pixels[..., g, :], weights[g, ..., p, q], (-1, -1))
         accumulator = np.moveaxis(sums, 0, -2).reshape(len(x), *self.y.shape).astype(np.float32)
         return (self.finished(accumulator, operands, constants),)
+
+
+@dataclass(frozen=True)
+class BlockedProduct(Contraction):
+    """A matrix product by weights of four bits: w[o, k] = scale[o, k // block] * q[o, k] + offset[o, k // block].
+
+    Constants: "weights", q as uint8 [channels of y, channels of x] of 0 to 15; "scales" and "offsets", float32.
+    """
+    block: int = 0
+    centred: bool = False           # every offset is -8 times the scale
+    family = "blocked_product"
+
+    def real_weights(self, constants: Mapping[str, Any]) -> Array:
+        q, scales, offsets = (np.asarray(constants[name]) for name in ("weights", "scales", "offsets"))
+        scales, offsets = (np.repeat(array, self.block, 1)[:, :q.shape[1]] for array in (scales, offsets))
+        return np.asarray(fma(q.astype(np.float32), scales, offsets))
 
 
 @dataclass(frozen=True)

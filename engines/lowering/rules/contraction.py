@@ -64,7 +64,7 @@ def lower_matmul(ctx: Context, node: Node) -> Sequence[Call]:
     if product.op == "MatMul" or not product.attrs.get("transB"):
         weights = weights.T
     body = write_body(ctx, node, accumulator_of(ctx, node, weights.sum(axis=1, dtype=np.float64)))
-    x, y, operands = _matrices(ctx, node, body)
+    x, y, operands = matrices(ctx, node, body)
     kept = ctx.type(product.inputs[1]).quant
     problem = Contraction(x.view, y.view, operands, body.program, node.precision,
                           weights=kept.dtype if kept and node.precision != "int8" else "")
@@ -72,7 +72,7 @@ def lower_matmul(ctx: Context, node: Node) -> Sequence[Call]:
     return [replace(call, inputs=(x, *call.inputs[1:]), outputs=(y,))]
 
 
-def _matrices(ctx: Context, node: Node, body: BoundProgram) -> tuple[Placement, Placement, tuple[View, ...]]:
+def matrices(ctx: Context, node: Node, body: BoundProgram) -> tuple[Placement, Placement, tuple[View, ...]]:
     """x, y and the program's operands as images. Without a batch all leading axes are pixels of one, where they follow
     each other in memory: the kernel then tiles them, while items of one row each would be tiled one by one."""
     x, y = ctx.placements[node.anchor.inputs[0]], ctx.placements[node.outputs[0]]

@@ -1,6 +1,7 @@
-"""Weights as whole numbers: for contractions in int8, and kept as bytes for those in float whose model has them so.
+"""Weights as whole numbers: for contractions in int8, and kept so for those in float whose model has them so.
 
-    w = s[o] * k        s[o] is a part of the epilogue, so that a kernel multiplies by k as it multiplies by w
+    w = s[o] * k                    s[o] is a part of the epilogue, so that a kernel multiplies by k as it does by w
+    w = s[o, b] * (k - z[o, b])     of four bits, a scale for each block b of the inner axis: MatMulBlocks
 
 A model with weights quantised alone is a float model whose constants lie on a grid: its numbers lose nothing as bytes,
 and a product of few rows, which takes as long as its weights take to read, takes a quarter of it.
@@ -13,8 +14,9 @@ from dataclasses import replace
 import numpy as np
 
 from engines.ir.dtypes import FLOAT
-from engines.ir.graph import Graph, Node, QParams, TensorType
-from engines.ir.grid import grid_params
+from engines.ir.graph import Array, Graph, Node, QParams, TensorType
+from engines.ir.grid import Blocks, block_params, grid_params
+from engines.ops.blocks import CENTRE, packed
 from engines.passes.quantization.storage import computes_by, reading
 from engines.passes.rewriting.editor import GraphEditor
 from engines.passes.rewriting.facts import output_axis
@@ -24,18 +26,47 @@ LEAST = 1 << 12         # weights of a product whose bytes matter
 
 def with_weights_as_bytes(graph: Graph) -> Graph:
     """The graph whose products in float32 have their weights in int8 where that loses nothing of them."""
-    chosen = {node.outputs: quant for node in graph.nodes if (quant := _grid(graph, node)) is not None}
+    graph = _with_blocks(graph)
+    chosen = {node.outputs: quant for node in graph.nodes if _is_large_product(graph, node)
+              and (quant := _grid(graph.constants[node.anchor.inputs[1]], output_axis(node))) is not None}
     return with_int8_weights(graph, chosen, "fp32")
 
 
-def _grid(graph: Graph, node: Node) -> QParams | None:
+def _is_large_product(graph: Graph, node: Node) -> bool:
+    """Whether it multiplies floats by a matrix whose bytes matter."""
     if node.anchor.op not in ("MatMul", "Gemm") or node.precision != "fp32" or not computes_by(graph, node):
-        return None
-    x, weight, axis = graph.types[node.anchor.inputs[0]], graph.constants[node.anchor.inputs[1]], output_axis(node)
-    if x.quant or x.dtype != FLOAT or weight.dtype != FLOAT or weight.size < LEAST:
-        return None
+        return False
+    x, weight = graph.types[node.anchor.inputs[0]], graph.constants[node.anchor.inputs[1]]
+    return not x.quant and x.dtype == weight.dtype == FLOAT and weight.size >= LEAST
+
+
+def _grid(weight: Array, axis: int) -> QParams | None:
     first = np.moveaxis(weight, axis, 0)[:1]        # of a float model not even one channel is on a grid
     return grid_params(weight, axis) if grid_params(first, 0) else None
+
+
+def _with_blocks(graph: Graph) -> Graph:
+    """The products by weights of four bits as MatMulBlocks."""
+    editor = GraphEditor(graph)
+    for node in graph.nodes:
+        if _is_large_product(graph, node):
+            weight = np.moveaxis(graph.constants[node.anchor.inputs[1]], output_axis(node), 0)
+            if (blocks := block_params(weight)) is not None:
+                node = _by_blocks(editor, node, blocks)
+        editor.nodes.append(node)
+    return editor.finish()
+
+
+def _by_blocks(editor: GraphEditor, node: Node, blocks: Blocks) -> Node:
+    x, weight, *bias = node.anchor.inputs
+    offsets = ""
+    if np.any(blocks.zeros != CENTRE):
+        offsets = editor.add_constant(f"{weight}.offsets", -blocks.zeros.astype(np.float32) * blocks.scales)
+    inputs = (x, editor.add_constant(f"{weight}.bits", packed(blocks.numbers)),
+              editor.add_constant(f"{weight}.scales", blocks.scales), offsets, *bias)
+    anchor = replace(node.anchor, op="MatMulBlocks", inputs=inputs,
+                     attrs={"block": blocks.block, "depth": blocks.numbers.shape[1]})
+    return node.with_body((anchor, *node.body[1:]))
 
 
 def with_int8_weights(graph: Graph, chosen: Mapping[tuple[str, ...], QParams], precision: str) -> Graph:

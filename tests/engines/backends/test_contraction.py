@@ -12,7 +12,7 @@ from engines.backends.llvm.kernels.contraction.tiled import Tile, tiles_of_the_b
 from engines.backends.llvm.kernels.kernel import kernels_for
 from engines.codegen.ir_builder import Module
 from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
-from engines.lowering.problems.convolution import Contraction
+from engines.lowering.problems.convolution import BlockedProduct, Contraction
 from engines.lowering.problems.view import Halo, dense_view
 from tests.engines.backends.llvm.jit import assembly, spills
 from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
@@ -96,6 +96,20 @@ def test_floats_are_multiplied_by_weights_that_stay_bytes(name, runner):
     spec, inputs, constants = problem(SHAPES[name], "fp32")
     integers = random_array(np.random.default_rng(1), "int8", constants["weights"].shape)
     check(replace(spec, weights="int8"), runner, inputs, {**constants, "weights": integers}, 1e-4, slack=15, pieces=2)
+
+
+@EVERY_BACKEND
+@pytest.mark.parametrize("block, centred", [(32, True), (16, False), (70, False)])
+def test_weights_of_four_bits_have_a_scale_for_each_block(block, centred, runner):
+    shape, random = SHAPES["gemm of one row an item"], np.random.default_rng(1)
+    spec, (x, residual), constants = problem(replace(shape, cin=77), "fp32")
+    numbers = [random.uniform(low, 1, (shape.cout, -(-77 // block))).astype(np.float32) for low in (0.5, -1)]
+    scales, offsets = numbers[0], -8 * numbers[0] if centred else numbers[1]
+    spec = BlockedProduct(spec.x, spec.y, spec.operands, spec.program, "fp32", block=block, centred=centred)
+    weights = random.integers(0, 16, (shape.cout, 77)).astype(np.uint8)
+    more = [np.concatenate([array] * 4)[:7] for array in (x, residual)]
+    check(spec, runner, more, {**constants, "weights": weights, "scales": scales, "offsets": offsets}, 1e-4, pieces=2,
+          slack=15)
 
 
 def test_a_nan_behind_an_odd_run_stays_out():

@@ -176,6 +176,25 @@ def test_weights_that_are_quantised_alone_stay_bytes(form: str) -> None:
     np.testing.assert_allclose(build.engine().run(feeds)["y"], literally(model, feeds)["y"], 1e-4, 1e-5)
 
 
+@pytest.mark.parametrize("zeros, bias", [(False, True), (True, False)])
+def test_weights_of_four_bits_stay_two_a_byte(zeros: bool, bias: bool) -> None:
+    random = np.random.default_rng(0)
+    inputs = [None, random.integers(0, 256, (40, 5, 16)).astype(np.uint8),
+              random.uniform(0.1, 1, 200).astype(np.float32),
+              random.integers(0, 256, (40, 3)).astype(np.uint8) if zeros else None, None,
+              np.arange(40, dtype=np.float32) if bias else None]
+    inputs[0] = random.standard_normal((3, 7, 130)).astype(np.float32)
+    model = model_of("MatMulNBits", inputs, (1, 2, 3, 5), 1, K=130, N=40, bits=4, block_size=32)
+    build = build_engine(model, cache=False, timing=False)
+    kernels = [step.tactic.partition(":")[0] for step in build.plan.machine.steps]
+    assert "blocked_product" in kernels and "contraction" not in kernels and not fallbacks(build.engine())
+    feeds = {"i0": inputs[0]}
+    (name, wanted), = literally(model, feeds).items()
+    np.testing.assert_allclose(build.engine().run(feeds)[name], wanted, 1e-4, 1e-4)
+    (again,) = literally(onnx_from_graph(graph_of(build.plan)), feeds).values()
+    np.testing.assert_allclose(again, wanted, 1e-4, 1e-4)
+
+
 def test_a_layer_whose_input_is_not_quantised_stays_float() -> None:
     model = small_model([node("DequantizeLinear", "w wscale wzero", "b", axis=1), node("MatMul", "x b", "m"),
                          *pair("m", "y")], {"x": ["N", 5, 16]}, ["y"], {**NUMBERS, "w": weights(16, 8)})

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engines.ir.grid import grid_params
+from engines.ir.grid import block_params, grid_params
 
 Floats = NDArray[np.float32]
 
@@ -73,3 +73,18 @@ def test_one_channel_that_is_off_the_grid_is_enough() -> None:
     weight, _, _ = made(0, 8)
     weight[3, 1, 1, 1] *= 1.01
     assert grid_params(weight, 0) is None
+
+
+@pytest.mark.parametrize("lowest", [0, 8, 15])
+def test_blocks_of_four_bits_come_back_whatever_their_zero_point(lowest: int) -> None:
+    random = np.random.default_rng(lowest)
+    scales = random.uniform(0.001, 0.1, (9, 7)).astype(np.float32)
+    q = random.integers(0, 16, (9, 7 * 32)) - lowest
+    weight = (q * np.repeat(scales, 32, 1))[:, :-5].astype(np.float32)
+    blocks = block_params(weight)
+    assert blocks is not None and blocks.block == 32 and blocks.numbers.max() <= 15
+    scale, zero = (np.repeat(array, 32, 1)[:, :-5] for array in (blocks.scales, blocks.zeros.astype(int)))
+    again = (blocks.numbers - zero) * scale
+    np.testing.assert_allclose(again, weight, 1e-6)
+    weight[4, 40] *= 1.01
+    assert block_params(weight) is None

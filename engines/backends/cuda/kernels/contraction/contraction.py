@@ -35,13 +35,13 @@ from engines.backends.cuda.kernels.contraction.packing import Depth, columns, pa
 from engines.backends.cuda.kernels.contraction.tile import Tile, tiles
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, solves
 from engines.codegen.ir_builder import FLOAT, I32, Value
-from engines.lowering.problems.convolution import Contraction
+from engines.lowering.problems.convolution import BlockedProduct, Contraction
 from engines.lowering.problems.problem import Array
 
 MOST = 16               # channels of a thread that go through the program together
 
 
-@solves(Contraction)
+@solves(Contraction, BlockedProduct)
 class GpuContraction(GpuKernel[Contraction]):
     @cached_property
     def depth(self) -> Depth:

@@ -96,7 +96,7 @@ def pack(problem: Contraction, depth: Depth, tile: Tile, constants: Mapping[str,
     """weights [columns in order][K], program constants float32 [constant][columns], and the walk if it is not straight.
     """
     rows = _source_rows(problem, tile)
-    weights, real = _flat_weights(depth, constants["weights"]), rows < problem.groups * problem.cout
+    weights, real = _flat_weights(depth, problem.real_weights(constants)), rows < problem.groups * problem.cout
     table = np.zeros((len(rows), depth.turns(tile) * tile.depth // depth.size), weights.dtype)
     table[real, :weights.shape[1]] = weights[rows[real]]
     in_order = _source_rows(problem, tile, np.arange(columns(problem, tile)) % (len(rows) // problem.groups))
