@@ -70,10 +70,14 @@ def _input_type(graph: Graph, node: Node, known: Mapping[str, QParams]) -> Tenso
 
 # ---- tensors
 def _stored_so(graph: Graph, known: Mapping[str, QParams]) -> Graph:
-    """The graph with the classes of tensors stored quantised that are made in one way throughout."""
+    """The graph with the classes of tensors stored quantised that are made in one way throughout.
+
+    The classes are those of the graph where all are: there a Transpose is a view of what an attention stores rounded.
+    """
     types: dict[str, TensorType] = {}
-    for group in classes(graph):
-        made = {known.get(name) for name in group if stored_by(graph, graph.producer[name]) is not Stored.ALIKE}
+    stored = graph.rebuild(_rounding_when_stored(graph, known))
+    for group in classes(stored):
+        made = {known.get(name) for name in group if stored_by(stored, stored.producer[name]) is not Stored.ALIKE}
         quant = next(iter(made), None)
         if quant is not None and len(made) == 1:
             types |= {name: replace(graph.types[name], quant=quant) for name in group}

@@ -1,13 +1,13 @@
 """Nodes that compute nothing are removed.
 
     Identity(x) = Cast(x, its own dtype) = Reshape(x, its own shape) = Concat(x)
-    = Pad(x, 0) = Resize(x, 1) = ReduceSum(x, over no axes) = x + 0 = x * 1 = x
+    = Pad(x, 0) = Resize(x, 1) = ReduceSum(x, over no axes) = x + 0 = x * 1 = x times the identity matrix = x
 """
 from __future__ import annotations
 
 import numpy as np
 
-from engines.ir.graph import Graph, Node
+from engines.ir.graph import Array, Graph, Node
 from engines.ops import op_of
 from engines.passes.rewriting.facts import pads, spatial
 from engines.passes.rewriting.rewrite import Draft, Match, P, Rule
@@ -21,7 +21,7 @@ _REDUCTIONS = ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd"
 
 
 class RemoveNoOp(Rule):
-    pattern = P(" ".join(("Identity Cast Transpose Resize", *_SAME_IF_SHAPE_IS, *_JOINS, *_POOLS, *_REDUCTIONS,
+    pattern = P(" ".join(("Identity Cast Transpose Resize MatMul", *_SAME_IF_SHAPE_IS, *_JOINS, *_POOLS, *_REDUCTIONS,
                           *_NEUTRAL)))
 
     def check(self, match: Match) -> bool:
@@ -40,6 +40,8 @@ def _unchanged(graph: Graph, node: Node) -> str | None:
     x, y = node.inputs[0], node.outputs[0]
     if node.op in _NEUTRAL:
         return _neutral(graph, node)
+    if node.op == "MatMul":
+        return x if _is_identity(graph.constants.get(node.inputs[1])) else None
     if not _computes_nothing(graph, node) or graph.types[x].shape != graph.types[y].shape:
         return None
     if node.op == "Identity" and y in graph.outputs and (x not in graph.producer or x in graph.outputs):
@@ -70,6 +72,11 @@ def _computes_nothing(graph: Graph, node: Node) -> bool:
         return set(node.attrs["kernel_shape"]) == {1} == set(spatial(node, rank, "strides", 1)) \
             and not any(pads(node, rank))
     return True
+
+
+def _is_identity(matrix: Array | None) -> bool:
+    return matrix is not None and matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1] and (
+        np.count_nonzero(matrix) == len(matrix) and bool(np.all(matrix.diagonal() == 1)))
 
 
 def _neutral(graph: Graph, node: Node) -> str | None:

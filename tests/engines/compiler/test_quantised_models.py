@@ -339,6 +339,19 @@ def test_a_product_of_integers_is_one_kernel_between_conversions() -> None:
     assert_same_steps(made, wanted, 0.1)
 
 
+def test_an_attention_stores_what_the_model_rounds_behind_it() -> None:
+    nodes = [node("Reshape", "x heads", "h"), node("Transpose", "h", "q", perm=[0, 2, 1, 3]),
+             node("Transpose", "h", "k", perm=[0, 2, 3, 1]), node("MatMul", "q k", "s"),
+             node("Softmax", "s", "p", axis=-1), node("MatMul", "p q", "o"), *pair("o", "r"),
+             node("Transpose", "r", "t", perm=[0, 2, 1, 3]),
+             node("Reshape", "t flat", "f"), node("DequantizeLinear", "w wscale wzero", "b", axis=1),
+             node("MatMul", "f b", "y")]
+    build, made, wanted = rounded(small_model(nodes, {"x": ["N", 5, 16]}, ["y"], {
+        **NUMBERS, "w": weights(16, 8), "heads": np.array([0, 5, 2, 8]), "flat": np.array([0, 5, 16])}))
+    assert [step.tactic.partition(":")[0] for step in build.plan.machine.steps] == ["attention", "contraction"]
+    np.testing.assert_allclose(made, wanted, 0, 0.03 * 0.004 * 127)       # a step to the other side, by one weight
+
+
 # ---- ranges found as the model runs
 INTEGERS = {"s8": (weights(16, 8), np.int8(0)), "s8, off its middle": (weights(16, 8, steps=100), np.int8(-9)),
             "u8": (weights(16, 8).view(np.uint8), np.uint8(131)),

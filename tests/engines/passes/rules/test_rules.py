@@ -145,6 +145,14 @@ def test_twins_are_one_and_a_graph_output_keeps_its_name() -> None:
     assert ops(graph) == ["Sigmoid", "Add", "Identity"]
 
 
+def test_a_product_by_the_identity_is_none_but_by_a_permutation_is() -> None:
+    net = Build()
+    x = net.input("x", 5, 4)
+    same = net("MatMul", x, net.constant(np.eye(4, dtype=np.float32)))
+    turned = net("MatMul", x, net.constant(np.eye(4, dtype=np.float32)[::-1].copy()))
+    assert sorted(ops(keeps(simplify, net.graph(net("Relu", same), net("Relu", turned))))) == ["MatMul", "Relu", "Relu"]
+
+
 def test_an_image_flattened_into_a_product_costs_no_transpose() -> None:
     net = Build()
     flat = net("Flatten", net("Relu", net.conv(image(net), 6, 3)))
