@@ -2,6 +2,7 @@
 
     w = s[o] * k                    s[o] is a part of the epilogue, so that a kernel multiplies by k as it does by w
     w = s[o, b] * (k - z[o, b])     of four bits, a scale for each block b of the inner axis: MatMulBlocks
+    rows of a table that a Gather takes are bytes times a scale for each row
 
 A model with weights quantised alone is a float model whose constants lie on a grid: its numbers lose nothing as bytes,
 and a product of few rows, which takes as long as its weights take to read, takes a quarter of it.
@@ -26,7 +27,7 @@ LEAST = 1 << 12         # weights of a product whose bytes matter
 
 def with_weights_as_bytes(graph: Graph) -> Graph:
     """The graph whose products in float32 have their weights in int8 where that loses nothing of them."""
-    graph = _with_blocks(graph)
+    graph = _with_tables_of_bytes(_with_blocks(graph))
     chosen = {node.outputs: quant for node in graph.nodes if _is_large_product(graph, node)
               and (quant := _grid(graph.constants[node.anchor.inputs[1]], output_axis(node))) is not None}
     return with_int8_weights(graph, chosen, "fp32")
@@ -67,6 +68,36 @@ def _by_blocks(editor: GraphEditor, node: Node, blocks: Blocks) -> Node:
     anchor = replace(node.anchor, op="MatMulBlocks", inputs=inputs,
                      attrs={"block": blocks.block, "depth": blocks.numbers.shape[1]})
     return node.with_body((anchor, *node.body[1:]))
+
+
+def _with_tables_of_bytes(graph: Graph) -> Graph:
+    """A Gather of rows on a grid: of their bytes, times what it gathers of their scales."""
+    editor = GraphEditor(graph)
+    for node in graph.nodes:
+        if _is_large_table(graph, node) and (quant := _grid(graph.constants[node.inputs[0]], 0)) is not None:
+            _gather_bytes(editor, node, quant)
+        else:
+            editor.nodes.append(node)
+    return editor.finish()
+
+
+def _is_large_table(graph: Graph, node: Node) -> bool:
+    """Whether it gathers rows of floats whose bytes matter."""
+    table = graph.constants.get(node.inputs[0]) if node.op == "Gather" and node.attrs["axis"] == 0 else None
+    return (table is not None and table.ndim == 2 and table.dtype == FLOAT and table.size >= LEAST
+            and graph.types[node.outputs[0]].quant is None)
+
+
+def _gather_bytes(editor: GraphEditor, node: Node, quant: QParams) -> None:
+    (table, index), (y,), whole = node.inputs, node.outputs, QParams((1.0,), (128,), "uint8")
+    numbers, scales = editor.graph.constants[table], np.array(quant.scale, np.float32)[:, None]
+    stored = editor.add_constant(f"{table}.bytes", (np.rint(numbers / scales) + 128).astype(np.uint8))
+    editor.types[stored] = TensorType(FLOAT, numbers.shape, whole)
+    rows = editor.add_tensor(f"{y}.bytes", replace(editor.graph.types[y], quant=whole))
+    editor.make(rows, "Gather", [stored, index], node.attrs, node.origin)
+    units = editor.add(f"{y}.scales", "Gather", [editor.add_constant(f"{table}.scales", scales), index], node.attrs,
+                       node.origin)
+    editor.make(y, "Mul", [rows, units], {}, node.origin)
 
 
 def with_int8_weights(graph: Graph, chosen: Mapping[tuple[str, ...], QParams], precision: str) -> Graph:

@@ -176,6 +176,17 @@ def test_weights_that_are_quantised_alone_stay_bytes(form: str) -> None:
     np.testing.assert_allclose(build.engine().run(feeds)["y"], literally(model, feeds)["y"], 1e-4, 1e-5)
 
 
+@pytest.mark.parametrize("scales", [np.float32(0.01), np.linspace(0.001, 0.01, 90).astype(np.float32)], ids=np.ndim)
+def test_a_table_whose_rows_are_quantised_stays_bytes(scales: Any) -> None:
+    nodes = [node("DequantizeLinear", "w s", "b", axis=0), node("Gather", "b i", "g"), node("Add", "g one", "y")]
+    model = small_model(nodes, {"i": ["N", 5]}, ["y"], {"w": weights(90, 64), "s": scales, "one": np.float32(1)})
+    model.graph.input[0].type.tensor_type.elem_type = TensorProto.INT64
+    build = built(model)
+    assert {array.nbytes for array in graph_of(build.plan).constants.values()} <= {90 * 64, 90 * 4, 4}
+    feeds = {"i": np.random.default_rng(1).integers(0, 90, (4, 5))}
+    np.testing.assert_allclose(build.engine().run(feeds)["y"], literally(model, feeds)["y"], 1e-6)
+
+
 @pytest.mark.parametrize("zeros, bias", [(False, True), (True, False)])
 def test_weights_of_four_bits_stay_two_a_byte(zeros: bool, bias: bool) -> None:
     random = np.random.default_rng(0)
