@@ -3,7 +3,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -107,12 +108,18 @@ class Engine:
     def run_arrays(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """The same for arrays as they lie in memory."""
         items = self._feeds.check(arrays)
+        with self.lent() as context:
+            return _run_slices(context, self.plan, arrays, items)
+
+    @contextmanager
+    def lent(self) -> Iterator[ExecutionContext]:
+        """A context from the pool, or a new one if all are in use."""
         try:
             context = self._idle.pop()
         except IndexError:
             context = self.create_context()
         try:
-            return _run_slices(context, self.plan, arrays, items)
+            yield context
         finally:
             self._idle.append(context)
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
-from typing import Any
 
 import numpy as np
 
@@ -18,10 +16,9 @@ from engines.ir.graph import Array, Node
 from engines.ir.serialize import node_from_json
 from engines.plan.program import Instruction, Kind, Region
 from engines.runtime.host import evaluator
+from engines.runtime.iteration import InPlace, Iteration, Segment, Value, truth
 
-Value = Any                                     # an array, a list of them (a sequence), or None (an empty optional)
 Values = dict[str, Value]
-Segment = Callable[[Sequence[Array]], Sequence[Array]]
 Step = Callable[[Values], None]
 
 
@@ -33,6 +30,7 @@ class Runner:
         self._constants = constants
         self._steps = [self._step(instruction, segments) for instruction in region.instructions]
         self._outputs = region.outputs
+        self.in_place = InPlace.of(region, segments, constants)
 
     def run(self, inputs: Sequence[Value], around: Mapping[str, Value]) -> list[Value]:
         """The outputs; around: values that the region reads without being given them, and others."""
@@ -71,34 +69,22 @@ class Runner:
         return lambda given, values: control(node, regions, given, values)
 
 
-def _truth(value: Array, node: Node) -> bool:
-    if value.size != 1:
-        raise PlanError(f"{node.op} '{node.name}': its condition is {value.dtype}{list(value.shape)}, not one truth")
-    return bool(value.reshape(-1)[0])
-
-
 def _if(node: Node, regions: Sequence[Runner], given: Sequence[Value], around: Values) -> list[Value]:
-    return regions[0 if _truth(given[0], node) else 1].run((), around)
+    return regions[0 if truth(given[0], node) else 1].run((), around)
 
 
 def _loop(node: Node, regions: Sequence[Runner], given: Sequence[Value], around: Values) -> list[Value]:
     """Runs the body until its condition fails, `given[0]` times at most; what it makes beside condition and carried
     values is stacked."""
-    most, condition, carried = given[0], given[1] if len(given) > 1 else None, list(given[2:])
     (body,) = regions
-    kept = len(carried)
-    stacks: list[list[Value]] = [[] for _ in body.region.outputs[1 + kept:]]
-    limit = None if most is None else int(most.reshape(-1)[0])
-    going = condition is None or _truth(condition, node)
-    for index in count():
-        if not going or limit is not None and index >= limit:
-            break
-        ended, *made = body.run((np.array(index, np.int64), np.array(True), *carried), around)
-        carried, going = made[:kept], _truth(ended, node)
-        for stack, value in zip(stacks, made[kept:], strict=True):
-            stack.append(value)
-    kinds = body.region.kinds[1 + kept:]
-    return carried + [_stacked(stack, kind, 0) for stack, kind in zip(stacks, kinds, strict=True)]
+    most, condition = given[0], given[1] if len(given) > 1 else None
+    limit = None if most is None else max(int(most.reshape(-1)[0]), 0)
+    steps = Iteration(node, list(given[2:]), limit=limit, counted=True)
+    if condition is not None and not truth(condition, node):
+        steps.limit = 0
+    steps.run(body, around)
+    kinds = body.region.kinds[1 + len(steps.carried):]
+    return steps.carried + [_stacked(stack, kind, 0) for stack, kind in zip(steps.stacks, kinds, strict=True)]
 
 
 def _scan(node: Node, regions: Sequence[Runner], given: Sequence[Value], around: Values) -> list[Value]:
@@ -117,15 +103,12 @@ def _scan(node: Node, regions: Sequence[Runner], given: Sequence[Value], around:
 
     slices = [np.moveaxis(source, axis, 0)[::-1 if backward else 1] for source, axis, backward in zip(
         sources, attribute("scan_input_axes", scanned), attribute("scan_input_directions", scanned), strict=True)]
-    stacks: list[list[Value]] = [[] for _ in range(makes)]
-    for items in zip(*slices, strict=True):
-        made = body.run((*carried, *(np.require(item, None, "C") for item in items)), around)
-        carried = made[:kept]
-        for stack, value in zip(stacks, made[kept:], strict=True):
-            stack.append(value)
-    return carried + [_stacked(stack[::-1] if backward else stack, kind, axis) for stack, kind, axis, backward in zip(
-        stacks, body.region.kinds[kept:], attribute("scan_output_axes", makes),
-        attribute("scan_output_directions", makes), strict=True)]
+    steps = Iteration(node, carried, slices, len(slices[0]))
+    steps.run(body, around)
+    return steps.carried + [
+        _stacked(stack[::-1] if backward else stack, kind, axis) for stack, kind, axis, backward in zip(
+            steps.stacks, body.region.kinds[kept:], attribute("scan_output_axes", makes),
+            attribute("scan_output_directions", makes), strict=True)]
 
 
 def _scan_batch(node: Node, regions: Sequence[Runner], given: Sequence[Value], around: Values) -> list[Value]:

@@ -130,7 +130,7 @@ class OpenEngine:
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """As Engine.run, for any shapes that the model and the profiles allow."""
         arrays = {name: as_in_memory(np.asarray(value)) for name, value in feeds.items()}
-        engine = self._of(arrays)
+        engine = self.for_feed(arrays)
         if self.part.deciding:
             arrays = {name: array for name, array in arrays.items() if name not in self.part.deciding}
         return engine.run_arrays(arrays)
@@ -200,7 +200,7 @@ class OpenEngine:
 
     def timed(self, feeds: Mapping[str, Array], batch: int, repeats: int) -> list[tuple[Step, float]]:
         """As ExecutionContext.profile, for a feed."""
-        context = self._of(feeds).create_context()
+        context = self.for_feed(feeds).create_context()
         try:
             return context.profile(batch, repeats)
         finally:
@@ -208,9 +208,10 @@ class OpenEngine:
 
     def plan_of(self, feeds: Mapping[str, Array]) -> Plan:
         """The specialisation that runs a feed."""
-        return self._of(feeds).plan
+        return self.for_feed(feeds).plan
 
-    def _of(self, feeds: Mapping[str, Array]) -> Engine:
+    def for_feed(self, feeds: Mapping[str, Array]) -> Engine:
+        """The specialisation that runs a feed; deciding inputs are none of its."""
         return self.at({name: array.shape for name, array in feeds.items()}, feeds)
 
     def whole_plan(self) -> Plan:

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import threading
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +18,7 @@ from engines.ir.dtypes import as_in_memory, as_named, dtype_named, memory_dtype
 from engines.ir.graph import Array
 from engines.plan.extents import Shapes, extents_of
 from engines.plan.plan import IoTensor, Plan, SegmentPart, Step
-from engines.runtime.engine import Engine
+from engines.runtime.engine import Engine, ExecutionContext
 from engines.runtime.interpreter import Runner
 from engines.runtime.open_engine import OpenEngine
 from engines.runtime.staged import StagedContext
@@ -31,6 +33,17 @@ class SegmentMaker(Protocol):
     def plan(self, part: SegmentPart, feed: Mapping[str, Array]) -> Plan: ...
 
 
+@dataclass(frozen=True)
+class _Bound:
+    """engines.runtime.iteration.Bound."""
+    context: ExecutionContext
+    inputs: Mapping[str, Array]
+    outputs: Mapping[str, Array]
+
+    def run(self) -> None:
+        self.context.execution.run(1)
+
+
 class Segment:
     """A segment ready to run: an engine for each set of types that its inputs have had, made when it is met."""
 
@@ -40,16 +53,35 @@ class Segment:
         self._engines = {_signature_of(plan): engine(plan) for plan in part.plans}
 
     def __call__(self, given: Sequence[Array]) -> list[Array]:
-        signature = tuple((array.dtype, array.ndim) for array in given)
         feed = dict(zip(self.part.inputs, given, strict=True))
+        engine = self._engine_for(feed)
+        made = engine.run(feed)
+        return [as_named(made[io.name], io.dtype) for io in engine.outputs]     # bits would be integers to the next
+
+    @contextmanager
+    def bound(self, given: Sequence[Array]) -> Iterator[_Bound]:
+        """The segment with memory for what is given, which the inputs hold; lent to the caller."""
+        feed = dict(zip(self.part.inputs, map(as_in_memory, given), strict=True))
+        engine = self._engine_for(dict(zip(self.part.inputs, given, strict=True)))
+        if isinstance(engine, OpenEngine):
+            engine = engine.for_feed(feed)
+        with engine.lent() as context:
+            inputs = {io.name: context.input(io.name) for io in engine.inputs}
+            for name, place in inputs.items():
+                np.copyto(place, feed[name])
+            yield _Bound(context, inputs, {io.name: as_named(context.output(io.name), io.dtype)
+                                           for io in engine.outputs})
+
+    def _engine_for(self, feed: Mapping[str, Array]) -> SegmentEngine:
+        """For the types of what it is fed."""
+        signature = tuple((array.dtype, array.ndim) for array in feed.values())
         engine = self._engines.get(signature)
         if engine is None:
             with self._lock:
                 if signature not in self._engines:
                     self._engines[signature] = self._engine(self._maker().plan(self.part, feed))
                 engine = self._engines[signature]
-        made = engine.run(feed)
-        return [as_named(made[io.name], io.dtype) for io in engine.outputs]     # bits would be integers to the next
+        return engine
 
     @property
     def plans(self) -> tuple[Plan, ...]:

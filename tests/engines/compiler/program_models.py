@@ -52,6 +52,33 @@ def until_large() -> onnx.ModelProto:
                         "bound": np.array(100, np.float32)})
 
 
+def exchanged() -> onnx.ModelProto:
+    """Two states that change places at each step, and rows by a number that a step hands on; both states, all sums."""
+    body = region("body", [
+        node("Gather", "x at", "row", axis=0), node("Add", "at one", "next"), node("Add", "b row", "sum"),
+        node("Less", "next rows", "goes_on")],
+        [("i", INT64, []), ("going", BOOL, []), ("at", INT64, []), ("a", FLOAT, [5]), ("b", FLOAT, [5])],
+        "goes_on next sum a b", {"goes_on": BOOL, "next": INT64})
+    return small_model(
+        [node("Shape", "x", "shape"), node("Gather", "shape zero", "rows", axis=0),
+         node("Loop", "- yes zero start start", "steps y z all", body=body)],
+        {"x": ["T", 5]}, ["steps", "y", "z", "all"],
+        {"start": random(5), "yes": np.array(True), "zero": np.array(0), "one": np.array(1)})
+
+
+def grown() -> onnx.ModelProto:
+    """What has come so far, longer at each step, and its largest value at each."""
+    body = region("body", [
+        node("Identity", "going", "goes_on"), node("Gather", "x i", "row", axis=0),
+        node("Concat", "sofar row", "longer", axis=0), node("ReduceMax", "longer", "most", keepdims=0)],
+        [("i", INT64, []), ("going", BOOL, []), ("sofar", FLOAT, ["n"])], "goes_on longer most", {"goes_on": BOOL})
+    return small_model(
+        [node("Shape", "x", "shape"), node("Gather", "shape zero", "rows", axis=0),
+         node("Loop", "rows yes start", "y most", body=body)],
+        {"x": ["T", 5]}, ["y", "most"],
+        {"start": np.zeros(1, np.float32), "yes": np.array(True), "zero": np.array(0)})
+
+
 def scanned() -> onnx.ModelProto:
     """Running sums of the columns of x, from the last one on, and their squares."""
     body = region("body", [node("Add", "sum column", "next"), node("Mul", "next next", "square")],

@@ -13,6 +13,7 @@ from engines.errors import InputError, PlanTargetError
 from engines.ir.graph import Array
 from engines.loading import engine_of
 from engines.plan.file import read_plan
+from engines.runtime.iteration import InPlace
 from engines.runtime.program_engine import ProgramEngine
 from tests.engines.compiler import program_models as models
 from tests.engines.compiler.open_models import by_onnx_runtime, node, random
@@ -25,6 +26,8 @@ def fed(*shape: int, seed: int = 3) -> dict[str, Array]:
 
 CASES = {
     "a Loop over steps": (models.running_sum(), [fed(4, 5), fed(1, 5), fed(7, 5)]),
+    "a Loop that exchanges its states": (models.exchanged(), [fed(4, 5), fed(1, 5)]),
+    "a Loop whose state grows": (models.grown(), [fed(3, 5)]),
     "an If in a Loop": (models.until_large(), [{"x": np.full(n, 0.5, np.float32)} for n in (1, 6)]),
     "a Scan from behind": (models.scanned(), [fed(3, 4), fed(3, 1)]),
     "rows that data choose": (models.chosen_rows(), [fed(9, 6), fed(5, 6, seed=8)]),
@@ -67,6 +70,22 @@ def test_weights_that_a_loop_carries_are_constants_of_its_body() -> None:
     (loop,) = (one for one in plan.program.main.instructions if one.op == "Loop")
     (step,) = (one for one in loop.regions[0].instructions if not one.op)
     assert "w" in plan.program.segments[step.segment].reads and len(loop.inputs) == 3
+
+
+@pytest.mark.parametrize(("model", "expected"), [
+    (models.running_sum(), True), (models.exchanged(), True), (models.scanned(), True), (models.grown(), False)])
+def test_a_body_that_is_one_segment_is_repeated_in_place(
+        model: onnx.ModelProto, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless what it carries grows."""
+    found, run = [], InPlace.run
+
+    def spied(*given: Any) -> bool:
+        found.append(run(*given))
+        return found[-1]
+
+    monkeypatch.setattr(InPlace, "run", spied)
+    built(model)
+    assert found == [expected]
 
 
 def test_values_are_dropped_when_nobody_needs_them() -> None:

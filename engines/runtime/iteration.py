@@ -1,0 +1,191 @@
+"""Loop and Scan: a body that runs again and again. A step has rows of sequences, and what the step before handed on;
+what it makes beside that is stacked.
+
+Most bodies gather rows of tensors from around and are one segment beside that. Such a body runs in place: its segment
+is bound to a context once; a step copies a few rows into the context's inputs, and runs it. Any other body is a region
+like others, with new values at each step.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Protocol
+
+import numpy as np
+
+from engines.errors import PlanError
+from engines.ir.dtypes import as_in_memory, as_named
+from engines.ir.graph import Array, Node
+from engines.plan.program import Instruction, Region
+
+Value = Any                                     # an array, a list of them (a sequence), or None (an empty optional)
+
+
+class Bound(Protocol):
+    """A segment and the memory of its inputs and outputs, for as long as its shapes stay."""
+
+    @property
+    def inputs(self) -> Mapping[str, Array]:
+        """As they lie in memory; none for those that it has been specialised for."""
+
+    @property
+    def outputs(self) -> Mapping[str, Array]:
+        """In the dtypes that they have by name."""
+
+    def run(self) -> None: ...
+
+
+class Segment(Protocol):
+    """engines.runtime.program_engine.Segment."""
+
+    def __call__(self, given: Sequence[Array]) -> Sequence[Array]: ...
+
+    def bound(self, given: Sequence[Array]) -> AbstractContextManager[Bound]:
+        """Lent to the caller; the inputs hold what is given."""
+
+
+class Body(Protocol):
+    @property
+    def region(self) -> Region: ...
+    @property
+    def in_place(self) -> InPlace | None: ...
+    def run(self, inputs: Sequence[Value], around: Mapping[str, Value]) -> list[Value]: ...
+
+
+@dataclass
+class Iteration:
+    """The steps of one Loop or Scan.
+
+    carried     what the first step begins with, then what the last one has made
+    rows        tensors of which step i has element i
+    limit       how many steps there are at most
+    counted     a Loop: the body begins with the number of the step, and first makes whether there is another one
+    stacks      what the steps have made for each stacked output
+    """
+    node: Node
+    carried: list[Value]
+    rows: Sequence[Array] = ()
+    limit: int | None = None
+    counted: bool = False
+    stacks: list[list[Value]] = field(default_factory=list)
+
+    def run(self, body: Body, around: Mapping[str, Value]) -> None:
+        self.stacks = [[] for _ in body.region.outputs[self.counted + len(self.carried):]]
+        if body.in_place is None or self.limit == 0 or not body.in_place.run(self, around):
+            self._run_anew(body, around)
+
+    def _run_anew(self, body: Body, around: Mapping[str, Value]) -> None:
+        kept = len(self.carried)
+        for index in count():
+            if index == self.limit:
+                break
+            head = (np.array(index, np.int64), np.array(True)) if self.counted else ()
+            rows = (np.require(row[index], None, "C") for row in self.rows)
+            made = body.run((*head, *self.carried, *rows), around)
+            going = truth(made.pop(0), self.node) if self.counted else True
+            self.carried = made[:kept]
+            for stack, value in zip(self.stacks, made[kept:], strict=True):
+                stack.append(value)
+            if not going:
+                break
+
+
+def truth(value: Array, node: Node) -> bool:
+    if value.size != 1:
+        raise PlanError(f"{node.op} '{node.name}': its condition is {value.dtype}{list(value.shape)}, not one truth")
+    return bool(value.reshape(-1)[0])
+
+
+@dataclass(frozen=True)
+class _Gather:
+    """A row of a tensor that stays, by a number among the body's inputs."""
+    source: str
+    index: str
+    row: str
+
+
+class InPlace:
+    """A body that is one segment, behind Gathers of rows."""
+
+    def __init__(self, region: Region, gathers: Sequence[_Gather], last: Instruction, segment: Segment,
+                 constants: Mapping[str, Array]) -> None:
+        self._region, self._gathers, self._last, self._segment = region, gathers, last, segment
+        self._constants = constants
+
+    @staticmethod
+    def of(region: Region, segments: Sequence[Segment], constants: Mapping[str, Array]) -> InPlace | None:
+        """The region as such a body; None: it is another one."""
+        if not region.instructions:
+            return None
+        *first, last = region.instructions
+        if last.op or any(one.op != "Gather" or one.node["attrs"].get("axis", 0) for one in first):
+            return None
+        gathers = [_Gather(*one.inputs, *one.outputs) for one in first]
+        if any(gather.source in region.inputs or gather.index not in region.inputs for gather in gathers):
+            return None
+        if not {*last.outputs, *region.inputs}.issuperset(region.outputs):
+            return None
+        return InPlace(region, gathers, last, segments[last.segment], constants)
+
+    def run(self, steps: Iteration, around: Mapping[str, Value]) -> bool:
+        """False: it cannot be run so, and nothing has happened."""
+        if not all(isinstance(value, np.ndarray) for value in steps.carried) or not all(map(len, steps.rows)):
+            return False
+        head = (np.array(0, np.int64), np.array(True)) if steps.counted else ()
+        values = dict(zip(self._region.inputs, (*head, *steps.carried, *(row[0] for row in steps.rows)), strict=True))
+        sources = {gather.source: self._outer(gather.source, around) for gather in self._gathers}
+        if any(values[gather.index].ndim for gather in self._gathers):
+            return False
+        values.update({gather.row: self._row(gather, sources, values) for gather in self._gathers})
+        given = [np.require(values[name] if name in values else self._outer(name, around), None, "C")
+                 for name in self._last.inputs]
+        with self._segment.bound(given) as bound:
+            if any(name in values and name not in bound.inputs for name in self._last.inputs):
+                return False            # specialised for a value that changes
+            places = {name: bound.inputs[name] if name in bound.inputs else np.array(as_in_memory(value))
+                      for name, value in values.items()}
+            return self._repeat(steps, places, sources, bound)
+
+    def _outer(self, name: str, around: Mapping[str, Value]) -> Array:
+        found: Array = around[name] if name in around else self._constants[name]
+        return found
+
+    def _row(self, gather: _Gather, sources: Mapping[str, Array], places: Mapping[str, Array]) -> Array:
+        row: Array = sources[gather.source][places[gather.index].item(), ...]
+        return row
+
+    def _repeat(self, steps: Iteration, places: Mapping[str, Array], sources: Mapping[str, Array],
+                bound: Bound) -> bool:
+        """places: what a step reads, in memory."""
+        formals, results = self._region.inputs[2 * steps.counted:], self._region.outputs[steps.counted:]
+        kept = len(steps.carried)
+        made = {**places, **bound.outputs}
+        carries = [(places[name], as_in_memory(made[result]))
+                   for name, result in zip(formals, results[:kept], strict=False)]
+        apart = not any(np.may_share_memory(place, source) for place, _ in carries for _, source in carries)
+        going = made[self._region.outputs[0]] if steps.counted else np.array(True)
+        if going.size != 1 or any(place.shape != source.shape or place.dtype != source.dtype
+                                  for place, source in carries):
+            return False                # it grows
+        number = places[self._region.inputs[0]] if steps.counted else np.array(0)
+        rows = [(places[gather.row], as_in_memory(sources[gather.source]), places[gather.index])
+                for gather in self._gathers]
+        rows += [(places[name], as_in_memory(row), number)
+                 for name, row in zip(formals[kept:], steps.rows, strict=True)]
+        stacked = [(stack, made[name]) for stack, name in zip(steps.stacks, results[kept:], strict=True)]
+        for index in count(1):
+            bound.run()
+            for stack, value in stacked:
+                stack.append(value.copy())
+            for place, source in carries if apart else [(place, source.copy()) for place, source in carries]:
+                np.copyto(place, source)
+            if index == steps.limit or not going.item():
+                break
+            number[...] = index
+            for place, source, counter in rows:
+                np.copyto(place, source[counter.item()])
+        steps.carried = [as_named(place.copy(), value.dtype.name)
+                         for (place, _), value in zip(carries, steps.carried, strict=True)]
+        return True
