@@ -125,7 +125,7 @@ class InPlace:
         gathers = [_Gather(*one.inputs, *one.outputs) for one in first]
         if any(gather.source in region.inputs or gather.index not in region.inputs for gather in gathers):
             return None
-        if not {*last.outputs, *region.inputs}.issuperset(region.outputs):
+        if not {*last.outputs, *region.inputs, *(gather.row for gather in gathers)}.issuperset(region.outputs):
             return None
         return InPlace(region, gathers, last, segments[last.segment], constants)
 

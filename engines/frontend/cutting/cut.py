@@ -21,6 +21,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
+from engines.frontend.cutting.ahead import make_ahead
 from engines.frontend.cutting.facts import (
     BY_VALUE,
     CONTROL,
@@ -67,9 +68,10 @@ def cut(source: OnnxModel, by_host: Collection[str] = ()) -> Cut:
     graph = in_one_scope(source.proto.graph)
     read_from_around(graph)
     model = helper.make_model(graph, opset_imports=source.proto.opset_import, ir_version=source.proto.ir_version)
+    make_ahead(model, source.weights)
     cutter = _Cutter(source, model, frozenset(by_host))
     inputs = tuple(value.name for value in graph.input if value.name not in source.weights)
-    main = cutter.region(graph, inputs, {name: _Value(-1, False, False, True) for name in inputs}, loop=False)
+    main = cutter.region(model.graph, inputs, {name: _Value(-1, False, False, True) for name in inputs}, loop=False)
     texts = {name: _text(array) for name, array in cutter.texts.items()}
     return Cut(main, tuple(cutter.segments), cutter.weights, texts)
 
@@ -101,7 +103,7 @@ class _Cutter:
     weights: dict[str, Array] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.kinds = kinds_of(self.model)
+        self.kinds = kinds_of(self.model, self.source.weights)
         self.opsets = {entry.domain.replace("ai.onnx", "") if entry.domain == "ai.onnx" else entry.domain: entry.version
                        for entry in self.model.opset_import}
         self.weights = {name: array for name, array in self.source.weights.items() if array.dtype.kind not in "OUS"}

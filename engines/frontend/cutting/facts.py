@@ -5,8 +5,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 import onnx
+from onnx import helper, numpy_helper
 
 from engines.frontend.branches import made_in
+from engines.ir.graph import Array
 
 # Inputs whose values the importer must know, by operator of the default domain: shapes follow from them.
 BY_VALUE: Mapping[str, tuple[int, ...]] = {
@@ -24,6 +26,7 @@ NO_TENSORS = frozenset({        # sequences, optionals, strings
     "SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert", "SequenceLength", "SplitToSequence",
     "StringConcat", "StringNormalizer", "StringSplit"})
 CONTROL = frozenset({"If", "Loop", "Scan", "SequenceMap"})
+_SHAPES = 64            # elements that a tensor of extents or axes may have
 Kinds = Mapping[str, onnx.TypeProto]        # of tensors, as far as ONNX infers them
 
 
@@ -57,10 +60,11 @@ def may_need_cuts(graph: onnx.GraphProto) -> bool:
         for value in (*graph.input, *graph.output))
 
 
-def kinds_of(model: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
-    """What ONNX infers of the tensors of a model and of the graphs in it, whose names are all different."""
+def kinds_of(model: onnx.ModelProto, weights: Mapping[str, Array]) -> dict[str, onnx.TypeProto]:
+    """What ONNX infers of the tensors of a model and of the graphs in it, whose names are all different. weights: those
+    that are not in the model."""
     with suppress(Exception):   # it raises many kinds; what it does not infer is taken for any tensor
-        model = onnx.shape_inference.infer_shapes(model)
+        model = onnx.shape_inference.infer_shapes(_with_weights(model, weights))
     found: dict[str, onnx.TypeProto] = {}
 
     def look(graph: onnx.GraphProto) -> None:
@@ -72,6 +76,20 @@ def kinds_of(model: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
 
     look(model.graph)
     return found
+
+
+def _with_weights(model: onnx.ModelProto, weights: Mapping[str, Array]) -> onnx.ModelProto:
+    """A copy that has small weights, which may be shapes, and the types of the others, as of inputs."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    known = {value.name for value in copy.graph.input}
+    for name, array in weights.items():
+        if array.size <= _SHAPES:
+            copy.graph.initializer.append(numpy_helper.from_array(array, name))
+        elif name not in known:
+            copy.graph.input.append(helper.make_tensor_value_info(
+                name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape))
+    return copy
 
 
 def holds_numbers(kind: onnx.TypeProto | None) -> bool:

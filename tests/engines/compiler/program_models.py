@@ -52,6 +52,30 @@ def until_large() -> onnx.ModelProto:
                         "bound": np.array(100, np.float32)})
 
 
+def recurrent() -> onnx.ModelProto:
+    """h' = tanh(relu(x[i]) w + b + h r) over the rows of x, by a Loop whose weights are its own and which counts by
+    itself, and by a Scan over columns of them, from the last one on."""
+    step = [node("Relu", "{0}row", "{0}positive"), node("MatMul", "{0}positive {0}w", "{0}p"),
+            node("Add", "{0}p b", "{0}q"), node("MatMul", "{0}h_in r", "{0}s"), node("Add", "{0}q {0}s", "{0}t"),
+            node("Tanh", "{0}t", "{0}h_out"), node("Identity", "{0}h_out", "{0}all")]
+
+    def steps(mark: str) -> list[onnx.NodeProto]:
+        return [onnx.NodeProto.FromString(one.SerializeToString().replace(b"{0}", mark.encode() * 3)) for one in step]
+
+    loop = region("loop", [
+        node("Identity", "going", "goes_on"), node("Gather", "x at", "lllrow", axis=0), node("Add", "one at", "next"),
+        *steps("l")], [("i", INT64, []), ("going", BOOL, []), ("at", INT64, []), ("lllh_in", FLOAT, [1, 5])],
+        "goes_on next lllh_out lllall", {"goes_on": BOOL, "next": INT64}, {"lllw": random(6, 5)})
+    scan = region("scan", steps("s"), [("sssh_in", FLOAT, [1, 5]), ("sssrow", FLOAT, [1, 6])], "sssh_out sssall")
+    return small_model(
+        [node("Shape", "x", "shape"), node("Gather", "shape zero", "rows", axis=0),
+         node("Loop", "rows yes zero h", "steps y all", body=loop),
+         node("Scan", "h x", "z others", body=scan, num_scan_inputs=1, scan_input_directions=[1])],
+        {"x": ["T", 1, 6]}, ["y", "all", "z", "others"],
+        {"sssw": random(6, 5, seed=2), "r": random(5, 5), "b": random(5), "h": np.zeros((1, 5), np.float32),
+         "yes": np.array(True), "zero": np.array(0), "one": np.array(1)})
+
+
 def exchanged() -> onnx.ModelProto:
     """Two states that change places at each step, and rows by a number that a step hands on; both states, all sums."""
     body = region("body", [

@@ -10,6 +10,8 @@ import pytest
 
 from engines import build_engine, load_engine
 from engines.errors import InputError, PlanTargetError
+from engines.frontend.cutting.cut import cut
+from engines.frontend.onnx_file import read_model
 from engines.ir.graph import Array
 from engines.loading import engine_of
 from engines.plan.file import read_plan
@@ -26,6 +28,7 @@ def fed(*shape: int, seed: int = 3) -> dict[str, Array]:
 
 CASES = {
     "a Loop over steps": (models.running_sum(), [fed(4, 5), fed(1, 5), fed(7, 5)]),
+    "a product of rows in a Loop and in a Scan": (models.recurrent(), [fed(4, 1, 6), fed(1, 1, 6)]),
     "a Loop that exchanges its states": (models.exchanged(), [fed(4, 5), fed(1, 5)]),
     "a Loop whose state grows": (models.grown(), [fed(3, 5)]),
     "an If in a Loop": (models.until_large(), [{"x": np.full(n, 0.5, np.float32)} for n in (1, 6)]),
@@ -86,6 +89,25 @@ def test_a_body_that_is_one_segment_is_repeated_in_place(
     monkeypatch.setattr(InPlace, "run", spied)
     built(model)
     assert found == [expected]
+
+
+def test_products_of_rows_are_made_before_the_first_step() -> None:
+    """With what is before and behind them; of rows of a weight they are not, for a step chooses one of many."""
+    def operators(model: onnx.ModelProto) -> tuple[list[str], list[list[str]]]:
+        found = cut(read_model(model))
+        made = [[one.op_type for one in onnx.load_from_string(segment.model).graph.node] for segment in found.segments]
+        inner = {one.segment for outer in found.main.instructions for body in outer.regions
+                 for one in body.instructions}
+        return [op for i, ops in enumerate(made) if i not in inner for op in ops], [
+            ops for i, ops in enumerate(made) if i in inner]
+
+    outer, (loop, scan) = operators(models.recurrent())
+    assert outer.count("MatMul") == outer.count("Relu") == outer.count("Add") == 2
+    assert scan == ["MatMul", "Add", "Tanh", "Identity"] and loop[-4:] == scan
+    table = models.recurrent()
+    table.graph.initializer.append(onnx.numpy_helper.from_array(random(9, 1, 6), "table"))
+    table.graph.node[2].attribute[0].g.node[1].input[0] = "table"
+    assert "Relu" in operators(table)[1][0]
 
 
 def test_values_are_dropped_when_nobody_needs_them() -> None:
