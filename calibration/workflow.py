@@ -19,9 +19,9 @@ from calibration.open_data import CalibrationData, Feed, Source, digest_of_data,
 from calibration.search import CANDIDATES, Errors, compare, search
 from calibration.smoothing import ALPHAS, ChannelPeaks, smoothing_factors
 from calibration.table import CalibrationTable, load_or_make, make_table
-from engines.compiler.build import Calibrated, Notify, Progress
 from engines.compiler.builder import TRIAL_BATCH
 from engines.compiler.engine_cache import sources_digest
+from engines.compiler.ranges import Calibrated, Notify, Progress
 from engines.compiler.subject import KEPT, Subject
 from engines.errors import ConfigError
 from engines.ir.graph import Array, Graph
@@ -101,6 +101,14 @@ class Calibration:
             return None
         first, *_ = self.open(inputs, pixels).limit(1)
         return first
+
+    def items(self, inputs: Sequence[IoTensor], most: int) -> list[Feed]:
+        """The first items; none if there is only a cache."""
+        return [] if self.data is None else list(self.open(inputs).limit(most).batches(1))
+
+    def of(self, feeds: Sequence[Feed]) -> Calibration:
+        """The same for other data, which are not in the cache."""
+        return Calibration(list(feeds), self.calibrator)
 
     def calibrate(self, subject: Subject, notify: Notify, progress: Progress) -> Calibrated:
         """Ranges from the cache, if one fits, else from the data. Raises EngineErrors about options, data and cache."""

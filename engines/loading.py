@@ -13,7 +13,7 @@ from engines.runtime.engine import Engine
 
 if TYPE_CHECKING:
     from engines.runtime.open_engine import SpecialisationMaker
-    from engines.runtime.program_engine import AnyEngine, ProgramEngine, SegmentEngine, SegmentMaker
+    from engines.runtime.program_engine import AnyEngine, ProgramEngine, SegmentEngine, SegmentMaker, Watch
 
 
 def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismatch: str = "relower",
@@ -68,18 +68,19 @@ def _graph_engine(plan: Plan, threads: int = 1, on_target_mismatch: str = "relow
 
 
 def program_engine(plan: Plan, threads: int = 1, engine: Callable[[Plan], SegmentEngine] | None = None,
-                   maker: Callable[[], SegmentMaker] | None = None) -> ProgramEngine:
-    """The engine of a program. engine: makes those of its segments; maker: gives what compiles more of them."""
+                   maker: Callable[[], SegmentMaker] | None = None, watch: Watch | None = None) -> ProgramEngine:
+    """The engine of a program. engine: makes those of its segments; maker: gives what compiles more of them; watch:
+    called with all that they are fed."""
     from engines.runtime.program_engine import ProgramEngine
     return ProgramEngine(plan, engine or (lambda part: _graph_engine(part, threads, empty=True)),
-                         maker or (lambda: _segment_maker(plan)), threads)
+                         maker or (lambda: _segment_maker(plan)), threads, watch)
 
 
 def _segment_maker(plan: Plan) -> SegmentMaker:
     """Raises PlanTargetError: the compiler is not installed."""
     assert plan.program is not None
     try:
-        from engines.compiler.programs import SegmentMaker
+        from engines.compiler.segments import SegmentMaker
     except ImportError as error:
         raise PlanTargetError(f"{plan.name}: to run it on what it was not tried on, install what is missing ({error})"
                               ) from error

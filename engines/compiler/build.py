@@ -13,51 +13,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from engines.compiler.builder import BuildConfig, Builder
 from engines.compiler.engine_cache import EngineCache, model_digest
 from engines.compiler.programs import plan_of
+from engines.compiler.ranges import Notify, Progress, RangeSource
+from engines.compiler.segments import Watched
 from engines.compiler.specialise import compiled
 from engines.compiler.subject import Subject
 from engines.errors import ConfigError, ModelError
 from engines.frontend.onnx_file import Model, read_model
 from engines.ir.graph import Array
-from engines.ir.recipe import Recipe
 from engines.loading import engine_of
 from engines.machine.cpu import detect
 from engines.passes.quantization.given import is_quantised
 from engines.plan.coverage import Coverage, coverage_of
 from engines.plan.file import write_plan
-from engines.plan.plan import IoTensor, Plan
+from engines.plan.plan import Plan
 from engines.runtime.program_engine import AnyEngine
 
-Notify = Callable[[str], None]
-Progress = Callable[[str, int, int, str], None]     # (stage, done, of, what): see build_engine
-
-
-@dataclass(frozen=True)
-class Calibrated:
-    """What calibration finds of a model, and what the plan's metadata is to say of it."""
-    recipe: Recipe
-    report: Mapping[str, Any]
-
-
-class RangeSource(Protocol):
-    """Where an INT8 build takes its ranges from; calibration.Calibration is one."""
-
-    @property
-    def cache(self) -> str | os.PathLike[str]:
-        """The file that `calibrate` keeps ranges in; "" if there is none."""
-
-    def facts(self) -> Mapping[str, Any]:
-        """All that changes the ranges beside the model and that file, as JSON would hold it."""
-
-    def first(self, inputs: Sequence[IoTensor], pixels: bool) -> Mapping[str, Array] | None:
-        """An item of the data; None: there are none. Raises EngineErrors about the data."""
-
-    def calibrate(self, subject: Subject, notify: Notify, progress: Progress) -> Calibrated:
-        """The ranges of the model's edges. Raises EngineErrors about the data."""
+MOST_ITEMS = 32         # on which a program runs to be calibrated: each may have shapes of its own
 
 
 @dataclass(frozen=True)
@@ -155,7 +131,7 @@ class _Build:
         pixels = builder.config.pixels is not None
         source = read_model(self.model).with_constants(builder.config.constants)
         plan = plan_of(builder, source, lambda inputs: calibration.first(inputs, pixels) if calibration else None,
-                       self.say, self._of_graph)
+                       self.say, self._of_graph, self._watched())
         name = Path(self.model).name if isinstance(self.model, str | os.PathLike) else source.name
         said = {} if "notices" in plan.metadata else {"notices": list(self.notices)}
         return EngineBuild(replace(plan, metadata={"model": name, **plan.metadata, **said}), tuple(self.notices),
@@ -174,6 +150,18 @@ class _Build:
             found = calibration.calibrate(subject, self.say, self.progress)
             recipe, metadata = found.recipe, {**metadata, **found.report}
         return compiled(subject, recipe, metadata)
+
+    def _watched(self) -> Watched | None:
+        """How a program is calibrated, if it is to be."""
+        if (calibration := self.calibration) is None:
+            return None
+
+        def plan(subject: Subject, feeds: Sequence[Mapping[str, Array]]) -> Plan:
+            name = subject.source.name
+            found = calibration.of(feeds).calibrate(subject, lambda note: self.say(f"{name}: {note}"), self.progress)
+            return compiled(subject, found.recipe, found.report)
+
+        return Watched(lambda inputs: calibration.items(inputs, MOST_ITEMS), plan)
 
     def looked_up(self, cache: EngineCache) -> EngineBuild:
         """From the cache; else built, and kept there, while whoever wants the same waits."""

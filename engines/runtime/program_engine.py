@@ -9,26 +9,30 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
+from engines.backends.device import Execution
 from engines.errors import InputError
 from engines.ir.dtypes import as_in_memory, as_named, dtype_named, memory_dtype
 from engines.ir.graph import Array
 from engines.plan.extents import Shapes, extents_of
 from engines.plan.plan import IoTensor, Plan, SegmentPart, Step
-from engines.runtime.engine import Engine, ExecutionContext
+from engines.runtime.engine import Engine
 from engines.runtime.interpreter import Runner
 from engines.runtime.open_engine import OpenEngine
 from engines.runtime.staged import StagedContext
 
 SegmentEngine = Engine | OpenEngine
+Signature = tuple[tuple[np.dtype[Any], int], ...]       # dtype and number of axes of each input of a segment
+Watch = Callable[[SegmentPart, Mapping[str, Array]], None]
 NO_TENSORS = ("sequence", "optional", "map", "sparse_tensor", "")      # as IoTensor.dtype
 
 
 class SegmentMaker(Protocol):
-    """What compiles segments: engines.compiler.programs.SegmentMaker."""
+    """What compiles segments: engines.compiler.segments.SegmentMaker."""
 
     def plan(self, part: SegmentPart, feed: Mapping[str, Array]) -> Plan: ...
 
@@ -36,24 +40,38 @@ class SegmentMaker(Protocol):
 @dataclass(frozen=True)
 class _Bound:
     """engines.runtime.iteration.Bound."""
-    context: ExecutionContext
+    execution: Execution
     inputs: Mapping[str, Array]
     outputs: Mapping[str, Array]
 
     def run(self) -> None:
-        self.context.execution.run(1)
+        self.execution.run(1)
+
+
+@dataclass(frozen=True)
+class _WatchedBound(_Bound):
+    watch: Callable[[Mapping[str, Array]], None]
+    given: Mapping[str, Array]
+
+    def run(self) -> None:
+        self.watch({name: as_named(self.inputs.get(name, array), array.dtype.name)
+                    for name, array in self.given.items()})
+        super().run()
 
 
 class Segment:
     """A segment ready to run: an engine for each set of types that its inputs have had, made when it is met."""
 
     def __init__(self, part: SegmentPart, engine: Callable[[Plan], SegmentEngine], maker: Callable[[], SegmentMaker],
-                 lock: threading.Lock) -> None:
-        self.part, self._engine, self._maker, self._lock = part, engine, maker, lock
-        self._engines = {_signature_of(plan): engine(plan) for plan in part.plans}
+                 lock: threading.Lock, watch: Watch | None = None) -> None:
+        """watch: called with all that it is fed."""
+        self.part, self._engine, self._maker, self._lock, self._watch = part, engine, maker, lock, watch
+        self._engines = {signature_of_plan(plan): engine(plan) for plan in part.plans}
 
     def __call__(self, given: Sequence[Array]) -> list[Array]:
         feed = dict(zip(self.part.inputs, given, strict=True))
+        if self._watch:
+            self._watch(self.part, feed)
         engine = self._engine_for(feed)
         made = engine.run(feed)
         return [as_named(made[io.name], io.dtype) for io in engine.outputs]     # bits would be integers to the next
@@ -69,12 +87,13 @@ class Segment:
             inputs = {io.name: context.input(io.name) for io in engine.inputs}
             for name, place in inputs.items():
                 np.copyto(place, feed[name])
-            yield _Bound(context, inputs, {io.name: as_named(context.output(io.name), io.dtype)
-                                           for io in engine.outputs})
+            outputs = {io.name: as_named(context.output(io.name), io.dtype) for io in engine.outputs}
+            yield _Bound(context.execution, inputs, outputs) if self._watch is None else _WatchedBound(
+                context.execution, inputs, outputs, partial(self._watch, self.part), feed)
 
     def _engine_for(self, feed: Mapping[str, Array]) -> SegmentEngine:
         """For the types of what it is fed."""
-        signature = tuple((array.dtype, array.ndim) for array in feed.values())
+        signature = signature_of(feed)
         engine = self._engines.get(signature)
         if engine is None:
             with self._lock:
@@ -94,7 +113,11 @@ class Segment:
         return tuple(self._engines.values())
 
 
-def _signature_of(plan: Plan) -> tuple[tuple[np.dtype[Any], int], ...]:
+def signature_of(feed: Mapping[str, Array]) -> Signature:
+    return tuple((array.dtype, array.ndim) for array in feed.values())
+
+
+def signature_of_plan(plan: Plan) -> Signature:
     inputs = plan.open.inputs if plan.open else plan.inputs
     return tuple((dtype_named(io.dtype), len(io.shape)) for io in inputs)
 
@@ -106,13 +129,14 @@ class ProgramEngine:
     dependence = "the model runs as a program of several parts"
 
     def __init__(self, plan: Plan, engine: Callable[[Plan], SegmentEngine], maker: Callable[[], SegmentMaker],
-                 threads: int = 1) -> None:
+                 threads: int = 1, watch: Watch | None = None) -> None:
         """engine: makes the engine of a segment's plan. maker: called when a segment is to be compiled;
-        PlanTargetError: it cannot be, for the plan is stripped or the compiler is not installed."""
+        PlanTargetError: it cannot be, for the plan is stripped or the compiler is not installed. watch: called with
+        all that segments are fed."""
         assert plan.program is not None
         self.plan, self.part, self.threads = plan, plan.program, threads
         lock = threading.Lock()
-        self.segments = [Segment(part, engine, maker, lock) for part in self.part.segments]
+        self.segments = [Segment(part, engine, maker, lock, watch) for part in self.part.segments]
         texts = {name: np.array(text.words, object).reshape(text.shape) for name, text in self.part.texts.items()}
         self._main = Runner(self.part.main, self.segments, ChainMap(texts, self.part.weights))  # type: ignore[arg-type]
 

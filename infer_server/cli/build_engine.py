@@ -20,9 +20,10 @@ from calibration.calibrators import CALIBRATORS
 from calibration.data.preprocess import PRESETS, load_preprocess
 from calibration.workflow import Calibration
 from engines.backends import every_target
-from engines.compiler.build import EngineBuild, Notify, build_engine
+from engines.compiler.build import EngineBuild, build_engine
 from engines.compiler.builder import DEFAULT_MAX_BATCH, BuildConfig, Profile
 from engines.compiler.engine_cache import SIZE_VARIABLE, USUAL_GIB, EngineCache, usual_folder
+from engines.compiler.ranges import Notify
 from engines.compiler.specialise import graph_at
 from engines.errors import ConfigError
 from engines.frontend.inputs import Value

@@ -8,8 +8,8 @@ from tqdm import tqdm
 from calibration.accuracy.verify import OutputErrors, Verification, verify
 from calibration.data.items import Feed
 from calibration.workflow import Calibration
-from engines.compiler.build import Notify
 from engines.compiler.builder import BuildConfig
+from engines.compiler.ranges import Notify
 from engines.plan.file import read_plan
 from infer_server.cli.common import table
 

@@ -123,6 +123,26 @@ def chosen_rows() -> onnx.ModelProto:
         {"w": random(6, 4), "one": np.array([1]), "start": np.array([0]), "zero": np.array(0, np.float32)})
 
 
+def chosen_patches() -> onnx.ModelProto:
+    """A picture through a convolution; of its bright rows, as many as there are, a layer, and a Loop over them."""
+    body = region("body", [
+        node("Identity", "going", "goes_on"), node("Gather", "rows i", "row", axis=0),
+        node("MatMul", "h_in r", "p"), node("Add", "p row", "s"), node("Tanh", "s", "h_out")],
+        [("i", INT64, []), ("going", BOOL, []), ("h_in", FLOAT, [1, 16])], "goes_on h_out", {"goes_on": BOOL})
+    return small_model(
+        [node("Conv", "x k", "c", pads=[1, 1, 1, 1]), node("Relu", "c", "features"),
+         node("ReduceMean", "x axes", "means", keepdims=0), node("Greater", "means least", "bright"),
+         node("NonZero", "bright", "where"), node("Transpose", "where", "places", perm=[1, 0]),
+         node("Transpose", "features", "by_row", perm=[0, 2, 1, 3]), node("GatherND", "by_row places", "patches"),
+         node("Flatten", "patches", "flat"), node("MatMul", "flat w", "made"), node("Unsqueeze", "made one", "rows"),
+         node("Shape", "rows", "shape"), node("Gather", "shape zero", "count", axis=0),
+         node("Loop", "count yes h", "y", body=body)],
+        {"x": [1, 3, "H", 8]}, ["y"],
+        {"k": random(8, 3, 3, 3), "w": random(64, 16) / 16, "r": random(16, 16) / 8, "h": np.zeros((1, 16), np.float32),
+         "axes": np.array([1, 3]), "least": np.array(0, np.float32), "yes": np.array(True), "zero": np.array(0),
+         "one": np.array([1])})
+
+
 def detector() -> onnx.ModelProto:
     """Boxes and scores of two classes from features; the best ones, and their boxes."""
     return small_model(

@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 
+from calibration import Calibration
 from engines import build_engine, load_engine
 from engines.errors import InputError, PlanTargetError
 from engines.frontend.cutting.cut import cut
@@ -108,6 +109,21 @@ def test_products_of_rows_are_made_before_the_first_step() -> None:
     table.graph.initializer.append(onnx.numpy_helper.from_array(random(9, 1, 6), "table"))
     table.graph.node[2].attribute[0].g.node[1].input[0] = "table"
     assert "Relu" in operators(table)[1][0]
+
+
+def test_the_segments_of_a_program_are_calibrated_by_what_they_are_fed() -> None:
+    """Those in a Loop by all of its steps; items may have different shapes."""
+    model = models.chosen_patches()
+    data = [{"x": random(1, 3, height, 8, seed=height)} for height in (6, 6, 9)]
+    build = built(model, precision="int8", calibration=Calibration(data, "minmax"))
+    plans = [plan for segment in build.plan.program.segments for plan in segment.plans]
+    arithmetic = [step.precision for plan in plans for step in plan.machine.steps if step.macs]
+    assert arithmetic.count("int8") == 3 and {*arithmetic} == {"int8"}       # Conv, MatMul, and MatMul in the Loop
+    assert not [notice for notice in build.notices if "stays in float" in notice]
+    engine = build.engine()
+    for feed, error in (data[0], 0.03), (fed(1, 3, 12, 8), 0.1):        # one of the data, and one of another shape
+        expected = by_onnx_runtime(model, feed)["y"]
+        assert np.linalg.norm(engine.run(feed)["y"] - expected) < error * np.linalg.norm(expected)
 
 
 def test_values_are_dropped_when_nobody_needs_them() -> None:

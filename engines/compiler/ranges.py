@@ -1,0 +1,46 @@
+"""What an INT8 build asks for: ranges of a model's edges. calibration.Calibration gives them; the compiler takes them,
+and does not know where from."""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from engines.compiler.subject import Subject
+from engines.ir.graph import Array
+from engines.ir.recipe import Recipe
+from engines.plan.plan import IoTensor
+
+Notify = Callable[[str], None]
+Progress = Callable[[str, int, int, str], None]     # (stage, done, of, what): see build_engine
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What calibration finds of a model, and what the plan's metadata is to say of it."""
+    recipe: Recipe
+    report: Mapping[str, Any]
+
+
+class RangeSource(Protocol):
+    """Where an INT8 build takes its ranges from; calibration.Calibration is one."""
+
+    @property
+    def cache(self) -> str | os.PathLike[str]:
+        """The file that `calibrate` keeps ranges in; "" if there is none."""
+
+    def facts(self) -> Mapping[str, Any]:
+        """All that changes the ranges beside the model and that file, as JSON would hold it."""
+
+    def first(self, inputs: Sequence[IoTensor], pixels: bool) -> Mapping[str, Array] | None:
+        """An item of the data; None: there are none. Raises EngineErrors about the data."""
+
+    def calibrate(self, subject: Subject, notify: Notify, progress: Progress) -> Calibrated:
+        """The ranges of the model's edges. Raises EngineErrors about the data."""
+
+    def items(self, inputs: Sequence[IoTensor], most: int) -> Sequence[Mapping[str, Array]]:
+        """The first items of the data. Raises EngineErrors about them."""
+
+    def of(self, feeds: Sequence[Mapping[str, Array]]) -> RangeSource:
+        """The same for other data: what a part of the model was fed."""
