@@ -90,7 +90,7 @@ def _declared(builder: Builder, source: OnnxModel, found: Cut) -> Plan:
                     for name, kind in zip(found.main.outputs, found.main.kinds, strict=True))
     return Plan(source.name, config.precision, 0, inputs_of(source, config.shapes), outputs,
                 MachinePart(builder.backend, builder.target, (), (), (), ()), program=part,
-                dependence=ProgramEngine.dependence,
+                dependence="the model runs as a program of several parts",
                 metadata={"compiler": COMPILER_VERSION, "threads": config.threads})
 
 

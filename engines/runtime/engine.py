@@ -27,23 +27,10 @@ def _checked_cpus(cpus: Sequence[int] | None, threads: int) -> tuple[int, ...] |
     return tuple(cpus)
 
 
-class Engine:
-    """Thread-safe: `run` takes a context from a pool, or makes one if all are in use."""
-
-    def __init__(self, plan: Plan, threads: int = 1, cpus: Sequence[int] | None = None,
-                 beside: Engine | None = None) -> None:
-        """plan: as read from a file, or just built. beside: that of the plan which it shares constants with.
-
-        Raises PlanCorruptError, PlanTargetError, ConfigError.
-        """
-        if threads < 1:
-            raise ConfigError(f"threads={threads}: at least 1")
-        self._cpus = _checked_cpus(cpus, threads)
-        self.plan = plan
-        self.threads = threads
-        self._loaded: Loaded = device_of(plan.machine.backend).load(plan, threads, beside._loaded if beside else None)
-        self._feeds = Feeds(plan)
-        self._idle: deque[ExecutionContext] = deque()      # its append and pop are atomic
+class OfPlan:
+    """What an engine of any kind says of its plan."""
+    plan: Plan
+    threads: int
 
     @property
     def name(self) -> str:
@@ -69,8 +56,27 @@ class Engine:
 
     @property
     def deciding(self) -> tuple[str, ...]:
-        """None: see OpenEngine."""
+        """The inputs whose values decide what is computed."""
         return ()
+
+
+class Engine(OfPlan):
+    """Thread-safe: `run` takes a context from a pool, or makes one if all are in use."""
+
+    def __init__(self, plan: Plan, threads: int = 1, cpus: Sequence[int] | None = None,
+                 beside: Engine | None = None) -> None:
+        """plan: as read from a file, or just built. beside: that of the plan which it shares constants with.
+
+        Raises PlanCorruptError, PlanTargetError, ConfigError.
+        """
+        if threads < 1:
+            raise ConfigError(f"threads={threads}: at least 1")
+        self._cpus = _checked_cpus(cpus, threads)
+        self.plan = plan
+        self.threads = threads
+        self._loaded: Loaded = device_of(plan.machine.backend).load(plan, threads, beside._loaded if beside else None)
+        self._feeds = Feeds(plan)
+        self._idle: deque[ExecutionContext] = deque()      # its append and pop are atomic
 
     @property
     def arena_bytes(self) -> int:

@@ -38,7 +38,7 @@ from engines.plan.extents import (
     value_of,
 )
 from engines.plan.plan import IoTensor, Plan, Step
-from engines.runtime.engine import Engine, ExecutionContext
+from engines.runtime.engine import Engine, ExecutionContext, OfPlan
 from engines.runtime.staged import StagedContext
 
 WAYS = ("wait", "background", "off")
@@ -75,7 +75,7 @@ class Policy:
             raise ConfigError(f"specialisations={self.most}: at least 1 is kept")
 
 
-class OpenEngine:
+class OpenEngine(OfPlan):
     """Thread-safe, as Engine is."""
 
     def __init__(self, plan: Plan, specialiser: Callable[[], SpecialisationMaker], threads: int = 1,
@@ -103,24 +103,12 @@ class OpenEngine:
 
     # ---- as of an Engine
     @property
-    def name(self) -> str:
-        return self.plan.name
-
-    @property
     def inputs(self) -> tuple[IoTensor, ...]:
         return self.part.inputs
 
     @property
     def outputs(self) -> tuple[IoTensor, ...]:
         return self.part.outputs
-
-    @property
-    def max_batch(self) -> int:
-        return self.plan.max_batch
-
-    @property
-    def dependence(self) -> str:
-        return self.plan.dependence
 
     @property
     def arena_bytes(self) -> int:
@@ -175,7 +163,6 @@ class OpenEngine:
 
     @property
     def deciding(self) -> tuple[str, ...]:
-        """The inputs whose values decide what is computed."""
         return self.part.deciding
 
     def _value(self, name: str, values: Mapping[str, Array]) -> tuple[float, ...]:

@@ -20,7 +20,7 @@ from engines.ir.dtypes import as_in_memory, as_named, dtype_named, memory_dtype
 from engines.ir.graph import Array
 from engines.plan.extents import Shapes, extents_of
 from engines.plan.plan import IoTensor, Plan, SegmentPart, Step
-from engines.runtime.engine import Engine
+from engines.runtime.engine import Engine, OfPlan
 from engines.runtime.interpreter import Runner
 from engines.runtime.open_engine import OpenEngine
 from engines.runtime.staged import StagedContext
@@ -79,8 +79,9 @@ class Segment:
     @contextmanager
     def bound(self, given: Sequence[Array]) -> Iterator[_Bound]:
         """The segment with memory for what is given, which the inputs hold; lent to the caller."""
-        feed = dict(zip(self.part.inputs, map(as_in_memory, given), strict=True))
-        engine = self._engine_for(dict(zip(self.part.inputs, given, strict=True)))
+        named = dict(zip(self.part.inputs, given, strict=True))
+        feed = {name: as_in_memory(array) for name, array in named.items()}
+        engine = self._engine_for(named)
         if isinstance(engine, OpenEngine):
             engine = engine.for_feed(feed)
         with engine.lent() as context:
@@ -89,7 +90,7 @@ class Segment:
                 np.copyto(place, feed[name])
             outputs = {io.name: as_named(context.output(io.name), io.dtype) for io in engine.outputs}
             yield _Bound(context.execution, inputs, outputs) if self._watch is None else _WatchedBound(
-                context.execution, inputs, outputs, partial(self._watch, self.part), feed)
+                context.execution, inputs, outputs, partial(self._watch, self.part), named)
 
     def _engine_for(self, feed: Mapping[str, Array]) -> SegmentEngine:
         """For the types of what it is fed."""
@@ -122,11 +123,8 @@ def signature_of_plan(plan: Plan) -> Signature:
     return tuple((dtype_named(io.dtype), len(io.shape)) for io in inputs)
 
 
-class ProgramEngine:
+class ProgramEngine(OfPlan):
     """Thread-safe, as Engine is."""
-
-    max_batch = 0
-    dependence = "the model runs as a program of several parts"
 
     def __init__(self, plan: Plan, engine: Callable[[Plan], SegmentEngine], maker: Callable[[], SegmentMaker],
                  threads: int = 1, watch: Watch | None = None) -> None:
@@ -139,18 +137,6 @@ class ProgramEngine:
         self.segments = [Segment(part, engine, maker, lock, watch) for part in self.part.segments]
         texts = {name: np.array(text.words, object).reshape(text.shape) for name, text in self.part.texts.items()}
         self._main = Runner(self.part.main, self.segments, ChainMap(texts, self.part.weights))  # type: ignore[arg-type]
-
-    @property
-    def name(self) -> str:
-        return self.plan.name
-
-    @property
-    def inputs(self) -> tuple[IoTensor, ...]:
-        return self.plan.inputs
-
-    @property
-    def outputs(self) -> tuple[IoTensor, ...]:
-        return self.plan.outputs
 
     @property
     def deciding(self) -> tuple[str, ...]:
