@@ -15,11 +15,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from engines.capacity import memory_limit
 from engines.errors import PlanError
 from engines.ir.dtypes import as_in_memory, as_named
 from engines.ir.graph import Array, Node
 from engines.plan.program import Instruction, Region
 
+MOST_STEPS = 1 << 24        # of one Loop: it would run for ever, as the server's thread that runs it
+MEMORY_SHARE = 0.25         # of this machine's, that its stacked outputs may take
+CHECKED = 256               # steps from check to check
 Value = Any                                     # an array, a list of them (a sequence), or None (an empty optional)
 
 
@@ -73,14 +77,30 @@ class Iteration:
 
     def run(self, body: Body, around: Mapping[str, Value]) -> None:
         self.stacks = [[] for _ in body.region.outputs[self.counted + len(self.carried):]]
-        if body.in_place is None or self.limit == 0 or not body.in_place.run(self, around):
-            self._run_anew(body, around)
+        try:
+            if body.in_place is None or self.limit == 0 or not body.in_place.run(self, around):
+                self._run_anew(body, around)
+        except IndexError as error:
+            raise PlanError(f"{self.node.op} '{self.node.name}': a step gathers a row that is not there ({error})"
+                            ) from error
+
+    def check(self, done: int) -> None:
+        """Raises PlanError: after so many steps there is no end in sight, or no memory for what they make."""
+        what = f"{self.node.op} '{self.node.name}'"
+        if done >= MOST_STEPS:
+            raise PlanError(f"{what} has not ended after {done} steps; of these inputs it may never end")
+        rows = [row for stack in self.stacks for row in stack[-1:] if isinstance(row, np.ndarray)]
+        if done * sum(row.nbytes for row in rows) > MEMORY_SHARE * memory_limit():
+            raise PlanError(f"{what}: what its first {done} steps have made takes more than {MEMORY_SHARE:.0%} of the "
+                            "memory, and it has not ended")
 
     def _run_anew(self, body: Body, around: Mapping[str, Value]) -> None:
         kept = len(self.carried)
         for index in count():
             if index == self.limit:
                 break
+            if index % CHECKED == 0:
+                self.check(index)
             head = (np.array(index, np.int64), np.array(True)) if self.counted else ()
             rows = (np.require(row[index], None, "C") for row in self.rows)
             made = body.run((*head, *self.carried, *rows), around)
@@ -183,6 +203,8 @@ class InPlace:
                 np.copyto(place, source)
             if index == steps.limit or not going.item():
                 break
+            if index % CHECKED == 0:
+                steps.check(index)
             number[...] = index
             for place, source, counter in rows:
                 np.copyto(place, source[counter.item()])

@@ -10,12 +10,13 @@ import pytest
 
 from calibration import Calibration
 from engines import build_engine, load_engine
-from engines.errors import InputError, PlanTargetError
+from engines.errors import InputError, PlanError, PlanTargetError
 from engines.frontend.cutting.cut import cut
 from engines.frontend.onnx_file import read_model
 from engines.ir.graph import Array
 from engines.loading import engine_of
 from engines.plan.file import read_plan
+from engines.runtime import iteration
 from engines.runtime.iteration import InPlace
 from engines.runtime.program_engine import ProgramEngine
 from tests.engines.compiler import program_models as models
@@ -124,6 +125,21 @@ def test_the_segments_of_a_program_are_calibrated_by_what_they_are_fed() -> None
     for feed, error in (data[0], 0.03), (fed(1, 3, 12, 8), 0.1):        # one of the data, and one of another shape
         expected = by_onnx_runtime(model, feed)["y"]
         assert np.linalg.norm(engine.run(feed)["y"] - expected) < error * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize(("model", "feed", "changed", "message"), [
+    (models.until_large(), {"x": np.zeros(3, np.float32)}, {"MOST_STEPS": 1000}, "has not ended after 1024 steps"),
+    (models.running_sum(), fed(300, 5), {"MOST_STEPS": 200}, "has not ended after 256 steps"),
+    (models.running_sum(), fed(300, 5), {"memory_limit": lambda: 10_000}, "its first 256 steps have made takes more"),
+    (models.exchanged(), fed(0, 5), {}, "gathers a row that is not there")])
+def test_a_loop_that_leads_nowhere_is_an_error(model: onnx.ModelProto, feed: dict[str, Array], changed: dict[str, Any],
+                                               message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place and anew."""
+    engine = built(model).engine()
+    for name, value in changed.items():
+        monkeypatch.setattr(iteration, name, value)
+    with pytest.raises(PlanError, match=message):
+        engine.run(feed)
 
 
 def test_values_are_dropped_when_nobody_needs_them() -> None:
