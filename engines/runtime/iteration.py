@@ -22,7 +22,7 @@ from engines.ir.graph import Array, Node
 from engines.plan.program import Instruction, Region
 
 MOST_STEPS = 1 << 24        # of one Loop: it would run for ever, as the server's thread that runs it
-MEMORY_SHARE = 0.25         # of this machine's, that its stacked outputs may take
+MEMORY_SHARE = 0.25         # of this machine's, that its stacked outputs and its sequences may take
 CHECKED = 256               # steps from check to check
 Value = Any                                     # an array, a list of them (a sequence), or None (an empty optional)
 
@@ -89,8 +89,9 @@ class Iteration:
         what = f"{self.node.op} '{self.node.name}'"
         if done >= MOST_STEPS:
             raise PlanError(f"{what} has not ended after {done} steps; of these inputs it may never end")
-        rows = [row for stack in self.stacks for row in stack[-1:] if isinstance(row, np.ndarray)]
-        if done * sum(row.nbytes for row in rows) > MEMORY_SHARE * memory_limit():
+        sequences = [value for value in self.carried if isinstance(value, list)]
+        if sum(len(values) * values[-1].nbytes for values in (*self.stacks, *sequences)
+               if values and isinstance(values[-1], np.ndarray)) > MEMORY_SHARE * memory_limit():
             raise PlanError(f"{what}: what its first {done} steps have made takes more than {MEMORY_SHARE:.0%} of the "
                             "memory, and it has not ended")
 

@@ -131,6 +131,7 @@ def test_the_segments_of_a_program_are_calibrated_by_what_they_are_fed() -> None
     (models.until_large(), {"x": np.zeros(3, np.float32)}, {"MOST_STEPS": 1000}, "has not ended after 1024 steps"),
     (models.running_sum(), fed(300, 5), {"MOST_STEPS": 200}, "has not ended after 256 steps"),
     (models.running_sum(), fed(300, 5), {"memory_limit": lambda: 10_000}, "its first 256 steps have made takes more"),
+    (models.collected(), fed(300, 2, 6), {"memory_limit": lambda: 10_000}, "its first 256 steps have made takes more"),
     (models.exchanged(), fed(0, 5), {}, "gathers a row that is not there")])
 def test_a_loop_that_leads_nowhere_is_an_error(model: onnx.ModelProto, feed: dict[str, Array], changed: dict[str, Any],
                                                message: str, monkeypatch: pytest.MonkeyPatch) -> None:
