@@ -1,19 +1,19 @@
-"""The operations of problems on integers, on i64 or vectors of them."""
+"""The operations of problems on integers, on values of any bits that hold the operands, or vectors of them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from engines.codegen.ir_builder import I1, I64, Value
+from engines.codegen.ir_builder import Value
 
 Operation = Callable[..., Value]        # an answer of yes or no is 1 or 0
 
 
 def _comparison(order: str) -> Operation:
-    return lambda a, b: truth(a.compare(order, b))
+    return lambda a, b: truth(a.compare(order, b), a)
 
 
-def truth(test: Value) -> Value:
-    return test.f.cast("zext", test, test.type.replace(I1, I64), "truth")
+def truth(test: Value, like: Value) -> Value:
+    return test.f.cast("zext", test, like.type, "truth")
 
 
 def _binary(word: str) -> Operation:
@@ -24,7 +24,7 @@ def _choice(order: str) -> Operation:
     return lambda a, b: a.f.select(a.compare(order, b), a, b)
 
 
-# By 0 all of these give 0. The machine's division is not asked for what it would trap at: that, and -2**63 / -1.
+# By 0 all of these give 0. The machine's division is not asked for what it would trap at: that, and the least / -1.
 def _divisor(b: Value) -> Value:
     special = b.compare("eq", 0).binary("or", b.compare("eq", -1))
     return b.f.select(special, b.like(1), b)
@@ -50,7 +50,7 @@ def _modulo(a: Value, b: Value) -> Value:
 
 OPERATIONS: Mapping[str, Operation] = {
     "copy": lambda x: x,
-    "not": lambda x: truth(x.compare("eq", 0)),
+    "not": lambda x: truth(x.compare("eq", 0), x),
     "negate": lambda x: x.like(0) - x,
     "invert": lambda x: x.binary("xor", -1),
     "absolute": lambda x: x.f.select(x.compare("slt", 0), x.like(0) - x, x),

@@ -1,12 +1,15 @@
 """Convolutions, as matrix products over unrolled windows. Weights are OIHW (ConvTranspose: IOHW) in every layout."""
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import fixed, text
-from engines.ops.op import LayoutOp, Stored, Types
+from engines.ops.items import ItemAxes, Mixed
+from engines.ops.op import Inputs, LayoutOp, Op, Stored, Types
 from engines.ops.window import Window
 
 
@@ -75,6 +78,37 @@ class ConvTranspose(LayoutOp):
         inside = [slice(before, before + out) for (before, _), out in zip(window.pads, outputs, strict=True)]
         y = y[(slice(None), slice(None), *inside)]
         return y if bias is None else y + bias.reshape(-1, *[1] * len(sizes))
+
+
+class Col2Im(Op):
+    """Columns x [N, C * taps, *places] added where a window would read them: ConvTranspose's sum, without weights.
+
+    image_shape: of y, in whose padding the window slides; kernel_shape, strides, dilations, pads: the window's.
+    """
+
+    @classmethod
+    def types(cls, node: Node, x: TensorType) -> Types:
+        columns, *places = fixed(x.shape[1:])
+        image, window = node.attrs["image_shape"], Window.of(node, len(places))
+        if columns % math.prod(window.kernel) or window.outputs(image) != tuple(places):
+            raise GraphError(f"{columns} columns at {places} places are not those of windows over {list(image)}")
+        return (TensorType(x.dtype, (x.shape[0], columns // math.prod(window.kernel), *image)),)
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        if list(axes) != [0]:
+            raise Mixed("its items are not the images")
+        return (0,)
+
+    @classmethod
+    def compute(cls, node: Node, x: Array) -> Array:
+        image, window, places = node.attrs["image_shape"], Window.of(node, x.ndim - 2), x.shape[2:]
+        columns = x.reshape(len(x), -1, math.prod(window.kernel), *places)
+        y = window.padded(np.zeros((*columns.shape[:2], *image), x.dtype), 0, places)
+        for tap, view in enumerate(window.taps(y, places)):
+            view += columns[:, :, tap]
+        inside = [slice(before, before + size) for (before, _), size in zip(window.pads, image, strict=True)]
+        return np.ascontiguousarray(y[(slice(None), slice(None), *inside)])
 
 
 def _check_bias(bias: TensorType | None, channels: int) -> None:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -52,27 +53,40 @@ def _group_normalization(call: Call) -> list[Node]:
 
 @rule("Einsum")
 def _einsum(call: Call) -> list[Node]:
-    """One or two operands as sums, Transposes and a product of matrices. Axes are those that
-
-        both have and the result (items), the left or the right one alone has (rows, columns), the result lacks (summed)
-    """
+    """Operands are multiplied from left to right, two at a time; an axis is summed as soon as no other has it."""
     terms, result = _axes_of(call)
     extents = {axis: extent for i, term in enumerate(terms) for axis, extent in zip(term, call.type(i).shape,
                                                                                     strict=True)}
-    w, names = Parts(call), list(call.node.inputs)
-    for i, term in enumerate(terms):
-        elsewhere = {*result, *(axis for other in terms[:i] + terms[i + 1:] for axis in other)}
-        if lost := tuple(place for place, axis in enumerate(term) if axis not in elsewhere):
-            names[i] = w("ReduceSum", names[i], axes=lost, keepdims=0)
-            terms[i] = "".join(axis for axis in term if axis in elsewhere)
-    if len(terms) == 1:
-        return w.finish("Transpose", names[0], perm=tuple(map(terms[0].index, result)))
-    left, right = terms
-    items = [axis for axis in result if axis in left and axis in right]
-    summed = [axis for axis in left if axis not in result]
-    rows, columns = ([axis for axis in result if axis in term and axis not in items] for term in (left, right))
+    w, (name, *others), (term, *others_terms) = Parts(call), call.node.inputs, terms
+    for i, (other, letters) in enumerate(zip(others, others_terms, strict=True)):
+        wanted = list(dict.fromkeys((*result, *"".join(others_terms[i + 1:]))))
+        left = _summed(w, name, term, {*wanted, *letters})
+        right = _summed(w, other, letters, {*wanted, *term})
+        name, term = _product(w, left, right, wanted, extents)
+    name, term = _summed(w, name, term, set(result))
+    return w.finish("Transpose", name, perm=tuple(map(term.index, result)))
 
-    def matrices(name: str, term: str, *groups: list[str]) -> str:
+
+def _summed(w: Parts, name: str, term: str, wanted: set[str]) -> tuple[str, str]:
+    """Without the axes that are not wanted."""
+    lost = tuple(place for place, axis in enumerate(term) if axis not in wanted)
+    if lost:
+        name = w("ReduceSum", name, axes=lost, keepdims=0)
+    return name, "".join(axis for axis in term if axis in wanted)
+
+
+def _product(w: Parts, left: tuple[str, str], right: tuple[str, str], wanted: list[str],
+             extents: Mapping[str, Dim]) -> tuple[str, str]:
+    """Two operands as Transposes and a product of matrices. Axes are those that
+
+        both have and the result (items), the left or the right one alone has (rows, columns), the result lacks (summed)
+    """
+    items = [axis for axis in wanted if axis in left[1] and axis in right[1]]
+    summed = [axis for axis in left[1] if axis not in wanted]
+    rows, columns = ([axis for axis in wanted if axis in term and axis not in items] for _, term in (left, right))
+
+    def matrices(operand: tuple[str, str], *groups: list[str]) -> str:
+        name, term = operand
         order = [*items, *(axis for group in groups for axis in group)]
         turned = w("Transpose", name, perm=tuple(map(term.index, order)))
         sizes = [math.prod(fixed(extents[axis] for axis in group)) for group in groups]
@@ -80,20 +94,19 @@ def _einsum(call: Call) -> list[Node]:
 
     if any(isinstance(extents[axis], str) for axis in (*rows, *columns, *summed)):
         raise Beyond("the axis of the items beside others in a matrix")
-    y = w("MatMul", matrices(names[0], left, rows, summed), matrices(names[1], right, summed, columns))
+    y = w("MatMul", matrices(left, rows, summed), matrices(right, summed, columns))
     order = [*items, *rows, *columns]
-    y = w("Reshape", y, shape=tuple(extents[axis] for axis in order))
-    return w.finish("Transpose", y, perm=tuple(map(order.index, result)))
+    return w("Reshape", y, shape=tuple(extents[axis] for axis in order)), "".join(order)
 
 
 def _axes_of(call: Call) -> tuple[list[str], str]:
-    """A letter for each axis of each operand and of the result; Beyond for what is no sum of products of two."""
+    """A letter for each axis of each operand and of the result; Beyond for what is no sum of products."""
     equation = call.attr("equation").replace(" ", "")
     written, _, result = equation.partition("->")
     terms = written.split(",")
     if len(terms) != len(call.node.inputs):
         raise GraphError(f"its equation '{equation}' is about {len(terms)} operands; it has {len(call.node.inputs)}")
-    if "." in equation or len(terms) > 2 or any(len(set(term)) < len(term) for term in terms):
+    if "." in equation or any(len(set(term)) < len(term) for term in terms):
         raise Beyond(f"'{equation}'")
     if any(len(term) != len(call.type(i).shape) for i, term in enumerate(terms)):
         raise GraphError(f"its equation '{equation}' has not a letter for each axis")

@@ -10,6 +10,7 @@ import numpy as np
 
 from engines.errors import GraphError
 from engines.frontend.operators.normalise import Call, rule
+from engines.frontend.operators.parts import Parts
 from engines.ir.graph import Node
 from engines.ir.shapes import dim, fixed, normal_axis
 from engines.ops.window import Window
@@ -101,6 +102,70 @@ def _without_ceil(call: Call, attrs: dict[str, Any]) -> dict[str, Any]:
     ends = [max((count - 1) * stride + span - size - before, after) for count, stride, span, size, (before, after) in
             zip(window.outputs(sizes, ceil=True), window.strides, window.spans, sizes, window.pads, strict=True)]
     return {"pads": (*(before for before, _ in window.pads), *ends)}
+
+
+@rule("Col2Im")
+def _col2im(call: Call) -> list[Node]:
+    """Its columns, with an axis for each of the image's."""
+    image, kernel = call.ints(1), call.ints(2)
+    if image is None or kernel is None or len(image) != len(kernel):
+        raise GraphError("its image_shape and its block_shape have not the same number of axes")
+    ones, w = (1,) * len(kernel), Parts(call)
+    attrs = {"image_shape": image, "kernel_shape": kernel, "strides": tuple(call.attr("strides", ones)),
+             "dilations": tuple(call.attr("dilations", ones)), "pads": tuple(call.attr("pads", (0,) * 2 * len(kernel)))}
+    places = Window.of(replace(call.node, attrs=attrs), len(kernel)).outputs(image)
+    columns = w("Reshape", call.node.inputs[0], shape=(*call.type().shape[:2], *places))
+    return w.finish("Col2Im", columns, **attrs)
+
+
+@rule("DeformConv")
+def _deformed(call: Call) -> list[Node]:
+    """A product with what samples of the image at a place of its own for each tap and output put into columns."""
+    w, window, outputs = Parts(call), *_deformed_window(call)
+    node, (items, channels, *sizes), dtype = call.node, call.type().shape, call.type().dtype
+    groups, parts, rank = int(call.attr("group", 1)), int(call.attr("offset_group", 1)), len(sizes)
+    taps, count = math.prod(window.kernel), fixed([channels])[0]
+    # In units in which -1 and 1 are the outer edges of the first and the last pixel; the last axis comes first.
+    places = np.stack(np.meshgrid(*(np.arange(k) * d for k, d in zip(window.kernel, window.dilations, strict=True)),
+                                  indexing="ij"), -1).reshape(taps, *(1,) * rank, rank)
+    starts = np.stack(np.meshgrid(*(np.arange(n) * s - before for n, s, (before, _) in zip(
+        outputs, window.strides, window.pads, strict=True)), indexing="ij"), -1)
+    scale = 2 / np.array(fixed(sizes), np.float64)
+    fixed_places = w.constant((((places + starts) * scale + scale / 2 - 1)[..., ::-1]).astype(dtype))
+    unit, columns = w.constant(scale[::-1].astype(dtype)), []
+    for part in range(parts):
+        def of(name: str, each: int, part: int = part) -> str:
+            return name if parts == 1 else w("Slice", name, axes=(1,), starts=(part * each,),
+                                             ends=((part + 1) * each,), steps=(1,))
+
+        moved = w("Reshape", of(node.inputs[2], taps * rank), shape=(items, taps, rank, *outputs))
+        moved = w("Transpose", moved, perm=(0, 1, *range(3, 3 + rank), 2))
+        moved = w("Slice", moved, axes=(-1,), starts=(rank - 1,), ends=(-rank - 1,), steps=(-1,))
+        grid = w("Add", w("Mul", moved, unit), fixed_places)
+        grid = w("Reshape", grid, shape=(items, taps * outputs[0], *outputs[1:], rank))
+        seen = w("GridSample", of(node.inputs[0], count // parts), grid, mode="linear")
+        if call.has(4):
+            mask = w("Reshape", of(node.inputs[4], taps), shape=(items, 1, taps * outputs[0], *outputs[1:]))
+            seen = w("Mul", seen, mask)
+        columns.append(seen)
+    joined = columns[0] if parts == 1 else w("Concat", *columns, axis=1)
+    joined = w("Reshape", joined, shape=(items, groups, count // groups * taps, math.prod(outputs)))
+    filters = fixed(call.type(1).shape)[0]
+    weights = w("Reshape", node.inputs[1], shape=(1, groups, filters // groups, count // groups * taps))
+    y = w("MatMul", weights, joined)
+    if not call.has(3):
+        return w.finish("Reshape", y, shape=(items, filters, *outputs))
+    y = w("Reshape", y, shape=(items, filters, *outputs))
+    return w.finish("Add", y, w("Reshape", node.inputs[3], shape=(filters, *(1,) * rank)))
+
+
+def _deformed_window(call: Call) -> tuple[Window, tuple[int, ...]]:
+    """The window, and the extents of the result."""
+    kernel = fixed(call.type(1).shape[2:])
+    if tuple(call.attr("kernel_shape") or kernel) != kernel:
+        raise GraphError(f"kernel_shape is {call.attr('kernel_shape')}, but the weights have {kernel}")
+    window = Window.of(replace(call.node, attrs={"kernel_shape": kernel, **_steps(call, len(kernel))}), len(kernel))
+    return window, window.outputs(fixed(call.type().shape[2:]))
 
 
 @rule("GridSample")

@@ -30,6 +30,8 @@ def lower_product(ctx: Context, node: Node) -> Sequence[Call]:
     y, others = _seen(ctx, output, shape, shape), tuple(_seen(ctx, name, shape, shape) for name in body.operands)
     if left.strides[-1] != left.size or right.size not in right.strides[-2:]:
         raise Refused("no axis of a factor that is multiplied lies in one piece")
+    if columns == 1 and depth >= ctx.lanes and not any(kind.quant for kind in kinds):
+        raise Refused("a matrix times a vector is sums of rows, along which a nest has its lanes")
     problem = Product(left, right, y, others, body.program, "int8" if exact else node.precision)
     placements = [ctx.placements[name] for name in (a, b, *body.operands)]
     result = ctx.placements[output]

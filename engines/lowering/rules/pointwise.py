@@ -7,10 +7,10 @@ from engines.ir.graph import BATCH, Node
 from engines.lowering.calls.body import write_body
 from engines.lowering.calls.broadcast import broadcast
 from engines.lowering.calls.calls import Call, Context, Refused, lowers
-from engines.lowering.calls.placement import as_one_item, with_items
+from engines.lowering.calls.placement import Placement, as_one_item, with_items
 from engines.lowering.epilogue.from_onnx import WRITERS
 from engines.lowering.problems.elementwise import CASTS, Integers, Pointwise
-from engines.lowering.problems.view import FLOATS
+from engines.lowering.problems.view import FLOATS, View
 
 # What a node does; Clip's bounds and the like are attributes only of floats.
 INTEGER_OPERATIONS: Mapping[str, str] = {
@@ -34,13 +34,18 @@ def lower_pointwise(ctx: Context, node: Node) -> Sequence[Call]:
         raise Refused("it reads constants only")
     if any(view.dtype not in (*FLOATS, *CASTS) for view in views) or output.view.dtype not in (*FLOATS, "bool"):
         raise Refused("only arithmetic on floats, and what makes floats of integers, is compiled")
-    if len(ctx.type(node.outputs[0]).shape) == 1 and output.items != BATCH:     # what varies along the axis is constant
-        items = int(output.items)
-        views, output = tuple(with_items(view, items) for view in views), as_one_item(output)
+    views, output = _as_one(views, output)
     uniform = all(constant.size == 1 for constant in written.constants)
     spec = Pointwise(views, output.view, written.program, uniform)
     return [Call(node, spec, tuple(ctx.placements[name] for name in written.operands), (output,),
                  {"program": written.constants})]
+
+
+def _as_one(views: tuple[View, ...], output: Placement) -> tuple[tuple[View, ...], Placement]:
+    """Tensors without a batch as one item: a run of elements does not end where their leading axis does."""
+    if output.items == BATCH:
+        return views, output
+    return tuple(with_items(view, int(output.items)) for view in views), as_one_item(output)
 
 
 def _is_on_integers(ctx: Context, node: Node) -> bool:
@@ -61,4 +66,5 @@ def _lower_integers(ctx: Context, node: Node) -> Sequence[Call]:
     if operation is None:
         raise Refused(f"no operation on integers for {node.op}")
     inputs = tuple(ctx.placements[name] for name in names)
+    views, output = _as_one(views, output)
     return [Call(node, Integers(views, output.view, operation), inputs, (output,))]

@@ -46,9 +46,20 @@ def test_every_stored_dtype_is_read_and_written_as_numpy_casts_it(source, target
 
 
 @EVERY_WIDTH
-def test_floats_are_truncated(runner):
-    spec = Integers((dense_view("float32", (37,)),), dense_view("int64", (37,)), "copy")
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
+def test_an_operation_on_bytes_is_exact_though_it_is_made_in_few_bits(dtype, runner):
+    view = dense_view(dtype, (71,))
+    for operation in ("add", "less", "divide", "greatest", "absolute"):
+        views = (view,) * ARGUMENTS.get(operation, 2)
+        check(Integers(views, view, operation), runner, [draw(view, seed) for seed, _ in enumerate(views)], {})
+
+
+@EVERY_WIDTH
+@pytest.mark.parametrize("target", ["int64", "uint8"])
+def test_floats_are_truncated(target, runner):
+    spec = Integers((dense_view("float32", (37,)),), dense_view(target, (37,)), "copy")
     x = np.linspace(-1e6, 1e6, ITEMS * 37, dtype=np.float32).reshape(ITEMS, 37)
+    x[0, :4] = 3e9, -1e12, 2 ** 31, -2 ** 31
     check(spec, runner, [x], {})
 
 
@@ -102,11 +113,11 @@ def test_sums_run_along_the_tokens_of_a_request(runner):
 INT64, BOOL, FLOAT = (np.dtype(name) for name in ("int64", "bool", "float32"))
 
 
-def only_call(op, kinds, made, **attrs):
+def only_call(op, kinds, made, shape=(BATCH, 5), **attrs):
     names = tuple(f"x{i}" for i in range(len(kinds)))
-    types = {name: TensorType(np.dtype(kind), (BATCH, 5)) for name, kind in zip(names, kinds, strict=True)}
+    types = {name: TensorType(np.dtype(kind), shape) for name, kind in zip(names, kinds, strict=True)}
     node = Node(op, names, ("y",), attrs, op)
-    call, = lower(Graph("g", names, ("y",), (node,), {}, {**types, "y": TensorType(np.dtype(made), (BATCH, 5))}),
+    call, = lower(Graph("g", names, ("y",), (node,), {}, {**types, "y": TensorType(np.dtype(made), shape)}),
                   PORTABLE.lanes).calls
     return call
 
@@ -120,6 +131,13 @@ def test_a_node_on_integers_is_one_operation(op, kinds, made):
     assert isinstance(call, Call) and isinstance(call.problem, Integers), call.reason
     x = [draw(view, i) for i, view in enumerate(call.problem.sources)]
     np.testing.assert_array_equal(call.problem.reference(x, {})[0], OPS[op].reference(call.node, *x)[0])
+
+
+@pytest.mark.parametrize("kind", ["int64", "float32"])
+def test_without_a_batch_all_of_a_tensor_is_one_item(kind):
+    call = only_call("Add", [kind, kind], kind, shape=(9, 3))
+    assert [view.shape for view in (*call.problem.sources, call.problem.output)] == [(9, 3)] * 3
+    assert call.outputs[0].items == 1
 
 
 @pytest.mark.parametrize("kind, to", [("bool", "int64"), ("int64", "int32"), ("int64", "bool"), ("float32", "int64")])

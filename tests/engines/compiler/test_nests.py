@@ -37,7 +37,7 @@ def ints(top: int, *shape: int, dtype: str = "int64", low: int = 0) -> Array:
 
 
 # Operators whose inputs behind the first are constants.
-BY_CONSTANTS = ("Slice", "Split", "Pad", "Tile", "CumSum", "Resize", "TopK")
+BY_CONSTANTS = ("Slice", "Split", "Pad", "Tile", "CumSum", "Resize", "TopK", "Col2Im")
 
 
 def model_of(case: Case) -> onnx.ModelProto:
@@ -123,6 +123,7 @@ CASES = {
         Case(node("Trilu", "x", "y", upper=0), (floats(3, 6, 5),), 1),
         Case(node("Concat", "a b", "y", axis=0), (floats(3, 5), floats(4, 5))),
         Case(node("CumSum", "x a", "y", reverse=1, exclusive=1), (floats(6, 5, dtype="float64"), np.int64(0))),
+        Case(node("CumSum", "x a", "y", reverse=1), (floats(5, 70), np.int64(0))),
         Case(node("ReverseSequence", "x l", "y", batch_axis=0, time_axis=1), (floats(3, 6, 5), np.int64([6, 1, 3]))),
     ],
     "windows": [
@@ -131,6 +132,15 @@ CASES = {
         Case(node("Conv", "x w", "y", pads=[1, 0, 0, 1], group=3), (floats(2, 3, 6, 7), floats(6, 1, 3, 3))),
         Case(node("ConvTranspose", "x w", "y", strides=[2, 3], pads=[1, 0, 0, 1], group=2),
              (floats(2, 4, 5, 6), floats(4, 3, 3, 3)), 1),
+        Case(node("Conv", "x w b", "y", pads=[1, 1, 1, 1]), (floats(2, 9, 6, 7), floats(11, 9, 3, 3), floats(11)), 1),
+        Case(node("ConvTranspose", "x w b", "y", strides=[2, 1, 3], pads=[1, 0, 0, 1, 1, 0], output_padding=[1, 0, 2]),
+             (floats(2, 4, 3, 2, 5), floats(4, 3, 3, 2, 2), floats(3)), 1),
+        Case(node("ConvTranspose", "x w", "y", strides=[2, 2, 1], dilations=[2, 1, 1]),
+             (floats(2, 4, 3, 2, 5), floats(4, 3, 3, 2, 2))),
+        Case(node("Col2Im", "x i k", "y", pads=[1, 0, 1, 1], strides=[2, 1]),
+             (floats(2, 12, 15), np.int64([4, 6]), np.int64([2, 3]))),
+        Case(node("Col2Im", "x i k", "y", dilations=[1, 2]),
+             (floats(2, 12, 15), np.int64([6, 7]), np.int64([2, 3])), 1),
         Case(node("MaxPool", "x", "y i", kernel_shape=[3, 2], strides=[2, 1], pads=[1, 1, 0, 0]), (X,)),
         Case(node("MaxPool", "x", "y", kernel_shape=[2, 3, 2], dilations=[2, 1, 1]), (floats(2, 3, 5, 6, 19),), 1),
         Case(node("AveragePool", "x", "y", kernel_shape=[2, 2, 3], pads=[1, 0, 1, 0, 1, 1], ceil_mode=1,
@@ -161,6 +171,7 @@ CASES = {
         Case(node("MatMul", "a b", "y"), (floats(3, 1, 5, 33, dtype="float64"), floats(2, 33, 17, dtype="float64")), 1),
         Case(node("MatMul", "a b", "y"), (ints(99, 7, 9, dtype="int32"), ints(99, 9, 21, dtype="int32"))),
         Case(node("MatMul", "a b", "y"), (floats(33), floats(4, 33, 5))),
+        Case(node("MatMul", "a b", "y"), (floats(4, 7, 33), floats(4, 33, 1)), 2),
         Case(node("MatMulInteger", "a b z", "y"), (ints(255, 5, 33, dtype="uint8"),
                                                  ints(99, 33, 18, dtype="int8", low=-99), np.uint8(9))),
         Case(node("Einsum", "a b", "y", equation="bhid,bhjd->bijh"), (floats(2, 3, 5, 8), floats(2, 3, 6, 8))),

@@ -43,9 +43,10 @@ def test_what_is_written_out_is_what_onnx_says(nodes: str, shape: list[int], con
 @pytest.mark.parametrize(("equation", "shapes"), [
     ("bhid,bhjd->bhij", [(2, 3, 4, 5), (2, 3, 6, 5)]), ("bij,jk->bik", [(2, 3, 4), (4, 5)]),
     ("abc,cd", [(2, 3, 4), (4, 5)]), ("ijk,ilm->klj", [(2, 3, 4), (2, 5, 6)]), ("ij,ij->", [(2, 3), (2, 3)]),
-    ("ij->ji", [(2, 3)]), ("i,j->ij", [(2,), (3,)]), ("ijk->j", [(2, 3, 4)]), ("bi,bj->b", [(2, 3), (2, 4)])])
+    ("ij->ji", [(2, 3)]), ("i,j->ij", [(2,), (3,)]), ("ijk->j", [(2, 3, 4)]), ("bi,bj->b", [(2, 3), (2, 4)]),
+    ("ij,jk,il->kl", [(2, 3), (3, 4), (2, 5)]), ("bi,bj,bk->ijk", [(2, 3), (2, 4), (2, 5)])])
 def test_a_sum_of_products_is_one_of_matrices(equation: str, shapes: list[tuple[int, ...]]) -> None:
-    names = "xw"[:len(shapes)]
+    names = "xwv"[:len(shapes)]
     inputs = dict(zip(names, shapes, strict=True))
     model = small_model([node("Einsum", " ".join(names), "y", equation=equation)], inputs, ["y"])
     feeds, graph = feeds_of(model), graph_from_onnx(model)
@@ -71,3 +72,14 @@ def test_a_transform_along_the_parts_of_a_number_is_refused() -> None:
     model = small_model([helper.make_node("DFT", ["x"], ["y"], axis=2)], {"x": [3, 4, 2]}, ["y"], opset=17)
     with pytest.raises(ModelError, match="along the axis of the parts of a number"):
         graph_from_onnx(model)
+
+
+def test_a_deformed_convolution_is_a_product_with_samples_at_places_of_its_own() -> None:
+    """With two groups of offsets, strides, dilations and pads that differ by axis."""
+    shapes = {"x": [2, 4, 6, 7], "w": [4, 2, 3, 2], "o": [2, 2 * 6 * 2, 3, 6], "b": [4], "m": [2, 2 * 6, 3, 6]}
+    attrs = {"pads": [1, 1, 1, 0], "strides": [2, 1], "dilations": [1, 2], "group": 2, "offset_group": 2}
+    model = small_model([node("DeformConv", "x w o b m", "y", **attrs)], shapes, ["y"], opset=20)
+    feeds, graph = feeds_of(model), graph_from_onnx(model)
+    (wanted,) = ReferenceEvaluator(model).run(None, feeds)
+    np.testing.assert_allclose(run(graph, feeds)["y"], wanted, 1e-4, 1e-4)
+    assert "DeformConv" not in {part.op for part in graph.nodes}

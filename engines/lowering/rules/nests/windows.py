@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from engines.lowering.calls.nesting import NestWriter
 from engines.lowering.calls.placement import Placement
 from engines.lowering.nest import functions
 from engines.lowering.nest.program import FLOATING, KINDS, Number, Term
+from engines.lowering.problems.view import dense_view
 from engines.lowering.rules.nests.padding import padded
 from engines.ops.window import Window
 
@@ -98,7 +100,19 @@ class Sliding:
         return None if count is None or count.linear is not None else count
 
 
-def _in_group(channel: Term, count: int, groups: int, each: int) -> Term:
+def _turned(s: Sliding, name: str) -> Term:
+    """A weight, of weights with their output channels innermost, as those of the result are."""
+    extents = [int(extent) for extent in s.w.ctx.type(name).shape]
+    view = dense_view(s.w.ctx.placements[name].view.dtype, (*extents[1:], extents[0]))
+    target = s.w.ctx.placements.scratch(f"{name}.turned", view, 1)
+    w = NestWriter(s.w.ctx, s.w.node, view.shape)
+    s.before.append(w.call(w.at(name, [w.axes[-1], *w.axes[:-1]]), targets=[target]))
+    lying = replace(target, items=extents[1], view=replace(view, shape=view.shape[1:], strides=view.strides[1:],
+                                                           item=view.strides[0]))
+    return s.w.at_placed(lying, view.shape, [s.w.inner[0], *s.taps, s.channel])
+
+
+def in_group(channel: Term, count: int, groups: int, each: int) -> Term:
     """The first channel of the group of an output channel; count: of output channels, each: of a group's inputs."""
     if groups == 1:
         return channel * 0
@@ -112,11 +126,13 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
     count, each, *_ = ctx.type(weights).shape
     s = Sliding(ctx, node, (int(each),))
     groups = anchor.attrs.get("group", 1)
-    channel = _in_group(s.channel, int(count), groups, int(each)) + s.w.inner[0]
+    channel = in_group(s.channel, int(count), groups, int(each)) + s.w.inner[0]
     places = s.seen()
     if anchor.op == "Conv":
         s.padded(0)
-    pixel, weight = s.pixel(channel, places, 0), s.w.at(weights, [s.channel, s.w.inner[0], *s.taps])
+    pixel = s.pixel(channel, places, 0)
+    weight = _turned(s, weights) if s.last and groups == 1 and pixel.kind in FLOATING else s.w.at(
+        weights, [s.channel, s.w.inner[0], *s.taps])
     if anchor.op == "ConvInteger":
         zero = s.w.constant(0, "i64")
         if others[:1] and others[0]:
@@ -130,32 +146,6 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
     if anchor.op == "Conv" and others and others[0]:
         value = value + s.w.at(others[0], [s.channel])
     return [*s.before, s.w.call(s.w.finished(value))]
-
-
-@lowers_in_general("ConvTranspose")
-def lower_transposed(ctx: Context, node: Node) -> Sequence[Call]:
-    """Each output pixel sums what the taps bring there: of those whose place is a multiple of the stride."""
-    anchor = node.anchor
-    _, weights, *bias = anchor.inputs
-    count, each, *_ = map(int, ctx.type(weights).shape)
-    groups = anchor.attrs.get("group", 1)
-    s = Sliding(ctx, node, (count // groups,))
-    window, places, tests = s.window, [], []
-    for place, stride, tap, dilation, (before, _) in zip(s.places, window.strides, s.taps, window.dilations,
-                                                         window.pads, strict=True):
-        spot = place + before - tap * dilation
-        if stride > 1:
-            tests += [(spot % stride).equals(0), spot >= 0]
-            spot = spot.binary("div", stride)
-        places.append(spot)
-    channel = _in_group(s.channel, each * groups, groups, count // groups) + s.w.inner[0]
-    pixel = s.pixel(channel, places, 0)
-    pixel = s.w.where(s.w.both(tests), pixel, 0) if tests else pixel
-    of_group = s.channel if groups == 1 else s.channel % each
-    value = s.w.reduce("sum", pixel * s.w.at(weights, [channel, of_group, *s.taps]))
-    if bias and bias[0]:
-        value = value + s.w.at(bias[0], [s.channel])
-    return [s.w.call(s.w.finished(value))]
 
 
 # ---- pools

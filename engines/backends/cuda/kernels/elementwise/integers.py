@@ -39,6 +39,6 @@ def _load(view: View, address: Value) -> Value:
 def _store(view: View, value: Value, address: Value) -> None:
     """Cut to the bits that it is stored in."""
     if view.dtype == "bool":
-        value = truth(value.compare("ne", 0))
+        value = truth(value.compare("ne", 0), value)
     element = ELEMENTS[view.dtype]
     value.f.store(value if element == I64 else value.f.cast("trunc", value, element, "narrow"), address, view.size)

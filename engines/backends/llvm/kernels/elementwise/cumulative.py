@@ -1,6 +1,7 @@
 """Cumulative sums and products along an axis.
 
-    for o: for vector of j: for i: sum += x[n, o, i, j]
+    for o: for vector of j: for i: sum += x[n, o, i, j]             few neighbours
+    for o: for i: for vectors of j: y[i, j] = y[i - 1, j] + x[i, j]     many: memory is read and written in order
 """
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ from engines.codegen.ir_builder import Module, Value
 from engines.lowering.nest.program import KINDS
 from engines.lowering.problems.elementwise import CumulativeSum
 from engines.lowering.problems.view import View, joined
+
+VECTORS = 4         # at once; of more neighbours, sums are made row by row
 
 
 @solves(CumulativeSum)
@@ -40,17 +43,47 @@ class CumulativeSumKernel(Kernel[CumulativeSum]):
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
         f, addresses, (begin, end, *_) = begin_kernel(module, name, 2)
         run = math.prod(self.beside[0].shape) // math.prod(self.outer)
+        by_rows = run > VECTORS * isa.lanes and not self.problem.exclusive
         for x, y in each_row(f, begin, end, addresses, self.beside, self.outer):
+            if by_rows:
+                self._rows(isa, x, y, run)
+                continue
             for start, count in f.tiles("element", run, isa.lanes):
                 self._sums(isa, x + start * self.problem.x.size, y + start * self.problem.y.size, count)
+
+    def _ends(self, x: Value, y: Value) -> tuple[Value, Value, tuple[int, int]]:
+        """Where x and y begin, and how far it is from one element along the axis to the next."""
+        axis, extent, away = self.problem.axis, self.problem.x.shape[self.problem.axis], self.problem.reverse
+        steps = self.problem.x.strides[axis], self.problem.y.strides[axis]
+        if away:
+            return x + (extent - 1) * steps[0], y + (extent - 1) * steps[1], (-steps[0], -steps[1])
+        return x, y, steps
+
+    def _rows(self, isa: Isa, x: Value, y: Value, run: int) -> None:
+        """Each row of neighbours is the one before and x's."""
+        f, size, dtype = x.f, self.problem.x.size, self.problem.x.dtype
+        how, kind = "product" if self.problem.product else "sum", KINDS[dtype]
+        x, y, steps = self._ends(x, y)
+
+        def row(at: Value, to: Value, before: Value | None) -> None:
+            for start, count in f.tiles("element", run, VECTORS * isa.lanes):
+                for first in range(0, count, isa.lanes):
+                    lanes, place = min(isa.lanes, count - first), start * size + first * size
+                    value = load(isa, dtype, at + place, size, lanes)
+                    if before is not None:
+                        value = COMBINED[how](kind, load(isa, dtype, before + place, size, lanes), value)
+                    store(isa, dtype, value, to + place, size, lanes)
+
+        row(x, y, None)
+        for i in f.loop("index", self.problem.x.shape[self.problem.axis] - 1):
+            before = y + i * steps[1]
+            row(x + (i + 1) * steps[0], before + steps[1], before)
 
     def _sums(self, isa: Isa, x: Value, y: Value, count: int) -> None:
         """Down the axis, for `count` neighbours."""
         problem = self.problem
         f, extent, size, dtype = x.f, problem.x.shape[problem.axis], problem.x.size, problem.x.dtype
-        steps = [view.strides[problem.axis] * (-1 if problem.reverse else 1) for view in (problem.x, problem.y)]
-        if problem.reverse:
-            x, y = (a + (extent - 1) * -step for a, step in zip((x, y), steps, strict=True))
+        x, y, steps = self._ends(x, y)
         how, kind = "product" if problem.product else "sum", KINDS[dtype]
         acc = {"sum": identity(isa, how, kind, x)}
         for i in f.loop("index", extent, acc=acc):

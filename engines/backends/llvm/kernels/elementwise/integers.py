@@ -1,4 +1,4 @@
-"""One operation on integers, in vectors of i64."""
+"""One operation on integers, in vectors of as many bits as its operands need."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from engines.backends.llvm.codegen.lanes import ELEMENTS
 from engines.backends.llvm.kernels.common.access import Runs, offset
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
 from engines.codegen.integers import OPERATIONS, truth
-from engines.codegen.ir_builder import I64, Module, Value, vector
+from engines.codegen.ir_builder import Module, Value, lanes_of, vector
 from engines.lowering.problems.elementwise import UNSIGNED, Integers
 from engines.lowering.problems.view import View, joined
 
@@ -26,21 +26,35 @@ class IntegersKernel(Kernel[Integers]):
     def windows(self, isa: Isa, tactic: Tactic) -> Sequence[Window]:
         return self.runs.windows()
 
+    @cached_property
+    def bits(self) -> int:
+        """Of integers that hold all operands; of what does not fit into the result, as many as that has."""
+        sources, output = self.problem.sources, self.problem.output
+        return max(8 * output.size, *(_bits(view, output) for view in sources))
+
     # ---- code
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
         f, addresses, (begin, end, *_) = begin_kernel(module, name, len(self.problem.sources) + 1)
-        self.runs.emit(f, addresses, begin, end, isa.lanes, self._vector)
+        self.runs.emit(f, addresses, begin, end, isa.lanes * max(32 // self.bits, 1), self._vector)
 
     def _vector(self, at: list[Value], start: Value, count: int) -> None:
         *views, output = self.runs.views
         *places, target = (offset(a, [start], [v.strides[-1]]) for a, v in zip(at, self.runs.views, strict=True))
-        values = [load_integers(view, place, count) for view, place in zip(views, places, strict=True)]
+        values = [load_integers(view, place, count, self.bits) for view, place in zip(views, places, strict=True)]
         store_integers(output, OPERATIONS[self.problem.operation](*values), target, count)
 
 
-def load_integers(view: View, address: Value, count: int) -> Value:
-    """`count` elements along the innermost axis as i64; a float is truncated. A stride of 0 repeats one element."""
-    f, element, stride, wide = address.f, ELEMENTS[view.dtype], view.strides[-1], vector(count, I64)
+def _bits(view: View, output: View) -> int:
+    """Of a signed integer that holds what is stored; of a float, as far as the output depends on them."""
+    if view.dtype == "float32":
+        return 32 if output.size == 1 else 64
+    return min(8 * view.size * (2 if view.dtype in UNSIGNED and view.dtype != "bool" else 1), 64)
+
+
+def load_integers(view: View, address: Value, count: int, bits: int = 64) -> Value:
+    """`count` elements along the innermost axis as integers of so many bits; a float is truncated. A stride of 0
+    repeats one element."""
+    f, element, stride, wide = address.f, ELEMENTS[view.dtype], view.strides[-1], vector(count, f"i{bits}")
     if stride == view.size:
         stored = f.load(vector(count, element), address, hint="stored")
     elif stride == 0:
@@ -51,18 +65,25 @@ def load_integers(view: View, address: Value, count: int) -> Value:
             one = f.load(element, address + i * stride, hint="stored")
             stored = f.op(stored.type, f"insertelement {stored}, {one}, i32 {i}", "gathered")
     if view.dtype == "float32":
-        return f.cast("fptosi", stored, wide, "truncated")
-    if element == I64:
+        return f.cast("fptosi", stored if bits == 64 else _near(stored), wide, "truncated")
+    if stored.type == wide:
         return stored
     return f.cast("zext" if view.dtype in UNSIGNED else "sext", stored, wide, "wide")
 
 
+def _near(x: Value) -> Value:
+    """The floats that 32 bits hold, and 0 for others: those are multiples of 256."""
+    size = x.f.call(x.type, f"llvm.fabs.v{lanes_of(x.type)}f32", x, hint="size")
+    return x.f.select(size.compare("olt", 2.0 ** 31), x, x.like(0.0))
+
+
 def store_integers(view: View, value: Value, address: Value, count: int) -> None:
-    """`count` elements of i64 along the innermost axis, each cut to the bits that it is stored in."""
+    """`count` integers along the innermost axis, each cut to the bits that it is stored in."""
     f, element, stride = address.f, ELEMENTS[view.dtype], view.strides[-1]
     if view.dtype == "bool":
-        value = truth(value.compare("ne", 0))
-    stored = value if element == I64 else f.cast("trunc", value, vector(count, element), "narrow")
+        value = truth(value.compare("ne", 0), value)
+    narrow = vector(count, element)
+    stored = value if value.type == narrow else f.cast("trunc", value, narrow, "narrow")
     if stride == view.size or count == 1:
         f.store(stored, address)
         return

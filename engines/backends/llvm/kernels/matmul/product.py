@@ -62,8 +62,11 @@ class ProductKernel(Kernel[Product]):
         shapes = usual_tile_shapes(isa, self.problem.precision)
         packed = list(dict.fromkeys(Tile(min(m, rows), min(vectors, widest)) for m, vectors in shapes))
         right = Right(Matrix.of(self.problem.b), product_arithmetic(self.problem.precision, isa), isa, widest)
-        unpacked = [replace(tile, packed=False) for tile in packed] if rows <= FEW_ROWS and right.direct else []
-        return (*unpacked, *packed)
+        if rows > FEW_ROWS or not right.direct:
+            return packed
+        # The fewer rows, the wider: b's are then read in longer pieces.
+        wide = Tile(rows, min(max((isa.registers - 4) // rows, 1), widest))
+        return (*(replace(tile, packed=False) for tile in dict.fromkeys((wide, *packed))), *packed)
 
     def packing(self, tactic: Tile) -> int:
         return tactic.vectors
