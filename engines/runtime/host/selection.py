@@ -9,6 +9,7 @@ import numpy as np
 from engines.ir.graph import Array
 
 Attrs = Mapping[str, Any]
+BLOCK = 64          # boxes of a class that are compared at a time
 
 
 def _non_zero(attrs: Attrs, x: Array) -> tuple[Array, ...]:
@@ -69,18 +70,32 @@ def _non_max_suppression(attrs: Attrs, boxes: Array, scores: Array, most: Array 
 
 
 def _best(corners: Array, area: Array, score: Array, limit: int, threshold: float, lowest: float) -> list[int]:
+    """By blocks of falling score: without those that boxes before them cover, then one after the other."""
     waiting = np.argsort(-score, kind="stable")
     waiting = waiting[score[waiting] > lowest] if np.isfinite(lowest) else waiting
-    found: list[int] = []
-    while len(waiting) and len(found) < limit:
-        box, waiting = waiting[0], waiting[1:]
-        found.append(int(box))
-        rest = corners[waiting]
-        sides = np.minimum(corners[box, 2:], rest[:, 2:]) - np.maximum(corners[box, :2], rest[:, :2])
-        common = np.prod(np.maximum(sides, 0), axis=1)
-        union = area[box] + area[waiting] - common
-        waiting = waiting[common <= threshold * np.maximum(union, np.finfo(np.float32).tiny)]
-    return found
+    found = waiting[:0]
+    for start in range(0, len(waiting), BLOCK):
+        if len(found) >= limit:
+            break
+        block = waiting[start:start + BLOCK]
+        block = block[~_covered(corners, area, found, block, threshold).any(0)]
+        taken, gone = [], np.zeros(len(block), bool)
+        for i, covered in enumerate(_covered(corners, area, block, block, threshold)):
+            if not gone[i]:
+                taken.append(i)
+                gone |= covered
+        found = np.concatenate([found, block[taken]])
+    return list(map(int, found[:limit]))
+
+
+def _covered(corners: Array, area: Array, by: Array, boxes: Array, threshold: float) -> Array:
+    """Whether each of `by` (rows) covers each of the boxes by more than the threshold."""
+    first, second = corners[by].T[:, :, None], corners[boxes].T
+    sides = [np.maximum(np.minimum(first[axis + 2], second[axis + 2]) - np.maximum(first[axis], second[axis]), 0)
+             for axis in (0, 1)]
+    common = sides[0] * sides[1]
+    union = area[by][:, None] + area[boxes] - common
+    return np.asarray(~(common <= threshold * np.maximum(union, np.finfo(np.float32).tiny)))
 
 
 def _corners(boxes: Array) -> Array:
