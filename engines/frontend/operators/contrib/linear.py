@@ -93,6 +93,29 @@ def _matmul_n_bits(call: Call) -> list[Node]:
     return w.finish("Identity", w.plus(y, call, 5))
 
 
+# What four bits mean, in units of the greatest of their block; of floats (0), the upper bit is the sign.
+_HALF = (0.0, 0.0052083333, 0.6666666667, 1.0, 0.3333333333, 0.5, 0.1666666667, 0.25)
+_BNB4 = ((*_HALF, *(-value for value in _HALF)),
+         (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+          -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+          0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0))
+
+
+@contrib("MatMulBnb4", "A:T B:X absmax:T1", "K:int! N:int! block_size:int! quant_type:int! training_mode=0 transB=1")
+def _matmul_bnb4(call: Call) -> list[Node]:
+    """A times the transpose of B [N, K], as bitsandbytes packs it: the upper four bits of a byte first; elements in
+    row-major order have a scale for each block. quant_type: of 4-bit floats, or the quantiles of normal ones."""
+    w, (n, k), size = StandardParts(call), (call.attr("N"), call.attr("K")), int(call.attr("block_size"))
+    call.ignore("training_mode")        # of what is kept for gradients
+    if not call.attr("transB", 1):
+        raise GraphError("weights that are not transposed (transB) are not supported")
+    packed, scales = _known(call, 1).reshape(-1), _known(call, 2).reshape(-1)
+    numbers = np.stack([packed >> 4, packed & 15], 1).reshape(-1)[:n * k]
+    real = np.array(_BNB4[call.attr("quant_type")], np.float32)[numbers]
+    weights = (real * np.repeat(scales.astype(np.float32), size)[:n * k]).reshape(n, k).T
+    return w.finish("MatMul", call.node.inputs[0], w.constant(np.ascontiguousarray(weights, call.type().dtype)))
+
+
 def blocks_of_bits(w: StandardParts, call: Call, packed: int, scales: int, zeros: int, rows: int, columns: int) -> str:
     """Weights [rows, columns] of two, four or eight bits, dequantised; these inputs of the call, which are constants.
 

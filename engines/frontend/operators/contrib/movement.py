@@ -1,4 +1,4 @@
-"""Operators that ONNX has too by now, under the names that they had before; rows of quantised tables."""
+"""Operators that ONNX has too by now, under their names of before; rows of quantised tables; windows of a tensor."""
 from __future__ import annotations
 
 import numpy as np
@@ -8,7 +8,7 @@ from engines.frontend.operators.contrib.linear import blocks_of_bits
 from engines.frontend.operators.extension import StandardParts, contrib
 from engines.frontend.operators.normalise import Call
 from engines.ir.graph import Node
-from engines.ir.shapes import fixed
+from engines.ir.shapes import fixed, normal_axis
 
 _INT64 = 7          # as TensorProto.DataType has it
 
@@ -67,3 +67,18 @@ def _rows_of_a_table(call: Call) -> list[Node]:
     columns = shape[1] * 8 // int(call.attr("bits", 4))
     table = blocks_of_bits(w, call, 0, 2, 3, shape[0], columns)
     return w.finish("Gather", table, call.node.inputs[1], axis=0)
+
+
+@contrib("UnfoldTensor", "input:X", "dim=-1 size:int! step=1")
+def _unfold(call: Call) -> list[Node]:
+    """Windows along an axis; what is in them is a new last axis."""
+    rank, size, step = call.rank, int(call.attr("size")), int(call.attr("step", 1))
+    axis = normal_axis(call.attr("dim", -1), rank)
+    (extent,) = fixed([call.type().shape[axis]])
+    if not 0 < size <= extent or step < 1:
+        raise GraphError(f"a window of {size} in steps of {step} does not fit into {extent}")
+    places = np.arange(0, extent - size + 1, step)[:, None] + np.arange(size)
+    w = StandardParts(call)
+    windows = w("Gather", call.node.inputs[0], w.constant(places), axis=axis)
+    order = [*range(axis + 1), *range(axis + 2, rank + 1), axis + 1]
+    return w.finish("Transpose", windows, perm=tuple(order))

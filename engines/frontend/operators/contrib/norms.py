@@ -1,6 +1,8 @@
 """Norms, and sums that are normalised."""
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from engines.errors import GraphError
@@ -67,20 +69,47 @@ def _embed_layer_norm(call: Call) -> list[Node]:
     mask are not 0, for each item; that sum."""
     call.ignore("mask_index_type")      # of what the second output is to be, which is one thing only
     w, node = StandardParts(call), call.node
-    ids, segments, words, positions, of_segments, gamma, beta = node.inputs[:7]
-    of_positions = w("Gather", positions, node.inputs[8], axis=0) if call.has(8) else w.cut(
-        positions, 0, 0, *fixed([call.type().shape[1]]))
-    total = w("Add", w("Gather", words, ids, axis=0), of_positions)
-    if segments:
-        total = w("Add", total, w("Gather", of_segments, segments, axis=0))
-    w.output(0, "LayerNormalization", total, gamma, beta, axis=-1, epsilon=call.attr("epsilon", _EPSILON))
-    if call.has(7):
-        seen = w("Cast", w("Cast", node.inputs[7], to=_BOOL), to=_INT32)
-        w.output(1, "ReduceSum", seen, w.ints(1), keepdims=0)
-    else:       # of no mask it is 0
-        w.output(1, "ReduceSum", w("Mul", ids, w.number(0, np.dtype(np.int32))), w.ints(1), keepdims=0)
+    total = _embeddings(w, call, lambda table, ids: w("Gather", node.inputs[table], ids, axis=0),
+                        node.inputs[8] if call.has(8) else "")
+    w.output(0, "LayerNormalization", total, *node.inputs[5:7], axis=-1, epsilon=call.attr("epsilon", _EPSILON))
+    _seen(w, call)
     w.output(2, "Identity", total)
     return w.nodes
+
+
+@contrib("QEmbedLayerNormalization", "input_ids:I segment_ids:I? word:Q position:Q segment:Q? gamma:Q beta:Q mask:I? "
+         "word_scale:F position_scale:F segment_scale:F? gamma_scale:F beta_scale:F word_zero:Q position_zero:Q "
+         "segment_zero:Q? gamma_zero:Q beta_zero:Q", "epsilon=1e-12", 2)
+def _embed_quantised(call: Call) -> list[Node]:
+    """The same of quantised tables; rows are dequantised as they are found."""
+    w, node = StandardParts(call), call.node
+
+    def real(stored: str, table: int) -> str:
+        return w("DequantizeLinear", stored, node.inputs[table + 6], node.inputs[table + 11])
+
+    total = _embeddings(w, call, lambda table, ids: real(w("Gather", node.inputs[table], ids, axis=0), table), "")
+    gamma, beta = (real(node.inputs[table], table) for table in (5, 6))
+    w.output(0, "LayerNormalization", total, gamma, beta, axis=-1, epsilon=call.attr("epsilon", _EPSILON))
+    _seen(w, call)
+    return w.nodes
+
+
+def _embeddings(w: StandardParts, call: Call, rows: Callable[[int, str], str], positions: str) -> str:
+    """The sum of a word's, its position's and its segment's row; positions count from 0 where none are given."""
+    ids, segments = call.node.inputs[:2]
+    length = fixed([call.type().shape[1]])[0]
+    total = w("Add", rows(2, ids), rows(3, positions or w.constant(np.arange(length))))
+    return w("Add", total, rows(4, segments)) if segments else total
+
+
+def _seen(w: StandardParts, call: Call) -> None:
+    """The second output: how many of the mask are not 0; of no mask it is 0."""
+    if call.has(7):
+        seen = w("Cast", w("Cast", call.node.inputs[7], to=_BOOL), to=_INT32)
+        w.output(1, "ReduceSum", seen, w.ints(1), keepdims=0)
+    else:
+        zeros = w("Mul", call.node.inputs[0], w.number(0, np.dtype(np.int32)))
+        w.output(1, "ReduceSum", zeros, w.ints(1), keepdims=0)
 
 
 _INT32, _BOOL = 6, 9        # as TensorProto.DataType has them

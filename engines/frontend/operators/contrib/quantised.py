@@ -96,6 +96,15 @@ def _pool(call: Call) -> list[Node]:
     return _stored(w, call, w("Transpose", y, perm=(0, *range(2, rank), 1)) if last else y, 3)
 
 
+@contrib("NhwcMaxPool", "x:Q", "auto_pad=NOTSET ceil_mode=0 dilations:ints kernel_shape:ints! pads:ints strides:ints")
+def _max_pool(call: Call) -> list[Node]:
+    """Of stored numbers, whose order is that of what they mean."""
+    w, rank = StandardParts(call), call.rank
+    kept = call.keep("auto_pad", "ceil_mode", "dilations", "kernel_shape", "pads", "strides")
+    y = w("MaxPool", w("Transpose", call.node.inputs[0], perm=(0, rank - 1, *range(1, rank - 1))), **kept)
+    return w.finish("Transpose", y, perm=(0, *range(2, rank), 1))
+
+
 @contrib("QLinearReduceMean", "data:Q data_scale:F data_zero_point:Q? reduced_scale:F reduced_zero_point:Q?",
          "axes:ints! keepdims:int!")
 def _mean(call: Call) -> list[Node]:

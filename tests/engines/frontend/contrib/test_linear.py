@@ -121,3 +121,10 @@ def test_weights_that_are_no_constants_are_refused():
     with pytest.raises(ModelError, match="its input 'i1' is no constant"):
         imported("MatMulNBits", [normal(3, 16), np.zeros((6, 1, 8), np.uint8), normal(6)], (2,), K=16, N=6,
                  block_size=16)
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_weights_as_bitsandbytes_packs_them(kind):
+    packed = np.random.default_rng(0).integers(0, 256, 32 * 24 // 2).astype(np.uint8)
+    check("MatMulBnb4", [normal(2, 3, 32), packed, np.abs(normal(32 * 24 // 16))], (1, 2), K=32, N=24, block_size=16,
+          quant_type=kind)

@@ -37,6 +37,11 @@ def test_elements_by_their_places():
     check("GatherND", [normal(3, 4, 5), np.array([[0, 1], [2, 3]])], (1,))
 
 
+@pytest.mark.parametrize("attrs", [{"size": 3}, {"dim": 1, "size": 2, "step": 2}])
+def test_windows_along_an_axis(attrs):
+    check("UnfoldTensor", [normal(2, 7, 5)], **attrs)
+
+
 def test_what_is_there_once():
     check("Unique", [np.float32([2, 1, 1, 3, 4, 3])], (0,), 3)
     with pytest.raises(UnknownValueError, match="depends on data"):

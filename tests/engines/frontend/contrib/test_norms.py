@@ -58,6 +58,18 @@ def test_embeddings_are_summed_and_normalised(absent):
     check("EmbedLayerNormalization", embeddings(**absent), TABLES, outputs, epsilon=1e-3)
 
 
+@pytest.mark.parametrize("absent", [{}, {"mask": None}, {"segments": None, "of_segments": None}])
+def test_embeddings_of_quantised_tables_are_too(absent):
+    given = embeddings(places=None, **absent)[:-1]
+    tables = [None if table is None else np.clip(np.rint(table * 40 + 128), 0, 255).astype(np.uint8)
+              for table in given[2:7]]
+    there = [table is not None for table in tables]
+    scales = [np.float32(0.02 + 0.001 * i) if known else None for i, known in enumerate(there)]
+    zeros = [np.uint8(120 + i) if known else None for i, known in enumerate(there)]
+    check("QEmbedLayerNormalization", [*given[:2], *tables, given[7], *scales, *zeros],
+          (*TABLES, *range(8, 18)), 2, epsilon=1e-3)
+
+
 def test_a_mask_that_is_not_there_counts_nothing():
     check("EmbedLayerNormalization", embeddings(mask=None, places=None), TABLES, "yy")
 

@@ -196,3 +196,8 @@ def test_scales_that_are_of_neither_are_refused():
     inputs[8] = np.ones(3, np.float32)
     with pytest.raises(ModelError, match="are neither one for each direction nor for each column"):
         imported("DynamicQuantizeLSTM", inputs, WEIGHTS, **LSTM)
+
+
+def test_the_greatest_of_windows_of_bytes_with_their_channels_last():
+    x = np.random.default_rng(0).integers(0, 255, (2, 6, 7, 3)).astype(np.uint8)
+    check("NhwcMaxPool", [x], kernel_shape=[3, 2], strides=[2, 1], pads=[1, 0, 1, 1])
