@@ -51,6 +51,31 @@ def _group_normalization(call: Call) -> list[Node]:
     return w.finish("Add", w("Mul", y, scale), bias)
 
 
+@rule("MeanVarianceNormalization")
+def _mean_variance(call: Call) -> list[Node]:
+    """(x - mean) / (deviation + 1e-9)"""
+    axes = tuple(normal_axis(axis, call.rank) for axis in call.attr("axes", (0, 2, 3)))
+    w, x = Parts(call), call.node.inputs[0]
+    apart = w("Sub", x, w("ReduceMean", x, axes=axes, keepdims=1))
+    deviation = w("Sqrt", w("ReduceMean", w("Mul", apart, apart), axes=axes, keepdims=1))
+    return w.finish("Div", apart, w("Add", deviation, w.constant(np.array(1e-9, call.type().dtype))))
+
+
+@rule("TensorScatter")
+def _tensor_scatter(call: Call) -> list[Node]:
+    """New elements along an axis of a cache, from a place of each item's own on; circular: from its end on to its
+    start."""
+    w, (cache, new, *starts) = Parts(call), call.node.inputs
+    axis, mode, shape = normal_axis(call.attr("axis", -2), call.rank), call.attr("mode", "linear"), call.type(1).shape
+    (count, extent), ones = fixed([shape[axis], call.type().shape[axis]]), (1,) * call.rank
+    places = w.constant(np.arange(count).reshape(*ones[:axis], count, *ones[axis + 1:]))
+    if call.has(2):
+        places = w("Add", w("Reshape", starts[0], shape=(shape[0], *ones[1:])), places)
+    if mode == "circular":
+        places = w("Mod", places, w.constant(np.array(extent)))
+    return w.finish("ScatterElements", cache, w("Expand", places, shape=shape), new, axis=axis)
+
+
 @rule("Einsum")
 def _einsum(call: Call) -> list[Node]:
     """Operands are multiplied from left to right, two at a time; an axis is summed as soon as no other has it."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from engines.errors import GraphError
-from engines.frontend.operators.normalise import Call, rule
+from engines.frontend.operators.normalise import Beyond, Call, as_dims, rule
 from engines.frontend.operators.parts import Parts
 from engines.ir.graph import Node
 from engines.ir.shapes import dim, fixed, normal_axis
@@ -102,6 +102,47 @@ def _without_ceil(call: Call, attrs: dict[str, Any]) -> dict[str, Any]:
     ends = [max((count - 1) * stride + span - size - before, after) for count, stride, span, size, (before, after) in
             zip(window.outputs(sizes, ceil=True), window.strides, window.spans, sizes, window.pads, strict=True)]
     return {"pads": (*(before for before, _ in window.pads), *ends)}
+
+
+@rule("AffineGrid")
+def _affine_grid(call: Call) -> list[Node]:
+    """The places of an image's pixels, from -1 to 1 and the last axis first, with a 1 behind, times theta's rows."""
+    size, corners = as_dims(call.value(1)), call.attr("align_corners", 0)
+    sizes = fixed(size[2:])
+    along = [np.linspace(-1, 1, n) if n > 1 else np.zeros(1) for n in sizes]
+    along = along if corners else [line * (n - 1) / n for line, n in zip(along, sizes, strict=True)]
+    places = np.stack([*reversed(np.meshgrid(*along, indexing="ij")), np.ones(sizes)], -1)
+    w = Parts(call)
+    base = w.constant(places.reshape(1, -1, len(sizes) + 1).astype(call.type().dtype))
+    grid = w("MatMul", base, w("Transpose", call.node.inputs[0], perm=(0, 2, 1)))
+    return w.finish("Reshape", grid, shape=(call.type().shape[0], *sizes, len(sizes)))
+
+
+@rule("GlobalLpPool")
+def _global_lp_pool(call: Call) -> list[Node]:
+    p, axes = call.attr("p", 2), tuple(range(2, call.rank))
+    if p not in (1, 2):
+        raise Beyond(f"a norm of p = {p}")
+    return Parts(call).finish(f"ReduceL{p}", call.node.inputs[0], axes=axes, keepdims=1)
+
+
+@rule("CenterCropPad")
+def _center_crop_pad(call: Call) -> list[Node]:
+    """What an axis has too much is cut off, what it lacks is zeros: on both sides, of an odd number more at the end."""
+    axes = [normal_axis(axis, call.rank) for axis in call.attr("axes") or range(call.rank)]
+    extents, wanted = fixed(call.type().shape[axis] for axis in axes), call.ints(1) or ()
+    if len(wanted) != len(axes):
+        raise GraphError(f"{len(wanted)} extents for {len(axes)} axes")
+    starts = [max(extent - more, 0) // 2 for extent, more in zip(extents, wanted, strict=True)]
+    ends = [start + min(extent, more) for start, extent, more in zip(starts, extents, wanted, strict=True)]
+    widths = [0] * 2 * call.rank
+    for axis, extent, more in zip(axes, extents, wanted, strict=True):
+        lack = max(more - extent, 0)
+        widths[axis], widths[axis + call.rank] = lack // 2, lack - lack // 2
+    w = Parts(call)
+    x = w("Slice", call.node.inputs[0], axes=tuple(axes), starts=tuple(starts), ends=tuple(ends),
+          steps=(1,) * len(axes))
+    return w.finish("Pad", x, pads=tuple(widths), mode="constant")
 
 
 @rule("Col2Im")

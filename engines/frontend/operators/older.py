@@ -38,6 +38,12 @@ def _aligned(call: Call) -> list[Node]:
                     w("Reshape", call.node.inputs[1], shape=(*shape, *(1,) * behind)))
 
 
+@older("Gemm", before=7)
+def _product(call: Call) -> list[Node]:
+    call.ignore("broadcast")        # a third operand that needs none says nothing else by it
+    return normalise(replace(call, opset=7))
+
+
 @older("PRelu", before=7)
 def _of_channels(call: Call) -> list[Node]:
     """A slope for all, or one for each channel."""

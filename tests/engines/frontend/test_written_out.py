@@ -83,3 +83,39 @@ def test_a_deformed_convolution_is_a_product_with_samples_at_places_of_its_own()
     (wanted,) = ReferenceEvaluator(model).run(None, feeds)
     np.testing.assert_allclose(run(graph, feeds)["y"], wanted, 1e-4, 1e-4)
     assert "DeformConv" not in {part.op for part in graph.nodes}
+
+
+@pytest.mark.parametrize(("written", "shapes", "constants"), [
+    ("AffineGrid x s", [(2, 2, 3)], {"s": I64([2, 3, 5, 4])}),
+    ("AffineGrid x s align_corners=1", [(2, 3, 4)], {"s": I64([2, 3, 5, 3, 2])}),
+    ("CenterCropPad x s", [(5, 8)], {"s": I64([8, 5])}),
+    ("MeanVarianceNormalization x", [(2, 3, 4, 5)], {}),
+    ("TensorScatter x w p", [(2, 3, 6, 2), (2, 3, 2, 2)], {"p": I64([4, 1])}),
+    ("TensorScatter x w p axis=1 mode=circular", [(2, 6, 2), (2, 4, 2)], {"p": I64([4, 1])})])
+def test_a_rare_operator_is_written_out_by_common_ones(written: str, shapes: list[tuple[int, ...]],
+                                                       constants: dict[str, Any]) -> None:
+    op, *words = written.split()
+    attrs = {name: int(value) if value.isdigit() else value for name, value in
+             (word.split("=") for word in words if "=" in word)}
+    inputs = dict(zip("xw", shapes, strict=False))
+    model = small_model([node(op, " ".join(word for word in words if "=" not in word), "y", **attrs)], inputs, ["y"],
+                        constants, opset=24)
+    feeds, graph = feeds_of(model), graph_from_onnx(model)
+    (wanted,) = ReferenceEvaluator(model).run(None, feeds)
+    np.testing.assert_allclose(run(graph, feeds)["y"], wanted, 1e-5, 1e-5)
+    assert op not in {part.op for part in graph.nodes}
+
+
+def test_a_pool_of_whole_images_is_a_norm_of_their_pixels() -> None:
+    model = small_model([node("GlobalLpPool", "x", "y", p=1)], {"x": [2, 3, 4, 5]}, ["y"])
+    feeds, graph = feeds_of(model), graph_from_onnx(model)
+    wanted = np.abs(feeds["x"]).sum((2, 3), keepdims=True)
+    np.testing.assert_allclose(run(graph, feeds)["y"], wanted, 1e-5)
+
+
+def test_a_gemm_that_says_that_it_broadcasts_is_none_of_its_own_kind() -> None:
+    inputs = {"x": [2, 3], "w": [4, 3], "b": [4]}
+    model = small_model([node("Gemm", "x w b", "y", transB=1, broadcast=1)], inputs, ["y"], opset=6)
+    feeds, graph = feeds_of(model), graph_from_onnx(model)
+    np.testing.assert_allclose(run(graph, feeds)["y"], feeds["x"] @ feeds["w"].T + feeds["b"], 1e-5)
+    assert {part.op for part in graph.nodes} == {"Gemm"}
