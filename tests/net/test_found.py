@@ -33,6 +33,9 @@ FOUND = {
         { y = Concat <axis: int = 0> (a, b) }""",
     "one number of a batch of truths": """(bool[N] x, float[N, 2] z) => (bool[] y, float[] u) <int64 first = {0}>
         { y = Gather <axis: int = 0> (x, first) u = Neg (z) }""",
+    "one axis of a turned tensor, backwards": """(float[1, 3, 1, 1] x) => (float[] y)
+        <int64[1] start = {-1}, int64[1] end = {-4}, int64[1] axis = {2}, int64[1] step = {-1}>
+        { t = Transpose <perm: ints = [0, 2, 1, 3]> (x) y = Slice (t, start, end, axis, step) }""",
     "a product of nothing in 16 bits": """(bfloat16[1, 0] x, bfloat16[1] b) => (bfloat16[] y) <bfloat16[0, 1] w = {}>
         { p = MatMul (x, w) y = Add (p, b) }""",
 }

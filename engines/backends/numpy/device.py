@@ -18,14 +18,14 @@ from engines.plan.arena import Memory, array_at, plan_memory, write_halo
 from engines.plan.plan import Plan, TensorView, graph_of
 from engines.runtime.fallback import FallbackStep
 
-Memories = Callable[[Placement], Array]     # the bytes from the address of a placed tensor on
+Memories = Callable[[Placement], tuple[Array, int]]     # the bytes that a tensor lies in; from which one on
 
 
 def solve(call: Call, memory: Memories, batch: int) -> None:
     """Run the reference of a call's problem on its tensors where they lie."""
     problem, items = call.problem, call.outputs[0].items
     count = batch if items == BATCH else int(items)
-    inputs, outputs = ([strided(memory(placement), view, count) for placement, view in zip(placed, views, strict=True)]
+    inputs, outputs = ([strided(*memory(placement), view, count) for placement, view in zip(placed, views, strict=True)]
                        for placed, views in ((call.inputs, problem.inputs), (call.outputs, problem.outputs)))
     for target, result in zip(outputs, problem.reference(inputs, call.constants), strict=True):
         target[...] = result
@@ -84,10 +84,10 @@ class NumpyExecution:
         return [partial(solve, step, self._bytes, batch) if isinstance(step, Call) else partial(step.run, arrays, batch)
                 for step in self._loaded.steps]
 
-    def _bytes(self, placement: Placement) -> Array:
+    def _bytes(self, placement: Placement) -> tuple[Array, int]:
         if placement.buffer == NO_BUFFER:
-            return self._loaded.constants[placement.constant][placement.offset:]
-        return self._memory[self._loaded.layout.offsets[placement.buffer] + placement.offset:]
+            return self._loaded.constants[placement.constant], placement.offset
+        return self._memory, self._loaded.layout.offsets[placement.buffer] + placement.offset
 
     def _prepare(self, batch: int) -> None:
         """Write the halos of the batch slots that none has asked for so far."""

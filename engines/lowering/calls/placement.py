@@ -129,9 +129,9 @@ def reshaped_strides(view: View, shape: Sequence[int]) -> tuple[int, ...] | None
     return tuple(reversed(strides)) if extent == 1 and not runs else None
 
 
-def strided(memory: Any, view: View, items: int) -> Any:
-    """The tensor whose first byte is that of the memory, as a numpy array [items, *shape] over it."""
-    return np.ndarray((items, *view.shape), memory_dtype(view.dtype), memory, 0, (view.item, *view.strides))
+def strided(memory: Any, start: int, view: View, items: int) -> Any:
+    """The tensor whose element 0 is at byte `start` of the memory, as a numpy array [items, *shape] over it."""
+    return np.ndarray((items, *view.shape), memory_dtype(view.dtype), memory, start, (view.item, *view.strides))
 
 
 def buffer_bytes(storage: Storage, max_batch: int) -> int:

@@ -93,11 +93,11 @@ def execute(graph: Graph, runner: Runner, x: Any) -> Any:
     lowered = lower(graph, runner.lanes)
     memory = [guarded(buffer_bytes(storage, ITEMS)) for storage in lowered.placements.buffers]
     for buffer, storage in zip(memory, lowered.placements.buffers, strict=True):        # the halos
-        strided(buffer, storage.whole, ITEMS)[...] = storage.pad
+        strided(buffer, 0, storage.whole, ITEMS)[...] = storage.pad
 
     def array(name: str) -> Any:
         placement = lowered.placements[name]
-        return strided(memory[placement.buffer][placement.offset:], placement.view, ITEMS)
+        return strided(memory[placement.buffer], placement.offset, placement.view, ITEMS)
 
     array("x")[...] = x
     for call in lowered.calls:

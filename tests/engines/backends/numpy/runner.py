@@ -24,4 +24,4 @@ class NumpyRunner:
         placed = [Placement(i, 0, view, BATCH) for i, view in enumerate((*problem.inputs, *problem.outputs))]
         call = Call(Node("Test", (), ("y",)), problem, tuple(placed[:len(inputs)]), tuple(placed[len(inputs):]),
                     constants)
-        solve(call, lambda placement: memory[placement.buffer], batch)
+        solve(call, lambda placement: (memory[placement.buffer], 0), batch)
