@@ -13,7 +13,7 @@ import pytest
 
 from calibration import Calibration
 from engines import build_engine, load_engine
-from engines.backends.llvm.codegen import compile_pool
+from engines.backends.llvm.codegen import compile as llvm_compile
 from engines.backends.llvm.codegen.isa import isa_named
 from engines.backends.llvm.kernels.contraction.direct import DirectContraction
 from engines.backends.llvm.kernels.contraction.tiled import Tile
@@ -111,7 +111,7 @@ def test_shapes_never_met_are_computed_by_kernels_that_are_told_their_extents(
     def compile_object(*_: object) -> bytes:
         raise AssertionError("something was compiled")
 
-    monkeypatch.setattr(compile_pool, "compile_object", compile_object)
+    monkeypatch.setattr(llvm_compile, "compile_object", compile_object)
     general = load_engine(tmp_path / "m.plan", specialise="off")
     assert [bytes(general.run(tokens(2, length))["y"]) for length in lengths] == expected
 

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from engines.backends.llvm.codegen.compile_pool import CompilerPool
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.kernel import Kernel
+from engines.codegen.compiler_pool import CompilerPool
 from engines.codegen.extents import Extent, Trace, leaf, value_of
 from engines.codegen.ir_builder import Module
 from engines.plan.plan import GeneralKernel

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from engines.backends.base import Progress
-from engines.backends.llvm.codegen.compile_pool import CompilerPool
+from engines.backends.llvm.codegen.compile import compiler_pool
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.kernel import Kernel, kernels_for
 from engines.backends.llvm.runtime.abi import KERNEL
@@ -22,6 +22,7 @@ from engines.backends.llvm.runtime.elf import LoadedCode, functions_of
 from engines.backends.llvm.tuning.general import Found, GeneralKernels
 from engines.backends.llvm.tuning.nearest import Timed, correction
 from engines.backends.llvm.tuning.timing import CLOCK_US, Times, aligned, call_of, mean_ratios, measure, memory_of
+from engines.codegen.compiler_pool import CompilerPool
 from engines.codegen.ir_builder import Module
 from engines.lowering.problems.problem import Array, Problem
 from engines.machine.timing_cache import TimingCache
@@ -115,7 +116,7 @@ class Tuner:
         self._batches_of |= dict.fromkeys(new, self._batches)
         # With timing each is compiled and timed twice, and compiled once more.
         report = _Report(progress, len(new), steps=5 if self.timing else 1)
-        with CompilerPool(self.isa) as pool:
+        with compiler_pool(self.isa) as pool:
             if self.timing:
                 self._time_alone(pool, new, report)
             taken = {problem: self._least(self._alone[problem]) if self.timing else self._usual(problem)
@@ -134,7 +135,7 @@ class Tuner:
         missing = [self._usual(problem) for problem, choice in found.items() if choice is None]
         for problem in found:
             self.generals.meet(kernels_for(problem, batches[-1]))
-        with CompilerPool(self.isa) as pool:
+        with compiler_pool(self.isa) as pool:
             made = self.generals.make([(one.kernel, one.tactic) for one in missing], pool)
         return {problem: choice for problem, choice in found.items() if choice} | {
             one.kernel.problem: self._told(one.kernel, general) for one, general in zip(missing, made, strict=True)}
@@ -163,7 +164,7 @@ class Tuner:
         """Microseconds of every candidate for each problem, of the hopeless too: what costs are compared with."""
         self._batches_of |= dict.fromkeys(wanted, self._batches)
         every = {problem: self._candidates(problem) for problem in wanted}
-        with CompilerPool(self.isa) as pool:
+        with compiler_pool(self.isa) as pool:
             found = self._times(pool, wanted, every, _Report(None, 0, steps=0))
         return {problem: {one: us for one, (us, *_) in times.items()} for problem, times in found.items()}
 
@@ -203,7 +204,7 @@ class Tuner:
         """The rivals as choices that can be run; those of a problem have their code in common."""
         missing = {problem: some for problem, some in rivals.items() if any(one not in self._modules for one in some)}
         report = _Report(progress, len(missing), steps=1)
-        with CompilerPool(self.isa) as pool:
+        with compiler_pool(self.isa) as pool:
             code = pool.compile(map(self._text, missing.values()), lambda: report("compiled"))
         for some, object_ in zip(missing.values(), code, strict=True):
             self._modules |= dict.fromkeys(some, object_)
@@ -220,7 +221,7 @@ class Tuner:
             ratios, alone = mean_ratios(of_rivals), self._least(self._alone[problem])
             best = min(ratios, key=lambda one: ratios[one])
             taken[problem] = best if ratios[best] < GAIN * ratios[alone] else alone
-        with CompilerPool(self.isa) as pool:
+        with compiler_pool(self.isa) as pool:
             code = self._compiled(pool, taken.values())
         return {problem: self._choice(one, times[problem][one], code[one]) for problem, one in taken.items()}
 

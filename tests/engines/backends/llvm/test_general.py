@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from engines.backends.llvm.codegen.compile_pool import CompilerPool
+from engines.backends.llvm.codegen.compile import compiler_pool
 from engines.backends.llvm.codegen.isa import PORTABLE
 from engines.backends.llvm.kernels.kernel import kernels_for
 from engines.backends.llvm.tuning.general import GeneralKernels
@@ -64,7 +64,7 @@ def test_a_general_kernel_is_found_for_the_numbers_that_its_guards_allow() -> No
     (small,), (large,) = kernels_for(pool(8, 10)), kernels_for(pool(16, 30))
     kernels.meet([large])
     tactics = small.tactics(PORTABLE)
-    with CompilerPool(PORTABLE) as workers:
+    with compiler_pool(PORTABLE) as workers:
         (made,) = kernels.make([(small, tactics[0])], workers)
     assert made.general.symbol in kernels.code
     for height, width in ((16, 30), (8, 10), (32, 12)):

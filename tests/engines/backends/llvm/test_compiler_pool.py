@@ -3,10 +3,11 @@ from __future__ import annotations
 
 import pytest
 
-from engines.backends.llvm.codegen import compile_pool
 from engines.backends.llvm.codegen.compile import compile_object
-from engines.backends.llvm.codegen.compile_pool import CompilerPool
+from engines.backends.llvm.codegen.compile import compiler_pool as pool_of
 from engines.backends.llvm.codegen.isa import PORTABLE
+from engines.codegen import compiler_pool
+from engines.codegen.compiler_pool import CompilerPool
 
 TEXTS = [f"define i64 @f{n}(i64 %x) {{\n  %y = add i64 %x, {n}\n  ret i64 %y\n}}\n" for n in range(7)]
 INVALID = "define i64 @f(i64 %x) {\n  ret i64 %y\n}\n"
@@ -14,9 +15,9 @@ INVALID = "define i64 @f(i64 %x) {\n  ret i64 %y\n}\n"
 
 @pytest.fixture(params=[False, True], ids=["here", "in workers"])
 def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CompilerPool:
-    monkeypatch.setattr(compile_pool, "ENOUGH", 1 if request.param else 1 << 60)
-    monkeypatch.setattr(compile_pool.os, "sched_getaffinity", lambda process: {0, 1})
-    return CompilerPool(PORTABLE)
+    monkeypatch.setattr(compiler_pool, "ENOUGH", 1 if request.param else 1 << 60)
+    monkeypatch.setattr(compiler_pool.os, "sched_getaffinity", lambda process: {0, 1})
+    return pool_of(PORTABLE)
 
 
 def test_objects_come_in_the_order_of_their_texts(pool: CompilerPool) -> None:
@@ -36,8 +37,8 @@ def test_what_is_no_ir_is_refused_with_llvms_words_and_the_pool_goes_on(pool: Co
 
 
 def test_a_worker_that_dies_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_pool, "ENOUGH", 1)
-    monkeypatch.setattr(compile_pool.os, "sched_getaffinity", lambda process: {0, 1})
-    monkeypatch.setattr(compile_pool.sys, "executable", "/bin/false")
-    with CompilerPool(PORTABLE) as pool, pytest.raises(RuntimeError, match="compiler process ended with status 1"):
+    monkeypatch.setattr(compiler_pool, "ENOUGH", 1)
+    monkeypatch.setattr(compiler_pool.os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setattr(compiler_pool.sys, "executable", "/bin/false")
+    with pool_of(PORTABLE) as pool, pytest.raises(RuntimeError, match="compiler process ended with status 1"):
         pool.compile(TEXTS)

@@ -1,7 +1,7 @@
 """Compiles modules in processes of their own, several at once: LLVM's Python binding lets one thread compile at a time.
 
-A worker is this module run as a program: it reads texts and writes objects, each after its length, until its input
-ends.
+A worker is a backend's compiler run as a program, which calls `serve`: it reads texts and writes objects, each after its
+length, until its input ends.
 """
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
 from typing import IO
-
-from engines.backends.llvm.codegen.compile import compile_object
-from engines.backends.llvm.codegen.isa import Isa, isa_named
 
 ENOUGH = 1_000_000      # characters of IR, a second's work: for less it does not pay to start processes
 MOST_WORKERS = 8        # each takes some 80 MB
@@ -28,8 +25,9 @@ class CompilerPool:
     """As many workers as processors, started when there is enough to do; until then, and on one processor, this process
     compiles."""
 
-    def __init__(self, isa: Isa) -> None:
-        self._isa = isa
+    def __init__(self, compiler: Callable[[str], bytes], program: Sequence[str]) -> None:
+        """compiler: a module's text -> its code. program: a module of Python that serves the same, and its arguments."""
+        self._compiler, self._program = compiler, program
         self._count = min(len(os.sched_getaffinity(0)), MOST_WORKERS) if hasattr(os, "sched_getaffinity") else 1
         self._threads: ThreadPoolExecutor | None = None     # one for each worker, waiting for it
         self._workers: SimpleQueue[_Worker] = SimpleQueue()
@@ -59,7 +57,7 @@ class CompilerPool:
                 futures += [self._threads.submit(self._compile, text) for text in waiting]
                 waiting.clear()
         makers: list[Callable[[], bytes]] = [future.result for future in futures]
-        makers += [partial(compile_object, text, self._isa) for text in waiting]
+        makers += [partial(self._compiler, text) for text in waiting]
         objects = []
         for make in makers:
             objects.append(make())
@@ -69,7 +67,7 @@ class CompilerPool:
     def _start(self) -> None:
         self._threads = ThreadPoolExecutor(self._count)
         for _ in range(self._count):
-            self._workers.put(_Worker(self._isa.name))
+            self._workers.put(_Worker(self._program))
 
     def _compile(self, text: str) -> bytes:
         worker = self._workers.get()
@@ -82,9 +80,9 @@ class CompilerPool:
 class _Worker:
     """One process."""
 
-    def __init__(self, isa: str) -> None:
+    def __init__(self, program: Sequence[str]) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self._process = subprocess.Popen([sys.executable, "-m", __name__, isa], env=environment,
+        self._process = subprocess.Popen([sys.executable, "-m", *program], env=environment,
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def compile(self, text: str) -> bytes:
@@ -120,17 +118,15 @@ def _read(stream: IO[bytes]) -> tuple[bytes, bool]:
     return data, size < 0
 
 
-def _serve(isa: Isa, requests: IO[bytes], answers: IO[bytes]) -> None:
+def serve(compiler: Callable[[str], bytes]) -> None:
+    """What a worker does, from its standard input to its standard output."""
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
     while True:
         try:
             text, _ = _read(requests)
         except EOFError:
             return
         try:
-            _write(answers, compile_object(text.decode(), isa))
+            _write(answers, compiler(text.decode()))
         except RuntimeError as error:
             _write(answers, str(error).encode(), failed=True)
-
-
-if __name__ == "__main__":
-    _serve(isa_named(sys.argv[1]), sys.stdin.buffer, sys.stdout.buffer)
