@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismatch: str = "relower",
                 cpus: Sequence[int] | None = None, specialise: str = "wait",
-                specialisations: int = 16, cache: str | os.PathLike[str] | bool = True) -> AnyEngine:
+                specialisations: int = 16, cache: str | os.PathLike[str] | bool = True, gpu: int = 0,
+                retune: bool = False) -> AnyEngine:
     """The engine of a plan file.
 
     threads: that work on one request. For many requests at a time, one thread and several contexts give more.
@@ -28,32 +29,36 @@ def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismat
     specialise: of a plan with open extents, what happens at shapes that it has not met (see OpenEngine): "wait",
     "background" or "off"; specialisations: how many are kept in memory at most; cache: and on the disk, in the user's
     engine cache, the one in a folder, or none (False).
+    gpu: the number of the GPU that a plan for one runs on. retune: of a plan for a GPU that was built without one,
+    choose the tactics anew by timing them here (minutes), once for each cache: what is found is kept there.
 
     Raises PlanCorruptError, PlanVersionError, PlanTargetError, ConfigError, OSError.
     """
     if on_target_mismatch not in ("relower", "refuse"):
         raise ConfigError(f"on_target_mismatch='{on_target_mismatch}': choose 'relower' or 'refuse'")
-    return engine_of(read_plan(path), threads, on_target_mismatch, cpus, str(path),
-                     specialise, specialisations, cache)
+    plan = read_plan(path)
+    if retune:
+        plan = _retuned(plan, cache)
+    return engine_of(plan, threads, on_target_mismatch, cpus, str(path), specialise, specialisations, cache, gpu)
 
 
 def engine_of(plan: Plan, threads: int = 1, on_target_mismatch: str = "relower", cpus: Sequence[int] | None = None,
               name: str = "", specialise: str = "wait", specialisations: int = 16,
-              cache: str | os.PathLike[str] | bool = False) -> AnyEngine:
+              cache: str | os.PathLike[str] | bool = False, gpu: int = 0) -> AnyEngine:
     """The engine of a plan at hand, as load_engine makes it; `name` is what errors call it."""
     name = name or plan.name
     if plan.program is not None:
         return program_engine(plan, threads, lambda part: _graph_engine(
-            part, threads, on_target_mismatch, cpus, part.name, specialise, specialisations, cache, empty=True))
-    return _graph_engine(plan, threads, on_target_mismatch, cpus, name, specialise, specialisations, cache)
+            part, threads, on_target_mismatch, cpus, part.name, specialise, specialisations, cache, gpu, empty=True))
+    return _graph_engine(plan, threads, on_target_mismatch, cpus, name, specialise, specialisations, cache, gpu)
 
 
 def _graph_engine(plan: Plan, threads: int = 1, on_target_mismatch: str = "relower",
                   cpus: Sequence[int] | None = None, name: str = "", specialise: str = "wait",
-                  specialisations: int = 16, cache: str | os.PathLike[str] | bool = False,
+                  specialisations: int = 16, cache: str | os.PathLike[str] | bool = False, gpu: int = 0,
                   empty: bool = False) -> SegmentEngine:
     """Of a plan that is no program. empty: inputs may have no elements, as between the segments of a program."""
-    if mismatch := device_of(plan.machine.backend).mismatch(plan):
+    if mismatch := device_of(plan.machine.backend, gpu).mismatch(plan):
         if plan.stripped and not (plan.open and plan.open.model):
             raise PlanTargetError(f"{name}: {mismatch}; it is stripped (--strip), so it cannot be compiled again here: "
                                   "build it here, or without --strip")
@@ -61,10 +66,10 @@ def _graph_engine(plan: Plan, threads: int = 1, on_target_mismatch: str = "relow
             raise PlanTargetError(f"{name}: {mismatch}; build it here, or load it with on_target_mismatch='relower'")
         plan = _relower(plan, f"{name}: {mismatch}")
     if plan.open is None:
-        return Engine(plan, threads, cpus)
+        return Engine(plan, threads, cpus, gpu=gpu)
     from engines.runtime.open_engine import OpenEngine, Policy  # here: it is no part of what most plans need
     policy = Policy(specialise, specialisations, empty=empty)
-    return OpenEngine(plan, lambda: _specialiser(plan, cache), threads, cpus, policy)
+    return OpenEngine(plan, lambda: _specialiser(plan, cache), threads, cpus, policy, gpu)
 
 
 def program_engine(plan: Plan, threads: int = 1, engine: Callable[[Plan], SegmentEngine] | None = None,
@@ -99,6 +104,18 @@ def _specialiser(plan: Plan, cache: str | os.PathLike[str] | bool) -> Specialisa
     kept = None if cache is False else EngineCache("" if cache is True else cache)
     specialiser: SpecialisationMaker = Specialiser(plan, cache=kept)
     return specialiser
+
+
+def _retuned(plan: Plan, cache: str | os.PathLike[str] | bool) -> Plan:
+    """Raises PlanTargetError: it is stripped, or the compiler is not installed."""
+    try:
+        from engines.compiler.engine_cache import EngineCache
+        from engines.compiler.specialise import retuned
+    except ImportError as error:
+        raise PlanTargetError(f"{plan.name}: to choose its tactics anew, install what is missing ({error})") from error
+    kept = None if cache is False else EngineCache("" if cache is True else cache)
+    found: Plan = retuned(plan, kept)
+    return found
 
 
 def _relower(plan: Plan, why: str) -> Plan:

@@ -48,10 +48,11 @@ def every_target() -> list[str]:
     return [target for name in _MODULES for target in backend_named(name).targets]
 
 
-def device_of(backend: str) -> Device:
-    """The device that runs the plans of a backend. PlanTargetError: this version has no backend of that name."""
+def device_of(backend: str, number: int = 0) -> Device:
+    """The device that runs the plans of a backend. number: which, where the machine has several. PlanTargetError: this
+    version has no backend of that name."""
     if backend not in _MODULES:
         raise PlanTargetError(f"the plan is for the backend '{backend}', which this version does not have"
                               f"{did_you_mean(backend, _MODULES)}")
     device: Device = import_module(_MODULES[backend].device).DEVICE
-    return device
+    return device.at(number)

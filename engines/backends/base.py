@@ -36,6 +36,10 @@ class Session(Protocol):
     def target(self) -> str: ...
 
     @property
+    def processor(self) -> str:
+        """What kernels are timed on, if they are; else this machine's CPU."""
+
+    @property
     def arithmetic(self) -> Collection[str]:
         """The precisions that the target computes in; tensors of others are stored so, and sums are in float32."""
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from engines.ir.graph import Array
 from engines.plan.plan import Plan, TensorView
@@ -25,6 +25,15 @@ class Execution(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class BindsArrays(Protocol):
+    """An execution whose tensors may be arrays that lie on its device."""
+
+    def bind(self, view: TensorView, array: Any) -> None:
+        """Take an input from that array, or put an output there, at each run from now on; None: no more. Raises
+        InputError: it is not there, or does not fit."""
+
+
 class Loaded(Protocol):
     """A plan made ready to run: code and constants, shared by any number of executions."""
     @property
@@ -37,6 +46,13 @@ class Loaded(Protocol):
 
 class Device(Protocol):
     """What runs the plans of a backend on this machine."""
+
+    @property
+    def name(self) -> str:
+        """Of the processor, as times are known by."""
+
+    def at(self, number: int) -> Device:
+        """The device of that number, where the machine has several."""
 
     def mismatch(self, plan: Plan) -> str:
         """What the plan needs and this machine is not; "" if they fit."""

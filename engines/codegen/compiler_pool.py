@@ -1,7 +1,7 @@
 """Compiles modules in processes of their own, several at once: LLVM's Python binding lets one thread compile at a time.
 
-A worker is a backend's compiler run as a program, which calls `serve`: it reads texts and writes objects, each after its
-length, until its input ends.
+A worker is a backend's compiler run as a program, which calls `serve`: it reads texts and writes objects, each after
+its length, until its input ends.
 """
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CompilerPool:
     compiles."""
 
     def __init__(self, compiler: Callable[[str], bytes], program: Sequence[str]) -> None:
-        """compiler: a module's text -> its code. program: a module of Python that serves the same, and its arguments."""
+        """compiler: a module's text -> its code. program: a module of Python that serves it, and its arguments."""
         self._compiler, self._program = compiler, program
         self._count = min(len(os.sched_getaffinity(0)), MOST_WORKERS) if hasattr(os, "sched_getaffinity") else 1
         self._threads: ThreadPoolExecutor | None = None     # one for each worker, waiting for it

@@ -26,7 +26,6 @@ from engines.errors import ConfigError, ModelError
 from engines.frontend.onnx_file import Model, read_model
 from engines.ir.graph import Array
 from engines.loading import engine_of
-from engines.machine.cpu import detect
 from engines.passes.quantization.given import is_quantised
 from engines.plan.coverage import Coverage, coverage_of
 from engines.plan.file import write_plan
@@ -189,7 +188,7 @@ class _Build:
         """
         calibration, config = self.calibration, self.builder.config
         model = model_digest(self.model)
-        facts = {**vars(config), "timing_cache": "", "target": self.builder.target, "cpu": detect().model,
+        facts = {**vars(config), "timing_cache": "", "target": self.builder.target, "cpu": self.builder.processor,
                  "calibration": calibration.facts() if calibration else None}
         ranges = Path(calibration.cache) if calibration and calibration.cache else None
         return lambda: cache.key(model, {**facts, "ranges": ranges and ranges.is_file() and

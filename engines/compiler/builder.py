@@ -92,6 +92,11 @@ class Builder:
         return self._session.target
 
     @property
+    def processor(self) -> str:
+        """What tactics are timed on."""
+        return self._session.processor
+
+    @property
     def backend(self) -> str:
         return backend_of(self.config.target).name
 
@@ -240,7 +245,8 @@ class Builder:
         return Plan(
             graph.name, self.config.precision, chosen.max_batch, io_tensors(graph, graph.inputs),
             io_tensors(graph, graph.outputs), session.assemble(chosen), document, arrays, dependence=graph.dependence,
-            metadata={"compiler": COMPILER_VERSION, "threads": self.config.threads, **(metadata or {})})
+            metadata={"compiler": COMPILER_VERSION, "threads": self.config.threads,
+                      **({"opt_batch": self.config.opt_batch} if self.config.opt_batch else {}), **(metadata or {})})
 
     def _max_batch(self, graph: Graph) -> int:
         """0 for a model of fixed shape."""

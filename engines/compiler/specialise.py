@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from engines.backends import backend_of
+from engines.backends import backend_of, device_of
 from engines.compiler.builder import BuildConfig, Builder, io_tensors
 from engines.compiler.engine_cache import EngineCache
 from engines.compiler.subject import Subject
@@ -81,7 +81,8 @@ class Specialiser:
     """Makes the specialisations of a plan with open extents, from its model. One thread at a time makes plans, another
     one may make general versions meanwhile."""
 
-    def __init__(self, plan: Plan, target: str | None = None, cache: EngineCache | None = None) -> None:
+    def __init__(self, plan: Plan, target: str | None = None, cache: EngineCache | None = None,
+                 timing: bool = False) -> None:
         """target: another one than the plan's. cache: where specialisations of a plan that was read from a file are
         kept, and looked up. Raises PlanTargetError: the plan is stripped of its model."""
         part = plan.open
@@ -90,7 +91,7 @@ class Specialiser:
         self._source = OnnxModel.from_document(plan.name, part.model, part.weights)
         self._part = part
         self._target = part.options.target if target is None else target
-        self._plan = plan
+        self._plan, self._timing = plan, timing
         self._cache, self._fingerprint = cache, plan.fingerprint
         self._subjects: dict[str, Subject] = {}
         # The general version, made at the same time, is of the same graph: it is imported once.
@@ -143,7 +144,8 @@ class Specialiser:
             options = self._part.options
             config = BuildConfig(
                 options.precision, options.max_batch, options.opt_batch, target, keep_float=options.keep_float,
-                pixels=Pixels(**options.pixels) if options.pixels else None, timing=False, threads=options.threads)
+                pixels=Pixels(**options.pixels) if options.pixels else None, timing=self._timing,
+                threads=options.threads)
             types = {io.name: TensorType(dtype_named(io.dtype), io.shape) for io in self._part.declared}
             usual = dict.fromkeys((*open_extents(self._part.declared), *map(value_name, self._part.deciding)), 0)
             builder = Builder(config)
@@ -163,24 +165,42 @@ def graph_at(plan: Plan) -> Graph:
 
 
 @faults_named()
-def relower(plan: Plan, target: str = "") -> Plan:
-    """The same model for this machine (or `target`), from the graph or the model in the plan: no timing, seconds.
+def relower(plan: Plan, target: str = "", timing: bool = False) -> Plan:
+    """The same model for this machine (or `target`), from the graph or the model in the plan: seconds, without timing.
 
     Neither the ONNX file nor calibration data are needed; integers come out the same bit for bit.
     """
     if plan.program is not None:
-        segments = tuple(replace(segment, plans=tuple(relower(one, target) for one in segment.plans))
+        segments = tuple(replace(segment, plans=tuple(relower(one, target, timing) for one in segment.plans))
                          for segment in plan.program.segments)
         options = replace(plan.program.options, target=target)
         return replace(plan, program=replace(plan.program, segments=segments, options=options), fingerprint="")
     if plan.open is None:
         graph = graph_of(plan)
-        session = backend_of(target).session(target, TimingCache(), timing=False)
-        return replace(plan, machine=session.assemble(session.choose(graph, plan.max_batch)), fingerprint="")
-    specialiser = Specialiser(plan, target)
+        session = backend_of(target).session(target, TimingCache(), timing)
+        chosen = session.settle(session.choose(graph, plan.max_batch, plan.metadata.get("opt_batch")))
+        return session.tuned(replace(plan, machine=session.assemble(chosen), fingerprint=""))
+    specialiser = Specialiser(plan, target, timing=timing)
     first, *others = (specialiser.plan(one.extents) for one in (plan, *plan.open.others))
     part = replace(plan.open, others=tuple(others), options=replace(plan.open.options, target=target))
     return replace(first, metadata=plan.metadata, open=part)
+
+
+def retuned(plan: Plan, cache: EngineCache | None = None) -> Plan:
+    """The plan with its tactics timed here; itself if they were, or if it does not run here. cache: where the plan that
+    is made of one of a file is kept, and looked up."""
+    device = device_of(plan.machine.backend)
+    if any(step.time_us for step in plan.machine.steps) or device.mismatch(plan):
+        return plan
+    if cache is None or not plan.fingerprint:
+        return relower(plan, plan.machine.target, timing=True)
+    key = cache.key({"plan": plan.fingerprint}, {"tuned on": device.name})
+    with cache.lock(key):
+        found = cache.fetch(key)
+        if found is None:
+            found = relower(plan, plan.machine.target, timing=True)
+            cache.store(key, found)
+        return found
 
 
 def _graph(subject: Subject, recipe: Recipe | None, extents: Extents) -> Graph:

@@ -5,11 +5,12 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
 from engines.backends import device_of
-from engines.backends.device import Execution, Loaded
+from engines.backends.device import BindsArrays, Execution, Loaded
 from engines.errors import ConfigError, InputError
 from engines.ir.dtypes import as_in_memory, memory_dtype
 from engines.ir.graph import Array
@@ -64,8 +65,9 @@ class Engine(OfPlan):
     """Thread-safe: `run` takes a context from a pool, or makes one if all are in use."""
 
     def __init__(self, plan: Plan, threads: int = 1, cpus: Sequence[int] | None = None,
-                 beside: Engine | None = None) -> None:
-        """plan: as read from a file, or just built. beside: that of the plan which it shares constants with.
+                 beside: Engine | None = None, gpu: int = 0) -> None:
+        """plan: as read from a file, or just built. beside: that of the plan which it shares constants with. gpu: where
+        a plan for a GPU runs, if there are several.
 
         Raises PlanCorruptError, PlanTargetError, ConfigError.
         """
@@ -74,7 +76,8 @@ class Engine(OfPlan):
         self._cpus = _checked_cpus(cpus, threads)
         self.plan = plan
         self.threads = threads
-        self._loaded: Loaded = device_of(plan.machine.backend).load(plan, threads, beside._loaded if beside else None)
+        device = device_of(plan.machine.backend, gpu)
+        self._loaded: Loaded = device.load(plan, threads, beside._loaded if beside else None)
         self._feeds = Feeds(plan)
         self._idle: deque[ExecutionContext] = deque()      # its append and pop are atomic
 
@@ -109,7 +112,7 @@ class Engine(OfPlan):
         Any number of items on the batch axis: more than max_batch run in slices, if the items are independent.
         InputError says what does not fit.
         """
-        return self.run_arrays({name: as_in_memory(np.asarray(value)) for name, value in feeds.items()})
+        return self.run_arrays({name: on_host(name, value) for name, value in feeds.items()})
 
     def run_arrays(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """The same for arrays as they lie in memory."""
@@ -164,6 +167,21 @@ class ExecutionContext:
         """An output of the last execute: a view, valid until the next one."""
         return self._array("output", name, batch)
 
+    def bind(self, name: str, array: Any) -> None:
+        """Take an input from an array on the plan's GPU, or put an output there, at each execute from now on; None: the
+        host's slots again.
+
+        array: dense, of as many items as are executed or more, with __cuda_array_interface__ or DLPack (torch, cupy,
+        pycuda, numba, jax). What writes it must be done by then, if the array does not say on which stream it works.
+        Raises InputError: it does not fit; ConfigError: the plan is for a CPU.
+        """
+        if not isinstance(self.execution, BindsArrays):
+            raise ConfigError(f"{self.plan.name}: the plan runs on the CPU; write to context.input('{name}') instead")
+        if (view := self._inputs.get(name) or self._outputs.get(name)) is None:
+            raise InputError(f"{self.plan.name} has no input or output '{name}'; it has "
+                             f"{_names({**self._inputs, **self._outputs})}")
+        self.execution.bind(view, array)
+
     def profile(self, batch: int = 1, repeats: int = 5) -> list[tuple[Step, float]]:
         """(step, seconds) for each step, run alone on one thread: the least of `repeats` passes over the network."""
         self._check(batch)
@@ -191,6 +209,13 @@ class ExecutionContext:
         if not 1 <= batch <= self.plan.batch_slots:
             limit = f"1 to {self.plan.max_batch}" if self.plan.max_batch else "1 (the model has no batch axis)"
             raise InputError(f"{self.plan.name}: batch {batch}, but the plan was built for {limit}")
+
+
+def on_host(name: str, value: Any) -> Array:
+    """A feed as it lies in memory. InputError: it lies on a GPU."""
+    if hasattr(value, "__cuda_array_interface__") and not isinstance(value, np.ndarray):
+        raise InputError(f"input '{name}' lies on a GPU: make a context and bind it, context.bind('{name}', array)")
+    return as_in_memory(np.asarray(value))
 
 
 def _names(names: Mapping[str, object]) -> str:

@@ -79,12 +79,12 @@ class OpenEngine(OfPlan):
     """Thread-safe, as Engine is."""
 
     def __init__(self, plan: Plan, specialiser: Callable[[], SpecialisationMaker], threads: int = 1,
-                 cpus: Sequence[int] | None = None, policy: Policy = Policy()) -> None:      # noqa: B008
+                 cpus: Sequence[int] | None = None, policy: Policy = Policy(), gpu: int = 0) -> None:  # noqa: B008
         """plan: of a model with open extents. specialiser: called when one is wanted; PlanTargetError: there is none,
         for the plan is stripped or the compiler is not installed."""
         assert plan.open is not None
         self.plan, self.part, self.threads, self.policy = plan, plan.open, threads, policy
-        self._cpus = tuple(cpus) if cpus is not None else None
+        self._cpus, self._gpu = tuple(cpus) if cpus is not None else None, gpu
         self._names = (*open_extents(self.part.inputs), *map(value_name, self.part.deciding))
         self._ready: OrderedDict[Key, Engine] = OrderedDict()       # the one used last at the end
         self._general: OrderedDict[Key, Engine] = OrderedDict()
@@ -96,7 +96,7 @@ class OpenEngine(OfPlan):
         self._make = specialiser
         self._specialiser: SpecialisationMaker | None = None
         self._worker: ThreadPoolExecutor | None = None
-        self._first = Engine(plan, threads, self._cpus)     # kept while there are others: they use its constants
+        self._first = Engine(plan, threads, self._cpus, gpu=gpu)  # kept for the others, which use its constants
         self._keep(self._key(plan.extents), self._first)
         for one in self.part.others:
             self._keep(self._key(one.extents), self._engine(one))
@@ -324,7 +324,7 @@ class OpenEngine(OfPlan):
         return sum(engine.bytes for engine in self._ready.values())
 
     def _engine(self, plan: Plan) -> Engine:
-        return Engine(plan, self.threads, self._cpus, self._first)
+        return Engine(plan, self.threads, self._cpus, self._first, self._gpu)
 
     def _key(self, extents: Extents) -> Key:
         return tuple(extents[name] for name in self._names)
@@ -371,6 +371,9 @@ class OpenContext:
 
     def output(self, name: str, batch: int = 1) -> Array:
         return self._now.output(name, batch)
+
+    def bind(self, name: str, array: Any) -> None:
+        self._now.bind(name, array)
 
     def profile(self, batch: int = 1, repeats: int = 5) -> list[tuple[Step, float]]:
         return self._now.profile(batch, repeats)

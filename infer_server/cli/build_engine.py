@@ -29,6 +29,7 @@ from engines.errors import ConfigError
 from engines.frontend.inputs import Value
 from engines.frontend.onnx_export import onnx_from_graph
 from engines.plan.coverage import Coverage
+from engines.plan.expected import expected
 from engines.plan.plan import Plan
 from infer_server.cli.common import NOT_VERIFIED, gibibytes, guarded, parse_shape, parse_shapes, positive
 from infer_server.cli.inspect_engine import by_reference, kernels, layers
@@ -171,6 +172,8 @@ def _summary(build: EngineBuild, options: argparse.Namespace, notify: Notify) ->
     size = Path(options.output).stat().st_size / 1e6
     notify(f"{options.output}: {plan.precision} for {plan.machine.target}, {kernels(plan)}, {size:.1f} MB")
     notify(coverage.line)
+    if line := expected(plan):
+        notify(line)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -147,7 +147,8 @@ def pinned(threads: int) -> list[int]:
 def _command(options: argparse.Namespace) -> int:
     threads = options.threads or int(read_plan(options.plan).metadata.get("threads", 1))
     cpus = pinned(threads) if options.pin else None
-    engine = load_engine(options.plan, threads, cpus=cpus, specialise="off" if options.no_specialise else "wait")
+    engine = load_engine(options.plan, threads, cpus=cpus, specialise="off" if options.no_specialise else "wait",
+                         gpu=options.gpu, retune=options.retune)
     context = ready_context(engine, options.batch, options.data, dict(options.shapes or ()))
     if cpus:        # after the helpers were made: they inherit what their maker may use
         os.sched_setaffinity(0, {cpus[0]})
@@ -178,6 +179,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         help="shapes of random inputs of a plan with open extents (default: those it was built for)")
     parser.add_argument("--no-specialise", action="store_true",
                         help="of a plan with open extents: run the general version at shapes that it was not built for")
+    parser.add_argument("--gpu", type=int, default=0, metavar="N", help="which, for a plan for GPUs (default 0)")
+    parser.add_argument("--retune", action="store_true",
+                        help="time the tactics of a plan that was built without timing; the engine cache keeps it")
     parser.add_argument("--seconds", type=seconds, default=2.0, metavar="S", help="how long to measure (default 2)")
     parser.add_argument("--profile", action="store_true",
                         help="print the time of each kernel instead, beside this core's measured peaks")

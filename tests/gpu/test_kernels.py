@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -234,6 +235,16 @@ FAMILIES: dict[str, Callable[[], Case]] = {
     "depthwise of halves": _depthwise("fp16"), "take": _take(1), "take of channels": _take(2), "lookup": _lookup,
     "gather": _gather, "cumulative": _cumulative, "top k": _top_k, "softmax": _rows(Softmax), "layer norm": _rows(Norm),
     "response norm": _rows(Lrn, 20), "wide sum": _wide_sum, "product": _product, "attention": _attention("int8")}
+
+
+# What benchmarks/gpu.py runs on a real GPU, each by all of its tactics, with its tolerance.
+CASES: dict[str, tuple[Callable[[], Case], float]] = {
+    **{f"convolution, {precision}": (partial(convolution, precision), tolerance)
+       for precision, tolerance in TOLERANCE.items()},
+    **{f"convolution, {name}": (partial(convolution, **options), TOLERANCE[options.get("precision", "int8")])
+       for name, options in OTHERS.items()},
+    **{name: (case, 0 if name != "depthwise of halves" else TOLERANCE["fp16"]) for name, case in FAMILIES.items()},
+    "attention of floats": (_attention("fp32"), 1e-5)}
 
 
 @pytest.mark.parametrize("case", FAMILIES.values(), ids=FAMILIES)

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,21 +18,24 @@ from engines.backends.cuda.codegen import assemble
 from engines.backends.cuda.codegen.gpu import GPUS
 from engines.backends.cuda.kernels.contraction.contraction import GpuContraction
 from engines.backends.cuda.kernels.contraction.tile import Tile
+from engines.backends.cuda.runtime.arrays import Rows, device_tensor, rows_of
 from engines.backends.cuda.runtime.device import DEVICE, CudaDevice
+from engines.backends.cuda.runtime.driver import CudaMemoryError
 from engines.compiler.builder import BuildConfig, Builder
 from engines.compiler.specialise import relower
-from engines.errors import ConfigError, PlanError, PlanTargetError
+from engines.errors import ConfigError, InputError, PlanError, PlanTargetError
+from engines.ir.graph import Array
 from engines.loading import engine_of
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.view import dense_view
 from engines.plan.file import read_plan, write_plan
-from engines.plan.plan import Plan
+from engines.plan.plan import Plan, TensorView
 from engines.runtime.engine import Engine
 from tests.engines.backends.cuda.runner import Way, text_of
 from tests.engines.compiler.small_models import node, small_model
 from tests.engines.compiler.zoo_engines import compiled
-from tests.gpu.emulated import EmulatedGpu
+from tests.gpu.emulated import DeviceArray, EmulatedGpu
 from tests.zoo import Net, Tensor, architecture, images_for
 
 Here = Callable[..., EmulatedGpu]
@@ -53,7 +57,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Here:
     """gpu(architecture, ...): this machine has it from now on."""
     def put(architecture: str, **options: int) -> EmulatedGpu:
         found = EmulatedGpu(architecture, **options)
-        monkeypatch.setattr(DEVICE, "open_gpu", lambda: found)
+        monkeypatch.setattr(DEVICE, "open_gpu", lambda number: found)
         return found
     return put
 
@@ -65,8 +69,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Plan]:
 
     def plan(target: str) -> Plan:
         if target not in made:
-            found = relower(made["portable"], target)
-            made[target] = found.with_machine(code=found.machine.code[-1:])     # the PTX
+            made[target] = relower(made["portable"], target)
         return made[target]
     return plan
 
@@ -100,25 +103,104 @@ def test_contexts_of_one_device_do_not_meet_and_batches_run_by_the_graph_of_thei
     np.testing.assert_array_equal(contexts[0].output(name, 3), values[1:])
     for context in contexts:
         context.close()
-    assert here.pinned_bytes == 0
+    del contexts, context       # and with them what was asked of their slots
+    assert here.pinned_bytes == 0 and len(here.allocated) == 1      # the constants
+    del engine
+    assert not here.allocated and not here.modules
 
 
 def test_too_little_memory_is_said(gpu: Here, plans: Callable[[str], Plan]) -> None:
     plan = plans("sm_80")
     gpu("sm_80", size=len(plan.machine.constants) // 2)
-    with pytest.raises(PlanError, match="the GPU has not the .* bytes that its constants take"):
+    with pytest.raises(PlanError, match="there is no room for the .* bytes that its constants take .* of this GPU"):
         Engine(plan)
     gpu("sm_80", size=len(plan.machine.constants) + (16 << 10))
+    engine = Engine(plan)
     with pytest.raises(PlanError, match="bytes that the buffers of a context take.*--max-batch or fewer instances"):
+        engine.create_context()
+    gpu("sm_80").pinned = refuse        # type: ignore[method-assign]
+    with pytest.raises(PlanError, match="no room for .* bytes of pinned memory for 'input'"):
         Engine(plan).create_context()
 
 
-def test_a_lost_device_is_an_error_of_the_engine(gpu: Here, plans: Callable[[str], Plan]) -> None:
+def refuse(size: int) -> Array:
+    raise CudaMemoryError("out of memory (2)")
+
+
+def test_a_lost_device_is_an_error_and_closing_what_is_on_it_is_none(gpu: Here, plans: Callable[[str], Plan]) -> None:
     here = gpu("sm_80")
-    context = Engine(plans("sm_80")).create_context()
+    engine = Engine(plans("sm_80"))
+    context = engine.create_context()
     here.lost = True
     with pytest.raises(PlanError, match="the device is lost"):
         context.execute(1)
+    with pytest.raises(PlanError, match="the device is lost"):
+        engine.create_context()
+    with pytest.raises(PlanError, match="the device is lost"):
+        Engine(plans("sm_80"))
+    context.close()
+    engine.close()
+
+
+def test_inputs_and_outputs_may_be_arrays_on_the_gpu(gpu: Here, plans: Callable[[str], Plan]) -> None:
+    here, plan = gpu("sm_80"), plans("sm_80")
+    x = images_for(MODEL, 3, seed=1)
+    wanted = Engine(plans("portable")).run({"input": x})
+    (name, values), = wanted.items()
+    context, array, result = Engine(plan).create_context(), DeviceArray(here, x), DeviceArray(here, values * 0)
+    context.bind("input", array)
+    context.bind(name, result)
+    context.input("input", 3)[...] = 7      # nobody reads the slots
+    context.execute(3)                      # of a bucket of four: no byte behind the arrays is touched
+    np.testing.assert_array_equal(result.host(), values)
+    assert not context.output(name, 3).any()
+    context.bind(name, None)
+    here.write(array.address, x[::-1])
+    context.execute(2)
+    np.testing.assert_array_equal(context.output(name, 2), values[::-1][:2])
+    with pytest.raises(InputError, match="batch 4, but 'input' is bound to an array of 3 items"):
+        context.execute(4)
+    elsewhere = DeviceArray(here, x)
+    elsewhere.__cuda_array_interface__["data"] = 7, False
+    for wrong, why in ((DeviceArray(here, x.astype(np.float64)), "it is float64, the model has float32"),
+                       (DeviceArray(here, x[0]), r"its shape is \[3, 16, 16\], the model has \[batch, 3, 16, 16"),
+                       (elsewhere, "not in the memory of this GPU"),
+                       (x, "it lies in the host's memory")):
+        with pytest.raises(InputError, match=why):
+            context.bind("input", wrong)
+    with pytest.raises(InputError, match="it may not be written to"):
+        context.bind(name, DeviceArray(here, values, read_only=True))
+    with pytest.raises(InputError, match=r"lies on a GPU.*context\.bind\('input'"):
+        Engine(plan).run({"input": array})
+    with pytest.raises(ConfigError, match="the plan runs on the CPU"):
+        Engine(plans("portable")).create_context().bind("input", array)
+
+
+def test_an_array_of_dlpack_and_a_tensor_with_gaps_are_copied_by_rows() -> None:
+    array = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+
+    class OfDlpack:
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 2, 0
+
+        def __dlpack__(self, stream: int) -> object:
+            return array.__dlpack__()
+
+    tensor = device_tensor(OfDlpack(), 1)
+    assert (tensor.address, tensor.shape, tensor.dtype) == (array.ctypes.data, (2, 3, 4), "float32")
+    view = TensorView("x", "float32", (3, 4), 0, 64, (32, 4), 128)
+    assert list(rows_of(view, 2)) == [Rows(64, 32, 0, 16, 3), Rows(192, 32, 48, 16, 3)]
+    assert list(rows_of(replace(view, strides=(16, 4), item_stride=48), 2)) == [Rows(64, 96, 0, 96, 1)]
+
+
+def test_a_plan_runs_on_the_gpu_of_its_number(plans: Callable[[str], Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    here = [EmulatedGpu("sm_75"), EmulatedGpu("sm_80")]
+    monkeypatch.setattr(DEVICE, "open_gpu", here.__getitem__)
+    with pytest.raises(PlanTargetError, match="this GPU is sm_75, an older one"):
+        engine_of(plans("sm_80"), on_target_mismatch="refuse")
+    engine = engine_of(plans("sm_80"), on_target_mismatch="refuse", gpu=1)
+    assert not here[0].allocated and here[1].allocated
+    assert isinstance(engine, Engine)
 
 
 @pytest.mark.parametrize(("target", "here", "why"), [
@@ -179,7 +261,7 @@ def test_what_no_kernel_runs_is_refused_by_its_name_with_the_reason() -> None:
 # ---- cubin and sass
 @pytest.mark.parametrize("target", ["sm_61", "sm_80", "sm_90a"])
 def test_the_cubin_of_a_network_spills_nothing(target: str, plans: Callable[[str], Plan]) -> None:
-    code, = plans(target).machine.code
+    *_, code = plans(target).machine.code       # the PTX
     try:
         _, report = assemble.report_of(code.decode(), GPUS[target])
     except FileNotFoundError as missing:
@@ -216,7 +298,7 @@ def longest_loop(sass: str) -> list[str]:
     ("sm_75", "IMMA", "LDG"), ("sm_80", "IMMA", "LDGSTS")])
 def test_the_sass_of_a_network_has_the_products_of_its_architecture(target: str, product: str, copy: str,
                                                                   plans: Callable[[str], Plan]) -> None:
-    code, = plans(target).machine.code
+    *_, code = plans(target).machine.code       # the PTX
     cubin = assemble.cubin_of(code.decode(), GPUS[target])
     try:
         found = assemble.classes(assemble.sass_of(cubin)) if cubin else {}

@@ -5,6 +5,8 @@ from engines.backends import backend_of
 from engines.backends.base import Backend, Session
 from engines.backends.cuda.codegen.gpu import GPUS
 from engines.backends.cuda.cost import CARDS
+from engines.backends.cuda.runtime.device import DEVICE
+from engines.backends.cuda.runtime.driver import CudaError, GpuDriver
 from engines.errors import ConfigError
 from engines.machine.timing_cache import TimingCache
 from engines.plan.roofline import Level, Peaks
@@ -16,13 +18,13 @@ class CudaBackend:
     targets = tuple(GPUS)
 
     def session(self, target: str, cache: TimingCache, timing: bool) -> Session:
-        """Nothing is timed yet: tactics are chosen by cost.py."""
+        """timing: on the GPU of this machine, if it is of that architecture."""
         target = _at_hand() if target == self.name else target
         try:
             from engines.backends.cuda.session import CudaSession
         except ImportError as error:
             raise ConfigError(f"what builds for '{target}' is not installed ({error}): install llvmlite") from error
-        return CudaSession(target)
+        return CudaSession(target, cache, _device_for(target) if timing else None)
 
     def session_here(self, cache: TimingCache) -> Session:
         """The first backend's: here may be no GPU."""
@@ -37,15 +39,23 @@ class CudaBackend:
 
 def _at_hand() -> str:
     """Raises ConfigError: no GPU, or one that is not known."""
-    from engines.backends.cuda.runtime.driver import CudaError, open_gpu
     try:
-        name = open_gpu().architecture
+        name = DEVICE.gpu.architecture
     except CudaError as error:
         raise ConfigError(f"target 'cuda' is the GPU of this machine, but {error}; name an architecture to build for "
                           f"another machine: {', '.join(GPUS)}") from error
     if name == "sm_90":
         return "sm_90a"         # which runs on no other
     return max((known for known in GPUS if _number(known) <= _number(name)), key=_number, default=next(iter(GPUS)))
+
+
+def _device_for(target: str) -> GpuDriver | None:
+    """The GPU at hand, if its times are those of the target."""
+    try:
+        gpu = DEVICE.gpu
+    except CudaError:
+        return None
+    return gpu if gpu.architecture == target.rstrip("a") else None
 
 
 def _number(name: str) -> int:

@@ -13,7 +13,9 @@ from engines.backends.cuda.codegen.gpu import gpu_named
 from engines.backends.cuda.codegen.module import GpuModule
 from engines.backends.cuda.constants import Constants
 from engines.backends.cuda.cost import CARDS
-from engines.backends.cuda.kernels.kernel import GpuKernel, cheapest, kernel_for
+from engines.backends.cuda.kernels.kernel import GpuKernel, kernel_for
+from engines.backends.cuda.runtime.driver import GpuDriver
+from engines.backends.cuda.tuner import GpuTuner, Wanted, cheapest
 from engines.errors import ConfigError
 from engines.ir.graph import BATCH, Graph
 from engines.lowering.buffers import buffers_of, check_memory, fills_of, write_borders
@@ -22,6 +24,8 @@ from engines.lowering.calls.placement import NO_BUFFER, Placement
 from engines.lowering.lower import Lowered, lower
 from engines.lowering.problems.problem import Problem
 from engines.lowering.steps import io_views, step_of
+from engines.machine.cpu import detect
+from engines.machine.timing_cache import TimingCache
 from engines.plan.arena import CACHE_LINE
 from engines.plan.plan import GeneralKernel, Launch, MachinePart, Operand, Plan, Step
 
@@ -30,10 +34,11 @@ GROUP_COUTS = 32        # narrower groups of a convolution are merged: a tile ha
 
 @dataclass(frozen=True)
 class GpuChoice:
-    """A kernel with its tactic chosen, and what the model says that it takes."""
+    """A kernel with its tactic chosen, and what it takes: as timed, or as the model of cost.py says."""
     kernel: GpuKernel[Any]
     tactic: Any
     seconds: float
+    items: int              # of that launch
 
 
 Key = tuple[Problem, tuple[int, ...]]       # a problem, and the alignment of its tensors
@@ -45,7 +50,8 @@ class CudaChosen:
     lowered: Lowered
     choices: Mapping[Key, GpuChoice]
     max_batch: int
-    items: int                              # that times are of
+    items: int                              # of the batch that tactics were chosen for
+    timed_on: str = ""                      # name of the GPU; "": by the model
 
     @property
     def graph(self) -> Graph:
@@ -55,19 +61,27 @@ class CudaChosen:
         return self.choices[_key(call)]
 
     def times(self) -> list[TimedNode]:
-        """As cost.py has them: nothing was timed."""
+        """As timed, or as cost.py has them."""
         return [TimedNode(name_of(call), call.node.origin, self.choice(call).seconds * 1e6 / self.items)
                 for call in self.lowered.compiled]
 
+    @property
+    def seconds(self) -> float:
+        """Of a batch, one launch after the other."""
+        return sum(self.choice(call).seconds for call in self.lowered.compiled)
+
 
 class CudaSession:
-    """Builds for one architecture; tactics are chosen by what the model of cost.py says of its card."""
+    """Builds for one architecture; tactics are timed on such a GPU, or chosen by what the model of cost.py says of its
+    card."""
     arithmetic = ("fp32", "int8", "fp16", "bf16")
     timed: Mapping[str, Mapping[str, float]] = {}
     generals: tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]] = (), ()
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, cache: TimingCache, device: GpuDriver | None = None) -> None:
+        """device: what tactics are timed on; None: nothing is timed."""
         self.gpu = gpu_named(target)
+        self.tuner = GpuTuner(device, self.gpu, cache) if device else None
 
     def take_over(self, plan: Plan) -> None:
         """Nothing: every plan has its own constants."""
@@ -79,18 +93,24 @@ class CudaSession:
     def general(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> None:
         """None: every kernel is written for its numbers."""
 
+    @property
+    def processor(self) -> str:
+        return self.tuner.device.name if self.tuner else detect().model
+
     def choose(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
                progress: Progress | None = None) -> CudaChosen:
         """Lower a graph and choose a tactic for each kernel, for opt_batch items; None: for the largest batch."""
         lowered = lower(graph, GROUP_COUTS)
         check_memory(lowered, max_batch)
         lowered = write_borders(lowered, max_batch)
-        items, choices = opt_batch or max(max_batch, 1), {}
-        for call in lowered.calls:
-            compiled = self._compiled(call)
-            if (key := _key(compiled)) not in choices:
-                choices[key] = self._choose(compiled, items)
-        return CudaChosen(lowered, choices, max_batch, items)
+        items = opt_batch or max(max_batch, 1)
+        wanted = {_key(call): call for call in map(self._compiled, lowered.calls)}
+        each = [self._wanted(call, items) for call in wanted.values()]
+        card = CARDS[self.target]
+        found = self.tuner.choose(each, card, progress) if self.tuner else [cheapest(one, card) for one in each]
+        choices = {key: GpuChoice(one.kernel, tactic, seconds, one.items)
+                   for key, one, (tactic, seconds) in zip(wanted, each, found, strict=True)}
+        return CudaChosen(lowered, choices, max_batch, items, self.tuner.device.name if self.tuner else "")
 
     def _compiled(self, call: AnyCall) -> Call:
         """Raises ConfigError: a node that no kernel of a GPU runs."""
@@ -99,15 +119,13 @@ class CudaSession:
                               "of a plan for a GPU runs on the host")
         return call
 
-    def _choose(self, call: Call, items: int) -> GpuChoice:
+    def _wanted(self, call: Call, items: int) -> Wanted:
         problem, aligned = _key(call)
         kernel = kernel_for(problem, self.gpu, aligned)
         refusal = kernel.refusal if kernel else f"there is no kernel of {problem.family} for GPUs yet"
         if kernel is None or refusal:
             raise ConfigError(f"'{name_of(call)}' ({call.node.op}) cannot run on {self.target}: {refusal}")
-        card, count = CARDS[self.target], items if call.outputs[0].items == BATCH else int(call.outputs[0].items)
-        tactic = cheapest(kernel, card, count)
-        return GpuChoice(kernel, tactic, kernel.cost(tactic, card, count))
+        return Wanted(kernel, call.constants, items if call.outputs[0].items == BATCH else int(call.outputs[0].items))
 
     def settle(self, chosen: CudaChosen, progress: Progress | None = None) -> CudaChosen:
         return chosen
@@ -157,7 +175,8 @@ class _Assembler:
             rows=0 if items == BATCH else grid.rows_per_item * int(items),
             row_step=grid.row_step, columns=grid.columns, column_step=grid.column_step,
             launch=Launch(grid.threads, grid.shared_bytes), depends=tuple(sorted(depends)), constant_bytes=size,
-            tactic=f"{call.problem.family}: {choice.tactic}", bytes=step.bytes + size)
+            tactic=f"{call.problem.family}: {choice.tactic}", bytes=step.bytes + size,
+            time_us=choice.seconds * 1e6 / choice.items if self.chosen.timed_on else 0.0)
 
     def _symbol(self, choice: GpuChoice) -> str:
         """The kernel's name; it is emitted when it is first asked for."""
@@ -177,8 +196,14 @@ class _Assembler:
         cubin = cubin_of(ptx, self.gpu)
         graph, lowered = self.lowered.graph, self.lowered
         return MachinePart(
-            backend="cuda", target=self.gpu.name, cpu={"architecture": self.gpu.name},
+            backend="cuda", target=self.gpu.name, cpu=self._made_for(),
             inputs=io_views(lowered, graph.inputs), outputs=io_views(lowered, graph.outputs),
             buffers=buffers_of(lowered, self.chosen.max_batch), fills=fills_of(lowered), steps=self.steps,
             code=(*filter(None, [cubin]), ptx.encode()), constants=self.constants.data(),
             weight_offsets=self.constants.weight_offsets)
+
+    def _made_for(self) -> dict[str, Any]:
+        """Of the machine, as a plan says it, and what is expected of it there."""
+        chosen = self.chosen
+        return {"architecture": self.gpu.name, "model": chosen.timed_on or CARDS[self.gpu.name].name,
+                "expected": {"items": chosen.items, "seconds": chosen.seconds, "timed": bool(chosen.timed_on)}}

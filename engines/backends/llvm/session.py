@@ -67,6 +67,10 @@ class LlvmSession:
     def target(self) -> str:
         return self.isa.name
 
+    @property
+    def processor(self) -> str:
+        return self.tuner.processor
+
     def choose(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
                progress: Progress | None = None) -> CpuChosen:
         """Lower a graph and choose a tactic for each kernel.

@@ -57,6 +57,10 @@ class NumpySession:
     timed: Mapping[str, Mapping[str, float]] = {}
     generals: tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]] = (), ()
 
+    @property
+    def processor(self) -> str:
+        return detect().model
+
     def take_over(self, plan: Plan) -> None:
         """Nothing: constants are those of the graph."""
 

@@ -106,6 +106,14 @@ def _seconds(step: Callable[[], None]) -> float:
 class NumpyDevice:
     """Any machine."""
 
+    @property
+    def name(self) -> str:
+        return "numpy"
+
+    def at(self, number: int) -> NumpyDevice:
+        """The same: it is one."""
+        return self
+
     def mismatch(self, plan: Plan) -> str:
         return ""
 

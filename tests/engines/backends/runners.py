@@ -1,8 +1,8 @@
 """Who runs the suite of this folder: a backend registers itself here, and every family's tests run on it.
 
 GPUs are many, and the machine that plays them is slow: INFER_TEST_GPUS=sm_61,sm_80 names those that take part, none by
-default. tests/gpu has a few problems of every family for every run. Kernels that are told their numbers run a part of
-the suite, and all of it with INFER_TEST_TOLD=1.
+default; `cuda` is the GPU of this machine itself. tests/gpu has a few problems of every family for every run. Kernels
+that are told their numbers run a part of the suite, and all of it with INFER_TEST_TOLD=1.
 """
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 
 from engines.backends.cuda.codegen.gpu import GPUS
 from engines.backends.llvm.codegen.isa import ALL, AVX2, AVX512_VNNI, PORTABLE
-from tests.engines.backends.cuda.runner import GpuRunner
+from tests.engines.backends.cuda.runner import GpuRunner, at_hand
 from tests.engines.backends.llvm.runner import CpuRunner, ToldRunner
 from tests.engines.backends.numpy.runner import NumpyRunner
 from tests.engines.backends.suite import Runner
 
 _GPUS = filter(None, os.environ.get("INFER_TEST_GPUS", "").split(","))
-OTHERS: list[Runner] = [NumpyRunner(), *(GpuRunner(GPUS[name]) for name in _GPUS)]
+OTHERS: list[Runner] = [NumpyRunner(), *(at_hand() if name == "cuda" else GpuRunner(GPUS[name]) for name in _GPUS)]
 TOLD: list[Runner] = [ToldRunner(PORTABLE)]
 RUNNERS: list[Runner] = [*map(CpuRunner, ALL), *OTHERS]
 CPU = CpuRunner(PORTABLE)       # for tests that are of one runner

@@ -42,6 +42,13 @@ class Memory:
             self.bytes[start:self._end] = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         return start + BASE
 
+    def take_back(self, address: int, size: int) -> None:
+        """Nobody may touch it any more; what was placed last makes room again."""
+        start = address - BASE
+        self.owned[start:start + size] = False
+        if start + size == self._end:
+            self._end = start
+
     def array(self, address: int, dtype: Any, shape: Sequence[int]) -> Array:
         return np.ndarray(tuple(shape), dtype, self.bytes, address - BASE)
 

@@ -10,13 +10,15 @@ import ctypes
 import importlib.util
 import re
 import subprocess
+import sys
 import tempfile
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import llvmlite.binding as llvm
 
-from engines.backends.cuda.codegen.gpu import Gpu
+from engines.backends.cuda.codegen.gpu import Gpu, gpu_named
+from engines.codegen.compiler_pool import CompilerPool, serve
 from engines.errors import CompilerFault
 
 _TRIPLE = "nvptx64-nvidia-cuda"
@@ -41,6 +43,17 @@ def ptx_of(text: str, gpu: Gpu) -> str:
     builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
     builder.getModulePassManager().run(module, builder)
     return str(machine.emit_assembly(module))
+
+
+def code_of(text: str, gpu: Gpu, cubin: bool) -> bytes:
+    """What a driver loads: machine code, where it is wanted and can be made here, else PTX."""
+    ptx = ptx_of(text, gpu)
+    return cubin and cubin_of(ptx, gpu) or ptx.encode()
+
+
+def compiler_pool(gpu: Gpu, cubin: bool) -> CompilerPool:
+    """The same for many modules."""
+    return CompilerPool(partial(code_of, gpu=gpu, cubin=cubin), (__name__, gpu.name, str(int(cubin))))
 
 
 # ---- machine code
@@ -124,3 +137,7 @@ def classes(sass: str) -> dict[str, int]:
     words = instructions(sass)
     count = collections.Counter(word.split(".")[0] for word in words)
     return {"all": len(words), **{name: count[name] for name in _CLASSES if count[name]}}
+
+
+if __name__ == "__main__":
+    serve(partial(code_of, gpu=gpu_named(sys.argv[1]), cubin=sys.argv[2] == "1"))

@@ -5,21 +5,33 @@ from collections.abc import Callable
 
 from engines.backends.cuda.runtime.driver import CudaError, GpuDriver, open_gpu
 from engines.backends.cuda.runtime.execution import LoadedPlan
-from engines.backends.device import Device, Loaded
-from engines.errors import ConfigError, PlanTargetError
+from engines.backends.device import Loaded
+from engines.errors import ConfigError, PlanError, PlanTargetError
 from engines.plan.plan import Plan
 
 
 class CudaDevice:
-    """The first GPU of this machine. `open_gpu` finds it: the tests put an emulated one in its place."""
+    """A GPU of this machine, by its number. `open_gpu` finds it: the tests put emulated ones in its place."""
 
-    def __init__(self, open_gpu: Callable[[], GpuDriver] = open_gpu) -> None:
-        self.open_gpu = open_gpu
+    def __init__(self, open_gpu: Callable[[int], GpuDriver] = open_gpu, number: int = 0) -> None:
+        self.open_gpu, self.number = open_gpu, number
+
+    def at(self, number: int) -> CudaDevice:
+        return self if number == self.number else CudaDevice(self.open_gpu, number)
+
+    @property
+    def gpu(self) -> GpuDriver:
+        """Raises CudaError: there is none of that number."""
+        return self.open_gpu(self.number)
+
+    @property
+    def name(self) -> str:
+        return self.gpu.name
 
     def mismatch(self, plan: Plan) -> str:
         target = plan.machine.target
         try:
-            here = self.open_gpu().architecture
+            here = self.gpu.architecture
         except CudaError as error:
             return f"made for '{target}', a GPU, but {error}"
         if target.endswith("a") and here != target[:-1]:
@@ -35,11 +47,14 @@ class CudaDevice:
                               "at a time use several contexts")
         if mismatch := self.mismatch(plan):
             raise PlanTargetError(f"{plan.name}: {mismatch}")
-        return LoadedPlan(plan, self.open_gpu())
+        try:
+            return LoadedPlan(plan, self.gpu)
+        except CudaError as error:
+            raise PlanError(f"{plan.name}: the GPU does not take it: {error}") from error
 
 
 def _number(architecture: str) -> int:
     return int(architecture.removeprefix("sm_").rstrip("a"))
 
 
-DEVICE: Device = CudaDevice()
+DEVICE = CudaDevice()

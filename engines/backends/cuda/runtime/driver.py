@@ -5,11 +5,13 @@ CUDA driver API. It has not run on a GPU yet; the tests' emulated GPU has the sa
 """
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import weakref
 from collections.abc import Callable, Sequence
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,7 +21,9 @@ LIBRARY = "libcuda.so.1"
 _MAJOR, _MINOR = 75, 76                 # device attributes
 _MAX_DYNAMIC_SHARED = 8                 # function attribute
 _MOST_WITHOUT_ASKING = 48 << 10         # bytes of shared memory
-_CAPTURE_THREAD_LOCAL, _NON_BLOCKING = 1, 1
+_CAPTURE_RELAXED, _NON_BLOCKING = 2, 1    # relaxed: the garbage collector may free memory meanwhile
+_ON_DEVICE = 2                          # a kind of memory
+_POINTER_DEVICE = 9                     # pointer attribute
 _OUT_OF_MEMORY = 2
 
 
@@ -31,8 +35,20 @@ class CudaMemoryError(CudaError):
     """The GPU has not so much memory left."""
 
 
+class Recorded(Protocol):
+    """What was put into a stream, as one piece (a CUDA graph)."""
+
+    def __call__(self) -> None:
+        """Put it there once more."""
+
+    def close(self) -> None: ...
+
+
 class Stream(Protocol):
     """What is put into it runs in order."""
+    @property
+    def number(self) -> int:
+        """The driver's handle of it, that other libraries take."""
 
     def launch(self, function: Any, grid: tuple[int, int], threads: int, addresses: Sequence[int], rows: int,
                shared_bytes: int) -> None: ...
@@ -41,8 +57,14 @@ class Stream(Protocol):
 
     def copy_out(self, host: Array, address: int) -> None: ...
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """What `work` puts into the stream, to be launched as one (a CUDA graph)."""
+    def copy_rows(self, to: int, to_step: int, source: int, source_step: int, width: int, rows: int) -> None:
+        """So many rows of `width` bytes from one place on the GPU to another, each row a step behind the one before."""
+
+    def record(self, work: Callable[[], None]) -> Recorded:
+        """What `work` puts into the stream, which it does not run."""
+
+    def seconds(self, work: Callable[[], None]) -> float:
+        """Of the GPU's own clock, that what `work` puts into the stream takes."""
 
     def wait(self) -> None: ...
 
@@ -51,8 +73,16 @@ class Stream(Protocol):
 
 class GpuDriver(Protocol):
     """A GPU as the runtime uses it."""
+    takes_cubins: bool      # or PTX only
+
+    @property
+    def name(self) -> str: ...
+
     @property
     def architecture(self) -> str: ...
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes that are free, and all."""
 
     def use(self) -> None:
         """Make it the calling thread's."""
@@ -63,14 +93,20 @@ class GpuDriver(Protocol):
     def free(self, address: int) -> None: ...
 
     def pinned(self, size: int) -> Array:
-        """Bytes of the host that copies go from and to without a stop, until they are given to `unpin`."""
-
-    def unpin(self, memory: Array) -> None: ...
+        """Bytes of the host, zeroed, that copies go from and to without a stop; freed with the last view of them."""
 
     def write(self, address: int, array: Array) -> None: ...
 
+    def holds(self, address: int) -> bool:
+        """Whether that is memory of this GPU."""
+
+    def wait_for(self, stream: int) -> None:
+        """Until all is done that another library has put into its stream."""
+
     def load(self, code: bytes) -> Any:
         """A module of a cubin or of PTX."""
+
+    def unload(self, module: Any) -> None: ...
 
     def function(self, module: Any, name: str, shared_bytes: int) -> Any: ...
 
@@ -95,29 +131,60 @@ class Library:
             raise kind(f"{name}: {(text.value or b'?').decode()} ({status})")
 
 
+class GpuInfo(NamedTuple):
+    """What is known of a GPU before anything runs on it."""
+    number: int
+    name: str
+    architecture: str
+    memory: int             # bytes
+
+
+def found_gpus() -> list[GpuInfo]:
+    """The GPUs of this machine; none where there is no driver, or it refuses to start."""
+    try:
+        library, count = Library(), c_int()
+        library("cuDeviceGetCount", byref(count))
+        return [_info(library, number) for number in range(count.value)]
+    except CudaError:
+        return []
+
+
+def _info(library: Library, number: int) -> GpuInfo:
+    device, name, memory = c_int(), ctypes.create_string_buffer(256), c_size_t()
+    library("cuDeviceGet", byref(device), c_int(number))
+    library("cuDeviceGetName", name, c_int(len(name)), device)
+    library("cuDeviceTotalMem_v2", byref(memory), device)
+    major, minor = (_attribute(library, device, which) for which in (_MAJOR, _MINOR))
+    return GpuInfo(number, name.value.decode(), f"sm_{major}{minor}", memory.value)
+
+
+def _attribute(library: Library, device: c_int, number: int) -> int:
+    value = c_int()
+    library("cuDeviceGetAttribute", byref(value), c_int(number), device)
+    return value.value
+
+
 class CudaGpu:
     """A GPU with its primary context."""
+    takes_cubins = True
 
-    def __init__(self, index: int = 0) -> None:
+    def __init__(self, number: int = 0) -> None:
         self.driver, self._device, self._context = Library(), c_int(), c_void_p()
-        self.driver("cuDeviceGet", byref(self._device), c_int(index))
+        info = _info(self.driver, number)
+        self.number, self.name, self.architecture = number, info.name, info.architecture
+        self.driver("cuDeviceGet", byref(self._device), c_int(number))
         self.driver("cuDevicePrimaryCtxRetain", byref(self._context), self._device)
-        self._pinned: dict[int, c_void_p] = {}
         self.use()
 
     def use(self) -> None:
         self.driver("cuCtxSetCurrent", self._context)
 
-    def _attribute(self, number: int) -> int:
-        value = c_int()
-        self.driver("cuDeviceGetAttribute", byref(value), c_int(number), self._device)
-        return value.value
-
-    @property
-    def architecture(self) -> str:
-        return f"sm_{self._attribute(_MAJOR)}{self._attribute(_MINOR)}"
-
     # ---- memory
+    def memory(self) -> tuple[int, int]:
+        free, whole = c_size_t(), c_size_t()
+        self.driver("cuMemGetInfo_v2", byref(free), byref(whole))
+        return free.value, whole.value
+
     def allocate(self, size: int) -> int:
         address, size = c_ulonglong(), max(size, 1)
         self.driver("cuMemAlloc_v2", byref(address), c_size_t(size))
@@ -130,23 +197,40 @@ class CudaGpu:
     def pinned(self, size: int) -> Array:
         address, size = c_void_p(), max(size, 1)
         self.driver("cuMemHostAlloc", byref(address), c_size_t(size), c_uint(0))
-        memory = np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_ubyte)), (size,))
-        self._pinned[memory.ctypes.data] = address
-        memory[:] = 0
-        return memory
+        memory = (ctypes.c_ubyte * size).from_address(address.value or 0)
+        weakref.finalize(memory, self._unpin, address).atexit = False
+        array = np.frombuffer(memoryview(memory), np.uint8)
+        array[:] = 0
+        return array
 
-    def unpin(self, memory: Array) -> None:
-        self.driver("cuMemFreeHost", self._pinned.pop(memory.ctypes.data))
+    def _unpin(self, address: c_void_p) -> None:
+        with contextlib.suppress(CudaError):        # a lost device has lost it
+            self.use()
+            self.driver("cuMemFreeHost", address)
 
     def write(self, address: int, array: Array) -> None:
         array = np.ascontiguousarray(array)
         self.driver("cuMemcpyHtoD_v2", c_ulonglong(address), c_void_p(array.ctypes.data), c_size_t(array.nbytes))
+
+    def holds(self, address: int) -> bool:
+        number = c_int()
+        try:
+            self.driver("cuPointerGetAttribute", byref(number), c_int(_POINTER_DEVICE), c_ulonglong(address))
+        except CudaError:       # it is none that the driver knows
+            return False
+        return number.value == self.number
+
+    def wait_for(self, stream: int) -> None:
+        self.driver("cuStreamSynchronize", c_void_p(stream))
 
     # ---- code
     def load(self, code: bytes) -> c_void_p:
         module = c_void_p()
         self.driver("cuModuleLoadData", byref(module), code if code[:4] == b"\x7fELF" else code + b"\0")
         return module
+
+    def unload(self, module: c_void_p) -> None:
+        self.driver("cuModuleUnload", module)
 
     def function(self, module: c_void_p, name: str, shared_bytes: int) -> c_void_p:
         function = c_void_p()
@@ -163,6 +247,7 @@ class CudaStream:
     def __init__(self, gpu: CudaGpu) -> None:
         self._driver, self._handle = gpu.driver, c_void_p()
         self._driver("cuStreamCreate", byref(self._handle), c_uint(_NON_BLOCKING))
+        self.number = self._handle.value or 0
 
     def launch(self, function: c_void_p, grid: tuple[int, int], threads: int, addresses: Sequence[int], rows: int,
                shared_bytes: int) -> None:
@@ -180,16 +265,38 @@ class CudaStream:
         self._driver("cuMemcpyDtoHAsync_v2", c_void_p(host.ctypes.data), c_ulonglong(address), c_size_t(host.nbytes),
                      self._handle)
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        driver, graph, ready = self._driver, c_void_p(), c_void_p()
-        driver("cuStreamBeginCapture_v2", self._handle, c_int(_CAPTURE_THREAD_LOCAL))
+    def copy_rows(self, to: int, to_step: int, source: int, source_step: int, width: int, rows: int) -> None:
+        copy = _RowCopy(srcMemoryType=_ON_DEVICE, srcDevice=source, srcPitch=source_step, dstMemoryType=_ON_DEVICE,
+                        dstDevice=to, dstPitch=to_step, WidthInBytes=width, Height=rows)
+        if rows > 1:
+            self._driver("cuMemcpy2DAsync_v2", byref(copy), self._handle)
+        else:       # of any width
+            self._driver("cuMemcpyDtoDAsync_v2", c_ulonglong(to), c_ulonglong(source), c_size_t(width), self._handle)
+
+    def record(self, work: Callable[[], None]) -> Recorded:
+        driver, graph = self._driver, c_void_p()
+        driver("cuStreamBeginCapture_v2", self._handle, c_int(_CAPTURE_RELAXED))
         try:
             work()
         finally:
             driver("cuStreamEndCapture", self._handle, byref(graph))
-        driver("cuGraphInstantiateWithFlags", byref(ready), graph, c_ulonglong(0))
-        driver("cuGraphDestroy", graph)
-        return lambda: driver("cuGraphLaunch", ready, self._handle)
+        return CudaGraph(driver, graph, self._handle)
+
+    def seconds(self, work: Callable[[], None]) -> float:
+        driver, milliseconds, events = self._driver, ctypes.c_float(), [c_void_p(), c_void_p()]
+        for event in events:
+            driver("cuEventCreate", byref(event), c_uint(0))
+        begin, end = events
+        try:
+            driver("cuEventRecord", begin, self._handle)
+            work()
+            driver("cuEventRecord", end, self._handle)
+            driver("cuEventSynchronize", end)
+            driver("cuEventElapsedTime", byref(milliseconds), begin, end)
+        finally:
+            for event in events:
+                driver("cuEventDestroy_v2", event)
+        return milliseconds.value / 1e3
 
     def wait(self) -> None:
         """ctypes lets other threads of Python run meanwhile."""
@@ -199,7 +306,31 @@ class CudaStream:
         self._driver("cuStreamDestroy_v2", self._handle)
 
 
+class CudaGraph:
+    def __init__(self, driver: Library, graph: c_void_p, stream: c_void_p) -> None:
+        """graph: it is given up."""
+        self._driver, self._ready, self._stream = driver, c_void_p(), stream
+        try:
+            driver("cuGraphInstantiateWithFlags", byref(self._ready), graph, c_ulonglong(0))
+        finally:
+            driver("cuGraphDestroy", graph)
+
+    def __call__(self) -> None:
+        self._driver("cuGraphLaunch", self._ready, self._stream)
+
+    def close(self) -> None:
+        self._driver("cuGraphExecDestroy", self._ready)
+
+
+class _RowCopy(ctypes.Structure):
+    """CUDA_MEMCPY2D"""
+    _fields_ = [(name, type_) for side in ("src", "dst") for name, type_ in (
+        (f"{side}XInBytes", c_size_t), (f"{side}Y", c_size_t), (f"{side}MemoryType", c_int), (f"{side}Host", c_void_p),
+        (f"{side}Device", c_ulonglong), (f"{side}Array", c_void_p), (f"{side}Pitch", c_size_t))
+    ] + [("WidthInBytes", c_size_t), ("Height", c_size_t)]
+
+
 @cache
-def open_gpu(index: int = 0) -> GpuDriver:
+def open_gpu(number: int = 0) -> GpuDriver:
     """The GPU of that number, once in a process. Raises CudaError: there is none."""
-    return CudaGpu(index)
+    return CudaGpu(number)

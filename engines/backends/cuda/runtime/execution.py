@@ -2,62 +2,83 @@
 
 A batch of b items runs as the CUDA graph of its bucket, the next power of two: copies of the inputs from their slots,
 all launches, copies of the outputs. Kernels take the number of their rows at run time, a graph fixes it; what a bucket
-computes beyond the batch is never read.
+computes beyond the batch is never read. An input or output that is bound to an array on the GPU is copied there, for
+just as many items as there are, and the host sees nothing of it.
 """
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from engines.backends.cuda.runtime.driver import CudaError, CudaMemoryError, GpuDriver, Stream
-from engines.errors import PlanCorruptError, PlanError
+from engines.backends.cuda.runtime.arrays import DeviceTensor, NotOnDevice, device_tensor, misfit, rows_of
+from engines.backends.cuda.runtime.driver import CudaError, CudaMemoryError, GpuDriver, Recorded, Stream
+from engines.backends.cuda.runtime.holdings import Holdings
+from engines.errors import InputError, PlanCorruptError, PlanError
 from engines.ir.graph import Array
 from engines.plan.arena import array_at, plan_memory, write_halo
 from engines.plan.plan import Operand, Plan, Step, TensorView
 from engines.plan.verification import verify
 
 _ELF = b"\x7fELF"
+MOST_GRAPHS = 32        # of a context: of buckets, and of the arrays that it was bound to
+
+Key = tuple[int, int, tuple[int, ...]]      # a graph: launches and copies for so many items, addresses that are bound
 
 
 class LoadedPlan:
-    """A plan's kernels and constants on a GPU; shared by all executions."""
+    """A plan's kernels and constants on a GPU; shared by all executions, and freed after the last of them."""
 
     def __init__(self, plan: Plan, gpu: GpuDriver) -> None:
         """Raises PlanCorruptError, PlanError: the GPU has not so much memory, or refuses the code."""
         self.plan, self.gpu = verify(plan), gpu
         self.layout = plan_memory(plan.machine.buffers, plan.machine.fills)
-        gpu.use()
         self.functions: list[Any] = []
-        self.constants = self.allocate(len(plan.machine.constants), "its constants")
-        try:
-            gpu.write(self.constants, np.frombuffer(plan.machine.constants, np.uint8))
-            module = self._module()
-            for step in plan.machine.steps:
-                if step.launch is None:
-                    raise PlanCorruptError(f"{plan.name}: step '{step.name}' is none of a GPU's")
-                self.functions.append(gpu.function(module, step.symbol, step.launch.shared_bytes))
-        except CudaError as error:
-            raise PlanError(f"{plan.name}: the driver does not take its kernels: {error}") from error
+        with Holdings(self, gpu) as held:
+            gpu.use()
+            self.constants = self.allocate(len(plan.machine.constants), "its constants", held)
+            try:
+                gpu.write(self.constants, np.frombuffer(plan.machine.constants, np.uint8))
+                module = self._module()
+                held.add(partial(gpu.unload, module))
+                for step in plan.machine.steps:
+                    if step.launch is None:
+                        raise PlanCorruptError(f"{plan.name}: step '{step.name}' is none of a GPU's")
+                    self.functions.append(gpu.function(module, step.symbol, step.launch.shared_bytes))
+            except CudaError as error:
+                raise PlanError(f"{plan.name}: the driver does not take its kernels: {error}") from error
 
     def _module(self) -> Any:
         """The machine code if it is this GPU's own; else the driver makes it of the PTX, which later ones run too."""
         codes = {code[:4] == _ELF: code for code in self.plan.machine.code}
-        if True in codes and self.gpu.architecture == self.plan.machine.target.rstrip("a"):
+        own = self.gpu.architecture == self.plan.machine.target.rstrip("a")
+        if True in codes and own and self.gpu.takes_cubins:
             return self.gpu.load(codes[True])
         if False not in codes:
             raise PlanCorruptError(f"{self.plan.name}: there is no code for {self.gpu.architecture} in it")
         return self.gpu.load(codes[False])
 
-    def allocate(self, size: int, what: str) -> int:
+    def allocate(self, size: int, what: str, held: Holdings) -> int:
         """Raises PlanError: there is not so much."""
         try:
-            return self.gpu.allocate(size)
+            return held.allocate(size)
         except CudaMemoryError as error:
-            raise PlanError(f"{self.plan.name}: the GPU has not the {size} bytes that {what} take ({error}); a smaller "
-                            "--max-batch or fewer instances take less") from error
+            raise self._too_little(f"the {size} bytes that {what} take", error) from error
+
+    def slots(self, view: TensorView) -> _Slots:
+        """Raises PlanError: the host has not so much memory that it can lock."""
+        size = self.plan.machine.buffers[view.buffer].bytes
+        try:
+            return _Slots(view, self.gpu.pinned(size))
+        except CudaMemoryError as error:
+            raise self._too_little(f"{size} bytes of pinned memory for '{view.name}'", error) from error
+
+    def _too_little(self, what: str, error: CudaError) -> PlanError:
+        free, whole = self.gpu.memory()
+        return PlanError(f"{self.plan.name}: there is no room for {what} ({error}); of the {whole} bytes of this GPU "
+                         f"({self.gpu.name}) {free} are free; a smaller --max-batch or fewer instances take less")
 
     @property
     def arena_bytes(self) -> int:
@@ -72,14 +93,23 @@ class CudaExecution:
     """The buffers of one context on the GPU, the slots of its inputs and outputs on the host, a stream."""
 
     def __init__(self, loaded: LoadedPlan) -> None:
+        """Raises PlanError: there is not so much memory, or the GPU is lost."""
         self._loaded, self._gpu, machine = loaded, loaded.gpu, loaded.plan.machine
-        self._gpu.use()
-        self._arena = loaded.allocate(loaded.layout.total, "the buffers of a context")
-        self._slots = [_Slots(self._gpu, view, machine.buffers[view.buffer].bytes) for view in machine.inputs]
-        self._results = [_Slots(self._gpu, view, machine.buffers[view.buffer].bytes) for view in machine.outputs]
-        self._write_halos()
-        self._stream: Stream = self._gpu.stream()
-        self._graphs: dict[int, Callable[[], None]] = {}        # by bucket
+        self._graphs: dict[Key, Recorded] = {}
+        self._bound: dict[TensorView, DeviceTensor] = {}
+        self._held = Holdings(self, self._gpu)
+        try:
+            with self._held:
+                self._gpu.use()
+                self._arena = loaded.allocate(loaded.layout.total, "the buffers of a context", self._held)
+                self._slots = [loaded.slots(view) for view in machine.inputs]
+                self._results = [loaded.slots(view) for view in machine.outputs]
+                self._write_halos()
+                self._stream: Stream = self._gpu.stream()
+                self._held.add(self._stream.close)
+                self._held.add(partial(_close_all, self._graphs))
+        except CudaError as error:
+            raise PlanError(f"{loaded.plan.name}: the GPU gives no context: {error}") from error
 
     def _write_halos(self) -> None:
         """Those that are written once, for all batch slots: in the arena, and in the slots that are copied there."""
@@ -104,43 +134,95 @@ class CudaExecution:
     def output(self, view: TensorView, batch: int) -> Array:
         return array_at(_of(self._results, view).memory, 0, view, batch)
 
+    def bind(self, view: TensorView, array: Any) -> None:
+        """Take an input from an array on this GPU, or put an output there; None: the host's slots again."""
+        if array is None:
+            self._bound.pop(view, None)
+            return
+        try:
+            tensor = device_tensor(array, self._stream.number)
+            why = misfit(tensor, view)
+            if not why and not self._gpu.holds(tensor.address):
+                why = f"it is not in the memory of this GPU ({self._gpu.name})"
+            if not why and tensor.read_only and view in self._loaded.plan.machine.outputs:
+                why = "it may not be written to"
+        except NotOnDevice as error:
+            why = str(error)
+        if why:
+            raise InputError(f"{self._loaded.plan.name}: '{view.name}' cannot be bound to that array: {why}")
+        self._bound[view] = tensor
+
     def run(self, batch: int) -> None:
-        """Raises PlanError: the GPU failed, by a fault of a kernel or of its own."""
-        bucket = min(1 << (batch - 1).bit_length(), self._loaded.plan.batch_slots)
+        """Raises PlanError: the GPU failed, by a fault of a kernel or of its own. InputError: fewer items are bound."""
+        for view, tensor in self._bound.items():
+            if view.batched and tensor.shape[0] < batch:
+                raise InputError(f"{self._loaded.plan.name}: batch {batch}, but '{view.name}' is bound to an array of "
+                                 f"{tensor.shape[0]} items")
         try:
             self._gpu.use()
-            if bucket not in self._graphs:
-                self._graphs[bucket] = self._stream.record(lambda: self._put(bucket))
-            self._graphs[bucket]()
+            for stream in {tensor.stream for tensor in self._bound.values()} - {None}:
+                self._gpu.wait_for(stream)      # type: ignore[arg-type]
+            self._graph(batch)()
             self._stream.wait()
         except CudaError as error:
-            raise PlanError(f"{self._loaded.plan.name}: a run on the GPU failed: {error}; after an error of a GPU its "
-                            "process has to start anew") from error
+            raise self._failed(error) from error
+
+    def _failed(self, error: CudaError) -> PlanError:
+        return PlanError(f"{self._loaded.plan.name}: a run on the GPU failed: {error}; after an error of a GPU its "
+                         "process has to start anew")
 
     def profile(self, batch: int, repeats: int) -> list[float]:
-        """With the time that a launch and the wait for it take; the device's own clock is for later."""
-        self._gpu.use()
-        return [min(self._seconds(index, batch) for _ in range(repeats))
-                for index in range(len(self._loaded.plan.machine.steps))]
+        """By the GPU's own clock."""
+        try:
+            self._gpu.use()
+            return [min(self._stream.seconds(partial(self._launch, index, batch)) for _ in range(repeats))
+                    for index in range(len(self._loaded.plan.machine.steps))]
+        except CudaError as error:
+            raise self._failed(error) from error
+
+    def seconds(self, batch: int) -> float:
+        """Of a run, by the GPU's own clock: from the first copy to the last."""
+        try:
+            self._gpu.use()
+            return self._stream.seconds(self._graph(batch))
+        except CudaError as error:
+            raise self._failed(error) from error
 
     def close(self) -> None:
-        self._gpu.use()
-        self._stream.close()
-        for slots in (*self._slots, *self._results):
-            self._gpu.unpin(slots.memory)
-        self._gpu.free(self._arena)
+        self._held.release()
 
     # ---- what runs
-    def _put(self, batch: int) -> None:
-        """All of a run into the stream."""
+    def _graph(self, batch: int) -> Recorded:
+        bucket = min(1 << (batch - 1).bit_length(), self._loaded.plan.batch_slots)
+        key = bucket, batch if self._bound else bucket, tuple(
+            self._bound[slots.view].address if slots.view in self._bound else 0
+            for slots in (*self._slots, *self._results))
+        if key not in self._graphs:
+            while len(self._graphs) >= MOST_GRAPHS:
+                self._graphs.pop(next(iter(self._graphs))).close()
+            self._graphs[key] = self._stream.record(partial(self._put, *key[:2]))
+        return self._graphs[key]
+
+    def _put(self, bucket: int, batch: int) -> None:
+        """All of a run into the stream. batch: the items that are copied."""
         for slots in self._slots:
-            begin, end = slots.span(batch)
-            self._stream.copy_in(self._address(Operand(slots.view.buffer, begin)), slots.memory[begin:end])
+            if tensor := self._bound.get(slots.view):
+                for rows in rows_of(slots.view, batch):
+                    self._stream.copy_rows(self._address(Operand(slots.view.buffer, rows.placed)), rows.step,
+                                           tensor.address + rows.dense, rows.width, rows.width, rows.number)
+            else:
+                begin, end = slots.span(batch)
+                self._stream.copy_in(self._address(Operand(slots.view.buffer, begin)), slots.memory[begin:end])
         for index in range(len(self._loaded.plan.machine.steps)):
-            self._launch(index, batch)
+            self._launch(index, bucket)
         for slots in self._results:
-            begin, end = slots.span(batch)
-            self._stream.copy_out(slots.memory[begin:end], self._address(Operand(slots.view.buffer, begin)))
+            if tensor := self._bound.get(slots.view):
+                for rows in rows_of(slots.view, batch):
+                    self._stream.copy_rows(tensor.address + rows.dense, rows.width, self._address(
+                        Operand(slots.view.buffer, rows.placed)), rows.step, rows.width, rows.number)
+            else:
+                begin, end = slots.span(batch)
+                self._stream.copy_out(slots.memory[begin:end], self._address(Operand(slots.view.buffer, begin)))
 
     def _launch(self, index: int, batch: int) -> None:
         step: Step = self._loaded.plan.machine.steps[index]
@@ -150,18 +232,12 @@ class CudaExecution:
         self._stream.launch(self._loaded.functions[index], grid, step.launch.threads,
                             [self._address(operand) for operand in step.operands], rows, step.launch.shared_bytes)
 
-    def _seconds(self, index: int, batch: int) -> float:
-        begin = time.perf_counter()
-        self._launch(index, batch)
-        self._stream.wait()
-        return time.perf_counter() - begin
-
 
 class _Slots:
     """A tensor's batch slots on the host: its buffer once more, so that one copy moves it with whatever gaps it has."""
 
-    def __init__(self, gpu: GpuDriver, view: TensorView, size: int) -> None:
-        self.view, self.memory = view, gpu.pinned(size)
+    def __init__(self, view: TensorView, memory: Array) -> None:
+        self.view, self.memory = view, memory
 
     def span(self, batch: int) -> tuple[int, int]:
         """The bytes of the buffer that so many items lie in."""
@@ -170,3 +246,8 @@ class _Slots:
 
 def _of(slots: Sequence[_Slots], view: TensorView) -> _Slots:
     return next(found for found in slots if found.view == view)
+
+
+def _close_all(graphs: dict[Key, Recorded]) -> None:
+    while graphs:
+        graphs.popitem()[1].close()

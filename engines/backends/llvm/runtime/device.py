@@ -34,6 +34,14 @@ class LoadedEngine:
 class CpuDevice:
     """This machine's CPU."""
 
+    @property
+    def name(self) -> str:
+        return cpu.detect().model
+
+    def at(self, number: int) -> CpuDevice:
+        """The same: it is one."""
+        return self
+
     def mismatch(self, plan: Plan) -> str:
         machine, part = cpu.detect(), plan.machine
         architecture = part.cpu.get("architecture", machine.architecture)

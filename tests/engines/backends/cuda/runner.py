@@ -1,23 +1,27 @@
 """Runs a problem as a GPU does, by its PTX on the CPU: every tensor is an allocation of its own."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from engines.backends.cuda import kernels  # noqa: F401  (fills KERNELS)
+from engines.backends.cuda.backend import BACKEND
 from engines.backends.cuda.codegen.assemble import ptx_of
-from engines.backends.cuda.codegen.gpu import Gpu
+from engines.backends.cuda.codegen.gpu import GPUS, Gpu
 from engines.backends.cuda.codegen.module import GpuModule
 from engines.backends.cuda.cost import CARDS
 from engines.backends.cuda.kernels.kernel import GpuKernel, cheapest, kernel_for
+from engines.backends.cuda.runtime.device import DEVICE
+from engines.backends.cuda.runtime.driver import GpuDriver
+from engines.backends.cuda.runtime.holdings import Passing
 from engines.lowering.problems.problem import Array, Problem
-from tests.gpu.ptx.machine import Machine
-from tests.gpu.ptx.memory import Memory
-from tests.gpu.ptx.text import parse
+from engines.machine.timing_cache import TimingCache
+from tests.gpu.emulated import EmulatedGpu
 
 ALIGNED = 256       # of every tensor, unless a test says otherwise
 
@@ -53,20 +57,15 @@ def way_of(problem: Problem | Way, gpu: Gpu, aligned: int = ALIGNED) -> Way:
     return Way(kernel, cheapest(kernel, CARDS[gpu.name], items=2))
 
 
-def launch(way: Way, memory: Memory, addresses: list[int], constants: dict[str, Any], items: int, outputs: int,
-           text: str = "") -> None:
-    """Run it on tensors in the machine's memory: inputs, then outputs."""
-    tables = [memory.place(table) for table in way.kernel.pack(way.tactic, constants)]
-    grid, split = way.kernel.grid(way.tactic), len(addresses) - outputs
-    arguments = [*addresses[:split], *tables, *addresses[split:], grid.rows_per_item * items]
-    Machine(memory).launch(parse(text or text_of(way))["kernel"], grid.blocks(items), grid.threads, arguments,
-                           grid.shared_bytes)
+def emulated(gpu: Gpu) -> GpuDriver:
+    return EmulatedGpu(gpu.name, 16 << 20)
 
 
 @dataclass(frozen=True)
 class GpuRunner:
-    """The kernels of an architecture."""
+    """The kernels of an architecture. `open` gives the GPU that they run on, the emulated one as a rule."""
     gpu: Gpu
+    open: Callable[[Gpu], GpuDriver] = emulated
     lanes: int = 32
 
     @property
@@ -78,16 +77,33 @@ class GpuRunner:
 
     def execute(self, problem: Problem | Way, inputs: list[Array], outputs: list[Array], constants: dict[str, Any],
                 batch: int, pieces: int = 1, aligned: int = ALIGNED, text: str = "") -> None:
-        """pieces: a launch is one."""
-        way, memory = way_of(problem, self.gpu, aligned), Memory(16 << 20)
-        tensors = [*inputs, *outputs]
-        addresses = [memory.place(np.concatenate([np.zeros(aligned, np.uint8), tensor])) + aligned
-                     for tensor in tensors]
-        before = [tensor.copy() for tensor in tensors]
-        launch(way, memory, addresses, constants, batch, len(outputs), text)
-        for tensor, address, old in zip(tensors, addresses, before, strict=True):
-            new = memory.array(address, np.uint8, tensor.shape)
+        """pieces: a launch is one. aligned: how far from an address of the GPU's own each tensor begins."""
+        way, device = way_of(problem, self.gpu, aligned), self.open(self.gpu)
+        grid, tensors = way.kernel.grid(way.tactic), [*inputs, *outputs]
+        with Passing(way, device) as held:
+            device.use()
+            addresses = [held.place(np.concatenate([np.zeros(aligned, np.uint8), tensor])) + aligned
+                         for tensor in tensors]
+            tables = [held.place(table) for table in way.kernel.pack(way.tactic, constants)]
+            module = device.load((text or text_of(way)).encode())
+            held.add(partial(device.unload, module))
+            stream = device.stream()
+            held.add(stream.close)
+            split = len(inputs)
+            stream.launch(device.function(module, "kernel", grid.shared_bytes), grid.blocks(batch), grid.threads,
+                          [*addresses[:split], *tables, *addresses[split:]], grid.rows_per_item * batch,
+                          grid.shared_bytes)
+            found = [np.empty_like(tensor) for tensor in tensors]
+            for array, address in zip(found, addresses, strict=True):
+                stream.copy_out(array, address)
+            stream.wait()
+        for tensor, old, new in zip(tensors, [tensor.copy() for tensor in tensors], found, strict=True):
             tensor[new != old] = new[new != old]        # tensors may be parts of one
+
+
+def at_hand() -> GpuRunner:
+    """The GPU of this machine. Raises ConfigError: there is none."""
+    return GpuRunner(GPUS[BACKEND.session("cuda", TimingCache(), timing=False).target], lambda gpu: DEVICE.gpu)
 
 
 def every_way(problem: Problem, gpu: Gpu) -> list[Way]:

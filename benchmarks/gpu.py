@@ -1,0 +1,354 @@
+"""The day a GPU is at hand, as one command: is it right, how fast is it, by which tactics, and beside what?
+
+    python -m benchmarks.gpu --results gpu.json                             # everything, in the order of STEPS
+    python -m benchmarks.gpu --results gpu.json --minutes 9                 # again: goes on where it was interrupted
+    python -m benchmarks.gpu --steps right,networks --models resnet50
+    python -m benchmarks.gpu --emulated sm_80 --models trial --batches 1,2  # without a GPU: whether all of this works
+    python -m benchmarks.gpu --emulated sm_61 --steps right --results a.json    # every family by every tactic: an hour
+
+What fails says so in the results, and the next part runs; results are written as they come. A kernel's fault costs its
+process the GPU: so a problem of a family runs in a process of its own, and this one starts anew after such a fault,
+behind what failed. Then, by hand: compute-sanitizer on `--steps right --match NAME`, and ncu on the slowest steps.
+
+What the machine needs is this tree, the driver, Python 3.11 or later, and as wheels, if it has no network: numpy, onnx,
+ml_dtypes, llvmlite (0.45 or later), protobuf, onnxruntime (for the statistics of random networks), pytest, and the
+extra `cuda` for machine code made at the build; without that the driver makes it, which is checked and timed alike.
+Peers are measured if they are there: torch with torchvision and transformers.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import onnx
+
+from benchmarks.runtimes.gpu_peers import peers
+from benchmarks.zoo import TINY, ZOO, Net, Tensor, architecture
+from benchmarks.zoo.pictures import feeds_for
+from benchmarks.zoo.sequences.bert import bert
+from engines.backends.cuda.backend import BACKEND
+from engines.backends.cuda.codegen.gpu import GPUS
+from engines.backends.cuda.cost import CARDS
+from engines.backends.cuda.kernels.kernel import kernel_for
+from engines.backends.cuda.runtime.device import DEVICE
+from engines.backends.cuda.runtime.driver import CudaError, GpuDriver
+from engines.backends.cuda.runtime.execution import CudaExecution
+from engines.backends.cuda.runtime.holdings import Passing
+from engines.backends.cuda.session import CudaSession
+from engines.backends.cuda.tuner import GpuTuner, Wanted
+from engines.compiler.builder import BuildConfig, Builder
+from engines.ir.graph import Graph
+from engines.lowering.epilogue.program import EpilogueProgram
+from engines.lowering.problems.convolution import Contraction
+from engines.lowering.problems.view import dense_view
+from engines.machine.timing_cache import TimingCache
+from engines.plan.plan import Plan
+from engines.runtime.engine import Engine
+
+RANGE = (-4.0, 6.0)         # of every tensor: it changes no time, and integers are exact for any
+RELATIVE = 2e-2             # to the largest output: what halves may be off from the CPU's plan
+CHECKED, TUNED_FOR = 3, (1, 128)        # items; batches that tactics are timed for
+REPEATS, SLOWEST = 20, 25
+COPIED, SIDE = 1 << 30, 4096            # of the peaks: bytes, and couts and channels of a product
+
+
+@architecture(size=8)
+def trial(net: Net, x: Tensor) -> Tensor:
+    """Two layers, for a GPU that is played."""
+    return net.classify(net.conv_bn_act(x, 16, 3, name="stem"))
+
+
+minilm = partial(bert, layers=6, features=384, heads=12, length=128)
+MODELS: Mapping[str, Callable[[], onnx.ModelProto]] = {
+    "resnet50": ZOO["resnet50"], "mobilenet_v2": ZOO["mobilenet_v2"], "minilm": minilm,
+    "trial": partial(trial, classes=4)}
+SMALL: Mapping[str, Callable[[], onnx.ModelProto]] = {
+    **MODELS, **{name: TINY[name] for name in ("resnet50", "mobilenet_v2")}, "minilm": partial(minilm, length=16)}
+
+
+class Results:
+    """What has been found so far, on the screen and in a file."""
+
+    def __init__(self, path: Path | None, minutes: float) -> None:
+        self.path, self.end = path, time.monotonic() + 60 * minutes
+        self.lost: Callable[[], bool] = lambda: False       # whether the GPU is, for this process
+        self.found: dict[str, Any] = json.loads(path.read_text()) if path and path.exists() else {}
+
+    def __call__(self, key: str, value: Any) -> None:
+        self.found[key] = value
+        print(f"{key:60s} {value}", flush=True)
+        if self.path:
+            self.path.write_text(json.dumps(self.found, indent=1, default=str))
+
+    def wants(self, key: str) -> bool:
+        """Whether there is time for it, and it was neither found nor failed."""
+        return not {key, f"FAILED {key}"} & self.found.keys() and time.monotonic() < self.end
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Whatever goes wrong is said, and the next part runs: time at a GPU is short."""
+        begin = time.monotonic()
+        try:
+            yield
+        except Exception:
+            self(f"FAILED {name}", traceback.format_exc())
+            if self.path and self.lost():
+                left = str(max(self.end - time.monotonic(), 0) / 60)
+                os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu", *sys.argv[1:], "--minutes", left])
+        self(f"seconds for {name}", round(time.monotonic() - begin, 1))
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The GPU, and what is asked of it."""
+    options: argparse.Namespace
+    results: Results
+    device: GpuDriver
+    target: str
+
+    @cached_property
+    def cache(self) -> TimingCache:
+        return TimingCache(self.options.timing_cache or None)
+
+    def graph(self, model: onnx.ModelProto, precision: str) -> Graph:
+        """With stored types decided."""
+        builder = Builder(BuildConfig(precision=precision, timing=False))
+        graph = builder.graph(model)
+        return builder.stored(graph, dict.fromkeys(builder.edges(graph), RANGE))
+
+    def plan(self, name: str, precision: str, target: str, opt_batch: int = 0, small: bool = False) -> Plan:
+        """opt_batch: what tactics are timed for; 0: the model chooses them."""
+        model = (SMALL if small else MODELS)[name]()
+        most = CHECKED if small else max(self.options.batches)
+        builder = Builder(BuildConfig(
+            precision=precision, target=target, max_batch=most, opt_batch=min(opt_batch or most, most),
+            timing=opt_batch > 0, timing_cache=self.options.timing_cache))
+        graph = builder.graph(model)
+        return builder.plan(graph, dict.fromkeys(builder.edges(graph), RANGE))
+
+    def each(self) -> Iterator[tuple[str, str]]:
+        for name in self.options.models:
+            for precision in self.options.precisions:
+                yield name, precision
+
+
+# ---- is it right?
+def right(bench: Bench) -> None:
+    """A few problems of every family, each against its reference, in a process of its own."""
+    from tests.gpu.test_kernels import CASES
+    wanted = [name for name in CASES if bench.options.match in name and bench.results.wants(f"right: {name}")]
+    if bench.options.emulated:
+        for name in wanted:
+            bench.results(f"right: {name}", checked(name, bench.options.emulated, bench.options.tactics))
+        return
+    with ProcessPoolExecutor(8, get_context("spawn"), max_tasks_per_child=1) as pool:
+        futures = {name: pool.submit(checked, name, "", bench.options.tactics) for name in wanted}
+        for name, future in futures.items():
+            bench.results(f"right: {name}", future.result())
+
+
+def checked(name: str, emulated: str, most: int | None) -> str:
+    """"yes", or what is wrong. emulated: the architecture; "": the GPU at hand. most: tactics; None: all."""
+    from tests.engines.backends.cuda.runner import GpuRunner, Way, at_hand
+    from tests.engines.backends.suite import check
+    from tests.gpu.test_kernels import CASES
+    runner: Any = GpuRunner(GPUS[emulated]) if emulated else at_hand()
+    case, tolerance = CASES[name]
+    problem, inputs, constants = case()
+    kernel = kernel_for(problem, runner.gpu, (256,) * len((*problem.inputs, *problem.outputs)))
+    if kernel is None or kernel.refusal:
+        return f"no kernel: {kernel and kernel.refusal}"
+    tactics = list(kernel.tactics())[:most]
+    for tactic in tactics:
+        try:
+            check(Way(kernel, tactic), runner, inputs, constants, tolerance)
+        except Exception as error:      # of the reference's comparison, or of the driver
+            return f"NO, by {tactic}: {str(error)[:600]}"
+    return f"yes, by {len(tactics)} tactics"
+
+
+def networks(bench: Bench) -> None:
+    """Small networks against the plan of a CPU: integers byte for byte."""
+    for name, precision in bench.each():
+        if not bench.results.wants(key := f"network: {name} {precision}"):
+            continue
+        with bench.results.part(key):
+            model = SMALL[name]()
+            feeds = feeds_for(model, CHECKED)
+            theirs = Engine(bench.plan(name, precision, "", small=True)).run(feeds)
+            ours = Engine(bench.plan(name, precision, bench.target, small=True)).run(feeds)
+            equal = all(np.array_equal(ours[output], value) for output, value in theirs.items())
+            error = max(np.abs(ours[output] - value).max() / np.abs(value).max() for output, value in theirs.items())
+            fine = equal if precision == "int8" else error < RELATIVE
+            bench.results(key, f"{'yes' if fine else 'NO'}: bytes equal {equal}, largest error {error:.2e}")
+
+
+# ---- how fast?
+def peaks(bench: Bench) -> None:
+    """What the card does at best, by our own kernels: bytes and products, beside what the cost model assumes."""
+    device, card = bench.device, CARDS[bench.target]
+    copied, side = (COPIED, SIDE) if not bench.options.emulated else (1 << 10, 64)
+    with Passing(bench, device) as held:
+        a, b, stream = held.allocate(copied), held.allocate(copied), device.stream()
+        held.add(stream.close)
+        copy = partial(stream.copy_rows, a, copied, b, copied, copied, 1)
+        seconds = min(stream.seconds(copy) for _ in range(REPEATS))
+        bench.results("peak: memory, TB/s", [round(2 * copied / max(seconds, 1e-9) / 1e12, 2), card.memory / 1e12])
+    tuner = GpuTuner(device, GPUS[bench.target], bench.cache)
+    for precision, stored in (("int8", "uint8"), ("fp16", "float16")):
+        view = dense_view(stored, (1, side, side))
+        problem = Contraction(view, view, (), EpilogueProgram(), precision, (1, 1))
+        kernel = kernel_for(problem, GPUS[bench.target], (256, 256))
+        assert kernel
+        weights = np.zeros((side, side, 1, 1), np.int8 if precision == "int8" else np.float32)
+        (tactic, seconds), = tuner.choose([Wanted(kernel, {"weights": weights, "program": []}, 1)], card)
+        assumed = card.products[precision] * card.multiprocessors * card.hertz * card.grouped
+        bench.results(f"peak: {precision}, TOP/s", [round(2 * side ** 3 / seconds / 1e12), round(2 * assumed / 1e12),
+                                                   str(tactic)])
+
+
+def speed(bench: Bench) -> None:
+    """Items a second by batch: tactics by the model, then by timing; on the GPU alone, and as the host sees it."""
+    for name, precision in bench.each():
+        for tuned in (0, *TUNED_FOR):
+            how = f"tuned for {tuned}" if tuned else "by the model"
+            if not bench.results.wants(key := f"speed: {name} {precision} {how}"):
+                continue
+            with bench.results.part(key):
+                plan = bench.plan(name, precision, bench.target, tuned)
+                context = Engine(plan).create_context()
+                for batch in bench.options.batches:
+                    bench.results(f"{key}, batch {batch}", _speed(bench, context, batch))
+                bench.results(key, plan.machine.cpu["expected"])
+                context.close()
+
+
+def _speed(bench: Bench, context: Any, batch: int) -> dict[str, float]:
+    execution = context.execution
+    assert isinstance(execution, CudaExecution)
+    tensors = (*context.plan.inputs, *context.plan.outputs)
+    with_copies = median(execution.seconds(batch) for _ in range(REPEATS))
+    with Passing(bench, bench.device) as held:
+        for io in tensors:
+            context.bind(io.name, _Room(held, io.shape_of(batch), io.dtype))
+        alone = median(execution.seconds(batch) for _ in range(REPEATS))
+        for io in tensors:
+            context.bind(io.name, None)
+    host = []
+    for _ in range(1 if bench.options.emulated else REPEATS):
+        begin = time.perf_counter()
+        context.execute(batch)
+        host.append(time.perf_counter() - begin)
+    return {"items/s": round(batch / alone), "ms": round(alone * 1e3, 4), "ms with copies": round(with_copies * 1e3, 4),
+            "ms for the host": round(median(host) * 1e3, 4)}
+
+
+class _Room:
+    """An array on the GPU, of zeros."""
+
+    def __init__(self, held: Passing, shape: Sequence[int], dtype: str) -> None:
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        self.__cuda_array_interface__ = {"shape": tuple(shape), "typestr": np.dtype(dtype).str, "strides": None,
+                                         "data": (held.allocate(size), False), "version": 3}
+
+
+def steps(bench: Bench) -> None:
+    """Each step at the largest batch tactics are tuned for: measured, estimated, and its share of the assumed peaks."""
+    batch = min(TUNED_FOR[-1], max(bench.options.batches))
+    for name, precision in bench.each():
+        if not bench.results.wants(key := f"steps: {name} {precision}"):
+            continue
+        with bench.results.part(key):
+            plan = bench.plan(name, precision, bench.target)
+            session = CudaSession(bench.target, TimingCache())
+            graph = bench.graph(MODELS[name](), precision)
+            guesses = [node.time_us * batch for node in session.choose(graph, plan.max_batch, batch).times()]
+            context = Engine(bench.plan(name, precision, bench.target, batch)).create_context()
+            measured = [(step, seconds * 1e6) for step, seconds in context.profile(batch, 5)]
+            rows = [[step.name, step.tactic, round(us, 1), round(guess, 1), _shares(bench, step, batch, us)]
+                    for (step, us), guess in zip(measured, guesses, strict=True)]
+            bench.results(key, {"sum, ms": round(sum(us for _, us in measured) / 1e3, 3),
+                                "estimated": round(sum(guesses) / 1e3, 3),
+                                "slowest": sorted(rows, key=lambda row: -row[2])[:SLOWEST]})
+            context.close()
+
+
+def _shares(bench: Bench, step: Any, batch: int, us: float) -> str:
+    """Of the rates that the cost model assumes."""
+    card = CARDS[bench.target]
+    macs = card.products.get(step.precision, 1) * card.multiprocessors * card.hertz
+    return (f"{100 * step.macs * batch / macs / us * 1e6:.0f} % of mma, "
+            f"{100 * step.bytes * batch / card.memory / us * 1e6:.0f} % of memory")
+
+
+def beside(bench: Bench) -> None:
+    """What others do on the same GPU."""
+    if not bench.options.emulated:
+        peers(bench.results, bench.options.models, bench.options.batches)
+
+
+STEPS: Mapping[str, Callable[[Bench], None]] = {
+    "right": right, "networks": networks, "peaks": peaks, "speed": speed, "steps": steps, "beside": beside}
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    def names(text: str) -> list[str]:
+        return text.split(",")
+
+    parser = argparse.ArgumentParser("benchmarks.gpu", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=names, default=list(STEPS), metavar="S,...", help=", ".join(STEPS))
+    parser.add_argument("--models", type=names, default=["resnet50", "mobilenet_v2", "minilm"], metavar="M,...")
+    parser.add_argument("--precisions", type=names, default=["int8", "fp16"], metavar="P,...")
+    parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")],
+                        default=[1, 8, 32, 128, 256], metavar="N,...")
+    parser.add_argument("--match", default="", help="of `right`, only cases with this in their name")
+    parser.add_argument("--tactics", type=int, metavar="N", help="of `right`, so many of each kernel's; default: all")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after which nothing is begun")
+    parser.add_argument("--results", type=Path, metavar="FILE.json")
+    parser.add_argument("--timing-cache", default="", metavar="FILE")
+    parser.add_argument("--emulated", default="", metavar="sm_80", help="the GPU that the PTX machine plays")
+    return parser.parse_args(arguments)
+
+
+def lost(device: GpuDriver) -> bool:
+    try:
+        device.memory()
+    except CudaError:
+        return True
+    return False
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    results = Results(options.results, options.minutes)
+    if options.emulated:
+        from tests.gpu.emulated import EmulatedGpu
+        played = EmulatedGpu(options.emulated)
+        DEVICE.open_gpu = lambda number: played
+    target = options.emulated or BACKEND.session("cuda", TimingCache(), timing=False).target
+    bench = Bench(options, results, DEVICE.gpu, target)
+    results("gpu", [bench.device.name, bench.device.architecture, target, bench.device.memory(), sys.version])
+    results.lost = partial(lost, bench.device)
+    for name in options.steps:
+        with results.part(name):
+            STEPS[name](bench)
+
+
+if __name__ == "__main__":
+    main()

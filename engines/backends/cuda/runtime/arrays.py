@@ -1,0 +1,113 @@
+"""Arrays of other libraries that lie on a GPU (torch, cupy, pycuda, numba, jax), where they lie.
+
+    tensor = device_tensor(array, stream)       # by __cuda_array_interface__, else by DLPack
+"""
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator
+from ctypes import POINTER, c_int32, c_int64, c_uint8, c_uint16, c_uint64, c_void_p
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from engines.ir.dtypes import memory_dtype
+from engines.plan.plan import TensorView
+
+_ON_CUDA = (2, 13)                      # kinds of DLPack's devices: CUDA, managed by CUDA
+_KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 6: "bool"}      # DLPack's
+
+
+@dataclass(frozen=True)
+class DeviceTensor:
+    """Elements one after the other, in the order of C."""
+    address: int
+    shape: tuple[int, ...]
+    dtype: str                  # numpy's name, or bfloat16
+    owner: Any                  # keeps the memory
+    stream: int | None = None   # that is to be waited for before it is read
+    read_only: bool = False
+
+
+class NotOnDevice(Exception):
+    """Why an array cannot be used where it is."""
+
+
+def device_tensor(array: Any, stream: int) -> DeviceTensor:
+    """stream: our own, that a library of DLPack's makes wait for what it has under way. Raises NotOnDevice."""
+    if (found := getattr(array, "__cuda_array_interface__", None)) is not None:
+        return _by_interface(array, found)
+    if hasattr(array, "__dlpack__") and array.__dlpack_device__()[0] in _ON_CUDA:
+        return _by_dlpack(array.__dlpack__(stream=stream))
+    raise NotOnDevice("it lies in the host's memory, or has neither __cuda_array_interface__ nor __dlpack__")
+
+
+def _by_interface(array: Any, found: dict[str, Any]) -> DeviceTensor:
+    dtype, shape = np.dtype(found["typestr"]), tuple(found["shape"])
+    _check_dense(shape, found.get("strides"), dtype.itemsize)
+    address, read_only = found["data"]
+    return DeviceTensor(address, shape, dtype.name, array, found.get("stream"), bool(read_only))
+
+
+def _by_dlpack(capsule: Any) -> DeviceTensor:
+    get = ctypes.pythonapi.PyCapsule_GetPointer
+    get.restype, get.argtypes = c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    tensor = ctypes.cast(get(capsule, b"dltensor"), POINTER(_DLTensor)).contents
+    shape, size = tuple(tensor.shape[:tensor.ndim]), tensor.bits // 8
+    strides = [step * size for step in tensor.strides[:tensor.ndim]] if tensor.strides else None
+    _check_dense(shape, strides, size)
+    kind = _KINDS.get(tensor.code, "unknown")
+    dtype = kind if kind == "bool" else f"{kind}{tensor.bits}"
+    return DeviceTensor((tensor.data or 0) + tensor.byte_offset, shape, dtype, capsule)
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = [("data", c_void_p), ("device", c_int32), ("number", c_int32), ("ndim", c_int32), ("code", c_uint8),
+                ("bits", c_uint8), ("lanes", c_uint16), ("shape", POINTER(c_int64)), ("strides", POINTER(c_int64)),
+                ("byte_offset", c_uint64)]
+
+
+def _check_dense(shape: tuple[int, ...], strides: Any, size: int) -> None:
+    wanted = [size * math.prod(shape[axis + 1:]) for axis in range(len(shape))]
+    if strides is not None and any(step != dense and extent > 1 for step, dense, extent
+                                   in zip(strides, wanted, shape, strict=True)):
+        raise NotOnDevice(f"its elements are not in the order of C: shape {list(shape)}, strides {list(strides)}; "
+                          "make it contiguous")
+
+
+# ---- from and to a tensor of a plan
+def misfit(tensor: DeviceTensor, view: TensorView) -> str:
+    """Why it cannot be a tensor of a plan; "" if it can, for as many items as it has."""
+    dtype = "bfloat16" if view.dtype == "bfloat16" else memory_dtype(view.dtype).name
+    if tensor.dtype not in (dtype, memory_dtype(view.dtype).name):
+        return f"it is {tensor.dtype}, the model has {dtype}"
+    if tensor.shape[view.batched:] != view.shape or len(tensor.shape) != len(view.shape) + view.batched:
+        wanted = ["batch"] * view.batched + [str(extent) for extent in view.shape]
+        return f"its shape is {list(tensor.shape)}, the model has [{', '.join(wanted)}]"
+    return ""
+
+
+class Rows(NamedTuple):
+    """`number` rows of `width` bytes: in the plan's tensor from `placed` on, each a step further; in the array side by
+    side from `dense` on."""
+    placed: int
+    step: int
+    dense: int
+    width: int
+    number: int
+
+
+def rows_of(view: TensorView, items: int) -> Iterator[Rows]:
+    """A tensor of so many items as few pieces that one copy moves."""
+    extents = ([items] if view.batched else []) + list(view.shape)
+    strides = ([view.item_stride] if view.batched else []) + list(view.strides)
+    width = memory_dtype(view.dtype).itemsize
+    while extents and (extents[-1] == 1 or strides[-1] == width):
+        width *= extents.pop()
+        strides.pop()
+    count, step = (extents.pop(), strides.pop()) if extents else (1, width)
+    for number, place in enumerate(np.ndindex(*extents)):
+        placed = sum(index * stride for index, stride in zip(place, strides, strict=True))
+        yield Rows(view.offset + placed, step, number * count * width, width, count)

@@ -1,0 +1,151 @@
+"""Tactics timed on the GPU at hand, by its own clock, for the batch that is asked for: the fastest of each kernel.
+
+A tactic runs as it will in a network: a CUDA graph of launches, one after the other, whose gaps count. It runs on
+tensors of its own, in which only the bytes of floats and quantised numbers are random: an index of 0 is one that fits.
+Times are kept in the timing cache by the name of the GPU.
+"""
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from engines.backends.base import Progress
+from engines.backends.cuda.codegen.assemble import compiler_pool
+from engines.backends.cuda.codegen.gpu import Gpu
+from engines.backends.cuda.codegen.module import GpuModule
+from engines.backends.cuda.cost import Card
+from engines.backends.cuda.kernels.kernel import GpuKernel
+from engines.backends.cuda.kernels.kernel import cheapest as least
+from engines.backends.cuda.runtime.driver import CudaError, GpuDriver
+from engines.backends.cuda.runtime.holdings import Passing
+from engines.errors import ConfigError
+from engines.lowering.problems.view import View
+from engines.machine.timing_cache import TimingCache
+from engines.version import COMPILER_VERSION
+
+HOPEFUL = 2.0           # times the least cost: what the model thinks worse of is not timed
+LAUNCHES, ROUNDS = 10, 3        # of a graph; of graphs, of which the fastest counts
+SYMBOL = "kernel"
+BLOCK = np.random.default_rng(0).integers(0, 64, 1 << 20, np.uint8)     # every float of such bytes is a usual one
+RANDOM = ("uint8", "int8", "float16", "bfloat16", "float32")
+
+
+class Wanted(NamedTuple):
+    """A kernel whose tactic is to be chosen."""
+    kernel: GpuKernel[Any]
+    constants: Mapping[str, Any]    # any values of the right shapes
+    items: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    kernel: GpuKernel[Any]
+    tactic: Any
+    items: int
+
+
+class GpuTuner:
+    """Times for one architecture on one GPU."""
+
+    def __init__(self, device: GpuDriver, target: Gpu, cache: TimingCache) -> None:
+        self.device, self.target, self.cache = device, target, cache
+
+    def choose(self, wanted: Sequence[Wanted], card: Card, progress: Progress | None = None) -> list[tuple[Any, float]]:
+        """The fastest tactic of each kernel, and its seconds. Raises ConfigError: a kernel does not run at all."""
+        candidates = [likely(one, card) for one in wanted]
+        found = {one: us for some in candidates for one in some if (us := self.cache.get(self._key(one))) is not None}
+        missing = [(one, of.constants) for of, some in zip(wanted, candidates, strict=True)
+                   for one in some if one not in found]
+        report = progress or (lambda done, of, what: None)
+        done = iter(range(1, 2 * len(missing) + 1))
+        with compiler_pool(self.target, self.device.takes_cubins) as pool:
+            code = pool.compile((_text(one) for one, _ in missing),
+                                lambda: report(next(done), 2 * len(missing), "compiled"))
+        refusals: dict[Candidate, CudaError] = {}
+        for (one, constants), binary in zip(missing, code, strict=True):
+            try:
+                found[one] = self._seconds(one, constants, binary) * 1e6
+                self.cache.put(self._key(one), found[one])
+            except CudaError as error:      # more registers than there are, say: another one may run
+                refusals[one] = error
+            report(next(done), 2 * len(missing), f"timed {one.kernel.problem.family}")
+        return [self._fastest(some, found, refusals) for some in candidates]
+
+    def _fastest(self, candidates: Sequence[Candidate], found: Mapping[Candidate, float],
+                 refusals: Mapping[Candidate, CudaError]) -> tuple[Any, float]:
+        ran = [one for one in candidates if one in found]
+        if not ran:
+            one = candidates[0]
+            raise ConfigError(f"no tactic of a kernel of {one.kernel.problem.family} runs on this GPU "
+                              f"({self.device.name}): {one.tactic}: {refusals[one]}")
+        best = min(ran, key=lambda one: found[one])
+        return best.tactic, found[best] / 1e6
+
+    def _key(self, one: Candidate) -> str:
+        text = repr((COMPILER_VERSION, self.target.name, one.kernel, one.tactic))
+        return f"{self.device.name}/{hashlib.sha256(text.encode()).hexdigest()}/{one.items}"
+
+    # ---- on the GPU
+    def _seconds(self, one: Candidate, constants: Mapping[str, Any], code: bytes) -> float:
+        """Of a launch. Raises CudaError."""
+        device, kernel, grid = self.device, one.kernel, one.kernel.grid(one.tactic)
+        device.use()
+        with Passing(one, device) as held:
+            module = device.load(code)
+            held.add(partial(device.unload, module))
+            function = device.function(module, SYMBOL, grid.shared_bytes)
+            split, tensors = len(kernel.problem.inputs), [*kernel.problem.inputs, *kernel.problem.outputs]
+            addresses = [self._tensor(view, one.items, held) for view in tensors]
+            tables = [held.place(array) for array in kernel.pack(one.tactic, constants)]
+            stream = device.stream()
+            held.add(stream.close)
+            launch = partial(stream.launch, function, grid.blocks(one.items), grid.threads,
+                             [*addresses[:split], *tables, *addresses[split:]], grid.rows_per_item * one.items,
+                             grid.shared_bytes)
+            graph = stream.record(partial(_again, launch))
+            held.add(graph.close)
+            stream.seconds(graph)       # the first brings code and clock to where they stay
+            return min(stream.seconds(graph) for _ in range(ROUNDS)) / LAUNCHES
+
+    def _tensor(self, view: View, items: int, held: Passing) -> int:
+        reach = sum((extent - 1) * stride for extent, stride in zip(view.shape, view.strides, strict=True))
+        size = view.size + reach + (items - 1) * view.item
+        address = held.allocate(size)
+        if view.dtype in RANDOM:
+            for at in range(0, size, len(BLOCK)):
+                self.device.write(address + at, BLOCK[:size - at])
+        return address
+
+
+def cheapest(wanted: Wanted, card: Card) -> tuple[Any, float]:
+    """The tactic that costs least by the model, and its seconds there."""
+    kernel, items = wanted.kernel, wanted.items
+    tactic = least(kernel, card, items)
+    return tactic, kernel.cost(tactic, card, items)
+
+
+def likely(wanted: Wanted, card: Card) -> list[Candidate]:
+    """The tactics that by their cost may be the fastest, the cheapest first."""
+    kernel, items = wanted.kernel, wanted.items
+    costs = {tactic: kernel.cost(tactic, card, items) for tactic in kernel.tactics()}
+    limit = HOPEFUL * min(costs.values())
+    ranked = sorted((tactic for tactic, cost in costs.items() if cost <= limit and cost < math.inf),
+                    key=lambda tactic: costs[tactic])
+    return [Candidate(kernel, tactic, items) for tactic in ranked or costs]
+
+
+def _again(launch: Callable[[], None]) -> None:
+    for _ in range(LAUNCHES):
+        launch()
+
+
+def _text(one: Candidate) -> str:
+    module = GpuModule()
+    one.kernel.emit(module, SYMBOL, one.tactic)
+    return module.text()

@@ -1,0 +1,15 @@
+"""How fast a plan is expected to be, where the build says it: of a GPU's, by its times or by the model of its card."""
+from __future__ import annotations
+
+from engines.plan.plan import Plan
+
+
+def expected(plan: Plan) -> str:
+    """A line; "" if the build does not say it."""
+    found = plan.machine.cpu.get("expected")
+    if not found:
+        return ""
+    items, seconds = found["items"], found["seconds"]
+    how = "as its kernels were timed there" if found["timed"] else "by the cost model: nothing was timed"
+    return (f"expected on {plan.machine.cpu['model']}: {items / seconds:,.0f} items/s at batch {items} "
+            f"({seconds * 1e3:.3g} ms), {how}")

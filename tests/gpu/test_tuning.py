@@ -1,0 +1,90 @@
+"""Tactics timed on a GPU: on the emulated one, by a clock that the test decides."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines import load_engine
+from engines.backends.cuda.codegen.gpu import GPUS
+from engines.backends.cuda.cost import CARDS
+from engines.backends.cuda.kernels.kernel import kernel_for
+from engines.backends.cuda.runtime.device import DEVICE
+from engines.backends.cuda.runtime.driver import CudaError
+from engines.backends.cuda.tuner import GpuTuner, Wanted, cheapest
+from engines.compiler.builder import BuildConfig, Builder
+from engines.errors import ConfigError
+from engines.machine.timing_cache import TimingCache
+from engines.plan.expected import expected
+from engines.plan.file import write_plan
+from engines.plan.plan import Plan
+from tests.engines.compiler.small_models import node, small_model
+from tests.gpu.emulated import EmulatedGpu
+from tests.gpu.ptx.text import Kernel
+from tests.gpu.test_kernels import convolution
+
+GPU, CARD = GPUS["sm_75"], CARDS["sm_75"]
+
+
+def wanted() -> Wanted:
+    problem, _, constants = convolution(cout=64)
+    kernel = kernel_for(problem, GPU, (256,) * 3)
+    assert kernel
+    return Wanted(kernel, constants, 64)
+
+
+def large_blocks_are_fast(kernel: Kernel, grid: tuple[int, int], threads: int) -> float:
+    return grid[0] * 1e-3
+
+
+def test_the_tactic_that_the_gpu_runs_fastest_is_taken_whatever_the_model_says(tmp_path: Path) -> None:
+    device, cache = EmulatedGpu("sm_75", clock=large_blocks_are_fast), TimingCache(tmp_path / "times")
+    (tactic, seconds), = GpuTuner(device, GPU, cache).choose([wanted()], CARD)
+    modelled, _ = cheapest(wanted(), CARD)
+    assert (modelled.pixels, tactic.pixels) == (32, 64) and seconds == pytest.approx(16e-3)     # 16 blocks
+    assert not device.allocated and not device.modules
+    cache.save()
+    device.lost = True          # the second build asks the cache
+    assert GpuTuner(device, GPU, TimingCache(tmp_path / "times")).choose([wanted()], CARD) == [(tactic, seconds)]
+    other = EmulatedGpu("sm_75", name="another GPU", clock=large_blocks_are_fast)
+    GpuTuner(other, GPU, cache).choose([wanted()], CARD)
+    assert len(cache) == 4      # two tactics on each
+
+
+def test_a_tactic_that_a_gpu_refuses_is_not_taken_and_without_any_the_build_says_so() -> None:
+    def refuses(most: int) -> EmulatedGpu:
+        def clock(kernel: Kernel, grid: tuple[int, int], threads: int) -> float:
+            if threads > most:
+                raise CudaError("too many resources (701)")
+            return large_blocks_are_fast(kernel, grid, threads)
+        return EmulatedGpu("sm_75", clock=clock)
+
+    (tactic, _), = GpuTuner(refuses(64), GPU, TimingCache()).choose([wanted()], CARD)
+    assert tactic.threads == 64
+    with pytest.raises(ConfigError, match=r"no tactic of a kernel of contraction runs on this GPU \(emulated\).*701"):
+        GpuTuner(refuses(0), GPU, TimingCache()).choose([wanted()], CARD)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    model = small_model([node("Gemm", "x w", "h"), node("Softmax", "h", "y")], {"x": ["N", 24]}, ["y"],
+                        {"w": np.random.default_rng(0).standard_normal((24, 40), np.float32)})
+    builder = Builder(BuildConfig(precision="fp16", max_batch=4, opt_batch=2, target="sm_75"))
+    return builder.plan(builder.graph(model))
+
+
+def test_a_plan_that_was_built_without_a_gpu_is_tuned_once_where_there_is_one(
+        plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = EmulatedGpu("sm_75", name="a GPU", clock=large_blocks_are_fast)
+    monkeypatch.setattr(DEVICE, "open_gpu", lambda number: device)
+    write_plan(plan, tmp_path / "m.plan")
+    tuned = load_engine(tmp_path / "m.plan", retune=True, cache=tmp_path / "cache")
+    before, after = expected(plan), expected(tuned.plan)
+    assert "on T4" in before and "at batch 2" in before and "nothing was timed" in before
+    assert "on a GPU" in after and "at batch 2" in after and "as its kernels were timed there" in after
+    assert all(step.time_us for step in tuned.plan.machine.steps)
+    x = {"x": np.ones((3, 24), np.float32)}
+    np.testing.assert_array_equal(tuned.run(x)["y"], load_engine(tmp_path / "m.plan").run(x)["y"])
+    monkeypatch.setattr(GpuTuner, "choose", None)       # the second start asks the engine cache
+    assert load_engine(tmp_path / "m.plan", retune=True, cache=tmp_path / "cache").plan == tuned.plan
