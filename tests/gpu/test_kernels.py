@@ -14,6 +14,7 @@ import pytest
 
 from engines.backends.cuda.codegen.gpu import GPUS
 from engines.backends.cuda.kernels.contraction.tile import Tile
+from engines.backends.cuda.kernels.kernel import kernel_for
 from engines.lowering.epilogue.program import ProgramBuilder
 from engines.lowering.problems.convolution import Contraction, Depthwise
 from engines.lowering.problems.elementwise import CumulativeSum, Integers, Pointwise, TopK
@@ -23,7 +24,7 @@ from engines.lowering.problems.movement import GatherElements, HaloFill, Lookup,
 from engines.lowering.problems.problem import STORED, Array, Problem
 from engines.lowering.problems.rows import Lrn, Norm, Reduce, RowProblem, Softmax
 from engines.lowering.problems.view import View, dense_view
-from tests.engines.backends.cuda.runner import GpuRunner, Way, text_of, way_of
+from tests.engines.backends.cuda.runner import GpuRunner, Way, every_way, text_of, way_of
 from tests.engines.backends.suite import check, gapped, random_array, requantise
 from tests.engines.backends.test_recurrence import Case as Layer
 from tests.engines.backends.test_recurrence import node_of
@@ -261,6 +262,25 @@ def test_a_recurrent_layer_equals_its_reference(precision: str, tolerance: float
 
 def test_an_attention_of_floats_agrees_with_its_reference() -> None:
     check(*_runner(_attention("fp32")()), tolerance=1e-5)
+
+
+@pytest.mark.parametrize(("gpu", "precision", "ways"), [
+    ("sm_61", "int8", 1), ("sm_75", "int8", 2), ("sm_75", "fp16", 2), ("sm_90a", "int8", 2), ("sm_80", "bf16", 2)])
+def test_an_attention_equals_its_reference_by_queries_and_by_tiles_of_them(gpu: str, precision: str, ways: int) -> None:
+    problem, inputs, constants = _attention(precision)()
+    found = every_way(problem, GPUS[gpu])
+    assert len(found) == ways
+    for way in found:
+        check(way, GpuRunner(GPUS[gpu]), inputs, constants, TOLERANCE[precision])
+
+
+def test_an_attention_of_many_keys_is_one_of_tiles() -> None:
+    view = dense_view("uint8", (2, 2048, 32))
+    problem = Attention(view, view, view, view, None, ProgramBuilder(True).program(), "int8")
+    way, = every_way(problem, GPUS["sm_80"])
+    assert str(way.tactic) == "16 queries a warp"
+    kernel = kernel_for(problem, GPUS["sm_61"], (256,) * 4)
+    assert kernel and kernel.refusal == "more than 1024 keys of an attention"
 
 
 def _runner(case: Case) -> tuple[Any, ...]:

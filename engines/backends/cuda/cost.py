@@ -18,6 +18,7 @@ from dataclasses import dataclass
 SHARED_RATE = 128           # bytes a cycle of a multiprocessor's shared memory
 ISSUE = 128                 # lanes that may issue an instruction in a cycle
 EPILOGUE, OPERAND = 7, 3    # instructions for each output, counted in SASS: sum -> byte; an operand's byte -> its part
+PLAIN = 4                   # instructions for a product of a thread: two loads, the product, where the next ones are
 START, LAUNCH = 1200, 2e-6  # cycles until a block's first product; seconds from a kernel to the next in a graph
 REGISTERS, BESIDE = 65536, 90       # of a multiprocessor; of a thread beside its sums
 MOST_REGISTERS = 250                # of a thread, before it spills
@@ -39,6 +40,11 @@ class Card:
     def moving(self, size: int) -> float:
         """Seconds of a launch that only moves so many bytes."""
         return size / self.memory + LAUNCH
+
+
+    def by_thread(self, macs: int, threads: int) -> float:
+        """Seconds of a launch whose threads multiply each by itself."""
+        return PLAIN * macs / min(threads, ISSUE * self.multiprocessors) / self.hertz + LAUNCH
 
 
 # By architecture, the card that plans are made for where none is at hand.

@@ -104,7 +104,7 @@ def store_channels(gpu: Gpu, view: View, values: Sequence[Value], address: Value
         for i, value in enumerate(values):
             f.store(_stored(gpu, view.dtype, value), address + i * size, size)
         return
-    words = _words(gpu, view.dtype, values)
+    words = packed_words(gpu, view.dtype, values)
     step = min(len(words), WIDEST // 4)
     for first in range(0, len(words), step):
         f.store(vector_of(words[first:first + step]), address + first * 4, step * 4)
@@ -135,7 +135,7 @@ def _stored(gpu: Gpu, dtype: str, value: Value) -> Value:
     return gpu.float_to_bfloat(value) if dtype == "bfloat16" else value
 
 
-def _words(gpu: Gpu, dtype: str, values: Sequence[Value]) -> list[Value]:
+def packed_words(gpu: Gpu, dtype: str, values: Sequence[Value]) -> list[Value]:
     """The stored bytes, four at a time."""
     if dtype in LIMITS:
         lows = [_low_byte(gpu, dtype, value) for value in values]

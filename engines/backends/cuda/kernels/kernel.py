@@ -68,8 +68,11 @@ class GpuKernel(ABC, Generic[P]):
         return (Tactic(),)
 
     def cost(self, tactic: Any, card: Card, items: int) -> float:
-        """Seconds of a launch for so many items, roughly; kernels of one tactic say what moving their bytes takes."""
-        return card.moving(self.problem.bytes * items)
+        """Seconds of a launch for so many items, roughly: without a word of its kernel, what moving its bytes takes, or
+        making its products one after the other in every thread."""
+        rows, columns = (grid := self.grid(tactic)).blocks(items)
+        return max(card.moving(self.problem.bytes * items),
+                   card.by_thread(self.problem.macs * items, rows * columns * grid.threads))
 
     @abstractmethod
     def grid(self, tactic: Any) -> Grid:

@@ -1,26 +1,29 @@
-"""Attention: a warp for each query, its scores in registers.
+"""Attention: on tensor cores where there are some for its type (query_tiles.py); else a warp for each query:
 
     lane l: x[t] = scale * q . k[t] + mask[t]       for the keys t with t % 32 == l
     all:    the largest x; p[t] = 2**(x - largest), rounded to bytes in INT8; the sum of p
     p goes through shared memory
     lane l: y[e] = program(sum over t of p[t] * v[t, e] / sum of p)     for the columns e with e % 32 == l
 
-INT8 sums are exact (engines/lowering/problems/matmul.py). Tensor cores, and several queries a warp, are still to come.
+with the scores in registers. INT8 sums are exact (engines/lowering/problems/matmul.py).
 """
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from engines.backends.cuda.codegen.gpu import WARP
 from engines.backends.cuda.codegen.module import GpuModule, across, barrier, begin_kernel, shared, special, wide
+from engines.backends.cuda.cost import PLAIN, Card
 from engines.backends.cuda.kernels.access import load_channels, offset_in, pixel_offset, run_program, store_channels
 from engines.backends.cuda.kernels.access import load_constants as load_program_constants
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
 from engines.backends.cuda.kernels.matmul.product import added, load_factor
+from engines.backends.cuda.kernels.matmul.query_tiles import QueryTile, suits, tiles_of
 from engines.codegen.ir_builder import FLOAT, I32, Function, Value
 from engines.lowering.problems.exp2 import exp2
 from engines.lowering.problems.matmul import MIDDLE, Attention
@@ -29,23 +32,50 @@ from engines.lowering.problems.view import View
 
 WARPS = 4               # of a block
 MOST_KEYS = 1 << 10     # 32 scores of a lane
+SCORE, MACS = 45, 8     # of tiles, counted in SASS: instructions for a score; multiply-adds to one beside them
+
+
+@dataclass(frozen=True)
+class Way(Tactic):
+    """What a warp takes on."""
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+QUERY_TILES, QUERY = Way("16 queries a warp"), Way("a query a warp")
 
 
 @solves(Attention)
-class AttentionByWarp(GpuKernel[Attention]):
+class GpuAttention(GpuKernel[Attention]):
     @property
     def refusal(self) -> str:
-        return "" if self.problem.keys <= MOST_KEYS else f"more than {MOST_KEYS} keys of an attention"
+        return "" if self.tactics() else f"more than {MOST_KEYS} keys of an attention"
+
+    def tactics(self) -> Sequence[Way]:
+        ways = [QUERY_TILES] if suits(self.problem, self.gpu, self.aligned) else []
+        return [*ways, QUERY] if self.problem.keys <= MOST_KEYS else ways
+
+    def cost(self, tactic: Way, card: Card, items: int) -> float:
+        if tactic == QUERY:
+            return super().cost(tactic, card, items)
+        scores = self.problem.heads * self.problem.queries * self.problem.keys
+        instructions = (SCORE * scores + self.problem.macs // MACS) * items
+        return max(card.moving(self.problem.bytes * items),
+                   card.by_thread(instructions // PLAIN, tiles_of(self.problem) * items * WARP))
 
     @property
     def integers(self) -> bool:
         return self.problem.precision == "int8"
 
-    def grid(self, tactic: Tactic) -> Grid:
+    def grid(self, tactic: Way) -> Grid:
+        if tactic == QUERY_TILES:
+            return Grid(tiles_of(self.problem), WARPS, WARPS * WARP)
         return Grid(self.problem.heads * self.problem.queries, WARPS, WARPS * WARP,
                     shared_bytes=WARPS * self.problem.keys * 4)
 
-    def pack(self, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
+    def pack(self, tactic: Way, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         """Scale and zero points; the program's constants [constant][columns]."""
         columns = self.problem.y.shape[-1]
         table = np.zeros((max(self.problem.program.constants, 1), columns), np.float32)
@@ -53,18 +83,22 @@ class AttentionByWarp(GpuKernel[Attention]):
             row[:] = constant
         return self.problem.numbers(constants), table
 
-    def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
+    def emit(self, module: GpuModule, name: str, tactic: Way) -> None:
         f, operands, rows = begin_kernel(module, name, WARPS * WARP, len(self.problem.inputs) + 3)
         thread = special(f, "tid.x")
         warp = thread.binary("lshr", WARP.bit_length() - 1)
         row = special(f, "ctaid.x") * WARPS + warp
+        if tactic == QUERY_TILES:
+            tile = QueryTile(self.problem, self.gpu, f, operands, row.at_most(rows - 1), thread & WARP - 1)
+            tile.write(row.below(rows))
+            return
         _Query(self, f, operands, row.at_most(rows - 1), warp, thread & WARP - 1).write(row.below(rows))
 
 
 class _Query:
     """Writes the kernel. All warps take part in its barrier; those behind the last query do its work once more."""
 
-    def __init__(self, kernel: AttentionByWarp, f: Function, operands: list[Value], row: Value, warp: Value,
+    def __init__(self, kernel: GpuAttention, f: Function, operands: list[Value], row: Value, warp: Value,
                  lane: Value) -> None:
         self.problem, self.gpu, self.integers = kernel.problem, kernel.gpu, kernel.integers
         self.f, self.row, self.lane = f, row, lane

@@ -1,0 +1,216 @@
+"""Attention on tensor cores: a warp for 16 queries of a head, everything in its registers.
+
+    for 32 bytes of keys after 32 bytes of keys:    x[query, key] = scale * q . k + mask;    the largest x of each query
+    again:                                          p = 2**(x - largest), rounded to bytes in INT8; the sum of p
+                                                    y[query, column] += p * v
+    y = program(y / sum of p)
+
+The scores are made twice and never leave the registers, so there may be any number of keys. What a lane has of p after
+the first product is what it brings to the second one, if that takes the keys in another order, which no sum minds: no
+lane needs another's. A lane's parts of the tiles: engines/backends/cuda/codegen/products.py.
+
+INT8: q as it is times k less 128, and its zero point times the sums of k less 128, which a product by ones gives.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from engines.backends.cuda.codegen.gpu import Gpu
+from engines.backends.cuda.codegen.module import across, pick_bytes, wide
+from engines.backends.cuda.codegen.products import STEP, multiply
+from engines.backends.cuda.kernels.access import (
+    ELEMENTS,
+    alignment,
+    load_channels,
+    load_constants,
+    offset_in,
+    packed_words,
+    pixel_offset,
+    run_program,
+    store_channels,
+)
+from engines.codegen.ir_builder import FLOAT, I16, I32, Function, Value
+from engines.lowering.problems.exp2 import exp2
+from engines.lowering.problems.matmul import MIDDLE, Attention
+from engines.lowering.problems.problem import STORED
+
+QUERIES, COUTS = 16, 8          # of a product: rows, and columns
+FLIP = -0x7F7F7F80              # bytes less 128: 0x80808080
+ONES = 0x01010101
+
+
+def suits(problem: Attention, gpu: Gpu, aligned: Sequence[int]) -> bool:
+    """Whether q and k can be read by words."""
+    return gpu.by_warp(problem.precision) and all(
+        view.dtype == STORED[problem.precision] for view in (problem.q, problem.k, problem.v)) and all(
+        view.strides[-1] == view.size and alignment(view, base) % 4 == 0 and view.shape[-1] * view.size % 4 == 0
+        for view, base in zip((problem.q, problem.k), aligned, strict=False))
+
+
+def tiles_of(problem: Attention) -> int:
+    """Of an item."""
+    return problem.heads * -(-problem.queries // QUERIES)
+
+
+class QueryTile:
+    """Writes the kernel for one tile. All of a warp take part; queries and keys behind the last are the last once
+    more, and count for nothing."""
+
+    def __init__(self, problem: Attention, gpu: Gpu, f: Function, operands: list[Value], tile: Value,
+                 lane: Value) -> None:
+        self.problem, self.gpu, self.f, self.integers = problem, gpu, f, problem.precision == "int8"
+        *self.inputs, numbers, self.constants, self.y = operands
+        self.scale, self.q_zero, _, self.v_zero = (f.load(FLOAT, numbers + 4 * n, 4, "number") for n in range(4))
+        self.group, self.t = lane.binary("lshr", 2), lane & 3
+        tiles = -(-problem.queries // QUERIES)
+        self.head, first = tile.divided(tiles), tile.remainder(tiles) * QUERIES + self.group
+        self.queries = [first, first + QUERIES // 2]
+        self.rows = [self.head * problem.queries + query.at_most(problem.queries - 1) for query in self.queries]
+        self.keys_at_once = STEP // problem.q.size
+        self.turns = -(-problem.keys // self.keys_at_once)
+        self.q, self.ones = self._queries()
+
+    def write(self, there: Value) -> None:
+        problem, f, gpu = self.problem, self.f, self.gpu
+        peaks = dict.fromkeys((0, 1), f.constant(-math.inf, FLOAT))
+        for turn in f.loop("block", self.turns, peak=peaks):
+            for (row, _), x in self._scores(turn).items():
+                peaks[row] = gpu.max(peaks[row], x)
+        peaks = {row: self._together(gpu.max, peak) for row, peak in peaks.items()}
+        zero = f.constant(0, I32 if self.integers else FLOAT)
+        columns = -(-problem.v.shape[-1] // COUTS)
+        acc = {(column, e): zero for column in range(columns) for e in range(4)}
+        totals = dict.fromkeys((0, 1), f.constant(0, FLOAT))
+        for turn in f.loop("again", self.turns, acc=acc, total=totals):
+            powers = {at: self._power(x, peaks[at[0]], x.f) for at, x in self._scores(turn).items()}
+            for (row, _), p in powers.items():
+                totals[row] = totals[row] + p
+            self._mix(acc, powers, turn)
+        totals = {row: self._together(lambda a, b: a + b, total) for row, total in totals.items()}
+        for row, query in enumerate(self.queries):
+            seen = peaks[row].compare("ogt", -math.inf)
+            share = f.select(seen, 1 / totals[row], totals[row].like(0), "share")
+            with f.when(there & query.below(problem.queries)):
+                for column in range(columns):
+                    for e in (0, 1):
+                        self._store(row, column * COUTS + e, acc[column, 2 * row + e], share, seen)
+
+    # ---- q * k
+    def _queries(self) -> tuple[list[list[Value]], list[list[Value]]]:
+        """By STEP bytes of their columns: a lane's words, and ones in the place of what is there."""
+        q, ones = self.problem.q, []
+        starts = [self.inputs[0] + offset_in(q, row) for row in self.rows]
+        words = []
+        for step in range(-(-q.shape[-1] * q.size // STEP)):
+            both = [[self._word(start, step, half) for start in starts] for half in (0, 1)]
+            words.append([*both[0], *both[1]])
+            there = [self._there(step, half) for half in (0, 1)]
+            one = [self.f.constant(ONES, I32) if test is None else
+                   self.f.select(test, self.f.constant(ONES, I32), self.f.constant(0, I32), "ones") for test in there]
+            ones.append([one[0], one[0], one[1], one[1]])
+        return words, ones
+
+    def _there(self, step: int, half: int) -> Value | None:
+        """Whether a lane's word of a row of q or k is in it; None: all lanes' are."""
+        size, first = self.problem.q.shape[-1] * self.problem.q.size, STEP * step + 16 * half
+        return None if first + 16 <= size else (self.t * 4 + first).below(size)
+
+    def _word(self, start: Value, step: int, half: int) -> Value:
+        offset, there = self.t * 4 + (STEP * step + 16 * half), self._there(step, half)
+        if there is None:
+            return self.f.load(I32, start + wide(offset), 4, "word")
+        nothing = offset.like(0)
+        word = self.f.load(I32, start + wide(self.f.select(there, offset, nothing, "offset")), 4, "word")
+        return self.f.select(there, word, nothing, "word")
+
+    def _scores(self, turn: Value) -> dict[tuple[int, int], Value]:
+        """Of a block of keys: by row of the lane (0, 1) and its key (2 t and 2 t + 1 of each COUTS)."""
+        problem, f = self.problem, self.f
+        first = f.cast("trunc", turn, I32, "turn") * self.keys_at_once
+        k = self.inputs[1] + pixel_offset(self.head, problem.k.shape[:-2], problem.k.strides[:-2], problem.k.item)
+        found: dict[tuple[int, int], Value] = {}
+        for number in range(self.keys_at_once // COUTS):
+            key = (first + self.group + number * COUTS).at_most(problem.keys - 1)
+            start = k + wide(key) * problem.k.strides[-2]
+            zero = f.constant(0, I32 if self.integers else FLOAT)
+            acc, sums = [zero] * 4, [zero] * 4
+            for step, (words, ones) in enumerate(zip(self.q, self.ones, strict=True)):
+                b = [self._word(start, step, half) for half in (0, 1)]
+                if self.integers:
+                    b = [word ^ FLIP for word in b]
+                    sums = multiply(self.gpu, problem.precision, sums, ones, b)
+                acc = multiply(self.gpu, problem.precision, acc, words, b)
+            if self.integers:
+                q_zero = self.gpu.round(self.q_zero)
+                acc = [self.gpu.to_float(a - q_zero * s) for a, s in zip(acc, sums, strict=True)]
+            for e, value in enumerate(acc):
+                place = first + self.t * 2 + (number * COUTS + e % 2)
+                found[e // 2, 2 * number + e % 2] = self._score(value, e // 2, place)
+        return found
+
+    def _score(self, value: Value, row: int, key: Value) -> Value:
+        mask, keys = self.problem.mask, self.problem.keys
+        if mask is None:
+            x = value * self.scale
+        else:
+            at = self.inputs[3] + offset_in(mask, self.rows[row]) + wide(key.at_most(keys - 1)) * mask.strides[-1]
+            hidden, = load_channels(self.gpu, mask, at, 1)
+            x = self.gpu.fma(value, self.scale, hidden) if self.integers else value * self.scale + hidden
+        if keys % self.keys_at_once == 0:
+            return x
+        return self.f.select(key.below(keys), x, x.like(-math.inf), "score")
+
+    def _power(self, x: Value, peak: Value, f: Function) -> Value:
+        power: Value = exp2(self.gpu, (x - peak) * float(self.problem.units), "uint8" if self.integers else "float32")
+        power = self.gpu.unary("rint", power) if self.integers else power
+        if self.problem.keys % self.keys_at_once == 0:
+            return power
+        return f.select(x.compare("ogt", -math.inf), power, power.like(0), "power")     # 0 of a key that is not there
+
+    # ---- p * v
+    def _mix(self, acc: dict[tuple[int, int], Value], powers: dict[tuple[int, int], Value], turn: Value) -> None:
+        problem = self.problem
+        count = len(powers) // 2
+        words = [packed_words(self.gpu, problem.v.dtype, [powers[row, key] for key in range(count)]) for row in (0, 1)]
+        a = [words[row][half] for half in (0, 1) for row in (0, 1)]
+        first = self.f.cast("trunc", turn, I32, "turn") * self.keys_at_once + self.t * 2
+        v = self.inputs[2] + pixel_offset(self.head, problem.v.shape[:-2], problem.v.strides[:-2], problem.v.item)
+        starts = [v + wide((first + (key // 2 * COUTS + key % 2)).at_most(problem.keys - 1)) * problem.v.strides[-2]
+                  for key in range(count)]
+        for column in range(-(-problem.v.shape[-1] // COUTS)):
+            place = wide((self.group + column * COUTS).at_most(problem.v.shape[-1] - 1)) * problem.v.strides[-1]
+            b = self._column([start + place for start in starts])
+            results = multiply(self.gpu, problem.precision, [acc[column, e] for e in range(4)], a, b)
+            acc.update({(column, e): result for e, result in enumerate(results)})
+
+    def _column(self, addresses: Sequence[Value]) -> list[Value]:
+        """Elements of v at those places, as two words."""
+        f, view = self.f, self.problem.v
+        bits = [f.load(ELEMENTS[view.dtype], address, view.size, "element") for address in addresses]
+        if view.dtype == "float16":
+            bits = [f.cast("bitcast", value, I16, "bits") for value in bits]
+        wides = [f.cast("zext", value, I32, "wide") for value in bits]
+        if not self.integers:
+            return [pick_bytes(a, b, 0x5410) for a, b in zip(wides[::2], wides[1::2], strict=True)]
+        pairs = [pick_bytes(a, b, 0x0040) for a, b in zip(wides[::2], wides[1::2], strict=True)]
+        return [pick_bytes(a, b, 0x5410) ^ FLIP for a, b in zip(pairs[::2], pairs[1::2], strict=True)]
+
+    # ---- y
+    def _together(self, combine: Callable[[Value, Value], Value], value: Value) -> Value:
+        """Of the four lanes of a row."""
+        for distance in (1, 2):
+            value = combine(value, across(value, distance))
+        return value
+
+    def _store(self, row: int, first: int, total: Value, share: Value, seen: Value) -> None:
+        problem, f, view = self.problem, self.f, self.problem.y
+        column = self.t * 2 + first
+        mean = (self.gpu.to_float(total) if self.integers else total) * share
+        if self.integers and problem.mask:
+            mean = mean + f.select(seen, mean.like(0), self.v_zero - float(MIDDLE), "nothing")
+        with f.when(column.below(view.shape[-1])):
+            numbers = load_constants(f, self.constants, column, 1, problem.program.constants, view.shape[-1])
+            results = run_program(self.gpu, problem.program, [mean], [], numbers)
+            at = self.y + offset_in(view, self.rows[row]) + wide(column) * view.strides[-1]
+            store_channels(self.gpu, view, results, at)
