@@ -20,7 +20,7 @@ from engines.backends.cuda.kernels.contraction.contraction import GpuContraction
 from engines.backends.cuda.kernels.contraction.tile import Tile
 from engines.backends.cuda.runtime.arrays import Rows, device_tensor, rows_of
 from engines.backends.cuda.runtime.device import DEVICE, CudaDevice
-from engines.backends.cuda.runtime.driver import CudaMemoryError
+from engines.backends.cuda.runtime.driver import CudaMemoryError, found_gpus
 from engines.compiler.builder import BuildConfig, Builder
 from engines.compiler.specialise import relower
 from engines.errors import ConfigError, InputError, PlanError, PlanTargetError
@@ -218,6 +218,7 @@ def test_without_a_driver_the_error_says_so_and_the_plan_is_compiled_for_the_cpu
         plans: Callable[[str], Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engines.backends.cuda.runtime.driver.LIBRARY", "libcuda-that-is-not-here.so")
     plan, x = plans("sm_80"), {"input": images_for(MODEL, 2, seed=1)}
+    assert found_gpus() == []
     assert "there is no NVIDIA driver here (libcuda-that-is-not-here.so" in CudaDevice().mismatch(plan)
     monkeypatch.setattr(DEVICE, "open_gpu", CudaDevice().open_gpu)
     with pytest.raises(PlanTargetError, match="no NVIDIA driver"):
