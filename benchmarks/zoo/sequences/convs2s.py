@@ -41,7 +41,8 @@ def convs2s(net: Net, words: int = 42_000, embedded: int = 768, length: int = 32
 
 
 def _embedding(net: Net, name: str, words: int, features: int, length: int) -> Tensor:
-    tables = [net.constant(net.draw(rows, features) * 0.5, f"{name}.{kind}")
+    """As small as the paper's are before training: nothing else scales the scores of attention."""
+    tables = [net.constant(net.draw(rows, features) * 0.1, f"{name}.{kind}")
               for rows, kind in ((words, "words"), (length, "places"))]
     found = net.op("Gather", tables[0], net.feed(name, length, below=words), shape=(length, features), axis=0)
     return net.add(found, net.op("Gather", tables[1], net.constant(np.arange(length)[None]), shape=(length, features)))
