@@ -25,7 +25,7 @@ from benchmarks.measure.cycles import Counter
 from benchmarks.measure.results import Case, read_results, write_results
 from benchmarks.models import Model
 from benchmarks.reports.document import DOCUMENT, write_section
-from benchmarks.reports.ops_report import every_case, report
+from benchmarks.reports.ops_report import every_case, report, worklist
 from benchmarks.runtimes.builds import Workshop
 
 FEWEST_TURNS = 3        # of calls that may take many seconds each
@@ -101,7 +101,8 @@ def main(arguments: Sequence[str]) -> None:
     text = report(cases)
     print(text)
     if options.write:
-        write_section("ops", f"### Single operators\n\n`python -m benchmarks.ops --write`\n\n{text}")
+        write_section("ops", f"`python -m benchmarks.ops --write`\n\n{text}")
+        write_section("slower", worklist(cases), EVERY_CASE)
         write_section("ops", every_case(cases), EVERY_CASE)
 
 

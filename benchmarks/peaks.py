@@ -34,7 +34,7 @@ def table(peaks: Peaks, counted: Peaks | None) -> str:
         each = {what: rate / peaks.hertz for what, rate in rates.items()}
         how = f"those of a clock of {peaks.hertz / 1e9:.2f} GHz, measured by a chain of additions"
     rows = [(what, f"{rate / 1e9:.1f}", f"{each[what]:.1f}") for what, rate in rates.items()]
-    return ("### Measured peaks\n\n`python -m benchmarks.peaks --write`\n\n"
+    return ("`python -m benchmarks.peaks --write`\n\n"
             f"On {machine()}, kernels for {peaks.target}. "
             f"An arithmetic without instructions of its own is\ncomputed in float32. Cycles are {how}.\n\n"
             f"{markdown_table(('of one core', '10^9 a second', 'a cycle'), rows)}")

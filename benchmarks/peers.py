@@ -27,10 +27,10 @@ from benchmarks.measure.results import Case, write_results
 from benchmarks.models import Model, random_pictures, source_of
 from benchmarks.reports.chart import write_chart
 from benchmarks.reports.document import DOCUMENT, write_section
-from benchmarks.reports.report import report
+from benchmarks.reports.report import every_build, report
 from benchmarks.runtimes.builds import Workshop
 
-CHART = DOCUMENT.with_name("peers.png")
+CHART, EVERY_BUILD = DOCUMENT.with_name("peers.png"), DOCUMENT.with_name("peers.md")
 PRECISIONS = tuple(LEAST_COSINE)
 FOLDERS = re.compile(r"[^\s=]*/")       # of paths in the command, which mean nothing on another machine
 
@@ -63,7 +63,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prepare", action="store_true", help="build into --cache, measure nothing")
     parser.add_argument("--seconds", type=float, default=10.0, help="of taking turns, for each case")
     parser.add_argument("--results", type=Path, metavar="FILE.json", help="add to these results, report them all")
-    parser.add_argument("--write", action="store_true", help="the report into docs/benchmarks.md, with a chart")
+    parser.add_argument("--write", action="store_true",
+                        help="the report into docs/benchmarks.md, with a chart, and docs/peers.md")
     options = parser.parse_args(arguments)
     if options.prepare and not options.cache:
         parser.error("--prepare needs --cache: what is built into a temporary folder goes with it")
@@ -118,7 +119,8 @@ def main(arguments: Sequence[str]) -> None:
         write_chart(cases, CHART)
         command = " ".join(["python -m benchmarks.peers", *(FOLDERS.sub("", argument) for argument in arguments)])
         earlier = ", and what earlier runs added to the same results" if options.results else ""
-        write_section("peers", f"### One inference\n\n`{command}`{earlier}\n\n![{CHART.stem}]({CHART.name})\n\n{text}")
+        write_section("peers", f"`{command}`{earlier}\n\n![{CHART.stem}]({CHART.name})\n\n{text}")
+        write_section("peers", every_build(cases), EVERY_BUILD)
         write_section(peaks.SECTION, roof)
 
 

@@ -119,7 +119,7 @@ def section(points: list[Point], options: argparse.Namespace) -> str:
     rows: list[list[Cell]] = [[p.concurrency, p.served, p.p50_ms, p.p99_ms, p.mean_batch, p.engine,
                                f"{median(p.ratios):.0%} ({p.ratios[0]:.0%} to {p.ratios[-1]:.0%})"] for p in points]
     command = "python -m benchmarks.serving " + " ".join(options.arguments)
-    return (f"#### Serving: {Path(options.model).stem}, {options.precision}, {options.threads} threads\n\n"
+    return (f"### Serving: {Path(options.model).stem}, {options.precision}, {options.threads} threads\n\n"
             f"`{command.strip()}`\n\nOn {machine()}; median of {options.repeats}. Clients send single items; "
             f"run-engine runs the rounded\nmean batch. The load test runs on the same machine.\n\n"
             f"{markdown_table(header, rows)}")

@@ -169,7 +169,7 @@ def speed_section(options: argparse.Namespace, plan: Plan) -> str:
     together.close()
     header = ["beside", "1 thread, ms", f"{options.threads} threads, ms", "times faster", "p99, ms"]
     return (
-        f"#### Threads: {plan.name}, {plan.precision}\n\n`{options.command}`\n\nOn {machine()}; medians, batch 1.\n\n"
+        f"### Threads: {plan.name}, {plan.precision}\n\n`{options.command}`\n\nOn {machine()}; medians, batch 1.\n\n"
         f"{markdown_table(header, rows)}\n\n"
         f"Requests a second when they queue: one context of one thread {each[0]:.1f}, {options.threads} of them "
         f"{each[1]:.1f},\none context of {options.threads} threads {each[2]:.1f}.")
@@ -179,7 +179,7 @@ def check_section(options: argparse.Namespace, plan: Plan) -> str:
     """The check's result as a section of docs/benchmarks.md."""
     found = check(Engine(plan), Engine(plan, options.threads), options.requests, options.batch)
     return (
-        f"#### Every byte: {plan.name}, {plan.precision}, {options.threads} threads\n\n`{options.command}`\n\n"
+        f"### Every byte: {plan.name}, {plan.precision}, {options.threads} threads\n\n`{options.command}`\n\n"
         f"{found.requests} requests of 1 to {options.batch} items, a process on each core computing in bursts: "
         f"{found.wrong} differed\nfrom one thread's answer in any byte. Helpers ran {found.by_helpers} chunks, "
         f"{found.repeated} were late and run again.")

@@ -18,7 +18,7 @@ WANTED = 1.0        # of every ratio: what is below is on the worklist
 
 
 def report(cases: Sequence[Case]) -> str:
-    """Markdown: ratios by class and precision, and what is slower than a peer."""
+    """Markdown: ratios by class and precision."""
     packages = ", ".join(f"{package} {version}" for package, version in versions().items())
     total = {kind: sum(known == kind for known in _kinds().values()) for kind in CLASSES}
     return "\n\n".join([
@@ -26,7 +26,7 @@ def report(cases: Sequence[Case]) -> str:
         "Ratios are those of a peer's fastest build to ours, turn by turn: the median. Above 1, ours is faster.",
         f"Measured: {len(cases)} cases; in each precision there are "
         + ", ".join(f"{count} of class {kind}" for kind, count in total.items()) + ".",
-        _summary(cases), _worklist(cases)])
+        _summary(cases)])
 
 
 def every_case(cases: Sequence[Case]) -> str:
@@ -38,6 +38,14 @@ def every_case(cases: Sequence[Case]) -> str:
         for case, row in zip(cases, rows, strict=True):
             row += _peer(case, peer)
     return markdown_table(header, rows)
+
+
+def worklist(cases: Sequence[Case]) -> str:
+    """Markdown: what is slower than a peer."""
+    below = slower(cases)
+    if not below:
+        return "No case is slower than a peer's."
+    return (f"Slower than a peer: {len(below)} of {len(cases)} cases.\n\n" + every_case(below))
 
 
 def slower(cases: Sequence[Case]) -> list[Case]:
@@ -61,13 +69,6 @@ def _spread(group: Sequence[Case], peer: str) -> list[Cell]:
     if not ratios:
         return ["-", "-", "-"]
     return [f"{geometric_mean(ratios):.2f}", f"{min(ratios):.2f}", sum(ratio < WANTED for ratio in ratios)]
-
-
-def _worklist(cases: Sequence[Case]) -> str:
-    below = slower(cases)
-    if not below:
-        return "No case is slower than a peer's."
-    return (f"Slower than a peer: {len(below)} of {len(cases)} cases.\n\n" + every_case(below))
 
 
 def _peer(case: Case, peer: str) -> list[Cell]:

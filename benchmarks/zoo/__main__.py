@@ -22,14 +22,14 @@ from statistics import median, quantiles
 
 from benchmarks.reports.document import Cell, machine, markdown_table, write_section
 from benchmarks.runtimes.builds import sources_digest
-from benchmarks.runtimes.runtimes import OPENVINO, ORT, OURS
+from benchmarks.runtimes.runtimes import OPENVINO, ORT, OURS, versions
 from benchmarks.zoo.trial import Facts, Folder
 from benchmarks.zoo.workloads import WORKLOADS
 from engines.errors import did_you_mean
 
 PRECISIONS = ("fp32", "int8")
 HEADER = ("model", "precision", "steps", "by reference, of the time", "error", "SQNR, dB", "ms", "ONNX Runtime",
-          "OpenVINO", "build s")
+          "OpenVINO", "turns", "build s")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -61,12 +61,12 @@ def trial(verb: str, folder: Folder, name: str, precision: str, root: Path, limi
 
 def row(facts: Facts) -> list[Cell]:
     if facts.failure:
-        return [facts.name, facts.precision, "-", facts.failure, *["-"] * 6]
+        return [facts.name, facts.precision, "-", facts.failure, *["-"] * 7]
     reference = f"{100 * facts.reference_share:.1f} %: {', '.join(facts.operators)}" if facts.by_reference else "-"
     ours = facts.turns.get(OURS)
     spread = f"{median(ours):.3g} ({min(ours):.3g})" if ours else "-"
     return [facts.name, facts.precision, facts.steps, reference, f"{facts.error:.1e}", f"{facts.sqnr_db:.0f}", spread,
-            *(ratio(facts, peer) for peer in (ORT, OPENVINO)), f"{facts.build_seconds:.0f}"]
+            *(ratio(facts, peer) for peer in (ORT, OPENVINO)), len(ours or ()) or "-", f"{facts.build_seconds:.0f}"]
 
 
 def ratio(facts: Facts, peer: str) -> str:
@@ -81,8 +81,10 @@ def ratio(facts: Facts, peer: str) -> str:
 
 def report(every: Sequence[Facts]) -> str:
     unit = next((facts.unit for facts in every if facts.unit), "")
-    return (f"{machine()}; one thread, batch 1. ms: the median of all turns (the least), {unit or 'not timed'}; of the "
-            "peers, their time over ours, median and quartiles turn by turn; fp32: faster so than by our Q/DQ model\n\n"
+    packages = ", ".join(f"{package} {number}" for package, number in versions().items())
+    return (f"{machine()}; {packages}; one thread, batch 1. ms: the median of all turns (the least), "
+            f"{unit or 'not timed'}; of the peers, their time over ours, median and quartiles turn by turn; "
+            "fp32: faster so than by our Q/DQ model\n\n"
             + markdown_table(HEADER, [row(facts) for facts in every]))
 
 

@@ -14,7 +14,7 @@ from benchmarks.measure import measuring
 from benchmarks.measure.cases import hopeless
 from benchmarks.measure.measuring import interleaved
 from benchmarks.measure.results import Case, Row
-from benchmarks.reports.ops_report import every_case, report, slower
+from benchmarks.reports.ops_report import every_case, report, slower, worklist
 from benchmarks.runtimes.builds import Build
 from benchmarks.runtimes.runtimes import OPENVINO, ORT, OURS
 
@@ -81,10 +81,10 @@ def test_the_worklist_has_what_either_peer_does_faster_and_what_failed() -> None
     failed = Case("gemm-512x1x512", "fp32", 1, 1, "ms", (Row(OURS, "fp32", failure="no"), Row(ORT, "fp32", (1.0,) * 3)))
     fast, slow = case("gemm-35x700x2048", 2, 3), case("lstm-512-batch2-steps25", 2, 0.5)
     assert slower([slow, fast, failed]) == [failed, slow]
-    text = report([slow, fast, failed])
+    text = worklist([slow, fast, failed])
     assert "Slower than a peer: 2 of 3 cases." in text
-    assert "| recurrent | fp32 | 1 | 2.00 | 2.00 | 0 | 0.50 | 0.50 | 1 |" in text
     assert "gemm-35x700x2048" not in text and "gemm-35x700x2048" in every_case([fast])
+    assert "| recurrent | fp32 | 1 | 2.00 | 2.00 | 0 | 0.50 | 0.50 | 1 |" in report([slow, fast, failed])
 
 
 def test_a_build_that_a_first_turn_shows_to_be_slow_takes_no_more() -> None:

@@ -14,7 +14,7 @@ from benchmarks.measure.measuring import FEWEST_TURNS, interleaved
 from benchmarks.measure.results import Case, Row, mean_ratio, read_results, write_results
 from benchmarks.peers import chosen
 from benchmarks.reports.chart import write_chart
-from benchmarks.reports.report import details, means, summary
+from benchmarks.reports.report import details, every_build, means, report, summary
 from benchmarks.runtimes.quantisers import load_items, save_items
 from benchmarks.runtimes.runtimes import OPENVINO, ORT, OURS
 
@@ -50,6 +50,11 @@ def test_our_own_failure_leaves_no_ratio() -> None:
     broken = case(rows=(Row(OURS, "int8", failure="no"), *ROWS[1:]))
     assert broken.ratio(ROWS[1]) is None and "failed" in summary([broken])
     assert math.isnan(mean_ratio([broken], OPENVINO))
+
+
+def test_the_report_has_the_fastest_builds_and_another_page_has_them_all() -> None:
+    assert "| slow |" not in report([case()]) and "| fast |" in report([case()])
+    assert all(f"| {row.build} |" in every_build([case()]) for row in ROWS)
 
 
 def test_the_mean_of_ratios_is_geometric_and_of_one_batch() -> None:
