@@ -45,6 +45,11 @@ def test_detectors_with_suppression_are_valid_models(name: str) -> None:
     assert all(np.isfinite(value).all() for value in found.values()) and "nms" in str(model.graph.node)
 
 
+def test_rows_of_indices_are_compared_in_any_order() -> None:
+    kept = np.array([[0, 1, 7], [0, 1, 9], [0, 2, 3], [0, 2, 4]])
+    assert compared([kept], [kept[::-1]]) == (0, np.inf) and compared([kept], [kept[[0, 0, 2, 3]]])[0] == 0.25
+
+
 def test_a_row_compares_turn_by_turn_and_a_failure_is_told(tmp_path) -> None:
     facts = Facts("dcgan", "fp32", steps=9, by_reference=1, reference_share=0.25, operators=("Unique",), error=1e-6,
                   sqnr_db=100.0, unit="ms", turns={"infer-server": [2.0, 4.0, 4.0], "ONNX Runtime": [4.0, 4.0, 8.0]},
