@@ -39,6 +39,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--int8", action="store_true", help="in INT8, too")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="keeps what was built; else a temporary folder")
     parser.add_argument("--prepare", action="store_true", help="build and compare, time nothing")
+    parser.add_argument("--no-timing", action="store_true", help="choose tactics by cost: a fraction of the time")
     parser.add_argument("--seconds", type=float, default=6.0, help="of taking turns, for each row")
     parser.add_argument("--limit", type=float, default=1800.0, metavar="SECONDS", help="of a build, at most")
     parser.add_argument("--write", action="store_true", help="the table into docs/benchmarks.md, row by row")
@@ -66,7 +67,8 @@ def row(facts: Facts) -> list[Cell]:
     ours = facts.turns.get(OURS)
     spread = f"{median(ours):.3g} ({min(ours):.3g})" if ours else "-"
     return [facts.name, facts.precision, facts.steps, reference, f"{facts.error:.1e}", f"{facts.sqnr_db:.0f}", spread,
-            *(ratio(facts, peer) for peer in (ORT, OPENVINO)), len(ours or ()) or "-", f"{facts.build_seconds:.0f}"]
+            *(ratio(facts, peer) for peer in (ORT, OPENVINO)), len(ours or ()) or "-",
+            f"{facts.build_seconds:.0f}{', by cost' * facts.by_cost}"]
 
 
 def ratio(facts: Facts, peer: str) -> str:
@@ -103,7 +105,7 @@ def main(arguments: Sequence[str]) -> None:
             for precision in PRECISIONS[:1 + options.int8]:
                 files = Folder(root, name, precision)
                 if files.read() is None:
-                    trial("build", files, name, precision, root, options.limit)
+                    trial("build", files, name, precision, root, options.limit, *["by-cost"] * options.no_timing)
                 known = files.read()
                 if not options.prepare and known and not known.failure and not known.turns:
                     trial("time", files, name, precision, root, options.limit, options.seconds)

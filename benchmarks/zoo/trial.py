@@ -1,8 +1,8 @@
 """One workload in one precision: built, compared with ONNX Runtime, and timed beside its peers, each in a process of
 its own, so that what a large model leaves in memory meets no other.
 
-    python -m benchmarks.zoo.trial build NAME PRECISION FOLDER          # model, plan, Q/DQ model, facts into the folder
-    python -m benchmarks.zoo.trial time NAME PRECISION FOLDER SECONDS   # adds the times
+    python -m benchmarks.zoo.trial build NAME PRECISION FOLDER [by-cost]    # model, plan, Q/DQ model, facts
+    python -m benchmarks.zoo.trial time NAME PRECISION FOLDER SECONDS       # adds the times
 """
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ from engines.ir.graph import Array
 
 CALIBRATION_ITEMS = 4
 SEED = 1000                 # of what is compared and timed; calibration has the seeds from 0 on
-CHOOSING = 3                # inferences by which the faster of a peer's two models is told
 FEWEST_TURNS = 3            # of models that take seconds
 
 
@@ -42,6 +41,7 @@ class Facts:
     precision: str
     failure: str = ""                       # why there is no engine
     build_seconds: float = 0.0
+    by_cost: bool = False                   # tactics were not timed
     steps: int = 0
     by_reference: int = 0
     reference_share: float = 0.0            # of the time
@@ -74,12 +74,12 @@ class Folder:
         return feeds_for(onnx.load(self.model, load_external_data=False), 1, seed)
 
 
-def build(name: str, precision: str, folder: Folder) -> Facts:
+def build(name: str, precision: str, folder: Folder, by_cost: bool) -> Facts:
     if not folder.model.exists():
         onnx.save(WORKLOADS[name].full(), folder.model)
     begin = time.perf_counter()
     try:
-        made = _built(precision, folder)
+        made = _built(precision, folder, by_cost)
     except EngineError as refusal:
         return Facts(name, precision, failure=str(refusal).splitlines()[0])
     seconds, coverage = time.perf_counter() - begin, made.coverage
@@ -93,18 +93,19 @@ def build(name: str, precision: str, folder: Folder) -> Facts:
     reference = OnnxRuntime(folder.model, feed, "fp32", 1)
     reference.infer()
     error, decibels = compared(reference.outputs(), list(made.engine().run(feed).values()))
-    return Facts(name, precision, "", seconds, coverage.steps, len(coverage.by_reference), coverage.reference_share,
-                 tuple(sorted({step.operator for step in coverage.by_reference})), error, decibels)
+    return Facts(name, precision, "", seconds, by_cost, coverage.steps, len(coverage.by_reference),
+                 coverage.reference_share, tuple(sorted({step.operator for step in coverage.by_reference})), error,
+                 decibels)
 
 
-def _built(precision: str, folder: Folder) -> EngineBuild:
+def _built(precision: str, folder: Folder, by_cost: bool) -> EngineBuild:
     calibration = None
     if precision == "int8":
         items = [folder.feed(seed) for seed in range(CALIBRATION_ITEMS)]
         calibration = Calibration(items, calibrator="minmax")
     batched = any(d.dim_param for value in onnx.load(folder.model, load_external_data=False).graph.input
                   for d in value.type.tensor_type.shape.dim[:1])
-    return build_engine(folder.model, precision=precision, calibration=calibration, cache=False,
+    return build_engine(folder.model, precision=precision, calibration=calibration, cache=False, timing=not by_cost,
                         max_batch=1 if batched else None, notify=lambda text: print(text, file=sys.stderr))
 
 
@@ -132,13 +133,13 @@ def timed(facts: Facts, folder: Folder, seconds: float) -> Facts:
     sessions = {OURS: LOADERS[OURS](folder.plan, feed, facts.precision, 1)}
     models = [path for path in (folder.exported, folder.model) if path.exists()]
     for peer in (ORT, OPENVINO):
-        loaded: list[tuple[int, str, Session]] = []
+        loaded: list[tuple[float, str, Session]] = []
         for path in models:
             kind = "our Q/DQ" if path == folder.exported else "fp32"
             try:
                 session = LOADERS[peer](path, feed, "fp32" if kind == "fp32" else facts.precision, 1)
-                session.infer()
-                loaded.append((min(clock.of(session.infer) for _ in range(CHOOSING)), kind, session))
+                cost, = interleaved(clock, {peer: session.infer}, 0, fewest=1)[peer]
+                loaded.append((cost, kind, session))
             except Exception as error:      # whatever a runtime raises at a model that it does not like
                 notes[peer] = f"{kind}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         if loaded:
@@ -149,13 +150,13 @@ def timed(facts: Facts, folder: Folder, seconds: float) -> Facts:
 
 
 def main(arguments: Sequence[str]) -> None:
-    verb, name, precision, root, *seconds = arguments
+    verb, name, precision, root, *more = arguments
     folder = Folder(Path(root), name, precision)
     known = folder.read()
     if verb == "build":
-        folder.write(build(name, precision, folder))
+        folder.write(build(name, precision, folder, "by-cost" in more))
     elif known and not known.failure:
-        folder.write(timed(known, folder, float(*seconds)))
+        folder.write(timed(known, folder, float(*more)))
 
 
 if __name__ == "__main__":

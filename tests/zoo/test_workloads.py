@@ -58,5 +58,5 @@ def test_a_row_compares_turn_by_turn_and_a_failure_is_told(tmp_path) -> None:
     folder.write(facts)
     assert folder.read() == facts
     assert row(facts)[3:10] == ["25.0 %: Unique", "1.0e-06", "100", "4 (2)", "2.00 (1.50 to 2.00)", "failed", 3]
-    assert row(replace(facts, precision="int8"))[7] == "2.00 (1.50 to 2.00, fp32)"
+    assert row(replace(facts, precision="int8", by_cost=True))[7::3] == ["2.00 (1.50 to 2.00, fp32)", "0, by cost"]
     assert "not built" in report([Facts("dlrm", "int8", failure="not built")])
