@@ -40,6 +40,7 @@ class ServerOptions:
     metrics_port: int = 8002
     threads: int = 1                            # for one batch of one instance
     cores: int = 1                              # for the instances of a model that does not say how many it has
+    kind_gpu: str = "cpu"                       # instances of KIND_GPU are served on the CPU, or "refuse"
     explicit_control: bool = False              # models are loaded and unloaded by clients
     load_models: tuple[str, ...] | None = ()    # under explicit control: at start; None: every one
     strict_readiness: bool = True               # not ready while a model that was to be served has failed
@@ -71,7 +72,7 @@ class Server:
         if load_engine is load_plan and options.cache_dir:
             load_engine = partial(load_plan, cache=options.cache_dir)
         loader = Loader(asyncio.get_running_loop(), self._compiler, options.threads, load_engine,
-                        options.cores)
+                        options.cores, options.kind_gpu)
         self.lifecycle = Lifecycle(lambda: not (options.strict_readiness and self.failures()))
         self.repository = Repository(options.model_repositories, loader.load, self.lifecycle.changed)
         self._unreadable: dict[str, str] = {}   # why there is no repository

@@ -96,8 +96,9 @@ def _request(call: Call, model: Model, reply: Reply) -> Request:
     tensors = call.inputs()
     fit = model.signature.fit(tensors)
     outputs = model.signature.choose_outputs(call.outputs())
-    call.expect(fit.items * sum(spec.item_bytes for spec in outputs))
+    call.expect((fit.items if model.config.batched else 1) * sum(spec.item_bytes for spec in outputs))
     return Request(
-        inputs=call.contents(tensors), items=fit.items, shape_key=fit.shape_key,
-        encode=call.encoder(Served(model.name, model.version, outputs)), reply=reply, timeout_us=call.timeout_us(),
+        inputs=model.signature.to_model(call.contents(tensors)), items=fit.items, shape_key=fit.shape_key,
+        encode=model.signature.to_client(call.encoder(Served(model.name, model.version, outputs))), reply=reply,
+        timeout_us=call.timeout_us(),
         received_ns=call.received_ns, deadline_ns=call.deadline_ns)

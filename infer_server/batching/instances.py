@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from infer_server.backend import ExecutionContext
 from infer_server.batching.batcher import Batcher
-from infer_server.batching.request import Outcome, Request
+from infer_server.batching.request import Arrays, Outcome, Request
 from infer_server.batching.statistics import BatchExecution
 from infer_server.errors import ExecutionError
 
@@ -30,20 +31,27 @@ def copy_into(slots: NDArray[Any], items: NDArray[Any]) -> None:
     if plain and slots.flags.c_contiguous and items.flags.c_contiguous:
         slots.reshape(-1).view(np.uint8).data[:] = items.reshape(-1).view(np.uint8).data
     else:
-        slots[...] = items
+        slots[...] = items.reshape(slots.shape)
+
+
+def _copied(computed: Arrays) -> Arrays:
+    """What outlives the execution of a piece."""
+    return {name: array.copy() for name, array in computed.items()}
 
 
 class Instance:
     """Pulls batches and executes them until the batcher is closed and empty."""
 
-    def __init__(self, name: str, batcher: Batcher, context: ExecutionContext, outputs: Sequence[str], batched: bool,
+    def __init__(self, name: str, batcher: Batcher, context: ExecutionContext, outputs: Sequence[str], max_batch: int,
                  deliver: Callable[[list[Outcome], BatchExecution | None], None], cpu: int | None = None,
                  is_open: bool = False) -> None:
-        """cpu: the CPU that its thread is pinned to; None: not pinned. is_open: shapes differ from batch to batch."""
+        """max_batch: of the engine; 0: it has no batch axis. cpu: the CPU that its thread is pinned to; None: not
+        pinned. is_open: shapes differ from batch to batch."""
         self._batcher = batcher
         self._context = context
         self._outputs = outputs
-        self._batched = batched                     # tensors have a leading batch axis
+        self._batched = max_batch > 0               # tensors have a leading batch axis
+        self._max_batch = max_batch
         self._deliver = deliver                     # hands results to the event loop: once a batch; None: it failed
         self._cpu = cpu
         self._is_open = is_open
@@ -78,8 +86,10 @@ class Instance:
         return True
 
     def _execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution]:
-        started_ns = time.monotonic_ns()
         items = sum(request.items for request in batch)
+        if self._batched and items > self._max_batch:
+            return self._execute_in_pieces(batch[0])
+        started_ns = time.monotonic_ns()
         context = self._context.at(self._shapes(batch[0], items)) if self._is_open else self._context
         self._gather(context, batch, items)
         copied_ns = time.monotonic_ns()
@@ -87,6 +97,24 @@ class Instance:
         computed_ns = time.monotonic_ns()
         outcomes = self._scatter(context, batch, items)
         return outcomes, BatchExecution(items, started_ns, copied_ns, computed_ns, time.monotonic_ns())
+
+    def _execute_in_pieces(self, request: Request) -> tuple[list[Outcome], BatchExecution]:
+        """A request of more items than the engine takes at once, which is alone in its batch."""
+        started_ns = time.monotonic_ns()
+        copying_ns = computing_ns = 0
+        pieces: list[Arrays] = []
+        for first in range(0, request.items, self._max_batch):
+            end = min(first + self._max_batch, request.items)
+            inputs = {name: array[first:end] for name, array in request.inputs.items()}
+            part = replace(request, inputs=inputs, items=end - first, encode=_copied)
+            ((_, outputs),), took = self._execute([part])
+            pieces.append(outputs)
+            copying_ns += took.copied_ns - took.started_ns
+            computing_ns += took.computed_ns - took.copied_ns
+        joined = {name: np.concatenate([piece[name] for piece in pieces]) for name in self._outputs}
+        outcome = (request, request.encode(joined))
+        return [outcome], BatchExecution(request.items, started_ns, started_ns + copying_ns,
+                                         started_ns + copying_ns + computing_ns, time.monotonic_ns())
 
     def _shapes(self, request: Request, items: int) -> dict[str, tuple[int, ...]]:
         """Those of the batch's inputs: all its requests have the same, but for their items."""

@@ -32,6 +32,7 @@ from engines.plan.coverage import Coverage
 from engines.plan.expected import expected
 from engines.plan.plan import Plan
 from infer_server.cli.common import NOT_VERIFIED, gibibytes, guarded, parse_shape, parse_shapes, positive
+from infer_server.cli.dims import fixed_shapes, parse_dims
 from infer_server.cli.inspect_engine import by_reference, kernels, layers
 from infer_server.cli.verifying import verify_build
 from infer_server.process import tune_malloc
@@ -98,11 +99,16 @@ def _command(options: argparse.Namespace) -> int:
 def _config(options: argparse.Namespace) -> BuildConfig:
     return BuildConfig(
         precision=options.precision, max_batch=options.max_batch, opt_batch=options.opt_batch,
-        target=options.target or "", shapes=dict(options.shape or ()), constants=dict(options.constant or ()),
+        target=options.target or "", shapes=_shapes(options), constants=dict(options.constant or ()),
         keep_float=tuple(options.keep_float or ()),
         pixels=load_preprocess(options.preprocess).pixels if options.uint8_input else None,
         timing=not options.no_timing, timing_cache=options.timing_cache or "", threads=options.threads,
         profiles=_profiles(options))
+
+
+def _shapes(options: argparse.Namespace) -> dict[str, tuple[int | None, ...]]:
+    fixed = fixed_shapes(options.model, dict(options.dims)) if options.dims else {}
+    return {**fixed, **dict(options.shape or ())}
 
 
 def _profiles(options: argparse.Namespace) -> tuple[Profile, ...]:
@@ -218,6 +224,9 @@ def _add_shapes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", type=parse_shape, action="append", metavar="NAME:batchx128",
                         help="fix the shape of an input whose extents are symbolic; a number in place of \"batch\" "
                              "fixes the batch too, unless --max-batch is given")
+    parser.add_argument("--dims", type=parse_dims, action="append", metavar="NAME:3x-1x224",
+                        help="as --shape, for what the model leaves open, with or without the batch as a server's "
+                             "config.pbtxt has it; an input with a -1 stays open")
     parser.add_argument("--constant", type=parse_constant, action="append", metavar="NAME=VALUE",
                         help="an input that has this value in every run (a number, or a list of numbers), and is none "
                              "of the engine's: what decides which branch is taken, say")

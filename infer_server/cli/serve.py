@@ -15,6 +15,7 @@ from engines.machine.cpu import allowed_cpus
 from infer_server.backend import EngineLoader, load_plan
 from infer_server.cli.common import boolean, positive, seconds
 from infer_server.process import raise_descriptor_limit, tune_malloc
+from infer_server.repository.checking import check
 from infer_server.server import Server, ServerOptions, address
 
 log = logging.getLogger(__name__)
@@ -23,15 +24,19 @@ log = logging.getLogger(__name__)
 def main(arguments: list[str] | None = None, load_engine: EngineLoader = load_plan) -> int:
     """Runs until SIGTERM, SIGINT or SIGHUP.
 
-    0: all accepted requests answered; 1: not, or a port taken, or a model failed under --exit-on-error; 2: bad options.
+    0: all accepted requests answered; 1: not, or a port taken, a model failed under --exit-on-error, or --check found
+    what will not be served; 2: bad options.
     """
     parsed = _parser().parse_args(arguments)
     logging.basicConfig(level=parsed.log_level.upper(), stream=sys.stderr,
                         format="%(asctime)s %(levelname)s %(message)s")
+    parsed.model_repository = [*parsed.model_repository, *([parsed.check] if parsed.check else ())]
     mistake = _mistake(parsed)
     if mistake:
         print(f"infer-server: error: {mistake}", file=sys.stderr)
         return 2
+    if parsed.check:
+        return _check(parsed.model_repository, parsed.kind_gpu)
     tune_malloc()
     raise_descriptor_limit()
     try:
@@ -42,9 +47,19 @@ def main(arguments: list[str] | None = None, load_engine: EngineLoader = load_pl
     return 0 if answered else 1
 
 
+def _check(repositories: list[Path], kind_gpu: str) -> int:
+    """Prints what is to be said of the repositories. 1: a model of them will not be served."""
+    remarks = list(check(repositories, kind_gpu))
+    for remark in remarks:
+        print(remark)
+    return 1 if any(remark.is_error for remark in remarks) else 0
+
+
 def _mistake(parsed: argparse.Namespace) -> str:
     """What is wrong with the options together; nothing if they can be served."""
     folders = parsed.model_repository
+    if not folders:
+        return "--model-repository is missing: a folder of models"
     for folder in folders:
         if not folder.is_dir():
             return f"--model-repository {folder}: no such folder"
@@ -111,7 +126,8 @@ def _options(parsed: argparse.Namespace) -> ServerOptions:
     return ServerOptions(
         model_repositories=tuple(parsed.model_repository), cache_dir=parsed.cache_dir, host=parsed.host.strip("[]"),
         grpc_port=parsed.grpc_port, http_port=parsed.http_port, metrics_port=parsed.metrics_port,
-        threads=parsed.threads, cores=parsed.cores, explicit_control=parsed.model_control_mode == "explicit",
+        threads=parsed.threads, cores=parsed.cores, kind_gpu=parsed.kind_gpu,
+        explicit_control=parsed.model_control_mode == "explicit",
         load_models=None if parsed.load_model == ["*"] else tuple(parsed.load_model),
         strict_readiness=parsed.strict_readiness, drain_grace_secs=parsed.drain_grace_secs,
         exit_timeout_secs=parsed.exit_timeout_secs, max_message_bytes=parsed.max_message_mib << 20,
@@ -123,9 +139,13 @@ def _parser() -> argparse.ArgumentParser:
         prog="infer-server",
         description="Serves a repository of models over Triton's protocols, gRPC and HTTP/REST, with dynamic "
                     "batching.")
-    parser.add_argument("--model-repository", type=Path, required=True, action="append", metavar="DIR",
+    parser.add_argument("--model-repository", type=Path, action="append", default=[], metavar="DIR",
                         help="folders <model>/<version>/model.plan (or model.onnx, built when it is loaded); can be "
                              "repeated")
+    parser.add_argument("--check", type=Path, metavar="DIR",
+                        help="says of each model in the folder what of its configuration means something else here, or "
+                             "is not served, and what to write instead; loads none. Exits with 1 if one will not be "
+                             "served")
     _add_models(parser)
     _add_ports(parser)
     _add_limits(parser)
@@ -161,6 +181,9 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cores", type=positive, default=len(allowed_cpus()), metavar="N",
                         help="a model whose instance_group says nothing has an instance for every --threads of these "
                              "(default: all, %(default)s)")
+    parser.add_argument("--kind-gpu", choices=("cpu", "refuse"), default="cpu",
+                        help="instances of KIND_GPU are served on the CPU, with a warning, or their model is refused "
+                             "(default %(default)s)")
     parser.add_argument("--cache-dir", type=Path, metavar="DIR",
                         help="where engines built from ONNX files are kept (default: build-engine's engine cache)")
 

@@ -6,10 +6,12 @@ ModelConfig answers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from infer_server.backend import Engine, Tensor
-from infer_server.config.config import nearest
+from infer_server.config.kinds import complete_names
+from infer_server.config.pbtxt import nearest
 from infer_server.errors import ModelConfigError
 from infer_server.protocol.codec import FROM_CONFIG, FROM_ENGINE
 from protos import model_config
@@ -26,23 +28,25 @@ def complete(message: model_config.ModelConfig, name: str, engine: Engine, filen
     if completed.name not in ("", name):
         raise ModelConfigError(f"name: expected '{name}', the name of its folder, got '{completed.name}'")
     completed.name = name
-    completed.backend = completed.backend or "infer_server"
-    completed.platform = completed.platform or "infer_server_plan"
+    complete_names(completed)
     completed.default_model_filename = completed.default_model_filename or filename
 
     _complete_max_batch_size(completed, engine)
-    batched = completed.max_batch_size > 0
-    _complete_tensors("input", completed.input, engine.inputs, batched)
-    _complete_tensors("output", completed.output, engine.outputs, batched)
+    axes = _Axes(engine.max_batch > 0, completed.max_batch_size > 0)
+    _complete_tensors("input", completed.input, engine.inputs, axes)
+    _complete_tensors("output", completed.output, engine.outputs, axes)
 
     if engine.dependence:
         # As in Triton without dynamic_batching: every request is a batch of its own.
-        if completed.HasField("dynamic_batching"):
+        if completed.HasField("dynamic_batching") and completed.max_batch_size:
             raise ModelConfigError("dynamic_batching: requests cannot share a batch, for the items of this model's "
                                    f"batch depend on each other: {engine.dependence}; remove it")
     elif completed.max_batch_size > 1:
         # Batching is what the server is for, so it is on unless max_batch_size is 1; Triton wants to be asked.
         completed.dynamic_batching.SetInParent()
+    for group in completed.instance_group:      # as they are served
+        group.kind = model_config.ModelInstanceGroup.KIND_CPU
+        group.ClearField("gpus")
     if not completed.instance_group:
         completed.instance_group.add(name=name, kind=model_config.ModelInstanceGroup.KIND_CPU)
     if completed.dynamic_batching.preserve_ordering:
@@ -54,16 +58,46 @@ def complete(message: model_config.ModelConfig, name: str, engine: Engine, filen
     return completed
 
 
+@dataclass(frozen=True)
+class _Axes:
+    """Where the batch is: in the engine's tensors, and implied in those of the configuration."""
+    engine: bool
+    implied: bool
+
+    def dims(self, kind: str, tensor: Tensor) -> list[int]:
+        """The extents of an engine's tensor, as a configuration has them."""
+        if self.engine and isinstance(next(iter(tensor.shape), 0), int):
+            raise ModelConfigError(f"{kind} '{tensor.name}' of shape {list(tensor.shape)} has no batch axis in front, "
+                                   "as other tensors of the model have: such a model is not served; export it with the "
+                                   "batch axis first on every input and output")
+        extents = tensor.shape[1:] if self.implied else tensor.shape
+        return [extent if isinstance(extent, int) else -1 for extent in extents]
+
+
 def _complete_max_batch_size(completed: model_config.ModelConfig, engine: Engine) -> None:
+    """0 is given or found in dims that are whole shapes; the batch is then an axis as any other."""
     asked = completed.max_batch_size
     if asked > engine.max_batch:
         built_for = f"a batch of {engine.max_batch} at most" if engine.max_batch else "no batch axis"
         raise ModelConfigError(f"max_batch_size: {asked} asked for, but the engine was built for {built_for}; "
                                f"lower it, or rebuild with --max-batch {asked}")
-    completed.max_batch_size = asked or engine.max_batch
+    if not completed.HasField("max_batch_size"):
+        completed.max_batch_size = 0 if _are_whole(completed, engine) else engine.max_batch
 
 
-def _complete_tensors(kind: str, given: Any, tensors: Sequence[Tensor], batched: bool) -> None:
+def _are_whole(completed: model_config.ModelConfig, engine: Engine) -> bool:
+    """Whether dims have as many extents as the model's tensors, the batch among them."""
+    ranks = {tensor.name: len(tensor.shape) for tensor in (*engine.inputs, *engine.outputs)}
+    specs: list[Any] = [*completed.input, *completed.output]
+    return any(_model_dims(spec) and len(_model_dims(spec)) == ranks.get(spec.name) for spec in specs)
+
+
+def _model_dims(spec: Any) -> list[int]:
+    """The extents that a configuration says the model has."""
+    return list(spec.reshape.shape if spec.HasField("reshape") else spec.dims)
+
+
+def _complete_tensors(kind: str, given: Any, tensors: Sequence[Tensor], axes: _Axes) -> None:
     """Checks the tensors that the configuration gives and appends those that it leaves out."""
     declared = {tensor.name: tensor for tensor in tensors}
     for spec in given:
@@ -71,30 +105,30 @@ def _complete_tensors(kind: str, given: Any, tensors: Sequence[Tensor], batched:
         if tensor is None:
             raise ModelConfigError(f"{kind} '{spec.name}': the model has {', '.join(declared)}."
                                    f"{nearest(spec.name, declared)}")
-        expected, dims = _datatype(kind, tensor), _dims(kind, tensor, batched)
+        expected, dims = _datatype(kind, tensor), axes.dims(kind, tensor)
         if spec.data_type != expected:
             raise ModelConfigError(f"{kind} '{spec.name}': data_type is {_type_name(spec.data_type)}, "
                                    f"but the model's is {_type_name(expected)}")
-        if not spec.dims:
+        if not spec.dims and not spec.HasField("reshape"):
             spec.dims.extend(dims)
         # -1 on either side leaves an extent open; the engine has the last word when it is executed.
-        fits = len(spec.dims) == len(dims) and all(a == b or -1 in (a, b) for a, b in zip(spec.dims, dims, strict=True))
-        if not fits:
-            raise ModelConfigError(f"{kind} '{spec.name}': dims are {list(spec.dims)}, but the model's are {dims}"
-                                   f"{' without its batch axis' if batched else ''}")
+        asked = _model_dims(spec)
+        if len(asked) != len(dims) or not all(a == b or -1 in (a, b) for a, b in zip(asked, dims, strict=True)):
+            raise ModelConfigError(_wrong_dims(kind, spec, asked, dims, axes))
     present = {spec.name for spec in given}
     for tensor in tensors:
         if tensor.name not in present:
-            given.add(name=tensor.name, data_type=_datatype(kind, tensor), dims=_dims(kind, tensor, batched))
+            given.add(name=tensor.name, data_type=_datatype(kind, tensor), dims=axes.dims(kind, tensor))
 
 
-def _dims(kind: str, tensor: Tensor, batched: bool) -> list[int]:
-    if batched and isinstance(next(iter(tensor.shape), 0), int):
-        raise ModelConfigError(f"{kind} '{tensor.name}' of shape {list(tensor.shape)} has no batch axis in front, as "
-                               "other tensors of the model have: such a model is not served; export it with the batch "
-                               "axis first on every input and output")
-    extents = tensor.shape[1:] if batched else tensor.shape
-    return [extent if isinstance(extent, int) else -1 for extent in extents]
+def _wrong_dims(kind: str, spec: Any, asked: list[int], dims: list[int], axes: _Axes) -> str:
+    which = "reshape" if spec.HasField("reshape") else "dims"
+    said = f"{kind} '{spec.name}': {which} are {asked}, but the model's are {dims}"
+    if axes.implied:
+        return f"{said} without its batch axis"
+    if axes.engine and len(asked) == len(dims) - 1:
+        return f"{said}, for with max_batch_size 0 they are whole; write dims: {[-1, *asked]}, or a max_batch_size"
+    return f"{said}; write dims: {dims}"
 
 
 def _datatype(kind: str, tensor: Tensor) -> int:

@@ -1,22 +1,18 @@
-"""How a model is to be served: frozen settings, read strictly from config.pbtxt, with errors that name line and field.
+"""How a model is to be served: frozen settings, read strictly from the message of a config.pbtxt.
 
-What this server would have to ignore for a model to work is refused by name; what only tunes other servers is listed by
-`unused`, so that it can be reported.
+What is refused, and what is kept and reported, is decided by the table in fields.py.
 """
 from __future__ import annotations
 
-import difflib
 import math
-import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import Any
-
-from google.protobuf import text_format
 
 from infer_server.batching.policy import BatchPolicy, QueuePolicy
+from infer_server.config.build import BuildOptions, build_options
+from infer_server.config.fields import Verdict, findings
+from infer_server.config.kinds import kind_of
 from infer_server.errors import ModelConfigError
 from infer_server.protocol.codec import FROM_CONFIG, Datatype
 from protos import model_config
@@ -28,6 +24,8 @@ class TensorSpec:
     name: str
     datatype: Datatype
     dims: tuple[int, ...]                   # without the batch axis if the model is batched; -1: any extent
+    reshape: tuple[int, ...] | None = None  # as the model has it, likewise; None: as clients see it
+    labels: str = ""                        # a file in the model's folder: the names of its classes, a line each
 
     @cached_property
     def item_bytes(self) -> int:
@@ -35,42 +33,25 @@ class TensorSpec:
         return 0 if -1 in self.dims or self.datatype.array.hasobject else (
             math.prod(self.dims) * self.datatype.array.itemsize)
 
+    def reshaped(self, item: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of an item of an input as the model has it; open extents keep their order."""
+        if self.reshape is None:
+            return item
+        rest = iter([extent for extent, dim in zip(item, self.dims, strict=True) if dim == -1])
+        return tuple(next(rest) if extent == -1 else extent for extent in self.reshape)
+
+    def restored(self, item: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of an item of an output as clients see it, of that which the model has."""
+        if self.reshape is None:
+            return item
+        rest = iter([extent for extent, given in zip(item, self.reshape, strict=True) if given == -1])
+        return tuple(next(rest) if dim == -1 else dim for dim in self.dims)
+
     def describe(self, batched: bool) -> str:
         return f"{self.name} {self.datatype.name} {list(self.full_shape(batched))}"
 
     def full_shape(self, batched: bool) -> tuple[int, ...]:
         return (-1, *self.dims) if batched else self.dims
-
-
-@dataclass(frozen=True)
-class BuildOptions:
-    """How a model.onnx is built when it is loaded: `parameters` of config.pbtxt, named as build-engine's options."""
-    precision: str = "fp32"
-    calib: str = ""                         # paths are relative to the model's folder
-    calibrator: str = ""
-    calib_cache: str = ""
-    preprocess: str = ""
-    uint8_input: str = ""                   # "true": images come as uint8 [N, H, W, C]
-    threads: str = ""                       # "": the server's --threads
-    specialise: str = ""                    # of a model with open extents: wait, background (the default) or off
-    min_shapes: str = ""                    # ... as build-engine's options
-    opt_shapes: str = ""
-    max_shapes: str = ""
-    pin: str = ""                           # "true": each thread of an instance stays on a CPU of its own
-
-    def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            raise ModelConfigError(f"parameter precision: '{self.precision}' is none of {', '.join(PRECISIONS)}")
-        if self.specialise not in ("", "wait", "background", "off"):
-            raise ModelConfigError(f"parameter specialise: expected wait, background or off, got '{self.specialise}'")
-        for name in ("uint8_input", "pin"):
-            if getattr(self, name) not in ("", "true", "false"):
-                raise ModelConfigError(f"parameter {name}: expected true or false, got '{getattr(self, name)}'")
-        if self.threads and not (self.threads.isdecimal() and int(self.threads) > 0):
-            raise ModelConfigError(f"parameter threads: expected a number of threads, got '{self.threads}'")
-
-
-PRECISIONS = ("int8", "fp16", "bf16", "fp32", "best")
 
 
 @dataclass(frozen=True)
@@ -102,50 +83,24 @@ class ModelConfig:
     versions: VersionPolicy = VersionPolicy()
     build: BuildOptions = BuildOptions()
     default_filename: str = ""              # instead of model.plan or model.onnx
-    unused: tuple[str, ...] = field(default=(), compare=False)     # settings that were given and change nothing here
-
-
-_UNKNOWN_FIELD = re.compile(r'Message type "inference\.(?P<type>[\w.]+)" has no field named "(?P<name>\w+)"')
-
-
-def read_config(path: Path) -> model_config.ModelConfig:
-    """Parses a config.pbtxt. Raises ModelConfigError."""
-    message = model_config.ModelConfig()
-    try:
-        text_format.Parse(path.read_text(encoding="utf-8"), message)
-    except text_format.ParseError as error:
-        line = error.GetLine()
-        hint = _hint(str(error))
-        # The parser's own text begins with line:column; the place is given once, as compilers do.
-        what = re.sub(r"^\d+(:\d+)? : ", "", str(error))
-        raise ModelConfigError(f"{path}:{line}: {what}{hint}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelConfigError(f"{path}: {error}") from error
-    return message
-
-
-def _hint(error: str) -> str:
-    match = _UNKNOWN_FIELD.search(error)
-    if not match:
-        return ""
-    file = model_config.ModelConfig.DESCRIPTOR.file
-    first, *nested = match["type"].split(".")
-    descriptor = file.message_types_by_name[first]
-    for name in nested:
-        descriptor = descriptor.nested_types_by_name[name]
-    return nearest(match["name"], descriptor.fields_by_name)
+    asks_for_gpu: bool = field(default=False, compare=False)
+    notices: tuple[str, ...] = field(default=(), compare=False)     # of settings that mean something else here
 
 
 def from_message(message: model_config.ModelConfig) -> ModelConfig:
-    """Reads a configuration. Raises ModelConfigError naming the field.
+    """Reads a configuration. Raises ModelConfigError naming the field, and every one that is refused.
 
     Complete or not: inputs and outputs that it leaves out are left out here.
     """
-    _refuse_what_is_not_served(message)
+    found = findings(message)
+    if refused := [str(each) for each in found if each.treatment.verdict is Verdict.REFUSED]:
+        raise ModelConfigError("; ".join(refused))
+    kind_of(message)
+    build, ours = build_options(message)
     dynamic = message.dynamic_batching
     batching = BatchPolicy(
         max_batch_size=max(1, message.max_batch_size),
-        merges=message.HasField("dynamic_batching"),
+        merges=message.HasField("dynamic_batching") and message.max_batch_size != 0,
         preferred_batch_sizes=frozenset(dynamic.preferred_batch_size),
         max_queue_delay_us=dynamic.max_queue_delay_microseconds)
     if message.max_batch_size < 0:
@@ -169,47 +124,20 @@ def from_message(message: model_config.ModelConfig) -> ModelConfig:
         batched=message.max_batch_size > 0,
         instances=_instances(message),
         versions=_version_policy(message.version_policy),
-        build=_build_options(message),
+        build=build,
         default_filename=_filename(message.default_model_filename),
-        unused=tuple(name for name in _UNUSED if _is_set(message, name)))
+        asks_for_gpu=asks_for_gpu(message),
+        notices=(*(str(each) for each in found if not _is_plain(each.path, message)), *ours))
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """" Did you mean 'x'?", or nothing if no known word is like it."""
-    matches = difflib.get_close_matches(word, list(known), n=1)
-    return f" Did you mean '{matches[0]}'?" if matches else ""
+def asks_for_gpu(message: model_config.ModelConfig) -> bool:
+    return any(group.kind == model_config.ModelInstanceGroup.KIND_GPU or group.gpus
+               for group in message.instance_group)
 
 
-_UNUSED = ("optimization", "model_warmup", "metric_tags", "cc_model_filenames", "model_metrics", "model_operations")
-
-_NOT_SERVED = {
-    "sequence_batching": "sequences are not served",
-    "ensemble_scheduling": "ensembles are not served",
-    "batch_input": "batch inputs are not served",
-    "batch_output": "batch outputs are not served",
-    "model_repository_agents": "repository agents are not served",
-}
-
-
-def _refuse_what_is_not_served(message: model_config.ModelConfig) -> None:
-    for name, why in _NOT_SERVED.items():
-        if _is_set(message, name):
-            raise ModelConfigError(f"{name}: {why}; remove it")
-    if message.response_cache.enable:
-        raise ModelConfigError("response_cache: responses are not cached; remove it")
-    if message.model_transaction_policy.decoupled:
-        raise ModelConfigError("model_transaction_policy: decoupled models are not served; remove it")
-    if message.dynamic_batching.priority_levels or message.dynamic_batching.priority_queue_policy:
-        raise ModelConfigError("dynamic_batching.priority_levels: requests have no priorities here; remove it")
-    for kind, tensors in (("input", message.input), ("output", message.output)):
-        for tensor in tensors:
-            for name in ("reshape", "is_shape_tensor", "allow_ragged_batch", "optional", "is_non_linear_format_io"):
-                if _is_set(tensor, name):
-                    raise ModelConfigError(f"{kind} '{tensor.name}': {name} is not served; remove it")
-
-
-def _is_set(message: Any, name: str) -> bool:
-    return any(field.name == name for field, _ in message.ListFields())
+def _is_plain(path: str, message: model_config.ModelConfig) -> bool:
+    """Whether a field that is mapped says what this server does anyway."""
+    return path == "instance_group.kind" and not asks_for_gpu(message)
 
 
 def _tensors(
@@ -221,21 +149,39 @@ def _tensors(
         if tensor.data_type not in FROM_CONFIG:
             raise ModelConfigError(f"{kind} '{tensor.name}': data_type is missing")
         dims = tuple(tensor.dims)
-        if any(extent == 0 or extent < -1 for extent in dims):
-            raise ModelConfigError(f"{kind} '{tensor.name}': dims {list(dims)} must be positive, or -1 for any extent")
-        specs.append(TensorSpec(tensor.name, FROM_CONFIG[tensor.data_type], dims))
+        reshape = tuple(tensor.reshape.shape) if tensor.HasField("reshape") else None
+        for extents in (dims, reshape or ()):
+            if any(extent == 0 or extent < -1 for extent in extents):
+                raise ModelConfigError(f"{kind} '{tensor.name}': dims {list(extents)} must be positive, or -1 for any "
+                                       "extent")
+        if reshape is not None:
+            _check_reshape(f"{kind} '{tensor.name}'", dims, reshape)
+        labels = tensor.label_filename if isinstance(tensor, model_config.ModelOutput) else ""
+        specs.append(TensorSpec(tensor.name, FROM_CONFIG[tensor.data_type], dims, reshape, labels))
     return tuple(specs)
+
+
+def _check_reshape(where: str, dims: tuple[int, ...], reshape: tuple[int, ...]) -> None:
+    """As Triton has it: as many open extents on both sides, in the same order, and as many elements between them."""
+    if _runs(dims) != _runs(reshape):
+        raise ModelConfigError(f"{where}: reshape {list(reshape)} has not the elements of dims {list(dims)}")
+
+
+def _runs(extents: tuple[int, ...]) -> list[int]:
+    """The elements before, between and behind the open extents."""
+    runs = [1]
+    for extent in extents:
+        if extent == -1:
+            runs.append(1)
+        else:
+            runs[-1] *= extent
+    return runs
 
 
 def _instances(message: model_config.ModelConfig) -> int:
     for group in message.instance_group:
-        if group.kind == model_config.ModelInstanceGroup.KIND_GPU or group.gpus:
-            raise ModelConfigError("instance_group: KIND_GPU is not served; this server executes on CPUs: use KIND_CPU")
         if group.count < 0:
             raise ModelConfigError(f"instance_group: count must be positive, got {group.count}")
-        for name in ("rate_limiter", "secondary_devices", "profile", "passive", "host_policy"):
-            if _is_set(group, name):
-                raise ModelConfigError(f"instance_group: {name} is not served; remove it")
     count = sum(group.count or 1 for group in message.instance_group) or 1
     if message.dynamic_batching.preserve_ordering and count > 1:
         raise ModelConfigError(f"preserve_ordering: {count} instances answer in the order in which they are done; "
@@ -252,17 +198,6 @@ def _version_policy(policy: model_config.ModelVersionPolicy) -> VersionPolicy:
             raise ModelConfigError("version_policy: specific names no versions")
         return VersionPolicy(latest=0, specific=tuple(policy.specific.versions))
     return VersionPolicy(latest=policy.latest.num_versions or 1)
-
-
-def _build_options(message: model_config.ModelConfig) -> BuildOptions:
-    known = [option.name for option in fields(BuildOptions)]
-    given = {}
-    for name, parameter in message.parameters.items():
-        if name not in known:
-            raise ModelConfigError(f"parameters: unknown key '{name}'; known are {', '.join(known)}."
-                                   f"{nearest(name, known)}")
-        given[name] = parameter.string_value
-    return BuildOptions(**given)
 
 
 def _filename(name: str) -> str:

@@ -3,10 +3,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
 
 from engines.errors import InputError
 from infer_server.backend import Shapes
-from infer_server.config.config import ModelConfig, TensorSpec, nearest
+from infer_server.batching.request import Arrays
+from infer_server.config.config import ModelConfig, TensorSpec
+from infer_server.config.pbtxt import nearest
 from infer_server.errors import InvalidRequestError
 from infer_server.protocol.codec import InputTensor
 
@@ -18,16 +23,27 @@ class Fit:
     shape_key: Hashable                     # equal for requests that can share a batch
 
 
+@dataclass(frozen=True)
+class Items:
+    """How the items of a request are counted."""
+    leading: bool                           # along the leading axis of every input; else a request is one item
+    most: int                               # that one may have
+
+
+ANY_ITEMS = 1 << 62                         # as `most`: what one execution does not take is cut
+
+
 class Signature:
     """The inputs and outputs of a model, by name."""
 
-    def __init__(self, config: ModelConfig, check: Callable[[Shapes], None] | None = None) -> None:
+    def __init__(self, config: ModelConfig, items: Items, check: Callable[[Shapes], None] | None = None) -> None:
         """check: what an engine with open extents has against shapes, an InputError."""
         self._model = config.name
         self._inputs = {spec.name: spec for spec in config.inputs}
         self._outputs = {spec.name: spec for spec in config.outputs}
         self._batched = config.batched
-        self._max_batch_size = config.batching.max_batch_size
+        self._items = items
+        self._reshapes = any(spec.reshape is not None for spec in (*config.inputs, *config.outputs))
         self._check = check
 
     def fit(self, declared: Iterable[InputTensor]) -> Fit:
@@ -47,18 +63,19 @@ class Signature:
             if len(shape) != len(spec.dims) + self._batched or not _fits(item, spec.dims):
                 raise InvalidRequestError(f"unexpected shape for input '{name}' of model '{self._model}': expected "
                                           f"{list(spec.full_shape(self._batched))}, got {list(shape)}")
-            if self._batched:
-                if shapes and shape[0] != items:
-                    raise InvalidRequestError(f"input '{name}' of model '{self._model}' has batch size {shape[0]}, but "
+            if self._items.leading:
+                own = self._model_shape(tensor)[0]
+                if shapes and own != items:
+                    raise InvalidRequestError(f"input '{name}' of model '{self._model}' has batch size {own}, but "
                                               f"the inputs before it have {items}")
-                items = shape[0]
+                items = own
             shapes.append(item)
-        if not 1 <= items <= self._max_batch_size:
-            raise InvalidRequestError(f"inference request batch-size must be within 1..{self._max_batch_size} for "
+        if not 1 <= items <= self._items.most:
+            raise InvalidRequestError(f"inference request batch-size must be within 1..{self._items.most} for "
                                       f"model '{self._model}', got {items}")
         if self._check:
             try:
-                self._check({name: tensors[name].shape for name in self._inputs})
+                self._check({name: self._model_shape(tensors[name]) for name in self._inputs})
             except InputError as error:
                 raise InvalidRequestError(str(error)) from error
         return Fit(items, tuple(shapes))
@@ -72,6 +89,30 @@ class Signature:
                                           f"{self._describe(self._outputs)}.{nearest(name, self._outputs)}")
             chosen.append(self._outputs[name])
         return tuple(chosen or self._outputs.values())
+
+    def to_model(self, arrays: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
+        """The inputs of a request that fits, in the shapes that the model has."""
+        if not self._reshapes:
+            return arrays
+        return {name: array if (spec := self._inputs[name]).reshape is None else array.reshape(
+            *array.shape[:self._batched], *spec.reshaped(array.shape[self._batched:]))
+                for name, array in arrays.items()}
+
+    def to_client(self, encode: Callable[[Arrays], Any]) -> Callable[[Arrays], Any]:
+        """`encode`, given the outputs in the shapes that clients see."""
+        if not self._reshapes:
+            return encode
+        return lambda computed: encode({name: self._restored(name, array) for name, array in computed.items()})
+
+    def _restored(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
+        spec, lead = self._outputs[name], array.shape[:self._batched]
+        return array if spec.reshape is None else array.reshape(*lead, *spec.restored(array.shape[len(lead):]))
+
+    def _model_shape(self, tensor: InputTensor) -> tuple[int, ...]:
+        """The shape of an input as the model has it."""
+        spec = self._inputs[tensor.name]
+        return tensor.shape if spec.reshape is None else (
+            *tensor.shape[:self._batched], *spec.reshaped(tensor.shape[self._batched:]))
 
     def _wrong_names(self, tensors: Mapping[str, InputTensor]) -> InvalidRequestError:
         unknown = sorted(tensors.keys() - self._inputs.keys())

@@ -88,8 +88,12 @@ def build_command(source: Source, plan: Path, cache_dir: Path | None, threads: i
                "-o", str(plan), f"--{options.precision}", "--threads", str(threads)]
     if cache_dir:
         command += ["--cache-dir", str(cache_dir)]
-    if source.message.max_batch_size > 0:
-        command += ["--max-batch", str(source.message.max_batch_size)]
+    if source.message.max_batch_size > 0 or options.max_batch:
+        command += ["--max-batch", str(source.message.max_batch_size or options.max_batch)]
+    for spec in source.config.inputs:
+        dims = spec.dims if spec.reshape is None else spec.reshape
+        if dims and set(dims) != {-1}:
+            command += ["--dims", f"{spec.name}:{'x'.join(map(str, dims))}"]
     if options.calibrator:
         command += ["--calibrator", options.calibrator]
     for option, path in (("--calib", options.calib), ("--calib-cache", options.calib_cache)):

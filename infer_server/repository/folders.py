@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infer_server.config.config import ModelConfig, from_message, read_config
+from infer_server.config.config import ModelConfig, from_message
+from infer_server.config.pbtxt import read_config
 from infer_server.errors import RepositoryError, UnknownModelError
 from protos import model_config
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from engines.errors import EngineError, PlanTargetError
 from engines.machine.cpu import allowed_cpus
 from infer_server.backend import Engine, EngineLoader, load_plan
-from infer_server.errors import RepositoryError
+from infer_server.errors import ModelConfigError, RepositoryError
 from infer_server.repository.building import Compiler
 from infer_server.repository.cores import CpuDealer, default_instances
 from infer_server.repository.folders import Source
@@ -26,13 +26,16 @@ class Loader:
     threads: int = 1                            # a model's own `threads` parameter goes before it
     load_engine: EngineLoader = load_plan
     cores: int = 1                              # for the instances of a model that does not say how many it has
+    kind_gpu: str = "cpu"                       # instances of KIND_GPU are served on the CPU, or "refuse"
     dealer: CpuDealer = field(default_factory=lambda: CpuDealer(allowed_cpus()))
 
     def load(self, source: Source) -> Model:
         """Loads one version. Raises RepositoryError with the reason that the index will show."""
-        if source.config.unused:
-            log.warning("%s: settings that change nothing on this server: %s", source.name,
-                        ", ".join(source.config.unused))
+        if source.config.asks_for_gpu and self.kind_gpu == "refuse":
+            raise ModelConfigError("instance_group: KIND_GPU is refused by --kind-gpu=refuse; write kind: KIND_CPU, or "
+                                   "start the server with --kind-gpu=cpu")
+        for notice in source.config.notices:
+            log.warning("%s: %s", source.name, notice)
         if not source.file.exists():
             raise RepositoryError(f"{source.file}: no such file")
         threads = int(source.config.build.threads or self.threads)

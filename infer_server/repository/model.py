@@ -11,9 +11,15 @@ from infer_server.batching.instances import Instance
 from infer_server.batching.request import Outcome, Request
 from infer_server.batching.statistics import BatchExecution, Failure, Statistics
 from infer_server.config.autocomplete import complete
-from infer_server.config.config import from_message
-from infer_server.config.signature import Signature
-from infer_server.errors import DeadlineExceededError, QueueFullError, ServeError, UnavailableError
+from infer_server.config.config import ModelConfig, from_message
+from infer_server.config.signature import ANY_ITEMS, Items, Signature
+from infer_server.errors import (
+    DeadlineExceededError,
+    ModelConfigError,
+    QueueFullError,
+    ServeError,
+    UnavailableError,
+)
 from infer_server.repository.cores import CpuDealer
 from infer_server.workers import post
 from protos import model_config
@@ -33,7 +39,7 @@ class Model:
         self.config_message = complete(message, name, engine, filename, instances)
         self.config = from_message(self.config_message)
         opened = is_open(engine)
-        self.signature = Signature(self.config, engine.check if opened else None)
+        self.signature = Signature(self.config, items_of(self.config, engine), engine.check if opened else None)
         self.statistics = Statistics()
         self._loop = loop
         self._batcher = Batcher(name, self.config.batching, self.config.queueing, self._refuse,
@@ -48,7 +54,7 @@ class Model:
             for batch, ns in warm_up(context, engine).items():
                 self._batcher.measured(batch, ns)
         self._instances = [
-            Instance(f"{name}/{version} instance {i}", self._batcher, context, outputs, self.config.batched,
+            Instance(f"{name}/{version} instance {i}", self._batcher, context, outputs, engine.max_batch,
                      self._deliver, own[0] if own else None, opened)
             for i, (context, own) in enumerate(zip(contexts, cpus, strict=True))]
         for instance in self._instances:
@@ -119,3 +125,16 @@ class Model:
 
     def _failed(self, request: Request, reason: Failure) -> None:
         self.statistics.failed(reason, time.monotonic_ns() - request.received_ns)
+
+
+def items_of(config: ModelConfig, engine: Engine) -> Items:
+    """How many items a request for an engine may have. Raises ModelConfigError: it is to be cut, and cannot be."""
+    split = config.build.split_requests == "true"
+    if split and engine.dependence:
+        raise ModelConfigError("parameter split_requests: the items of this model's batch depend on each other: "
+                               f"{engine.dependence}; remove it")
+    if not engine.max_batch:
+        return Items(False, 1)
+    if engine.dependence or (config.batched and not split):
+        return Items(True, config.batching.max_batch_size if config.batched else engine.max_batch)
+    return Items(True, ANY_ITEMS)

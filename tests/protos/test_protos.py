@@ -17,10 +17,16 @@ def _is_repeated(field: Any) -> bool:
     return bool(field.is_repeated if hasattr(field, "is_repeated") else field.label == field.LABEL_REPEATED)
 
 
+def _oneof(field: Any) -> str:
+    """What an `optional` field is in counts as none: it tells absent from 0, and the wire knows nothing of it."""
+    name = field.containing_oneof.name if field.containing_oneof else ""
+    return "" if name == f"_{field.name}" else name
+
+
 def _facts_of(message: Any) -> set[tuple[Any, ...]]:
     """Every field of a message type and of the types nested in it, as the wire sees them; every value of its enums."""
     fields = {(message.full_name, f.number, f.name, f.type, _is_repeated(f),
-               f.message_type and f.message_type.full_name, f.containing_oneof and f.containing_oneof.name)
+               f.message_type and f.message_type.full_name, _oneof(f))
               for f in message.fields}
     values = {(enum.full_name, value.name, value.number) for enum in message.enum_types for value in enum.values}
     return fields.union(values, *map(_facts_of, message.nested_types))

@@ -1,7 +1,9 @@
 """config.pbtxt: read strictly, completed from the model, and refused with the remedy."""
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -9,7 +11,9 @@ from google.protobuf import text_format
 
 from infer_server.batching.policy import BatchPolicy, QueuePolicy
 from infer_server.config.autocomplete import complete
-from infer_server.config.config import from_message, read_config
+from infer_server.config.config import from_message
+from infer_server.config.fields import TREATMENTS, Verdict, treatment
+from infer_server.config.pbtxt import read_config
 from infer_server.errors import ModelConfigError, RepositoryError, UnknownModelError
 from infer_server.repository.building import build_command
 from infer_server.repository.folders import read_model, repository_of
@@ -40,7 +44,7 @@ def test_the_settings_of_the_dynamic_batcher_are_read() -> None:
     assert config.queueing == QueuePolicy(7, 9, True, True)
     assert (config.instances, config.versions.specific, config.build.precision) == (3, (2, 5), "int8")
     assert config.inputs[0].describe(batched=True) == "x FP16 [-1, 3, -1]"
-    assert config.unused == ("model_warmup",)
+    assert config.notices == (f"model_warmup: {treatment('model_warmup').note}",)
 
 
 @pytest.mark.parametrize(("text", "refusal"), [
@@ -50,12 +54,14 @@ def test_the_settings_of_the_dynamic_batcher_are_read() -> None:
     ("ensemble_scheduling {}", "ensembles are not served"),
     ("response_cache { enable: true }", "response_cache"),
     ("dynamic_batching { priority_levels: 2 }", "priority_levels"),
-    ("instance_group { kind: KIND_GPU }", "use KIND_CPU"),
-    ("instance_group { rate_limiter {} }", "rate_limiter is not served"),
+    ("instance_group { passive: true }", "remove its group"),
     ("instance_group { count: 2 } dynamic_batching { preserve_ordering: true }", "count of 1"),
     ('input { name: "x" dims: 1 }', "data_type is missing"),
     ('input { name: "x" data_type: TYPE_FP32 dims: 0 }', "must be positive"),
-    ('input { name: "x" data_type: TYPE_FP32 reshape { shape: 1 } }', "reshape is not served"),
+    ('input { name: "x" data_type: TYPE_FP32 dims: [2, -1] reshape { shape: [-1, 2] } }', "not the elements of dims"),
+    ('platform: "tensorflow_savedmodel"', "export the model to ONNX"),
+    ('backend: "onnxruntim"', "Did you mean 'onnxruntime'?"),
+    ("response_cache { enable: true } batch_input {}", "batch_input: .*; response_cache: "),
     ('parameters { key: "precison" value { string_value: "int8" } }', "Did you mean 'precision'?"),
     ('parameters { key: "precision" value { string_value: "int4" } }', "'int4' is none of"),
     ('default_model_filename: "../../secret"', "a file in the version's folder"),
@@ -101,7 +107,7 @@ def test_what_the_configuration_says_is_kept() -> None:
     ("max_batch_size: 9", "built for a batch of 8 at most; lower it, or rebuild with --max-batch 9"),
     ('input { name: "xx" data_type: TYPE_FP32 dims: 4 }', "the model has x. Did you mean 'x'?"),
     ('input { name: "x" data_type: TYPE_FP16 dims: 4 }', "data_type is TYPE_FP16, but the model's is TYPE_FP32"),
-    ('input { name: "x" data_type: TYPE_FP32 dims: [8, 4] }', r"dims are \[8, 4\], but the model's are \[4\] without"),
+    ('input { name: "x" data_type: TYPE_FP32 dims: [8, 4, 1] }', r"\[8, 4, 1\], but the model's are \[4\] without"),
 ])
 def test_a_contradiction_between_configuration_and_model_is_named(text: str, refusal: str) -> None:
     with pytest.raises(ModelConfigError, match=refusal):
@@ -123,6 +129,56 @@ def test_a_model_with_a_tensor_out_of_the_batch_is_refused() -> None:
     with (patch.object(NumpyEngine, "outputs", outputs),
           pytest.raises(ModelConfigError, match=r"output 'anchors' of shape \[4\] has no batch axis")):
         complete(parsed(""), "m", engine, "model.plan")
+
+
+def leaves(descriptor: Any, above: str = "") -> Iterator[str]:
+    """The paths of all fields of a message that are no messages themselves, or are empty ones or maps."""
+    for field in descriptor.fields:
+        inner = field.message_type
+        is_leaf = inner is None or inner.GetOptions().map_entry or not inner.fields
+        yield from [above + field.name] if is_leaf else leaves(inner, f"{above}{field.name}.")
+
+
+def test_every_field_of_the_descriptor_is_served_mapped_reported_or_refused_with_a_remedy() -> None:
+    paths = set(leaves(model_config.ModelConfig.DESCRIPTOR))
+    assert len(paths) > 100
+    for path in paths:
+        assert treatment(path).verdict is Verdict.SERVED or treatment(path).note
+    known = {above for path in paths for above in (path, *(path[:i] for i, c in enumerate(path) if c == "."))}
+    assert not TREATMENTS.keys() - known, "there are no such fields"
+
+
+def test_what_means_something_else_here_is_reported_and_the_model_is_served() -> None:
+    config = from_message(parsed("""
+        platform: "onnxruntime_onnx"  instance_group { count: 2 kind: KIND_GPU gpus: [0, 1] }
+        optimization { graph { level: 1 }  execution_accelerators {
+          gpu_execution_accelerator { name: "tensorrt" parameters { key: "precision_mode" value: "FP16" } } } }
+        parameters { key: "intra_op_thread_count" value { string_value: "2" } }
+        parameters { key: "owner" value { string_value: "the vision team" } }
+    """))
+    assert (config.instances, config.asks_for_gpu) == (2, True)
+    assert (config.build.precision, config.build.threads) == ("fp16", "2")
+    reported = {notice.split(":")[0] for notice in config.notices}
+    assert reported == {"instance_group.kind", "instance_group.gpus", "optimization", "parameters.owner",
+                        "optimization.execution_accelerators", "parameters.intra_op_thread_count"}
+    completed = complete(parsed('platform: "onnxruntime_onnx" instance_group { kind: KIND_GPU }'), "m", NumpyEngine(),
+                         "model.onnx")
+    assert (completed.backend, completed.platform) == ("onnxruntime", "onnxruntime_onnx")
+    assert completed.instance_group[0].kind == model_config.ModelInstanceGroup.KIND_CPU
+
+
+@pytest.mark.parametrize(("text", "dims"), [
+    ("max_batch_size: 0", [-1, 4]),
+    ('input { name: "x" data_type: TYPE_FP32 dims: [-1, 4] }', [-1, 4]),
+    ('input { name: "x" data_type: TYPE_FP32 dims: [2, 4] }', [2, 4]),
+    ('max_batch_size: 0 input { name: "x" data_type: TYPE_FP32 dims: [4] reshape { shape: [1, 4] } }', [4]),
+])
+def test_without_a_max_batch_size_dims_are_whole_shapes(text: str, dims: list[int]) -> None:
+    completed = complete(parsed(text), "m", NumpyEngine(), "model.plan")
+    assert (completed.max_batch_size, completed.HasField("dynamic_batching")) == (0, False)
+    assert (list(completed.input[0].dims), list(completed.output[0].dims)) == (dims, [-1, 4])
+    with pytest.raises(ModelConfigError, match=r"they are whole; write dims: \[-1, 4\]"):
+        complete(parsed('max_batch_size: 0 input { name: "x" data_type: TYPE_FP32 dims: 4 }'), "m", NumpyEngine(), "f")
 
 
 def test_versions_are_those_of_the_policy_highest_first(tmp_path: Path) -> None:

@@ -1,0 +1,89 @@
+"""How a model.onnx is built when it is loaded: `parameters` and optimization of a config.pbtxt, for build-engine."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from infer_server.config.pbtxt import nearest
+from infer_server.errors import ModelConfigError
+from protos import model_config
+
+PRECISIONS = ("int8", "fp16", "bf16", "fp32", "best")
+_TRUTHS = ("uint8_input", "pin", "split_requests")
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """The `parameters` that are ours, each named as the option of build-engine or infer-server."""
+    precision: str = "fp32"
+    calib: str = ""                         # paths are relative to the model's folder
+    calibrator: str = ""
+    calib_cache: str = ""
+    preprocess: str = ""
+    uint8_input: str = ""                   # "true": images come as uint8 [N, H, W, C]
+    threads: str = ""                       # "": the server's --threads
+    specialise: str = ""                    # of a model with open extents: wait, background (the default) or off
+    min_shapes: str = ""                    # ... as build-engine's options
+    opt_shapes: str = ""
+    max_shapes: str = ""
+    max_batch: str = ""                     # of a model served with max_batch_size 0: items of one execution
+    pin: str = ""                           # "true": each thread of an instance stays on a CPU of its own
+    split_requests: str = ""                # "true": one of more than max_batch_size items is executed in pieces
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise ModelConfigError(f"parameter precision: '{self.precision}' is none of {', '.join(PRECISIONS)}")
+        if self.specialise not in ("", "wait", "background", "off"):
+            raise ModelConfigError(f"parameter specialise: expected wait, background or off, got '{self.specialise}'")
+        for name in _TRUTHS:
+            if getattr(self, name) not in ("", "true", "false"):
+                raise ModelConfigError(f"parameter {name}: expected true or false, got '{getattr(self, name)}'")
+        for name, of in (("threads", "threads"), ("max_batch", "items")):
+            given = getattr(self, name)
+            if given and not (given.isdecimal() and int(given) > 0):
+                raise ModelConfigError(f"parameter {name}: expected a number of {of}, got '{given}'")
+
+
+_OURS = tuple(option.name for option in fields(BuildOptions))
+# Other servers' names of it. 0 and below: as many as they like, so the server's --threads.
+_THREADS = ("intra_op_thread_count", "INFERENCE_NUM_THREADS", "TF_NUM_INTRA_THREADS")
+_MISSPELT = 0.8                 # so like one of ours that it must be meant
+_PRECISION_MODES = {"FP32": "fp32", "FP16": "fp16", "INT8": "int8"}
+
+
+def build_options(message: model_config.ModelConfig) -> tuple[BuildOptions, list[str]]:
+    """The options of a configuration, and what is to be reported of the others. Raises ModelConfigError."""
+    given = {name: parameter.string_value for name, parameter in message.parameters.items()}
+    options = {name: value for name, value in given.items() if name in _OURS}
+    notices = []
+    for name in sorted(given.keys() - options.keys()):
+        value = given[name]
+        if hint := nearest(name, _OURS, _MISSPELT):
+            raise ModelConfigError(f"parameters: unknown key '{name}'; known are {', '.join(_OURS)}.{hint}")
+        if name in _THREADS and "threads" not in given:
+            if value.isdecimal() and int(value):
+                options["threads"] = value
+            notices.append(f"parameters.{name}: taken as the parameter threads")
+        else:
+            notices.append(f"parameters.{name}: kept; it changes nothing here")
+    precision = _precision_mode(message)
+    if precision and "precision" not in given:
+        if precision != "int8" or "calib" in given or "calib_cache" in given:
+            options["precision"] = precision
+        else:
+            notices.append("precision_mode INT8: built in fp32, for there is nothing to calibrate with; give "
+                           'parameters { key: "calib" value { string_value: "FOLDER" } }')
+    return BuildOptions(**options), notices
+
+
+def _precision_mode(message: model_config.ModelConfig) -> str:
+    """What an execution accelerator's precision_mode is called here; "": none is given."""
+    accelerators = message.optimization.execution_accelerators
+    for accelerator in (*accelerators.gpu_execution_accelerator, *accelerators.cpu_execution_accelerator):
+        parameters: Mapping[str, str] = accelerator.parameters
+        mode = parameters.get("precision_mode", "")
+        if mode and mode not in _PRECISION_MODES:
+            raise ModelConfigError(f"precision_mode: '{mode}' is none of {', '.join(_PRECISION_MODES)}")
+        if mode:
+            return _PRECISION_MODES[mode]
+    return ""

@@ -1,0 +1,156 @@
+"""What becomes of every field that a config.pbtxt may have: served, mapped to something of ours, advisory, or refused.
+
+The table has a line for each field, or for a message whose fields are all alike; a test walks the descriptor, so that
+none is ever ignored.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+
+class Verdict(Enum):
+    SERVED = "served"           # as Triton does
+    MAPPED = "mapped"           # to what has the same purpose here
+    ADVISORY = "advisory"       # kept and reported; the model works without it
+    REFUSED = "refused"         # the model would not work as it is meant to
+
+
+@dataclass(frozen=True)
+class Treatment:
+    verdict: Verdict
+    note: str = ""              # of what is not just served: what happens instead, or what to write instead
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A field that a configuration gives, and that is not just served."""
+    path: str
+    treatment: Treatment
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.treatment.note}"
+
+
+def _mapped(note: str) -> Treatment:
+    return Treatment(Verdict.MAPPED, note)
+
+
+def _advisory(note: str) -> Treatment:
+    return Treatment(Verdict.ADVISORY, note)
+
+
+def _refused(note: str) -> Treatment:
+    return Treatment(Verdict.REFUSED, note)
+
+
+_SERVED = Treatment(Verdict.SERVED)
+_NO_GPU = _advisory("there is no GPU in use; it changes nothing")
+_LAYOUT = "tensors are linear, row-major; export the model with such inputs and outputs, and remove it"
+_RAGGED = "requests of unequal shapes do not become one tensor; pad them alike in the client, and remove it"
+
+# By path; a line holds for all that is below it and has none of its own.
+TREATMENTS: dict[str, Treatment] = {
+    "name": _SERVED,
+    "platform": _SERVED,
+    "backend": _SERVED,
+    "runtime": _advisory("the backend's own library is what runs"),
+    "version_policy": _SERVED,
+    "max_batch_size": _SERVED,
+    "input": _SERVED,
+    "input.format": _advisory("what dims say counts; nothing is transposed"),
+    "input.reshape": _SERVED,
+    "input.is_shape_tensor": _advisory("the build finds by itself which inputs shapes follow from"),
+    "input.allow_ragged_batch": _refused(_RAGGED),
+    "input.optional": _refused("an ONNX model needs all of its inputs; send it always, and remove it"),
+    "input.is_non_linear_format_io": _refused(_LAYOUT),
+    "output": _SERVED,
+    "output.is_shape_tensor": _advisory("outputs are alike, whatever is in them"),
+    "output.is_non_linear_format_io": _refused(_LAYOUT),
+    "batch_input": _refused(_RAGGED),
+    "batch_output": _refused(_RAGGED),
+    "optimization": _advisory("the build optimises every model wholly; precision and threads are "
+                              "`parameters`"),
+    "optimization.execution_accelerators": _mapped(
+        "a precision_mode becomes the parameter precision; the rest changes nothing"),
+    "optimization.priority": _advisory("all models' threads have the same priority"),
+    "optimization.cuda": _NO_GPU,
+    "optimization.input_pinned_memory": _NO_GPU,
+    "optimization.output_pinned_memory": _NO_GPU,
+    "optimization.gather_kernel_buffer_threshold": _NO_GPU,
+    "optimization.eager_batching": _advisory("requests are copied into a batch when an instance is free for it"),
+    "dynamic_batching": _SERVED,
+    "dynamic_batching.priority_levels": _refused("requests have no priorities here; remove it"),
+    "dynamic_batching.default_priority_level": _refused("requests have no priorities here; remove it"),
+    "dynamic_batching.priority_queue_policy": _refused("requests have no priorities here; remove it"),
+    "sequence_batching": _refused("sequences are not served; remove it"),
+    "ensemble_scheduling": _refused("ensembles are not served; remove it"),
+    "instance_group.name": _SERVED,
+    "instance_group.kind": _mapped("this server executes on CPUs: KIND_GPU is served there (see --kind-gpu)"),
+    "instance_group.count": _SERVED,
+    "instance_group.rate_limiter": _advisory("every instance executes when it is free, as with Triton's "
+                                             "--rate-limit=off"),
+    "instance_group.gpus": _NO_GPU,
+    "instance_group.secondary_devices": _refused("there are no such devices here; remove it"),
+    "instance_group.profile": _advisory("profiles are the build's: `parameters` opt_shapes, min_shapes, max_shapes"),
+    "instance_group.passive": _refused("an instance that is given no requests has no use here; remove its group"),
+    "instance_group.host_policy": _advisory("the parameter pin keeps an instance's threads on CPUs of their own"),
+    "default_model_filename": _SERVED,
+    "cc_model_filenames": _advisory("there is no GPU in use; default_model_filename counts"),
+    "metric_tags": _advisory("metrics have the labels model and version only"),
+    "parameters": _SERVED,
+    "model_warmup": _advisory("every model is executed on zeros before it is ready"),
+    "model_operations": _advisory("operators come from ONNX, and not from libraries"),
+    "model_transaction_policy.decoupled": _refused("every request has one response here; remove it"),
+    "model_repository_agents": _refused("no agents run here; check or decrypt the files before they are put into the "
+                                        "repository, and remove it"),
+    "response_cache": _refused("responses are not cached; remove it"),
+    "model_metrics": _advisory("the metrics' buckets are fixed"),
+}
+
+
+def treatment(path: str) -> Treatment:
+    """What becomes of a field, by its path in the descriptor. KeyError: nobody has decided."""
+    while path not in TREATMENTS:
+        path, dot, _ = path.rpartition(".")
+        if not dot:
+            raise KeyError(path)
+    return TREATMENTS[path]
+
+
+def findings(message: Message) -> list[Finding]:
+    """The fields that a configuration gives and that are not just served, in the order of the descriptor, each once."""
+    found: dict[str, Finding] = {}
+    for path in _given(message, ""):
+        line = _line(path)
+        if line in TREATMENTS and TREATMENTS[line].verdict is not Verdict.SERVED:
+            found.setdefault(line, Finding(line, TREATMENTS[line]))
+    return list(found.values())
+
+
+def _line(path: str) -> str:
+    """The line of the table that holds for a path; of a message above every line, itself."""
+    line = path
+    while line not in TREATMENTS and "." in line:
+        line = line.rpartition(".")[0]
+    return line if line in TREATMENTS else path
+
+
+def _given(message: Message, above: str) -> Iterator[str]:
+    """The paths of all fields that are set, messages before what is in them."""
+    for field, value in message.ListFields():
+        path = f"{above}{field.name}"
+        yield path
+        for part in _messages(field, value):
+            yield from _given(part, f"{path}.")
+
+
+def _messages(field: FieldDescriptor, value: Any) -> list[Message]:
+    if field.message_type is None or field.message_type.GetOptions().map_entry:
+        return []
+    return [value] if isinstance(value, Message) else list(value)

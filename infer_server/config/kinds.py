@@ -1,0 +1,47 @@
+"""What a model is, by the platform or backend that its configuration names."""
+from __future__ import annotations
+
+from enum import Enum
+
+from infer_server.config.pbtxt import nearest
+from infer_server.errors import ModelConfigError
+from protos import model_config
+
+
+class Kind(Enum):
+    """What executes a model."""
+    ENGINE = "infer_server"         # a plan, or an ONNX file from which one is built
+
+
+# Names whose models are ONNX files or engine plans; they stand for those of other servers.
+_NAMES = {
+    "infer_server": Kind.ENGINE, "infer_server_plan": Kind.ENGINE,
+    "onnxruntime": Kind.ENGINE, "onnxruntime_onnx": Kind.ENGINE,
+    "openvino": Kind.ENGINE,        # which reads ONNX, too
+    "tensorrt": Kind.ENGINE, "tensorrt_plan": Kind.ENGINE,
+}
+_PLATFORMS = {"infer_server": "infer_server_plan", "onnxruntime": "onnxruntime_onnx", "tensorrt": "tensorrt_plan"}
+_ONNX = 'export the model to ONNX as model.onnx, and write backend: "onnxruntime"'
+_REMEDIES = {
+    "tensorflow": _ONNX, "tensorflow_graphdef": _ONNX, "tensorflow_savedmodel": _ONNX, "pytorch": _ONNX,
+    "pytorch_libtorch": _ONNX,
+}
+
+
+def kind_of(message: model_config.ModelConfig) -> Kind:
+    """The kind of a model; without a name it is an engine. Raises ModelConfigError for what is not served."""
+    for field in ("backend", "platform"):
+        name: str = getattr(message, field)
+        if name and name not in _NAMES:
+            remedy = _REMEDIES.get(name, f"served are {', '.join(_NAMES)}{nearest(name, _NAMES)}; {_ONNX}")
+            raise ModelConfigError(f"{field}: '{name}' is not served: {remedy}")
+    return _NAMES.get(message.backend or message.platform, Kind.ENGINE)
+
+
+def complete_names(message: model_config.ModelConfig) -> None:
+    """Gives a configuration both names, as those who gave one of them know the other; without any it has ours."""
+    if not message.platform:
+        message.backend = message.backend or Kind.ENGINE.value
+        message.platform = _PLATFORMS.get(message.backend, "")
+    elif not message.backend:
+        message.backend = next((name for name, platform in _PLATFORMS.items() if platform == message.platform), "")
