@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from infer_server.batching.request import Arrays, Reply, Request
+from infer_server.batching.request import Arrays, InSequence, Reply, Request, StreamReply
 from infer_server.batching.statistics import Failure
 from infer_server.config.config import TensorSpec
 from infer_server.errors import InvalidRequestError, MemoryLimitError, NotServedError
@@ -38,6 +38,7 @@ class Call(ABC):
     version: str                    # "": the highest that is ready
     received_ns: int
     deadline_ns: int = 0            # when its client gives up; 0: never
+    id: str = ""                    # the client's name of it
 
     @abstractmethod
     def inputs(self) -> Sequence[InputTensor]:
@@ -64,6 +65,11 @@ class Call(ABC):
         """How long it may wait in the queue; 0: the model's default."""
 
 
+    def parameters(self) -> Mapping[str, Any]:
+        """Those of the request, by name: numbers, truths and text."""
+        return {}
+
+
 class Submitted(NamedTuple):
     """A request in the queue of its model."""
     model: Model
@@ -83,6 +89,9 @@ class Inferences:
     def submit(self, call: Call, reply: Reply) -> Submitted:
         """Queues an inference. Raises ServeErrors: no such model, what does not fit it, no room, too late."""
         model = self._repository.find(call.model, call.version)
+        if model.config.decoupled and not isinstance(reply, StreamReply):
+            raise NotServedError(f"model '{model.name}' is decoupled, and has any number of responses: ask for it "
+                                 "in a stream (ModelStreamInfer)")
         try:
             request = _request(call, model, reply)
         except (InvalidRequestError, NotServedError, MemoryLimitError):
@@ -97,8 +106,27 @@ def _request(call: Call, model: Model, reply: Reply) -> Request:
     fit = model.signature.fit(tensors)
     outputs = model.signature.choose_outputs(call.outputs())
     call.expect((fit.items if model.config.batched else 1) * sum(spec.item_bytes for spec in outputs))
+    parameters = call.parameters()
     return Request(
         inputs=model.signature.to_model(call.contents(tensors)), items=fit.items, shape_key=fit.shape_key,
         encode=model.signature.to_client(call.encoder(Served(model.name, model.version, outputs))), reply=reply,
         timeout_us=call.timeout_us(),
-        received_ns=call.received_ns, deadline_ns=call.deadline_ns)
+        received_ns=call.received_ns, deadline_ns=call.deadline_ns, id=call.id, parameters=parameters,
+        priority=_priority(parameters), sequence=_sequence(parameters), outputs=tuple(spec.name for spec in outputs))
+
+
+def _priority(parameters: Mapping[str, Any]) -> int:
+    priority = parameters.get("priority", 0)
+    if type(priority) is not int or priority < 0:
+        raise InvalidRequestError("parameter 'priority': expected a number, 1 the highest; 0 is the model's default")
+    return priority
+
+
+def _sequence(parameters: Mapping[str, Any]) -> InSequence | None:
+    """Where a request stands in its sequence; an id of 0 or "" is none."""
+    correlation, start, end = (parameters.get(f"sequence_{name}", default)
+                               for name, default in (("id", 0), ("start", False), ("end", False)))
+    if type(correlation) not in (int, str) or type(start) is not bool or type(end) is not bool:
+        raise InvalidRequestError("parameters sequence_id, sequence_start and sequence_end: expected a number or a "
+                                  "text, and two truths")
+    return InSequence(correlation, start, end) if correlation else None

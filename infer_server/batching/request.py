@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
@@ -22,6 +22,26 @@ class Reply(Protocol):
         """response: what the request's `encode` made."""
 
     def fail(self, error: Exception) -> None: ...
+
+
+@runtime_checkable
+class StreamReply(Reply, Protocol):
+    """A reply that takes any number of responses, as models of the decoupled transaction policy have them: part() for
+    each, then end(); or fail(). Of other models it gets one send()."""
+
+    def part(self, response: Any) -> None:
+        """A response; more may come."""
+
+    def end(self) -> None:
+        """There are no more, and may have been none."""
+
+
+@dataclass(frozen=True, slots=True)
+class InSequence:
+    """Where a request stands in the sequence of requests that it belongs to."""
+    id: int | str                               # the correlation id
+    start: bool = False
+    end: bool = False
 
 
 class AwaitedReply:
@@ -50,11 +70,17 @@ class Request:
     encode: Callable[[Arrays], Any]             # its items of the outputs -> its response; on an instance's thread
     reply: Reply
     timeout_us: int = 0                         # in the queue, as asked for by the client; 0: the model's default
+    priority: int = 0                           # 1 is the highest; 0: the model's default
+    sequence: InSequence | None = None
+    id: str = ""                                # the client's
+    parameters: Mapping[str, Any] = field(default_factory=dict)     # likewise
+    outputs: tuple[str, ...] = ()               # those asked for; none: all
 
     received_ns: int = 0                        # set by the endpoint
     deadline_ns: int = 0                        # by the endpoint, too: when its client gives up; 0: never
     enqueued_ns: int = 0                        # the rest by the batcher
     expires_ns: int = 0                         # when its timeout in the queue ends; 0: never
+    level: int = 0                              # of the queue's priority levels
 
     def finish(self, result: Any) -> None:
         """Hands a response, or an exception, to the reply, on the event loop; nothing happens if nobody waits."""
@@ -62,8 +88,11 @@ class Request:
             return
         if isinstance(result, Exception):
             self.reply.fail(result)
+        elif result is NO_MORE and isinstance(self.reply, StreamReply):
+            self.reply.end()
         else:
             self.reply.send(result)
 
 
+NO_MORE = object()                              # the result of a request whose responses were all handed on as parts
 Outcome = tuple[Request, Any]                   # its response, or the exception that it ends with

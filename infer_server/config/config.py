@@ -83,6 +83,7 @@ class ModelConfig:
     versions: VersionPolicy = VersionPolicy()
     build: BuildOptions = BuildOptions()
     default_filename: str = ""              # instead of model.plan or model.onnx
+    decoupled: bool = False                 # a request has any number of responses
     asks_for_gpu: bool = field(default=False, compare=False)
     notices: tuple[str, ...] = field(default=(), compare=False)     # of settings that mean something else here
 

@@ -46,7 +46,7 @@ class Service:
         model = self._repository.find(request.name, request.version)
         versions = [model.version] if request.version else self._repository.versions(request.name)
         response = inference.ModelMetadataResponse(
-            name=model.name, versions=map(str, versions), platform=model.config_message.platform)
+            name=model.name, versions=map(str, versions), platform=model.platform)
         for tensors, specs in ((response.inputs, model.config.inputs), (response.outputs, model.config.outputs)):
             for spec in specs:
                 tensors.add(name=spec.name, datatype=spec.datatype.name, shape=spec.full_shape(model.config.batched))

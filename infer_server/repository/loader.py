@@ -12,6 +12,7 @@ from infer_server.backend import Engine, EngineLoader, load_plan
 from infer_server.errors import ModelConfigError, RepositoryError
 from infer_server.repository.building import Compiler
 from infer_server.repository.cores import CpuDealer, default_instances
+from infer_server.repository.engine_model import EngineModel
 from infer_server.repository.folders import Source
 from infer_server.repository.model import Model
 
@@ -42,8 +43,7 @@ class Loader:
         try:
             engine = self._engine(source, threads)
             instances = default_instances(self.cores, threads, engine.arena_bytes)
-            return Model(source.name, source.version, engine, source.message, source.file.name, self.loop, instances,
-                         self.dealer)
+            return EngineModel(source, engine, self.loop, instances, self.dealer)
         except RepositoryError:
             raise
         except EngineError as error:

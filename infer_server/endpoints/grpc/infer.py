@@ -67,6 +67,7 @@ class GrpcCall(Call):
         self._message, self._header, self._expect = message, message.header, expect
         self.model, self.version = self._header.model_name, self._header.model_version
         self.received_ns = received_ns
+        self.id = self._header.id
         if remaining_secs is not None:
             self.deadline_ns = received_ns + int(remaining_secs * 1e9)
 
@@ -101,6 +102,11 @@ class GrpcCall(Call):
         if timeout_us < 0 or parameter.WhichOneof("parameter_choice") not in ("int64_param", "uint64_param"):
             raise InvalidRequestError("parameter 'timeout': expected a positive integer, in microseconds")
         return timeout_us
+
+
+    def parameters(self) -> dict[str, Any]:
+        return {name: getattr(value, value.WhichOneof("parameter_choice") or "int64_param")
+                for name, value in self._header.parameters.items()} if self._header.parameters else {}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -75,7 +75,7 @@ class HttpCall(Call):
         self._expect = expect
         head, self._binary = _split(request)
         self._head = _object(parsed(head), "the request")
-        self._id = _typed(self._head, "id", str, "")
+        self.id = _typed(self._head, "id", str, "")
         self._parameters = _typed(self._head, "parameters", dict, {})
         self._inputs = _tensors(self._head, "inputs")
         self._outputs = _tensors(self._head, "outputs")
@@ -121,7 +121,7 @@ class HttpCall(Call):
             if not raw and spec.datatype.name in _NO_JSON:
                 raise InvalidRequestError(f"output '{spec.name}': {spec.datatype.name} has no JSON form; ask for it "
                                           "with \"binary_data\": true")
-        request_id, coding = self._id, self._coding
+        request_id, coding = self.id, self._coding
 
         def encode(computed: Arrays) -> HttpResponse:
             return compressed(_response(served, binary, request_id, computed), coding)
@@ -132,6 +132,11 @@ class HttpCall(Call):
         if timeout_us < 0:
             raise InvalidRequestError("parameter 'timeout': expected a positive integer, in microseconds")
         return timeout_us
+
+
+    def parameters(self) -> dict[str, Any]:
+        given: dict[str, Any] = self._parameters
+        return given
 
 
 def _response(served: Served, binary: Sequence[bool], request_id: str, computed: Arrays) -> HttpResponse:

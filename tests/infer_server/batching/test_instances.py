@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infer_server.batching.instances import copy_into
+from infer_server.batching.engine_executor import copy_into
 
 
 @pytest.mark.parametrize("slots", [

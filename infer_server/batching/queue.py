@@ -1,0 +1,23 @@
+"""A queue of requests with what the event loop does for it."""
+from __future__ import annotations
+
+import asyncio
+
+from infer_server.batching.batcher import Batcher
+from infer_server.batching.event_loop import ExpiryTimer, Waker
+from infer_server.batching.request import Request
+
+
+class RequestQueue:
+    """Its instances take batches of `batcher`; the rest belongs to the event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, batcher: Batcher, max_batch_size: int) -> None:
+        self.batcher = batcher
+        self._waker = Waker(loop, batcher, max_batch_size)
+        self._expiry = ExpiryTimer(loop, batcher)
+
+    def submit(self, request: Request) -> None:
+        """Queues a request. Raises as Batcher.submit."""
+        self.batcher.submit(request)
+        self._waker.submitted()
+        self._expiry.submitted(request)

@@ -1,0 +1,49 @@
+"""A model that an engine executes: a plan, or an ONNX file from which one was built."""
+from __future__ import annotations
+
+import asyncio
+
+from infer_server.backend import Engine, is_open, warm_up
+from infer_server.batching.engine_executor import EngineExecutor
+from infer_server.config.autocomplete import complete
+from infer_server.config.config import ModelConfig, from_message
+from infer_server.config.signature import ANY_ITEMS, Items, Signature
+from infer_server.errors import ModelConfigError
+from infer_server.repository.cores import CpuDealer
+from infer_server.repository.folders import Source
+from infer_server.repository.model import QueuedModel
+
+
+class EngineModel(QueuedModel):
+    """Its contexts are warm when it is constructed."""
+    platform = "infer_server_plan"
+
+    def __init__(self, source: Source, engine: Engine, loop: asyncio.AbstractEventLoop, instances: int,
+                 dealer: CpuDealer) -> None:
+        """instances: how many where the configuration does not say; dealer: gives CPUs to threads that are pinned."""
+        message = complete(source.message, source.name, engine, source.file.name, instances)
+        config = from_message(message)
+        opened = is_open(engine)
+        signature = Signature(config, items_of(config, engine), engine.check if opened else None)
+        super().__init__(source.name, source.version, message, signature, loop)
+        cpus = [dealer.deal(engine.threads) if config.build.pin == "true" else None for _ in range(config.instances)]
+        contexts = [engine.create_context(own) for own in cpus]
+        for context in contexts:
+            for batch, ns in warm_up(context, engine).items():
+                self.batcher.measured(batch, ns)
+        outputs = [spec.name for spec in config.outputs]
+        executors = [EngineExecutor(context, outputs, engine.max_batch, opened) for context in contexts]
+        self.start(executors, [own[0] if own else None for own in cpus])
+
+
+def items_of(config: ModelConfig, engine: Engine) -> Items:
+    """How many items a request for an engine may have. Raises ModelConfigError: it is to be cut, and cannot be."""
+    split = config.build.split_requests == "true"
+    if split and engine.dependence:
+        raise ModelConfigError("parameter split_requests: the items of this model's batch depend on each other: "
+                               f"{engine.dependence}; remove it")
+    if not engine.max_batch:
+        return Items(False, 1)
+    if engine.dependence or (config.batched and not split):
+        return Items(True, config.batching.max_batch_size if config.batched else engine.max_batch)
+    return Items(True, ANY_ITEMS)
