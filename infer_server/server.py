@@ -71,8 +71,8 @@ class Server:
         self._compiler = Compiler(options.cache_dir)
         if load_engine is load_plan and options.cache_dir:
             load_engine = partial(load_plan, cache=options.cache_dir)
-        loader = Loader(asyncio.get_running_loop(), self._compiler, options.threads, load_engine,
-                        options.cores, options.kind_gpu)
+        loader = Loader(asyncio.get_running_loop(), lambda name, version: self.repository.find(name, version),
+                        self._compiler, options.threads, load_engine, options.cores, options.kind_gpu)
         self.lifecycle = Lifecycle(lambda: not (options.strict_readiness and self.failures()))
         self.repository = Repository(options.model_repositories, loader.load, self.lifecycle.changed)
         self._unreadable: dict[str, str] = {}   # why there is no repository

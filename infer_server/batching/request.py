@@ -82,6 +82,11 @@ class Request:
     expires_ns: int = 0                         # when its timeout in the queue ends; 0: never
     level: int = 0                              # of the queue's priority levels
 
+    def part(self, response: Any) -> None:
+        """Hands on one of several responses, on the event loop; more may come."""
+        if not self.reply.gone and isinstance(self.reply, StreamReply):
+            self.reply.part(response)
+
     def finish(self, result: Any) -> None:
         """Hands a response, or an exception, to the reply, on the event loop; nothing happens if nobody waits."""
         if self.reply.gone:

@@ -87,6 +87,12 @@ class Statistics:
                 total.add(requests, ns * requests)
                 of_size.add(1, ns)
 
+    def answered(self, enqueued_ns: Sequence[int], now_ns: int) -> None:
+        """Counts requests whose last responses came after the execution that began them."""
+        with self._lock:
+            for since_ns in enqueued_ns:
+                self._counters.success.add(1, now_ns - since_ns)
+
     def failed(self, reason: Failure, ns: int) -> None:
         """Counts a request that ended without an answer, `ns` after it was received."""
         with self._lock:

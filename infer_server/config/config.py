@@ -5,14 +5,15 @@ What is refused, and what is kept and reported, is decided by the table in field
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from infer_server.batching.policy import BatchPolicy, QueuePolicy
 from infer_server.config.build import BuildOptions, build_options
 from infer_server.config.fields import Verdict, findings
-from infer_server.config.kinds import kind_of
+from infer_server.config.kinds import Kind, kind_of
+from infer_server.config.steps import Step, steps_of
 from infer_server.errors import ModelConfigError
 from infer_server.protocol.codec import FROM_CONFIG, Datatype
 from protos import model_config
@@ -25,6 +26,8 @@ class TensorSpec:
     datatype: Datatype
     dims: tuple[int, ...]                   # without the batch axis if the model is batched; -1: any extent
     reshape: tuple[int, ...] | None = None  # as the model has it, likewise; None: as clients see it
+    is_optional: bool = False               # a request may leave it out
+    is_ragged: bool = False                 # requests of unequal shapes of it may share a batch
     labels: str = ""                        # a file in the model's folder: the names of its classes, a line each
 
     @cached_property
@@ -83,9 +86,15 @@ class ModelConfig:
     versions: VersionPolicy = VersionPolicy()
     build: BuildOptions = BuildOptions()
     default_filename: str = ""              # instead of model.plan or model.onnx
+    kind: Kind = Kind.ENGINE
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    steps: tuple[Step, ...] = ()            # of an ensemble
     decoupled: bool = False                 # a request has any number of responses
     asks_for_gpu: bool = field(default=False, compare=False)
     notices: tuple[str, ...] = field(default=(), compare=False)     # of settings that mean something else here
+
+
+_OF_PYTHON = ("input.optional", "input.allow_ragged_batch")    # served where the model itself gets the requests
 
 
 def from_message(message: model_config.ModelConfig) -> ModelConfig:
@@ -93,11 +102,11 @@ def from_message(message: model_config.ModelConfig) -> ModelConfig:
 
     Complete or not: inputs and outputs that it leaves out are left out here.
     """
-    found = findings(message)
+    kind = kind_of(message)
+    found = [each for each in findings(message) if each.path not in _OF_PYTHON or kind is not Kind.PYTHON]
     if refused := [str(each) for each in found if each.treatment.verdict is Verdict.REFUSED]:
         raise ModelConfigError("; ".join(refused))
-    kind_of(message)
-    build, ours = build_options(message)
+    build, ours = build_options(message) if kind is Kind.ENGINE else (BuildOptions(), [])
     dynamic = message.dynamic_batching
     batching = BatchPolicy(
         max_batch_size=max(1, message.max_batch_size),
@@ -122,6 +131,10 @@ def from_message(message: model_config.ModelConfig) -> ModelConfig:
             default_timeout_us=queue.default_timeout_microseconds,
             allow_timeout_override=queue.allow_timeout_override,
             delay_expired=queue.timeout_action == model_config.ModelQueuePolicy.DELAY),
+        kind=kind,
+        decoupled=message.model_transaction_policy.decoupled,
+        parameters={name: given.string_value for name, given in message.parameters.items()},
+        steps=steps_of(message),
         batched=message.max_batch_size > 0,
         instances=_instances(message),
         versions=_version_policy(message.version_policy),
@@ -157,8 +170,9 @@ def _tensors(
                                        "extent")
         if reshape is not None:
             _check_reshape(f"{kind} '{tensor.name}'", dims, reshape)
-        labels = tensor.label_filename if isinstance(tensor, model_config.ModelOutput) else ""
-        specs.append(TensorSpec(tensor.name, FROM_CONFIG[tensor.data_type], dims, reshape, labels))
+        specs.append(TensorSpec(
+            tensor.name, FROM_CONFIG[tensor.data_type], dims, reshape, getattr(tensor, "optional", False),
+            getattr(tensor, "allow_ragged_batch", False), getattr(tensor, "label_filename", "")))
     return tuple(specs)
 
 

@@ -11,6 +11,8 @@ from protos import model_config
 class Kind(Enum):
     """What executes a model."""
     ENGINE = "infer_server"         # a plan, or an ONNX file from which one is built
+    PYTHON = "python"               # a model.py, in a process of its own
+    ENSEMBLE = "ensemble"           # other models, one after the other
 
 
 # Names whose models are ONNX files or engine plans; they stand for those of other servers.
@@ -19,6 +21,7 @@ _NAMES = {
     "onnxruntime": Kind.ENGINE, "onnxruntime_onnx": Kind.ENGINE,
     "openvino": Kind.ENGINE,        # which reads ONNX, too
     "tensorrt": Kind.ENGINE, "tensorrt_plan": Kind.ENGINE,
+    "python": Kind.PYTHON, "ensemble": Kind.ENSEMBLE,
 }
 _PLATFORMS = {"infer_server": "infer_server_plan", "onnxruntime": "onnxruntime_onnx", "tensorrt": "tensorrt_plan"}
 _ONNX = 'export the model to ONNX as model.onnx, and write backend: "onnxruntime"'
@@ -35,7 +38,13 @@ def kind_of(message: model_config.ModelConfig) -> Kind:
         if name and name not in _NAMES:
             remedy = _REMEDIES.get(name, f"served are {', '.join(_NAMES)}{nearest(name, _NAMES)}; {_ONNX}")
             raise ModelConfigError(f"{field}: '{name}' is not served: {remedy}")
-    return _NAMES.get(message.backend or message.platform, Kind.ENGINE)
+    if message.HasField("ensemble_scheduling"):
+        return Kind.ENSEMBLE
+    kind = _NAMES.get(message.backend or message.platform, Kind.ENGINE)
+    if kind is Kind.ENSEMBLE:
+        raise ModelConfigError("ensemble_scheduling: an ensemble needs its steps; give ensemble_scheduling { step { "
+                               "model_name: ... } }")
+    return kind
 
 
 def complete_names(message: model_config.ModelConfig) -> None:

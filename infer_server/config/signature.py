@@ -40,6 +40,7 @@ class Signature:
         """check: what an engine with open extents has against shapes, an InputError."""
         self._model = config.name
         self._inputs = {spec.name: spec for spec in config.inputs}
+        self._required = {spec.name for spec in config.inputs if not spec.is_optional}
         self._outputs = {spec.name: spec for spec in config.outputs}
         self._batched = config.batched
         self._items = items
@@ -49,12 +50,15 @@ class Signature:
     def fit(self, declared: Iterable[InputTensor]) -> Fit:
         """Checks the inputs of a request. Raises InvalidRequestError saying what was expected."""
         tensors = {tensor.name: tensor for tensor in declared}
-        if tensors.keys() != self._inputs.keys():
+        if tensors.keys() != self._inputs.keys() and not self._required <= tensors.keys() <= self._inputs.keys():
             raise self._wrong_names(tensors)
         shapes: list[tuple[int, ...]] = []
         items = 1
         for name, spec in self._inputs.items():
-            tensor = tensors[name]
+            tensor = tensors.get(name)
+            if tensor is None:
+                shapes.append(())
+                continue
             if tensor.datatype != spec.datatype:
                 raise InvalidRequestError(f"unexpected datatype {tensor.datatype.name} for input '{name}' of model "
                                           f"'{self._model}': expected {spec.datatype.name}")
@@ -65,17 +69,17 @@ class Signature:
                                           f"{list(spec.full_shape(self._batched))}, got {list(shape)}")
             if self._items.leading:
                 own = self._model_shape(tensor)[0]
-                if shapes and own != items:
+                if any(shapes) and own != items:
                     raise InvalidRequestError(f"input '{name}' of model '{self._model}' has batch size {own}, but "
                                               f"the inputs before it have {items}")
                 items = own
-            shapes.append(item)
+            shapes.append(() if spec.is_ragged else (1, *item))
         if not 1 <= items <= self._items.most:
             raise InvalidRequestError(f"inference request batch-size must be within 1..{self._items.most} for "
                                       f"model '{self._model}', got {items}")
         if self._check:
             try:
-                self._check({name: self._model_shape(tensors[name]) for name in self._inputs})
+                self._check({name: self._model_shape(tensor) for name, tensor in tensors.items()})
             except InputError as error:
                 raise InvalidRequestError(str(error)) from error
         return Fit(items, tuple(shapes))
@@ -116,7 +120,7 @@ class Signature:
 
     def _wrong_names(self, tensors: Mapping[str, InputTensor]) -> InvalidRequestError:
         unknown = sorted(tensors.keys() - self._inputs.keys())
-        missing = sorted(self._inputs.keys() - tensors.keys())
+        missing = sorted(self._required - tensors.keys())
         problem = f"unexpected input '{unknown[0]}'" if unknown else f"input '{missing[0]}' is missing"
         hint = nearest(unknown[0], self._inputs) if unknown else ""
         return InvalidRequestError(

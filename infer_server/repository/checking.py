@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from infer_server.config.kinds import Kind
 from infer_server.errors import RepositoryError
 from infer_server.repository.folders import model_names, read_model
 
@@ -45,7 +46,7 @@ def _check_model(repository: Path, name: str, kind_gpu: str) -> Iterator[Remark]
     if config.asks_for_gpu and kind_gpu == "refuse":
         yield Remark(name, "instance_group: KIND_GPU is refused by --kind-gpu=refuse; write kind: KIND_CPU", True)
     for source in sources:
-        if not source.file.exists():
+        if config.kind is not Kind.ENSEMBLE and not source.file.exists():
             yield Remark(name, f"{source.file}: no such file", True)
     for spec in config.outputs:
         if spec.labels and not (repository / name / spec.labels).is_file():

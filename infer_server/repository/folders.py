@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infer_server.config.config import ModelConfig, from_message
+from infer_server.config.kinds import Kind
 from infer_server.config.pbtxt import read_config
 from infer_server.errors import RepositoryError, UnknownModelError
 from protos import model_config
 
 CONFIG = "config.pbtxt"
-FILENAMES = ("model.plan", "model.onnx")        # the first that is there is served
+FILENAMES = ("model.plan", "model.onnx", "model.py")    # the first that is there is served
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,12 @@ def read_model(repository: Path, name: str, message: model_config.ModelConfig | 
     if message is None:
         path = folder / CONFIG
         message = read_config(path) if path.exists() else model_config.ModelConfig()
+    if not message.backend and not message.platform and not message.HasField("ensemble_scheduling") and any(
+            folder.glob("[1-9]*/model.py")):
+        message.backend = Kind.PYTHON.value
     config = from_message(message)
+    if config.kind is Kind.ENSEMBLE and not config.default_filename:
+        return [Source(name, 1, folder / "1" / CONFIG, message, config)]
     numbers = [int(path.name) for path in folder.iterdir() if path.is_dir() and _is_version(path.name)]
     if not numbers:
         raise RepositoryError(f"{folder} has no version: expected a folder named by a number, such as 1, with "
@@ -82,5 +88,7 @@ def _is_version(name: str) -> bool:
 def _filename(folder: Path, config: ModelConfig) -> str:
     if config.default_filename:
         return config.default_filename
+    if config.kind is Kind.PYTHON:
+        return "model.py"
     # Where neither is there, loading this version fails by the first name, and its siblings are not harmed.
     return next((name for name in FILENAMES if (folder / name).exists()), FILENAMES[0])

@@ -3,18 +3,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from engines.errors import EngineError, PlanTargetError
 from engines.machine.cpu import allowed_cpus
 from infer_server.backend import Engine, EngineLoader, load_plan
+from infer_server.config.kinds import Kind
 from infer_server.errors import ModelConfigError, RepositoryError
 from infer_server.repository.building import Compiler
 from infer_server.repository.cores import CpuDealer, default_instances
 from infer_server.repository.engine_model import EngineModel
+from infer_server.repository.ensemble import EnsembleModel
 from infer_server.repository.folders import Source
+from infer_server.repository.local import Find
 from infer_server.repository.model import Model
+from infer_server.repository.python_model import PythonModel
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +28,7 @@ log = logging.getLogger(__name__)
 class Loader:
     """Loads models; load() blocks, and is called on a worker thread."""
     loop: asyncio.AbstractEventLoop             # where the requests of the models are submitted and answered
+    find: Find                                  # the models that ensembles and Python models call, on that loop
     compiler: Compiler                          # for what is no plan yet, or none for this machine
     threads: int = 1                            # a model's own `threads` parameter goes before it
     load_engine: EngineLoader = load_plan
@@ -37,13 +43,23 @@ class Loader:
                                    "start the server with --kind-gpu=cpu")
         for notice in source.config.notices:
             log.warning("%s: %s", source.name, notice)
+        if source.config.kind is Kind.ENSEMBLE:
+            return self._guarded(source, lambda: EnsembleModel(source, self.find))
         if not source.file.exists():
             raise RepositoryError(f"{source.file}: no such file")
+        if source.config.kind is Kind.PYTHON:
+            return self._guarded(source, lambda: PythonModel(source, self.loop, self.find))
+        return self._guarded(source, lambda: self._engine_model(source))
+
+    def _engine_model(self, source: Source) -> Model:
         threads = int(source.config.build.threads or self.threads)
+        engine = self._engine(source, threads)
+        instances = default_instances(self.cores, threads, engine.arena_bytes)
+        return EngineModel(source, engine, self.loop, instances, self.dealer)
+
+    def _guarded(self, source: Source, load: Callable[[], Model]) -> Model:
         try:
-            engine = self._engine(source, threads)
-            instances = default_instances(self.cores, threads, engine.arena_bytes)
-            return EngineModel(source, engine, self.loop, instances, self.dealer)
+            return load()
         except RepositoryError:
             raise
         except EngineError as error:

@@ -78,7 +78,7 @@ class QueuedModel(Model):
     def start(self, executors: Sequence[Executor], cpus: Sequence[int | None] = ()) -> None:
         """Gives it its instances, one for each executor; cpus: what their threads are pinned to, if given."""
         self._instances = [
-            Instance(f"{self.name}/{self.version} instance {i}", self.batcher, executor, self._deliver,
+            Instance(f"{self.name}/{self.version} instance {i}", self.batcher, executor, self.deliver,
                      cpus[i] if cpus else None)
             for i, executor in enumerate(executors)]
         for instance in self._instances:
@@ -103,7 +103,8 @@ class QueuedModel(Model):
         # They refer to this model, too: without this their contexts' memory would wait for the cycle collector.
         self._instances.clear()
 
-    def _deliver(self, outcomes: list[Outcome], execution: BatchExecution | None) -> None:
+    def deliver(self, outcomes: list[Outcome], execution: BatchExecution | None) -> None:
+        """Hands out what an execution gave, from any thread; None: it failed, or what it gave came later."""
         post(self._loop, self._finish, outcomes, execution)
 
     def _finish(self, outcomes: list[Outcome], execution: BatchExecution | None) -> None:
@@ -127,6 +128,8 @@ class QueuedModel(Model):
         if execution:
             self.statistics.executed(execution, enqueued_ns)
             self.batcher.measured(execution.items, now_ns - execution.started_ns)
+        elif enqueued_ns:
+            self.statistics.answered(enqueued_ns, now_ns)
 
     def _refuse(self, expired: list[Request], error: ServeError) -> None:
         """Called on any thread. Each gets an error of its own: what is raised collects the frames it passes."""

@@ -62,6 +62,7 @@ class Repository:
         self._reasons: dict[str, str] = {}                  # of models that failed before any version was found
         self._locks: dict[str, asyncio.Lock] = {}           # one load or unload at a time, while there is one
         self._users = Counter[str]()                        # of each lock
+        self._starting: dict[str, asyncio.Future[None]] = {}    # the loads of load_all
         self._loads = asyncio.Semaphore(_LOADS)
 
     def find(self, name: str, version: str = "") -> Model:
@@ -126,7 +127,9 @@ class Repository:
                 log.warning("there is no model in %s; a model is a folder with a folder for each version",
                             ", ".join(map(str, self._directories)))
         names = list(names)
-        results = await asyncio.gather(*(self.load(name) for name in names), return_exceptions=True)
+        self._starting = {name: asyncio.ensure_future(self.load(name)) for name in names}
+        results = await asyncio.gather(*self._starting.values(), return_exceptions=True)
+        self._starting = {}
         for name, result in zip(names, results, strict=True):
             if isinstance(result, UnknownModelError):       # of names given; load() has logged what else failed
                 self._reasons[name] = str(result)
@@ -141,8 +144,9 @@ class Repository:
         """
         async with self._alone(name):
             try:
-                sources = await in_daemon_thread(
-                    lambda: read_model(repository_of(self._directories, name), name, message))
+                for needed in await in_daemon_thread(lambda: self._steps_of(name, message, ())):
+                    await self._load_needed(needed)
+                sources = await in_daemon_thread(lambda: self._read(name, message))
             except RepositoryError as error:
                 if name not in self._versions:
                     self._reasons[name] = str(error)
@@ -163,6 +167,36 @@ class Repository:
                 await self._drain(status.model for status in retired if status.model)
             if failures:
                 raise RepositoryError(f"failed to load '{name}': {'; '.join(failures)}")
+
+    def _read(self, name: str, message: model_config.ModelConfig | None) -> list[Source]:
+        return read_model(repository_of(self._directories, name), name, message)
+
+    def _steps_of(self, name: str, message: model_config.ModelConfig | None, above: tuple[str, ...]) -> list[str]:
+        """The models that an ensemble calls, each after those that it calls itself. Blocks.
+
+        Raises RepositoryError: it calls itself. What cannot be read is found out when it is loaded.
+        """
+        if name in above:
+            raise RepositoryError(f"ensemble_scheduling: {' -> '.join((*above, name))} is a circle")
+        try:
+            steps = self._read(name, message)[0].config.steps
+        except RepositoryError:
+            return []
+        needed: list[str] = []
+        for step in steps:
+            needed += [*self._steps_of(step.model, None, (*above, name)), step.model]
+        return list(dict.fromkeys(needed))
+
+    async def _load_needed(self, name: str) -> None:
+        """Loads what an ensemble calls, unless it is there or on its way; it says itself what is wrong with it."""
+        if task := self._starting.get(name):
+            await asyncio.wait([task])
+        if self.versions(name):
+            return
+        try:
+            await self.load(name)
+        except ServeError as error:
+            log.debug("a step's model '%s' is not ready: %s", name, error)
 
     async def unload(self, name: str) -> None:
         """Answers what the model has accepted, then lets go of it. Raises UnknownModelError."""

@@ -25,6 +25,12 @@ def parsed(text: str) -> model_config.ModelConfig:
     return text_format.Parse(text, model_config.ModelConfig())
 
 
+STEPS = """input {{ name: "x" data_type: TYPE_FP32 dims: 1 }} output {{ name: "y" data_type: TYPE_FP32 dims: 1 }}
+    ensemble_scheduling {{
+      step {{ model_name: "a" input_map {{ key: "i" value: "{}" }} output_map {{ key: "o" value: "{}" }} }}
+      step {{ model_name: "b" input_map {{ key: "i" value: "{}" }} output_map {{ key: "o" value: "{}" }} }} }}"""
+
+
 def test_the_settings_of_the_dynamic_batcher_are_read() -> None:
     config = from_message(parsed("""
         name: "m"  max_batch_size: 16
@@ -51,7 +57,12 @@ def test_the_settings_of_the_dynamic_batcher_are_read() -> None:
     ("max_batch_size: -1", "expected 0 or more"),
     ("max_batch_size: 4 dynamic_batching { preferred_batch_size: 5 }", "5 is not within 1..4"),
     ("sequence_batching {}", "sequence_batching: sequences are not served"),
-    ("ensemble_scheduling {}", "ensembles are not served"),
+    ("ensemble_scheduling {}", "needs a step"),
+    ('platform: "ensemble"', "needs its steps"),
+    (STEPS.format("x", "mid", "nowhere", "y"), r"step 1 \('b'\) reads 'nowhere', which is neither"),
+    (STEPS.format("x", "y", "y", "y"), r"'y' is made twice, the second time by step 1 \('b'\)"),
+    (STEPS.format("y", "mid", "mid", "y"), r"steps \[0, 1, 0\] wait for each other"),
+    (STEPS.format("x", "mid", "mid", "last"), "output 'y' is made by no step"),
     ("response_cache { enable: true }", "response_cache"),
     ("dynamic_batching { priority_levels: 2 }", "priority_levels"),
     ("instance_group { passive: true }", "remove its group"),

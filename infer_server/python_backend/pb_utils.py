@@ -1,0 +1,313 @@
+"""The module triton_python_backend_utils, as a model.py imports it: Triton's names, behind which is this server.
+
+https://github.com/triton-inference-server/python_backend
+Runs in the process of the model. What reaches the server goes through `server`, which the process sets.
+"""
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer_server.protocol.codec import DATATYPES, FROM_CONFIG, encode_raw
+from infer_server.python_backend.channel import datatype_of
+from protos import model_config
+
+TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
+TRITONSERVER_REQUEST_RELEASE_ALL = 1
+TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2
+TRITONSERVER_MEMORY_CPU = 0
+TRITONSERVER_MEMORY_GPU = 1
+
+
+class Server(Protocol):
+    """What the process of a model asks of the server."""
+
+    def respond(self, request: int, response: InferenceResponse | None, final: bool) -> None: ...
+
+    def is_cancelled(self, request: int) -> bool: ...
+
+    def infer(self, request: InferenceRequest, decoupled: bool) -> Iterator[InferenceResponse]: ...
+
+    def log(self, level: str, text: str) -> None: ...
+
+
+server = cast(Server, None)             # set once, before the model is imported
+model_dir = ""                          # likewise: the folder of the version
+
+
+class TritonModelException(Exception):  # noqa: N818  (Triton's name)
+    """What a model raises to end a request, or its loading, with a message."""
+
+
+class TritonError:
+    """An error as a response has it."""
+    UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = range(8)
+
+    def __init__(self, message: str, code: int = INTERNAL) -> None:
+        self._message, self._code = message, code
+
+    def message(self) -> str:
+        return self._message
+
+    def code(self) -> int:
+        return self._code
+
+
+class Tensor:
+    """A named array."""
+
+    def __init__(self, name: str, array: NDArray[Any]) -> None:
+        self._name, self._array = name, np.asarray(array)
+        datatype_of(self._array)
+
+    @classmethod
+    def from_dlpack(cls, name: str, tensor: Any) -> Tensor:
+        return cls(name, np.from_dlpack(tensor))
+
+    def to_dlpack(self) -> Any:
+        return self._array.__dlpack__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self._array.__dlpack_device__()
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> NDArray[Any]:
+        return self._array
+
+    def shape(self) -> list[int]:
+        return list(self._array.shape)
+
+    def triton_dtype(self) -> int:
+        return datatype_of(self._array).config
+
+    def is_cpu(self) -> bool:
+        return True
+
+
+class InferenceResponse:
+    def __init__(self, output_tensors: Sequence[Tensor] = (), error: TritonError | str | None = None,
+                 parameters: Mapping[str, Any] | None = None) -> None:
+        self._tensors = list(output_tensors)
+        self._error = TritonError(error) if isinstance(error, str) else error
+        self._parameters = dict(parameters or {})
+
+    def output_tensors(self) -> list[Tensor]:
+        return self._tensors
+
+    def has_error(self) -> bool:
+        return self._error is not None
+
+    def error(self) -> TritonError | None:
+        return self._error
+
+    def parameters(self) -> str:
+        return json.dumps(self._parameters)
+
+
+class ResponseSender:
+    """InferenceResponseSender: responses of one request, one after the other, from any thread."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._closed = False
+
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        if self._closed:
+            raise TritonModelException("Unable to send response. Response sender has been closed.")
+        self._closed = bool(flags & TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        if response is None and not self._closed:
+            raise TritonModelException("Inference Response object must be provided when the response flags is set to "
+                                       "zero.")
+        server.respond(self._number, response, self._closed)
+
+    def is_cancelled(self) -> bool:
+        return server.is_cancelled(self._number)
+
+
+InferenceResponseSender = ResponseSender
+
+
+class InferenceRequest:
+    """A request that the model was given, or one that it makes of another model: exec(), async_exec()."""
+
+    def __init__(self, model_name: str = "", requested_output_names: Sequence[str] = (),
+                 inputs: Iterable[Tensor] = (), request_id: str = "", correlation_id: int | str = 0,
+                 model_version: int = -1, flags: int = 0, timeout: int = 0, preferred_memory: Any = None,
+                 trace: Any = None, parameters: Mapping[str, Any] | None = None, priority: int = 0,
+                 number: int = -1) -> None:
+        self._model, self._version, self._outputs = model_name, model_version, list(requested_output_names)
+        self._inputs, self._id, self._correlation = list(inputs), request_id, correlation_id
+        self._flags, self._timeout, self._priority = flags, timeout, priority
+        self._parameters = dict(parameters or {})
+        self._number = number           # of a request that was given: what the server knows it by
+        self.sender: ResponseSender | None = None
+
+    def inputs(self) -> list[Tensor]:
+        return self._inputs
+
+    def request_id(self) -> str:
+        return self._id
+
+    def correlation_id(self) -> int | str:
+        return self._correlation
+
+    def requested_output_names(self) -> list[str]:
+        return self._outputs
+
+    def model_name(self) -> str:
+        return self._model
+
+    def model_version(self) -> int:
+        return self._version
+
+    def flags(self) -> int:
+        return self._flags
+
+    def set_flags(self, flags: int) -> None:
+        self._flags = flags
+
+    def timeout(self) -> int:
+        return self._timeout
+
+    def priority(self) -> int:
+        return self._priority
+
+    def parameters(self) -> str:
+        return json.dumps(self._parameters)
+
+    def trace(self) -> None:
+        return None
+
+    def is_cancelled(self) -> bool:
+        return server.is_cancelled(self._number)
+
+    def get_response_sender(self) -> ResponseSender:
+        if self.sender is None:
+            self.sender = ResponseSender(self._number)
+        return self.sender
+
+    def exec(self, decoupled: bool = False) -> Any:
+        """The response of another model; of a decoupled one an iterator of them."""
+        responses = server.infer(self, decoupled)
+        return responses if decoupled else next(responses)
+
+    async def async_exec(self, decoupled: bool = False) -> Any:
+        if decoupled:
+            return server.infer(self, decoupled)
+        return await asyncio.get_running_loop().run_in_executor(None, lambda: next(server.infer(self, False)))
+
+
+class PreferredMemory:
+    """Where a response is wanted: there is one kind of memory here."""
+
+    def __init__(self, preferred_memory_type: int, preferred_device_id: int = 0) -> None:
+        self.preferred_memory_type, self.preferred_device_id = preferred_memory_type, preferred_device_id
+
+
+class Logger:
+    """Lines in the server's log."""
+    INFO, WARNING, ERROR, VERBOSE = range(4)
+
+    @staticmethod
+    def log(text: str, level: int = INFO) -> None:
+        server.log(("info", "warning", "error", "debug")[level], text)
+
+    @staticmethod
+    def log_info(text: str) -> None:
+        server.log("info", text)
+
+    @staticmethod
+    def log_warn(text: str) -> None:
+        server.log("warning", text)
+
+    @staticmethod
+    def log_error(text: str) -> None:
+        server.log("error", text)
+
+    @staticmethod
+    def log_verbose(text: str) -> None:
+        server.log("debug", text)
+
+
+class ModelConfig:
+    """What auto_complete_config completes."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = config
+
+    def as_dict(self) -> dict[str, Any]:
+        return self._config
+
+    def add_input(self, tensor: Mapping[str, Any]) -> None:
+        self._add("input", tensor)
+
+    def add_output(self, tensor: Mapping[str, Any]) -> None:
+        self._add("output", tensor)
+
+    def set_max_batch_size(self, size: int) -> None:
+        self._config["max_batch_size"] = size
+
+    def set_dynamic_batching(self) -> None:
+        self._config.setdefault("dynamic_batching", {})
+
+    def set_model_transaction_policy(self, policy: Mapping[str, Any]) -> None:
+        self._config["model_transaction_policy"] = dict(policy)
+
+    def _add(self, kind: str, tensor: Mapping[str, Any]) -> None:
+        tensors = self._config.setdefault(kind, [])
+        if tensor["name"] not in [given["name"] for given in tensors]:
+            tensors.append(dict(tensor))
+
+
+# ---- functions, by Triton's names
+def get_input_tensor_by_name(request: InferenceRequest, name: str) -> Tensor | None:
+    return next((tensor for tensor in request.inputs() if tensor.name() == name), None)
+
+
+def get_output_tensor_by_name(response: InferenceResponse, name: str) -> Tensor | None:
+    return next((tensor for tensor in response.output_tensors() if tensor.name() == name), None)
+
+
+def get_input_config_by_name(config: Mapping[str, Any], name: str) -> Any:
+    return next((tensor for tensor in config.get("input", ()) if tensor["name"] == name), None)
+
+
+def get_output_config_by_name(config: Mapping[str, Any], name: str) -> Any:
+    return next((tensor for tensor in config.get("output", ()) if tensor["name"] == name), None)
+
+
+def using_decoupled_model_transaction_policy(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("model_transaction_policy", {}).get("decoupled", False))
+
+
+def triton_to_numpy_type(data_type: int) -> Any:
+    datatype = FROM_CONFIG[data_type]
+    return np.bool_ if datatype.name == "BOOL" else datatype.array.type
+
+
+def numpy_to_triton_type(data_type: Any) -> int:
+    return datatype_of(np.empty(0, data_type)).config
+
+
+def triton_string_to_numpy(name: str) -> Any:
+    return triton_to_numpy_type(model_config.DataType.Value(name))
+
+
+def get_model_dir() -> str:
+    return model_dir
+
+
+def serialize_byte_tensor(array: NDArray[Any]) -> NDArray[np.uint8]:
+    return np.frombuffer(encode_raw(array, DATATYPES["BYTES"]), np.uint8)

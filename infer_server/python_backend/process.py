@@ -1,0 +1,254 @@
+"""The server's side of a Python model's process: starts it, has it execute, and answers what it asks."""
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from infer_server.batching.request import NO_MORE, Outcome, Request, StreamReply
+from infer_server.batching.statistics import BatchExecution
+from infer_server.errors import (
+    ExecutionError,
+    InvalidRequestError,
+    NotServedError,
+    RepositoryError,
+    ServeError,
+    UnavailableError,
+    UnknownModelError,
+)
+from infer_server.protocol.codec import Datatype
+from infer_server.python_backend.channel import Channel, ClosedError, Message, Tensors, Typed
+
+log = logging.getLogger(__name__)
+
+_FINALIZE_SECS = 10.0
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+# By the codes of pb_utils.TritonError.
+_ERRORS: dict[int, type[ServeError]] = {
+    2: UnknownModelError, 3: InvalidRequestError, 4: UnavailableError, 5: NotServedError}
+
+
+Answer = Callable[[Mapping[str, Any], Tensors], None]   # takes the head and the tensors of a response
+Asked = Callable[[Message, Answer], object]     # serves a request that a model makes of another; on any thread
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a process is started with."""
+    name: str                               # in logs and errors: of the model, and which instance
+    file: Path                              # model.py
+    arguments: Mapping[str, str]            # of initialize
+    inputs: Mapping[str, Datatype]
+    outputs: Mapping[str, Datatype]
+    is_decoupled: bool
+    start_secs: float
+    execute_secs: float
+
+
+class ModelProcess:
+    """execute() and close() belong to the thread of an instance."""
+
+    def __init__(self, launch: Launch, asked: Asked, deliver: Callable[[list[Outcome], BatchExecution | None], None],
+                 post: Callable[..., None]) -> None:
+        """deliver: takes outcomes that come after their execution. post: calls a function on the event loop."""
+        self.launch = launch                            # its configuration may be completed once
+        self._asked, self._deliver, self._post = asked, deliver, post
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._open: dict[int, Request] = {}             # requests whose last response has not come
+        self._executing: tuple[int, ...] = ()           # those that execute() answers for; the others the reader
+        self._ended = ""                                # how the process ended, once it has
+        self._kept: dict[int, Any] = {}                 # the response of such a one, where it has only one
+        self._replies: queue.SimpleQueue[Message | None] = queue.SimpleQueue()     # None: the process has ended
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "infer_server.python_backend.stub", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        self._channel = Channel(ours)
+        threading.Thread(target=self._read, name=f"{launch.name} reader", daemon=True).start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def initialize(self, complete: bool) -> str:
+        """The configuration as JSON, completed by the model if asked for. Raises RepositoryError."""
+        try:
+            self._channel.send({"kind": "initialize", "path": str(self.launch.file),
+                                "arguments": dict(self.launch.arguments), "complete": complete})
+            message = self._reply(self.launch.start_secs, "initialize")
+        except (ClosedError, ExecutionError) as error:
+            raise RepositoryError(f"{self.launch.file}: {error}") from error
+        config: str = message.head["config"]
+        return config
+
+    def execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution]:
+        """Raises ExecutionError: the process ended, or hangs, and is killed."""
+        started_ns = time.monotonic_ns()
+        self._executing = numbers = tuple(next(self._numbers) for _ in batch)
+        self._open.update(zip(numbers, batch, strict=True))
+        try:
+            self._channel.send({"kind": "execute", "batch": numbers[0], "requests": [
+                _described(number, request) for number, request in zip(numbers, batch, strict=True)]},
+                [self._typed(request.inputs) for request in batch])
+            sent_ns = time.monotonic_ns()
+            message = self._reply(self.launch.execute_secs, "execute")
+        except (ClosedError, ExecutionError) as error:
+            for number in numbers:
+                self._open.pop(number, None)
+            self._executing = ()
+            self.kill()
+            raise ExecutionError(f"{error}; it is started again") from error
+        computed_ns = time.monotonic_ns()
+        outcomes: list[Outcome] = []
+        for number, request, head, tensors in zip(numbers, batch, message.head["responses"], message.tensors,
+                                                  strict=True):
+            if head is not None:
+                self._open.pop(number, None)
+                outcomes.append((request, self._result(request, head, tensors)))
+        with self._lock:                        # whoever is open from here on is the reader's
+            self._executing = ()
+            if self._ended:
+                outcomes += self._unanswered()
+        items = sum(request.items for request in batch)
+        return outcomes, BatchExecution(items, started_ns, sent_ns, computed_ns, time.monotonic_ns())
+
+    def cancel(self, request: Request) -> None:
+        """Tells the model that nobody waits for a request, if it has it. From any thread."""
+        for number, other in list(self._open.items()):
+            if other is request:
+                try:
+                    self._channel.send({"kind": "cancel", "request": number})
+                except ClosedError:
+                    log.debug("%s ended before a request was cancelled", self.launch.name)
+
+    def close(self) -> None:
+        """Lets the model finalize, and ends the process."""
+        if self.is_alive:
+            try:
+                self._channel.send({"kind": "finalize"})
+                self._reply(_FINALIZE_SECS, "finalize")
+                self._process.wait(_FINALIZE_SECS)
+            except (ClosedError, ExecutionError, subprocess.TimeoutExpired) as error:
+                log.warning("%s did not end by itself: %s", self.launch.name, error)
+        self.kill()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._channel.close()
+
+    def _reply(self, seconds: float, what: str) -> Message:
+        try:
+            message = self._replies.get(timeout=seconds)
+        except queue.Empty:
+            raise ExecutionError(f"{self.launch.name}: {what} took more than {seconds:g} s, and its process was "
+                                 "killed") from None
+        if message is None:
+            raise ExecutionError(f"{self.launch.name}: its process ended in {what}: {self._how_it_ended()}")
+        if message.head["kind"] == "failed":
+            raise ExecutionError(f"{self.launch.name}: {what} failed: {message.head['error']}")
+        return message
+
+    def _how_it_ended(self) -> str:
+        try:
+            status = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return "it closed its connection"
+        return f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
+
+    def _read(self) -> None:
+        try:
+            while True:
+                message = self._channel.receive()
+                kind = message.head["kind"]
+                if kind == "response":
+                    self._respond(message)
+                elif kind == "infer":
+                    self._infer(message)
+                elif kind == "log":
+                    log.log(_LEVELS[message.head["level"]], "%s: %s", self.launch.name, message.head["text"])
+                else:
+                    self._replies.put(message)
+        except ClosedError:
+            how = self._how_it_ended()
+        self._channel.dispose()
+        with self._lock:
+            self._ended = how
+            late = self._unanswered()
+        self._replies.put(None)
+        if late:
+            self._deliver(late, None)
+
+    def _unanswered(self) -> list[Outcome]:
+        """What ends without its last response, for the process has ended."""
+        reason = f"{self.launch.name}: its process ended before all responses were there: {self._ended}"
+        return [(self._open.pop(number), ExecutionError(reason))
+                for number in list(self._open) if number not in self._executing]
+
+    def _infer(self, message: Message) -> None:
+        number = message.head["number"]
+
+        def answer(head: Mapping[str, Any], tensors: Tensors) -> None:
+            try:
+                self._channel.send({"kind": "inferred", "number": number, **head}, [tensors] if tensors else [])
+            except ClosedError:
+                log.debug("%s ended before another model answered it", self.launch.name)
+
+        self._asked(message, answer)
+
+    def _respond(self, message: Message) -> None:
+        """A response that was sent by itself."""
+        number, final = message.head["request"], message.head["final"]
+        request = self._open.get(number)
+        if request is None:
+            return                              # it has ended with an error
+        result: Any = NO_MORE
+        if message.tensors or "error" in message.head:
+            result = self._result(request, message.head, message.tensors[0] if message.tensors else {})
+        streams = self.launch.is_decoupled and isinstance(request.reply, StreamReply)
+        if streams and result is not NO_MORE and not isinstance(result, Exception):
+            self._post(request.part, result)
+            result = NO_MORE
+        elif not streams and result is not NO_MORE:
+            self._kept[number] = result
+        if final or (streams and isinstance(result, Exception)):
+            del self._open[number]
+            nothing = ExecutionError(f"{self.launch.name}: it gave no response")
+            self._deliver([(request, result if streams else self._kept.pop(number, nothing))], None)
+
+    def _result(self, request: Request, head: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> Any:
+        """The encoded response, or the error."""
+        if "error" in head:
+            return _ERRORS.get(head["code"], ExecutionError)(head["error"])
+        for name in request.outputs:
+            if name not in tensors:
+                return ExecutionError(f"{self.launch.name}: it gave no output '{name}'")
+            if tensors[name].dtype != self.launch.outputs[name].array:
+                return ExecutionError(f"{self.launch.name}: output '{name}' is of {tensors[name].dtype}, but its "
+                                      f"configuration says {self.launch.outputs[name].name}")
+        return request.encode(tensors)
+
+    def _typed(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Typed]:
+        return {name: Typed(self.launch.inputs[name].name, array) for name, array in arrays.items()}
+
+
+def _described(number: int, request: Request) -> dict[str, Any]:
+    sequence = request.sequence
+    return {"number": number, "request_id": request.id, "requested_output_names": request.outputs,
+            "correlation_id": sequence.id if sequence else 0,
+            "flags": (sequence.start | sequence.end << 1) if sequence else 0,
+            "timeout": request.timeout_us, "priority": request.priority, "parameters": dict(request.parameters)}

@@ -1,0 +1,195 @@
+"""The process of a Python model: imports its model.py, and executes what the server sends.
+
+    python -m infer_server.python_backend.stub DESCRIPTOR       of a Unix socket
+"""
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import queue
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from infer_server.python_backend import pb_utils
+from infer_server.python_backend.channel import Channel, ClosedError, Message, Typed, typed
+
+_Responses = queue.SimpleQueue[Message | None]
+
+
+class Process:
+    """Reads messages on a thread of its own; the model runs on the main one."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._work: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._cancelled: set[int] = set()
+        self._asked: dict[int, _Responses] = {}         # requests of other models, until their last response
+        self._numbers = itertools.count()
+
+    def run(self) -> None:
+        """Serves until the server closes the connection, or says that it is enough."""
+        threading.Thread(target=self._read, daemon=True).start()
+        model: Any = None
+        while (message := self._work.get()) is not None:
+            kind = message.head["kind"]
+            try:
+                if kind == "initialize":
+                    model, config = self._initialize(message.head)
+                    self._channel.send({"kind": "initialized", "config": config})
+                elif kind == "execute":
+                    self._execute(model, message)
+                else:
+                    if hasattr(model, "finalize"):
+                        model.finalize()
+                    self._channel.send({"kind": "finalized"})
+                    return
+            except ClosedError:
+                return
+            except BaseException as error:      # a model may raise anything, SystemExit among it
+                traceback.print_exc()
+                self._channel.send({"kind": "failed", "error": f"{type(error).__name__}: {error}"})
+
+    # ---- what pb_utils asks for
+    def respond(self, request: int, response: pb_utils.InferenceResponse | None, final: bool) -> None:
+        head = {"kind": "response", "request": request, "final": final, **_error(response)}
+        self._channel.send(head, [self._outputs(response)] if response else [])
+        if final:
+            self._cancelled.discard(request)
+
+    def is_cancelled(self, request: int) -> bool:
+        return request in self._cancelled
+
+    def log(self, level: str, text: str) -> None:
+        self._channel.send({"kind": "log", "level": level, "text": str(text)})
+
+    def infer(self, request: pb_utils.InferenceRequest, decoupled: bool) -> Iterator[pb_utils.InferenceResponse]:
+        number, answers = next(self._numbers), _Responses()
+        self._asked[number] = answers
+        tensors = {tensor.name(): typed(tensor.as_numpy()) for tensor in request.inputs()}
+        self._channel.send({
+            "kind": "infer", "number": number, "model": request.model_name(), "version": request.model_version(),
+            "outputs": request.requested_output_names(), "id": request.request_id(), "timeout": request.timeout(),
+            "priority": request.priority(), "parameters": json.loads(request.parameters()),
+            "sequence": request.correlation_id(), "flags": request.flags(), "decoupled": decoupled}, [tensors])
+        return self._answers(number, answers)
+
+    def _answers(self, number: int, answers: _Responses) -> Iterator[pb_utils.InferenceResponse]:
+        while (message := answers.get()) is not None:
+            final = message.head["final"]
+            if final:
+                del self._asked[number]
+            if message.head.get("error"):
+                yield pb_utils.InferenceResponse(error=pb_utils.TritonError(message.head["error"]))
+            elif message.tensors:
+                yield pb_utils.InferenceResponse(_tensors(message.tensors[0]))
+            if final:
+                return
+        raise pb_utils.TritonModelException("the server is gone")
+
+    # ---- the model
+    def _read(self) -> None:
+        try:
+            while True:
+                message = self._channel.receive()
+                kind = message.head["kind"]
+                if kind == "cancel":
+                    self._cancelled.add(message.head["request"])
+                elif kind == "inferred":
+                    if answers := self._asked.get(message.head["number"]):
+                        answers.put(message)
+                else:
+                    self._work.put(message)
+        except ClosedError:
+            os._exit(0)                 # whatever the model does: nobody will ever ask again
+
+    def _initialize(self, head: Mapping[str, Any]) -> tuple[Any, str]:
+        path, arguments = Path(head["path"]), head["arguments"]
+        pb_utils.model_dir = str(path.parent)
+        sys.path[:0] = [str(path.parent), str(path.parent.parent)]
+        spec = importlib.util.spec_from_file_location("model", path)
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["model"] = module
+        spec.loader.exec_module(module)
+        if not hasattr(module, "TritonPythonModel"):
+            raise pb_utils.TritonModelException(f"{path} has no class TritonPythonModel")
+        made = module.TritonPythonModel
+        config = json.loads(arguments["model_config"])
+        if head["complete"] and hasattr(made, "auto_complete_config"):
+            completed = made.auto_complete_config(pb_utils.ModelConfig(config))
+            config = completed.as_dict() if completed is not None else config
+            arguments["model_config"] = json.dumps(config)
+        if not hasattr(made, "execute"):
+            raise pb_utils.TritonModelException(f"{path}: TritonPythonModel has no execute")
+        model = made()
+        if hasattr(model, "initialize"):
+            model.initialize(arguments)
+        return model, json.dumps(config)
+
+    def _execute(self, model: Any, message: Message) -> None:
+        requests = [pb_utils.InferenceRequest(inputs=_tensors(arrays), **described)
+                    for described, arrays in zip(message.head["requests"], message.tensors, strict=True)]
+        try:
+            responses = model.execute(requests)
+            answers = self._answers_of(requests, responses)
+        except Exception as error:
+            traceback.print_exc()
+            text = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-3)}"
+            answers = [pb_utils.InferenceResponse(error=text)] * len(requests)
+        self._channel.send({"kind": "executed", "batch": message.head["batch"],
+                            "responses": [_error(answer) if answer else None for answer in answers]},
+                           [self._outputs(answer) for answer in answers])
+
+    @staticmethod
+    def _answers_of(requests: Sequence[pb_utils.InferenceRequest], responses: Any
+                    ) -> list[pb_utils.InferenceResponse | None]:
+        """One for each request; None: its sender has sent, or will send, its responses."""
+        if responses is None:
+            responses = [None] * len(requests)
+        if not isinstance(responses, list | tuple) or len(responses) != len(requests):
+            raise pb_utils.TritonModelException(
+                f"execute must return a list of a response for each of the {len(requests)} requests, got "
+                f"{len(responses) if isinstance(responses, list | tuple) else type(responses).__name__}")
+        for request, response in zip(requests, responses, strict=True):
+            if not isinstance(response, pb_utils.InferenceResponse | None):
+                raise pb_utils.TritonModelException(
+                    f"execute must return InferenceResponse objects, got a {type(response).__name__}")
+            if response is None and request.sender is None:
+                raise pb_utils.TritonModelException("execute returned None for a request whose response sender it "
+                                                    "never asked for")
+        return list(responses)
+
+    def _outputs(self, response: pb_utils.InferenceResponse | None) -> dict[str, Typed]:
+        if response is None:
+            return {}
+        return {tensor.name(): typed(tensor.as_numpy()) for tensor in response.output_tensors()}
+
+
+def _error(response: pb_utils.InferenceResponse | None) -> dict[str, Any]:
+    error = response.error() if response else None
+    return {"error": error.message(), "code": error.code()} if error else {}
+
+
+def _tensors(arrays: Mapping[str, NDArray[Any]]) -> list[pb_utils.Tensor]:
+    return [pb_utils.Tensor(name, array) for name, array in arrays.items()]
+
+
+def main() -> None:
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    process = Process(channel)
+    pb_utils.server = process
+    sys.modules["triton_python_backend_utils"] = pb_utils
+    process.run()
+
+
+if __name__ == "__main__":
+    main()

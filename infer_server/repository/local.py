@@ -1,0 +1,41 @@
+"""Requests that models make of each other, inside the server: steps of ensembles, calls of Python models."""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+from infer_server.batching.request import Arrays, InSequence, Reply, Request
+from infer_server.errors import InvalidRequestError
+from infer_server.protocol.codec import DATATYPES, Datatype, InputTensor
+from infer_server.repository.model import Model
+
+Find = Callable[[str, str], Model]      # a ready model, by name and version. Raises ServeErrors
+
+
+def request_of(model: Model, arrays: Mapping[str, NDArray[Any]], outputs: Sequence[str],
+               encode: Callable[[Arrays], Any], reply: Reply, *, deadline_ns: int = 0, timeout_us: int = 0,
+               priority: int = 0, sequence: InSequence | None = None, request_id: str = "",
+               parameters: Mapping[str, Any] | None = None) -> Request:
+    """A request for a model. Raises InvalidRequestError: it does not fit."""
+    known = {spec.name: spec.datatype for spec in model.config.inputs}
+    fit = model.signature.fit([InputTensor(name, _datatype(name, array, known.get(name)), array.shape)
+                               for name, array in arrays.items()])
+    chosen = model.signature.choose_outputs(outputs)
+    return Request(
+        inputs=model.signature.to_model(arrays), items=fit.items, shape_key=fit.shape_key,
+        encode=model.signature.to_client(encode), reply=reply, timeout_us=timeout_us, priority=priority,
+        sequence=sequence, id=request_id, parameters=parameters or {}, outputs=tuple(spec.name for spec in chosen),
+        received_ns=time.monotonic_ns(), deadline_ns=deadline_ns)
+
+
+def _datatype(name: str, array: NDArray[Any], wanted: Datatype | None) -> Datatype:
+    """The type of an array, which is the wanted one if that has such elements: bits of BF16 are integers, too."""
+    if wanted is not None and wanted.array == array.dtype:
+        return wanted
+    for datatype in DATATYPES.values():
+        if datatype.array == array.dtype:
+            return datatype
+    raise InvalidRequestError(f"input '{name}': the protocol has no datatype for arrays of {array.dtype}")

@@ -1,0 +1,168 @@
+"""A Python model: model.py with Triton's TritonPythonModel, each instance in a process of its own."""
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+
+import numpy as np
+from google.protobuf import json_format
+
+from infer_server.batching.request import Arrays, InSequence, Request
+from infer_server.config.config import ModelConfig, from_message
+from infer_server.config.signature import Items, Signature
+from infer_server.errors import InvalidRequestError, ModelConfigError, NotServedError, ServeError
+from infer_server.python_backend.channel import Message, typed
+from infer_server.python_backend.executor import PythonExecutor
+from infer_server.python_backend.process import Answer, Launch, ModelProcess
+from infer_server.repository.folders import Source
+from infer_server.repository.local import Find, request_of
+from infer_server.repository.model import QueuedModel
+from infer_server.workers import post
+from protos import model_config
+
+_START_SECS = 600.0
+_EXECUTE_SECS = 300.0
+
+
+class PythonModel(QueuedModel):
+    """Its processes are initialised when it is constructed."""
+    platform = "python"
+
+    def __init__(self, source: Source, loop: asyncio.AbstractEventLoop, find: Find) -> None:
+        self._find = find
+        process, message = self._first(source, loop)
+        config = from_message(message)
+        signature = Signature(config, Items(config.batched, config.batching.max_batch_size))
+        super().__init__(source.name, source.version, message, signature, loop)
+        self._executors: list[PythonExecutor] = []
+        for index in range(config.instances):
+            start = partial(self._start, _launch(source, message, config, index), loop, True)
+            try:
+                self._executors.append(PythonExecutor(process if index == 0 else start(), start))
+            except Exception:
+                for executor in self._executors:
+                    executor.close()
+                raise
+        self.start(self._executors)
+
+    def cancel(self, request: Request) -> None:
+        super().cancel(request)
+        for executor in self._executors:
+            executor.cancel(request)
+
+    def _first(self, source: Source, loop: asyncio.AbstractEventLoop
+               ) -> tuple[ModelProcess, model_config.ModelConfig]:
+        """The first process, and the configuration that its auto_complete_config completes."""
+        message = complete(source.message, source.name)
+        process = self._start(_launch(source, message, from_message(message), 0), loop, False)
+        try:
+            completed = process.initialize(complete=True)
+            message = complete(json_format.Parse(completed, model_config.ModelConfig()), source.name)
+            config = from_message(message)
+            if not config.inputs or not config.outputs:
+                raise ModelConfigError("input and output: a Python model needs them; give them in config.pbtxt, or in "
+                                       "its auto_complete_config")
+        except json_format.ParseError as error:
+            process.kill()
+            raise ModelConfigError(f"auto_complete_config: {error}") from error
+        except ServeError:
+            process.kill()
+            raise
+        process.launch = _launch(source, message, config, 0)
+        return process, message
+
+    def _start(self, launch: Launch, loop: asyncio.AbstractEventLoop, initialize: bool) -> ModelProcess:
+        process = ModelProcess(launch, partial(_Asked, self._find, loop), lambda *what: self.deliver(*what),
+                               partial(post, loop))
+        if initialize:
+            try:
+                process.initialize(complete=False)
+            except ServeError:
+                process.kill()
+                raise
+        return process
+
+
+def complete(message: model_config.ModelConfig, name: str) -> model_config.ModelConfig:
+    """A copy with all that is known without the model. Raises ModelConfigError."""
+    completed = model_config.ModelConfig()
+    completed.CopyFrom(message)
+    if completed.name not in ("", name):
+        raise ModelConfigError(f"name: expected '{name}', the name of its folder, got '{completed.name}'")
+    completed.name, completed.backend = name, "python"
+    completed.max_batch_size = completed.max_batch_size     # 0 is said, too
+    completed.default_model_filename = completed.default_model_filename or "model.py"
+    for group in completed.instance_group:
+        group.kind, group.count = model_config.ModelInstanceGroup.KIND_CPU, group.count or 1
+        group.ClearField("gpus")
+    if not completed.instance_group:
+        completed.instance_group.add(name=name, kind=model_config.ModelInstanceGroup.KIND_CPU, count=1)
+    if not completed.version_policy.WhichOneof("policy_choice"):
+        completed.version_policy.latest.num_versions = 1
+    return completed
+
+
+def _launch(source: Source, message: model_config.ModelConfig, config: ModelConfig, index: int) -> Launch:
+    name = f"{source.name}_{index}"
+    seconds = {}
+    for key, default in (("start_timeout_secs", _START_SECS), ("execute_timeout_secs", _EXECUTE_SECS)):
+        try:
+            seconds[key] = float(config.parameters.get(key, default))
+        except ValueError:
+            raise ModelConfigError(f"parameter {key}: expected a number of seconds") from None
+    arguments = {
+        "model_config": json_format.MessageToJson(message, preserving_proto_field_name=True, indent=None,
+                                                  always_print_fields_with_no_presence=True),
+        "model_instance_kind": "CPU", "model_instance_name": name, "model_instance_device_id": "0",
+        "model_repository": str(source.folder), "model_version": str(source.version), "model_name": source.name}
+    return Launch(name, source.file, arguments, {spec.name: spec.datatype for spec in config.inputs},
+                  {spec.name: spec.datatype for spec in config.outputs}, config.decoupled,
+                  seconds["start_timeout_secs"], seconds["execute_timeout_secs"])
+
+
+class _Asked:
+    """A request that a Python model makes of another model; and, where that answers, the reply to it."""
+
+    def __init__(self, find: Find, loop: asyncio.AbstractEventLoop, message: Message,
+                 answer: Answer) -> None:
+        self._find, self._message, self._answer = find, message, answer
+        self._decoupled = False
+        post(loop, self._submit)
+
+    gone = False
+
+    def send(self, response: Any) -> None:
+        """Its tensors were sent when they were encoded."""
+
+    def part(self, response: Any) -> None:
+        """Likewise."""
+
+    def end(self) -> None:
+        self._answer({"final": True}, {})
+
+    def fail(self, error: Exception) -> None:
+        self._answer({"final": True, "error": str(error)}, {})
+
+    def _submit(self) -> None:
+        head = self._message.head
+        try:
+            model = self._find(head["model"], str(head["version"]) if head["version"] > 0 else "")
+            self._decoupled = model.config.decoupled
+            if self._decoupled and not head["decoupled"]:
+                raise NotServedError(f"model '{model.name}' is decoupled: ask it with exec(decoupled=True)")
+            sequence = head["sequence"]
+            model.submit(request_of(
+                model, self._message.tensors[0], head["outputs"], self._encode, self, timeout_us=head["timeout"],
+                priority=head["priority"], request_id=head["id"], parameters=head["parameters"],
+                sequence=InSequence(sequence, bool(head["flags"] & 1), bool(head["flags"] & 2)) if sequence else None))
+            self._outputs = head["outputs"] or [spec.name for spec in model.config.outputs]
+        except ServeError as error:
+            self.fail(error)
+        except (KeyError, TypeError, ValueError) as error:
+            self.fail(InvalidRequestError(f"{type(error).__name__}: {error}"))
+
+    def _encode(self, computed: Arrays) -> None:
+        """Sends the outputs, on the thread that made them, while they are valid."""
+        self._answer({"final": not self._decoupled}, {
+            name: typed(np.asarray(computed[name])) for name in self._outputs})

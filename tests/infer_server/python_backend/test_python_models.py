@@ -1,0 +1,214 @@
+"""Python models, alone and around an engine, asked by Triton's client."""
+from __future__ import annotations
+
+import os
+import signal
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from numpy.typing import NDArray
+from tritonclient.utils import InferenceServerException
+
+from tests.infer_server.numpy_engine import write_model
+from tests.infer_server.serving import RunningServer, serving
+
+HEAD = """
+import json, os, time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+"""
+PREPROCESS = HEAD + """
+class TritonPythonModel:
+    def initialize(self, args):
+        config = json.loads(args["model_config"])
+        output = pb_utils.get_output_config_by_name(config, "x")
+        self.dtype = pb_utils.triton_string_to_numpy(output["data_type"])
+
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            texts = pb_utils.get_input_tensor_by_name(request, "text").as_numpy()
+            rows = [[float(word) for word in text.decode().split()] for text in texts[:, 0]]
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("x", np.array(rows, self.dtype))]))
+        return responses
+"""
+POSTPROCESS = HEAD + """
+class TritonPythonModel:
+    def execute(self, requests):
+        answers = []
+        for request in requests:
+            y = pb_utils.get_input_tensor_by_name(request, "y").as_numpy()
+            label = np.array([[f"class {row.argmax()}".encode()] for row in y], np.object_)
+            answers.append(pb_utils.InferenceResponse(output_tensors=[pb_utils.Tensor("label", label)]))
+        return answers
+"""
+MISC = HEAD + """
+class TritonPythonModel:
+    @staticmethod
+    def auto_complete_config(config):
+        config.add_input({"name": "what", "data_type": "TYPE_STRING", "dims": [1]})
+        config.add_input({"name": "x", "data_type": "TYPE_FP32", "dims": [-1], "optional": True})
+        config.add_output({"name": "out", "data_type": "TYPE_FP32", "dims": [-1]})
+        config.set_max_batch_size(0)
+        return config
+
+    def execute(self, requests):
+        return [self.one(request) for request in requests]
+
+    def one(self, request):
+        what = pb_utils.get_input_tensor_by_name(request, "what").as_numpy()[0].decode()
+        x = pb_utils.get_input_tensor_by_name(request, "x")
+        x = np.zeros(1, np.float32) if x is None else x.as_numpy()
+        if what == "die":
+            os.kill(os.getpid(), 9)
+        if what == "hang":
+            time.sleep(1000)
+        if what == "raise":
+            raise ValueError("a bug in the model")
+        if what == "refuse":
+            error = pb_utils.TritonError("not like this", pb_utils.TritonError.INVALID_ARG)
+            return pb_utils.InferenceResponse(error=error)
+        if what == "call":
+            inner = pb_utils.InferenceRequest(model_name="affine", requested_output_names=["y"],
+                                              inputs=[pb_utils.Tensor("x", x.reshape(1, 4))])
+            response = inner.exec()
+            if response.has_error():
+                raise pb_utils.TritonModelException(response.error().message())
+            y = pb_utils.get_output_tensor_by_name(response, "y").as_numpy()
+            return pb_utils.InferenceResponse([pb_utils.Tensor("out", y.reshape(-1))])
+        if what == "wrong type":
+            x = x.astype(np.float64)
+        return pb_utils.InferenceResponse([pb_utils.Tensor("out", x)])
+"""
+
+
+def python_model(folder: Path, name: str, source: str, config: str = "") -> None:
+    (folder / name / "1").mkdir(parents=True)
+    (folder / name / "1" / "model.py").write_text(textwrap.dedent(source))
+    (folder / name / "config.pbtxt").write_text(config)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("models")
+    write_model(folder, "affine")
+    python_model(folder, "before", PREPROCESS, """
+        backend: "python" max_batch_size: 8  instance_group { kind: KIND_GPU }
+        input { name: "text" data_type: TYPE_STRING dims: 1 } output { name: "x" data_type: TYPE_FP32 dims: 4 }""")
+    python_model(folder, "after", POSTPROCESS, """
+        backend: "python" max_batch_size: 8
+        input { name: "y" data_type: TYPE_FP32 dims: 4 } output { name: "label" data_type: TYPE_STRING dims: 1 }""")
+    python_model(folder, "misc", MISC, 'parameters { key: "execute_timeout_secs" value { string_value: "1" } }')
+    (folder / "classify").mkdir()
+    (folder / "classify" / "config.pbtxt").write_text("""
+        platform: "ensemble" max_batch_size: 8
+        input { name: "sentence" data_type: TYPE_STRING dims: 1 }
+        output { name: "class" data_type: TYPE_STRING dims: 1 } output { name: "scores" data_type: TYPE_FP32 dims: 4 }
+        ensemble_scheduling {
+          step { model_name: "after" model_version: -1 input_map { key: "y" value: "scores" }
+                 output_map { key: "label" value: "class" } }
+          step { model_name: "before" model_version: -1 input_map { key: "text" value: "sentence" }
+                 output_map { key: "x" value: "numbers" } }
+          step { model_name: "affine" model_version: -1 input_map { key: "x" value: "numbers" }
+                 output_map { key: "y" value: "scores" } }
+        }""")
+    with serving(folder) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[triton.InferenceServerClient]:
+    with triton.InferenceServerClient(server.address) as connected:
+        yield connected
+
+
+def tensor(name: str, array: NDArray[np.generic]) -> triton.InferInput:
+    kinds = {"f": "FP32", "O": "BYTES"}
+    made = triton.InferInput(name, list(array.shape), kinds[array.dtype.kind])
+    made.set_data_from_numpy(array)
+    return made
+
+
+def misc(client: triton.InferenceServerClient, what: str, x: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+    inputs = [tensor("what", np.array([what.encode()], np.object_))] + ([] if x is None else [tensor("x", x)])
+    out: NDArray[np.float32] = client.infer("misc", inputs).as_numpy("out")
+    return out
+
+
+def test_an_ensemble_of_python_steps_around_an_engine_gives_labels_for_text(
+        client: triton.InferenceServerClient) -> None:
+    sentence = np.array([[b"1 2 9 4"], [b"7 0 0 1"]], np.object_)
+    result = client.infer("classify", [tensor("sentence", sentence)])
+    assert result.as_numpy("class").tolist() == [[b"class 2"], [b"class 0"]]
+    np.testing.assert_array_equal(result.as_numpy("scores"), [[3, 5, 19, 9], [15, 1, 1, 3]])
+    assert client.get_model_metadata("classify").platform == "ensemble"
+    assert client.get_model_config("before").config.backend == "python"
+    stats = {model.name: model.inference_count for model in client.get_inference_statistics().model_stats}
+    assert stats["classify"] == stats["before"] == stats["affine"] == 2
+
+
+def test_an_error_of_a_step_names_the_step(client: triton.InferenceServerClient) -> None:
+    with pytest.raises(InferenceServerException, match=r"step 1 \('before'\): .*could not convert string to float"):
+        client.infer("classify", [tensor("sentence", np.array([[b"no numbers"]], np.object_))])
+
+
+def test_a_model_completes_its_configuration_and_may_be_sent_large_tensors_or_none(
+        client: triton.InferenceServerClient) -> None:
+    assert client.get_model_config("misc").config.input[1].optional
+    x = np.arange(100_000, dtype=np.float32)
+    np.testing.assert_array_equal(misc(client, "echo", x), x)
+    assert misc(client, "echo").tolist() == [0]
+
+
+def test_a_model_asks_another_one(client: triton.InferenceServerClient) -> None:
+    assert misc(client, "call", np.arange(4, dtype=np.float32)).tolist() == [1, 3, 5, 7]
+    with pytest.raises(InferenceServerException, match="cannot reshape"):
+        misc(client, "call", np.arange(3, dtype=np.float32))
+
+
+@pytest.mark.parametrize(("what", "status", "said"), [
+    ("raise", "INTERNAL", "ValueError: a bug in the model"),
+    ("refuse", "INVALID_ARGUMENT", "not like this"),
+    ("wrong type", "INTERNAL", "output 'out' is of float64, but its configuration says FP32"),
+    ("die", "INTERNAL", "misc_0: its process ended in execute: killed by SIGKILL; it is started again"),
+    ("hang", "INTERNAL", "misc_0: execute took more than 1 s, and its process was killed; it is started again"),
+])
+def test_a_model_that_fails_says_why_and_serves_on(
+        client: triton.InferenceServerClient, what: str, status: str, said: str) -> None:
+    with pytest.raises(InferenceServerException, match=said) as caught:
+        misc(client, what)
+    assert caught.value.status() == f"StatusCode.{status}"
+    assert misc(client, "echo", np.ones(2, np.float32)).tolist() == [1, 1]
+
+
+def test_a_model_that_cannot_be_initialised_says_why(tmp_path: Path) -> None:
+    python_model(tmp_path, "broken", "import no_such_module", 'backend: "python"')
+    python_model(tmp_path, "empty", "x = 1", 'backend: "python"')
+    with serving(tmp_path) as running:
+        failures = running.server.failures()
+    assert "No module named 'no_such_module'" in failures["broken version 1"]
+    assert "has no class TritonPythonModel" in failures["empty version 1"]
+
+
+def test_processes_end_with_their_model(tmp_path: Path) -> None:
+    python_model(tmp_path, "m", HEAD + """
+class TritonPythonModel:
+    def initialize(self, args):
+        self.folder = os.path.dirname(args["model_repository"])
+        open(f"{self.folder}/{os.getpid()}.pid", "w").close()
+    def execute(self, requests):
+        return []
+    def finalize(self):
+        open(f"{self.folder}/finalized", "w").close()
+""", """backend: "python"
+        input { name: "x" data_type: TYPE_FP32 dims: 1 } output { name: "y" data_type: TYPE_FP32 dims: 1 }""")
+    with serving(tmp_path):
+        (pid,) = (int(path.stem) for path in tmp_path.glob("*.pid"))
+        os.kill(pid, 0)
+    assert (tmp_path / "finalized").exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, signal.SIG_DFL)
