@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain, islice
 
 from infer_server.batching.batch_times import BatchTimes
@@ -17,6 +17,7 @@ from infer_server.batching.policy import (
     BatchChoice,
     BatchPolicy,
     Instances,
+    Priorities,
     QueuePolicy,
     Wait,
     choose,
@@ -34,40 +35,53 @@ _Queue = OrderedDict[Request, object]
 _GONE = object()
 
 
+class _Level:
+    """The requests of one priority."""
+
+    def __init__(self, policy: QueuePolicy) -> None:
+        self.policy = policy
+        self.queue: _Queue = OrderedDict()          # oldest first
+        self.delayed: _Queue = OrderedDict()        # expired under timeout_action DELAY: behind the others of the level
+
+    def __len__(self) -> int:
+        return len(self.queue) + len(self.delayed)
+
+
 class Batcher:
     """Thread-safe. `refuse` is called with requests that expired and why, on the thread that noticed it."""
 
-    def __init__(self, model: str, batching: BatchPolicy, queueing: QueuePolicy, refuse: Refuse, instances: int = 1,
-                 clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self, model: str, batching: BatchPolicy, queueing: Priorities | QueuePolicy, refuse: Refuse,
+                 instances: int = 1, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._model = model
         self._batching = batching
-        self._queueing = queueing
+        self._priorities = Priorities((queueing,)) if isinstance(queueing, QueuePolicy) else queueing
+        self._levels = [_Level(policy) for policy in self._priorities.policies]     # the highest priority first
         self._refuse = refuse
         self._instances = instances
         self._clock_ns = clock_ns
         self._times = BatchTimes()
-        self._queue: _Queue = OrderedDict()         # oldest first
-        self._delayed: _Queue = OrderedDict()       # expired under timeout_action DELAY: served when nothing else waits
-        self._timeouts = Expiries()                 # of those in _queue that have one
+        self._timeouts = Expiries()                 # of those that have one, and are not delayed
         self._deadlines = Expiries()                # of all that have one
         self._idle = 0                              # instances that wait for requests
         self._closed = False
         self._changed = threading.Condition(threading.Lock())
 
     def __len__(self) -> int:
-        return len(self._queue) + len(self._delayed)
+        return sum(map(len, self._levels))
 
     def submit(self, request: Request) -> None:
         """Appends a request. The instances learn of it by wake().
 
         Raises QueueFullError; DeadlineExceededError if it cannot be answered in time; UnavailableError after close().
         """
-        limit = self._queueing.max_queue_size
+        request.level = self._priorities.level(request.priority)
+        level = self._levels[request.level]
+        limit = level.policy.max_queue_size
         with self._changed:
             if self._closed:
                 raise UnavailableError(
                     f"model '{self._model}' takes no more requests: it is being unloaded, or the server is stopping")
-            if limit and len(self) >= limit:
+            if limit and len(level) >= limit:
                 raise QueueFullError(f"Exceeds maximum queue size: {limit} requests wait for model '{self._model}'"
                                      " already; retry later, or raise max_queue_size")
             request.enqueued_ns = self._clock_ns()
@@ -83,7 +97,8 @@ class Batcher:
     def withdraw(self, request: Request) -> bool:
         """Takes a request out of the queue; False if it is no longer there: executing, or ended."""
         with self._changed:
-            if self._queue.pop(request, _GONE) is _GONE and self._delayed.pop(request, _GONE) is _GONE:
+            level = self._levels[request.level]
+            if level.queue.pop(request, _GONE) is _GONE and level.delayed.pop(request, _GONE) is _GONE:
                 return False
             if request.expires_ns or request.deadline_ns:
                 self._forget_times(request)
@@ -136,8 +151,9 @@ class Batcher:
             self._changed.notify_all()
 
     def _append(self, request: Request) -> None:
-        self._queue[request] = None
-        timeout_us = self._queueing.timeout_us(request.timeout_us)
+        level = self._levels[request.level]
+        level.queue[request] = None
+        timeout_us = level.policy.timeout_us(request.timeout_us)
         if timeout_us:
             request.expires_ns = request.enqueued_ns + timeout_us * 1000
             self._timeouts.add(request, request.expires_ns)
@@ -145,7 +161,11 @@ class Batcher:
             self._deadlines.add(request, request.deadline_ns)
 
     def _waiting(self) -> Collection[Request]:
-        return [*self._queue, *self._delayed] if self._delayed else self._queue.keys()
+        first = self._levels[0]
+        return first.queue.keys() if len(self._levels) == 1 and not first.delayed else list(self._in_order())
+
+    def _in_order(self) -> Iterator[Request]:
+        return chain.from_iterable(chain(level.queue, level.delayed) for level in self._levels)
 
     def _choose(self, now_ns: int) -> BatchChoice[Request] | Wait:
         choice: BatchChoice[Request] | Wait
@@ -153,17 +173,18 @@ class Batcher:
             instances = Instances(self._instances, self._idle)
             choice = choose(self._waiting(), now_ns, self._batching, instances, self._times)
         else:
-            decision = decide(chain(self._queue, self._delayed), now_ns, self._batching)
+            decision = decide(self._in_order(), now_ns, self._batching)
             choice = decision if isinstance(decision, Wait) else BatchChoice(list(islice(
-                chain(self._queue, self._delayed), share(decision.count, self._idle, self._batching))))
+                self._in_order(), share(decision.count, self._idle, self._batching))))
         if isinstance(choice, Wait) and self._closed:
             return BatchChoice(list(self._waiting()))    # all of it is one batch that waited for a fuller one
         return choice
 
     def _remove(self, requests: Iterable[Request]) -> None:
         for request in requests:
-            if self._queue.pop(request, _GONE) is _GONE:
-                self._delayed.pop(request, None)
+            level = self._levels[request.level]
+            if level.queue.pop(request, _GONE) is _GONE:
+                level.delayed.pop(request, None)
             self._forget_times(request)
 
     def _forget_times(self, request: Request) -> None:
@@ -177,12 +198,16 @@ class Batcher:
         if late:
             self._refuse_all(late, self._too_late(now_ns))
         expired = self._timeouts.pop_before(now_ns) if self._timeouts else []
-        if expired and self._queueing.delay_expired:
-            for request in expired:
-                del self._queue[request]
-                self._delayed[request] = None
-        elif expired:
-            self._refuse_all(expired, RequestExpiredError(
+        refused = []
+        for request in expired:
+            level = self._levels[request.level]
+            if level.policy.delay_expired:
+                del level.queue[request]
+                level.delayed[request] = None
+            else:
+                refused.append(request)
+        if refused:
+            self._refuse_all(refused, RequestExpiredError(
                 f"Request timeout expired: it waited longer than its timeout for model '{self._model}'"))
 
     def _refuse_all(self, requests: list[Request], error: ServeError) -> None:

@@ -62,6 +62,17 @@ class QueuePolicy:
 
 
 @dataclass(frozen=True)
+class Priorities:
+    """The levels of a queue: dynamic_batching's priority_levels, default_priority_level and priority_queue_policy."""
+    policies: tuple[QueuePolicy, ...] = (QueuePolicy(),)        # of each level, the highest priority first
+    default: int = 1                            # the level of a request that asks for none, counted from 1
+
+    def level(self, requested: int) -> int:
+        """The index of the level of a request that asks for `requested`; beyond the last it is the last."""
+        return min(requested or self.default, len(self.policies)) - 1
+
+
+@dataclass(frozen=True)
 class Send:
     """Execute the first `count` requests of the queue together."""
     count: int
@@ -102,7 +113,7 @@ def decide(queue: Iterable[Queued], now_ns: int, policy: BatchPolicy) -> Send | 
     first_key: Hashable = None
     for request in queue:
         if count == 0:
-            first_key, oldest_ns = request.shape_key, request.enqueued_ns
+            first_key = request.shape_key
         else:
             grown = items + request.items
             if not preferred and grown > policy.largest_preferred:
@@ -110,6 +121,7 @@ def decide(queue: Iterable[Queued], now_ns: int, policy: BatchPolicy) -> Send | 
             if grown > policy.max_batch_size or request.shape_key != first_key:
                 full = True
                 break
+        oldest_ns = min(oldest_ns, request.enqueued_ns)     # not of the first, where another has a higher priority
         items += request.items
         count += 1
         if items in policy.preferred_batch_sizes:

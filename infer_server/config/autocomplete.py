@@ -12,6 +12,7 @@ from typing import Any
 from infer_server.backend import Engine, Tensor
 from infer_server.config.kinds import complete_names
 from infer_server.config.pbtxt import nearest
+from infer_server.config.sequences import sequences_of
 from infer_server.errors import ModelConfigError
 from infer_server.protocol.codec import FROM_CONFIG, FROM_ENGINE
 from protos import model_config
@@ -33,15 +34,23 @@ def complete(message: model_config.ModelConfig, name: str, engine: Engine, filen
 
     _complete_max_batch_size(completed, engine)
     axes = _Axes(engine.max_batch > 0, completed.max_batch_size > 0)
-    _complete_tensors("input", completed.input, engine.inputs, axes)
-    _complete_tensors("output", completed.output, engine.outputs, axes)
+    sequences = sequences_of(completed)
+    added, kept = (sequences.added, set(sequences.kept)) if sequences else (set(), set())
+    for kind, names, tensors in (("input", added, engine.inputs), ("output", kept, engine.outputs)):
+        if missing := names - {tensor.name for tensor in tensors}:
+            raise ModelConfigError(f"sequence_batching: the model has no {kind} '{min(missing)}', but "
+                                   f"{', '.join(tensor.name for tensor in tensors)}")
+    _complete_tensors("input", completed.input, [each for each in engine.inputs if each.name not in added], axes)
+    given = {spec.name for spec in completed.output}
+    _complete_tensors("output", completed.output,
+                      [each for each in engine.outputs if each.name not in kept - given], axes)
 
     if engine.dependence:
         # As in Triton without dynamic_batching: every request is a batch of its own.
         if completed.HasField("dynamic_batching") and completed.max_batch_size:
             raise ModelConfigError("dynamic_batching: requests cannot share a batch, for the items of this model's "
                                    f"batch depend on each other: {engine.dependence}; remove it")
-    elif completed.max_batch_size > 1:
+    elif completed.max_batch_size > 1 and not completed.HasField("sequence_batching"):
         # Batching is what the server is for, so it is on unless max_batch_size is 1; Triton wants to be asked.
         completed.dynamic_batching.SetInParent()
     for group in completed.instance_group:      # as they are served

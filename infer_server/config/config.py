@@ -8,11 +8,13 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
-from infer_server.batching.policy import BatchPolicy, QueuePolicy
+from infer_server.batching.policy import BatchPolicy, Priorities, QueuePolicy
 from infer_server.config.build import BuildOptions, build_options
 from infer_server.config.fields import Verdict, findings
 from infer_server.config.kinds import Kind, kind_of
+from infer_server.config.sequences import SequenceConfig, sequences_of
 from infer_server.config.steps import Step, steps_of
 from infer_server.errors import ModelConfigError
 from infer_server.protocol.codec import FROM_CONFIG, Datatype
@@ -80,7 +82,7 @@ class ModelConfig:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     batching: BatchPolicy
-    queueing: QueuePolicy
+    queueing: Priorities
     batched: bool                           # tensors have a leading batch axis
     instances: int = 1
     versions: VersionPolicy = VersionPolicy()
@@ -89,6 +91,7 @@ class ModelConfig:
     kind: Kind = Kind.ENGINE
     parameters: Mapping[str, str] = field(default_factory=dict)
     steps: tuple[Step, ...] = ()            # of an ensemble
+    sequences: SequenceConfig | None = None
     decoupled: bool = False                 # a request has any number of responses
     asks_for_gpu: bool = field(default=False, compare=False)
     notices: tuple[str, ...] = field(default=(), compare=False)     # of settings that mean something else here
@@ -97,10 +100,11 @@ class ModelConfig:
 _OF_PYTHON = ("input.optional", "input.allow_ragged_batch")    # served where the model itself gets the requests
 
 
-def from_message(message: model_config.ModelConfig) -> ModelConfig:
+def from_message(message: model_config.ModelConfig, folder: Path | None = None) -> ModelConfig:
     """Reads a configuration. Raises ModelConfigError naming the field, and every one that is refused.
 
-    Complete or not: inputs and outputs that it leaves out are left out here.
+    Complete or not: inputs and outputs that it leaves out are left out here. folder: of the model, whose files are read
+    if it is given.
     """
     kind = kind_of(message)
     found = [each for each in findings(message) if each.path not in _OF_PYTHON or kind is not Kind.PYTHON]
@@ -120,21 +124,17 @@ def from_message(message: model_config.ModelConfig) -> ModelConfig:
         if size < 1 or (message.max_batch_size and size > message.max_batch_size):
             raise ModelConfigError(f"preferred_batch_size: {size} is not within 1..{batching.max_batch_size}, "
                                    "the max_batch_size")
-    queue = dynamic.default_queue_policy
     return ModelConfig(
         name=message.name,
         inputs=_tensors("input", message.input),
         outputs=_tensors("output", message.output),
         batching=batching,
-        queueing=QueuePolicy(
-            max_queue_size=queue.max_queue_size,
-            default_timeout_us=queue.default_timeout_microseconds,
-            allow_timeout_override=queue.allow_timeout_override,
-            delay_expired=queue.timeout_action == model_config.ModelQueuePolicy.DELAY),
+        queueing=_priorities(dynamic),
         kind=kind,
         decoupled=message.model_transaction_policy.decoupled,
         parameters={name: given.string_value for name, given in message.parameters.items()},
         steps=steps_of(message),
+        sequences=sequences_of(message, folder),
         batched=message.max_batch_size > 0,
         instances=_instances(message),
         versions=_version_policy(message.version_policy),
@@ -142,6 +142,31 @@ def from_message(message: model_config.ModelConfig) -> ModelConfig:
         default_filename=_filename(message.default_model_filename),
         asks_for_gpu=asks_for_gpu(message),
         notices=(*(str(each) for each in found if not _is_plain(each.path, message)), *ours))
+
+
+_LEVELS = 64                    # of priorities, at most
+
+
+def _priorities(dynamic: model_config.ModelDynamicBatching) -> Priorities:
+    levels, default = dynamic.priority_levels or 1, dynamic.default_priority_level
+    if levels > _LEVELS:
+        raise ModelConfigError(f"priority_levels: {levels} are more than the {_LEVELS} that are served; write fewer")
+    if dynamic.priority_levels and not 1 <= default <= levels:
+        raise ModelConfigError(f"default_priority_level: {default} is not within 1..{levels}, the priority_levels; "
+                               f"write default_priority_level: {levels}")
+    if unknown := sorted(set(dynamic.priority_queue_policy) - set(range(1, levels + 1))):
+        raise ModelConfigError(f"priority_queue_policy: there is no level {unknown[0]} of the {levels} priority_levels")
+    return Priorities(tuple(
+        _queue_policy(dynamic.priority_queue_policy.get(level, dynamic.default_queue_policy))
+        for level in range(1, levels + 1)), default or 1)
+
+
+def _queue_policy(queue: model_config.ModelQueuePolicy) -> QueuePolicy:
+    return QueuePolicy(
+        max_queue_size=queue.max_queue_size,
+        default_timeout_us=queue.default_timeout_microseconds,
+        allow_timeout_override=queue.allow_timeout_override,
+        delay_expired=queue.timeout_action == model_config.ModelQueuePolicy.DELAY)
 
 
 def asks_for_gpu(message: model_config.ModelConfig) -> bool:

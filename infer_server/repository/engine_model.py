@@ -22,16 +22,18 @@ class EngineModel(QueuedModel):
                  dealer: CpuDealer) -> None:
         """instances: how many where the configuration does not say; dealer: gives CPUs to threads that are pinned."""
         message = complete(source.message, source.name, engine, source.file.name, instances)
-        config = from_message(message)
+        config = from_message(message, source.folder)
         opened = is_open(engine)
-        signature = Signature(config, items_of(config, engine), engine.check if opened else None)
-        super().__init__(source.name, source.version, message, signature, loop)
+        checked = opened and not config.sequences       # else the shapes of states are missing
+        signature = Signature(config, items_of(config, engine), engine.check if checked else None)
+        super().__init__(source.name, source.version, message, config, signature, loop)
         cpus = [dealer.deal(engine.threads) if config.build.pin == "true" else None for _ in range(config.instances)]
         contexts = [engine.create_context(own) for own in cpus]
         for context in contexts:
             for batch, ns in warm_up(context, engine).items():
-                self.batcher.measured(batch, ns)
-        outputs = [spec.name for spec in config.outputs]
+                self.measured(batch, ns)
+        outputs = list(dict.fromkeys([*(spec.name for spec in config.outputs),
+                                      *(config.sequences.kept if config.sequences else ())]))
         executors = [EngineExecutor(context, outputs, engine.max_batch, opened) for context in contexts]
         self.start(executors, [own[0] if own else None for own in cpus])
 

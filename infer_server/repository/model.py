@@ -10,8 +10,9 @@ from infer_server.batching.batcher import Batcher
 from infer_server.batching.instances import Executor, Instance
 from infer_server.batching.queue import RequestQueue
 from infer_server.batching.request import Outcome, Request
+from infer_server.batching.sequences import Sequences
 from infer_server.batching.statistics import BatchExecution, Failure, Statistics
-from infer_server.config.config import ModelConfig, from_message
+from infer_server.config.config import ModelConfig
 from infer_server.config.signature import Signature
 from infer_server.errors import DeadlineExceededError, QueueFullError, ServeError, UnavailableError
 from infer_server.workers import post
@@ -62,42 +63,60 @@ class Model(ABC):
 class QueuedModel(Model):
     """Its requests wait in a queue for instances, which execute batches of them."""
 
-    def __init__(self, name: str, version: int, message: model_config.ModelConfig, signature: Signature,
-                 loop: asyncio.AbstractEventLoop) -> None:
-        config = from_message(message)
+    def __init__(self, name: str, version: int, message: model_config.ModelConfig, config: ModelConfig,
+                 signature: Signature, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(name, version, message, config, signature)
         self._loop = loop
-        self.batcher = Batcher(name, config.batching, config.queueing, self._refuse, config.instances)
-        self._queue = RequestQueue(loop, self.batcher, config.batching.max_batch_size)
+        batching = config.sequences.batching if config.sequences else config.batching
+        shared = 1 if config.sequences else config.instances        # instances of one queue
+        self.queues = [
+            RequestQueue(loop, Batcher(name, batching, config.queueing, self._refuse, shared), batching.max_batch_size)
+            for _ in range(config.instances // shared)]
+        self._sequences = Sequences(name, config.sequences.policy, self.queues, loop, self._refuse_one) if (
+            config.sequences) else None
         self._instances: list[Instance] = []
 
     @property
     def pending(self) -> int:
-        return len(self.batcher)
+        return sum(len(queue.batcher) for queue in self.queues) + (self._sequences.waiting if self._sequences else 0)
+
+    def measured(self, items: int, ns: int) -> None:
+        """A batch of `items` took `ns`."""
+        for queue in self.queues:
+            queue.batcher.measured(items, ns)
 
     def start(self, executors: Sequence[Executor], cpus: Sequence[int | None] = ()) -> None:
         """Gives it its instances, one for each executor; cpus: what their threads are pinned to, if given."""
         self._instances = [
-            Instance(f"{self.name}/{self.version} instance {i}", self.batcher, executor, self.deliver,
-                     cpus[i] if cpus else None)
+            Instance(f"{self.name}/{self.version} instance {i}", self.queues[i % len(self.queues)].batcher, executor,
+                     self.deliver, cpus[i] if cpus else None)
             for i, executor in enumerate(executors)]
         for instance in self._instances:
             instance.start()
 
     def submit(self, request: Request) -> None:
         try:
-            self._queue.submit(request)
+            if self._sequences:
+                self._sequences.submit(request)
+            else:
+                self.queues[0].submit(request)
         except (UnavailableError, DeadlineExceededError) as error:
             rejected = isinstance(error, QueueFullError | DeadlineExceededError)
             self.failed(request, Failure.REJECTED if rejected else Failure.OTHER)
             raise
 
     def cancel(self, request: Request) -> None:
-        if self.batcher.withdraw(request):
+        if self._sequences and self._sequences.withdraw(request):
             self.failed(request, Failure.CANCELED)
+        elif any(queue.batcher.withdraw(request) for queue in self.queues):
+            self.failed(request, Failure.CANCELED)
+            self._after(request)
 
     def drain(self) -> None:
-        self.batcher.close()
+        while self._sequences and self._sequences.waiting:      # each until that before it is answered, on the loop
+            time.sleep(0.01)
+        for queue in self.queues:
+            queue.batcher.close()
         for instance in self._instances:
             instance.join()
         # They refer to this model, too: without this their contexts' memory would wait for the cycle collector.
@@ -125,14 +144,24 @@ class QueuedModel(Model):
             else:
                 enqueued_ns.append(request.enqueued_ns)
             request.finish(result)
+            self._after(request)
         if execution:
             self.statistics.executed(execution, enqueued_ns)
-            self.batcher.measured(execution.items, now_ns - execution.started_ns)
+            self.measured(execution.items, now_ns - execution.started_ns)
         elif enqueued_ns:
             self.statistics.answered(enqueued_ns, now_ns)
 
     def _refuse(self, expired: list[Request], error: ServeError) -> None:
         """Called on any thread. Each gets an error of its own: what is raised collects the frames it passes."""
         for request in expired:
-            self.failed(request, Failure.REJECTED)
-            post(self._loop, request.finish, type(error)(*error.args))
+            post(self._loop, self._refuse_one, request, type(error)(*error.args))
+
+    def _refuse_one(self, request: Request, error: ServeError) -> None:
+        """Ends a request that was not executed, on the event loop."""
+        self.failed(request, Failure.REJECTED)
+        request.finish(error)
+        self._after(request)
+
+    def _after(self, request: Request) -> None:
+        if self._sequences:
+            self._sequences.finished(request)

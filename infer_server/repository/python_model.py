@@ -32,9 +32,9 @@ class PythonModel(QueuedModel):
     def __init__(self, source: Source, loop: asyncio.AbstractEventLoop, find: Find) -> None:
         self._find = find
         process, message = self._first(source, loop)
-        config = from_message(message)
+        config = from_message(message, source.folder)
         signature = Signature(config, Items(config.batched, config.batching.max_batch_size))
-        super().__init__(source.name, source.version, message, signature, loop)
+        super().__init__(source.name, source.version, message, config, signature, loop)
         self._executors: list[PythonExecutor] = []
         for index in range(config.instances):
             start = partial(self._start, _launch(source, message, config, index), loop, True)
@@ -116,8 +116,9 @@ def _launch(source: Source, message: model_config.ModelConfig, config: ModelConf
                                                   always_print_fields_with_no_presence=True),
         "model_instance_kind": "CPU", "model_instance_name": name, "model_instance_device_id": "0",
         "model_repository": str(source.folder), "model_version": str(source.version), "model_name": source.name}
-    return Launch(name, source.file, arguments, {spec.name: spec.datatype for spec in config.inputs},
-                  {spec.name: spec.datatype for spec in config.outputs}, config.decoupled,
+    added = config.sequences.datatypes if config.sequences else {}
+    return Launch(name, source.file, arguments, {**{spec.name: spec.datatype for spec in config.inputs}, **added},
+                  {**{spec.name: spec.datatype for spec in config.outputs}, **added}, config.decoupled,
                   seconds["start_timeout_secs"], seconds["execute_timeout_secs"])
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from infer_server.batching.batcher import Batcher
-from infer_server.batching.policy import BatchPolicy, QueuePolicy
+from infer_server.batching.policy import BatchPolicy, Priorities, QueuePolicy
 from infer_server.batching.request import AwaitedReply, Request
 from infer_server.errors import DeadlineExceededError, QueueFullError, UnavailableError
 
@@ -50,6 +50,24 @@ def test_batches_are_taken_in_order_of_arrival(loop: asyncio.AbstractEventLoop) 
     assert queue.take() == requests[:2]
     assert queue.take() == requests[2:]
     assert len(queue) == 0
+
+
+def test_the_highest_priority_is_taken_first_and_each_level_has_its_policy(loop: asyncio.AbstractEventLoop) -> None:
+    policies = Priorities((QueuePolicy(max_queue_size=1), QueuePolicy(default_timeout_us=10, delay_expired=True)), 2)
+    clock = Clock()
+    queue = Batcher("m", BatchPolicy(1), policies, lambda requests, _: None, clock_ns=clock)
+    usual, late, urgent, unknown = (request(loop) for _ in range(4))
+    late.priority, urgent.priority, unknown.priority = 2, 1, 9
+    queue.submit(late)
+    clock.now_ns += 10_001
+    for one in (usual, urgent, unknown):
+        queue.submit(one)
+    beyond = request(loop)
+    beyond.priority = 1
+    with pytest.raises(QueueFullError):
+        queue.submit(beyond)
+    assert queue.withdraw(unknown) and not queue.withdraw(unknown)
+    assert [queue.take() for _ in range(3)] == [[urgent], [usual], [late]]
 
 
 def test_a_full_queue_refuses_and_says_how_many_wait(loop: asyncio.AbstractEventLoop) -> None:

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 from google.protobuf import text_format
 
-from infer_server.batching.policy import BatchPolicy, QueuePolicy
+from infer_server.batching.policy import BatchPolicy, Priorities, QueuePolicy
 from infer_server.config.autocomplete import complete
 from infer_server.config.config import from_message
 from infer_server.config.fields import TREATMENTS, Verdict, treatment
@@ -47,7 +47,7 @@ def test_the_settings_of_the_dynamic_batcher_are_read() -> None:
         model_warmup { name: "zeros" }
     """))
     assert config.batching == BatchPolicy(16, frozenset({4, 8}), 500)
-    assert config.queueing == QueuePolicy(7, 9, True, True)
+    assert config.queueing == Priorities((QueuePolicy(7, 9, True, True),))
     assert (config.instances, config.versions.specific, config.build.precision) == (3, (2, 5), "int8")
     assert config.inputs[0].describe(batched=True) == "x FP16 [-1, 3, -1]"
     assert config.notices == (f"model_warmup: {treatment('model_warmup').note}",)
@@ -56,7 +56,6 @@ def test_the_settings_of_the_dynamic_batcher_are_read() -> None:
 @pytest.mark.parametrize(("text", "refusal"), [
     ("max_batch_size: -1", "expected 0 or more"),
     ("max_batch_size: 4 dynamic_batching { preferred_batch_size: 5 }", "5 is not within 1..4"),
-    ("sequence_batching {}", "sequence_batching: sequences are not served"),
     ("ensemble_scheduling {}", "needs a step"),
     ('platform: "ensemble"', "needs its steps"),
     (STEPS.format("x", "mid", "nowhere", "y"), r"step 1 \('b'\) reads 'nowhere', which is neither"),
@@ -64,7 +63,9 @@ def test_the_settings_of_the_dynamic_batcher_are_read() -> None:
     (STEPS.format("y", "mid", "mid", "y"), r"steps \[0, 1, 0\] wait for each other"),
     (STEPS.format("x", "mid", "mid", "last"), "output 'y' is made by no step"),
     ("response_cache { enable: true }", "response_cache"),
-    ("dynamic_batching { priority_levels: 2 }", "priority_levels"),
+    ("dynamic_batching { priority_levels: 2 }", "write default_priority_level: 2"),
+    ("dynamic_batching { priority_levels: 2 default_priority_level: 1 priority_queue_policy { key: 3 value {} } }",
+     "no level 3 of the 2"),
     ("instance_group { passive: true }", "remove its group"),
     ("instance_group { count: 2 } dynamic_batching { preserve_ordering: true }", "count of 1"),
     ('input { name: "x" dims: 1 }', "data_type is missing"),

@@ -1,0 +1,214 @@
+"""Sequences: requests of one correlation id go to one instance, one after the other, with the state between them.
+
+A sequence has a place at an instance from its first request to its last, or until it has been idle for too long; those
+that find no place wait for one. Requests of several sequences share a batch.
+"""
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer_server.batching.queue import RequestQueue
+from infer_server.batching.request import Arrays, InSequence, Request
+from infer_server.errors import InvalidRequestError, ServeError
+
+
+class ControlKind(Enum):
+    """What a control tensor tells; the values are those of config.pbtxt."""
+    START = "CONTROL_SEQUENCE_START"
+    READY = "CONTROL_SEQUENCE_READY"            # always: a batch holds requests only
+    END = "CONTROL_SEQUENCE_END"
+    CORRELATION = "CONTROL_SEQUENCE_CORRID"
+
+
+@dataclass(frozen=True)
+class Control:
+    """An input that the server adds."""
+    name: str
+    kind: ControlKind
+    dtype: np.dtype[Any]
+    false: Any = 0
+    true: Any = 1
+
+    def value(self, at: InSequence) -> Any:
+        if self.kind is ControlKind.CORRELATION:
+            if self.dtype.hasobject:
+                return str(at.id).encode()
+            if isinstance(at.id, str) or not np.can_cast(np.min_scalar_type(at.id), self.dtype, "safe"):
+                raise InvalidRequestError(f"the correlation id {at.id!r} is no {self.dtype}, as '{self.name}' takes it")
+            return at.id
+        holds = {ControlKind.START: at.start, ControlKind.END: at.end, ControlKind.READY: True}[self.kind]
+        return self.true if holds else self.false
+
+
+@dataclass(frozen=True)
+class State:
+    """An output that is the input of the sequence's next request."""
+    input: str
+    output: str
+    initial: NDArray[Any]
+
+
+@dataclass(frozen=True)
+class SequencePolicy:
+    idle_us: int                                # after which a sequence ends by itself
+    controls: tuple[Control, ...]
+    states: tuple[State, ...]
+    candidates: int                             # sequences that have a place at one instance
+    batched: bool
+
+
+@dataclass(eq=False)
+class _Sequence:
+    id: int | str
+    states: dict[str, NDArray[Any]]             # by the names of inputs
+    queue: RequestQueue | None = None           # of its instance; None: it waits for a place
+    waiting: deque[Request] = field(default_factory=deque)
+    executing: Request | None = None
+    used_ns: int = 0
+    ended: bool = False                         # its last request has come
+
+
+class Sequences:
+    """Belongs to the event loop."""
+
+    def __init__(self, model: str, policy: SequencePolicy, queues: Sequence[RequestQueue],
+                 loop: asyncio.AbstractEventLoop, refuse: Callable[[Request, ServeError], None]) -> None:
+        """queues: of the instances, one each. refuse: ends a request that its queue did not take."""
+        self._model, self._policy, self._queues, self._loop = model, policy, queues, loop
+        self._refuse = refuse
+        self._active: dict[int | str, _Sequence] = {}
+        self._of_request: dict[Request, _Sequence] = {}
+        self._places = {queue: 0 for queue in queues}       # that are taken
+        self._without_place: deque[_Sequence] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+
+        self.waiting = 0                                    # requests that are in no queue yet; read by any thread
+
+    def submit(self, request: Request) -> None:
+        """Queues a request when its turn has come. Raises InvalidRequestError: it belongs to no sequence."""
+        at = request.sequence
+        if at is None:
+            raise InvalidRequestError(f"inference request to model '{self._model}' must specify a non-zero or "
+                                      "non-empty correlation ID (sequence_id)")
+        if request.items != 1:
+            raise InvalidRequestError(f"inference request to model '{self._model}' must specify batch-size 1 due to "
+                                      "requirements of sequence batcher")
+        for control in self._policy.controls:
+            control.value(at)
+        sequence = self._active.get(at.id)
+        if at.start:
+            sequence = self._begin(at.id)
+        elif sequence is None:
+            raise InvalidRequestError(f"inference request for sequence {at.id} to model '{self._model}' must "
+                                      "specify the START flag on the first request of the sequence")
+        sequence.waiting.append(request)
+        self.waiting += 1
+        self._of_request[request] = sequence
+        if at.end:
+            sequence.ended = True
+            del self._active[at.id]
+        self._advance(sequence)
+
+    def withdraw(self, request: Request) -> bool:
+        """Takes out a request whose turn has not come; False: it has, or there is no such request."""
+        sequence = self._of_request.get(request)
+        if sequence is None or sequence.executing is request:
+            return False
+        self.finished(request)
+        return True
+
+    def finished(self, request: Request) -> None:
+        """To be called when a request has ended in whatever way: the next of its sequence takes its turn."""
+        sequence = self._of_request.pop(request, None)
+        if sequence is None:
+            return
+        if sequence.executing is request:
+            sequence.executing = None
+        else:
+            sequence.waiting.remove(request)
+            self.waiting -= 1
+        self._advance(sequence)
+
+    def _begin(self, identity: int | str) -> _Sequence:
+        """A new sequence; one of the same id that was not ended has no more requests."""
+        if before := self._active.get(identity):
+            before.ended = True
+            self._release_if_done(before)
+        sequence = _Sequence(identity, {state.input: state.initial for state in self._policy.states})
+        self._active[identity] = sequence
+        self._without_place.append(sequence)
+        self._give_places()
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._policy.idle_us / 1e6, self._end_idle)
+        return sequence
+
+    def _give_places(self) -> None:
+        while self._without_place:
+            queue = min(self._queues, key=self._places.__getitem__)
+            if self._places[queue] >= self._policy.candidates:
+                return
+            sequence = self._without_place.popleft()
+            sequence.queue = queue
+            self._places[queue] += 1
+            self._advance(sequence)
+
+    def _advance(self, sequence: _Sequence) -> None:
+        sequence.used_ns = time.monotonic_ns()
+        while sequence.queue and sequence.waiting and sequence.executing is None:
+            request = sequence.executing = sequence.waiting.popleft()
+            self.waiting -= 1
+            self._prepare(request, sequence)
+            try:
+                sequence.queue.submit(request)
+            except ServeError as error:
+                sequence.executing = None
+                del self._of_request[request]
+                self._refuse(request, error)
+        self._release_if_done(sequence)
+
+    def _prepare(self, request: Request, sequence: _Sequence) -> None:
+        """Adds what clients do not send, and keeps the states of the outputs."""
+        assert request.sequence is not None
+        lead = (1, 1) if self._policy.batched else (1,)
+        controls = {control.name: np.full(lead, control.value(request.sequence), control.dtype)
+                    for control in self._policy.controls}
+        request.inputs = {**request.inputs, **controls, **sequence.states}
+        if self._policy.states:
+            encode = request.encode
+
+            def keep(computed: Arrays) -> Any:
+                sequence.states = {state.input: computed[state.output].copy() for state in self._policy.states}
+                return encode(computed)
+
+            request.encode = keep
+
+    def _release_if_done(self, sequence: _Sequence) -> None:
+        if not sequence.ended or sequence.waiting or sequence.executing:
+            return
+        if sequence.queue:
+            self._places[sequence.queue] -= 1
+            sequence.queue = None
+            self._give_places()
+        elif sequence in self._without_place:
+            self._without_place.remove(sequence)
+
+    def _end_idle(self) -> None:
+        """Ends the sequences whose clients have sent nothing for too long."""
+        self._timer = None
+        limit_ns = time.monotonic_ns() - self._policy.idle_us * 1000
+        for sequence in list(self._active.values()):
+            if not sequence.waiting and not sequence.executing and sequence.used_ns <= limit_ns:
+                sequence.ended = True
+                del self._active[sequence.id]
+                self._release_if_done(sequence)
+        if self._active:
+            self._timer = self._loop.call_later(self._policy.idle_us / 1e6, self._end_idle)

@@ -1,0 +1,102 @@
+"""sequence_batching: requests that belong together, what the model is told of it, and the state between them."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer_server.batching.policy import BatchPolicy
+from infer_server.batching.sequences import Control, ControlKind, SequencePolicy, State
+from infer_server.errors import ModelConfigError
+from infer_server.protocol.codec import FROM_CONFIG, Datatype
+from protos import model_config
+
+_IDLE_US = 1_000_000
+_VALUES = {"int32_false_true": "INT32", "fp32_false_true": "FP32", "bool_false_true": "BOOL"}
+
+
+@dataclass(frozen=True)
+class SequenceConfig:
+    policy: SequencePolicy
+    batching: BatchPolicy                   # of the requests of several sequences
+    datatypes: dict[str, Datatype]          # of the inputs that the server adds, and of the outputs that it keeps
+
+    @property
+    def added(self) -> set[str]:
+        """The model's inputs that no client sends."""
+        return {control.name for control in self.policy.controls} | {state.input for state in self.policy.states}
+
+    @property
+    def kept(self) -> list[str]:
+        """The model's outputs that are states."""
+        return [state.output for state in self.policy.states]
+
+
+def sequences_of(message: model_config.ModelConfig, folder: Path | None = None) -> SequenceConfig | None:
+    """None: the model has no sequences. folder: of the model, with the files of initial states, which are read if it is
+    given. Raises ModelConfigError."""
+    if not message.HasField("sequence_batching"):
+        return None
+    given = message.sequence_batching
+    batch = max(1, message.max_batch_size)
+    oldest = given.oldest if given.HasField("oldest") else None
+    datatypes: dict[str, Datatype] = {}
+    controls = tuple(_control(each.name, control, datatypes) for each in given.control_input
+                     for control in each.control)
+    states = tuple(_state(state, message.max_batch_size > 0, folder, datatypes) for state in given.state)
+    policy = SequencePolicy(
+        idle_us=given.max_sequence_idle_microseconds or _IDLE_US, controls=controls, states=states,
+        candidates=(oldest.max_candidate_sequences or batch) if oldest else batch, batched=message.max_batch_size > 0)
+    batching = BatchPolicy(
+        batch, frozenset(oldest.preferred_batch_size if oldest else ()),
+        (oldest or given.direct).max_queue_delay_microseconds, merges=message.max_batch_size > 0)
+    return SequenceConfig(policy, batching, datatypes)
+
+
+def _control(name: str, control: Any, datatypes: dict[str, Datatype]) -> Control:
+    kind = ControlKind(model_config.ModelSequenceBatching.Control.Kind.Name(control.kind))
+    if kind is ControlKind.CORRELATION:
+        datatype = FROM_CONFIG.get(control.data_type)
+        if datatype is None or datatype.name not in ("UINT64", "INT64", "UINT32", "INT32", "BYTES"):
+            raise ModelConfigError(f"control_input '{name}': data_type must be TYPE_UINT64, TYPE_INT64, TYPE_UINT32, "
+                                   "TYPE_INT32 or TYPE_STRING")
+        datatypes[name] = datatype
+        return Control(name, kind, datatype.array)
+    for field, typed in _VALUES.items():
+        values = getattr(control, field)
+        if len(values) == 2:
+            datatypes[name] = next(each for each in FROM_CONFIG.values() if each.name == typed)
+            return Control(name, kind, datatypes[name].array, values[0], values[1])
+    raise ModelConfigError(f"control_input '{name}': give two values of int32_false_true, fp32_false_true or "
+                           "bool_false_true")
+
+
+def _state(state: Any, batched: bool, folder: Path | None, datatypes: dict[str, Datatype]) -> State:
+    datatype = FROM_CONFIG.get(state.data_type)
+    if not state.input_name or not state.output_name or datatype is None:
+        raise ModelConfigError("sequence_batching.state: give input_name, output_name and data_type")
+    datatypes[state.input_name] = datatypes[state.output_name] = datatype
+    shape = tuple(1 if extent == -1 else extent for extent in state.dims)
+    if len(state.initial_state) > 1:
+        raise ModelConfigError(f"state '{state.input_name}': one initial_state at most")
+    value: NDArray[Any] = np.full(shape, b"" if datatype.array.hasobject else 0, datatype.array)
+    for initial in state.initial_state:
+        value = _initial(state.input_name, initial, datatype, folder)
+    return State(state.input_name, state.output_name, value[np.newaxis] if batched else value)
+
+
+def _initial(name: str, initial: Any, datatype: Datatype, folder: Path | None) -> NDArray[Any]:
+    shape = tuple(initial.dims)
+    if FROM_CONFIG.get(initial.data_type) != datatype or any(extent < 1 for extent in shape):
+        raise ModelConfigError(f"state '{name}': initial_state must have the state's data_type, and numbers as "
+                               "dims")
+    if initial.WhichOneof("state_data") == "data_file" and folder:
+        file = folder / "initial_state" / initial.data_file
+        try:
+            return np.fromfile(file, datatype.array).reshape(shape)
+        except (OSError, ValueError) as error:
+            raise ModelConfigError(f"state '{name}': initial_state: {file}: {error}") from error
+    return np.zeros(shape, datatype.array)

@@ -1,0 +1,115 @@
+"""Sequences of requests: each with a state of its own, in order, at one instance."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
+
+from infer_server.config.config import from_message
+from infer_server.errors import ModelConfigError
+from tests.infer_server.config.test_config import parsed
+from tests.infer_server.endpoints.test_serving import eventually
+from tests.infer_server.numpy_engine import GATES, write_model
+from tests.infer_server.python_backend.test_python_models import HEAD, python_model
+from tests.infer_server.serving import RunningServer, serving
+
+SUM = """max_batch_size: 8 output {{ name: "sum" data_type: TYPE_FP32 dims: 4 }} instance_group {{ count: 2 }}
+    sequence_batching {{ {} state {{ input_name: "x2" output_name: "sum" data_type: TYPE_FP32 dims: 4 {} }} }}"""
+TOLD = HEAD + """
+class TritonPythonModel:
+    def execute(self, requests):
+        assert len({request.correlation_id() for request in requests}) == len(requests)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("told", np.concatenate([
+            pb_utils.get_input_tensor_by_name(request, name).as_numpy().astype(np.float32)
+            for name in ("start", "end", "id", "x")], axis=-1))]) for request in requests]
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("models")
+    write_model(folder, "sum", kind="two", config=SUM.format("direct {}", ""))
+    write_model(folder, "few", kind="two", gate="few", config=SUM.format(
+        "oldest { max_candidate_sequences: 1 } max_sequence_idle_microseconds: 100000",
+        'initial_state { name: "s" data_type: TYPE_FP32 dims: 4 data_file: "ten" }'))
+    (folder / "few" / "initial_state").mkdir()
+    np.full(4, 10, np.float32).tofile(folder / "few" / "initial_state" / "ten")
+    python_model(folder, "told", TOLD, """backend: "python" max_batch_size: 4
+        input { name: "x" data_type: TYPE_FP32 dims: 1 } output { name: "told" data_type: TYPE_FP32 dims: 4 }
+        sequence_batching {
+          control_input { name: "start" control { kind: CONTROL_SEQUENCE_START fp32_false_true: [0, 1] } }
+          control_input { name: "end" control { kind: CONTROL_SEQUENCE_END int32_false_true: [0, 5] } }
+          control_input { name: "id" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } } }""")
+    with serving(folder) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[triton.InferenceServerClient]:
+    with triton.InferenceServerClient(server.address) as connected:
+        yield connected
+
+
+def ask(client: triton.InferenceServerClient, model: str, sequence: int | str, value: float, start: bool = False,
+        end: bool = False, extent: int = 4) -> list[float]:
+    tensor = triton.InferInput("x", [1, extent], "FP32")
+    tensor.set_data_from_numpy(np.full((1, extent), value, np.float32))
+    result = client.infer(model, [tensor], sequence_id=sequence, sequence_start=start, sequence_end=end)
+    found: list[float] = result.as_numpy("told" if model == "told" else "sum")[0].tolist()
+    return found
+
+
+def test_each_sequence_has_a_state_of_its_own_from_its_start_to_its_end(client: triton.InferenceServerClient) -> None:
+    def sequence(identity: int) -> list[float]:
+        return [ask(client, "sum", identity, identity + i, start=i == 0, end=i == 4)[0] for i in range(5)]
+
+    with ThreadPoolExecutor(8) as clients:
+        for identity, sums in zip(range(1, 25), clients.map(sequence, range(1, 25)), strict=True):
+            assert sums == np.cumsum([identity + i for i in range(5)]).tolist()
+    with pytest.raises(InferenceServerException, match="must specify the START flag"):
+        ask(client, "sum", 7, 1)
+    assert ask(client, "sum", "text", 3, start=True) == [3] * 4
+    assert ask(client, "sum", "text", 4, start=True) == [4] * 4, "a start begins anew"
+    assert [tensor.name for tensor in client.get_model_metadata("sum").inputs] == ["x"]
+
+
+def test_a_request_without_a_correlation_id_is_refused(client: triton.InferenceServerClient) -> None:
+    with pytest.raises(InferenceServerException, match="must specify a non-zero or non-empty correlation ID"):
+        ask(client, "sum", 0, 1, start=True)
+
+
+def test_what_finds_no_place_waits_until_a_sequence_ends_or_has_been_idle(
+        server: RunningServer, client: triton.InferenceServerClient) -> None:
+    model = server.server.repository.find("few")
+    with ThreadPoolExecutor(3) as clients:
+        with GATES["few"].closed():
+            asked = [clients.submit(ask, client, "few", number, number, True, number == 1) for number in (1, 2, 3)]
+            assert GATES["few"].holds(2)
+            assert eventually(lambda: model.pending == 1)
+        assert [future.result()[0] for future in asked] == [11, 12, 13]
+    assert ask(client, "few", 4, 4, start=True)[0] == 14, "2 and 3 were not ended, but have been idle"
+
+
+def test_a_model_is_told_of_start_end_and_correlation_id(client: triton.InferenceServerClient) -> None:
+    assert ask(client, "told", 9, 7, start=True, extent=1) == [1, 0, 9, 7]
+    assert ask(client, "told", 9, 8, extent=1) == [0, 0, 9, 8]
+    assert ask(client, "told", 9, 9, end=True, extent=1) == [0, 5, 9, 9]
+    with pytest.raises(InferenceServerException, match="the correlation id 'text' is no uint64"):
+        ask(client, "told", "text", 7, start=True, extent=1)
+
+
+@pytest.mark.parametrize(("text", "refusal"), [
+    ("control_input { name: 'i' control { kind: CONTROL_SEQUENCE_START } }", "two values of int32_false_true"),
+    ("control_input { name: 'i' control { kind: CONTROL_SEQUENCE_CORRID } }", "data_type must be TYPE_UINT64"),
+    ("state { input_name: 'i' }", "give input_name, output_name and data_type"),
+    ("state { input_name: 'i' output_name: 'o' data_type: TYPE_FP32 initial_state { data_type: TYPE_INT8 } }",
+     "the state's data_type"),
+    ("iterative_sequence: true", "make the model decoupled"),
+])
+def test_sequence_batching_that_makes_no_sense_is_refused(text: str, refusal: str) -> None:
+    with pytest.raises(ModelConfigError, match=refusal):
+        from_message(parsed(f"sequence_batching {{ {text} }}"))
