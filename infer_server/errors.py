@@ -1,7 +1,7 @@
 """The errors of serving. Endpoints map each class to a status of their protocol; the message is for the client.
 
     ServeError
-    ├── InvalidRequestError ── MalformedMessageError
+    ├── InvalidRequestError ── MalformedMessageError, UnknownRegionError, RegionExistsError
     ├── UnavailableError ── QueueFullError, RequestExpiredError
     ├── RepositoryError ── ModelConfigError
     └── UnknownModelError, UnknownServiceError, DeadlineExceededError, MemoryLimitError, NotServedError, ExecutionError
@@ -18,6 +18,14 @@ class InvalidRequestError(ServeError):
 
 class MalformedMessageError(InvalidRequestError):
     """The bytes that were sent are not a message of the protocol at all."""
+
+
+class UnknownRegionError(InvalidRequestError):
+    """No region of shared memory is registered under that name."""
+
+
+class RegionExistsError(InvalidRequestError):
+    """A region of shared memory is registered under that name already."""
 
 
 class UnknownModelError(ServeError):

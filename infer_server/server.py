@@ -9,13 +9,18 @@ from functools import partial
 from pathlib import Path
 
 from infer_server.backend import EngineLoader, load_plan
+from infer_server.endpoints.front import Front
 from infer_server.endpoints.grpc.connections import disconnect, stop_listening
+from infer_server.endpoints.grpc.infer import GrpcFront
 from infer_server.endpoints.grpc.server import create_server
 from infer_server.endpoints.http.connection import Handler, Limits
 from infer_server.endpoints.http.routes import metrics_routes, server_routes
 from infer_server.endpoints.http.server import HttpServer, listen
 from infer_server.endpoints.inflight import Inflight
-from infer_server.endpoints.service import Service
+from infer_server.endpoints.memory_service import MemoryService
+from infer_server.endpoints.service import ModelService, Service
+from infer_server.endpoints.settings import LogSettings, SettingsService
+from infer_server.endpoints.shared_memory import Regions
 from infer_server.errors import RepositoryError
 from infer_server.lifecycle import Lifecycle, ServerPhase
 from infer_server.repository.building import Compiler
@@ -49,6 +54,7 @@ class ServerOptions:
     max_message_bytes: int = 256 << 20
     max_inflight_bytes: int = 1 << 30           # of requests and answers that are held at a time
     send_timeout_secs: float = 60.0             # for a client to read an answer that it asked for
+    allow_client_shm: bool = False              # clients may pass tensors in system shared memory
 
 
 @dataclass(frozen=True)
@@ -77,10 +83,15 @@ class Server:
         self.repository = Repository(options.model_repositories, loader.load, self.lifecycle.changed)
         self._unreadable: dict[str, str] = {}   # why there is no repository
         self._inflight = Inflight(options.max_inflight_bytes, options.send_timeout_secs)
-        self._service = Service(self.repository, self.lifecycle, options.explicit_control)
-        self._inferences = Inferences(self.repository)
-        self._grpc = create_server(self._service, self._inferences, self.lifecycle, self._inflight,
-                                   lambda peer: disconnect(self._grpc_port, peer), options.max_message_bytes)
+        regions = Regions(options.allow_client_shm)
+        log_settings = LogSettings()
+        log_settings.install()
+        self._service = Service(ModelService(self.repository, self.lifecycle, options.explicit_control),
+                                MemoryService(regions), SettingsService(self.repository, log_settings))
+        self._front = Front(Inferences(self.repository), self._inflight, regions)
+        self._grpc = create_server(
+            self._service, GrpcFront(self._front.inferences, self._inflight, regions, self._disconnect), self.lifecycle,
+            options.max_message_bytes)
         self._grpc_port = 0
         self._http: list[HttpServer] = []
         self._loading: asyncio.Task[None] | None = None
@@ -91,8 +102,7 @@ class Server:
         Raises OSError for a port that cannot be had.
         """
         options = self._options
-        http = await self._listen_http(options.http_port, server_routes(
-            self._service, self._inferences, self.repository, self._inflight))
+        http = await self._listen_http(options.http_port, server_routes(self._service, self._front, self.repository))
         metrics_port = await self._listen_http(options.metrics_port, metrics_routes(self.repository))
         self._grpc_port = self._listen_grpc()
         await self._grpc.start()
@@ -134,6 +144,9 @@ class Server:
         for http in self._http:
             http.close()
         return answered
+
+    def _disconnect(self, peer: str) -> None:
+        disconnect(self._grpc_port, peer)
 
     async def _load(self) -> None:
         names = self._options.load_models if self._options.explicit_control else None

@@ -20,6 +20,7 @@ from infer_server.batching.statistics import Failure
 from infer_server.config.config import TensorSpec
 from infer_server.errors import InvalidRequestError, MemoryLimitError, NotServedError
 from infer_server.protocol.codec import InputTensor
+from infer_server.protocol.parameters import Parameters, check_reserved, natural, typed
 from infer_server.repository.model import Model
 from infer_server.repository.repository import Repository
 
@@ -29,6 +30,7 @@ class Served(NamedTuple):
     model: str
     version: int
     outputs: tuple[TensorSpec, ...]
+    batched: bool                   # they have a leading batch axis
 
 
 class Call(ABC):
@@ -49,6 +51,10 @@ class Call(ABC):
         """The names of those asked for; none: all of the model's."""
 
     @abstractmethod
+    def parameters(self) -> Parameters:
+        """What its client asks for beside the tensors: timeout (in us), priority, sequence_id, ..."""
+
+    @abstractmethod
     def expect(self, response_bytes: int) -> None:
         """Takes the bytes that the tensors of the response will have. Raises MemoryLimitError."""
 
@@ -58,16 +64,8 @@ class Call(ABC):
 
     @abstractmethod
     def encoder(self, served: Served) -> Callable[[Arrays], Any]:
-        """What makes the response of the outputs' arrays, on an instance's thread."""
-
-    @abstractmethod
-    def timeout_us(self) -> int:
-        """How long it may wait in the queue; 0: the model's default."""
-
-
-    def parameters(self) -> Mapping[str, Any]:
-        """Those of the request, by name: numbers, truths and text."""
-        return {}
+        """What makes the response of the outputs' arrays, on an instance's thread; or returns the ServeError why there
+        is none."""
 
 
 class Submitted(NamedTuple):
@@ -105,28 +103,24 @@ def _request(call: Call, model: Model, reply: Reply) -> Request:
     tensors = call.inputs()
     fit = model.signature.fit(tensors)
     outputs = model.signature.choose_outputs(call.outputs())
-    call.expect((fit.items if model.config.batched else 1) * sum(spec.item_bytes for spec in outputs))
     parameters = call.parameters()
+    if parameters:
+        check_reserved(parameters)
+    call.expect((fit.items if model.config.batched else 1) * sum(spec.item_bytes for spec in outputs))
+    served = Served(model.name, model.version, outputs, model.config.batched)
     return Request(
         inputs=model.signature.to_model(call.contents(tensors)), items=fit.items, shape_key=fit.shape_key,
-        encode=model.signature.to_client(call.encoder(Served(model.name, model.version, outputs))), reply=reply,
-        timeout_us=call.timeout_us(),
+        encode=model.signature.to_client(call.encoder(served)), reply=reply, timeout_us=natural(parameters, "timeout"),
         received_ns=call.received_ns, deadline_ns=call.deadline_ns, id=call.id, parameters=parameters,
-        priority=_priority(parameters), sequence=_sequence(parameters), outputs=tuple(spec.name for spec in outputs))
+        priority=natural(parameters, "priority"), sequence=_sequence(parameters),
+        outputs=tuple(spec.name for spec in outputs))
 
 
-def _priority(parameters: Mapping[str, Any]) -> int:
-    priority = parameters.get("priority", 0)
-    if type(priority) is not int or priority < 0:
-        raise InvalidRequestError("parameter 'priority': expected a number, 1 the highest; 0 is the model's default")
-    return priority
-
-
-def _sequence(parameters: Mapping[str, Any]) -> InSequence | None:
+def _sequence(parameters: Parameters) -> InSequence | None:
     """Where a request stands in its sequence; an id of 0 or "" is none."""
-    correlation, start, end = (parameters.get(f"sequence_{name}", default)
-                               for name, default in (("id", 0), ("start", False), ("end", False)))
-    if type(correlation) not in (int, str) or type(start) is not bool or type(end) is not bool:
-        raise InvalidRequestError("parameters sequence_id, sequence_start and sequence_end: expected a number or a "
-                                  "text, and two truths")
+    correlation = parameters.get("sequence_id", 0)
+    if type(correlation) not in (int, str):
+        raise InvalidRequestError("invalid value type for 'sequence_id' parameter: expected int or str, got "
+                                  f"{type(correlation).__name__}")
+    start, end = (typed(parameters, name, bool, False) for name in ("sequence_start", "sequence_end"))
     return InSequence(correlation, start, end) if correlation else None

@@ -131,7 +131,8 @@ def _options(parsed: argparse.Namespace) -> ServerOptions:
         load_models=None if parsed.load_model == ["*"] else tuple(parsed.load_model),
         strict_readiness=parsed.strict_readiness, drain_grace_secs=parsed.drain_grace_secs,
         exit_timeout_secs=parsed.exit_timeout_secs, max_message_bytes=parsed.max_message_mib << 20,
-        max_inflight_bytes=parsed.max_inflight_mib << 20, send_timeout_secs=parsed.send_timeout_secs)
+        max_inflight_bytes=parsed.max_inflight_mib << 20, send_timeout_secs=parsed.send_timeout_secs,
+        allow_client_shm=parsed.allow_client_shm)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -149,6 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_models(parser)
     _add_ports(parser)
     _add_limits(parser)
+    _add_access(parser)
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info",
                         help="the least that is written to stderr (default %(default)s)")
     return parser
@@ -202,6 +204,11 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--send-timeout-secs", type=seconds, default=60.0, metavar="S",
                         help="how long a client may take to read an answer, before its connection is closed "
                              "(default %(default)s)")
+
+
+def _add_access(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--allow-client-shm", type=boolean, nargs="?", const=True, default=False, metavar="BOOL",
+                        help="clients on this machine may pass tensors in system shared memory (default false)")
 
 
 def _port(text: str) -> int:

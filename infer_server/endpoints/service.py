@@ -1,11 +1,16 @@
 """All of the protocol but inference, on its own messages: what gRPC and HTTP answer alike."""
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf import json_format
+from google.protobuf.message import Message
 
 from infer_server.batching.statistics import BatchStatistics, Duration
+from infer_server.endpoints.memory_service import MemoryService
+from infer_server.endpoints.settings import SettingsService
 from infer_server.errors import InvalidRequestError, ServeError, UnavailableError
 from infer_server.lifecycle import Lifecycle
 from infer_server.repository.model import Model
@@ -13,11 +18,12 @@ from infer_server.repository.repository import Repository
 from infer_server.version import NAME, VERSION
 from protos import inference, model_config
 
-EXTENSIONS = ("model_configuration", "model_repository", "statistics")
+EXTENSIONS = ("classification", "model_repository", "model_configuration", "system_shared_memory", "cuda_shared_memory",
+              "binary_tensor_data", "parameters", "statistics", "trace", "logging")
 
 
-class Service:
-    """One coroutine for each call that is served, named as the call. They raise ServeErrors."""
+class ModelService:
+    """One coroutine for each call, named as the call. They raise ServeErrors."""
 
     def __init__(self, repository: Repository, lifecycle: Lifecycle, explicit_control: bool) -> None:
         self._repository = repository
@@ -88,6 +94,20 @@ class Service:
         if not self._explicit_control:
             raise UnavailableError("explicit model load / unload is not allowed: start the server with "
                                    "--model-control-mode explicit")
+
+
+@dataclass(frozen=True)
+class Service:
+    """All of them."""
+    models: ModelService
+    memory: MemoryService
+    settings: SettingsService
+
+    def call(self, name: str) -> Callable[[Any], Awaitable[Message]]:
+        """The coroutine of a call but inference, by its name."""
+        coroutine: Callable[[Any], Awaitable[Message]] = next(
+            getattr(part, name) for part in (self.models, self.memory, self.settings) if hasattr(part, name))
+        return coroutine
 
 
 def _config_override(request: inference.RepositoryModelLoadRequest) -> model_config.ModelConfig | None:

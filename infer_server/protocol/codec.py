@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ from infer_server.protocol.wire import MAX_VARINT_BYTES, InferRequest, Packed
 from protos import inference, model_config
 
 MAX_RANK = 32               # of a tensor
+_NOWHERE: Mapping[int, memoryview] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -100,25 +102,28 @@ def declared_inputs(inputs: Iterable[Declared]) -> tuple[InputTensor, ...]:
     return tuple(tensors.values())
 
 
-def decode_inputs(request: InferRequest, tensors: Sequence[InputTensor]) -> dict[str, NDArray[Any]]:
+def decode_inputs(request: InferRequest, tensors: Sequence[InputTensor],
+                  elsewhere: Mapping[int, memoryview] = _NOWHERE) -> dict[str, NDArray[Any]]:
     """The contents of `declared_inputs` by name, as views of the message where they were sent raw.
 
-    Raises InvalidRequestError where contents do not fill the declared shape and datatype exactly.
+    elsewhere: raw contents that are not in the message, by the position of their input. Raises InvalidRequestError
+    where contents do not fill the declared shape and datatype exactly.
     """
     raw_inputs = request.raw_inputs
-    if raw_inputs and len(raw_inputs) != len(tensors):
-        raise InvalidRequestError(
-            f"raw_input_contents holds {len(raw_inputs)} tensors for {len(tensors)} inputs; give one for each input")
+    if raw_inputs and len(raw_inputs) != len(tensors) - len(elsewhere):
+        raise InvalidRequestError(f"raw_input_contents holds {len(raw_inputs)} tensors for "
+                                  f"{len(tensors) - len(elsewhere)} inputs; give one for each input")
     arrays: dict[str, NDArray[Any]] = {}
+    raws = iter(raw_inputs)
     for i, (tensor, message) in enumerate(zip(tensors, request.header.inputs, strict=True)):
-        if not raw_inputs and i in request.packed:
-            arrays[tensor.name] = _from_packed(tensor, request.packed[i])
-        elif not raw_inputs:
-            arrays[tensor.name] = _from_contents(tensor, message.contents)
+        if i not in elsewhere and not raw_inputs:
+            arrays[tensor.name] = (_from_packed(tensor, request.packed[i]) if i in request.packed
+                                   else _from_contents(tensor, message.contents))
         elif message.HasField("contents") or i in request.packed:
-            raise InvalidRequestError(f"{tensor}: raw_input_contents and contents must not be mixed in a request")
+            raise InvalidRequestError(f"{tensor}: raw_input_contents and contents must not be mixed in a request, nor "
+                                      "given beside shared memory")
         else:
-            arrays[tensor.name] = from_raw(tensor, raw_inputs[i])
+            arrays[tensor.name] = from_raw(tensor, elsewhere[i] if i in elsewhere else next(raws))
     return arrays
 
 
@@ -136,12 +141,17 @@ def from_raw(tensor: InputTensor, raw: memoryview) -> NDArray[Any]:
     datatype = tensor.datatype
     if datatype.name == "BYTES":
         return _from_raw_bytes(tensor, raw)
-    expected = math.prod(tensor.shape) * datatype.array.itemsize
-    if raw.nbytes != expected:
-        raise InvalidRequestError(f"{tensor}: expected {expected} bytes of raw contents, got {raw.nbytes}")
+    check_bytes(tensor, raw.nbytes)
     if datatype.name == "BOOL":     # any byte but 0 is true; numpy's own bool must hold nothing but 0 and 1
         return shaped(tensor, np.frombuffer(raw, np.uint8) != 0)
     return shaped(tensor, np.frombuffer(raw, datatype.array))
+
+
+def check_bytes(tensor: InputTensor, found: int) -> None:
+    """Raises InvalidRequestError: a tensor of numbers has not so many bytes of raw contents."""
+    expected = math.prod(tensor.shape) * tensor.datatype.array.itemsize
+    if found != expected and tensor.datatype.name != "BYTES":
+        raise InvalidRequestError(f"{tensor}: expected {expected} bytes of raw contents, got {found}")
 
 
 def _from_raw_bytes(tensor: InputTensor, raw: memoryview) -> NDArray[Any]:

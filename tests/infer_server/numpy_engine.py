@@ -88,7 +88,7 @@ class NumpyContext:
         first = next(iter(self._inputs.values()))
         if self._engine.kind == "fails_on_negative" and (first[:batch] < 0).any():
             raise ArithmeticError("a negative value")
-        self._outputs["y"][...] = first * 2 + 1
+        self._outputs["y"][...] = first if self._engine.kind == "echo" else first * 2 + 1
         if self._engine.kind == "two":
             self._outputs["sum"][...] = first + self._inputs["x2"]
 
@@ -101,7 +101,7 @@ class NumpyContext:
 
 @dataclass
 class NumpyEngine:
-    """y = 2x + 1; kind "two" has a second input x2 and a second output sum = x + x2."""
+    """y = 2x + 1; kind "echo": y = x; kind "two" has a second input x2 and a second output sum = x + x2."""
     kind: str = "affine"
     shape: tuple[int, ...] = (4,)
     dtype: str = "float32"

@@ -19,6 +19,8 @@ Handler = Callable[[Any, grpc.aio.ServicerContext], Awaitable[T]]
 # The statuses that Triton gives, so that what its clients retry they retry here.
 _STATUS: dict[type[ServeError], grpc.StatusCode] = {
     errors.InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.UnknownRegionError: grpc.StatusCode.NOT_FOUND,
+    errors.RegionExistsError: grpc.StatusCode.ALREADY_EXISTS,
     errors.UnknownModelError: grpc.StatusCode.NOT_FOUND,
     errors.UnknownServiceError: grpc.StatusCode.NOT_FOUND,
     errors.UnavailableError: grpc.StatusCode.UNAVAILABLE,

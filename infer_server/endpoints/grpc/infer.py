@@ -5,15 +5,20 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from numpy.typing import NDArray
 
 from infer_server.batching.request import Arrays, AwaitedReply
-from infer_server.endpoints.inflight import Inflight
-from infer_server.errors import InvalidRequestError, NotServedError
+from infer_server.endpoints.front import Front
+from infer_server.endpoints.inflight import OpenCall
+from infer_server.endpoints.shared_memory import Place
+from infer_server.endpoints.tensors import Asked, Output, places, read, wanted
+from infer_server.errors import ServeError
 from infer_server.protocol.codec import InputTensor, declared_inputs, decode_inputs, encode_raw
+from infer_server.protocol.parameters import NONE, Parameters, from_messages, set_parameter
 from infer_server.protocol.wire import InferRequest, join_response, split_request
 from infer_server.serving import Call, Inferences, Served
 from protos import inference
@@ -31,18 +36,19 @@ class GrpcClient:
         self._disconnect(self.peer())
 
 
-async def infer(data: bytes, context: grpc.aio.ServicerContext, inferences: Inferences, inflight: Inflight,
-                disconnect: Callable[[str], None]) -> bytes:
-    """Serves one serialised ModelInferRequest; returns the serialised response. Raises ServeErrors.
+@dataclass(frozen=True)
+class GrpcFront(Front):
+    disconnect: Callable[[str], None]       # ends the connection of a peer as gRPC names it
 
-    disconnect: as GrpcClient's.
-    """
+
+async def infer(data: bytes, context: grpc.aio.ServicerContext, front: GrpcFront) -> bytes:
+    """Serves one serialised ModelInferRequest; returns the serialised response. Raises ServeErrors."""
     received_ns = time.monotonic_ns()
-    held = inflight.begin(GrpcClient(context, disconnect), len(data))
+    inflight = front.inflight
+    held = inflight.begin(GrpcClient(context, front.disconnect), len(data))
     context.add_done_callback(lambda _: inflight.end(held))
-    call = GrpcCall(split_request(data), received_ns, context.time_remaining(),
-                    functools.partial(inflight.expect, held))
-    response = await _answer(call, inferences)
+    call = GrpcCall(split_request(data), received_ns, context.time_remaining(), front, held)
+    response = await _answer(call, front.inferences)
     inflight.answered(held, len(response))
     return response
 
@@ -61,31 +67,43 @@ async def _answer(call: Call, inferences: Inferences) -> bytes:
 class GrpcCall(Call):
     """A ModelInferRequest; its response is the serialised ModelInferResponse."""
 
-    def __init__(self, message: InferRequest, received_ns: int, remaining_secs: float | None,
-                 expect: Callable[[int], None]) -> None:
-        """remaining_secs: until its client gives up. expect: as Call.expect."""
-        self._message, self._header, self._expect = message, message.header, expect
+    def __init__(self, message: InferRequest, received_ns: int, remaining_secs: float | None, front: Front,
+                 held: OpenCall) -> None:
+        """remaining_secs: until its client gives up."""
+        self._message, self._header, self._front, self._held = message, message.header, front, held
         self.model, self.version = self._header.model_name, self._header.model_version
         self.received_ns = received_ns
         self.id = self._header.id
+        self._places: dict[int, Place] = {}
         if remaining_secs is not None:
             self.deadline_ns = received_ns + int(remaining_secs * 1e9)
 
     def inputs(self) -> Sequence[InputTensor]:
-        _refuse_extensions(self._header)
+        if any(tensor.parameters for tensor in self._header.inputs):
+            self._places = places(map(_asked, self._header.inputs), self._front.regions)
         return declared_inputs(self._header.inputs)
 
     def outputs(self) -> Iterable[str]:
         return (tensor.name for tensor in self._header.outputs)
 
+    def parameters(self) -> Parameters:
+        return from_messages(self._header.parameters) if self._header.parameters else NONE
+
     def expect(self, response_bytes: int) -> None:
-        self._expect(response_bytes)
+        self._front.inflight.expect(self._held, response_bytes)
 
     def contents(self, tensors: Sequence[InputTensor]) -> dict[str, NDArray[Any]]:
-        return decode_inputs(self._message, tensors)
+        if not self._places:
+            return decode_inputs(self._message, tensors)
+        return decode_inputs(self._message, tensors, read(
+            self._places, tensors, functools.partial(self._front.inflight.hold, self._held)))
 
-    def encoder(self, served: Served) -> Callable[[Arrays], bytes]:
-        request_id = self._header.id
+    def encoder(self, served: Served) -> Callable[[Arrays], bytes | ServeError]:
+        request_id = self.id
+        if any(tensor.parameters for tensor in self._header.outputs):
+            outputs = wanted(served.outputs, [_asked(tensor) for tensor in self._header.outputs], self._front.regions,
+                             served.batched)
+            return lambda computed: _encoded_as_wanted(served, outputs, request_id, computed)
 
         def encode(computed: Arrays) -> bytes:
             arrays = [computed[spec.name] for spec in served.outputs]
@@ -94,19 +112,9 @@ class GrpcCall(Call):
             return join_response(prefix, request_id, raw)
         return encode
 
-    def timeout_us(self) -> int:
-        if "timeout" not in self._header.parameters:
-            return 0
-        parameter = self._header.parameters["timeout"]
-        timeout_us = parameter.uint64_param if parameter.HasField("uint64_param") else parameter.int64_param
-        if timeout_us < 0 or parameter.WhichOneof("parameter_choice") not in ("int64_param", "uint64_param"):
-            raise InvalidRequestError("parameter 'timeout': expected a positive integer, in microseconds")
-        return timeout_us
 
-
-    def parameters(self) -> dict[str, Any]:
-        return {name: getattr(value, value.WhichOneof("parameter_choice") or "int64_param")
-                for name, value in self._header.parameters.items()} if self._header.parameters else {}
+def _asked(tensor: Any) -> Asked:
+    return Asked(tensor.name, from_messages(tensor.parameters) if tensor.parameters else NONE)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -117,11 +125,18 @@ def _response_header(served: Served, shapes: tuple[tuple[int, ...], ...]) -> byt
     return response.SerializeToString()
 
 
-def _refuse_extensions(header: inference.ModelInferRequest) -> None:
-    tensors: list[inference.ModelInferRequest.InferInputTensor | inference.ModelInferRequest.InferRequestedOutputTensor]
-    tensors = [*header.inputs, *header.outputs]
-    for tensor in tensors:
-        if "shared_memory_region" in tensor.parameters:
-            raise NotServedError(f"'{tensor.name}': shared memory is not served; send tensors in the messages")
-        if "classification" in tensor.parameters:
-            raise NotServedError(f"'{tensor.name}': classification is not served; ask for the output itself")
+def _encoded_as_wanted(served: Served, outputs: Sequence[Output], request_id: str,
+                       computed: Arrays) -> bytes | ServeError:
+    """Outputs in shared memory have raw contents, too, for these are found by position: empty ones."""
+    response = inference.ModelInferResponse(model_name=served.model, model_version=str(served.version))
+    raw: list[memoryview] = []
+    try:
+        for output in outputs:
+            array = output.array(computed[output.spec.name])
+            message = response.outputs.add(name=output.spec.name, datatype=output.datatype.name, shape=array.shape)
+            for name, value in output.write(array).items():
+                set_parameter(message.parameters[name], value)
+            raw.append(memoryview(b"") if output.place else encode_raw(array, output.datatype))
+    except ServeError as error:
+        return error
+    return join_response(response.SerializeToString(), request_id, raw)

@@ -11,29 +11,25 @@ from google.protobuf.message import Message
 import protos
 from infer_server.endpoints.grpc.errors import answering, parsed
 from infer_server.endpoints.grpc.health import health_handlers
-from infer_server.endpoints.grpc.infer import infer
-from infer_server.endpoints.inflight import Inflight
+from infer_server.endpoints.grpc.infer import GrpcFront, infer
 from infer_server.endpoints.service import Service
 from infer_server.errors import NotServedError
 from infer_server.lifecycle import Lifecycle
-from infer_server.serving import Inferences
 
 
-def inference_handlers(service: Service, inferences: Inferences, inflight: Inflight,
-                       disconnect: Callable[[str], None]) -> grpc.GenericRpcHandler:
-    """The handlers of every call of the service; those without a coroutine say that they are not served."""
+def inference_handlers(service: Service, front: GrpcFront) -> grpc.GenericRpcHandler:
+    """The handlers of every call of the service."""
     async def model_infer(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        return await infer(data, context, inferences, inflight, disconnect)
+        return await infer(data, context, front)
 
     handlers = {}
     for method in protos.methods(protos.INFERENCE_SERVICE):
-        call: Callable[[Any], Awaitable[Message]] | None = getattr(service, method.name, None)
         if method.name == "ModelInfer":
             handlers[method.name] = grpc.unary_unary_rpc_method_handler(answering(model_infer))
-        elif call is None:
+        elif method.name == "ModelStreamInfer":
             handlers[method.name] = _not_served(method)
         else:
-            handlers[method.name] = _served(method, call)
+            handlers[method.name] = _served(method, service.call(method.name))
     return grpc.method_handlers_generic_handler(protos.INFERENCE_SERVICE, handlers)
 
 
@@ -45,19 +41,15 @@ def _concerns_us(record: logging.LogRecord) -> bool:
 logging.getLogger("grpc._cython.cygrpc").addFilter(_concerns_us)
 
 
-def create_server(service: Service, inferences: Inferences, lifecycle: Lifecycle, inflight: Inflight,
-                  disconnect: Callable[[str], None], max_message_bytes: int) -> grpc.aio.Server:
-    """A gRPC server, not started, without ports. Larger messages than `max_message_bytes` get RESOURCE_EXHAUSTED.
-
-    disconnect: ends the connection of a peer as gRPC names it.
-    """
+def create_server(service: Service, front: GrpcFront, lifecycle: Lifecycle,
+                  max_message_bytes: int) -> grpc.aio.Server:
+    """A gRPC server, not started, without ports. Larger messages than `max_message_bytes` get RESOURCE_EXHAUSTED."""
     server = grpc.aio.server(options=[
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.so_reuseport", 0),               # a second server on the same port is a mistake, not a share of the load
     ])
-    server.add_generic_rpc_handlers((inference_handlers(service, inferences, inflight, disconnect),
-                                     health_handlers(lifecycle)))
+    server.add_generic_rpc_handlers((inference_handlers(service, front), health_handlers(lifecycle)))
     return server
 
 

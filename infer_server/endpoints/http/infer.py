@@ -14,11 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer_server.batching.request import Arrays
+from infer_server.endpoints.front import Front
 from infer_server.endpoints.http.compression import accepted, compressed
 from infer_server.endpoints.http.connection import Exchange
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, parsed
-from infer_server.endpoints.inflight import Inflight
-from infer_server.errors import InvalidRequestError, NotServedError
+from infer_server.endpoints.inflight import OpenCall
+from infer_server.endpoints.shared_memory import Place
+from infer_server.endpoints.tensors import Asked, Output, places, read, wanted
+from infer_server.errors import InvalidRequestError, ServeError
 from infer_server.protocol.codec import (
     InputTensor,
     declared_inputs,
@@ -28,16 +31,17 @@ from infer_server.protocol.codec import (
     object_array,
     shaped,
 )
-from infer_server.serving import Call, Inferences, Served
+from infer_server.protocol.parameters import Parameters
+from infer_server.serving import Call, Served
 
 _NO_JSON = ("FP16", "BF16")                         # datatypes
 _JSON_BYTES = "inference-header-content-length"     # of the body; binary tensors follow
 
 
-def infer(exchange: Exchange, model: str, version: str, inferences: Inferences, inflight: Inflight) -> None:
+def infer(exchange: Exchange, model: str, version: str, front: Front) -> None:
     """Submits the inference of an exchange, which is answered when it is computed. Raises ServeErrors."""
-    call = HttpCall(exchange.request, model, version, lambda count: inflight.expect(exchange.held, count))
-    exchange.left = inferences.submit(call, HttpReply(exchange)).cancel
+    call = HttpCall(exchange.request, model, version, front, exchange.held)
+    exchange.left = front.inferences.submit(call, HttpReply(exchange)).cancel
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,39 +69,46 @@ class JsonTensor:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     data: Any = None
 
+    def asked(self) -> Asked:
+        return Asked(self.name, self.parameters)
+
 
 class HttpCall(Call):
     """An inference request; its response is an HttpResponse."""
 
-    def __init__(self, request: HttpRequest, model: str, version: str, expect: Callable[[int], None]) -> None:
-        """expect: as Call.expect. Raises InvalidRequestError: the body is no inference request."""
+    def __init__(self, request: HttpRequest, model: str, version: str, front: Front, held: OpenCall) -> None:
+        """Raises InvalidRequestError: the body is no inference request."""
         self.model, self.version, self.received_ns = model, version, request.received_ns
-        self._expect = expect
+        self._front, self._held = front, held
         head, self._binary = _split(request)
         self._head = _object(parsed(head), "the request")
         self.id = _typed(self._head, "id", str, "")
-        self._parameters = _typed(self._head, "parameters", dict, {})
+        self._parameters: dict[str, Any] = _typed(self._head, "parameters", dict, {})
         self._inputs = _tensors(self._head, "inputs")
         self._outputs = _tensors(self._head, "outputs")
         self._coding = accepted(request.headers)
+        self._places: dict[int, Place] = {}
 
     def inputs(self) -> Sequence[InputTensor]:
-        for tensor in (*self._inputs, *self._outputs):
-            if "shared_memory_region" in tensor.parameters:
-                raise NotServedError(f"'{tensor.name}': shared memory is not served; send tensors in the messages")
-            if "classification" in tensor.parameters:
-                raise NotServedError(f"'{tensor.name}': classification is not served; ask for the output itself")
+        self._places = places((tensor.asked() for tensor in self._inputs), self._front.regions)
         return declared_inputs(self._inputs)
 
     def outputs(self) -> Iterable[str]:
         return (tensor.name for tensor in self._outputs)
 
+    def parameters(self) -> Parameters:
+        return self._parameters
+
     def expect(self, response_bytes: int) -> None:
-        self._expect(response_bytes)
+        self._front.inflight.expect(self._held, response_bytes)
 
     def contents(self, tensors: Sequence[InputTensor]) -> dict[str, NDArray[Any]]:
         arrays, at = {}, 0
-        for tensor, given in zip(tensors, self._inputs, strict=True):
+        placed = read(self._places, tensors, lambda count: self._front.inflight.hold(self._held, count))
+        for i, (tensor, given) in enumerate(zip(tensors, self._inputs, strict=True)):
+            if i in placed:
+                arrays[tensor.name] = from_raw(tensor, placed[i])
+                continue
             size = _typed(given.parameters, "binary_data_size", int, None)
             if size is None:
                 arrays[tensor.name] = from_json(tensor, given.data)
@@ -113,45 +124,42 @@ class HttpCall(Call):
             raise InvalidRequestError(f"{len(self._binary) - at} bytes of the body belong to no input")
         return arrays
 
-    def encoder(self, served: Served) -> Callable[[Arrays], HttpResponse]:
+    def encoder(self, served: Served) -> Callable[[Arrays], HttpResponse | ServeError]:
         every = _typed(self._parameters, "binary_data_output", bool, False)
-        wanted = {tensor.name: _typed(tensor.parameters, "binary_data", bool, every) for tensor in self._outputs}
-        binary = tuple(wanted.get(spec.name, every) for spec in served.outputs)
-        for spec, raw in zip(served.outputs, binary, strict=True):
-            if not raw and spec.datatype.name in _NO_JSON:
-                raise InvalidRequestError(f"output '{spec.name}': {spec.datatype.name} has no JSON form; ask for it "
-                                          "with \"binary_data\": true")
+        in_bytes = {tensor.name: _typed(tensor.parameters, "binary_data", bool, every) for tensor in self._outputs}
+        outputs = wanted(served.outputs, [tensor.asked() for tensor in self._outputs], self._front.regions,
+                         served.batched)
+        binary = tuple(in_bytes.get(spec.name, every) for spec in served.outputs)
+        for output, raw in zip(outputs, binary, strict=True):
+            if not raw and not output.place and output.datatype.name in _NO_JSON:
+                raise InvalidRequestError(f"output '{output.spec.name}': {output.datatype.name} has no JSON form; ask "
+                                          "for it with \"binary_data\": true")
         request_id, coding = self.id, self._coding
 
-        def encode(computed: Arrays) -> HttpResponse:
-            return compressed(_response(served, binary, request_id, computed), coding)
+        def encode(computed: Arrays) -> HttpResponse | ServeError:
+            try:
+                return compressed(_response(served, outputs, binary, request_id, computed), coding)
+            except ServeError as error:
+                return error
         return encode
 
-    def timeout_us(self) -> int:
-        timeout_us: int = _typed(self._parameters, "timeout", int, 0)
-        if timeout_us < 0:
-            raise InvalidRequestError("parameter 'timeout': expected a positive integer, in microseconds")
-        return timeout_us
 
-
-    def parameters(self) -> dict[str, Any]:
-        given: dict[str, Any] = self._parameters
-        return given
-
-
-def _response(served: Served, binary: Sequence[bool], request_id: str, computed: Arrays) -> HttpResponse:
-    outputs: list[dict[str, Any]] = []
+def _response(served: Served, outputs: Sequence[Output], binary: Sequence[bool], request_id: str,
+              computed: Arrays) -> HttpResponse:
+    described: list[dict[str, Any]] = []
     pieces: list[bytes | memoryview] = []
-    for spec, raw in zip(served.outputs, binary, strict=True):
-        array = computed[spec.name]
-        output: dict[str, Any] = {"name": spec.name, "datatype": spec.datatype.name, "shape": array.shape}
-        if raw:
-            pieces.append(bytes(encode_raw(array, spec.datatype)))      # the array is the engine's, for this batch only
-            output["parameters"] = {"binary_data_size": len(pieces[-1])}
+    for output, raw in zip(outputs, binary, strict=True):
+        array, datatype = output.array(computed[output.spec.name]), output.datatype
+        one: dict[str, Any] = {"name": output.spec.name, "datatype": datatype.name, "shape": array.shape}
+        if output.place:
+            one["parameters"] = output.write(array)
+        elif raw:
+            pieces.append(bytes(encode_raw(array, datatype)))       # the array is the engine's, for this batch only
+            one["parameters"] = {"binary_data_size": len(pieces[-1])}
         else:
-            output["data"] = to_json(array, spec.datatype.name)
-        outputs.append(output)
-    body = {"model_name": served.model, "model_version": str(served.version), "outputs": outputs}
+            one["data"] = to_json(array, datatype.name)
+        described.append(one)
+    body = {"model_name": served.model, "model_version": str(served.version), "outputs": described}
     text = json.dumps({"id": request_id, **body} if request_id else body).encode()
     if not pieces:
         return HttpResponse((text,))

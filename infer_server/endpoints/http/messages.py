@@ -15,6 +15,8 @@ JSON = "application/json"
 # What Triton answers (src/http_server.cc, HttpCodeFromError); 504 for a deadline, which it leaves open.
 _STATUS: dict[type[ServeError], HTTPStatus] = {
     errors.InvalidRequestError: HTTPStatus.BAD_REQUEST,
+    errors.UnknownRegionError: HTTPStatus.NOT_FOUND,
+    errors.RegionExistsError: HTTPStatus.CONFLICT,
     errors.UnknownModelError: HTTPStatus.NOT_FOUND,
     errors.UnknownServiceError: HTTPStatus.NOT_FOUND,
     errors.UnavailableError: HTTPStatus.SERVICE_UNAVAILABLE,
@@ -69,6 +71,15 @@ def parsed(text: bytes) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise errors.InvalidRequestError(f"failed to parse the request JSON: {error}") from error
+
+
+def member(request: HttpRequest, name: str, kind: type, default: Any = None) -> Any:
+    """A member of the body's JSON object, which may be left out if it has a default. Raises InvalidRequestError."""
+    body = request.json()
+    value = body.get(name, default) if isinstance(body, dict) else None
+    if type(value) is not kind:
+        raise errors.InvalidRequestError(f"expected a JSON object whose '{name}' is of type {kind.__name__}")
+    return value
 
 
 def json_response(value: Any) -> HttpResponse:

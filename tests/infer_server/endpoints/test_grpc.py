@@ -164,6 +164,12 @@ def test_raw_and_typed_contents_are_not_mixed(stub: service_pb2_grpc.GRPCInferen
 def test_unknown_versions_outputs_and_extensions_are_refused_by_name(
         stub: service_pb2_grpc.GRPCInferenceServiceStub) -> None:
     request = request_of(raw=bytes(16))
+    request.parameters["triton_x"].int64_param = 1
+    assert "are reserved" in refusal(stub, request)[1]
+    del request.parameters["triton_x"]
+    request.parameters["timeout"].string_param = "soon"
+    assert "expected int, got str" in refusal(stub, request)[1]
+    del request.parameters["timeout"]
     request.model_version = "3"
     assert refusal(stub, request)[0] is grpc.StatusCode.NOT_FOUND
     request.model_version = "latest"
@@ -173,6 +179,7 @@ def test_unknown_versions_outputs_and_extensions_are_refused_by_name(
     assert "it has y FP32 [-1, 4]" in refusal(stub, request)[1]
     request.outputs[0].name = "y"
     request.outputs[0].parameters["shared_memory_region"].string_param = "r"
+    request.outputs[0].parameters["shared_memory_byte_size"].int64_param = 16
     code, details = refusal(stub, request)
     assert code is grpc.StatusCode.UNIMPLEMENTED and "shared memory" in details
 
@@ -188,13 +195,6 @@ def test_a_failing_execution_fails_its_request_and_not_the_next(client: triton.I
     client.infer("fragile", [infer_input("x", np.ones((1, 4), np.float32))])
     statistics = client.get_inference_statistics("fragile").model_stats[0].inference_stats
     assert (statistics.fail.count, statistics.success.count) == (1, 1)
-
-
-def test_what_is_not_served_says_so(client: triton.InferenceServerClient) -> None:
-    with pytest.raises(InferenceServerException) as caught:
-        client.get_system_shared_memory_status()
-    assert caught.value.status() == "StatusCode.UNIMPLEMENTED"
-    assert "SystemSharedMemoryStatus is not served" in caught.value.message()
 
 
 def test_a_stream_is_refused_and_not_left_hanging(stub: service_pb2_grpc.GRPCInferenceServiceStub) -> None:

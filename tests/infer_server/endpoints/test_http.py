@@ -133,8 +133,10 @@ def post(path: str, body: bytes, *headers: str) -> bytes:
     return ("\r\n".join(lines) + "\r\n\r\n").encode() + body
 
 
-def body_of(shape: object = (1, 4), data: object = (1, 2, 3, 4), **more: object) -> bytes:
-    return json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": shape, "data": data, **more}]}).encode()
+def body_of(shape: object = (1, 4), data: object = (1, 2, 3, 4), also: object = None, **more: object) -> bytes:
+    """also: parameters of the request; more: members of its input."""
+    return json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": shape, "data": data, **more}],
+                       "parameters": also}).encode()
 
 
 CLOSE = "Connection: close"
@@ -149,7 +151,12 @@ CLOSE = "Connection: close"
     (body_of(parameters={"binary_data_size": 16}, data=None), (), 400, "exceeds the 0 bytes"),
     (body_of(), ("Inference-Header-Content-Length: 9999",), 400, "not within the body"),
     (body_of() + b"1234", (f"Inference-Header-Content-Length: {len(body_of())}",), 400, "belong to no input"),
-    (body_of(parameters={"shared_memory_region": "r"}), (), 501, "shared memory"),
+    (body_of(parameters={"shared_memory_region": "r", "shared_memory_byte_size": 16}), (), 501, "shared memory"),
+    (body_of(parameters={"shared_memory_region": "r"}), (), 400, "is missing beside"),
+    (body_of(also={"triton_x": 1}), (), 400, "are reserved"),
+    (body_of(also={"triton_enable_empty_final_response": 1}), (), 400, "expected bool, got int"),
+    (body_of(also={"timeout": "soon"}), (), 400, "expected int, got str"),
+    (body_of(also={"mine": [1]}), (), 200, "3.0"),
     (gzip.compress(body_of()), ("Content-Encoding: gzip",), 200, "9.0"),
     (gzip.compress(bytes(3 << 20)), ("Content-Encoding: gzip",), 503, "when it is decompressed"),
     (body_of(), ("Content-Encoding: gzip",), 400, "is no gzip"), (body_of(), ("Content-Encoding: br",), 501, "'br'"),
@@ -168,7 +175,7 @@ def test_methods_and_paths_that_are_none_are_told_apart(server: RunningServer) -
     wrong = status("DELETE /v2/models/affine")
     assert wrong.startswith(b"HTTP/1.1 405") and b"Allow: GET" in wrong
     assert status("GET /v2/models/affine/infer").startswith(b"HTTP/1.1 405")
-    assert status("GET /v2/systemsharedmemory/status").startswith(b"HTTP/1.1 501")
+    assert status("GET /v2/systemsharedmemory/status").startswith(b"HTTP/1.1 200")
     head = status("HEAD /v2")
     assert head.startswith(b"HTTP/1.1 200") and head.endswith(b"\r\n\r\n")
     assert status("GET /v2/models/%61ffine/ready").startswith(b"HTTP/1.1 200")

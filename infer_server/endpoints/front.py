@@ -1,0 +1,15 @@
+"""What inference needs of the server, over whatever protocol."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from infer_server.endpoints.inflight import Inflight
+from infer_server.endpoints.shared_memory import Regions
+from infer_server.serving import Inferences
+
+
+@dataclass(frozen=True)
+class Front:
+    inferences: Inferences
+    inflight: Inflight
+    regions: Regions

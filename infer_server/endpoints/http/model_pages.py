@@ -1,0 +1,72 @@
+"""What is asked of models and of the repository over HTTP."""
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, json_response, member
+from infer_server.endpoints.http.protobuf_json import to_json
+from infer_server.endpoints.service import ModelService
+from infer_server.protocol.parameters import set_parameter
+from infer_server.repository.repository import Repository
+from protos import inference
+
+
+class ModelPages:
+    """What answers each path, by the calls that gRPC has too."""
+
+    def __init__(self, models: ModelService, repository: Repository) -> None:
+        self._models, self._repository = models, repository
+
+    async def server(self, _: HttpRequest) -> HttpResponse:
+        return json_response(to_json(await self._models.ServerMetadata(inference.ServerMetadataRequest())))
+
+    async def live(self, _: HttpRequest) -> HttpResponse:
+        return HttpResponse()
+
+    async def ready(self, _: HttpRequest) -> HttpResponse:
+        ready = (await self._models.ServerReady(inference.ServerReadyRequest())).ready
+        return HttpResponse(status=HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def model_ready(self, _: HttpRequest, model: str, version: str) -> HttpResponse:
+        self._repository.find(model, version)
+        return HttpResponse()
+
+    async def metadata(self, _: HttpRequest, model: str, version: str) -> HttpResponse:
+        request = inference.ModelMetadataRequest(name=model, version=version)
+        return json_response(to_json(await self._models.ModelMetadata(request)))
+
+    async def config(self, _: HttpRequest, model: str, version: str) -> HttpResponse:
+        request = inference.ModelConfigRequest(name=model, version=version)
+        return json_response(to_json(await self._models.ModelConfig(request))["config"])
+
+    async def statistics(self, _: HttpRequest, model: str = "", version: str = "") -> HttpResponse:
+        request = inference.ModelStatisticsRequest(name=model, version=version)
+        return json_response(to_json(await self._models.ModelStatistics(request)))
+
+    async def index(self, request: HttpRequest, repository: str) -> HttpResponse:
+        asked = inference.RepositoryIndexRequest(repository_name=repository, ready=_ready_only(request))
+        return json_response([{name: value for name, value in to_json(entry).items() if value or name == "name"}
+                              for entry in (await self._models.RepositoryIndex(asked)).models])
+
+    async def load(self, request: HttpRequest, repository: str, model: str) -> HttpResponse:
+        asked = inference.RepositoryModelLoadRequest(repository_name=repository, model_name=model)
+        _set_parameters(asked.parameters, request)
+        await self._models.RepositoryModelLoad(asked)
+        return HttpResponse()
+
+    async def unload(self, request: HttpRequest, repository: str, model: str) -> HttpResponse:
+        asked = inference.RepositoryModelUnloadRequest(repository_name=repository, model_name=model)
+        _set_parameters(asked.parameters, request)
+        await self._models.RepositoryModelUnload(asked)
+        return HttpResponse()
+
+
+def _set_parameters(parameters: Any, request: HttpRequest) -> None:
+    """The member "parameters" of a load or unload, as the messages have them."""
+    for name, value in member(request, "parameters", dict, {}).items():
+        set_parameter(parameters[name], value)
+
+
+def _ready_only(request: HttpRequest) -> bool:
+    return bool(member(request, "ready", bool, False))

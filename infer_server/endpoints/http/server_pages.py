@@ -1,0 +1,81 @@
+"""What is asked of the server itself over HTTP: shared memory, the log, tracing."""
+from __future__ import annotations
+
+from typing import Any
+
+from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, json_response, member
+from infer_server.endpoints.http.protobuf_json import to_json
+from infer_server.endpoints.memory_service import MemoryService
+from infer_server.endpoints.settings import SettingsService
+from infer_server.errors import InvalidRequestError
+from protos import inference
+
+
+class ServerPages:
+    """What answers each path, by the calls that gRPC has too."""
+
+    def __init__(self, memory: MemoryService, settings: SettingsService) -> None:
+        self._memory, self._settings = memory, settings
+
+    async def memory(self, _: HttpRequest, kind: str, region: str) -> HttpResponse:
+        regions = to_json(
+            await self._memory.SystemSharedMemoryStatus(inference.SystemSharedMemoryStatusRequest(name=region))
+            if kind == "system" else
+            await self._memory.CudaSharedMemoryStatus(inference.CudaSharedMemoryStatusRequest(name=region)))["regions"]
+        return json_response(list(regions.values()))
+
+    async def register_memory(self, request: HttpRequest, kind: str, region: str) -> HttpResponse:
+        if kind == "cuda":
+            await self._memory.CudaSharedMemoryRegister(inference.CudaSharedMemoryRegisterRequest(name=region))
+        offset, byte_size = member(request, "offset", int, 0), member(request, "byte_size", int)
+        if not 0 <= offset < 1 << 64 or not 0 <= byte_size < 1 << 64:
+            raise InvalidRequestError(f"no region has {byte_size} bytes at {offset}")
+        await self._memory.SystemSharedMemoryRegister(inference.SystemSharedMemoryRegisterRequest(
+            name=region, key=member(request, "key", str), offset=offset, byte_size=byte_size))
+        return HttpResponse()
+
+    async def unregister_memory(self, _: HttpRequest, kind: str, region: str) -> HttpResponse:
+        if kind == "cuda":
+            await self._memory.CudaSharedMemoryUnregister(inference.CudaSharedMemoryUnregisterRequest(name=region))
+        else:
+            await self._memory.SystemSharedMemoryUnregister(inference.SystemSharedMemoryUnregisterRequest(name=region))
+        return HttpResponse()
+
+    async def log(self, _: HttpRequest) -> HttpResponse:
+        return await self._log(inference.LogSettingsRequest())
+
+    async def set_log(self, request: HttpRequest) -> HttpResponse:
+        asked = inference.LogSettingsRequest()
+        for name, value in _settings(request).items():
+            field = {bool: "bool_param", int: "uint32_param", str: "string_param"}.get(type(value))
+            if field is None or (type(value) is int and not 0 <= value < 1 << 32):
+                raise InvalidRequestError(f"log setting '{name}': unexpected {value}")
+            setattr(asked.settings[name], field, value)
+        return await self._log(asked)
+
+    async def trace(self, _: HttpRequest, model: str, version: str) -> HttpResponse:
+        return await self._trace(inference.TraceSettingRequest(model_name=model))
+
+    async def set_trace(self, request: HttpRequest, model: str, version: str) -> HttpResponse:
+        asked = inference.TraceSettingRequest(model_name=model)
+        for name, value in _settings(request).items():
+            asked.settings[name].value.extend(map(str, value if isinstance(value, list) else [value]))
+        return await self._trace(asked)
+
+    async def _log(self, request: inference.LogSettingsRequest) -> HttpResponse:
+        settings = (await self._settings.LogSettings(request)).settings
+        return json_response({name: getattr(value, value.WhichOneof("parameter_choice") or "")
+                              for name, value in settings.items()})
+
+    async def _trace(self, request: inference.TraceSettingRequest) -> HttpResponse:
+        settings = (await self._settings.TraceSetting(request)).settings
+        return json_response({name: list(setting.value) if name == "trace_level" else setting.value[0]
+                              for name, setting in settings.items()})
+
+
+def _settings(request: HttpRequest) -> dict[str, Any]:
+    """The members of the body that say something."""
+    body = request.json()
+    if not isinstance(body, dict):
+        raise InvalidRequestError("expected a JSON object of settings")
+    return {name: value for name, value in body.items() if value is not None}

@@ -1,0 +1,94 @@
+"""What clients may see and change of the log and of tracing while the server runs.
+
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_logging.md
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_trace.md
+"""
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from infer_server.errors import InvalidRequestError, NotServedError, UnavailableError
+from infer_server.repository.repository import Repository
+from protos import inference
+
+_FORMATS = ("default", "ISO8601")
+
+
+@dataclass
+class LogSettings:
+    """Which records are written."""
+    log_file: str = ""                      # "": stderr; the command line decides
+    log_info: bool = True
+    log_warning: bool = True
+    log_error: bool = True
+    log_verbose_level: int = 0              # above 0: debug, too
+    log_format: str = "default"             # both are alike here: every time is written as ISO 8601 has it
+
+    def install(self) -> None:
+        """Starts from the level of the root logger, and filters what its handlers write."""
+        root = logging.getLogger()
+        self.log_verbose_level = int(root.level <= logging.DEBUG)
+        self.log_info = root.level <= logging.INFO
+        self.log_warning = root.level <= logging.WARNING
+        for handler in root.handlers:
+            handler.addFilter(self.writes)
+
+    def writes(self, record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.ERROR:
+            return self.log_error
+        if record.levelno >= logging.WARNING:
+            return self.log_warning
+        return self.log_info if record.levelno >= logging.INFO else self.log_verbose_level > 0
+
+    def update(self, name: str, value: Any) -> None:
+        """Raises NotServedError, InvalidRequestError."""
+        if name == "log_file":
+            raise NotServedError("log file location can not be updated through network protocol")
+        if name not in vars(self):
+            raise InvalidRequestError(f"there is no log setting '{name}'; there are {', '.join(vars(self))}")
+        if type(value) is not type(getattr(self, name)):
+            raise InvalidRequestError(f"expect {type(getattr(self, name)).__name__} for '{name}'")
+        if name == "log_format" and value not in _FORMATS:
+            raise InvalidRequestError(f"invalid argument for log_format, got: {value}")
+        setattr(self, name, value)
+        logging.getLogger().setLevel(self._least())
+
+    def _least(self) -> int:
+        """The least level that anything is written of."""
+        levels = ((logging.DEBUG, self.log_verbose_level), (logging.INFO, self.log_info),
+                  (logging.WARNING, self.log_warning))
+        return next((level for level, written in levels if written), logging.ERROR)
+
+
+class SettingsService:
+    """One coroutine for each call, named as the call. They raise ServeErrors."""
+
+    def __init__(self, repository: Repository, log: LogSettings) -> None:
+        self._repository = repository
+        self._log = log
+
+    async def LogSettings(self, request: inference.LogSettingsRequest) -> inference.LogSettingsResponse:
+        for name, setting in request.settings.items():
+            choice = setting.WhichOneof("parameter_choice")
+            if choice:
+                self._log.update(name, getattr(setting, choice))
+        response = inference.LogSettingsResponse()
+        for name, value in vars(self._log).items():
+            field = {bool: "bool_param", int: "uint32_param"}.get(type(value), "string_param")
+            setattr(response.settings[name], field, value)
+        return response
+
+    async def TraceSetting(self, request: inference.TraceSettingRequest) -> inference.TraceSettingResponse:
+        """As a server of Triton's whose tracing is off; it cannot be switched on."""
+        if request.model_name:
+            self._repository.find(request.model_name)
+        for name, setting in request.settings.items():
+            if list(setting.value) not in ([], ["OFF"] if name == "trace_level" else []):
+                raise UnavailableError(f"the server does not support trace: '{name}' cannot be set")
+        response = inference.TraceSettingResponse()
+        for name, value in (("trace_level", "OFF"), ("trace_rate", "1000"), ("trace_count", "-1"),
+                            ("log_frequency", "0"), ("trace_file", ""), ("trace_mode", "triton")):
+            response.settings[name].value.append(value)
+        return response

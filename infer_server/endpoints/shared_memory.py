@@ -1,0 +1,161 @@
+"""System shared memory: regions that clients register, to pass tensors without sending them.
+
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_shared_memory.md
+
+Bytes are copied by reads and writes of the region's file, never through a mapping: a client may cut its file short at
+any time, and touching a mapped page beyond the end of a file kills the process (SIGBUS). Nothing beyond what was
+registered is read or written.
+"""
+from __future__ import annotations
+
+import os
+import stat
+import weakref
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from infer_server.errors import (
+    ExecutionError,
+    InvalidRequestError,
+    MemoryLimitError,
+    NotServedError,
+    RegionExistsError,
+    UnknownRegionError,
+)
+
+OFF = "client shared memory is not allowed: start the server with --allow-client-shm"
+_FOLDER = Path("/dev/shm")          # where shm_open() of Linux has its objects
+_OWN_KEYS = ("infer_server_", "triton_python_backend_shm_region_")      # of the server's own processes
+_MOST_REGIONS = 4096                # each holds a descriptor
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """A stretch of a client's shared memory. Its descriptor closes when nobody refers to it any more."""
+    name: str
+    key: str
+    offset: int                         # into the client's object
+    byte_size: int
+    descriptor: int = field(repr=False)
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, os.close, self.descriptor)
+
+    def check(self, offset: int, byte_size: int) -> None:
+        """Raises InvalidRequestError: the bytes are not all within the region."""
+        if not 0 <= offset < max(1, self.byte_size):
+            raise InvalidRequestError(f"Invalid offset for shared memory region: '{self.name}': {offset} of "
+                                      f"{self.byte_size} bytes")
+        if not 0 <= byte_size <= self.byte_size - offset:
+            raise InvalidRequestError(f"Invalid offset + byte size for shared memory region: '{self.name}': {offset} + "
+                                      f"{byte_size} of {self.byte_size} bytes")
+
+    def read(self, offset: int, byte_size: int) -> bytes:
+        """A copy of bytes of the region. Raises InvalidRequestError."""
+        self.check(offset, byte_size)
+        data = os.pread(self.descriptor, byte_size, self.offset + offset)
+        if len(data) < byte_size:       # a read of memory ends early at the end of the file, and nowhere else
+            raise self._shrunk()
+        return data
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Raises InvalidRequestError, ExecutionError."""
+        self.check(offset, data.nbytes)
+        end = self.offset + offset + data.nbytes
+        if os.fstat(self.descriptor).st_size < end:         # to write would make it longer again
+            raise self._shrunk()
+        try:
+            written = os.pwrite(self.descriptor, data, self.offset + offset)
+        except OSError as error:
+            raise ExecutionError(f"shared memory region '{self.name}': {error.strerror}") from error
+        if written < data.nbytes:
+            raise ExecutionError(f"shared memory region '{self.name}': {written} of {data.nbytes} bytes were written")
+
+    def _shrunk(self) -> InvalidRequestError:
+        return InvalidRequestError(f"shared memory region '{self.name}' is shorter than it was when it was registered")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies."""
+    region: Region
+    offset: int
+    byte_size: int
+
+    def read(self) -> memoryview:
+        return memoryview(self.region.read(self.offset, self.byte_size))
+
+    def write(self, data: memoryview, tensor: str) -> None:
+        if data.nbytes > self.byte_size:
+            raise InvalidRequestError(f"shared memory size specified with the request for output '{tensor}' "
+                                      f"({self.byte_size} bytes) should be at least {data.nbytes} bytes")
+        self.region.write(self.offset, data)
+
+
+class Regions:
+    """Those that are registered, by name. Belongs to the event loop."""
+
+    def __init__(self, allowed: bool) -> None:
+        self.allowed = allowed
+        self._regions: dict[str, Region] = {}
+
+    def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
+        """Raises NotServedError, RegionExistsError, InvalidRequestError, MemoryLimitError."""
+        self._check_allowed()
+        if not name:
+            raise InvalidRequestError("'region name' is necessary to register system shared memory region")
+        if name in self._regions:
+            raise RegionExistsError(f"shared memory region '{name}' already in manager")
+        if len(self._regions) >= _MOST_REGIONS:
+            raise MemoryLimitError(f"{_MOST_REGIONS} regions of shared memory are registered; unregister some")
+        if offset < 0 or byte_size <= 0:
+            raise InvalidRequestError(f"failed to register shared memory region '{name}': a byte_size of {byte_size} "
+                                      f"at {offset}; expected 1 or more at 0 or more")
+        self._regions[name] = Region(name, key, offset, byte_size, _opened(name, key, offset + byte_size))
+
+    def unregister(self, name: str) -> None:
+        """"": all. Tensors of requests that are executing are still read and written. Raises NotServedError."""
+        self._check_allowed()
+        if name:
+            self._regions.pop(name, None)
+        else:
+            self._regions.clear()
+
+    def registered(self, name: str = "") -> list[Region]:
+        """"": all. Raises UnknownRegionError."""
+        return [self._find(name)] if name else list(self._regions.values())
+
+    def place(self, name: str, offset: int, byte_size: int) -> Place:
+        """Raises NotServedError, UnknownRegionError; InvalidRequestError: not all of it is within the region."""
+        self._check_allowed()
+        region = self._find(name)
+        region.check(offset, byte_size)
+        return Place(region, offset, byte_size)
+
+    def _find(self, name: str) -> Region:
+        if name not in self._regions:
+            raise UnknownRegionError(f"Unable to find shared memory region: '{name}'")
+        return self._regions[name]
+
+    def _check_allowed(self) -> None:
+        if not self.allowed:
+            raise NotServedError(OFF)
+
+
+def _opened(name: str, key: str, least_bytes: int) -> int:
+    """A descriptor of the object that a client has under that key. Raises InvalidRequestError."""
+    file = key.removeprefix("/")
+    if not file or "/" in file or "\0" in file or file in (".", "..") or len(os.fsencode(file)) > 255:
+        raise InvalidRequestError(f"failed to register shared memory region '{name}': invalid key '{key}'")
+    if file.startswith(_OWN_KEYS):
+        raise InvalidRequestError(f"failed to register shared memory region '{name}': key '{key}' is reserved")
+    try:
+        descriptor = os.open(_FOLDER / file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise InvalidRequestError(f"Unable to open shared memory region: '{key}': {error.strerror}") from error
+    found = os.fstat(descriptor)
+    if stat.S_ISREG(found.st_mode) and found.st_size >= least_bytes:
+        return descriptor
+    os.close(descriptor)
+    raise InvalidRequestError(f"failed to register shared memory region '{name}': invalid args: '{key}' has no "
+                              f"{least_bytes} bytes")

@@ -1,0 +1,116 @@
+"""What a request asks of its tensors beside their names: that they lie in shared memory, or that an output comes as the
+best classes of it.
+
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_classification.md
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer_server.config.config import TensorSpec
+from infer_server.endpoints.shared_memory import Place, Regions
+from infer_server.errors import InvalidRequestError
+from infer_server.protocol.codec import DATATYPES, Datatype, InputTensor, check_bytes, encode_raw, object_array
+from infer_server.protocol.parameters import NONE, Parameters, natural, typed
+
+_REGION, _BYTES, _OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
+_MOST_CLASSES = 1_000_000               # elements of an item that are sorted
+
+
+class Asked(NamedTuple):
+    """A tensor as a request has it, in whatever protocol."""
+    name: str
+    parameters: Parameters
+
+
+def places(inputs: Iterable[Asked], regions: Regions) -> dict[int, Place]:
+    """Which inputs lie in shared memory, by their positions. Raises ServeErrors."""
+    found = {i: place_of(*tensor, regions) for i, tensor in enumerate(inputs) if tensor.parameters}
+    return {i: place for i, place in found.items() if place}
+
+
+def read(found: Mapping[int, Place], tensors: Sequence[InputTensor], hold: Callable[[int], None]) -> dict[
+        int, memoryview]:
+    """What lies in those places. hold: takes the bytes of the copies. Raises ServeErrors."""
+    for i, place in found.items():
+        check_bytes(tensors[i], place.byte_size)
+    hold(sum(place.byte_size for place in found.values()))
+    return {i: place.read() for i, place in found.items()}
+
+
+def place_of(name: str, parameters: Parameters, regions: Regions) -> Place | None:
+    """Where a tensor lies in shared memory; None: in the message. Raises ServeErrors."""
+    what = f"'{name}': "
+    region = typed(parameters, _REGION, str, None, what)
+    if region is None:
+        return None
+    if _BYTES not in parameters:
+        raise InvalidRequestError(f"{what}parameter '{_BYTES}' is missing beside '{_REGION}'")
+    return regions.place(region, natural(parameters, _OFFSET, 0, what), natural(parameters, _BYTES, 0, what))
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """An output as its request wants it."""
+    spec: TensorSpec
+    classes: int = 0                    # the best so many of each item; 0: the tensor itself
+    place: Place | None = None
+    batched: bool = False               # the tensor has a leading batch axis
+
+    @property
+    def datatype(self) -> Datatype:
+        return DATATYPES["BYTES"] if self.classes else self.spec.datatype
+
+    def array(self, computed: NDArray[Any]) -> NDArray[Any]:
+        """What is answered instead of the computed tensor."""
+        return classified(computed, self.spec, self.classes, self.batched) if self.classes else computed
+
+    def write(self, array: NDArray[Any]) -> dict[str, Any]:
+        """Puts the answer where it is to lie, if that is in shared memory; the parameters that say so. Raises
+        InvalidRequestError, ExecutionError."""
+        if self.place is None:
+            return {}
+        raw = encode_raw(array, self.datatype)
+        self.place.write(raw, self.spec.name)
+        return {_REGION: self.place.region.name, _BYTES: raw.nbytes, **(
+            {_OFFSET: self.place.offset} if self.place.offset else {})}
+
+
+def wanted(specs: Sequence[TensorSpec], asked: Sequence[Asked], regions: Regions, batched: bool) -> tuple[Output, ...]:
+    """The outputs of a response. Raises ServeErrors: what the request asks of one cannot be."""
+    by_name = {tensor.name: tensor.parameters for tensor in asked}
+    return tuple(_output(spec, by_name.get(spec.name, NONE), regions, batched) for spec in specs)
+
+
+def _output(spec: TensorSpec, parameters: Parameters, regions: Regions, batched: bool) -> Output:
+    if not parameters:
+        return Output(spec)
+    classes = natural(parameters, "classification", 0, f"'{spec.name}': ")
+    if classes and (spec.datatype.array.kind not in "iuf" or spec.datatype.name in ("FP16", "BF16")):
+        raise InvalidRequestError(f"'{spec.name}': class result not available for output due to unsupported type "
+                                  f"'{spec.datatype.name}'")
+    return Output(spec, classes, place_of(spec.name, parameters, regions), batched)
+
+
+def classified(array: NDArray[Any], spec: TensorSpec, count: int, batched: bool) -> NDArray[Any]:
+    """The `count` largest elements of each item, the best first, as "value:index" or "value:index:label"."""
+    items = array.reshape(array.shape[0] if batched else 1, -1)
+    if items.shape[1] > _MOST_CLASSES:
+        raise InvalidRequestError(f"output '{spec.name}': classification output tensor too large")
+    count = min(count, items.shape[1])
+    values: list[bytes] = []
+    for item in items:
+        best = np.argsort(-item.astype(np.float64) if item.dtype.kind == "f" else ~item, kind="stable")[:count]
+        values += [_class(item[index], int(index), spec.classes) for index in best]
+    return object_array(values).reshape((len(items), count) if batched else (count,))
+
+
+def _class(value: Any, index: int, labels: Sequence[str]) -> bytes:
+    number = f"{value:f}" if isinstance(value, np.floating) else str(value)
+    label = f":{labels[index]}" if index < len(labels) else ""
+    return f"{number}:{index}{label}".encode()

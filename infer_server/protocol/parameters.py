@@ -1,0 +1,61 @@
+"""Parameters of a request, of a tensor or of a model's loading: plain values by name, whatever message brought them."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from infer_server.errors import InvalidRequestError
+
+Parameters = Mapping[str, Any]          # bool, int, float or str; JSON also brings lists and objects
+NONE: Parameters = MappingProxyType({})
+
+_RESERVED = "triton_"
+_OF_TRITON = ("triton_enable_empty_final_response",)
+
+
+def from_messages(messages: Mapping[str, Any]) -> Parameters:
+    """Those of a map<string, InferParameter>, or of another message with a `parameter_choice`. One that holds nothing
+    is left out."""
+    choices = ((name, message, message.WhichOneof("parameter_choice")) for name, message in messages.items())
+    return {name: getattr(message, choice) for name, message, choice in choices if choice}
+
+
+def set_parameter(message: Any, value: Any) -> None:
+    """The reverse. Raises InvalidRequestError for a value that no message holds."""
+    fields = {bool: "bool_param", int: "int64_param", str: "string_param", float: "double_param"}
+    field = fields.get(type(value), "")
+    if field not in message.DESCRIPTOR.fields_by_name:
+        raise InvalidRequestError(f"a parameter is text, a number or a truth; got {type(value).__name__}")
+    try:
+        setattr(message, field, value)
+    except ValueError as error:             # an integer of more than 64 bits
+        raise InvalidRequestError(f"a parameter of {value}: {error}") from error
+
+
+def typed(parameters: Parameters, name: str, kind: type, default: Any, what: str = "") -> Any:
+    """The value of a parameter. Raises InvalidRequestError for one of another type; what: it belongs to, for that."""
+    value = parameters.get(name)
+    if value is None:
+        return default
+    if type(value) is not kind:
+        raise InvalidRequestError(f"{what}invalid value type for '{name}' parameter: expected {kind.__name__}, got "
+                                  f"{type(value).__name__}")
+    return value
+
+
+def natural(parameters: Parameters, name: str, default: int = 0, what: str = "") -> int:
+    """An integer of 0 or more. Raises InvalidRequestError."""
+    value: int = typed(parameters, name, int, default, what)
+    if value < 0:
+        raise InvalidRequestError(f"{what}parameter '{name}': expected 0 or more, got {value}")
+    return value
+
+
+def check_reserved(parameters: Parameters) -> None:
+    """Raises InvalidRequestError for a name of Triton's own that it does not have."""
+    for name in parameters:
+        if name.startswith(_RESERVED) and name not in _OF_TRITON:
+            raise InvalidRequestError(f"parameter '{name}': keys starting with '{_RESERVED}' are reserved; those that "
+                                      f"exist are {', '.join(_OF_TRITON)}")
+    typed(parameters, _OF_TRITON[0], bool, False)
