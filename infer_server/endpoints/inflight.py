@@ -47,7 +47,7 @@ class Inflight:
 
     def __init__(self, max_bytes: int, send_timeout_secs: float) -> None:
         self._max_bytes = max_bytes
-        self._send_timeout_secs = send_timeout_secs
+        self.send_timeout_secs = send_timeout_secs
         self._loop = asyncio.get_running_loop()
         self._calls: dict[OpenCall, None] = {}
         self._peak_bytes = 0                    # since memory was last given back
@@ -78,7 +78,7 @@ class Inflight:
         time."""
         self._count(call, max(0, _ANSWER_COPIES * answer_bytes - call.expected_bytes))
         if call.held_bytes > _LITTLE_BYTES:     # what is smaller is sent whether it is read or not
-            call.timer = self._loop.call_later(self._send_timeout_secs, self._give_up, call)
+            call.timer = self._loop.call_later(self.send_timeout_secs, self._give_up, call)
 
     def hold(self, call: OpenCall, count: int) -> None:
         """Counts bytes that will be held until the end of a call. Raises MemoryLimitError."""
@@ -108,7 +108,7 @@ class Inflight:
     def _give_up(self, call: OpenCall) -> None:
         if call.client:
             log.warning("%s has not read its answer in %g s: its connection is closed", call.client.peer(),
-                        self._send_timeout_secs)
+                        self.send_timeout_secs)
             call.client.disconnect()
 
     def _trim(self) -> None:

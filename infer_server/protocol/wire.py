@@ -79,7 +79,7 @@ def split_request(data: bytes) -> InferRequest:
         elif tag == _INPUT:
             if end - begin >= _MANY_BYTES and (taken := _take_packed(data, view, begin, end)):
                 packed[inputs], rest = taken
-                header += (view[stretch:position], _length_delimited(_INPUT, len(rest)), rest)
+                header += (view[stretch:position], length_delimited(_INPUT, len(rest)), rest)
                 stretch = end
             inputs += 1
         position = end
@@ -98,9 +98,9 @@ def join_response(header: bytes, request_id: str, raw_outputs: Sequence[memoryvi
     pieces: list[bytes | memoryview] = [header]
     if request_id:
         encoded = request_id.encode()
-        pieces += (_length_delimited(_RESPONSE_ID, len(encoded)), encoded)
+        pieces += (length_delimited(_RESPONSE_ID, len(encoded)), encoded)
     for raw in raw_outputs:
-        pieces += (_length_delimited(_RAW_OUTPUT, raw.nbytes), raw)
+        pieces += (length_delimited(_RAW_OUTPUT, raw.nbytes), raw)
     return b"".join(pieces)
 
 
@@ -150,7 +150,8 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
     raise _malformed(f"the number at byte {position} has more than {MAX_VARINT_BYTES} bytes")
 
 
-def _length_delimited(tag: int, length: int) -> bytes:
+def length_delimited(tag: int, length: int) -> bytes:
+    """What comes before a field of so many bytes."""
     encoded = bytearray((tag,))
     while length > 0x7F:
         encoded.append(length & 0x7F | 0x80)

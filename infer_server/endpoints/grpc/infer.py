@@ -78,6 +78,10 @@ class GrpcCall(Call):
         if remaining_secs is not None:
             self.deadline_ns = received_ns + int(remaining_secs * 1e9)
 
+    def about(self) -> inference.ModelInferResponse:
+        """A response that says whose it is, and no more."""
+        return inference.ModelInferResponse(model_name=self.model, model_version=self.version, id=self._header.id)
+
     def inputs(self) -> Sequence[InputTensor]:
         if any(tensor.parameters for tensor in self._header.inputs):
             self._places = places(map(_asked, self._header.inputs), self._front.regions)

@@ -12,8 +12,8 @@ import protos
 from infer_server.endpoints.grpc.errors import answering, parsed
 from infer_server.endpoints.grpc.health import health_handlers
 from infer_server.endpoints.grpc.infer import GrpcFront, infer
+from infer_server.endpoints.grpc.stream import infer_stream
 from infer_server.endpoints.service import Service
-from infer_server.errors import NotServedError
 from infer_server.lifecycle import Lifecycle
 
 
@@ -22,12 +22,15 @@ def inference_handlers(service: Service, front: GrpcFront) -> grpc.GenericRpcHan
     async def model_infer(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         return await infer(data, context, front)
 
+    async def model_stream_infer(_: Any, context: grpc.aio.ServicerContext) -> None:
+        await infer_stream(context, front)
+
     handlers = {}
     for method in protos.methods(protos.INFERENCE_SERVICE):
         if method.name == "ModelInfer":
             handlers[method.name] = grpc.unary_unary_rpc_method_handler(answering(model_infer))
         elif method.name == "ModelStreamInfer":
-            handlers[method.name] = _not_served(method)
+            handlers[method.name] = grpc.stream_stream_rpc_method_handler(answering(model_stream_infer))
         else:
             handlers[method.name] = _served(method, service.call(method.name))
     return grpc.method_handlers_generic_handler(protos.INFERENCE_SERVICE, handlers)
@@ -58,17 +61,3 @@ def _served(method: protos.Method, call: Callable[[Any], Awaitable[Message]]) ->
         return (await call(parsed(method.request, data))).SerializeToString()
 
     return grpc.unary_unary_rpc_method_handler(answering(serve))
-
-
-def _not_served(method: protos.Method) -> grpc.RpcMethodHandler:
-    async def refuse(*_: Any) -> Any:
-        raise NotServedError(f"{method.name} is not served by this server")
-
-    # Every combination of streaming takes a coroutine: it aborts before it reads or writes a message.
-    handler = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[method.client_streaming, method.server_streaming]
-    return handler(answering(refuse))

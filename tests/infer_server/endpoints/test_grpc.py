@@ -197,12 +197,6 @@ def test_a_failing_execution_fails_its_request_and_not_the_next(client: triton.I
     assert (statistics.fail.count, statistics.success.count) == (1, 1)
 
 
-def test_a_stream_is_refused_and_not_left_hanging(stub: service_pb2_grpc.GRPCInferenceServiceStub) -> None:
-    with pytest.raises(grpc.RpcError) as caught:
-        next(iter(stub.ModelStreamInfer(iter([request_of(raw=bytes(16))]), timeout=10)))
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
 def test_the_index_tells_the_state_of_every_model_and_the_reason(client: triton.InferenceServerClient) -> None:
     index = {(model.name, model.version): model for model in client.get_model_repository_index().models}
     assert index["affine", "1"].state == "READY"

@@ -1,0 +1,105 @@
+"""ModelStreamInfer, through Triton's own client and stub."""
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from tests.infer_server.endpoints.test_grpc import request_of
+from tests.infer_server.endpoints.test_serving import eventually
+from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
+from tests.infer_server.serving import RunningServer, serving
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    repository = tmp_path_factory.mktemp("repository")
+    write_model(repository, "affine")
+    write_model(repository, "gated", gate="stream", max_batch=1)
+    write_model(repository, "large", shape=[1 << 20], max_batch=1)
+    with serving(repository, send_timeout_secs=1.0) as running:
+        yield running
+
+
+@pytest.fixture
+def stub(server: RunningServer) -> Iterator[service_pb2_grpc.GRPCInferenceServiceStub]:
+    options = [("grpc.max_receive_message_length", -1)]
+    with grpc.insecure_channel(server.address, options=options) as channel:
+        yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
+
+
+def numbered(i: int, model: str = "affine", raw: bytes = b"") -> service_pb2.ModelInferRequest:
+    request = request_of(model, raw=raw or np.full(4, i, np.float32).tobytes())
+    request.id = str(i)
+    return request
+
+
+def first_value(response: Any) -> float:
+    return float(np.frombuffer(response.infer_response.raw_output_contents[0], np.float32)[0])
+
+
+def test_a_stream_through_tritons_client(server: RunningServer) -> None:
+    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    with triton.InferenceServerClient(server.address) as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        for i in range(20):
+            tensor = triton.InferInput("x", [1, 4], "FP32")
+            tensor.set_data_from_numpy(np.full((1, 4), i, np.float32))
+            client.async_stream_infer("affine" if i != 7 else "nobody", [tensor], request_id=str(i))
+        found = [answers.get(timeout=TIMEOUT_SECS) for _ in range(20)]
+        client.stop_stream()
+    assert "unknown model" in str(found[7][1])
+    for i, (result, _) in enumerate(found):
+        if i != 7:
+            response = result.get_response()
+            assert response.id == str(i) and result.as_numpy("y")[0, 0] == 2 * i + 1
+            assert response.parameters["triton_final_response"].bool_param
+
+
+def test_answers_come_in_order_whatever_is_done_first(
+        server: RunningServer, stub: service_pb2_grpc.GRPCInferenceServiceStub) -> None:
+    sent = [numbered(0, "gated"), *(numbered(i) for i in range(1, 600)), numbered(600, raw=b"short")]
+    with GATES["stream"].closed():
+        answers = stub.ModelStreamInfer(iter(sent), timeout=TIMEOUT_SECS)
+        assert eventually(lambda: server.server.repository.find("affine").statistics.snapshot().success.count > 500)
+    found = list(answers)
+    assert [each.infer_response.id for each in found] == [str(i) for i in range(601)]
+    assert [first_value(each) for each in found[:-1]] == [2.0 * i + 1 for i in range(600)]
+    assert "expected 16 bytes" in found[-1].error_message
+    assert found[-1].infer_response.parameters["triton_final_response"].bool_param
+
+
+def test_a_client_may_have_its_stream_end_with_the_first_error(
+        stub: service_pb2_grpc.GRPCInferenceServiceStub) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stub.ModelStreamInfer(iter([numbered(1, "nobody"), numbered(2)]), timeout=TIMEOUT_SECS,
+                                   metadata=[("triton_grpc_error", "true")]))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_what_a_stream_asked_for_is_withdrawn_when_its_client_leaves(
+        server: RunningServer, stub: service_pb2_grpc.GRPCInferenceServiceStub) -> None:
+    def waiting() -> int:
+        return server.server.repository.find("gated").pending
+    with GATES["stream"].closed():
+        answers = stub.ModelStreamInfer(iter([numbered(i, "gated") for i in range(5)]))
+        assert GATES["stream"].holds(1) and eventually(lambda: waiting() == 4)
+        answers.cancel()
+        assert eventually(lambda: waiting() == 0)
+    assert eventually(lambda: server.server._inflight.held_bytes == 0)
+
+
+def test_a_client_that_does_not_read_its_stream_is_disconnected(server: RunningServer) -> None:
+    with grpc.insecure_channel(server.address, options=[("grpc.max_receive_message_length", -1)]) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        request = request_of("large", shape=(1, 1 << 20), raw=bytes(4 << 20))
+        answers = stub.ModelStreamInfer(iter([request] * 8))
+        assert eventually(lambda: answers.code() is not None)
+        assert answers.code() is grpc.StatusCode.UNAVAILABLE
+    assert eventually(lambda: server.server._inflight.held_bytes == 0)
