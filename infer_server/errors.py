@@ -4,7 +4,8 @@
     ├── InvalidRequestError ── MalformedMessageError, UnknownRegionError, RegionExistsError
     ├── UnavailableError ── QueueFullError, RequestExpiredError
     ├── RepositoryError ── ModelConfigError
-    └── UnknownModelError, UnknownServiceError, DeadlineExceededError, MemoryLimitError, NotServedError, ExecutionError
+    └── UnknownModelError, UnknownServiceError, RestrictedError, DeadlineExceededError, MemoryLimitError,
+        NotServedError, ExecutionError
 """
 
 
@@ -34,6 +35,10 @@ class UnknownModelError(ServeError):
 
 class UnknownServiceError(ServeError):
     """There is no gRPC service of that name, whose health was asked for."""
+
+
+class RestrictedError(ServeError):
+    """The call is only for clients that have a secret."""
 
 
 class UnavailableError(ServeError):

@@ -4,7 +4,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -12,15 +13,17 @@ from infer_server.backend import EngineLoader, load_plan
 from infer_server.endpoints.front import Front
 from infer_server.endpoints.grpc.connections import disconnect, stop_listening
 from infer_server.endpoints.grpc.infer import GrpcFront
-from infer_server.endpoints.grpc.server import create_server
+from infer_server.endpoints.grpc.server import GrpcSettings, create_server
 from infer_server.endpoints.http.connection import Handler, Limits
 from infer_server.endpoints.http.routes import metrics_routes, server_routes
 from infer_server.endpoints.http.server import HttpServer, listen
 from infer_server.endpoints.inflight import Inflight
 from infer_server.endpoints.memory_service import MemoryService
+from infer_server.endpoints.restrictions import Restrictions, Secret
 from infer_server.endpoints.service import ModelService, Service
 from infer_server.endpoints.settings import LogSettings, SettingsService
 from infer_server.endpoints.shared_memory import Regions
+from infer_server.endpoints.tls import Tls
 from infer_server.errors import RepositoryError
 from infer_server.lifecycle import Lifecycle, ServerPhase
 from infer_server.repository.building import Compiler
@@ -55,6 +58,11 @@ class ServerOptions:
     max_inflight_bytes: int = 1 << 30           # of requests and answers that are held at a time
     send_timeout_secs: float = 60.0             # for a client to read an answer that it asked for
     allow_client_shm: bool = False              # clients may pass tensors in system shared memory
+    grpc_tls: Tls | None = None
+    http_tls: Tls | None = None
+    grpc_secrets: Mapping[str, Secret] = field(default_factory=dict)        # by the category of calls that ask for it
+    http_secrets: Mapping[str, Secret] = field(default_factory=dict)
+    grpc_channel: Mapping[str, int] = field(default_factory=dict)           # see GrpcSettings
 
 
 @dataclass(frozen=True)
@@ -91,7 +99,7 @@ class Server:
         self._front = Front(Inferences(self.repository), self._inflight, regions)
         self._grpc = create_server(
             self._service, GrpcFront(self._front.inferences, self._inflight, regions, self._disconnect), self.lifecycle,
-            options.max_message_bytes)
+            GrpcSettings(options.max_message_bytes, options.grpc_channel, options.grpc_secrets))
         self._grpc_port = 0
         self._http: list[HttpServer] = []
         self._loading: asyncio.Task[None] | None = None
@@ -102,7 +110,8 @@ class Server:
         Raises OSError for a port that cannot be had.
         """
         options = self._options
-        http = await self._listen_http(options.http_port, server_routes(self._service, self._front, self.repository))
+        http = await self._listen_http(options.http_port, server_routes(
+            self._service, self._front, self.repository, Restrictions(options.http_secrets)), options.http_tls)
         metrics_port = await self._listen_http(options.metrics_port, metrics_routes(self.repository))
         self._grpc_port = self._listen_grpc()
         await self._grpc.start()
@@ -158,10 +167,10 @@ class Server:
         if self.lifecycle.phase is ServerPhase.STARTING:
             self.lifecycle.enter(ServerPhase.READY)
 
-    async def _listen_http(self, port: int, handle: Handler) -> int:
+    async def _listen_http(self, port: int, handle: Handler, tls: Tls | None = None) -> int:
         try:
             server = await listen(self._options.host, port, handle,
-                                  Limits(self._options.max_message_bytes, self._inflight))
+                                  Limits(self._options.max_message_bytes, self._inflight), tls)
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
             raise OSError(f"cannot listen on {address(self._options.host, port)}: {reason}") from error
@@ -169,9 +178,11 @@ class Server:
         return server.port
 
     def _listen_grpc(self) -> int:
-        wanted = address(self._options.host, self._options.grpc_port)
+        wanted, tls = address(self._options.host, self._options.grpc_port), self._options.grpc_tls
+        credentials = tls.grpc_credentials() if tls else None
         try:
-            port: int = self._grpc.add_insecure_port(wanted)
+            port: int = (self._grpc.add_secure_port(wanted, credentials) if credentials
+                         else self._grpc.add_insecure_port(wanted))
         except RuntimeError as error:
             raise OSError(f"cannot listen on {wanted}: the port is taken, or this machine has no such address"
                           ) from error

@@ -13,6 +13,7 @@ from typing import Any
 
 from engines.machine.cpu import allowed_cpus
 from infer_server.backend import EngineLoader, load_plan
+from infer_server.cli.access import access_of, add_access, without_effect
 from infer_server.cli.common import boolean, positive, seconds
 from infer_server.process import raise_descriptor_limit, tune_malloc
 from infer_server.repository.checking import check
@@ -37,6 +38,8 @@ def main(arguments: list[str] | None = None, load_engine: EngineLoader = load_pl
         return 2
     if parsed.check:
         return _check(parsed.model_repository, parsed.kind_gpu)
+    if useless := without_effect(parsed):
+        log.warning("options that change nothing on this server: %s", ", ".join(useless))
     tune_malloc()
     raise_descriptor_limit()
     try:
@@ -67,6 +70,10 @@ def _mistake(parsed: argparse.Namespace) -> str:
             return f"--model-repository {folder}: given twice"
     if parsed.load_model and parsed.model_control_mode != "explicit":
         return "--load-model needs --model-control-mode explicit; otherwise every model is loaded"
+    try:
+        access_of(parsed)
+    except ValueError as error:
+        return str(error)
     if "*" in parsed.load_model and len(parsed.load_model) > 1:
         return "--load-model=* loads every model; give no other --load-model beside it"
     return ""
@@ -132,7 +139,7 @@ def _options(parsed: argparse.Namespace) -> ServerOptions:
         strict_readiness=parsed.strict_readiness, drain_grace_secs=parsed.drain_grace_secs,
         exit_timeout_secs=parsed.exit_timeout_secs, max_message_bytes=parsed.max_message_mib << 20,
         max_inflight_bytes=parsed.max_inflight_mib << 20, send_timeout_secs=parsed.send_timeout_secs,
-        allow_client_shm=parsed.allow_client_shm)
+        **access_of(parsed))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -150,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_models(parser)
     _add_ports(parser)
     _add_limits(parser)
-    _add_access(parser)
+    add_access(parser)
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info",
                         help="the least that is written to stderr (default %(default)s)")
     return parser
@@ -204,11 +211,6 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--send-timeout-secs", type=seconds, default=60.0, metavar="S",
                         help="how long a client may take to read an answer, before its connection is closed "
                              "(default %(default)s)")
-
-
-def _add_access(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--allow-client-shm", type=boolean, nargs="?", const=True, default=False, metavar="BOOL",
-                        help="clients on this machine may pass tensors in system shared memory (default false)")
 
 
 def _port(text: str) -> int:

@@ -23,6 +23,7 @@ _STATUS: dict[type[ServeError], grpc.StatusCode] = {
     errors.RegionExistsError: grpc.StatusCode.ALREADY_EXISTS,
     errors.UnknownModelError: grpc.StatusCode.NOT_FOUND,
     errors.UnknownServiceError: grpc.StatusCode.NOT_FOUND,
+    errors.RestrictedError: grpc.StatusCode.PERMISSION_DENIED,
     errors.UnavailableError: grpc.StatusCode.UNAVAILABLE,
     errors.DeadlineExceededError: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.MemoryLimitError: grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -8,6 +8,7 @@ import grpc
 
 import protos
 from infer_server.endpoints.grpc.errors import answering, parsed
+from infer_server.endpoints.restrictions import Restrictions
 from infer_server.errors import UnknownServiceError
 from infer_server.lifecycle import Lifecycle
 from protos import health
@@ -15,16 +16,18 @@ from protos import health
 _SERVICES = ("", protos.INFERENCE_SERVICE)      # "" is the server as a whole
 
 
-def health_handlers(lifecycle: Lifecycle) -> grpc.GenericRpcHandler:
+def health_handlers(lifecycle: Lifecycle, restrictions: Restrictions) -> grpc.GenericRpcHandler:
     """Check and Watch, over the readiness of the server."""
 
-    async def check(data: bytes, _: grpc.aio.ServicerContext) -> bytes:
+    async def check(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        restrictions.check("health", dict(context.invocation_metadata() or ()).get)
         request = parsed(health.HealthCheckRequest, data)
         if request.service not in _SERVICES:
             raise UnknownServiceError(f"unknown service '{request.service}'")
         return _response(lifecycle.ready).SerializeToString()
 
     async def watch(data: bytes, context: grpc.aio.ServicerContext) -> None:
+        restrictions.check("health", dict(context.invocation_metadata() or ()).get)
         request = parsed(health.HealthCheckRequest, data)
         last = None
         async for ready in lifecycle.readiness():      # ends when the server stops, so that no watcher holds it up

@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -13,11 +14,14 @@ from infer_server.endpoints.grpc.errors import answering, parsed
 from infer_server.endpoints.grpc.health import health_handlers
 from infer_server.endpoints.grpc.infer import GrpcFront, infer
 from infer_server.endpoints.grpc.stream import infer_stream
+from infer_server.endpoints.restrictions import OF_CALL, Restrictions, Secret
 from infer_server.endpoints.service import Service
 from infer_server.lifecycle import Lifecycle
 
+Call = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
 
-def inference_handlers(service: Service, front: GrpcFront) -> grpc.GenericRpcHandler:
+
+def inference_handlers(service: Service, front: GrpcFront, restrictions: Restrictions) -> grpc.GenericRpcHandler:
     """The handlers of every call of the service."""
     async def model_infer(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         return await infer(data, context, front)
@@ -25,15 +29,28 @@ def inference_handlers(service: Service, front: GrpcFront) -> grpc.GenericRpcHan
     async def model_stream_infer(_: Any, context: grpc.aio.ServicerContext) -> None:
         await infer_stream(context, front)
 
+    calls: dict[str, Call] = {"ModelInfer": model_infer, "ModelStreamInfer": model_stream_infer}
     handlers = {}
     for method in protos.methods(protos.INFERENCE_SERVICE):
-        if method.name == "ModelInfer":
-            handlers[method.name] = grpc.unary_unary_rpc_method_handler(answering(model_infer))
-        elif method.name == "ModelStreamInfer":
-            handlers[method.name] = grpc.stream_stream_rpc_method_handler(answering(model_stream_infer))
-        else:
-            handlers[method.name] = _served(method, service.call(method.name))
+        call = calls.get(method.name) or _served(method, service.call(method.name))
+        handler = grpc.stream_stream_rpc_method_handler if method.server_streaming else (
+            grpc.unary_unary_rpc_method_handler)
+        handlers[method.name] = handler(answering(_restricted(call, OF_CALL[method.name], restrictions)))
     return grpc.method_handlers_generic_handler(protos.INFERENCE_SERVICE, handlers)
+
+
+def _restricted(call: Call, category: str, restrictions: Restrictions) -> Call:
+    """The same call for those who may make it."""
+    if category not in restrictions.secrets:
+        return call
+
+    async def checked(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        restrictions.check(category, dict(context.invocation_metadata() or ()).get)
+        return await call(request, context)
+    return checked
+
+
+HEADER_PREFIX = "triton-grpc-protocol-"        # of headers with secrets
 
 
 def _concerns_us(record: logging.LogRecord) -> bool:
@@ -44,20 +61,29 @@ def _concerns_us(record: logging.LogRecord) -> bool:
 logging.getLogger("grpc._cython.cygrpc").addFilter(_concerns_us)
 
 
-def create_server(service: Service, front: GrpcFront, lifecycle: Lifecycle,
-                  max_message_bytes: int) -> grpc.aio.Server:
-    """A gRPC server, not started, without ports. Larger messages than `max_message_bytes` get RESOURCE_EXHAUSTED."""
+@dataclass(frozen=True)
+class GrpcSettings:
+    max_message_bytes: int
+    channel: Mapping[str, int] = field(default_factory=dict)    # of the C core, by name: keepalive, ages
+    secrets: Mapping[str, Secret] = field(default_factory=dict)
+
+
+def create_server(service: Service, front: GrpcFront, lifecycle: Lifecycle, settings: GrpcSettings) -> grpc.aio.Server:
+    """A gRPC server, not started, without ports. Messages that are too large get RESOURCE_EXHAUSTED."""
     server = grpc.aio.server(options=[
-        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.so_reuseport", 0),               # a second server on the same port is a mistake, not a share of the load
+        *settings.channel.items(),
     ])
-    server.add_generic_rpc_handlers((inference_handlers(service, front), health_handlers(lifecycle)))
+    restrictions = Restrictions(settings.secrets, HEADER_PREFIX)
+    server.add_generic_rpc_handlers((inference_handlers(service, front, restrictions),
+                                     health_handlers(lifecycle, restrictions)))
     return server
 
 
-def _served(method: protos.Method, call: Callable[[Any], Awaitable[Message]]) -> grpc.RpcMethodHandler:
+def _served(method: protos.Method, call: Callable[[Any], Awaitable[Message]]) -> Call:
     async def serve(data: bytes, _: grpc.aio.ServicerContext) -> bytes:
         return (await call(parsed(method.request, data))).SerializeToString()
 
-    return grpc.unary_unary_rpc_method_handler(answering(serve))
+    return serve

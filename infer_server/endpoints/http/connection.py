@@ -288,7 +288,8 @@ class HttpConnection(asyncio.Protocol):
         self._refused = True
         if self._transport and not self._transport.is_closing():
             self._transport.write(b"".join((response.head(keep_alive=False), *response.body)))
-            self._transport.write_eof()
+            if self._transport.can_write_eof():         # not where it is encrypted
+                self._transport.write_eof()
             self._watch(_LINGER_SECS)
 
     def _drop(self) -> None:

@@ -19,6 +19,7 @@ _STATUS: dict[type[ServeError], HTTPStatus] = {
     errors.RegionExistsError: HTTPStatus.CONFLICT,
     errors.UnknownModelError: HTTPStatus.NOT_FOUND,
     errors.UnknownServiceError: HTTPStatus.NOT_FOUND,
+    errors.RestrictedError: HTTPStatus.FORBIDDEN,
     errors.UnavailableError: HTTPStatus.SERVICE_UNAVAILABLE,
     errors.DeadlineExceededError: HTTPStatus.GATEWAY_TIMEOUT,
     errors.MemoryLimitError: HTTPStatus.SERVICE_UNAVAILABLE,

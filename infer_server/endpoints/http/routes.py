@@ -18,6 +18,7 @@ from infer_server.endpoints.http.infer import infer
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, error_response
 from infer_server.endpoints.http.model_pages import ModelPages
 from infer_server.endpoints.http.server_pages import ServerPages
+from infer_server.endpoints.restrictions import Restrictions
 from infer_server.endpoints.service import Service
 from infer_server.errors import NotServedError
 from infer_server.repository.repository import Repository
@@ -29,31 +30,31 @@ _MEMORY = r"/v2/(?P<kind>system|cuda)sharedmemory(/region/(?P<region>[^/]+))?"
 _CONTROL = r"/v2/repository(/(?P<repository>[^/]+))?/models/(?P<model>[^/]+)"
 
 
-def server_routes(service: Service, front: Front, repository: Repository) -> Handler:
+def server_routes(service: Service, front: Front, repository: Repository, restrictions: Restrictions) -> Handler:
     """The HTTP port: inference, and all that is asked of models, the repository and the server."""
     pages = ModelPages(service.models, repository)
     server = ServerPages(service.memory, service.settings)
     routes = _Routes([
-        ("GET", r"/v2/?", pages.server),
-        ("GET", r"/v2/health/live", pages.live),
-        ("GET", r"/v2/health/ready", pages.ready),
-        ("GET", r"/v2/models/stats", pages.statistics),
-        ("GET", _MODEL, pages.metadata),
-        ("GET", _MODEL + "/ready", pages.model_ready),
-        ("GET", _MODEL + "/config", pages.config),
-        ("GET", _MODEL + "/stats", pages.statistics),
-        ("POST", r"/v2/repository(/(?P<repository>[^/]+))?/index", pages.index),
-        ("POST", _CONTROL + "/load", pages.load),
-        ("POST", _CONTROL + "/unload", pages.unload),
-        ("", _MODEL + "/(generate|generate_stream)", _not_served("generation")),
-        ("GET", _TRACE, server.trace),
-        ("POST", _TRACE, server.set_trace),
-        ("GET", r"/v2/logging", server.log),
-        ("POST", r"/v2/logging", server.set_log),
-        ("GET", _MEMORY + "/status", server.memory),
-        ("POST", _MEMORY + "/register", server.register_memory),
-        ("POST", _MEMORY + "/unregister", server.unregister_memory),
-    ])
+        ("metadata", "GET", r"/v2/?", pages.server),
+        ("health", "GET", r"/v2/health/live", pages.live),
+        ("health", "GET", r"/v2/health/ready", pages.ready),
+        ("statistics", "GET", r"/v2/models/stats", pages.statistics),
+        ("metadata", "GET", _MODEL, pages.metadata),
+        ("health", "GET", _MODEL + "/ready", pages.model_ready),
+        ("model-config", "GET", _MODEL + "/config", pages.config),
+        ("statistics", "GET", _MODEL + "/stats", pages.statistics),
+        ("model-repository", "POST", r"/v2/repository(/(?P<repository>[^/]+))?/index", pages.index),
+        ("model-repository", "POST", _CONTROL + "/load", pages.load),
+        ("model-repository", "POST", _CONTROL + "/unload", pages.unload),
+        ("inference", "", _MODEL + "/(generate|generate_stream)", _not_served("generation")),
+        ("trace", "GET", _TRACE, server.trace),
+        ("trace", "POST", _TRACE, server.set_trace),
+        ("logging", "GET", r"/v2/logging", server.log),
+        ("logging", "POST", r"/v2/logging", server.set_log),
+        ("shared-memory", "GET", _MEMORY + "/status", server.memory),
+        ("shared-memory", "POST", _MEMORY + "/register", server.register_memory),
+        ("shared-memory", "POST", _MEMORY + "/unregister", server.unregister_memory),
+    ], restrictions)
     inference_path = re.compile(_MODEL + "/infer")
 
     def handle(exchange: Exchange) -> None:
@@ -61,6 +62,7 @@ def server_routes(service: Service, front: Front, repository: Repository) -> Han
         if path is None:
             routes(exchange)
         elif exchange.request.method == "POST":
+            restrictions.check("inference", exchange.request.headers.get)
             infer(exchange, path["model"], path["version"] or "", front)
         else:
             exchange.respond(_wrong_method("POST"))
@@ -72,24 +74,28 @@ def metrics_routes(repository: Repository) -> Handler:
     async def page(_: HttpRequest) -> HttpResponse:
         return HttpResponse((metrics.render(repository.models()).encode(),), content_type=metrics.CONTENT_TYPE)
 
-    return _Routes([("GET", r"/metrics", page)], "this port serves /metrics")
+    return _Routes([("", "GET", r"/metrics", page)], Restrictions(), "this port serves /metrics")
 
 
 class _Routes:
     """Finds what answers a request; HEAD is answered as GET is, without the body."""
 
-    def __init__(self, routes: list[tuple[str, str, Answer]], otherwise: str = "") -> None:
-        """routes: method ("": any), pattern of the path, and what answers. otherwise: said of a path that is none."""
-        self._routes = [(method, re.compile(pattern), answer) for method, pattern, answer in routes]
+    def __init__(self, routes: list[tuple[str, str, str, Answer]], restrictions: Restrictions,
+                 otherwise: str = "") -> None:
+        """routes: category, method ("": any), pattern of the path, and what answers. otherwise: said of a path that is
+        none."""
+        self._routes = [(category, method, re.compile(pattern), answer) for category, method, pattern, answer in routes]
+        self._restrictions = restrictions
         self._otherwise = otherwise
         self._tasks = set[asyncio.Task[None]]()
 
     def __call__(self, exchange: Exchange) -> None:
         request, allowed = exchange.request, set[str]()
         method = "GET" if request.method == "HEAD" else request.method
-        for wanted, pattern, answer in self._routes:
+        for category, wanted, pattern, answer in self._routes:
             if path := pattern.fullmatch(request.path):
                 if wanted in ("", method):
+                    self._restrictions.check(category, request.headers.get)
                     self._start(exchange, answer(request, **path.groupdict(default="")))
                     return
                 allowed.add(wanted)

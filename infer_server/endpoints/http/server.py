@@ -5,12 +5,14 @@ import asyncio
 import socket
 
 from infer_server.endpoints.http.connection import Handler, HttpConnection, Limits
+from infer_server.endpoints.tls import Tls
 
 _BACKLOG = 1024                 # connections that were not accepted yet
 
 
-async def listen(host: str, port: int, handle: Handler, limits: Limits) -> HttpServer:
-    """Serves HTTP/1.1 on a port. Raises OSError if it is taken."""
+async def listen(host: str, port: int, handle: Handler, limits: Limits, tls: Tls | None = None) -> HttpServer:
+    """Serves HTTP/1.1 on a port. Raises OSError if it is taken, or if the certificates are none."""
+    context = tls.context() if tls else None
     connections = set[HttpConnection]()
 
     def connect() -> HttpConnection:
@@ -19,8 +21,8 @@ async def listen(host: str, port: int, handle: Handler, limits: Limits) -> HttpS
     loop = asyncio.get_running_loop()
     if ":" in host:                     # asyncio itself would take :: for IPv6 alone; gRPC takes it for both
         ipv6 = socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=host == "::")
-        return HttpServer(await loop.create_server(connect, sock=ipv6, backlog=_BACKLOG), connections)
-    return HttpServer(await loop.create_server(connect, host, port, backlog=_BACKLOG), connections)
+        return HttpServer(await loop.create_server(connect, sock=ipv6, backlog=_BACKLOG, ssl=context), connections)
+    return HttpServer(await loop.create_server(connect, host, port, backlog=_BACKLOG, ssl=context), connections)
 
 
 class HttpServer:

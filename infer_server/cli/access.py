@@ -1,0 +1,101 @@
+"""infer-server's options about who may connect, how, and what they may call; most under Triton's names."""
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from infer_server.cli.common import boolean
+from infer_server.endpoints.restrictions import CATEGORIES, Secret, parsed
+from infer_server.endpoints.tls import Tls
+
+# Option -> (what the C core of gRPC calls it, what it means).
+_CHANNEL = {
+    "grpc-keepalive-time": ("grpc.keepalive_time_ms", "ms of silence after which the server pings a client"),
+    "grpc-keepalive-timeout": ("grpc.keepalive_timeout_ms", "ms for the client to answer that, or be disconnected"),
+    "grpc-http2-max-pings-without-data": ("grpc.http2.max_pings_without_data", "pings in a row; 0: any number"),
+    "grpc-http2-min-recv-ping-interval-without-data": (
+        "grpc.http2.min_ping_interval_without_data_ms", "ms between a client's pings"),
+    "grpc-http2-max-ping-strikes": ("grpc.http2.max_ping_strikes", "pings too early before a client is disconnected"),
+    "grpc-max-connection-age": ("grpc.max_connection_age_ms", "ms after which a connection is renewed"),
+    "grpc-max-connection-age-grace": ("grpc.max_connection_age_grace_ms", "ms for its calls to end after that"),
+}
+# Options of Triton's that tune what is otherwise here: they are taken, and said to change nothing.
+_WITHOUT_EFFECT = (
+    "allow-gpu-metrics", "backend-config", "backend-directory", "buffer-manager-thread-count",
+    "cuda-memory-pool-byte-size", "cuda-virtual-address-size", "disable-auto-complete-config", "enable-peer-access",
+    "grpc-infer-allocation-pool-size", "grpc-infer-thread-count", "grpc-max-response-pool-size", "host-policy",
+    "http-thread-count", "metrics-interval-ms", "min-supported-compute-capability", "model-load-gpu-limit",
+    "model-load-retry-count", "model-load-thread-count", "pinned-memory-pool-byte-size", "repoagent-directory",
+    "reuse-grpc-port", "reuse-http-port", "strict-model-config")
+
+
+def add_access(parser: argparse.ArgumentParser) -> None:
+    _flag(parser, "allow-client-shm", "clients on this machine may pass tensors in system shared memory", False)
+    for protocol in ("grpc", "http"):
+        _flag(parser, f"{protocol}-use-ssl", f"{protocol} is encrypted", False)
+        _flag(parser, f"{protocol}-use-ssl-mutual", "... and clients must show a certificate, too", False)
+        parser.add_argument(f"--{protocol}-server-cert", type=Path, metavar="FILE",
+                            help="the server's certificate, PEM")
+        parser.add_argument(f"--{protocol}-server-key", type=Path, metavar="FILE", help="its private key, PEM")
+        parser.add_argument(f"--{protocol}-root-cert", type=Path, metavar="FILE",
+                            help="the authorities that clients' certificates are from, PEM")
+    for option, header in (("--grpc-restricted-protocol", "triton-grpc-protocol-KEY"),
+                           ("--http-restricted-api", "KEY")):
+        parser.add_argument(option, action="append", default=[], metavar="WHAT,...:KEY=VALUE",
+                            help=f"calls that only clients who send the header {header} with that value may make: of "
+                                 f"{', '.join(CATEGORIES)}; can be repeated")
+    for option, (_, text) in _CHANNEL.items():
+        parser.add_argument(f"--{option}", type=int, metavar="N", help=f"{text} (default: gRPC's)")
+    _flag(parser, "grpc-keepalive-permit-without-calls", "pings also where no call is open", False)
+    for option in _WITHOUT_EFFECT:
+        parser.add_argument(f"--{option}", action="append", nargs="?", const="", help=argparse.SUPPRESS)
+
+
+def access_of(given: argparse.Namespace) -> dict[str, Any]:
+    """The fields of ServerOptions that these options say. Raises ValueError: they make no sense."""
+    return {
+        "allow_client_shm": given.allow_client_shm,
+        "grpc_tls": _tls(given, "grpc"), "http_tls": _tls(given, "http"),
+        "grpc_secrets": _secrets("--grpc-restricted-protocol", given.grpc_restricted_protocol),
+        "http_secrets": _secrets("--http-restricted-api", given.http_restricted_api),
+        "grpc_channel": {
+            **{name: _value(given, option) for option, (name, _) in _CHANNEL.items()
+               if _value(given, option) is not None},
+            "grpc.keepalive_permit_without_calls": int(given.grpc_keepalive_permit_without_calls)},
+    }
+
+
+def without_effect(given: argparse.Namespace) -> list[str]:
+    """The options given that change nothing here."""
+    return [f"--{option}" for option in _WITHOUT_EFFECT if _value(given, option) is not None]
+
+
+def _flag(parser: argparse.ArgumentParser, name: str, text: str, default: bool) -> None:
+    parser.add_argument(f"--{name}", type=boolean, nargs="?", const=True, default=default, metavar="BOOL",
+                        help=f"{text} (default {str(default).lower()})")
+
+
+def _value(given: argparse.Namespace, option: str) -> Any:
+    return getattr(given, option.replace("-", "_"))
+
+
+def _tls(given: argparse.Namespace, protocol: str) -> Tls | None:
+    use, mutual, certificate, key, clients = (
+        _value(given, f"{protocol}-{name}") for name in
+        ("use-ssl", "use-ssl-mutual", "server-cert", "server-key", "root-cert"))
+    if not (use or mutual):
+        return None
+    if not (certificate and key):
+        raise ValueError(f"--{protocol}-use-ssl needs --{protocol}-server-cert and --{protocol}-server-key")
+    if mutual and not clients:
+        raise ValueError(f"--{protocol}-use-ssl-mutual needs --{protocol}-root-cert")
+    return Tls(certificate, key, clients if mutual else None)
+
+
+def _secrets(option: str, texts: list[str]) -> Mapping[str, Secret]:
+    try:
+        return parsed(texts)
+    except ValueError as error:
+        raise ValueError(f"{option} {error}") from error

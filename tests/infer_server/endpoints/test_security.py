@@ -1,0 +1,153 @@
+"""Who may call what, and over encrypted connections."""
+from __future__ import annotations
+
+import json
+import shutil
+import ssl
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import grpc
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
+
+import protos
+from infer_server.endpoints.restrictions import CATEGORIES, parsed
+from infer_server.endpoints.tls import Tls
+from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
+from tests.infer_server.serving import RunningServer, serving
+
+SECRET = parsed([f"{','.join(CATEGORIES)}:key=sesame"])
+
+
+@pytest.fixture(scope="module")
+def restricted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    repository = tmp_path_factory.mktemp("repository")
+    write_model(repository, "m")
+    with serving(repository, explicit_control=True, load_models=None, allow_client_shm=True, grpc_secrets=SECRET,
+                 http_secrets=SECRET) as running:
+        yield running
+
+
+def status(channel: grpc.Channel, service: str, method: protos.Method, metadata: Any) -> grpc.StatusCode:
+    streams = method.server_streaming
+    kind = "stream_stream" if method.client_streaming else "unary_stream" if streams else "unary_unary"
+    multi = getattr(channel, kind)(f"/{service}/{method.name}")
+    request = iter([b""]) if method.client_streaming else b""
+    try:
+        answer = multi(request, timeout=TIMEOUT_SECS, metadata=metadata)
+        if streams:
+            next(iter(answer))
+    except grpc.RpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("metadata", [(), (("triton-grpc-protocol-key", "sesam"),), (("key", "sesame"),)],
+                         ids=["no header", "a wrong value", "another header"])
+def test_without_the_secret_no_call_over_grpc_succeeds(restricted: RunningServer, metadata: Any) -> None:
+    with grpc.insecure_channel(restricted.address) as channel:
+        for service in (protos.INFERENCE_SERVICE, protos.HEALTH_SERVICE):
+            for method in protos.methods(service):
+                found = status(channel, service, method, metadata)
+                assert found is grpc.StatusCode.PERMISSION_DENIED, method.name
+        assert restricted.server.repository.models(), "nothing was unloaded"
+
+
+def test_without_the_secret_no_call_over_http_succeeds(restricted: RunningServer) -> None:
+    def ask(method: str, path: str, **headers: str) -> tuple[int, bytes]:
+        with closing(HTTPConnection("127.0.0.1", restricted.ports.http, timeout=TIMEOUT_SECS)) as connection:
+            connection.request(method, path, headers=headers)
+            with connection.getresponse() as response:
+                return response.status, response.read()
+
+    for method, path in (
+            ("GET", "/v2"), ("GET", "/v2/health/live"), ("GET", "/v2/health/ready"), ("GET", "/v2/models/stats"),
+            ("GET", "/v2/models/m"), ("GET", "/v2/models/m/ready"), ("GET", "/v2/models/m/config"),
+            ("GET", "/v2/models/m/versions/1/stats"), ("POST", "/v2/models/m/infer"), ("POST", "/v2/repository/index"),
+            ("POST", "/v2/repository/models/m/load"), ("POST", "/v2/repository/models/m/unload"),
+            ("GET", "/v2/trace/setting"), ("POST", "/v2/models/m/trace/setting"), ("POST", "/v2/logging"),
+            ("GET", "/v2/systemsharedmemory/status"), ("POST", "/v2/systemsharedmemory/region/r/register"),
+            ("POST", "/v2/systemsharedmemory/unregister"), ("POST", "/v2/cudasharedmemory/unregister")):
+        for headers in ({}, {"key": "Sesame"}):
+            found, body = ask(method, path, **headers)
+            assert found == 403 and "'key'" in json.loads(body)["error"], path
+    assert ask("GET", "/v2/models/m", Key="sesame")[0] == 200
+
+
+def test_with_the_secret_every_call_is_as_ever(restricted: RunningServer) -> None:
+    with triton.InferenceServerClient(restricted.address) as client:
+        headers = {"triton-grpc-protocol-key": "sesame"}
+        assert client.is_server_ready(headers=headers)
+        client.unload_model("m", headers=headers)
+        client.load_model("m", headers=headers)
+        assert client.is_model_ready("m", headers=headers)
+
+
+@pytest.mark.parametrize("text", ["inference", "inference:key", "inference:=x", "all:key=x", ":key=x"])
+def test_a_restriction_that_says_nothing_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        parsed([text])
+    with pytest.raises(ValueError, match="twice"):
+        parsed(["trace:a=b", "trace,health:c=d"])
+    assert parsed(["trace:A=b=c"])["trace"].value == "b=c" and "b=c" not in str(parsed(["trace:A=b=c"]))
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """server and client, each its own authority: .pem and .key."""
+    folder = tmp_path_factory.mktemp("certificates")
+    if not shutil.which("openssl"):
+        pytest.skip("there is no openssl to make certificates with")
+    for name in ("server", "client"):
+        subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
+                        "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2",
+                        "-keyout", folder / f"{name}.key", "-out", folder / f"{name}.pem"],
+                       check=True, capture_output=True)
+    return folder
+
+
+@pytest.mark.parametrize("mutual", [False, True], ids=["tls", "mutual tls"])
+def test_ports_are_encrypted_and_may_ask_for_certificates(tmp_path: Path, certificates: Path, mutual: bool) -> None:
+    write_model(tmp_path, "m")
+    server, client = certificates / "server", certificates / "client"
+    tls = Tls(server.with_suffix(".pem"), server.with_suffix(".key"), client.with_suffix(".pem") if mutual else None)
+    with serving(tmp_path, grpc_tls=tls, http_tls=tls) as running:
+        def live_over_grpc(**given: str) -> bool:
+            with triton.InferenceServerClient(running.address, ssl=True, root_certificates=f"{server}.pem",
+                                              **given) as connected:
+                return bool(connected.is_server_live(client_timeout=TIMEOUT_SECS))
+
+        def live_over_http(own: bool) -> bool:
+            context = ssl.create_default_context(cafile=f"{server}.pem")
+            if own:
+                context.load_cert_chain(f"{client}.pem", f"{client}.key")
+            with urlopen(f"https://127.0.0.1:{running.ports.http}/v2/health/live", context=context) as answer:
+                return bool(answer.status == 200)
+
+        assert live_over_grpc(private_key=f"{client}.key", certificate_chain=f"{client}.pem") and live_over_http(True)
+        if mutual:
+            with pytest.raises(InferenceServerException):
+                live_over_grpc()
+            with pytest.raises(OSError):
+                live_over_http(False)
+        else:
+            assert live_over_grpc() and live_over_http(False)
+        with closing(HTTPConnection("127.0.0.1", running.ports.http, timeout=TIMEOUT_SECS)) as connection, \
+                pytest.raises((OSError, HTTPException)):
+            connection.request("GET", "/v2/health/live")
+            connection.getresponse()
+
+
+def test_certificates_that_are_none_are_named(tmp_path: Path) -> None:
+    (tmp_path / "x.pem").write_text("no certificate")
+    tls = Tls(tmp_path / "x.pem", tmp_path / "x.pem")
+    for made in (tls.grpc_credentials, tls.context):
+        with pytest.raises(OSError, match=r"certificates cannot be used .*x\.pem"):
+            made()
