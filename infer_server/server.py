@@ -19,6 +19,7 @@ from infer_server.endpoints.http.routes import metrics_routes, server_routes
 from infer_server.endpoints.http.server import HttpServer, listen
 from infer_server.endpoints.inflight import Inflight
 from infer_server.endpoints.memory_service import MemoryService
+from infer_server.endpoints.metrics import MetricsSettings
 from infer_server.endpoints.restrictions import Restrictions, Secret
 from infer_server.endpoints.service import ModelService, Service
 from infer_server.endpoints.settings import LogSettings, SettingsService
@@ -62,6 +63,7 @@ class ServerOptions:
     http_tls: Tls | None = None
     grpc_secrets: Mapping[str, Secret] = field(default_factory=dict)        # by the category of calls that ask for it
     http_secrets: Mapping[str, Secret] = field(default_factory=dict)
+    metrics: MetricsSettings = MetricsSettings()
     grpc_channel: Mapping[str, int] = field(default_factory=dict)           # see GrpcSettings
 
 
@@ -112,7 +114,7 @@ class Server:
         options = self._options
         http = await self._listen_http(options.http_port, server_routes(
             self._service, self._front, self.repository, Restrictions(options.http_secrets)), options.http_tls)
-        metrics_port = await self._listen_http(options.metrics_port, metrics_routes(self.repository))
+        metrics_port = await self._listen_http(options.metrics_port, metrics_routes(self.repository, options.metrics))
         self._grpc_port = self._listen_grpc()
         await self._grpc.start()
         self._loading = asyncio.create_task(self._load())

@@ -8,9 +8,16 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+
+from infer_server.observing.closing import FREE, REASONS
+from infer_server.observing.latencies import Latencies
+
+ANSWERED_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)     # bounds of a histogram
+PHASES = ("request", "queue", "compute_input", "compute_infer", "compute_output")
 
 
 class Failure(Enum):
@@ -49,7 +56,11 @@ class Counters(BatchStatistics):
     failures: dict[Failure, int] = field(default_factory=lambda: dict.fromkeys(Failure, 0))
     fail: Duration = field(default_factory=Duration)
     queue: Duration = field(default_factory=Duration)
+    cache_hit: Duration = field(default_factory=Duration)
+    cache_miss: Duration = field(default_factory=Duration)
     batches: dict[int, BatchStatistics] = field(default_factory=dict)
+    answered: list[int] = field(default_factory=lambda: [0] * (len(ANSWERED_MS) + 1))   # by the time that it took
+    closed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))   # batches, by why
 
 
 @dataclass(frozen=True)
@@ -68,18 +79,26 @@ class Statistics:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counters = Counters()
+        self._latencies = {phase: Latencies() for phase in PHASES}
 
-    def executed(self, execution: BatchExecution, enqueued_ns: Sequence[int]) -> None:
-        """Counts an executed batch. enqueued_ns: when those of its requests that were answered in time were queued."""
+    def executed(self, execution: BatchExecution, enqueued_ns: Sequence[int], closed: str = FREE) -> None:
+        """Counts an executed batch. enqueued_ns: when those of its requests that were answered in time were queued;
+        closed: why there were no more in it."""
         e, c, requests = execution, self._counters, len(enqueued_ns)
         with self._lock:
+            c.closed[closed] += 1
             batch = c.batches.setdefault(e.items, BatchStatistics())
             c.last_inference_ms = time.time_ns() // 1_000_000
             c.inference_count += e.items
             c.execution_count += 1
             for since_ns in enqueued_ns:
                 c.queue.add(1, e.started_ns - since_ns)
-                c.success.add(1, e.encoded_ns - since_ns)
+                self._answered(e.encoded_ns - since_ns, e.encoded_ns)
+                self._latencies["queue"].add(e.started_ns - since_ns, 1, e.encoded_ns)
+            for phase, ns in (("compute_input", e.copied_ns - e.started_ns),
+                              ("compute_infer", e.computed_ns - e.copied_ns),
+                              ("compute_output", e.encoded_ns - e.computed_ns)):
+                self._latencies[phase].add(ns, requests, e.encoded_ns)
             for total, of_size, ns in (
                     (c.compute_input, batch.compute_input, e.copied_ns - e.started_ns),
                     (c.compute_infer, batch.compute_infer, e.computed_ns - e.copied_ns),
@@ -91,13 +110,24 @@ class Statistics:
         """Counts requests whose last responses came after the execution that began them."""
         with self._lock:
             for since_ns in enqueued_ns:
-                self._counters.success.add(1, now_ns - since_ns)
+                self._answered(now_ns - since_ns, now_ns)
+
+    def _answered(self, ns: int, now_ns: int) -> None:
+        self._counters.success.add(1, ns)
+        self._counters.answered[bisect_left(ANSWERED_MS, ns / 1e6)] += 1
+        self._latencies["request"].add(ns, 1, now_ns)
 
     def failed(self, reason: Failure, ns: int) -> None:
         """Counts a request that ended without an answer, `ns` after it was received."""
         with self._lock:
             self._counters.failures[reason] += 1
             self._counters.fail.add(1, ns)
+
+    def quantiles(self, wanted: Sequence[float]) -> dict[str, list[float]]:
+        """Of the requests of the last minute, in ns, by phase; nan: there were none. `wanted` ascends."""
+        now_ns = time.monotonic_ns()
+        with self._lock:
+            return {phase: latencies.quantiles(wanted, now_ns) for phase, latencies in self._latencies.items()}
 
     def snapshot(self) -> Counters:
         with self._lock:

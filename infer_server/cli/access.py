@@ -1,12 +1,14 @@
-"""infer-server's options about who may connect, how, and what they may call; most under Triton's names."""
+"""infer-server's options about who may connect, how, what they may call, and what is measured; most are Triton's."""
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from infer_server.cli.common import boolean
+from infer_server.endpoints.metrics import MetricsSettings
 from infer_server.endpoints.restrictions import CATEGORIES, Secret, parsed
 from infer_server.endpoints.tls import Tls
 
@@ -49,6 +51,10 @@ def add_access(parser: argparse.ArgumentParser) -> None:
     for option, (_, text) in _CHANNEL.items():
         parser.add_argument(f"--{option}", type=int, metavar="N", help=f"{text} (default: gRPC's)")
     _flag(parser, "grpc-keepalive-permit-without-calls", "pings also where no call is open", False)
+    _flag(parser, "allow-cpu-metrics", "metrics of the machine's CPUs and memory", True)
+    parser.add_argument("--metrics-config", action="append", default=[], metavar="NAME=VALUE",
+                        help="counter_latencies, summary_latencies or histogram_latencies=false leaves these out; "
+                             "summary_quantiles=0.5,0.99; can be repeated")
     for option in _WITHOUT_EFFECT:
         parser.add_argument(f"--{option}", action="append", nargs="?", const="", help=argparse.SUPPRESS)
 
@@ -60,6 +66,7 @@ def access_of(given: argparse.Namespace) -> dict[str, Any]:
         "grpc_tls": _tls(given, "grpc"), "http_tls": _tls(given, "http"),
         "grpc_secrets": _secrets("--grpc-restricted-protocol", given.grpc_restricted_protocol),
         "http_secrets": _secrets("--http-restricted-api", given.http_restricted_api),
+        "metrics": _metrics(given.metrics_config, given.allow_cpu_metrics),
         "grpc_channel": {
             **{name: _value(given, option) for option, (name, _) in _CHANNEL.items()
                if _value(given, option) is not None},
@@ -92,6 +99,26 @@ def _tls(given: argparse.Namespace, protocol: str) -> Tls | None:
     if mutual and not clients:
         raise ValueError(f"--{protocol}-use-ssl-mutual needs --{protocol}-root-cert")
     return Tls(certificate, key, clients if mutual else None)
+
+
+def _metrics(texts: list[str], cpu: bool) -> MetricsSettings:
+    settings = MetricsSettings(cpu=cpu)
+    for text in texts:
+        name, _, value = text.partition("=")
+        try:
+            if name == "summary_quantiles":     # Triton's have an error behind a colon
+                quantiles = tuple(sorted(float(part.split(":")[0]) for part in value.split(",")))
+                if not all(0 < share < 1 for share in quantiles):
+                    raise ValueError("quantiles are within 0 and 1")
+                settings = replace(settings, quantiles=quantiles)
+            elif name in ("counter_latencies", "summary_latencies", "histogram_latencies"):
+                wanted: dict[str, Any] = {name: boolean(value)}
+                settings = replace(settings, **wanted)
+            else:
+                raise ValueError("there is no such setting")
+        except (ValueError, argparse.ArgumentTypeError) as error:
+            raise ValueError(f"--metrics-config {text}: {error}") from error
+    return settings
 
 
 def _secrets(option: str, texts: list[str]) -> Mapping[str, Secret]:

@@ -107,7 +107,7 @@ TREATMENTS: dict[str, Treatment] = {
     "instance_group.host_policy": _advisory("the parameter pin keeps an instance's threads on CPUs of their own"),
     "default_model_filename": _SERVED,
     "cc_model_filenames": _advisory("there is no GPU in use; default_model_filename counts"),
-    "metric_tags": _advisory("metrics have the labels model and version only"),
+    "metric_tags": _SERVED,
     "parameters": _SERVED,
     "model_warmup": _advisory("every model is executed on zeros before it is ready"),
     "model_operations": _advisory("operators come from ONNX, and not from libraries"),

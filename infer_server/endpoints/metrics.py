@@ -7,8 +7,12 @@ https://prometheus.io/docs/instrumenting/exposition_formats
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
-from infer_server.batching.statistics import Counters, Duration
+from infer_server.batching.statistics import ANSWERED_MS, PHASES, Counters, Duration
+from infer_server.observing.machine import Machine
 from infer_server.repository.model import Model
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -17,41 +21,124 @@ _COUNTS: dict[str, tuple[str, Callable[[Counters], int]]] = {
     "nv_inference_request_success": ("Number of successful inference requests", lambda c: c.success.count),
     "nv_inference_count": ("Number of inferences performed (a batch of n counts as n)", lambda c: c.inference_count),
     "nv_inference_exec_count": ("Number of model executions performed", lambda c: c.execution_count),
+    "nv_cache_num_hits_per_model": ("Number of cache hits per model", lambda c: c.cache_hit.count),
+    "nv_cache_num_misses_per_model": ("Number of cache misses per model", lambda c: c.cache_miss.count),
 }
 _DURATIONS: dict[str, tuple[str, Callable[[Counters], Duration]]] = {
-    "nv_inference_request_duration_us": ("request", lambda c: c.success),
-    "nv_inference_queue_duration_us": ("queuing", lambda c: c.queue),
-    "nv_inference_compute_input_duration_us": ("compute input", lambda c: c.compute_input),
-    "nv_inference_compute_infer_duration_us": ("compute inference", lambda c: c.compute_infer),
-    "nv_inference_compute_output_duration_us": ("compute output", lambda c: c.compute_output),
+    "nv_inference_request_duration_us": ("inference request duration", lambda c: c.success),
+    "nv_inference_queue_duration_us": ("inference queuing duration", lambda c: c.queue),
+    "nv_inference_compute_input_duration_us": ("compute input duration", lambda c: c.compute_input),
+    "nv_inference_compute_infer_duration_us": ("compute inference duration", lambda c: c.compute_infer),
+    "nv_inference_compute_output_duration_us": ("inference compute output duration", lambda c: c.compute_output),
+    "nv_cache_hit_duration_per_model": ("cache hit duration", lambda c: c.cache_hit),
+    "nv_cache_miss_duration_per_model": ("cache miss duration", lambda c: c.cache_miss),
 }
+_OF_PHASE: dict[str, Callable[[Counters], Duration]] = {
+    "request": lambda c: c.success, "queue": lambda c: c.queue, "compute_input": lambda c: c.compute_input,
+    "compute_infer": lambda c: c.compute_infer, "compute_output": lambda c: c.compute_output}
+_HISTOGRAM = "nv_inference_first_response_histogram_ms"
 
 
-def render(models: Iterable[Model]) -> str:
-    """The metrics of all models that are ready, in Prometheus's text format."""
-    models = list(models)
-    counters = [(_labels(model), model.statistics.snapshot(), model.pending) for model in models]
-    lines: list[str] = []
+@dataclass(frozen=True)
+class MetricsSettings:
+    """Which families there are, as --metrics-config says it."""
+    counter_latencies: bool = True
+    summary_latencies: bool = True
+    histogram_latencies: bool = True
+    cpu: bool = True
+    quantiles: tuple[float, ...] = (0.5, 0.9, 0.95, 0.99, 0.999)
+
+
+class _Seen(NamedTuple):
+    """A model at the time of a scrape."""
+    labels: str
+    model: Model
+    counters: Counters
+
+
+class Metrics:
+    def __init__(self, settings: MetricsSettings = MetricsSettings()) -> None:      # noqa: B008 it is frozen
+        self._settings = settings
+        self._machine = Machine()
+
+    def render(self, models: Iterable[Model]) -> str:
+        """The metrics of all models that are ready, and of the machine, in Prometheus's text format."""
+        seen = [_Seen(_labels(model), model, model.statistics.snapshot()) for model in models]
+        lines = [*_counters(seen)]
+        if self._settings.counter_latencies:
+            for name, (what, duration) in _DURATIONS.items():
+                lines += _family(name, "counter", f"Cumulative {what} in microseconds",
+                                 ((each.labels, duration(each.counters).ns // 1000) for each in seen))
+        if self._settings.summary_latencies:
+            lines += _summaries(seen, self._settings.quantiles)
+        if self._settings.histogram_latencies:
+            lines += _histogram(seen)
+        if self._settings.cpu:
+            for name, text, value in self._machine.gauges():
+                kind = "counter" if name.endswith("_total") else "gauge"
+                lines += _family(name, kind, text, [("", value)])
+        return "\n".join(lines) + "\n"
+
+
+def _counters(seen: list[_Seen]) -> Iterator[str]:
     for name, (text, count) in _COUNTS.items():
-        lines += _family(name, "counter", text, ((labels, count(c)) for labels, c, _ in counters))
-    lines += _family("nv_inference_request_failure", "counter", "Number of failed inference requests", (
-        (f'{labels},reason="{reason.value}"', failed)
-        for labels, c, _ in counters for reason, failed in c.failures.items()))
-    for name, (what, duration) in _DURATIONS.items():
-        lines += _family(name, "counter", f"Cumulative {what} duration in microseconds",
-                         ((labels, duration(c).ns // 1000) for labels, c, _ in counters))
-    lines += _family("nv_inference_pending_request_count", "gauge", "Instantaneous number of pending requests",
-                     ((labels, pending) for labels, _, pending in counters))
-    return "\n".join(lines) + "\n"
+        yield from _family(name, "counter", text, ((each.labels, count(each.counters)) for each in seen))
+    yield from _family("nv_inference_request_failure", "counter", "Number of failed inference requests", (
+        (f'{each.labels},reason="{reason.value}"', failed)
+        for each in seen for reason, failed in each.counters.failures.items()))
+    yield from _family("nv_inference_pending_request_count", "gauge", "Instantaneous number of pending requests",
+                       ((each.labels, each.model.pending) for each in seen))
+    yield from _family("nv_model_load_duration_secs", "gauge", "Model load time in seconds",
+                       ((each.labels, round(each.model.load_secs, 6)) for each in seen))
 
 
-def _family(name: str, kind: str, text: str, samples: Iterable[tuple[str, int]]) -> Iterator[str]:
+def _summaries(seen: list[_Seen], quantiles: tuple[float, ...]) -> Iterator[str]:
+    """Of each phase: quantiles of the last minute, and the sum and count of all time."""
+    of_model = [(each, each.model.statistics.quantiles(quantiles)) for each in seen]
+    for phase in PHASES:
+        name = f"nv_inference_{phase}_summary_us"
+        yield from _family(name, "summary", f"Summary of {phase.replace('_', ' ')} durations in microseconds", ())
+        for each, found in of_model:
+            for share, ns in zip(quantiles, found[phase], strict=True):
+                yield f'{name}{{{each.labels},quantile="{share:g}"}} {_number(ns / 1000)}'
+            total = _OF_PHASE[phase](each.counters)
+            yield f"{name}_sum{{{each.labels}}} {total.ns // 1000}"
+            yield f"{name}_count{{{each.labels}}} {total.count}"
+
+
+def _histogram(seen: list[_Seen]) -> Iterator[str]:
+    yield from _family(_HISTOGRAM, "histogram", "Duration from request to first response in milliseconds", ())
+    for each in seen:
+        bounds = [*map(str, ANSWERED_MS), "+Inf"]
+        for bound, count in zip(bounds, accumulate(each.counters.answered), strict=True):
+            yield f'{_HISTOGRAM}_bucket{{{each.labels},le="{bound}"}} {count}'
+        yield f"{_HISTOGRAM}_sum{{{each.labels}}} {_number(each.counters.success.ns / 1e6)}"
+        yield f"{_HISTOGRAM}_count{{{each.labels}}} {each.counters.success.count}"
+
+
+def _family(name: str, kind: str, text: str, samples: Iterable[tuple[str, float]]) -> Iterator[str]:
     yield f"# HELP {name} {text}"
     yield f"# TYPE {name} {kind}"
     for labels, value in samples:
-        yield f"{name}{{{labels}}} {value}"
+        yield f"{name}{{{labels}}} {_number(value)}" if labels else f"{name} {_number(value)}"
+
+
+def _number(value: float) -> str:
+    return "NaN" if value != value else repr(round(value, 6)) if isinstance(value, float) else str(value)
 
 
 def _labels(model: Model) -> str:
-    escaped = model.name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-    return f'model="{escaped}",version="{model.version}"'
+    """model, version, and what metric_tags of its configuration say."""
+    tags = {"model": model.name, "version": str(model.version), **{
+        name: value for name, value in sorted(model.config_message.metric_tags.items())}}
+    return ",".join(f'{_name(name)}="{_escaped(value)}"' for name, value in tags.items())
+
+
+def _name(text: str) -> str:
+    """As Prometheus allows names of labels."""
+    name = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in text)
+    return f"_{name}" if name[:1].isdigit() else name or "_"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -15,6 +15,7 @@ from infer_server.batching.statistics import BatchExecution, Failure, Statistics
 from infer_server.config.config import ModelConfig
 from infer_server.config.signature import Signature
 from infer_server.errors import DeadlineExceededError, QueueFullError, ServeError, UnavailableError
+from infer_server.observing.closing import why_closed
 from infer_server.workers import post
 from protos import model_config
 
@@ -25,6 +26,7 @@ class Model(ABC):
     submit and cancel belong to the event loop; the constructor and drain block, and belong to a worker.
     """
     platform: str                       # what executes it
+    load_secs: float = 0.0              # that its loading took, set by who loads it
 
     def __init__(self, name: str, version: int, message: model_config.ModelConfig, config: ModelConfig,
                  signature: Signature) -> None:
@@ -146,7 +148,10 @@ class QueuedModel(Model):
             request.finish(result)
             self._after(request)
         if execution:
-            self.statistics.executed(execution, enqueued_ns)
+            batching, waited_ns = self.config.batching, execution.started_ns - outcomes[0][0].enqueued_ns
+            self.statistics.executed(execution, enqueued_ns, why_closed(
+                execution.items, waited_ns, batching.max_batch_size, batching.preferred_batch_sizes,
+                batching.max_queue_delay_us))
             self.measured(execution.items, now_ns - execution.started_ns)
         elif enqueued_ns:
             self.statistics.answered(enqueued_ns, now_ns)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -235,7 +236,9 @@ class Repository:
         before = statuses[source.version]
         try:
             async with self._loads:
+                began = time.monotonic()
                 model = await in_daemon_thread(lambda: self._load(source))
+                model.load_secs = time.monotonic() - began
         except RepositoryError as error:
             if before.model is None:
                 statuses[source.version] = Status(State.UNAVAILABLE, str(error))

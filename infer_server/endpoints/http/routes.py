@@ -11,13 +11,13 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
 
-from infer_server.endpoints import metrics
 from infer_server.endpoints.front import Front
 from infer_server.endpoints.http.connection import Exchange, Handler
 from infer_server.endpoints.http.infer import infer
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, error_response
 from infer_server.endpoints.http.model_pages import ModelPages
 from infer_server.endpoints.http.server_pages import ServerPages
+from infer_server.endpoints.metrics import CONTENT_TYPE, Metrics, MetricsSettings
 from infer_server.endpoints.restrictions import Restrictions
 from infer_server.endpoints.service import Service
 from infer_server.errors import NotServedError
@@ -69,10 +69,12 @@ def server_routes(service: Service, front: Front, repository: Repository, restri
     return handle
 
 
-def metrics_routes(repository: Repository) -> Handler:
+def metrics_routes(repository: Repository, settings: MetricsSettings) -> Handler:
     """The metrics port."""
+    metrics = Metrics(settings)
+
     async def page(_: HttpRequest) -> HttpResponse:
-        return HttpResponse((metrics.render(repository.models()).encode(),), content_type=metrics.CONTENT_TYPE)
+        return HttpResponse((metrics.render(repository.models()).encode(),), content_type=CONTENT_TYPE)
 
     return _Routes([("", "GET", r"/metrics", page)], Restrictions(), "this port serves /metrics")
 

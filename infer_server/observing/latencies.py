@@ -1,0 +1,60 @@
+"""Quantiles of times, of the last minute, in little memory and with little work for each.
+
+Times are counted in buckets whose bounds are powers of two divided by 16: no wider than 1/16 of the time. The buckets
+of two halves of a window are kept; the older half is forgotten when the newer is full.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_HALF_NS = 30_000_000_000
+_BITS = 4                   # of a time, behind the first
+
+
+class Latencies:
+    """Belongs to who holds a lock over it."""
+
+    def __init__(self) -> None:
+        self._recent: dict[int, int] = {}
+        self._before: dict[int, int] = {}
+        self._since_ns = 0
+
+    def add(self, ns: int, count: int, now_ns: int) -> None:
+        """`count` things took `ns`."""
+        if now_ns - self._since_ns > _HALF_NS:
+            self._turn(now_ns)
+        bucket = _bucket(ns)
+        self._recent[bucket] = self._recent.get(bucket, 0) + count
+
+    def quantiles(self, wanted: Sequence[float], now_ns: int) -> list[float]:
+        """The times in ns below which those shares of all lie; `wanted` ascends. nan: there is none."""
+        if now_ns - self._since_ns > _HALF_NS:
+            self._turn(now_ns)
+        buckets = sorted(self._recent.keys() | self._before.keys())
+        counts = [self._recent.get(bucket, 0) + self._before.get(bucket, 0) for bucket in buckets]
+        if not (total := sum(counts)):
+            return [float("nan")] * len(wanted)
+        found, at, below = [], 0, 0
+        for share in wanted:
+            while at < len(buckets) - 1 and below + counts[at] < share * total:
+                below += counts[at]
+                at += 1
+            found.append(_middle(buckets[at]))
+        return found
+
+    def _turn(self, now_ns: int) -> None:
+        gap = now_ns - self._since_ns > 2 * _HALF_NS
+        self._before, self._recent, self._since_ns = {} if gap else self._recent, {}, now_ns
+
+
+def _bucket(ns: int) -> int:
+    shift = ns.bit_length() - 1 - _BITS
+    return ns if shift <= 0 else (shift << _BITS) + (ns >> shift)
+
+
+def _middle(bucket: int) -> float:
+    if bucket < 2 << _BITS:
+        return float(bucket)
+    shift = (bucket >> _BITS) - 1
+    low = bucket - (shift << _BITS)
+    return (low + 0.5) * (1 << shift)

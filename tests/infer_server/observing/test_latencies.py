@@ -1,0 +1,36 @@
+"""Quantiles are near the true ones and forget what is old; why batches closed is told apart."""
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from infer_server.observing.closing import FREE, FULL, PREFERRED, WAITED, why_closed
+from infer_server.observing.latencies import Latencies
+
+SECOND = 1_000_000_000
+
+
+def test_quantiles_are_within_a_sixteenth_of_the_true_ones() -> None:
+    times = (np.random.default_rng(0).lognormal(13, 2, 5000)).astype(int)
+    latencies = Latencies()
+    for ns in times:
+        latencies.add(int(ns), 1, SECOND)
+    wanted = (0.01, 0.5, 0.9, 0.99, 0.999)
+    np.testing.assert_allclose(latencies.quantiles(wanted, SECOND), np.quantile(times, wanted), rtol=1 / 16)
+
+
+def test_what_is_older_than_a_minute_is_forgotten() -> None:
+    latencies = Latencies()
+    latencies.add(1000, 3, 100 * SECOND)
+    latencies.add(9, 1, 135 * SECOND)
+    assert [round(ns) for ns in latencies.quantiles((0.5, 1.0), 136 * SECOND)] == [1008, 1008]
+    assert latencies.quantiles((0.5, 1.0), 170 * SECOND) == [9, 9]
+    assert math.isnan(latencies.quantiles((0.5,), 300 * SECOND)[0])
+
+
+def test_a_batch_closes_for_the_first_reason_that_holds() -> None:
+    assert why_closed(8, 0, 8, (), 0) == FULL
+    assert why_closed(4, 10**9, 8, {4}, 1000) == PREFERRED
+    assert why_closed(3, 2 * 10**6, 8, {4}, 1000) == WAITED
+    assert why_closed(3, 10**5, 8, {4}, 1000) == why_closed(3, 10**9, 8, {4}, 0) == FREE
