@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
@@ -25,12 +26,14 @@ from infer_server.repository.model import Model
 from infer_server.repository.repository import Repository
 
 
-class Served(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Served:
     """What a response says of where it comes from, and the outputs that it has."""
     model: str
     version: int
     outputs: tuple[TensorSpec, ...]
     batched: bool                   # they have a leading batch axis
+    labels: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)    # of their classes, by output
 
 
 class Call(ABC):
@@ -107,7 +110,7 @@ def _request(call: Call, model: Model, reply: Reply) -> Request:
     if parameters:
         check_reserved(parameters)
     call.expect((fit.items if model.config.batched else 1) * sum(spec.item_bytes for spec in outputs))
-    served = Served(model.name, model.version, outputs, model.config.batched)
+    served = Served(model.name, model.version, outputs, model.config.batched, model.labels)
     return Request(
         inputs=model.signature.to_model(call.contents(tensors)), items=fit.items, shape_key=fit.shape_key,
         encode=model.signature.to_client(call.encoder(served)), reply=reply, timeout_us=natural(parameters, "timeout"),

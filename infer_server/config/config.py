@@ -31,7 +31,6 @@ class TensorSpec:
     is_optional: bool = False               # a request may leave it out
     is_ragged: bool = False                 # requests of unequal shapes of it may share a batch
     labels: str = ""                        # a file in the model's folder: the names of its classes, a line each
-    classes: tuple[str, ...] = field(default=(), compare=False)     # those names
 
     @cached_property
     def item_bytes(self) -> int:

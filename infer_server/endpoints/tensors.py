@@ -17,6 +17,7 @@ from infer_server.endpoints.shared_memory import Place, Regions
 from infer_server.errors import InvalidRequestError
 from infer_server.protocol.codec import DATATYPES, Datatype, InputTensor, check_bytes, encode_raw, object_array
 from infer_server.protocol.parameters import NONE, Parameters, natural, typed
+from infer_server.serving import Served
 
 _REGION, _BYTES, _OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
 _MOST_CLASSES = 1_000_000               # elements of an item that are sorted
@@ -61,6 +62,7 @@ class Output:
     classes: int = 0                    # the best so many of each item; 0: the tensor itself
     place: Place | None = None
     batched: bool = False               # the tensor has a leading batch axis
+    labels: Sequence[str] = ()          # of the classes
 
     @property
     def datatype(self) -> Datatype:
@@ -68,7 +70,8 @@ class Output:
 
     def array(self, computed: NDArray[Any]) -> NDArray[Any]:
         """What is answered instead of the computed tensor."""
-        return classified(computed, self.spec, self.classes, self.batched) if self.classes else computed
+        return (classified(computed, self.spec, self.classes, self.batched, self.labels) if self.classes else
+                computed)
 
     def write(self, array: NDArray[Any]) -> dict[str, Any]:
         """Puts the answer where it is to lie, if that is in shared memory; the parameters that say so. Raises
@@ -81,23 +84,25 @@ class Output:
             {_OFFSET: self.place.offset} if self.place.offset else {})}
 
 
-def wanted(specs: Sequence[TensorSpec], asked: Sequence[Asked], regions: Regions, batched: bool) -> tuple[Output, ...]:
+def wanted(served: Served, asked: Sequence[Asked], regions: Regions) -> tuple[Output, ...]:
     """The outputs of a response. Raises ServeErrors: what the request asks of one cannot be."""
     by_name = {tensor.name: tensor.parameters for tensor in asked}
-    return tuple(_output(spec, by_name.get(spec.name, NONE), regions, batched) for spec in specs)
+    return tuple(_output(spec, by_name.get(spec.name, NONE), regions, served) for spec in served.outputs)
 
 
-def _output(spec: TensorSpec, parameters: Parameters, regions: Regions, batched: bool) -> Output:
+def _output(spec: TensorSpec, parameters: Parameters, regions: Regions, served: Served) -> Output:
     if not parameters:
         return Output(spec)
     classes = natural(parameters, "classification", 0, f"'{spec.name}': ")
     if classes and (spec.datatype.array.kind not in "iuf" or spec.datatype.name in ("FP16", "BF16")):
         raise InvalidRequestError(f"'{spec.name}': class result not available for output due to unsupported type "
                                   f"'{spec.datatype.name}'")
-    return Output(spec, classes, place_of(spec.name, parameters, regions), batched)
+    return Output(spec, classes, place_of(spec.name, parameters, regions), served.batched,
+                  served.labels.get(spec.name, ()))
 
 
-def classified(array: NDArray[Any], spec: TensorSpec, count: int, batched: bool) -> NDArray[Any]:
+def classified(array: NDArray[Any], spec: TensorSpec, count: int, batched: bool,
+               labels: Sequence[str]) -> NDArray[Any]:
     """The `count` largest elements of each item, the best first, as "value:index" or "value:index:label"."""
     items = array.reshape(array.shape[0] if batched else 1, -1)
     if items.shape[1] > _MOST_CLASSES:
@@ -106,7 +111,7 @@ def classified(array: NDArray[Any], spec: TensorSpec, count: int, batched: bool)
     values: list[bytes] = []
     for item in items:
         best = np.argsort(-item.astype(np.float64) if item.dtype.kind == "f" else ~item, kind="stable")[:count]
-        values += [_class(item[index], int(index), spec.classes) for index in best]
+        values += [_class(item[index], int(index), labels) for index in best]
     return object_array(values).reshape((len(items), count) if batched else (count,))
 
 

@@ -33,6 +33,22 @@ class Source:
         return self.file.parent.parent
 
 
+def read_labels(source: Source) -> dict[str, tuple[str, ...]]:
+    """The names of classes, by output, of those that have a label_filename. Raises RepositoryError."""
+    labels = {}
+    for spec in source.config.outputs:
+        if spec.labels:
+            file = source.folder / spec.labels
+            if not file.resolve().is_relative_to(source.folder.resolve()):
+                raise RepositoryError(f"output '{spec.name}': label_filename: {spec.labels} is not in the "
+                                      "model's folder")
+            try:
+                labels[spec.name] = tuple(file.read_text(encoding="utf-8").splitlines())
+            except (OSError, UnicodeDecodeError) as error:
+                raise RepositoryError(f"output '{spec.name}': label_filename: {file}: {error}") from error
+    return labels
+
+
 def model_names(repository: Path) -> list[str]:
     """The models of a repository. Raises RepositoryError if it is no folder."""
     try:

@@ -16,7 +16,7 @@ from infer_server.repository.building import Compiler
 from infer_server.repository.cores import CpuDealer, default_instances
 from infer_server.repository.engine_model import EngineModel
 from infer_server.repository.ensemble import EnsembleModel
-from infer_server.repository.folders import Source
+from infer_server.repository.folders import Source, read_labels
 from infer_server.repository.local import Find
 from infer_server.repository.model import Model
 from infer_server.repository.python_model import PythonModel
@@ -59,7 +59,9 @@ class Loader:
 
     def _guarded(self, source: Source, load: Callable[[], Model]) -> Model:
         try:
-            return load()
+            model = load()
+            model.labels = read_labels(source)
+            return model
         except RepositoryError:
             raise
         except EngineError as error:

@@ -4,7 +4,8 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from infer_server.batching.batcher import Batcher
 from infer_server.batching.instances import Executor, Instance
@@ -26,7 +27,8 @@ class Model(ABC):
     submit and cancel belong to the event loop; the constructor and drain block, and belong to a worker.
     """
     platform: str                       # what executes it
-    load_secs: float = 0.0              # that its loading took, set by who loads it
+    load_secs: float = 0.0              # that its loading took; set, as is the next, by who loads it
+    labels: Mapping[str, Sequence[str]] = MappingProxyType({})      # of the classes that outputs score
 
     def __init__(self, name: str, version: int, message: model_config.ModelConfig, config: ModelConfig,
                  signature: Signature) -> None:

@@ -105,8 +105,7 @@ class GrpcCall(Call):
     def encoder(self, served: Served) -> Callable[[Arrays], bytes | ServeError]:
         request_id = self.id
         if any(tensor.parameters for tensor in self._header.outputs):
-            outputs = wanted(served.outputs, [_asked(tensor) for tensor in self._header.outputs], self._front.regions,
-                             served.batched)
+            outputs = wanted(served, [_asked(tensor) for tensor in self._header.outputs], self._front.regions)
             return lambda computed: _encoded_as_wanted(served, outputs, request_id, computed)
 
         def encode(computed: Arrays) -> bytes:

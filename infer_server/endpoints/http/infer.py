@@ -127,8 +127,7 @@ class HttpCall(Call):
     def encoder(self, served: Served) -> Callable[[Arrays], HttpResponse | ServeError]:
         every = _typed(self._parameters, "binary_data_output", bool, False)
         in_bytes = {tensor.name: _typed(tensor.parameters, "binary_data", bool, every) for tensor in self._outputs}
-        outputs = wanted(served.outputs, [tensor.asked() for tensor in self._outputs], self._front.regions,
-                         served.batched)
+        outputs = wanted(served, [tensor.asked() for tensor in self._outputs], self._front.regions)
         binary = tuple(in_bytes.get(spec.name, every) for spec in served.outputs)
         for output, raw in zip(outputs, binary, strict=True):
             if not raw and not output.place and output.datatype.name in _NO_JSON:

@@ -17,6 +17,8 @@ from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.serving import RunningServer, serving
 
 X = np.array([[1, 2, 3, 4], [4, 3, 2, 1]], np.float32)
+NAMED = """output [ { name: "y" data_type: TYPE_FP32 dims: [ 4 ] label_filename: "names.txt" },
+                    { name: "sum" data_type: TYPE_FP32 dims: [ 4 ] } ]"""
 KEY = f"/surface_{os.getpid()}"
 
 
@@ -26,6 +28,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     write_model(repository, "affine")
     write_model(repository, "whole", shape=[3], max_batch=0, dtype="int32")
     write_model(repository, "half", dtype="float16")
+    folder = write_model(repository, "named", config=NAMED, kind="two")
+    (folder / "names.txt").write_text("cat\ndog\nold owl\n")
     write_model(repository, "text", kind="echo", dtype="object", shape=[2])
     with serving(repository, allow_client_shm=True) as running:
         yield running
@@ -165,6 +169,13 @@ def test_an_output_comes_as_its_best_classes(protocol: Any, client: Any, server:
     assert classes("whole", np.array([-1, 5, 0], np.int32), "INT32", 2).tolist() == [b"11:1", b"1:2"]
     if protocol is tritonclient.http:
         assert classes("affine", X, "FP32", 1, binary_data=False).tolist() == [["9.000000:3"], ["9.000000:0"]]
+    x2 = protocol.InferInput("x2", [2, 4], "FP32")
+    x2.set_data_from_numpy(X)
+    named = client.infer("named", [sent(protocol, X), x2], outputs=[
+        protocol.InferRequestedOutput(name, class_count=2) for name in ("y", "sum")])
+    assert named.as_numpy("y").tolist() == [
+        [b"9.000000:3", b"7.000000:2:old owl"], [b"9.000000:0:cat", b"7.000000:1:dog"]]
+    assert named.as_numpy("sum").tolist()[1] == [b"8.000000:0", b"6.000000:1"]
     with pytest.raises(InferenceServerException, match="unsupported type 'FP16'"):
         classes("half", X.astype(np.float16), "FP16", 2)
 

@@ -16,6 +16,28 @@ from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.serving import RunningServer, serving
 
+COUNT = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            count = int(pb_utils.get_input_tensor_by_name(request, "count").as_numpy()[0])
+            if count < 0:
+                raise ValueError("cannot count down")
+            for i in range(count):
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("i", np.array([i], np.int32))]))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+COUNT_CONFIG = """
+backend: "python"
+model_transaction_policy { decoupled: true }
+input [ { name: "count" data_type: TYPE_INT32 dims: [ 1 ] } ]
+output [ { name: "i" data_type: TYPE_INT32 dims: [ 1 ] } ]
+"""
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
@@ -23,6 +45,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     write_model(repository, "affine")
     write_model(repository, "gated", gate="stream", max_batch=1)
     write_model(repository, "large", shape=[1 << 20], max_batch=1)
+    (repository / "counts" / "1").mkdir(parents=True)
+    (repository / "counts" / "config.pbtxt").write_text(COUNT_CONFIG)
+    (repository / "counts" / "1" / "model.py").write_text(COUNT)
     with serving(repository, send_timeout_secs=1.0) as running:
         yield running
 
@@ -103,3 +128,24 @@ def test_a_client_that_does_not_read_its_stream_is_disconnected(server: RunningS
         assert eventually(lambda: answers.code() is not None)
         assert answers.code() is grpc.StatusCode.UNAVAILABLE
     assert eventually(lambda: server.server._inflight.held_bytes == 0)
+
+
+def test_a_decoupled_model_has_any_number_of_responses(stub: service_pb2_grpc.GRPCInferenceServiceStub) -> None:
+    def counting(count: int, final: bool) -> service_pb2.ModelInferRequest:
+        request = request_of("counts", "count", "INT32", (1,), np.array([count], np.int32).tobytes())
+        request.id = str(count)
+        request.parameters["triton_enable_empty_final_response"].bool_param = final
+        return request
+    found = list(stub.ModelStreamInfer(iter([counting(3, True), counting(0, False), counting(0, True), numbered(7)]),
+                                       timeout=TIMEOUT_SECS))
+    assert not any(each.error_message for each in found), found
+    of_three = [each.infer_response for each in found if each.infer_response.id == "3"]
+    assert [np.frombuffer(each.raw_output_contents[0], np.int32)[0] for each in of_three[:3]] == [0, 1, 2]
+    finals = [each.parameters["triton_final_response"].bool_param for each in of_three]
+    assert finals == [False, False, False, True] and not of_three[3].outputs
+    (of_none,) = [each.infer_response for each in found if each.infer_response.id == "0"]
+    assert of_none.parameters["triton_final_response"].bool_param and not of_none.outputs
+    assert [first_value(each) for each in found if each.infer_response.id == "7"] == [15.0]
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.ModelInfer(counting(1, True), timeout=TIMEOUT_SECS)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
