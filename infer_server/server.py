@@ -112,8 +112,9 @@ class Server:
         Raises OSError for a port that cannot be had.
         """
         options = self._options
-        http = await self._listen_http(options.http_port, server_routes(
-            self._service, self._front, self.repository, Restrictions(options.http_secrets)), options.http_tls)
+        routes = server_routes(self._service, self._front, self.repository, self.lifecycle,
+                               Restrictions(options.http_secrets))
+        http = await self._listen_http(options.http_port, routes, options.http_tls)
         metrics_port = await self._listen_http(options.metrics_port, metrics_routes(self.repository, options.metrics))
         self._grpc_port = self._listen_grpc()
         await self._grpc.start()

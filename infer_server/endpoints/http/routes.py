@@ -17,10 +17,12 @@ from infer_server.endpoints.http.infer import infer
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, error_response
 from infer_server.endpoints.http.model_pages import ModelPages
 from infer_server.endpoints.http.server_pages import ServerPages
+from infer_server.endpoints.http.status_page import StatusPage
 from infer_server.endpoints.metrics import CONTENT_TYPE, Metrics, MetricsSettings
 from infer_server.endpoints.restrictions import Restrictions
 from infer_server.endpoints.service import Service
 from infer_server.errors import NotServedError
+from infer_server.lifecycle import Lifecycle
 from infer_server.repository.repository import Repository
 
 Answer = Callable[..., Awaitable[HttpResponse]]     # of a request, and what its path names
@@ -30,11 +32,13 @@ _MEMORY = r"/v2/(?P<kind>system|cuda)sharedmemory(/region/(?P<region>[^/]+))?"
 _CONTROL = r"/v2/repository(/(?P<repository>[^/]+))?/models/(?P<model>[^/]+)"
 
 
-def server_routes(service: Service, front: Front, repository: Repository, restrictions: Restrictions) -> Handler:
+def server_routes(service: Service, front: Front, repository: Repository, lifecycle: Lifecycle,
+                  restrictions: Restrictions) -> Handler:
     """The HTTP port: inference, and all that is asked of models, the repository and the server."""
     pages = ModelPages(service.models, repository)
     server = ServerPages(service.memory, service.settings)
     routes = _Routes([
+        ("statistics", "GET", r"/", StatusPage(repository, lifecycle).page),
         ("metadata", "GET", r"/v2/?", pages.server),
         ("health", "GET", r"/v2/health/live", pages.live),
         ("health", "GET", r"/v2/health/ready", pages.ready),

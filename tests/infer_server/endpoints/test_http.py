@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import socket
 from collections.abc import Iterator
 from itertools import count
@@ -114,6 +115,18 @@ def test_an_inference_that_cannot_be_served_says_why(client: triton.InferenceSer
     with pytest.raises(InferenceServerException, match="has no JSON form"):
         client.infer("half", [tensor(np.float16(X), "FP16")],
                      outputs=[triton.InferRequestedOutput("y", binary_data=False)])
+
+
+def test_the_status_page_shows_models_states_and_batches(
+        server: RunningServer, client: triton.InferenceServerClient) -> None:
+    client.infer("affine", [tensor(np.repeat(X, 3, 0))])
+    answer = ask(server, f"GET / HTTP/1.1\r\nHost: x\r\n{CLOSE}\r\n\r\n".encode())
+    head, _, page = answer.partition(b"\r\n\r\n")
+    assert b"text/html" in head and b"200" in head.split(b"\r\n")[0]
+    for text in (b"<td>affine</td><td>1</td>", b">READY<", b">UNAVAILABLE</span> ", b"instance free"):
+        assert text in page, text
+    assert re.search(rb"<tr><td>3</td><td>\d+</td><td>[\d.]+ ms</td>", page)
+    assert b"<script" not in page and b"not a plan" not in head
 
 
 # ---- over a plain socket

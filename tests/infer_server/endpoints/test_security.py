@@ -68,7 +68,8 @@ def test_without_the_secret_no_call_over_http_succeeds(restricted: RunningServer
                 return response.status, response.read()
 
     for method, path in (
-            ("GET", "/v2"), ("GET", "/v2/health/live"), ("GET", "/v2/health/ready"), ("GET", "/v2/models/stats"),
+            ("GET", "/"), ("GET", "/v2"), ("GET", "/v2/health/live"), ("GET", "/v2/health/ready"),
+            ("GET", "/v2/models/stats"),
             ("GET", "/v2/models/m"), ("GET", "/v2/models/m/ready"), ("GET", "/v2/models/m/config"),
             ("GET", "/v2/models/m/versions/1/stats"), ("POST", "/v2/models/m/infer"), ("POST", "/v2/repository/index"),
             ("POST", "/v2/repository/models/m/load"), ("POST", "/v2/repository/models/m/unload"),

@@ -1,0 +1,114 @@
+"""The page at /: what the server does, for a person with a browser. Plain HTML that asks for itself again."""
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from html import escape
+from http import HTTPStatus
+
+from infer_server.batching.statistics import Counters
+from infer_server.endpoints.http.messages import HttpRequest, HttpResponse
+from infer_server.lifecycle import Lifecycle
+from infer_server.repository.model import Model
+from infer_server.repository.repository import IndexEntry, Repository
+from infer_server.version import NAME, VERSION
+
+_REFRESH_SECS = 2
+_QUANTILES = (0.5, 0.9, 0.99)
+_STYLE = """
+body { font: 14px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 72em; padding: 0 1em; color: #222 }
+table { border-collapse: collapse; width: 100%; margin-bottom: 2em }
+th, td { text-align: left; padding: .3em .6em; border-bottom: 1px solid #ddd; vertical-align: top }
+th { font-weight: 600 } td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
+.bar { display: inline-block; height: .8em; background: #4a7ebb; margin-right: .4em }
+.READY { color: #17752e } .UNAVAILABLE { color: #b3261e } .LOADING, .UNLOADING { color: #8a6100 }
+"""
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What a model had done when it was looked at."""
+    at: float
+    requests: int
+    items: int
+
+
+class StatusPage:
+    """Rates are those since the page was last made."""
+
+    def __init__(self, repository: Repository, lifecycle: Lifecycle) -> None:
+        self._repository, self._lifecycle = repository, lifecycle
+        self._started = time.monotonic()
+        self._looks: dict[tuple[str, int], _Look] = {}
+
+    async def page(self, _: HttpRequest) -> HttpResponse:
+        index = await self._repository.index()
+        models = self._repository.models()
+        counters = {(model.name, model.version): model.statistics.snapshot() for model in models}
+        state = "ready" if self._lifecycle.ready else f"not ready ({self._lifecycle.phase.value})"
+        body = "\n".join((
+            f"<h1>{NAME} {VERSION}</h1>",
+            f"<p>{state}; up for {_duration(time.monotonic() - self._started)}</p>",
+            *_table(("model", "version", "state", "loaded in", "waiting", "requests/s", "items/s", "p50", "p90", "p99",
+                     "answered", "failed"), self._rows(index, models, counters)),
+            *(line for model in models for line in _batches(model, counters[model.name, model.version]))))
+        html = (f"<!doctype html><html lang=en><head><meta charset=utf-8><title>{NAME}</title>"
+                f"<meta http-equiv=refresh content={_REFRESH_SECS}><style>{_STYLE}</style></head>"
+                f"<body>{body}</body></html>")
+        return HttpResponse((html.encode(),), HTTPStatus.OK, "text/html; charset=utf-8", {"Cache-Control": "no-store"})
+
+    def _rows(self, index: Iterable[IndexEntry], models: Iterable[Model],
+              counters: Mapping[tuple[str, int], Counters]) -> Iterator[list[str]]:
+        by_version = {(model.name, str(model.version)): model for model in models}
+        looks, now = {}, time.monotonic()
+        for entry in index:
+            model = by_version.get((entry.name, entry.version))
+            state = escape(entry.state or "not loaded")
+            row = [escape(entry.name), escape(entry.version), f'<span class="{state}">{state}</span>']
+            if model is None:
+                yield [*row[:2], f"{row[2]} {escape(entry.reason)}"]
+                continue
+            key = model.name, model.version
+            counted = counters[key]
+            looks[key] = look = _Look(now, counted.success.count, counted.inference_count)
+            since = self._looks.get(key, _Look(self._started, 0, 0))
+            secs = max(1e-3, now - since.at)
+            latencies = model.statistics.quantiles(_QUANTILES)["request"]
+            yield [*row, f"{model.load_secs:.2f} s", str(model.pending),
+                   f"{(look.requests - since.requests) / secs:.1f}", f"{(look.items - since.items) / secs:.1f}",
+                   *map(_time, latencies), str(counted.success.count), str(counted.fail.count)]
+        self._looks = looks
+
+
+def _batches(model: Model, counters: Counters) -> Iterator[str]:
+    """How large the executed batches were, and why there was no more in them."""
+    if not counters.batches:
+        return
+    yield f"<h2>{escape(model.name)} {model.version}</h2>"
+    most = max(batch.compute_infer.count for batch in counters.batches.values())
+    yield from _table(("batch size", "executions", "mean time", "share"), (
+        [str(size), str(batch.compute_infer.count), _time(batch.compute_infer.ns / max(1, batch.compute_infer.count)),
+         f'<span class=bar style="width:{12 * batch.compute_infer.count / most:.2f}em"></span>'
+         f"{batch.compute_infer.count / max(1, counters.execution_count):.0%}"]
+        for size, batch in sorted(counters.batches.items())))
+    reasons = ", ".join(f"{escape(reason)} {count}" for reason, count in counters.closed.items() if count)
+    yield f"<p>Batches closed: {reasons}.</p>"
+
+
+def _table(head: Iterable[str], rows: Iterable[list[str]]) -> Iterator[str]:
+    yield f"<table><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr>"
+    for row in rows:
+        yield f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>"
+    yield "</table>"
+
+
+def _time(ns: float) -> str:
+    if ns != ns:            # nan: there was none
+        return "&ndash;"
+    return f"{ns / 1e6:.3g} ms" if ns < 1e9 else f"{ns / 1e9:.3g} s"
+
+
+def _duration(secs: float) -> str:
+    hours, rest = divmod(int(secs), 3600)
+    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
