@@ -73,15 +73,14 @@ class Output:
         return (classified(computed, self.spec, self.classes, self.batched, self.labels) if self.classes else
                 computed)
 
-    def write(self, array: NDArray[Any]) -> dict[str, Any]:
-        """Puts the answer where it is to lie, if that is in shared memory; the parameters that say so. Raises
-        InvalidRequestError, ExecutionError."""
-        if self.place is None:
-            return {}
+    def place_raw(self, array: NDArray[Any]) -> memoryview | None:
+        """The raw contents of the answer; None: they were put where it is to lie. Raises InvalidRequestError,
+        ExecutionError."""
         raw = encode_raw(array, self.datatype)
+        if self.place is None:
+            return raw
         self.place.write(raw, self.spec.name)
-        return {_REGION: self.place.region.name, _BYTES: raw.nbytes, **(
-            {_OFFSET: self.place.offset} if self.place.offset else {})}
+        return None
 
 
 def wanted(served: Served, asked: Sequence[Asked], regions: Regions) -> tuple[Output, ...]:

@@ -18,7 +18,7 @@ from infer_server.endpoints.shared_memory import Place
 from infer_server.endpoints.tensors import Asked, Output, places, read, wanted
 from infer_server.errors import ServeError
 from infer_server.protocol.codec import InputTensor, declared_inputs, decode_inputs, encode_raw
-from infer_server.protocol.parameters import NONE, Parameters, from_messages, set_parameter
+from infer_server.protocol.parameters import NONE, Parameters, from_messages
 from infer_server.protocol.wire import InferRequest, join_response, split_request
 from infer_server.serving import Call, Inferences, Served
 from protos import inference
@@ -136,10 +136,8 @@ def _encoded_as_wanted(served: Served, outputs: Sequence[Output], request_id: st
     try:
         for output in outputs:
             array = output.array(computed[output.spec.name])
-            message = response.outputs.add(name=output.spec.name, datatype=output.datatype.name, shape=array.shape)
-            for name, value in output.write(array).items():
-                set_parameter(message.parameters[name], value)
-            raw.append(memoryview(b"") if output.place else encode_raw(array, output.datatype))
+            response.outputs.add(name=output.spec.name, datatype=output.datatype.name, shape=array.shape)
+            raw.append(output.place_raw(array) or memoryview(b""))
     except ServeError as error:
         return error
     return join_response(response.SerializeToString(), request_id, raw)

@@ -25,7 +25,6 @@ from infer_server.errors import InvalidRequestError, ServeError
 from infer_server.protocol.codec import (
     InputTensor,
     declared_inputs,
-    encode_raw,
     from_raw,
     narrowed,
     object_array,
@@ -150,11 +149,11 @@ def _response(served: Served, outputs: Sequence[Output], binary: Sequence[bool],
     for output, raw in zip(outputs, binary, strict=True):
         array, datatype = output.array(computed[output.spec.name]), output.datatype
         one: dict[str, Any] = {"name": output.spec.name, "datatype": datatype.name, "shape": array.shape}
-        if output.place:
-            one["parameters"] = output.write(array)
-        elif raw:
-            pieces.append(bytes(encode_raw(array, datatype)))       # the array is the engine's, for this batch only
-            one["parameters"] = {"binary_data_size": len(pieces[-1])}
+        if output.place or raw:
+            content = output.place_raw(array)
+            if content is not None:     # of one in shared memory no more is said: clients take parameters for sizes
+                pieces.append(bytes(content))       # the array is the engine's, for this batch only
+                one["parameters"] = {"binary_data_size": len(pieces[-1])}
         else:
             one["data"] = to_json(array, datatype.name)
         described.append(one)
