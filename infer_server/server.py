@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from infer_server.backend import EngineLoader, load_plan
+from infer_server.batching.cache import ResponseCache
 from infer_server.endpoints.front import Front
 from infer_server.endpoints.grpc.connections import disconnect, stop_listening
 from infer_server.endpoints.grpc.infer import GrpcFront
@@ -55,6 +56,7 @@ class ServerOptions:
     strict_readiness: bool = True               # not ready while a model that was to be served has failed
     drain_grace_secs: float = 1.0               # between readiness dropping and refusing what is new
     exit_timeout_secs: float = 30.0             # for what was accepted to be answered
+    response_cache_bytes: int = 64 << 20        # of the responses of models that ask for a cache
     max_message_bytes: int = 256 << 20
     max_inflight_bytes: int = 1 << 30           # of requests and answers that are held at a time
     send_timeout_secs: float = 60.0             # for a client to read an answer that it asked for
@@ -88,7 +90,8 @@ class Server:
         if load_engine is load_plan and options.cache_dir:
             load_engine = partial(load_plan, cache=options.cache_dir)
         loader = Loader(asyncio.get_running_loop(), lambda name, version: self.repository.find(name, version),
-                        self._compiler, options.threads, load_engine, options.cores, options.kind_gpu)
+                        self._compiler, ResponseCache(options.response_cache_bytes), options.threads, load_engine,
+                        options.cores, options.kind_gpu)
         self.lifecycle = Lifecycle(lambda: not (options.strict_readiness and self.failures()))
         self.repository = Repository(options.model_repositories, loader.load, self.lifecycle.changed)
         self._unreadable: dict[str, str] = {}   # why there is no repository

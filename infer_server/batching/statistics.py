@@ -56,8 +56,8 @@ class Counters(BatchStatistics):
     failures: dict[Failure, int] = field(default_factory=lambda: dict.fromkeys(Failure, 0))
     fail: Duration = field(default_factory=Duration)
     queue: Duration = field(default_factory=Duration)
-    cache_hit: Duration = field(default_factory=Duration)
-    cache_miss: Duration = field(default_factory=Duration)
+    cache_hit: Duration = field(default_factory=Duration)       # looking up what was there, and encoding it
+    cache_miss: Duration = field(default_factory=Duration)      # ... and what was not
     batches: dict[int, BatchStatistics] = field(default_factory=dict)
     answered: list[int] = field(default_factory=lambda: [0] * (len(ANSWERED_MS) + 1))   # by the time that it took
     closed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))   # batches, by why
@@ -105,6 +105,15 @@ class Statistics:
                     (c.compute_output, batch.compute_output, e.encoded_ns - e.computed_ns)):
                 total.add(requests, ns * requests)
                 of_size.add(1, ns)
+
+    def looked_up(self, hit: bool, ns: int) -> None:
+        """Counts a look into the cache of responses. A hit is a success, and no execution."""
+        with self._lock:
+            if hit:
+                self._counters.cache_hit.add(1, ns)
+                self._answered(ns, time.monotonic_ns())
+            else:
+                self._counters.cache_miss.add(1, ns)
 
     def answered(self, enqueued_ns: Sequence[int], now_ns: int) -> None:
         """Counts requests whose last responses came after the execution that began them."""

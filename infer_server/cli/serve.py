@@ -134,6 +134,7 @@ def _options(parsed: argparse.Namespace) -> ServerOptions:
         model_repositories=tuple(parsed.model_repository), cache_dir=parsed.cache_dir, host=parsed.host.strip("[]"),
         grpc_port=parsed.grpc_port, http_port=parsed.http_port, metrics_port=parsed.metrics_port,
         threads=parsed.threads, cores=parsed.cores, kind_gpu=parsed.kind_gpu,
+        response_cache_bytes=parsed.cache_config,
         explicit_control=parsed.model_control_mode == "explicit",
         load_models=None if parsed.load_model == ["*"] else tuple(parsed.load_model),
         strict_readiness=parsed.strict_readiness, drain_grace_secs=parsed.drain_grace_secs,
@@ -193,6 +194,8 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind-gpu", choices=("cpu", "refuse"), default="cpu",
                         help="instances of KIND_GPU are served on the CPU, with a warning, or their model is refused "
                              "(default %(default)s)")
+    parser.add_argument("--cache-config", type=_cache_bytes, default="local,size=67108864", metavar="local,size=N",
+                        help="bytes for the responses of models that have a response_cache (default 64 MiB)")
     parser.add_argument("--cache-dir", type=Path, metavar="DIR",
                         help="where engines built from ONNX files are kept (default: build-engine's engine cache)")
 
@@ -211,6 +214,13 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--send-timeout-secs", type=seconds, default=60.0, metavar="S",
                         help="how long a client may take to read an answer, before its connection is closed "
                              "(default %(default)s)")
+
+
+def _cache_bytes(text: str) -> int:
+    size = text.removeprefix("local,size=")
+    if size == text or not size.isdecimal():
+        raise argparse.ArgumentTypeError(f"'{text}' is not local,size=N: the one cache is the server's own, of N bytes")
+    return int(size)
 
 
 def _port(text: str) -> int:

@@ -92,12 +92,13 @@ class ModelConfig:
     parameters: Mapping[str, str] = field(default_factory=dict)
     steps: tuple[Step, ...] = ()            # of an ensemble
     sequences: SequenceConfig | None = None
+    cached: bool = False                    # its responses are kept
     decoupled: bool = False                 # a request has any number of responses
     asks_for_gpu: bool = field(default=False, compare=False)
     notices: tuple[str, ...] = field(default=(), compare=False)     # of settings that mean something else here
 
 
-_OF_PYTHON = ("input.optional", "input.allow_ragged_batch")    # served where the model itself gets the requests
+_OF_OTHERS = ("input.optional", "input.allow_ragged_batch")    # than engines: those that get requests one by one
 
 
 def from_message(message: model_config.ModelConfig, folder: Path | None = None) -> ModelConfig:
@@ -107,7 +108,9 @@ def from_message(message: model_config.ModelConfig, folder: Path | None = None) 
     if it is given.
     """
     kind = kind_of(message)
-    found = [each for each in findings(message) if each.path not in _OF_PYTHON or kind is not Kind.PYTHON]
+    found = [each for each in findings(message) if each.path not in _OF_OTHERS or kind is Kind.ENGINE]
+    if message.HasField("sequence_batching") and message.model_warmup:
+        raise ModelConfigError("model_warmup: a model with sequences is executed on zeros only; remove it")
     if refused := [str(each) for each in found if each.treatment.verdict is Verdict.REFUSED]:
         raise ModelConfigError("; ".join(refused))
     build, ours = build_options(message) if kind is Kind.ENGINE else (BuildOptions(), [])
@@ -135,6 +138,7 @@ def from_message(message: model_config.ModelConfig, folder: Path | None = None) 
         parameters={name: given.string_value for name, given in message.parameters.items()},
         steps=steps_of(message),
         sequences=sequences_of(message, folder),
+        cached=_is_cached(message, kind),
         batched=message.max_batch_size > 0,
         instances=_instances(message),
         versions=_version_policy(message.version_policy),
@@ -167,6 +171,18 @@ def _queue_policy(queue: model_config.ModelQueuePolicy) -> QueuePolicy:
         default_timeout_us=queue.default_timeout_microseconds,
         allow_timeout_override=queue.allow_timeout_override,
         delay_expired=queue.timeout_action == model_config.ModelQueuePolicy.DELAY)
+
+
+def _is_cached(message: model_config.ModelConfig, kind: Kind) -> bool:
+    if not message.response_cache.enable:
+        return False
+    for what, holds in (("an ensemble's", kind is Kind.ENSEMBLE),
+                        ("a decoupled model's", message.model_transaction_policy.decoupled),
+                        ("a sequence's", message.HasField("sequence_batching"))):
+        if holds:
+            raise ModelConfigError(f"response_cache: {what} responses are not cached; remove it"
+                                   + (", and give it to the models of its steps" if kind is Kind.ENSEMBLE else ""))
+    return True
 
 
 def asks_for_gpu(message: model_config.ModelConfig) -> bool:

@@ -109,12 +109,12 @@ TREATMENTS: dict[str, Treatment] = {
     "cc_model_filenames": _advisory("there is no GPU in use; default_model_filename counts"),
     "metric_tags": _SERVED,
     "parameters": _SERVED,
-    "model_warmup": _advisory("every model is executed on zeros before it is ready"),
+    "model_warmup": _SERVED,
     "model_operations": _advisory("operators come from ONNX, and not from libraries"),
     "model_transaction_policy.decoupled": _SERVED,
     "model_repository_agents": _refused("no agents run here; check or decrypt the files before they are put into the "
                                         "repository, and remove it"),
-    "response_cache": _refused("responses are not cached; remove it"),
+    "response_cache": _SERVED,
     "model_metrics": _advisory("the metrics' buckets are fixed"),
 }
 

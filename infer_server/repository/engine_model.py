@@ -12,6 +12,7 @@ from infer_server.errors import ModelConfigError
 from infer_server.repository.cores import CpuDealer
 from infer_server.repository.folders import Source
 from infer_server.repository.model import QueuedModel
+from infer_server.repository.warmup import warmup_requests
 
 
 class EngineModel(QueuedModel):
@@ -35,6 +36,9 @@ class EngineModel(QueuedModel):
         outputs = list(dict.fromkeys([*(spec.name for spec in config.outputs),
                                       *(config.sequences.kept if config.sequences else ())]))
         executors = [EngineExecutor(context, outputs, engine.max_batch, opened) for context in contexts]
+        for executor in executors:
+            for request in warmup_requests(self, message, source.folder):
+                executor.execute([request])
         self.start(executors, [own[0] if own else None for own in cpus])
 
 

@@ -51,7 +51,8 @@ class EnsembleModel(Model):
             raise UnavailableError(f"model '{self.name}' takes no more requests: it is being unloaded, or the server "
                                    "is stopping")
         request.enqueued_ns = time.monotonic_ns()
-        self._runs[request] = run = _Run(request, self.config.steps, self._find, self._finish)
+        absent = {spec.name for spec in self.config.inputs if spec.name not in request.inputs}
+        self._runs[request] = run = _Run(request, absent, self.config.steps, self._find, self._finish)
         run.advance()
 
     def cancel(self, request: Request) -> None:
@@ -80,18 +81,18 @@ class EnsembleModel(Model):
 class _Run:
     """A request on its way through the steps. Belongs to the event loop."""
 
-    def __init__(self, request: Request, steps: tuple[Step, ...], find: Find,
+    def __init__(self, request: Request, absent: set[str], steps: tuple[Step, ...], find: Find,
                  finish: Callable[[Request, Any], None]) -> None:
-        self._request, self._steps, self._find, self._finish = request, steps, find, finish
+        self._request, self._absent, self._find, self._finish = request, absent, find, finish
         self._tensors: dict[str, NDArray[Any]] = dict(request.inputs)
         self._waiting = dict(enumerate(steps))          # steps that have not begun
         self._asked: dict[int, tuple[Model, Request]] = {}
         self._ended = False
 
     def advance(self) -> None:
-        """Begins the steps whose inputs are there."""
+        """Begins the steps whose inputs are there, but for those that the client left out."""
         for number, step in list(self._waiting.items()):
-            if not self._ended and self._tensors.keys() >= set(step.inputs.values()):
+            if not self._ended and self._tensors.keys() >= set(step.inputs.values()) - self._absent:
                 del self._waiting[number]
                 self._begin(number, step)
 
@@ -106,8 +107,9 @@ class _Run:
             model = self._find(step.model, step.version)
             if model.config.decoupled:
                 raise NotServedError("a decoupled model is no step of an ensemble; call it from a Python model (BLS)")
+            inputs = {name: self._tensors[tensor] for name, tensor in step.inputs.items() if tensor in self._tensors}
             request = request_of(
-                model, {name: self._tensors[tensor] for name, tensor in step.inputs.items()}, list(step.outputs), _kept,
+                model, inputs, list(step.outputs), _kept,
                 _StepReply(self, number, step), deadline_ns=self._request.deadline_ns,
                 timeout_us=self._request.timeout_us, priority=self._request.priority, sequence=self._request.sequence,
                 request_id=self._request.id, parameters=self._request.parameters)

@@ -6,10 +6,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from engines.errors import EngineError, PlanTargetError
 from engines.machine.cpu import allowed_cpus
 from infer_server.backend import Engine, EngineLoader, load_plan
+from infer_server.batching.cache import ResponseCache
 from infer_server.config.kinds import Kind
 from infer_server.errors import ModelConfigError, RepositoryError
 from infer_server.repository.building import Compiler
@@ -18,10 +20,11 @@ from infer_server.repository.engine_model import EngineModel
 from infer_server.repository.ensemble import EnsembleModel
 from infer_server.repository.folders import Source, read_labels
 from infer_server.repository.local import Find
-from infer_server.repository.model import Model
+from infer_server.repository.model import Model, QueuedModel
 from infer_server.repository.python_model import PythonModel
 
 log = logging.getLogger(__name__)
+M = TypeVar("M", bound=Model)
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Loader:
     loop: asyncio.AbstractEventLoop             # where the requests of the models are submitted and answered
     find: Find                                  # the models that ensembles and Python models call, on that loop
     compiler: Compiler                          # for what is no plan yet, or none for this machine
+    cache: ResponseCache                        # of models that ask for one
     threads: int = 1                            # a model's own `threads` parameter goes before it
     load_engine: EngineLoader = load_plan
     cores: int = 1                              # for the instances of a model that does not say how many it has
@@ -48,16 +52,21 @@ class Loader:
         if not source.file.exists():
             raise RepositoryError(f"{source.file}: no such file")
         if source.config.kind is Kind.PYTHON:
-            return self._guarded(source, lambda: PythonModel(source, self.loop, self.find))
-        return self._guarded(source, lambda: self._engine_model(source))
+            return self._cached(source, self._guarded(source, lambda: PythonModel(source, self.loop, self.find)))
+        return self._cached(source, self._guarded(source, lambda: self._engine_model(source)))
 
-    def _engine_model(self, source: Source) -> Model:
+    def _cached(self, source: Source, model: QueuedModel) -> Model:
+        if source.config.cached:
+            model.use_cache(self.cache)
+        return model
+
+    def _engine_model(self, source: Source) -> QueuedModel:
         threads = int(source.config.build.threads or self.threads)
         engine = self._engine(source, threads)
         instances = default_instances(self.cores, threads, engine.arena_bytes)
         return EngineModel(source, engine, self.loop, instances, self.dealer)
 
-    def _guarded(self, source: Source, load: Callable[[], Model]) -> Model:
+    def _guarded(self, source: Source, load: Callable[[], M]) -> M:
         try:
             model = load()
             model.labels = read_labels(source)

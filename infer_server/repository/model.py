@@ -5,12 +5,15 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from itertools import count
 from types import MappingProxyType
+from typing import Any
 
 from infer_server.batching.batcher import Batcher
+from infer_server.batching.cache import ResponseCache, key_of
 from infer_server.batching.instances import Executor, Instance
 from infer_server.batching.queue import RequestQueue
-from infer_server.batching.request import Outcome, Request
+from infer_server.batching.request import Arrays, Outcome, Request
 from infer_server.batching.sequences import Sequences
 from infer_server.batching.statistics import BatchExecution, Failure, Statistics
 from infer_server.config.config import ModelConfig
@@ -19,6 +22,8 @@ from infer_server.errors import DeadlineExceededError, QueueFullError, ServeErro
 from infer_server.observing.closing import why_closed
 from infer_server.workers import post
 from protos import model_config
+
+_LOADS = count()                    # so that a model that is loaded again finds nothing of before
 
 
 class Model(ABC):
@@ -79,6 +84,12 @@ class QueuedModel(Model):
         self._sequences = Sequences(name, config.sequences.policy, self.queues, loop, self._refuse_one) if (
             config.sequences) else None
         self._instances: list[Instance] = []
+        self._cache: ResponseCache | None = None
+        self._cache_key = f"{name}/{version} {next(_LOADS)} ".encode()
+
+    def use_cache(self, cache: ResponseCache) -> None:
+        """Keeps its responses there. Before the first request."""
+        self._cache = cache
 
     @property
     def pending(self) -> int:
@@ -99,6 +110,8 @@ class QueuedModel(Model):
             instance.start()
 
     def submit(self, request: Request) -> None:
+        if self._cache and self._is_cached(request, self._cache):
+            return
         try:
             if self._sequences:
                 self._sequences.submit(request)
@@ -123,8 +136,29 @@ class QueuedModel(Model):
             queue.batcher.close()
         for instance in self._instances:
             instance.join()
+        if self._cache:
+            self._cache.drop(self._cache_key)
         # They refer to this model, too: without this their contexts' memory would wait for the cycle collector.
         self._instances.clear()
+
+    def _is_cached(self, request: Request, cache: ResponseCache) -> bool:
+        """Answers a request from the cache; False: its response will be kept there."""
+        begun_ns = time.monotonic_ns()
+        key = key_of(self._cache_key, request)
+        outputs, encode = cache.get(key), request.encode
+        if outputs is not None:
+            response = encode(outputs)
+            self.statistics.looked_up(True, time.monotonic_ns() - begun_ns)
+            self._loop.call_soon(request.finish, response)
+            return True
+
+        def keep(computed: Arrays) -> Any:
+            cache.put(key, computed)
+            return encode(computed)
+
+        request.encode = keep
+        self.statistics.looked_up(False, time.monotonic_ns() - begun_ns)
+        return False
 
     def deliver(self, outcomes: list[Outcome], execution: BatchExecution | None) -> None:
         """Hands out what an execution gave, from any thread; None: it failed, or what it gave came later."""

@@ -11,13 +11,21 @@ from google.protobuf import json_format
 from infer_server.batching.request import Arrays, InSequence, Request
 from infer_server.config.config import ModelConfig, from_message
 from infer_server.config.signature import Items, Signature
-from infer_server.errors import InvalidRequestError, ModelConfigError, NotServedError, ServeError
+from infer_server.errors import (
+    ExecutionError,
+    InvalidRequestError,
+    ModelConfigError,
+    NotServedError,
+    RepositoryError,
+    ServeError,
+)
 from infer_server.python_backend.channel import Message, typed
 from infer_server.python_backend.executor import PythonExecutor
 from infer_server.python_backend.process import Answer, Launch, ModelProcess
 from infer_server.repository.folders import Source
 from infer_server.repository.local import Find, request_of
 from infer_server.repository.model import QueuedModel
+from infer_server.repository.warmup import warmup_requests
 from infer_server.workers import post
 from protos import model_config
 
@@ -40,6 +48,7 @@ class PythonModel(QueuedModel):
             start = partial(self._start, _launch(source, message, config, index), loop, True)
             try:
                 self._executors.append(PythonExecutor(process if index == 0 else start(), start))
+                self._warm_up(self._executors[-1], source)
             except Exception:
                 for executor in self._executors:
                     executor.close()
@@ -51,6 +60,17 @@ class PythonModel(QueuedModel):
         for executor in self._executors:
             executor.cancel(request)
 
+    def _warm_up(self, executor: PythonExecutor, source: Source) -> None:
+        """Raises RepositoryError: the model refuses one of its model_warmup."""
+        for request in warmup_requests(self, self.config_message, source.folder):
+            try:
+                outcomes, _ = executor.execute([request])
+            except ExecutionError as error:
+                raise RepositoryError(f"model_warmup: {error}") from error
+            for _, result in outcomes:
+                if isinstance(result, ServeError):
+                    raise RepositoryError(f"model_warmup: {result}")
+
     def _first(self, source: Source, loop: asyncio.AbstractEventLoop
                ) -> tuple[ModelProcess, model_config.ModelConfig]:
         """The first process, and the configuration that its auto_complete_config completes."""
@@ -60,9 +80,9 @@ class PythonModel(QueuedModel):
             completed = process.initialize(complete=True)
             message = complete(json_format.Parse(completed, model_config.ModelConfig()), source.name)
             config = from_message(message)
-            if not config.inputs or not config.outputs:
-                raise ModelConfigError("input and output: a Python model needs them; give them in config.pbtxt, or in "
-                                       "its auto_complete_config")
+            if not config.outputs:
+                raise ModelConfigError("output: a Python model needs one; give it in config.pbtxt, or in its "
+                                       "auto_complete_config")
         except json_format.ParseError as error:
             process.kill()
             raise ModelConfigError(f"auto_complete_config: {error}") from error
@@ -97,14 +117,23 @@ def complete(message: model_config.ModelConfig, name: str) -> model_config.Model
         group.kind, group.count = model_config.ModelInstanceGroup.KIND_CPU, group.count or 1
         group.ClearField("gpus")
     if not completed.instance_group:
-        completed.instance_group.add(name=name, kind=model_config.ModelInstanceGroup.KIND_CPU, count=1)
+        completed.instance_group.add(name=f"{name}_0", kind=model_config.ModelInstanceGroup.KIND_CPU, count=1)
     if not completed.version_policy.WhichOneof("policy_choice"):
         completed.version_policy.latest.num_versions = 1
     return completed
 
 
+def _instance_name(message: model_config.ModelConfig, index: int) -> str:
+    """As Triton has them: group and number in it."""
+    for number, group in enumerate(message.instance_group):
+        if index < group.count:
+            return f"{group.name or f'{message.name}_{number}'}_{index}"
+        index -= group.count
+    raise AssertionError("there are as many instances as the groups have")
+
+
 def _launch(source: Source, message: model_config.ModelConfig, config: ModelConfig, index: int) -> Launch:
-    name = f"{source.name}_{index}"
+    name = _instance_name(message, index)
     seconds = {}
     for key, default in (("start_timeout_secs", _START_SECS), ("execute_timeout_secs", _EXECUTE_SECS)):
         try:

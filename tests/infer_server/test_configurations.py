@@ -1,8 +1,10 @@
 """Models with configurations as people have them, served to Triton's client."""
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import onnx
@@ -12,6 +14,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from tritonclient.utils import InferenceServerException
 
+from infer_server.batching.cache import ResponseCache
+from infer_server.batching.engine_executor import EngineExecutor
 from infer_server.cli import serve
 from infer_server.cli.dims import fixed_shapes, parse_dims
 from tests.infer_server.numpy_engine import write_model
@@ -55,6 +59,55 @@ def test_items_that_depend_on_each_other_are_not_cut(client: triton.InferenceSer
 def test_clients_see_the_shapes_of_dims_and_the_model_those_of_reshape(client: triton.InferenceServerClient) -> None:
     x = np.arange(12, dtype=np.float32).reshape(3, 2, 2)
     np.testing.assert_array_equal(ask(client, "reshaped", x), (2 * x + 1).reshape(3, 1, 4))
+
+
+def test_equal_requests_are_executed_once_where_responses_are_cached(tmp_path: Path) -> None:
+    write_model(tmp_path, "m", config="response_cache { enable: true }")
+    with (serving(tmp_path, explicit_control=True, load_models=("m",)) as running,
+          triton.InferenceServerClient(running.address) as client):
+        for value in (1, 2, 1, 1):
+            y = ask(client, "m", np.full((1, 4), value, np.float32))
+            assert (y == 2 * value + 1).all()
+        stats = client.get_inference_statistics("m").model_stats[0]
+        assert (stats.execution_count, stats.inference_stats.success.count) == (2, 4)
+        assert (stats.inference_stats.cache_hit.count, stats.inference_stats.cache_miss.count) == (2, 2)
+        client.load_model("m")
+        ask(client, "m", np.ones((1, 4), np.float32))
+        assert client.get_inference_statistics("m").model_stats[0].execution_count == 1, "nothing of before"
+
+
+def test_the_cache_is_bounded_and_keeps_what_is_used() -> None:
+    cache, entry = ResponseCache(3000), {"y": np.zeros(500, np.uint8)}
+    for key in (b"a 1", b"a 2"):
+        cache.put(key, entry)
+    assert cache.get(b"a 1")
+    for key in (b"b 3", b"b 4"):
+        cache.put(key, {"y": np.zeros(200, np.uint8)})
+    assert [key for key in (b"a 1", b"a 2", b"b 3", b"b 4") if cache.get(key)] == [b"a 1", b"b 3", b"b 4"]
+    cache.put(b"large", {"y": np.zeros(4000, np.uint8)})
+    cache.drop(b"b")
+    assert [key for key in (b"a 1", b"b 3", b"large") if cache.get(key)] == [b"a 1"]
+
+
+@pytest.mark.parametrize(("warmup", "refusal"), [
+    ("batch_size: 4 inputs { key: 'x' value { data_type: TYPE_FP32 dims: 4 random_data: true } } count: 2", ""),
+    ("inputs { key: 'x' value { data_type: TYPE_FP32 dims: 4 input_data_file: 'one' } }", ""),
+    ("inputs { key: 'z' value { data_type: TYPE_FP32 dims: 4 } }", "model_warmup 'w': unexpected input 'z'"),
+    ("batch_size: 400 inputs { key: 'x' value { data_type: TYPE_FP32 dims: 4 } }", "model_warmup 'w': .*within 1..8"),
+    ("inputs { key: 'x' value { data_type: TYPE_FP32 dims: 4 input_data_file: 'two' } }", "warmup/two: No such file"),
+    ("inputs { key: 'x' value { data_type: TYPE_FP32 dims: -1 } }", "dims that are numbers"),
+])
+def test_a_warm_up_is_checked_and_executed_before_the_model_is_ready(
+        tmp_path: Path, warmup: str, refusal: str) -> None:
+    folder = write_model(tmp_path, "m", config=f"model_warmup {{ name: 'w' {warmup} }}")
+    (folder / "warmup").mkdir()
+    np.ones(4, np.float32).tofile(folder / "warmup" / "one")
+    with patch.object(EngineExecutor, "execute", autospec=True, side_effect=EngineExecutor.execute) as executed:
+        with serving(tmp_path) as running:
+            failures = running.server.failures()
+        assert bool(failures) == bool(refusal) == (not executed.call_count)
+    if refusal:
+        assert re.search(refusal, failures["m version 1"])
 
 
 def test_check_says_all_of_a_repository_and_what_to_write_instead(

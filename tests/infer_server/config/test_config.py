@@ -44,13 +44,13 @@ def test_the_settings_of_the_dynamic_batcher_are_read() -> None:
         instance_group [{ count: 2 kind: KIND_CPU }, { count: 1 }]
         version_policy { specific { versions: [2, 5] } }
         parameters { key: "precision" value { string_value: "int8" } }
-        model_warmup { name: "zeros" }
+        metric_tags { key: "team" value: "vision" }
     """))
     assert config.batching == BatchPolicy(16, frozenset({4, 8}), 500)
     assert config.queueing == Priorities((QueuePolicy(7, 9, True, True),))
     assert (config.instances, config.versions.specific, config.build.precision) == (3, (2, 5), "int8")
     assert config.inputs[0].describe(batched=True) == "x FP16 [-1, 3, -1]"
-    assert config.notices == (f"model_warmup: {treatment('model_warmup').note}",)
+    assert config.notices == (f"metric_tags: {treatment('metric_tags').note}",)
 
 
 @pytest.mark.parametrize(("text", "refusal"), [
@@ -62,7 +62,7 @@ def test_the_settings_of_the_dynamic_batcher_are_read() -> None:
     (STEPS.format("x", "y", "y", "y"), r"'y' is made twice, the second time by step 1 \('b'\)"),
     (STEPS.format("y", "mid", "mid", "y"), r"steps \[0, 1, 0\] wait for each other"),
     (STEPS.format("x", "mid", "mid", "last"), "output 'y' is made by no step"),
-    ("response_cache { enable: true }", "response_cache"),
+    ("response_cache { enable: true } sequence_batching {}", "response_cache: a sequence's responses are not cached"),
     ("dynamic_batching { priority_levels: 2 }", "write default_priority_level: 2"),
     ("dynamic_batching { priority_levels: 2 default_priority_level: 1 priority_queue_policy { key: 3 value {} } }",
      "no level 3 of the 2"),
@@ -73,7 +73,7 @@ def test_the_settings_of_the_dynamic_batcher_are_read() -> None:
     ('input { name: "x" data_type: TYPE_FP32 dims: [2, -1] reshape { shape: [-1, 2] } }', "not the elements of dims"),
     ('platform: "tensorflow_savedmodel"', "export the model to ONNX"),
     ('backend: "onnxruntim"', "Did you mean 'onnxruntime'?"),
-    ("response_cache { enable: true } batch_input {}", "batch_input: .*; response_cache: "),
+    ("batch_output {} batch_input {}", "batch_input: .*; batch_output: "),
     ('parameters { key: "precison" value { string_value: "int8" } }', "Did you mean 'precision'?"),
     ('parameters { key: "precision" value { string_value: "int4" } }', "'int4' is none of"),
     ('default_model_filename: "../../secret"', "a file in the version's folder"),

@@ -174,8 +174,8 @@ def test_a_model_asks_another_one(client: triton.InferenceServerClient) -> None:
     ("raise", "INTERNAL", "ValueError: a bug in the model"),
     ("refuse", "INVALID_ARGUMENT", "not like this"),
     ("wrong type", "INTERNAL", "output 'out' is of float64, but its configuration says FP32"),
-    ("die", "INTERNAL", "misc_0: its process ended in execute: killed by SIGKILL; it is started again"),
-    ("hang", "INTERNAL", "misc_0: execute took more than 1 s, and its process was killed; it is started again"),
+    ("die", "INTERNAL", "misc_0_0: its process ended in execute: killed by SIGKILL; it is started again"),
+    ("hang", "INTERNAL", "misc_0_0: execute took more than 1 s, and its process was killed; it is started again"),
 ])
 def test_a_model_that_fails_says_why_and_serves_on(
         client: triton.InferenceServerClient, what: str, status: str, said: str) -> None:

@@ -1,0 +1,76 @@
+"""model_warmup: requests that are executed before a model is ready, so that no client's is the first of its kind."""
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer_server.batching.request import Arrays, Request
+from infer_server.errors import InvalidRequestError, ModelConfigError
+from infer_server.protocol.codec import FROM_CONFIG, InputTensor, from_raw
+from infer_server.repository.local import request_of
+from infer_server.repository.model import Model
+from protos import model_config
+
+FOLDER = "warmup"               # in the model's, with the files of inputs
+
+
+class _Nobody:
+    """The client of such a request."""
+    gone = True
+
+    def send(self, response: Any) -> None:
+        """Nobody waits."""
+
+    def fail(self, error: Exception) -> None:
+        """Who executes it sees the error."""
+
+
+def warmup_requests(model: Model, message: model_config.ModelConfig, folder: Path) -> Iterator[Request]:
+    """The requests, each as often as it is to be executed. Raises ModelConfigError: one is none for this model."""
+    for sample in message.model_warmup:
+        try:
+            arrays = inputs_of(sample, model.config.batched, folder)
+            for _ in range(sample.count or 1):
+                yield request_of(model, arrays, (), _nothing, _Nobody())
+        except InvalidRequestError as error:
+            raise ModelConfigError(f"model_warmup '{sample.name}': {error}") from error
+
+
+def inputs_of(sample: model_config.ModelWarmup, batched: bool, folder: Path) -> Mapping[str, NDArray[Any]]:
+    """Raises ModelConfigError, InvalidRequestError."""
+    if sample.batch_size > 1 and not batched:
+        raise ModelConfigError(f"model_warmup '{sample.name}': batch_size {sample.batch_size}, but the model has no "
+                               "max_batch_size; write batch_size: 1")
+    lead = (sample.batch_size or 1,) if batched else ()
+    return {name: _array(f"model_warmup '{sample.name}': input '{name}'", name, given, lead, folder)
+            for name, given in sample.inputs.items()}
+
+
+def _array(where: str, name: str, given: model_config.ModelWarmup.Input, lead: tuple[int, ...],
+           folder: Path) -> NDArray[Any]:
+    datatype = FROM_CONFIG.get(given.data_type)
+    item = tuple(given.dims)
+    if datatype is None or any(extent < 1 for extent in item):
+        raise ModelConfigError(f"{where}: give a data_type, and dims that are numbers")
+    if given.WhichOneof("input_data_type") == "input_data_file":
+        file = folder / FOLDER / given.input_data_file
+        try:
+            raw = file.read_bytes()
+        except OSError as error:
+            raise ModelConfigError(f"{where}: {file}: {error.strerror}") from error
+        return np.broadcast_to(from_raw(InputTensor(name, datatype, item), memoryview(raw)), (*lead, *item))
+    shape = (*lead, *item)
+    if datatype.array.hasobject:
+        return np.full(shape, b"", np.object_)
+    if given.random_data:
+        numbers = np.random.default_rng(0).random(shape)
+        return (numbers if datatype.array.kind == "f" else 100 * numbers).astype(datatype.array)
+    return np.zeros(shape, datatype.array)
+
+
+def _nothing(computed: Arrays) -> None:
+    """A response that nobody reads."""
