@@ -110,7 +110,8 @@ TREATMENTS: dict[str, Treatment] = {
     "metric_tags": _SERVED,
     "parameters": _SERVED,
     "model_warmup": _SERVED,
-    "model_operations": _advisory("operators come from ONNX, and not from libraries"),
+    "model_operations": _refused("operators come from ONNX, and not from libraries; export the model without "
+                                 "them, or do their part in a Python model"),
     "model_transaction_policy.decoupled": _SERVED,
     "model_repository_agents": _refused("no agents run here; check or decrypt the files before they are put into the "
                                         "repository, and remove it"),

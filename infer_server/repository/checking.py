@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infer_server.config.kinds import Kind
-from infer_server.errors import RepositoryError
-from infer_server.repository.folders import model_names, read_model
+from infer_server.config.pbtxt import nearest
+from infer_server.config.sequences import sequences_of
+from infer_server.errors import RepositoryError, ServeError
+from infer_server.repository.folders import Source, all_model_names, model_names, read_model
+from infer_server.repository.kinds.warmup import inputs_of
 
 
 @dataclass(frozen=True)
@@ -24,16 +27,17 @@ def check(repositories: Sequence[Path], kind_gpu: str) -> Iterator[Remark]:
     """A remark for all that is wrong with each model, and for each setting that means something else here; of a model
     without any, that it is well."""
     owner: dict[str, Path] = {}
+    names = all_model_names(repositories)
     for repository in repositories:
         for name in model_names(repository):
-            remarks = list(_check_model(repository, name, kind_gpu))
+            remarks = list(_check_model(repository, name, names, kind_gpu))
             if name in owner:
                 remarks.append(Remark(name, f"is in {owner[name]} as well; rename one of them", True))
             owner[name] = repository
             yield from remarks or [Remark(name, "ok")]
 
 
-def _check_model(repository: Path, name: str, kind_gpu: str) -> Iterator[Remark]:
+def _check_model(repository: Path, name: str, names: Sequence[str], kind_gpu: str) -> Iterator[Remark]:
     try:
         sources = read_model(repository, name)
     except RepositoryError as error:
@@ -48,7 +52,21 @@ def _check_model(repository: Path, name: str, kind_gpu: str) -> Iterator[Remark]
     for source in sources:
         if config.kind is not Kind.ENSEMBLE and not source.file.exists():
             yield Remark(name, f"{source.file}: no such file", True)
-    for spec in config.outputs:
-        if spec.labels and not (repository / name / spec.labels).is_file():
-            yield Remark(name, f"output '{spec.name}': label_filename: {repository / name / spec.labels}: no such file",
-                         True)
+    yield from _missing_files(sources[0], repository / name)
+    for number, step in enumerate(config.steps):
+        if step.model not in names:
+            yield Remark(name, f"ensemble_scheduling: step {number}: there is no model '{step.model}'."
+                               f"{nearest(step.model, names)}", True)
+
+
+def _missing_files(source: Source, folder: Path) -> Iterator[Remark]:
+    for spec in source.config.outputs:
+        labels = folder / spec.labels
+        if spec.labels and not labels.is_file():
+            yield Remark(source.name, f"output '{spec.name}': label_filename: {labels}: no such file", True)
+    try:
+        sequences_of(source.message, folder)
+        for sample in source.message.model_warmup:
+            inputs_of(sample, source.config.batched, folder)
+    except ServeError as error:
+        yield Remark(source.name, str(error), True)

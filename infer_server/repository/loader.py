@@ -16,12 +16,12 @@ from infer_server.config.kinds import Kind
 from infer_server.errors import ModelConfigError, RepositoryError
 from infer_server.repository.building import Compiler
 from infer_server.repository.cores import CpuDealer, default_instances
-from infer_server.repository.engine_model import EngineModel
-from infer_server.repository.ensemble import EnsembleModel
 from infer_server.repository.folders import Source, read_labels
-from infer_server.repository.local import Find
+from infer_server.repository.kinds.engine_model import EngineModel
+from infer_server.repository.kinds.ensemble import EnsembleModel
+from infer_server.repository.kinds.local import Find
+from infer_server.repository.kinds.python_model import PythonModel
 from infer_server.repository.model import Model, QueuedModel
-from infer_server.repository.python_model import PythonModel
 
 log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Model)

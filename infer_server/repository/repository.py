@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
+from infer_server.config.kinds import Kind
 from infer_server.errors import InvalidRequestError, RepositoryError, ServeError, UnavailableError, UnknownModelError
 from infer_server.repository.folders import Source, all_model_names, read_model, repository_of
 from infer_server.repository.model import Model
@@ -216,7 +217,8 @@ class Repository:
 
     async def close(self) -> None:
         """Drains every model. The event loop goes on running meanwhile, so that their answers are delivered."""
-        await self._drain(self.models())
+        for kind in (Kind.ENSEMBLE, Kind.PYTHON, Kind.ENGINE):      # who calls others goes before them
+            await self._drain(model for model in self.models() if model.config.kind is kind)
 
     @asynccontextmanager
     async def _alone(self, name: str) -> AsyncIterator[None]:

@@ -99,6 +99,61 @@ def test_compiled_models_answer_as_onnx_runtime_does_beside_corrupt_ones(
         assert client.get_model_config("onnx").config.max_batch_size == 4
 
 
+PHOTO = """
+platform: "ensemble" max_batch_size: 8
+input { name: "file" data_type: TYPE_STRING dims: 1 } output { name: "class" data_type: TYPE_STRING dims: 1 }
+ensemble_scheduling {
+  step { model_name: "decode" input_map { key: "file" value: "file" } output_map { key: "image" value: "image" } }
+  step { model_name: "plan" input_map { key: "image" value: "image" } output_map { key: "logits" value: "logits" } }
+  step { model_name: "name" input_map { key: "logits" value: "logits" } output_map { key: "class" value: "class" } }
+}"""
+DECODE = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.decode(pb_utils.get_input_tensor_by_name(request, "file").as_numpy()) for request in requests]
+    def decode(self, files):
+        images = [np.frombuffer(file, np.uint8).reshape(3, 16, 16) for file in files[:, 0]]
+        image = pb_utils.Tensor("image", np.array(images, np.float32) / 127.5 - 1)
+        return pb_utils.InferenceResponse([image])
+"""
+NAME = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.name(pb_utils.get_input_tensor_by_name(request, "logits").as_numpy()) for request in requests]
+    def name(self, logits):
+        names = np.array([[f"class {row.argmax()}".encode()] for row in logits], np.object_)
+        return pb_utils.InferenceResponse([pb_utils.Tensor("class", names)])
+"""
+
+
+def test_an_ensemble_takes_files_and_gives_names_through_an_engine(
+        repository: Path, tmp_path: Path, reference: onnxruntime.InferenceSession) -> None:
+    for name, source, given, made in (
+            ("decode", DECODE, '"file" data_type: TYPE_STRING dims: 1',
+             '"image" data_type: TYPE_FP32 dims: [3, 16, 16]'),
+            ("name", NAME, '"logits" data_type: TYPE_FP32 dims: 10', '"class" data_type: TYPE_STRING dims: 1')):
+        (tmp_path / name / "1").mkdir(parents=True)
+        (tmp_path / name / "1" / "model.py").write_text(source)
+        (tmp_path / name / "config.pbtxt").write_text(
+            f'backend: "python" max_batch_size: 8 input {{ name: {given} }} output {{ name: {made} }}')
+    (tmp_path / "photo").mkdir()
+    (tmp_path / "photo" / "config.pbtxt").write_text(PHOTO)
+    (tmp_path / "plan").symlink_to(repository / "plan")
+    pixels = np.random.default_rng(5).integers(0, 256, (5, 3, 16, 16), np.uint8)
+    files = np.array([[one.tobytes()] for one in pixels], np.object_)
+    expected = reference.run(None, {"image": pixels.astype(np.float32) / 127.5 - 1})[0].argmax(1)
+    with process(tmp_path) as (_, address), triton.InferenceServerClient(address) as client:
+        assert eventually(client.is_server_ready, BUILD_SECS)
+        tensor = triton.InferInput("file", [5, 1], "BYTES")
+        tensor.set_data_from_numpy(files)
+        names = client.infer("photo", [tensor]).as_numpy("class")
+    assert names.tolist() == [[f"class {number}".encode()] for number in expected]
+
+
 def test_a_signal_under_load_loses_no_accepted_request(repository: Path, tmp_path: Path) -> None:
     answered: list[int] = []
     errors: list[InferenceServerException] = []

@@ -44,13 +44,13 @@ def test_the_settings_of_the_dynamic_batcher_are_read() -> None:
         instance_group [{ count: 2 kind: KIND_CPU }, { count: 1 }]
         version_policy { specific { versions: [2, 5] } }
         parameters { key: "precision" value { string_value: "int8" } }
-        metric_tags { key: "team" value: "vision" }
+        runtime: "libtriton_onnxruntime.so"
     """))
     assert config.batching == BatchPolicy(16, frozenset({4, 8}), 500)
     assert config.queueing == Priorities((QueuePolicy(7, 9, True, True),))
     assert (config.instances, config.versions.specific, config.build.precision) == (3, (2, 5), "int8")
     assert config.inputs[0].describe(batched=True) == "x FP16 [-1, 3, -1]"
-    assert config.notices == (f"metric_tags: {treatment('metric_tags').note}",)
+    assert config.notices == (f"runtime: {treatment('runtime').note}",)
 
 
 @pytest.mark.parametrize(("text", "refusal"), [

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import textwrap
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import tritonclient.grpc as triton
 from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException
 
-from tests.infer_server.numpy_engine import write_model
+from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.serving import RunningServer, serving
 
 HEAD = """
@@ -45,6 +46,16 @@ class TritonPythonModel:
             label = np.array([[f"class {row.argmax()}".encode()] for row in y], np.object_)
             answers.append(pb_utils.InferenceResponse(output_tensors=[pb_utils.Tensor("label", label)]))
         return answers
+"""
+ROWS = HEAD + """
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            for i in range(pb_utils.get_input_tensor_by_name(request, "count").as_numpy()[0]):
+                row = pb_utils.Tensor("row", np.full((1, 4), i, np.float32))
+                sender.send(pb_utils.InferenceResponse([row]))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
 MISC = HEAD + """
 class TritonPythonModel:
@@ -116,6 +127,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
           step { model_name: "affine" model_version: -1 input_map { key: "x" value: "numbers" }
                  output_map { key: "y" value: "scores" } }
         }""")
+    python_model(folder, "rows", ROWS, """backend: "python" model_transaction_policy { decoupled: true }
+        input { name: "count" data_type: TYPE_INT32 dims: 1 }
+        output { name: "row" data_type: TYPE_FP32 dims: [1, 4] }""")
+    (folder / "stream").mkdir()
+    (folder / "stream" / "config.pbtxt").write_text("""
+        platform: "ensemble" input { name: "count" data_type: TYPE_INT32 dims: 1 }
+        output { name: "y" data_type: TYPE_FP32 dims: [1, 4] }
+        ensemble_scheduling {
+          step { model_name: "rows" input_map { key: "count" value: "count" } output_map { key: "row" value: "row" } }
+          step { model_name: "affine" input_map { key: "x" value: "row" } output_map { key: "y" value: "y" } }
+        }""")
     with serving(folder) as running:
         yield running
 
@@ -127,7 +149,7 @@ def client(server: RunningServer) -> Iterator[triton.InferenceServerClient]:
 
 
 def tensor(name: str, array: NDArray[np.generic]) -> triton.InferInput:
-    kinds = {"f": "FP32", "O": "BYTES"}
+    kinds = {"f": "FP32", "i": "INT32", "O": "BYTES"}
     made = triton.InferInput(name, list(array.shape), kinds[array.dtype.kind])
     made.set_data_from_numpy(array)
     return made
@@ -154,6 +176,22 @@ def test_an_ensemble_of_python_steps_around_an_engine_gives_labels_for_text(
 def test_an_error_of_a_step_names_the_step(client: triton.InferenceServerClient) -> None:
     with pytest.raises(InferenceServerException, match=r"step 1 \('before'\): .*could not convert string to float"):
         client.infer("classify", [tensor("sentence", np.array([[b"no numbers"]], np.object_))])
+
+
+def test_each_response_of_a_decoupled_step_goes_on_through_the_ensemble_in_order(
+        client: triton.InferenceServerClient) -> None:
+    answers: queue.Queue[tuple[triton.InferResult | None, Exception | None]] = queue.Queue()
+    client.start_stream(lambda result, error: answers.put((result, error)))
+    for count in (20, 0):
+        client.async_stream_infer("stream", [tensor("count", np.array([count], np.int32))], request_id=str(count),
+                                  enable_empty_final_response=True)
+    found = [answers.get(timeout=TIMEOUT_SECS) for _ in range(22)]
+    client.stop_stream()
+    assert not any(error for _, error in found)
+    results = [result for result, _ in found if result is not None and result.as_numpy("y") is not None]
+    assert [result.as_numpy("y")[0, 0] for result in results] == [2 * i + 1 for i in range(20)]
+    with pytest.raises(InferenceServerException, match="model 'stream' is decoupled"):
+        client.infer("stream", [tensor("count", np.array([1], np.int32))])
 
 
 def test_a_model_completes_its_configuration_and_may_be_sent_large_tensors_or_none(

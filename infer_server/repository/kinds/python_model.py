@@ -23,9 +23,9 @@ from infer_server.python_backend.channel import Message, typed
 from infer_server.python_backend.executor import PythonExecutor
 from infer_server.python_backend.process import Answer, Launch, ModelProcess
 from infer_server.repository.folders import Source
-from infer_server.repository.local import Find, request_of
+from infer_server.repository.kinds.local import Find, request_of
+from infer_server.repository.kinds.warmup import warmup_requests
 from infer_server.repository.model import QueuedModel
-from infer_server.repository.warmup import warmup_requests
 from infer_server.workers import post
 from protos import model_config
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from infer_server.batching.request import Arrays, Request
 from infer_server.errors import InvalidRequestError, ModelConfigError
 from infer_server.protocol.codec import FROM_CONFIG, InputTensor, from_raw
-from infer_server.repository.local import request_of
+from infer_server.repository.kinds.local import request_of
 from infer_server.repository.model import Model
 from protos import model_config
 

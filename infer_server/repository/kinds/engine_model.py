@@ -11,8 +11,8 @@ from infer_server.config.signature import ANY_ITEMS, Items, Signature
 from infer_server.errors import ModelConfigError
 from infer_server.repository.cores import CpuDealer
 from infer_server.repository.folders import Source
+from infer_server.repository.kinds.warmup import warmup_requests
 from infer_server.repository.model import QueuedModel
-from infer_server.repository.warmup import warmup_requests
 
 
 class EngineModel(QueuedModel):
