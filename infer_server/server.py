@@ -28,6 +28,7 @@ from infer_server.endpoints.shared_memory import Regions
 from infer_server.endpoints.tls import Tls
 from infer_server.errors import RepositoryError
 from infer_server.lifecycle import Lifecycle, ServerPhase
+from infer_server.observing.access_log import AccessLog
 from infer_server.repository.building import Compiler
 from infer_server.repository.loader import Loader
 from infer_server.repository.repository import Repository
@@ -65,6 +66,7 @@ class ServerOptions:
     http_tls: Tls | None = None
     grpc_secrets: Mapping[str, Secret] = field(default_factory=dict)        # by the category of calls that ask for it
     http_secrets: Mapping[str, Secret] = field(default_factory=dict)
+    access_log: str = ""                        # of access_log.FORMS; "": none
     metrics: MetricsSettings = MetricsSettings()
     grpc_channel: Mapping[str, int] = field(default_factory=dict)           # see GrpcSettings
 
@@ -97,11 +99,11 @@ class Server:
         self._unreadable: dict[str, str] = {}   # why there is no repository
         self._inflight = Inflight(options.max_inflight_bytes, options.send_timeout_secs)
         regions = Regions(options.allow_client_shm)
-        log_settings = LogSettings()
-        log_settings.install()
+        self.log_settings = LogSettings()
         self._service = Service(ModelService(self.repository, self.lifecycle, options.explicit_control),
-                                MemoryService(regions), SettingsService(self.repository, log_settings))
-        self._front = Front(Inferences(self.repository), self._inflight, regions)
+                                MemoryService(regions), SettingsService(self.repository, self.log_settings))
+        self._front = Front(Inferences(self.repository, AccessLog(options.access_log) if options.access_log else None),
+                            self._inflight, regions)
         self._grpc = create_server(
             self._service, GrpcFront(self._front.inferences, self._inflight, regions, self._disconnect), self.lifecycle,
             GrpcSettings(options.max_message_bytes, options.grpc_channel, options.grpc_secrets))

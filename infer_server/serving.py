@@ -20,6 +20,7 @@ from infer_server.batching.request import Arrays, InSequence, Reply, Request, St
 from infer_server.batching.statistics import Failure
 from infer_server.config.config import TensorSpec
 from infer_server.errors import InvalidRequestError, MemoryLimitError, NotServedError
+from infer_server.observing.access_log import CANCELED, OK, AccessLog, Entry
 from infer_server.protocol.codec import InputTensor
 from infer_server.protocol.parameters import Parameters, check_reserved, natural, typed
 from infer_server.repository.model import Model
@@ -44,6 +45,11 @@ class Call(ABC):
     received_ns: int
     deadline_ns: int = 0            # when its client gives up; 0: never
     id: str = ""                    # the client's name of it
+    protocol: str                   # for the access log
+
+    @abstractmethod
+    def client(self) -> str:
+        """Its address, for the access log."""
 
     @abstractmethod
     def inputs(self) -> Sequence[InputTensor]:
@@ -79,16 +85,72 @@ class Submitted(NamedTuple):
     def cancel(self) -> None:
         """Drops it, for nobody waits any more; if it is executing already, its result is dropped instead."""
         self.model.cancel(self.request)
+        if isinstance(self.request.reply, LoggedReply):
+            self.request.reply.end_with(CANCELED)
+
+
+class LoggedReply:
+    """A reply whose end is written to the access log."""
+
+    def __init__(self, reply: Reply, entry: Entry, log: AccessLog) -> None:
+        self._reply, self.entry, self._log = reply, entry, log
+        self._ended = False
+
+    @property
+    def gone(self) -> bool:
+        return self._reply.gone
+
+    def send(self, response: Any) -> None:
+        self._reply.send(response)
+        self.entry.responses += 1
+        self.end_with(OK)
+
+    def fail(self, error: Exception) -> None:
+        self._reply.fail(error)
+        self.end_with(type(error).__name__)
+
+    def end_with(self, status: str) -> None:
+        if not self._ended:
+            self._ended = True
+            self._log.end(self.entry, status)
+
+
+class LoggedStreamReply(LoggedReply):
+    """The same of one that takes any number of responses."""
+    _reply: StreamReply
+
+    def part(self, response: Any) -> None:
+        self._reply.part(response)
+        self.entry.responses += 1
+
+    def end(self) -> None:
+        self._reply.end()
+        self.end_with(OK)
 
 
 class Inferences:
     """The way from every endpoint to the models. Belongs to the event loop."""
 
-    def __init__(self, repository: Repository) -> None:
+    def __init__(self, repository: Repository, access_log: AccessLog | None = None) -> None:
         self._repository = repository
+        self._access_log = access_log
 
     def submit(self, call: Call, reply: Reply) -> Submitted:
         """Queues an inference. Raises ServeErrors: no such model, what does not fit it, no room, too late."""
+        if self._access_log is None:
+            return self._submit(call, reply)
+        entry = Entry(call.client(), call.protocol, call.id, call.model, call.version, call.received_ns)
+        kind = LoggedStreamReply if isinstance(reply, StreamReply) else LoggedReply
+        logged = kind(reply, entry, self._access_log)
+        try:
+            submitted = self._submit(call, logged)
+        except Exception as error:
+            logged.end_with(type(error).__name__)
+            raise
+        entry.batch = submitted.request.items
+        return submitted
+
+    def _submit(self, call: Call, reply: Reply) -> Submitted:
         model = self._repository.find(call.model, call.version)
         if model.config.decoupled and not isinstance(reply, StreamReply):
             raise NotServedError(f"model '{model.name}' is decoupled, and has any number of responses: ask for it "

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 import signal
 import subprocess
 import sys
@@ -40,6 +41,7 @@ class Running:
     """A server in a process of its own."""
     process: subprocess.Popen[str]
     grpc_port: int
+    http_port: int
 
     @property
     def address(self) -> str:
@@ -61,12 +63,12 @@ def serving(repository: Path, *options: str) -> Iterator[Running]:
                "--grpc-port", "0", "--http-port", "0", "--metrics-port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        port = next(int(line.split("gRPC on ")[1].split(",")[0].rsplit(":", 1)[1])
-                    for line in process.stderr if "gRPC on" in line)
+        listening = next(line for line in process.stderr if "gRPC on" in line)
+        ports = [int(port) for port in re.findall(r":(\d+)(?=,|$)", listening.partition("gRPC on")[2], re.M)]
         while "ready" not in next(process.stderr):
             pass
         try:
-            yield Running(process, port)
+            yield Running(process, *ports[:2])
         finally:
             process.terminate()
             process.communicate()

@@ -11,6 +11,7 @@ from infer_server.cli.common import boolean
 from infer_server.endpoints.metrics import MetricsSettings
 from infer_server.endpoints.restrictions import CATEGORIES, Secret, parsed
 from infer_server.endpoints.tls import Tls
+from infer_server.observing.access_log import FORMS
 
 # Option -> (what the C core of gRPC calls it, what it means).
 _CHANNEL = {
@@ -51,6 +52,8 @@ def add_access(parser: argparse.ArgumentParser) -> None:
     for option, (_, text) in _CHANNEL.items():
         parser.add_argument(f"--{option}", type=int, metavar="N", help=f"{text} (default: gRPC's)")
     _flag(parser, "grpc-keepalive-permit-without-calls", "pings also where no call is open", False)
+    parser.add_argument("--access-log", choices=FORMS, default="", metavar="FORM",
+                        help="writes a line for each inference to the log, as text or json (default: none)")
     _flag(parser, "allow-cpu-metrics", "metrics of the machine's CPUs and memory", True)
     parser.add_argument("--metrics-config", action="append", default=[], metavar="NAME=VALUE",
                         help="counter_latencies, summary_latencies or histogram_latencies=false leaves these out; "
@@ -66,6 +69,7 @@ def access_of(given: argparse.Namespace) -> dict[str, Any]:
         "grpc_tls": _tls(given, "grpc"), "http_tls": _tls(given, "http"),
         "grpc_secrets": _secrets("--grpc-restricted-protocol", given.grpc_restricted_protocol),
         "http_secrets": _secrets("--http-restricted-api", given.http_restricted_api),
+        "access_log": given.access_log,
         "metrics": _metrics(given.metrics_config, given.allow_cpu_metrics),
         "grpc_channel": {
             **{name: _value(given, option) for option, (name, _) in _CHANNEL.items()

@@ -96,6 +96,7 @@ async def _serve(options: ServerOptions, exit_on_error: bool, load_engine: Engin
         if signal.getsignal(number) is not signal.SIG_IGN:      # nohup ignores SIGHUP
             loop.add_signal_handler(number, _on_signal, number, stop)
     server = Server(options, load_engine)
+    server.log_settings.install()
     ports = await server.start()
     log.info("gRPC on %s, HTTP on %s, metrics on %s",
              *(address(options.host, port) for port in (ports.grpc, ports.http, ports.metrics)))

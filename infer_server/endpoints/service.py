@@ -11,8 +11,9 @@ from google.protobuf.message import Message
 from infer_server.batching.statistics import BatchStatistics, Duration
 from infer_server.endpoints.memory_service import MemoryService
 from infer_server.endpoints.settings import SettingsService
-from infer_server.errors import InvalidRequestError, ServeError, UnavailableError
+from infer_server.errors import InvalidRequestError, NotServedError, ServeError, UnavailableError
 from infer_server.lifecycle import Lifecycle
+from infer_server.protocol.parameters import from_messages, typed
 from infer_server.repository.model import Model
 from infer_server.repository.repository import Repository
 from infer_server.version import NAME, VERSION
@@ -20,6 +21,8 @@ from protos import inference, model_config
 
 EXTENSIONS = ("classification", "model_repository", "model_configuration", "system_shared_memory", "cuda_shared_memory",
               "binary_tensor_data", "parameters", "statistics", "trace", "logging")
+
+_DEPENDENTS = "unload_dependents"
 
 
 class ModelService:
@@ -73,6 +76,7 @@ class ModelService:
         return inference.ModelStatisticsResponse(model_stats=map(_statistics, models))
 
     async def RepositoryIndex(self, request: inference.RepositoryIndexRequest) -> inference.RepositoryIndexResponse:
+        _check_repository(request.repository_name)
         return inference.RepositoryIndexResponse(models=[
             inference.RepositoryIndexResponse.ModelIndex(
                 name=entry.name, version=entry.version, state=entry.state, reason=entry.reason)
@@ -81,14 +85,30 @@ class ModelService:
     async def RepositoryModelLoad(
             self, request: inference.RepositoryModelLoadRequest) -> inference.RepositoryModelLoadResponse:
         self._check_control()
+        _check_repository(request.repository_name)
         await self._repository.load(request.model_name, _config_override(request))
         return inference.RepositoryModelLoadResponse()
 
     async def RepositoryModelUnload(
             self, request: inference.RepositoryModelUnloadRequest) -> inference.RepositoryModelUnloadResponse:
         self._check_control()
+        _check_repository(request.repository_name)
+        parameters = from_messages(request.parameters)
+        if unknown := sorted(parameters.keys() - {_DEPENDENTS}):
+            raise InvalidRequestError(f"parameter '{unknown[0]}' of a model unload is not served; only "
+                                      f"'{_DEPENDENTS}' is")
+        with_steps = typed(parameters, _DEPENDENTS, bool, False)
+        steps = self._steps_of(request.model_name) if with_steps else set()
         await self._repository.unload(request.model_name)
+        for name in sorted(steps):
+            await self._repository.unload(name)
         return inference.RepositoryModelUnloadResponse()
+
+    def _steps_of(self, name: str) -> set[str]:
+        """The loaded models that an ensemble calls."""
+        loaded = {model.name: model for model in self._repository.models()}
+        steps = loaded[name].config_message.ensemble_scheduling.step if name in loaded else ()
+        return {step.model_name for step in steps} & loaded.keys()
 
     def _check_control(self) -> None:
         if not self._explicit_control:
@@ -108,6 +128,11 @@ class Service:
         coroutine: Callable[[Any], Awaitable[Message]] = next(
             getattr(part, name) for part in (self.models, self.memory, self.settings) if hasattr(part, name))
         return coroutine
+
+
+def _check_repository(name: str) -> None:
+    if name:
+        raise NotServedError("'repository_name' specification is not supported")
 
 
 def _config_override(request: inference.RepositoryModelLoadRequest) -> model_config.ModelConfig | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infer_server.errors import InvalidRequestError, NotServedError, UnavailableError
+from infer_server.observing import access_log
 from infer_server.repository.repository import Repository
 from protos import inference
 
@@ -36,6 +37,8 @@ class LogSettings:
             handler.addFilter(self.writes)
 
     def writes(self, record: logging.LogRecord) -> bool:
+        if record.name == access_log.log.name:          # which is asked for by an option of its own
+            return True
         if record.levelno >= logging.ERROR:
             return self.log_error
         if record.levelno >= logging.WARNING:

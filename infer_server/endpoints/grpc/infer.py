@@ -66,6 +66,7 @@ async def _answer(call: Call, inferences: Inferences) -> bytes:
 
 class GrpcCall(Call):
     """A ModelInferRequest; its response is the serialised ModelInferResponse."""
+    protocol = "gRPC"
 
     def __init__(self, message: InferRequest, received_ns: int, remaining_secs: float | None, front: Front,
                  held: OpenCall) -> None:
@@ -81,6 +82,9 @@ class GrpcCall(Call):
     def about(self) -> inference.ModelInferResponse:
         """A response that says whose it is, and no more."""
         return inference.ModelInferResponse(model_name=self.model, model_version=self.version, id=self._header.id)
+
+    def client(self) -> str:
+        return self._held.client.peer() if self._held.client else ""
 
     def inputs(self) -> Sequence[InputTensor]:
         if any(tensor.parameters for tensor in self._header.inputs):

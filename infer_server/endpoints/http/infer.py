@@ -74,6 +74,7 @@ class JsonTensor:
 
 class HttpCall(Call):
     """An inference request; its response is an HttpResponse."""
+    protocol = "HTTP"
 
     def __init__(self, request: HttpRequest, model: str, version: str, front: Front, held: OpenCall) -> None:
         """Raises InvalidRequestError: the body is no inference request."""
@@ -87,6 +88,9 @@ class HttpCall(Call):
         self._outputs = _tensors(self._head, "outputs")
         self._coding = accepted(request.headers)
         self._places: dict[int, Place] = {}
+
+    def client(self) -> str:
+        return self._held.client.peer() if self._held.client else ""
 
     def inputs(self) -> Sequence[InputTensor]:
         self._places = places((tensor.asked() for tensor in self._inputs), self._front.regions)

@@ -1,6 +1,7 @@
 """Triton's extensions of inference, through its own clients, over both protocols."""
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,7 +145,9 @@ def test_shared_memory_must_be_switched_on(tmp_path: Path) -> None:
             assert caught.value.status() == "StatusCode.UNIMPLEMENTED"
 
 
-def test_the_memory_of_gpus_tracing_and_the_log_answer_as_without_them(protocol: Any, client: Any) -> None:
+def test_the_memory_of_gpus_tracing_and_the_log_answer_as_without_them(
+        protocol: Any, client: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)       # which is set back at the end
     assert client.get_cuda_shared_memory_status() is not None
     with pytest.raises(InferenceServerException, match="GPUs not supported"):
         client.register_cuda_shared_memory("g", b"aGFuZGxl", 0, 64)

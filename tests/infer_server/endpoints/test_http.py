@@ -90,7 +90,8 @@ def test_what_the_server_and_its_models_are_is_told(client: triton.InferenceServ
     assert {each["name"] for each in client.get_inference_statistics()["model_stats"]} >= {"affine", "two"}
 
 
-def test_models_are_listed_unloaded_and_loaded(client: triton.InferenceServerClient) -> None:
+def test_models_are_listed_unloaded_and_loaded(
+        server: RunningServer, client: triton.InferenceServerClient) -> None:
     states = {entry["name"]: entry.get("state") for entry in client.get_model_repository_index()}
     assert states["affine"] == "READY" and states["corrupt"] == "UNAVAILABLE"
     client.unload_model("a model")
@@ -99,6 +100,12 @@ def test_models_are_listed_unloaded_and_loaded(client: triton.InferenceServerCli
     assert client.get_model_config("a model")["max_batch_size"] == 2
     with pytest.raises(InferenceServerException, match="not in the repository"):
         client.load_model("nobody")
+    for path in ("index", "models/affine/load", "models/affine/unload"):
+        answer = ask(server, post(f"/v2/repository/other/{path}", b"", CLOSE))
+        assert answer.startswith(b"HTTP/1.1 501") and b"'repository_name'" in answer, path
+    unknown = json.dumps({"parameters": {"zz": True}}).encode()
+    assert b"parameter 'zz'" in ask(server, post("/v2/repository/models/affine/unload", unknown, CLOSE))
+    assert client.is_model_ready("affine")
 
 
 def test_an_inference_that_cannot_be_served_says_why(client: triton.InferenceServerClient) -> None:

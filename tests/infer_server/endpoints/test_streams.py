@@ -1,8 +1,10 @@
 """ModelStreamInfer, through Triton's own client and stub."""
 from __future__ import annotations
 
+import json
 import queue
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -44,18 +46,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     repository = tmp_path_factory.mktemp("repository")
     write_model(repository, "affine")
     write_model(repository, "gated", gate="stream", max_batch=1)
-    write_model(repository, "large", shape=[1 << 20], max_batch=1)
     (repository / "counts" / "1").mkdir(parents=True)
     (repository / "counts" / "config.pbtxt").write_text(COUNT_CONFIG)
     (repository / "counts" / "1" / "model.py").write_text(COUNT)
-    with serving(repository, send_timeout_secs=1.0) as running:
+    with serving(repository, access_log="json") as running:
         yield running
 
 
 @pytest.fixture
 def stub(server: RunningServer) -> Iterator[service_pb2_grpc.GRPCInferenceServiceStub]:
-    options = [("grpc.max_receive_message_length", -1)]
-    with grpc.insecure_channel(server.address, options=options) as channel:
+    with grpc.insecure_channel(server.address) as channel:
         yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
 
 
@@ -100,6 +100,17 @@ def test_answers_come_in_order_whatever_is_done_first(
     assert found[-1].infer_response.parameters["triton_final_response"].bool_param
 
 
+def test_every_inference_has_a_line_in_the_access_log(
+        stub: service_pb2_grpc.GRPCInferenceServiceStub, caplog: pytest.LogCaptureFixture) -> None:
+    stub.ModelInfer(numbered(1), timeout=TIMEOUT_SECS)
+    list(stub.ModelStreamInfer(iter([numbered(2, "no\nbody")]), timeout=TIMEOUT_SECS))
+    lines = [json.loads(record.getMessage()) for record in caplog.records if record.name == "infer_server.access"]
+    assert [(line["id"], line["model"], line["batch"], line["status"]) for line in lines] == [
+        ("1", "affine", 1, "OK"), ("2", "no\nbody", 0, "UnknownModelError")]
+    assert all(line["protocol"] == "gRPC" and "127.0.0.1" in line["client"] and line["us"] > 0 for line in lines)
+    assert not any("\n" in record.getMessage() for record in caplog.records)
+
+
 def test_a_client_may_have_its_stream_end_with_the_first_error(
         stub: service_pb2_grpc.GRPCInferenceServiceStub) -> None:
     with pytest.raises(grpc.RpcError) as caught:
@@ -120,14 +131,15 @@ def test_what_a_stream_asked_for_is_withdrawn_when_its_client_leaves(
     assert eventually(lambda: server.server._inflight.held_bytes == 0)
 
 
-def test_a_client_that_does_not_read_its_stream_is_disconnected(server: RunningServer) -> None:
-    with grpc.insecure_channel(server.address, options=[("grpc.max_receive_message_length", -1)]) as channel:
+def test_a_client_that_does_not_read_its_stream_is_disconnected(tmp_path: Path) -> None:
+    write_model(tmp_path, "large", shape=[1 << 20], max_batch=1)
+    with serving(tmp_path, send_timeout_secs=1.0) as server, grpc.insecure_channel(server.address) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         request = request_of("large", shape=(1, 1 << 20), raw=bytes(4 << 20))
         answers = stub.ModelStreamInfer(iter([request] * 8))
         assert eventually(lambda: answers.code() is not None)
         assert answers.code() is grpc.StatusCode.UNAVAILABLE
-    assert eventually(lambda: server.server._inflight.held_bytes == 0)
+        assert eventually(lambda: server.server._inflight.held_bytes == 0)
 
 
 def test_a_decoupled_model_has_any_number_of_responses(stub: service_pb2_grpc.GRPCInferenceServiceStub) -> None:
