@@ -16,8 +16,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,17 +62,20 @@ class Running:
 def serving(repository: Path, *options: str) -> Iterator[Running]:
     command = [sys.executable, "-m", "tests.infer_server.serving", "--model-repository", str(repository),
                "--grpc-port", "0", "--http-port", "0", "--metrics-port", "0", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         listening = next(line for line in process.stderr if "gRPC on" in line)
         ports = [int(port) for port in re.findall(r":(\d+)(?=,|$)", listening.partition("gRPC on")[2], re.M)]
         while "ready" not in next(process.stderr):
             pass
+        log = threading.Thread(target=deque, args=(process.stderr, 0))     # read, or a server that says much would wait
+        log.start()
         try:
             yield Running(process, *ports[:2])
         finally:
             process.terminate()
-            process.communicate()
+            process.wait()
+            log.join()
 
 
 def request(model: str, values: int) -> bytes:
