@@ -240,7 +240,11 @@ class ModelProcess:
             if tensors[name].dtype != self.launch.outputs[name].array:
                 return ExecutionError(f"{self.launch.name}: output '{name}' is of {tensors[name].dtype}, but its "
                                       f"configuration says {self.launch.outputs[name].name}")
-        return request.encode(tensors)
+        try:
+            return request.encode(tensors)
+        except Exception as error:      # of whatever protocol it came by, or whatever shape the model gave
+            log.exception("%s: a response cannot be sent", self.launch.name)
+            return ExecutionError(f"{self.launch.name}: its response cannot be sent: {error}")
 
     def _typed(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Typed]:
         return {name: Typed(self.launch.inputs[name].name, array) for name, array in arrays.items()}

@@ -181,12 +181,12 @@ class _Asked:
             self._decoupled = model.config.decoupled
             if self._decoupled and not head["decoupled"]:
                 raise NotServedError(f"model '{model.name}' is decoupled: ask it with exec(decoupled=True)")
+            self._outputs = head["outputs"] or [spec.name for spec in model.config.outputs]
             sequence = head["sequence"]
             model.submit(request_of(
                 model, self._message.tensors[0], head["outputs"], self._encode, self, timeout_us=head["timeout"],
                 priority=head["priority"], request_id=head["id"], parameters=head["parameters"],
                 sequence=InSequence(sequence, bool(head["flags"] & 1), bool(head["flags"] & 2)) if sequence else None))
-            self._outputs = head["outputs"] or [spec.name for spec in model.config.outputs]
         except ServeError as error:
             self.fail(error)
         except (KeyError, TypeError, ValueError) as error:
