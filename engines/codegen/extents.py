@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+TABLE = "told"                  # the table's address, in each function
 Term = int | list[Any]          # a number; ["n", i] is leaf i; [operator, term, term]
 
 _OPERATORS: dict[str, Callable[[int, int], Any]] = {
@@ -179,6 +180,28 @@ class Extent:
 
     def __format__(self, spec: str) -> str:
         return format(self.__index__(), spec)
+
+
+class Table:
+    """The numbers that one function reads, each once, before all else: lines of LLVM IR."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._registers: dict[int, str] = {}
+
+    def begin(self, operands: str, place: int) -> None:
+        """In a kernel: the address of the table is the operand of this number."""
+        self.lines += [f"  %{TABLE}.at = getelementptr i8, ptr {operands}, i64 {8 * place}",
+                       f"  %{TABLE} = load ptr, ptr %{TABLE}.at, align 8"]
+
+    def register(self, extent: Extent, fresh: Callable[[str], str]) -> str:
+        """The i64 that holds it; fresh: a name that is not used yet, for a hint."""
+        slot = extent.trace.slot(extent.term)
+        if slot not in self._registers:
+            name = self._registers[slot] = f"%{fresh('number')}"
+            self.lines += [f"  {name}.at = getelementptr i8, ptr %{TABLE}, i64 {8 * slot}",
+                           f"  {name} = load i64, ptr {name}.at, align 8"]
+        return self._registers[slot]
 
 
 def _number(one: Extent | int) -> int:

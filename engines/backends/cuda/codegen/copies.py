@@ -1,7 +1,8 @@
 """Copies from global to shared memory that go on while a block computes (cp.async)."""
 from __future__ import annotations
 
-from engines.codegen.ir_builder import I32, Function, Value
+from engines.codegen.ir_builder import Function, Value
+from engines.codegen.types import I32
 
 
 def copy_async(to: Value, source: Value, size: int, taken: Value) -> None:

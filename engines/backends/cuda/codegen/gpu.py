@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engines.codegen.ir_builder import FLOAT, I16, I32, Number, Value
+from engines.codegen.ir_builder import Number, Value
+from engines.codegen.types import FLOAT, I16, I32
 from engines.errors import ConfigError, did_you_mean
 
 WARP = 32

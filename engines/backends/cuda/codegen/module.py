@@ -1,7 +1,8 @@
 """The builder's words for GPUs: kernels, who a thread is, shared memory, barriers, exchanges within a warp."""
 from __future__ import annotations
 
-from engines.codegen.ir_builder import I1, I32, I64, Function, Module, Value, pointer
+from engines.codegen.ir_builder import Function, Module, Value
+from engines.codegen.types import I1, I32, I64, pointer
 
 GLOBAL, SHARED = pointer(1), pointer(3)
 ALL_LANES = -1      # of a warp, as a mask

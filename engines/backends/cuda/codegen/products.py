@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 from engines.backends.cuda.codegen.gpu import Gpu
 from engines.backends.cuda.codegen.module import fields, struct, wide
-from engines.codegen.ir_builder import FLOAT, I32, Function, Value, vector
+from engines.codegen.ir_builder import Function, Value
+from engines.codegen.types import FLOAT, I32, vector
 
 STEP = 32       # bytes of K
 

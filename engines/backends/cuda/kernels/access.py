@@ -8,7 +8,8 @@ from operator import add
 
 from engines.backends.cuda.codegen.gpu import Gpu
 from engines.backends.cuda.codegen.module import elements, pick_bytes, vector_of, wide
-from engines.codegen.ir_builder import FLOAT, I8, I16, I32, I64, Function, Value, vector
+from engines.codegen.ir_builder import Function, Value
+from engines.codegen.types import FLOAT, I8, I16, I32, I64, vector
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.view import View
 

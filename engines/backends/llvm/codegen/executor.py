@@ -51,7 +51,8 @@ from engines.backends.llvm.runtime.abi import (
     StepRow,
     WorkerRow,
 )
-from engines.codegen.ir_builder import I32, I64, PTR, Function, Module, Value
+from engines.codegen.ir_builder import Function, Module, Value
+from engines.codegen.types import I32, I64, PTR
 from engines.errors import ConfigError
 
 _CLOCK = "llvm.readcyclecounter"

@@ -1,8 +1,7 @@
 """Instruction sets as tables: what a kernel may ask of a vector, and the machines that answer.
 
-A kernel sees vectors of `lanes` int32 or float32 and one INT8 primitive, on each lane:
-
-    dot4(acc, pixel, weights) = acc + sum over e in 0..3 of u8 pixel[e] * s8 weights[e]       exact, in int32
+A kernel sees vectors of `lanes` int32 or float32 and one INT8 primitive, on each lane, exact in int32:
+    dot4(acc, pixel, weights) = acc + sum over e in 0..3 of u8 pixel[e] * s8 weights[e]
 
 Everything else is plain LLVM vector arithmetic. A new machine is a new table, never a new kernel.
 """
@@ -15,7 +14,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.codegen.ir_builder import FLOAT, I8, I16, I32, Number, Value, vector
+from engines.codegen.ir_builder import Number, Value
+from engines.codegen.types import FLOAT, I8, I16, I32, vector
 from engines.errors import ConfigError
 
 Pixel = tuple[Value, ...]       # four bytes in every lane, in the form that a machine's dot4 takes

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from engines.backends.llvm.codegen.isa import Isa
-from engines.codegen.ir_builder import DOUBLE, FLOAT, I8, I16, I32, I64, Value, vector
+from engines.codegen.ir_builder import Value
+from engines.codegen.types import DOUBLE, FLOAT, I8, I16, I32, I64, vector
 from engines.lowering.problems.view import SIZES
 
 # numpy's name of a stored dtype -> LLVM's element type

@@ -18,7 +18,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 
 from engines.backends.llvm.codegen.isa import Isa
-from engines.codegen.ir_builder import I64, PTR, Function, Module, Value
+from engines.codegen.ir_builder import Function, Module, Value
+from engines.codegen.types import I64, PTR
 from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import View
 
@@ -178,7 +179,7 @@ def begin_kernel(module: Module, name: str, count: int) -> tuple[Function, list[
     f = module.function(name, operands=PTR, row_begin=I64, row_end=I64, column_begin=I64, column_end=I64)
     table, *bounds = f.parameters.values()
     if module.trace:
-        f.read_numbers(table, count)
+        f.table.begin(table.name, count)
     addresses = [f.load(PTR, table + 8 * i, align=8, hint=f"operand {i}") for i in range(count)]
     return f, addresses, bounds
 

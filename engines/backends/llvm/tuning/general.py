@@ -81,7 +81,7 @@ class GeneralKernels:
         traces: list[Trace] = []
         symbols: list[str] = []
         leaves = [self._leaves(spelling(kernel)) for kernel, _ in wanted]
-        made = []
+        made: list[Found] = []
         for (kernel, tactic), told, code in zip(wanted, leaves, pool.compile(
                 self._texts(wanted, leaves, traces, symbols), done), strict=True):
             words, numbers = spelling(kernel)

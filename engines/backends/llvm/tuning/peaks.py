@@ -27,7 +27,8 @@ from engines.backends.llvm.kernels.kernel import begin_kernel
 from engines.backends.llvm.runtime.abi import KERNEL
 from engines.backends.llvm.runtime.elf import LoadedCode
 from engines.backends.llvm.tuning.timing import aligned
-from engines.codegen.ir_builder import I8, I64, Module, Value, vector
+from engines.codegen.ir_builder import Module, Value
+from engines.codegen.types import I8, I64, vector
 from engines.ir.graph import Array
 from engines.machine.clock import thread_seconds
 from engines.machine.cpu import CpuInfo, detect

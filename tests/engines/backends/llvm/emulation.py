@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engines.codegen.ir_builder import FLOAT, I8, I16, I32, Function, Module, Value, vector
+from engines.codegen.ir_builder import Function, Module, Value
+from engines.codegen.types import FLOAT, I8, I16, I32, vector
 
 
 class _Definition:

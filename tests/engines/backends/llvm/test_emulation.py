@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from engines.backends.llvm.codegen.isa import AVX2, PORTABLE
-from engines.codegen.ir_builder import I64, PTR, Module
+from engines.codegen.ir_builder import Module
+from engines.codegen.types import I64, PTR
 from tests.engines.backends.llvm.emulation import EMULATION
 from tests.engines.backends.llvm.jit import LoadedKernel, assembly, runs_here, spills
 from tests.engines.backends.suite import random_array

@@ -10,7 +10,8 @@ from engines.backends.llvm.codegen.isa import PORTABLE
 from engines.backends.llvm.kernels.kernel import kernels_for
 from engines.backends.llvm.tuning.general import GeneralKernels
 from engines.codegen.extents import Extent, Trace, leaf, value_of
-from engines.codegen.ir_builder import I64, PTR, Module
+from engines.codegen.ir_builder import Module
+from engines.codegen.types import I64, PTR
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.images import Pool
 from engines.lowering.problems.view import dense_view
@@ -47,7 +48,7 @@ def test_a_number_that_is_told_is_read_from_the_table_in_every_function() -> Non
     inner = module.function("inner", internal=True, x=PTR)
     inner.store(inner.constant(rows * 8, I64), inner.parameters["x"], 8)
     outer = module.function("outer", operands=PTR)
-    outer.read_numbers(outer.parameters["operands"], 1)
+    outer.table.begin("%operands", 1)
     outer.run("inner", outer.parameters["operands"] + (rows + 1))
     assert trace.table == [["*", ["n", 0], 8], ["+", ["n", 0], 1]] and not trace.guards
     text = module.text()

@@ -34,7 +34,8 @@ from engines.backends.cuda.kernels.contraction.multiply import Sums, multiplier
 from engines.backends.cuda.kernels.contraction.packing import Depth, columns, pack
 from engines.backends.cuda.kernels.contraction.tile import Tile, tiles
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, solves
-from engines.codegen.ir_builder import FLOAT, I32, Value
+from engines.codegen.ir_builder import Value
+from engines.codegen.types import FLOAT, I32
 from engines.lowering.problems.convolution import BlockedProduct, Contraction
 from engines.lowering.problems.problem import Array
 

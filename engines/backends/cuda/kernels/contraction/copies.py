@@ -11,7 +11,8 @@ from engines.backends.cuda.codegen.module import elements, shared, vector_of, wh
 from engines.backends.cuda.kernels.access import pixel_offset
 from engines.backends.cuda.kernels.contraction.packing import Depth
 from engines.backends.cuda.kernels.contraction.tile import CHUNK, Tile
-from engines.codegen.ir_builder import I32, I64, Value, vector
+from engines.codegen.ir_builder import Value
+from engines.codegen.types import I32, I64, vector
 
 
 def swizzled(chunk: Value, row: Value, depth: int) -> Value:

@@ -9,7 +9,8 @@ from engines.backends.cuda.codegen.module import elements, shared
 from engines.backends.cuda.codegen.products import STEP, descriptor, dot, load_tiles, multiply, multiply_grouped
 from engines.backends.cuda.kernels.contraction.copies import swizzled
 from engines.backends.cuda.kernels.contraction.tile import CHUNK, Tile
-from engines.codegen.ir_builder import I32, Value, vector
+from engines.codegen.ir_builder import Value
+from engines.codegen.types import I32, vector
 
 # Of a warp's tile: (16 pixels, 8 couts, element of products.multiply's sums). Every way below has them in the same
 # lanes.

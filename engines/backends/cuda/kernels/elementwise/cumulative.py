@@ -7,7 +7,8 @@ from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, specia
 from engines.backends.cuda.kernels.access import ELEMENTS, pixel_offset
 from engines.backends.cuda.kernels.elementwise.threads import THREADS
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
-from engines.codegen.ir_builder import I64, Value
+from engines.codegen.ir_builder import Value
+from engines.codegen.types import I64
 from engines.lowering.problems.elementwise import CumulativeSum
 from engines.lowering.problems.view import View
 

@@ -7,7 +7,8 @@ from engines.backends.cuda.kernels.access import ELEMENTS
 from engines.backends.cuda.kernels.elementwise.threads import ThreadKernel, row_of
 from engines.backends.cuda.kernels.kernel import solves
 from engines.codegen.integers import OPERATIONS, truth
-from engines.codegen.ir_builder import I64, Function, Value
+from engines.codegen.ir_builder import Function, Value
+from engines.codegen.types import I64
 from engines.lowering.problems.elementwise import UNSIGNED, Integers
 from engines.lowering.problems.view import View, joined
 

@@ -19,7 +19,8 @@ from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, specia
 from engines.backends.cuda.kernels.access import ELEMENTS, load_stored, offset_in, pixel_offset, store_stored
 from engines.backends.cuda.kernels.elementwise.threads import THREADS, ThreadKernel
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
-from engines.codegen.ir_builder import I8, I32, I64, Function, Value
+from engines.codegen.ir_builder import Function, Value
+from engines.codegen.types import I8, I32, I64
 from engines.lowering.problems.movement import GatherElements, HaloFill, Lookup, Take
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.view import View

@@ -18,8 +18,9 @@ from engines.backends.cuda.codegen.module import wide
 from engines.backends.cuda.kernels.access import load_channels
 from engines.backends.cuda.kernels.elementwise.threads import ProgramKernel
 from engines.backends.cuda.kernels.kernel import Tactic, solves
-from engines.codegen.ir_builder import FLOAT, I32, Function, Value
+from engines.codegen.ir_builder import Function, Value
 from engines.codegen.loops import every_address
+from engines.codegen.types import FLOAT, I32
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.images import GlobalPool, Pool
 from engines.lowering.problems.problem import Array

@@ -24,7 +24,8 @@ from engines.backends.cuda.kernels.access import load_constants as load_program_
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
 from engines.backends.cuda.kernels.matmul.product import added, load_factor
 from engines.backends.cuda.kernels.matmul.query_tiles import QueryTile, suits, tiles_of
-from engines.codegen.ir_builder import FLOAT, I32, Function, Value
+from engines.codegen.ir_builder import Function, Value
+from engines.codegen.types import FLOAT, I32
 from engines.lowering.problems.exp2 import exp2
 from engines.lowering.problems.matmul import MIDDLE, Attention
 from engines.lowering.problems.problem import Array

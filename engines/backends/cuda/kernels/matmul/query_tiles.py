@@ -30,7 +30,8 @@ from engines.backends.cuda.kernels.access import (
     run_program,
     store_channels,
 )
-from engines.codegen.ir_builder import FLOAT, I16, I32, Function, Value
+from engines.codegen.ir_builder import Function, Value
+from engines.codegen.types import FLOAT, I16, I32
 from engines.lowering.problems.exp2 import exp2
 from engines.lowering.problems.matmul import MIDDLE, Attention
 from engines.lowering.problems.problem import STORED

@@ -20,7 +20,8 @@ from engines.backends.cuda.codegen.gpu import WARP
 from engines.backends.cuda.codegen.module import GpuModule, barrier, begin_kernel, shared, special, wide
 from engines.backends.cuda.kernels.access import load_channels, store_channels
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
-from engines.codegen.ir_builder import FLOAT, I8, I16, I32, I64, Function, Value
+from engines.codegen.ir_builder import Function, Value
+from engines.codegen.types import FLOAT, I8, I16, I32, I64
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.recurrence import QUANTIZED_STATES, Cell, Recurrence, Stage

@@ -26,7 +26,8 @@ from engines.backends.cuda.kernels.access import (
     store_channels,
 )
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic
-from engines.codegen.ir_builder import FLOAT, I1, I32, Value
+from engines.codegen.ir_builder import Value
+from engines.codegen.types import FLOAT, I1, I32
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.rows import NEUTRAL, PARTIALS, RowProblem

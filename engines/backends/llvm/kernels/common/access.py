@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.kernel import Window
 from engines.codegen.extents import Extent
-from engines.codegen.ir_builder import I8, PTR, Function, Value, vector
+from engines.codegen.ir_builder import Function, Value
+from engines.codegen.types import I8, PTR, vector
 from engines.lowering.problems.view import View
 
 TAILS = (8, 4, 2, 1)    # what is left after full tiles, a number known at run time only, is cut into

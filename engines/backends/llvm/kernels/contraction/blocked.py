@@ -21,7 +21,8 @@ from engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_p
 from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
 from engines.backends.llvm.kernels.kernel import solves
 from engines.backends.llvm.tuning.cost import LATENCY, Work
-from engines.codegen.ir_builder import I8, PTR, Function, Module, Value, vector
+from engines.codegen.ir_builder import Function, Module, Value
+from engines.codegen.types import I8, PTR, vector
 from engines.lowering.problems.convolution import BlockedProduct
 from engines.lowering.problems.problem import Array
 

@@ -18,7 +18,8 @@ from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContracti
 from engines.backends.llvm.kernels.contraction.widen import widened
 from engines.backends.llvm.kernels.kernel import solves
 from engines.backends.llvm.tuning.cost import LATENCY, Work
-from engines.codegen.ir_builder import I64, PTR, Function, Module, Value
+from engines.codegen.ir_builder import Function, Module, Value
+from engines.codegen.types import I64, PTR
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.problem import Array, Problem
 

@@ -17,7 +17,8 @@ from engines.backends.llvm.kernels.contraction.store import emit_epilogue
 from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
 from engines.backends.llvm.kernels.kernel import begin_kernel
 from engines.codegen.extents import Extent
-from engines.codegen.ir_builder import I64, PTR, Function, Module, Value
+from engines.codegen.ir_builder import Function, Module, Value
+from engines.codegen.types import I64, PTR
 
 CACHE_LINE = 64         # bytes that the caches move at once, and that a prefetch asks for
 Visit = Callable[[Callable[..., None]], None]       # calls its argument for each tile of a block

@@ -19,7 +19,8 @@ from engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_p
 from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
 from engines.backends.llvm.kernels.kernel import solves
 from engines.backends.llvm.tuning.cost import CYCLES_PER_BYTE_L2, EXPOSED_SHARE, Work
-from engines.codegen.ir_builder import I8, I32, I64, PTR, Function, Module, Value, vector
+from engines.codegen.ir_builder import Function, Module, Value
+from engines.codegen.types import I8, I32, I64, PTR, vector
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.problem import Array
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, solves
-from engines.codegen.ir_builder import I8, Module, vector
+from engines.codegen.ir_builder import Module
+from engines.codegen.types import I8, vector
 from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import View, dense_view
 

@@ -36,13 +36,13 @@ from engines.backends.llvm.kernels.contraction.tiled import tiles_of_the_batch
 from engines.backends.llvm.kernels.contraction.winograd_weights import WinogradWeights
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
 from engines.backends.llvm.tuning.cost import CALL, LATENCY, Work, epilogue, pieces, reading
-from engines.codegen.ir_builder import FLOAT, I8, I16, PTR, Function, Module, Value, vector
+from engines.codegen.ir_builder import Function, Module, Value
+from engines.codegen.types import FLOAT, I8, I16, PTR, vector
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import SIZES, View
 
-OUTPUT, PATCH = 4, 6        # pixels of a tile and of its patch, each way
-POSITIONS = PATCH * PATCH
+OUTPUT, PATCH, POSITIONS = 4, 6, 6 * 6      # pixels of a tile and of its patch, each way; of a whole patch
 SCALE = 24 * 24             # by which the sums are too large
 SCRATCH = 1 << 19           # bytes of V at most: it stays in L2, and any thread has so much stack
 LINE = 64                   # bytes of a cache line

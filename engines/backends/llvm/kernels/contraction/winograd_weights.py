@@ -18,7 +18,8 @@ import numpy as np
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, begin_kernel, solves
-from engines.codegen.ir_builder import FLOAT, I8, I16, Function, Module, Value, vector
+from engines.codegen.ir_builder import Function, Module, Value
+from engines.codegen.types import FLOAT, I8, I16, vector
 from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import SIZES, View, dense_view
 

@@ -17,7 +17,8 @@ from engines.backends.llvm.codegen.lanes import Lanes
 from engines.backends.llvm.kernels.common.arithmetic import INT8, INT16, Arithmetic, Operand
 from engines.backends.llvm.kernels.depthwise.steps import Group, columns_read, rows_read
 from engines.backends.llvm.tuning.cost import Work
-from engines.codegen.ir_builder import I8, I16, Value, element_of, lanes_of, vector
+from engines.codegen.ir_builder import Value
+from engines.codegen.types import I8, I16, element_of, lanes_of, vector
 from engines.lowering.problems.convolution import Depthwise
 
 Place = tuple[int, int]         # a row and a column of x, from the first tap of the tile's first output on

@@ -60,7 +60,8 @@ from engines.backends.llvm.kernels.kernel import (
     solves,
 )
 from engines.backends.llvm.tuning.cost import CALL, Work, epilogue, pieces
-from engines.codegen.ir_builder import PTR, Function, Module, Value
+from engines.codegen.ir_builder import Function, Module, Value
+from engines.codegen.types import PTR
 from engines.lowering.problems.convolution import Depthwise
 from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import View

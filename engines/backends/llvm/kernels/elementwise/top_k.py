@@ -16,7 +16,8 @@ from engines.backends.llvm.kernels.common.access import each_row
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, solves
 from engines.backends.llvm.kernels.nest.vectors import load
 from engines.backends.llvm.kernels.rows.passes import live
-from engines.codegen.ir_builder import I32, I64, PTR, Function, Module, Value
+from engines.codegen.ir_builder import Function, Module, Value
+from engines.codegen.types import I32, I64, PTR
 from engines.lowering.problems.elementwise import TopK
 
 BLOCK = 64              # elements whose peak is remembered; a multiple of every machine's lanes

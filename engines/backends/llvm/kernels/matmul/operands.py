@@ -24,7 +24,8 @@ from engines.backends.llvm.codegen.lanes import ELEMENTS, Lanes, from_float, to_
 from engines.backends.llvm.kernels.common.access import transposed
 from engines.backends.llvm.kernels.common.arithmetic import Arithmetic, Operand, add_step, arithmetic_for
 from engines.codegen.extents import Extent
-from engines.codegen.ir_builder import FLOAT, I8, I32, I64, Function, Value, lanes_of, vector
+from engines.codegen.ir_builder import Function, Value
+from engines.codegen.types import FLOAT, I8, I32, I64, lanes_of, vector
 from engines.lowering.problems.matmul import MIDDLE
 from engines.lowering.problems.view import SIZES, View
 
@@ -157,7 +158,7 @@ class Right(Factor):
         if isinstance(rows, Extent) and elements > 1:
             last, rows = f.constant(rows - 1, I64), -(-rows // elements) * elements
         for row, size in f.tiles("packed row", rows, elements):
-            parts = []
+            parts: list[Value] = []
             for place in (row + e for e in range(elements)):
                 part = self._absent(f, lanes)
                 if count and len(parts) < size:

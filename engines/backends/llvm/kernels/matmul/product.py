@@ -32,7 +32,8 @@ from engines.backends.llvm.kernels.matmul.operands import (
     product_arithmetic,
     store_tile,
 )
-from engines.codegen.ir_builder import I32, PTR, Function, Module, Value
+from engines.codegen.ir_builder import Function, Module, Value
+from engines.codegen.types import I32, PTR
 from engines.lowering.problems.matmul import MIDDLE, Product
 from engines.lowering.problems.problem import Array
 

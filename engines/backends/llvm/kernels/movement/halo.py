@@ -3,7 +3,8 @@ from __future__ import annotations
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, begin_kernel, solves
-from engines.codegen.ir_builder import I8, Module, vector
+from engines.codegen.ir_builder import Module
+from engines.codegen.types import I8, vector
 from engines.lowering.problems.movement import HaloFill
 
 UNROLLED = 4            # vectors

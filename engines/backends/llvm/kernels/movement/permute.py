@@ -30,7 +30,8 @@ from engines.backends.llvm.kernels.common.access import (
 from engines.backends.llvm.kernels.elementwise.pointwise import PointwiseKernel
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
 from engines.codegen.extents import Extent
-from engines.codegen.ir_builder import FLOAT, I8, I16, I32, I64, Function, Module, Value, lanes_of, vector
+from engines.codegen.ir_builder import Function, Module, Value
+from engines.codegen.types import FLOAT, I8, I16, I32, I64, lanes_of, vector
 from engines.lowering.problems.elementwise import Pointwise
 from engines.lowering.problems.movement import Permute
 from engines.lowering.problems.problem import Array

@@ -17,7 +17,8 @@ from engines.backends.llvm.kernels.common.pixels import (
     store_channels,
 )
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
-from engines.codegen.ir_builder import FLOAT, I8, I64, Function, Module, Value, vector
+from engines.codegen.ir_builder import Function, Module, Value
+from engines.codegen.types import FLOAT, I8, I64, vector
 from engines.lowering.problems.images import Resize
 from engines.lowering.problems.problem import Array
 

@@ -34,7 +34,8 @@ from engines.backends.llvm.kernels.nest.vectors import (
     spread,
     store,
 )
-from engines.codegen.ir_builder import I1, I64, Function, Value, vector
+from engines.codegen.ir_builder import Function, Value
+from engines.codegen.types import I1, I64, vector
 from engines.lowering.nest.program import FLOATING
 
 Copy = tuple[int, int]          # which of the neighbours, which of the vectors

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import ELEMENTS
-from engines.codegen.ir_builder import DOUBLE, FLOAT, I1, I32, I64, Value, element_of, lanes_of, literal, vector
+from engines.codegen.ir_builder import Value
+from engines.codegen.types import DOUBLE, FLOAT, I1, I32, I64, element_of, lanes_of, literal, vector
 from engines.lowering.epilogue.functions import FUNCTIONS
 from engines.lowering.nest.program import COMPARISONS, FLOATING, KINDS, Operation
 from engines.lowering.problems.view import SIZES

@@ -20,7 +20,8 @@ from engines.backends.llvm.kernels.common.access import item_addresses, offset
 from engines.backends.llvm.kernels.common.pixels import finish_pixel, load_constants, pack_panels, store_channels
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
 from engines.backends.llvm.kernels.pooling.reduction import Pixel, PixelReduction
-from engines.codegen.ir_builder import FLOAT, I32, Function, Module, Value
+from engines.codegen.ir_builder import Function, Module, Value
+from engines.codegen.types import FLOAT, I32
 from engines.lowering.problems.images import Pool
 from engines.lowering.problems.problem import Array
 

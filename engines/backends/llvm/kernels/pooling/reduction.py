@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass
 
 from engines.backends.llvm.codegen.lanes import Lanes
-from engines.codegen.ir_builder import I8, Value, vector
+from engines.codegen.ir_builder import Value
+from engines.codegen.types import I8, vector
 
 Pixel = list[Value]
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
-from engines.codegen.ir_builder import FLOAT, I16, Function, Value, vector
+from engines.codegen.ir_builder import Function, Value
+from engines.codegen.types import FLOAT, I16, vector
 
 
 def round_state(f: Function, isa: Isa, hidden: int, state: Value, integers: Value, unit: Value) -> None:

@@ -28,7 +28,8 @@ from engines.backends.llvm.kernels.common.pixels import load_channels, store_cha
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, begin_kernel
 from engines.backends.llvm.kernels.recurrent.rounding import load_unit, round_state
 from engines.backends.llvm.kernels.recurrent.tiling import BLOCK, STEPS, Panels, RecurrenceTiling
-from engines.codegen.ir_builder import I8, I16, I32, I64, PTR, Function, Module, Value, vector
+from engines.codegen.ir_builder import Function, Module, Value
+from engines.codegen.types import I8, I16, I32, I64, PTR, vector
 from engines.lowering.problems.recurrence import Source, Stage
 from engines.lowering.problems.view import SIZES, View
 
@@ -129,7 +130,7 @@ class RecurrenceEmitter:
             at |= {key: at[key] + final * move for key, move in moves.items()}
             moves = {key: -move for key, move in moves.items()}
         known = not isinstance(steps, Value)
-        turns = f.loop("time", steps, at=at) if known else f.range("time", count.like(0), steps, at=at)
+        turns = f.loop("time", steps, at=at) if known else f.range("time", count.like(0), count.like(steps), at=at)
         for turn in turns:
             here = _Pointers(at["x"], at.get("y"), at["old"], at["new"], self.memory + 2 * self.area,
                              turn.binary("and", 1).compare("ne", 0))

@@ -24,7 +24,8 @@ from engines.backends.llvm.kernels.common.access import each_row, offset
 from engines.backends.llvm.kernels.common.pixels import PANEL, load_channels, store_channels
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, Window, begin_kernel
 from engines.codegen.extents import Extent
-from engines.codegen.ir_builder import I1, I64, Function, Module, Value, vector
+from engines.codegen.ir_builder import Function, Module, Value
+from engines.codegen.types import I1, I64, vector
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.rows import NEUTRAL, PARTIALS, RowProblem

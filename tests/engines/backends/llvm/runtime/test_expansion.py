@@ -12,7 +12,8 @@ from engines.backends.llvm.codegen.compile import compile_object
 from engines.backends.llvm.kernels.kernel import begin_kernel
 from engines.backends.llvm.runtime import expansion
 from engines.backends.llvm.runtime.execution import LoadedPlan
-from engines.codegen.ir_builder import I32, Module
+from engines.codegen.ir_builder import Module
+from engines.codegen.types import I32
 from engines.errors import PlanCorruptError
 from engines.plan.file import read_plan, write_plan
 from engines.plan.plan import EXPANDED, ExpandedConstant, Operand, Plan
