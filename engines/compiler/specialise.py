@@ -30,9 +30,9 @@ from engines.passes.quantization.recipe import prepared
 from engines.plan.extents import Extents, open_extents, value_name
 from engines.plan.plan import GeneralKernel, IoTensor, OpenOptions, OpenPart, Plan, graph_of
 
-# Extents at which general kernels are made: so much from the usual ones, an odd number first, whose tails differ, then
-# multiples of 8 and of 32; and few, twice, for kernels that only few rows have. The first of each that make a graph.
-STEPS, FEW, FEWER = (-27, 8, 32, -32, 1, -1), (7, 8, 16, 32, 64), (5, 4, 8, 16, 32)
+# From the usual extents to those at which general kernels are made, the first that make a graph: an odd number, whose
+# tails differ; multiples of 8 and of 32.
+STEPS = (-27, 8, 32, -32, 1, -1)
 
 
 def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[str, Any] | None = None) -> Plan:
@@ -58,22 +58,19 @@ def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[s
 
 def _generals(subject: Subject, recipe: Recipe | None) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
     """The model's kernels that take extents at run time, and their code: of what it is at other extents than the usual
-    ones, and at few."""
+    ones."""
     usual = {name: extent for name, extent in subject.usual.items() if isinstance(extent, int)}
     places = {extent: place for place, extent in enumerate(dict.fromkeys(usual.values()), 1)}      # equal ones stay so
-    others = [{name: extent + step * places[extent] for name, extent in usual.items()} for step in STEPS]
-    few, fewer = ([{name: min(extent, least * places[extent]) for name, extent in usual.items()} for least in counts]
-                  for counts in (FEW, FEWER))
-    for tries in (others, few, fewer):
-        for extents in tries:
-            if extents == usual or min(extents.values(), default=0) < 1:
-                continue
-            try:
-                graph = _graph(subject, recipe, {**subject.usual, **extents})
-                subject.builder.general(graph, recipe.ranges if recipe else None)
-                break
-            except EngineError:
-                continue
+    for step in STEPS if usual else ():
+        extents = {name: extent + step * places[extent] for name, extent in usual.items()}
+        if min(extents.values()) < 1:
+            continue
+        try:
+            graph = _graph(subject, recipe, {**subject.usual, **extents})
+            subject.builder.general(graph, recipe.ranges if recipe else None)
+            break
+        except EngineError:
+            continue
     return subject.builder.generals
 
 
