@@ -42,6 +42,7 @@ def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[s
     if not subject.is_open:
         return plan
     subject.builder.take_over(plan)
+    subject.dependence = plan.dependence
     usual = [{name: bounds[name][1] if name in bounds else value for name, value in subject.usual.items()}
              for bounds in subject.profiles]
     kernels, code = _generals(subject, recipe)

@@ -71,9 +71,10 @@ class GeneralKernels:
         fitting = [one for one in self._kernels.get(words, ()) if _fits(one, numbers)]
         if not fitting:
             return []
-        classes = {type(tactic).__name__: type(tactic) for tactic in tactics}
+        by_text = {repr(tactic): tactic for tactic in tactics}
+        classes = {type(tactic).__name__: type(tactic) for tactic in by_text.values()}
         return [Found(one, tactic, _told(one, numbers)) for one in fitting
-                if (tactic := _tactic(one.tactic, classes)) is not None]
+                if (tactic := by_text.get(one.tactic) or _tactic(one.tactic, classes)) is not None]
 
     def make(self, wanted: Sequence[tuple[Kernel[Any], Any]], pool: CompilerPool,
              done: Callable[[], None] = lambda: None) -> list[Found]:
@@ -127,11 +128,15 @@ def _told(one: GeneralKernel, numbers: Numbers) -> Numbers:
 
 
 def _tactic(text: str, classes: Mapping[str, type]) -> Any:
-    """What repr() wrote: Tile(rows=1, cols=6); None: a tactic of another class."""
+    """What repr() wrote: Tile(rows=1, cols=6); None: a tactic of another class, or one of more than numbers."""
     call = ast.parse(text, mode="eval").body
     assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+    try:
+        fields = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
+    except ValueError:
+        return None
     kind = classes.get(call.func.id)
-    return kind and kind(**{word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg})
+    return kind and kind(**fields)
 
 
 def _differences(numbers: Numbers, others: Numbers) -> frozenset[int]:
