@@ -60,7 +60,8 @@ def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[s
 def _generals(subject: Subject, recipe: Recipe | None) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
     """The model's kernels that take extents at run time, and their code: of what it is at other extents than the usual
     ones."""
-    usual = {name: extent for name, extent in subject.usual.items() if isinstance(extent, int)}
+    decided = {extent for name in subject.deciding for extent in subject.types[name].shape}
+    usual = {name: extent for name, extent in subject.usual.items() if isinstance(extent, int) and name not in decided}
     places = {extent: place for place, extent in enumerate(dict.fromkeys(usual.values()), 1)}      # equal ones stay so
     for step in STEPS if usual else ():
         extents = {name: extent + step * places[extent] for name, extent in usual.items()}

@@ -166,6 +166,8 @@ def _deformed(call: Call) -> list[Node]:
     node, (items, channels, *sizes), dtype = call.node, call.type().shape, call.type().dtype
     groups, parts, rank = int(call.attr("group", 1)), int(call.attr("offset_group", 1)), len(sizes)
     taps, count = math.prod(window.kernel), fixed([channels])[0]
+    if min(groups, parts) < 1 or count % groups or count % parts:
+        raise GraphError(f"{count} channels are not {groups} groups and {parts} groups of offsets")
     # In units in which -1 and 1 are the outer edges of the first and the last pixel; the last axis comes first.
     places = np.stack(np.meshgrid(*(np.arange(k) * d for k, d in zip(window.kernel, window.dilations, strict=True)),
                                   indexing="ij"), -1).reshape(taps, *(1,) * rank, rank)
