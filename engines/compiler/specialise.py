@@ -8,6 +8,7 @@ is in it.
 """
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,6 +30,8 @@ from engines.passes.pixels import Pixels
 from engines.passes.quantization.recipe import prepared
 from engines.plan.extents import Extents, open_extents, value_name
 from engines.plan.plan import GeneralKernel, IoTensor, OpenOptions, OpenPart, Plan, graph_of
+
+log = logging.getLogger(__name__)
 
 # From the usual extents to those at which general kernels are made, the first that make a graph: an odd number, whose
 # tails differ; multiples of 8 and of 32.
@@ -92,7 +95,7 @@ class Specialiser:
         self._target = part.options.target if target is None else target
         self._plan, self._timing = plan, timing
         self._cache, self._fingerprint = cache, plan.fingerprint
-        self._subjects: dict[str, Subject] = {}
+        self._subjects: dict[tuple[str, bool], Subject] = {}
         # The general version, made at the same time, is of the same graph: it is imported once.
         self._graphs: dict[tuple[Any, ...], Graph] = {}
         self._importing = threading.Lock()
@@ -114,13 +117,13 @@ class Specialiser:
     def general(self, extents: Extents) -> Plan:
         """The same by kernels that take extents at run time, where those that the plan has will do or the compiler is
         there; else for the NumPy backend: right, and slow."""
-        with self._importing:
-            subject, recipe = self._subject(self._target), self._part.recipe
-            subject.at(extents)
-            try:
-                plan = subject.builder.general(_graph(subject, recipe, extents), recipe.ranges if recipe else None)
-            except ImportError:
-                plan = None
+        try:
+            subject, recipe = self._imported(self._target, extents, apart=True), self._part.recipe
+        except ImportError as error:
+            log.warning("%s: NumPy computes %s, slowly, for the compiler is not installed (%s)", self._plan.name,
+                        dict(extents), error)
+            return self._made("numpy", extents)
+        plan = subject.builder.general(_graph(subject, recipe, extents), recipe.ranges if recipe else None)
         return replace(plan, extents=dict(extents)).bare() if plan else self._made("numpy", extents)
 
     def graph(self, extents: Extents) -> Graph:
@@ -133,13 +136,19 @@ class Specialiser:
         return self._subject(self._target).at(extents)
 
     def _made(self, target: str, extents: Extents) -> Plan:
-        with self._importing:
-            subject = self._subject(target)
-            subject.at(extents)
-        return _plan(subject, self._part.recipe, extents)
+        return _plan(self._imported(target, extents), self._part.recipe, extents)
 
-    def _subject(self, target: str) -> Subject:
-        if target not in self._subjects:
+    def _imported(self, target: str, extents: Extents, apart: bool = False) -> Subject:
+        """With the graph for these numbers made."""
+        with self._importing:
+            subject = self._subject(target, apart)
+            subject.at(extents)
+        return subject
+
+    def _subject(self, target: str, apart: bool = False) -> Subject:
+        """apart: with a builder of its own, for the thread that makes general versions."""
+        key = target, apart
+        if key not in self._subjects:
             options = self._part.options
             config = BuildConfig(
                 options.precision, options.max_batch, options.opt_batch, target, keep_float=options.keep_float,
@@ -150,9 +159,9 @@ class Specialiser:
             builder = Builder(config)
             if builder.target == self._plan.machine.target:
                 builder.take_over(self._plan)
-            self._subjects[target] = Subject(builder, self._source, types, usual, (), self._part.deciding,
+            self._subjects[key] = Subject(builder, self._source, types, usual, (), self._part.deciding,
                                              self._graphs, kept=1, dependence=self._plan.dependence)
-        return self._subjects[target]
+        return self._subjects[key]
 
 
 def graph_at(plan: Plan) -> Graph:

@@ -13,10 +13,12 @@ import pytest
 
 from calibration import Calibration
 from engines import build_engine, load_engine
+from engines.backends import backend_of
 from engines.backends.llvm.codegen import compile as llvm_compile
 from engines.backends.llvm.codegen.isa import isa_named
 from engines.backends.llvm.kernels.contraction.direct import DirectContraction
 from engines.backends.llvm.kernels.contraction.tiled import Tile
+from engines.backends.llvm.session import LlvmSession
 from engines.compiler.build import EngineBuild
 from engines.compiler.specialise import Specialiser, graph_at, relower
 from engines.errors import ConfigError, InputError, ModelError, PlanCorruptError, PlanTargetError
@@ -114,6 +116,19 @@ def test_shapes_never_met_are_computed_by_kernels_that_are_told_their_extents(
     monkeypatch.setattr(llvm_compile, "compile_object", compile_object)
     general = load_engine(tmp_path / "m.plan", specialise="off")
     assert [bytes(general.run(tokens(2, length))["y"]) for length in lengths] == expected
+
+
+def test_without_the_compiler_numpy_is_the_general_version(
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    plan = built(attention_net()).plan
+
+    def session(target: str, *_: object) -> LlvmSession:
+        raise ImportError("no llvmlite")
+
+    monkeypatch.setattr(backend_of("").__class__, "session", staticmethod(session))
+    engine = OpenEngine(plan, lambda: Specialiser(plan), policy=Policy("off"))
+    assert_right(engine, attention_net(), tokens(1, 31))
+    assert engine.plan_of(tokens(1, 31)).machine.backend == "numpy" and "no llvmlite" in caplog.text
 
 
 def test_pictures_of_sizes_never_met_are_computed_by_kernels_that_are_told_their_extents() -> None:

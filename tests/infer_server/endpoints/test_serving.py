@@ -103,7 +103,7 @@ def test_many_clients_that_ask_again_and_again_share_batches(tmp_path: Path) -> 
             assert all((y == 3).all() for y in clients.map(lambda _: infer(client), range(320)))
         stats = client.get_inference_statistics("m").model_stats[0]
     assert stats.inference_count == 320
-    assert stats.inference_count / stats.execution_count >= 2
+    assert stats.inference_count / stats.execution_count > 4
 
 
 def test_each_request_of_a_batch_gets_its_own_rows(tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
