@@ -88,7 +88,7 @@ def test_a_client_that_does_not_read_its_answer_in_time_is_disconnected(
 
 
 @pytest.mark.parametrize("method", [method.name for method in protos.methods(protos.INFERENCE_SERVICE)
-                                    if method.name != "ModelStreamInfer"])      # which says it in the stream
+                                    if method.name != "ModelStreamInfer"])      # the test below
 def test_bytes_that_are_no_message_are_an_invalid_argument_of_every_call(
         method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with serving(tmp_path, explicit_control=True) as server, grpc.insecure_channel(server.address) as channel:
@@ -98,6 +98,13 @@ def test_bytes_that_are_no_message_are_an_invalid_argument_of_every_call(
     complaints = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(complaints) == 1 and f"not a {method}Request" in complaints[0].getMessage()
     assert not complaints[0].exc_info
+
+
+def test_bytes_that_are_no_message_are_answered_as_an_error_in_their_stream(tmp_path: Path) -> None:
+    with serving(tmp_path) as server, grpc.insecure_channel(server.address) as channel:
+        stream = channel.stream_stream(f"/{protos.INFERENCE_SERVICE}/ModelStreamInfer")
+        answers = list(stream(iter([b"\x0a\xff"] * 2), timeout=10))
+    assert len(answers) == 2 and all(b"not a ModelInferRequest" in answer for answer in answers)
 
 
 @pytest.mark.parametrize("method", ["Check", "Watch"])
