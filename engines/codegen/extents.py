@@ -76,6 +76,8 @@ class Extent:
 
     # ---- counting
     def _counted(self, word: str, a: Any, b: Any) -> Any:
+        # What another kernel is told is only a number here: their terms say nothing of each other.
+        a, b = (one.__index__() if isinstance(one, Extent) and one.trace is not self.trace else one for one in (a, b))
         left, right = (one.term if isinstance(one, Extent) else one for one in (a, b))
         if isinstance(left, float) or isinstance(right, float):
             return _OPERATORS[word](*(one.__index__() if isinstance(one, Extent) else one for one in (a, b)))

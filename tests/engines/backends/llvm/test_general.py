@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -40,6 +41,20 @@ def test_whoever_asks_for_the_number_itself_is_guarded(asks) -> None:
     (term, value), = trace.guards.values()
     assert value_of(term, [77]) == value
     assert any(value_of(term, [number]) != value for number in (1, 8, 76, 78, 128, 1000))
+
+
+def test_what_was_kept_of_another_kernel_is_guarded_for_this_one() -> None:
+    seen = []
+
+    @cache
+    def order(count: int) -> tuple[int, ...]:
+        seen.append(count)
+        return tuple(range(count))
+
+    (first, ours), (second, theirs) = extent(5), extent(5)
+    assert order(ours) == order(theirs) == (0, 1, 2, 3, 4) and len(seen) == 1
+    for trace in (first, second):
+        assert any(value_of(term, [5]) == value != value_of(term, [7]) for term, value in trace.guards.values())
 
 
 def test_a_number_that_is_told_is_read_from_the_table_in_every_function() -> None:
