@@ -70,17 +70,27 @@ def _scales(rows: Array, usual: Sequence[int] = STEPS, inside: Callable[[Array],
     largest = np.abs(rows).max(axis=1)
     scales = np.where(largest > 0, 0, 1).astype(np.float32)
     sample = rows[:, np.linspace(0, rows.shape[1] - 1, min(SAMPLE, rows.shape[1])).astype(int)]
+    inside = inside or _inside_int8
+    if not _has_steps(sample, largest, usual, inside):      # weights that were never quantised: nearly all there are
+        return scales
     for steps in usual:
         open_ = np.flatnonzero(scales == 0)
         if not open_.size:
             break
         step = largest[open_] / np.float32(steps)
-        fits = _fits(sample[open_], step, inside or _inside_int8)
+        fits = _fits(sample[open_], step, inside)
         open_, step = open_[fits], step[fits]
         if open_.size:
-            fits = _fits(rows[open_], step, inside or _inside_int8)
+            fits = _fits(rows[open_], step, inside)
             scales[open_[fits]] = _refined(rows[open_[fits]], step[fits])
     return scales
+
+
+def _has_steps(rows: Array, largest: Array, usual: Sequence[int], inside: Callable[[Array], Array]) -> bool:
+    """Whether the first row that is not all zeros is whole numbers of any number of steps."""
+    first = int(np.argmax(largest > 0))
+    every = np.broadcast_to(rows[first], (len(usual), rows.shape[1]))
+    return not largest[first] or bool(_fits(every, largest[first] / np.float32(usual), inside).any())
 
 
 def _fits(rows: Array, step: Array, inside: Callable[[Array], Array]) -> Array:
@@ -97,7 +107,6 @@ def _inside_int8(whole: Array) -> Array:
 def _inside_four_bits(whole: Array) -> Array:
     """With the zero point that each row likes best."""
     return np.asarray(np.maximum(whole.max(axis=1), 0) - np.minimum(whole.min(axis=1), 0) <= 15)
-
 
 
 def _refined(rows: Array, step: Array) -> Array:
