@@ -161,7 +161,7 @@ class Search:
         return f"{self.choice}\n  refined: {self.refinement}" if self.refinement else str(self.choice)
 
 
-def search(histograms: Mapping[str, Histogram], graph_hash: str, items: int, evaluate: Evaluate,
+def search(histograms: Mapping[str, Histogram], model_hash: str, items: int, evaluate: Evaluate,
            evaluations: int = 32, candidates: Sequence[str] = CANDIDATES) -> Search:
     """The table with the least error that the candidates and then `evaluations` trials with single ranges give.
 
@@ -169,7 +169,7 @@ def search(histograms: Mapping[str, Histogram], graph_hash: str, items: int, eva
     each candidate and `evaluations` times more. 0 leaves the refinement out.
     """
     def table(name: str) -> CalibrationTable:
-        return make_table(name, graph_hash, items, histograms)
+        return make_table(name, model_hash, items, histograms)
 
     choice = choose({name: table(name) for name in candidates}, evaluate)
     if not evaluations:

@@ -22,7 +22,7 @@ from engines.errors import CalibrationError
 from engines.ir.recipe import Recipe
 
 FORMAT = "infer-server calibration table"
-VERSION = 3
+VERSION = 4
 TENSORRT_LEVEL = 127            # the int8 value that stands for the threshold
 
 
@@ -33,10 +33,10 @@ class CalibrationTable:
     means: {tensor: the mean of each index of its last axis}, where biases are to be corrected by them; else empty.
     smoothing: {tensor: what each index of its last axis is divided by} (smoothing.py); the ranges are those after it.
 
-    graph_hash is "" and items 0 where the file does not say: a TensorRT cache.
+    model_hash is "" and items 0 where the file does not say: a TensorRT cache.
     """
     calibrator: str
-    graph_hash: str
+    model_hash: str
     items: int
     ranges: Mapping[str, Range]
     means: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
@@ -57,16 +57,16 @@ class CalibrationTable:
         return Recipe(self.ranges, self.means, self.smoothing)
 
 
-def make_table(calibrator: str, graph_hash: str, items: int, histograms: Mapping[str, Histogram]) -> CalibrationTable:
+def make_table(calibrator: str, model_hash: str, items: int, histograms: Mapping[str, Histogram]) -> CalibrationTable:
     """The table that the named calibrator makes of what was collected from `items` items."""
     rule = make_calibrator(calibrator)
-    return CalibrationTable(calibrator, graph_hash, items, {name: rule.range(h) for name, h in histograms.items()})
+    return CalibrationTable(calibrator, model_hash, items, {name: rule.range(h) for name, h in histograms.items()})
 
 
 # ---- files
 def write_table(table: CalibrationTable, path: str | Path) -> None:
     """Write our own format."""
-    document = {"format": FORMAT, "version": VERSION, "calibrator": table.calibrator, "graph_hash": table.graph_hash,
+    document = {"format": FORMAT, "version": VERSION, "calibrator": table.calibrator, "model_hash": table.model_hash,
                 "items": table.items, "ranges": {tensor: list(range_) for tensor, range_ in table.ranges.items()},
                 "means": {tensor: list(means) for tensor, means in table.means.items()},
                 "smoothing": {tensor: list(factors) for tensor, factors in table.smoothing.items()}}
@@ -104,14 +104,14 @@ def _parse_ours(text: str) -> CalibrationTable:
     if document.get("format") != FORMAT or document.get("version") != VERSION:
         raise CalibrationError(f"format {document.get('format')!r} version {document.get('version')!r}, expected "
                                f"{FORMAT!r} version {VERSION}; delete it to calibrate again")
-    wanted = {"format", "version", "calibrator", "graph_hash", "items", "ranges", "means", "smoothing"}
+    wanted = {"format", "version", "calibrator", "model_hash", "items", "ranges", "means", "smoothing"}
     if document.keys() != wanted:
         raise CalibrationError(f"its fields are {sorted(document)}, expected {sorted(wanted)}")
     try:
         ranges = {str(tensor): (float(low), float(high)) for tensor, (low, high) in document["ranges"].items()}
         means, smoothing = ({str(tensor): tuple(map(float, values)) for tensor, values in document[key].items()}
                             for key in ("means", "smoothing"))
-        return CalibrationTable(str(document["calibrator"]), str(document["graph_hash"]), int(document["items"]),
+        return CalibrationTable(str(document["calibrator"]), str(document["model_hash"]), int(document["items"]),
                                 ranges, means, smoothing)
     except (AttributeError, TypeError, ValueError) as error:
         raise CalibrationError(f"a field of the wrong type: {error}") from error
@@ -140,20 +140,20 @@ class Cached:
     note: str
 
 
-def load_or_make(path: str | Path, graph_hash: str, make: Callable[[], CalibrationTable],
+def load_or_make(path: str | Path, model_hash: str, make: Callable[[], CalibrationTable],
                  calibrator: str | None = None) -> Cached:
     """The table in the cache file if it fits; else the table that `make` gives, written there in our format.
 
-    It fits if it is of this graph and, where one is asked for, of this calibrator. TensorRT's caches don't say what
-    graph they are of: they are taken as they are and never overwritten. Raises CalibrationError on a broken file.
+    It fits if it is of this model and, where one is asked for, of this calibrator. TensorRT's caches don't say what
+    model they are of: they are taken as they are and never overwritten. Raises CalibrationError on a broken file.
     """
     if not Path(path).exists():
         reason = "there was none"
     else:
         table = read_table(path)
-        if not table.graph_hash:
+        if not table.model_hash:
             return Cached(table, f"ranges of {len(table.ranges)} tensors taken from the TensorRT cache {path}")
-        if table.graph_hash != graph_hash:
+        if table.model_hash != model_hash:
             reason = "it was of another model"
         elif calibrator not in (None, table.calibrator):
             reason = f"it was made by {table.calibrator}, and {calibrator} was asked for"

@@ -8,8 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from calibration.bias_correction import ChannelMeans
 from calibration.calibrators import make_calibrator
 from calibration.collect import collect
@@ -124,7 +122,7 @@ class Calibration:
             return table
 
         if self.cache:
-            cached = load_or_make(self.cache, graph_hash(graph), make, self.calibrator or None)
+            cached = load_or_make(self.cache, model_hash(subject), make, self.calibrator or None)
             table = cached.table
             notify(cached.note)
         else:
@@ -138,12 +136,15 @@ class Calibration:
         return Calibrated(table.recipe, report)
 
 
-def graph_hash(graph: Graph) -> str:
-    """Of all that ranges depend on: the graph's text and its weights."""
-    digest = hashlib.sha256(str(graph).encode())
-    for name in sorted(graph.constants):
+def model_hash(subject: Subject) -> str:
+    """Of what the numbers in a model depend on, whatever the shapes that it is built for: ranges of one build serve the
+    others of the same model."""
+    pixels = subject.builder.config.pixels
+    digest = hashlib.sha256(repr(pixels and vars(pixels)).encode())
+    digest.update(subject.source.document())
+    for name, array in sorted(subject.source.weights.items()):
         digest.update(name.encode())
-        digest.update(np.ascontiguousarray(graph.constants[name]).reshape(-1).view(np.uint8).data)
+        digest.update(repr(array.tolist()).encode() if array.dtype == object else array.tobytes())      # object: text
     return digest.hexdigest()[:32]
 
 
@@ -226,7 +227,7 @@ def _from_data(subject: Subject, wanted: Calibration, notify: Notify,
     watched = _Watched(engines, data, batch, lambda done, of: progress("calibrating", done, of, ""))
     watched.watch(edges, uneven)
     report: dict[str, Any] = {"preprocess": data.preprocess.to_json()} if data.preprocess is not None else {}
-    hash_, items = graph_hash(graph), watched.items
+    hash_, items = model_hash(subject), watched.items
     if wanted.calibrator:
         return make_table(wanted.calibrator, hash_, items, watched.histograms), report
 

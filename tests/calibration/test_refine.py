@@ -49,7 +49,7 @@ def test_the_search_ends_no_worse_than_the_best_calibrator():
     found = search(network.histograms(), "abc", len(network.items), network.evaluate, evaluations=8)
     assert found.choice.errors.keys() == set(CANDIDATES)
     assert network.evaluate(found.table).peak_db >= max(e.peak_db for e in found.choice.errors.values()) - 0.1
-    assert (found.table.graph_hash, found.table.items) == ("abc", 48)
+    assert (found.table.model_hash, found.table.items) == ("abc", 48)
     assert "refined: " in str(found)
 
 

@@ -52,7 +52,7 @@ def test_a_broken_cache_is_an_error_that_names_it(tmp_path, text, complaint):
 
 
 @pytest.mark.parametrize("change, complaint", [
-    ({"version": 4}, "version 4"), ({"extra": 1}, "fields"), ({"items": "many"}, "wrong type"),
+    ({"version": 5}, "version 5"), ({"extra": 1}, "fields"), ({"items": "many"}, "wrong type"),
     ({"ranges": {"x": [1]}}, "wrong type"), ({"ranges": [1]}, "wrong type"), ({"ranges": {"x": [1, 2]}}, "hold zero")])
 def test_our_format_is_read_strictly(tmp_path, change, complaint):
     path = tmp_path / "calib.json"

@@ -7,6 +7,7 @@ import numpy as np
 import onnx
 import pytest
 
+from engines import load_engine
 from engines.plan.file import read_plan
 from infer_server.cli import inspect_engine, run_engine
 from tests.engines.compiler.open_models import attention_net, picture_net, random
@@ -48,7 +49,7 @@ def test_profiles_that_make_no_sense_are_refused(workshop: Workshop, given: list
     assert complaint in workshop.said
 
 
-def test_int8_of_open_pictures_is_exported_and_verified_at_two_sizes(workshop: Workshop) -> None:
+def test_int8_of_open_pictures_is_exported_and_verified_and_its_ranges_serve_one_size(workshop: Workshop) -> None:
     onnx.save(picture_net(), workshop.path("open.onnx"))
     np.savez(workshop.path("calib.npz"), x=random(4, 3, 32, 24))
     given = ["--int8", "--calib-cache", workshop.path("ranges.json"), "--no-timing",
@@ -58,3 +59,10 @@ def test_int8_of_open_pictures_is_exported_and_verified_at_two_sizes(workshop: W
     assert read_plan(workshop.path("m.plan")).extents == {"H": 32, "W": 24}
     assert workshop.build(*given, "--verify", model="open.onnx") == 0      # on generated pictures of three sizes
     assert "39 items of generated inputs" in workshop.said and "verified" in workshop.said
+
+    assert workshop.build("--int8", "--calib-cache", workshop.path("ranges.json"), "--no-timing",    # and no data
+                          "--shape", "x:batchx3x16x8", model="open.onnx", output="fixed.plan") == 0
+    feed = {"x": random(2, 3, 16, 8)}
+    found = load_engine(workshop.path("m.plan")).run(feed)
+    for name, expected in load_engine(workshop.path("fixed.plan")).run(feed).items():
+        np.testing.assert_array_equal(found[name], expected)
