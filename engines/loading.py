@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismatch: str = "relower",
-                cpus: Sequence[int] | None = None, specialise: str = "wait",
+                cpus: Sequence[int] | None = None, specialise: str = "",
                 specialisations: int = 16, cache: str | os.PathLike[str] | bool = True, gpu: int = 0,
                 retune: bool = False) -> AnyEngine:
     """The engine of a plan file.
@@ -27,7 +27,8 @@ def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismat
     on_target_mismatch: if this CPU lacks what the code needs, "relower" compiles the plan's graph again for this one
     (seconds; needs llvmlite), "refuse" raises PlanTargetError.
     specialise: of a plan with open extents, what happens at shapes that it has not met (see OpenEngine): "wait",
-    "background" or "off"; specialisations: how many are kept in memory at most; cache: and on the disk, in the user's
+    "background" or "off"; if it is not said, the first, and of a program the second for what its segments meet again
+    (docs/programs.md). specialisations: how many are kept in memory at most; cache: and on the disk, in the user's
     engine cache, the one in a folder, or none (False).
     gpu: the number of the GPU that a plan for one runs on. retune: of a plan for a GPU that was built without one,
     choose the tactics anew by timing them here (minutes), once for each cache: what is found is kept there.
@@ -43,21 +44,21 @@ def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismat
 
 
 def engine_of(plan: Plan, threads: int = 1, on_target_mismatch: str = "relower", cpus: Sequence[int] | None = None,
-              name: str = "", specialise: str = "wait", specialisations: int = 16,
+              name: str = "", specialise: str = "", specialisations: int = 16,
               cache: str | os.PathLike[str] | bool = False, gpu: int = 0) -> AnyEngine:
     """The engine of a plan at hand, as load_engine makes it; `name` is what errors call it."""
     name = name or plan.name
     if plan.program is not None:
         return program_engine(plan, threads, lambda part: _graph_engine(
-            part, threads, on_target_mismatch, cpus, part.name, specialise, specialisations, cache, gpu, empty=True))
+            part, threads, on_target_mismatch, cpus, part.name, specialise, specialisations, cache, gpu, segment=True))
     return _graph_engine(plan, threads, on_target_mismatch, cpus, name, specialise, specialisations, cache, gpu)
 
 
 def _graph_engine(plan: Plan, threads: int = 1, on_target_mismatch: str = "relower",
-                  cpus: Sequence[int] | None = None, name: str = "", specialise: str = "wait",
+                  cpus: Sequence[int] | None = None, name: str = "", specialise: str = "",
                   specialisations: int = 16, cache: str | os.PathLike[str] | bool = False, gpu: int = 0,
-                  empty: bool = False) -> SegmentEngine:
-    """Of a plan that is no program. empty: inputs may have no elements, as between the segments of a program."""
+                  segment: bool = False) -> SegmentEngine:
+    """Of a plan that is no program. segment: it is a part of one (see Policy)."""
     if mismatch := device_of(plan.machine.backend, gpu).mismatch(plan):
         if plan.stripped and not (plan.open and plan.open.model):
             raise PlanTargetError(f"{name}: {mismatch}; it is stripped (--strip), so it cannot be compiled again here: "
@@ -67,8 +68,9 @@ def _graph_engine(plan: Plan, threads: int = 1, on_target_mismatch: str = "relow
         plan = _relower(plan, f"{name}: {mismatch}")
     if plan.open is None:
         return Engine(plan, threads, cpus, gpu=gpu)
-    from engines.runtime.open_engine import OpenEngine, Policy  # here: it is no part of what most plans need
-    policy = Policy(specialise, specialisations, empty=empty)
+    from engines.runtime.open_engine import OpenEngine  # here: they are no part of what most plans need
+    from engines.runtime.policy import Policy
+    policy = Policy(specialise or ("background" if segment else "wait"), specialisations, segment=segment)
     return OpenEngine(plan, lambda: _specialiser(plan, cache), threads, cpus, policy, gpu)
 
 
@@ -77,7 +79,7 @@ def program_engine(plan: Plan, threads: int = 1, engine: Callable[[Plan], Segmen
     """The engine of a program. engine: makes those of its segments; maker: gives what compiles more of them; watch:
     called with all that they are fed."""
     from engines.runtime.program_engine import ProgramEngine
-    return ProgramEngine(plan, engine or (lambda part: _graph_engine(part, threads, empty=True)),
+    return ProgramEngine(plan, engine or (lambda part: _graph_engine(part, threads, specialise="wait", segment=True)),
                          maker or (lambda: _segment_maker(plan)), threads, watch)
 
 

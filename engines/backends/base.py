@@ -50,9 +50,11 @@ class Session(Protocol):
         opt_batch: the batch that kernels are timed with; None: the backend decides.
         """
 
-    def general(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> Any | None:
+    def general(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
+                usual: Callable[[], Graph] | None = None) -> Any | None:
         """The same, of kernels that take numbers at run time or that the plan taken over has: only what is missing is
-        compiled. None: there are none of that kind."""
+        compiled, and is told what differs from the graph that was lowered before, or from the `usual` one. None: there
+        are none of that kind."""
 
     @property
     def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:

@@ -10,7 +10,7 @@ A Builder keeps its kernels and their times: building again with other ranges on
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -180,10 +180,13 @@ class Builder:
             self.cache.save()       # of a build that is interrupted, too: minutes of timing are not done again
 
     @faults_named()
-    def general(self, graph: Graph, ranges: Ranges | None = None) -> Plan | None:
+    def general(self, graph: Graph, ranges: Ranges | None = None,
+                usual: Callable[[], Graph] | None = None) -> Plan | None:
         """The plan of a graph for other shapes than those of the plan taken over, without compiling what is general;
-        None: the backend has nothing general."""
-        chosen = self._session.general(self.stored(graph, ranges), self._max_batch(graph), self.config.opt_batch)
+        usual: the graph for those shapes, where it is not the one built before. None: the backend has nothing
+        general."""
+        chosen = self._session.general(self.stored(graph, ranges), self._max_batch(graph), self.config.opt_batch,
+                                       usual and (lambda: self.stored(usual(), ranges)))
         return self._plan(self._session, chosen) if chosen else None
 
     @property

@@ -21,13 +21,14 @@ from engines.frontend.extents import likely_extents
 from engines.frontend.onnx_file import OnnxModel
 from engines.ir.dtypes import dtype_named, memory_dtype
 from engines.ir.graph import Array, TensorType
-from engines.loading import program_engine
+from engines.loading import engine_of, program_engine
 from engines.plan.extents import extents_of
-from engines.plan.plan import IoTensor, MachinePart, OpenOptions, Plan, ProgramPart
+from engines.plan.plan import IoTensor, MachinePart, OpenOptions, Plan, ProgramPart, SegmentPart
 from engines.runtime.program_engine import NO_TENSORS, ProgramEngine
 from engines.version import COMPILER_VERSION
 
 Say = Callable[[str], None]
+OTHER_LENGTHS = (-27, 8, -8, 1, -1)     # from those of open extents to others: see specialise.STEPS
 LENGTHS = (128, 16, 64, 512, 1, 1024)       # of open extents, one after the other, until the program runs
 
 
@@ -74,6 +75,8 @@ def _tried(builder: Builder, source: OnnxModel, seen: Seen, say: Say, found: Cut
     segments = tuple(replace(one.part, plans=one.plans) for one in engine.segments)
     if watched and fed:
         segments = calibrated(segments, SegmentMaker(part, config.timing, config.precision), fed, watched, say)
+    if tried:
+        segments = _with_general_kernels(replace(plan, program=replace(part, segments=segments)), tried)
     tensors = [io for io in inputs if io.name in tried and io.dtype not in NO_TENSORS]
     usual = extents_of(plan.name, tensors, {io.name: tried[io.name].shape for io in tensors})
     outputs = tuple(_met(io, made[io.name]) if made else io for io in plan.outputs)
@@ -113,6 +116,32 @@ def _run(engine: ProgramEngine, feeds: Iterable[Mapping[str, Array]], all_of_the
         if not all_of_them:
             break
     return tried, first, reason
+
+
+def _with_general_kernels(plan: Plan, tried: Mapping[str, Array]) -> tuple[SegmentPart, ...]:
+    """The segments with kernels that take extents at run time: what they are made of when the program runs on inputs of
+    other extents and numbers than those that it was tried on. As they are, where it does not run on such."""
+    assert plan.program is not None
+    engine = engine_of(plan, specialise="off")
+    assert isinstance(engine, ProgramEngine)
+    open_inputs = [io for io in plan.inputs if any(isinstance(extent, str) for extent in io.shape)]
+    for length in OTHER_LENGTHS if open_inputs else ():
+        try:
+            engine.run({io.name: _other(io, tried[io.name], length) for io in plan.inputs if io.name in tried})
+            break
+        except EngineError:
+            continue
+    return tuple(replace(one.part, plans=one.plans) for one in engine.segments)
+
+
+def _other(io: IoTensor, value: Array, change: int) -> Array:
+    """The same with extents that are longer or shorter, and whole numbers that are one more: some are lengths."""
+    if io.dtype in NO_TENSORS:
+        return value
+    shape = [extent + change if isinstance(name, str) and extent > 1 else extent
+             for name, extent in zip(io.shape, value.shape, strict=True)]
+    other = np.resize(value, [max(extent, 1) for extent in shape])
+    return other + other.dtype.type(1) if other.dtype.kind in "iu" and other.size else other
 
 
 def _met(io: IoTensor, value: Any) -> IoTensor:

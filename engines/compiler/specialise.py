@@ -123,8 +123,15 @@ class Specialiser:
             log.warning("%s: NumPy computes %s, slowly, for the compiler is not installed (%s)", self._plan.name,
                         dict(extents), error)
             return self._made("numpy", extents)
-        plan = subject.builder.general(_graph(subject, recipe, extents), recipe.ranges if recipe else None)
+        plan = subject.builder.general(_graph(subject, recipe, extents), recipe.ranges if recipe else None,
+                                       lambda: _graph(subject, recipe, self._plan.extents))
         return replace(plan, extents=dict(extents)).bare() if plan else self._made("numpy", extents)
+
+    @property
+    def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
+        """The kernels of general versions, those of the plan among them, and their code."""
+        key = self._target, True
+        return self._subjects[key].builder.generals if key in self._subjects else (self._part.general, ())
 
     def graph(self, extents: Extents) -> Graph:
         """What it is lowered from: stored types decided."""

@@ -90,7 +90,7 @@ def _has_steps(rows: Array, largest: Array, usual: Sequence[int], inside: Callab
     """Whether the first row that is not all zeros is whole numbers of any number of steps."""
     first = int(np.argmax(largest > 0))
     every = np.broadcast_to(rows[first], (len(usual), rows.shape[1]))
-    return not largest[first] or bool(_fits(every, largest[first] / np.float32(usual), inside).any())
+    return not largest[first] or bool(_fits(every, largest[first] / np.array(usual, np.float32), inside).any())
 
 
 def _fits(rows: Array, step: Array, inside: Callable[[Array], Array]) -> Array:

@@ -17,14 +17,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from engines.capacity import memory_limit
-from engines.errors import ConfigError, EngineError, InputError, PlanTargetError, did_you_mean
+from engines.errors import EngineError, InputError, PlanTargetError
 from engines.ir.dtypes import as_in_memory, dtype_named, memory_dtype
 from engines.ir.graph import Array
 from engines.plan.extents import (
@@ -37,15 +37,13 @@ from engines.plan.extents import (
     value_name,
     value_of,
 )
-from engines.plan.plan import IoTensor, Plan, Step
+from engines.plan.plan import GeneralKernel, IoTensor, Plan, Step
 from engines.runtime.engine import Engine, ExecutionContext, OfPlan
+from engines.runtime.policy import Policy
 from engines.runtime.staged import StagedContext
 
-WAYS = ("wait", "background", "off")
-MOST = 16                   # specialisations in memory, by default
 MEMORY_SHARE = 0.25         # of this machine's, that they may take together
 MOST_WAITING = 16           # specialisations to be made in the background
-PATIENCE = 0.2              # seconds: the first answer of a general version takes as long, for it imports the model too
 Key = tuple[Any, ...]       # the numbers of the open extents, and the values of deciding inputs
 Ordered = tuple[Future[None], float]        # what is made in the background, and since when
 
@@ -58,21 +56,8 @@ class SpecialisationMaker(Protocol):
     def plan(self, extents: Extents) -> Plan: ...
     def general(self, extents: Extents) -> Plan: ...
 
-
-@dataclass(frozen=True)
-class Policy:
-    """When specialisations are made, and how many are kept."""
-    specialise: str = "wait"
-    most: int = MOST
-    memory: int | None = None       # bytes; None: MEMORY_SHARE of the machine's
-    patience: float = PATIENCE      # seconds that a specialisation is waited for before there is a general version
-    empty: bool = False             # whether inputs may have no elements
-
-    def __post_init__(self) -> None:
-        if self.specialise not in WAYS:
-            raise ConfigError(f"specialise='{self.specialise}'{did_you_mean(self.specialise, WAYS)}")
-        if self.most < 1:
-            raise ConfigError(f"specialisations={self.most}: at least 1 is kept")
+    @property
+    def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]: ...
 
 
 class OpenEngine(OfPlan):
@@ -93,6 +78,7 @@ class OpenEngine(OfPlan):
         self._making, self._making_general = threading.Lock(), threading.Lock()
         self._waiting: dict[Key, Ordered] = {}
         self._refused: dict[Key, str] = {}
+        self._met: set[Key] = set()
         self._make = specialiser
         self._specialiser: SpecialisationMaker | None = None
         self._worker: ThreadPoolExecutor | None = None
@@ -157,7 +143,7 @@ class OpenEngine(OfPlan):
         ones where they are not given. Raises InputError as `check` does."""
         extents: dict[str, Any] = extents_of(self.name, self.part.inputs, shapes)
         check_bounds(self.name, self.part.profiles, extents)
-        if 0 in extents.values() and not self.policy.empty:
+        if 0 in extents.values() and not self.policy.segment:
             raise InputError(f"{self.name}: nothing is computed of no elements ({text(extents)})")
         return {**extents, **{value_name(name): self._value(name, values) for name in self.part.deciding}}
 
@@ -202,10 +188,14 @@ class OpenEngine(OfPlan):
         return self.at({name: array.shape for name, array in feeds.items()}, feeds)
 
     def whole_plan(self) -> Plan:
-        """The plan with all specialisations that there are now."""
+        """The plan with all specialisations and general kernels that there are now."""
         with self._lock:
             others = tuple(engine.plan for engine in self._ready.values() if engine.plan.extents != self.plan.extents)
-        return replace(self.plan, open=replace(self.part, others=others), fingerprint="")
+            general, made = self._specialiser.generals if self._specialiser else (self.part.general, ())
+        machine = self.plan.machine
+        machine = replace(machine, code=tuple(dict.fromkeys((*machine.code, *made))))
+        return replace(self.plan, machine=machine, open=replace(self.part, others=others, general=general),
+                       fingerprint="")
 
     def takes(self, extents: Extents) -> bool:
         """Whether there is a graph of the model for these numbers and the usual values; it is specialised for them."""
@@ -238,14 +228,23 @@ class OpenEngine(OfPlan):
     def _missing(self, key: Key) -> Engine:
         if self.policy.specialise == "wait":
             return self._specialised(key)
-        if self.policy.specialise == "background" and (engine := self._made_soon(key)):
-            return engine
-        return self._general_version(key)
+        waits = self.policy.specialise == "background" and not (self.policy.segment and self._is_new(key))
+        return waits and self._made_soon(key) or self._general_version(key)
+
+    def _is_new(self, key: Key) -> bool:
+        """Whether it is met for the first time, as far as is remembered."""
+        with self._lock:
+            if len(self._met) > 64 * self.policy.most:
+                self._met.clear()
+            new = key not in self._met
+            self._met.add(key)
+            return new
 
     def _made_soon(self, key: Key) -> Engine | None:
-        """Have it made in the background; the engine, if that takes no longer than we are patient for."""
+        """Have it made in the background; the engine, if that takes no longer than we are patient for. Nothing is
+        waited for where there is a general version."""
         ordered = self._order(key)
-        if ordered is None:
+        if ordered is None or key in self._general:
             return None
         made, since = ordered
         wait([made], max(since + self.policy.patience - time.monotonic(), 0))
@@ -294,7 +293,8 @@ class OpenEngine(OfPlan):
 
     def _make_in_background(self, key: Key) -> None:
         try:
-            self._specialised(key)
+            if threading.main_thread().is_alive():      # the process does not stay for what waits here
+                self._specialised(key)
         except Exception as error:      # whatever it is, the general version serves, and the thread lives on
             if not isinstance(error, EngineError | OSError):
                 log.exception("%s: making a specialisation failed", self.name)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,7 +90,8 @@ class CudaSession:
     def target(self) -> str:
         return self.gpu.name
 
-    def general(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> None:
+    def general(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
+                usual: Callable[[], Graph] | None = None) -> None:
         """None: every kernel is written for its numbers."""
 
     @property

@@ -1,7 +1,7 @@
 """Builds for a CPU: a graph with stored types decided -> all of a plan that depends on the machine."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -62,6 +62,7 @@ class LlvmSession:
         self._timed: dict[str, dict[str, float]] = {}
         self._beside: Plan | None = None
         self._shared: SharedConstants | None = None
+        self._usual_is_met = False
 
     @property
     def target(self) -> str:
@@ -88,10 +89,18 @@ class LlvmSession:
         check_memory(lowered, max_batch)
         return write_borders(lowered, max_batch), batches
 
-    def general(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> CpuChosen:
+    def general(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
+                usual: Callable[[], Graph] | None = None) -> CpuChosen:
         """The same of kernels that are there, for these shapes or for any: see Tuner.general."""
         lowered, batches = self._lowered(graph, max_batch, opt_batch)
-        choices = self.tuner.general((call.problem for call in lowered.compiled), batches)
+
+        def others() -> Iterable[Problem]:
+            if usual is None or self._usual_is_met:
+                return ()
+            self._usual_is_met = True
+            return (call.problem for call in self._lowered(usual(), max_batch, opt_batch)[0].compiled)
+
+        choices = self.tuner.general((call.problem for call in lowered.compiled), batches, others)
         return CpuChosen(lowered, choices, self._expanders(choices.values()), max_batch, batches[0])
 
     @property

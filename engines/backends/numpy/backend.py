@@ -70,7 +70,8 @@ class NumpySession:
         check_memory(lowered, max_batch)
         return NumpyChosen(lowered, max_batch)
 
-    def general(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> None:
+    def general(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
+                usual: Callable[[], Graph] | None = None) -> None:
         """None: every plan of this backend is the same steps."""
 
     def settle(self, chosen: NumpyChosen, progress: Progress | None = None) -> NumpyChosen:

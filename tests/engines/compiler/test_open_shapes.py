@@ -27,7 +27,8 @@ from engines.lowering.lower import lower
 from engines.lowering.problems.convolution import Contraction
 from engines.plan.file import read_plan
 from engines.runtime.engine import Engine
-from engines.runtime.open_engine import OpenEngine, Policy
+from engines.runtime.open_engine import OpenEngine
+from engines.runtime.policy import Policy
 from tests.engines.compiler.open_models import (
     attention_net,
     by_onnx_runtime,
@@ -281,19 +282,16 @@ def test_those_used_last_are_kept() -> None:
 
 def test_the_general_version_serves_until_the_background_is_done() -> None:
     plan, begin, done = built(pairs_net()).plan, threading.Event(), threading.Event()
-    maker = Specialiser(plan)
 
-    class Slow:
-        general = staticmethod(maker.general)
-
+    class Slow(Specialiser):
         def plan(self, extents: Any) -> Any:
             begin.wait()
             try:
-                return maker.plan(extents)
+                return super().plan(extents)
             finally:
                 done.set()
 
-    engine = OpenEngine(plan, Slow, policy=Policy("background", patience=0))
+    engine = OpenEngine(plan, lambda: Slow(plan), policy=Policy("background", patience=0))
     assert_right(engine, pairs_net(), rows(3, 4))
     assert {"rows": 3, "columns": 4} not in engine.specialised
     begin.set()
@@ -305,31 +303,42 @@ def test_the_general_version_serves_until_the_background_is_done() -> None:
 
 def test_no_general_version_is_made_where_the_specialisation_is_there_in_a_moment() -> None:
     plan = built(pairs_net()).plan
-    maker = Specialiser(plan)
 
-    class Quick:
-        plan = staticmethod(maker.plan)
-
+    class Quick(Specialiser):
         def general(self, extents: Any) -> Any:
             raise AssertionError("it was not waited for")
 
-    engine = OpenEngine(plan, Quick, policy=Policy("background", patience=600))
+    engine = OpenEngine(plan, lambda: Quick(plan), policy=Policy("background", patience=600))
     assert_right(engine, pairs_net(), rows(3, 4))
     assert {"rows": 3, "columns": 4} in engine.specialised
     engine.close()
 
 
+def test_a_segment_of_a_program_is_specialised_for_what_comes_a_second_time() -> None:
+    plan, begun = built(pairs_net()).plan, threading.Event()
+
+    class Noted(Specialiser):
+        def plan(self, extents: Any) -> Any:
+            begun.set()
+            return super().plan(extents)
+
+    engine = OpenEngine(plan, lambda: Noted(plan), policy=Policy("background", segment=True))
+    for at, times in ((3, 1), (5, 2)):
+        for _ in range(times):
+            assert_right(engine, pairs_net(), rows(at, at + 1))
+    assert begun.wait(60)
+    engine.close()
+    assert engine.specialised == [plan.extents, {"rows": 5, "columns": 6}]
+
+
 def test_where_specialising_fails_the_general_version_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     plan = built(pairs_net()).plan
-    maker = Specialiser(plan)
 
-    class Broken:
-        general = staticmethod(maker.general)
-
+    class Broken(Specialiser):
         def plan(self, extents: Any) -> Any:
             raise ModelError("no kernel")
 
-    engine = OpenEngine(plan, Broken, policy=Policy("background"))
+    engine = OpenEngine(plan, lambda: Broken(plan), policy=Policy("background"))
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert_right(engine, pairs_net(), rows(3, 4))

@@ -46,7 +46,8 @@ class GeneralKernels:
     def __init__(self, isa: Isa) -> None:
         self._isa = isa
         self._kernels: dict[str, list[GeneralKernel]] = {}
-        self._met: dict[str, dict[Numbers, None]] = {}            # by words: what problems there were
+        self._met: dict[str, dict[Numbers, set[int]]] = {}      # by words: what problems there were, in which graphs
+        self._graphs = 0
         self.code: dict[str, bytes] = {}                    # by symbol
 
     @property
@@ -61,9 +62,10 @@ class GeneralKernels:
                 self.code[one.symbol] = code[one.symbol]
 
     def meet(self, kernels: Iterable[Kernel[Any]]) -> None:
-        """There is a problem that these kernels may solve."""
+        """There is a graph of problems that these kernels may solve."""
+        self._graphs += 1
         for words, numbers in map(spelling, kernels):
-            self._met.setdefault(words, {})[numbers] = None
+            self._met.setdefault(words, {}).setdefault(numbers, set()).add(self._graphs)
 
     def find(self, kernel: Kernel[Any], tactics: Iterable[Any]) -> list[Found]:
         """Those that hold for the kernel's problem, by tactics of the classes of these."""
@@ -107,10 +109,12 @@ class GeneralKernels:
             yield module.text()
 
     def _leaves(self, one: Spelling) -> frozenset[int]:
-        """The numbers that may be others: those that are in the problem that differs in the fewest, and that some
-        general kernel for problems of these words is told."""
-        others = [_differences(one.numbers, met) for met in self._met.get(one.words, ())]
-        nearest = min(filter(None, others), key=len, default=frozenset[int]())
+        """The numbers that may be others: those that are in the problem of another graph that differs in the fewest
+        (one of the same graph is another layer), and that some general kernel for problems of these words is told."""
+        met = self._met.get(one.words, {})
+        here = met.get(one.numbers, set())
+        others = [_differences(one.numbers, numbers) for numbers, graphs in met.items() if not graphs & here]
+        nearest = min(others, key=len, default=frozenset[int]())
         known = min((frozenset(i for i, n in enumerate(other.numbers) if n is None)
                      for other in self._kernels.get(one.words, ())
                      if all(n in (None, m) for n, m in zip(other.numbers, one.numbers, strict=True))), key=len,

@@ -127,14 +127,16 @@ class Tuner:
             self._choices[problem] = self._choice(candidate, found, code[candidate])
         return {problem: self._choices[problem] for problem in wanted}
 
-    def general(self, wanted: Iterable[Problem], batches: Sequence[int] = (1,)) -> dict[Problem, Choice]:
+    def general(self, wanted: Iterable[Problem], batches: Sequence[int] = (1,),
+                others: Callable[[], Iterable[Problem]] = lambda: ()) -> dict[Problem, Choice]:
         """A kernel for each problem of which the code is there: its own, or one that is told its numbers. Where there
-        is none, one is compiled that is told what differs from other problems, for all that come later."""
-        self._batches = tuple(batches)
+        is none, one is compiled that is told what differs from other problems, those of the model at other numbers
+        among them, for all that come later."""
+        self._batches, wanted = tuple(batches), list(wanted)
         found = {problem: self._without_compiling(problem) for problem in dict.fromkeys((*self._choices, *wanted))}
         missing = [self._usual(problem) for problem, choice in found.items() if choice is None]
-        for problem in found:
-            self.generals.meet(kernels_for(problem, batches[-1]))
+        for graph in (wanted, self._choices, others() if missing and not self._choices else ()):
+            self.generals.meet(kernel for problem in graph for kernel in kernels_for(problem, batches[-1]))
         with compiler_pool(self.isa) as pool:
             made = self.generals.make([(one.kernel, one.tactic) for one in missing], pool)
         return {problem: choice for problem, choice in found.items() if choice} | {
