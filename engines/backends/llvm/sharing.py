@@ -62,7 +62,16 @@ class SharedConstants:
 
 
 def _digest(constants: Mapping[str, Any]) -> str:
-    """Of the values that are packed."""
-    arrays = [np.ascontiguousarray(array) for value in constants.values()
+    """Of the values that are packed. Weights that are seen transposed are read in the order in which they lie: to put
+    them in the other one takes several times as long as to read them."""
+    arrays = [_as_it_lies(array) for value in constants.values()
               for array in (value if isinstance(value, list | tuple) else [value])]
-    return repr([(array.dtype.str, array.shape, page_sums(array.reshape(-1).view(np.uint8).data)) for array in arrays])
+    return repr([(array.dtype.str, array.shape, axes, page_sums(array.reshape(-1).view(np.uint8).data))
+                 for axes, array in arrays])
+
+
+def _as_it_lies(array: Any) -> tuple[list[int], Array]:
+    """The axes in the order of their strides, and the array with its axes in this order, in one piece."""
+    array = np.asarray(array)
+    axes = sorted(range(array.ndim), key=lambda axis: -abs(array.strides[axis]))
+    return axes, np.ascontiguousarray(array.transpose(axes))

@@ -1,7 +1,7 @@
 """Common subexpressions: nodes that compute the same from the same are one node; equal constants are one constant."""
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,7 @@ from engines.passes.rewriting.editor import GraphEditor
 def merge_common(graph: Graph) -> Graph:
     editor = GraphEditor(graph)
     for names in _look_alikes(graph.constants):
-        first_of: dict[bytes, str] = {}
-        for name in names if len(names) > 1 else ():
-            first = first_of.setdefault(graph.constants[name].tobytes(), name)
+        for name, first in _first_equal(names, graph.constants) if len(names) > 1 else ():
             if first != name and name not in graph.outputs:
                 editor.replace(name, first)
     seen: dict[Hashable, Node] = {}
@@ -39,6 +37,19 @@ def _look_alikes(constants: Mapping[str, Array]) -> Iterable[list[str]]:
         row = array[(0,) * (array.ndim - 1)].tobytes() if array.size else b""
         found.setdefault((str(array.dtype), array.shape, row), []).append(name)
     return found.values()
+
+
+def _first_equal(names: Iterable[str], constants: Mapping[str, Array]) -> Iterator[tuple[str, str]]:
+    """Each name, and the first whose constant equals its own. What lies in one place is not compared: a weight that all
+    layers have in common is there for each of them, transposed."""
+    first_at: dict[Hashable, str] = {}
+    first_of: dict[bytes, str] = {}
+    for name in names:
+        array = constants[name]
+        place = array.ctypes.data, array.strides
+        if place not in first_at:
+            first_at[place] = first_of.setdefault(array.tobytes(), name)
+        yield name, first_at[place]
 
 
 def _repeatable(node: Node) -> bool:
