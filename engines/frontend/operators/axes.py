@@ -13,6 +13,8 @@ from engines.ir.graph import Dim, Node
 from engines.ir.shapes import Extent, broadcast, extent, fixed, normal_axis, product, text
 from engines.ops.movement import FAR
 
+BEYOND = 10**9      # items of no batch; what tf2onnx writes for "to the end", where others write INT32_MAX or INT64_MAX
+
 
 @rule("Squeeze", "Unsqueeze")
 def _squeeze(call: Call) -> list[Node]:
@@ -165,7 +167,7 @@ def _slice(call: Call) -> list[Node]:
     cut_steps = tuple(steps or (1,) * len(starts))
     if {len(starts), len(ends), len(cut_steps), len(set(axes))} != {len(axes)} or 0 in cut_steps:
         raise GraphError(f"{len(starts)} starts, {len(ends)} ends and steps {list(cut_steps)} for axes {list(axes)}")
-    ends = [FAR if isinstance(e, Extent) and e == extent(shape[a]) else e for e, a in zip(ends, axes, strict=True)]
+    ends = [FAR if _is_whole(end, shape[axis]) else end for end, axis in zip(ends, axes, strict=True)]
     if any(isinstance(v, Extent) for v in (*starts, *ends)):
         raise GraphError("it cuts at a place that depends on the batch")
     cuts = [(axis, int(start), int(end), step) for axis, start, end, step in zip(axes, starts, ends, cut_steps,
@@ -173,6 +175,11 @@ def _slice(call: Call) -> list[Node]:
             if (start, step) != (0, 1) or end < FAR]        # exporters list the axes that they take whole, too
     return call.node_with(1, **{name: tuple(cut[i] for cut in cuts)
                                 for i, name in enumerate(("axes", "starts", "ends", "steps"))})
+
+
+def _is_whole(end: int | Extent, size: Dim) -> bool:
+    """Whether it is the end of an axis that depends on the batch: by its extent, or beyond any number of items."""
+    return end == extent(size) if isinstance(end, Extent) else not isinstance(size, int) and end >= BEYOND
 
 
 @rule("Pad")

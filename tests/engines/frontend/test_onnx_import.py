@@ -43,6 +43,15 @@ def test_a_target_may_multiply_the_batch():
     assert run(graph, {"x": np.zeros((5, 3, 4), np.float32)})["y"].shape == (15, 4)
 
 
+def test_a_cut_that_ends_beyond_any_batch_leaves_the_batch_whole():
+    """tf2onnx writes 10**9 for the end of every axis."""
+    cut = {"starts": [0, 1], "ends": [10**9, 10**9]}
+    graph = graph_from_onnx(model([node("Slice", "x starts ends", "y")], ["N", 4], constants=cut))
+    assert graph.shape("y") == ("batch", 3)
+    with pytest.raises(ModelError, match="must be fixed here"):
+        graph_from_onnx(model([node("Slice", "x starts ends", "y")], ["N", 4], constants={**cut, "ends": [9, 9]}))
+
+
 @pytest.mark.parametrize("extent", ["N", None, -1, "unk__7"])
 def test_every_way_to_write_an_unknown_leading_extent_is_the_batch(extent):
     assert graph_from_onnx(model([node("Relu", "x", "y")], [extent, 3])).shape("y") == ("batch", 3)
