@@ -153,6 +153,11 @@ def test_the_speed_of_a_run_is_not_that_of_its_steps() -> None:
     assert cost[3].value / cost[0].value == pytest.approx(7 / 3)
 
 
+def test_a_run_during_which_the_clock_stood_still_says_nothing() -> None:
+    runs = [{0: 3.0, 1: 5.0}, {0: 0.0, 1: 0.0}, {0: 3.0, 1: 5.0}]
+    assert {step: cost.value for step, cost in typical(runs).items()} == {0: 3.0, 1: 5.0}
+
+
 def test_a_time_that_scatters_is_less_sure() -> None:
     rng = np.random.default_rng(0)
     runs = [{0: 1.0, 1: float(rng.normal(1.0, 0.1)), 2: 1.0} for _ in range(64)]

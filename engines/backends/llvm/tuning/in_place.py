@@ -168,7 +168,8 @@ def typical(runs: Sequence[Run]) -> dict[int, Estimate]:
     """
     cost = _medians(runs, [1.0] * len(runs))
     for _ in range(REFINEMENTS):
-        speeds = [statistics.median(run[step] / cost[step].value for step in run) for run in runs]
+        # of a run during which the clock stood still, no speed is known
+        speeds = [statistics.median(run[step] / cost[step].value for step in run) or 1.0 for run in runs]
         cost = _medians(runs, speeds)
     return cost
 
