@@ -79,6 +79,7 @@ class Engine(OfPlan):
         device = device_of(plan.machine.backend, gpu)
         self._loaded: Loaded = device.load(plan, threads, beside._loaded if beside else None)
         self._feeds = Feeds(plan)
+        self._unread = _unread(plan)
         self._idle: deque[ExecutionContext] = deque()      # its append and pop are atomic
 
     @property
@@ -117,20 +118,28 @@ class Engine(OfPlan):
     def run_arrays(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """The same for arrays as they lie in memory."""
         items = self._feeds.check(arrays)
-        with self.lent() as context:
+        if self._unread:
+            arrays = {name: array for name, array in arrays.items() if name not in self._unread}
+        context = self._taken()
+        try:
             return _run_slices(context, self.plan, arrays, items)
+        finally:
+            self._idle.append(context)
 
     @contextmanager
     def lent(self) -> Iterator[ExecutionContext]:
         """A context from the pool, or a new one if all are in use."""
-        try:
-            context = self._idle.pop()
-        except IndexError:
-            context = self.create_context()
+        context = self._taken()
         try:
             yield context
         finally:
             self._idle.append(context)
+
+    def _taken(self) -> ExecutionContext:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return self.create_context()
 
     def close(self) -> None:
         """Stop the helper threads of the pooled contexts and free their memory; the engine may be used again."""
@@ -263,6 +272,19 @@ class Feeds:
         raise InputError(f"{self._plan.name}: inputs disagree on the batch: {', '.join(counts)}")
 
 
+def _unread(plan: Plan) -> frozenset[str]:
+    """The inputs of which nothing but the shapes is wanted: no step reads their memory, and no output lies there."""
+    machine = plan.machine
+    if not machine.code or any(step.launch for step in machine.steps):      # it is run from its graph, or on a GPU
+        return frozenset()
+    read = {view.buffer for view in machine.outputs}
+    for step in machine.steps:
+        read.update(operand.buffer for operand in step.operands if operand.buffer is not None)
+        if step.fallback:
+            read.update(view.buffer for view in step.fallback.inputs if not isinstance(view, str))
+    return frozenset(io.name for io, view in zip(plan.inputs, machine.inputs, strict=True) if view.buffer not in read)
+
+
 def _run_slices(context: ExecutionContext, plan: Plan, arrays: Mapping[str, Array], items: int) -> dict[str, Array]:
     slots = plan.batch_slots
     if 1 <= items <= slots:
@@ -274,7 +296,8 @@ def _run_slices(context: ExecutionContext, plan: Plan, arrays: Mapping[str, Arra
     results = {io.name: np.empty(io.shape_of(items), memory_dtype(io.dtype)) for io in plan.outputs}
     for start in range(0, items, slots):
         part = slice(start, min(start + slots, items))
-        feeds = {io.name: arrays[io.name][part] if io.batched else arrays[io.name] for io in plan.inputs}
+        feeds = {io.name: arrays[io.name][part] if io.batched else arrays[io.name] for io in plan.inputs
+                 if io.name in arrays}
         made = _run_slice(context, plan, feeds, part.stop - part.start)
         for io in plan.outputs:
             items_of = (slice(None),) * io.batch_axis + (part,) if io.batched else ...
@@ -283,7 +306,7 @@ def _run_slices(context: ExecutionContext, plan: Plan, arrays: Mapping[str, Arra
 
 
 def _run_slice(context: ExecutionContext, plan: Plan, arrays: Mapping[str, Array], batch: int) -> dict[str, Array]:
-    for io in plan.inputs:
-        np.copyto(context.input(io.name, batch), arrays[io.name])
+    for name, array in arrays.items():
+        np.copyto(context.input(name, batch), array)
     context.execute(batch)
     return {io.name: context.output(io.name, batch).copy() for io in plan.outputs}

@@ -48,6 +48,25 @@ def test_any_number_of_items_runs_in_slices_of_max_batch(threads: int, items: in
     engine.close()
 
 
+def test_an_input_of_which_only_the_shape_is_wanted_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = mix_plan(READS, OUTPUTS)
+    view, = plan.machine.inputs
+    plan = replace(plan, inputs=(*plan.inputs, replace(plan.inputs[0], name="more"))).with_machine(
+        inputs=(view, replace(view, name="more", buffer=len(plan.machine.buffers))),
+        buffers=(*plan.machine.buffers, plan.machine.buffers[view.buffer]))
+    copied: list[Array] = []
+
+    def copyto(to: Array, array: Array) -> None:
+        copied.append(array)
+        to[...] = array
+    monkeypatch.setattr(np, "copyto", copyto)
+    x, more = some_input(9), some_input(9, seed=1)
+    assert_equal(Engine(plan).run({"more": more, "x": x}), mix_reference(READS, OUTPUTS, x))
+    assert [np.shares_memory(array, x) for array in copied] == [True] * 3
+    with pytest.raises(InputError, match="'more' is missing"):
+        Engine(plan).run({"x": x})
+
+
 @THREADS
 def test_a_context_runs_again_on_what_its_inputs_hold(threads: int) -> None:
     context = Engine(mix_plan(READS, OUTPUTS), threads).create_context()
