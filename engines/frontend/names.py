@@ -1,7 +1,7 @@
-"""The names in a model file: text that can be read, and each tensor made once."""
+"""The names in a model file: text that can be read, each tensor made once, and what branches read made somewhere."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 
 import onnx
 
@@ -9,7 +9,8 @@ from engines.errors import ModelError
 
 
 def check_names(model: str, graph: onnx.GraphProto) -> None:
-    """Raises ModelError: a name that is no UTF-8, a tensor that is made twice, a graph without outputs."""
+    """Raises ModelError: a name that is no UTF-8, a tensor that is made twice, a graph without outputs, a tensor that
+    the graph of a branch or a loop takes from around it, where there is none."""
     _refuse_unreadable(model, graph)
     if not graph.output:
         raise ModelError(f"{model} has no outputs")
@@ -18,6 +19,31 @@ def check_names(model: str, graph: onnx.GraphProto) -> None:
         if name in made:
             raise ModelError(f"{model}: tensor '{name}' is made twice: by {made[name]} and by {maker}")
         made[name] = maker
+    _refuse_unmade(model, graph, made.keys())
+
+
+def graphs_in(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """The branches of an If, the bodies of a Loop or a Scan."""
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def _refuse_unmade(model: str, graph: onnx.GraphProto, known: Set[str]) -> None:
+    """A branch that no trial takes is checked, too; what the graph itself reads is said when it is imported."""
+    for node in graph.node:
+        for inner in graphs_in(node):
+            inside = known | {name for name, _ in _made(inner)}
+            for reader in inner.node:
+                if missing := next((name for name in reader.input if name and name not in inside), None):
+                    raise ModelError(f"{model}: {_said(reader)} in graph '{inner.name}' of {_said(node)} reads "
+                                     f"'{missing}', which nothing produces")
+            _refuse_unmade(model, inner, inside)
+
+
+def _said(node: onnx.NodeProto) -> str:
+    return f"node '{node.name or next(iter(node.output), '')}' ({node.op_type})"
 
 
 def _made(graph: onnx.GraphProto) -> Iterator[tuple[str, str]]:

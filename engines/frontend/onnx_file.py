@@ -17,7 +17,7 @@ from onnx import helper, inliner, numpy_helper
 
 from engines.errors import ModelError, PlanCorruptError
 from engines.frontend.inputs import Declared, Value, constant_inputs, extents_of
-from engines.frontend.names import check_names
+from engines.frontend.names import check_names, graphs_in
 from engines.frontend.opsets import check_opset
 from engines.ir.graph import Array, Dim, TensorType
 
@@ -85,7 +85,7 @@ def read_model(model: Model) -> OnnxModel:
     proto, name = _load(model)
     check_names(name, proto.graph)
     if proto.functions:
-        proto = inliner.inline_local_functions(proto)
+        proto = _without_functions(name, proto)
     check_opset(name, proto)
     return OnnxModel(name, _without_initializers(proto), weights_of(name, proto.graph))
 
@@ -129,14 +129,33 @@ def _load(model: str | Path | bytes | onnx.ModelProto) -> tuple[onnx.ModelProto,
     where = str(model) if isinstance(model, str | Path) else "the model"
     try:
         proto = (model if isinstance(model, onnx.ModelProto) else
-                 onnx.load_model_from_string(model) if isinstance(model, bytes) else onnx.load(where))
-    except OSError as error:        # the file, or one beside it that holds weights
+                 onnx.load_model_from_string(model) if isinstance(model, bytes) else
+                 onnx.load(where, load_external_data=False))
+    except OSError as error:
         raise ModelError(f"{where}: {error.strerror or error}: '{error.filename or where}'") from error
     except Exception as error:      # whatever the protobuf runtime at hand raises for bytes that are no model
         raise ModelError(f"{where} is not a readable ONNX model (truncated, or another format): {error}") from error
+    if isinstance(model, str | Path):
+        _load_weights_beside(where, proto)
     if not proto.HasField("graph") or not proto.opset_import:
         raise ModelError(f"{where} is not an ONNX model: it has no graph or no opset")
     return proto, Path(model).stem if isinstance(model, str | Path) else proto.graph.name or "model"
+
+
+def _load_weights_beside(path: str, proto: onnx.ModelProto) -> None:
+    """Those that are in files of their own. Raises ModelError."""
+    try:
+        onnx.load_external_data_for_model(proto, str(Path(path).parent))
+    except Exception as error:      # the onnx package raises several kinds: no such file, too short, not below here
+        raise ModelError(f"{path}: weights that are in files of their own cannot be read: {error}; these files came "
+                         "with the model and belong beside it, under the names that they had") from error
+
+
+def _without_functions(name: str, proto: onnx.ModelProto) -> onnx.ModelProto:
+    try:
+        return inliner.inline_local_functions(proto)
+    except Exception as error:      # a function that calls itself, or one that is not there
+        raise ModelError(f"{name}: its functions cannot be written out: {error}") from error
 
 
 def _without_initializers(proto: onnx.ModelProto) -> onnx.ModelProto:
@@ -167,8 +186,7 @@ def in_order(nodes: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
 def _read_by(node: onnx.NodeProto) -> Iterator[str]:
     """The tensors that a node reads, and those that the graphs inside of it do."""
     yield from node.input
-    for attribute in node.attribute:
-        for graph in (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs):
-            yield from (value.name for value in graph.output)
-            for inner in graph.node:
-                yield from _read_by(inner)
+    for graph in graphs_in(node):
+        yield from (value.name for value in graph.output)
+        for inner in graph.node:
+            yield from _read_by(inner)

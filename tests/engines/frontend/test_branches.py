@@ -112,7 +112,7 @@ def test_a_condition_that_is_not_known_is_asked_for():
     (model([node("If", "on", "y", then_branch=branch([], "x"))]), "it has no else_branch"),
     (model([choice(branch([], "x"), branch([], "x x"))]), "its else_branch has 2 outputs, and it 1"),
     (model([choice(branch([], "x"), branch([], "nowhere"))]), "its output 'nowhere' is never produced"),
-    (model([choice(branch([], "x"), branch([node("Neg", "nowhere", "a")], "a"))]), "it reads 'nowhere'"),
+    (model([choice(branch([], "x"), branch([node("Neg", "nowhere", "a")], "a"))]), "reads 'nowhere'"),
     (model([choice(branch([], "x"), branch([node("Neg", "x", "a"), node("Abs", "x", "a")], "a"))]), "made twice"),
 ])
 def test_a_branch_that_does_not_fit_is_refused(proto, message):

@@ -11,6 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from engines.errors import ModelError
+from engines.frontend.onnx_file import read_model
 from engines.frontend.onnx_import import graph_from_onnx
 
 RELU = ("Relu", ["x"], ["y"], {})
@@ -66,6 +67,25 @@ CASES = {
 def test_a_model_is_refused_for(case: tuple[onnx.ModelProto, str]) -> None:
     with pytest.raises(ModelError, match=case[1]):
         graph_from_onnx(case[0])
+
+
+def test_a_branch_that_reads_what_nothing_makes_is_refused_though_it_may_not_be_taken() -> None:
+    def branch(name: str, reads: str) -> onnx.GraphProto:
+        return helper.make_graph([helper.make_node("Add", ["x", reads], [name])], name, [],
+                                 [helper.make_empty_tensor_value_info(name)])
+    branches = {"then_branch": branch("t", "x"), "else_branch": branch("e", "gone")}
+    model = malformed([("Cast", ["x"], ["c"], {"to": TensorProto.BOOL}), ("If", ["c"], ["y"], branches)], (1,))
+    with pytest.raises(ModelError, match=r"node 'e' \(Add\) in graph 'e' of node 'if' \(If\) reads 'gone'"):
+        read_model(model)
+
+
+def test_a_function_that_calls_itself_is_refused() -> None:
+    again = helper.make_node("F", ["a"], ["b"], domain="f")
+    model = malformed([("F", ["x"], ["y"], {"domain": "f"})])
+    model.opset_import.append(helper.make_opsetid("f", 1))
+    model.functions.append(helper.make_function("f", "F", ["a"], ["b"], [again], model.opset_import))
+    with pytest.raises(ModelError, match="its functions cannot be written out"):
+        read_model(model)
 
 
 def test_a_shape_of_negative_extents_is_refused() -> None:

@@ -151,6 +151,9 @@ def test_external_data_is_read_from_beside_the_model(tmp_path):
     proto = model([node("Add", "x w", "y")], ["N", 4096], constants={"w": weights})
     onnx.save(proto, tmp_path / "m.onnx", save_as_external_data=True, location="w.bin", size_threshold=0)
     np.testing.assert_array_equal(graph_from_onnx(tmp_path / "m.onnx").constants["w"], weights)
+    (tmp_path / "w.bin").unlink()
+    with pytest.raises(ModelError, match=r"m\.onnx: weights that are in .*w\.bin.* belong beside it"):
+        graph_from_onnx(tmp_path / "m.onnx")
 
 
 def test_a_node_whose_inputs_do_not_fit_is_named():
