@@ -23,8 +23,9 @@ def lower_gather(ctx: Context, node: Node) -> Sequence[Call]:
     output, y = ctx.type(node.outputs[0]), ctx.placements[node.outputs[0]]
     if data in ctx.graph.constants:
         table, axis = ctx.constant(data), node.attrs.get("axis", 0)
-        if table.ndim != 2 or axis % 2 or output.quant or ctx.placements[index].view.dtype not in INDICES:
-            raise Refused("only rows of a constant matrix of floats are looked up")
+        if (table.ndim != 2 or axis % 2 or output.quant != ctx.type(data).quant
+                or ctx.placements[index].view.dtype not in INDICES):
+            raise Refused("only rows of a constant matrix are looked up, as they are stored")
         if not ctx.type(index).shape:       # one row, and no axis of items
             y = as_one_item(y)
         lookup = Lookup(ctx.placements[index].view, y.view, len(table))

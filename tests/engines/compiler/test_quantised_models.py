@@ -183,6 +183,7 @@ def test_a_table_whose_rows_are_quantised_stays_bytes(scales: Any) -> None:
     model.graph.input[0].type.tensor_type.elem_type = TensorProto.INT64
     build = built(model)
     assert {array.nbytes for array in graph_of(build.plan).constants.values()} <= {90 * 64, 90 * 4, 4}
+    assert not fallbacks(build.engine())
     feeds = {"i": np.random.default_rng(1).integers(0, 90, (4, 5))}
     np.testing.assert_allclose(build.engine().run(feeds)["y"], literally(model, feeds)["y"], 1e-6)
 
