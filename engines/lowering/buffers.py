@@ -64,8 +64,7 @@ def fills_of(lowered: Lowered) -> tuple[Fill, ...]:
     fills = []
     for i, storage in enumerate(lowered.placements.buffers):
         if storage.halo and i not in lowered.borders:
-            halo = storage.halo
-            cells = ((halo.top, halo.bottom), (halo.left, halo.right), (0, 0))
+            cells = storage.halo.cells(len(storage.whole.shape))
             view = tensor_view(storage.name, Placement(i, 0, storage.whole, storage.items))
             fills.append(Fill(view, storage.pad, cells if view.batched else ((0, 0), *cells)))
     return tuple(fills)
@@ -107,15 +106,19 @@ def _with_borders(lowered: Lowered, group: list[int]) -> Lowered:
 
 def border(storage: Storage, buffer: int) -> Call:
     """A call that writes the halo of a buffer."""
-    halo, whole = storage.halo, storage.whole
-    inner = whole.shape[0] - halo.top - halo.bottom
-    row, pixel, _ = whole.strides
-    left, right = halo.left * pixel, halo.right * pixel
-    cuts = ((0, 1, halo.top * row + left),                                              # (offset, runs, bytes)
-            ((halo.top + 1) * row - right, inner - 1, right + left),
-            ((halo.top + inner) * row - right, 1, right + halo.bottom * row))
-    placements = [Placement(buffer, offset, View("uint8", (runs, size), (row, 1), whole.item), storage.items)
-              for offset, runs, size in cuts if runs and size]
+    whole = storage.whole
+    *planes, (top, bottom), (left, right), _ = storage.halo.cells(len(whole.shape))
+    *step, row, pixel, _ = whole.strides
+    (front, back), plane = planes[0] if planes else (0, 0), step[0] if step else 0
+    left, right = left * pixel, right * pixel
+    rows, deep = whole.shape[-3] - top - bottom, tuple(whole.shape[0] - front - back for _ in planes)
+    behind = front * plane + (top + rows) * row - right                                 # the first plane's last row
+    cuts = ((0, (1,), (row,), front * plane + top * row + left),                        # (offset, runs, steps, bytes)
+            (front * plane + (top + 1) * row - right, (*deep, rows - 1), (*step, row), right + left),
+            (behind, tuple(n - 1 for n in deep) or (0,), (plane,), right + (bottom + top) * row + left),
+            (behind + (sum(deep) - 1) * plane if deep else behind, (1,), (row,), right + bottom * row + back * plane))
+    placements = [Placement(buffer, offset, View("uint8", (*runs, size), (*steps, 1), whole.item), storage.items)
+                  for offset, runs, steps, size in cuts if min(runs) and size]
     value = int(storage.pad)        # of floats it is 0, whose bytes are 0 too
     node = Node("Pad", (), (storage.name,), name=f"border of {storage.name}")
     return Call(node, HaloFill(tuple(placement.view for placement in placements), value), (), tuple(placements))

@@ -226,7 +226,7 @@ class Aliasing:
         self.buffers.append(Storage(name, whole, items_of(tensor), halo, pad))
         placement = Placement(len(self.buffers) - 1, 0, whole, items_of(tensor))
         if halo:
-            placement = placement.moved(halo.top, halo.left, 0)
+            placement = placement.moved(*(-index for index in halo.corner(len(shape))))
         return replace(placement, view=replace(whole, shape=shape))
 
 

@@ -63,12 +63,16 @@ RULES: dict[str, Rule] = {}
 GENERAL: dict[str, Rule] = {}       # for what those refuse: by nests of any loops
 
 
-def lowers(*ops: str, images: bool = False) -> Callable[[Rule], Rule]:
-    """Registers a rule for nodes whose anchor is one of these operators. images: where it works on images in NHWC."""
+def lowers(*ops: str, images: bool = False, volumes: bool = False) -> Callable[[Rule], Rule]:
+    """Registers a rule for nodes whose anchor is one of these operators. images: where it works on images in NHWC;
+    volumes: and on those in NDHWC."""
     def register(rule: Rule) -> Rule:
         def checked(ctx: Context, node: Node) -> Sequence[Call]:
-            if images and not node.anchor.attrs.get("channels_last"):
-                raise Refused(f"only a {node.anchor.op} of 2-D images in NHWC is compiled")
+            anchor = node.anchor
+            if images and not anchor.attrs.get("channels_last"):
+                raise Refused(f"only a {anchor.op} of images in NHWC is compiled")
+            if images and not volumes and len(ctx.type(anchor.inputs[0]).shape) != 4:
+                raise Refused(f"only a {anchor.op} of 2-D images is compiled")
             return rule(ctx, node)
 
         for op in ops:

@@ -10,19 +10,8 @@ from collections.abc import Mapping, Sequence
 from engines.ir.graph import Graph, Node
 from engines.lowering.calls.phases import Phase, phases
 from engines.lowering.problems.view import Halo
+from engines.ops.window import Window
 from engines.passes.rewriting.facts import pads_with_zeros
-
-
-def pads_of(node: Node) -> tuple[int, int, int, int]:
-    """(top, left, bottom, right) of a 2-D convolution or pool, zeros where it says nothing."""
-    pads = node.attrs.get("pads") or (0, 0, 0, 0)
-    return tuple(int(p) for p in pads)  # type: ignore[return-value]
-
-
-def pair_of(node: Node, attribute: str) -> tuple[int, int]:
-    """Of the rows and of the columns, as an attribute of a 2-D convolution or pool says; 1 where it says nothing."""
-    rows, columns = node.attrs.get(attribute) or (1, 1)
-    return int(rows), int(columns)
 
 
 def halo_wanted(graph: Graph, node: Node) -> Mapping[str, Halo]:
@@ -33,10 +22,11 @@ def halo_wanted(graph: Graph, node: Node) -> Mapping[str, Halo]:
     if not conv.attrs.get("channels_last"):
         return {}
     if conv.op == "ConvTranspose" and conv.inputs[1] in graph.constants:
-        (top, bottom), (left, right) = (_beside(axis, int(extent)) for axis, extent in zip(
-            phases(graph, conv), graph.types[conv.inputs[0]].shape[1:3], strict=True))
-        return {conv.inputs[0]: Halo(top, left, bottom, right)}
-    return {conv.inputs[0]: Halo(*pads_of(conv))} if conv.op == "Conv" else {}
+        return {conv.inputs[0]: Halo.of([_beside(axis, int(extent)) for axis, extent in zip(
+            phases(graph, conv), graph.types[conv.inputs[0]].shape[1:-1], strict=True)])}
+    if conv.op != "Conv":
+        return {}
+    return {conv.inputs[0]: Halo.of(Window.of(conv, len(graph.types[conv.inputs[0]].shape) - 2).pads)}
 
 
 def halo_of_pad(graph: Graph, node: Node) -> Halo:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engines.ir.graph import Graph, Node
+from engines.ops.window import Window
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,9 @@ def phases_of(kernel: int, stride: int, pad: int, outputs: int) -> tuple[Phase, 
     return tuple(found)
 
 
-def phases(graph: Graph, node: Node) -> tuple[tuple[Phase, ...], tuple[Phase, ...]]:
-    """Of the rows and of the columns of a ConvTranspose in NHWC."""
-    kernel = graph.constants[node.inputs[1]].shape[2:]
-    strides, pads = node.attrs.get("strides") or (1, 1), node.attrs.get("pads") or (0, 0, 0, 0)
-    extents = graph.types[node.outputs[0]].shape[1:3]
-    rows, columns = (phases_of(int(kernel[a]), int(strides[a]), int(pads[a]), int(extents[a])) for a in (0, 1))
-    return rows, columns
+def phases(graph: Graph, node: Node) -> tuple[tuple[Phase, ...], ...]:
+    """Along each axis of the images of a ConvTranspose in NHWC."""
+    extents = graph.types[node.outputs[0]].shape[1:-1]
+    window = Window.of(node, len(extents))
+    return tuple(phases_of(kernel, stride, before, int(extent)) for kernel, stride, (before, _), extent in zip(
+        window.kernel, window.strides, window.pads, extents, strict=True))

@@ -51,7 +51,7 @@ class Placement:
         """The image and what its buffer has around it."""
         if not halo:
             return self
-        return replace(self.moved(-halo.top, -halo.left, 0),
+        return replace(self.moved(*halo.corner(len(self.view.shape))),
                        view=replace(self.view, shape=halo.around(self.view.shape)))
 
     def moved(self, *steps: int) -> Placement:

@@ -6,6 +6,8 @@ depthwise.
 
     i_p = i * stride + p * dilation, and so is j_q: the row and the column of x that a tap (p, q) reads
 
+Of volumes there are planes before the rows: [planes, rows, columns, channels], taps (r, p, q).
+
 x and y are NHWC; x's address is that of tap (0, 0) of output pixel (0, 0), and around it lies a halo of zero points, so
 that no tap needs a test. The matrix product x[M, K] w[N, K]' is the 1x1 convolution of one row of M pixels.
 """
@@ -26,52 +28,52 @@ from engines.lowering.problems.view import Halo
 
 @dataclass(frozen=True)
 class Convolution(ImageProblem):
-    """Views of one item are [rows, columns, channels]; x's includes all that the taps reach.
+    """Views of one item are [rows, columns, channels], or of planes of those; x's includes all that the taps reach.
 
     Constants: "weights" [channels of y, channels of x in a group, *taps], int8 or float; "program", a sequence of
     float32 [1] or [channels].
     """
     precision: str                  # int8, fp32, bf16, fp16: how x is stored
-    taps: tuple[int, int] = (1, 1)
-    stride: tuple[int, int] = (1, 1)
-    dilation: tuple[int, int] = (1, 1)
+    taps: tuple[int, ...] = (1, 1)
+    stride: tuple[int, ...] = (1, 1)
+    dilation: tuple[int, ...] = (1, 1)
 
     @property
     def misfit(self) -> str:
         return super().misfit or ("" if self.x.dtype == STORED[self.precision] else self.x.dtype)
 
-    def read_by_tap(self, x: Array, p: int, q: int) -> Array:
+    def read_by_tap(self, x: Array, *tap: int) -> Array:
         """The pixels of x [batch, rows, columns, ...] that a tap of all output pixels reads."""
-        pixels = x[:, p * self.dilation[0]:, q * self.dilation[1]:][:, ::self.stride[0], ::self.stride[1]]
-        return pixels[:, :self.y.shape[0], :self.y.shape[1]]
+        return x[(slice(None), *(slice(t * d, t * d + (count - 1) * s + 1, s) for t, d, s, count in zip(
+            tap, self.dilation, self.stride, self.y.shape, strict=False)))]
 
 
 @dataclass(frozen=True)
 class Contraction(Convolution):
     """Every channel of a group of y sums up all channels of that group of x."""
     groups: int = 1
-    border: Halo = Halo()           # rows and columns of x, in from its edges, that hold nothing but zeros
+    border: Halo = Halo()           # rows and columns of x, in from its edges, that hold nothing but zeros: of images
     bounded: bool = False           # INT8: no x makes a sum of x * w leave +-2**25
     weights: str = ""               # float: how they are kept where not as x is: int8, whole numbers of a scale a cout
     family = "contraction"
 
     @property
     def rows(self) -> int:
-        return self.y.shape[0]
+        return self.y.shape[-3]
 
     @property
     def cols(self) -> int:
-        return self.y.shape[1]
+        return self.y.shape[-2]
 
     @property
     def cout(self) -> int:
         """Of one group."""
-        return self.y.shape[2] // self.groups
+        return self.y.shape[-1] // self.groups
 
     @property
     def cin(self) -> int:
         """Of one group."""
-        return self.x.shape[2] // self.groups
+        return self.x.shape[-1] // self.groups
 
     @property
     def macs(self) -> int:
@@ -89,13 +91,12 @@ class Contraction(Convolution):
         if self.precision != "int8":
             weights = load_meaning(self.x.dtype, store_meaning(self.x.dtype, weights.astype(np.float32)))
         weights = weights.astype(wide).reshape(self.groups, self.cout, self.cin, *self.taps)
-        x = load_meaning(self.x.dtype, x).astype(wide).reshape(*x.shape[:3], self.groups, self.cin)
-        sums = np.zeros((self.groups, len(x), self.rows, self.cols, self.cout), wide)
-        for p in range(self.taps[0]):
-            for q in range(self.taps[1]):
-                pixels = self.read_by_tap(x, p, q)
-                for g in range(self.groups):
-                    sums[g] += np.tensordot(pixels[..., g, :], weights[g, ..., p, q], (-1, -1))
+        x = load_meaning(self.x.dtype, x).astype(wide).reshape(*x.shape[:-1], self.groups, self.cin)
+        sums = np.zeros((self.groups, len(x), *self.y.shape[:-1], self.cout), wide)
+        for tap in np.ndindex(*self.taps):
+            pixels = self.read_by_tap(x, *tap)
+            for g in range(self.groups):
+                sums[g] += np.tensordot(pixels[..., g, :], weights[(g, ..., *tap)], (-1, -1))
         accumulator = np.moveaxis(sums, 0, -2).reshape(len(x), *self.y.shape).astype(np.float32)
         return (self.finished(accumulator, operands, constants),)
 

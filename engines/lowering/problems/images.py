@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import groupby
 from typing import Any
 
@@ -68,37 +69,42 @@ class Axis:
 
 @dataclass(frozen=True)
 class Pool(ImageProblem):
-    """kind: "max" or "average". Views are [height, width, channels]."""
+    """kind: "max" or "average". Views are [height, width, channels], or of volumes [depth, height, width, channels]."""
     kind: str
-    kernel: tuple[int, int]
-    stride: tuple[int, int] = (1, 1)
-    pads: tuple[int, int, int, int] = (0, 0, 0, 0)      # top, left, bottom, right
-    dilation: tuple[int, int] = (1, 1)
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...] = (1, 1)
+    pads: tuple[int, ...] = (0, 0, 0, 0)        # before each axis, then behind: top, left, bottom, right
+    dilation: tuple[int, ...] = (1, 1)
     count_include_pad: bool = False
     pad_value: int = 0
     family = "pool"
 
     @property
-    def axes(self) -> tuple[Axis, Axis]:
-        """Rows, columns."""
-        rows, cols = (Axis(self.x.shape[a], self.y.shape[a], self.kernel[a], self.stride[a], self.dilation[a],
-                           self.pads[a], self.pads[a + 2]) for a in (0, 1))
-        return rows, cols
+    def axes(self) -> tuple[Axis, ...]:
+        """Rows, columns; of volumes, planes before them."""
+        rank = len(self.kernel)
+        return tuple(Axis(self.x.shape[a], self.y.shape[a], self.kernel[a], self.stride[a], self.dilation[a],
+                          self.pads[a], self.pads[a + rank]) for a in range(rank))
+
+    @property
+    def summed(self) -> tuple[int, ...]:
+        """The axes in the order in which floats are summed along them: rows, planes, columns."""
+        return (0, 1) if len(self.kernel) == 2 else (1, 0, 2)
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         x, *operands = inputs
         return (self.finished(self._accumulator(x), operands, constants),)
 
     def _accumulator(self, x: Array) -> Array:
-        rows, cols = self.axes
         wide: Any = x.astype(np.int64) if x.dtype == np.uint8 else load_meaning(self.x.dtype, x)
         lowest = -np.inf if wide.dtype == np.float32 else 0
         spare = [(a.outputs - 1) * a.stride + (a.kernel - 1) * a.dilation + 1 - a.begin - a.extent for a in self.axes]
         padding = [(a.begin, max(more, 0)) for a, more in zip(self.axes, spare, strict=True)]
         wide = np.pad(wide, [(0, 0), *padding, (0, 0)], constant_values=lowest if self.kind == "max" else 0)
         combine: Any = np.maximum if self.kind == "max" else np.add
-        for axis, extent in enumerate((rows, cols), 1):
-            taps = [np.take(wide, np.arange(extent.outputs) * extent.stride + p * extent.dilation, axis)
+        for axis in self.summed:
+            extent = self.axes[axis]
+            taps = [np.take(wide, np.arange(extent.outputs) * extent.stride + p * extent.dilation, axis + 1)
                     for p in range(extent.kernel)]
             wide = taps[0]
             for tap in taps[1:]:
@@ -106,8 +112,8 @@ class Pool(ImageProblem):
         if self.kind == "max":
             return np.asarray(wide, np.float32)
         taps = [np.array([axis.taps(i) for i in range(axis.outputs)]) for axis in self.axes]
-        inside = np.multiply.outer(*(t[:, 1] - t[:, 0] for t in taps))
-        count = np.multiply.outer(*(t[:, 2] for t in taps)) if self.count_include_pad else inside
+        inside = reduce(np.multiply.outer, (t[:, 1] - t[:, 0] for t in taps))
+        count = reduce(np.multiply.outer, (t[:, 2] for t in taps)) if self.count_include_pad else inside
         wide = (wide + ((count - inside) * self.pad_value).astype(wide.dtype)[..., None]).astype(np.float32)
         return np.asarray(wide * (np.float32(1) / count.astype(np.float32))[..., None], np.float32)
 

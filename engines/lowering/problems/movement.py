@@ -97,11 +97,12 @@ def _clamped(index: Array, extent: int) -> Array:
 
 @dataclass(frozen=True)
 class HaloFill(Problem):
-    """Views are uint8 [runs, bytes of a run]; every byte becomes `value`. They are three groups of equal runs:
+    """Views are uint8 [runs, bytes of a run]; every byte becomes `value`. They are groups of equal runs:
 
-        head    the rows above, and what stands left in the first row of the image
-        sides   what stands right in a row and left in the next
-        tail    what stands right in the last row, and the rows below
+        head        the rows above, and what stands left in the first row of the image
+        sides       what stands right in a row and left in the next; of volumes [planes, runs, bytes of a run]
+        between     of volumes: what stands between the last row of a plane and the first of the next
+        tail        what stands right in the last row, and the rows below
     """
     runs: tuple[View, ...]
     value: int

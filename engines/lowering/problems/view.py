@@ -78,11 +78,19 @@ def _continues(outer: tuple[int, ...], extent: int, inner: tuple[int, ...]) -> b
 
 @dataclass(frozen=True)
 class Halo:
-    """Rows and columns of padding around an image in memory."""
+    """Rows and columns of padding around an image in memory, and planes before and behind those of a volume."""
     top: int = 0
     left: int = 0
     bottom: int = 0
     right: int = 0
+    front: int = 0
+    back: int = 0
+
+    @classmethod
+    def of(cls, sides: Sequence[tuple[int, int]]) -> Halo:
+        """Of (before, after) along each axis: rows and columns, or planes before those."""
+        *planes, (top, bottom), (left, right) = sides
+        return cls(top, left, bottom, right, *(cells for plane in planes for cells in plane))
 
     def __or__(self, other: Halo) -> Halo:
         return Halo(*map(max, self._sides(), other._sides()))
@@ -90,10 +98,18 @@ class Halo:
     def __bool__(self) -> bool:
         return any(self._sides())
 
-    def around(self, image: tuple[int, ...]) -> tuple[int, int, int]:
-        """The shape of [height, width, channels] with the halo."""
-        height, width, channels = image
-        return self.top + height + self.bottom, self.left + width + self.right, channels
+    def cells(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """(before, after) along each axis of [height, width, channels], or of [depth, height, width, channels]."""
+        return ((self.front, self.back), (self.top, self.bottom), (self.left, self.right), (0, 0))[-rank:]
 
-    def _sides(self) -> tuple[int, int, int, int]:
-        return self.top, self.left, self.bottom, self.right
+    def corner(self, rank: int) -> tuple[int, ...]:
+        """The indices, in an image of that rank, of what the halo begins with."""
+        return tuple(-before for before, _ in self.cells(rank))
+
+    def around(self, image: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of an image or a volume with the halo."""
+        return tuple(before + extent + after for (before, after), extent in zip(
+            self.cells(len(image)), image, strict=True))
+
+    def _sides(self) -> tuple[int, ...]:
+        return self.top, self.left, self.bottom, self.right, self.front, self.back

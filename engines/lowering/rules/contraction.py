@@ -9,31 +9,31 @@ from typing import Any
 import numpy as np
 
 from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.body import BoundProgram, call_of, operand_views, write_body
+from engines.lowering.calls.body import BoundProgram, call_of, write_body
 from engines.lowering.calls.broadcast import broadcast, image, is_image
 from engines.lowering.calls.calls import Call, Context, Refused, lowers
-from engines.lowering.calls.halos import pads_of, pair_of
 from engines.lowering.calls.placement import Placement, with_items
 from engines.lowering.problems.convolution import Contraction, Depthwise
 from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import Halo, View
 from engines.lowering.rules.matmul import lower_product
+from engines.ops.window import Window
 from engines.passes.rewriting.facts import is_product
 
 
-@lowers("Conv", images=True)
+@lowers("Conv", images=True, volumes=True)
 def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
     conv = node.anchor
     weights = ctx.constant(conv.inputs[1])
     x, stride, dilation = padded_input(ctx, conv, weights.shape[2:])
-    groups, taps = int(conv.attrs.get("group", 1)), (int(weights.shape[2]), int(weights.shape[3]))
-    depthwise = groups > 1 and weights.shape[:2] == (groups, 1)
+    groups, taps = int(conv.attrs.get("group", 1)), tuple(map(int, weights.shape[2:]))
+    depthwise = groups > 1 and weights.shape[:2] == (groups, 1) and len(taps) == 2
     if not depthwise:
         weights, groups = _merge_small_groups(weights, groups, ctx.lanes)
-    body = write_body(ctx, node, accumulator_of(ctx, node, weights.sum(axis=(1, 2, 3), dtype=np.float64)))
+    body = write_body(ctx, node, accumulator_of(ctx, node, sum_of_couts(weights)))
     y, border = ctx.placements[node.outputs[0]], _border(ctx, conv, x.view)
-    views = [x.view, y.view, *operand_views(ctx, node, body)]
-    if views[0].shape[1] == views[1].shape[1] == 1 and taps[0] > 1:     # a signal: the one column is a row as well
+    views = [x.view, y.view, *(broadcast(ctx, name, node.outputs[0]) for name in body.operands)]
+    if len(taps) == 2 and views[0].shape[1] == views[1].shape[1] == 1 < taps[0]:    # a signal: its column may be a row
         views = [turned(view) for view in views]
         taps, stride, dilation = taps[::-1], stride[::-1], dilation[::-1]
         border, weights = Halo(border.left, border.top, border.right, border.bottom), weights.swapaxes(2, 3)
@@ -93,22 +93,27 @@ def bounded(weights: Array) -> bool:
     return bool(255 * max(highest.max(), -lowest.min()) < 1 << 25)
 
 
-def padded_input(ctx: Context, conv: Node, taps: Sequence[int]) -> tuple[Placement, tuple[int, int], tuple[int, int]]:
-    """The input seen from tap (0, 0) of output pixel (0, 0), its halo included; stride; dilation."""
-    top, left, _, _ = pads_of(conv)
-    stride, dilation = pair_of(conv, "strides"), pair_of(conv, "dilations")
-    reach = ((int(extent) - 1) * s + (count - 1) * d + 1 for extent, count, s, d in zip(
-        ctx.type(conv.outputs[0]).shape[1:3], taps, stride, dilation, strict=True))
-    placement = ctx.placements[conv.inputs[0]].moved(-top, -left, 0)
-    view = replace(placement.view, shape=(*reach, placement.view.shape[2]))
-    return replace(placement, view=view), stride, dilation
+def sum_of_couts(weights: Array) -> Array:
+    """[cout, cin, *taps] -> [cout]"""
+    return np.asarray(weights.sum(axis=tuple(range(1, weights.ndim)), dtype=np.float64))
+
+
+def padded_input(ctx: Context, conv: Node, taps: Sequence[int]) -> tuple[Placement, tuple[int, ...], tuple[int, ...]]:
+    """The input seen from the first tap of the first output pixel, its halo included; stride; dilation."""
+    window = Window.of(conv, len(taps))
+    reach = ((int(extent) - 1) * s + span for extent, s, span in zip(
+        ctx.type(conv.outputs[0]).shape[1:-1], window.strides, window.spans, strict=True))
+    placement = ctx.placements[conv.inputs[0]].moved(*(-before for before, _ in window.pads), 0)
+    view = replace(placement.view, shape=(*reach, placement.view.shape[-1]))
+    return replace(placement, view=view), window.strides, window.dilations
 
 
 def _border(ctx: Context, conv: Node, view: View) -> Halo:
-    """The zeros around the input in what the taps reach; none where its zero point is another number."""
-    quant, (top, left, _, _) = ctx.type(conv.inputs[0]).quant, pads_of(conv)
-    if quant is not None and quant.zero_point[0] != 0:
+    """The zeros around an image in what the taps reach; none where its zero point is another number."""
+    quant = ctx.type(conv.inputs[0]).quant
+    if quant is not None and quant.zero_point[0] != 0 or len(view.shape) != 3:
         return Halo()
+    (top, _), (left, _) = Window.of(conv, 2).pads
     height, width = (int(extent) for extent in ctx.type(conv.inputs[0]).shape[1:3])
     return Halo(top, left, max(view.shape[0] - top - height, 0), max(view.shape[1] - left - width, 0))
 

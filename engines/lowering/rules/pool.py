@@ -7,32 +7,34 @@ from dataclasses import replace
 
 from engines.ir.graph import BATCH, Node
 from engines.lowering.calls.body import BoundProgram, call_of, operand_views, write_body
+from engines.lowering.calls.broadcast import broadcast
 from engines.lowering.calls.calls import Call, Context, Refused, lowers
-from engines.lowering.calls.halos import pads_of, pair_of
 from engines.lowering.calls.placement import Placement, as_one_item, reshaped_strides
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.images import GlobalPool, Pool
 from engines.lowering.problems.problem import Problem
 from engines.lowering.problems.rows import Extreme, Reduce
 from engines.lowering.problems.view import View
+from engines.ops.window import Window
 
 
-@lowers("MaxPool", "AveragePool", images=True)
+@lowers("MaxPool", "AveragePool", images=True, volumes=True)
 def lower_pool(ctx: Context, node: Node) -> Sequence[Call]:
     pool = node.anchor
     if any(node.outputs[1:]):
         raise Refused("only its first output is compiled")
     written = write_pooled(ctx, node, 1.0)
     x, y = ctx.placements[pool.inputs[0]].view, ctx.placements[node.outputs[0]].view
-    quant = ctx.type(pool.inputs[0]).quant
-    spec = Pool(x, y, operand_views(ctx, node, written), written.program,
-                "max" if pool.op == "MaxPool" else "average", pair_of(pool, "kernel_shape"), pair_of(pool, "strides"),
-                pads_of(pool), pair_of(pool, "dilations"), bool(pool.attrs.get("count_include_pad")),
+    quant, window = ctx.type(pool.inputs[0]).quant, Window.of(pool, len(x.shape) - 1)
+    operands = tuple(broadcast(ctx, name, node.outputs[0]) for name in written.operands)
+    pads = tuple(cells for side in zip(*window.pads, strict=True) for cells in side)
+    spec = Pool(x, y, operands, written.program, "max" if pool.op == "MaxPool" else "average", window.kernel,
+                window.strides, pads, window.dilations, bool(pool.attrs.get("count_include_pad")),
                 quant.zero_point[0] if quant else 0)
     return [call_of(ctx, node, spec, written)]
 
 
-@lowers("GlobalAveragePool", "GlobalMaxPool", images=True)
+@lowers("GlobalAveragePool", "GlobalMaxPool", images=True, volumes=True)
 def lower_global_pool(ctx: Context, node: Node) -> Sequence[Call]:
     pool = node.anchor
     x, y = ctx.placements[pool.inputs[0]].view, ctx.placements[node.outputs[0]].view

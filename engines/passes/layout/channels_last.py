@@ -38,6 +38,7 @@ from engines.passes.rewriting.facts import NORMS, is_pointwise
 from engines.passes.rules.reshape import moves_only_ones
 
 IMAGE = channels_last(4)
+_LAYOUTS = {identity(4): "nchw", IMAGE: "nhwc", identity(5): "ncdhw", channels_last(5): "ndhwc"}
 
 
 def to_channels_last(graph: Graph) -> Graph:
@@ -50,7 +51,7 @@ def to_channels_last(graph: Graph) -> Graph:
 
 def _is_sensitive(graph: Graph, node: Node) -> bool:
     return (issubclass(op_of(node.op), LayoutOp) and len(node.outputs) == 1
-            and len(graph.shape(node.inputs[0])) == 4)
+            and len(graph.shape(node.inputs[0])) in (4, 5))
 
 
 class _Layout(GraphEditor):
@@ -138,7 +139,7 @@ class _Layout(GraphEditor):
         if perm == identity(len(perm)) and tensor not in self.used:
             self.used.add(tensor)
             return tensor
-        suffix = {identity(4): "nchw", IMAGE: "nhwc"}.get(perm, "axes" + "".join(map(str, perm)))
+        suffix = _LAYOUTS.get(perm, "axes" + "".join(map(str, perm)))
         return self.fresh_name(f"{tensor}.{suffix}")
 
     def _type(self, tensor: str, perm: Perm) -> TensorType:
@@ -150,8 +151,9 @@ class _Layout(GraphEditor):
     # ---- nodes
     def _sensitive(self, node: Node) -> None:
         image, *others = node.inputs
-        inputs = [self.read(image, IMAGE), *(self._as_onnx(name) for name in others)]
-        self._emit(node, inputs, [self._made(node.outputs[0], IMAGE)], channels_last=1)
+        layout = channels_last(self._rank(node))
+        inputs = [self.read(image, layout), *(self._as_onnx(name) for name in others)]
+        self._emit(node, inputs, [self._made(node.outputs[0], layout)], channels_last=1)
 
     def _keep_onnx_layout(self, node: Node) -> None:
         inputs = [self._as_onnx(name) for name in node.inputs]
@@ -247,11 +249,12 @@ class _Layout(GraphEditor):
         """The layout that moves the fewest elements; channels-last images where that is a tie."""
         ahead = self._items_first(node.outputs[0])
         produced_layouts = dict.fromkeys(self._producer_layout(tensor) for tensor in full)
+        image = channels_last(rank)
         choices = [layout for layout in produced_layouts if layout[:1] == ahead[:1]] or [ahead]
-        if rank == 4 and node.outputs[0] in self.wants_image:
-            choices.append(IMAGE)
-            if all(layout == identity(4) for layout in choices[:-1]):
-                return IMAGE
+        if rank in (4, 5) and node.outputs[0] in self.wants_image:
+            choices.append(image)
+            if all(layout == identity(rank) for layout in choices[:-1]):
+                return image
 
         def moves(tensor: str, layout: Perm) -> bool:
             produced = self._producer_layout(tensor)
@@ -259,7 +262,7 @@ class _Layout(GraphEditor):
                                                                           permuted(self.shapes[tensor], produced))
 
         def cost(layout: Perm) -> tuple[int, bool]:
-            return sum(self._elements(tensor) for tensor in full if moves(tensor, layout)), layout != IMAGE
+            return sum(self._elements(tensor) for tensor in full if moves(tensor, layout)), layout != image
         return min(choices, key=cost)
 
     def _elements(self, tensor: str) -> int:
@@ -317,7 +320,7 @@ def _wanting_images(graph: Graph) -> set[str]:
     for node in reversed(graph.nodes):
         passes_on = is_pointwise(node) and node.outputs[0] in wanting
         for place, name in enumerate(node.inputs):
-            if name in graph.outputs or len(graph.types[name].shape if name else ()) != 4:
+            if name in graph.outputs or len(graph.types[name].shape if name else ()) not in (4, 5):
                 continue
             if all((_is_sensitive(graph, r) and r.inputs[0] == name) or
                    (is_pointwise(r) and r.outputs[0] in wanting) for r in graph.consumers[name]) \

@@ -13,7 +13,7 @@ _GLOBAL = {"ReduceMean": "GlobalAveragePool", "ReduceMax": "GlobalMaxPool",
 
 
 class SpatialReduce(Rule):
-    """`channels_last`: the images are [N, H, W, C]."""
+    """`channels_last`: the images are [N, H, W, C], the volumes [N, D, H, W, C]."""
     pattern = P("ReduceMean ReduceMax", Value("x"))
 
     def __init__(self, channels_last: bool = False) -> None:
@@ -23,7 +23,7 @@ class SpatialReduce(Rule):
         rank = len(match.shape(match.value("x")))
         first = 1 if self.attrs else 2
         axes = sorted(axis % rank for axis in match.root.attrs.get("axes", range(rank)))
-        return rank == 4 and axes == [first, first + 1]
+        return rank in (4, 5) and axes == list(range(first, first + rank - 2))
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         op = _GLOBAL[match.root.op]

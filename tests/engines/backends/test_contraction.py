@@ -1,4 +1,5 @@
 """Contractions on every instruction set: integers exact, floats close, whatever the tile, the tail and the cut."""
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,17 +32,19 @@ class Shape:
     cols: int
     cin: int
     cout: int
-    taps: tuple[int, int] = (1, 1)
-    stride: tuple[int, int] = (1, 1)
-    dilation: tuple[int, int] = (1, 1)
+    taps: tuple[int, ...] = (1, 1)
+    stride: tuple[int, ...] = (1, 1)
+    dilation: tuple[int, ...] = (1, 1)
     groups: int = 1
     gaps: bool = False
+    planes: int = 0         # of volumes
 
     def spec(self, precision, program, stored="", residual=True):
         view = gapped if self.gaps else dense_view
+        outputs = (*[self.planes] * bool(self.planes), self.rows, self.cols)
         reach = [(n - 1) * s + (t - 1) * d + 1 for n, s, t, d in
-                 zip((self.rows, self.cols), self.stride, self.taps, self.dilation, strict=True)]
-        y = view(stored or STORED[precision], (self.rows, self.cols, self.cout))
+                 zip(outputs, self.stride, self.taps, self.dilation, strict=True)]
+        y = view(stored or STORED[precision], (*outputs, self.cout))
         return Contraction(view(STORED[precision], (*reach, self.cin)), y, (y,) * residual, program, precision,
                            self.taps, self.stride, self.dilation, self.groups)
 
@@ -54,6 +57,9 @@ SHAPES = {
     "dilated, one dimension": Shape(5, 6, 10, 33, taps=(3, 1), dilation=(2, 1)),
     "groups": Shape(5, 6, 24, 36, taps=(3, 3), stride=(1, 2), dilation=(2, 1), groups=4),
     "gemm of one row an item": Shape(1, 1, 100, 70),
+    "volumes": Shape(3, 6, 12, 17, (3, 3, 2), (2, 1, 1), (2, 1, 1), gaps=True, planes=3),
+    "volumes of long rows": Shape(2, 5, 8, 40, (2, 1, 1), (1, 1, 1), (1, 1, 1), planes=4),
+    "volumes, 3x3x3": Shape(5, 6, 16, 24, (3, 3, 3), (1, 1, 1), (1, 1, 1), planes=2),
 }
 EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
@@ -61,7 +67,7 @@ EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def problem(shape, precision, stored="", residual=True):
     """(spec, inputs, constants) with sums that land around the middle of u8."""
     random = np.random.default_rng(0)
-    k = shape.cin // shape.groups * shape.taps[0] * shape.taps[1]
+    k = shape.cin // shape.groups * math.prod(shape.taps)
     scale = (0.005 if precision == "int8" else 10) / k**0.5
     program, constants = requantise(shape.cout, random, scale, residual)
     spec = shape.spec(precision, program, stored, residual)

@@ -18,13 +18,14 @@ WINDOWS = {     # kernel, stride, pads, dilation, extent of x
     "7x7 of a small image": ((7, 7), (1, 1), (3, 3, 3, 3), (1, 1), (4, 5)),
     "1x3 dilated": ((1, 3), (1, 1), (0, 2, 0, 2), (1, 2), (3, 9)),
     "3x3 padded at the end": ((3, 3), (2, 2), (0, 0, 1, 1), (1, 1), (8, 8)),
+    "volumes": ((3, 2, 3), (2, 1, 2), (1, 0, 1, 1, 1, 0), (1, 2, 1), (5, 6, 7)),
 }
 EVERY_WINDOW = pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
 
 
 def pool(kind, dtype, channels, window, program=PLAIN, target=None, operands=0, **options):
     kernel, stride, pads, dilation, extent = window
-    outputs = [(n + pads[a] + pads[a + 2] - (kernel[a] - 1) * dilation[a] - 1) // stride[a] + 1
+    outputs = [(n + pads[a] + pads[a + len(kernel)] - (kernel[a] - 1) * dilation[a] - 1) // stride[a] + 1
                for a, n in enumerate(extent)]
     y = gapped(target or dtype, (*outputs, channels))
     return Pool(gapped(dtype, (*extent, channels)), y, (dense_view(dtype, y.shape),) * operands, program, kind, kernel,

@@ -6,7 +6,7 @@ import pytest
 
 from engines.backends.llvm.codegen.isa import AVX2, AVX512_VNNI, best_isa
 from engines.backends.llvm.kernels.contraction.direct import DirectContraction
-from engines.backends.llvm.kernels.contraction.winograd import WinogradContraction
+from engines.backends.llvm.kernels.winograd.winograd import WinogradContraction
 from engines.backends.llvm.tuning import timing
 from engines.backends.llvm.tuning import tuner as tuner_module
 from engines.backends.llvm.tuning.timing import measure

@@ -6,13 +6,9 @@ import pytest
 
 from engines.backends.llvm.codegen.isa import ALL, AVX2, AVX512_VNNI
 from engines.backends.llvm.kernels.contraction.panels import cout_panels
-from engines.backends.llvm.kernels.contraction.winograd import (
-    SCALE,
-    WinogradContraction,
-    transform_input,
-    transform_output,
-)
-from engines.backends.llvm.kernels.contraction.winograd_weights import WinogradWeights, transform_weights
+from engines.backends.llvm.kernels.winograd.tiling import SCALE, transform_input, transform_output
+from engines.backends.llvm.kernels.winograd.weights import WinogradWeights, transform_weights
+from engines.backends.llvm.kernels.winograd.winograd import WinogradContraction
 from engines.codegen.ir_builder import Module
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.view import dense_view
@@ -22,20 +18,23 @@ from tests.engines.backends.suite import check, gapped, random_array, requantise
 
 BATCH = 3
 SHAPES = {"whole tiles": (8, 8, 32, 32), "tails both ways": (7, 9, 16, 40), "one small tile": (3, 2, 16, 8),
-          "narrow couts": (5, 8, 48, 5)}
+          "narrow couts": (5, 8, 48, 5), "volumes": (5, 6, 16, 24, 3)}
 WINOGRAD_ISAS = pytest.mark.parametrize("isa", [isa for isa in ALL if isa.winograd_tiles], ids=lambda isa: isa.name)
 EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
 def problem(shape, precision, view=dense_view, residual=True):
-    rows, cols, cin, cout = shape
+    rows, cols, cin, cout, *planes = shape
     random = np.random.default_rng(0)
     program, constants = requantise(cout, random, (0.005 if precision == "int8" else 10) / (9 * cin)**0.5, residual)
+    ones = (1,) * (2 + len(planes))
     stored = {"int8": "uint8", "fp32": "float32"}[precision]
-    y = view(stored, (rows, cols, cout))
-    spec = Contraction(view(stored, (rows + 2, cols + 2, cin)), y, (y,) * residual, program, precision, (3, 3),
+    y = view(stored, (*planes, rows, cols, cout))
+    taps = (*(2 for _ in planes), 3, 3)
+    reach = (n + t - 1 for n, t in zip((*planes, rows, cols), taps, strict=True))
+    spec = Contraction(view(stored, (*reach, cin)), y, (y,) * residual, program, precision, taps, ones, ones,
                        bounded=True)
-    weights = random_array(random, "int8" if precision == "int8" else "float32", (cout, cin, 3, 3))
+    weights = random_array(random, "int8" if precision == "int8" else "float32", (cout, cin, *taps))
     inputs = [random_array(random, v.dtype, (BATCH, *v.shape)) for v in spec.inputs]
     return spec, inputs, {"weights": weights, **constants}
 

@@ -12,6 +12,7 @@ a warp for a type (dp4a, fma), a thread makes the same sums that it would have h
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -53,14 +54,15 @@ class GpuContraction(GpuKernel[Contraction]):
 
     def grid(self, tactic: Tile) -> Grid:
         problem = self.problem
-        return Grid(problem.rows * problem.cols, tactic.pixels, tactic.threads, columns(problem, tactic), tactic.couts,
-                    tactic.shared_bytes)
+        pixels = math.prod(problem.y.shape[:-1])
+        return Grid(pixels, tactic.pixels, tactic.threads, columns(problem, tactic), tactic.couts, tactic.shared_bytes)
 
     def cost(self, tactic: Tile, card: Card, items: int) -> float:
         problem, depth = self.problem, self.depth.turns(tactic) * tactic.depth
-        work = Blocks(items * problem.rows * problem.cols, columns(problem, tactic), depth,
-                      (tactic.pixels, tactic.couts), tactic.part, tactic.threads, tactic.shared_bytes,
-                      len(problem.operands), problem.bytes * items + columns(problem, tactic) * depth, tactic.grouped)
+        pixels = items * math.prod(problem.y.shape[:-1])
+        work = Blocks(pixels, columns(problem, tactic), depth, (tactic.pixels, tactic.couts), tactic.part,
+                      tactic.threads, tactic.shared_bytes, len(problem.operands),
+                      problem.bytes * items + columns(problem, tactic) * depth, tactic.grouped)
         return contraction_seconds(work, card, problem.precision, self.depth.size)
 
     def pack(self, tactic: Tile, constants: Mapping[str, Any]) -> tuple[Array, ...]:

@@ -36,7 +36,7 @@ class Copies:
         for i in range(tile.pixels // tile.step):
             # Behind the last pixel it is copied once more: sums of it are never stored.
             pixel = (pixel0 + (row + i * tile.step)).at_most(rows - 1)
-            at = pixel_offset(pixel, problem.y.shape[:2], strides, problem.x.item)
+            at = pixel_offset(pixel, problem.y.shape[:-1], strides, problem.x.item)
             self.pixels.append(x + at + channel)
         self.row_bytes = depth.turns(tile) * tile.depth
         self.weights = weights + (wide(cout0 + row) * self.row_bytes + wide(self.column * CHUNK))

@@ -35,17 +35,16 @@ class Depth:
     def grain(self) -> int:
         """What every chunk's address is a multiple of, up to CHUNK."""
         x, groups = self.problem.x, self.problem.groups
-        return math.gcd(CHUNK, self.aligned, *x.strides[:2], x.item, self.problem.cin * self.size if groups > 1 else 0)
+        return math.gcd(CHUNK, self.aligned, *x.strides[:-1], x.item, self.problem.cin * self.size if groups > 1 else 0)
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
         """(offset, elements) of x's runs of neighbours, in the order of K."""
-        problem, (down, right) = self.problem, self.problem.dilation
-        rows, columns = problem.taps
-        row, column, _ = problem.x.strides
-        if columns > 1 and right == 1 and problem.groups == 1 and column == problem.cin * self.size:
-            return [(p * down * row, problem.cin * columns) for p in range(rows)]
-        return [(p * down * row + q * right * column, problem.cin) for p in range(rows) for q in range(columns)]
+        problem, (*outer, columns) = self.problem, self.problem.taps
+        steps = [d * stride for d, stride in zip(problem.dilation, problem.x.strides, strict=False)]
+        if columns > 1 and problem.dilation[-1] == 1 and problem.groups == 1 and steps[-1] == problem.cin * self.size:
+            return [(int(np.dot(tap, steps)), problem.cin * columns) for tap in np.ndindex(*outer, 1)]
+        return [(int(np.dot(tap, steps)), problem.cin) for tap in np.ndindex(*problem.taps)]
 
     @cached_property
     def walk(self) -> Array:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, reduce
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -29,11 +31,12 @@ from engines.lowering.problems.view import View, joined
 Sums = dict[Any, Value]
 
 
-def _image_index(pixel: Value, shape: Sequence[int]) -> tuple[Value, Value, Value]:
-    """Item, row and column of a pixel."""
-    rows, columns = shape
-    rest = pixel.remainder(rows * columns)
-    return pixel.divided(rows * columns), rest.divided(columns), rest.remainder(columns)
+def _image_index(pixel: Value, shape: Sequence[int]) -> tuple[Value, ...]:
+    """Item, row and column of a pixel; of volumes, the plane before the row."""
+    outer, extent = math.prod(shape[1:]), math.prod(shape)
+    rest = pixel.remainder(extent)
+    inner = _image_index(rest, shape[1:])[1:] if len(shape) > 2 else (rest.remainder(outer),)
+    return pixel.divided(extent), rest.divided(outer), *inner
 
 
 @solves(Pool)
@@ -51,24 +54,28 @@ class PoolByThreads(ProgramKernel[Pool]):
 
     def write(self, f: Function, operands: list[Value], pixel: Value, channel: Value) -> None:
         problem, x = self.problem, self.problem.x
-        item, *index = _image_index(pixel, self.y.shape[:2])
+        item, *index = _image_index(pixel, self.y.shape[:-1])
         cuts = operands[len(problem.inputs)]
         taps = [[f.load(I32, cuts + wide(i) * 16 + (first * 16 + 4 * n), 4, "cut") for n in range(3)]
-                for i, first in zip(index, (0, self.y.shape[0]), strict=True)]
+                for i, first in zip(index, accumulate(self.y.shape[:-2], initial=0), strict=True)]
         origin = [i * s - pad for i, s, pad in zip(index, problem.stride, problem.pads, strict=False)]
-        base = operands[0] + wide(item) * x.item + wide(channel) * x.strides[2]
+        base = operands[0] + wide(item) * x.item + wide(channel) * x.strides[-1]
         largest, lowest = problem.kind == "max", -math.inf if x.dtype != "uint8" else 0.0
         zero = f.constant(lowest if largest else 0.0, FLOAT)
-        total: Sums = dict.fromkeys(range(self.each), zero)
-        for q in f.range("column", wide(taps[1][0]), wide(taps[1][1]), total=total):
-            line: Sums = dict.fromkeys(range(self.each), zero)
-            column = origin[1] + f.cast("trunc", q, I32, "q") * problem.dilation[1]
-            for p in f.range("row", wide(taps[0][0]), wide(taps[0][1]), line=line):
-                row = origin[0] + f.cast("trunc", p, I32, "p") * problem.dilation[0]
-                at = base + wide(row) * x.strides[0] + wide(column) * x.strides[1]
-                self._take(line, load_channels(self.gpu, x, at, self.each))
-            self._take(total, list(line.values()))
-        sums = list(total.values()) if largest else self._means(f, list(total.values()), taps)
+
+        def window(axes: Sequence[int], at: Value) -> list[Value]:
+            """Over the taps along these axes, the last one's outermost."""
+            if not axes:
+                return load_channels(self.gpu, x, at, self.each)
+            *others, axis = axes
+            total: Sums = dict.fromkeys(range(self.each), zero)
+            for p in f.range("tap", wide(taps[axis][0]), wide(taps[axis][1]), total=total):
+                place = origin[axis] + f.cast("trunc", p, I32, "p") * problem.dilation[axis]
+                self._take(total, window(others, at + wide(place) * x.strides[axis]))
+            return list(total.values())
+
+        sums = window(problem.summed, base)
+        sums = sums if largest else self._means(f, sums, taps)
         self.finish(operands, pixel, channel, sums, range(1, len(problem.inputs)), len(problem.inputs) + 1)
 
     def _take(self, into: Sums, values: Sequence[Value]) -> None:
@@ -77,8 +84,8 @@ class PoolByThreads(ProgramKernel[Pool]):
 
     def _means(self, f: Function, sums: list[Value], taps: list[list[Value]]) -> list[Value]:
         """Times 1 / count; what a padded tap adds, if it counts."""
-        inside = (taps[0][1] - taps[0][0]) * (taps[1][1] - taps[1][0])
-        count = taps[0][2] * taps[1][2] if self.problem.count_include_pad else inside
+        inside = reduce(mul, (last - first for first, last, _ in taps))
+        count = reduce(mul, (counted for *_, counted in taps)) if self.problem.count_include_pad else inside
         if self.problem.pad_value and self.problem.count_include_pad:
             padded = self.gpu.to_float((count - inside) * self.problem.pad_value)
             sums = [s + padded for s in sums]

@@ -55,7 +55,7 @@ class DirectContraction(TiledContraction):
     def _live(self, isa: Isa, rows: int) -> float:
         """The share of the taps that is not left out."""
         counted = (rows == 1, self.whole_taps(isa))
-        axes = zip(self.axes, self.problem.y.shape, counted, strict=False)
+        axes = zip(self.axes, self.image.y.shape, counted, strict=False)
         return math.prod(axis.live_share(outputs) for axis, outputs, counts in axes if counts)
 
     def whole_taps(self, isa: Isa) -> bool:
@@ -103,15 +103,26 @@ class _DirectLoops(TiledLoops):
         if part.tap_rows:
             first, arguments["tap_rows"] = part.tap_rows
             x += first * (problem.x.strides[0] * problem.dilation[0])
-            turns //= problem.taps[0]
+            turns //= self.kernel.planes.taps * problem.taps[0]
             arguments["w"] += first * (self.isa.vectors_for(channels) * turns * self.arithmetic.weight_bytes(self.isa))
         return x, arguments
 
     def sum(self, f: Function, part: Part, acc: dict[Any, Value], vectors: int) -> None:
         """All of K, or its live taps."""
+        at, planes = {key: f.parameters[key] for key in ("x", "w", "ahead")}, self.kernel.planes
+        if not planes.of_volumes:
+            self._plane(f, part, acc, at, vectors)
+            return
+        bytes_of_taps = self.kernel.turns(self.isa) // planes.taps * vectors * self.arithmetic.weight_bytes(self.isa)
+        for _ in f.loop("tap plane", planes.taps, acc=acc, at=at):
+            x, w = at["x"], at["w"]
+            self._plane(f, part, acc, at, vectors)
+            at["x"], at["w"] = x + planes.tap_step, w + bytes_of_taps
+
+    def _plane(self, f: Function, part: Part, acc: dict[Any, Value], at: dict[str, Value], vectors: int) -> None:
+        """The taps of one plane, or those that are live."""
         problem, arithmetic, steps = self.problem, self.arithmetic, self.kernel.steps(self.isa)
         x_row, x_pixel, _ = problem.x.strides
-        at = {key: f.parameters[key] for key in ("x", "w", "ahead")}
         live_rows = f.parameters.get("tap_rows")
         rows = f.loop("tap row", problem.taps[0], acc=acc, at=at) if live_rows is None else \
             f.range("tap row", live_rows.like(0), live_rows, acc=acc, at=at)

@@ -82,15 +82,15 @@ class TiledLoops(ABC):
             self._blocks(f, tensors)
 
     def _blocks(self, f: Function, base: list[Value]) -> None:
-        """Row u of the grid is row u % tile_rows of item u // tile_rows; a block of them meets one panel after the
-        other."""
+        """Row u of the grid is row u % tile_rows of item u // tile_rows, or of that plane of all items; a block of them
+        meets one panel after the other."""
         begin, end = self.bounds[:2]
         tile_rows = self.kernel.tile_rows(self.tile)
         block = self.tile.block or tile_rows
         rows, cols = (0, self.tile.cols) if self.problem.rows == 1 else (self.tile.rows, 0)
         first_item = begin.divided(tile_rows)
         for item in f.range("item", first_item, (end + (tile_rows - 1)).divided(tile_rows)):
-            here = _moved(base, [item * view.item for view in self.views])
+            here = _moved(base, self.kernel.planes.offsets(item, self.views))
             first = f.select(item.compare("eq", first_item), begin.remainder(tile_rows), begin.like(0))
             last = (end - item * tile_rows).at_most(tile_rows)
             for start in f.range("block", first, last, block):

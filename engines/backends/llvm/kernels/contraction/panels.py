@@ -24,13 +24,13 @@ def cout_panels(problem: Contraction, isa: Isa, vectors: int) -> list[Array]:
             lanes = Lanes(isa, min(width, problem.cout - start), problem.y.dtype == "uint8")
             order = np.asarray(lanes.order())
             absolute = order + group * problem.cout + start
-            panels.append(np.where(order < lanes.channels, absolute, problem.y.shape[2]))
+            panels.append(np.where(order < lanes.channels, absolute, problem.y.shape[-1]))
     return panels
 
 
 def pack_program(problem: Contraction, panels: Sequence[Array], constants: Mapping[str, Any]) -> Array:
     """The program's constants -> [panel][constant][vector][lane]."""
-    return pack_channels(constants["program"], problem.y.shape[2], [panel.tolist() for panel in panels])
+    return pack_channels(constants["program"], problem.y.shape[-1], [panel.tolist() for panel in panels])
 
 
 def rows_with_zeros(rows: Array) -> Array:

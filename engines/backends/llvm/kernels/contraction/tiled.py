@@ -10,6 +10,8 @@
 Where the taps of a kernel row and their channels are one run of bytes, the run is one K loop; it is rounded up to whole
 steps with zero weights, so x needs up to 15 readable bytes past its end.
 
+Of volumes, the planes of all items follow each other like the items of a batch, and the taps have planes too.
+
 Two ways to cut the pixels into rows of the grid:
   by item   the rows of tiles of each item's image; every tail is known when the kernel is written
   by batch  items of few pixels (a matrix product of one row each) follow each other as one long row of pixels, whose
@@ -22,7 +24,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import ClassVar
 
 import numpy as np
@@ -31,6 +33,7 @@ from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.common.access import TAILS
 from engines.backends.llvm.kernels.common.arithmetic import Arithmetic, arithmetic_for
 from engines.backends.llvm.kernels.contraction.panels import rows_with_zeros
+from engines.backends.llvm.kernels.contraction.planes import Planes
 from engines.backends.llvm.kernels.contraction.taps import TapAxis
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window
 from engines.backends.llvm.tuning.cost import epilogue, first_reading, pieces, reading
@@ -83,31 +86,41 @@ class TiledContraction(Kernel[Contraction]):
     def turn_cycles(self, isa: Isa, pixels: int, vectors: int, tile: Tile) -> float:
         """What one turn of a K loop costs, with what it asks for ahead."""
 
+    # ---- planes
+    @cached_property
+    def planes(self) -> Planes:
+        return Planes.of(self.problem)
+
+    @property
+    def image(self) -> Contraction:
+        """The problem within one plane."""
+        return self.planes.image
+
     # ---- how x is walked
     @cached_property
     def one_run(self) -> bool:
         """The taps of a kernel row are neighbours in memory, and nothing lies between them."""
-        problem = self.problem
+        problem = self.image
         return problem.groups == 1 and (problem.taps[1] == 1 or (
             problem.dilation[1] == 1 and problem.x.strides[1] == problem.cin * problem.x.size))
 
     @property
     def run(self) -> int:
         """Elements of x that one K loop walks."""
-        return self.problem.cin * self.problem.taps[1] if self.one_run else self.problem.cin
+        return self.image.cin * self.image.taps[1] if self.one_run else self.image.cin
 
     def run_offsets(self) -> Array:
         """Bytes from tap (0, 0) to the start of each run."""
-        problem = self.problem
-        rows, columns = (np.arange(n) * d * s for n, d, s in zip(
-            (problem.taps[0], 1 if self.one_run else problem.taps[1]), problem.dilation, problem.x.strides[:2],
-            strict=True))
-        return (rows[:, None] + columns).ravel()
+        problem, (rows, columns) = self.image, self.image.taps
+        offsets = (np.arange(n) * step for n, step in (
+            (self.planes.taps, self.planes.tap_step), (rows, problem.dilation[0] * problem.x.strides[0]),
+            (1 if self.one_run else columns, problem.dilation[1] * problem.x.strides[1])))
+        return np.asarray(reduce(np.add.outer, offsets)).ravel()
 
     def runs(self, weights: Array) -> Array:
         """[cout of all groups, cin, *taps] -> [cout][run][element of the run]; a last cout of zeros is for lanes that
         have none."""
-        taps_last = weights.reshape(-1, self.problem.cin, *self.problem.taps).transpose(0, 2, 3, 1)
+        taps_last = np.moveaxis(weights.reshape(-1, self.problem.cin, *self.problem.taps), 1, -1)
         return rows_with_zeros(taps_last.reshape(len(taps_last), -1, self.run))
 
     def arithmetic(self, isa: Isa) -> Arithmetic:
@@ -119,12 +132,12 @@ class TiledContraction(Kernel[Contraction]):
 
     def turns(self, isa: Isa) -> int:
         """Turns of all K loops of a pixel."""
-        return self.steps(isa) * self.problem.taps[0] * (1 if self.one_run else self.problem.taps[1])
+        return self.steps(isa) * self.planes.taps * self.image.taps[0] * (1 if self.one_run else self.image.taps[1])
 
     @cached_property
     def axes(self) -> tuple[TapAxis, TapAxis]:
         """Rows, columns."""
-        problem, border = self.problem, self.problem.border
+        problem, border = self.image, self.image.border
         edges = ((border.top, border.bottom), (border.left, border.right))
         rows, cols = (TapAxis(problem.x.shape[a], *edges[a], problem.taps[a], problem.stride[a], problem.dilation[a])
                       for a in (0, 1))
@@ -133,11 +146,11 @@ class TiledContraction(Kernel[Contraction]):
     # ---- how the pixels are cut
     @cached_property
     def flat(self) -> Contraction:
-        """The problem with each image as one long row of pixels, where its rows follow each other without a gap."""
+        """`image` as one long row of pixels, where its rows follow each other without a gap."""
         def joined(view: View) -> View:
             return replace(view, shape=(1, view.shape[0] * view.shape[1], view.shape[2]))
 
-        problem = self.problem
+        problem = self.image
         views = (problem.x, problem.y, *problem.operands)
         together = all(v.strides[0] == v.shape[1] * v.strides[1] for v in views)
         if problem.taps != (1, 1) or problem.stride != (1, 1) or not together or problem.rows == 1:
@@ -148,7 +161,8 @@ class TiledContraction(Kernel[Contraction]):
     def by_batch(self) -> bool:
         """The items' pixels are one long row as well, and an item has too few of them to fill tiles."""
         flat = self.flat
-        return (flat.rows == 1 and flat.cols <= FEW_PIXELS and flat.taps == (1, 1) and flat.stride == (1, 1)
+        return (not self.planes.of_volumes and flat.rows == 1 and flat.cols <= FEW_PIXELS and flat.taps == (1, 1)
+                and flat.stride == (1, 1)
                 and all(v.item == v.shape[1] * v.strides[1] for v in (flat.x, flat.y, *flat.operands)))
 
     def block_of_the_batch(self, tile: Tile) -> int:
@@ -157,7 +171,7 @@ class TiledContraction(Kernel[Contraction]):
         return tile.cols * (tile.block or max(fitting, 1))
 
     def tile_rows(self, tile: Tile) -> int:
-        """Rows of tiles of an item; of one long row of pixels, its tiles."""
+        """Rows of tiles of an item, or of a plane of it; of one long row of pixels, its tiles."""
         if self.flat.rows == 1:
             return -(-self.flat.cols // tile.cols)
         return -(-self.problem.rows // tile.rows)
@@ -165,10 +179,14 @@ class TiledContraction(Kernel[Contraction]):
     def grid(self, isa: Isa, tactic: Tile) -> Grid:
         groups, cout = self.problem.groups, self.problem.cout
         columns = groups if groups > 1 else -(-cout // (tactic.vectors * isa.lanes))
-        return Grid(self.flat.cols if self.by_batch else self.tile_rows(tactic), 1, columns)
+        return Grid(self.flat.cols if self.by_batch else self.planes.count * self.tile_rows(tactic), 1, columns)
 
     def windows(self, isa: Isa, tactic: Tile) -> Sequence[Window]:
-        flat = self.flat
+        flat, planes = self.flat, self.planes
+        if planes.of_volumes:
+            rows, reach = self.tile_rows(tactic), (planes.taps - 1) * self.problem.dilation[0] + 1
+            return [Window.along(self.problem.x, 0, rows, self.problem.stride[0], count=reach),
+                    *(Window.along(view, 0, rows) for view in (*self.problem.operands, self.problem.y))]
         axis, size = (1, tactic.cols) if flat.rows == 1 else (0, tactic.rows)
         size = 1 if self.by_batch else size
         read = (size - 1) * flat.stride[axis] + (flat.taps[axis] - 1) * flat.dilation[axis] + 1
@@ -188,7 +206,7 @@ class TiledContraction(Kernel[Contraction]):
             if problem.border and self.skips_taps:
                 found[self.tile(1, cols, vectors, skip=True)] = None
             most = max((cols for cols, v in shapes if v >= vectors), default=1)
-            if self.flat.rows > 1 and cols == problem.cols and 2 * cols <= most:
+            if self.flat.rows > 1 and cols == self.flat.cols and 2 * cols <= most:
                 found[self.tile(2, cols, vectors)] = None
         return tuple(found)
 
@@ -225,7 +243,8 @@ class TiledContraction(Kernel[Contraction]):
             tiles, blocks = tiles_of_the_batch(pixels, tactic.cols), -(-pixels // self.block_of_the_batch(tactic))
         else:
             tile_rows = self.tile_rows(tactic)
-            tiles, blocks = self._tiles_of_an_item(tactic), items * -(-tile_rows // (tactic.block or tile_rows))
+            blocks = items * self.planes.count * -(-tile_rows // (tactic.block or tile_rows))
+            tiles = self._tiles_of_an_item(tactic)
         total, weights = 0.0, 0.0
         for couts, times in panels:
             vectors = isa.vectors_for(couts)
@@ -241,8 +260,9 @@ class TiledContraction(Kernel[Contraction]):
 
     def _tiles_of_an_item(self, tile: Tile) -> list[tuple[int, int]]:
         """(pixels, how many of them)"""
-        return [(height * width, count * times) for height, count in pieces(self.flat.rows, tile.rows)
-                for width, times in pieces(self.flat.cols, tile.cols)]
+        planes, flat = self.planes.count, self.flat
+        return [(height * width, planes * count * times) for height, count in pieces(flat.rows, tile.rows)
+                for width, times in pieces(flat.cols, tile.cols)]
 
     def _tile_cost(self, isa: Isa, pixels: int, vectors: int, tile: Tile) -> float:
         program = self.problem.program

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, begin_kernel, solves
-from engines.codegen.ir_builder import Module
+from engines.codegen.ir_builder import Function, Module, Value
 from engines.codegen.types import I8, vector
 from engines.lowering.problems.movement import HaloFill
 
@@ -19,10 +19,14 @@ class HaloFillKernel(Kernel[HaloFill]):
         f, addresses, (begin, end, *_) = begin_kernel(module, name, len(self.problem.runs))
         for item in f.range("item", begin, end):
             for view, address in zip(self.problem.runs, addresses, strict=True):
-                count, size = view.shape
-                for run in f.loop("run", count):
-                    start = address + (item * view.item + run * view.strides[0])
-                    for at, part in f.tiles("byte", size, UNROLLED * isa.bytes, anyhow=True):
-                        for first in range(0, part, isa.bytes):
-                            bytes_ = vector(min(part - first, isa.bytes), I8)
-                            f.store(f.constant(self.problem.value, bytes_), start + at + first)
+                self._fill(f, isa, address + item * view.item, view.shape, view.strides)
+
+    def _fill(self, f: Function, isa: Isa, start: Value, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        if len(shape) > 1:
+            for run in f.loop("run", shape[0]):
+                self._fill(f, isa, start + run * strides[0], shape[1:], strides[1:])
+            return
+        for at, part in f.tiles("byte", shape[0], UNROLLED * isa.bytes, anyhow=True):
+            for first in range(0, part, isa.bytes):
+                bytes_ = vector(min(part - first, isa.bytes), I8)
+                f.store(f.constant(self.problem.value, bytes_), start + at + first)

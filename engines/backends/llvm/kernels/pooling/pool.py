@@ -1,17 +1,21 @@
-"""MaxPool and AveragePool over [height, width, channels].
+"""MaxPool and AveragePool over [height, width, channels], or [depth, height, width, channels].
 
-    for output row: for panel of channels:
+    for output row, of any plane: for panel of channels:
       for columns whose windows are cut alike by the border:        one group inside, a few at each side
         for tile of columns:
-          reduce every x column of the tile over its tap rows       shared by the windows that overlap
+          reduce every x column of the tile over its tap rows,      shared by the windows that overlap
+            in all tap planes of a volume
           reduce the columns of each window; program; store
 
 Windows are clamped to the image, so x needs no halo.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import mul
 from typing import Any
 
 from engines.backends.llvm.codegen.isa import Isa
@@ -22,8 +26,9 @@ from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, b
 from engines.backends.llvm.kernels.pooling.reduction import Pixel, PixelReduction
 from engines.codegen.ir_builder import Function, Module, Value
 from engines.codegen.types import FLOAT, I32
-from engines.lowering.problems.images import Pool
+from engines.lowering.problems.images import Axis, Pool
 from engines.lowering.problems.problem import Array
+from engines.lowering.problems.view import View
 
 MOST_UNROLLED = 25      # taps; larger windows are loops over their rows
 
@@ -49,20 +54,23 @@ class PoolKernel(Kernel[Pool]):
 
     def tactics(self, isa: Isa) -> Sequence[PoolTile]:
         found: dict[PoolTile, None] = {}
+        cols = self.problem.axes[-1]
         for vectors in (4, 2, 1):
-            vectors = min(vectors, isa.vectors_for(self.problem.y.shape[2]))
+            vectors = min(vectors, isa.vectors_for(self.problem.y.shape[-1]))
             registers = self.reduction(Lanes(isa, vectors * isa.lanes, self.packed)).registers
-            free = (isa.registers - 4) // registers - (self.problem.kernel[1] - 1) * self.problem.dilation[1] - 1
-            found[PoolTile(max(1, min(free // self.problem.stride[1] + 1, 4, self.problem.y.shape[1])), vectors)] = None
+            free = (isa.registers - 4) // registers - (cols.kernel - 1) * cols.dilation - 1
+            found[PoolTile(max(1, min(free // cols.stride + 1, 4, cols.outputs)), vectors)] = None
         return tuple(found)
 
     def grid(self, isa: Isa, tactic: PoolTile) -> Grid:
-        return Grid(self.problem.y.shape[0])
+        return Grid(math.prod(self.problem.y.shape[:-2]))
 
     def windows(self, isa: Isa, tactic: PoolTile) -> Sequence[Window]:
-        read = (self.problem.kernel[0] - 1) * self.problem.dilation[0] + 1
-        return [Window.along(self.problem.x, step=self.problem.stride[0], first=-self.problem.pads[0], count=read),
-                *(Window.along(view) for view in (*self.problem.operands, self.problem.y))]
+        problem = self.problem
+        read = (problem.kernel[0] - 1) * problem.dilation[0] + 1
+        rows = math.prod(problem.y.shape[1:-2])     # of a step along the first axis
+        return [Window.along(problem.x, 0, rows, problem.stride[0], first=-problem.pads[0], count=read),
+                *(Window.along(view, 0, rows) for view in (*problem.operands, problem.y))]
 
     def packing(self, tactic: PoolTile) -> int:
         return tactic.vectors
@@ -71,12 +79,13 @@ class PoolKernel(Kernel[Pool]):
         _Emitter(self, isa, tactic).emit(module, name)
 
     def pack(self, isa: Isa, tactic: PoolTile, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        return (pack_panels(isa, constants, self.problem.y.shape[2], self.packed, tactic.vectors * isa.lanes),)
+        return (pack_panels(isa, constants, self.problem.y.shape[-1], self.packed, tactic.vectors * isa.lanes),)
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Axis.taps of an output row, when it runs. unrolled: it is known now that they are all of the kernel's."""
+class _Taps:
+    """Axis.taps of an output row or plane, when it runs. unrolled: it is known now that they are all of the kernel's.
+    """
     first: Value
     last: Value
     counted: Value
@@ -86,7 +95,7 @@ class _Rows:
 class _Emitter:
     def __init__(self, kernel: PoolKernel, isa: Isa, tile: PoolTile) -> None:
         self.kernel, self.problem, self.isa, self.tile = kernel, kernel.problem, isa, tile
-        self.rows, self.cols = self.problem.axes
+        *self.planes, self.rows, self.cols = self.problem.axes
 
     def emit(self, module: Module, name: str) -> None:
         problem = self.problem
@@ -94,71 +103,71 @@ class _Emitter:
         *inputs, self.constants, y = addresses
         views = (*problem.inputs, problem.y)
         for row in f.range("row", begin, end):
-            i = row.remainder(self.rows.outputs)
-            x, *others = item_addresses([*inputs, y], views, row.divided(self.rows.outputs))
-            x = x + i * (self.rows.stride * problem.x.strides[0])
+            i, image = row.remainder(self.rows.outputs), row.divided(self.rows.outputs)
+            (x, *others), planes = self._of_plane([*inputs, y], views, image)
+            x = x + i * (self.rows.stride * problem.x.strides[-3])
             # of the window's corner, which may lie outside of the image
-            x = x + -(self.rows.begin * problem.x.strides[0] + self.cols.begin * problem.x.strides[1])
-            others = [offset(a, [i], [view.strides[0]]) for a, view in zip(others, views[1:], strict=True)]
+            x = x + -(self.rows.begin * problem.x.strides[-3] + self.cols.begin * problem.x.strides[-2])
+            others = [offset(a, [i], [view.strides[-3]]) for a, view in zip(others, views[1:], strict=True)]
             first, last = self.rows.whole
-            if problem.kernel[0] * problem.kernel[1] > MOST_UNROLLED or first == last:
-                self._row(f, x, others, self._clamped(i))
+            if problem.kernel[-2] * problem.kernel[-1] > MOST_UNROLLED or first == last:
+                self._row(f, x, others, _clamped(self.rows, i), planes)
                 continue
             whole, all_of_them = (i - first).below(last - first), i.like(self.rows.kernel)
             with f.when(whole):
-                self._row(f, x, others, _Rows(i.like(0), all_of_them, all_of_them, unrolled=True))
+                self._row(f, x, others, _Taps(i.like(0), all_of_them, all_of_them, unrolled=True), planes)
             if last - first < self.rows.outputs:
                 with f.when(whole.binary("xor", 1)):
-                    self._row(f, x, others, self._clamped(i))
+                    self._row(f, x, others, _clamped(self.rows, i), planes)
 
-    def _clamped(self, i: Value) -> _Rows:
-        """Of output row i. Unsigned: all is counted from the padded image's edge."""
-        axis, start = self.rows, i * self.rows.stride
+    def _of_plane(self, addresses: list[Value], views: Sequence[View], image: Value) -> tuple[list[Value], list[_Taps]]:
+        """The addresses of one of the images of all items; of volumes those are planes, whose taps come with them."""
+        if not self.planes:
+            return item_addresses(addresses, views, image), []
+        axis, = self.planes
+        k, first = image.remainder(axis.outputs), views[0].strides[0]
+        x, *others = item_addresses(addresses, views, image.divided(axis.outputs))
+        others = [offset(a, [k], [view.strides[0]]) for a, view in zip(others, views[1:], strict=True)]
+        return [x + k * (axis.stride * first) + -axis.begin * first, *others], [_clamped(axis, k)]
 
-        def reach(limit: int) -> Value:
-            """Taps before this place of the padded image."""
-            left = start.like(limit) - start.at_most(limit)
-            return (left + (axis.dilation - 1)).divided(axis.dilation).at_most(axis.kernel)
-
-        inside = axis.begin + axis.extent
-        return _Rows(reach(axis.begin), reach(inside), reach(inside + axis.end), unrolled=False)
-
-    def _row(self, f: Function, x: Value, others: list[Value], rows: _Rows) -> None:
+    def _row(self, f: Function, x: Value, others: list[Value], rows: _Taps, planes: list[_Taps]) -> None:
         """One row of outputs."""
         problem = self.problem
-        for start, channels in f.tiles("panel", problem.y.shape[2], self.tile.vectors * self.isa.lanes):
+        for start, channels in f.tiles("panel", problem.y.shape[-1], self.tile.vectors * self.isa.lanes):
             lanes = Lanes(self.isa, channels, self.kernel.packed)
             constants = load_constants(lanes, self.constants + start * (4 * problem.program.constants),
                                        problem.program.constants)
             views = (*problem.operands, problem.y)
-            here = [offset(a, [start], [v.strides[2]]) for a, v in zip(others, views, strict=True)]
+            here = [offset(a, [start], [v.strides[-1]]) for a, v in zip(others, views, strict=True)]
             for first, count, taps in self.cols.groups:
-                scale, addend = self._average(f, rows, taps)
+                scale, addend = self._average(f, [*planes, rows], taps)
                 for j, cols in f.tiles("column", count, self.tile.cols, anyhow=True):
-                    corner = x + start * problem.x.size + (j + first) * (self.cols.stride * problem.x.strides[1])
-                    self._tile(f, lanes, rows, taps, cols, corner, scale, addend, constants,
-                               [offset(a, [j + first], [v.strides[1]]) for a, v in zip(here, views, strict=True)])
+                    corner = x + start * problem.x.size + (j + first) * (self.cols.stride * problem.x.strides[-2])
+                    self._tile(f, lanes, rows, planes, taps, cols, corner, scale, addend, constants,
+                               [offset(a, [j + first], [v.strides[-2]]) for a, v in zip(here, views, strict=True)])
 
-    def _average(self, f: Function, rows: _Rows, taps: tuple[int, int, int]) -> tuple[Value | None, Value | None]:
-        """(1 / count, what padded taps add to a sum) for windows of these rows and columns, in all lanes."""
+    def _average(self, f: Function, others: list[_Taps], taps: tuple[int, int, int]) -> tuple[Value | None,
+                                                                                             Value | None]:
+        """(1 / count, what padded taps add to a sum) for windows of these columns, and rows, in all lanes."""
         problem = self.problem
         if problem.kind == "max":
             return None, None
         begin, end, counted = taps
-        inside = (rows.last - rows.first) * (end - begin)
-        count = rows.counted * counted if problem.count_include_pad else inside
+        inside = reduce(mul, (axis.last - axis.first for axis in others)) * (end - begin)
+        count = reduce(mul, (axis.counted for axis in others)) * counted if problem.count_include_pad else inside
         scale = f.splat(1 / f.cast("uitofp", count, FLOAT, "count"), self.isa.lanes)
         if not (problem.count_include_pad and problem.pad_value):
             return scale, None
         return scale, f.splat(f.cast("trunc", (count - inside) * problem.pad_value, I32, "padded"), self.isa.lanes)
 
-    def _tile(self, f: Function, lanes: Lanes, rows: _Rows, taps: tuple[int, int, int], cols: int, corner: Value,
-              scale: Value | None, addend: Value | None, constants: list[list[Value]], others: list[Value]) -> None:
+    def _tile(self, f: Function, lanes: Lanes, rows: _Taps, planes: list[_Taps], taps: tuple[int, int, int], cols: int,
+              corner: Value, scale: Value | None, addend: Value | None, constants: list[list[Value]],
+              others: list[Value]) -> None:
         """`cols` neighbouring windows; corner: tap (0, 0) of the first."""
         problem, reduction = self.problem, self.kernel.reduction(lanes)
         windows = [[t * self.cols.stride + q * self.cols.dilation for q in range(*taps[:2])] for t in range(cols)]
         columns = sorted({column for window in windows for column in window})
-        reduced = self._reduce_rows(f, reduction, rows, columns, corner)
+        reduced = self._reduce_planes(f, reduction, rows, planes, columns, corner)
         pixels = []
         for t, window in enumerate(windows):
             pixel = reduced[window[0]] if window else reduction.neutral(corner)
@@ -166,29 +175,43 @@ class _Emitter:
                 pixel = reduction.combine(pixel, reduced[column])
             pixels.append(self._finish(reduction, pixel, scale, addend, constants, others, t))
         *_, y = others
-        targets = [y + t * problem.y.strides[1] for t in range(cols)]
+        targets = [y + t * problem.y.strides[-2] for t in range(cols)]
         if reduction.bytes and problem.y.dtype == "uint8" and not problem.program.instructions:
             for pixel, target in zip(pixels, targets, strict=True):
                 f.store(pixel[0], target)
         else:
             store_channels(lanes, problem.y, pixels, targets)
 
-    def _reduce_rows(self, f: Function, reduction: PixelReduction, rows: _Rows, columns: list[int],
+    def _reduce_planes(self, f: Function, reduction: PixelReduction, rows: _Taps, planes: list[_Taps],
+                       columns: list[int], corner: Value) -> dict[int, Pixel]:
+        """Each column of x over its tap rows, in all tap planes."""
+        if not planes:
+            return self._reduce_rows(f, reduction, rows, columns, corner)
+        (axis,), (taps,) = self.planes, planes
+        acc = {(column, n): value for column in columns for n, value in enumerate(reduction.neutral(corner))}
+        for plane in f.range("tap plane", taps.first, taps.last, acc=acc):
+            here = corner + plane * (axis.dilation * self.problem.x.strides[0])
+            for column, pixel in self._reduce_rows(f, reduction, rows, columns, here).items():
+                so_far = [acc[column, n] for n in range(reduction.registers)]
+                acc.update({(column, n): value for n, value in enumerate(reduction.combine(so_far, pixel))})
+        return {column: [acc[column, n] for n in range(reduction.registers)] for column in columns}
+
+    def _reduce_rows(self, f: Function, reduction: PixelReduction, rows: _Taps, columns: list[int],
                      corner: Value) -> dict[int, Pixel]:
         """Each column of x over its tap rows."""
-        x, step = self.problem.x, self.rows.dilation * self.problem.x.strides[0]
+        x, step = self.problem.x, self.rows.dilation * self.problem.x.strides[-3]
         if rows.unrolled:
-            reduced = {column: reduction.load(corner + column * x.strides[1]) for column in columns}
+            reduced = {column: reduction.load(corner + column * x.strides[-2]) for column in columns}
             for p in range(1, self.rows.kernel):
                 for column in columns:
-                    tap = reduction.load(corner + (column * x.strides[1] + p * step))
+                    tap = reduction.load(corner + (column * x.strides[-2] + p * step))
                     reduced[column] = reduction.combine(reduced[column], tap)
             return reduced
         acc = {(column, n): value for column in columns for n, value in enumerate(reduction.neutral(corner))}
         for row in f.range("tap row", rows.first, rows.last, acc=acc):
             for column in columns:
                 so_far = [acc[column, n] for n in range(reduction.registers)]
-                tap = reduction.load(corner + row * step + column * x.strides[1])
+                tap = reduction.load(corner + row * step + column * x.strides[-2])
                 acc.update({(column, n): value for n, value in enumerate(reduction.combine(so_far, tap))})
         return {column: [acc[column, n] for n in range(reduction.registers)] for column in columns}
 
@@ -204,5 +227,18 @@ class _Emitter:
         values = reduction.finish(pixel)
         if scale is not None:
             values = [value * scale for value in values]
-        at = [a + t * view.strides[1] for view, a in zip(problem.operands, others, strict=False)]
+        at = [a + t * view.strides[-2] for view, a in zip(problem.operands, others, strict=False)]
         return finish_pixel(reduction.lanes, problem.program, values, problem.operands, at, constants)
+
+
+def _clamped(axis: Axis, i: Value) -> _Taps:
+    """Of the i-th output along an axis. Unsigned: all is counted from the padded image's edge."""
+    start = i * axis.stride
+
+    def reach(limit: int) -> Value:
+        """Taps before this place of the padded image."""
+        left = start.like(limit) - start.at_most(limit)
+        return (left + (axis.dilation - 1)).divided(axis.dilation).at_most(axis.kernel)
+
+    inside = axis.begin + axis.extent
+    return _Taps(reach(axis.begin), reach(inside), reach(inside + axis.end), unrolled=False)

@@ -1,0 +1,51 @@
+"""The planes of volumes: for each plane of y, a convolution of images with taps in several planes of x.
+
+    y[n, k] = program(sum over r of the convolution of x[n, k * stride + r * dilation] by w[:, :, r])
+
+The sum over r is one more loop around a tile's sums, so that a tile is stored once, and a plane of y is to the loops
+around it what an item is.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from engines.codegen.ir_builder import Value
+from engines.lowering.problems.convolution import Contraction
+from engines.lowering.problems.view import View
+
+
+@dataclass(frozen=True)
+class Planes:
+    """What a convolution has beside `image`, which is that of one plane; an image's has one plane and one tap."""
+    image: Contraction
+    count: int = 1                  # of y
+    taps: int = 1
+    tap_step: int = 0               # bytes of x from one tap to the next
+    steps: Sequence[int] = ()       # bytes from one plane of y to the next: in x, in the operands, in y
+
+    @classmethod
+    def of(cls, problem: Contraction) -> Planes:
+        if len(problem.taps) == 2:
+            return cls(problem)
+        x, *others = views = (*problem.inputs, problem.y)
+        of_x, *operands, y = map(_plane, views)
+        image = replace(problem, x=of_x, y=y, operands=tuple(operands), taps=problem.taps[1:],
+                        stride=problem.stride[1:], dilation=problem.dilation[1:])
+        return cls(image, problem.y.shape[0], problem.taps[0], x.strides[0] * problem.dilation[0],
+                   (x.strides[0] * problem.stride[0], *(view.strides[0] for view in others)))
+
+    @property
+    def of_volumes(self) -> bool:
+        return bool(self.steps)
+
+    def offsets(self, plane: Value, views: Sequence[View]) -> list[Value]:
+        """Bytes to a plane of y, of all those of the batch, in each of the views."""
+        if not self.of_volumes:
+            return [plane * view.item for view in views]
+        item, inside = plane.divided(self.count), plane.remainder(self.count)
+        return [item * view.item + inside * step for view, step in zip(views, self.steps, strict=True)]
+
+
+def _plane(view: View) -> View:
+    return replace(view, shape=view.shape[1:], strides=view.strides[1:])
