@@ -15,6 +15,7 @@ modes are about.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -26,6 +27,9 @@ import numpy as np
 from engines.lowering.epilogue.functions import fma
 from engines.lowering.epilogue.program import load_meaning
 from engines.lowering.problems.problem import Array, ImageProblem
+from engines.lowering.problems.view import View, joined
+
+RUN, MANY = 1 << 9, 1 << 12     # pixels of a run of a GlobalPool; up to so many are one run
 
 
 @dataclass(frozen=True)
@@ -128,10 +132,25 @@ class GlobalPool(ImageProblem):
     def channels(self) -> int:
         return self.x.shape[-1]
 
+    @property
+    def places(self) -> View:
+        """x with as few axes as it lies in."""
+        return joined((self.x,), keep_last=True)[0]
+
+    @property
+    def by_runs(self) -> bool:
+        """Whether floats are summed run by run of neighbours: a long sum rounds away what is added to it."""
+        floats = self.kind == "sum" and self.x.dtype != "uint8"
+        return floats and math.prod(self.places.shape[:-1]) > MANY
+
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         x, *operands = inputs
         pixels = x.reshape(len(x), -1, self.channels)
         wide: Any = pixels.astype(np.int64) if x.dtype == np.uint8 else load_meaning(self.x.dtype, pixels)
+        if self.by_runs:
+            rows = wide.reshape(len(x), -1, self.places.shape[-2], self.channels)
+            parts = [np.add.accumulate(rows[:, :, i:i + RUN], 2)[:, :, -1] for i in range(0, rows.shape[2], RUN)]
+            wide = np.stack(parts, 2).reshape(len(x), -1, self.channels)
         # One after the other, as kernels add; numpy's sum would pair them.
         accumulator = wide.max(1) if self.kind == "max" else np.add.accumulate(wide, 1)[:, -1]
         return (self.finished(accumulator.astype(np.float32).reshape(len(x), *self.y.shape), operands, constants),)

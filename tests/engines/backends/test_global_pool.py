@@ -43,3 +43,13 @@ def test_a_wrong_divisor_is_caught():
     spec = GlobalPool(dense_view("uint8", (3, 4, 5)), dense_view("float32", (1, 1, 5)), (), b.program(), "sum")
     got, = run(spec, CpuRunner(PORTABLE), data(spec), {"program": wrong.constants})
     assert (got != spec.reference(data(spec), {"program": b.constants})[0]).all()
+
+
+@EVERY_WIDTH
+def test_a_long_sum_of_floats_rounds_no_more_than_its_runs(runner):
+    """One after the other, so many would be a thousandth off."""
+    pixels = (1 << 17) + 77
+    spec = GlobalPool(dense_view("float32", (pixels, 8)), dense_view("float32", (8,)), (), EpilogueProgram((), 0, 0),
+                      "sum")
+    got, = run(spec, runner, [np.full((1, pixels, 8), 0.1, np.float32)], {"program": []})
+    np.testing.assert_allclose(got, pixels * np.float64(np.float32(0.1)), 1e-5)

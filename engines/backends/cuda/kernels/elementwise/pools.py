@@ -24,9 +24,9 @@ from engines.codegen.ir_builder import Function, Value
 from engines.codegen.loops import every_address
 from engines.codegen.types import FLOAT, I32
 from engines.lowering.epilogue.program import EpilogueProgram
-from engines.lowering.problems.images import GlobalPool, Pool
+from engines.lowering.problems.images import RUN, GlobalPool, Pool
 from engines.lowering.problems.problem import Array
-from engines.lowering.problems.view import View, joined
+from engines.lowering.problems.view import View
 
 Sums = dict[Any, Value]
 
@@ -107,13 +107,27 @@ class GlobalPoolByThreads(ProgramKernel[GlobalPool]):
                      for view in others))
 
     def write(self, f: Function, operands: list[Value], pixel: Value, channel: Value) -> None:
+        x = self.problem.x
+        base = operands[0] + wide(pixel) * x.item + wide(channel) * x.strides[-1]
+        (*outer, extent), (*strides, step) = ((1, *axes[:-1]) for axes in (
+            self.problem.places.shape, self.problem.places.strides))
+        if not self.problem.by_runs:
+            sums = self._one_by_one(f, base, (*outer, extent), (*strides, step))
+        else:
+            total: Sums = dict.fromkeys(range(self.each), f.constant(0.0, FLOAT))
+            for row in every_address(f, base, outer, strides, total=total):
+                for start, count in f.tiles("run", extent, RUN, total=total):
+                    part = self._one_by_one(f, row + start * step, (count,), (step,))
+                    total.update({c: total[c] + value for c, value in enumerate(part)})
+            sums = list(total.values())
+        self.finish(operands, pixel, channel, sums, range(1, len(self.problem.inputs)),
+                    len(self.problem.inputs))
+
+    def _one_by_one(self, f: Function, base: Value, shape: Sequence[int], strides: Sequence[int]) -> list[Value]:
         x, largest = self.problem.x, self.problem.kind == "max"
         start = f.constant((-math.inf if x.dtype != "uint8" else 0.0) if largest else 0.0, FLOAT)
         sums: Sums = dict.fromkeys(range(self.each), start)
-        base = operands[0] + wide(pixel) * x.item + wide(channel) * x.strides[-1]
-        pixels, = joined((x,), keep_last=True)
-        for at in every_address(f, base, pixels.shape[:-1], pixels.strides[:-1], sums=sums):
+        for at in every_address(f, base, shape, strides, sums=sums):
             values = load_channels(self.gpu, x, at, self.each)
             sums.update({c: self.gpu.max(v, sums[c]) if largest else sums[c] + v for c, v in enumerate(values)})
-        self.finish(operands, pixel, channel, list(sums.values()), range(1, len(self.problem.inputs)),
-                    len(self.problem.inputs))
+        return list(sums.values())

@@ -2,10 +2,12 @@
 
     for item: for panel of channels:          both may be shared out: rows and columns of the grid
       for i: for j: ... acc = sum or max of acc, x
+
+Many floats are summed run by run.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engines.backends.llvm.codegen.isa import Isa
@@ -20,12 +22,11 @@ from engines.backends.llvm.kernels.common.pixels import (
     store_channels,
 )
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, begin_kernel, solves
-from engines.backends.llvm.kernels.pooling.reduction import PixelReduction
+from engines.backends.llvm.kernels.pooling.reduction import Pixel, PixelReduction
 from engines.codegen.ir_builder import Function, Module, Value
 from engines.codegen.loops import every_address
-from engines.lowering.problems.images import GlobalPool
+from engines.lowering.problems.images import RUN, GlobalPool
 from engines.lowering.problems.problem import Array
-from engines.lowering.problems.view import joined
 
 
 @solves(GlobalPool)
@@ -52,14 +53,31 @@ class GlobalPoolKernel(Kernel[GlobalPool]):
         reduction = PixelReduction(problem.kind, problem.x.dtype, lanes)
         x, *others = (a + start * view.strides[-1] for a, view in zip(at, (*problem.inputs, problem.y), strict=True))
         *operands, y = others
-        acc = dict(enumerate(reduction.neutral(x)))
-        places, = joined((problem.x,), keep_last=True)
-        for pixel in every_address(f, x, places.shape[:-1], places.strides[:-1], acc=acc):
-            acc.update(enumerate(reduction.combine(list(acc.values()), reduction.load(pixel))))
+        pixel = self._reduced(f, reduction, x)
         numbers = load_constants(lanes, constants + start * (4 * problem.program.constants), problem.program.constants)
-        values = reduction.finish(list(acc.values()))
+        values = reduction.finish(pixel)
         result = finish_pixel(lanes, problem.program, values, problem.operands, operands, numbers)
         store_channels(lanes, problem.y, [result], [y])
+
+    def _reduced(self, f: Function, reduction: PixelReduction, x: Value) -> Pixel:
+        places = self.problem.places
+        shape, strides = places.shape[:-1], places.strides[:-1]
+        if not self.problem.by_runs:
+            return self._one_by_one(f, reduction, x, shape, strides)
+        acc = dict(enumerate(reduction.neutral(x)))
+        for row in every_address(f, x, shape[:-1], strides[:-1], acc=acc):
+            for start, length in f.tiles("run", shape[-1], RUN, acc=acc):
+                part = self._one_by_one(f, reduction, row + start * strides[-1], (length,), strides[-1:])
+                acc.update(enumerate(reduction.combine(list(acc.values()), part)))
+        return list(acc.values())
+
+    @staticmethod
+    def _one_by_one(f: Function, reduction: PixelReduction, x: Value, shape: Sequence[int],
+                    strides: Sequence[int]) -> Pixel:
+        acc = dict(enumerate(reduction.neutral(x)))
+        for pixel in every_address(f, x, shape, strides, acc=acc):
+            acc.update(enumerate(reduction.combine(list(acc.values()), reduction.load(pixel))))
+        return list(acc.values())
 
     # ---- constants and meaning
     def pack(self, isa: Isa, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:

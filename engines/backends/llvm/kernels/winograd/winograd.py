@@ -41,7 +41,8 @@ from engines.codegen.ir_builder import Module
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.problem import Array, Problem
 
-SCRATCH = 1 << 19           # bytes of V at most: it stays in L2, and any thread has so much stack
+SCRATCH = 1 << 19           # bytes of V: it stays in L2
+STACK = 1 << 20             # ... at most, for a single group of tiles: any thread has so much stack
 TWO_STEPS = 4 / 3           # a product and the sum it goes to wait for the same ports, where they are two instructions
 WORTH_ASKING, FAR = 1 << 16, 1 << 20        # bytes of weights that may come late; that will, in any network
 
@@ -74,7 +75,8 @@ class WinogradContraction(Kernel[Contraction]):
             return ()
         found: dict[Winograd, None] = {}
         for group, vectors in isa.winograd_tiles:
-            blocks = [n * group for n in (1, 2, 4) if n * group * POSITIONS * self.tiling.tile_bytes <= SCRATCH]
+            of_group = group * POSITIONS * self.tiling.tile_bytes
+            blocks = [n * group for n in (1, 2, 4) if n * of_group <= (STACK if n == 1 else SCRATCH)]
             # Up to that which reads weights once for an item. Those of several items are timed alike: the largest.
             parts = [tiles for tiles in blocks if tiles < self.tiling.tiles]
             for tiles in blocks[:len(parts) + 1] if parts else blocks[-1:]:
