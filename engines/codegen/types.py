@@ -9,6 +9,10 @@ from itertools import zip_longest
 
 I1, I8, I16, I32, I64, PTR, FLOAT, DOUBLE = "i1", "i8", "i16", "i32", "i64", "ptr", "float", "double"
 FLOATING = (FLOAT, DOUBLE)
+# NumPy's name of a stored dtype -> the type of an element
+ELEMENTS = {"uint8": I8, "int8": I8, "bool": I8, "int32": I32, "int64": I64, "float32": FLOAT,
+            "float16": "half", "bfloat16": I16, "float64": DOUBLE, "int16": I16, "uint16": I16, "uint32": I32,
+            "uint64": I64}
 
 
 def vector(lanes: int, element: str) -> str:
@@ -30,6 +34,12 @@ def lanes_of(type_: str) -> int:
 
 def element_of(type_: str) -> str:
     return type_[:-1].split(" x ")[1] if type_.startswith("<") else type_
+
+
+def overload(type_: str) -> str:
+    """How an intrinsic's name says a type: f32, v8f32."""
+    element = {FLOAT: "f32", DOUBLE: "f64"}.get(element_of(type_), element_of(type_))
+    return element if element_of(type_) == type_ else f"v{lanes_of(type_)}{element}"
 
 
 def literal(number: int | float, type_: str) -> str:

@@ -16,13 +16,15 @@ from engines.backends.cuda.codegen.gpu import GPUS
 from engines.backends.cuda.kernels.contraction.tile import Tile
 from engines.backends.cuda.kernels.kernel import kernel_for
 from engines.lowering.epilogue.program import ProgramBuilder
+from engines.lowering.nest.program import Writer
 from engines.lowering.problems.convolution import Contraction, Depthwise
 from engines.lowering.problems.elementwise import CumulativeSum, Integers, Pointwise, TopK
 from engines.lowering.problems.images import GlobalPool, Pool, Resize
 from engines.lowering.problems.matmul import Attention, Product
 from engines.lowering.problems.movement import GatherElements, HaloFill, Lookup, Permute, Take
+from engines.lowering.problems.nest import Nest, Scatter
 from engines.lowering.problems.problem import STORED, Array, Problem
-from engines.lowering.problems.rows import Lrn, Norm, Reduce, RowProblem, Softmax
+from engines.lowering.problems.rows import Extreme, Lrn, Norm, Reduce, RowProblem, Softmax
 from engines.lowering.problems.view import View, dense_view
 from tests.engines.backends.cuda.runner import GpuRunner, Way, every_way, text_of, way_of
 from tests.engines.backends.suite import check, gapped, random_array, requantise
@@ -177,11 +179,48 @@ def _cumulative() -> Case:
     return problem, inputs_of(problem), {}
 
 
+def _cumulative_product() -> Case:
+    problem = CumulativeSum(gapped("int32", (3, 7, 5)), gapped("int32", (3, 7, 5)), 1, product=True)
+    return problem, inputs_of(problem), {}
+
+
 def _top_k() -> Case:
     """Of many equals, and of both zeros, the first come first."""
     problem = TopK(gapped("float32", (3, 70)), gapped("float32", (3, 5)), gapped("int64", (3, 5)), largest=False)
     x, = inputs_of(problem)
     return problem, [np.rint(x * 2)], {}
+
+
+def _nest() -> Case:
+    """y[i, j] of x[i, k, j], a sum of products in float64 and where the last maximum is."""
+    w = Writer((3, 5), (7,))
+    x, z = w.read(0, "f64"), w.read(1, "f64")
+    program = w.program(w.reduce("sum", x * z), w.reduce("last_max", x))
+    problem = Nest((View("float64", (3, 5, 7), (280, 8, 40), 840), View("float64", (3, 5, 7), (0, 0, 8), 56)),
+                   (gapped("float64", (3, 5)), gapped("int64", (3, 5))), (3, 5), (7,), program)
+    x, z = (np.rint(array * 4) for array in inputs_of(problem))
+    return problem, [x, np.broadcast_to(z[:, :1, :1], z.shape)], {}
+
+
+def _scatter(parts: int) -> Callable[[], Case]:
+    """Updates that meet, of few parts that threads share, or of a part for each thread."""
+    def case() -> Case:
+        x, updates = gapped("float32", (6, parts)), dense_view("float32", (9, parts))
+        places = View("int32", (9, parts), (4, 0), 36)
+        w = Writer((9, parts))
+        place = w.read(2, "i32").to("i64").within(6)
+        problem = Scatter((x, updates, places), dense_view("float32", (6, parts)), (9, parts),
+                          w.program(w.read(1, "f32"), place, w.index(1)), "add")
+        x, updates, places = inputs_of(problem)
+        return problem, [x, updates, np.broadcast_to(places[:, :, :1] % 7 - 1, places.shape)], {}
+    return case
+
+
+def _extreme() -> Case:
+    """Of more rows than there are warps."""
+    one = View("float32", (1,), (4,), 0)
+    problem = Extreme((gapped("float32", (17, 3, 40)),), one, kind="max")
+    return problem, inputs_of(problem), {}
 
 
 def _gather() -> Case:
@@ -234,8 +273,10 @@ FAMILIES: dict[str, Callable[[], Case]] = {
     "pointwise": _pointwise, "functions": _functions, "permute": _permute, "integers": _integers, "average": _pool,
     "maximum": _max_pool, "global": _global_pool, "depthwise": _depthwise("int8"), "resize": _resize,
     "depthwise of halves": _depthwise("fp16"), "take": _take(1), "take of channels": _take(2), "lookup": _lookup,
-    "gather": _gather, "cumulative": _cumulative, "top k": _top_k, "softmax": _rows(Softmax), "layer norm": _rows(Norm),
-    "response norm": _rows(Lrn, 20), "wide sum": _wide_sum, "product": _product, "attention": _attention("int8")}
+    "gather": _gather, "cumulative": _cumulative, "cumulative product": _cumulative_product, "top k": _top_k,
+    "nest": _nest, "scatter": _scatter(2), "scatter of many parts": _scatter(1100), "extreme": _extreme,
+    "softmax": _rows(Softmax), "layer norm": _rows(Norm), "response norm": _rows(Lrn, 20), "wide sum": _wide_sum,
+    "product": _product, "attention": _attention("int8")}
 
 
 # What benchmarks/gpu.py runs on a real GPU, each by all of its tactics, with its tolerance.

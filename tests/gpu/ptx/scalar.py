@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -111,10 +112,20 @@ def fused(a: Array, b: Array, c: Array) -> Array:
         return odd.view(np.float64).astype(np.float32)
 
 
+def fused_double(a: Array, b: Array, c: Array) -> Array:
+    """The same of float64, element by element as fractions, which are exact."""
+    with np.errstate(all="ignore"):
+        result = np.asarray(a * b + c)
+    usual = np.isfinite(a) & np.isfinite(b) & np.isfinite(c) & np.isfinite(result)
+    exact = [Fraction(x) * Fraction(y) + Fraction(z) for x, y, z in zip(*(v[usual].tolist() for v in (a, b, c)),
+                                                                       strict=True)]
+    result[usual] = [float(total) if total else plain for total, plain in zip(exact, result[usual], strict=True)]
+    return result
+
+
 @action("fma", modifiers="rn")
 def _fma(run: Run, i: Instruction) -> None:
-    assert i.op[-1] == "f32", i.text
-    run.put(i.one(0), fused(*_operands(run, i, 3)))
+    run.put(i.one(0), {"f32": fused, "f64": fused_double}[i.op[-1]](*_operands(run, i, 3)))
 
 
 @action("dp4a")

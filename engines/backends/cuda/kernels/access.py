@@ -9,15 +9,13 @@ from operator import add
 from engines.backends.cuda.codegen.gpu import Gpu
 from engines.backends.cuda.codegen.module import elements, pick_bytes, vector_of, wide
 from engines.codegen.ir_builder import Function, Value
-from engines.codegen.types import FLOAT, I8, I16, I32, I64, vector
+from engines.codegen.types import ELEMENTS, FLOAT, I8, I16, I32, vector
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.view import View
 
 WIDEST = 16             # bytes that a thread loads or stores at once
 MAGIC = 12582912.0      # 1.5 * 2**23: added to |x| < 2**22 it rounds x to an integer, halves to even, in the low bits
 
-ELEMENTS = {"uint8": I8, "int8": I8, "bool": I8, "int32": I32, "int64": I64, "float32": FLOAT, "float16": "half",
-            "bfloat16": I16}
 _TO_FLOAT = {"uint8": "uitofp", "bool": "uitofp", "int8": "sitofp", "int32": "sitofp", "int64": "sitofp",
              "float16": "fpext"}
 

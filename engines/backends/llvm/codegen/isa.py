@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.codegen.ir_builder import Number, Value
-from engines.codegen.types import FLOAT, I8, I16, I32, vector
+from engines.codegen.types import I8, I16, I32, vector
+from engines.codegen.words import Words
 from engines.errors import ConfigError
 
 Pixel = tuple[Value, ...]       # four bytes in every lane, in the form that a machine's dot4 takes
@@ -24,7 +25,7 @@ Tiles = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Isa:
+class Isa(Words):
     """A machine that LLVM knows, of which kernels use what LLVM itself makes of plain vector arithmetic."""
     name: str
     lanes: int                              # int32 or float32 elements of a register
@@ -46,77 +47,16 @@ class Isa:
     def bytes(self) -> int:
         return 4 * self.lanes
 
-    @property
-    def ints(self) -> str:
-        return vector(self.lanes, I32)
-
-    @property
-    def floats(self) -> str:
-        return vector(self.lanes, FLOAT)
-
-    # ---- float32: the Machine that epilogue programs run on; every operand but the first may be a number
-    def fma(self, a: Value, b: Value | Number, c: Value | Number) -> Value:
-        return a.f.call(self.floats, f"llvm.fma.v{self.lanes}f32", a, a.like(b), a.like(c), hint="fma")
-
-    # Compare and select become one vmaxps; llvm.maxnum would add code for NaN.
-    def max(self, a: Value, b: Value | Number) -> Value:
-        return a.f.select(a.compare("ogt", b), a, a.like(b), "max")
-
-    def min(self, a: Value, b: Value | Number) -> Value:
-        return a.f.select(a.compare("olt", b), a, a.like(b), "min")
-
-    def unary(self, word: str, x: Value) -> Value:
-        """word: sqrt, fabs, floor, ceil, rint: LLVM's intrinsic, exact everywhere."""
-        return x.f.call(self.floats, f"llvm.{word}.v{self.lanes}f32", x, hint=word)
-
-    def compare(self, a: Value, order: str, b: Value | Number) -> Value:
-        return a.compare(order, b)
-
-    def select(self, test: Value, a: Value, b: Value) -> Value:
-        return a.f.select(test, a, b)
-
-    def like(self, x: Value, number: Number) -> Value:
-        return x.like(number)
-
-    def bits(self, x: Value) -> Value:
-        return x.f.cast("bitcast", x, self.ints, "bits")
-
-    def from_bits(self, bits: Value) -> Value:
-        return bits.f.cast("bitcast", bits, self.floats, "float")
-
-    def to_float(self, ints: Value) -> Value:
-        return ints.f.cast("sitofp", ints, self.floats, "float")
-
     def round(self, x: Value) -> Value:
         """float32 -> int32, halves to even. Trap: beyond +-2**31 the result is unspecified."""
         return x.f.call(self.ints, f"llvm.lrint.v{self.lanes}i32.v{self.lanes}f32", x, hint="round")
 
-    def narrowed(self, dtype: str, x: Value) -> Value:
-        """The nearest numbers of float16 or bfloat16."""
-        if dtype == "float16":
-            return self.half_to_float(self.float_to_half(x))
-        return self.bfloat_to_float(self.float_to_bfloat(x))
-
-    def half_to_float(self, halves: Value) -> Value:
-        return halves.f.cast("fpext", halves, self.floats, "float")
-
-    def float_to_half(self, x: Value) -> Value:
-        return x.f.cast("fptrunc", x, vector(self.lanes, "half"), "half")
-
-    def bfloat_to_float(self, shorts: Value) -> Value:
-        """A bfloat16 is the upper half of a float32."""
-        return self.from_bits(shorts.f.cast("zext", shorts, self.ints, "wide") << 16)
-
     def float_to_bfloat(self, x: Value) -> Value:
         """The bits of the bfloat16, halves to even. Trap: vcvtneps2bf16 makes 0 of what is denormal, below 2**-126."""
-        f, shorts = x.f, vector(self.lanes, I16)
-        if self.bf16:
-            name, type_ = f"llvm.x86.avx512bf16.cvtneps2bf16.{8 * self.bytes}", vector(self.lanes, "bfloat")
-            return f.cast("bitcast", f.call(type_, name, x, hint="bfloat"), shorts, "bits")
-        # Add half of the last kept bit, less one where that bit is 0.
-        bits = f.cast("bitcast", x, self.ints, "bits")
-        odd = bits.binary("lshr", 16).binary("and", 1)
-        return f.cast("trunc", (bits + odd + 0x7FFF).binary("lshr", 16), shorts, "bfloat")
+        if not self.bf16:
+            return super().float_to_bfloat(x)
+        name, type_ = f"llvm.x86.avx512bf16.cvtneps2bf16.{8 * self.bytes}", vector(self.lanes, "bfloat")
+        return x.f.cast("bitcast", x.f.call(type_, name, x, hint="bfloat"), vector(self.lanes, I16), "bits")
 
     # ---- u8 in memory: `vectors` registers (1, 2 or 4) hold the channels of one pixel
     def vectors_for(self, channels: int) -> int:

@@ -12,13 +12,8 @@ from functools import cache
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.codegen.ir_builder import Value
-from engines.codegen.types import DOUBLE, FLOAT, I8, I16, I32, I64, vector
+from engines.codegen.types import ELEMENTS, I8, vector
 from engines.lowering.problems.view import SIZES
-
-# numpy's name of a stored dtype -> LLVM's element type
-ELEMENTS = {"uint8": I8, "int8": I8, "bool": I8, "int32": I32, "int64": I64, "float32": FLOAT,
-            "float16": "half", "bfloat16": I16, "float64": DOUBLE, "int16": I16, "uint16": I16, "uint32": I32,
-            "uint64": I64}
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,16 @@
-"""Cumulative sums along an axis: a thread for each line, in order, so that sums round as the reference's do."""
+"""Cumulative sums and products along an axis: a thread for each line, in the order in which the reference rounds."""
 from __future__ import annotations
 
 import math
 
 from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special
-from engines.backends.cuda.kernels.access import ELEMENTS, pixel_offset
+from engines.backends.cuda.kernels.access import pixel_offset
 from engines.backends.cuda.kernels.elementwise.threads import THREADS
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
 from engines.codegen.ir_builder import Value
+from engines.codegen.nest.values import COMBINED, identity, load, store
 from engines.codegen.types import I64
+from engines.lowering.nest.program import KINDS
 from engines.lowering.problems.elementwise import CumulativeSum
 from engines.lowering.problems.view import View
 
@@ -26,14 +28,14 @@ class CumulativeByThreads(GpuKernel[CumulativeSum]):
         with f.when(thread.below(rows)):
             source, target = (address + self._line(view, thread)
                               for view, address in ((problem.x, x), (problem.y, y)))
-            extent, element = problem.y.shape[axis], ELEMENTS[problem.x.dtype]
-            total = {"sum": f.constant(0, element)}
+            how, kind = "product" if problem.product else "sum", KINDS[problem.x.dtype]
+            extent, total = problem.y.shape[axis], {how: identity(self.gpu, how, kind, x)}
             for turn in f.loop("element", extent, total=total):
                 i = f.constant(extent - 1, I64) - turn if problem.reverse else turn
-                before = total["sum"]
-                total["sum"] = before + f.load(element, source + i * problem.x.strides[axis], problem.x.size, "element")
-                f.store(before if problem.exclusive else total["sum"], target + i * problem.y.strides[axis],
-                        problem.y.size)
+                value = load(self.gpu, problem.x.dtype, source + i * problem.x.strides[axis], 0, 1)
+                before, total[how] = total[how], COMBINED[how](kind, total[how], value)
+                found = before if problem.exclusive else total[how]
+                store(self.gpu, problem.y.dtype, found, target + i * problem.y.strides[axis], 0, 1)
 
     def _line(self, view: View, line: Value) -> Value:
         """Bytes to the first element of the line-th of all items."""

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special, wide
-from engines.backends.cuda.kernels.access import ELEMENTS, load_stored, offset_in, pixel_offset, store_stored
+from engines.backends.cuda.kernels.access import load_stored, offset_in, pixel_offset, store_stored
 from engines.backends.cuda.kernels.elementwise.threads import THREADS, ThreadKernel
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
 from engines.codegen.ir_builder import Function, Value
-from engines.codegen.types import I8, I32, I64
+from engines.codegen.types import ELEMENTS, I8, I32, I64
 from engines.lowering.problems.movement import GatherElements, HaloFill, Lookup, Take
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.view import View

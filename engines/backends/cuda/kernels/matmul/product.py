@@ -14,11 +14,11 @@ import numpy as np
 
 from engines.backends.cuda.codegen.gpu import Gpu
 from engines.backends.cuda.codegen.module import wide
-from engines.backends.cuda.kernels.access import ELEMENTS, offset_in, pixel_offset, to_float
+from engines.backends.cuda.kernels.access import offset_in, pixel_offset, to_float
 from engines.backends.cuda.kernels.elementwise.threads import ProgramKernel
 from engines.backends.cuda.kernels.kernel import Tactic, solves
 from engines.codegen.ir_builder import Function, Value
-from engines.codegen.types import FLOAT, I32
+from engines.codegen.types import ELEMENTS, FLOAT, I32
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.matmul import Product
 from engines.lowering.problems.problem import Array

@@ -20,7 +20,6 @@ from engines.backends.cuda.codegen.gpu import Gpu
 from engines.backends.cuda.codegen.module import across, pick_bytes, wide
 from engines.backends.cuda.codegen.products import STEP, multiply
 from engines.backends.cuda.kernels.access import (
-    ELEMENTS,
     alignment,
     load_channels,
     load_constants,
@@ -31,7 +30,7 @@ from engines.backends.cuda.kernels.access import (
     store_channels,
 )
 from engines.codegen.ir_builder import Function, Value
-from engines.codegen.types import FLOAT, I16, I32
+from engines.codegen.types import ELEMENTS, FLOAT, I16, I32
 from engines.lowering.problems.exp2 import exp2
 from engines.lowering.problems.matmul import MIDDLE, Attention
 from engines.lowering.problems.problem import STORED

@@ -50,7 +50,7 @@ class At:
 class Row:
     """A row in a warp's hands."""
 
-    def __init__(self, kernel: RowByWarp[Any], operands: Sequence[Value], pixel: Value, lane: Value) -> None:
+    def __init__(self, kernel: OverRows[Any], operands: Sequence[Value], pixel: Value, lane: Value) -> None:
         self.kernel, self.gpu, self.f, self.lane = kernel, kernel.gpu, pixel.f, lane
         self.problem: RowProblem = kernel.problem
         inputs = len(self.problem.inputs)
@@ -94,13 +94,14 @@ class Row:
             here = value(at)
             if at.inside is not None:
                 here = self.f.select(at.inside, here, here.like(NEUTRAL[kind]), "here")
-            halves[number % 2] = self._combined(kind, halves[number % 2], here)
-        result = self._combined(kind, halves[0], halves[1])
+            halves[number % 2] = self.combined(kind, halves[number % 2], here)
+        result = self.combined(kind, halves[0], halves[1])
         for distance in (16, 8, 4, 2, 1):
-            result = self._combined(kind, result, across(result, distance))
+            result = self.combined(kind, result, across(result, distance))
         return result
 
-    def _combined(self, kind: str, a: Value, b: Value) -> Value:
+    def combined(self, kind: str, a: Value, b: Value) -> Value:
+        """What a reduction makes of two."""
         return a + b if kind == "sum" else self.gpu.max(a, b) if kind == "max" else self.gpu.min(a, b)
 
     def store(self, value: Callable[[At], Value]) -> None:
@@ -129,17 +130,25 @@ class Row:
         return run_program(self.gpu, program, sums, values, constants)[0]
 
 
-class RowByWarp(GpuKernel[P]):
-    """A family is what it does with a row."""
+class OverRows(GpuKernel[P]):
+    """A row of the grid is one of the problem's."""
 
-    def grid(self, tactic: Tactic) -> Grid:
-        return Grid(math.prod(self.problem.y.shape[:-1]), WARPS, WARPS * WARP)
+    @property
+    def rows_of_item(self) -> int:
+        return math.prod(self.problem.sources[0].shape[:-1])
 
     def pack(self, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         """Of the prologue, then of the program: float32 [constant][width]"""
         problem = self.problem
         return tuple(_table(constants.get(name, ()), width) for name, width in (
             ("prologue", problem.width), ("program", problem.constants_width)))
+
+
+class RowByWarp(OverRows[P]):
+    """A family is what it does with a row."""
+
+    def grid(self, tactic: Tactic) -> Grid:
+        return Grid(self.rows_of_item, WARPS, WARPS * WARP)
 
     def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
         count = len(self.problem.inputs) + 3

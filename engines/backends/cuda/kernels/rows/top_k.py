@@ -10,11 +10,11 @@ import math
 
 from engines.backends.cuda.codegen.gpu import WARP
 from engines.backends.cuda.codegen.module import GpuModule, across, begin_kernel, special, wide
-from engines.backends.cuda.kernels.access import ELEMENTS, offset_in
+from engines.backends.cuda.kernels.access import offset_in
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
 from engines.backends.cuda.kernels.rows.rows import WARPS
 from engines.codegen.ir_builder import Value
-from engines.codegen.types import I32
+from engines.codegen.types import ELEMENTS, I32
 from engines.lowering.problems.elementwise import TopK
 
 NOWHERE = 0x7FFFFFFF        # the place of no element, behind all others

@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import ELEMENTS, to_float
+from engines.backends.llvm.codegen.lanes import to_float
 from engines.backends.llvm.kernels.common.access import hidden
 from engines.codegen.ir_builder import Value
-from engines.codegen.types import FLOAT, I1, I8, I16, I32, vector
+from engines.codegen.types import ELEMENTS, FLOAT, I1, I8, I16, I32, vector
 from engines.lowering.epilogue.program import store_meaning
 from engines.lowering.problems.view import SIZES
 

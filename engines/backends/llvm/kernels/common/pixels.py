@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import ELEMENTS, Lanes, from_float, to_float
+from engines.backends.llvm.codegen.lanes import Lanes, from_float, to_float
 from engines.backends.llvm.kernels.kernel import pack_channels
 from engines.codegen.ir_builder import Function, Value
-from engines.codegen.types import I32
+from engines.codegen.types import ELEMENTS, I32
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.view import View

@@ -11,8 +11,8 @@ from functools import cached_property
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.common.access import each_row
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, begin_kernel, solves
-from engines.backends.llvm.kernels.nest.vectors import COMBINED, identity, load, store
 from engines.codegen.ir_builder import Module, Value
+from engines.codegen.nest.values import COMBINED, identity, load, store
 from engines.lowering.nest.program import KINDS
 from engines.lowering.problems.elementwise import CumulativeSum
 from engines.lowering.problems.view import View, joined

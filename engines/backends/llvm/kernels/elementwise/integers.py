@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import ELEMENTS
 from engines.backends.llvm.kernels.common.access import Runs, offset
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
 from engines.codegen.integers import OPERATIONS, truth
 from engines.codegen.ir_builder import Module, Value
-from engines.codegen.types import lanes_of, vector
+from engines.codegen.types import ELEMENTS, lanes_of, vector
 from engines.lowering.problems.elementwise import UNSIGNED, Integers
 from engines.lowering.problems.view import View, joined
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 import math
 
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import ELEMENTS
 from engines.backends.llvm.kernels.common.access import each_row
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, solves
-from engines.backends.llvm.kernels.nest.vectors import load
 from engines.backends.llvm.kernels.rows.passes import live
 from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import I32, I64, PTR
+from engines.codegen.nest.values import load
+from engines.codegen.types import ELEMENTS, I32, I64, PTR
 from engines.lowering.problems.elementwise import TopK
 
 BLOCK = 64              # elements whose peak is remembered; a multiple of every machine's lanes

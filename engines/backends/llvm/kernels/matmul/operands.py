@@ -20,12 +20,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import ELEMENTS, Lanes, from_float, to_float
+from engines.backends.llvm.codegen.lanes import Lanes, from_float, to_float
 from engines.backends.llvm.kernels.common.access import transposed
 from engines.backends.llvm.kernels.common.arithmetic import Arithmetic, Operand, add_step, arithmetic_for
 from engines.codegen.extents import Extent
 from engines.codegen.ir_builder import Function, Value
-from engines.codegen.types import FLOAT, I8, I32, I64, lanes_of, vector
+from engines.codegen.types import ELEMENTS, FLOAT, I8, I32, I64, lanes_of, vector
 from engines.lowering.problems.matmul import MIDDLE
 from engines.lowering.problems.view import SIZES, View
 

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import ELEMENTS
 from engines.backends.llvm.kernels.common.access import copy_bytes, each_row, offset, unravel
 from engines.backends.llvm.kernels.elementwise.integers import load_integers
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
 from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import I64
+from engines.codegen.types import ELEMENTS, I64
 from engines.lowering.problems.movement import GatherElements, Lookup, Take
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.view import View, joined

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import ELEMENTS, from_float, to_float
+from engines.backends.llvm.codegen.lanes import from_float, to_float
 from engines.backends.llvm.kernels.common.access import (
     BLOCK,
     Runs,
@@ -31,7 +31,7 @@ from engines.backends.llvm.kernels.elementwise.pointwise import PointwiseKernel
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
 from engines.codegen.extents import Extent
 from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import FLOAT, I8, I16, I32, I64, lanes_of, vector
+from engines.codegen.types import ELEMENTS, FLOAT, I8, I16, I32, I64, lanes_of, vector
 from engines.lowering.problems.elementwise import Pointwise
 from engines.lowering.problems.movement import Permute
 from engines.lowering.problems.problem import Array

@@ -15,10 +15,11 @@ from functools import cached_property
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.common.access import item_addresses, unravel
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
-from engines.backends.llvm.kernels.nest.loops import Code, Frame
-from engines.backends.llvm.kernels.nest.order import NONE, Cut, Loops
-from engines.backends.llvm.kernels.nest.vectors import NEAR, store
-from engines.codegen.ir_builder import Module, Value
+from engines.codegen.ir_builder import Module
+from engines.codegen.nest.loops import Code, Frame
+from engines.codegen.nest.order import NONE, Cut, Loops
+from engines.codegen.nest.results import write_element
+from engines.codegen.nest.values import NEAR
 from engines.lowering.epilogue.functions import FUNCTIONS
 from engines.lowering.problems.nest import Nest
 from engines.lowering.problems.view import View
@@ -158,30 +159,9 @@ class NestKernel(Kernel[Nest]):
                 extent = loops.extents[loops.order[blocks.split]]
                 bounds = (first, (first + blocks.block).at_most(extent))
             code.over(frame, loops.order[blocks.split:], wanted,
-                      lambda inside, at=bases[count:]: self._element(code, inside, at, wanted),    # type: ignore[misc]
+                      lambda inside, at=bases[count:]: write_element(    # type: ignore[misc]
+                          code, inside, problem, at, wanted),
                       None, bounds)
-
-    def _element(self, code: Code, frame: Frame, targets: Sequence[Value], wanted: set[int]) -> None:
-        """All that is done inside the outer loops."""
-        frame = code.reduced(frame, wanted)
-        if self.problem.inside:
-            code.over(frame, code.loops.inner, wanted, lambda inside: self._store(code, inside, targets))
-        else:
-            self._store(code, frame, targets)
-
-    def _store(self, code: Code, frame: Frame, targets: Sequence[Value]) -> None:
-        cut, isa = code.loops.cut, code.isa
-        for view, target, result in zip(self.problem.targets, targets, self.problem.program.results, strict=True):
-            steps = {loop: stride for loop, stride in enumerate(view.strides)}
-            for loop in steps:
-                target = target + frame.indices[loop] * steps[loop]
-            along, across = steps.get(cut.lanes, 0), steps.get(cut.rows, 0)
-            for copy in frame.copies():
-                if cut.lanes not in steps and copy[1]:
-                    continue
-                address = target + (along * isa.lanes * copy[1] + across * copy[0])
-                store(isa, view.dtype, code.found(frame, result, copy), address, along,
-                      frame.counts[copy[1]] if cut.lanes in steps else 1)
 
 
 def reach(view: View) -> Window:

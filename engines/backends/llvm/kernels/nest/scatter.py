@@ -14,11 +14,12 @@ from functools import cached_property
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.common.access import item_addresses, offset, unravel
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
-from engines.backends.llvm.kernels.nest.loops import Code, Frame
 from engines.backends.llvm.kernels.nest.nest import reach
-from engines.backends.llvm.kernels.nest.order import NONE, Cut, Loops
-from engines.backends.llvm.kernels.nest.vectors import COMBINED, load, spread, store
 from engines.codegen.ir_builder import Module, Value
+from engines.codegen.nest.loops import Code, Frame
+from engines.codegen.nest.order import NONE, Cut, Loops
+from engines.codegen.nest.results import apart, update
+from engines.codegen.nest.values import load, store
 from engines.lowering.problems.nest import Scatter
 
 
@@ -26,13 +27,7 @@ from engines.lowering.problems.nest import Scatter
 class ScatterKernel(Kernel[Scatter]):
     @cached_property
     def apart(self) -> dict[int, int]:
-        """Loop -> the axis of y that it runs along."""
-        program, found = self.problem.program, dict[int, int]()
-        for axis, number in enumerate(program.results[1:]):
-            one = program.operations[number]
-            if one.op == "index" and self.problem.loops[int(one.what or 0)] == self.problem.y.shape[axis]:
-                found.setdefault(int(one.what or 0), axis)
-        return found
+        return apart(self.problem)
 
     @cached_property
     def lanes(self) -> int:
@@ -70,7 +65,7 @@ class ScatterKernel(Kernel[Scatter]):
             for loop, index in zip(self.rows, indices, strict=True):
                 frame = code.enter(frame, loop, index, 1, wanted)
             rest = [loop for loop in loops.order if loop not in self.rows]
-            code.over(frame, rest, wanted, lambda inside, y=y: self._update(code, inside, y))      # type: ignore[misc]
+            code.over(frame, rest, wanted, lambda inside, y=y: update(code, inside, problem, y))   # type: ignore[misc]
 
     def _copy(self, code: Code, x: Value, y: Value, indices: Sequence[Value]) -> None:
         """What of x is in this row of the grid."""
@@ -91,17 +86,7 @@ class ScatterKernel(Kernel[Scatter]):
         axis = axes[0] if axes else -1
         extent = target.shape[axis] if axes else 1
         steps = [view.strides[axis] if axes else view.size for view in (source, target)]
-        for start, count in code.f.tiles("element", extent, code.isa.lanes):
+        for start, count in code.f.tiles("element", extent, code.words.lanes):
             at = [address + start * step for address, step in zip((x, y), steps, strict=True)]
             step = steps[0] if steps[0] or count == 1 else 0
-            store(code.isa, target.dtype, load(code.isa, source.dtype, at[0], step, count), at[1], steps[1], count)
-
-    def _update(self, code: Code, frame: Frame, y: Value) -> None:
-        problem, isa = self.problem, code.isa
-        value, *places = (code.found(frame, number, (0, 0)) for number in problem.program.results)
-        at = code.address(y, problem.y.strides, places, frame.counts[0])
-        new = spread(isa, value)
-        if problem.combined:
-            kind = problem.program.operations[problem.program.results[0]].kind
-            new = COMBINED[problem.combined](kind, spread(isa, at.load(isa, problem.y.dtype)), new)
-        at.store(isa, problem.y.dtype, new)
+            store(code.words, target.dtype, load(code.words, source.dtype, at[0], step, count), at[1], steps[1], count)

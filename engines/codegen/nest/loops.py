@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.nest.order import NONE, Loops
-from engines.backends.llvm.kernels.nest.vectors import (
+from engines.codegen.ir_builder import Function, Value
+from engines.codegen.nest.order import NONE, Loops
+from engines.codegen.nest.values import (
     COMBINED,
     Found,
     Ramp,
@@ -34,8 +34,8 @@ from engines.backends.llvm.kernels.nest.vectors import (
     spread,
     store,
 )
-from engines.codegen.ir_builder import Function, Value
 from engines.codegen.types import I1, I64, vector
+from engines.codegen.words import Words
 from engines.lowering.nest.program import FLOATING
 
 Copy = tuple[int, int]          # which of the neighbours, which of the vectors
@@ -65,16 +65,16 @@ class Address:
     count: int
     places: Sequence[Value] | None = None
 
-    def load(self, isa: Isa, dtype: str) -> Value:
+    def load(self, words: Words, dtype: str) -> Value:
         if self.places is None:
-            return load(isa, dtype, self.base, self.step, self.count)
-        return gathered(isa, dtype, self.places)
+            return load(words, dtype, self.base, self.step, self.count)
+        return gathered(words, dtype, self.places)
 
-    def store(self, isa: Isa, dtype: str, value: Found) -> None:
+    def store(self, words: Words, dtype: str, value: Found) -> None:
         if self.places is None:
-            store(isa, dtype, value, self.base, self.step, self.count)
+            store(words, dtype, value, self.base, self.step, self.count)
         else:
-            scattered(isa, dtype, value, self.places)
+            scattered(words, dtype, value, self.places)
 
 
 Body = Callable[[Frame], None]
@@ -83,8 +83,8 @@ Body = Callable[[Frame], None]
 class Code:
     """Writes the loops of a nest into a function."""
 
-    def __init__(self, f: Function, isa: Isa, loops: Loops) -> None:
-        self.f, self.isa, self.loops = f, isa, loops
+    def __init__(self, f: Function, words: Words, loops: Loops) -> None:
+        self.f, self.words, self.loops = f, words, loops
 
     # ---- loops
     def enter(self, frame: Frame, loop: int, index: Value, size: int, wanted: Collection[int]) -> Frame:
@@ -93,7 +93,7 @@ class Code:
                    for i, (address, view) in enumerate(zip(frame.at, self.loops.sources, strict=True)))
         frame = replace(frame, at=at, indices={**frame.indices, loop: index}, values=dict(frame.values))
         if loop == self.loops.cut.lanes:
-            lanes = self.isa.lanes
+            lanes = self.words.lanes
             counts = tuple(min(lanes, size - start) for start in range(0, size, lanes))
             frame = replace(frame, counts=counts)
         elif loop == self.loops.cut.rows:
@@ -122,7 +122,7 @@ class Code:
             self.over(self.enter(frame, loop, start, size, wanted), rest, wanted, body, acc)
 
     def _parts(self, loop: int, acc: dict[object, Value], bounds: tuple[Value, Value] | None) -> Parts:
-        extent, step = self.loops.extents[loop], self.loops.width(self.isa.lanes, loop)
+        extent, step = self.loops.extents[loop], self.loops.width(self.words.lanes, loop)
         if bounds is None:
             yield from self.f.tiles(f"loop {loop}", extent, step, acc=acc)
             return
@@ -162,7 +162,7 @@ class Code:
         one, cut = self.loops.program.operations[number_], self.loops.cut
         varies = cut.lanes in self.loops.depends[number_]
         if one.op == "number":
-            return number(self.isa, one, frame.bases[0])
+            return number(self.words, one, frame.bases[0])
         if one.op == "item":
             return frame.indices[-1]
         if one.op == "index":
@@ -175,7 +175,7 @@ class Code:
             return self._pick(frame, int(one.what or 0), args, count if varies else 0)
         kind = self.loops.program.operations[one.args[0]].kind
         kind = self.loops.program.operations[one.args[1]].kind if one.op == "where" else kind
-        value = computed(self.isa, one, kind, args)
+        value = computed(self.words, one, kind, args)
         if not varies and one.kind not in FLOATING and isinstance(value, Value) and is_vector(value):
             element = value.type[:-1].split(" x ")[1]
             value = self.f.op(element, f"extractelement {value}, i32 0", "alike")
@@ -184,19 +184,19 @@ class Code:
     def _index(self, frame: Frame, loop: int, copy: Copy) -> Found:
         index = frame.indices[loop]
         if loop == self.loops.cut.lanes:
-            return Ramp(index + copy[1] * self.isa.lanes, 1)
+            return Ramp(index + copy[1] * self.words.lanes, 1)
         return index + copy[0] if loop == self.loops.cut.rows else index
 
     def _read(self, frame: Frame, source: int, copy: Copy) -> Value:
         view, cut = self.loops.sources[source], self.loops.cut
         along, across = (view.strides[loop] if loop != NONE else 0 for loop in (cut.lanes, cut.rows))
-        address = frame.at[source] + (along * self.isa.lanes * copy[1] + across * copy[0])
-        return load(self.isa, view.dtype, address, along, frame.counts[copy[1]])
+        address = frame.at[source] + (along * self.words.lanes * copy[1] + across * copy[0])
+        return load(self.words, view.dtype, address, along, frame.counts[copy[1]])
 
     def _pick(self, frame: Frame, source: int, indices: Sequence[Found], count: int) -> Value:
         """count: of lanes; 0 where all are alike."""
         view = self.loops.sources[source]
-        return self.address(frame.bases[source], view.strides, indices, count or 1).load(self.isa, view.dtype)
+        return self.address(frame.bases[source], view.strides, indices, count or 1).load(self.words, view.dtype)
 
     def address(self, base: Value, strides: Sequence[int], indices: Sequence[Found], count: int) -> Address:
         """Where elements are, at an index along each axis."""
@@ -211,7 +211,7 @@ class Code:
                 base = base + index * stride
         if far is None:
             return Address(base, step, count)
-        far = far + Ramp(far.f.constant(0, I64), step).vector(self.isa.lanes)
+        far = far + Ramp(far.f.constant(0, I64), step).vector(self.words.lanes)
         return Address(base, step, count, [
             base + self.f.op(I64, f"extractelement {far}, i32 {lane}", "place") for lane in range(count)])
 
@@ -256,9 +256,9 @@ class Code:
         program = self.loops.program
         how, kind = str(program.operations[one].what), program.operations[program.operations[one].args[0]].kind
         for copy in self._places(frame, one):
-            acc[one, copy] = identity(self.isa, how, kind, frame.bases[0])
+            acc[one, copy] = identity(self.words, how, kind, frame.bases[0])
             if "_" in how:
-                acc[one, copy, "where"] = self.f.constant(0, vector(self.isa.lanes, I64))
+                acc[one, copy, "where"] = self.f.constant(0, self.words.of(I64))
 
     def _accumulate(self, frame: Frame, sums: Sequence[int], acc: dict[object, Value]) -> None:
         for one in sums:
@@ -267,29 +267,29 @@ class Code:
             kind = self.loops.program.operations[term].kind
             for copy in dict.fromkeys(self._place_of(one, copy) for copy in frame.copies()):
                 before = acc[one, copy]
-                count = frame.counts[copy[1]] if self._across else self.isa.lanes
-                here = None if count == self.isa.lanes else self._first(count)
+                count = frame.counts[copy[1]] if self._across else self.words.lanes
+                here = None if count == self.words.lanes else self._first(count)
                 if term in self._fused:
-                    a, b = (spread(self.isa, self.found(frame, arg, copy))
+                    a, b = (spread(self.words, self.found(frame, arg, copy))
                             for arg in self.loops.program.operations[term].args)
                     after = multiplied(a, b, before)
                     acc[one, copy] = after if here is None else self.f.select(here, after, before)
                     continue
-                value = spread(self.isa, self.found(frame, term, copy))
+                value = spread(self.words, self.found(frame, term, copy))
                 if "_" in how:
                     test = self._beats(how, kind, value, before)
                     test = test if here is None else test.binary("and", here)
-                    place = spread(self.isa, self._place(frame, copy))
+                    place = spread(self.words, self._place(frame, copy))
                     acc[one, copy] = self.f.select(test, value, before)
                     acc[one, copy, "where"] = self.f.select(test, place, acc[one, copy, "where"])
                     continue
                 if here is not None:
-                    value = self.f.select(here, value, identity(self.isa, how, kind, value))
+                    value = self.f.select(here, value, identity(self.words, how, kind, value))
                 acc[one, copy] = COMBINED[how](kind, value, before)
 
     def _first(self, count: int) -> Value:
-        flags = ", ".join(f"i1 {int(lane < count)}" for lane in range(self.isa.lanes))
-        return Value(self.f, vector(self.isa.lanes, I1), f"<{flags}>")
+        flags = ", ".join(f"i1 {int(lane < count)}" for lane in range(self.words.lanes))
+        return Value(self.f, vector(self.words.lanes, I1), f"<{flags}>")
 
     @staticmethod
     def _beats(how: str, kind: str, value: Value, before: Value) -> Value:
@@ -323,7 +323,8 @@ class Code:
         parts = range(self.loops.cut.vectors) if self._across else [part]
         value = self._folded(how, kind, [(acc[one, (row, part)], acc.get((one, (row, part), "where")))
                                          for part in parts])
-        if self.loops.cut.lanes not in self.loops.depends[one] and operation.kind not in FLOATING:
+        alike = self.loops.cut.lanes not in self.loops.depends[one] and is_vector(value)
+        if alike and operation.kind not in FLOATING:
             element = value.type[:-1].split(" x ")[1]
             return self.f.op(element, f"extractelement {value}, i32 0", "alike")
         return value
@@ -334,15 +335,15 @@ class Code:
             half = (len(pairs) + 1) // 2
             pairs = [self._merged(how, kind, pair, pairs[i + half]) if i + half < len(pairs) else pair
                      for i, pair in enumerate(pairs[:half])]
-        (value, where), width = pairs[0], self.isa.lanes
+        (value, where), width = pairs[0], self.words.lanes
         while self._across and width > 1:
             width //= 2
-            mask = [(lane + width) % self.isa.lanes for lane in range(self.isa.lanes)]
+            mask = [(lane + width) % self.words.lanes for lane in range(self.words.lanes)]
             other = (self.f.shuffle(value, None, mask, "fold"),
                      None if where is None else self.f.shuffle(where, None, mask, "fold"))
             value, where = self._merged(how, kind, (value, where), other)
         value = value if where is None else where
-        return self.f.shuffle(value, None, [0] * self.isa.lanes, "all") if self._across else value
+        return self.f.shuffle(value, None, [0] * self.words.lanes, "all") if self._across else value
 
     def _merged(self, how: str, kind: str, a: tuple[Value, Value | None],
                 b: tuple[Value, Value | None]) -> tuple[Value, Value | None]:

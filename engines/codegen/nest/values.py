@@ -1,17 +1,28 @@
 """The operations of a nest's program on LLVM's values: how each kind is loaded, computed with and stored.
 
-Floats are vectors of all lanes, even where all lanes are equal, for that is what an Isa's functions take. Integers and
-truth that are equal in all lanes are scalars. A Ramp is an index that grows from lane to lane by as much.
+Floats are vectors of all lanes, even where all lanes are equal, for that is what a machine's functions take. Integers
+and truth that are equal in all lanes are scalars. A Ramp is an index that grows from lane to lane by as much. Of a
+machine of one lane everything is a scalar.
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import ELEMENTS
 from engines.codegen.ir_builder import Value
-from engines.codegen.types import DOUBLE, FLOAT, I1, I32, I64, element_of, lanes_of, literal, vector
+from engines.codegen.types import (
+    DOUBLE,
+    ELEMENTS,
+    FLOAT,
+    I1,
+    I32,
+    I64,
+    element_of,
+    literal,
+    overload,
+    vector,
+)
+from engines.codegen.words import Words
 from engines.lowering.epilogue.functions import FUNCTIONS
 from engines.lowering.nest.program import COMPARISONS, FLOATING, KINDS, Operation
 from engines.lowering.problems.view import SIZES
@@ -41,135 +52,136 @@ def is_vector(value: Value) -> bool:
     return value.type.startswith("<")
 
 
-def plain(isa: Isa, value: Found) -> Value:
-    return value.vector(isa.lanes) if isinstance(value, Ramp) else value
+def plain(words: Words, value: Found) -> Value:
+    return value.vector(words.lanes) if isinstance(value, Ramp) else value
 
 
-def spread(isa: Isa, value: Found) -> Value:
+def spread(words: Words, value: Found) -> Value:
     """In every lane."""
-    value = plain(isa, value)
-    return value if is_vector(value) else value.f.splat(value, isa.lanes)
+    value = plain(words, value)
+    return value if is_vector(value) or words.lanes == 1 else value.f.splat(value, words.lanes)
 
 
-def together(isa: Isa, values: Sequence[Found]) -> list[Value]:
+def together(words: Words, values: Sequence[Found]) -> list[Value]:
     """All as scalars, or all as vectors."""
-    found = [plain(isa, value) for value in values]
-    return [spread(isa, value) for value in found] if any(map(is_vector, found)) else found
+    found = [plain(words, value) for value in values]
+    return [spread(words, value) for value in found] if any(map(is_vector, found)) else found
 
 
-def number(isa: Isa, one: Operation, of: Value) -> Value:
+def number(words: Words, one: Operation, of: Value) -> Value:
     what = one.what or 0
     if one.kind in FLOATING:
-        return of.f.constant(float(what), vector(isa.lanes, TYPES[one.kind]))
+        return of.f.constant(float(what), words.of(TYPES[one.kind]))
     whole = int(what)
     return of.f.constant(whole - (1 << 64) * (whole >= 1 << 63), TYPES[one.kind])
 
 
 # ---- memory
-def load(isa: Isa, dtype: str, address: Value, stride: int, count: int) -> Value:
+def load(words: Words, dtype: str, address: Value, stride: int, count: int) -> Value:
     """`count` neighbours in all lanes (those beyond are like the last); a stride of 0: one element in all of them."""
     f, element = address.f, ELEMENTS[dtype]
-    if stride == 0:
-        return _widened_alike(isa, dtype, f.load(element, address, hint="stored"))
+    if stride == 0 or words.lanes == 1:
+        return _widened_alike(words, dtype, f.load(element, address, words.align(SIZES[dtype]), "stored"))
     if stride == SIZES[dtype]:
         stored = f.load(vector(count, element), address, hint="stored")
-        if count < isa.lanes:
-            stored = f.shuffle(stored, None, [min(i, count - 1) for i in range(isa.lanes)], "filled")
-        return widened(isa, dtype, stored)
+        if count < words.lanes:
+            stored = f.shuffle(stored, None, [min(i, count - 1) for i in range(words.lanes)], "filled")
+        return widened(words, dtype, stored)
     gap = stride // SIZES[dtype]
     if 1 < abs(gap) <= NEAR and count > 1 or gap == -1:       # some of a run, or a run backwards
         stored = f.load(vector((count - 1) * abs(gap) + 1, element), address + min((count - 1) * stride, 0), hint="run")
         first = 0 if gap > 0 else (count - 1) * -gap
-        picks = [first + min(i, count - 1) * gap for i in range(isa.lanes)]
-        return widened(isa, dtype, f.shuffle(stored, None, picks, "picked"))
-    return gathered(isa, dtype, [address + lane * stride for lane in range(count)])
+        picks = [first + min(i, count - 1) * gap for i in range(words.lanes)]
+        return widened(words, dtype, f.shuffle(stored, None, picks, "picked"))
+    return gathered(words, dtype, [address + lane * stride for lane in range(count)])
 
 
-def gathered(isa: Isa, dtype: str, addresses: Sequence[Value]) -> Value:
+def gathered(words: Words, dtype: str, addresses: Sequence[Value]) -> Value:
     """An element for each lane."""
     f, element = addresses[0].f, ELEMENTS[dtype]
-    stored = f.constant(0, vector(isa.lanes, element))
+    stored = f.constant(0, vector(words.lanes, element))
     for lane, address in enumerate(addresses):
         one = f.load(element, address, hint="stored")
         stored = f.op(stored.type, f"insertelement {stored}, {one}, i32 {lane}", "gathered")
-    if len(addresses) < isa.lanes:
-        mask = [min(i, len(addresses) - 1) for i in range(isa.lanes)]
+    if len(addresses) < words.lanes:
+        mask = [min(i, len(addresses) - 1) for i in range(words.lanes)]
         stored = f.shuffle(stored, None, mask, "filled")
-    return widened(isa, dtype, stored)
+    return widened(words, dtype, stored)
 
 
-def _widened_alike(isa: Isa, dtype: str, stored: Value) -> Value:
+def _widened_alike(words: Words, dtype: str, stored: Value) -> Value:
     if KINDS[dtype] in FLOATING:
-        return widened(isa, dtype, stored.f.splat(stored, isa.lanes))
-    return widened(isa, dtype, stored)
+        return widened(words, dtype, spread(words, stored))
+    return widened(words, dtype, stored)
 
 
-def widened(isa: Isa, dtype: str, stored: Value) -> Value:
+def widened(words: Words, dtype: str, stored: Value) -> Value:
     """What is stored, as it is computed with."""
     f, kind = stored.f, KINDS[dtype]
     if dtype == "float16":
-        return isa.half_to_float(stored)
+        return words.half_to_float(stored)
     if dtype == "bfloat16":
-        return isa.bfloat_to_float(stored)
+        return words.bfloat_to_float(stored)
     if kind == "i1":
         return stored.compare("ne", 0)
-    type_ = vector(isa.lanes, TYPES[kind]) if is_vector(stored) else TYPES[kind]
+    type_ = vector(words.lanes, TYPES[kind]) if is_vector(stored) else TYPES[kind]
     if type_ == stored.type:
         return stored
     return f.cast("sext" if dtype in SIGNED else "zext", stored, type_, "wide")
 
 
-def store(isa: Isa, dtype: str, value: Found, address: Value, stride: int, count: int) -> None:
+def store(words: Words, dtype: str, value: Found, address: Value, stride: int, count: int) -> None:
     """The first `count` lanes; integers are cut to the bits that are stored."""
     f = address.f
     if stride == SIZES[dtype] or count == 1:
-        found = narrowed(isa, dtype, spread(isa, value))
-        f.store(f.shuffle(found, None, range(count), "part") if count < isa.lanes else found, address)
+        found = narrowed(words, dtype, spread(words, value))
+        found = f.shuffle(found, None, range(count), "part") if count < words.lanes else found
+        f.store(found, address, words.align(SIZES[dtype]))
         return
-    scattered(isa, dtype, value, [address + lane * stride for lane in range(count)])
+    scattered(words, dtype, value, [address + lane * stride for lane in range(count)])
 
 
-def scattered(isa: Isa, dtype: str, value: Found, addresses: Sequence[Value]) -> None:
+def scattered(words: Words, dtype: str, value: Found, addresses: Sequence[Value]) -> None:
     """Each of the first lanes to an address of its own."""
-    found, element = narrowed(isa, dtype, spread(isa, value)), ELEMENTS[dtype]
+    found, element = narrowed(words, dtype, spread(words, value)), ELEMENTS[dtype]
     for lane, address in enumerate(addresses):
         address.f.store(address.f.op(element, f"extractelement {found}, i32 {lane}", "element"), address)
 
 
-def narrowed(isa: Isa, dtype: str, value: Value) -> Value:
-    f, type_ = value.f, vector(isa.lanes, ELEMENTS[dtype])
+def narrowed(words: Words, dtype: str, value: Value) -> Value:
+    f, type_ = value.f, words.of(ELEMENTS[dtype])
     if dtype == "float16":
-        return isa.float_to_half(value)
+        return words.float_to_half(value)
     if dtype == "bfloat16":
-        return isa.float_to_bfloat(value)
+        return words.float_to_bfloat(value)
     if type_ == value.type:
         return value
     return f.cast("zext" if KINDS[dtype] == "i1" else "trunc", value, type_, "narrow")
 
 
 # ---- arithmetic
-def computed(isa: Isa, one: Operation, kind: str, args: Sequence[Found]) -> Found:
+def computed(words: Words, one: Operation, kind: str, args: Sequence[Found]) -> Found:
     """kind: of the arguments."""
     if (ramp := _along(one, args)) is not None:
         return ramp
     if one.op == "cast":
-        return cast(isa, plain(isa, args[0]), kind, one.kind)
+        return cast(words, plain(words, args[0]), kind, one.kind)
     if one.op == "bits":
-        value = spread(isa, args[0])
-        return value.f.cast("bitcast", value, vector(isa.lanes, TYPES[one.kind]), "bits")
+        value = spread(words, args[0])
+        return value.f.cast("bitcast", value, words.of(TYPES[one.kind]), "bits")
     if one.op == "where":
-        test, a, b = plain(isa, args[0]), *together(isa, args[1:])
+        test, a, b = plain(words, args[0]), *together(words, args[1:])
         if is_vector(test) or is_vector(a):
-            a, b = spread(isa, a), spread(isa, b)
+            a, b = spread(words, a), spread(words, b)
         return a.f.select(test, a, b)
-    values = together(isa, args)
+    values = together(words, args)
     if one.op in COMPARISONS:
         return compared(kind, one.op, *values)
     if one.op in FUNCTIONS:
-        result: Value = FUNCTIONS[one.op](isa, *values)
+        result: Value = FUNCTIONS[one.op](words, *values)
         return result
     if one.kind in FLOATING and one.op in _FLOATS:
-        return _FLOATS[one.op](isa, *values)
+        return _FLOATS[one.op](words, *values)
     return _BITS[one.op](one.kind, *values)
 
 
@@ -194,8 +206,7 @@ def _along(one: Operation, args: Sequence[Found]) -> Ramp | None:
 
 def multiplied(a: Value, b: Value, c: Value) -> Value:
     """a * b + c, rounded once where the machine does that."""
-    word = f"llvm.fmuladd.v{lanes_of(a.type)}{'f32' if element_of(a.type) == FLOAT else 'f64'}"
-    return a.f.call(a.type, word, a, b, c, hint="sum")
+    return a.f.call(a.type, f"llvm.fmuladd.{overload(a.type)}", a, b, c, hint="sum")
 
 
 def compared(kind: str, op: str, a: Value, b: Value) -> Value:
@@ -208,10 +219,10 @@ def better(kind: str, a: Value, b: Value, greatest: bool) -> Value:
     return compared(kind, "lt", *((b, a) if greatest else (a, b)))
 
 
-def cast(isa: Isa, value: Value, source: str, target: str) -> Value:
+def cast(words: Words, value: Value, source: str, target: str) -> Value:
     f, floats = value.f, (source in FLOATING, target in FLOATING)
-    value = spread(isa, value) if any(floats) else value
-    type_ = vector(isa.lanes, TYPES[target]) if is_vector(value) else TYPES[target]
+    value = spread(words, value) if any(floats) else value
+    type_ = vector(words.lanes, TYPES[target]) if is_vector(value) else TYPES[target]
     if target == "i1":
         return compared(source, "ne", value, value.like(0))
     if value.type == type_:
@@ -233,7 +244,7 @@ def _extreme(greatest: bool) -> Callable[..., Value]:
     return choose
 
 
-def _rint(isa: Isa, x: Value) -> Value:
+def _rint(words: Words, x: Value) -> Value:
     """Of f64: from 2**52 on every one is an integer; below, adding 2**52 with its sign rounds the fraction away."""
     far = x.like(2.0 ** 52)
     sign = x.f.select(x.compare("olt", 0), x.like(0.0) - far, far)
@@ -242,15 +253,14 @@ def _rint(isa: Isa, x: Value) -> Value:
 
 
 def _magnitude(x: Value) -> Value:
-    word = f"llvm.fabs.v{lanes_of(x.type)}{'f32' if element_of(x.type) == FLOAT else 'f64'}"
-    return x.f.call(x.type, word, x, hint="size")
+    return x.f.call(x.type, f"llvm.fabs.{overload(x.type)}", x, hint="size")
 
 
 def _rounded(word: str) -> Callable[..., Value]:
-    def round_(isa: Isa, x: Value) -> Value:
+    def round_(words: Words, x: Value) -> Value:
         if element_of(x.type) == FLOAT:
-            return isa.unary(word, x)
-        nearest = _rint(isa, x)
+            return words.unary(word, x)
+        nearest = _rint(words, x)
         if word == "floor":
             return x.f.select(nearest.compare("ogt", x), nearest - 1, nearest)
         if word == "ceil":
@@ -259,14 +269,14 @@ def _rounded(word: str) -> Callable[..., Value]:
     return round_
 
 
-def _root(isa: Isa, x: Value) -> Value:
-    return x.f.call(x.type, f"llvm.sqrt.v{isa.lanes}{'f32' if element_of(x.type) == FLOAT else 'f64'}", x, hint="root")
+def _root(words: Words, x: Value) -> Value:
+    return x.f.call(x.type, f"llvm.sqrt.{overload(x.type)}", x, hint="root")
 
 
 _FLOATS: Mapping[str, Callable[..., Value]] = {
     "sqrt": _root, "floor": _rounded("floor"), "ceil": _rounded("ceil"), "rint": _rounded("rint"),
-    "abs": lambda isa, x: _magnitude(x),
-    "neg": lambda isa, x: x.f.op(x.type, f"fneg {x}", "negative"),
+    "abs": lambda words, x: _magnitude(x),
+    "neg": lambda words, x: x.f.op(x.type, f"fneg {x}", "negative"),
 }
 
 
@@ -331,10 +341,10 @@ COMBINED: Mapping[str, Callable[..., Value]] = {
     "sum": _sum, "product": _product, "add": _sum, "mul": _product, "max": _BITS["max"], "min": _BITS["min"]}
 
 
-def identity(isa: Isa, how: str, kind: str, of: Value) -> Value:
+def identity(words: Words, how: str, kind: str, of: Value) -> Value:
     """What a reduction begins with, in every lane: it changes nothing."""
     low, high = {"f32": (float("-inf"), float("inf")), "f64": (float("-inf"), float("inf")), "i1": (0, 1),
                  "i32": (-2 ** 31, 2 ** 31 - 1), "i64": (-2 ** 63, 2 ** 63 - 1), "u64": (0, -1)}[kind]
     value = {"sum": 0, "product": 1}.get(how, low if how.endswith("max") else high)
-    type_ = vector(isa.lanes, TYPES[kind])
+    type_ = words.of(TYPES[kind])
     return Value(of.f, type_, literal(value, type_))

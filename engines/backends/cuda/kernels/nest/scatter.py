@@ -1,0 +1,98 @@
+"""Scatters: a thread copies its elements of x, then goes through all updates that may meet them, in order.
+
+    thread: y = x for its elements; for the loops: if y[place] is its own: y[place] = y[place] and value, combined
+
+Loops whose turns never meet in an element (engines/codegen/nest/results.py) cut y into parts. Where these are few,
+several threads share the elements of one, in turns: each finds the place of every update of the part.
+"""
+from __future__ import annotations
+
+import math
+from functools import cached_property
+
+from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special
+from engines.backends.cuda.kernels.access import pixel_offset
+from engines.backends.cuda.kernels.elementwise.threads import THREADS
+from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
+from engines.backends.cuda.kernels.nest.nest import unravelled
+from engines.codegen.ir_builder import Function, Value
+from engines.codegen.nest.loops import Code, Frame
+from engines.codegen.nest.order import Cut, Loops
+from engines.codegen.nest.results import apart, update
+from engines.codegen.types import I32, I64
+from engines.lowering.nest.program import ITEM
+from engines.lowering.problems.nest import Scatter
+
+ENOUGH = 1 << 10        # threads for an item
+
+
+@solves(Scatter)
+class ScatterByThreads(GpuKernel[Scatter]):
+    @cached_property
+    def apart(self) -> dict[int, int]:
+        return apart(self.problem)
+
+    @property
+    def parts(self) -> list[int]:
+        """How many there are along each loop apart."""
+        return [self.problem.loops[loop] for loop in self.apart]
+
+    @cached_property
+    def free(self) -> list[int]:
+        """The axes of y that lie within a part."""
+        return [axis for axis in range(len(self.problem.y.shape)) if axis not in self.apart.values()]
+
+    @cached_property
+    def shape(self) -> list[int]:
+        """Of a part."""
+        return [self.problem.y.shape[axis] for axis in self.free]
+
+    @cached_property
+    def sharers(self) -> int:
+        """Threads of a part; each has every so many-th element."""
+        return min(math.prod(self.shape), max(ENOUGH // math.prod(self.parts), 1))
+
+    def grid(self, tactic: Tactic) -> Grid:
+        return Grid(math.prod(self.parts) * self.sharers, THREADS, THREADS)
+
+    def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
+        problem = self.problem
+        views = (*problem.sources, problem.y)
+        f, addresses, rows = begin_kernel(module, name, THREADS, len(views))
+        thread = special(f, "ctaid.x") * THREADS + special(f, "tid.x")
+        with f.when(thread.below(rows)):
+            item, (*indices, mine) = unravelled(thread, [*self.parts, self.sharers])
+            *sources, y = (address + item * view.item for address, view in zip(addresses, views, strict=True))
+            along = dict(zip(self.apart, indices, strict=True))
+            self._copy(f, sources[0], y, along, mine)
+            loops = Loops(problem.program, problem.sources, problem.loops, len(problem.loops), Cut())
+            code, wanted = Code(f, self.gpu, loops), problem.program.needed(problem.program.results)
+            frame = Frame(tuple(sources), tuple(sources), {ITEM: item})
+            code.fill(frame, wanted)
+            for loop, index in along.items():
+                frame = code.enter(frame, loop, index, 1, wanted)
+            rest = [loop for loop in loops.order if loop not in along]
+            code.over(frame, rest, wanted, lambda inside: self._update(code, inside, y, mine))
+
+    def _copy(self, f: Function, x: Value, y: Value, along: dict[int, Value], mine: Value) -> None:
+        """The thread's elements of x."""
+        source, target = self.problem.sources[0], self.problem.y
+        for loop, index in along.items():
+            x, y = x + index * source.strides[self.apart[loop]], y + index * target.strides[self.apart[loop]]
+        for i in f.range("element", mine, f.constant(math.prod(self.shape), I64), self.sharers):
+            number = f.cast("trunc", i, I32, "number")
+            here, there = (address + pixel_offset(number, self.shape, [view.strides[axis] for axis in self.free], 0)
+                           for address, view in ((x, source), (y, target)))
+            f.store(f.load(f"i{8 * target.size}", here, target.size, "element"), there, target.size)
+
+    def _update(self, code: Code, frame: Frame, y: Value, mine: Value) -> None:
+        if self.sharers == 1:
+            update(code, frame, self.problem, y)
+            return
+        number = mine.like(0)
+        for axis, extent in zip(self.free, self.shape, strict=True):
+            place = code.found(frame, self.problem.program.results[1 + axis], (0, 0))
+            assert isinstance(place, Value), "an index of lanes, where there are none"
+            number = number * extent + place
+        with code.f.when(number.remainder(self.sharers).compare("eq", mine)):
+            update(code, frame, self.problem, y)

@@ -1,0 +1,55 @@
+"""What becomes of what a nest's program finds: results that are stored, updates of a scatter that are made."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engines.codegen.ir_builder import Value
+from engines.codegen.nest.loops import Code, Frame
+from engines.codegen.nest.values import COMBINED, spread, store
+from engines.lowering.problems.nest import Nest, Scatter
+
+
+def write_element(code: Code, frame: Frame, nest: Nest, targets: Sequence[Value], wanted: set[int]) -> None:
+    """All that is done inside the outer loops."""
+    frame = code.reduced(frame, wanted)
+    if nest.inside:
+        code.over(frame, code.loops.inner, wanted, lambda inside: _store(code, inside, nest, targets))
+    else:
+        _store(code, frame, nest, targets)
+
+
+def _store(code: Code, frame: Frame, nest: Nest, targets: Sequence[Value]) -> None:
+    cut, words = code.loops.cut, code.words
+    for view, target, result in zip(nest.targets, targets, nest.program.results, strict=True):
+        steps = {loop: stride for loop, stride in enumerate(view.strides)}
+        for loop in steps:
+            target = target + frame.indices[loop] * steps[loop]
+        along, across = steps.get(cut.lanes, 0), steps.get(cut.rows, 0)
+        for copy in frame.copies():
+            if cut.lanes not in steps and copy[1]:
+                continue
+            address = target + (along * words.lanes * copy[1] + across * copy[0])
+            store(words, view.dtype, code.found(frame, result, copy), address, along,
+                  frame.counts[copy[1]] if cut.lanes in steps else 1)
+
+
+# ---- scatters
+def apart(scatter: Scatter) -> dict[int, int]:
+    """Loop -> the axis of y that it runs along, over all of its extent: no two of its turns meet in an element."""
+    program, found = scatter.program, dict[int, int]()
+    for axis, number in enumerate(program.results[1:]):
+        one = program.operations[number]
+        if one.op == "index" and scatter.loops[int(one.what or 0)] == scatter.y.shape[axis]:
+            found.setdefault(int(one.what or 0), axis)
+    return found
+
+
+def update(code: Code, frame: Frame, scatter: Scatter, y: Value) -> None:
+    """y[place] = the value, combined with what is there."""
+    value, *places = (code.found(frame, number, (0, 0)) for number in scatter.program.results)
+    at = code.address(y, scatter.y.strides, places, frame.counts[0])
+    new = spread(code.words, value)
+    if scatter.combined:
+        kind = scatter.program.operations[scatter.program.results[0]].kind
+        new = COMBINED[scatter.combined](kind, spread(code.words, at.load(code.words, scatter.y.dtype)), new)
+    at.store(code.words, scatter.y.dtype, new)

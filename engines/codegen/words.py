@@ -1,0 +1,87 @@
+"""The words that programs and kernels ask of every machine, on values of `lanes` elements: vectors, or scalars of one.
+
+They are the Machine that epilogue programs run on (engines/lowering/epilogue/functions.py): operands but the first may
+be numbers. What a machine says in another way than plain LLVM it says in its own table.
+"""
+from __future__ import annotations
+
+from engines.codegen.ir_builder import Number, Value
+from engines.codegen.types import FLOAT, I16, I32, overload, vector
+
+
+class Words:
+    """What plain LLVM has for all of them."""
+    lanes: int
+    natural = False     # tensors lie at multiples of their elements' size; else anywhere
+
+    def of(self, element: str) -> str:
+        """The type of a value."""
+        return element if self.lanes == 1 else vector(self.lanes, element)
+
+    @property
+    def ints(self) -> str:
+        return self.of(I32)
+
+    @property
+    def floats(self) -> str:
+        return self.of(FLOAT)
+
+    def align(self, size: int) -> int:
+        """What the address of an element of so many bytes is surely a multiple of."""
+        return size if self.natural else 1
+
+    # ---- float32
+    def fma(self, a: Value, b: Value | Number, c: Value | Number) -> Value:
+        return a.f.call(self.floats, f"llvm.fma.{overload(self.floats)}", a, a.like(b), a.like(c), hint="fma")
+
+    # Compare and select become one vmaxps; llvm.maxnum would add code for NaN.
+    def max(self, a: Value, b: Value | Number) -> Value:
+        return a.f.select(a.compare("ogt", b), a, a.like(b), "max")
+
+    def min(self, a: Value, b: Value | Number) -> Value:
+        return a.f.select(a.compare("olt", b), a, a.like(b), "min")
+
+    def unary(self, word: str, x: Value) -> Value:
+        """word: sqrt, fabs, floor, ceil, rint: LLVM's intrinsic, exact everywhere."""
+        return x.f.call(self.floats, f"llvm.{word}.{overload(self.floats)}", x, hint=word)
+
+    def compare(self, a: Value, order: str, b: Value | Number) -> Value:
+        return a.compare(order, b)
+
+    def select(self, test: Value, a: Value, b: Value) -> Value:
+        return a.f.select(test, a, b)
+
+    def like(self, x: Value, number: Number) -> Value:
+        return x.like(number)
+
+    def bits(self, x: Value) -> Value:
+        return x.f.cast("bitcast", x, self.ints, "bits")
+
+    def from_bits(self, bits: Value) -> Value:
+        return bits.f.cast("bitcast", bits, self.floats, "float")
+
+    def to_float(self, ints: Value) -> Value:
+        return ints.f.cast("sitofp", ints, self.floats, "float")
+
+    def narrowed(self, dtype: str, x: Value) -> Value:
+        """The nearest numbers of float16 or bfloat16."""
+        if dtype == "float16":
+            return self.half_to_float(self.float_to_half(x))
+        return self.bfloat_to_float(self.float_to_bfloat(x))
+
+    # ---- halves; those of bfloat16 are i16
+    def half_to_float(self, halves: Value) -> Value:
+        return halves.f.cast("fpext", halves, self.floats, "float")
+
+    def float_to_half(self, x: Value) -> Value:
+        return x.f.cast("fptrunc", x, self.of("half"), "half")
+
+    def bfloat_to_float(self, shorts: Value) -> Value:
+        """A bfloat16 is the upper half of a float32."""
+        return self.from_bits(shorts.f.cast("zext", shorts, self.ints, "wide") << 16)
+
+    def float_to_bfloat(self, x: Value) -> Value:
+        """Halves to even: add half of the last kept bit, less one where that bit is 0."""
+        bits = self.bits(x)
+        odd = bits.binary("lshr", 16) & 1
+        return x.f.cast("trunc", (bits + odd + 0x7FFF).binary("lshr", 16), self.of(I16), "bfloat")
