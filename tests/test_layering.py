@@ -112,6 +112,9 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
         "engines.backends.cuda.kernels.rows"),
     "engines.backends.cuda": (
         "engines.backends", "engines.backends.cuda.kernels", "engines.backends.cuda.runtime", "engines.lowering"),
+    "engines.backends.tensorrt.runtime": ("engines.backends.cuda.runtime",),
+    "engines.backends.tensorrt": (
+        "engines.backends", "engines.backends.tensorrt.runtime", "engines.frontend", "engines.capacity"),
     "engines.backends.numpy": ("engines.backends", "engines.lowering", "engines.runtime.fallback"),
     # all together
     "engines.compiler": ("engines.backends", "engines.loading", "engines.passes", "engines.frontend.cutting"),
@@ -157,7 +160,8 @@ DEFERRED = {"engines.runtime.fallback": {"engines.ops"}, "engines.runtime.host":
 # Third-party modules that few may import; everybody else goes through those.
 HOMES = {
     "llvmlite": ("engines.backends.llvm", "engines.backends.cuda.codegen"),
-    "onnx": ("engines.frontend", "engines.ops.fallback", "engines.onnx_backend", "infer_server.cli.build_engine"),
+    "onnx": ("engines.frontend", "engines.ops.fallback", "engines.onnx_backend", "engines.backends.tensorrt.model",
+             "infer_server.cli.build_engine"),
 }
 
 

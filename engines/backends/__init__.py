@@ -24,6 +24,7 @@ _MODULES = {        # the first one builds where no target is named
     "llvm": _Modules("engines.backends.llvm.backend", "engines.backends.llvm.runtime.device"),
     "numpy": _Modules("engines.backends.numpy.backend", "engines.backends.numpy.device"),
     "cuda": _Modules("engines.backends.cuda.backend", "engines.backends.cuda.runtime.device"),
+    "tensorrt": _Modules("engines.backends.tensorrt.backend", "engines.backends.tensorrt.runtime.device"),
 }
 
 

@@ -1,0 +1,135 @@
+"""The TensorRT backend: its targets are NVIDIA's libraries, of which each builds and runs its own engines.
+
+A graph goes there as the ONNX model that we would export: fused, in INT8 with the ranges that were calibrated, or in
+halves. The engine stands in the plan as its code, and the layers that it fused as its steps.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engines.backends import backend_of
+from engines.backends.base import Backend, Progress, Session, TimedNode
+from engines.backends.tensorrt.runtime.library import TARGETS, LibraryMissing, library
+from engines.capacity import gigabytes, too_large
+from engines.errors import ConfigError
+from engines.ir.graph import BATCH, Graph
+from engines.machine.cpu import detect
+from engines.machine.timing_cache import TimingCache
+from engines.plan.plan import Buffer, GeneralKernel, MachinePart, Plan, Step, TensorView
+from engines.plan.roofline import Peaks
+
+
+@dataclass(frozen=True)
+class TensorRtChosen:
+    """A graph: what its kernels are is TensorRT's to choose."""
+    graph: Graph
+    max_batch: int
+    opt_batch: int
+
+    def times(self) -> Sequence[TimedNode]:
+        return ()
+
+
+class TensorRtSession:
+    arithmetic = ("fp32", "int8", "fp16")
+    timed: Mapping[str, Mapping[str, float]] = {}
+    generals: tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]] = (), ()
+
+    def __init__(self, target: str, module: Any) -> None:
+        self.target, self.module = target, module
+
+    @property
+    def processor(self) -> str:
+        return detect().model
+
+    def take_over(self, plan: Plan) -> None:
+        """Nothing: every engine has its own weights."""
+
+    def choose(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
+               progress: Progress | None = None) -> TensorRtChosen:
+        """Raises ConfigError: the batch is not the first axis everywhere, or more than there is memory for."""
+        views = [_view(graph, name, 0) for name in (*graph.inputs, *graph.outputs)]
+        if late := [view.name for view in views if view.batch_axis]:
+            raise ConfigError(f"{graph.name}: '{late[0]}' has its batch on an axis other than 0, where plans for "
+                              f"{self.target} have it")
+        if wrong := too_large(size := sum(_bytes(view, max_batch) for view in views)):
+            raise ConfigError(f"{graph.name}: inputs and outputs take {gigabytes(size)}, {wrong}; lower --max-batch")
+        return TensorRtChosen(graph, max_batch, opt_batch or max(max_batch, 1))
+
+    def general(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> None:
+        """None: an engine has the shapes of its profile."""
+
+    def settle(self, chosen: TensorRtChosen, progress: Progress | None = None) -> TensorRtChosen:
+        return chosen
+
+    def tuned(self, plan: Plan) -> Plan:
+        return plan
+
+    def assemble(self, chosen: TensorRtChosen) -> MachinePart:
+        """Raises ConfigError: TensorRT does not take the model."""
+        from engines.backends.tensorrt.build import build
+        from engines.backends.tensorrt.model import halved, symmetric
+        from engines.frontend.onnx_export import onnx_from_graph
+        graph, most = chosen.graph, max(chosen.max_batch, 1)
+        precision = precision_of(graph)
+        model = onnx_from_graph(graph)
+        model = symmetric(model) if precision == "int8" else halved(model) if precision == "fp16" else model
+        built = build(self.module, model.SerializeToString(), graph.name, (min(chosen.opt_batch, most), most),
+                      exact=precision == "fp32")
+        names = (*graph.inputs, *graph.outputs)
+        views = [_view(graph, name, number) for number, name in enumerate(names)]
+        split, last = len(graph.inputs), len(built.layers)
+        buffers = tuple(Buffer(view.name, _bytes(view, chosen.max_batch), -1 if number < split else 0, last)
+                        for number, view in enumerate(views))
+        steps = tuple(Step(symbol=layer.name, operands=(), rows_per_item=0, name=layer.name, precision=precision,
+                           tactic=f"{layer.kind}: {layer.tensors}") for layer in built.layers)
+        return MachinePart("tensorrt", self.target, tuple(views[:split]), tuple(views[split:]), buffers, steps,
+                           cpu={"model": f"{self.target} {self.module.__version__}"}, code=(built.engine,))
+
+
+def precision_of(graph: Graph) -> str:
+    """Of the build that the graph's stored types come from."""
+    if any(kind.quant for kind in graph.types.values()):
+        return "int8"
+    return "fp16" if any(kind.dtype == "float16" for kind in graph.types.values()) else "fp32"
+
+
+def _view(graph: Graph, name: str, buffer: int) -> TensorView:
+    """A whole buffer, dense."""
+    kind = graph.types[name]
+    shape = tuple(int(extent) for extent in kind.shape if extent != BATCH)
+    size = kind.dtype.itemsize
+    strides = tuple(size * math.prod(shape[axis + 1:]) for axis in range(len(shape)))
+    batched = BATCH in kind.shape
+    return TensorView(name, kind.dtype.name, shape, buffer, 0, strides, size * math.prod(shape), batched,
+                      batch_axis=kind.shape.index(BATCH) if batched else 0)
+
+
+def _bytes(view: TensorView, max_batch: int) -> int:
+    return view.item_stride * (max(max_batch, 1) if view.batched else 1)
+
+
+class TensorRtBackend:
+    name = "tensorrt"
+    targets = tuple(TARGETS)
+
+    def session(self, target: str, cache: TimingCache, timing: bool) -> Session:
+        """Raises ConfigError: the library is not installed."""
+        try:
+            return TensorRtSession(target, library(target))
+        except LibraryMissing as error:
+            raise ConfigError(f"target '{target}': {error}") from error
+
+    def session_here(self, cache: TimingCache) -> Session:
+        """The first backend's: here may be no GPU."""
+        return backend_of("").session_here(cache)
+
+    def peaks(self) -> Peaks:
+        """Of the GPU at hand."""
+        return backend_of("cuda").peaks()
+
+
+BACKEND: Backend = TensorRtBackend()

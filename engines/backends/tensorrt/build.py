@@ -1,0 +1,70 @@
+"""An ONNX model -> TensorRT's engine, ahead of time; and which layers it fused, as its log says.
+
+Networks are strongly typed: the precision of each tensor is what the model says. A profile has one item at least, and
+is tuned for the batch asked for.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from engines.backends.tensorrt.runtime.library import Message, logger_of, said
+from engines.errors import ConfigError
+
+_LAYER = re.compile(r"Layer\((?P<kind>[^)]*)\): (?P<name>.*?), Tactic: (?P<tactic>\S+), (?P<tensors>.*)")
+
+
+class Layer(NamedTuple):
+    """What the engine runs as one."""
+    name: str           # as TensorRT names it: the nodes that it fuses, or the first and the last of them
+    kind: str
+    tactic: str
+    tensors: str        # inputs -> outputs, with their types and shapes
+
+
+class Built(NamedTuple):
+    engine: bytes
+    layers: tuple[Layer, ...]
+
+
+def build(module: Any, model: bytes, name: str, batch: tuple[int, int], exact: bool) -> Built:
+    """batch: items to tune for, and at most. exact: float32 is not cut to TF32.
+
+    Raises ConfigError: TensorRT does not take a node, or the whole.
+    """
+    logger = logger_of(module)
+    builder = module.Builder(logger)
+    flags = module.NetworkDefinitionCreationFlag
+    asked = [getattr(flags, flag) for flag in ("STRONGLY_TYPED", "EXPLICIT_BATCH") if hasattr(flags, flag)]
+    network = builder.create_network(sum(1 << int(flag) for flag in asked))
+    parser = module.OnnxParser(network, logger)
+    if not parser.parse(model):
+        faults = [parser.get_error(i) for i in range(parser.num_errors)]
+        what = "; ".join(f"'{fault.node_name()}' ({fault.node_operator()}): {fault.desc()}" for fault in faults[:3])
+        raise ConfigError(f"{name}: TensorRT does not take it: {what or said(logger)}")
+    config = builder.create_builder_config()
+    if exact:
+        config.clear_flag(module.BuilderFlag.TF32)
+    _add_profile(builder, config, network, batch)
+    engine = builder.build_serialized_network(network, config)
+    if engine is None:
+        raise ConfigError(f"{name}: TensorRT builds no engine: {said(logger)}")
+    return Built(bytes(engine), layers_of(logger.messages))
+
+
+def _add_profile(builder: Any, config: Any, network: Any, batch: tuple[int, int]) -> None:
+    profile, usual, most = builder.create_optimization_profile(), *batch
+    for number in range(network.num_inputs):
+        tensor = network.get_input(number)
+        if -1 in tuple(tensor.shape):
+            profile.set_shape(tensor.name, *(tuple(items if extent == -1 else extent for extent in tensor.shape)
+                                             for items in (1, usual, most)))
+    config.add_optimization_profile(profile)
+
+
+def layers_of(messages: Sequence[Message]) -> tuple[Layer, ...]:
+    """What the log lists under "Engine Layer Information"."""
+    listed = [text for _, text in messages if text.startswith("Engine Layer Information")]
+    return tuple(Layer(found["name"], found["kind"], found["tactic"], found["tensors"])
+                 for text in listed for found in _LAYER.finditer(text))

@@ -1,0 +1,139 @@
+"""Runs TensorRT's engines: pinned slots for inputs and outputs, their copies on the GPU, a stream for each context."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from engines.backends.cuda.runtime.driver import CudaError, GpuDriver, open_gpu
+from engines.backends.cuda.runtime.holdings import Holdings
+from engines.backends.device import Loaded
+from engines.backends.tensorrt.runtime.library import LibraryMissing, library, logger_of, said
+from engines.errors import ConfigError, PlanError, PlanTargetError
+from engines.ir.graph import Array
+from engines.plan.arena import array_at
+from engines.plan.plan import Plan, TensorView
+from engines.plan.verification import verify
+
+
+class TensorRtDevice:
+    """A GPU of this machine, by its number, and the library that is installed. `open_gpu` finds the GPU."""
+
+    def __init__(self, open_gpu: Callable[[int], GpuDriver] = open_gpu, number: int = 0) -> None:
+        self.open_gpu, self.number = open_gpu, number
+
+    def at(self, number: int) -> TensorRtDevice:
+        return self if number == self.number else TensorRtDevice(self.open_gpu, number)
+
+    @property
+    def name(self) -> str:
+        return self.open_gpu(self.number).name
+
+    def mismatch(self, plan: Plan) -> str:
+        try:
+            version = library(plan.machine.target).__version__
+            self.open_gpu(self.number)
+        except (LibraryMissing, CudaError) as error:
+            return f"made for '{plan.machine.target}', but {error}"
+        made = str(plan.machine.cpu.get("model", "")).rpartition(" ")[2]
+        if made != version:
+            return f"made by {plan.machine.target} {made}, whose engines {version} does not read"
+        return ""
+
+    def load(self, plan: Plan, threads: int, beside: Loaded | None = None) -> LoadedEngine:
+        if threads > 1:
+            raise ConfigError(f"{plan.name}: threads={threads}, but a plan for a GPU is run by one; for more requests "
+                              "at a time use several contexts")
+        if mismatch := self.mismatch(plan):
+            raise PlanTargetError(f"{plan.name}: {mismatch}")
+        return LoadedEngine(plan, library(plan.machine.target), self.open_gpu(self.number))
+
+
+class LoadedEngine:
+    """TensorRT's engine on a GPU; shared by all executions."""
+
+    def __init__(self, plan: Plan, module: Any, gpu: GpuDriver) -> None:
+        """Raises PlanError: TensorRT does not read it here."""
+        self.plan, self.gpu, self.logger = verify(plan), gpu, logger_of(module)
+        gpu.use()
+        self._runtime = module.Runtime(self.logger)
+        self.engine = self._runtime.deserialize_cuda_engine(plan.machine.code[0])
+        if self.engine is None:
+            raise PlanError(f"{plan.name}: TensorRT does not read its engine ({said(self.logger)}): build it again")
+
+    @property
+    def arena_bytes(self) -> int:
+        return int(getattr(self.engine, "device_memory_size_v2", self.engine.device_memory_size)) + sum(
+            buffer.bytes for buffer in self.plan.machine.buffers)
+
+    def execution(self, cpus: Sequence[int] | None) -> TensorRtExecution:
+        """cpus: the calling thread waits wherever it is."""
+        return TensorRtExecution(self)
+
+
+class TensorRtExecution:
+    """A context of TensorRT's, and its tensors on the host and on the GPU."""
+
+    def __init__(self, loaded: LoadedEngine) -> None:
+        """Raises PlanError: there is not so much memory."""
+        self._loaded, self._gpu, plan = loaded, loaded.gpu, loaded.plan
+        self._held = Holdings(self, self._gpu)
+        try:
+            with self._held:
+                self._gpu.use()
+                sizes = [buffer.bytes for buffer in plan.machine.buffers]
+                self._hosts = [self._gpu.pinned(size) for size in sizes]
+                self._places = [self._held.allocate(size) for size in sizes]
+                self._stream = self._gpu.stream()
+                self._held.add(self._stream.close)
+                self._context = loaded.engine.create_execution_context()
+                if self._context is None:
+                    raise PlanError(f"{plan.name}: TensorRT makes no context: {said(loaded.logger)}")
+                for view in (*plan.machine.inputs, *plan.machine.outputs):
+                    self._context.set_tensor_address(view.name, self._places[view.buffer])
+        except CudaError as error:
+            raise PlanError(f"{plan.name}: the GPU gives no context: {error}") from error
+
+    def input(self, view: TensorView, batch: int) -> Array:
+        return array_at(self._hosts[view.buffer], 0, view, batch)
+
+    def output(self, view: TensorView, batch: int) -> Array:
+        return array_at(self._hosts[view.buffer], 0, view, batch)
+
+    def run(self, batch: int) -> None:
+        """Raises PlanError: the GPU or TensorRT failed."""
+        try:
+            self._gpu.use()
+            self._put(batch)
+            self._stream.wait()
+        except CudaError as error:
+            raise self._failed(str(error)) from error
+
+    def _put(self, batch: int) -> None:
+        machine = self._loaded.plan.machine
+        for view in machine.inputs:
+            shape = (batch, *view.shape) if view.batched else view.shape
+            self._context.set_input_shape(view.name, shape)
+            self._stream.copy_in(self._places[view.buffer], self._hosts[view.buffer][:view.end(batch)])
+        if not self._context.execute_async_v3(self._stream.number):
+            raise self._failed(said(self._loaded.logger))
+        for view in machine.outputs:
+            self._stream.copy_out(self._hosts[view.buffer][:view.end(batch)], self._places[view.buffer])
+
+    def _failed(self, why: str) -> PlanError:
+        return PlanError(f"{self._loaded.plan.name}: a run on the GPU failed: {why}; after an error of a GPU its "
+                         "process has to start anew")
+
+    def profile(self, batch: int, repeats: int) -> list[float]:
+        """Of the whole, as a share for each layer: TensorRT's layers have no times of their own here."""
+        self._gpu.use()
+        whole = min(self._stream.seconds(partial(self._put, batch)) for _ in range(repeats))
+        layers = len(self._loaded.plan.machine.steps)
+        return [whole / layers] * layers
+
+    def close(self) -> None:
+        self._context = None
+        self._held.release()
+
+
+DEVICE = TensorRtDevice()
