@@ -14,10 +14,12 @@ class GpuModule(Module):
     def __init__(self) -> None:
         super().__init__()
         self.threads: dict[str, int] = {}       # kernel -> threads of a block
+        self.beside: dict[str, int] = {}        # kernel -> blocks that a multiprocessor has registers for, at least
 
     def text(self) -> str:
-        notes = [f'!{i} = !{{ptr @{name}, !"maxntidx", i32 {threads}}}'
-                 for i, (name, threads) in enumerate(self.threads.items())]
+        said = [(name, word, number) for word, numbers in (("maxntidx", self.threads), ("minctasm", self.beside))
+                for name, number in numbers.items()]
+        notes = [f'!{i} = !{{ptr @{name}, !"{word}", i32 {number}}}' for i, (name, word, number) in enumerate(said)]
         notes.append(f"!nvvm.annotations = !{{{', '.join(f'!{i}' for i in range(len(notes)))}}}")
         return "\n".join(['target triple = "nvptx64-nvidia-cuda"',
                           "@shared = external addrspace(3) global [0 x i8], align 1024", super().text(), *notes])

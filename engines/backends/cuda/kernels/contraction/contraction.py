@@ -40,6 +40,7 @@ from engines.codegen.types import FLOAT, I32
 from engines.lowering.problems.convolution import BlockedProduct, Contraction
 from engines.lowering.problems.problem import Array
 
+REGISTERS = 1 << 16     # of a multiprocessor
 MOST = 16               # channels of a thread that go through the program together
 
 
@@ -71,6 +72,13 @@ class GpuContraction(GpuKernel[Contraction]):
     def emit(self, module: GpuModule, name: str, tactic: Tile) -> None:
         _Writer(self, module, name, tactic).write()
 
+    def blocks_beside(self, tile: Tile) -> int:
+        """Blocks of a multiprocessor that the assembler is asked to leave room for; 0: it may choose. On sm_75 it would
+        spill to make room for an eighth one of small parts; so many have 80 registers a thread."""
+        rows, couts = tile.part
+        small = self.gpu.int8_k == 16 and self.problem.precision == "int8" and rows * couts <= 32 * 32
+        return REGISTERS // (80 * tile.threads) if small else 0
+
     def channels_together(self, tile: Tile) -> int:
         """Channels of a thread that are all there or all absent, and are stored at once."""
         problem, (_, *others) = self.problem, self.aligned_views()
@@ -86,6 +94,8 @@ class _Writer:
         problem, depth = kernel.problem, kernel.depth
         count = len(problem.inputs) + 3 + (not depth.straight)
         self.f, (x, *others), self.rows = begin_kernel(module, name, tile.threads, count)
+        if blocks := kernel.blocks_beside(tile):
+            module.beside[name] = blocks
         self.operands, (weights, self.constants, *walk, self.y) = (others[:len(problem.operands)],
                                                                   others[len(problem.operands):])
         thread = special(self.f, "tid.x")
