@@ -106,7 +106,7 @@ def coverage_of(plan: Plan) -> Coverage:
 def _host_operators(region: Region) -> Iterator[Instruction]:
     """What a program runs between its segments, inside of branches and loops too."""
     for instruction in region.instructions:
-        if instruction.op and not instruction.regions:
+        if instruction.by_host:
             yield instruction
         for inner in instruction.regions:
             yield from _host_operators(inner)

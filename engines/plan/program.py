@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+VIEWS = frozenset({"FirstRows"})        # operators of a program that cost nothing
+
 
 @dataclass(frozen=True)
 class Instruction:
@@ -21,6 +23,11 @@ class Instruction:
     node: Mapping[str, Any] = field(default_factory=dict)   # what is not a segment, as engines.ir.serialize writes it
     regions: tuple[Region, ...] = ()        # If: then, else; Loop, Scan, SequenceMap: the body
     drops: tuple[str, ...] = ()             # values that nobody needs afterwards
+
+    @property
+    def by_host(self) -> bool:
+        """Whether the host evaluates it: it is no segment, has no regions, and is no view of what a segment made."""
+        return bool(self.op) and not self.regions and self.op not in VIEWS
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,7 @@ class Region:
     def host_operators(self) -> Iterator[str]:
         """Those that are neither in segments nor regions."""
         for instruction in self.instructions:
-            if instruction.op and not instruction.regions:
+            if instruction.by_host:
                 yield instruction.op
             for region in instruction.regions:
                 yield from region.host_operators()

@@ -136,6 +136,7 @@ class ProgramEngine(OfPlan):
         lock = threading.Lock()
         self.segments = [Segment(part, engine, maker, lock, watch) for part in self.part.segments]
         texts = {name: np.array(text.words, object).reshape(text.shape) for name, text in self.part.texts.items()}
+        self._fitting: Shapes = {}      # the shapes that were checked last; set by whichever thread runs
         self._main = Runner(self.part.main, self.segments, ChainMap(texts, self.part.weights))  # type: ignore[arg-type]
 
     @property
@@ -162,8 +163,11 @@ class ProgramEngine(OfPlan):
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """As Engine.run, for whatever shapes the model takes."""
         given = {io.name: self._checked(io, feeds) for io in self.inputs}
-        self.check({name: value.shape for name, value in given.items() if isinstance(value, np.ndarray)} |
-                   {name: () for name in feeds if name not in given})
+        shapes = {name: value.shape for name, value in given.items() if isinstance(value, np.ndarray)}
+        shapes |= {name: () for name in feeds if name not in given}
+        if shapes != self._fitting:
+            self.check(shapes)
+            self._fitting = shapes
         values = self._main.run([given[name] for name in self.part.main.inputs], {})
         return {io.name: value if isinstance(value, list) or value is None else as_in_memory(np.asarray(value))
                 for io, value in zip(self.outputs, values, strict=True)}

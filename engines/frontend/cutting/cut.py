@@ -22,6 +22,7 @@ import onnx
 from onnx import helper
 
 from engines.frontend.cutting.ahead import make_ahead
+from engines.frontend.cutting.bounded import bound_selections
 from engines.frontend.cutting.facts import (
     BY_VALUE,
     CONTROL,
@@ -40,6 +41,7 @@ from engines.frontend.cutting.loops import read_from_around
 from engines.frontend.cutting.names import in_one_scope
 from engines.frontend.onnx_file import OnnxModel, array_of
 from engines.frontend.onnx_import import node_of
+from engines.frontend.operators.contrib.bounded import DOMAIN
 from engines.ir.graph import Array
 from engines.ir.serialize import node_to_json
 from engines.ops.fallback import RANDOM, as_onnx
@@ -69,7 +71,7 @@ def cut(source: OnnxModel, by_host: Collection[str] = ()) -> Cut:
     read_from_around(graph)
     model = helper.make_model(graph, opset_imports=source.proto.opset_import, ir_version=source.proto.ir_version)
     make_ahead(model, source.weights)
-    cutter = _Cutter(source, model, frozenset(by_host))
+    cutter = _Cutter(source, model, frozenset([*by_host, *bound_selections(model)]))
     inputs = tuple(value.name for value in graph.input if value.name not in source.weights)
     main = cutter.region(model.graph, inputs, {name: _Value(-1, False, False, True) for name in inputs}, loop=False)
     texts = {name: _text(array) for name, array in cutter.texts.items()}
@@ -169,7 +171,7 @@ class _Cutter:
             control and (a.HasField("g") or a.graphs))]
         del bare.attribute[:]
         bare.attribute.extend(kept)
-        domain = "" if is_standard(node) else node.domain
+        domain = "" if is_standard(node) or node.domain == DOMAIN else node.domain
         written = node_to_json(as_onnx(node_of(self.source.name, bare), self.opsets.get(domain, 1), domain))
         regions = tuple(self._inner(node, graph, values, loop) for graph in _in_order(node)) if control else ()
         return Instruction(node.op_type, name, tuple(node.input), tuple(node.output), node=written, regions=regions)

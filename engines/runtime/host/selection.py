@@ -9,11 +9,22 @@ import numpy as np
 from engines.ir.graph import Array
 
 Attrs = Mapping[str, Any]
-BLOCK = 64          # boxes of a class that are compared at a time
 
 
 def _non_zero(attrs: Attrs, x: Array) -> tuple[Array, ...]:
-    return (np.stack(np.nonzero(x)).astype(np.int64) if x.ndim else np.zeros((0, int(x != 0)), np.int64),)
+    if not x.ndim:
+        return (np.zeros((0, int(x != 0)), np.int64),)
+    place = np.flatnonzero(np.asarray(x != 0))      # of truth it is much faster, and so it is along one axis
+    found = np.empty((x.ndim, len(place)), np.int64)
+    for axis in range(x.ndim - 1, 0, -1):
+        place, found[axis] = np.divmod(place, x.shape[axis])
+    found[0] = place
+    return (found,)
+
+
+def _first_rows(attrs: Attrs, x: Array, count: Array) -> tuple[Array, ...]:
+    """Those of what a segment made that are results."""
+    return (x[:int(count[0])],)
 
 
 def _compress(attrs: Attrs, x: Array, condition: Array) -> tuple[Array, ...]:
@@ -55,61 +66,6 @@ def _gather(attrs: Attrs, x: Array, indices: Array) -> tuple[Array, ...]:
     return (x[int(indices), ...],)      # a view
 
 
-def _non_max_suppression(attrs: Attrs, boxes: Array, scores: Array, most: Array | None = None,
-                         overlap: Array | None = None, least: Array | None = None) -> tuple[Array, ...]:
-    """(batch, class, box) of the best boxes, none of which covers a better one by more than `overlap`."""
-    limit = 0 if most is None else int(most.reshape(-1)[0])
-    threshold = 0.0 if overlap is None else float(overlap.reshape(-1)[0])
-    lowest = -np.inf if least is None else float(least.reshape(-1)[0])
-    found: list[tuple[int, int, int]] = []
-    for batch, corners in enumerate(map(_corners if not attrs.get("center_point_box", 0) else _around, boxes)):
-        area = (corners[:, 2] - corners[:, 0]) * (corners[:, 3] - corners[:, 1])
-        for kind, score in enumerate(scores[batch]):
-            found += [(batch, kind, box) for box in _best(corners, area, score, limit, threshold, lowest)]
-    return (np.array(found, np.int64).reshape(-1, 3),)
-
-
-def _best(corners: Array, area: Array, score: Array, limit: int, threshold: float, lowest: float) -> list[int]:
-    """By blocks of falling score: without those that boxes before them cover, then one after the other."""
-    waiting = np.argsort(-score, kind="stable")
-    waiting = waiting[score[waiting] > lowest] if np.isfinite(lowest) else waiting
-    found = waiting[:0]
-    for start in range(0, len(waiting), BLOCK):
-        if len(found) >= limit:
-            break
-        block = waiting[start:start + BLOCK]
-        block = block[~_covered(corners, area, found, block, threshold).any(0)]
-        taken, gone = [], np.zeros(len(block), bool)
-        for i, covered in enumerate(_covered(corners, area, block, block, threshold)):
-            if not gone[i]:
-                taken.append(i)
-                gone |= covered
-        found = np.concatenate([found, block[taken]])
-    return list(map(int, found[:limit]))
-
-
-def _covered(corners: Array, area: Array, by: Array, boxes: Array, threshold: float) -> Array:
-    """Whether each of `by` (rows) covers each of the boxes by more than the threshold."""
-    first, second = corners[by].T[:, :, None], corners[boxes].T
-    sides = [np.maximum(np.minimum(first[axis + 2], second[axis + 2]) - np.maximum(first[axis], second[axis]), 0)
-             for axis in (0, 1)]
-    common = sides[0] * sides[1]
-    union = area[by][:, None] + area[boxes] - common
-    return np.asarray(~(common <= threshold * np.maximum(union, np.finfo(np.float32).tiny)))
-
-
-def _corners(boxes: Array) -> Array:
-    """Two opposite corners of each, whichever they are: the lower one first."""
-    pairs = boxes.reshape(-1, 2, 2)
-    return np.concatenate([pairs.min(1), pairs.max(1)], 1)
-
-
-def _around(boxes: Array) -> Array:
-    """The same of a centre, a width and a height."""
-    half = boxes[:, 2:] / 2
-    return np.concatenate([boxes[:, :2] - half, boxes[:, :2] + half], 1)
-
-
 OPERATORS: dict[str, Callable[..., tuple[Any, ...]]] = {
-    "Compress": _compress, "Gather": _gather, "NonMaxSuppression": _non_max_suppression, "NonZero": _non_zero,
+    "Compress": _compress, "FirstRows": _first_rows, "Gather": _gather, "NonZero": _non_zero,
     "Range": _range, "Slice": _slice, "Unique": _unique}

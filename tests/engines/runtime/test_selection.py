@@ -1,29 +1,14 @@
-"""What the host selects by data, against the same said without NumPy's help."""
+"""What the host selects by data."""
 import numpy as np
+import pytest
 
-from engines.runtime.host.selection import BLOCK, OPERATORS
-
-
-def overlap(a, b):
-    """Of two boxes, the share of what they cover together."""
-    sides = [min(a[axis + 2], b[axis + 2]) - max(a[axis], b[axis]) for axis in (0, 1)]
-    common = max(sides[0], 0) * max(sides[1], 0)
-    return common / ((a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - common)
+from engines.runtime.host.selection import OPERATORS
 
 
-def test_suppression_keeps_the_best_of_boxes_that_cover_each_other_over_several_blocks():
-    random, limit = np.random.default_rng(0), 60
-    first = random.uniform(0, 40, (1, 3 * BLOCK + 5, 2))
-    boxes = np.concatenate([first, first + random.uniform(1, 9, first.shape)], -1).astype(np.float32)
-    scores = random.uniform(size=(1, 2, boxes.shape[1])).astype(np.float32)
-    wanted = []
-    for kind in (0, 1):
-        kept = []
-        for box in np.argsort(-scores[0, kind]):
-            if len(kept) < limit and scores[0, kind, box] > 0.1 and all(
-                    overlap(boxes[0, other], boxes[0, box]) <= 0.3 for other in kept):
-                kept.append(box)
-        wanted += [(0, kind, box) for box in kept]
-    found, = OPERATORS["NonMaxSuppression"]({}, boxes, scores, np.array([limit]), np.float32([0.3]), np.float32([0.1]))
-    np.testing.assert_array_equal(found, wanted)
-    assert any(list(np.argsort(-scores[0, 0])).index(box) >= BLOCK for _, kind, box in wanted if kind == 0)
+@pytest.mark.parametrize("dtype", ["float32", "bool", "int64"])
+@pytest.mark.parametrize("shape", [(), (7,), (3, 0), (2, 3, 5, 4)])
+def test_the_places_of_what_is_not_zero_come_in_the_order_of_the_elements(shape, dtype):
+    x = np.random.default_rng(0).integers(-1, 2, shape).astype(dtype)
+    found, = OPERATORS["NonZero"]({}, x)
+    expected = np.stack(np.nonzero(x)) if shape else np.zeros((0, int(x != 0)))
+    np.testing.assert_array_equal(found, expected.astype(np.int64), strict=True)

@@ -52,16 +52,16 @@ class TopKKernel(Kernel[TopK]):
         for x, *values, indices in each_row(f, begin, end, addresses, views, problem.x.shape[:-1]):
             self._make_keys(f, isa, x, keys, peaks)
             for turn in f.loop("turn", problem.indices.shape[-1]):
-                block = _first(f, isa, peaks, self.peaks, _highest(f, isa, peaks, self.peaks))
+                block = first_of(f, isa, peaks, self.peaks, highest(f, isa, peaks, self.peaks))
                 start = keys + block * (4 * BLOCK)
-                place = _first(f, isa, start, BLOCK, _highest(f, isa, start, BLOCK))
+                place = first_of(f, isa, start, BLOCK, highest(f, isa, start, BLOCK))
                 index = block * BLOCK + place
                 if problem.values:
                     value = f.load(element, x + index * problem.x.strides[-1], hint="value")
                     f.store(value, values[0] + turn * problem.values.strides[-1])
                 f.store(index, indices + turn * problem.indices.strides[-1])
                 f.store(f.constant(LOWEST, I32), start + place * 4)
-                f.store(_highest(f, isa, start, BLOCK), peaks + block * 4)
+                f.store(highest(f, isa, start, BLOCK), peaks + block * 4)
 
     def _make_keys(self, f: Function, isa: Isa, x: Value, keys: Value, peaks: Value) -> None:
         if self.blocks < self.peaks:
@@ -72,7 +72,7 @@ class TopKKernel(Kernel[TopK]):
             for first in range(0, BLOCK, isa.lanes):
                 at = x + (start + first) * self.problem.x.strides[-1]
                 f.store(self._keys(f, isa, at, count - first), keys + (start + first) * 4)
-            f.store(_highest(f, isa, keys + start * 4, BLOCK), peaks + start.divided(BLOCK) * 4)
+            f.store(highest(f, isa, keys + start * 4, BLOCK), peaks + start.divided(BLOCK) * 4)
 
     def _keys(self, f: Function, isa: Isa, address: Value, count: int) -> Value:
         """A vector of integers in the order of the elements; both zeros are one number. Past the row, the lowest."""
@@ -89,7 +89,7 @@ class TopKKernel(Kernel[TopK]):
         return live(isa, ordered, min(count, isa.lanes), LOWEST)
 
 
-def _highest(f: Function, isa: Isa, address: Value, count: int) -> Value:
+def highest(f: Function, isa: Isa, address: Value, count: int) -> Value:
     """The greatest of `count` integers (a multiple of the lanes), an i32."""
     best = {"best": f.constant(LOWEST, isa.ints)}
     for i in f.loop("part", count // isa.lanes, best=best):
@@ -98,7 +98,7 @@ def _highest(f: Function, isa: Isa, address: Value, count: int) -> Value:
     return f.call(I32, f"llvm.vector.reduce.smax.v{isa.lanes}i32", best["best"], hint="highest")
 
 
-def _first(f: Function, isa: Isa, address: Value, count: int, wanted: Value) -> Value:
+def first_of(f: Function, isa: Isa, address: Value, count: int, wanted: Value) -> Value:
     """Where the first of `count` integers is that is `wanted`; one is. An i64."""
     everywhere, far = f.splat(wanted, isa.lanes), f.constant(FAR, isa.ints)
     lanes = ", ".join(f"{I32} {lane}" for lane in range(isa.lanes))

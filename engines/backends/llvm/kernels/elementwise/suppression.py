@@ -1,0 +1,175 @@
+"""The best boxes of each class, none of which covers a better one.
+
+    for batch, class:
+        keys, places = the scores above `least`, as integers of the same order, and whose they are: side by side
+        as often as there are such scores, while fewer than `most` boxes are taken:
+            box = the place of the highest key (as TopK finds it), which is then the lowest there is
+            taken, unless a box that is taken covers it:    `lanes` of those at a time, a vector for each number
+
+Sums and products are those of the operator's reference, in its order, so that both take the same boxes.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.kernels.common.access import offset
+from engines.backends.llvm.kernels.elementwise.top_k import BLOCK, FAR, LOWEST, first_of, highest
+from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, solves
+from engines.backends.llvm.kernels.nest.vectors import load
+from engines.codegen.ir_builder import Function, Module, Value
+from engines.codegen.types import FLOAT, I1, I32, I64, vector
+from engines.lowering.problems.selection import Suppression
+
+TINY = float(np.finfo(np.float32).tiny)
+Box = tuple[Value, ...]         # its lower and its upper corner, on two axes, and its area
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """keys, places: of a class's boxes that may be taken; peaks: the highest key of each block; taken: a row for each
+    number of a box."""
+    keys: Value
+    places: Value
+    peaks: Value
+    taken: Sequence[Value]
+
+
+@solves(Suppression)
+class SuppressionKernel(Kernel[Suppression]):
+    @property
+    def boxes(self) -> int:
+        return self.problem.boxes.shape[1]
+
+    @property
+    def peaks(self) -> int:
+        """How many are kept: whole turns of a search."""
+        return -(-self.boxes // (BLOCK * BLOCK)) * BLOCK
+
+    def grid(self, isa: Isa, tactic: Tactic) -> Grid:
+        return Grid(1)
+
+    # ---- code
+    def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
+        problem = self.problem
+        f, addresses, (begin, end, *_) = begin_kernel(module, name, len(problem.inputs) + 2)
+        boxes, scores, *numbers, chosen, count = addresses
+        room = [f.room(4 * extent, ALIGNMENT, hint) for extent, hint in (
+            (self.boxes + BLOCK, "keys"), (self.boxes + BLOCK, "places"), (self.peaks, "peaks"),
+            *((problem.limit + isa.lanes, "taken"),) * 5)]
+        keys, places, peaks, *taken = room
+        memory = _Memory(keys, places, peaks, taken)
+        most = f.load(I64, numbers[0], hint="most")
+        most = f.call(I64, "llvm.smax.i64", most, most.like(0), hint="most").at_most(problem.limit)
+        overlap, least = (f.splat(f.load(FLOAT, number), isa.lanes) for number in numbers[1:])
+        for _ in f.range("item", begin, end):
+            found = {"rows": f.constant(0, I64)}
+            for batch in f.loop("batch", problem.scores.shape[0], found=found):
+                of_batch = boxes + batch * problem.boxes.strides[0]
+                for kind in f.loop("class", problem.scores.shape[1], found=found):
+                    at = offset(scores, [batch, kind], problem.scores.strides[:2])
+                    waiting = self._waiting(f, isa, at, least, memory)
+                    rows = self._take(f, isa, of_batch, waiting, (most, overlap), memory,
+                                      lambda row, box, at=(batch, kind), first=found["rows"]:       # type: ignore[misc]
+                                      self._write(chosen, first + row, (*at, box)))
+                    found["rows"] = found["rows"] + rows
+            f.store(found["rows"], count)
+
+    def _write(self, chosen: Value, row: Value, numbers: Sequence[Value]) -> None:
+        view = self.problem.chosen
+        for column, number in enumerate(numbers):
+            chosen.f.store(number, chosen + row * view.strides[0] + column * view.strides[1])
+
+    def _waiting(self, f: Function, isa: Isa, scores: Value, least: Value, memory: _Memory) -> Value:
+        """Fills keys, places and peaks; how many scores there are."""
+        stride, every = self.problem.scores.strides[2], least.compare("oeq", -np.inf)
+        state = {"count": f.constant(0, I64)}
+        for start, count in f.tiles("score", self.boxes, isa.lanes, state=state):
+            score = load(isa, "float32", scores + start * stride, stride, count)
+            wanted = f.op(every.type, f"or {score.compare('ogt', least)}, {every.name}", "wanted")
+            with f.chosen(f.call(I1, f"llvm.vector.reduce.or.v{isa.lanes}i1", wanted, hint="any"), state):
+                bits = f.cast("bitcast", score + 0, isa.ints, "bits")
+                keys = bits.binary("xor", bits.binary("ashr", 31).binary("and", FAR))
+                keys = f.call(isa.ints, f"llvm.smax.v{isa.lanes}i32", keys, keys.like(LOWEST + 1), hint="keys")
+                for lane in range(count):
+                    key, test = (f.op(element, f"extractelement {value}, i32 {lane}", "lane")
+                                 for element, value in ((I32, keys), (I1, wanted)))
+                    f.store(key, memory.keys + state["count"] * 4)
+                    f.store(f.cast("trunc", start + lane, I32, "place"), memory.places + state["count"] * 4)
+                    state["count"] = state["count"] + f.cast("zext", test, I64, "one")
+        lowest = f.constant(LOWEST, isa.ints)
+        for behind in range(0, BLOCK, isa.lanes):
+            f.store(lowest, memory.keys + state["count"] * 4 + behind * 4)
+        for part in f.loop("part", self.peaks // isa.lanes):
+            f.store(lowest, memory.peaks + part * (4 * isa.lanes))
+        for block in f.range("block", f.constant(0, I64), (state["count"] + (BLOCK - 1)).divided(BLOCK)):
+            f.store(highest(f, isa, memory.keys + block * (4 * BLOCK), BLOCK), memory.peaks + block * 4)
+        return state["count"]
+
+    def _take(self, f: Function, isa: Isa, boxes: Value, waiting: Value, numbers: tuple[Value, Value],
+              memory: _Memory, write: Callable[[Value, Value], None]) -> Value:
+        """Calls write(how many there are, box) for each that is taken; how many there are."""
+        most, overlap = numbers
+        state = {"rows": f.constant(0, I64)}
+        for _ in f.range("turn", f.constant(0, I64), waiting, state=state):
+            with f.chosen(state["rows"].below(most), state):
+                place = f.cast("zext", self._next(f, isa, memory), I64, "box")
+                box = self._box(f, boxes + place * self.problem.boxes.strides[1])
+                with f.chosen(self._is_free(f, isa, memory, state["rows"], box, overlap), state):
+                    self._remember(f, isa, memory, state["rows"], box)
+                    write(state["rows"], place)
+                    state["rows"] = state["rows"] + 1
+        return state["rows"]
+
+    def _next(self, f: Function, isa: Isa, memory: _Memory) -> Value:
+        """The box of the highest key, the first of equals; it is no longer among the keys."""
+        block = first_of(f, isa, memory.peaks, self.peaks, highest(f, isa, memory.peaks, self.peaks))
+        start = memory.keys + block * (4 * BLOCK)
+        place = first_of(f, isa, start, BLOCK, f.load(I32, memory.peaks + block * 4, hint="peak"))
+        f.store(f.constant(LOWEST, I32), start + place * 4)
+        f.store(highest(f, isa, start, BLOCK), memory.peaks + block * 4)
+        return f.load(I32, memory.places + (block * BLOCK + place) * 4, hint="box")
+
+    def _box(self, f: Function, address: Value) -> Box:
+        a, b, c, d = (f.load(FLOAT, address + number * self.problem.boxes.strides[2], hint="number")
+                      for number in range(4))
+        pairs = [(a, c), (b, d)]
+        if self.problem.centred:
+            ends = [(centre - side / 2, centre + side / 2) for centre, side in pairs]
+        else:
+            ends = [(_extreme("olt", *pair), _extreme("ogt", *pair)) for pair in pairs]
+        (low, high), (left, right) = ends
+        return low, left, high, right, (high - low) * (right - left)
+
+    def _is_free(self, f: Function, isa: Isa, memory: _Memory, rows: Value, box: Box, overlap: Value) -> Value:
+        """Whether no box that is taken covers this one."""
+        own = [f.splat(number, isa.lanes) for number in box]
+        state = {"covered": f.constant(0, vector(isa.lanes, I1))}
+        for first in f.range("taken", f.constant(0, I64), rows, isa.lanes, state=state):
+            low, left, high, right, area = (f.load(isa.floats, row + first * 4, hint="taken") for row in memory.taken)
+            spans = ((low, own[0], high, own[2]), (left, own[1], right, own[3]))
+            sides = [_extreme("olt", end, own_end) - _extreme("ogt", start, own_start)
+                     for start, own_start, end, own_end in spans]
+            sides = [_extreme("ogt", side, side.like(0)) for side in sides]
+            common = sides[0] * sides[1]
+            union = area + own[4] - common
+            covered = common.compare("ugt", overlap * _extreme("ogt", union, union.like(TINY)))
+            state["covered"] = f.op(covered.type, f"or {covered}, {state['covered'].name}", "covered")
+        found = f.call(I1, f"llvm.vector.reduce.or.v{isa.lanes}i1", state["covered"], hint="found")
+        return found.binary("xor", 1)
+
+    def _remember(self, f: Function, isa: Isa, memory: _Memory, rows: Value, box: Box) -> None:
+        """The rest of the vector that it begins is a box of nothing, far away, which covers none."""
+        with f.when(rows.remainder(isa.lanes).compare("eq", 0)):
+            for row, number in zip(memory.taken, (np.inf, np.inf, -np.inf, -np.inf, 0), strict=True):
+                f.store(f.constant(number, isa.floats), row + rows * 4)
+        for row, value in zip(memory.taken, box, strict=True):
+            f.store(value, row + rows * 4)
+
+
+def _extreme(order: str, a: Value, b: Value) -> Value:
+    """a where it stands in this order to b, else b."""
+    return a.f.select(a.compare(order, b), a, b)

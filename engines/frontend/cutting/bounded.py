@@ -1,0 +1,43 @@
+"""What data select is computed in a segment, as far as it may be; the host takes what there is.
+
+    NonMaxSuppression -> chosen     ->      BoundedNonMaxSuppression -> every, count; FirstRows(every, count) -> chosen
+"""
+from __future__ import annotations
+
+import onnx
+from onnx import TensorProto, helper
+
+from engines.frontend.cutting.facts import is_standard, subgraphs
+from engines.frontend.operators.contrib.bounded import DOMAIN
+
+
+def bound_selections(model: onnx.ModelProto) -> list[str]:
+    """Rewrite a model in which no two tensors have one name; the tensors that the host is to take out of others."""
+    made = _rewrite(model.graph)
+    if made:
+        model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
+    return made
+
+
+def _rewrite(graph: onnx.GraphProto) -> list[str]:
+    nodes: list[onnx.NodeProto] = []
+    made: list[str] = []
+    for node in graph.node:
+        for inner in subgraphs(node):
+            made += _rewrite(inner)
+        if node.op_type != "NonMaxSuppression" or not is_standard(node):
+            nodes.append(node)
+            continue
+        (result,) = node.output
+        every, count = f"{result}.every", f"{result}.count"
+        bounded = onnx.NodeProto()
+        bounded.CopyFrom(node)
+        bounded.op_type, bounded.domain = f"Bounded{node.op_type}", DOMAIN
+        bounded.output[:] = [every, count]
+        nodes += [bounded, helper.make_node("FirstRows", [every, count], [result], node.name, domain=DOMAIN)]
+        if all(value.name != result for value in (*graph.output, *graph.value_info)):
+            graph.value_info.append(helper.make_tensor_value_info(result, TensorProto.INT64, (None, 3)))
+        made.append(result)
+    del graph.node[:]
+    graph.node.extend(nodes)
+    return made

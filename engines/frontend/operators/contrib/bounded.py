@@ -1,0 +1,27 @@
+"""Operators that the cut of a program puts in the place of ONNX's whose results only data count: all that there may be,
+and how many there are."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from engines.frontend.operators.extension import StandardParts, extension
+from engines.frontend.operators.normalise import Call
+from engines.ir.graph import Node
+from engines.ir.shapes import fixed
+
+DOMAIN = "engines"
+
+
+@extension(DOMAIN, "BoundedNonMaxSuppression", "boxes:F scores:F most:L? overlap:F? least:F?", "center_point_box=0",
+           outputs=2)
+def _suppression(call: Call) -> list[Node]:
+    w, (boxes,) = StandardParts(call), fixed(call.type().shape[1:2])
+    most, overlap, least = (
+        call.node.inputs[index] if call.has(index) else w.constant(np.array([value], dtype))
+        for index, value, dtype in ((2, 0, np.int64), (3, 0, np.float32), (4, -np.inf, np.float32)))
+    told = call.values[2] if call.has(2) else np.zeros(1, np.int64)
+    limit = boxes if told is None else min(max(int(told.reshape(-1)[0]), 0), boxes)
+    attrs = {**call.keep("center_point_box"), "limit": max(limit, 1)}
+    return [*w.nodes, replace(call.node, inputs=(*call.node.inputs[:2], most, overlap, least), attrs=attrs)]
