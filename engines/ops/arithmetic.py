@@ -11,10 +11,10 @@ from engines.ops.pointwise import Epilogue, Pointwise, define
 
 define(Epilogue, symbolic=True, commutative=True, Add=np.add, Mul=np.multiply, Max=np.maximum, Min=np.minimum)
 define(Epilogue, symbolic=True, Sub=np.subtract, Neg=np.negative, Floor=np.floor, Ceil=np.ceil)
-define(Epilogue, Abs=np.absolute, Sqrt=np.sqrt, Exp=np.exp, Log=np.log, Sin=np.sin, Cos=np.cos,
-       Round=np.rint)       # halves go to the even neighbour
-define(Pointwise, Sign=np.sign, Pow=np.power, Tan=np.tan, Asin=np.arcsin, Acos=np.arccos, Atan=np.arctan,
-       Sinh=np.sinh, Cosh=np.cosh, Asinh=np.arcsinh, Acosh=np.arccosh, Atanh=np.arctanh, BitwiseNot=np.bitwise_not)
+define(Epilogue, Abs=np.absolute, Sqrt=np.sqrt, Exp=np.exp, Log=np.log, Sin=np.sin, Cos=np.cos, Asin=np.arcsin,
+       Acos=np.arccos, Atan=np.arctan, Round=np.rint)       # halves go to the even neighbour
+define(Pointwise, Sign=np.sign, Pow=np.power, Tan=np.tan, Sinh=np.sinh, Cosh=np.cosh, Asinh=np.arcsinh,
+       Acosh=np.arccosh, Atanh=np.arctanh, BitwiseNot=np.bitwise_not)
 define(Pointwise, BitShift=lambda a, b, direction="LEFT": np.left_shift(a, b) if direction == "LEFT" else
        np.right_shift(a, b))
 define(Pointwise, commutative=True, BitwiseAnd=np.bitwise_and, BitwiseOr=np.bitwise_or, BitwiseXor=np.bitwise_xor)

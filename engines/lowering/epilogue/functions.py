@@ -210,6 +210,48 @@ def _sine(quarters: int) -> Function:
     return sine
 
 
+# atan t = t p(t**2) for t in [0, 1]: the polynomial of the least relative error, 1.6e-8; atan x = pi / 2 - atan(1 / x).
+_ATAN = (2.849888987839222e-3, -1.6068626195192337e-2, 4.2691513895988464e-2, -7.504294067621231e-2,
+         1.0640934109687805e-1, -1.4203643798828125e-1, 1.999261975288391e-1, -3.333307206630707e-1, 1.0)
+
+
+def _atan(machine: Machine, x: Floats) -> Floats:
+    """Relative error below 3e-7."""
+    size = machine.unary("fabs", x)
+    t = machine.min(size, 1.0) / machine.max(size, 1.0)
+    y = t * _polynomial(machine, t * t, _ATAN)
+    y = machine.select(machine.compare(size, "ogt", 1), math.pi / 2 - y, y)
+    y = machine.select(machine.compare(x, "olt", 0), y * -1, y)
+    return machine.select(machine.compare(x, "oeq", x), y, x)
+
+
+# asin s = s + s z p(z), z = s**2, for s in [0, 1/2]; Cephes' asinf. Beyond, pi / 2 - 2 asin(sqrt((1 - x) / 2)).
+_ASIN = (4.2163199048e-2, 2.4181311049e-2, 4.5470025998e-2, 7.4953002686e-2, 1.6666752422e-1)
+
+
+def _halved(machine: Machine, size: Floats) -> tuple[Test, Floats]:
+    """(whether it is beyond 1/2; the arcsine of it or, beyond, of the root of which it is made twice)"""
+    beyond = machine.compare(size, "ogt", 0.5)
+    z = machine.select(beyond, machine.fma(size, -0.5, 0.5), size * size)
+    s = machine.select(beyond, machine.unary("sqrt", z), size)
+    return beyond, machine.fma(s * z, _polynomial(machine, z, _ASIN), s)
+
+
+def _asin(machine: Machine, x: Floats) -> Floats:
+    """Relative error below 4e-7."""
+    beyond, y = _halved(machine, machine.unary("fabs", x))
+    y = machine.select(beyond, machine.fma(y, -2.0, math.pi / 2), y)
+    return machine.select(machine.compare(x, "olt", 0), y * -1, y)
+
+
+def _acos(machine: Machine, x: Floats) -> Floats:
+    """Absolute error below 4e-7, and relative where x is near 1."""
+    beyond, y = _halved(machine, machine.unary("fabs", x))
+    negative = machine.compare(x, "olt", 0)
+    far = machine.select(negative, machine.fma(y, -2.0, math.pi), y * 2)
+    return machine.select(beyond, far, math.pi / 2 - machine.select(negative, y * -1, y))
+
+
 FUNCTIONS: dict[str, Function] = {      # each a dozen machine instructions, which wait for each other
     "exp": _any_exp,
     "exp_of_moderate": _exp,        # from -87 to 88
@@ -225,4 +267,7 @@ FUNCTIONS: dict[str, Function] = {      # each a dozen machine instructions, whi
     "silu_u8": _SILU_U8,
     "sin": _sine(0),
     "cos": _sine(1),
+    "atan": _atan,
+    "asin": _asin,
+    "acos": _acos,
 }

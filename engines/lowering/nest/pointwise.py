@@ -193,9 +193,8 @@ FORMULAS: Mapping[str, Formula] = {
     "Floor": _unary("floor"), "Ceil": _unary("ceil"), "Round": _unary("rint"),
     "Sqrt": _floats(lambda node, x: x.unary("sqrt")), "Reciprocal": _floats(lambda node, x: x.like(1.0) / x),
     "Exp": EXP, "Log": LOG, "Tanh": TANH, "Sigmoid": SIGMOID, "Erf": ERF,
-    "Sin": _function("sin", fast=True), "Cos": _function("cos", fast=True),
-    **{name.capitalize(): _function(name) for name in (
-        "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh")},
+    **{name.capitalize(): _function(name, fast=True) for name in ("sin", "cos", "asin", "acos", "atan")},
+    **{name.capitalize(): _function(name) for name in ("tan", "sinh", "cosh", "asinh", "acosh", "atanh")},
     "Relu": lambda node, x: x.at_least(_zero(x)),
     "LeakyRelu": lambda node, x: _leaky(x, node.attrs.get("alpha", 0.01)),
     "PRelu": lambda node, x, slope: _leaky(x, slope),

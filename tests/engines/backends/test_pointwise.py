@@ -155,6 +155,15 @@ def test_sine_and_cosine_are_as_accurate_as_they_say(op, exact):
     assert np.abs(INSTRUCTIONS[op](NUMPY, x) - exact(x.astype(np.float64))).max() < 2e-7
 
 
+@pytest.mark.parametrize("op, exact, bounds", [("atan", np.arctan, 30), ("asin", np.arcsin, 1), ("acos", np.arccos, 1)])
+def test_arcs_are_as_accurate_as_they_say_and_of_all_numbers(op, exact, bounds):
+    x = np.concatenate([np.linspace(-bounds, bounds, 100001), np.linspace(-0.01, 0.01, 10001), [math.inf, -math.inf, 2,
+                        -2, math.nan, 3e38, 1e-40]]).astype(np.float32)
+    with np.errstate(all="ignore"):
+        found, wanted = INSTRUCTIONS[op](NUMPY, x), exact(x.astype(np.float64))
+    np.testing.assert_allclose(found, wanted, 4e-7, 4e-7 if op == "acos" else 0)
+
+
 @EVERY_BACKEND
 def test_quantising_saturates_whatever_the_size_of_the_number(runner):
     b = ProgramBuilder(False)
