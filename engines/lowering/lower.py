@@ -9,8 +9,10 @@ from engines.ir.shapes import is_empty
 from engines.lowering import rules  # noqa: F401  (fills RULES)
 from engines.lowering.calls.aliasing import VIEWS, Aliasing
 from engines.lowering.calls.calls import GENERAL, RULES, AnyCall, Call, Context, FallbackCall, Refused
-from engines.lowering.calls.placement import ITEMS, batch_axis, has_batch
+from engines.lowering.calls.placement import ITEMS, axis_of_item, batch_axis, has_batch
 from engines.lowering.rules.copies import copy_call
+
+_ANY_BATCH = ("Reshape", "Transpose")       # whose rules know where the axis of the batch stands
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def _by_rules(ctx: Context, node: Node) -> Sequence[Call]:
     refusal = Refused(f"no kernel for {node.anchor.op}")
     for rule in (table[node.anchor.op] for table in (RULES, GENERAL) if node.anchor.op in table):
         try:
-            if rule is RULES.get(node.anchor.op) and node.op != "Transpose" and (name := _batch_inside(ctx, node)):
+            if rule is RULES.get(node.anchor.op) and node.op not in _ANY_BATCH and (name := _batch_inside(ctx, node)):
                 raise Refused(f"the batch is not the leading axis of '{name}'")
             calls = tuple(rule(ctx, node))
             for problem in (call.problem for call in calls if call.problem.misfit):
@@ -86,14 +88,14 @@ def _fallback(ctx: Context, node: Node, reason: str) -> FallbackCall:
 def _gather_parts(ctx: Context, node: Node) -> Iterator[Call]:
     """Concat: the inputs that do not already lie in their part of the output are copied there."""
     output = ctx.placements[node.outputs[0]]
-    axis = node.attrs["axis"] % len(ctx.type(node.outputs[0]).shape) - 1
+    axis = axis_of_item(ctx.type(node.outputs[0]), node.attrs["axis"])
     if axis == ITEMS and has_batch(ctx.type(node.outputs[0])):
         raise Refused("Concat along the batch axis")
     quant, start = ctx.type(node.outputs[0]).quant, 0
     for name in node.inputs:
         if ctx.type(name).quant != quant:
             raise Refused(f"'{name}' is quantised otherwise than the result")
-        extent = int(ctx.type(name).shape[axis + 1])
+        extent = int(ctx.type(name).shape[node.attrs["axis"]])
         if not ctx.placements.is_view(name, node.outputs[0]):
             yield copy_call(node, ctx.placements[name], output.part(axis, start, start + extent))
         start += extent

@@ -25,6 +25,7 @@ from engines.lowering.calls.placement import (
     has_batch,
     item_shape,
     items_of,
+    items_stay,
     reshaped,
     stored_dtype,
 )
@@ -115,9 +116,8 @@ class Aliasing:
         """Without a batch the leading axis is one like others."""
         source, output = (self.graph.types[name] for name in (node.inputs[0], node.outputs[0]))
         batched = BATCH in output.shape
-        if self._alike(node.inputs[0], node.outputs[0]) if batched else (
-                BATCH not in source.shape
-                and (source.quant, stored_dtype(source)) == (output.quant, stored_dtype(output))):
+        if (items_stay(source, output) if batched else BATCH not in source.shape) and (
+                (source.quant, stored_dtype(source)) == (output.quant, stored_dtype(output))):
             shape = item_shape(output) if batched else tuple(map(int, output.shape)) or (1,)
             self._parent[node.outputs[0]] = _Inside(node.inputs[0], reshape=shape)
 

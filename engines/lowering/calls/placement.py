@@ -1,6 +1,7 @@
 """Where a tensor lies: in which buffer, from which byte on, with which strides."""
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -73,6 +74,18 @@ def has_batch(tensor: TensorType) -> bool:
 def batch_axis(tensor: TensorType) -> int:
     """Where the axis of the items stands. In memory it always leads."""
     return tensor.shape.index(BATCH) if BATCH in tensor.shape else 0
+
+
+def axis_of_item(tensor: TensorType, axis: int) -> int:
+    """An axis of the tensor as one of its item; ITEMS for that of the batch, or the leading one where there is none."""
+    axis, batch = axis % len(tensor.shape), batch_axis(tensor)
+    return ITEMS if axis == batch else axis - (axis > batch)
+
+
+def items_stay(source: TensorType, target: TensorType) -> bool:
+    """Whether two shapes of the same elements have the same items: as many numbers stand before their axis."""
+    before, after = (math.prod(map(int, tensor.shape[:batch_axis(tensor)])) for tensor in (source, target))
+    return BATCH in source.shape and BATCH in target.shape and before == after
 
 
 def item_shape(tensor: TensorType) -> tuple[int, ...]:

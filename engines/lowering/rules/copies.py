@@ -12,7 +12,7 @@ from engines.lowering.calls.aliasing import cuts_of, item_perm
 from engines.lowering.calls.body import write_body
 from engines.lowering.calls.broadcast import broadcast
 from engines.lowering.calls.calls import Call, Context, Refused, lowers
-from engines.lowering.calls.placement import Placement, as_one_item
+from engines.lowering.calls.placement import Placement, as_one_item, items_stay
 from engines.lowering.epilogue.program import ProgramBuilder
 from engines.lowering.problems.elementwise import Pointwise
 from engines.lowering.problems.movement import Permute
@@ -41,7 +41,7 @@ def lower_reshape(ctx: Context, node: Node) -> Sequence[Call]:
     x, y = ctx.placements[source], ctx.placements[output]
     if BATCH not in (x.items, y.items):
         x, y = as_one_item(x), as_one_item(y)
-    if x.items != y.items:
+    elif not items_stay(ctx.type(source), ctx.type(output)):
         raise Refused("it reshapes the axis of the batch")
     seen, target = refined(x.view, y.view)
     return [moved(ctx, node, source, replace(x, view=seen), output, replace(y, view=target))]

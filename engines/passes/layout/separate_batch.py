@@ -201,7 +201,9 @@ class _Separator(GraphEditor):
 
     def _along_axes(self, node: Node) -> None:
         """What works along axes that it names, and keeps the others."""
-        op, source = op_of(node.op), next(name for name in node.inputs if name in self.groups)
+        op, source = op_of(node.op), next((name for name in node.inputs if name in self.groups), "")
+        if not source:
+            raise _Stuck(f"{node.op} makes an axis that counts more than the batch")
         (axis, group), rank = self.groups[source], len(self.graph.shape(source))
         if node.op == "Concat" and any(self.groups.get(name) != (axis, group) for name in node.inputs):
             raise _Stuck("its parts count the batch in different ways")

@@ -205,6 +205,6 @@ def test_a_layer_norm_as_keras_computes_it_reduces_beside_the_batch(tmp_path: Pa
         flat = Constant<value = int64[2] {-1,6}>()  y = Reshape(centred, flat)""", {})
     model = model_of(case)
     feeds, engine = feeds_of(model), engine_of(model, tmp_path)
-    assert "ReduceMean" not in {str(step.fallback and step.fallback.node["op"]) for step in fallbacks(engine)}
+    assert not fallbacks(engine)
     expected = feeds["x"] - feeds["x"].mean(axis=1, keepdims=True)
     np.testing.assert_allclose(engine.run(feeds)["y"], expected, atol=1e-6)

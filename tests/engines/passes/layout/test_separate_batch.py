@@ -85,3 +85,11 @@ def test_a_node_along_the_merged_axis_leaves_the_graph_as_it_is_and_says_why(nod
     graph = net.graph(net(node[0], windows(net), **node[1]))
     assert separate_batch(graph, log) is graph
     assert "along the axis that counts the batch" in str(log[0])
+
+
+def test_items_twice_over_count_more_than_the_batch_and_say_so() -> None:
+    net, log = Build(), list[Note]()
+    x = net.input("x", 7)
+    graph = net.graph(net("Concat", x, net("Relu", x), axis=0))
+    assert separate_batch(graph, log) is graph
+    assert "Concat makes an axis that counts more than the batch" in str(log[0])
