@@ -126,21 +126,23 @@ class CumulativeSum(UnaryProblem):
 
 @dataclass(frozen=True)
 class TopK(Problem):
-    """x: [..., width], of floats or integers of up to 32 bits; indices: int64 [..., k]; values, if wanted: [..., k].
+    """x: [..., width]; indices: int64 [..., k]; values, if wanted: [..., k].
 
-    Of integers the least, -2**31, counts as the one above it.
+    Of int32 and int64 the least, -2**31 or -2**63, counts as the one above it.
     """
     x: View
     values: View | None
     indices: View
     largest: bool = True
     family = "top_k"
-    computes_on = ("float32", "float16", "bfloat16", "int8", "int16", "int32", "uint8", "uint16", "int64")
+    wide = ("float64", "int64", "uint32")       # ordered by keys of 64 bits
+    computes_on = ("float32", "float16", "bfloat16", "int8", "int16", "int32", "uint8", "uint16", *wide)
     writes = ("values", "indices")
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         x, = inputs
-        wide = load_meaning(self.x.dtype, x).astype(np.float64) if self.x.dtype == "bfloat16" else x.astype(np.float64)
-        order = np.argsort(-wide if self.largest else wide, -1, kind="stable")[..., :self.indices.shape[-1]]
+        real = load_meaning(self.x.dtype, x) if self.x.dtype in FLOATS and self.x.dtype != "uint8" else x
+        rising = real if not self.largest else -real if real.dtype.kind == "f" else np.invert(real)
+        order = np.argsort(rising, -1, kind="stable")[..., :self.indices.shape[-1]]
         values = (np.take_along_axis(x, order, -1),) if self.values else ()
         return (*values, order.astype(np.int64))

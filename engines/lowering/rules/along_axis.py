@@ -25,8 +25,8 @@ def lower_top_k(ctx: Context, node: Node) -> Sequence[Call]:
     else:
         placements = [as_one_item(placement) for placement in placements]
     x, values, indices = (_last(placement, axis) for placement in placements)
-    if x.view.dtype not in TopK.computes_on or x.view.dtype == "int64" or x.view.shape[-1] > WIDEST_TOP_K:
-        raise Refused(f"rows are compiled of up to {WIDEST_TOP_K} elements of up to 32 bits")
+    if x.view.dtype not in TopK.computes_on or x.view.shape[-1] > WIDEST_TOP_K // (1 + (x.view.dtype in TopK.wide)):
+        raise Refused(f"rows are compiled of up to {WIDEST_TOP_K} elements of 32 bits, or half as many of 64")
     spec = TopK(x.view, values.view, indices.view, bool(node.attrs.get("largest", 1)))
     return [Call(node, spec, (x,), (values, indices))]
 

@@ -54,6 +54,18 @@ def test_integers_are_ordered_too_and_places_alone_are_an_answer(largest, runner
     np.testing.assert_array_equal(spec.reference([x], {})[0][..., 0], (np.argmax if largest else np.argmin)(x, -1))
 
 
+@EVERY_WIDTH
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("dtype", ["int64", "float64", "uint32"])
+def test_what_differs_in_bits_that_others_have_not_is_ordered(dtype, largest, runner):
+    x = np.random.default_rng(0).integers(0, 9, (ITEMS, 3, 70))
+    x = x + (2 ** 53 + 2 ** 59 if dtype == "int64" else 2 ** 31) if dtype != "float64" else 1 + x * 2.0 ** -50
+    spec = TopK(gapped(dtype, (3, 70)), dense_view(dtype, (3, 40)), dense_view("int64", (3, 40)), largest)
+    check(spec, runner, [x.astype(dtype)], {}, pieces=2)
+    order = np.argsort(-x if largest else x, -1, kind="stable")
+    np.testing.assert_array_equal(spec.reference([x.astype(dtype)], {})[1], order[..., :40])
+
+
 def test_a_wrong_order_is_caught():
     x = draw((20,), 1000)
     got, _ = run(spec_of((20,), 4), CpuRunner(PORTABLE), [x], {})
