@@ -96,14 +96,31 @@ def test_requests_whose_items_would_depend_on_each_other_are_never_merged(
         assert executions(server) == 4
 
 
-def test_many_clients_that_ask_again_and_again_share_batches(tmp_path: Path) -> None:
-    write_model(tmp_path, "m", max_batch=32, seconds=0.01)
-    with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
-        with ThreadPoolExecutor(32) as clients:
-            assert all((y == 3).all() for y in clients.map(lambda _: infer(client), range(320)))
-        stats = client.get_inference_statistics("m").model_stats[0]
-    assert stats.inference_count == 320
-    assert stats.inference_count / stats.execution_count > 4
+def test_many_clients_that_ask_again_and_again_share_batches(
+        tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
+    """Whenever an execution ends, all clients wait that it does not serve: two in a row serve every client."""
+    write_model(tmp_path, "m", max_batch=32, gate=request.node.name)
+    stop = threading.Event()
+
+    def ask(client: triton.InferenceServerClient) -> bool:
+        right = True
+        while not stop.is_set():
+            right &= bool((infer(client) == 3).all())
+        return right
+
+    with (serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client,
+          ThreadPoolExecutor(8) as clients):
+        with gate.closed():
+            asking = [clients.submit(ask, client) for _ in range(8)]
+            for executed in range(6):
+                assert eventually(lambda: gate.held_items > 0 and gate.held_items + pending(server) == 8)
+                if executed == 5:
+                    stop.set()
+                gate.let_one_through()
+                assert eventually(lambda executed=executed: executions(server) > executed)
+            assert executions(server) == 6
+            assert statistics(server).inference_count >= 24
+        assert all(future.result() for future in asking)
 
 
 def test_each_request_of_a_batch_gets_its_own_rows(tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
