@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from infer_server.batching.request import Arrays, InSequence, Reply, Request, StreamReply
 from infer_server.batching.statistics import Failure
 from infer_server.config.config import TensorSpec
+from infer_server.config.signature import Fit
 from infer_server.errors import InvalidRequestError, MemoryLimitError, NotServedError
 from infer_server.observing.access_log import CANCELED, OK, AccessLog, Entry
 from infer_server.protocol.codec import InputTensor
@@ -26,26 +27,44 @@ from infer_server.protocol.parameters import Parameters, check_reserved, natural
 from infer_server.repository.model import Model
 from infer_server.repository.repository import Repository
 
+_KEPT = 256                         # of the forms of a model's requests
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Served:
     """What a response says of where it comes from, and the outputs that it has."""
     model: str
     version: int
     outputs: tuple[TensorSpec, ...]
     batched: bool                   # they have a leading batch axis
-    labels: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)    # of their classes, by output
+    labels: Mapping[str, Sequence[str]] = field(default_factory=dict)       # of their classes, by output
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """What follows of a request's form alone: it is found once for all requests of a model that have the same."""
+    tensors: Sequence[InputTensor]
+    fit: Fit
+    served: Served
+    answer_bytes: int               # 0: not known before
+    parameters: Parameters
+    timeout_us: int
+    priority: int
+    sequence: InSequence | None
+    outputs: tuple[str, ...]        # their names
 
 
 class Call(ABC):
     """An inference as an endpoint received it. Its methods are called in the order in which they stand here, so that no
-    more is decoded of a message than fits the model; each may raise a ServeError."""
+    more is decoded of a message than fits the model; each may raise a ServeError. Of a form that the model has met,
+    inputs(), outputs() and parameters() are not called."""
     model: str
     version: str                    # "": the highest that is ready
     received_ns: int
     deadline_ns: int = 0            # when its client gives up; 0: never
     id: str = ""                    # the client's name of it
     protocol: str                   # for the access log
+    form: Hashable = None           # equal for requests that differ in contents and id alone; None: not known
 
     @abstractmethod
     def client(self) -> str:
@@ -165,20 +184,34 @@ class Inferences:
 
 
 def _request(call: Call, model: Model, reply: Reply) -> Request:
+    prepared: Prepared | None = model.prepared.get(call.form) if call.form is not None else None
+    if prepared is None:
+        prepared = _prepare(call, model)
+        if call.form is not None:
+            if len(model.prepared) >= _KEPT:
+                model.prepared.clear()
+            model.prepared[call.form] = prepared
+    call.expect(prepared.answer_bytes)
+    return Request(
+        inputs=model.signature.to_model(call.contents(prepared.tensors)), items=prepared.fit.items,
+        shape_key=prepared.fit.shape_key, encode=model.signature.to_client(call.encoder(prepared.served)), reply=reply,
+        timeout_us=prepared.timeout_us, received_ns=call.received_ns, deadline_ns=call.deadline_ns, id=call.id,
+        parameters=prepared.parameters, priority=prepared.priority, sequence=prepared.sequence,
+        outputs=prepared.outputs)
+
+
+def _prepare(call: Call, model: Model) -> Prepared:
     tensors = call.inputs()
     fit = model.signature.fit(tensors)
     outputs = model.signature.choose_outputs(call.outputs())
     parameters = call.parameters()
     if parameters:
         check_reserved(parameters)
-    call.expect((fit.items if model.config.batched else 1) * sum(spec.item_bytes for spec in outputs))
-    served = Served(model.name, model.version, outputs, model.config.batched, model.labels)
-    return Request(
-        inputs=model.signature.to_model(call.contents(tensors)), items=fit.items, shape_key=fit.shape_key,
-        encode=model.signature.to_client(call.encoder(served)), reply=reply, timeout_us=natural(parameters, "timeout"),
-        received_ns=call.received_ns, deadline_ns=call.deadline_ns, id=call.id, parameters=parameters,
-        priority=natural(parameters, "priority"), sequence=_sequence(parameters),
-        outputs=tuple(spec.name for spec in outputs))
+    batched = model.config.batched
+    return Prepared(tensors, fit, Served(model.name, model.version, outputs, batched, model.labels),
+                    (fit.items if batched else 1) * sum(spec.item_bytes for spec in outputs), parameters,
+                    natural(parameters, "timeout"), natural(parameters, "priority"), _sequence(parameters),
+                    tuple(spec.name for spec in outputs))
 
 
 def _sequence(parameters: Parameters) -> InSequence | None:

@@ -6,6 +6,7 @@ https://github.com/kserve/open-inference-protocol/blob/main/specification/protoc
 """
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -59,12 +60,17 @@ FROM_ENGINE = {datatype.engine: datatype for datatype in DATATYPES.values()}
 FROM_CONFIG = {datatype.config: datatype for datatype in DATATYPES.values()}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class InputTensor:
     """An input as a request declares it, before anything is known of its contents."""
     name: str
     datatype: Datatype
     shape: tuple[int, ...]
+
+    @functools.cached_property
+    def raw_bytes(self) -> int:
+        """Of its raw contents, where it is one of numbers."""
+        return math.prod(self.shape) * self.datatype.array.itemsize
 
     def __str__(self) -> str:
         return f"input '{self.name}' ({self.datatype.name} {list(self.shape)})"
@@ -110,6 +116,8 @@ def decode_inputs(request: InferRequest, tensors: Sequence[InputTensor],
     where contents do not fill the declared shape and datatype exactly.
     """
     raw_inputs = request.raw_inputs
+    if len(raw_inputs) == len(tensors) and not (elsewhere or request.packed or request.form.has_contents):
+        return {tensor.name: from_raw(tensor, raw) for tensor, raw in zip(tensors, raw_inputs, strict=True)}
     if raw_inputs and len(raw_inputs) != len(tensors) - len(elsewhere):
         raise InvalidRequestError(f"raw_input_contents holds {len(raw_inputs)} tensors for "
                                   f"{len(tensors) - len(elsewhere)} inputs; give one for each input")
@@ -149,9 +157,8 @@ def from_raw(tensor: InputTensor, raw: memoryview) -> NDArray[Any]:
 
 def check_bytes(tensor: InputTensor, found: int) -> None:
     """Raises InvalidRequestError: a tensor of numbers has not so many bytes of raw contents."""
-    expected = math.prod(tensor.shape) * tensor.datatype.array.itemsize
-    if found != expected and tensor.datatype.name != "BYTES":
-        raise InvalidRequestError(f"{tensor}: expected {expected} bytes of raw contents, got {found}")
+    if found != tensor.raw_bytes and tensor.datatype.name != "BYTES":
+        raise InvalidRequestError(f"{tensor}: expected {tensor.raw_bytes} bytes of raw contents, got {found}")
 
 
 def _from_raw_bytes(tensor: InputTensor, raw: memoryview) -> NDArray[Any]:

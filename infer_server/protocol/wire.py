@@ -3,12 +3,14 @@
 protobuf's parser copies every element of raw_input_contents into a bytes object. Here the top level of a request is
 walked by hand: the tensors become views of the received message, and only the rest, a few dozen bytes, is parsed. Typed
 contents become views too: the parser would make a Python number of each element.
-A response is likewise the serialised header, which repeats, joined with the tensors once.
+A response is likewise the serialised header, which repeats, joined with the tensors once. So does a request's: one that
+was met before, byte for byte, is not parsed again.
 
 https://protobuf.dev/programming-guides/encoding
 """
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +21,7 @@ from protos import inference
 
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 _RAW_INPUT = inference.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+_REQUEST_ID = inference.ModelInferRequest.ID_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _RESPONSE_ID = inference.ModelInferResponse.ID_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _RAW_OUTPUT = inference.ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _INPUT = inference.ModelInferRequest.INPUTS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
@@ -28,6 +31,7 @@ _PACKED_FIELDS = {field.number << 3 | _LENGTH_DELIMITED: field.name       # tag 
 _MANY_BYTES = 4096          # of an input; with fewer, protobuf's parser is as fast
 MAX_VARINT_BYTES = 10
 _MAX_FIELDS = 4096          # at the top level; a message of nothing but empty fields would hold up the event loop
+_KEPT_FORMS, _KEPT_BYTES = 1024, 2048       # that are kept, and the most that the header of one may have
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +41,30 @@ class Packed:
     values: memoryview
 
 
+@dataclass(eq=False)
+class Form:
+    """What a request says but its id and its tensors. Requests that say the same may have the same one: it is never
+    changed, and what follows of it can be kept under it."""
+    header: inference.ModelInferRequest
+    is_kept: bool = False                   # it may come again
+
+    def __post_init__(self) -> None:
+        self.has_contents = any(tensor.HasField("contents") for tensor in self.header.inputs)
+        self.inputs_have_parameters = any(tensor.parameters for tensor in self.header.inputs)
+        self.outputs_have_parameters = any(tensor.parameters for tensor in self.header.outputs)
+
+
 @dataclass(frozen=True, slots=True)
 class InferRequest:
     """A ModelInferRequest whose tensors stayed where they were received."""
-    header: inference.ModelInferRequest
-    raw_inputs: tuple[memoryview, ...]
+    form: Form
+    raw_inputs: Sequence[memoryview]
     packed: Mapping[int, Packed] = field(default_factory=dict)      # typed contents by the position of their input
+    id: str = ""
+
+    @property
+    def header(self) -> inference.ModelInferRequest:
+        return self.form.header
 
 
 def split_request(data: bytes) -> InferRequest:
@@ -52,24 +74,13 @@ def split_request(data: bytes) -> InferRequest:
     raw_inputs: list[memoryview] = []
     header: list[memoryview | bytes] = []   # the stretches between the tensors
     packed: dict[int, Packed] = {}
+    request_id = b""
     position = stretch = fields = inputs = 0
     while position < size:
         fields += 1
         if fields > _MAX_FIELDS:
             raise _malformed(f"it has more than {_MAX_FIELDS} fields")
-        tag, value = _varint(data, position)
-        wire_type = tag & 7
-        if wire_type == _LENGTH_DELIMITED:
-            length, begin = _varint(data, value)
-            end = begin + length
-        elif wire_type == _VARINT:
-            begin = value
-            _, end = _varint(data, value)
-        elif wire_type in (_FIXED32, _FIXED64):
-            begin = value
-            end = value + (4 if wire_type == _FIXED32 else 8)
-        else:
-            raise _malformed(f"wire type {wire_type} at byte {position}")
+        tag, begin, end = _field(data, position)
         if end > size:
             raise _malformed(f"the field at byte {position} ends {end - size} bytes after the message")
         if tag == _RAW_INPUT:
@@ -82,12 +93,39 @@ def split_request(data: bytes) -> InferRequest:
                 header += (view[stretch:position], length_delimited(_INPUT, len(rest)), rest)
                 stretch = end
             inputs += 1
+        elif tag == _REQUEST_ID:
+            header.append(view[stretch:position])
+            request_id = data[begin:end]
+            stretch = end
         position = end
     header.append(view[stretch:])
     try:
-        return InferRequest(inference.ModelInferRequest.FromString(b"".join(header)), tuple(raw_inputs), packed)
-    except DecodeError as error:
+        return InferRequest(_form(b"".join(header)), raw_inputs, packed, request_id.decode())
+    except (DecodeError, UnicodeDecodeError) as error:
         raise _malformed(str(error)) from error
+
+
+def _form(header: bytes) -> Form:
+    return _kept_form(header) if len(header) <= _KEPT_BYTES else Form(inference.ModelInferRequest.FromString(header))
+
+
+@functools.lru_cache(_KEPT_FORMS)
+def _kept_form(header: bytes) -> Form:
+    return Form(inference.ModelInferRequest.FromString(header), is_kept=True)
+
+
+def _field(data: bytes, position: int) -> tuple[int, int, int]:
+    """The tag of the field at `position`, where its contents begin, and where they end."""
+    tag, value = (data[position], position + 1) if data[position] < 0x80 else _varint(data, position)
+    wire_type = tag & 7
+    if wire_type == _LENGTH_DELIMITED:
+        length, begin = _varint(data, value)
+        return tag, begin, begin + length
+    if wire_type == _VARINT:
+        return tag, value, _varint(data, value)[1]
+    if wire_type in (_FIXED32, _FIXED64):
+        return tag, value, value + (4 if wire_type == _FIXED32 else 8)
+    raise _malformed(f"wire type {wire_type} at byte {position}")
 
 
 def join_response(header: bytes, request_id: str, raw_outputs: Sequence[memoryview]) -> bytes:
@@ -139,6 +177,8 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
     """The base-128 integer at `position`, and where it ends."""
     value = shift = 0
     try:
+        if data[position] < 0x80:
+            return data[position], position + 1
         for end in range(position + 1, position + 1 + MAX_VARINT_BYTES):
             byte = data[end - 1]
             value |= (byte & 0x7F) << shift

@@ -4,7 +4,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import count
 from types import MappingProxyType
 from typing import Any
@@ -44,6 +44,7 @@ class Model(ABC):
         self.config = config
         self.signature = signature
         self.statistics = Statistics()
+        self.prepared: dict[Hashable, Any] = {}         # what serving.py keeps of the forms of its requests
 
     @property
     @abstractmethod

@@ -14,13 +14,12 @@ from numpy.typing import NDArray
 from infer_server.batching.request import Arrays, AwaitedReply
 from infer_server.endpoints.front import Front
 from infer_server.endpoints.inflight import OpenCall
-from infer_server.endpoints.shared_memory import Place
 from infer_server.endpoints.tensors import Asked, Output, places, read, wanted
 from infer_server.errors import ServeError
 from infer_server.protocol.codec import InputTensor, declared_inputs, decode_inputs, encode_raw
 from infer_server.protocol.parameters import NONE, Parameters, from_messages
 from infer_server.protocol.wire import InferRequest, join_response, split_request
-from infer_server.serving import Call, Inferences, Served
+from infer_server.serving import Call, Served
 from protos import inference
 
 
@@ -47,20 +46,15 @@ async def infer(data: bytes, context: grpc.aio.ServicerContext, front: GrpcFront
     inflight = front.inflight
     held = inflight.begin(GrpcClient(context, front.disconnect), len(data))
     context.add_done_callback(lambda _: inflight.end(held))
-    call = GrpcCall(split_request(data), received_ns, context.time_remaining(), front, held)
-    response = await _answer(call, front.inferences)
-    inflight.answered(held, len(response))
-    return response
-
-
-async def _answer(call: Call, inferences: Inferences) -> bytes:
     reply = AwaitedReply(asyncio.get_running_loop())
-    submitted = inferences.submit(call, reply)
+    submitted = front.inferences.submit(
+        GrpcCall(split_request(data), received_ns, context.time_remaining(), front, held), reply)
     try:
         response: bytes = await reply.response
     except asyncio.CancelledError:
         submitted.cancel()
         raise
+    inflight.answered(held, len(response))
     return response
 
 
@@ -71,53 +65,54 @@ class GrpcCall(Call):
     def __init__(self, message: InferRequest, received_ns: int, remaining_secs: float | None, front: Front,
                  held: OpenCall) -> None:
         """remaining_secs: until its client gives up."""
-        self._message, self._header, self._front, self._held = message, message.header, front, held
-        self.model, self.version = self._header.model_name, self._header.model_version
+        header = message.header
+        self._message, self._front, self._held = message, front, held
+        self.model, self.version, self.id = header.model_name, header.model_version, message.id
+        self.form = message.form if message.form.is_kept else None
         self.received_ns = received_ns
-        self.id = self._header.id
-        self._places: dict[int, Place] = {}
         if remaining_secs is not None:
             self.deadline_ns = received_ns + int(remaining_secs * 1e9)
 
     def about(self) -> inference.ModelInferResponse:
         """A response that says whose it is, and no more."""
-        return inference.ModelInferResponse(model_name=self.model, model_version=self.version, id=self._header.id)
+        return inference.ModelInferResponse(model_name=self.model, model_version=self.version, id=self.id)
 
     def client(self) -> str:
         return self._held.client.peer() if self._held.client else ""
 
     def inputs(self) -> Sequence[InputTensor]:
-        if any(tensor.parameters for tensor in self._header.inputs):
-            self._places = places(map(_asked, self._header.inputs), self._front.regions)
-        return declared_inputs(self._header.inputs)
+        return declared_inputs(self._message.header.inputs)
 
     def outputs(self) -> Iterable[str]:
-        return (tensor.name for tensor in self._header.outputs)
+        return (tensor.name for tensor in self._message.header.outputs)
 
     def parameters(self) -> Parameters:
-        return from_messages(self._header.parameters) if self._header.parameters else NONE
+        parameters = self._message.header.parameters
+        return from_messages(parameters) if parameters else NONE
 
     def expect(self, response_bytes: int) -> None:
         self._front.inflight.expect(self._held, response_bytes)
 
     def contents(self, tensors: Sequence[InputTensor]) -> dict[str, NDArray[Any]]:
-        if not self._places:
+        if not self._message.form.inputs_have_parameters:
             return decode_inputs(self._message, tensors)
+        found = places(map(_asked, self._message.header.inputs), self._front.regions)
         return decode_inputs(self._message, tensors, read(
-            self._places, tensors, functools.partial(self._front.inflight.hold, self._held)))
+            found, tensors, functools.partial(self._front.inflight.hold, self._held)))
 
     def encoder(self, served: Served) -> Callable[[Arrays], bytes | ServeError]:
-        request_id = self.id
-        if any(tensor.parameters for tensor in self._header.outputs):
-            outputs = wanted(served, [_asked(tensor) for tensor in self._header.outputs], self._front.regions)
-            return lambda computed: _encoded_as_wanted(served, outputs, request_id, computed)
+        form = self._message.form
+        if not form.outputs_have_parameters:
+            return functools.partial(_encoded, served, self.id)
+        outputs = wanted(served, [_asked(tensor) for tensor in form.header.outputs], self._front.regions)
+        return functools.partial(_encoded_as_wanted, served, outputs, self.id)
 
-        def encode(computed: Arrays) -> bytes:
-            arrays = [computed[spec.name] for spec in served.outputs]
-            prefix = _response_header(served, tuple(array.shape for array in arrays))
-            raw = [encode_raw(array, spec.datatype) for array, spec in zip(arrays, served.outputs, strict=True)]
-            return join_response(prefix, request_id, raw)
-        return encode
+
+def _encoded(served: Served, request_id: str, computed: Arrays) -> bytes:
+    arrays = [computed[spec.name] for spec in served.outputs]
+    prefix = _response_header(served, tuple([array.shape for array in arrays]))
+    raw = [encode_raw(array, spec.datatype) for array, spec in zip(arrays, served.outputs, strict=True)]
+    return join_response(prefix, request_id, raw)
 
 
 def _asked(tensor: Any) -> Asked:

@@ -8,7 +8,7 @@ import pytest
 
 from infer_server.errors import InvalidRequestError
 from infer_server.protocol.codec import DATATYPES, declared_inputs, decode_inputs, encode_raw
-from infer_server.protocol.wire import InferRequest, join_response, split_request
+from infer_server.protocol.wire import Form, InferRequest, join_response, split_request
 from protos import inference
 
 
@@ -30,14 +30,29 @@ def test_tensors_stay_in_the_received_bytes_and_the_rest_is_parsed() -> None:
     assert [bytes(raw) for raw in split.raw_inputs] == list(request.raw_input_contents)
     assert all(raw.obj is data for raw in split.raw_inputs)
     request.ClearField("raw_input_contents")
-    assert split.header == request
+    request.ClearField("id")
+    assert (split.header, split.id) == (request, "7")
+
+
+def test_requests_that_differ_in_their_tensors_and_their_ids_alone_have_one_form() -> None:
+    forms = {split_request(message(raw, id).SerializeToString()).form
+             for raw in ((b"ab",), (b"cd",)) for id in ("", "7")}
+    assert len(forms) == 1 and forms.pop().is_kept
+    assert split_request(message((b"abc",)).SerializeToString()).form.header.inputs[0].shape == [3]
+
+
+def test_a_form_of_many_bytes_is_not_kept() -> None:
+    data = message().SerializeToString() + b"\x0a\xd0\x0f" + b"n" * 2000        # another, longer name
+    split = split_request(data)
+    assert (split.header.model_name, split.form.is_kept) == ("n" * 2000, True)
+    assert not split_request(data + message((b"", b"")).SerializeToString() * 2).form.is_kept
 
 
 def test_tensors_are_found_wherever_they_stand_among_the_fields() -> None:
     one, two = message((b"a",)), inference.ModelInferRequest(id="later", raw_input_contents=[b"b"])
     split = split_request(one.SerializeToString() + two.SerializeToString())
     assert [bytes(raw) for raw in split.raw_inputs] == [b"a", b"b"]
-    assert (split.header.model_name, split.header.id) == ("m", "later")
+    assert (split.header.model_name, split.id) == ("m", "later")
 
 
 def test_unknown_fields_of_every_wire_type_are_skipped() -> None:
@@ -95,7 +110,7 @@ def test_every_datatype_goes_round(name: str) -> None:
     assert raw == array.T.tobytes()
     header = inference.ModelInferRequest()
     header.inputs.add(name="x", datatype=name, shape=[3, 2])
-    back = decoded(InferRequest(header, (memoryview(raw),)))["x"]
+    back = decoded(InferRequest(Form(header), (memoryview(raw),)))["x"]
     assert back.dtype == array.dtype
     np.testing.assert_array_equal(back, array.T)
 
@@ -106,32 +121,32 @@ def test_bytes_elements_carry_their_lengths() -> None:
     assert bytes(raw) == b"\0\0\0\0" b"\3\0\0\0abc" b"\2\0\0\0\xc3\xa4"
     header = inference.ModelInferRequest()
     header.inputs.add(name="x", datatype="BYTES", shape=[3])
-    assert list(decoded(InferRequest(header, (raw,)))["x"]) == [b"", b"abc", "ä".encode()]
+    assert list(decoded(InferRequest(Form(header), (raw,)))["x"]) == [b"", b"abc", "ä".encode()]
     for broken in (raw[:-1], raw[:-6], bytes(raw) + b"\0"):
         with pytest.raises(InvalidRequestError):
-            decoded(InferRequest(header, (memoryview(broken),)))
+            decoded(InferRequest(Form(header), (memoryview(broken),)))
 
 
 def test_any_byte_but_zero_is_true() -> None:
     header = inference.ModelInferRequest()
     header.inputs.add(name="x", datatype="BOOL", shape=[3])
-    assert decoded(InferRequest(header, (memoryview(b"\0\1\7"),)))["x"].tobytes() == b"\0\1\1"
+    assert decoded(InferRequest(Form(header), (memoryview(b"\0\1\7"),)))["x"].tobytes() == b"\0\1\1"
 
 
 def test_typed_values_outside_of_their_datatype_are_refused() -> None:
     header = inference.ModelInferRequest()
     header.inputs.add(name="x", datatype="INT8", shape=[2]).contents.int_contents.extend([1, 128])
     with pytest.raises(InvalidRequestError, match="outside of INT8's -128..127"):
-        decoded(InferRequest(header, ()))
+        decoded(InferRequest(Form(header), ()))
     header.inputs[0].contents.int_contents[1] = -128
-    assert decoded(InferRequest(header, ()))["x"].tolist() == [1, -128]
+    assert decoded(InferRequest(Form(header), ()))["x"].tolist() == [1, -128]
 
 
 def test_halves_must_be_sent_raw() -> None:
     header = inference.ModelInferRequest()
     header.inputs.add(name="x", datatype="FP16", shape=[1]).contents.fp32_contents.append(1)
     with pytest.raises(InvalidRequestError, match="no typed contents"):
-        decoded(InferRequest(header, ()))
+        decoded(InferRequest(Form(header), ()))
 
 
 @pytest.mark.parametrize(("shape", "raw"), [
@@ -140,14 +155,14 @@ def test_absurd_shapes_are_refused(shape: list[int], raw: bytes) -> None:
     header = inference.ModelInferRequest()
     header.inputs.add(name="x", datatype="FP32", shape=shape)
     with pytest.raises(InvalidRequestError, match="input 'x'"):
-        decoded(InferRequest(header, (memoryview(raw),)))
+        decoded(InferRequest(Form(header), (memoryview(raw),)))
 
 
 def test_there_is_one_raw_tensor_for_each_input() -> None:
     header = inference.ModelInferRequest()
     header.inputs.add(name="x", datatype="UINT8", shape=[1])
     with pytest.raises(InvalidRequestError, match="2 tensors for 1 inputs"):
-        decoded(InferRequest(header, (memoryview(b"a"), memoryview(b"b"))))
+        decoded(InferRequest(Form(header), (memoryview(b"a"), memoryview(b"b"))))
 
 
 @pytest.mark.parametrize("name", [name for name, datatype in DATATYPES.items()
@@ -217,4 +232,4 @@ def test_packed_contents_are_not_copied() -> None:
 def test_packed_and_raw_contents_are_not_mixed() -> None:
     request = packed("FP32", [2000], run(6, bytes(8000)))
     with pytest.raises(InvalidRequestError, match="must not be mixed"):
-        decoded(InferRequest(request.header, (memoryview(bytes(8000)),), request.packed))
+        decoded(InferRequest(request.form, (memoryview(bytes(8000)),), request.packed))
