@@ -1,0 +1,120 @@
+"""What is asked of a server, and what one turn of it measures."""
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing.shared_memory import SharedMemory
+from statistics import median
+
+import grpc
+import numpy as np
+
+import protos
+from benchmarks.transport.http1 import Connections
+from benchmarks.transport.http2 import Connection
+from benchmarks.transport.models import SHAPES
+from benchmarks.transport.processes import Running
+from protos import inference
+
+_WARM_SECS = 0.15
+_REGION = "benchmarked"
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    model: str
+    protocol: str
+    at_a_time: int
+    shared: bool = False                # the input lies in system shared memory
+
+
+CASES = (
+    Case("16 floats, gRPC", "floats", "gRPC", 64),
+    Case("16 floats, gRPC, alone", "floats", "gRPC", 1),
+    Case("16 floats, HTTP", "floats", "HTTP", 64),
+    Case("16 floats, HTTP, alone", "floats", "HTTP", 1),
+    Case("600 KB, gRPC", "picture", "gRPC", 8),
+    Case("600 KB, HTTP", "picture", "HTTP", 8),
+    Case("600 KB in shared memory, gRPC", "picture", "gRPC", 8, shared=True),
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    cpu_us: float                       # of the server, a request
+    engine_us: float                    # of it
+    rate: float
+    p50_us: float
+    failed: int
+
+
+def measure(server: Running, case: Case, seconds: float) -> Measured:
+    with ExitStack() as stack:
+        if case.shared:
+            stack.enter_context(_registered(server, case.model))
+        client = _client(server, case)
+        stack.callback(client.close)
+        client.run(_WARM_SECS)
+        engine_ns, cpu_ns = _engine_ns(server, case.model), server.cpu_ns()
+        ended = client.run(seconds)
+        cpu_ns, engine_ns = server.cpu_ns() - cpu_ns, _engine_ns(server, case.model) - engine_ns
+    count = max(1, ended.answered)
+    return Measured(cpu_ns / 1e3 / count, engine_ns / 1e3 / count, count / seconds,
+                    median(ended.seconds or [math.nan]) * 1e6, ended.failed)
+
+
+def _client(server: Running, case: Case) -> Connection | Connections:
+    shape = [1, *SHAPES[case.model]]
+    content = np.ones(shape, np.float32).tobytes()
+    if case.protocol == "HTTP":
+        head = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": shape,
+                                       "parameters": {"binary_data_size": len(content)}}],
+                           "outputs": [{"name": "y", "parameters": {"binary_data": True}}]}).encode()
+        headers = {"Inference-Header-Content-Length": str(len(head)), "Content-Type": "application/octet-stream"}
+        return Connections(server.ports.http, f"/v2/models/{case.model}/infer", headers, head + content, case.at_a_time)
+    request = inference.ModelInferRequest(model_name=case.model)
+    tensor = request.inputs.add(name="x", datatype="FP32", shape=shape)
+    request.outputs.add(name="y")
+    if case.shared:
+        tensor.parameters["shared_memory_region"].string_param = _REGION
+        tensor.parameters["shared_memory_byte_size"].int64_param = len(content)
+    else:
+        request.raw_input_contents.append(content)
+    return Connection(server.ports.grpc, _path("ModelInfer"), request.SerializeToString(), case.at_a_time)
+
+
+@contextmanager
+def _registered(server: Running, model: str) -> Iterator[None]:
+    """One input of a model in shared memory, known to the server."""
+    size = 4 * math.prod(SHAPES[model])
+    memory = SharedMemory(create=True, size=size)
+    try:
+        _ask(server, "SystemSharedMemoryRegister", inference.SystemSharedMemoryRegisterRequest(
+            name=_REGION, key=f"/{memory.name.lstrip('/')}", byte_size=size))
+        yield
+        _ask(server, "SystemSharedMemoryUnregister", inference.SystemSharedMemoryUnregisterRequest(name=_REGION))
+    finally:
+        memory.close()
+        memory.unlink()
+
+
+def _engine_ns(server: Running, model: str) -> int:
+    """How long the executions of a model took until now."""
+    answer = inference.ModelStatisticsResponse.FromString(
+        _ask(server, "ModelStatistics", inference.ModelStatisticsRequest(name=model)))
+    return sum(batch.compute_infer.ns for entry in answer.model_stats for batch in entry.batch_stats)
+
+
+def _ask(server: Running, call: str, request: inference.ModelStatisticsRequest
+         | inference.SystemSharedMemoryRegisterRequest | inference.SystemSharedMemoryUnregisterRequest) -> bytes:
+    with grpc.insecure_channel(f"127.0.0.1:{server.ports.grpc}") as channel:
+        answer: bytes = channel.unary_unary(_path(call))(request.SerializeToString())
+    return answer
+
+
+def _path(call: str) -> str:
+    return f"/{protos.INFERENCE_SERVICE}/{call}"
