@@ -13,6 +13,7 @@ from infer_server.backend import EngineLoader, load_plan
 from infer_server.batching.cache import ResponseCache
 from infer_server.endpoints.front import Front
 from infer_server.endpoints.grpc.connections import disconnect, stop_listening
+from infer_server.endpoints.grpc.fast import FastServer
 from infer_server.endpoints.grpc.infer import GrpcFront
 from infer_server.endpoints.grpc.server import GrpcSettings, create_server
 from infer_server.endpoints.http.connection import Handler, Limits
@@ -62,6 +63,7 @@ class ServerOptions:
     max_inflight_bytes: int = 1 << 30           # of requests and answers that are held at a time
     send_timeout_secs: float = 60.0             # for a client to read an answer that it asked for
     allow_client_shm: bool = False              # clients may pass tensors in system shared memory
+    grpc_front: str = "grpcio"                  # or "fast", without TLS: see endpoints/grpc/fast.py
     grpc_tls: Tls | None = None
     http_tls: Tls | None = None
     grpc_secrets: Mapping[str, Secret] = field(default_factory=dict)        # by the category of calls that ask for it
@@ -106,7 +108,8 @@ class Server:
                             self._inflight, regions)
         self._grpc = create_server(
             self._service, GrpcFront(self._front.inferences, self._inflight, regions, self._disconnect), self.lifecycle,
-            GrpcSettings(options.max_message_bytes, options.grpc_channel, options.grpc_secrets))
+            GrpcSettings(options.max_message_bytes, options.grpc_channel, options.grpc_secrets,
+                         options.grpc_front == "fast" and options.grpc_tls is None))
         self._grpc_port = 0
         self._http: list[HttpServer] = []
         self._loading: asyncio.Task[None] | None = None
@@ -156,6 +159,8 @@ class Server:
         await asyncio.sleep(_REFUSING_SECS)
         if answered:
             await self._inflight.wait_sent(_SENDING_SECS)
+            if isinstance(self._grpc, FastServer):
+                await self._grpc.wait_sent(_SENDING_SECS)
         disconnect(self._grpc_port)
         await self._grpc.stop(0)
         for http in self._http:
@@ -187,10 +192,13 @@ class Server:
 
     def _listen_grpc(self) -> int:
         wanted, tls = address(self._options.host, self._options.grpc_port), self._options.grpc_tls
-        credentials = tls.grpc_credentials() if tls else None
         try:
-            port: int = (self._grpc.add_secure_port(wanted, credentials) if credentials
-                         else self._grpc.add_insecure_port(wanted))
+            port: int
+            if tls:
+                assert not isinstance(self._grpc, FastServer)
+                port = self._grpc.add_secure_port(wanted, tls.grpc_credentials())
+            else:
+                port = self._grpc.add_insecure_port(wanted)
         except RuntimeError as error:
             raise OSError(f"cannot listen on {wanted}: the port is taken, or this machine has no such address"
                           ) from error

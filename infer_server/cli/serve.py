@@ -15,6 +15,7 @@ from engines.machine.cpu import allowed_cpus
 from infer_server.backend import EngineLoader, load_plan
 from infer_server.cli.access import access_of, add_access, without_effect
 from infer_server.cli.common import boolean, positive, seconds
+from infer_server.endpoints.grpc.fast import why_not
 from infer_server.process import raise_descriptor_limit, tune_malloc
 from infer_server.repository.checking import check
 from infer_server.server import Server, ServerOptions, address
@@ -71,9 +72,11 @@ def _mistake(parsed: argparse.Namespace) -> str:
     if parsed.load_model and parsed.model_control_mode != "explicit":
         return "--load-model needs --model-control-mode explicit; otherwise every model is loaded"
     try:
-        access_of(parsed)
+        access = access_of(parsed)
     except ValueError as error:
         return str(error)
+    if parsed.grpc_front == "fast" and (reason := why_not(access["grpc_channel"])):
+        return reason
     if "*" in parsed.load_model and len(parsed.load_model) > 1:
         return "--load-model=* loads every model; give no other --load-model beside it"
     return ""
@@ -134,7 +137,7 @@ def _options(parsed: argparse.Namespace) -> ServerOptions:
     return ServerOptions(
         model_repositories=tuple(parsed.model_repository), cache_dir=parsed.cache_dir, host=parsed.host.strip("[]"),
         grpc_port=parsed.grpc_port, http_port=parsed.http_port, metrics_port=parsed.metrics_port,
-        threads=parsed.threads, cores=parsed.cores, kind_gpu=parsed.kind_gpu,
+        grpc_front=parsed.grpc_front, threads=parsed.threads, cores=parsed.cores, kind_gpu=parsed.kind_gpu,
         response_cache_bytes=parsed.cache_config,
         explicit_control=parsed.model_control_mode == "explicit",
         load_models=None if parsed.load_model == ["*"] else tuple(parsed.load_model),
@@ -170,6 +173,9 @@ def _add_ports(parser: argparse.ArgumentParser) -> None:
                         help="address to listen on; :: is every one, IPv4 and IPv6 (default %(default)s)")
     parser.add_argument("--grpc-port", type=_port, default=8001, metavar="N", help="0 is any free port "
                                                                                    "(default %(default)s)")
+    parser.add_argument("--grpc-front", choices=("grpcio", "fast"), default="grpcio",
+                        help="what serves gRPC: grpcio, or pygrpc-native for inference without TLS (pip install "
+                             "'infer-server[fast]'; see docs/serving.md) (default %(default)s)")
     parser.add_argument("--http-port", type=_port, default=8000, metavar="N",
                         help="HTTP/REST: inference, metadata, health, control (default %(default)s)")
     parser.add_argument("--metrics-port", type=_port, default=8002, metavar="N",

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import sys
 import threading
 from collections.abc import Coroutine, Iterator
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import uvloop
 
 from infer_server.backend import EngineLoader
@@ -17,6 +19,10 @@ from infer_server.server import Ports, Server, ServerOptions
 from tests.infer_server.numpy_engine import TIMEOUT_SECS, load_numpy_engine
 
 T = TypeVar("T")
+# What serves gRPC, as parameters of tests and of fixtures.
+FRONTS = ("grpcio", pytest.param("fast", marks=pytest.mark.skipif(
+    importlib.util.find_spec("pygrpc_native") is None, reason="pygrpc-native is not installed")))
+DEFAULTS: dict[str, Any] = {"drain_grace_secs": 0.0}        # where a test says nothing else
 
 
 class RunningServer:
@@ -63,7 +69,7 @@ class RunningServer:
 def options(repository: Path, **given: Any) -> ServerOptions:
     return ServerOptions(
         cache_dir=repository / ".cache", grpc_port=0, http_port=0, metrics_port=0,
-        **{"model_repositories": (repository,), "drain_grace_secs": 0.0, **given})
+        **{"model_repositories": (repository,), **DEFAULTS, **given})
 
 
 @contextmanager

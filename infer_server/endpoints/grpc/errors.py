@@ -46,6 +46,16 @@ def parsed(message: type[Request], data: bytes) -> Request:
         raise MalformedMessageError(f"not a {message.DESCRIPTOR.name}: {error}") from error
 
 
+def described(error: Exception, peer: str) -> tuple[grpc.StatusCode, str]:
+    """The status that ends a call, and its text. What the client does not learn, and who sends nonsense, is logged."""
+    if not isinstance(error, ServeError):       # our bug: the client learns that much, the log has the rest
+        log.error("a call failed", exc_info=error)
+        return grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}"
+    if isinstance(error, MalformedMessageError):        # no client of the protocol sends that
+        log.warning("%s: %s", peer, error)
+    return status_of(error), str(error)
+
+
 def answering(call: Callable[[Any, grpc.aio.ServicerContext], Awaitable[T]]) -> Handler[T]:
     """A gRPC handler from a function that raises ServeErrors.
 
@@ -55,13 +65,8 @@ def answering(call: Callable[[Any, grpc.aio.ServicerContext], Awaitable[T]]) -> 
     async def handler(request: Any, context: grpc.aio.ServicerContext) -> T:
         try:
             return await call(request, context)
-        except ServeError as error:
-            if isinstance(error, MalformedMessageError):        # no client of the protocol sends that
-                log.warning("%s: %s", context.peer(), error)
-            code, details = status_of(error), str(error)
-        except Exception as error:      # our bug: the client learns that much, the log has the rest
-            log.exception("a call failed")
-            code, details = grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}"
+        except Exception as error:
+            code, details = described(error, context.peer())
         # gRPC keeps what abort() raises: neither the request nor the frames of the error shall hang on to that.
         del request
         await context.abort(code, details)

@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 
 import protos
 from infer_server.endpoints.grpc.errors import answering, parsed
+from infer_server.endpoints.grpc.fast import FastServer
 from infer_server.endpoints.grpc.health import health_handlers
 from infer_server.endpoints.grpc.infer import GrpcFront, infer
 from infer_server.endpoints.grpc.stream import infer_stream
@@ -23,8 +24,8 @@ Call = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
 
 def inference_handlers(service: Service, front: GrpcFront, restrictions: Restrictions) -> grpc.GenericRpcHandler:
     """The handlers of every call of the service."""
-    async def model_infer(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        return await infer(data, context, front)
+    def model_infer(data: bytes, context: grpc.aio.ServicerContext) -> Awaitable[bytes]:
+        return infer(data, context, front)
 
     async def model_stream_infer(_: Any, context: grpc.aio.ServicerContext) -> None:
         await infer_stream(context, front)
@@ -66,9 +67,11 @@ class GrpcSettings:
     max_message_bytes: int
     channel: Mapping[str, int] = field(default_factory=dict)    # of the C core, by name: keepalive, ages
     secrets: Mapping[str, Secret] = field(default_factory=dict)
+    fast: bool = False                      # inference on pygrpc-native
 
 
-def create_server(service: Service, front: GrpcFront, lifecycle: Lifecycle, settings: GrpcSettings) -> grpc.aio.Server:
+def create_server(service: Service, front: GrpcFront, lifecycle: Lifecycle,
+                  settings: GrpcSettings) -> grpc.aio.Server | FastServer:
     """A gRPC server, not started, without ports. Messages that are too large get RESOURCE_EXHAUSTED."""
     server = grpc.aio.server(options=[
         ("grpc.max_receive_message_length", settings.max_message_bytes),
@@ -79,6 +82,8 @@ def create_server(service: Service, front: GrpcFront, lifecycle: Lifecycle, sett
     restrictions = Restrictions(settings.secrets, HEADER_PREFIX)
     server.add_generic_rpc_handlers((inference_handlers(service, front, restrictions),
                                      health_handlers(lifecycle, restrictions)))
+    if settings.fast:
+        return FastServer(server, front, restrictions, settings.max_message_bytes, settings.channel)
     return server
 
 

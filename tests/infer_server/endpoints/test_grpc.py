@@ -12,11 +12,11 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from tests.infer_server.numpy_engine import write_model
-from tests.infer_server.serving import RunningServer, serving
+from tests.infer_server.serving import FRONTS, RunningServer, serving
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+@pytest.fixture(scope="module", params=FRONTS)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     repository = tmp_path_factory.mktemp("repository")
     write_model(repository, "affine")
     write_model(repository, "two", kind="two", shape=[2, 3])
@@ -28,7 +28,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     write_model(repository, "versions", 2, shape=[2])
     (write_model(repository, "corrupt") / "1" / "model.plan").write_bytes(b"\0not a plan")
     write_model(repository, "misspelt", config="max_batchsize: 4")
-    with serving(repository, max_message_bytes=1 << 20) as running:
+    with serving(repository, max_message_bytes=1 << 20, grpc_front=request.param) as running:
         yield running
 
 

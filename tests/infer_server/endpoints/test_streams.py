@@ -16,7 +16,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tests.infer_server.endpoints.test_grpc import request_of
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
-from tests.infer_server.serving import RunningServer, serving
+from tests.infer_server.serving import FRONTS, RunningServer, serving
 
 COUNT = """
 import numpy as np
@@ -41,15 +41,15 @@ output [ { name: "i" data_type: TYPE_INT32 dims: [ 1 ] } ]
 """
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+@pytest.fixture(scope="module", params=FRONTS)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     repository = tmp_path_factory.mktemp("repository")
     write_model(repository, "affine")
     write_model(repository, "gated", gate="stream", max_batch=1)
     (repository / "counts" / "1").mkdir(parents=True)
     (repository / "counts" / "config.pbtxt").write_text(COUNT_CONFIG)
     (repository / "counts" / "1" / "model.py").write_text(COUNT)
-    with serving(repository, access_log="json") as running:
+    with serving(repository, access_log="json", grpc_front=request.param) as running:
         yield running
 
 
@@ -107,7 +107,8 @@ def test_every_inference_has_a_line_in_the_access_log(
     lines = [json.loads(record.getMessage()) for record in caplog.records if record.name == "infer_server.access"]
     assert [(line["id"], line["model"], line["batch"], line["status"]) for line in lines] == [
         ("1", "affine", 1, "OK"), ("2", "no\nbody", 0, "UnknownModelError")]
-    assert all(line["protocol"] == "gRPC" and "127.0.0.1" in line["client"] and line["us"] > 0 for line in lines)
+    assert all(line["protocol"] == "gRPC" and line["us"] > 0 for line in lines)
+    assert "127.0.0.1" in lines[0]["client"]        # a stream's is unknown behind the fast front
     assert not any("\n" in record.getMessage() for record in caplog.records)
 
 
