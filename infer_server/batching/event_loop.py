@@ -17,7 +17,8 @@ class Waker:
 
     Requests that arrive together are read one after the other, each over several turns of the loop. To wake an instance
     for the first would execute it alone, and would have its thread fight the loop for the interpreter while the others
-    are read. No timer is waited for: a loop without work takes its quiet turns at once.
+    are read. No timer is waited for: a loop without work takes its quiet turns at once. Where requests come alone, one
+    after the other, they become fewer, down to one.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, batcher: Batcher, max_batch_size: int) -> None:
@@ -26,22 +27,27 @@ class Waker:
         self._max_batch_size = max_batch_size
         self._watching = False
         self._quiet_turns = 0
+        self._wanted_turns = _QUIET_TURNS
+        self._together = 0              # requests since it began to watch
         self._limit_ns = 0
 
     def submitted(self) -> None:
         """To be called when a request was put into the queue: an instance is woken a few turns of the loop later."""
         self._quiet_turns = 0
+        self._together += 1
         if not self._watching:
             self._watching = True
+            self._together = 1
             self._limit_ns = time.monotonic_ns() + _LIMIT_NS
             self._loop.call_soon(self._turn)
 
     def _turn(self) -> None:
         self._quiet_turns += 1
         gathering = 0 < len(self._batcher) < self._max_batch_size       # 0: a busy instance came by and took them
-        if gathering and self._quiet_turns < _QUIET_TURNS and time.monotonic_ns() < self._limit_ns:
+        if gathering and self._quiet_turns < self._wanted_turns and time.monotonic_ns() < self._limit_ns:
             self._loop.call_soon(self._turn)
             return
+        self._wanted_turns = _QUIET_TURNS if self._together > 1 else max(1, self._wanted_turns // 2)
         self._watching = False
         self._batcher.wake()
 

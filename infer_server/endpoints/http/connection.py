@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -30,6 +31,7 @@ MOST_HEADER_BYTES = 64 << 10
 _HEADER_SECS = 10.0             # for a client to say what it wants, once it has begun to
 _IDLE_SECS = 120.0              # for it to begin on a connection that stays open, and between the pieces of a body
 _LINGER_SECS = 2.0              # for it to read why its request is not taken
+_LOOKING_SECS = 2.0             # between two looks at these; no longer than the shortest
 
 
 class Handler(Protocol):
@@ -103,7 +105,8 @@ class HttpConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._waiting: deque[_Waiting] = deque()                # what came behind the request that is being answered
         self._sending: list[OpenCall] = []                      # answered, and not yet taken by the socket
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None          # while there is a time at which it is closed
+        self._closes_at = math.inf                              # on the loop's clock
         self._peer = ""
         self._incoming = _Incoming()
         self._keep_alive = True
@@ -141,7 +144,8 @@ class HttpConnection(asyncio.Protocol):
             self._refuse(error_response(HTTPStatus.BAD_REQUEST, f"not an HTTP request: {error}"))
 
     def connection_lost(self, reason: Exception | None) -> None:
-        self._watch(None)
+        if self._timer:
+            self._timer.cancel()
         self._connections.discard(self)
         for waiting in self._waiting:
             self._limits.inflight.end(waiting.held)
@@ -299,14 +303,21 @@ class HttpConnection(asyncio.Protocol):
         self._incoming = _Incoming()
 
     def _watch(self, secs: float | None) -> None:
-        """Closes the connection if nothing more has come in so many seconds; None: whatever it takes."""
-        if self._timer:
-            self._timer.cancel()
-        self._timer = self._loop.call_later(secs, self._too_slow) if secs else None
+        """Closes the connection if nothing more has come in so many seconds; None: whatever it takes.
 
-    def _too_slow(self) -> None:
-        if self._transport:
+        One timer looks now and then: to set and cancel one for each piece would cost more than to parse it.
+        """
+        self._closes_at = self._loop.time() + secs if secs else math.inf
+        if self._timer is None and secs:
+            self._timer = self._loop.call_later(min(secs, _LOOKING_SECS), self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        left = self._closes_at - self._loop.time()
+        if left <= 0 and self._transport:
             self._transport.close()
+        elif left < math.inf:
+            self._timer = self._loop.call_later(min(left, _LOOKING_SECS), self._look)
 
 
 class _Refused(Exception):

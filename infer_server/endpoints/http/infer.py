@@ -5,6 +5,7 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 """
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from infer_server.endpoints.http.compression import accepted, compressed
 from infer_server.endpoints.http.connection import Exchange
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, parsed
 from infer_server.endpoints.inflight import OpenCall
-from infer_server.endpoints.shared_memory import Place
+from infer_server.endpoints.shared_memory import Place, Regions
 from infer_server.endpoints.tensors import Asked, Output, places, read, wanted
 from infer_server.errors import InvalidRequestError, ServeError
 from infer_server.protocol.codec import (
@@ -35,6 +36,7 @@ from infer_server.serving import Call, Served
 
 _NO_JSON = ("FP16", "BF16")                         # datatypes
 _JSON_BYTES = "inference-header-content-length"     # of the body; binary tensors follow
+_KEPT_FORMS, _KEPT_BYTES = 1024, 2048               # that are kept, and the most that the JSON of one may have
 
 
 def infer(exchange: Exchange, model: str, version: str, front: Front) -> None:
@@ -72,6 +74,51 @@ class JsonTensor:
         return Asked(self.name, self.parameters)
 
 
+@dataclass(eq=False)
+class Form:
+    """What the JSON of a request says. Requests of the same JSON, followed by their tensors, have the same one."""
+    head: Mapping[str, Any]
+    is_kept: bool = False                       # it may come again
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequestError: it is no inference request."""
+        self.id: str = _typed(self.head, "id", str, "")
+        self.parameters: dict[str, Any] = _typed(self.head, "parameters", dict, {})
+        self.inputs = _tensors(self.head, "inputs")
+        self.outputs = _tensors(self.head, "outputs")
+        self._may_be_elsewhere = any("shared_memory_region" in tensor.parameters for tensor in self.inputs)
+        self.encoder: Encoder | None = None     # of the last request, if another may have the same
+
+    @functools.cached_property
+    def sizes(self) -> list[int | None]:
+        """Of each input in the bytes behind the JSON; None: it is not there. Raises InvalidRequestError."""
+        return [_typed(tensor.parameters, "binary_data_size", int, None) for tensor in self.inputs]
+
+    def places(self, regions: Regions) -> dict[int, Place]:
+        """Where inputs lie in shared memory, by their positions. Raises ServeErrors."""
+        return places((tensor.asked() for tensor in self.inputs), regions) if self._may_be_elsewhere else {}
+
+    def encoder_of(self, served: Served, regions: Regions) -> Encoder:
+        """Raises ServeErrors."""
+        if self.encoder is None or self.encoder.served is not served:
+            encoder = self._encoder(served, regions)
+            if any(output.place for output in encoder.outputs):     # its region may be another the next time
+                return encoder
+            self.encoder = encoder
+        return self.encoder
+
+    def _encoder(self, served: Served, regions: Regions) -> Encoder:
+        every = _typed(self.parameters, "binary_data_output", bool, False)
+        in_bytes = {tensor.name: _typed(tensor.parameters, "binary_data", bool, every) for tensor in self.outputs}
+        outputs = wanted(served, [tensor.asked() for tensor in self.outputs], regions)
+        binary = tuple(in_bytes.get(spec.name, every) for spec in served.outputs)
+        for output, raw in zip(outputs, binary, strict=True):
+            if not raw and not output.place and output.datatype.name in _NO_JSON:
+                raise InvalidRequestError(f"output '{output.spec.name}': {output.datatype.name} has no JSON form; ask "
+                                          "for it with \"binary_data\": true")
+        return Encoder(served, outputs, binary, self.id)
+
+
 class HttpCall(Call):
     """An inference request; its response is an HttpResponse."""
     protocol = "HTTP"
@@ -80,39 +127,34 @@ class HttpCall(Call):
         """Raises InvalidRequestError: the body is no inference request."""
         self.model, self.version, self.received_ns = model, version, request.received_ns
         self._front, self._held = front, held
-        head, self._binary = _split(request)
-        self._head = _object(parsed(head), "the request")
-        self.id = _typed(self._head, "id", str, "")
-        self._parameters: dict[str, Any] = _typed(self._head, "parameters", dict, {})
-        self._inputs = _tensors(self._head, "inputs")
-        self._outputs = _tensors(self._head, "outputs")
-        self._coding = accepted(request.headers)
-        self._places: dict[int, Place] = {}
+        self._said, self._binary = _split(request)
+        self.id = self._said.id
+        self.form = self._said if self._said.is_kept else None
+        self._coding = accepted(request.headers) if "accept-encoding" in request.headers else ""
 
     def client(self) -> str:
         return self._held.client.peer() if self._held.client else ""
 
     def inputs(self) -> Sequence[InputTensor]:
-        self._places = places((tensor.asked() for tensor in self._inputs), self._front.regions)
-        return declared_inputs(self._inputs)
+        return declared_inputs(self._said.inputs)
 
     def outputs(self) -> Iterable[str]:
-        return (tensor.name for tensor in self._outputs)
+        return (tensor.name for tensor in self._said.outputs)
 
     def parameters(self) -> Parameters:
-        return self._parameters
+        return self._said.parameters
 
     def expect(self, response_bytes: int) -> None:
         self._front.inflight.expect(self._held, response_bytes)
 
     def contents(self, tensors: Sequence[InputTensor]) -> dict[str, NDArray[Any]]:
         arrays, at = {}, 0
-        placed = read(self._places, tensors, lambda count: self._front.inflight.hold(self._held, count))
-        for i, (tensor, given) in enumerate(zip(tensors, self._inputs, strict=True)):
+        found = self._said.places(self._front.regions)
+        placed = read(found, tensors, lambda count: self._front.inflight.hold(self._held, count)) if found else {}
+        for i, (tensor, given, size) in enumerate(zip(tensors, self._said.inputs, self._said.sizes, strict=True)):
             if i in placed:
                 arrays[tensor.name] = from_raw(tensor, placed[i])
                 continue
-            size = _typed(given.parameters, "binary_data_size", int, None)
             if size is None:
                 arrays[tensor.name] = from_json(tensor, given.data)
                 continue
@@ -128,45 +170,50 @@ class HttpCall(Call):
         return arrays
 
     def encoder(self, served: Served) -> Callable[[Arrays], HttpResponse | ServeError]:
-        every = _typed(self._parameters, "binary_data_output", bool, False)
-        in_bytes = {tensor.name: _typed(tensor.parameters, "binary_data", bool, every) for tensor in self._outputs}
-        outputs = wanted(served, [tensor.asked() for tensor in self._outputs], self._front.regions)
-        binary = tuple(in_bytes.get(spec.name, every) for spec in served.outputs)
-        for output, raw in zip(outputs, binary, strict=True):
-            if not raw and not output.place and output.datatype.name in _NO_JSON:
-                raise InvalidRequestError(f"output '{output.spec.name}': {output.datatype.name} has no JSON form; ask "
-                                          "for it with \"binary_data\": true")
-        request_id, coding = self.id, self._coding
-
-        def encode(computed: Arrays) -> HttpResponse | ServeError:
-            try:
-                return compressed(_response(served, outputs, binary, request_id, computed), coding)
-            except ServeError as error:
-                return error
-        return encode
+        encode = self._said.encoder_of(served, self._front.regions)
+        return functools.partial(_compressed, encode, self._coding) if self._coding else encode
 
 
-def _response(served: Served, outputs: Sequence[Output], binary: Sequence[bool], request_id: str,
-              computed: Arrays) -> HttpResponse:
-    described: list[dict[str, Any]] = []
-    pieces: list[bytes | memoryview] = []
-    for output, raw in zip(outputs, binary, strict=True):
-        array, datatype = output.array(computed[output.spec.name]), output.datatype
-        one: dict[str, Any] = {"name": output.spec.name, "datatype": datatype.name, "shape": array.shape}
+def _compressed(encode: Encoder, coding: str, computed: Arrays) -> HttpResponse | ServeError:
+    response = encode(computed)
+    return compressed(response, coding) if isinstance(response, HttpResponse) else response
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Makes responses of computed outputs, on an instance's thread."""
+    served: Served
+    outputs: Sequence[Output]
+    binary: Sequence[bool]              # likewise: as bytes behind the JSON
+    request_id: str
+
+    def __call__(self, computed: Arrays) -> HttpResponse | ServeError:
+        described: list[dict[str, Any]] = []
+        pieces: list[bytes | memoryview] = []
+        try:
+            for output, raw in zip(self.outputs, self.binary, strict=True):
+                described.append(self._describe(output, raw, output.array(computed[output.spec.name]), pieces))
+        except ServeError as error:
+            return error
+        body = {"model_name": self.served.model, "model_version": str(self.served.version), "outputs": described}
+        text = json.dumps({"id": self.request_id, **body} if self.request_id else body).encode()
+        if not pieces:
+            return HttpResponse((text,))
+        return HttpResponse((text, *pieces), content_type="application/octet-stream",
+                            headers={"Inference-Header-Content-Length": str(len(text))})
+
+    def _describe(self, output: Output, raw: bool, array: NDArray[Any],
+                  pieces: list[bytes | memoryview]) -> dict[str, Any]:
+        """What the JSON says of an output; pieces: takes its bytes, if they follow the JSON."""
+        one: dict[str, Any] = {"name": output.spec.name, "datatype": output.datatype.name, "shape": array.shape}
         if output.place or raw:
             content = output.place_raw(array)
             if content is not None:     # of one in shared memory no more is said: clients take parameters for sizes
                 pieces.append(bytes(content))       # the array is the engine's, for this batch only
                 one["parameters"] = {"binary_data_size": len(pieces[-1])}
         else:
-            one["data"] = to_json(array, datatype.name)
-        described.append(one)
-    body = {"model_name": served.model, "model_version": str(served.version), "outputs": described}
-    text = json.dumps({"id": request_id, **body} if request_id else body).encode()
-    if not pieces:
-        return HttpResponse((text,))
-    return HttpResponse((text, *pieces), content_type="application/octet-stream",
-                        headers={"Inference-Header-Content-Length": str(len(text))})
+            one["data"] = to_json(array, output.datatype.name)
+        return one
 
 
 # ---- tensors as JSON
@@ -210,15 +257,23 @@ def _flat(data: list[Any]) -> list[Any]:
 
 
 # ---- the message
-def _split(request: HttpRequest) -> tuple[bytes, memoryview]:
-    """The JSON of a body, and what follows it."""
+def _split(request: HttpRequest) -> tuple[Form, memoryview]:
+    """The JSON of a body, and what follows it. Raises InvalidRequestError."""
     length = request.headers.get(_JSON_BYTES)
     if length is None:
-        return request.body, memoryview(b"")
+        return Form(_object(parsed(request.body), "the request")), memoryview(b"")
     if not length.isdecimal() or int(length) > len(request.body):
         raise InvalidRequestError(f"Inference-Header-Content-Length '{length}' is not within the body of "
                                   f"{len(request.body)} bytes")
-    return request.body[:int(length)], memoryview(request.body)[int(length):]
+    size = int(length)
+    head = request.body[:size]
+    return (_kept_form(head) if size <= _KEPT_BYTES else Form(_object(parsed(head), "the request")),
+            memoryview(request.body)[size:])
+
+
+@functools.lru_cache(_KEPT_FORMS)
+def _kept_form(head: bytes) -> Form:
+    return Form(_object(parsed(head), "the request"), is_kept=True)
 
 
 def _tensors(head: Mapping[str, Any], key: str) -> list[JsonTensor]:

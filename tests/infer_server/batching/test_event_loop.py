@@ -23,13 +23,13 @@ class CountingBatcher(Batcher):
         super().wake()
 
 
-def submissions(turns_between: list[int]) -> list[int]:
+def submissions(turns_between: list[int], most: int = 4) -> list[int]:
     """Submits a request after each of these numbers of turns; what waited at each wake-up."""
 
     async def submit_all() -> list[int]:
         loop = asyncio.get_running_loop()
         batcher = CountingBatcher()
-        waker = Waker(loop, batcher, max_batch_size=4)
+        waker = Waker(loop, batcher, max_batch_size=most)
         for turns in turns_between:
             for _ in range(turns):
                 await asyncio.sleep(0)
@@ -56,3 +56,11 @@ def test_a_full_batch_is_not_held_back() -> None:
 
 def test_requests_far_apart_wake_an_instance_each() -> None:
     assert submissions([0, 30]) == [1, 2], "nobody took the first one in this test"
+
+
+def test_after_requests_that_came_alone_the_next_one_is_waited_for_less() -> None:
+    """And after some that came together as long as ever."""
+    alone = [0, *[30] * 3]
+    assert submissions([30, 4], most=100) == [2]
+    assert submissions([*alone, 30, 4], most=100) == [1, 2, 3, 4, 5, 6]
+    assert submissions([*alone, 30, 0, 30, 4], most=100) == [1, 2, 3, 4, 6, 8]
