@@ -108,7 +108,7 @@ async def overload(options: argparse.Namespace) -> None:
     """Three times the capacity of an engine that takes `--batch-secs` for a batch of 8, of requests with deadlines."""
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), "slow", seconds=options.batch_secs)
-        with serving(Path(folder), "--cores", "1") as server:
+        with serving(Path(folder), "--cores", "1", "--grpc-front", options.grpc_front) as server:
             async with grpc.aio.insecure_channel(server.address) as channel:
                 await channel.unary_unary(INFER)(request("slow", 4))
                 before, rss = server.statistics("slow"), server.rss_mb()
@@ -127,12 +127,12 @@ async def overload(options: argparse.Namespace) -> None:
                   f"RSS {rss:.0f} -> {server.rss_mb():.0f} MB; answers again after {recovered:.2f} s")
 
 
-async def terminate(_: argparse.Namespace) -> None:
+async def terminate(options: argparse.Namespace) -> None:
     """SIGTERM under 64 clients: those of a first run end with the first refusal, those of a second ask on and on."""
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), "m", seconds=0.005)
         for persistent in (False, True):
-            with serving(Path(folder), "--drain-grace-secs", "0.2") as server:
+            with serving(Path(folder), "--drain-grace-secs", "0.2", "--grpc-front", options.grpc_front) as server:
                 asking = [asyncio.create_task(ask_on(server.address, persistent)) for _ in range(64)]
                 await asyncio.sleep(1)
                 server.process.send_signal(signal.SIGTERM)
@@ -162,7 +162,8 @@ async def slow_readers(options: argparse.Namespace) -> None:
     values = 4 << 20
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), "large", shape=[values], max_batch=1)
-        with serving(Path(folder), "--max-inflight-mib", str(options.mib), "--cores", "1") as server:
+        with serving(Path(folder), "--max-inflight-mib", str(options.mib), "--cores", "1",
+                     "--grpc-front", options.grpc_front) as server:
             body, rss = request("large", values), [server.rss_mb()]
             readers = []
             for _ in range(16):
@@ -208,6 +209,7 @@ def main() -> None:
     kind = kinds.add_parser("cancel")
     kind.add_argument("--count", type=int, default=50_000)
     kind.set_defaults(run=cancel)
+    parser.add_argument("--grpc-front", default="grpcio", help="as infer-server's")
     options = parser.parse_args()
     asyncio.run(options.run(options))
 

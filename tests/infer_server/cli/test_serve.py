@@ -97,6 +97,7 @@ def test_options_that_contradict_each_other_are_a_usage_error(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, said in ((["--load-model", "m"], "needs --model-control-mode explicit"),
                           (["--model-control-mode", "explicit", "--load-model=*", "--load-model=m"], "no other"),
+                          (["--grpc-front", "fast", "--grpc-max-connection-age", "9"], "--grpc-front fast"),
                           (["--model-repository", f"{tmp_path}/../{tmp_path.name}"], "given twice")):
         assert main(["--model-repository", str(tmp_path), *options]) == 2
         assert said in capsys.readouterr().err

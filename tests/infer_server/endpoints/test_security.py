@@ -21,17 +21,17 @@ import protos
 from infer_server.endpoints.restrictions import CATEGORIES, parsed
 from infer_server.endpoints.tls import Tls
 from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
-from tests.infer_server.serving import RunningServer, serving
+from tests.infer_server.serving import FRONTS, RunningServer, serving
 
 SECRET = parsed([f"{','.join(CATEGORIES)}:key=sesame"])
 
 
-@pytest.fixture(scope="module")
-def restricted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+@pytest.fixture(scope="module", params=FRONTS)
+def restricted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     repository = tmp_path_factory.mktemp("repository")
     write_model(repository, "m")
     with serving(repository, explicit_control=True, load_models=None, allow_client_shm=True, grpc_secrets=SECRET,
-                 http_secrets=SECRET) as running:
+                 http_secrets=SECRET, grpc_front=request.param) as running:
         yield running
 
 
@@ -119,7 +119,7 @@ def test_ports_are_encrypted_and_may_ask_for_certificates(tmp_path: Path, certif
     write_model(tmp_path, "m")
     server, client = certificates / "server", certificates / "client"
     tls = Tls(server.with_suffix(".pem"), server.with_suffix(".key"), client.with_suffix(".pem") if mutual else None)
-    with serving(tmp_path, grpc_tls=tls, http_tls=tls) as running:
+    with serving(tmp_path, grpc_tls=tls, http_tls=tls, grpc_front="fast") as running:       # with TLS it is grpcio
         def live_over_grpc(**given: str) -> bool:
             with triton.InferenceServerClient(running.address, ssl=True, root_certificates=f"{server}.pem",
                                               **given) as connected:
