@@ -2,31 +2,36 @@
 
     python -m benchmarks.serving                              # ResNet-50 INT8 of the zoo, concurrency 1 to 32
     python -m benchmarks.serving --model mobilenet_v2 --precision fp32 --threads 2 --write
+    python -m benchmarks.serving --plan models/mobilenet_v2/1/model.plan --apart 0,1 --grpc-front fast
 
 At each concurrency: throughput, latency, the mean size of the batches that the server formed, and the share of the
 throughput that the engine alone has at that size. The server has one instance, as run-engine has one context. Loads and
 engine runs alternate, so that a busy moment of the machine meets both; the table shows the median of the repetitions.
-The load test takes part of the machine: its share is in it.
+The load test takes part of the machine: its share is in it. With --apart the server has a core of its own and the
+client another, and that is a bare connection (transport/http2.py): what the server loses, it loses by itself.
 """
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.models import build, run, source_of
 from benchmarks.reports.document import Cell, machine, markdown_table, write_section
+from benchmarks.transport import bare
 from clients import ClientError, InferenceClient
 
 READY_TIMEOUT_S = 120
@@ -52,19 +57,26 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(plan: Path, threads: int) -> Iterator[str]:
+def serving(plan: Path, options: argparse.Namespace) -> Iterator[str]:
     """"host:port" of an infer-server whose model is ready; `plan` is <repository>/<model>/<version>/model.plan."""
     grpc, http, metrics = (free_port() for _ in range(3))
     process = subprocess.Popen(
         [sys.executable, "-m", "infer_server.cli.serve", "--model-repository", plan.parents[2],
-         "--threads", str(threads), "--cores", str(threads),         # one instance
-         "--grpc-port", str(grpc), "--http-port", str(http), "--metrics-port", str(metrics)])
+         "--threads", str(options.threads), "--cores", str(options.threads),         # one instance
+         "--grpc-front", options.grpc_front, "--log-level", "warning",
+         "--grpc-port", str(grpc), "--http-port", str(http), "--metrics-port", str(metrics)],
+        preexec_fn=partial(_pin, options.apart[1:]))
     try:
         wait_until_ready(f"127.0.0.1:{grpc}", plan.parents[1].name, process)
         yield f"127.0.0.1:{grpc}"
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait()
+
+
+def _pin(cores: Sequence[int]) -> None:
+    if cores:
+        os.sched_setaffinity(0, cores)
 
 
 def wait_until_ready(address: str, model: str, process: subprocess.Popen[bytes]) -> None:
@@ -78,19 +90,23 @@ def wait_until_ready(address: str, model: str, process: subprocess.Popen[bytes])
     raise SystemExit(f"infer-server at {address} did not get '{model}' ready; its log says why")
 
 
-def loaded(address: str, model: str, concurrency: int, seconds: float, folder: Path) -> dict[str, Any]:
-    """load-test's level at one concurrency."""
-    run("clients.load.cli", "-m", model, "-u", address, "--concurrency", concurrency, "--duration", seconds,
+def loaded(address: str, model: str, concurrency: int, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """load-test's level at one concurrency, or the bare client's."""
+    if options.apart:
+        _pin(options.apart[:1])
+        return bare.level(address, model, concurrency, options.duration)
+    run("clients.load.cli", "-m", model, "-u", address, "--concurrency", concurrency, "--duration", options.duration,
         "--json", folder / "load.json")
     level: dict[str, Any] = json.loads((folder / "load.json").read_text())["levels"][0]
     return level
 
 
-def alone(plan: Path, batch: int, threads: int, seconds: float) -> float:
+def alone(plan: Path, batch: int, options: argparse.Namespace) -> float:
     """run-engine's items a second."""
     found = subprocess.run(
-        [sys.executable, "-m", "infer_server.cli.run_engine", plan, "--batch", str(batch), "--threads", str(threads),
-         "--seconds", str(seconds), "--json"], check=True, capture_output=True, text=True)
+        [sys.executable, "-m", "infer_server.cli.run_engine", plan, "--batch", str(batch),
+         "--threads", str(options.threads), "--seconds", str(options.duration), "--json"],
+        check=True, capture_output=True, text=True, preexec_fn=partial(_pin, options.apart[1:]))
     return float(json.loads(found.stdout)["throughput"])
 
 
@@ -100,10 +116,10 @@ def measure(plan: Path, options: argparse.Namespace, folder: Path) -> list[Point
     for concurrency in options.concurrency:
         levels, engines = [], []
         for _ in range(options.repeats):
-            with serving(plan, options.threads) as address:
-                levels.append(loaded(address, model, concurrency, options.duration, folder))
+            with serving(plan, options) as address:
+                levels.append(loaded(address, model, concurrency, options, folder))
             batch = max(1, round(levels[-1]["server"]["mean_batch"]))
-            engines.append(alone(plan, batch, options.threads, options.duration))
+            engines.append(alone(plan, batch, options))
         points.append(Point(
             concurrency, served=median(level["throughput"] for level in levels),
             p50_ms=median(level["latency_ms"]["p50"] for level in levels),
@@ -118,10 +134,11 @@ def section(points: list[Point], options: argparse.Namespace) -> str:
     header = ["concurrency", "served, infer/s", "p50, ms", "p99, ms", "mean batch", "run-engine, infer/s", "ratio"]
     rows: list[list[Cell]] = [[p.concurrency, p.served, p.p50_ms, p.p99_ms, p.mean_batch, p.engine,
                                f"{median(p.ratios):.0%} ({p.ratios[0]:.0%} to {p.ratios[-1]:.0%})"] for p in points]
+    client = ("Server and client have a core each." if options.apart else "The load test runs on the same machine.")
     command = "python -m benchmarks.serving " + " ".join(options.arguments)
     return (f"### Serving: {Path(options.model).stem}, {options.precision}, {options.threads} threads\n\n"
-            f"`{command.strip()}`\n\nOn {machine()}; median of {options.repeats}. Clients send single items; "
-            f"run-engine runs the rounded\nmean batch. The load test runs on the same machine.\n\n"
+            f"`{command.strip()}`\n\nOn {options.machine}; median of {options.repeats}. Clients send single items; "
+            f"run-engine runs the rounded\nmean batch. {client}\n\n"
             f"{markdown_table(header, rows)}")
 
 
@@ -136,9 +153,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
                         default=[1, 2, 4, 8, 16, 32], metavar="N,...")
     parser.add_argument("--duration", type=float, default=5.0, metavar="S", help="of each load and each engine run")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--plan", type=Path, help="a plan of <repository>/<model>/<version>/ instead of building one")
+    parser.add_argument("--apart", type=lambda text: [int(part) for part in text.split(",")], default=[],
+                        metavar="CLIENT,SERVER", help="cores, and the bare client instead of load-test")
+    parser.add_argument("--grpc-front", default="grpcio", help="as infer-server's")
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args(arguments)
-    options.arguments = arguments
+    options.arguments, options.machine = arguments, machine()
     return options
 
 
@@ -146,9 +167,12 @@ def main(arguments: list[str]) -> None:
     options = parse(arguments)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        source = source_of(options.model, folder)
-        plan = folder / "repository" / source.stem / "1" / "model.plan"
-        build(source, plan, options.precision, options.max_batch)
+        plan = options.plan
+        if plan is None:
+            source = source_of(options.model, folder)
+            plan = folder / "repository" / source.stem / "1" / "model.plan"
+            build(source, plan, options.precision, options.max_batch)
+        options.model = plan.parents[1].name
         text = section(measure(plan, options, folder), options)
     print(text)
     if options.write:
