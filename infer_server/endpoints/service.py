@@ -19,7 +19,8 @@ from infer_server.repository.repository import Repository
 from infer_server.version import NAME, VERSION
 from protos import inference, model_config
 
-EXTENSIONS = ("classification", "model_repository", "model_configuration", "system_shared_memory", "cuda_shared_memory",
+EXTENSIONS = ("classification", "sequence", "model_repository", "model_repository(unload_dependents)",
+              "schedule_policy", "model_configuration", "system_shared_memory", "cuda_shared_memory",
               "binary_tensor_data", "parameters", "statistics", "trace", "logging")
 
 _DEPENDENTS = "unload_dependents"

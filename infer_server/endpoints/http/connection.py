@@ -72,12 +72,30 @@ class Exchange:
             self._connection.respond(self, response)
 
     def fail(self, error: Exception) -> None:
-        """Responds with an error. Of one that is no ServeError, our bug, the client learns its class, the log more."""
+        """Responds with an error."""
+        said = self.said(error)
+        self.respond(response_of(error) if isinstance(error, ServeError) else
+                     error_response(HTTPStatus.INTERNAL_SERVER_ERROR, said))
+
+    def said(self, error: Exception) -> str:
+        """What the client is told of an error: of one that is no ServeError, our bug, its class; the log has more."""
         if isinstance(error, ServeError):
-            self.respond(response_of(error))
-            return
+            return str(error)
         log.error("%s %s failed", self.request.method, self.request.path, exc_info=error)
-        self.respond(error_response(HTTPStatus.INTERNAL_SERVER_ERROR, f"internal error: {type(error).__name__}"))
+        return f"internal error: {type(error).__name__}"
+
+    # ---- or a response whose body comes piece by piece: begin(), part() any number of times, end()
+    def begin(self, content_type: str) -> None:
+        if not self.gone:
+            self._connection.begin(content_type, chunked=self.request.version == "1.1")
+
+    def part(self, piece: bytes) -> None:
+        if not self.gone:
+            self._connection.part(piece)
+
+    def end(self) -> None:
+        if not self.gone:
+            self._connection.end(self)
 
 
 @dataclass(slots=True)
@@ -110,6 +128,8 @@ class HttpConnection(asyncio.Protocol):
         self._peer = ""
         self._incoming = _Incoming()
         self._keep_alive = True
+        self._chunked = False                                   # pieces of a body say how long they are
+        self._unread: asyncio.TimerHandle | None = None         # while pieces of a body wait for the client to read
         self._refused = False                                   # what comes is no longer looked at
         self.exchange: Exchange | None = None                   # that is being answered
 
@@ -146,13 +166,11 @@ class HttpConnection(asyncio.Protocol):
     def connection_lost(self, reason: Exception | None) -> None:
         if self._timer:
             self._timer.cancel()
+        self._taken()
         self._connections.discard(self)
         for waiting in self._waiting:
             self._limits.inflight.end(waiting.held)
         self._waiting.clear()
-        for held in self._sending:
-            self._limits.inflight.end(held)
-        self._sending.clear()
         self._drop()
         exchange, self.exchange = self.exchange, None
         if exchange:
@@ -163,9 +181,7 @@ class HttpConnection(asyncio.Protocol):
         self._transport = None
 
     def resume_writing(self) -> None:
-        for held in self._sending:
-            self._limits.inflight.end(held)
-        self._sending.clear()
+        self._taken()
 
     def close(self) -> None:
         """Ends it when what was answered is sent."""
@@ -217,7 +233,7 @@ class HttpConnection(asyncio.Protocol):
         path, _, _ = incoming.url.partition(b"?")
         body = incoming.body[0] if len(incoming.body) == 1 else b"".join(incoming.body)
         request = HttpRequest(self._parser.get_method().decode("latin-1"), unquote(path.decode("latin-1")),
-                              incoming.headers, body, incoming.received_ns)
+                              incoming.headers, body, incoming.received_ns, self._parser.get_http_version())
         keep_alive = self._parser.should_keep_alive()
         if self.exchange is None and not self._waiting:
             self._take(request, held, keep_alive)
@@ -258,22 +274,71 @@ class HttpConnection(asyncio.Protocol):
 
     def respond(self, exchange: Exchange, response: HttpResponse) -> None:
         """Sends the response of the exchange, and goes on with what waits behind it."""
+        self._write(b"".join((response.head(self._keep_alive),
+                              *(() if exchange.request.method == "HEAD" else response.body))))
+        self._sent(exchange.held, response.body_bytes)
+        self._answered(exchange)
+
+    def begin(self, content_type: str, chunked: bool) -> None:
+        """Sends the head of a response. chunked: pieces of its body say how long they are; else its end is the end of
+        the connection."""
+        self._chunked, self._keep_alive = chunked, self._keep_alive and chunked
+        head = HttpResponse(content_type=content_type)
+        self._write(head.head(self._keep_alive, "Transfer-Encoding: chunked" if chunked else "Cache-Control: no-store"))
+
+    def part(self, piece: bytes) -> None:
+        """Sends a piece of a body. A client that does not read them is disconnected."""
+        inflight = self._limits.inflight
+        try:
+            held = inflight.begin(self, len(piece))
+        except MemoryLimitError:
+            self.disconnect()
+            return
+        self._write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece)
+        self._sent(held, len(piece))
+        if self._sending and not self._unread:
+            self._unread = self._loop.call_later(inflight.send_timeout_secs, self.disconnect)
+
+    def end(self, exchange: Exchange) -> None:
+        """Sends the end of a body that came in pieces, and goes on with what waits behind it."""
+        if self._chunked:
+            self._write(b"0\r\n\r\n")
+        self._sent(exchange.held, 0)
+        self._answered(exchange)
+
+    def _write(self, data: bytes) -> None:
+        assert self._transport is not None
+        self._transport.write(data)
+
+    def _sent(self, held: OpenCall, body_bytes: int) -> None:
+        """What was written is held until the socket has taken it."""
+        assert self._transport is not None
+        if self._transport.get_write_buffer_size():
+            self._sending.append(held)
+            self._limits.inflight.answered(held, body_bytes)
+        else:
+            self._limits.inflight.end(held)
+
+    def _taken(self) -> None:
+        """The socket has taken all that was written, or takes nothing more."""
+        if self._unread:
+            self._unread.cancel()
+            self._unread = None
+        for held in self._sending:
+            self._limits.inflight.end(held)
+        self._sending.clear()
+
+    def _answered(self, exchange: Exchange) -> None:
+        """The response to an exchange is written: what waits behind it is next."""
         transport = self._transport
         assert transport is not None and exchange is self.exchange
         self.exchange = None
-        held = exchange.held
         if self._keep_alive:
             self._watch(_IDLE_SECS)
-        transport.write(b"".join((response.head(self._keep_alive),
-                                  *(() if exchange.request.method == "HEAD" else response.body))))
-        if transport.get_write_buffer_size():
-            self._sending.append(held)
-            self._limits.inflight.answered(held, response.body_bytes)
         else:
-            self._limits.inflight.end(held)
-        if not self._keep_alive:
             transport.close()
-        elif self._waiting:
+            return
+        if self._waiting:
             self._loop.call_soon(self._next)        # not from here: a thousand requests would be as many frames
 
     def _next(self) -> None:

@@ -34,7 +34,7 @@ from infer_server.protocol.codec import (
 from infer_server.protocol.parameters import Parameters
 from infer_server.serving import Call, Served
 
-_NO_JSON = ("FP16", "BF16")                         # datatypes
+NO_JSON = ("FP16", "BF16")                         # datatypes
 _JSON_BYTES = "inference-header-content-length"     # of the body; binary tensors follow
 _KEPT_FORMS, _KEPT_BYTES = 1024, 2048               # that are kept, and the most that the JSON of one may have
 
@@ -113,7 +113,7 @@ class Form:
         outputs = wanted(served, [tensor.asked() for tensor in self.outputs], regions)
         binary = tuple(in_bytes.get(spec.name, every) for spec in served.outputs)
         for output, raw in zip(outputs, binary, strict=True):
-            if not raw and not output.place and output.datatype.name in _NO_JSON:
+            if not raw and not output.place and output.datatype.name in NO_JSON:
                 raise InvalidRequestError(f"output '{output.spec.name}': {output.datatype.name} has no JSON form; ask "
                                           "for it with \"binary_data\": true")
         return Encoder(served, outputs, binary, self.id)
@@ -220,11 +220,11 @@ class Encoder:
 def from_json(tensor: InputTensor, data: Any) -> NDArray[Any]:
     """Numbers, truths or strings, nested or in one list, row-major. Raises InvalidRequestError."""
     datatype = tensor.datatype
-    if datatype.name in _NO_JSON:
+    if datatype.name in NO_JSON:
         raise InvalidRequestError(f"{tensor}: {datatype.name} has no JSON form; send it as binary data")
     if not isinstance(data, list):
         raise InvalidRequestError(f"{tensor}: 'data' is missing, or no list")
-    values = _flat(data)
+    values = flat(data)
     count = int(np.prod(tensor.shape, dtype=np.int64)) if tensor.shape else 1
     if len(values) != count:
         raise InvalidRequestError(f"{tensor}: expected {count} values in 'data', got {len(values)}")
@@ -249,7 +249,7 @@ def to_json(array: NDArray[Any], datatype: str) -> list[Any]:
     return values
 
 
-def _flat(data: list[Any]) -> list[Any]:
+def flat(data: list[Any]) -> list[Any]:
     """A nested list as one; no recursion, however deep."""
     while any(isinstance(value, list) for value in data):
         data = [inner for value in data for inner in (value if isinstance(value, list) else (value,))]

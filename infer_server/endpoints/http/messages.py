@@ -37,6 +37,7 @@ class HttpRequest:
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
     received_ns: int = 0                    # when its first byte came
+    version: str = "1.1"                    # of HTTP
 
     def json(self) -> Any:
         """The body as JSON; {} if there is none. Raises InvalidRequestError."""
@@ -55,10 +56,12 @@ class HttpResponse:
     def body_bytes(self) -> int:
         return sum(memoryview(piece).nbytes for piece in self.body)
 
-    def head(self, keep_alive: bool) -> bytes:
-        """What comes before the body."""
-        lines = [f"HTTP/1.1 {self.status.value} {self.status.phrase}", f"Content-Length: {self.body_bytes}"]
-        if self.body:
+    def head(self, keep_alive: bool, framing: str = "") -> bytes:
+        """What comes before the body. framing: the header that says where the body ends; "": it is here, and this its
+        length."""
+        lines = [f"HTTP/1.1 {self.status.value} {self.status.phrase}",
+                 framing or f"Content-Length: {self.body_bytes}"]
+        if self.body or framing:
             lines.append(f"Content-Type: {self.content_type}")
         if not keep_alive:
             lines.append("Connection: close")
@@ -87,9 +90,13 @@ def json_response(value: Any) -> HttpResponse:
     return HttpResponse((json.dumps(value).encode(),))
 
 
-def error_response(status: HTTPStatus, message: str) -> HttpResponse:
+def error_text(message: str) -> bytes:
     """As Triton words an error."""
-    return HttpResponse((json.dumps({"error": message}).encode(),), status)
+    return json.dumps({"error": message}).encode()
+
+
+def error_response(status: HTTPStatus, message: str) -> HttpResponse:
+    return HttpResponse((error_text(message),), status)
 
 
 def response_of(error: ServeError) -> HttpResponse:

@@ -9,10 +9,10 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import Any
 
 from infer_server.endpoints.front import Front
 from infer_server.endpoints.http.connection import Exchange, Handler
+from infer_server.endpoints.http.generate import generate
 from infer_server.endpoints.http.infer import infer
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, error_response
 from infer_server.endpoints.http.model_pages import ModelPages
@@ -21,7 +21,6 @@ from infer_server.endpoints.http.status_page import StatusPage
 from infer_server.endpoints.metrics import CONTENT_TYPE, Metrics, MetricsSettings
 from infer_server.endpoints.restrictions import Restrictions
 from infer_server.endpoints.service import Service
-from infer_server.errors import NotServedError
 from infer_server.lifecycle import Lifecycle
 from infer_server.repository.repository import Repository
 
@@ -50,7 +49,6 @@ def server_routes(service: Service, front: Front, repository: Repository, lifecy
         ("model-repository", "POST", r"/v2/repository(/(?P<repository>[^/]+))?/index", pages.index),
         ("model-repository", "POST", _CONTROL + "/load", pages.load),
         ("model-repository", "POST", _CONTROL + "/unload", pages.unload),
-        ("inference", "", _MODEL + "/(generate|generate_stream)", _not_served("generation")),
         ("trace", "GET", _TRACE, server.trace),
         ("trace", "POST", _TRACE, server.set_trace),
         ("logging", "GET", r"/v2/logging", server.log),
@@ -59,7 +57,7 @@ def server_routes(service: Service, front: Front, repository: Repository, lifecy
         ("shared-memory", "POST", _MEMORY + "/register", server.register_memory),
         ("shared-memory", "POST", _MEMORY + "/unregister", server.unregister_memory),
     ], restrictions)
-    inference_path = re.compile(_MODEL + "/infer")
+    inference_path = re.compile(_MODEL + "/(?P<how>infer|generate|generate_stream)")
 
     def handle(exchange: Exchange) -> None:
         path = inference_path.fullmatch(exchange.request.path)
@@ -67,7 +65,11 @@ def server_routes(service: Service, front: Front, repository: Repository, lifecy
             routes(exchange)
         elif exchange.request.method == "POST":
             restrictions.check("inference", exchange.request.headers.get)
-            infer(exchange, path["model"], path["version"] or "", front)
+            name, version, how = path["model"], path["version"] or "", path["how"]
+            if how == "infer":
+                infer(exchange, name, version, front)
+            else:
+                generate(exchange, repository.find(name, version), version, front, how == "generate_stream")
         else:
             exchange.respond(_wrong_method("POST"))
     return handle
@@ -119,12 +121,6 @@ async def _answered(exchange: Exchange, answering: Awaitable[HttpResponse]) -> N
         exchange.respond(await answering)
     except Exception as error:
         exchange.fail(error)
-
-
-def _not_served(what: str) -> Answer:
-    async def refuse(*_: Any, **__: Any) -> HttpResponse:
-        raise NotServedError(f"{what} is not served by this server")
-    return refuse
 
 
 def _wrong_method(*allowed: str) -> HttpResponse:

@@ -1,0 +1,137 @@
+"""Generation over HTTP: tensors as plain JSON, answers in one piece or as server-sent events."""
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.infer_server.endpoints.test_http import CLOSE, ask, post
+from tests.infer_server.endpoints.test_serving import eventually
+from tests.infer_server.endpoints.test_streams import COUNT_CONFIG
+from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
+from tests.infer_server.python_backend.test_python_models import HEAD, python_model
+from tests.infer_server.serving import RunningServer, serving
+
+COUNT = HEAD + """
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            count = int(pb_utils.get_input_tensor_by_name(request, "count").as_numpy()[0])
+            step = json.loads(request.parameters()).get("step", 1)
+            if count == 9:
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("i", np.array([9], np.int32))]))
+            if count > 8:
+                raise ValueError("cannot count so far")
+            for i in range(0, count * step, step):
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("i", np.array([i], np.int32))]))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+BIG = HEAD + """
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            for _ in range(30):
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("i", np.zeros(100_000, np.int32))]))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    repository = tmp_path_factory.mktemp("repository")
+    write_model(repository, "affine")
+    write_model(repository, "gated", gate="generate")
+    write_model(repository, "half", dtype="float16")
+    write_model(repository, "text", kind="echo", dtype="object", shape=[1])
+    python_model(repository, "counts", COUNT, COUNT_CONFIG)
+    python_model(repository, "big", BIG, COUNT_CONFIG.replace('"i" data_type: TYPE_INT32 dims: [ 1 ]',
+                                                              '"i" data_type: TYPE_INT32 dims: [ -1 ]'))
+    with serving(repository, max_inflight_bytes=4 << 20) as running:
+        yield running
+
+
+def generate(server: RunningServer, model: str, body: Any, how: str = "generate") -> tuple[int, str, str]:
+    """Its status, content type and body, through a client that knows chunks."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.ports.http, timeout=TIMEOUT_SECS)
+    connection.request("POST", f"/v2/models/{model}/{how}", json.dumps(body))
+    response = connection.getresponse()
+    answer = response.status, response.getheader("Content-Type") or "", response.read().decode()
+    connection.request("GET", "/v2/health/live")            # the same connection goes on
+    assert connection.getresponse().status == 200
+    connection.close()
+    return answer
+
+
+def events(text: str) -> list[Any]:
+    return [json.loads(event.removeprefix("data: ")) for event in text.split("\n\n")[:-1]]
+
+
+def test_inputs_and_outputs_are_plain_members(server: RunningServer) -> None:
+    status, _, text = generate(server, "affine", {"id": "7", "x": [1, 2, 3, 4], "stream": False, "temperature": 0.5})
+    assert status == 200 and json.loads(text) == {
+        "id": "7", "model_name": "affine", "model_version": "1", "y": [3, 5, 7, 9]}
+    assert json.loads(generate(server, "text/versions/1", {"x": "caf\u00e9"})[2])["y"] == "caf\u00e9"
+    assert json.loads(generate(server, "text", {"parameters": {"x": ["a", "b"]}})[2])["y"] == ["a", "b"]
+    assert json.loads(generate(server, "counts", {"count": 1})[2])["i"] == 0
+
+
+def test_every_response_is_an_event(server: RunningServer) -> None:
+    status, content_type, text = generate(server, "counts", {"count": 3, "step": 5}, "generate_stream")
+    assert (status, content_type) == (200, "text/event-stream; charset=utf-8")
+    assert [event["i"] for event in events(text)] == [0, 5, 10]
+    assert [event["y"][0] for event in events(generate(server, "affine", {"x": [4] * 4}, "generate_stream")[2])] == [9]
+    assert generate(server, "counts", {"count": 0}, "generate_stream")[2] == ""
+    (first, last) = events(generate(server, "counts", {"count": 9}, "generate_stream")[2])
+    assert first["i"] == 9 and "cannot count so far" in last["error"]
+    old = ask(server, post("/v2/models/counts/generate_stream", b'{"count": 2}').replace(b"HTTP/1.1", b"HTTP/1.0"))
+    assert old.endswith(b'"i": 1}\n\n') and b"chunked" not in old
+
+
+@pytest.mark.parametrize(("model", "body", "how", "status", "said"), [
+    ("nobody", {}, "generate", 404, "unknown model"), ("affine", [], "generate", 400, "JSON object"),
+    ("affine", {"x": 1}, "generate", 400, "1 values do not fill x FP32 [-1, 4]"),
+    ("affine", {}, "generate_stream", 400, "input 'x' is missing"),
+    ("affine", {"x": [1, 2, 3, 4], "z": [1]}, "generate", 400, "'z' is no input of model 'affine', which has x"),
+    ("affine", {"x": ["a", "b", "c", "d"]}, "generate", 400, "a str in 'data'"),
+    ("half", {"x": [1, 2, 3, 4]}, "generate", 400, "has no JSON form"),
+    ("counts", {"count": 2}, "generate", 500, "exactly 1 response"),
+    ("counts", {"count": 10}, "generate_stream", 500, "cannot count so far"),
+])
+def test_what_cannot_be_generated_has_a_status(
+        server: RunningServer, model: str, body: Any, how: str, status: int, said: str) -> None:
+    found, _, text = generate(server, model, body, how)
+    assert found == status and said in json.loads(text)["error"]
+
+
+def begun(server: RunningServer, model: str, body: str) -> http.client.HTTPConnection:
+    """A connection on which a stream was asked for."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.ports.http, timeout=TIMEOUT_SECS)
+    connection.request("POST", f"/v2/models/{model}/generate_stream", body)
+    return connection
+
+
+def test_a_generation_whose_client_leaves_is_withdrawn(server: RunningServer) -> None:
+    model, x = server.server.repository.find("gated"), '{"x": [1, 2, 3, 4]}'
+    with GATES["generate"].closed():
+        executing = begun(server, "gated", x)
+        assert GATES["generate"].holds(1)
+        waiting = begun(server, "gated", x)
+        assert eventually(lambda: model.pending == 1)
+        waiting.close()
+        assert eventually(lambda: model.pending == 0)
+    assert events(executing.getresponse().read().decode())[0]["y"] == [3, 5, 7, 9]
+    executing.close()
+
+
+def test_a_client_that_does_not_read_its_events_is_disconnected(server: RunningServer) -> None:
+    """It would be given 9 MB; 4 may be held."""
+    connection, inflight = begun(server, "big", '{"count": 1}'), server.server._inflight
+    assert eventually(lambda: inflight.held_bytes > 1 << 20)
+    assert eventually(lambda: inflight.held_bytes == 0)
+    assert b"200" in ask(server, f"GET /v2 HTTP/1.1\r\nHost: x\r\n{CLOSE}\r\n\r\n".encode())
+    connection.close()
