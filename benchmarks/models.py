@@ -15,11 +15,11 @@ import onnx
 
 from benchmarks.zoo import ZOO, images
 from calibration.data.items import CalibrationData
-from calibration.data.preprocess import load_preprocess
 from calibration.open_data import open_calibration_data
 from engines.compiler.builder import BuildConfig, Builder
 from engines.ir.graph import Array
 from engines.plan.plan import IoTensor
+from engines.preprocess import load_preprocess
 from infer_server.cli.common import parse_shape
 
 CALIBRATION_ITEMS = 32      # of random pictures, where no data is given

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from calibration.data.items import CalibrationData, Feed
-from calibration.data.preprocess import Preprocess
 from calibration.data.sources.arrays import SUFFIXES, from_arrays
 from calibration.data.sources.feeds import Feeds, digest_of, from_feeds
 from calibration.data.sources.images import from_images, is_image
 from calibration.data.sources.script import feeds_of_script, is_script
 from engines.errors import CalibrationError
 from engines.plan.plan import IoTensor
+from engines.preprocess import Preprocess
 
 __all__ = ["CalibrationData", "Feed", "open_calibration_data"]
 

@@ -11,7 +11,6 @@ from typing import Any
 from calibration.bias_correction import ChannelMeans
 from calibration.calibrators import make_calibrator
 from calibration.collect import collect
-from calibration.data.preprocess import Preprocess, load_preprocess
 from calibration.histogram import Histogram
 from calibration.open_data import CalibrationData, Feed, Source, digest_of_data, open_calibration_data
 from calibration.search import CANDIDATES, Errors, compare, search
@@ -26,6 +25,7 @@ from engines.ir.graph import Array, Graph
 from engines.passes.quantization.recipe import prepared
 from engines.passes.quantization.smoothing import smoothable, smoothed
 from engines.plan.plan import IoTensor, Plan
+from engines.preprocess import Preprocess, load_preprocess
 from engines.runtime.engine import Engine
 from engines.runtime.fallback import to_real
 

@@ -57,6 +57,8 @@ class Engine(Protocol):
     def threads(self) -> int: ...                       # that work on one execution
     @property
     def arena_bytes(self) -> int: ...                   # of memory that a context takes
+    @property
+    def metadata(self) -> Mapping[str, Any]: ...        # what the build says of itself: "preprocess", ...
 
     def check(self, shapes: Shapes) -> None:
         """Raises engines.errors.InputError: inputs of these shapes, each as the model declares it, do not fit together,

@@ -28,7 +28,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines": (),
     "engines.version": (), "engines.errors": (), "engines.debug": (), "engines.files": (),
     "engines.ir": ("engines.errors",),
-    "engines.faults": ("engines.ir",),
+    "engines.faults": ("engines.ir",), "engines.preprocess": ("engines.ir",),
     "engines.capacity": ("engines.ir",),
     "engines.machine": ("engines.errors", "engines.version", "engines.files"),
     # the plan, and serving it
@@ -152,8 +152,8 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "clients.load": ("clients",),
 }
 # What serving a ready plan may load; a plan's fallback steps, or a plan for another machine, need more when they run.
-SERVING = ("engines", "engines.loading", "engines.runtime", "engines.version", "engines.backends.llvm.runtime",
-           "engines.backends.cuda.runtime")
+SERVING = ("engines", "engines.loading", "engines.preprocess", "engines.runtime", "engines.version",
+           "engines.backends.llvm.runtime", "engines.backends.cuda.runtime")
 DEFERRED = {"engines.runtime.fallback": {"engines.ops"}, "engines.runtime.host": {"engines.ops"},
             "engines.loading": {"engines.compiler"}}
 

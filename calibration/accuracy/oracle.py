@@ -15,8 +15,9 @@ from engines.frontend.inputs import Value
 from engines.frontend.onnx_import import graph_from_onnx, recurs_in_float16, values_of_inputs
 from engines.ir.dtypes import as_named
 from engines.ir.graph import Array, Dim, Graph
+from engines.ir.pixels import Pixels
 from engines.ops.reference import run
-from engines.passes.pixels import Pixels, take_pixels
+from engines.passes.pixels import take_pixels
 from engines.plan.extents import extents_of_feed
 from engines.plan.plan import Plan
 

@@ -22,8 +22,8 @@ from engines.compiler.specialise import graph_at
 from engines.frontend.inputs import Value
 from engines.ir.dtypes import BITS, as_named
 from engines.ir.graph import Array, Dim, Graph
+from engines.ir.pixels import Pixels
 from engines.loading import load_engine
-from engines.passes.pixels import Pixels
 from engines.plan.plan import IoTensor, Plan
 from engines.runtime.engine import Engine
 from engines.runtime.open_engine import OpenEngine

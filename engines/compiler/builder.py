@@ -22,10 +22,11 @@ from engines.frontend.inputs import Value, is_size
 from engines.frontend.onnx_file import Model
 from engines.frontend.onnx_import import graph_from_onnx
 from engines.ir.graph import BATCH, Graph
+from engines.ir.pixels import Pixels
 from engines.ir.serialize import graph_to_json
 from engines.machine.timing_cache import TimingCache
 from engines.passes.pipeline import optimise, simplify
-from engines.passes.pixels import Pixels, take_pixels
+from engines.passes.pixels import take_pixels
 from engines.passes.quantization.given import is_quantised, quantize_as_given
 from engines.passes.quantization.quantize import edges_to_calibrate, quantize, set_float_precision
 from engines.plan.extents import Bounds

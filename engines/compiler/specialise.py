@@ -23,10 +23,10 @@ from engines.faults import faults_named
 from engines.frontend.onnx_file import OnnxModel
 from engines.ir.dtypes import dtype_named
 from engines.ir.graph import Dim, Graph, TensorType
+from engines.ir.pixels import Pixels
 from engines.ir.recipe import Recipe
 from engines.machine.cpu import detect
 from engines.machine.timing_cache import TimingCache
-from engines.passes.pixels import Pixels
 from engines.passes.quantization.recipe import prepared
 from engines.plan.extents import Extents, open_extents, value_name
 from engines.plan.plan import GeneralKernel, IoTensor, OpenOptions, OpenPart, Plan, graph_of

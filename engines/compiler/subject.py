@@ -19,7 +19,8 @@ from engines.frontend.cutting.deciding import filled, likely_values, may_decide
 from engines.frontend.extents import likely_extents, open_types, shapes_for, without_batch
 from engines.frontend.onnx_file import Model, OnnxModel, read_model
 from engines.ir.graph import BATCH, Array, Graph, TensorType
-from engines.passes.pixels import Pixels, types_of_pixels
+from engines.ir.pixels import Pixels
+from engines.passes.pixels import types_of_pixels
 from engines.plan.extents import (
     Bounds,
     Extents,

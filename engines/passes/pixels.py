@@ -7,21 +7,14 @@ Layout and fusion leave one kernel of that, which writes what the first layer re
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
 from engines.errors import ConfigError
 from engines.ir.dtypes import FLOAT
 from engines.ir.graph import Graph, TensorType
+from engines.ir.pixels import Pixels
 from engines.passes.rewriting.editor import GraphEditor, renamed
-
-
-@dataclass(frozen=True)
-class Pixels:
-    """What the model takes is pixel * scale + shift, channel by channel."""
-    scale: tuple[float, ...]
-    shift: tuple[float, ...]
 
 
 def types_of_pixels(types: Mapping[str, TensorType], pixels: Pixels) -> dict[str, TensorType]:

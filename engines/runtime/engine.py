@@ -60,6 +60,11 @@ class OfPlan:
         """The inputs whose values decide what is computed."""
         return ()
 
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What the build said of itself: the preprocessing of the calibration's pictures, ..."""
+        return self.plan.metadata
+
 
 class Engine(OfPlan):
     """Thread-safe: `run` takes a context from a pool, or makes one if all are in use."""

@@ -17,7 +17,6 @@ import numpy as np
 from tqdm import tqdm
 
 from calibration.calibrators import CALIBRATORS
-from calibration.data.preprocess import PRESETS, load_preprocess
 from calibration.workflow import Calibration
 from engines.backends import every_target
 from engines.compiler.build import EngineBuild, build_engine
@@ -31,6 +30,7 @@ from engines.frontend.onnx_export import onnx_from_graph
 from engines.plan.coverage import Coverage
 from engines.plan.expected import expected
 from engines.plan.plan import Plan
+from engines.preprocess import PRESETS, load_preprocess
 from infer_server.cli.common import NOT_VERIFIED, gibibytes, guarded, parse_shape, parse_shapes, positive
 from infer_server.cli.dims import fixed_shapes, parse_dims
 from infer_server.cli.inspect_engine import by_reference, kernels, layers

@@ -20,6 +20,7 @@ class BuildOptions:
     calibrator: str = ""
     calib_cache: str = ""
     preprocess: str = ""
+    image_input: str = ""                   # the name of an input that also takes JPEG and PNG files
     uint8_input: str = ""                   # "true": images come as uint8 [N, H, W, C]
     threads: str = ""                       # "": the server's --threads
     specialise: str = ""                    # of a model with open extents: wait, background (the default) or off

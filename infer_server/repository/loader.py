@@ -19,6 +19,7 @@ from infer_server.repository.cores import CpuDealer, default_instances
 from infer_server.repository.folders import Source, read_labels
 from infer_server.repository.kinds.engine_model import EngineModel
 from infer_server.repository.kinds.ensemble import EnsembleModel
+from infer_server.repository.kinds.image_model import ImageModel
 from infer_server.repository.kinds.local import Find
 from infer_server.repository.kinds.python_model import PythonModel
 from infer_server.repository.model import Model, QueuedModel
@@ -64,7 +65,8 @@ class Loader:
         threads = int(source.config.build.threads or self.threads)
         engine = self._engine(source, threads)
         instances = default_instances(self.cores, threads, engine.arena_bytes)
-        return EngineModel(source, engine, self.loop, instances, self.dealer)
+        kind = ImageModel if source.config.build.image_input else EngineModel
+        return kind(source, engine, self.loop, instances, self.dealer)
 
     def _guarded(self, source: Source, load: Callable[[], M]) -> M:
         try:

@@ -11,7 +11,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,7 @@ class NumpyEngine:
     gate: str = ""              # the name of one in GATES
     dependence: str = ""
     deciding: tuple[str, ...] = ()
+    metadata: dict[str, Any] = field(default_factory=dict)
 
     @property
     def inputs(self) -> list[NumpyTensor]:

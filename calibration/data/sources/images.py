@@ -9,10 +9,10 @@ import numpy as np
 from PIL import Image
 
 from calibration.data.items import CalibrationData, Feed, batched_inputs, holds_items, kind_of
-from calibration.data.preprocess import PRESETS, Preprocess, shape_text
 from engines.errors import CalibrationError, ConfigError
 from engines.ir.graph import Array
 from engines.plan.plan import IoTensor
+from engines.preprocess import PRESETS, Preprocess, shape_text
 
 
 def is_image(path: Path) -> bool:

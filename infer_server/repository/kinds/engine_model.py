@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from infer_server.backend import Engine, is_open, warm_up
 from infer_server.batching.engine_executor import EngineExecutor
@@ -20,13 +21,13 @@ class EngineModel(QueuedModel):
     platform = "infer_server_plan"
 
     def __init__(self, source: Source, engine: Engine, loop: asyncio.AbstractEventLoop, instances: int,
-                 dealer: CpuDealer) -> None:
+                 dealer: CpuDealer, make_signature: Callable[..., Signature] = Signature) -> None:
         """instances: how many where the configuration does not say; dealer: gives CPUs to threads that are pinned."""
         message = complete(source.message, source.name, engine, source.file.name, instances)
         config = from_message(message, source.folder)
         opened = is_open(engine)
         checked = opened and not config.sequences       # else the shapes of states are missing
-        signature = Signature(config, items_of(config, engine), engine.check if checked else None)
+        signature = make_signature(config, items_of(config, engine), engine.check if checked else None)
         super().__init__(source.name, source.version, message, config, signature, loop)
         cpus = [dealer.deal(engine.threads) if config.build.pin == "true" else None for _ in range(config.instances)]
         contexts = [engine.create_context(own) for own in cpus]

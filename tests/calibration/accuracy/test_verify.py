@@ -19,7 +19,7 @@ from calibration.data.generated import generated, index_bound
 from engines.compiler.builder import BuildConfig, Builder
 from engines.errors import ModelError
 from engines.ir.graph import Array
-from engines.passes.pixels import Pixels
+from engines.ir.pixels import Pixels
 from engines.plan.file import read_plan, write_plan
 from engines.plan.plan import IoTensor
 from tests.engines.compiler.half_models import halved

@@ -3,10 +3,10 @@ import pytest
 from PIL import Image
 
 from calibration.collect import collect
-from calibration.data.preprocess import IMAGENET, PRESETS
 from calibration.open_data import open_calibration_data
 from engines.errors import CalibrationError, ConfigError
 from engines.plan.plan import IoTensor
+from engines.preprocess import IMAGENET, PRESETS
 
 X = IoTensor("x", "float32", ("batch", 3, 8, 8))
 MASK = IoTensor("mask", "int64", ("batch", "length"))

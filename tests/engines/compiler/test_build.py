@@ -12,7 +12,6 @@ import pytest
 
 from calibration import Calibration
 from calibration.accuracy.measures import sqnr_db
-from calibration.data.preprocess import IMAGENET, load_preprocess
 from engines import EngineBuild, EngineCache, build_engine, load_engine
 from engines.compiler.specialise import relower
 from engines.errors import CalibrationError, ConfigError, ModelError
@@ -20,6 +19,7 @@ from engines.ir.graph import Array
 from engines.loading import engine_of
 from engines.machine.timing_cache import TimingCache
 from engines.plan.file import read_plan
+from engines.preprocess import IMAGENET, load_preprocess
 from tests.engines.compiler.test_engine_cache import model_with_external_data
 from tests.zoo import TINY, images_for, run_onnx
 

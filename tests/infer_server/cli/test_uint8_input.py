@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from calibration.accuracy.measures import sqnr_db
-from calibration.data.preprocess import IMAGENET
 from engines.ir.graph import Array
 from engines.plan.plan import writes_border
+from engines.preprocess import IMAGENET
 from tests.infer_server.cli.commands import UNTIMED, Workshop
 from tests.infer_server.cli.test_calibration_options import folder_of_images
 from tests.zoo import run_onnx

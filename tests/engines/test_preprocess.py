@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from calibration.data.preprocess import IMAGENET, PRESETS, USUAL_SIZE, Preprocess, load_preprocess
 from engines.errors import CalibrationError, ConfigError
+from engines.preprocess import IMAGENET, PRESETS, USUAL_SIZE, Preprocess, load_preprocess
 
 NCHW = ("batch", 3, 32, 32)
 

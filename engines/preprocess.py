@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,7 @@ from PIL import Image
 
 from engines.errors import CalibrationError, ConfigError, did_you_mean
 from engines.ir.graph import Dim
-from engines.passes.pixels import Pixels
+from engines.ir.pixels import Pixels
 
 USUAL_SIZE = (224, 224)         # of pictures for an input of any height and width
 CHANNELS = MappingProxyType({"RGB": 3, "BGR": 3, "GRAY": 1})
@@ -115,22 +115,28 @@ class Preprocess:
         Raises CalibrationError naming the file if it cannot be read as a picture, or has the wrong size for "none".
         """
         settled = self.fit(shape)
-        assert settled.size is not None
         if isinstance(image, Image.Image):
-            picture, origin = image, "the picture"
-        else:
-            picture, origin = _read(image), str(image)
-        height, width = settled.size
+            return settled.normalised(settled.pixels_of(image))
+        return settled.normalised(settled.pixels_of(_read(image), str(image)))
+
+    def pixels_of(self, picture: Image.Image, origin: str = "the picture") -> NDArray[np.uint8]:
+        """A picture as a settled declaration has it before the normalisation: [H, W, C]. Raises CalibrationError,
+        naming the origin: the wrong size for "none"."""
+        assert self.size is not None
+        height, width = self.size
         if self.resize == "none" and (picture.height, picture.width) != (height, width):
             raise CalibrationError(f"{origin} is {picture.width}x{picture.height} and the model takes "
                                    f"{width}x{height}; set resize to 'shorter-side' or 'exact'")
-        pixels = np.asarray(settled._resized(picture.convert("L" if self.color == "GRAY" else "RGB")), np.float32)
+        pixels = np.asarray(self._resized(picture.convert("L" if self.color == "GRAY" else "RGB")))
         if self.color == "BGR":
             pixels = pixels[..., ::-1]
-        pixels = pixels.reshape(height, width, CHANNELS[self.color])
+        return pixels.reshape(height, width, CHANNELS[self.color])
+
+    def normalised(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """Such pixels as the model takes them, float32 [1, C, H, W] or [1, H, W, C]."""
         mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
-        values = (pixels * np.float32(self.scale) - mean) / std
-        if settled.layout == "NCHW":
+        values = (pixels.astype(np.float32) * np.float32(self.scale) - mean) / std
+        if self.layout == "NCHW":
             values = values.transpose(2, 0, 1)
         return np.ascontiguousarray(values[None], np.float32)
 
@@ -149,6 +155,11 @@ class Preprocess:
         return picture.crop((left, top, left + width, top + height))
 
     # ---- as data
+    @staticmethod
+    def from_json(recorded: Mapping[str, Any]) -> Preprocess:
+        """The reverse of to_json. Raises ConfigError."""
+        return Preprocess()._changed(recorded)
+
     def to_json(self) -> dict[str, Any]:
         """The declaration as JSON values, for a plan's metadata."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
@@ -221,13 +232,24 @@ def load_preprocess(source: str | Path) -> Preprocess:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _read(path: str | Path) -> Image.Image:
+def opened(file: str | Path | BinaryIO, formats: tuple[str, ...] | None = None, most_pixels: int = 0) -> Image.Image:
+    """A picture, decoded. formats: those that it may have, as Pillow names them; None: any. most_pixels: of one that is
+    worth decoding; 0: as many as Pillow takes. Raises ValueError: it is none such."""
     try:
-        with Image.open(path) as image:
+        with Image.open(file, formats=formats) as image:
+            if most_pixels and image.width * image.height > most_pixels:
+                raise ValueError(f"{image.width}x{image.height} are more than {most_pixels} pixels")
             image.load()
             # A palette with transparency becomes RGB by way of RGBA only.
             return image.convert("RGBA") if "transparency" in image.info else image.copy()
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _read(path: str | Path) -> Image.Image:
+    try:
+        return opened(path)
+    except ValueError as error:
         raise CalibrationError(f"{path} cannot be read as an image: {error}; "
                                "repair it or take it out of the folder") from error
 

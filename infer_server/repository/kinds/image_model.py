@@ -1,0 +1,195 @@
+"""A model that an engine executes, and that takes pictures as the files that they are: JPEG and PNG.
+
+A request's image input is its tensor, or a BYTES tensor of a file for each item. Files are decoded on threads beside
+the event loop and the instances (Pillow lets go of the interpreter lock meanwhile), resized, cropped and normalised as
+the plan says that the pictures of its calibration were, and are queued then.
+"""
+from __future__ import annotations
+
+import asyncio
+import io
+import math
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.errors import CalibrationError, ConfigError
+from engines.preprocess import Preprocess, load_preprocess, opened
+from infer_server.backend import Engine, Shapes
+from infer_server.batching.request import Request
+from infer_server.batching.statistics import Failure
+from infer_server.config.config import ModelConfig
+from infer_server.config.signature import Fit, Items, Signature
+from infer_server.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    ModelConfigError,
+    QueueFullError,
+    ServeError,
+)
+from infer_server.protocol.codec import FROM_ENGINE, InputTensor
+from infer_server.repository.cores import CpuDealer
+from infer_server.repository.folders import Source
+from infer_server.repository.kinds.engine_model import EngineModel
+from infer_server.workers import post
+
+_FORMATS = ("JPEG", "PNG")
+_MOST_PIXELS = 1 << 26          # of a picture before it is resized: its file may be a few bytes
+_DECODERS = 4                   # threads, at most
+
+
+@dataclass(frozen=True)
+class ImageInput:
+    """An input that takes files."""
+    name: str
+    dtype: str                                  # of the tensor, as engines name it
+    preprocess: Preprocess                      # settled for the input
+
+    @property
+    def item(self) -> tuple[int, ...]:
+        """The shape that a file becomes."""
+        assert self.preprocess.size is not None
+        channels = len(self.preprocess.pixels.scale)
+        return (channels, *self.preprocess.size) if self.preprocess.layout == "NCHW" else (
+            *self.preprocess.size, channels)
+
+    def decoded(self, files: NDArray[Any]) -> NDArray[Any]:
+        """The tensor of these files. Raises InvalidRequestError."""
+        return np.concatenate([self._decoded(file, at) for at, file in enumerate(files.flat)])
+
+    def _decoded(self, file: bytes, at: int) -> NDArray[Any]:
+        try:
+            pixels = self.preprocess.pixels_of(opened(io.BytesIO(file), _FORMATS, _MOST_PIXELS))
+        except (ValueError, CalibrationError) as error:
+            what = str(error).partition(" <_io.BytesIO")[0]
+            raise InvalidRequestError(f"input '{self.name}': item {at} of {len(file)} bytes is no JPEG or PNG that can "
+                                      f"be read: {what}") from error
+        return pixels[None] if self.dtype == "uint8" else self.preprocess.normalised(pixels).astype(self.dtype)
+
+
+def image_input(source: Source, engine: Engine) -> ImageInput:
+    """The input that parameter image_input names, with the preprocessing of the parameter preprocess, or else the one
+    that the plan records. Raises ModelConfigError."""
+    options = source.config.build
+    name = options.image_input
+    if name not in (tensors := {tensor.name: tensor for tensor in engine.inputs}):
+        raise ModelConfigError(f"parameter image_input: the model has no input '{name}', but {', '.join(tensors)}")
+    if source.config.sequences:
+        raise ModelConfigError("parameter image_input: the requests of a sequence are not decoded side by side; remove "
+                               "it, or sequence_batching")
+    tensor = tensors[name]
+    file = source.folder / options.preprocess
+    recorded = engine.metadata.get("preprocess")
+    try:
+        if options.preprocess:
+            declared = load_preprocess(file if file.is_file() else options.preprocess)
+        elif recorded:
+            declared = Preprocess.from_json(recorded)
+        else:
+            raise ModelConfigError("parameter image_input: the plan does not say how pictures become its input; give "
+                                   'parameters { key: "preprocess" value { string_value: "imagenet" } }, or a file')
+        settled = (declared.of_pixels if tensor.dtype == "uint8" else declared).fit(("batch", *tensor.shape[1:]))
+    except ConfigError as error:
+        raise ModelConfigError(f"parameter image_input: {error}") from error
+    if tensor.dtype not in ("uint8", "float32", "float16"):
+        raise ModelConfigError(f"parameter image_input: '{name}' is of {tensor.dtype}; pictures become float32, "
+                               "float16 or uint8")
+    return ImageInput(name, tensor.dtype, settled)
+
+
+class ImageSignature(Signature):
+    """Counts files as the tensor that they become."""
+
+    def __init__(self, image: ImageInput, config: ModelConfig, items: Items,
+                 check: Callable[[Shapes], None] | None = None) -> None:
+        super().__init__(config, items, check)
+        self._image = image
+
+    def fit(self, declared: Iterable[InputTensor]) -> Fit:
+        return super().fit([self._as_tensor(tensor) for tensor in declared])
+
+    def _as_tensor(self, tensor: InputTensor) -> InputTensor:
+        image = self._image
+        if tensor.name != image.name or tensor.datatype.name != "BYTES":
+            return tensor
+        if tensor.shape[1:] not in ((), (1,)):
+            raise InvalidRequestError(f"{tensor}: files are of shape [N] or [N, 1]")
+        return replace(tensor, datatype=FROM_ENGINE[image.dtype], shape=(math.prod(tensor.shape), *image.item))
+
+
+class ImageModel(EngineModel):
+    """Its files are decoded before they are queued. All but the decoding belongs to the event loop."""
+
+    def __init__(self, source: Source, engine: Engine, loop: asyncio.AbstractEventLoop, instances: int,
+                 dealer: CpuDealer) -> None:
+        """Raises ModelConfigError: the input that is to take files is none, or nobody says how."""
+        self._image = image_input(source, engine)
+        super().__init__(source, engine, loop, instances, dealer, partial(ImageSignature, self._image))
+        if any(spec.reshape is not None for spec in self.config.inputs if spec.name == self._image.name):
+            raise ModelConfigError(f"parameter image_input: '{self._image.name}' has a reshape; remove one of them")
+        self._decoding: dict[Request, None] = {}
+        self._decoders = ThreadPoolExecutor(_DECODERS, f"{source.name} decoder")
+        self._most = max(policy.max_queue_size for policy in self.config.queueing.policies)
+        self._closed = False
+
+    @property
+    def pending(self) -> int:
+        return super().pending + len(self._decoding)
+
+    def submit(self, request: Request) -> None:
+        if self._closed or request.inputs[self._image.name].dtype != object:
+            super().submit(request)
+            return
+        if self._most and self.pending >= self._most:
+            self.failed(request, Failure.REJECTED)
+            raise QueueFullError(f"Exceeds maximum queue size: {self._most} requests wait for model '{self.name}' "
+                                 "already; retry later, or raise max_queue_size")
+        self._decoding[request] = None
+        self._decoders.submit(self._decode, request)
+
+    def cancel(self, request: Request) -> None:
+        if request in self._decoding:
+            del self._decoding[request]
+            self.failed(request, Failure.CANCELED)
+        else:
+            super().cancel(request)
+
+    def drain(self) -> None:
+        while self._decoding:           # their arrays are queued on the event loop meanwhile
+            time.sleep(0.01)
+        self._closed = True
+        self._decoders.shutdown()
+        super().drain()
+
+    def _decode(self, request: Request) -> None:
+        """On a decoder's thread."""
+        if request not in self._decoding:
+            return
+        result: NDArray[Any] | Exception
+        try:
+            if 0 < request.deadline_ns < time.monotonic_ns():
+                raise DeadlineExceededError("Deadline Exceeded: it passed before the picture was decoded")
+            result = self._image.decoded(request.inputs[self._image.name])
+        except Exception as error:
+            result = error
+        post(self._loop, self._decoded, request, result)
+
+    def _decoded(self, request: Request, result: NDArray[Any] | Exception) -> None:
+        if request not in self._decoding:
+            return
+        del self._decoding[request]
+        if isinstance(result, Exception):
+            self.failed(request, Failure.REJECTED if isinstance(result, DeadlineExceededError) else Failure.OTHER)
+            request.finish(result)
+            return
+        request.inputs = {**request.inputs, self._image.name: result}
+        try:
+            super().submit(request)
+        except ServeError as error:
+            request.finish(error)
