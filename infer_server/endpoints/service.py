@@ -13,8 +13,9 @@ from infer_server.endpoints.memory_service import MemoryService
 from infer_server.endpoints.settings import SettingsService
 from infer_server.errors import InvalidRequestError, NotServedError, ServeError, UnavailableError
 from infer_server.lifecycle import Lifecycle
-from infer_server.protocol.parameters import from_messages, typed
+from infer_server.protocol.parameters import Parameters, from_messages, typed
 from infer_server.repository.model import Model
+from infer_server.repository.overrides import PREFIX
 from infer_server.repository.repository import Repository
 from infer_server.version import NAME, VERSION
 from protos import inference, model_config
@@ -87,7 +88,9 @@ class ModelService:
             self, request: inference.RepositoryModelLoadRequest) -> inference.RepositoryModelLoadResponse:
         self._check_control()
         _check_repository(request.repository_name)
-        await self._repository.load(request.model_name, _config_override(request))
+        parameters = from_messages(request.parameters)
+        files = _files(parameters)
+        await self._repository.load(request.model_name, _config_override(parameters), files)
         return inference.RepositoryModelLoadResponse()
 
     async def RepositoryModelUnload(
@@ -136,17 +139,28 @@ def _check_repository(name: str) -> None:
         raise NotServedError("'repository_name' specification is not supported")
 
 
-def _config_override(request: inference.RepositoryModelLoadRequest) -> model_config.ModelConfig | None:
+def _config_override(parameters: Parameters) -> model_config.ModelConfig | None:
     """The parameter "config" of a load: a ModelConfig as JSON, instead of config.pbtxt."""
-    unknown = sorted(request.parameters.keys() - {"config"})
-    if unknown:
-        raise InvalidRequestError(f"parameter '{unknown[0]}' of a model load is not served; only 'config' is")
-    if "config" not in request.parameters:
+    text: str | None = typed(parameters, "config", str, None)
+    if text is None:
         return None
     try:
-        return json_format.Parse(request.parameters["config"].string_param, model_config.ModelConfig())
+        return json_format.Parse(text, model_config.ModelConfig())
     except json_format.ParseError as error:
         raise InvalidRequestError(f"parameter 'config': {error}") from error
+
+
+def _files(parameters: Parameters) -> dict[str, bytes]:
+    """The parameters "file:<path>" of a load, by path: they are served instead of the model's folder."""
+    files = {name.removeprefix(PREFIX): typed(parameters, name, bytes, b"")
+             for name in parameters if name.startswith(PREFIX)}
+    if files and "config" not in parameters:
+        raise InvalidRequestError(f"files of a model come with its configuration: give the parameter 'config' beside "
+                                  f"'{PREFIX}{min(files)}'")
+    if unknown := sorted(name for name in parameters if name != "config" and not name.startswith(PREFIX)):
+        raise InvalidRequestError(f"parameter '{unknown[0]}' of a model load is not served; only 'config' and "
+                                  f"'{PREFIX}<version>/<file>' are")
+    return files
 
 
 def _statistics(model: Model) -> inference.ModelStatistics:

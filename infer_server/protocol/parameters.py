@@ -23,7 +23,7 @@ def from_messages(messages: Mapping[str, Any]) -> Parameters:
 
 def set_parameter(message: Any, value: Any) -> None:
     """The reverse. Raises InvalidRequestError for a value that no message holds."""
-    fields = {bool: "bool_param", int: "int64_param", str: "string_param", float: "double_param"}
+    fields = {bool: "bool_param", int: "int64_param", str: "string_param", float: "double_param", bytes: "bytes_param"}
     field = fields.get(type(value), "")
     if field not in message.DESCRIPTOR.fields_by_name:
         raise InvalidRequestError(f"a parameter is text, a number or a truth; got {type(value).__name__}")

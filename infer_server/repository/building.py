@@ -96,11 +96,11 @@ def build_command(source: Source, plan: Path, cache_dir: Path | None, threads: i
             command += ["--dims", f"{spec.name}:{'x'.join(map(str, dims))}"]
     if options.calibrator:
         command += ["--calibrator", options.calibrator]
-    for option, path in (("--calib", options.calib), ("--calib-cache", options.calib_cache)):
+    for name, path in (("calib", options.calib), ("calib_cache", options.calib_cache)):
         if path:
-            command += [option, str(source.folder / path)]
+            command += [f"--{name.replace('_', '-')}", str(source.path(path, name))]
     if options.preprocess:                      # a preset's name, or a file
-        file = source.folder / options.preprocess
+        file = source.path(options.preprocess, "preprocess")
         command += ["--preprocess", str(file) if file.exists() else options.preprocess]
     for option, shapes in (("--min-shapes", options.min_shapes), ("--opt-shapes", options.opt_shapes),
                            ("--max-shapes", options.max_shapes)):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from infer_server.config.config import ModelConfig, from_message
 from infer_server.config.kinds import Kind
+from infer_server.config.paths import inside
 from infer_server.config.pbtxt import read_config
 from infer_server.errors import RepositoryError, UnknownModelError
 from protos import model_config
@@ -31,6 +32,11 @@ class Source:
     @property
     def folder(self) -> Path:
         return self.file.parent.parent
+
+    def path(self, given: str, parameter: str) -> Path:
+        """What a parameter names from the model's folder: a file or folder of the repository. Raises
+        ModelConfigError."""
+        return inside(self.folder.parent, self.folder, given, f"parameter {parameter}")
 
 
 def read_labels(source: Source) -> dict[str, tuple[str, ...]]:

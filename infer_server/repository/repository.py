@@ -8,16 +8,18 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 from infer_server.config.kinds import Kind
 from infer_server.errors import InvalidRequestError, RepositoryError, ServeError, UnavailableError, UnknownModelError
 from infer_server.repository.folders import Source, all_model_names, read_model, repository_of
 from infer_server.repository.model import Model
+from infer_server.repository.overrides import written
 from infer_server.workers import in_daemon_thread
 from protos import model_config
 
@@ -139,16 +141,26 @@ class Repository:
             elif isinstance(result, BaseException) and not isinstance(result, ServeError):
                 raise result
 
-    async def load(self, name: str, message: model_config.ModelConfig | None = None) -> None:
+    async def load(self, name: str, message: model_config.ModelConfig | None = None,
+                   files: Mapping[str, bytes] | None = None) -> None:
         """Loads or reloads a model; versions that are ready go on serving until their successors are.
 
-        `message` overrides its config.pbtxt. Raises UnknownModelError; RepositoryError, after all versions were tried.
+        `message` overrides its config.pbtxt, `files` all of its folder. Raises UnknownModelError; InvalidRequestError
+        for such files; RepositoryError, after all versions were tried.
         """
+        if not files:
+            await self._load_from(name, lambda: self._read(name, message))
+            return
+        with ExitStack() as until_loaded:
+            folder = await in_daemon_thread(lambda: until_loaded.enter_context(written(name, files)))
+            await self._load_from(name, lambda: read_model(folder, name, message))
+
+    async def _load_from(self, name: str, read: Callable[[], list[Source]]) -> None:
         async with self._alone(name):
             try:
-                for needed in await in_daemon_thread(lambda: self._steps_of(name, message, ())):
+                for needed in await in_daemon_thread(lambda: self._steps_of(name, read, ())):
                     await self._load_needed(needed)
-                sources = await in_daemon_thread(lambda: self._read(name, message))
+                sources = await in_daemon_thread(read)
             except RepositoryError as error:
                 if name not in self._versions:
                     self._reasons[name] = str(error)
@@ -170,10 +182,10 @@ class Repository:
             if failures:
                 raise RepositoryError(f"failed to load '{name}': {'; '.join(failures)}")
 
-    def _read(self, name: str, message: model_config.ModelConfig | None) -> list[Source]:
+    def _read(self, name: str, message: model_config.ModelConfig | None = None) -> list[Source]:
         return read_model(repository_of(self._directories, name), name, message)
 
-    def _steps_of(self, name: str, message: model_config.ModelConfig | None, above: tuple[str, ...]) -> list[str]:
+    def _steps_of(self, name: str, read: Callable[[], list[Source]], above: tuple[str, ...]) -> list[str]:
         """The models that an ensemble calls, each after those that it calls itself. Blocks.
 
         Raises RepositoryError: it calls itself. What cannot be read is found out when it is loaded.
@@ -181,12 +193,12 @@ class Repository:
         if name in above:
             raise RepositoryError(f"ensemble_scheduling: {' -> '.join((*above, name))} is a circle")
         try:
-            steps = self._read(name, message)[0].config.steps
+            steps = read()[0].config.steps
         except RepositoryError:
             return []
         needed: list[str] = []
         for step in steps:
-            needed += [*self._steps_of(step.model, None, (*above, name)), step.model]
+            needed += [*self._steps_of(step.model, partial(self._read, step.model), (*above, name)), step.model]
         return list(dict.fromkeys(needed))
 
     async def _load_needed(self, name: str) -> None:

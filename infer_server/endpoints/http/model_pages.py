@@ -1,13 +1,16 @@
 """What is asked of models and of the repository over HTTP."""
 from __future__ import annotations
 
+import base64
 from http import HTTPStatus
 from typing import Any
 
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, json_response, member
 from infer_server.endpoints.http.protobuf_json import to_json
 from infer_server.endpoints.service import ModelService
+from infer_server.errors import InvalidRequestError
 from infer_server.protocol.parameters import set_parameter
+from infer_server.repository.overrides import PREFIX
 from infer_server.repository.repository import Repository
 from protos import inference
 
@@ -65,7 +68,15 @@ class ModelPages:
 def _set_parameters(parameters: Any, request: HttpRequest) -> None:
     """The member "parameters" of a load or unload, as the messages have them."""
     for name, value in member(request, "parameters", dict, {}).items():
-        set_parameter(parameters[name], value)
+        set_parameter(parameters[name], _decoded(name, value) if name.startswith(PREFIX) else value)
+
+
+def _decoded(name: str, text: Any) -> bytes:
+    """A file in JSON is text in base64."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"parameter '{name}': expected base64: {error}") from error
 
 
 def _ready_only(request: HttpRequest) -> bool:

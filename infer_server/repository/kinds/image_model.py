@@ -84,7 +84,7 @@ def image_input(source: Source, engine: Engine) -> ImageInput:
         raise ModelConfigError("parameter image_input: the requests of a sequence are not decoded side by side; remove "
                                "it, or sequence_batching")
     tensor = tensors[name]
-    file = source.folder / options.preprocess
+    file = source.path(options.preprocess, "preprocess")
     recorded = engine.metadata.get("preprocess")
     try:
         if options.preprocess:

@@ -1,0 +1,18 @@
+"""Paths in a configuration, which may come from a client: nothing outside of the repository is read by one."""
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from infer_server.errors import ModelConfigError
+
+
+def inside(bounds: Path, folder: Path, path: str, what: str) -> Path:
+    """The file or folder that a path from `folder` names. Raises ModelConfigError: it is not in `bounds`.
+
+    Links are followed: only who may write to the repository can lay them.
+    """
+    found = Path(os.path.normpath(os.path.join(folder, path)))
+    if not found.is_relative_to(os.path.normpath(bounds)) or "\0" in path:
+        raise ModelConfigError(f"{what}: '{path}' is not in {bounds.name}")
+    return found

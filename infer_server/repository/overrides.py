@@ -1,0 +1,54 @@
+"""Files that come with the request to load a model, instead of those in the repository: parameters named
+"file:<version>/<file>".
+
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_repository.md
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
+
+from infer_server.errors import InvalidRequestError
+
+PREFIX = "file:"
+_MOST_PARTS = 8                 # of a path
+
+
+@contextmanager
+def written(name: str, files: Mapping[str, bytes]) -> Iterator[Path]:
+    """A repository with that model alone, for as long as it takes to load it: models run from memory.
+
+    Raises InvalidRequestError: a name or a path that would lie elsewhere, or that is code.
+    """
+    if not is_name(name):
+        raise InvalidRequestError(f"'{name}' is no name of a model that comes with its files")
+    paths = {_checked(path): content for path, content in files.items()}
+    with TemporaryDirectory(prefix="infer-server-") as folder:
+        (Path(folder) / name).mkdir()
+        for path, content in paths.items():
+            file = Path(folder, name, path)
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(content)
+            except OSError as error:            # one file stands where another needs a folder
+                raise InvalidRequestError(f"'{PREFIX}{path}' cannot be written: {error.strerror}") from error
+        yield Path(folder)
+
+
+def is_name(name: str) -> bool:
+    """Whether a model can be called so: its name is that of a folder."""
+    return PurePosixPath(name).parts == (name,) and name != ".." and not name.startswith(".") and "\0" not in name
+
+
+def _checked(path: str) -> PurePosixPath:
+    """The path of a file in the model's folder, "1/model.onnx"."""
+    parts = path.split("/")
+    if not 1 < len(parts) <= _MOST_PARTS or not all(map(is_name, parts)):
+        raise InvalidRequestError(f"'{PREFIX}{path}': expected a path in the model's folder, such as "
+                                  f"'{PREFIX}1/model.onnx'")
+    if parts[-1].endswith(".py"):
+        raise InvalidRequestError(f"'{PREFIX}{path}': code is not taken from requests; put Python models into the "
+                                  "repository")
+    return PurePosixPath(path)
