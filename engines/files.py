@@ -1,9 +1,10 @@
-"""Files that are replaced whole: plans, cached engines, timing caches."""
+"""Files that are replaced whole: plans, cached engines, timing caches; and where the user's are kept."""
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import BinaryIO
 
 
@@ -26,3 +27,13 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
+
+
+def user_cache() -> Path:
+    """infer-server in the user's cache folder, $XDG_CACHE_HOME or ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):         # which the standard says to ignore
+        base = os.path.expanduser("~/.cache")
+    if not os.path.isabs(base):         # a user without a home: a folder that cannot be, which a warning will name
+        base = os.devnull
+    return Path(base, "infer-server")

@@ -4,11 +4,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from engines.files import user_cache
 from infer_server.backend import EngineLoader, load_plan
 from infer_server.batching.cache import ResponseCache
 from infer_server.endpoints.front import Front
@@ -32,6 +33,9 @@ from infer_server.lifecycle import Lifecycle, ServerPhase
 from infer_server.observing.access_log import AccessLog
 from infer_server.repository.building import Compiler
 from infer_server.repository.loader import Loader
+from infer_server.repository.places import LocalFolder, Place
+from infer_server.repository.polling import Poller
+from infer_server.repository.remote import RemoteFolder, is_remote
 from infer_server.repository.repository import Repository
 from infer_server.serving import Inferences
 
@@ -44,7 +48,9 @@ _SENDING_SECS = 5.0             # for computed answers to reach their clients
 @dataclass(frozen=True)
 class ServerOptions:
     """What the command line decides. A port of 0 is any free one."""
-    model_repositories: tuple[Path, ...]
+    model_repositories: tuple[Path | str, ...]  # folders, and addresses of others: s3://bucket/models
+    model_store: Path | None = None             # where models of addresses are copied to; None: the user's cache
+    model_store_bytes: int = 20 << 30           # of the copies of an address
     cache_dir: Path | None = None               # engines built from ONNX files; None: the user's engine cache
     host: str = "127.0.0.1"
     grpc_port: int = 8001
@@ -54,6 +60,7 @@ class ServerOptions:
     cores: int = 1                              # for the instances of a model that does not say how many it has
     kind_gpu: str = "cpu"                       # instances of KIND_GPU are served on the CPU, or "refuse"
     explicit_control: bool = False              # models are loaded and unloaded by clients
+    poll_secs: float = 0.0                      # between looks at what has changed in the repository; 0: none
     load_models: tuple[str, ...] | None = ()    # under explicit control: at start; None: every one
     strict_readiness: bool = True               # not ready while a model that was to be served has failed
     drain_grace_secs: float = 1.0               # between readiness dropping and refusing what is new
@@ -80,6 +87,13 @@ class Ports:
     metrics: int
 
 
+def places_of(repositories: Iterable[Path | str], store: Path | None, most_bytes: int) -> list[Place]:
+    """The places of models, by folder or by address. Raises RepositoryError: an address cannot be read here."""
+    store = store or user_cache() / "models"
+    return [RemoteFolder(str(each), store, most_bytes) if is_remote(str(each)) else LocalFolder(Path(each))
+            for each in repositories]
+
+
 def address(host: str, port: int) -> str:
     """host:port, the host in brackets if it is an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -97,7 +111,9 @@ class Server:
                         self._compiler, ResponseCache(options.response_cache_bytes), options.threads, load_engine,
                         options.cores, options.kind_gpu)
         self.lifecycle = Lifecycle(lambda: not (options.strict_readiness and self.failures()))
-        self.repository = Repository(options.model_repositories, loader.load, self.lifecycle.changed)
+        places = places_of(options.model_repositories, options.model_store, options.model_store_bytes)
+        self.repository = Repository(places, loader.load, self.lifecycle.changed)
+        self._poller = Poller(self.repository, places, options.poll_secs) if options.poll_secs else None
         self._unreadable: dict[str, str] = {}   # why there is no repository
         self._inflight = Inflight(options.max_inflight_bytes, options.send_timeout_secs)
         regions = Regions(options.allow_client_shm)
@@ -113,6 +129,7 @@ class Server:
         self._grpc_port = 0
         self._http: list[HttpServer] = []
         self._loading: asyncio.Task[None] | None = None
+        self._polling: asyncio.Task[None] | None = None
 
     async def start(self) -> Ports:
         """Opens the ports, and begins to load models: those that are ready are served while others load.
@@ -143,6 +160,8 @@ class Server:
         assert self._loading is not None, "start() comes first"
         self.lifecycle.enter(ServerPhase.DRAINING)
         self._loading.cancel()
+        if self._polling:
+            self._polling.cancel()
         self._compiler.close()
         await asyncio.sleep(self._options.drain_grace_secs)
         self.lifecycle.enter(ServerPhase.STOPPED)
@@ -173,12 +192,16 @@ class Server:
     async def _load(self) -> None:
         names = self._options.load_models if self._options.explicit_control else None
         try:
+            if self._poller:
+                await self._poller.begin()
             await self.repository.load_all(names)
         except RepositoryError as error:        # the folder itself: clients can still ask what is there
             self._unreadable["model repository"] = str(error)
             log.error("%s", error)
         if self.lifecycle.phase is ServerPhase.STARTING:
             self.lifecycle.enter(ServerPhase.READY)
+        if self._poller:
+            self._polling = asyncio.create_task(self._poller.run())
 
     async def _listen_http(self, port: int, handle: Handler, tls: Tls | None = None) -> int:
         try:

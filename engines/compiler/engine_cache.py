@@ -32,6 +32,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from engines.errors import ConfigError, PlanError
+from engines.files import user_cache
 from engines.plan.file import VERSION, read_plan, write_plan
 from engines.plan.plan import Plan
 from engines.plan.records import to_plain
@@ -169,13 +170,7 @@ class EngineCache:
 
 
 def usual_folder() -> Path:
-    """infer-server/engines in the user's cache folder, $XDG_CACHE_HOME or ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):         # which the standard says to ignore
-        base = os.path.expanduser("~/.cache")
-    if not os.path.isabs(base):         # a user without a home: a folder that cannot be, which a warning will name
-        base = os.devnull
-    return Path(base, "infer-server", "engines")
+    return user_cache() / "engines"
 
 
 def _usual_gib() -> float:

@@ -16,9 +16,11 @@ from infer_server.backend import EngineLoader, load_plan
 from infer_server.cli.access import access_of, add_access, without_effect
 from infer_server.cli.common import boolean, positive, seconds
 from infer_server.endpoints.grpc.fast import why_not
+from infer_server.errors import RepositoryError
 from infer_server.process import raise_descriptor_limit, tune_malloc
 from infer_server.repository.checking import check
-from infer_server.server import Server, ServerOptions, address
+from infer_server.repository.remote import is_remote
+from infer_server.server import Server, ServerOptions, address, places_of
 
 log = logging.getLogger(__name__)
 
@@ -38,22 +40,27 @@ def main(arguments: list[str] | None = None, load_engine: EngineLoader = load_pl
         print(f"infer-server: error: {mistake}", file=sys.stderr)
         return 2
     if parsed.check:
-        return _check(parsed.model_repository, parsed.kind_gpu)
+        return _check(parsed)
     if useless := without_effect(parsed):
         log.warning("options that change nothing on this server: %s", ", ".join(useless))
     tune_malloc()
     raise_descriptor_limit()
     try:
         answered = _run(_serve(_options(parsed), parsed.exit_on_error, load_engine))
-    except OSError as error:
+    except (OSError, RepositoryError) as error:
         print(f"infer-server: error: {error}", file=sys.stderr)
         return 1
     return 0 if answered else 1
 
 
-def _check(repositories: list[Path], kind_gpu: str) -> int:
-    """Prints what is to be said of the repositories. 1: a model of them will not be served."""
-    remarks = list(check(repositories, kind_gpu))
+def _check(parsed: argparse.Namespace) -> int:
+    """Prints what is to be said of the repositories. 1: one cannot be read, or a model of them will not be served."""
+    try:
+        places = places_of(parsed.model_repository, parsed.model_store, parsed.model_store_mib << 20)
+        remarks = list(check(places, parsed.kind_gpu))
+    except RepositoryError as error:
+        print(f"infer-server: error: {error}", file=sys.stderr)
+        return 1
     for remark in remarks:
         print(remark)
     return 1 if any(remark.is_error for remark in remarks) else 0
@@ -65,9 +72,9 @@ def _mistake(parsed: argparse.Namespace) -> str:
     if not folders:
         return "--model-repository is missing: a folder of models"
     for folder in folders:
-        if not folder.is_dir():
+        if not is_remote(folder) and not Path(folder).is_dir():
             return f"--model-repository {folder}: no such folder"
-        if [other.resolve() for other in folders].count(folder.resolve()) > 1:
+        if [_settled(other) for other in folders].count(_settled(folder)) > 1:
             return f"--model-repository {folder}: given twice"
     if parsed.load_model and parsed.model_control_mode != "explicit":
         return "--load-model needs --model-control-mode explicit; otherwise every model is loaded"
@@ -80,6 +87,11 @@ def _mistake(parsed: argparse.Namespace) -> str:
     if "*" in parsed.load_model and len(parsed.load_model) > 1:
         return "--load-model=* loads every model; give no other --load-model beside it"
     return ""
+
+
+def _settled(repository: str) -> str:
+    """One name of each repository."""
+    return repository.rstrip("/") if is_remote(repository) else str(Path(repository).resolve())
 
 
 def _run(main: Coroutine[Any, Any, bool]) -> bool:
@@ -139,7 +151,9 @@ def _options(parsed: argparse.Namespace) -> ServerOptions:
         grpc_port=parsed.grpc_port, http_port=parsed.http_port, metrics_port=parsed.metrics_port,
         grpc_front=parsed.grpc_front, threads=parsed.threads, cores=parsed.cores, kind_gpu=parsed.kind_gpu,
         response_cache_bytes=parsed.cache_config,
-        explicit_control=parsed.model_control_mode == "explicit",
+        explicit_control=parsed.model_control_mode == "explicit", model_store=parsed.model_store,
+        model_store_bytes=parsed.model_store_mib << 20,
+        poll_secs=parsed.repository_poll_secs if parsed.model_control_mode == "poll" else 0.0,
         load_models=None if parsed.load_model == ["*"] else tuple(parsed.load_model),
         strict_readiness=parsed.strict_readiness, drain_grace_secs=parsed.drain_grace_secs,
         exit_timeout_secs=parsed.exit_timeout_secs, max_message_bytes=parsed.max_message_mib << 20,
@@ -152,10 +166,14 @@ def _parser() -> argparse.ArgumentParser:
         prog="infer-server",
         description="Serves a repository of models over Triton's protocols, gRPC and HTTP/REST, with dynamic "
                     "batching.")
-    parser.add_argument("--model-repository", type=Path, action="append", default=[], metavar="DIR",
-                        help="folders <model>/<version>/model.plan (or model.onnx, built when it is loaded); can be "
-                             "repeated")
-    parser.add_argument("--check", type=Path, metavar="DIR",
+    parser.add_argument("--model-repository", action="append", default=[], metavar="DIR|URL",
+                        help="folders <model>/<version>/model.plan (or model.onnx, built when it is loaded), here or "
+                             "at s3://, gs://, az:// or another address that fsspec knows; can be repeated")
+    parser.add_argument("--model-store", type=Path, metavar="DIR",
+                        help="where models of addresses are copied to (default: in the user's cache)")
+    parser.add_argument("--model-store-mib", type=positive, default=20 << 10, metavar="N",
+                        help="of the copies from an address that are kept (default %(default)s)")
+    parser.add_argument("--check", metavar="DIR|URL",
                         help="says of each model in the folder what of its configuration means something else here, or "
                              "is not served, and what to write instead; loads none. Exits with 1 if one will not be "
                              "served")
@@ -183,9 +201,11 @@ def _add_ports(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model-control-mode", choices=("none", "explicit"), default="none",
-                        help="none: every model is loaded at start; explicit: clients load and unload "
-                             "(default %(default)s)")
+    parser.add_argument("--model-control-mode", choices=("none", "poll", "explicit"), default="none",
+                        help="none: every model is loaded at start; poll: and again when it changes; explicit: clients "
+                             "load and unload (default %(default)s)")
+    parser.add_argument("--repository-poll-secs", type=seconds, default=15.0, metavar="S",
+                        help="between looks for changes under poll (default %(default)s)")
     parser.add_argument("--load-model", action="append", default=[], metavar="NAME",
                         help="under explicit control, a model to load at start; can be repeated; * is every one")
     parser.add_argument("--strict-readiness", type=boolean, nargs="?", const=True, default=True, metavar="BOOL",

@@ -9,8 +9,9 @@ from infer_server.config.kinds import Kind
 from infer_server.config.pbtxt import nearest
 from infer_server.config.sequences import sequences_of
 from infer_server.errors import RepositoryError, ServeError
-from infer_server.repository.folders import Source, all_model_names, model_names, read_model
+from infer_server.repository.folders import Source, read_model
 from infer_server.repository.kinds.warmup import inputs_of
+from infer_server.repository.places import Place, names_in
 
 
 @dataclass(frozen=True)
@@ -23,17 +24,19 @@ class Remark:
         return f"{self.model}: {'error: ' if self.is_error else ''}{self.text}"
 
 
-def check(repositories: Sequence[Path], kind_gpu: str) -> Iterator[Remark]:
+def check(places: Sequence[Place], kind_gpu: str) -> Iterator[Remark]:
     """A remark for all that is wrong with each model, and for each setting that means something else here; of a model
     without any, that it is well."""
-    owner: dict[str, Path] = {}
-    names = all_model_names(repositories)
-    for repository in repositories:
-        for name in model_names(repository):
-            remarks = list(_check_model(repository, name, names, kind_gpu))
+    owner: dict[str, Place] = {}
+    names = names_in(places)
+    for place in places:
+        for name in place.names():
+            place.fetch(name)
+            remarks = list(_check_model(place.path, name, names, kind_gpu))
+            place.release(name)
             if name in owner:
                 remarks.append(Remark(name, f"is in {owner[name]} as well; rename one of them", True))
-            owner[name] = repository
+            owner[name] = place
             yield from remarks or [Remark(name, "ok")]
 
 

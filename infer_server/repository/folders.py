@@ -5,7 +5,6 @@
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from infer_server.config.config import ModelConfig, from_message
 from infer_server.config.kinds import Kind
 from infer_server.config.paths import inside
 from infer_server.config.pbtxt import read_config
-from infer_server.errors import RepositoryError, UnknownModelError
+from infer_server.errors import RepositoryError
 from protos import model_config
 
 CONFIG = "config.pbtxt"
@@ -53,31 +52,6 @@ def read_labels(source: Source) -> dict[str, tuple[str, ...]]:
             except (OSError, UnicodeDecodeError) as error:
                 raise RepositoryError(f"output '{spec.name}': label_filename: {file}: {error}") from error
     return labels
-
-
-def model_names(repository: Path) -> list[str]:
-    """The models of a repository. Raises RepositoryError if it is no folder."""
-    try:
-        return sorted(path.name for path in repository.iterdir() if path.is_dir() and not path.name.startswith("."))
-    except OSError as error:
-        raise RepositoryError(f"model repository {repository}: {error.strerror}") from error
-
-
-def all_model_names(repositories: Iterable[Path]) -> list[str]:
-    """The models of several repositories. Raises RepositoryError if one is no folder."""
-    return sorted({name for repository in repositories for name in model_names(repository)})
-
-
-def repository_of(repositories: Sequence[Path], name: str) -> Path:
-    """The repository that has a model. Raises UnknownModelError; RepositoryError if more than one has it."""
-    found = [repository for repository in repositories if name in model_names(repository)]      # keeps "../x" inside
-    if not found:
-        raise UnknownModelError(f"model '{name}' is not in the repository: there is no folder {name} in "
-                                f"{', '.join(map(str, repositories))}")
-    if len(found) > 1:
-        raise RepositoryError(f"model '{name}' is in {' and in '.join(map(str, found))}: names of models must be "
-                              "unique; rename one of them")
-    return found[0]
 
 
 def read_model(repository: Path, name: str, message: model_config.ModelConfig | None = None) -> list[Source]:

@@ -13,13 +13,13 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
-from pathlib import Path
 
 from infer_server.config.kinds import Kind
 from infer_server.errors import InvalidRequestError, RepositoryError, ServeError, UnavailableError, UnknownModelError
-from infer_server.repository.folders import Source, all_model_names, read_model, repository_of
+from infer_server.repository.folders import Source, read_model
 from infer_server.repository.model import Model
 from infer_server.repository.overrides import written
+from infer_server.repository.places import Place, names_in, place_of
 from infer_server.workers import in_daemon_thread
 from protos import model_config
 
@@ -43,6 +43,7 @@ class Status:
     state: State
     reason: str = ""                    # why it is not ready
     model: Model | None = None          # while it is ready
+    replaces: bool = False              # a version that is still served, and so is no failure
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,10 @@ class IndexEntry:
 class Repository:
     """Folders of models. find() is the request path: two dictionary lookups."""
 
-    def __init__(self, directories: Sequence[Path], load: Callable[[Source], Model],
+    def __init__(self, places: Sequence[Place], load: Callable[[Source], Model],
                  changed: Callable[[], None] = lambda: None) -> None:
         """changed: called when the state of a model has changed."""
-        self._directories = directories
+        self._places = places
         self._load = load
         self._changed = changed
         self._versions: dict[str, dict[int, Status]] = {}
@@ -107,7 +108,7 @@ class Repository:
         """Why models that were to be served are not, by "name" or "name version n"."""
         failed = {f"{name} version {version}": status.reason
                   for name, statuses in self._versions.items() for version, status in statuses.items()
-                  if status.state is State.UNAVAILABLE and status.reason != _UNLOADED}
+                  if status.state is State.UNAVAILABLE and status.reason != _UNLOADED and not status.replaces}
         return {**self._reasons, **failed}
 
     async def index(self) -> list[IndexEntry]:
@@ -116,7 +117,7 @@ class Repository:
                    for name, statuses in self._versions.items() for version, status in statuses.items()]
         entries += [IndexEntry(name, "", State.UNAVAILABLE.value, reason) for name, reason in self._reasons.items()]
         known = self._versions.keys() | self._reasons.keys()
-        present = await in_daemon_thread(lambda: all_model_names(self._directories))
+        present = await in_daemon_thread(lambda: names_in(self._places))
         entries += [IndexEntry(name, "", "", "") for name in present if name not in known]
         return sorted(entries, key=lambda entry: (entry.name, entry.version))
 
@@ -126,10 +127,10 @@ class Repository:
         Raises RepositoryError if a folder itself cannot be read.
         """
         if names is None:
-            names = await in_daemon_thread(lambda: all_model_names(self._directories))
+            names = await in_daemon_thread(lambda: names_in(self._places))
             if not names:
                 log.warning("there is no model in %s; a model is a folder with a folder for each version",
-                            ", ".join(map(str, self._directories)))
+                            ", ".join(map(str, self._places)))
         names = list(names)
         self._starting = {name: asyncio.ensure_future(self.load(name)) for name in names}
         results = await asyncio.gather(*self._starting.values(), return_exceptions=True)
@@ -168,7 +169,7 @@ class Repository:
                 raise
             self._reasons.pop(name, None)
             ready = {version: status for version, status in self._versions.get(name, {}).items() if status.model}
-            wanted = {source.version: Status(State.LOADING) for source in sources}
+            wanted = {source.version: Status(State.LOADING, replaces=bool(ready)) for source in sources}
             self._versions[name] = dict(sorted({**wanted, **ready}.items(), reverse=True))
             failures = []
             for source in sources:
@@ -183,7 +184,9 @@ class Repository:
                 raise RepositoryError(f"failed to load '{name}': {'; '.join(failures)}")
 
     def _read(self, name: str, message: model_config.ModelConfig | None = None) -> list[Source]:
-        return read_model(repository_of(self._directories, name), name, message)
+        place = place_of(self._places, name)
+        place.fetch(name)
+        return read_model(place.path, name, message)
 
     def _steps_of(self, name: str, read: Callable[[], list[Source]], above: tuple[str, ...]) -> list[str]:
         """The models that an ensemble calls, each after those that it calls itself. Blocks.
@@ -225,6 +228,8 @@ class Repository:
             self._versions[name] = {version: Status(State.UNLOADING, "unloading") for version in statuses}
             await self._drain(models)
             self._versions[name] = {version: Status(State.UNAVAILABLE, _UNLOADED) for version in statuses}
+            for place in self._places:
+                place.release(name)
             log.info("model '%s' is unloaded", name)
 
     async def close(self) -> None:
@@ -255,7 +260,7 @@ class Repository:
                 model.load_secs = time.monotonic() - began
         except RepositoryError as error:
             if before.model is None:
-                statuses[source.version] = Status(State.UNAVAILABLE, str(error))
+                statuses[source.version] = replace(before, state=State.UNAVAILABLE, reason=str(error))
             else:
                 statuses[source.version] = replace(before, reason=f"serves what was loaded before: {error}")
             log.error("model '%s' version %d cannot be loaded: %s", source.name, source.version, error)

@@ -16,7 +16,8 @@ from infer_server.config.fields import TREATMENTS, Verdict, treatment
 from infer_server.config.pbtxt import read_config
 from infer_server.errors import ModelConfigError, RepositoryError, UnknownModelError
 from infer_server.repository.building import build_command
-from infer_server.repository.folders import read_model, repository_of
+from infer_server.repository.folders import read_model
+from infer_server.repository.places import LocalFolder, place_of
 from protos import model_config
 from tests.infer_server.numpy_engine import NumpyEngine, NumpyTensor, write_model
 
@@ -221,7 +222,7 @@ def test_a_folder_without_versions_says_what_is_expected(tmp_path: Path) -> None
 def test_names_lead_nowhere_but_to_the_folders_of_the_repository(tmp_path: Path, name: str) -> None:
     write_model(tmp_path, "m")
     with pytest.raises(UnknownModelError):
-        repository_of([tmp_path], name)
+        place_of([LocalFolder(tmp_path)], name)
 
 
 def test_an_onnx_file_is_built_with_the_options_of_its_configuration(tmp_path: Path) -> None:

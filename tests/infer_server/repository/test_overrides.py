@@ -60,7 +60,7 @@ def test_a_load_may_bring_the_models_files(client: Any, server: RunningServer) -
         client.load_model("affine", config="{}", files={"file:1/model.plan": b"\0"})
     assert answer(client, "affine") == [1, 2, 3, 4], "what was loaded goes on"
     client.load_model("affine")
-    assert not (server.server.repository._directories[0] / "of a client").exists()
+    assert not (server.server.repository._places[0].path / "of a client").exists()
 
 
 @pytest.mark.parametrize(("name", "path", "said"), [

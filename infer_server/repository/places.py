@@ -1,0 +1,82 @@
+"""Where models are: folders of this machine, or places elsewhere of which there are copies here."""
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Sequence
+from pathlib import Path
+
+from infer_server.errors import RepositoryError, UnknownModelError
+
+
+class Place(ABC):
+    """Folders <model>/<version>/<file>. Its methods block, and are called on any thread."""
+    path: Path                          # what is read: the folder itself, or that of the copies
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """The models that are there. Raises RepositoryError: the place cannot be read."""
+
+    @abstractmethod
+    def fetch(self, name: str) -> None:
+        """Brings path/<name> up to date, until release(). Raises RepositoryError."""
+
+    @abstractmethod
+    def release(self, name: str) -> None:
+        """A model is unloaded: its files are not needed."""
+
+    @abstractmethod
+    def fingerprint(self, name: str) -> Hashable:
+        """What differs when a file of the model is another. Raises RepositoryError."""
+
+
+class LocalFolder(Place):
+    """A folder of this machine."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def names(self) -> list[str]:
+        try:
+            return sorted(path.name for path in self.path.iterdir()
+                          if path.is_dir() and not path.name.startswith("."))
+        except OSError as error:
+            raise RepositoryError(f"model repository {self.path}: {error.strerror}") from error
+
+    def fetch(self, name: str) -> None:
+        """It is here."""
+
+    def release(self, name: str) -> None:
+        """It stays here."""
+
+    def fingerprint(self, name: str) -> Hashable:
+        found = []
+        for folder, _, files in os.walk(self.path / name, followlinks=True):
+            for file in files:
+                path = os.path.join(folder, file)
+                try:
+                    status = os.stat(path)
+                except OSError:                     # it is gone meanwhile, or a link to nothing
+                    continue
+                found.append((path, status.st_size, status.st_mtime_ns, status.st_ino))
+        return tuple(sorted(found))
+
+
+def names_in(places: Iterable[Place]) -> list[str]:
+    """The models of several places. Raises RepositoryError if one cannot be read."""
+    return sorted({name for place in places for name in place.names()})
+
+
+def place_of(places: Sequence[Place], name: str) -> Place:
+    """The place that has a model. Raises UnknownModelError; RepositoryError if more than one has it."""
+    found = [place for place in places if name in place.names()]        # keeps "../x" inside
+    if not found:
+        raise UnknownModelError(f"model '{name}' is not in the repository: there is no folder {name} in "
+                                f"{', '.join(map(str, places))}")
+    if len(found) > 1:
+        raise RepositoryError(f"model '{name}' is in {' and in '.join(map(str, found))}: names of models must be "
+                              "unique; rename one of them")
+    return found[0]

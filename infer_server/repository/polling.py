@@ -1,0 +1,71 @@
+"""Looks for what has changed in the repository, from time to time: model control mode poll.
+
+A model is loaded when its files are as they were at the look before: what is still being copied is let alone, and what
+was loaded goes on. One that cannot be loaded is tried again when it changes.
+"""
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Hashable, Mapping, Sequence
+
+from infer_server.errors import RepositoryError, ServeError
+from infer_server.repository.places import Place
+from infer_server.repository.repository import Repository
+from infer_server.workers import in_daemon_thread
+
+log = logging.getLogger(__name__)
+
+_SETTLING_SECS = 1.0            # from a look that finds a change to the next one
+
+
+class Poller:
+    """Belongs to the event loop."""
+
+    def __init__(self, repository: Repository, places: Sequence[Place], secs: float) -> None:
+        """secs: between two looks."""
+        self._repository, self._places, self._secs = repository, places, secs
+        self._loaded: dict[str, Hashable] = {}          # as they were when they were loaded, or could not be
+        self._seen: Mapping[str, Hashable] = {}         # as they were at the last look
+        self._reported = ""
+
+    async def begin(self) -> None:
+        """To be called before the models are first loaded."""
+        self._loaded = dict(await self._look())
+
+    async def run(self) -> None:
+        """Looks until it is cancelled."""
+        unsettled = False
+        while True:
+            await asyncio.sleep(min(_SETTLING_SECS, self._secs) if unsettled else self._secs)
+            unsettled = await self.look()
+
+    async def look(self) -> bool:
+        """Loads and unloads what has changed. True: something still changes."""
+        try:
+            found = await self._look()
+        except RepositoryError as error:                # it may be back at the next look
+            if str(error) != self._reported:
+                log.warning("polling: %s", error)
+            self._reported = str(error)
+            return False
+        self._reported, seen, self._seen = "", self._seen, found
+        changed = [name for name in found if found[name] != self._loaded.get(name)]
+        for name in changed:
+            if found[name] == seen.get(name):
+                self._loaded[name] = found[name]
+                await self._quietly(self._repository.load(name))
+        for name in self._loaded.keys() - found.keys():
+            del self._loaded[name]
+            await self._quietly(self._repository.unload(name))
+        return any(found[name] != self._loaded.get(name) for name in changed)
+
+    async def _quietly(self, change: Awaitable[None]) -> None:
+        try:
+            await change
+        except ServeError as error:                     # which the log has, and the index
+            log.debug("polling: %s", error)
+
+    async def _look(self) -> Mapping[str, Hashable]:
+        return await in_daemon_thread(lambda: {name: place.fingerprint(name)
+                                               for place in self._places for name in place.names()})

@@ -1,0 +1,145 @@
+"""Repositories elsewhere, copied to a bounded store; a store in memory, and a server of S3's protocol."""
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+
+from infer_server.errors import RepositoryError
+from infer_server.repository.remote import RemoteFolder
+from infer_server.server import places_of
+from tests.infer_server.endpoints.test_serving import eventually
+from tests.infer_server.serving import serving
+
+fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
+MIB = 1 << 20
+
+
+@pytest.fixture
+def store() -> Iterator[Any]:
+    """Files in memory, of the whole process."""
+    files = fsspec.filesystem("memory")
+    files.store.clear()
+    yield files
+    files.store.clear()
+
+
+def put(store: Any, path: str, content: bytes) -> None:
+    with store.open(f"/models/{path}", "wb") as file:
+        file.write(content)
+
+
+def remote(tmp_path: Path, most_bytes: int = MIB) -> RemoteFolder:
+    return RemoteFolder("memory://models", tmp_path / "store", most_bytes)
+
+
+def copies(folder: RemoteFolder) -> dict[str, bytes]:
+    found = {path.relative_to(folder.path): path for path in folder.path.rglob("*") if path.is_file()}
+    return {str(name): path.read_bytes() for name, path in found.items() if not name.parts[0].startswith(".")}
+
+
+def test_what_changed_is_copied_and_what_is_gone_is_removed(store: Any, tmp_path: Path) -> None:
+    put(store, "m/1/model.plan", b"one")
+    put(store, "m/config.pbtxt", b"")
+    put(store, "m/.hidden/x", b"-")
+    put(store, "other/1/model.plan", b"other")
+    folder = remote(tmp_path)
+    assert folder.names() == ["m", "other"] and copies(folder) == {}
+    before = folder.fingerprint("m")
+    folder.fetch("m")
+    assert copies(folder) == {"m/1/model.plan": b"one", "m/config.pbtxt": b""}
+    kept = (folder.path / "m" / "config.pbtxt").stat().st_ino
+    put(store, "m/1/model.plan", b"two")
+    put(store, "m/2/model.plan", b"new")
+    assert folder.fingerprint("m") != before
+    folder.fetch("m")
+    assert copies(folder)["m/1/model.plan"] == b"two" and copies(folder)["m/2/model.plan"] == b"new"
+    assert (folder.path / "m" / "config.pbtxt").stat().st_ino == kept, "it is the same version"
+    store.rm("/models/m/1", recursive=True)
+    folder.fetch("m")
+    assert copies(folder) == {"m/2/model.plan": b"new", "m/config.pbtxt": b""}
+    assert not (folder.path / "m" / "1").exists(), "an empty folder would be a version"
+
+
+def test_a_model_that_changes_while_it_is_copied_is_not_put_into_place(
+        store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(store, "m/1/model.plan", b"one")
+    folder = remote(tmp_path)
+    folder.fetch("m")
+    put(store, "m/1/model.plan", b"two")
+    get_file = folder._files.get_file
+
+    def meanwhile(*arguments: Any) -> None:
+        get_file(*arguments)
+        put(store, "m/2/model.plan", b"new")
+
+    monkeypatch.setattr(folder._files, "get_file", meanwhile)
+    with pytest.raises(RepositoryError, match="was changed while it was copied"):
+        folder.fetch("m")
+    assert copies(folder) == {"m/1/model.plan": b"one"}
+
+
+def test_the_store_is_bounded_and_keeps_what_is_loaded(store: Any, tmp_path: Path) -> None:
+    for name in ("a", "b", "c", "d"):
+        put(store, f"{name}/1/model.plan", bytes(400_000))
+    folder = remote(tmp_path)
+    for name in ("a", "b"):
+        folder.fetch(name)
+    folder.release("a")
+    folder.fetch("c")
+    assert sorted(copies(folder)) == ["b/1/model.plan", "c/1/model.plan"]
+    with pytest.raises(RepositoryError, match="exceed --model-store-mib 1; raise it"):
+        folder.fetch("d")
+    folder.release("d")
+    folder.release("b")
+    folder.fetch("d")
+    assert sorted(copies(folder)) == ["c/1/model.plan", "d/1/model.plan"]
+
+
+def test_what_cannot_be_read_says_why(store: Any, tmp_path: Path) -> None:
+    folder = remote(tmp_path)
+    with pytest.raises(RepositoryError, match="memory://models: FileNotFoundError"):
+        folder.names()
+    with pytest.raises(RepositoryError, match="another server's"):
+        remote(tmp_path)
+    with pytest.raises(RepositoryError, match="nowhere://x: Protocol not known"):
+        places_of(["nowhere://x"], tmp_path, MIB)
+    put(store, "m/1/../../../outside", b"-")
+    with pytest.raises(RepositoryError, match="is no path in the model's folder"):
+        folder.fetch("m")
+    assert not (tmp_path / "outside").exists()
+
+
+def answer(client: triton.InferenceServerClient) -> Any:
+    tensor = triton.InferInput("x", [1, 4], "FP32")
+    tensor.set_data_from_numpy(np.float32([[1, 2, 3, 4]]))
+    return client.infer("m", [tensor]).as_numpy("y").tolist()[0]
+
+
+def test_models_of_a_bucket_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    moto = pytest.importorskip("moto.server", reason="moto[server] is not installed")
+    boto3 = pytest.importorskip("boto3")
+    server = moto.ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    endpoint = "http://{}:{}".format(*server.get_host_and_port())
+    for name, value in (("AWS_ENDPOINT_URL", endpoint), ("AWS_ACCESS_KEY_ID", "a"), ("AWS_SECRET_ACCESS_KEY", "b"),
+                        ("AWS_DEFAULT_REGION", "us-east-1")):
+        monkeypatch.setenv(name, value)
+    try:
+        bucket = boto3.resource("s3", endpoint_url=endpoint).create_bucket(Bucket="bucket")
+        bucket.put_object(Key="models/m/1/model.plan", Body=json.dumps({"kind": "echo"}).encode())
+        bucket.put_object(Key="models/m/config.pbtxt", Body=b"max_batch_size: 2")
+        with (serving(tmp_path, model_repositories=("s3://bucket/models",), model_store=tmp_path / "store",
+                      poll_secs=0.1) as running, triton.InferenceServerClient(running.address) as client):
+            assert answer(client) == [1, 2, 3, 4] and client.get_model_config("m").config.max_batch_size == 2
+            bucket.put_object(Key="models/m/2/model.plan", Body=json.dumps({"kind": "affine"}).encode())
+            assert eventually(lambda: client.is_model_ready("m", "2"))
+            assert answer(client) == [3, 5, 7, 9]
+    finally:
+        server.stop()
