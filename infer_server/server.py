@@ -33,6 +33,7 @@ from infer_server.lifecycle import Lifecycle, ServerPhase
 from infer_server.observing.access_log import AccessLog
 from infer_server.repository.building import Compiler
 from infer_server.repository.loader import Loader
+from infer_server.repository.on_demand import OnDemand
 from infer_server.repository.places import LocalFolder, Place
 from infer_server.repository.polling import Poller
 from infer_server.repository.remote import RemoteFolder, is_remote
@@ -60,6 +61,7 @@ class ServerOptions:
     cores: int = 1                              # for the instances of a model that does not say how many it has
     kind_gpu: str = "cpu"                       # instances of KIND_GPU are served on the CPU, or "refuse"
     explicit_control: bool = False              # models are loaded and unloaded by clients
+    model_memory_bytes: int = 0                 # of models, which are loaded on demand; 0: they are loaded at start
     poll_secs: float = 0.0                      # between looks at what has changed in the repository; 0: none
     load_models: tuple[str, ...] | None = ()    # under explicit control: at start; None: every one
     strict_readiness: bool = True               # not ready while a model that was to be served has failed
@@ -118,12 +120,13 @@ class Server:
         self._inflight = Inflight(options.max_inflight_bytes, options.send_timeout_secs)
         regions = Regions(options.allow_client_shm)
         self.log_settings = LogSettings()
-        self._service = Service(ModelService(self.repository, self.lifecycle, options.explicit_control),
+        on_demand = OnDemand(self.repository, options.model_memory_bytes) if options.model_memory_bytes else None
+        self._service = Service(ModelService(self.repository, self.lifecycle, options.explicit_control, on_demand),
                                 MemoryService(regions), SettingsService(self.repository, self.log_settings))
         self._front = Front(Inferences(self.repository, AccessLog(options.access_log) if options.access_log else None),
-                            self._inflight, regions)
+                            self._inflight, regions, on_demand)
         self._grpc = create_server(
-            self._service, GrpcFront(self._front.inferences, self._inflight, regions, self._disconnect), self.lifecycle,
+            self._service, GrpcFront(**vars(self._front), disconnect=self._disconnect), self.lifecycle,
             GrpcSettings(options.max_message_bytes, options.grpc_channel, options.grpc_secrets,
                          options.grpc_front == "fast" and options.grpc_tls is None))
         self._grpc_port = 0
@@ -190,7 +193,8 @@ class Server:
         disconnect(self._grpc_port, peer)
 
     async def _load(self) -> None:
-        names = self._options.load_models if self._options.explicit_control else None
+        chosen = self._options.explicit_control or self._options.model_memory_bytes
+        names = self._options.load_models if chosen else None
         try:
             if self._poller:
                 await self._poller.begin()

@@ -76,8 +76,10 @@ def _mistake(parsed: argparse.Namespace) -> str:
             return f"--model-repository {folder}: no such folder"
         if [_settled(other) for other in folders].count(_settled(folder)) > 1:
             return f"--model-repository {folder}: given twice"
-    if parsed.load_model and parsed.model_control_mode != "explicit":
+    if parsed.load_model and parsed.model_control_mode != "explicit" and not parsed.model_memory_limit_mib:
         return "--load-model needs --model-control-mode explicit; otherwise every model is loaded"
+    if parsed.model_memory_limit_mib and parsed.model_control_mode == "poll":
+        return "--model-memory-limit-mib loads models when they are asked for, poll when they change: give one of them"
     try:
         access = access_of(parsed)
     except ValueError as error:
@@ -153,6 +155,7 @@ def _options(parsed: argparse.Namespace) -> ServerOptions:
         response_cache_bytes=parsed.cache_config,
         explicit_control=parsed.model_control_mode == "explicit", model_store=parsed.model_store,
         model_store_bytes=parsed.model_store_mib << 20,
+        model_memory_bytes=(parsed.model_memory_limit_mib or 0) << 20,
         poll_secs=parsed.repository_poll_secs if parsed.model_control_mode == "poll" else 0.0,
         load_models=None if parsed.load_model == ["*"] else tuple(parsed.load_model),
         strict_readiness=parsed.strict_readiness, drain_grace_secs=parsed.drain_grace_secs,
@@ -204,6 +207,9 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-control-mode", choices=("none", "poll", "explicit"), default="none",
                         help="none: every model is loaded at start; poll: and again when it changes; explicit: clients "
                              "load and unload (default %(default)s)")
+    parser.add_argument("--model-memory-limit-mib", type=positive, metavar="N",
+                        help="models are loaded when they are first asked for, and the least used are unloaded when "
+                             "together they hold more (default: every model is loaded at start)")
     parser.add_argument("--repository-poll-secs", type=seconds, default=15.0, metavar="S",
                         help="between looks for changes under poll (default %(default)s)")
     parser.add_argument("--load-model", action="append", default=[], metavar="NAME",

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from infer_server.endpoints.inflight import Inflight
 from infer_server.endpoints.shared_memory import Regions
+from infer_server.repository.on_demand import OnDemand
 from infer_server.serving import Inferences
 
 
@@ -13,3 +14,4 @@ class Front:
     inferences: Inferences
     inflight: Inflight
     regions: Regions
+    on_demand: OnDemand | None          # None: models are loaded before they are asked for

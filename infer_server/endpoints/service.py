@@ -15,6 +15,7 @@ from infer_server.errors import InvalidRequestError, NotServedError, ServeError,
 from infer_server.lifecycle import Lifecycle
 from infer_server.protocol.parameters import Parameters, from_messages, typed
 from infer_server.repository.model import Model
+from infer_server.repository.on_demand import OnDemand
 from infer_server.repository.overrides import PREFIX
 from infer_server.repository.repository import Repository
 from infer_server.version import NAME, VERSION
@@ -30,10 +31,12 @@ _DEPENDENTS = "unload_dependents"
 class ModelService:
     """One coroutine for each call, named as the call. They raise ServeErrors."""
 
-    def __init__(self, repository: Repository, lifecycle: Lifecycle, explicit_control: bool) -> None:
+    def __init__(self, repository: Repository, lifecycle: Lifecycle, explicit_control: bool,
+                 on_demand: OnDemand | None = None) -> None:
         self._repository = repository
         self._lifecycle = lifecycle
         self._explicit_control = explicit_control       # clients may load and unload models
+        self._on_demand = on_demand                     # None: models are loaded before they are asked for
 
     async def ServerLive(self, _: inference.ServerLiveRequest) -> inference.ServerLiveResponse:
         return inference.ServerLiveResponse(live=True)
@@ -54,7 +57,7 @@ class ModelService:
         return inference.ServerMetadataResponse(name=NAME, version=VERSION, extensions=EXTENSIONS)
 
     async def ModelMetadata(self, request: inference.ModelMetadataRequest) -> inference.ModelMetadataResponse:
-        model = self._repository.find(request.name, request.version)
+        model = await self._loaded(request.name, request.version)
         versions = [model.version] if request.version else self._repository.versions(request.name)
         response = inference.ModelMetadataResponse(
             name=model.name, versions=map(str, versions), platform=model.platform)
@@ -64,7 +67,7 @@ class ModelService:
         return response
 
     async def ModelConfig(self, request: inference.ModelConfigRequest) -> inference.ModelConfigResponse:
-        model = self._repository.find(request.name, request.version)
+        model = await self._loaded(request.name, request.version)
         return inference.ModelConfigResponse(config=model.config_message)
 
     async def ModelStatistics(self, request: inference.ModelStatisticsRequest) -> inference.ModelStatisticsResponse:
@@ -107,6 +110,11 @@ class ModelService:
         for name in sorted(steps):
             await self._repository.unload(name)
         return inference.RepositoryModelUnloadResponse()
+
+    async def _loaded(self, name: str, version: str) -> Model:
+        if self._on_demand:
+            await self._on_demand.load(name)
+        return self._repository.find(name, version)
 
     def _steps_of(self, name: str) -> set[str]:
         """The loaded models that an ensemble calls."""

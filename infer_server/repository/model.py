@@ -32,6 +32,7 @@ class Model(ABC):
     submit and cancel belong to the event loop; the constructor and drain block, and belong to a worker.
     """
     platform: str                       # what executes it
+    memory_bytes: int = 0               # about what it holds; 0 where that is not known
     load_secs: float = 0.0              # that its loading took; set, as is the next, by who loads it
     labels: Mapping[str, Sequence[str]] = MappingProxyType({})      # of the classes that outputs score
 

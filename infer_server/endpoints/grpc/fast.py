@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -123,9 +124,16 @@ class FastServer:
                 raise MemoryLimitError(f"Received message larger than max ({len(data)} vs. {self._max_message_bytes})")
             held = answer.held = self._front.inflight.begin(answer, len(data))
             call = GrpcCall(split_request(data), received_ns, remaining_secs, self._front, held)
-            answer.submitted = self._front.inferences.submit(call, answer)
+            if self._front.on_demand:
+                self._front.on_demand.when_loaded(call.model, partial(self._submit, call, answer), answer.fail)
+            else:
+                self._submit(call, answer)
         except Exception as error:
             answer.fail(error)
+
+    def _submit(self, call: GrpcCall, answer: _Answer) -> None:
+        if not answer.gone:
+            answer.submitted = self._front.inferences.submit(call, answer)
 
     def forget(self, answer: _Answer) -> None:
         """To be called when an answer is given, or nobody waits for it any more."""

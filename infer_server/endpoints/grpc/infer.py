@@ -46,9 +46,11 @@ async def infer(data: bytes, context: grpc.aio.ServicerContext, front: GrpcFront
     inflight = front.inflight
     held = inflight.begin(GrpcClient(context, front.disconnect), len(data))
     context.add_done_callback(lambda _: inflight.end(held))
+    call = GrpcCall(split_request(data), received_ns, context.time_remaining(), front, held)
+    if front.on_demand:
+        await front.on_demand.load(call.model)
     reply = AwaitedReply(asyncio.get_running_loop())
-    submitted = front.inferences.submit(
-        GrpcCall(split_request(data), received_ns, context.time_remaining(), front, held), reply)
+    submitted = front.inferences.submit(call, reply)
     try:
         response: bytes = await reply.response
     except asyncio.CancelledError:

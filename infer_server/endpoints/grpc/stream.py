@@ -156,12 +156,19 @@ class _Answer:
             self._held = front.inflight.begin(self._stream.client, len(data))
             self._call = GrpcCall(split_request(data), received_ns, self._stream.context.time_remaining(), front,
                                   self._held)
-            self._submitted = front.inferences.submit(self._call, self)
+            if front.on_demand:
+                front.on_demand.when_loaded(self._call.model, self._submit, self.fail)
+            else:
+                self._submit()
         except ServeError as error:
             self.fail(error)
         except Exception as error:          # our bug
             log.exception("a request of a stream failed")
             self.fail(error)
+
+    def _submit(self) -> None:
+        if self._call and not self.gone:
+            self._submitted = self._stream.front.inferences.submit(self._call, self)
 
     @property
     def gone(self) -> bool:

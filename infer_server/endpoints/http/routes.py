@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
+from functools import partial
 from http import HTTPStatus
 
 from infer_server.endpoints.front import Front
@@ -57,6 +58,14 @@ def server_routes(service: Service, front: Front, repository: Repository, lifecy
         ("shared-memory", "POST", _MEMORY + "/register", server.register_memory),
         ("shared-memory", "POST", _MEMORY + "/unregister", server.unregister_memory),
     ], restrictions)
+    def _submit(exchange: Exchange, model: str, version: str, how: str) -> None:
+        if exchange.gone:
+            return
+        if how == "infer":
+            infer(exchange, model, version, front)
+        else:
+            generate(exchange, repository.find(model, version), version, front, how == "generate_stream")
+
     inference_path = re.compile(_MODEL + "/(?P<how>infer|generate|generate_stream)")
 
     def handle(exchange: Exchange) -> None:
@@ -65,11 +74,11 @@ def server_routes(service: Service, front: Front, repository: Repository, lifecy
             routes(exchange)
         elif exchange.request.method == "POST":
             restrictions.check("inference", exchange.request.headers.get)
-            name, version, how = path["model"], path["version"] or "", path["how"]
-            if how == "infer":
-                infer(exchange, name, version, front)
+            submit = partial(_submit, exchange, path["model"], path["version"] or "", path["how"])
+            if front.on_demand:
+                front.on_demand.when_loaded(path["model"], submit, exchange.fail)
             else:
-                generate(exchange, repository.find(name, version), version, front, how == "generate_stream")
+                submit()
         else:
             exchange.respond(_wrong_method("POST"))
     return handle

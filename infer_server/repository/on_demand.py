@@ -1,0 +1,100 @@
+"""Models that are loaded when they are first asked for; those that were used least recently make room for them."""
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+
+from infer_server.config.kinds import Kind
+from infer_server.errors import ServeError
+from infer_server.repository.model import Model
+from infer_server.repository.repository import Repository
+
+log = logging.getLogger(__name__)
+
+_RETRY_SECS = 30.0              # before a model that could not be loaded, or is not there, is tried again
+_MOST_FAILURES = 10_000         # that are remembered
+
+
+class OnDemand:
+    """Belongs to the event loop."""
+
+    def __init__(self, repository: Repository, limit_bytes: int) -> None:
+        """limit_bytes: what the loaded models may hold together, by their own estimate."""
+        self._repository, self._limit_bytes = repository, limit_bytes
+        self._loading: dict[str, asyncio.Task[None]] = {}
+        self._tasks = set[asyncio.Task[None]]()
+        self._one_at_a_time = asyncio.Lock()            # makes room
+        self._loaded_ms: dict[str, float] = {}          # when, by the clock of Statistics.last_inference_ms
+        self._retry_at: dict[str, float] = {}           # of models that failed
+
+    async def load(self, name: str) -> None:
+        """Loads a model unless it is there. Raises nothing: why there is none, Repository.find() says."""
+        if self._repository.versions(name) or time.monotonic() < self._retry_at.get(name, 0):
+            return
+        if name not in self._loading:
+            self._loading[name] = asyncio.create_task(self._load(name))
+        await asyncio.shield(self._loading[name])       # others wait for it, too
+
+    def when_loaded(self, name: str, then: Callable[[], None], failed: Callable[[Exception], None]) -> None:
+        """Calls `then` when a model is loaded, which may be now; `failed` with what it raises later."""
+        if self._repository.versions(name):
+            then()
+            return
+        self._start(self._later(name, then, failed))
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)                           # the loop itself keeps no task alive
+        task.add_done_callback(self._tasks.discard)
+
+    async def _later(self, name: str, then: Callable[[], None], failed: Callable[[Exception], None]) -> None:
+        await self.load(name)
+        try:
+            then()
+        except Exception as error:
+            failed(error)
+
+    async def _load(self, name: str) -> None:
+        try:
+            await self._repository.load(name)
+            self._retry_at.pop(name, None)
+            self._loaded_ms[name] = time.time() * 1000
+            self._start(self._make_room(name))          # nobody waits for others to be drained
+        except ServeError as error:
+            log.debug("%s is not loaded on demand: %s", name, error)
+            if len(self._retry_at) >= _MOST_FAILURES:
+                self._retry_at.clear()
+            self._retry_at[name] = time.monotonic() + _RETRY_SECS
+        finally:
+            del self._loading[name]
+
+    async def _make_room(self, kept: str) -> None:
+        """Unloads what was used least recently, and nothing that `kept` needs, until the others fit."""
+        async with self._one_at_a_time:
+            while (held := sum(model.memory_bytes for model in self._repository.models())) > self._limit_bytes:
+                victim = self._least_used(kept)
+                if victim is None:
+                    log.warning("the loaded models hold about %d MiB, and none of them can be unloaded now: "
+                                "--model-memory-limit-mib %d is exceeded", held >> 20, self._limit_bytes >> 20)
+                    return
+                log.info("'%s' is unloaded to make room for '%s'", victim, kept)
+                for name in (*self._ensembles_of(victim), victim):
+                    await self._repository.unload(name)
+
+    def _least_used(self, kept: str) -> str | None:
+        models = self._repository.models()
+        needed = {kept}.union(*(_steps(model) for model in models if model.name == kept))
+        busy = needed | self._loading.keys() | {model.name for model in models if model.pending}
+        used = {model.name: max(self._loaded_ms.get(model.name, 0), model.statistics.snapshot().last_inference_ms)
+                for model in models if model.memory_bytes}
+        return min(used.keys() - busy, key=lambda name: used[name], default=None)
+
+    def _ensembles_of(self, name: str) -> list[str]:
+        """The loaded ensembles that call a model."""
+        return [model.name for model in self._repository.models() if name in _steps(model)]
+
+
+def _steps(model: Model) -> set[str]:
+    return {step.model for step in model.config.steps} if model.config.kind is Kind.ENSEMBLE else set()

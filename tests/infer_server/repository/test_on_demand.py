@@ -1,0 +1,102 @@
+"""Models that are loaded when they are first asked for, within a limit of memory."""
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+from tritonclient.utils import InferenceServerException
+
+from tests.infer_server.endpoints.test_serving import eventually
+from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
+from tests.infer_server.serving import RunningServer, serving
+
+MIB = 1 << 20
+CHAIN = """platform: "ensemble" max_batch_size: 8
+    input { name: "x" data_type: TYPE_FP32 dims: 4 } output { name: "y" data_type: TYPE_FP32 dims: 4 }
+    ensemble_scheduling { step { model_name: "step" input_map { key: "x" value: "x" }
+                                 output_map { key: "y" value: "y" } } }"""
+
+
+def large(repository: Path, name: str, **plan: Any) -> None:
+    """A model that holds about a MiB."""
+    file = write_model(repository, name, **plan) / "1" / "model.plan"
+    file.write_text(file.read_text() + " " * MIB)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RunningServer]:
+    for name in ("a", "b", "c", "step"):
+        large(tmp_path, name)
+    large(tmp_path, "slow", gate="demanded")
+    write_model(tmp_path, "bad", crash=True)
+    (tmp_path / "chain").mkdir()
+    (tmp_path / "chain" / "config.pbtxt").write_text(CHAIN)
+    with serving(tmp_path, model_memory_bytes=5 * MIB // 2) as running:
+        yield running
+
+
+def answer(library: Any, server: RunningServer, model: str) -> Any:
+    port = server.ports.grpc if library is tritonclient.grpc else server.ports.http
+    with library.InferenceServerClient(f"127.0.0.1:{port}") as client:
+        return client.infer(model, [tensor(library)]).as_numpy("y").tolist()[0]
+
+
+def tensor(library: Any) -> Any:
+    made = library.InferInput("x", [1, 4], "FP32")
+    made.set_data_from_numpy(np.float32([[1, 2, 3, 4]]))
+    return made
+
+
+def loaded(server: RunningServer) -> list[str]:
+    return sorted(model.name for model in server.server.repository.models())
+
+
+def test_the_least_used_makes_room_for_what_is_asked_for(server: RunningServer) -> None:
+    assert loaded(server) == []
+    for library, model, then in ((tritonclient.grpc, "a", ["a"]), (tritonclient.http, "b", ["a", "b"]),
+                                 (tritonclient.http, "a", ["a", "b"]), (tritonclient.grpc, "c", ["a", "c"]),
+                                 (tritonclient.grpc, "chain", ["c", "chain", "step"]),
+                                 (tritonclient.http, "a", ["a", "chain", "step"]),
+                                 (tritonclient.http, "b", ["a", "b"])):
+        assert answer(library, server, model) == [3, 5, 7, 9]
+        assert eventually(lambda then=then: loaded(server) == then), model
+
+
+def test_whatever_asks_first_loads_a_model(server: RunningServer) -> None:
+    answers: queue.Queue[Any] = queue.Queue()
+    with tritonclient.grpc.InferenceServerClient(server.address) as client:
+        assert client.get_model_metadata("a").name == "a" and not client.is_model_ready("b")
+        client.start_stream(lambda result, error: answers.put(error or result.as_numpy("y").tolist()[0]))
+        for name in ("b", "nobody", "a"):
+            client.async_stream_infer(name, [tensor(tritonclient.grpc)])
+        found = [answers.get(timeout=TIMEOUT_SECS) for _ in range(3)]
+        client.stop_stream()
+    assert found[0] == found[2] == [3, 5, 7, 9] and "unknown model" in str(found[1])
+    with tritonclient.http.InferenceServerClient(f"127.0.0.1:{server.ports.http}") as client:
+        assert client.get_model_config("c")["name"] == "c"
+
+
+def test_many_requests_wait_for_one_load(server: RunningServer) -> None:
+    with ThreadPoolExecutor(6) as clients:
+        with GATES["demanded"].closed():
+            asked = [clients.submit(answer, library, server, "slow")
+                     for library in (tritonclient.grpc, tritonclient.http) * 3]
+            assert GATES["demanded"].holds(1), "warming up executes it"
+            assert answer(tritonclient.grpc, server, "a") == [3, 5, 7, 9], "others go on meanwhile"
+        assert [each.result() for each in asked] == [[3, 5, 7, 9]] * 6
+
+
+def test_what_cannot_be_loaded_is_not_tried_for_each_request(
+        server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    for name, said in (("bad", "a loader's bug"), ("nobody", "unknown model")):
+        for library in (tritonclient.grpc, tritonclient.http) * 2:
+            with pytest.raises(InferenceServerException, match=said):
+                answer(library, server, name)
+    assert caplog.text.count("'bad' version 1 cannot be loaded") == 1
