@@ -77,6 +77,7 @@ class ServerOptions:
     http_tls: Tls | None = None
     grpc_secrets: Mapping[str, Secret] = field(default_factory=dict)        # by the category of calls that ask for it
     http_secrets: Mapping[str, Secret] = field(default_factory=dict)
+    grpc_reflection: bool = False
     access_log: str = ""                        # of access_log.FORMS; "": none
     metrics: MetricsSettings = MetricsSettings()
     grpc_channel: Mapping[str, int] = field(default_factory=dict)           # see GrpcSettings
@@ -128,7 +129,8 @@ class Server:
         self._grpc = create_server(
             self._service, GrpcFront(**vars(self._front), disconnect=self._disconnect), self.lifecycle,
             GrpcSettings(options.max_message_bytes, options.grpc_channel, options.grpc_secrets,
-                         options.grpc_front == "fast" and options.grpc_tls is None))
+                         fast=options.grpc_front == "fast" and options.grpc_tls is None,
+                         reflection=options.grpc_reflection))
         self._grpc_port = 0
         self._http: list[HttpServer] = []
         self._loading: asyncio.Task[None] | None = None

@@ -4,9 +4,9 @@
     request = inference.ModelInferRequest(model_name="resnet")
     protos.methods("inference.GRPCInferenceService")        # paths and message classes, for stubs and handlers
 """
-from protos._pool import Method, methods
+from protos._pool import Method, methods, pool
 
 INFERENCE_SERVICE = "inference.GRPCInferenceService"
 HEALTH_SERVICE = "grpc.health.v1.Health"
 
-__all__ = ["HEALTH_SERVICE", "INFERENCE_SERVICE", "Method", "methods"]
+__all__ = ["HEALTH_SERVICE", "INFERENCE_SERVICE", "Method", "methods", "pool"]

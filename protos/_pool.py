@@ -31,17 +31,18 @@ class Method:
 
 
 @functools.cache
-def _pool() -> descriptor_pool.DescriptorPool:
-    pool = descriptor_pool.DescriptorPool()
+def pool() -> descriptor_pool.DescriptorPool:
+    """Of all that protos/*.proto define."""
+    made = descriptor_pool.DescriptorPool()
     files = descriptor_pb2.FileDescriptorSet.FromString(resources.files("protos").joinpath(DESCRIPTORS).read_bytes())
     for file in files.file:             # dependencies come first
-        pool.AddSerializedFile(file.SerializeToString())
-    return pool
+        made.AddSerializedFile(file.SerializeToString())
+    return made
 
 
 def definitions(proto: str) -> Mapping[str, Any]:
     """What the file `proto` ("health.proto") defines at its top level: message classes, enums and their values."""
-    file = _pool().FindFileByName(proto)
+    file = pool().FindFileByName(proto)
     found: dict[str, Any] = {}
     for name, message in file.message_types_by_name.items():
         found[name] = message_factory.GetMessageClass(message)
@@ -57,4 +58,4 @@ def methods(service: str) -> tuple[Method, ...]:
         Method(method.name, f"/{service}/{method.name}",
                message_factory.GetMessageClass(method.input_type), message_factory.GetMessageClass(method.output_type),
                method.client_streaming, method.server_streaming)
-        for method in _pool().FindServiceByName(service).methods)
+        for method in pool().FindServiceByName(service).methods)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from infer_server.cli.common import boolean
+from infer_server.endpoints.grpc import reflection
 from infer_server.endpoints.metrics import MetricsSettings
 from infer_server.endpoints.restrictions import CATEGORIES, Secret, parsed
 from infer_server.endpoints.tls import Tls
@@ -52,6 +53,7 @@ def add_access(parser: argparse.ArgumentParser) -> None:
     for option, (_, text) in _CHANNEL.items():
         parser.add_argument(f"--{option}", type=int, metavar="N", help=f"{text} (default: gRPC's)")
     _flag(parser, "grpc-keepalive-permit-without-calls", "pings also where no call is open", False)
+    _flag(parser, "grpc-reflection", "tools such as grpcurl may ask for the protocol's definitions", False)
     parser.add_argument("--access-log", choices=FORMS, default="", metavar="FORM",
                         help="writes a line for each inference to the log, as text or json (default: none)")
     _flag(parser, "allow-cpu-metrics", "metrics of the machine's CPUs and memory", True)
@@ -64,12 +66,14 @@ def add_access(parser: argparse.ArgumentParser) -> None:
 
 def access_of(given: argparse.Namespace) -> dict[str, Any]:
     """The fields of ServerOptions that these options say. Raises ValueError: they make no sense."""
+    if given.grpc_reflection and not reflection.is_installed():
+        raise ValueError("--grpc-reflection needs grpcio-reflection: install infer-server[reflection]")
     return {
         "allow_client_shm": given.allow_client_shm,
         "grpc_tls": _tls(given, "grpc"), "http_tls": _tls(given, "http"),
         "grpc_secrets": _secrets("--grpc-restricted-protocol", given.grpc_restricted_protocol),
         "http_secrets": _secrets("--http-restricted-api", given.http_restricted_api),
-        "access_log": given.access_log,
+        "grpc_reflection": given.grpc_reflection, "access_log": given.access_log,
         "metrics": _metrics(given.metrics_config, given.allow_cpu_metrics),
         "grpc_channel": {
             **{name: _value(given, option) for option, (name, _) in _CHANNEL.items()

@@ -14,6 +14,7 @@ from infer_server.endpoints.grpc.errors import answering, parsed
 from infer_server.endpoints.grpc.fast import FastServer
 from infer_server.endpoints.grpc.health import health_handlers
 from infer_server.endpoints.grpc.infer import GrpcFront, infer
+from infer_server.endpoints.grpc.reflection import add_reflection
 from infer_server.endpoints.grpc.stream import infer_stream
 from infer_server.endpoints.restrictions import OF_CALL, Restrictions, Secret
 from infer_server.endpoints.service import Service
@@ -68,6 +69,7 @@ class GrpcSettings:
     channel: Mapping[str, int] = field(default_factory=dict)    # of the C core, by name: keepalive, ages
     secrets: Mapping[str, Secret] = field(default_factory=dict)
     fast: bool = False                      # inference on pygrpc-native
+    reflection: bool = False                # tools may ask for the protocol's definitions
 
 
 def create_server(service: Service, front: GrpcFront, lifecycle: Lifecycle,
@@ -82,6 +84,8 @@ def create_server(service: Service, front: GrpcFront, lifecycle: Lifecycle,
     restrictions = Restrictions(settings.secrets, HEADER_PREFIX)
     server.add_generic_rpc_handlers((inference_handlers(service, front, restrictions),
                                      health_handlers(lifecycle, restrictions)))
+    if settings.reflection:
+        add_reflection(server)
     if settings.fast:
         return FastServer(server, front, restrictions, settings.max_message_bytes, settings.channel)
     return server
