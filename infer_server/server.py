@@ -5,6 +5,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from infer_server.endpoints.tls import Tls
 from infer_server.errors import RepositoryError
 from infer_server.lifecycle import Lifecycle, ServerPhase
 from infer_server.observing.access_log import AccessLog
+from infer_server.observing.tracing import Tracer, TraceSettings
 from infer_server.repository.building import Compiler
 from infer_server.repository.loader import Loader
 from infer_server.repository.on_demand import OnDemand
@@ -39,6 +41,7 @@ from infer_server.repository.polling import Poller
 from infer_server.repository.remote import RemoteFolder, is_remote
 from infer_server.repository.repository import Repository
 from infer_server.serving import Inferences
+from infer_server.workers import in_daemon_thread
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +82,7 @@ class ServerOptions:
     http_secrets: Mapping[str, Secret] = field(default_factory=dict)
     grpc_reflection: bool = False
     access_log: str = ""                        # of access_log.FORMS; "": none
+    tracing: TraceSettings | None = None
     metrics: MetricsSettings = MetricsSettings()
     grpc_channel: Mapping[str, int] = field(default_factory=dict)           # see GrpcSettings
 
@@ -124,8 +128,9 @@ class Server:
         on_demand = OnDemand(self.repository, options.model_memory_bytes) if options.model_memory_bytes else None
         self._service = Service(ModelService(self.repository, self.lifecycle, options.explicit_control, on_demand),
                                 MemoryService(regions), SettingsService(self.repository, self.log_settings))
-        self._front = Front(Inferences(self.repository, AccessLog(options.access_log) if options.access_log else None),
-                            self._inflight, regions, on_demand)
+        self._tracer = Tracer(options.tracing) if options.tracing else None
+        log_of = AccessLog(options.access_log) if options.access_log else None
+        self._front = Front(Inferences(self.repository, log_of, self._tracer), self._inflight, regions, on_demand)
         self._grpc = create_server(
             self._service, GrpcFront(**vars(self._front), disconnect=self._disconnect), self.lifecycle,
             GrpcSettings(options.max_message_bytes, options.grpc_channel, options.grpc_secrets,
@@ -189,6 +194,9 @@ class Server:
         await self._grpc.stop(0)
         for http in self._http:
             http.close()
+        if self._tracer:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(in_daemon_thread(self._tracer.close), _SENDING_SECS)
         return answered
 
     def _disconnect(self, peer: str) -> None:

@@ -22,6 +22,7 @@ from infer_server.config.config import TensorSpec
 from infer_server.config.signature import Fit
 from infer_server.errors import InvalidRequestError, MemoryLimitError, NotServedError
 from infer_server.observing.access_log import CANCELED, OK, AccessLog, Entry
+from infer_server.observing.tracing import Tracer
 from infer_server.protocol.codec import InputTensor
 from infer_server.protocol.parameters import Parameters, check_reserved, natural, typed
 from infer_server.repository.model import Model
@@ -70,6 +71,10 @@ class Call(ABC):
     def client(self) -> str:
         """Its address, for the access log."""
 
+    def header(self, name: str) -> str:
+        """What came beside the message under that name; "": nothing."""
+        return ""
+
     @abstractmethod
     def inputs(self) -> Sequence[InputTensor]:
         """As the message declares them."""
@@ -109,10 +114,10 @@ class Submitted(NamedTuple):
 
 
 class LoggedReply:
-    """A reply whose end is written to the access log."""
+    """A reply whose end is told: to the access log, to the tracer."""
 
-    def __init__(self, reply: Reply, entry: Entry, log: AccessLog) -> None:
-        self._reply, self.entry, self._log = reply, entry, log
+    def __init__(self, reply: Reply, entry: Entry, tell: Callable[[Entry, str], None]) -> None:
+        self._reply, self.entry, self._tell = reply, entry, tell
         self._ended = False
 
     @property
@@ -131,7 +136,7 @@ class LoggedReply:
     def end_with(self, status: str) -> None:
         if not self._ended:
             self._ended = True
-            self._log.end(self.entry, status)
+            self._tell(self.entry, status)
 
 
 class LoggedStreamReply(LoggedReply):
@@ -150,24 +155,34 @@ class LoggedStreamReply(LoggedReply):
 class Inferences:
     """The way from every endpoint to the models. Belongs to the event loop."""
 
-    def __init__(self, repository: Repository, access_log: AccessLog | None = None) -> None:
+    def __init__(self, repository: Repository, access_log: AccessLog | None = None,
+                 tracer: Tracer | None = None) -> None:
         self._repository = repository
-        self._access_log = access_log
+        self._access_log, self._tracer = access_log, tracer
+        self._watched = access_log is not None or tracer is not None
 
     def submit(self, call: Call, reply: Reply) -> Submitted:
         """Queues an inference. Raises ServeErrors: no such model, what does not fit it, no room, too late."""
-        if self._access_log is None:
+        if not self._watched:
             return self._submit(call, reply)
         entry = Entry(call.client(), call.protocol, call.id, call.model, call.version, call.received_ns)
+        if self._tracer:
+            entry.trace = self._tracer.begin(call.header)
         kind = LoggedStreamReply if isinstance(reply, StreamReply) else LoggedReply
-        logged = kind(reply, entry, self._access_log)
+        logged = kind(reply, entry, self._ended)
         try:
             submitted = self._submit(call, logged)
         except Exception as error:
             logged.end_with(type(error).__name__)
             raise
-        entry.batch = submitted.request.items
+        entry.batch, submitted.request.trace = submitted.request.items, entry.trace
         return submitted
+
+    def _ended(self, entry: Entry, status: str) -> None:
+        if self._access_log:
+            self._access_log.end(entry, status)
+        if entry.trace:
+            entry.trace.end(entry, status)
 
     def _submit(self, call: Call, reply: Reply) -> Submitted:
         model = self._repository.find(call.model, call.version)

@@ -8,6 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
+from infer_server.observing.access_log import Traced
+
 Arrays = Mapping[str, NDArray[Any]]
 
 
@@ -75,6 +77,8 @@ class Request:
     id: str = ""                                # the client's
     parameters: Mapping[str, Any] = field(default_factory=dict)     # likewise
     outputs: tuple[str, ...] = ()               # those asked for; none: all
+
+    trace: Traced | None = None                 # told of its execution, where requests are traced
 
     received_ns: int = 0                        # set by the endpoint
     deadline_ns: int = 0                        # by the endpoint, too: when its client gives up; 0: never

@@ -174,6 +174,8 @@ class QueuedModel(Model):
         now_ns = time.monotonic_ns()
         enqueued_ns = []
         for request, result in outcomes:
+            if request.trace and execution:
+                request.trace.executed(request.enqueued_ns, execution)
             if request.reply.gone:
                 self.failed(request, Failure.CANCELED)
             elif isinstance(result, Exception):

@@ -29,7 +29,11 @@ class GrpcClient:
     def __init__(self, context: grpc.aio.ServicerContext, disconnect: Callable[[str], None]) -> None:
         """disconnect: ends the connection of a peer as gRPC names it."""
         self.peer = context.peer
+        self._headers = context.invocation_metadata
         self._disconnect = disconnect
+
+    def header(self, name: str) -> str:
+        return next((value for key, value in self._headers() or () if key == name and isinstance(value, str)), "")
 
     def disconnect(self) -> None:
         self._disconnect(self.peer())
@@ -81,6 +85,10 @@ class GrpcCall(Call):
 
     def client(self) -> str:
         return self._held.client.peer() if self._held.client else ""
+
+    def header(self, name: str) -> str:
+        client = self._held.client
+        return client.header(name) if isinstance(client, GrpcClient) else ""
 
     def inputs(self) -> Sequence[InputTensor]:
         return declared_inputs(self._message.header.inputs)

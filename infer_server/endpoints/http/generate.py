@@ -50,7 +50,7 @@ class GenerateCall(Call):
         """Raises InvalidRequestError: the body is no such request."""
         request = exchange.request
         self.model, self.version, self.received_ns = model.name, version, request.received_ns
-        self._front, self._held = front, exchange.held
+        self._front, self._held, self._headers = front, exchange.held, request.headers
         self.id = member(request, "id", str, "")
         members = {**request.json(), **member(request, _PARAMETERS, dict, {})}
         specs = {spec.name: spec for spec in model.config.inputs}
@@ -66,6 +66,9 @@ class GenerateCall(Call):
 
     def client(self) -> str:
         return self._held.client.peer() if self._held.client else ""
+
+    def header(self, name: str) -> str:
+        return self._headers.get(name, "")
 
     def inputs(self) -> Sequence[InputTensor]:
         return self._inputs

@@ -126,7 +126,7 @@ class HttpCall(Call):
     def __init__(self, request: HttpRequest, model: str, version: str, front: Front, held: OpenCall) -> None:
         """Raises InvalidRequestError: the body is no inference request."""
         self.model, self.version, self.received_ns = model, version, request.received_ns
-        self._front, self._held = front, held
+        self._front, self._held, self._headers = front, held, request.headers
         self._said, self._binary = _split(request)
         self.id = self._said.id
         self.form = self._said if self._said.is_kept else None
@@ -134,6 +134,9 @@ class HttpCall(Call):
 
     def client(self) -> str:
         return self._held.client.peer() if self._held.client else ""
+
+    def header(self, name: str) -> str:
+        return self._headers.get(name, "")
 
     def inputs(self) -> Sequence[InputTensor]:
         return declared_inputs(self._said.inputs)

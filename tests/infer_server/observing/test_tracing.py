@@ -1,0 +1,119 @@
+"""Spans of inferences, under those of clients."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+from tritonclient.utils import InferenceServerException
+
+from infer_server.observing.tracing import Tracer, TraceSettings, parsed
+from tests.infer_server.endpoints.test_serving import eventually
+from tests.infer_server.numpy_engine import write_model
+from tests.infer_server.serving import RunningServer, serving
+
+memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter",
+                             reason="opentelemetry-sdk is not installed")
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="OTLP over HTTP is not installed")
+CLIENT = ("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")
+
+
+@pytest.fixture(scope="module")
+def exporter() -> Any:
+    return memory.InMemorySpanExporter()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, exporter: Any) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("models")
+    write_model(folder, "affine")
+    write_model(folder, "fragile", kind="fails_on_negative")
+    with serving(folder) as running:
+        inferences = running.server._front.inferences
+        inferences._tracer, inferences._watched = Tracer(TraceSettings(), exporter), True
+        yield running
+
+
+@pytest.fixture
+def spans(server: RunningServer, exporter: Any) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Those that were made until now, by name."""
+    exporter.clear()
+
+    def made() -> dict[str, Any]:
+        server.server._front.inferences._tracer._provider.force_flush()
+        return {span.name: span for span in exporter.get_finished_spans()}
+    yield made
+
+
+def ask(library: Any, server: RunningServer, model: str, value: float, sampled: bool) -> None:
+    port = server.ports.grpc if library is tritonclient.grpc else server.ports.http
+    tensor = library.InferInput("x", [1, 4], "FP32")
+    tensor.set_data_from_numpy(np.full((1, 4), value, np.float32))
+    with library.InferenceServerClient(f"127.0.0.1:{port}") as client:
+        client.infer(model, [tensor], request_id="7", headers={"traceparent": f"00-{'-'.join(CLIENT)}-0{int(sampled)}"})
+
+
+@pytest.mark.parametrize("library", [tritonclient.grpc, tritonclient.http], ids=["gRPC", "HTTP"])
+def test_a_request_has_spans_under_its_clients(library: Any, server: RunningServer, spans: Any) -> None:
+    ask(library, server, "affine", 1, True)
+    assert eventually(lambda: len(spans()) == 3)
+    request, queue, compute = (spans()[name] for name in ("InferRequest", "queue", "compute"))
+    assert (f"{request.context.trace_id:032x}", f"{request.parent.span_id:016x}") == CLIENT
+    assert queue.parent.span_id == compute.parent.span_id == request.context.span_id
+    assert request.start_time <= queue.start_time <= queue.end_time == compute.start_time <= compute.end_time
+    assert compute.end_time <= request.end_time and compute.attributes["infer.batch"] == 1
+    assert request.attributes["triton.model_name"] == "affine" and request.attributes["triton.request_id"] == "7"
+    assert request.resource.attributes["service.name"] == "infer-server" and request.status.is_unset
+
+
+def test_what_goes_wrong_is_an_error_and_what_its_client_does_not_trace_is_not_traced(
+        server: RunningServer, spans: Any) -> None:
+    ask(tritonclient.grpc, server, "affine", 1, False)
+    with pytest.raises(InferenceServerException):
+        ask(tritonclient.grpc, server, "fragile", -1, True)
+    assert eventually(lambda: "InferRequest" in spans())
+    assert spans()["InferRequest"].status.description == "ExecutionError"
+    assert spans()["InferRequest"].attributes["triton.model_name"] == "fragile"
+
+
+def test_settings_are_read_as_triton_has_them() -> None:
+    assert parsed([]) is None and parsed(["mode=opentelemetry", "level=OFF"]) is None
+    settings = parsed(["mode=opentelemetry", "level=TIMESTAMPS", "rate=5", "opentelemetry,url=collector:4318/v1/traces",
+                       "opentelemetry,resource=service.name=mine"])
+    assert settings == TraceSettings("http://collector:4318/v1/traces", 5, {"service.name": "mine"})
+    for text in ("mode=triton", "triton,file=/tmp/x", "level=TENSORS", "rate=0", "opentelemetry,bsp_max_queue_size=1"):
+        with pytest.raises(ValueError, match="expected|write mode=opentelemetry"):
+            parsed([text])
+
+
+def test_spans_go_to_a_collector_before_the_server_ends(tmp_path: Path) -> None:
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+    from threading import Thread
+    received: list[bytes] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.append(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            """Silence."""
+
+    collector = HTTPServer(("127.0.0.1", 0), Collector)
+    thread = Thread(target=collector.serve_forever)
+    thread.start()
+    try:
+        write_model(tmp_path, "affine")
+        settings = parsed([f"opentelemetry,url=127.0.0.1:{collector.server_port}/v1/traces", "rate=1"])
+        with serving(tmp_path, tracing=settings) as running:
+            ask(tritonclient.http, running, "affine", 1, True)
+        assert b"InferRequest" in received[0] and b"affine" in received[0]
+    finally:
+        collector.shutdown()
+        thread.join()
+        collector.server_close()
