@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import tempfile
 from collections import defaultdict
@@ -57,7 +58,7 @@ def section(results: Results, servers: list[str], cases: list[Case], options: ar
             rows.append([case.name, case.at_a_time, server, _spread([m.cpu_us for m in found]),
                          _spread([m.engine_us for m in found]), f"{median(m.rate for m in found):.0f}",
                          _spread([m.p50_us for m in found]), sum(m.failed for m in found)])
-    return (f"`python -m benchmarks.transport {' '.join(options.arguments)}`\n\nOn {where}; servers on one core, the "
+    return (f"`python -m benchmarks.transport {shlex.join(options.arguments)}`\n\nOn {where}; servers on one core, the "
             f"client on another; medians of {options.rounds} turns of {options.seconds:g} s,\nthe least and the most "
             f"in brackets. The engine's time is the server's own `compute_infer`.\n\n{markdown_table(header, rows)}")
 
