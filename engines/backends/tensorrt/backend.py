@@ -6,7 +6,7 @@ halves. The engine stands in the plan as its code, and the layers that it fused 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,8 @@ class TensorRtSession:
             raise ConfigError(f"{graph.name}: inputs and outputs take {gigabytes(size)}, {wrong}; lower --max-batch")
         return TensorRtChosen(graph, max_batch, opt_batch or max(max_batch, 1))
 
-    def general(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> None:
+    def general(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
+                usual: Callable[[], Graph] | None = None) -> None:
         """None: an engine has the shapes of its profile."""
 
     def settle(self, chosen: TensorRtChosen, progress: Progress | None = None) -> TensorRtChosen:

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +123,8 @@ class FastServer:
             if len(data) > self._max_message_bytes:
                 raise MemoryLimitError(f"Received message larger than max ({len(data)} vs. {self._max_message_bytes})")
             held = answer.held = self._front.inflight.begin(answer, len(data))
-            call = GrpcCall(split_request(data), received_ns, remaining_secs, self._front, held)
+            call = _FastCall(split_request(data), received_ns, remaining_secs, self._front, held)
+            call.metadata = metadata
             if self._front.on_demand:
                 self._front.on_demand.when_loaded(call.model, partial(self._submit, call, answer), answer.fail)
             else:
@@ -143,6 +144,13 @@ class FastServer:
 
     def disconnect(self, peer: str) -> None:
         self._front.disconnect(peer)
+
+
+class _FastCall(GrpcCall):
+    metadata: Sequence[tuple[str, str]] = ()
+
+    def header(self, name: str) -> str:
+        return dict(self.metadata).get(name, "")
 
 
 class _Answer:

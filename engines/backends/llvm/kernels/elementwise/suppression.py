@@ -19,8 +19,8 @@ from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.common.access import offset
 from engines.backends.llvm.kernels.elementwise.top_k import BLOCK, FAR, LOWEST, first_of, highest
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, solves
-from engines.backends.llvm.kernels.nest.vectors import load
 from engines.codegen.ir_builder import Function, Module, Value
+from engines.codegen.nest.values import load
 from engines.codegen.types import FLOAT, I1, I32, I64, vector
 from engines.lowering.problems.selection import Suppression
 
