@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from engines.codegen.extents import Extent
 from engines.codegen.ir_builder import Function, Value
 from engines.codegen.nest.order import NONE, Loops
 from engines.codegen.nest.values import (
@@ -118,20 +119,23 @@ class Code:
             body(frame)
             return
         loop, *rest = order
-        for start, size in self._parts(loop, acc if acc is not None else {}, bounds):
+        for start, size in self._parts(loop, acc, bounds):
             self.over(self.enter(frame, loop, start, size, wanted), rest, wanted, body, acc)
 
-    def _parts(self, loop: int, acc: dict[object, Value], bounds: tuple[Value, Value] | None) -> Parts:
+    def _parts(self, loop: int, acc: dict[object, Value] | None, bounds: tuple[Value, Value] | None) -> Parts:
+        """acc: None where nothing is summed over the loop, so that it may be cut anyhow."""
         extent, step = self.loops.extents[loop], self.loops.width(self.words.lanes, loop)
-        if bounds is None:
+        if acc is not None:
             yield from self.f.tiles(f"loop {loop}", extent, step, acc=acc)
-            return
-        tail = extent % step
-        for start in self.f.range(f"loop {loop}", bounds[0], bounds[1].at_most(extent - tail), step):
-            yield start, step
-        if tail:
-            with self.f.when(bounds[1].compare("uge", extent)):
-                yield bounds[0].like(extent - tail), tail
+        elif bounds is None:
+            yield from self.f.tiles(f"loop {loop}", extent, step, anyhow=True)
+        else:
+            tail = extent % step
+            for start in self.f.range(f"loop {loop}", bounds[0], bounds[1].at_most(extent - tail), step):
+                yield start, step
+            if isinstance(tail, Extent) or tail:
+                with self.f.when(bounds[1].compare("uge", extent)):
+                    yield from self.f.tail(extent, step)
 
     # ---- operations
     def key(self, one: int, copy: Copy) -> tuple[int, Copy]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from engines.codegen.extents import Extent
 from engines.codegen.ir_builder import Value
 from engines.codegen.types import (
     DOUBLE,
@@ -72,6 +73,8 @@ def number(words: Words, one: Operation, of: Value) -> Value:
     what = one.what or 0
     if one.kind in FLOATING:
         return of.f.constant(float(what), words.of(TYPES[one.kind]))
+    if isinstance(what, Extent):
+        return of.f.constant(what, TYPES[one.kind])
     whole = int(what)
     return of.f.constant(whole - (1 << 64) * (whole >= 1 << 63), TYPES[one.kind])
 

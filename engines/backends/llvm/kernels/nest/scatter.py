@@ -86,7 +86,7 @@ class ScatterKernel(Kernel[Scatter]):
         axis = axes[0] if axes else -1
         extent = target.shape[axis] if axes else 1
         steps = [view.strides[axis] if axes else view.size for view in (source, target)]
-        for start, count in code.f.tiles("element", extent, code.words.lanes):
+        for start, count in code.f.tiles("element", extent, code.words.lanes, anyhow=True):
             at = [address + start * step for address, step in zip((x, y), steps, strict=True)]
             step = steps[0] if steps[0] or count == 1 else 0
             store(code.words, target.dtype, load(code.words, source.dtype, at[0], step, count), at[1], steps[1], count)
