@@ -24,6 +24,7 @@ FOUND = {
     "squares summed over no axes": """(float[4] x) => (float[] y)
         { y = ReduceSumSquare <keepdims: int = 0, noop_with_empty_axes: int = 1> (x) }""",
     "a maximum of nothing": "(int32[N, 0] x) => (int32[] y) <int64[1] axes = {1}> { y = ReduceMax (x, axes) }",
+    "a sum of no integers": "(int32[N, 0] x) => (int32[] y) <int64[1] axes = {1}> { y = ReduceSum (x, axes) }",
     "a softmax of a vector": "(float[5] x) => (float[] y) { y = Softmax <axis: int = 0> (x) }",
     "a constant that varies along a vector": """(float[2] x) => (float[] y) <float[2] c = {0.25, 2.5}>
         { y = Add (x, c) }""",

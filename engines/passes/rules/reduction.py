@@ -29,7 +29,8 @@ class SumOfIntegers(Rule):
 
     def check(self, match: Match) -> bool:
         kind, axes = match.graph.types[match.value("x")], match.root.attrs.get("axes", ())
-        return kind.dtype.kind == "i" and len(axes) == 1 and isinstance(kind.shape[axes[0]], int) and axes[0] > 0
+        return kind.dtype.kind == "i" and len(axes) == 1 and axes[0] > 0 and (
+            isinstance(extent := kind.shape[axes[0]], int) and extent > 0)
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         (axis,) = match.root.attrs["axes"]

@@ -55,11 +55,11 @@ def test_an_operation_on_bytes_is_exact_though_it_is_made_in_few_bits(dtype, run
 
 
 @EVERY_WIDTH
-@pytest.mark.parametrize("target", ["int64", "uint8"])
+@pytest.mark.parametrize("target", ["int64", "int32", "uint8"])
 def test_floats_are_truncated(target, runner):
     spec = Integers((dense_view("float32", (37,)),), dense_view(target, (37,)), "copy")
     x = np.linspace(-1e6, 1e6, ITEMS * 37, dtype=np.float32).reshape(ITEMS, 37)
-    x[0, :4] = 3e9, -1e12, 2 ** 31, -2 ** 31
+    x[0, :9] = 3e9, -1e12, 2 ** 31, -2 ** 31, 3 * 2 ** 31, 2 ** 32 - 256, -2 ** 32 - 512, 2 ** 31 - 128, 5 * 2 ** 40
     check(spec, runner, [x], {})
 
 

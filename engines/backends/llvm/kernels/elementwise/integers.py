@@ -30,6 +30,8 @@ class IntegersKernel(Kernel[Integers]):
     def bits(self) -> int:
         """Of integers that hold all operands; of what does not fit into the result, as many as that has."""
         sources, output = self.problem.sources, self.problem.output
+        if self.problem.operation == "copy" and (sources[0].dtype, output.dtype) == ("float32", "int32"):
+            return 32
         return max(8 * output.size, *(_bits(view, output) for view in sources))
 
     # ---- code
@@ -65,16 +67,18 @@ def load_integers(view: View, address: Value, count: int, bits: int = 64) -> Val
             one = f.load(element, address + i * stride, hint="stored")
             stored = f.op(stored.type, f"insertelement {stored}, {one}, i32 {i}", "gathered")
     if view.dtype == "float32":
-        return f.cast("fptosi", stored if bits == 64 else _near(stored), wide, "truncated")
+        return f.cast("fptosi", stored if bits == 64 else _wrapped(stored), wide, "truncated")
     if stored.type == wide:
         return stored
     return f.cast("zext" if view.dtype in UNSIGNED else "sext", stored, wide, "wide")
 
 
-def _near(x: Value) -> Value:
-    """The floats that 32 bits hold, and 0 for others: those are multiples of 256."""
-    size = x.f.call(x.type, f"llvm.fabs.v{lanes_of(x.type)}f32", x, hint="size")
-    return x.f.select(size.compare("olt", 2.0 ** 31), x, x.like(0.0))
+def _wrapped(x: Value) -> Value:
+    """The floats whose integers are those of x, cut to 32 bits; 0 of what 64 bits do not hold. All of it is exact."""
+    f, whole = x.f, 2.0 ** 32
+    rest = x - f.call(x.type, f"llvm.rint.v{lanes_of(x.type)}f32", x * (1 / whole), hint="turns") * whole
+    rest = f.select(rest.compare("oge", whole / 2), rest.like(-whole / 2), rest)
+    return f.select(rest.compare("oeq", rest), rest, rest.like(0.0))
 
 
 def store_integers(view: View, value: Value, address: Value, count: int) -> None:
