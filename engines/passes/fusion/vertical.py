@@ -58,7 +58,7 @@ def _grouped(graph: Graph, places: Mapping[int, int]) -> list[_Group]:
             continue
         if _is_heavy(graph, node):
             groups[node.outputs[0]] = _Group([node], place, heavy=True)
-        elif _is_epilogue(graph, node):
+        elif _is_epilogue(graph, node, heavy=False):
             group = _joined(graph, groups, node, places, seen)
             seen.update(id(part) for part in group.nodes)
             groups[group.result] = group
@@ -69,20 +69,22 @@ def _joined(graph: Graph, groups: dict[str, _Group], node: Node, places: Mapping
             seen: Collection[int]) -> _Group:
     """The group that `node` becomes part of; the groups it was joined with are taken out of `groups`."""
     hosts = {name: region for name in dict.fromkeys(node.inputs)
-             if name in groups and (region := _region(graph, name, places, seen)) is not None}
+             if name in groups and (region := _region(graph, name, places, seen, groups[name].heavy)) is not None}
     if not hosts:
         return _Group([node], places[id(node)], heavy=False)
     name = max(hosts, key=lambda name: (groups[name].heavy, groups[name].last))
     host, region = groups.pop(name), hosts[name]
     chains = [groups.pop(other) for other, alone in hosts.items()
-              if other != name and len(alone) == 1 and not groups[other].heavy]
+              if other != name and len(alone) == 1 and not groups[other].heavy
+              and all(_is_epilogue(graph, part, host.heavy) for part in groups[other].nodes)]
     nodes = [*host.nodes, *(part for chain in chains for part in chain.nodes), *region]
     return _Group(nodes, places[id(region[-1])], host.heavy)
 
 
-def _region(graph: Graph, value: str, places: Mapping[int, int], seen: Collection[int]) -> list[Node] | None:
+def _region(graph: Graph, value: str, places: Mapping[int, int], seen: Collection[int],
+            heavy: bool) -> list[Node] | None:
     """The pointwise nodes, in order, from the readers of `value` to where all their results have met in one; None where
-    one of them is in a group already."""
+    one of them is in a group already. heavy: whether `value` is a heavy node's."""
     region: dict[int, Node] = {}
     open_values = [value]
     while len(open_values) > 1 or not region:
@@ -90,7 +92,7 @@ def _region(graph: Graph, value: str, places: Mapping[int, int], seen: Collectio
         if earliest in graph.outputs:
             return None
         for node in graph.consumers[earliest]:
-            if id(node) in seen or not _is_epilogue(graph, node) or \
+            if id(node) in seen or not _is_epilogue(graph, node, heavy) or \
                     graph.shape(node.outputs[0]) != graph.shape(value):
                 return None
             region[places[id(node)]] = node
@@ -109,9 +111,10 @@ def _is_heavy(graph: Graph, node: Node) -> bool:
     return is_product(graph, node) or all(graph.is_constant(name) for name in node.inputs[1:] if name)
 
 
-def _is_epilogue(graph: Graph, node: Node) -> bool:
+def _is_epilogue(graph: Graph, node: Node, heavy: bool) -> bool:
     """Pointwise on floats, its constants numbers or one number per channel of the last axis; or what makes floats of
-    integers (pixels, masks), which then begins a chain; or what rounds floats."""
+    integers (pixels, masks), which then begins a chain; or what rounds floats. Where no heavy node is in the group, the
+    channels may be an axis before others, as those of images that are stored with their channels first."""
     if node.op == "Cast":
         source, result = graph.types[node.inputs[0]], graph.types[node.outputs[0]]
         return is_float(result) if is_float(source) else source.dtype.kind in "uib" and result.dtype == FLOAT
@@ -119,7 +122,9 @@ def _is_epilogue(graph: Graph, node: Node) -> bool:
         return False
     if not all(is_float(graph.types[name]) for name in (*node.inputs, *node.outputs) if name):
         return False
-    return all(array.size == 1 or array.size == array.shape[-1] for array in _constants(graph, node.inputs))
+    axes = (-1,) if heavy else (-1, 0)
+    return all(array.size == 1 or array.size in (array.shape[axis] for axis in axes)
+               for array in _constants(graph, node.inputs))
 
 
 def _constants(graph: Graph, names: Iterable[str]) -> list[Array]:

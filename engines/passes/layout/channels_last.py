@@ -1,7 +1,8 @@
 """Channels last: images are stored [N, H, W, C], and every other node works on tensors as they are stored.
 
 Each tensor has a layout in which it is stored (permutations.py). A walk over the nodes decides it:
-* layout-sensitive nodes (Conv, pools, Resize, ...) read and make channels-last images;
+* layout-sensitive nodes (Conv, pools, Resize, ...) read and make channels-last images, but for those that do as well on
+  images that lie otherwise (channels_first.py), where nobody else wants those turned;
 * nodes that can work on any layout (pointwise, Concat, Softmax, ...) take the layout that their inputs have, their axes
   renumbered: so a Transpose sinks through them, and meets its inverse or the end of the graph;
 * a Transpose only changes the layout; a Reshape too, unless it tears apart axes that lie next to each other. Before a
@@ -23,6 +24,7 @@ import numpy as np
 
 from engines.ir.graph import BATCH, Array, Dim, Graph, Node, TensorType
 from engines.ops import LayoutOp, op_of
+from engines.passes.layout.channels_first import does_as_well, in_rows, slides_along_rows
 from engines.passes.layout.permutations import (
     Perm,
     channels_last,
@@ -77,7 +79,8 @@ class _Layout(GraphEditor):
 
     def _visit(self, node: Node) -> None:
         if _is_sensitive(self.graph, node):
-            self._sensitive(node)
+            if not self._stays_channels_first(node):
+                self._sensitive(node)
         elif node.op == "Transpose":
             self._transpose(node)
         elif node.op == "Reshape":
@@ -154,6 +157,27 @@ class _Layout(GraphEditor):
         layout = channels_last(self._rank(node))
         inputs = [self.read(image, layout), *(self._as_onnx(name) for name in others)]
         self._emit(node, inputs, [self._made(node.outputs[0], layout)], channels_last=1)
+
+    def _stays_channels_first(self, node: Node) -> bool:
+        """Where only the node itself would want its image in another layout than it is made in, and can do without."""
+        source, result = node.inputs[0], node.outputs[0]
+        shape, rank = self.shapes[source], self._rank(node)
+        if self._producer_layout(source) != identity(rank) or channels_last(rank) in self.layouts[source] \
+                or self._items_first(source) != identity(rank) or result in self.wants_image:
+            return False
+        if slides_along_rows(self.graph, node):
+            self._keep_onnx_layout(node)
+            return True
+        steps = in_rows(node, shape)
+        for op, attrs, made in steps[:-1]:
+            name = self.fresh_name(f"{result}.{op.lower()}")
+            self.shapes[name], self.dtypes[name] = made, self.dtypes[source]
+            source = self.make(self._made(name, identity(len(made))), op, [self._as_onnx(source)], attrs)
+        if steps:
+            op, attrs, made = steps[-1]
+            node = replace(node, op=op, inputs=(source,), attrs=attrs)
+            self._emit(node, [source], [self._made(result, identity(rank))])
+        return bool(steps)
 
     def _keep_onnx_layout(self, node: Node) -> None:
         inputs = [self._as_onnx(name) for name in node.inputs]
@@ -317,13 +341,17 @@ def _move(source: str, result: str, perm: Perm, shape: Sequence[Dim]) -> Node:
 def _wanting_images(graph: Graph) -> set[str]:
     """Tensors that only end, perhaps by way of pointwise nodes, in layout-sensitive nodes: move them early, once."""
     wanting: set[str] = set()
+
+    def needs_image(node: Node) -> bool:
+        return _is_sensitive(graph, node) and (node.outputs[0] in wanting or not does_as_well(graph, node))
+
     for node in reversed(graph.nodes):
         passes_on = is_pointwise(node) and node.outputs[0] in wanting
         for place, name in enumerate(node.inputs):
             if name in graph.outputs or len(graph.types[name].shape if name else ()) not in (4, 5):
                 continue
-            if all((_is_sensitive(graph, r) and r.inputs[0] == name) or
+            if all((needs_image(r) and r.inputs[0] == name) or
                    (is_pointwise(r) and r.outputs[0] in wanting) for r in graph.consumers[name]) \
-                    and (passes_on or _is_sensitive(graph, node) and place == 0):
+                    and (passes_on or needs_image(node) and place == 0):
                 wanting.add(name)
     return wanting

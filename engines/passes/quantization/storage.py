@@ -11,9 +11,11 @@ from dataclasses import replace
 
 from engines.ir.dtypes import FLOAT, is_float
 from engines.ir.graph import Graph, Node, TensorType
-from engines.ops import Stored, op_of
+from engines.ops import LayoutOp, Stored, op_of
 from engines.passes.rewriting.editor import GraphEditor
 from engines.passes.rewriting.facts import ATTENTION, is_view_of_input, is_view_of_output, is_weighted, pads_with_zeros
+
+_OF_VOLUMES = ("Conv", "ConvTranspose", "MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool")
 
 
 def classes(graph: Graph) -> list[tuple[str, ...]]:
@@ -52,13 +54,23 @@ def classes(graph: Graph) -> list[tuple[str, ...]]:
 
 
 def stored_by(graph: Graph, node: Node) -> Stored:
-    """As its operator says, but for a Pad by other numbers, a Cast of integers, a Transpose that moves nothing."""
+    """As its operator says, but for a Pad by other numbers, a Cast of integers, a Transpose that moves nothing, and for
+    what only general nests compute, on floats."""
+    if _by_nests(graph, node.anchor):
+        return Stored.FLOAT
     if node.op == "Pad" and not pads_with_zeros(node) or node.op == "Cast" and not all(
             is_float(graph.types[name]) for name in (*node.inputs, *node.outputs)):
         return Stored.FLOAT
     if node.op == "Transpose" and (is_view_of_input(graph, node) or is_view_of_output(graph, node)):
         return Stored.ALIKE
     return Stored.CONVERTED if node.body else op_of(node.op).stored
+
+
+def _by_nests(graph: Graph, node: Node) -> bool:
+    """A window, or another operator on images, over those with their channels first, or over volumes."""
+    if not issubclass(op_of(node.op), LayoutOp):
+        return False
+    return not node.attrs.get("channels_last") or len(graph.shape(node.inputs[0])) > 4 and node.op not in _OF_VOLUMES
 
 
 def is_image(graph: Graph, name: str) -> bool:

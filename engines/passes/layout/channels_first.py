@@ -1,0 +1,76 @@
+"""What images stored with their channels first need no other layout for: each channel of an item is a row of pixels.
+
+    GlobalAveragePool(x [N, C, H, W])  =  the mean over the rows of [N, C, H * W]           GlobalMaxPool: the maximum
+    SpaceToDepth, DepthToSpace         =  one Transpose, of rows and columns cut in two
+
+Windows that slide over each channel by itself take vectors from its rows, if those are long and neighbours in them are
+neighbours in the result. Two Transposes around such a node cost more than vectors of channels gain.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engines.ir.graph import Dim, Graph, Node
+from engines.ops.window import Window
+
+Step = tuple[str, Mapping[str, Any], tuple[Dim, ...]]       # an operator of one input, attributes, the result's shape
+
+LONG = 24           # columns of a row
+_REDUCTIONS = {"GlobalAveragePool": "ReduceMean", "GlobalMaxPool": "ReduceMax"}
+# The axes of an image whose rows and columns, or whose channels, are cut in two.
+_TO_DEPTH = (0, 3, 5, 1, 2, 4)
+_TO_SPACE = {"DCR": (0, 3, 4, 1, 5, 2), "CRD": (0, 1, 4, 2, 5, 3)}
+
+
+def does_as_well(graph: Graph, node: Node) -> bool:
+    """Whether a node may as well be computed of an image that has its channels first."""
+    return bool(in_rows(node, graph.shape(node.inputs[0]))) or slides_along_rows(graph, node)
+
+
+def slides_along_rows(graph: Graph, node: Node) -> bool:
+    """A window over each channel by itself: with a step of one column, or of a pool that cuts the rows into windows."""
+    shape = graph.shape(node.inputs[0])
+    if node.op not in ("MaxPool", "AveragePool", "Conv") or len(shape) != 4 or int(shape[3]) < LONG:
+        return False
+    window = Window.of(node, 2)
+    if node.op == "Conv":
+        weights = graph.constants.get(node.inputs[1])
+        if weights is None or weights.shape[:2] != (node.attrs.get("group", 1), 1) or shape[1] != len(weights):
+            return False
+        return window.strides[1] == 1
+    padded = any(map(any, window.pads))
+    if node.op == "AveragePool" and padded:     # a quotient for each pixel
+        return False
+    return window.strides[1] == 1 or window.strides == window.kernel and not padded
+
+
+def in_rows(node: Node, shape: Sequence[Dim]) -> Sequence[Step]:
+    """The steps that compute a node of an image of that shape with its channels first; none where it has no such."""
+    items, channels, *sizes = shape
+    if node.op in _REDUCTIONS:
+        pixels = math.prod(int(size) for size in sizes)
+        return (_reshape(items, channels, pixels),
+                (_REDUCTIONS[node.op], {"axes": (2,), "keepdims": 1}, (items, channels, 1)),
+                _reshape(items, channels, *(1 for _ in sizes)))
+    if node.op not in ("SpaceToDepth", "DepthToSpace") or len(sizes) != 2:
+        return ()
+    block, depth, (height, width) = int(node.attrs["blocksize"]), int(channels), map(int, sizes)
+    if node.op == "SpaceToDepth":
+        return (_reshape(items, depth, height // block, block, width // block, block),
+                _transpose(_TO_DEPTH, (items, depth, height // block, block, width // block, block)),
+                _reshape(items, depth * block * block, height // block, width // block))
+    depth //= block * block
+    mode = node.attrs.get("mode", "DCR")
+    parts = (block, block, depth) if mode == "DCR" else (depth, block, block)
+    return (_reshape(items, *parts, height, width), _transpose(_TO_SPACE[mode], (items, *parts, height, width)),
+            _reshape(items, depth, height * block, width * block))
+
+
+def _reshape(*shape: Dim) -> Step:
+    return "Reshape", {"shape": shape}, shape
+
+
+def _transpose(perm: Sequence[int], shape: Sequence[Dim]) -> Step:
+    return "Transpose", {"perm": tuple(perm)}, tuple(shape[axis] for axis in perm)

@@ -1,0 +1,48 @@
+"""What does as well on images with their channels first is left there, if nothing beside it wants them turned."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engines.passes.layout.channels_last import to_channels_last
+from tests.engines.passes.build import Build, keeps, ops
+
+CHANNELS, SIZE = 4, 24
+ALONE: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "mean": ("GlobalAveragePool", {}, ["Reshape", "ReduceMean", "Reshape"]),
+    "maximum": ("GlobalMaxPool", {}, ["Reshape", "ReduceMax", "Reshape"]),
+    "to depth": ("SpaceToDepth", {"blocksize": 2}, ["Reshape", "Transpose", "Reshape"]),
+    "to space": ("DepthToSpace", {"blocksize": 2, "mode": "DCR"}, ["Reshape", "Transpose", "Reshape"]),
+    "to space, columns first": ("DepthToSpace", {"blocksize": 2, "mode": "CRD"}, ["Reshape", "Transpose", "Reshape"]),
+    "a pool by ones": ("MaxPool", {"kernel_shape": (3, 3), "pads": (1, 1, 1, 1)}, ["MaxPool"]),
+    "a pool that cuts": ("AveragePool", {"kernel_shape": (2, 2), "strides": (2, 2)}, ["AveragePool"]),
+    "a pool by twos": ("MaxPool", {"kernel_shape": (3, 3), "strides": (2, 2)}, ["Transpose", "MaxPool", "Transpose"]),
+    "a mean beside padding": ("AveragePool", {"kernel_shape": (3, 3), "pads": (1, 1, 1, 1)},
+                              ["Transpose", "AveragePool", "Transpose"]),
+}
+
+
+@pytest.mark.parametrize("op, attrs, expected", ALONE.values(), ids=ALONE)
+def test_alone_it_is_computed_where_it_lies(op: str, attrs: dict[str, Any], expected: list[str]) -> None:
+    net = Build()
+    graph = net.graph(net(op, net.input("x", CHANNELS, SIZE, SIZE), **attrs))
+    assert ops(keeps(to_channels_last, graph)) == expected
+
+
+def test_a_depthwise_convolution_alone_slides_along_rows_if_it_goes_by_single_columns() -> None:
+    made = []
+    for size, stride in ((SIZE, 1), (SIZE, 2), (SIZE // 2, 1)):
+        net = Build()
+        graph = net.graph(net.conv(net.input("x", CHANNELS, size, size), CHANNELS, 3, group=CHANNELS, stride=stride))
+        made.append("Transpose" in ops(keeps(to_channels_last, graph)))
+    assert made == [False, True, True]
+
+
+def test_beside_convolutions_it_takes_their_images() -> None:
+    net = Build()
+    x = net("MaxPool", net.input("x", CHANNELS, SIZE, SIZE), kernel_shape=(3, 3), pads=(1, 1, 1, 1))
+    x = net.conv(net.conv(x, CHANNELS, 3, group=CHANNELS), CHANNELS)
+    graph = net.graph(net("GlobalAveragePool", net("SpaceToDepth", x, blocksize=2)))
+    assert ops(keeps(to_channels_last, graph)) == ["Transpose", "MaxPool", "Conv", "Conv", "SpaceToDepth",
+                                                   "GlobalAveragePool", "Reshape"]
