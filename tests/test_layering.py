@@ -65,6 +65,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines.lowering": ("engines.lowering.rules", "engines.lowering.rules.nests", "engines.capacity"),
     # from the calls to code
     "engines.codegen": (),
+    "engines.codegen.row_formulas": ("engines.codegen", "engines.lowering.problems"),
     "engines.codegen.nest": ("engines.codegen", "engines.lowering.problems"),
     "engines.backends.llvm.codegen": (
         "engines.codegen", "engines.backends.llvm.runtime", "engines.lowering.problems.view"),
@@ -75,7 +76,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
         "engines.backends.llvm.kernels.common", "engines.backends.llvm.tuning.cost"),
     "engines.backends.llvm.kernels.winograd": ("engines.backends.llvm.kernels.contraction",),
     "engines.backends.llvm.kernels.depthwise": ("engines.backends.llvm.kernels.contraction",),
-    "engines.backends.llvm.kernels.rows": ("engines.backends.llvm.kernels.common",),
+    "engines.backends.llvm.kernels.rows": ("engines.backends.llvm.kernels.common", "engines.codegen.row_formulas"),
     "engines.backends.llvm.kernels.nest": ("engines.backends.llvm.kernels.common", "engines.codegen.nest"),
     "engines.backends.llvm.kernels.elementwise": (
         "engines.backends.llvm.kernels.rows", "engines.backends.llvm.kernels.nest"),
@@ -102,7 +103,8 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
         "engines.backends.cuda.kernels.kernel", "engines.backends.cuda.kernels.access", "engines.codegen.nest"),
     "engines.backends.cuda.kernels.nest": ("engines.backends.cuda.kernels.elementwise",),
     "engines.backends.cuda.kernels.rows": (
-        "engines.backends.cuda.kernels.kernel", "engines.backends.cuda.kernels.access"),
+        "engines.backends.cuda.kernels.kernel", "engines.backends.cuda.kernels.access",
+        "engines.codegen.row_formulas"),
     "engines.backends.cuda.kernels.recurrent": (
         "engines.backends.cuda.kernels.kernel", "engines.backends.cuda.kernels.access"),
     "engines.backends.cuda.kernels.matmul": ("engines.backends.cuda.kernels.elementwise",),

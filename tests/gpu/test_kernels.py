@@ -275,8 +275,8 @@ FAMILIES: dict[str, Callable[[], Case]] = {
     "depthwise of halves": _depthwise("fp16"), "take": _take(1), "take of channels": _take(2), "lookup": _lookup,
     "gather": _gather, "cumulative": _cumulative, "cumulative product": _cumulative_product, "top k": _top_k,
     "nest": _nest, "scatter": _scatter(2), "scatter of many parts": _scatter(1100), "extreme": _extreme,
-    "softmax": _rows(Softmax), "layer norm": _rows(Norm), "response norm": _rows(Lrn, 20), "wide sum": _wide_sum,
-    "product": _product, "attention": _attention("int8")}
+    "softmax": _rows(Softmax), "layer norm": _rows(Norm), "response norm": _rows(Lrn, 20, alpha=2.0),
+    "wide sum": _wide_sum, "product": _product, "attention": _attention("int8")}
 
 
 # What benchmarks/gpu.py runs on a real GPU, each by all of its tactics, with its tolerance.

@@ -33,9 +33,9 @@ from engines.backends.llvm.kernels.matmul.operands import (
     store_tile,
 )
 from engines.backends.llvm.kernels.matmul.softmax import Softmax
-from engines.backends.llvm.kernels.rows.kernels import seen
 from engines.codegen.extents import Extent
 from engines.codegen.ir_builder import Function, Module, Value
+from engines.codegen.row_formulas import seen
 from engines.codegen.types import FLOAT, PTR
 from engines.lowering.problems.matmul import MIDDLE, Attention
 from engines.lowering.problems.problem import Array

@@ -17,9 +17,9 @@ from functools import partial
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import from_float, in_order, to_float
-from engines.backends.llvm.kernels.rows.kernels import share
 from engines.backends.llvm.kernels.rows.passes import At, across_lanes, live, reduce_row, strips
 from engines.codegen.ir_builder import Value
+from engines.codegen.row_formulas import share
 from engines.codegen.types import FLOAT
 from engines.lowering.problems.exp2 import LOG2_E, exp2
 from engines.lowering.problems.view import SIZES

@@ -1,25 +1,14 @@
 """The kernels along rows: softmax, norms, local response normalisation, reductions, each as the passes over one row."""
 from __future__ import annotations
 
-import math
-
 from engines.backends.llvm.kernels.kernel import solves
 from engines.backends.llvm.kernels.rows.passes import At, Row, RowKernel, live
 from engines.codegen.ir_builder import Value
-from engines.lowering.problems.rows import EXP, EXP_OF_NEGATIVE, LOG, ROOTS, WIDEST_LRN, Lrn, Norm, Reduce, Softmax
+from engines.codegen.row_formulas import norm, response, softmax
+from engines.lowering.problems.rows import WIDEST_LRN, Lrn, Norm, Reduce, Softmax
 
 KEPT = 1 << 13          # widest row whose exponentials are kept on the stack (32 KiB)
 MARGIN = WIDEST_LRN     # zeros kept before and behind the squares of a row
-
-
-def seen(peak: Value) -> Value:
-    """Whether there is anything to see in a row."""
-    return peak.compare("ogt", -math.inf)
-
-
-def share(peak: Value, total: Value) -> Value:
-    """What the exponentials of a row are multiplied by: 1 / their sum, or 0 where there was nothing to see."""
-    return peak.f.select(seen(peak), 1 / total, total.like(0), "share")
 
 
 @solves(Softmax)
@@ -31,44 +20,14 @@ class SoftmaxKernel(RowKernel[Softmax]):
         return 0 if self.problem.log or self.problem.width > KEPT else self.problem.width
 
     def emit_row(self, row: Row) -> None:
-        peak = row.reduce("max", row.x)
-
-        def exponential(at: At) -> Value:
-            value: Value = EXP_OF_NEGATIVE(row.isa, row.x(at) - peak)
-            return value
-
-        if self.problem.log:
-            logarithm = LOG(row.isa, row.reduce("sum", exponential))
-            row.store(lambda at: row.x(at) - peak - logarithm)
-            return
-        if not self.scratch:
-            scale = share(peak, row.reduce("sum", exponential))
-            row.store(lambda at: exponential(at) * scale)
-            return
-        scale = share(peak, row.reduce("sum", lambda at: row.keep(exponential(at), at)))
-        row.store(lambda at: row.kept(at) * scale)
+        keeps = (row.keep, row.kept) if self.scratch else (None, None)
+        softmax(row, row.isa, self.problem.log, *keeps)
 
 
 @solves(Norm)
 class NormKernel(RowKernel[Norm]):
     def emit_row(self, row: Row) -> None:
-        isa, kind, share = row.isa, self.problem.kind, 1 / row.width
-        centre = row.reduce("sum", row.x) * share if kind == "layer" else None
-
-        def centred(at: At) -> Value:
-            value = row.x(at)
-            return value if centre is None else value - centre
-
-        def square(at: At) -> Value:
-            value = centred(at)
-            return value * value
-
-        total = row.reduce("sum", square)
-        if kind == "l2":
-            scale = 1 / isa.max(isa.unary("sqrt", total), self.problem.epsilon)
-        else:
-            scale = 1 / isa.unary("sqrt", total * share + self.problem.epsilon)
-        row.store(lambda at: centred(at) * scale)
+        norm(row, row.isa, self.problem)
 
 
 @solves(Lrn)
@@ -99,12 +58,7 @@ class LrnKernel(RowKernel[Lrn]):
             total = row.kept(at, first)
             for k in range(1, lrn.size):
                 total = total + row.kept(at, first + k)
-            base = total * (lrn.alpha / lrn.size) + lrn.bias
-            if lrn.beta in ROOTS:
-                power: Value = ROOTS[lrn.beta](base, lambda value: row.isa.unary("sqrt", value))
-                return row.x(at) / power
-            result: Value = row.x(at) * EXP(row.isa, LOG(row.isa, base) * -lrn.beta)
-            return result
+            return response(row.isa, lrn, lambda: row.x(at), total)
 
         row.visit(square)
         row.store(normalised)
